@@ -1,0 +1,126 @@
+# Everything a newcomer or a machine runs. `make` alone prints the targets.
+# The virtual environment is set up once and touched again only when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+# A CPU build where one is to be had, which is a tenth of the size; any torch otherwise.
+TORCH ?= torch==2.13.0+cpu
+TORCH_FALLBACK ?= torch>=2.10
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --no-build-isolation --config-settings=cmake.define.KVPAGER_WERROR=ON
+
+export PATH := $(BIN):$(PATH)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+export CTEST_PARALLEL_LEVEL := $(JOBS)
+export OMP_WAIT_POLICY ?= passive
+
+TOOLS_STAMP := $(VENV)/.kvpager-tools
+DEPS_STAMP := $(VENV)/.kvpager-deps
+BUILD_STAMP := $(VENV)/.kvpager-build
+NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc models/tiny-retriever -type f)
+ASAN_SITE := $(abspath build/asan-site)
+FORMATTED = $(shell find csrc tests/cpp -name third_party -prune -o \( -name '*.cc' -o -name '*.h' \) -print)
+PYTHON_SOURCES := $(wildcard python tests scripts models bench)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help venv build demo test lint ctest pytest test-slow asan tsan fuzz bench tidy stubs wheel format clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+
+venv: $(TOOLS_STAMP) ## create the virtual environment with torch and the build tools
+
+build: $(BUILD_STAMP) ## build the extension and install the package into it, editable
+
+demo: build ## prefill, save, restore in a new process, compare every bit
+	$(BIN)/kvpager demo $(DEMO_ARGS)
+
+test: lint ctest pytest ## linters, types, stub drift, C++ tests, Python tests
+
+lint: build
+	$(PY) -m ruff check $(PYTHON_SOURCES)
+	$(PY) -m ruff format --check $(PYTHON_SOURCES)
+	$(PY) -m mypy
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+	$(PY) scripts/generate_stubs.py --check
+
+ctest: $(TOOLS_STAMP)
+	cmake --preset dev --log-level=WARNING
+	cmake --build --preset dev
+	ctest --preset dev
+
+pytest: build
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-slow: build ## the Python tests that take minutes
+	$(PY) -m pytest -m "slow and not bench and not cuda" $(PYTEST_ARGS)
+
+fuzz: build ## the property tests with many more examples
+	$(PY) -m pytest -m "hypothesis and not cuda" --hypothesis-profile=fuzz $(PYTEST_ARGS)
+
+bench: build ## every measurement in bench/, one script per question
+	set -e; for script in bench/bench_*.py; do echo "== $$script"; $(PY) $$script; done
+
+# The instrumented package goes to a folder of its own; -S keeps the editable install out of sight.
+asan: build ## C++ and Python tests under AddressSanitizer and UBSan
+	cmake --preset asan --log-level=WARNING
+	cmake --build --preset asan
+	ctest --preset asan
+	rm -rf $(ASAN_SITE)
+	$(INSTALL) --no-deps --target $(ASAN_SITE) --config-settings=build-dir=build/asan-python \
+	  --config-settings=cmake.define.KVPAGER_SANITIZE=address,undefined \
+	  --config-settings=cmake.define.KVPAGER_CHECK_INVARIANTS=ON \
+	  --config-settings=install.strip=false .
+	LD_PRELOAD="$(foreach lib,libasan.so libubsan.so libstdc++.so.6,$(shell g++ -print-file-name=$(lib)))" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  PYTHONPATH="$(ASAN_SITE):$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	  $(PY) -S -m pytest $(PYTEST_ARGS)
+
+tsan: build ## C++ tests under ThreadSanitizer
+	cmake --preset tsan --log-level=WARNING
+	cmake --build --preset tsan
+	ctest --preset tsan
+
+stubs: build ## regenerate python/kvpager/_core.pyi
+	$(PY) scripts/generate_stubs.py
+
+tidy: ctest ## clang-tidy over the C++ sources
+	command -v clang-tidy >/dev/null || $(PIP) install --quiet clang-tidy
+	clang-tidy --quiet -p build/dev --extra-arg=-Wno-unknown-warning-option \
+	  $(filter csrc/%.cc,$(filter-out csrc/bindings/%,$(FORMATTED)))
+
+wheel: $(TOOLS_STAMP) ## a wheel and an sdist in dist/
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist . \
+	  --config-settings=build-dir=build/wheel-{wheel_tag} \
+	  --config-settings=cmake.define.KVPAGER_LTO=ON
+	$(PY) -c "from scikit_build_core.build import build_sdist as f; print('dist/' + f('dist'))"
+
+format: $(BUILD_STAMP) ## apply ruff and clang-format
+	$(PY) -m ruff check --fix $(PYTHON_SOURCES)
+	$(PY) -m ruff format $(PYTHON_SOURCES)
+	$(BIN)/clang-format -i $(FORMATTED)
+
+clean: ## remove build products, keep the virtual environment
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis $(BUILD_STAMP)
+
+$(TOOLS_STAMP): pyproject.toml
+	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)' \
+	  || $(PIP) install '$(TORCH_FALLBACK)'
+	$(PIP) install --quiet 'scikit-build-core>=0.11' 'pybind11>=2.13'
+	command -v cmake >/dev/null || $(PIP) install --quiet 'cmake>=3.22'
+	command -v ninja >/dev/null || $(PIP) install --quiet ninja
+	touch $@
+
+# Dependencies are resolved only when pyproject.toml changed; otherwise only C++ is rebuilt.
+$(BUILD_STAMP): $(TOOLS_STAMP) $(NATIVE)
+	if [ $(DEPS_STAMP) -nt pyproject.toml ]; then $(INSTALL) --no-deps --editable .; \
+	else $(INSTALL) --editable '.[dev]' && touch $(DEPS_STAMP); fi
+	touch $@

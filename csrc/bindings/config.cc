@@ -1,0 +1,120 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bind.h"
+#include "kvpager/error.h"
+#include "kvpager/pager.h"
+#include "kvpager/selection.h"
+
+namespace kvpager {
+
+namespace py = pybind11;
+
+namespace {
+
+DType dtype_from_name(const std::string& field, const std::string& name) {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    if (name == dtype_name(dtype)) return dtype;
+  }
+  throw InvalidArgumentError(
+      str(field, ": '", name, "', expected 'float32', 'float16' or 'bfloat16'"));
+}
+
+}  // namespace
+
+void bind_config(py::module_& m) {
+  py::class_<Layout>(m, "Layout", "Shape of a chunk's bytes.")
+      .def(py::init([](int32_t layers, int32_t kv_heads, int32_t chunk_tokens, int32_t k_dim,
+                       int32_t v_dim, const std::string& k_dtype, const std::string& v_dtype) {
+             Layout layout;
+             layout.layers = layers;
+             layout.kv_heads = kv_heads;
+             layout.chunk_tokens = chunk_tokens;
+             layout.k_dim = k_dim;
+             layout.v_dim = v_dim;
+             layout.k_dtype = dtype_from_name("k_dtype", k_dtype);
+             layout.v_dtype = dtype_from_name("v_dtype", v_dtype);
+             layout.validate();
+             return layout;
+           }),
+           py::kw_only(), py::arg("layers"), py::arg("kv_heads"), py::arg("chunk_tokens"),
+           py::arg("k_dim"), py::arg("v_dim"), py::arg("k_dtype"), py::arg("v_dtype"))
+      .def_readonly("layers", &Layout::layers)
+      .def_readonly("kv_heads", &Layout::kv_heads)
+      .def_readonly("chunk_tokens", &Layout::chunk_tokens)
+      .def_readonly("k_dim", &Layout::k_dim)
+      .def_readonly("v_dim", &Layout::v_dim)
+      .def_property_readonly("k_dtype", [](const Layout& l) { return dtype_name(l.k_dtype); })
+      .def_property_readonly("v_dtype", [](const Layout& l) { return dtype_name(l.v_dtype); })
+      .def_property_readonly("page_bytes", &Layout::page_bytes)
+      .def_property_readonly("slice_bytes", &Layout::slice_bytes)
+      .def_property_readonly("chunk_bytes", &Layout::chunk_bytes)
+      .def_property_readonly("token_bytes", &Layout::token_bytes)
+      .def("__eq__", [](const Layout& a, const Layout& b) { return a == b; });
+
+  py::class_<Selection>(m, "Selection", "Which chunks a row attends to.")
+      .def(py::init([](const std::string& kind, int32_t chunks, int64_t sinks, int64_t recent,
+                       std::vector<std::pair<int64_t, int64_t>> always) {
+             Selection s;
+             if (kind == "dense") {
+               s.kind = Selection::Kind::kDense;
+             } else if (kind == "topk") {
+               s.kind = Selection::Kind::kTopK;
+             } else if (kind == "window") {
+               s.kind = Selection::Kind::kWindow;
+             } else {
+               throw InvalidArgumentError(
+                   str("selection: '", kind, "', expected 'dense', 'topk' or 'window'"));
+             }
+             s.chunks = chunks;
+             s.sinks = sinks;
+             s.recent = recent;
+             s.always = std::move(always);
+             return s;
+           }),
+           py::arg("kind"), py::kw_only(), py::arg("chunks") = 0, py::arg("sinks") = 64,
+           py::arg("recent") = 256,
+           py::arg("always") = std::vector<std::pair<int64_t, int64_t>>());
+
+  py::class_<PagerOptions>(m, "PagerOptions", "Everything a pager is made from; plain fields.")
+      .def(py::init<>())
+      .def_readwrite("layout", &PagerOptions::layout)
+      .def_readwrite("pool_blocks", &PagerOptions::pool_blocks)
+      .def_readwrite("rows", &PagerOptions::rows)
+      .def_readwrite("selection", &PagerOptions::selection)
+      .def_readwrite("scorer", &PagerOptions::scorer)
+      .def_readwrite("host_bytes", &PagerOptions::host_bytes)
+      .def_readwrite("disk_bytes", &PagerOptions::disk_bytes)
+      .def_readwrite("disk_path", &PagerOptions::disk_path)
+      .def_readwrite("summary_bytes", &PagerOptions::summary_bytes)
+      .def_property(
+          "policy",
+          [](const PagerOptions& o) { return o.policy == Policy::kQk ? "qk" : "lru"; },
+          [](PagerOptions& o, const std::string& name) {
+            if (name != "qk" && name != "lru") {
+              throw InvalidArgumentError(str("policy: '", name, "', expected 'qk' or 'lru'"));
+            }
+            o.policy = name == "qk" ? Policy::kQk : Policy::kLru;
+          })
+      .def_readwrite("recall_chunks", &PagerOptions::recall_chunks)
+      .def_readwrite("hysteresis", &PagerOptions::hysteresis)
+      .def_readwrite("threads", &PagerOptions::threads)
+      .def_readwrite("namespace_key", &PagerOptions::namespace_key)
+      .def_readwrite("shuffle_seed", &PagerOptions::shuffle_seed)
+      .def_readwrite("poison", &PagerOptions::poison);
+
+  m.def("scorer_names", &scorer_names, "Names of the registered scorers.");
+  m.def(
+      "scorer_description",
+      [](const std::string& name) { return std::string(find_scorer(name).description()); },
+      py::arg("name"), "One line on what a scorer's summary holds.");
+  m.def(
+      "summary_bytes",
+      [](const std::string& name, const Layout& layout) {
+        return find_scorer(name).summary_bytes(layout);
+      },
+      py::arg("scorer"), py::arg("layout"),
+      "Bytes of the summary of one (chunk, layer, kv head).");
+}
+
+}  // namespace kvpager

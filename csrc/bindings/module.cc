@@ -1,0 +1,18 @@
+#include "bindings/bind.h"
+#include "kvpager/attention.h"
+#include "kvpager/snapshot.h"
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "kvpager's native core. Use the kvpager package; this module is its private half.";
+  m.attr("__version__") = KVPAGER_VERSION;
+  m.attr("KERNEL_VERSION") = kvpager::kKernelVersion;
+  m.attr("CHUNKS_PER_SPLIT") = kvpager::kChunksPerSplit;
+  m.attr("SNAPSHOT_VERSION") =
+      pybind11::make_tuple(kvpager::kSnapshotMajor, kvpager::kSnapshotMinor);
+  m.def("isa_name", &kvpager::isa_name, "Instruction-set tier in use: 'base', 'v3' or 'v4'.");
+  kvpager::bind_errors(m);
+  kvpager::bind_config(m);
+  kvpager::bind_snapshot(m);
+  kvpager::bind_pager(m);
+  kvpager::bind_testing(m);
+}

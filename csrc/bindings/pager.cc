@@ -1,0 +1,299 @@
+#include "kvpager/pager.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bind.h"
+#include "bindings/tensor.h"
+#include "kvpager/error.h"
+
+namespace kvpager {
+
+namespace py = pybind11;
+
+namespace {
+
+using Release = py::gil_scoped_release;
+template <class T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+
+std::vector<TokenId> to_tokens(const Array<TokenId>& ids) {
+  return std::vector<TokenId>(ids.data(), ids.data() + ids.size());
+}
+
+Provenance provenance_from_name(const std::string& name) {
+  for (const Provenance p : {Provenance::kExact, Provenance::kDecode, Provenance::kApproximate}) {
+    if (name == provenance_name(p)) return p;
+  }
+  throw InvalidArgumentError(
+      str("provenance: '", name, "', expected 'exact', 'decode' or 'approximate'"));
+}
+
+void begin(Pager& pager, const Array<int64_t>& sequences, const Array<int64_t>& positions,
+           const Array<TokenId>& tokens, const Array<uint8_t>& kinds) {
+  const py::ssize_t rows = sequences.size();
+  if (positions.size() != rows || tokens.size() != rows || kinds.size() != rows) {
+    throw InvalidArgumentError(str("rows: ", rows, " sequences, ", positions.size(), " positions, ",
+                                   tokens.size(), " tokens and ", kinds.size(),
+                                   " kinds; expected the same number of each"));
+  }
+  std::vector<RowDescriptor> descriptors(static_cast<size_t>(rows));
+  for (py::ssize_t i = 0; i < rows; ++i) {
+    if (kinds.data()[i] > static_cast<uint8_t>(RowKind::kPadding)) {
+      throw InvalidArgumentError(str("kinds[", i, "]: ", static_cast<int>(kinds.data()[i]),
+                                     ", expected 0 (commit), 1 (read) or 2 (padding)"));
+    }
+    descriptors[static_cast<size_t>(i)] = {SequenceId(sequences.data()[i]), positions.data()[i],
+                                           tokens.data()[i], static_cast<RowKind>(kinds.data()[i])};
+  }
+  const Release release;
+  pager.begin(descriptors);
+}
+
+void attend(Pager& pager, int layer, py::handle q, py::handle k, py::handle v, py::handle out,
+            float scaling, float softcap, int64_t window, const py::object& sinks) {
+  const BorrowedTensor q_view("q", q);
+  const BorrowedTensor k_view("k", k);
+  const BorrowedTensor v_view("v", v);
+  const BorrowedTensor out_view("out", out, true);
+  AttendOptions options;
+  options.scaling = scaling;
+  options.softcap = softcap;
+  options.window = window;
+  Array<float> sink_values;
+  if (!sinks.is_none()) {
+    sink_values = py::cast<Array<float>>(sinks);
+    if (sink_values.size() != q_view.view().heads) {
+      throw InvalidArgumentError(str("sinks: ", sink_values.size(), " values, expected one per query head (",
+                                     q_view.view().heads, ")"));
+    }
+    options.sinks = sink_values.data();
+  }
+  const Release release;
+  pager.attend(layer, q_view.view(), k_view.view(), v_view.view(), out_view.view(), options);
+}
+
+void write(Pager& pager, int layer, py::handle k, py::handle v) {
+  const BorrowedTensor k_view("k", k);
+  const BorrowedTensor v_view("v", v);
+  const Release release;
+  pager.write(layer, k_view.view(), v_view.view());
+}
+
+void commit(Pager& pager, const py::object& sequences, const py::object& accepted,
+            const std::string& provenance) {
+  const Provenance worth = provenance_from_name(provenance);
+  if (sequences.is_none()) {
+    const Release release;
+    pager.commit_all(worth);
+    return;
+  }
+  std::vector<SequenceId> ids;
+  for (const int64_t id : py::cast<std::vector<int64_t>>(sequences)) ids.emplace_back(id);
+  const auto counts = py::cast<std::vector<int64_t>>(accepted);
+  const Release release;
+  pager.commit(ids, counts, worth);
+}
+
+py::tuple read_kv(Pager& pager, int64_t sequence, int layer, int64_t start, int64_t stop) {
+  const Layout& layout = pager.options().layout;
+  const int64_t n = std::max<int64_t>(0, stop - start);
+  const auto raw = [&](DType dtype, int64_t dim) {
+    const std::vector<py::ssize_t> shape = {n, layout.kv_heads, dim};
+    return dtype == DType::kFloat32 ? py::array(py::dtype::of<uint32_t>(), shape)
+                                    : py::array(py::dtype::of<uint16_t>(), shape);
+  };
+  py::array k = raw(layout.k_dtype, layout.k_dim);
+  py::array v = raw(layout.v_dtype, layout.v_dim);
+  auto* k_bytes = static_cast<std::byte*>(k.mutable_data());
+  auto* v_bytes = static_cast<std::byte*>(v.mutable_data());
+  {
+    const Release release;
+    pager.read_kv(SequenceId(sequence), layer, start, stop, k_bytes, v_bytes);
+  }
+  return py::make_tuple(k, v);
+}
+
+// Arrays rather than objects: cheap enough to call after every forward.
+py::dict residency(const Pager& pager, int64_t sequence) {
+  std::vector<ChunkInfo> infos;
+  {
+    const Release release;
+    infos = pager.ledger(SequenceId(sequence));
+  }
+  const auto n = static_cast<py::ssize_t>(infos.size());
+  py::array_t<uint8_t> tiers(n);
+  py::array_t<uint64_t> selected(n);
+  py::array_t<uint64_t> recalled(n);
+  py::array_t<double> score(n);
+  for (py::ssize_t i = 0; i < n; ++i) {
+    const ChunkInfo& info = infos[static_cast<size_t>(i)];
+    tiers.mutable_data()[i] = info.tiers;
+    selected.mutable_data()[i] = info.selected;
+    recalled.mutable_data()[i] = info.recalled;
+    score.mutable_data()[i] = info.qk_score;
+  }
+  py::dict result;
+  result["tiers"] = tiers;
+  result["selected"] = selected;
+  result["recalled"] = recalled;
+  result["qk_score"] = score;
+  return result;
+}
+
+py::dict stats(const Pager& pager) {
+  PagerStats s;
+  {
+    const Release release;
+    s = pager.stats();
+  }
+  py::dict d;
+#define KVPAGER_STAT(name) d[#name] = s.name
+  KVPAGER_STAT(pool_blocks);
+  KVPAGER_STAT(free_blocks);
+  KVPAGER_STAT(open_blocks);
+  KVPAGER_STAT(pinned_blocks);
+  KVPAGER_STAT(pool_bytes);
+  KVPAGER_STAT(resident_bytes);
+  KVPAGER_STAT(staging_bytes);
+  KVPAGER_STAT(host_bytes);
+  KVPAGER_STAT(host_bytes_used);
+  KVPAGER_STAT(disk_bytes);
+  KVPAGER_STAT(disk_bytes_used);
+  KVPAGER_STAT(summary_bytes);
+  KVPAGER_STAT(summary_bytes_used);
+  KVPAGER_STAT(chunk_bytes);
+  KVPAGER_STAT(summary_bytes_per_chunk);
+  KVPAGER_STAT(sequences);
+  KVPAGER_STAT(records);
+  KVPAGER_STAT(cached_records);
+  KVPAGER_STAT(reserved_chunks);
+  KVPAGER_STAT(home_chunks);
+  KVPAGER_STAT(forwards);
+  KVPAGER_STAT(aborted_forwards);
+  KVPAGER_STAT(rows_committed);
+  KVPAGER_STAT(chunks_sealed);
+  KVPAGER_STAT(chunks_shared);
+  KVPAGER_STAT(chunks_evicted);
+  KVPAGER_STAT(chunks_recalled);
+  KVPAGER_STAT(chunks_spilled);
+  KVPAGER_STAT(slices_streamed);
+  KVPAGER_STAT(prefix_tokens_reused);
+  KVPAGER_STAT(bytes_paged_in);
+  KVPAGER_STAT(bytes_paged_out);
+  KVPAGER_STAT(bytes_written_through);
+  KVPAGER_STAT(snapshot_bytes_read);
+  KVPAGER_STAT(seconds_write);
+  KVPAGER_STAT(seconds_scan);
+  KVPAGER_STAT(seconds_load);
+  KVPAGER_STAT(seconds_attend);
+  KVPAGER_STAT(seconds_seal);
+  KVPAGER_STAT(seconds_recall);
+#undef KVPAGER_STAT
+  return d;
+}
+
+}  // namespace
+
+void bind_pager(py::module_& m) {
+  py::class_<ChunkInfo>(m, "ChunkInfo", "What the ledger says of one chunk of one sequence; a copy.")
+      .def_readonly("chunk", &ChunkInfo::chunk)
+      .def_readonly("start", &ChunkInfo::start)
+      .def_readonly("stop", &ChunkInfo::stop)
+      .def_readonly("sealed", &ChunkInfo::sealed)
+      .def_property_readonly("resident", [](const ChunkInfo& c) { return (c.tiers & kTierResident) != 0; })
+      .def_property_readonly("on_host", [](const ChunkInfo& c) { return (c.tiers & kTierHost) != 0; })
+      .def_property_readonly("on_disk", [](const ChunkInfo& c) { return (c.tiers & kTierDisk) != 0; })
+      .def_property_readonly("in_snapshot", [](const ChunkInfo& c) { return (c.tiers & kTierSnapshot) != 0; })
+      .def_property_readonly("block",
+                             [](const ChunkInfo& c) -> std::optional<int32_t> {
+                               if (c.block.value() < 0) return std::nullopt;
+                               return c.block.value();
+                             })
+      .def_property_readonly("k_dtype", [](const ChunkInfo& c) { return dtype_name(c.k_dtype); })
+      .def_property_readonly("v_dtype", [](const ChunkInfo& c) { return dtype_name(c.v_dtype); })
+      .def_property_readonly("provenance", [](const ChunkInfo& c) { return provenance_name(c.provenance); })
+      .def_property_readonly("chain_hash",
+                             [](const ChunkInfo& c) {
+                               char text[33];
+                               std::snprintf(text, sizeof text, "%016llx%016llx",
+                                             static_cast<unsigned long long>(c.chain_hash.high),
+                                             static_cast<unsigned long long>(c.chain_hash.low));
+                               return std::string(text);
+                             })
+      .def_readonly("references", &ChunkInfo::references)
+      .def_readonly("pins", &ChunkInfo::pins)
+      .def_readonly("qk_score", &ChunkInfo::qk_score)
+      .def_readonly("last_use", &ChunkInfo::last_use)
+      .def_readonly("selected", &ChunkInfo::selected)
+      .def_readonly("recalled", &ChunkInfo::recalled)
+      .def("__repr__", [](const ChunkInfo& c) {
+        return str("ChunkInfo(chunk=", c.chunk, ", positions=[", c.start, ", ", c.stop, "), ",
+                   c.sealed ? "sealed" : "open", (c.tiers & kTierResident) ? ", resident" : "",
+                   (c.tiers & kTierHost) ? ", host" : "", (c.tiers & kTierDisk) ? ", disk" : "",
+                   (c.tiers & kTierSnapshot) ? ", snapshot" : "", ", ", provenance_name(c.provenance), ")");
+      });
+
+  py::class_<Pager>(m, "Pager", "The native pager; kvpager.Pager wraps it.")
+      .def(py::init<const PagerOptions&>(), py::arg("options"), py::call_guard<Release>())
+      .def("create_sequence", [](Pager& p, const std::string& salt) { return p.create_sequence(salt).value(); },
+           py::arg("salt"))
+      .def("destroy_sequence", [](Pager& p, int64_t s) { p.destroy_sequence(SequenceId(s)); },
+           py::arg("sequence"), py::call_guard<Release>())
+      .def("fork", [](Pager& p, int64_t s) { return p.fork(SequenceId(s)).value(); }, py::arg("sequence"),
+           py::call_guard<Release>())
+      .def("trim", [](Pager& p, int64_t s, int64_t position) { p.trim(SequenceId(s), position); },
+           py::arg("sequence"), py::arg("position"), py::call_guard<Release>())
+      .def("length", [](const Pager& p, int64_t s) { return p.length(SequenceId(s)); }, py::arg("sequence"))
+      .def("tokens",
+           [](const Pager& p, int64_t s) {
+             const std::vector<TokenId> tokens = p.tokens(SequenceId(s));
+             return py::array_t<TokenId>(static_cast<py::ssize_t>(tokens.size()), tokens.data());
+           },
+           py::arg("sequence"))
+      .def("reserve", [](Pager& p, int64_t s, int64_t total) { p.reserve(SequenceId(s), total); },
+           py::arg("sequence"), py::arg("total_tokens"))
+      .def("adopt_prefix",
+           [](Pager& p, int64_t s, const Array<TokenId>& tokens) {
+             return p.adopt_prefix(SequenceId(s), to_tokens(tokens));
+           },
+           py::arg("sequence"), py::arg("tokens"))
+      .def("begin", &begin, py::arg("sequences"), py::arg("positions"), py::arg("tokens"), py::arg("kinds"))
+      .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
+           py::arg("scaling"), py::arg("softcap") = 0.0f, py::arg("window") = 0, py::arg("sinks") = py::none())
+      .def("write", &write, py::arg("layer"), py::arg("k"), py::arg("v"))
+      .def("commit", &commit, py::arg("sequences") = py::none(), py::arg("accepted") = py::none(),
+           py::arg("provenance") = "exact")
+      .def("abort", &Pager::abort, py::call_guard<Release>())
+      .def("forward_running", &Pager::forward_running)
+      .def("select",
+           [](Pager& p, int64_t s, int layer, py::handle q, int64_t position, int64_t window) {
+             const BorrowedTensor view("q", q);
+             return p.select(SequenceId(s), layer, view.view(), position, window);
+           },
+           py::arg("sequence"), py::arg("layer"), py::arg("q"), py::arg("position"), py::arg("window") = 0)
+      .def("read_kv", &read_kv, py::arg("sequence"), py::arg("layer"), py::arg("start"), py::arg("stop"))
+      .def("pin", [](Pager& p, int64_t s, int64_t start, int64_t stop) { return p.pin(SequenceId(s), start, stop).value(); },
+           py::arg("sequence"), py::arg("start"), py::arg("stop"), py::call_guard<Release>())
+      .def("unpin", [](Pager& p, int64_t pin) { p.unpin(PinId(pin)); }, py::arg("pin"))
+      .def("evict_all", &Pager::evict_all, py::call_guard<Release>())
+      .def("save",
+           [](Pager& p, int64_t s, const std::string& path, const std::string& fingerprint,
+              const std::string& session) { return p.save(SequenceId(s), path, fingerprint, session); },
+           py::arg("sequence"), py::arg("path"), py::arg("fingerprint"), py::arg("session"),
+           py::call_guard<Release>())
+      .def("restore",
+           [](Pager& p, std::shared_ptr<SnapshotReader> reader, const std::string& salt,
+              const std::string& provenance, const std::string& file_namespace) {
+             return p.restore(std::move(reader), salt, provenance_from_name(provenance), file_namespace).value();
+           },
+           py::arg("reader"), py::arg("salt"), py::arg("provenance"), py::arg("file_namespace"),
+           py::call_guard<Release>())
+      .def("ledger", [](const Pager& p, int64_t s) { return p.ledger(SequenceId(s)); }, py::arg("sequence"))
+      .def("residency", &residency, py::arg("sequence"))
+      .def("stats", &stats)
+      .def("check_invariants", &Pager::check_invariants, py::call_guard<Release>());
+}
+
+}  // namespace kvpager

@@ -1,0 +1,28 @@
+// A Python tensor (torch, numpy, anything that speaks DLPack) borrowed for the length of one call.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "kvpager/tensor.h"
+
+struct DLManagedTensor;
+
+namespace kvpager {
+
+class BorrowedTensor {
+ public:
+  // Three dimensions, CPU memory, a supported float dtype, last dimension contiguous; InvalidArgumentError
+  // that names `name` otherwise. `writable` refuses read-only exporters.
+  BorrowedTensor(const char* name, pybind11::handle tensor, bool writable = false);
+  ~BorrowedTensor();
+  BorrowedTensor(const BorrowedTensor&) = delete;
+  BorrowedTensor& operator=(const BorrowedTensor&) = delete;
+
+  const TensorView& view() const { return view_; }
+
+ private:
+  TensorView view_;
+  DLManagedTensor* owned_ = nullptr;  // what an exporter without the C exchange table handed over
+};
+
+}  // namespace kvpager

@@ -1,0 +1,37 @@
+#include "core/chain_hash.h"
+
+#define XXH_INLINE_ALL
+#include "third_party/xxhash.h"
+
+namespace kvpager {
+namespace {
+
+Hash128 digest(XXH3_state_t* state) {
+  const XXH128_hash_t h = XXH3_128bits_digest(state);
+  return {h.low64, h.high64};
+}
+
+}  // namespace
+
+Hash128 chain_root(const std::string& namespace_key, const std::string& salt) {
+  XXH3_state_t state;
+  XXH3_128bits_reset(&state);
+  // Lengths first: no two (key, salt) pairs can spell the same bytes.
+  const uint64_t lengths[2] = {namespace_key.size(), salt.size()};
+  XXH3_128bits_update(&state, lengths, sizeof lengths);
+  XXH3_128bits_update(&state, namespace_key.data(), namespace_key.size());
+  XXH3_128bits_update(&state, salt.data(), salt.size());
+  return digest(&state);
+}
+
+Hash128 chain_next(const Hash128& parent, const TokenId* tokens, int64_t count,
+                   Provenance provenance) {
+  XXH3_state_t state;
+  XXH3_128bits_reset(&state);
+  const uint64_t head[3] = {parent.low, parent.high, static_cast<uint64_t>(provenance)};
+  XXH3_128bits_update(&state, head, sizeof head);
+  XXH3_128bits_update(&state, tokens, static_cast<size_t>(count) * sizeof(TokenId));
+  return digest(&state);
+}
+
+}  // namespace kvpager

@@ -1,0 +1,92 @@
+// The ledger: one record per chunk that exists, whoever uses it. Integers and facts; no bytes are moved here.
+//
+//        create_open                 seal                     drop (references = 0)
+//   (none) ------> open ----------------------------> sealed ------------------> (none)
+//                   |  drop (trim, abort, rejected)     ^ restore creates sealed records directly
+//                   +------------------------------> (none)
+//
+//   open    private to one sequence, in a block, rows may still change; never a victim
+//   sealed  bytes never change again; hash, checksums and summary are set; may be in any set of tiers,
+//           at least one of them; in the hash index when exact
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "kvpager/snapshot.h"
+#include "kvpager/types.h"
+
+namespace kvpager {
+
+enum class ChunkState : uint8_t { kFree, kOpen, kSealed };
+
+struct ChunkRecord {
+  ChunkState state = ChunkState::kFree;
+  Provenance provenance = Provenance::kExact;
+  int32_t references = 0;  // uses by sequences; a sealed record with 0 is cached for prefix reuse
+  int32_t pins = 0;        // over all uses
+  int32_t readers = 0;     // attention calls reading it now: its block is in flight, never a victim
+  int64_t index = 0;       // logical chunk index, the same in every sequence that shares it
+
+  BlockId block;  // resident copy
+  SlotId host;    // host copy
+  SlotId disk;    // disk copy
+  std::shared_ptr<SnapshotReader> source;  // a snapshot that has this chunk, or null
+  int64_t source_chunk = -1;
+
+  SlotId summary;                // slot of the summary slab; sealed records only
+  bool summary_pending = false;  // still in `source`; loaded before any row can score it
+
+  Hash128 hash;                        // of the chain up to this chunk's end
+  Hash128 parent;                      // of the chain up to its start
+  std::vector<TokenId> tokens;         // sealed: chunk_tokens ids
+  std::vector<uint64_t> checksums;     // sealed: one per layer slice
+
+  double score = 0;         // residency's view: the newest QK share any user saw
+  uint64_t last_use = 0;    // forward number
+  uint64_t recalled = 0;
+
+  bool resident() const { return block.value() >= 0; }
+  bool on_host() const { return host.value() >= 0; }
+  bool on_disk() const { return disk.value() >= 0; }
+  bool has_lower_copy() const { return on_host() || on_disk() || source != nullptr; }
+  // Occupies a home: a lower-tier slot of its own, or its block where there are no lower tiers.
+  bool needs_home() const { return state == ChunkState::kSealed && source == nullptr; }
+};
+
+class Ledger {
+ public:
+  RecordId create(ChunkState state);
+  // The record leaves the index and is free for reuse. REQUIRES: it owns no block, slot or summary any more.
+  void drop(RecordId id);
+
+  ChunkRecord& operator[](RecordId id) { return records_[static_cast<size_t>(id.value())]; }
+  const ChunkRecord& operator[](RecordId id) const { return records_[static_cast<size_t>(id.value())]; }
+
+  // Makes an exact sealed record findable by its hash. An equal hash already there stays (first come).
+  void publish(RecordId id);
+  // A sealed exact record with this hash, parent and these tokens.
+  std::optional<RecordId> find(const Hash128& hash, const Hash128& parent, const TokenId* tokens,
+                               int64_t count) const;
+  bool published(RecordId id) const;
+
+  int64_t live() const { return live_; }
+  // Calls fn(RecordId, record) for every live record.
+  template <class Fn>
+  void each(Fn fn) const {
+    for (size_t i = 0; i < records_.size(); ++i) {
+      if (records_[i].state != ChunkState::kFree) fn(RecordId(static_cast<int32_t>(i)), records_[i]);
+    }
+  }
+
+ private:
+  std::vector<ChunkRecord> records_;
+  std::vector<RecordId> free_;
+  std::unordered_map<Hash128, RecordId> by_hash_;
+  int64_t live_ = 0;
+};
+
+}  // namespace kvpager

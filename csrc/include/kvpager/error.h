@@ -1,0 +1,72 @@
+// The error tree, the same names in C++ and Python. A message names the field, the value it had, what was
+// expected and, where there is one, the remedy.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace kvpager {
+
+class PagerError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// No room: pool, host, disk or summary budget, or too many pins. Nothing was changed.
+class CapacityError : public PagerError {
+ public:
+  using PagerError::PagerError;
+};
+
+// An argument or a state the call cannot work with. Nothing was changed.
+class InvalidArgumentError : public PagerError {
+ public:
+  using PagerError::PagerError;
+};
+
+// Keys or values that are not finite; the forward was aborted.
+class NonFiniteError : public PagerError {
+ public:
+  using PagerError::PagerError;
+};
+
+// The operating system refused a read or write; carries its words.
+class StorageError : public PagerError {
+ public:
+  using PagerError::PagerError;
+};
+
+// Bytes that are not what was written: bad magic, checksum, size or order.
+class CorruptSnapshotError : public PagerError {
+ public:
+  using PagerError::PagerError;
+};
+
+// A file whose major version this reader does not know.
+class UnsupportedVersionError : public PagerError {
+ public:
+  using PagerError::PagerError;
+};
+
+// The file is sound, but belongs to another model, layout, numerics or salt.
+class FingerprintMismatchError : public PagerError {
+ public:
+  using PagerError::PagerError;
+};
+
+// Our own bug: a numbered invariant of DESIGN.md does not hold.
+class InvariantError : public PagerError {
+ public:
+  using PagerError::PagerError;
+};
+
+// Builds a message by streaming its parts.
+template <class... Parts>
+std::string str(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+}  // namespace kvpager

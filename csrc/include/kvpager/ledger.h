@@ -1,0 +1,37 @@
+// What the ledger tells a user about one chunk of one sequence: a copy, safe to keep.
+#pragma once
+
+#include <cstdint>
+
+#include "kvpager/types.h"
+
+namespace kvpager {
+
+// Where a chunk's bytes can be read, as bits: a chunk may be in several places.
+enum Tier : uint8_t {
+  kTierResident = 1,
+  kTierHost = 2,
+  kTierDisk = 4,
+  kTierSnapshot = 8,
+};
+
+struct ChunkInfo {
+  int64_t chunk = 0;  // logical index: positions [start, stop)
+  int64_t start = 0;
+  int64_t stop = 0;
+  bool sealed = false;
+  uint8_t tiers = 0;  // of Tier
+  BlockId block;      // value -1: not resident
+  DType k_dtype = DType::kFloat32;
+  DType v_dtype = DType::kFloat32;
+  Provenance provenance = Provenance::kExact;
+  Hash128 chain_hash;      // zero while unsealed
+  int32_t references = 0;  // sequences that use this record
+  int32_t pins = 0;        // of this sequence
+  double qk_score = 0;     // moving average of this chunk's share of attention mass, [0, 1]
+  uint64_t last_use = 0;   // number of the last forward that read it
+  uint64_t selected = 0;   // forwards of this sequence that read it
+  uint64_t recalled = 0;   // times it was brought back into the pool
+};
+
+}  // namespace kvpager

@@ -1,0 +1,155 @@
+// The facade: many sequences over one hard-bounded pool. Plans in core, copies in memory, commits in core.
+//
+// Call order, as a regular expression per forward:  begin (write | attend)* (commit | abort)
+// Thread-safety: every public function takes the pager's lock; one forward at a time. Every mutator is
+// all-or-nothing (invariant 6) and restates the numbered invariants at its exit in checking builds.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvpager/layout.h"
+#include "kvpager/ledger.h"
+#include "kvpager/selection.h"
+#include "kvpager/snapshot.h"
+#include "kvpager/tensor.h"
+#include "kvpager/types.h"
+
+namespace kvpager {
+
+enum class Policy : uint8_t { kLru = 0, kQk = 1 };
+
+struct PagerOptions {
+  Layout layout;
+  int64_t pool_blocks = 0;       // hard bound of the resident pool, in chunks
+  int64_t rows = 64;             // M: most rows of a forward; a forward of exactly M rows is `exact`
+  Selection selection;
+  std::string scorer = "bits2";  // makes the summary of every sealed chunk
+  int64_t host_bytes = 0;        // arena allocated up front; 0: none
+  int64_t disk_bytes = 0;        // spill budget; 0: none
+  std::string disk_path;         // existing folder; the spill file has no name in it
+  int64_t summary_bytes = -1;    // budget of summaries; -1: enough for all homes of chunks and a pool
+  Policy policy = Policy::kQk;
+  int32_t recall_chunks = 4;     // most chunks a commit brings back into the pool ahead of need
+  double hysteresis = 0.1;       // a recall must beat its victim's score by this fraction
+  int threads = 1;
+  std::string namespace_key;     // fingerprint of all that bits depend on; enters every chain hash
+  uint64_t shuffle_seed = 0;     // not 0: blocks are handed out in a random order (tests)
+  bool poison = false;           // free blocks are filled with NaN (tests)
+};
+
+enum class RowKind : uint8_t {
+  kCommit = 0,   // writes its K/V at `position`, may be committed
+  kRead = 1,     // its K/V exist already; only attends
+  kPadding = 2,  // output is zeros
+};
+
+struct RowDescriptor {
+  SequenceId sequence;
+  int64_t position = 0;
+  TokenId token = 0;
+  RowKind kind = RowKind::kPadding;
+};
+
+// What attention needs of the model at one layer.
+struct AttendOptions {
+  float scaling = 1.0f;
+  float softcap = 0.0f;          // 0: none
+  int64_t window = 0;            // 0: none
+  const float* sinks = nullptr;  // [q_heads] or null
+};
+
+struct PagerStats {
+  int64_t pool_blocks = 0, free_blocks = 0, open_blocks = 0, pinned_blocks = 0;
+  int64_t pool_bytes = 0;           // mapped for the slab, as the allocator counts it
+  int64_t resident_bytes = 0;       // blocks in use x chunk bytes
+  int64_t staging_bytes = 0;        // mapped for slices that stream from disk or snapshot
+  int64_t host_bytes = 0, host_bytes_used = 0;
+  int64_t disk_bytes = 0, disk_bytes_used = 0;
+  int64_t summary_bytes = 0, summary_bytes_used = 0;
+  int64_t chunk_bytes = 0, summary_bytes_per_chunk = 0;
+  int64_t sequences = 0, records = 0, cached_records = 0, reserved_chunks = 0, home_chunks = 0;
+  int64_t forwards = 0, aborted_forwards = 0, rows_committed = 0;
+  int64_t chunks_sealed = 0, chunks_shared = 0, chunks_evicted = 0, chunks_recalled = 0;
+  int64_t chunks_spilled = 0, slices_streamed = 0, prefix_tokens_reused = 0;
+  int64_t bytes_paged_in = 0;       // copied into pool blocks from any lower tier
+  int64_t bytes_paged_out = 0;      // copied at eviction; 0 by design, write-through is counted apart
+  int64_t bytes_written_through = 0;
+  int64_t snapshot_bytes_read = 0;
+  double seconds_write = 0, seconds_scan = 0, seconds_load = 0, seconds_attend = 0, seconds_seal = 0,
+         seconds_recall = 0;
+};
+
+class Pager {
+ public:
+  explicit Pager(const PagerOptions& options);
+  ~Pager();
+  Pager(const Pager&) = delete;
+  Pager& operator=(const Pager&) = delete;
+
+  const PagerOptions& options() const;
+
+  // Sequences. `salt` separates tenants: it enters every chain hash.
+  SequenceId create_sequence(const std::string& salt);
+  void destroy_sequence(SequenceId sequence);
+  SequenceId fork(SequenceId sequence);
+  void trim(SequenceId sequence, int64_t position);
+  int64_t length(SequenceId sequence) const;
+  std::vector<TokenId> tokens(SequenceId sequence) const;
+
+  // Admission: lower-tier room for `total_tokens`, or CapacityError with the bytes needed.
+  void reserve(SequenceId sequence, int64_t total_tokens);
+  // REQUIRES: an empty sequence. Shares the longest chain of sealed exact chunks whose tokens these are.
+  int64_t adopt_prefix(SequenceId sequence, const std::vector<TokenId>& tokens);
+
+  // A forward: all M rows at once. The commit rows of a sequence hold length, length + 1, ... in row order.
+  void begin(const std::vector<RowDescriptor>& rows);
+  // k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]; q [rows, q_heads, k_dim] -> out [rows, q_heads, v_dim].
+  // Non-finite keys or values of commit rows abort the forward (NonFiniteError: layer, position).
+  void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
+              const TensorView& out, const AttendOptions& attend_options);
+  // K/V without attention: rows computed elsewhere.
+  void write(int layer, const TensorView& k, const TensorView& v);
+  // accepted[i] rows of sequences[i] are committed (sequences not named: none of theirs). Every layer must
+  // have been written. provenance: what these rows are worth at best.
+  void commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,
+              Provenance provenance = Provenance::kExact);
+  void commit_all(Provenance provenance = Provenance::kExact);
+  void abort();
+  bool forward_running() const;
+
+  // The chunks a row with these queries at `position` would attend to, per kv head. q [1, q_heads, k_dim].
+  std::vector<std::vector<int32_t>> select(SequenceId sequence, int layer, const TensorView& q,
+                                           int64_t position, int64_t window);
+  // Raw rows [start, stop) of one layer: k [n, kv_heads, k_dim] and v in the layout's dtypes, contiguous.
+  void read_kv(SequenceId sequence, int layer, int64_t start, int64_t stop, std::byte* k, std::byte* v);
+
+  // Keeps positions [start, stop) resident. CapacityError says how many chunks are free to pin.
+  PinId pin(SequenceId sequence, int64_t start, int64_t stop);
+  void unpin(PinId pin);
+
+  // Moves every unpinned, unneeded chunk out of the pool (tests, benches, idle sessions). Changes no bit.
+  int64_t evict_all();
+
+  // session, fingerprint: JSON texts stored as they are. Returns the file's size in bytes.
+  int64_t save(SequenceId sequence, const std::string& path, const std::string& fingerprint,
+               const std::string& session);
+  // Lazy. `file_namespace` is the namespace_key the file was written under; provenance other than kExact
+  // puts the chunks in a namespace of their own.
+  SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
+                     Provenance provenance, const std::string& file_namespace);
+
+  std::vector<ChunkInfo> ledger(SequenceId sequence) const;
+  PagerStats stats() const;
+  // Throws InvariantError that names the numbered invariant (DESIGN.md) that does not hold.
+  void check_invariants() const;
+
+  struct Impl;
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvpager

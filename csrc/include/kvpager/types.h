@@ -1,0 +1,72 @@
+// Small value types every room shares: index types that cannot be mixed up, dtypes, provenance.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace kvpager {
+
+// An integer that only compares with its own kind, so that a block is never passed for a chunk.
+template <class Tag, class Rep>
+class Index {
+ public:
+  using rep = Rep;
+  constexpr Index() = default;
+  constexpr explicit Index(Rep value) : value_(value) {}
+  constexpr Rep value() const { return value_; }
+  friend constexpr bool operator==(Index a, Index b) { return a.value_ == b.value_; }
+  friend constexpr bool operator!=(Index a, Index b) { return a.value_ != b.value_; }
+  friend constexpr bool operator<(Index a, Index b) { return a.value_ < b.value_; }
+
+ private:
+  Rep value_ = -1;
+};
+
+using BlockId = Index<struct BlockTag, int32_t>;         // a chunk-sized slot of the slab
+using SlotId = Index<struct SlotTag, int32_t>;           // a chunk-sized slot of a lower tier
+using RecordId = Index<struct RecordTag, int32_t>;       // a ledger record
+using SequenceId = Index<struct SequenceTag, int64_t>;   // never reused within a pager
+using PinId = Index<struct PinTag, int64_t>;             // never reused within a pager
+
+using TokenId = int32_t;
+
+// Element types of keys and values. Values above kBFloat16 are reserved for quantised codes: they have a
+// number so that files and ledgers can name them, and `is_supported` keeps every kernel from meeting one.
+enum class DType : uint8_t {
+  kFloat32 = 0,
+  kFloat16 = 1,
+  kBFloat16 = 2,
+  kFloat8E4M3 = 3,
+  kQ8_0 = 4,
+  kQ4_0 = 5,
+};
+
+constexpr bool is_supported(DType dtype) { return static_cast<uint8_t>(dtype) <= 2; }
+constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+const char* dtype_name(DType dtype);
+
+// What a chunk's bits are worth. Transitive: what follows an approximate chunk is approximate.
+enum class Provenance : uint8_t {
+  kExact = 0,        // every row came from a forward of exactly M rows
+  kDecode = 1,       // rows from forwards of another shape; never served as an exact hit
+  kApproximate = 2,  // stitched, or restored under a numerics mismatch the caller allowed
+};
+const char* provenance_name(Provenance provenance);
+
+struct Hash128 {
+  uint64_t low = 0;
+  uint64_t high = 0;
+  friend bool operator==(const Hash128& a, const Hash128& b) {
+    return a.low == b.low && a.high == b.high;
+  }
+};
+
+}  // namespace kvpager
+
+template <>
+struct std::hash<kvpager::Hash128> {
+  size_t operator()(const kvpager::Hash128& h) const noexcept {
+    return static_cast<size_t>(h.low ^ (h.high * 0x9E3779B97F4A7C15ull));
+  }
+};

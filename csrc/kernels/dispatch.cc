@@ -1,0 +1,91 @@
+#include <atomic>
+#include <cstdlib>
+#include <string>
+
+#include "kernels/kernel_table.h"
+#include "kvpager/attention.h"
+#include "kvpager/error.h"
+
+namespace kvpager {
+namespace {
+
+int machine_level() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("x86-64-v4")) return 4;
+  if (__builtin_cpu_supports("x86-64-v3")) return 3;
+#endif
+  return 1;
+}
+
+bool machine_has_vnni() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512vnni") != 0;
+#else
+  return false;
+#endif
+}
+
+const char* level_name(int level) { return level == 4 ? "v4" : level == 3 ? "v3" : "base"; }
+
+const KernelTable& table_of(int level, bool vnni) {
+#if defined(__x86_64__)
+  if (level == 4) return isa_v4::table(vnni);
+  if (level == 3) return isa_v3::table(vnni);
+#endif
+  (void)level;
+  return isa_base::table(vnni);
+}
+
+const KernelTable& chosen() {
+  static const KernelTable& table = table_of(
+      choose_level(std::getenv("KVPAGER_ISA"), machine_level()), machine_has_vnni());
+  return table;
+}
+
+std::atomic<const KernelTable*> overriding{nullptr};
+
+}  // namespace
+
+int choose_level(const char* requested, int machine) {
+  if (requested == nullptr || *requested == '\0') return machine;
+  const std::string name = requested;
+  int level = 0;
+  if (name == "base") level = 1;
+  if (name == "v3") level = 3;
+  if (name == "v4") level = 4;
+  if (level == 0) {
+    throw InvalidArgumentError(str("KVPAGER_ISA is \"", name, "\"; expected base, v3 or v4"));
+  }
+  if (level > machine) {
+    throw InvalidArgumentError(str("KVPAGER_ISA is ", name, ", which this machine cannot run; its ",
+                                   "highest tier is ", level_name(machine)));
+  }
+  return level;
+}
+
+const KernelTable& kernels() {
+  const KernelTable* table = overriding.load(std::memory_order_acquire);
+  return table != nullptr ? *table : chosen();
+}
+
+std::vector<const KernelTable*> runnable_kernels() {
+  const int machine = machine_level();
+  std::vector<const KernelTable*> tables;
+  for (const int level : {1, 3, 4}) {
+    if (level <= machine) tables.push_back(&table_of(level, false));
+  }
+  if (machine == 4 && machine_has_vnni()) tables.push_back(&table_of(4, true));
+  return tables;
+}
+
+KernelOverride::KernelOverride(const KernelTable& table) {
+  overriding.store(&table, std::memory_order_release);
+}
+
+KernelOverride::~KernelOverride() { overriding.store(nullptr, std::memory_order_release); }
+
+const char* isa_name() { return kernels().name; }
+
+}  // namespace kvpager

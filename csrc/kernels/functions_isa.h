@@ -1,0 +1,32 @@
+// What each *_isa.cc file gives to its tier's table.
+#pragma once
+
+#include "kernels/kernel_table.h"
+
+namespace kvpager {
+namespace KVPAGER_ISA_NS {
+
+void attend_tile(const TileParams& params);
+void merge_state(float* total, const float* part, int32_t v_dim);
+void finish_state(const float* state, int32_t v_dim, float* out);
+void exp_lanes(const float* x, float* y, int64_t count);
+
+void to_float(const void* source, DType dtype, int64_t count, float* out);
+void from_float(const float* source, DType dtype, int64_t count, void* out);
+bool all_finite(const void* source, DType dtype, int64_t count);
+
+void score_sketches(const SketchParams& params, const std::byte* const* summaries, int64_t count,
+                    double* scores);
+void score_boxes(const BoxParams& params, const std::byte* const* summaries, int64_t count,
+                 double* scores);
+void score_exact(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
+                 const std::byte* const* summaries, int64_t count, double* scores);
+#if KVPAGER_ISA_LEVEL == 4
+void score_sketches_vnni(const SketchParams& params, const std::byte* const* summaries,
+                         int64_t count, double* scores);
+void score_boxes_vnni(const BoxParams& params, const std::byte* const* summaries, int64_t count,
+                      double* scores);
+#endif
+
+}  // namespace KVPAGER_ISA_NS
+}  // namespace kvpager

@@ -1,0 +1,122 @@
+// The functions that exist once per instruction-set tier, and the choice between them. Internal to the
+// kernels and their tests. Every tier gives the same bits; the tests hold them against each other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kvpager/types.h"
+
+namespace kvpager {
+
+// Lanes of the logical vector all tiers compute with, whatever their registers are.
+inline constexpr int kLanes = 16;
+// Queries that share one pass over a tile.
+inline constexpr int kQueryBlock = 6;
+
+// One query head of one row and its running softmax over a split.
+//   state = acc[v_dim], m, l (floats). Fresh: m = -inf, l = 0, acc = 0.
+struct TileQuery {
+  const float* q = nullptr;  // [k_dim]
+  float* state = nullptr;    // [state_stride(v_dim)]
+  int32_t begin = 0;         // visible keys of the tile, [begin, end), not empty
+  int32_t end = 0;
+};
+
+inline constexpr int64_t state_stride(int64_t v_dim) { return v_dim + kLanes; }
+
+struct TileParams {
+  const void* k = nullptr;  // [k_dim][tokens]
+  const void* v = nullptr;  // [tokens][v_dim]
+  DType k_dtype = DType::kFloat32;
+  DType v_dtype = DType::kFloat32;
+  int32_t tokens = 0;
+  int32_t k_dim = 0;
+  int32_t v_dim = 0;
+  float scaling = 1.0f;
+  float softcap = 0.0f;
+  const TileQuery* queries = nullptr;
+  int64_t count = 0;
+  float* scratch = nullptr;  // [tile_scratch_floats]
+};
+
+// Floats of a tile that are worked on at a time when many queries share it: 16 KiB, half a first-level cache.
+inline constexpr int kWideFloats = 4096;
+
+inline constexpr int64_t tile_scratch_floats(int64_t queries, int64_t tokens) {
+  return kWideFloats + queries * (tokens + 1);
+}
+
+// Summaries of per-dimension codes: see scorer_sketch.cc for the bytes.
+struct SketchParams {
+  int32_t bits = 0;            // 1 or 2
+  int32_t tokens = 0;          // of a chunk
+  int32_t padded_dim = 0;      // k_dim rounded up to kSketchDims
+  int32_t group = 0;
+  const int16_t* q = nullptr;  // [group][padded_dim], -127..127
+};
+inline constexpr int kSketchDims = 32;
+
+// Summaries of boxes: see scorer_box.cc for the bytes.
+struct BoxParams {
+  int32_t boxes = 0;
+  int32_t padded_dim = 0;        // k_dim rounded up to 64
+  bool spread = false;           // half-widths follow the centres
+  int32_t group = 0;
+  const int8_t* q = nullptr;     // [group][padded_dim]
+  const int8_t* abs_q = nullptr; // [group][padded_dim]
+  const int32_t* bias = nullptr; // [group], 128 * sum of q: centres are stored with 128 added
+};
+
+struct KernelTable {
+  const char* name = nullptr;
+  int level = 1;
+  void (*attend_tile)(const TileParams& params) = nullptr;
+  // total += part, both states; skipped by the caller when part saw no key.
+  void (*merge_state)(float* total, const float* part, int32_t v_dim) = nullptr;
+  // out[i] = state's acc[i] / l.
+  void (*finish_state)(const float* state, int32_t v_dim, float* out) = nullptr;
+  void (*exp)(const float* x, float* y, int64_t count) = nullptr;
+  void (*to_float)(const void* source, DType dtype, int64_t count, float* out) = nullptr;
+  void (*from_float)(const float* source, DType dtype, int64_t count, void* out) = nullptr;
+  bool (*all_finite)(const void* source, DType dtype, int64_t count) = nullptr;
+  void (*score_sketches)(const SketchParams& params, const std::byte* const* summaries,
+                         int64_t count, double* scores) = nullptr;
+  void (*score_boxes)(const BoxParams& params, const std::byte* const* summaries, int64_t count,
+                      double* scores) = nullptr;
+  void (*score_exact)(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
+                      const std::byte* const* summaries, int64_t count,
+                      double* scores) = nullptr;
+};
+
+// The tier in use. The first call chooses it; throws InvalidArgumentError for a bad KVPAGER_ISA.
+const KernelTable& kernels();
+
+// The level (1, 3 or 4) for a value of KVPAGER_ISA (null: not set) on a machine of level `machine`.
+int choose_level(const char* requested, int machine);
+
+// Every table this machine can run, lowest first; v4 twice where there is VNNI (without it, then with it).
+std::vector<const KernelTable*> runnable_kernels();
+
+// Makes kernels() return `table` while it lives. For tests: not thread-safe against running kernels.
+class KernelOverride {
+ public:
+  explicit KernelOverride(const KernelTable& table);
+  ~KernelOverride();
+  KernelOverride(const KernelOverride&) = delete;
+  KernelOverride& operator=(const KernelOverride&) = delete;
+};
+
+// One table per compilation of the *_isa.cc files.
+namespace isa_base {
+const KernelTable& table(bool vnni);
+}
+namespace isa_v3 {
+const KernelTable& table(bool vnni);
+}
+namespace isa_v4 {
+const KernelTable& table(bool vnni);
+}
+
+}  // namespace kvpager

@@ -1,0 +1,152 @@
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "kvpager/error.h"
+#include "kvpager/selection.h"
+
+namespace kvpager {
+namespace {
+
+// Half-open chunk ranges of one row.
+struct Spans {
+  int64_t own = 0;           // the row's own chunk, the last one it sees
+  int64_t low = 0;           // the first chunk a sliding window leaves in
+  int64_t sinks_end = 0;     // [0, sinks_end)
+  int64_t recent_begin = 0;  // [recent_begin, own]
+};
+
+Spans spans_of(const Selection& selection, int64_t chunk_tokens, int64_t position, int64_t window) {
+  Spans spans;
+  spans.own = position / chunk_tokens;
+  if (window > 0 && position >= window) spans.low = (position - window + 1) / chunk_tokens;
+  if (selection.kind != Selection::Kind::kDense) {
+    spans.sinks_end = (selection.sinks + chunk_tokens - 1) / chunk_tokens;
+    spans.recent_begin = std::max<int64_t>(0, position + 1 - selection.recent) / chunk_tokens;
+  }
+  return spans;
+}
+
+// A double as an integer of the same order; NaN below everything, both zeros equal.
+uint64_t order_of(double score) {
+  if (score != score) return 0;
+  const double value = score + 0.0;
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  constexpr uint64_t kSign = uint64_t{1} << 63;
+  return (bits & kSign) != 0 ? ~bits : bits | kSign;
+}
+
+// Whether ascending chunks belong to `always`. One pass, no search: the ranges ascend.
+class AlwaysCursor {
+ public:
+  AlwaysCursor(const Selection& selection, int64_t chunk_tokens)
+      : ranges_(selection.kind == Selection::Kind::kTopK ? &selection.always : nullptr),
+        chunk_tokens_(chunk_tokens) {}
+
+  // REQUIRES: chunks are asked for in ascending order.
+  bool holds(int64_t chunk) {
+    if (ranges_ == nullptr) return false;
+    const int64_t start = chunk * chunk_tokens_;
+    while (next_ < ranges_->size() && (*ranges_)[next_].second <= start) ++next_;
+    return next_ < ranges_->size() && (*ranges_)[next_].first < start + chunk_tokens_;
+  }
+
+ private:
+  const std::vector<std::pair<int64_t, int64_t>>* ranges_;
+  int64_t chunk_tokens_;
+  size_t next_ = 0;
+};
+
+void append_range(int64_t begin, int64_t end, std::vector<int32_t>* out) {
+  for (int64_t chunk = begin; chunk < end; ++chunk) out->push_back(static_cast<int32_t>(chunk));
+}
+
+}  // namespace
+
+void Selection::validate(int64_t chunk_tokens, int64_t rows) const {
+  if (chunk_tokens < 1) {
+    throw InvalidArgumentError(str("chunk_tokens is ", chunk_tokens, "; expected at least 1"));
+  }
+  if (kind == Kind::kDense) return;
+  if (kind == Kind::kTopK && chunks < 1) {
+    throw InvalidArgumentError(str("selection.chunks is ", chunks, "; expected at least 1"));
+  }
+  if (sinks < 0) {
+    throw InvalidArgumentError(str("selection.sinks is ", sinks, "; expected 0 or more tokens"));
+  }
+  if (recent < rows || recent < 1) {
+    throw InvalidArgumentError(str("selection.recent is ", recent, "; expected at least rows = ",
+                                   rows, ", so that every candidate is sealed before it is chosen"));
+  }
+  if (kind != Kind::kTopK) return;
+  int64_t previous = 0;
+  for (size_t i = 0; i < always.size(); ++i) {
+    const auto& range = always[i];
+    if (range.first < 0 || range.first >= range.second) {
+      throw InvalidArgumentError(str("selection.always[", i, "] is [", range.first, ", ",
+                                     range.second, "); expected 0 <= begin < end"));
+    }
+    if (range.first < previous) {
+      throw InvalidArgumentError(str("selection.always[", i, "] begins at ", range.first,
+                                     "; expected ", previous,
+                                     " or more: ranges ascend and do not overlap"));
+    }
+    previous = range.second;
+  }
+}
+
+CandidateRange candidate_range(const Selection& selection, int64_t chunk_tokens, int64_t position) {
+  if (selection.kind != Selection::Kind::kTopK) return {};
+  const Spans spans = spans_of(selection, chunk_tokens, position, 0);
+  return {std::min(spans.sinks_end, spans.recent_begin), spans.recent_begin};
+}
+
+void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t position, int64_t window,
+                   const double* scores, std::vector<int32_t>* out) {
+  const Spans spans = spans_of(selection, chunk_tokens, position, window);
+  const int64_t end = spans.own + 1;
+  if (selection.kind == Selection::Kind::kDense) {
+    append_range(spans.low, end, out);
+    return;
+  }
+  const int64_t sinks_end = std::min(spans.sinks_end, end);
+  append_range(spans.low, sinks_end, out);
+  const int64_t middle_begin = std::max(spans.low, sinks_end);
+  const int64_t middle_end = std::max(middle_begin, spans.recent_begin);
+  if (selection.kind == Selection::Kind::kTopK) {
+    const CandidateRange candidates = candidate_range(selection, chunk_tokens, position);
+    thread_local std::vector<uint64_t> orders;
+    orders.clear();
+    AlwaysCursor counted(selection, chunk_tokens);
+    for (int64_t chunk = middle_begin; chunk < middle_end; ++chunk) {
+      if (!counted.holds(chunk)) orders.push_back(order_of(scores[chunk - candidates.begin]));
+    }
+    // Everything above the k-th order is in; of its equals, the first ones by id.
+    uint64_t threshold = 0;
+    int64_t ties = std::numeric_limits<int64_t>::max();
+    const int64_t places = selection.chunks;
+    if (static_cast<int64_t>(orders.size()) > places) {
+      const auto kth = orders.begin() + (places - 1);
+      std::nth_element(orders.begin(), kth, orders.end(), std::greater<uint64_t>());
+      threshold = *kth;
+      ties = places - std::count_if(orders.begin(), kth,
+                                    [&](uint64_t order) { return order > threshold; });
+    }
+    AlwaysCursor always(selection, chunk_tokens);
+    for (int64_t chunk = middle_begin; chunk < middle_end; ++chunk) {
+      bool chosen = always.holds(chunk);
+      if (!chosen) {
+        const uint64_t order = order_of(scores[chunk - candidates.begin]);
+        chosen = order > threshold || (order == threshold && ties-- > 0);
+      }
+      if (chosen) out->push_back(static_cast<int32_t>(chunk));
+    }
+  }
+  append_range(middle_end, end, out);
+}
+
+}  // namespace kvpager

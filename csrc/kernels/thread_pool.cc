@@ -1,0 +1,163 @@
+#include "kvpager/thread_pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "kvpager/error.h"
+
+namespace kvpager {
+namespace {
+
+constexpr auto kSpin = std::chrono::microseconds(5);
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Waits for `ready` a few microseconds without sleeping. True when it came true.
+template <class Ready>
+bool spin_until(Ready ready) {
+  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (ready()) return true;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
+  return false;
+}
+
+}  // namespace
+
+// A run is open between the caller's publish and its close. A worker joins an open run under the mutex and
+// leaves it the same way, so the caller waits only for workers that joined: one that is still waking up
+// finds the run closed and sleeps on.
+struct ThreadPool::Impl {
+  using Function = std::function<void(int64_t, int)>;
+
+  explicit Impl(int count) : threads(count) {
+    workers.reserve(static_cast<size_t>(count - 1));
+    try {
+      for (int i = 1; i < count; ++i) workers.emplace_back([this, i] { work(i); });
+    } catch (...) {
+      stop();
+      throw;
+    }
+  }
+
+  ~Impl() { stop(); }
+
+  void stop() {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      stopping = true;
+      generation.fetch_add(1, std::memory_order_release);
+    }
+    opened.notify_all();
+    for (std::thread& worker : workers) worker.join();
+    workers.clear();
+  }
+
+  void work(int thread) {
+    uint64_t seen = 0;
+    for (;;) {
+      spin_until([&] { return generation.load(std::memory_order_acquire) != seen; });
+      {
+        std::unique_lock<std::mutex> lock(mutex);
+        opened.wait(lock, [&] { return generation.load(std::memory_order_relaxed) != seen; });
+        seen = generation.load(std::memory_order_relaxed);
+        if (stopping) return;
+        if (function == nullptr) continue;
+        joined.fetch_add(1, std::memory_order_relaxed);
+      }
+      drain(thread);
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (joined.fetch_sub(1, std::memory_order_release) == 1) left.notify_one();
+      }
+    }
+  }
+
+  // Runs items until none is left. After an exception the rest is skipped.
+  void drain(int thread) {
+    const Function& fn = *function;
+    for (;;) {
+      const int64_t item = next.fetch_add(1, std::memory_order_relaxed);
+      if (item >= items) return;
+      try {
+        fn(item, thread);
+      } catch (...) {
+        std::lock_guard<std::mutex> lock(error_mutex);
+        if (!error) error = std::current_exception();
+        next.store(items, std::memory_order_relaxed);
+      }
+    }
+  }
+
+  void run(int64_t count, const Function& fn) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      items = count;
+      next.store(0, std::memory_order_relaxed);
+      error = nullptr;
+      function = &fn;
+      generation.fetch_add(1, std::memory_order_release);
+    }
+    if (count - 1 < threads - 1) {
+      for (int64_t i = 0; i < count - 1; ++i) opened.notify_one();
+    } else {
+      opened.notify_all();
+    }
+    drain(0);
+    spin_until([&] { return joined.load(std::memory_order_acquire) == 0; });
+    {
+      std::unique_lock<std::mutex> lock(mutex);
+      left.wait(lock, [&] { return joined.load(std::memory_order_acquire) == 0; });
+      function = nullptr;
+    }
+    if (error) std::rethrow_exception(std::exchange(error, nullptr));
+  }
+
+  const int threads;
+  std::vector<std::thread> workers;
+  std::mutex mutex;
+  std::condition_variable opened;
+  std::condition_variable left;
+  std::atomic<uint64_t> generation{0};
+  std::atomic<int> joined{0};
+  bool stopping = false;
+  const Function* function = nullptr;
+  int64_t items = 0;
+  std::atomic<int64_t> next{0};
+  std::mutex error_mutex;
+  std::exception_ptr error;
+};
+
+ThreadPool::ThreadPool(int threads) {
+  if (threads < 1) {
+    throw InvalidArgumentError(str("threads is ", threads, "; expected at least 1"));
+  }
+  impl_ = std::make_unique<Impl>(threads);
+}
+
+ThreadPool::~ThreadPool() = default;
+
+int ThreadPool::threads() const { return impl_->threads; }
+
+void ThreadPool::run(int64_t items, const std::function<void(int64_t item, int thread)>& fn) {
+  if (items <= 1 || impl_->threads == 1) {
+    for (int64_t item = 0; item < items; ++item) fn(item, 0);
+    return;
+  }
+  impl_->run(items, fn);
+}
+
+}  // namespace kvpager

@@ -1,0 +1,277 @@
+// Sixteen float lanes with the same meaning in every tier: one AVX-512 register, two AVX2 registers, or an
+// array and correctly rounded fmaf. Included by *_isa.cc only, inside no namespace.
+//
+// These files are compiled several times with different flags, so nothing in them may have external linkage
+// outside kvpager::KVPAGER_ISA_NS: no inline functions of shared headers, no standard library templates.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if KVPAGER_ISA_LEVEL >= 3
+#if defined(__GNUC__) && !defined(__clang__)
+// g++ 12 warns of its own _mm512_undefined_ps.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#endif
+
+#include "kernels/half.h"
+
+#define KVPAGER_INLINE inline __attribute__((always_inline))
+
+namespace kvpager {
+namespace KVPAGER_ISA_NS {
+
+#if KVPAGER_ISA_LEVEL == 4
+
+struct Vec {
+  __m512 x;
+};
+static KVPAGER_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static KVPAGER_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.x); }
+static KVPAGER_INLINE Vec splat(float a) { return {_mm512_set1_ps(a)}; }
+static KVPAGER_INLINE Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.x, b.x)}; }
+static KVPAGER_INLINE Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.x, b.x)}; }
+static KVPAGER_INLINE Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.x, b.x)}; }
+static KVPAGER_INLINE Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.x, b.x)}; }
+static KVPAGER_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.x, b.x)}; }
+static KVPAGER_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
+// x < limit ? 0 : a
+static KVPAGER_INLINE Vec zero_below(Vec x, float limit, Vec a) {
+  const __mmask16 keep = _mm512_cmp_ps_mask(x.x, _mm512_set1_ps(limit), _CMP_NLT_UQ);
+  return {_mm512_maskz_mov_ps(keep, a.x)};
+}
+// 2^n for integer n held in the low bits of t = n + 1.5 * 2^23
+static KVPAGER_INLINE Vec power_of_two(Vec t) {
+  const __m512i bits = _mm512_slli_epi32(_mm512_castps_si512(t.x), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(0x3F800000)))};
+}
+// Lane i is a's where begin <= i < end, else -inf.
+static KVPAGER_INLINE Vec keep_range(Vec a, int begin, int end) {
+  const __mmask16 keep = static_cast<__mmask16>(
+      (0xFFFFu >> (16 - (end > 16 ? 16 : end))) & ~((1u << (begin < 0 ? 0 : begin)) - 1u));
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), keep, a.x)};
+}
+static KVPAGER_INLINE Vec sign_bits(Vec a) {
+  return {_mm512_and_ps(a.x, _mm512_set1_ps(-0.0f))};
+}
+static KVPAGER_INLINE Vec xor_bits(Vec a, Vec b) { return {_mm512_xor_ps(a.x, b.x)}; }
+static KVPAGER_INLINE Vec load_bfloat16(const uint16_t* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+static KVPAGER_INLINE Vec load_float16(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+#elif KVPAGER_ISA_LEVEL == 3
+
+struct Vec {
+  __m256 x, y;
+};
+static KVPAGER_INLINE Vec load(const float* p) {
+  return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
+static KVPAGER_INLINE void store(float* p, Vec a) {
+  _mm256_storeu_ps(p, a.x);
+  _mm256_storeu_ps(p + 8, a.y);
+}
+static KVPAGER_INLINE Vec splat(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
+static KVPAGER_INLINE Vec add(Vec a, Vec b) {
+  return {_mm256_add_ps(a.x, b.x), _mm256_add_ps(a.y, b.y)};
+}
+static KVPAGER_INLINE Vec sub(Vec a, Vec b) {
+  return {_mm256_sub_ps(a.x, b.x), _mm256_sub_ps(a.y, b.y)};
+}
+static KVPAGER_INLINE Vec mul(Vec a, Vec b) {
+  return {_mm256_mul_ps(a.x, b.x), _mm256_mul_ps(a.y, b.y)};
+}
+static KVPAGER_INLINE Vec div(Vec a, Vec b) {
+  return {_mm256_div_ps(a.x, b.x), _mm256_div_ps(a.y, b.y)};
+}
+static KVPAGER_INLINE Vec max(Vec a, Vec b) {
+  return {_mm256_max_ps(a.x, b.x), _mm256_max_ps(a.y, b.y)};
+}
+static KVPAGER_INLINE Vec fma(Vec a, Vec b, Vec c) {
+  return {_mm256_fmadd_ps(a.x, b.x, c.x), _mm256_fmadd_ps(a.y, b.y, c.y)};
+}
+static KVPAGER_INLINE Vec zero_below(Vec x, float limit, Vec a) {
+  const __m256 bound = _mm256_set1_ps(limit);
+  return {_mm256_and_ps(_mm256_cmp_ps(x.x, bound, _CMP_NLT_UQ), a.x),
+          _mm256_and_ps(_mm256_cmp_ps(x.y, bound, _CMP_NLT_UQ), a.y)};
+}
+static KVPAGER_INLINE __m256 power_of_two_half(__m256 t) {
+  const __m256i bits = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(0x3F800000)));
+}
+static KVPAGER_INLINE Vec power_of_two(Vec t) {
+  return {power_of_two_half(t.x), power_of_two_half(t.y)};
+}
+static KVPAGER_INLINE __m256 keep_half(__m256 a, int begin, int end) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i keep = _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(begin), lane),
+                                           _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane));
+  return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), a, _mm256_castsi256_ps(keep));
+}
+static KVPAGER_INLINE Vec keep_range(Vec a, int begin, int end) {
+  return {keep_half(a.x, begin, end), keep_half(a.y, begin - 8, end - 8)};
+}
+static KVPAGER_INLINE Vec sign_bits(Vec a) {
+  const __m256 mask = _mm256_set1_ps(-0.0f);
+  return {_mm256_and_ps(a.x, mask), _mm256_and_ps(a.y, mask)};
+}
+static KVPAGER_INLINE Vec xor_bits(Vec a, Vec b) {
+  return {_mm256_xor_ps(a.x, b.x), _mm256_xor_ps(a.y, b.y)};
+}
+static KVPAGER_INLINE __m256 widen_bfloat16(const uint16_t* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+static KVPAGER_INLINE Vec load_bfloat16(const uint16_t* p) {
+  return {widen_bfloat16(p), widen_bfloat16(p + 8)};
+}
+static KVPAGER_INLINE Vec load_float16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+
+#else
+
+struct Vec {
+  float x[16];
+};
+template <class Function>
+static KVPAGER_INLINE Vec each_lane(Function function) {
+  Vec out;
+  for (int i = 0; i < 16; ++i) out.x[i] = function(i);
+  return out;
+}
+static KVPAGER_INLINE Vec load(const float* p) {
+  return each_lane([&](int i) { return p[i]; });
+}
+static KVPAGER_INLINE void store(float* p, const Vec& a) { std::memcpy(p, a.x, sizeof a.x); }
+static KVPAGER_INLINE Vec splat(float a) {
+  return each_lane([&](int) { return a; });
+}
+static KVPAGER_INLINE Vec add(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.x[i] + b.x[i]; });
+}
+static KVPAGER_INLINE Vec sub(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.x[i] - b.x[i]; });
+}
+static KVPAGER_INLINE Vec mul(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.x[i] * b.x[i]; });
+}
+static KVPAGER_INLINE Vec div(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.x[i] / b.x[i]; });
+}
+static KVPAGER_INLINE Vec max(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; });
+}
+static KVPAGER_INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) {
+  return each_lane([&](int i) { return __builtin_fmaf(a.x[i], b.x[i], c.x[i]); });
+}
+static KVPAGER_INLINE Vec zero_below(const Vec& x, float limit, const Vec& a) {
+  return each_lane([&](int i) { return x.x[i] < limit ? 0.0f : a.x[i]; });
+}
+static KVPAGER_INLINE Vec power_of_two(const Vec& t) {
+  return each_lane([&](int i) { return bits_float((float_bits(t.x[i]) << 23) + 0x3F800000u); });
+}
+static KVPAGER_INLINE Vec keep_range(const Vec& a, int begin, int end) {
+  return each_lane([&](int i) { return begin <= i && i < end ? a.x[i] : -__builtin_inff(); });
+}
+static KVPAGER_INLINE Vec sign_bits(const Vec& a) {
+  return each_lane([&](int i) { return bits_float(float_bits(a.x[i]) & 0x80000000u); });
+}
+static KVPAGER_INLINE Vec xor_bits(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return bits_float(float_bits(a.x[i]) ^ float_bits(b.x[i])); });
+}
+static KVPAGER_INLINE Vec load_bfloat16(const uint16_t* p) {
+  return each_lane([&](int i) { return bfloat16_to_float(p[i]); });
+}
+static KVPAGER_INLINE Vec load_float16(const uint16_t* p) {
+  return each_lane([&](int i) { return float16_to_float(p[i]); });
+}
+
+#endif
+
+// Lanes folded in halves: i with i + 8, then + 4, + 2, + 1.
+#if KVPAGER_ISA_LEVEL >= 3
+static KVPAGER_INLINE __m256 low_half(Vec a) {
+#if KVPAGER_ISA_LEVEL == 4
+  return _mm512_castps512_ps256(a.x);
+#else
+  return a.x;
+#endif
+}
+static KVPAGER_INLINE __m256 high_half(Vec a) {
+#if KVPAGER_ISA_LEVEL == 4
+  return _mm512_extractf32x8_ps(a.x, 1);
+#else
+  return a.y;
+#endif
+}
+static KVPAGER_INLINE float tree_sum(Vec a) {
+  const __m256 eight = _mm256_add_ps(low_half(a), high_half(a));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+static KVPAGER_INLINE float tree_max(Vec a) {
+  const __m256 eight = _mm256_max_ps(low_half(a), high_half(a));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
+static inline float tree_sum(const Vec& a) {
+  float x[16];
+  store(x, a);
+  for (int width = 8; width >= 1; width /= 2) {
+    for (int i = 0; i < width; ++i) x[i] = x[i] + x[i + width];
+  }
+  return x[0];
+}
+static inline float tree_max(const Vec& a) {
+  float x[16];
+  store(x, a);
+  for (int width = 8; width >= 1; width /= 2) {
+    for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+  }
+  return x[0];
+}
+#endif
+
+// e^x for x <= 0, relative error about one ulp; exp(0) = 1, 0 below -87, NaN stays NaN. n = round(x / ln 2)
+// by adding 1.5 * 2^23, r = x - n ln 2 in two steps, a polynomial of degree 7 in r, times 2^n.
+static KVPAGER_INLINE Vec exp(Vec x) {
+  const Vec magic = splat(12582912.0f);
+  const Vec t = fma(x, splat(1.44269504f), magic);
+  const Vec n = sub(t, magic);
+  Vec r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Vec p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, mul(r, r), r);
+  p = add(p, splat(1.0f));
+  return zero_below(x, -87.0f, mul(p, power_of_two(t)));
+}
+
+// tanh(x) = sign(x) (1 - e) / (1 + e), e = exp(-2 |x|); absolute error about 1e-7.
+static KVPAGER_INLINE Vec tanh(Vec x) {
+  const Vec sign = sign_bits(x);
+  const Vec magnitude = xor_bits(x, sign);
+  const Vec e = exp(mul(magnitude, splat(-2.0f)));
+  const Vec one = splat(1.0f);
+  return xor_bits(div(sub(one, e), add(one, e)), sign);
+}
+
+}  // namespace KVPAGER_ISA_NS
+}  // namespace kvpager

@@ -1,0 +1,72 @@
+#include "memory/disk_spill.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "kvpager/error.h"
+#include "kvpager/fault.h"
+
+namespace kvpager {
+namespace {
+
+[[noreturn]] void fail(const std::string& folder, const char* verb, int error) {
+  throw StorageError(str("disk spill in ", folder, ": cannot ", verb, ": ", std::strerror(error)));
+}
+
+int open_nameless(const std::string& folder) {
+  const int fd = open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return fd;
+  // Filesystems without O_TMPFILE: a named file whose name is removed at once.
+  std::string name = folder + "/.kvpager-spill-XXXXXX";
+  std::vector<char> path(name.begin(), name.end());
+  path.push_back('\0');
+  const int named = mkostemp(path.data(), O_CLOEXEC);
+  if (named >= 0) unlink(path.data());
+  return named;
+}
+
+}  // namespace
+
+DiskSpill::DiskSpill(const std::string& folder, int64_t slots, int64_t slot_bytes)
+    : folder_(folder), slots_(slots), slot_bytes_(slot_bytes) {
+  if (slots == 0) return;
+  fd_ = open_nameless(folder);
+  if (fd_ < 0) fail(folder, "open a file", errno);
+}
+
+DiskSpill::~DiskSpill() {
+  if (fd_ >= 0) close(fd_);
+}
+
+void DiskSpill::write(int64_t slot, const std::byte* data) {
+  if (const int error = fault::visit("disk.write")) fail(folder_, "write", error);
+  int64_t done = 0;
+  while (done < slot_bytes_) {
+    const ssize_t n = pwrite(fd_, data + done, static_cast<size_t>(slot_bytes_ - done),
+                             slot * slot_bytes_ + done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) fail(folder_, "write", errno);
+    if (n == 0) fail(folder_, "write", ENOSPC);
+    done += n;
+  }
+}
+
+void DiskSpill::read(int64_t slot, int64_t offset, int64_t bytes, std::byte* out) const {
+  if (const int error = fault::visit("disk.read")) fail(folder_, "read", error);
+  int64_t done = 0;
+  while (done < bytes) {
+    const ssize_t n = pread(fd_, out + done, static_cast<size_t>(bytes - done),
+                            slot * slot_bytes_ + offset + done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) fail(folder_, "read", errno);
+    if (n == 0) fail(folder_, "read past its end", EIO);
+    done += n;
+  }
+}
+
+}  // namespace kvpager

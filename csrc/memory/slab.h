@@ -1,0 +1,36 @@
+// Equal slots of 64-byte aligned memory in one mapping made up front. The resident pool, the host arena, the
+// summaries and the staging area are slabs; nothing on the paging path allocates.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpager {
+
+class Slab {
+ public:
+  // Maps slots * slot_bytes (CapacityError with `what` and the bytes if the system refuses). slots may be 0.
+  Slab(const char* what, int64_t slots, int64_t slot_bytes);
+  ~Slab();
+  Slab(const Slab&) = delete;
+  Slab& operator=(const Slab&) = delete;
+
+  // REQUIRES: 0 <= slot < slots().
+  std::byte* slot(int64_t slot) { return base_ + slot * slot_bytes_; }
+  const std::byte* slot(int64_t slot) const { return base_ + slot * slot_bytes_; }
+
+  int64_t slots() const { return slots_; }
+  int64_t slot_bytes() const { return slot_bytes_; }
+  int64_t mapped_bytes() const { return mapped_; }
+
+ private:
+  std::byte* base_ = nullptr;
+  int64_t slots_;
+  int64_t slot_bytes_;
+  int64_t mapped_ = 0;
+};
+
+// Bytes in all live slabs of this process, counted where they are mapped.
+int64_t total_mapped_bytes();
+
+}  // namespace kvpager

@@ -1,0 +1,186 @@
+// The pager's state and the steps its public functions are made of. One file per group of steps:
+//   sequences.cc  create, fork, trim, reserve, adopt, pin         residency.cc  blocks, homes, victims, recalls
+//   forward.cc    begin, attend, commit, abort                    persist.cc    save, restore
+//   inspect.cc    ledger, stats, check_invariants, read_kv        pager.cc      construction and the locked facade
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/ledger.h"
+#include "core/policy.h"
+#include "core/sequence.h"
+#include "core/slot_pool.h"
+#include "kvpager/attention.h"
+#include "kvpager/pager.h"
+#include "memory/disk_spill.h"
+#include "memory/slab.h"
+
+namespace kvpager {
+
+// One sequence's part in the running forward.
+struct ForwardPart {
+  Sequence* sequence = nullptr;
+  std::vector<int32_t> commit_rows;  // row numbers, ascending
+  int32_t score_row = -1;            // the row whose scores the ledger keeps: the last one
+  int64_t visible = 0;               // chunks up to the furthest row
+  std::vector<const std::byte*> slices;   // [visible] of the layer at hand
+  std::vector<uint8_t> needed;            // [visible] read at the layer at hand
+  std::vector<uint8_t> read;              // [visible] read at any layer of this forward
+  std::vector<double> mass;               // [visible] softmax shares summed over layers and kv heads
+};
+
+struct Forward {
+  std::vector<RowDescriptor> rows;
+  std::vector<ForwardPart> parts;
+  std::vector<int32_t> part_of_row;  // [rows], -1: padding
+  std::vector<uint8_t> layer_written;
+};
+
+// Where a sealed chunk's own lower-tier copy goes. Both empty: the block itself is the home.
+struct Home {
+  SlotId host;
+  SlotId disk;
+};
+
+struct Pager::Impl {
+  explicit Impl(const PagerOptions& options);
+
+  // --- sequences.cc
+  Sequence& find(SequenceId id);
+  const Sequence& find(SequenceId id) const;
+  void require_idle(const Sequence& sequence, const char* action) const;
+  Sequence& create_sequence(const std::string& salt);
+  void destroy_sequence(SequenceId id);
+  SequenceId fork(SequenceId id);
+  void trim(SequenceId id, int64_t position);
+  void reserve(Sequence& sequence, int64_t total_tokens);
+  int64_t adopt_prefix(SequenceId id, const std::vector<TokenId>& tokens);
+  PinId pin(SequenceId id, int64_t start, int64_t stop);
+  void unpin(PinId id);
+  void add_reference(RecordId id);
+  void release(RecordId id);  // drops the record when nothing will ask for it again
+  void drop_use_pins(ChunkUse& use);
+
+  // --- residency.cc
+  int64_t frontier_blocks() const;  // most blocks one sequence's frontier needs while a forward runs
+  int64_t home_capacity() const;
+  void require_homes(int64_t more, const char* action) const;
+  bool evictable(const ChunkRecord& record) const;
+  int64_t evictable_blocks() const;
+  void require_blocks(int64_t count, const char* action) const;
+  std::vector<uint8_t> sheltered_records() const;
+  VictimFacts facts(RecordId id, const std::vector<uint8_t>& sheltered) const;
+  std::optional<VictimFacts> next_victim() const;
+  std::optional<BlockId> acquire_block();
+  void evict(RecordId id);
+  void free_block(BlockId block);
+  void drop_record(RecordId id);
+  bool reclaim_cached();
+  SlotId take_summary_slot();
+  Home take_home();
+  void give_back(const Home& home);
+  void spill_one();
+  const std::byte* address(const ChunkRecord& record) const;  // null: on disk or in a snapshot only
+  void read_chunk(const ChunkRecord& record, std::byte* out) const;
+  void read_slice(const ChunkRecord& record, int layer, std::byte* out) const;
+  void promote(RecordId id);  // REQUIRES: a block can be had
+  void recall_ahead();
+  int64_t evict_all();
+
+  // --- forward.cc
+  void begin(const std::vector<RowDescriptor>& rows);
+  void write(int layer, const TensorView& k, const TensorView& v);
+  void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
+              const TensorView& out, const AttendOptions& attend_options);
+  void commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
+              Provenance provenance);
+  void commit_all(Provenance provenance);
+  void abort();
+  void drop_surplus_frontier(Sequence& sequence);
+  void select_rows(int layer, const TensorView& q, const AttendOptions& attend_options);
+  void score_for_ledger(ForwardPart& part, int layer, const TensorView& q,
+                        const AttendOptions& attend_options);
+  void add_mass(ForwardPart& part, int64_t first, const std::vector<double>& scores, double scale);
+  void mark_needed(const AttendOptions& attend_options);
+  void run_attention(int layer, AttendParams& params);
+  void stream_attention(int layer, AttendParams& params);
+  std::vector<const std::byte*> summary_pointers(const Sequence& sequence, int layer, int kv_head,
+                                                 int64_t first, int64_t last) const;
+
+  // --- persist.cc
+  void load_summaries(Sequence& sequence);
+  int64_t save(SequenceId id, const std::string& path, const std::string& fingerprint,
+               const std::string& session);
+  SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
+                     Provenance provenance, const std::string& file_namespace);
+
+  // --- inspect.cc
+  std::vector<ChunkInfo> inspect(SequenceId id) const;
+  PagerStats stats() const;
+  void check_invariants() const;
+  void read_kv(SequenceId id, int layer, int64_t start, int64_t stop, std::byte* k, std::byte* v);
+  std::vector<std::vector<int32_t>> select(SequenceId id, int layer, const TensorView& q,
+                                           int64_t position, int64_t window);
+
+  const PagerOptions options;
+  const Layout layout;
+  const Scorer& scorer;
+  const int64_t summary_page_bytes;
+
+  mutable std::mutex mutex;
+  ThreadPool threads;
+  AttendWorkspace workspace;
+
+  // Bytes.
+  Slab pool;
+  Slab host;
+  Slab summaries;
+  Slab staging;
+  DiskSpill disk;
+
+  // Bookkeeping.
+  SlotPool<BlockId> blocks;
+  SlotPool<SlotId> host_slots;
+  SlotPool<SlotId> disk_slots;
+  SlotPool<SlotId> summary_slots;
+  Ledger ledger;
+  std::map<int64_t, Sequence> sequences;
+  std::map<int64_t, PinRange> pins;
+  int64_t next_sequence = 0;
+  int64_t next_pin = 0;
+  int64_t reserved_homes = 0;    // sum over sequences
+  int64_t referenced_homes = 0;  // records that need a home and are used by a sequence
+  int64_t restored_records = 0;  // records backed by a snapshot
+  uint64_t clock = 0;            // forwards begun
+
+  std::optional<Forward> forward;
+  std::vector<std::vector<int32_t>> chosen;  // [rows * kv_heads] of the layer at hand
+  std::vector<int32_t> chosen_flat;
+  std::vector<int64_t> chosen_offsets;
+  std::vector<WriteRow> write_targets;
+
+  PagerStats counters;
+};
+
+// The queries of heads [first, first + count) of a row as float32, [count][k_dim].
+void read_query(const TensorView& q, int64_t row, int64_t first, int64_t count, float* out);
+
+// Adds the seconds of its lifetime to a counter.
+class ScopedTimer {
+ public:
+  explicit ScopedTimer(double* seconds);
+  ~ScopedTimer();
+  ScopedTimer(const ScopedTimer&) = delete;
+  ScopedTimer& operator=(const ScopedTimer&) = delete;
+
+ private:
+  double* seconds_;
+  int64_t start_;
+};
+
+}  // namespace kvpager

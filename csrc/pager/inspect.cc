@@ -1,0 +1,253 @@
+// Reading the pager's state: ledger, stats, raw K/V, a selection that was not run, and the invariants.
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include "kernels/half.h"
+#include "kvpager/error.h"
+#include "pager/impl.h"
+
+namespace kvpager {
+
+void read_query(const TensorView& q, int64_t row, int64_t first, int64_t count, float* out) {
+  for (int64_t h = 0; h < count; ++h) {
+    const int64_t offset = row * q.row_stride + (first + h) * q.head_stride;
+    for (int64_t d = 0; d < q.dim; ++d) {
+      float& value = out[h * q.dim + d];
+      if (q.dtype == DType::kFloat32) {
+        value = static_cast<const float*>(q.data)[offset + d];
+      } else {
+        const uint16_t bits = static_cast<const uint16_t*>(q.data)[offset + d];
+        value = q.dtype == DType::kFloat16 ? float16_to_float(bits) : bfloat16_to_float(bits);
+      }
+    }
+  }
+}
+
+std::vector<ChunkInfo> Pager::Impl::inspect(SequenceId id) const {
+  const Sequence& sequence = find(id);
+  std::vector<ChunkInfo> infos;
+  infos.reserve(static_cast<size_t>(sequence.chunks()));
+  for (int64_t c = 0; c < sequence.chunks(); ++c) {
+    const ChunkUse& use = sequence.use(c);
+    const ChunkRecord& record = ledger[use.record];
+    ChunkInfo info;
+    info.chunk = c;
+    info.start = c * layout.chunk_tokens;
+    info.stop = std::min(info.start + layout.chunk_tokens, sequence.length);
+    info.sealed = record.state == ChunkState::kSealed;
+    info.tiers = static_cast<uint8_t>((record.resident() ? kTierResident : 0) |
+                                      (record.on_host() ? kTierHost : 0) |
+                                      (record.on_disk() ? kTierDisk : 0) |
+                                      (record.source != nullptr ? kTierSnapshot : 0));
+    info.block = record.block;
+    info.k_dtype = layout.k_dtype;
+    info.v_dtype = layout.v_dtype;
+    info.provenance = info.sealed ? record.provenance : sequence.provenance;
+    info.chain_hash = record.hash;
+    info.references = record.references;
+    info.pins = use.pins;
+    info.qk_score = use.qk_score;
+    info.last_use = use.last_use;
+    info.selected = use.selected;
+    info.recalled = record.recalled;
+    infos.push_back(info);
+  }
+  return infos;
+}
+
+PagerStats Pager::Impl::stats() const {
+  PagerStats s = counters;
+  s.pool_blocks = blocks.slots();
+  s.free_blocks = blocks.free();
+  s.pool_bytes = pool.mapped_bytes();
+  s.resident_bytes = blocks.used() * layout.chunk_bytes();
+  s.staging_bytes = staging.mapped_bytes();
+  s.host_bytes = host.mapped_bytes();
+  s.host_bytes_used = host_slots.used() * layout.chunk_bytes();
+  s.disk_bytes = disk_slots.slots() * layout.chunk_bytes();
+  s.disk_bytes_used = disk_slots.used() * layout.chunk_bytes();
+  s.summary_bytes = summaries.mapped_bytes();
+  s.summary_bytes_used = summary_slots.used() * summaries.slot_bytes();
+  s.chunk_bytes = layout.chunk_bytes();
+  s.summary_bytes_per_chunk = summaries.slot_bytes();
+  s.sequences = static_cast<int64_t>(sequences.size());
+  s.records = ledger.live();
+  s.reserved_chunks = reserved_homes;
+  s.home_chunks = home_capacity();
+  std::set<SnapshotReader*> readers;
+  ledger.each([&](RecordId, const ChunkRecord& record) {
+    s.open_blocks += record.state == ChunkState::kOpen ? 1 : 0;
+    s.pinned_blocks += record.pins > 0 && record.resident() ? 1 : 0;
+    s.cached_records += record.references == 0 ? 1 : 0;
+    if (record.source != nullptr) readers.insert(record.source.get());
+  });
+  for (const SnapshotReader* reader : readers) s.snapshot_bytes_read += reader->payload_bytes_read();
+  return s;
+}
+
+void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop, std::byte* k,
+                          std::byte* v) {
+  const Sequence& sequence = find(id);
+  if (layer < 0 || layer >= layout.layers) {
+    throw InvalidArgumentError(str("layer: ", layer, " is not in [0, ", layout.layers, ")"));
+  }
+  if (start < 0 || stop < start || stop > sequence.length) {
+    throw InvalidArgumentError(str("range [", start, ", ", stop, "): expected 0 <= start <= stop <= ",
+                                   sequence.length, ", the positions this sequence holds"));
+  }
+  const int64_t c = layout.chunk_tokens;
+  const int64_t k_element = dtype_bytes(layout.k_dtype);
+  const int64_t v_element = dtype_bytes(layout.v_dtype);
+  std::vector<std::byte> buffer(static_cast<size_t>(layout.slice_bytes()));
+  for (int64_t chunk = start / c; chunk * c < stop; ++chunk) {
+    const ChunkRecord& record = ledger[sequence.use(chunk).record];
+    const std::byte* slice = address(record);
+    if (slice != nullptr) {
+      slice += layout.slice_offset(layer);
+    } else {
+      read_slice(record, layer, buffer.data());
+      slice = buffer.data();
+    }
+    for (int64_t p = std::max(start, chunk * c); p < std::min(stop, (chunk + 1) * c); ++p) {
+      const int64_t t = p % c;
+      for (int h = 0; h < layout.kv_heads; ++h) {
+        const std::byte* k_tile = slice + layout.page_bytes() * h;
+        const std::byte* v_tile = k_tile + layout.k_tile_bytes();
+        std::byte* k_out = k + ((p - start) * layout.kv_heads + h) * layout.k_dim * k_element;
+        for (int d = 0; d < layout.k_dim; ++d) {  // keys are stored with tokens innermost
+          std::memcpy(k_out + d * k_element, k_tile + (d * c + t) * k_element, static_cast<size_t>(k_element));
+        }
+        std::memcpy(v + ((p - start) * layout.kv_heads + h) * layout.v_dim * v_element,
+                    v_tile + t * layout.v_dim * v_element, static_cast<size_t>(layout.v_dim * v_element));
+      }
+    }
+  }
+}
+
+std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, const TensorView& q,
+                                                      int64_t position, int64_t window) {
+  Sequence& sequence = find(id);
+  if (layer < 0 || layer >= layout.layers) {
+    throw InvalidArgumentError(str("layer: ", layer, " is not in [0, ", layout.layers, ")"));
+  }
+  if (position < 0 || position > sequence.length) {
+    throw InvalidArgumentError(str("position: ", position, " is not in [0, ", sequence.length, "]"));
+  }
+  if (q.rows != 1 || q.heads <= 0 || q.heads % layout.kv_heads != 0 || q.dim != layout.k_dim) {
+    throw InvalidArgumentError(str("q: shape [", q.rows, ", ", q.heads, ", ", q.dim,
+                                   "], expected [1, a multiple of ", layout.kv_heads, ", ", layout.k_dim, "]"));
+  }
+  load_summaries(sequence);
+  const int group = static_cast<int>(q.heads / layout.kv_heads);
+  const CandidateRange range = candidate_range(options.selection, layout.chunk_tokens, position);
+  std::vector<std::vector<int32_t>> result(static_cast<size_t>(layout.kv_heads));
+  std::vector<float> q_row(static_cast<size_t>(group * layout.k_dim));
+  std::vector<std::byte> query(static_cast<size_t>(scorer.query_bytes(layout, group)));
+  for (int h = 0; h < layout.kv_heads; ++h) {
+    std::vector<double> scores(static_cast<size_t>(std::max<int64_t>(0, range.end - range.begin)));
+    if (!scores.empty()) {
+      const auto pointers = summary_pointers(sequence, layer, h, range.begin, range.end);
+      read_query(q, 0, h * group, group, q_row.data());
+      scorer.prepare(layout, group, q_row.data(), query.data());
+      scorer.score(layout, group, query.data(), pointers.data(), range.end - range.begin, scores.data());
+    }
+    select_chunks(options.selection, layout.chunk_tokens, position, window, scores.data(),
+                  &result[static_cast<size_t>(h)]);
+  }
+  return result;
+}
+
+void Pager::Impl::check_invariants() const {
+  const auto require = [](bool holds, int number, const std::string& what) {
+    if (!holds) throw InvariantError(str("invariant ", number, ": ", what));
+  };
+  // 1. Every block is in exactly one place. 2. Every budget is a sum over records.
+  std::vector<int> owners(static_cast<size_t>(blocks.slots()), 0);
+  std::set<int32_t> host_used;
+  std::set<int32_t> disk_used;
+  std::set<int32_t> summaries_used;
+  int64_t resident = 0;
+  int64_t homes = 0;
+  int64_t restored = 0;
+  ledger.each([&](RecordId id, const ChunkRecord& record) {
+    const std::string name = str("record ", id.value(), " (chunk ", record.index, ")");
+    if (record.resident()) {
+      require(blocks.taken(record.block), 1, name + " owns a block that is free");
+      require(++owners[static_cast<size_t>(record.block.value())] == 1, 1,
+              str("block ", record.block.value(), " has two owners"));
+      ++resident;
+    }
+    if (record.on_host()) require(host_used.insert(record.host.value()).second, 2, name + " shares a host slot");
+    if (record.on_disk()) require(disk_used.insert(record.disk.value()).second, 2, name + " shares a disk slot");
+    if (record.state == ChunkState::kOpen) {
+      require(record.resident() && record.references == 1 && !record.has_lower_copy(), 1,
+              name + " is open but not a private block");
+      require(record.summary.value() < 0, 9, name + " is open but has a summary");
+    } else {
+      require(record.resident() || record.has_lower_copy(), 1, name + " has no copy anywhere");
+      require(record.summary.value() >= 0, 9, name + " is sealed without a summary");
+      require(summaries_used.insert(record.summary.value()).second, 9, name + " shares a summary");
+      require(!record.summary_pending || record.source != nullptr, 9, name + " waits for a summary no file has");
+      require(static_cast<int64_t>(record.checksums.size()) == layout.layers &&
+                  static_cast<int64_t>(record.tokens.size()) == layout.chunk_tokens,
+              9, name + " is sealed without checksums or token ids");
+      require(!ledger.published(id) || record.provenance == Provenance::kExact, 10,
+              name + " is not exact but can be found as if it were");
+    }
+    require(record.pins == 0 || record.resident(), 3, name + " is pinned but not resident");
+    require(record.readers == 0 || forward.has_value(), 5, name + " is being read outside a forward");
+    if (record.needs_home() && record.references > 0) ++homes;
+    if (record.source != nullptr) ++restored;
+  });
+  require(resident == blocks.used(), 1, "a block is taken but no record owns it");
+  require(blocks.slots() == options.pool_blocks && pool.slots() == options.pool_blocks, 2,
+          "the pool is not the size it was given");
+  require(static_cast<int64_t>(host_used.size()) == host_slots.used(), 2, "a host slot leaked");
+  require(static_cast<int64_t>(disk_used.size()) == disk_slots.used(), 2, "a disk slot leaked");
+  require(static_cast<int64_t>(summaries_used.size()) == summary_slots.used(), 2, "a summary slot leaked");
+  require(homes == referenced_homes && restored == restored_records, 2, "home counts do not add up");
+  require(referenced_homes + reserved_homes <= home_capacity(), 2, "more homes promised than there are");
+
+  std::vector<std::pair<int32_t, int32_t>> pins_of;  // (record, pins) over uses
+  std::map<int32_t, int32_t> references;
+  std::map<int32_t, int32_t> pin_counts;
+  int64_t reserved = 0;
+  for (const auto& [key, sequence] : sequences) {
+    const std::string name = str("sequence ", key);
+    const int64_t c = layout.chunk_tokens;
+    require(sequence.sealed_chunks() == sequence.length / c, 6, name + " has the wrong number of sealed chunks");
+    require(static_cast<int64_t>(sequence.tokens.size()) == sequence.length, 6, name + " has the wrong number of token ids");
+    bool in_forward = false;
+    if (forward) {
+      for (const ForwardPart& part : forward->parts) in_forward = in_forward || part.sequence == &sequence;
+    }
+    if (!in_forward) {
+      require(static_cast<int64_t>(sequence.frontier.size()) == (sequence.length % c == 0 ? 0 : 1), 14,
+              name + " keeps frontier chunks outside a forward");
+    }
+    for (int64_t i = 0; i < sequence.chunks(); ++i) {
+      const ChunkUse& use = sequence.use(i);
+      const ChunkRecord& record = ledger[use.record];
+      require(record.state == (i < sequence.sealed_chunks() ? ChunkState::kSealed : ChunkState::kOpen), 6,
+              str(name, " chunk ", i, " is in the wrong state"));
+      require(record.index == i, 9, str(name, " chunk ", i, " is another chunk's record"));
+      require(i >= sequence.sealed_chunks() ||
+                  std::equal(record.tokens.begin(), record.tokens.end(), sequence.tokens.begin() + i * c),
+              10, str(name, " chunk ", i, " holds other tokens"));
+      require(i >= sequence.sealed_chunks() || record.provenance <= sequence.provenance, 10,
+              str(name, " chunk ", i, " is worth less than its sequence says"));
+      ++references[use.record.value()];
+      pin_counts[use.record.value()] += use.pins;
+    }
+    reserved += sequence.reserved;
+  }
+  require(reserved == reserved_homes, 2, "reserved homes do not add up");
+  ledger.each([&](RecordId id, const ChunkRecord& record) {
+    require(references[id.value()] == record.references, 1,
+            str("record ", id.value(), " counts ", record.references, " references, has ", references[id.value()]));
+    require(pin_counts[id.value()] == record.pins, 3, str("record ", id.value(), " has the wrong number of pins"));
+  });
+}
+
+}  // namespace kvpager

@@ -1,0 +1,209 @@
+// Construction, and the facade: take the lock, do the step, restate the invariants in checking builds.
+#include "kvpager/pager.h"
+
+#include <chrono>
+#include <cmath>
+
+#include "kvpager/error.h"
+#include "pager/impl.h"
+
+namespace kvpager {
+namespace {
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+const PagerOptions& validated(const PagerOptions& options) {
+  options.layout.validate();
+  const int64_t c = options.layout.chunk_tokens;
+  if (options.rows < 1 || options.rows > 4096) {
+    throw InvalidArgumentError(str("rows: ", options.rows, ", expected 1 to 4096"));
+  }
+  options.selection.validate(c, options.rows);
+  const int64_t frontier = (c - 1 + options.rows + c - 1) / c;
+  if (options.pool_blocks < frontier + 1) {
+    throw InvalidArgumentError(str("pool_tokens: ", options.pool_blocks * c, " (", options.pool_blocks,
+                                   " chunks of ", c, ") cannot hold the ", frontier,
+                                   " unsealed chunks a forward of ", options.rows,
+                                   " rows needs beside one sealed chunk; expected at least ",
+                                   (frontier + 1) * c));
+  }
+  if (options.host_bytes < 0 || options.disk_bytes < 0) {
+    throw InvalidArgumentError(str("host_bytes: ", options.host_bytes, ", disk_bytes: ",
+                                   options.disk_bytes, "; expected 0 or more"));
+  }
+  if (options.disk_bytes > 0 && options.disk_path.empty()) {
+    throw InvalidArgumentError("disk_path: empty, expected an existing folder when disk_bytes is given");
+  }
+  if (options.recall_chunks < 0) {
+    throw InvalidArgumentError(str("recall_chunks: ", options.recall_chunks, ", expected 0 or more"));
+  }
+  if (!(options.hysteresis >= 0) || !std::isfinite(options.hysteresis)) {
+    throw InvalidArgumentError(str("hysteresis: ", options.hysteresis, ", expected 0 or more"));
+  }
+  if (options.threads < 1 || options.threads > 1024) {
+    throw InvalidArgumentError(str("threads: ", options.threads, ", expected 1 to 1024"));
+  }
+  return options;
+}
+
+int64_t summary_slot_bytes(const PagerOptions& options) {
+  return find_scorer(options.scorer).summary_bytes(options.layout) * options.layout.layers *
+         options.layout.kv_heads;
+}
+
+// Summaries of every chunk that can have a home, as many again for chunks that live in snapshots, and a pool.
+int64_t summary_slot_count(const PagerOptions& options) {
+  if (options.summary_bytes >= 0) return options.summary_bytes / summary_slot_bytes(options);
+  const int64_t chunk = options.layout.chunk_bytes();
+  return 2 * (options.host_bytes / chunk + options.disk_bytes / chunk) + options.pool_blocks;
+}
+
+}  // namespace
+
+ScopedTimer::ScopedTimer(double* seconds) : seconds_(seconds), start_(now_ns()) {}
+ScopedTimer::~ScopedTimer() { *seconds_ += static_cast<double>(now_ns() - start_) * 1e-9; }
+
+Pager::Impl::Impl(const PagerOptions& given)
+    : options(validated(given)),
+      layout(options.layout),
+      scorer(find_scorer(options.scorer)),
+      summary_page_bytes(scorer.summary_bytes(layout)),
+      threads(options.threads),
+      pool("resident pool", options.pool_blocks, layout.chunk_bytes()),
+      host("host arena", options.host_bytes / layout.chunk_bytes(), layout.chunk_bytes()),
+      summaries("summaries", summary_slot_count(options), summary_slot_bytes(options)),
+      staging("staging", kChunksPerSplit * options.rows, layout.slice_bytes()),
+      disk(options.disk_path, options.disk_bytes / layout.chunk_bytes(), layout.chunk_bytes()),
+      blocks(options.pool_blocks, options.shuffle_seed),
+      host_slots(host.slots(), options.shuffle_seed),
+      disk_slots(disk.slots(), options.shuffle_seed),
+      summary_slots(summaries.slots(), options.shuffle_seed) {
+  if (options.poison) {
+    for (int64_t i = 0; i < pool.slots(); ++i) {
+      std::fill_n(pool.slot(i), pool.slot_bytes(), std::byte{0xFF});
+    }
+  }
+}
+
+Pager::Pager(const PagerOptions& options) : impl_(std::make_unique<Impl>(options)) {}
+Pager::~Pager() = default;
+
+const PagerOptions& Pager::options() const { return impl_->options; }
+
+namespace {
+
+// Runs a step under the lock. Checking builds restate the invariants after it, also when it failed: a failed
+// step must leave a pager as sound as a successful one.
+template <class Step>
+auto locked(Pager::Impl& impl, const Step& step) {
+  const std::lock_guard<std::mutex> lock(impl.mutex);
+#ifdef KVPAGER_CHECK_INVARIANTS
+  struct Check {
+    Pager::Impl& impl;
+    ~Check() noexcept(false) {
+      if (std::uncaught_exceptions() == 0) impl.check_invariants();
+    }
+  } check{impl};
+  try {
+    return step();
+  } catch (...) {
+    impl.check_invariants();
+    throw;
+  }
+#else
+  return step();
+#endif
+}
+
+}  // namespace
+
+SequenceId Pager::create_sequence(const std::string& salt) {
+  return locked(*impl_, [&] { return impl_->create_sequence(salt).id; });
+}
+void Pager::destroy_sequence(SequenceId sequence) {
+  locked(*impl_, [&] { impl_->destroy_sequence(sequence); });
+}
+SequenceId Pager::fork(SequenceId sequence) {
+  return locked(*impl_, [&] { return impl_->fork(sequence); });
+}
+void Pager::trim(SequenceId sequence, int64_t position) {
+  locked(*impl_, [&] { impl_->trim(sequence, position); });
+}
+int64_t Pager::length(SequenceId sequence) const {
+  return locked(*impl_, [&] { return impl_->find(sequence).length; });
+}
+std::vector<TokenId> Pager::tokens(SequenceId sequence) const {
+  return locked(*impl_, [&] { return impl_->find(sequence).tokens; });
+}
+void Pager::reserve(SequenceId sequence, int64_t total_tokens) {
+  locked(*impl_, [&] { impl_->reserve(impl_->find(sequence), total_tokens); });
+}
+int64_t Pager::adopt_prefix(SequenceId sequence, const std::vector<TokenId>& tokens) {
+  return locked(*impl_, [&] { return impl_->adopt_prefix(sequence, tokens); });
+}
+void Pager::begin(const std::vector<RowDescriptor>& rows) {
+  locked(*impl_, [&] { impl_->begin(rows); });
+}
+void Pager::attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                   const TensorView& out, const AttendOptions& attend_options) {
+  locked(*impl_, [&] { impl_->attend(layer, q, k, v, out, attend_options); });
+}
+void Pager::write(int layer, const TensorView& k, const TensorView& v) {
+  locked(*impl_, [&] { impl_->write(layer, k, v); });
+}
+void Pager::commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,
+                   Provenance provenance) {
+  locked(*impl_, [&] { impl_->commit(sequences, accepted, provenance); });
+}
+void Pager::commit_all(Provenance provenance) {
+  locked(*impl_, [&] { impl_->commit_all(provenance); });
+}
+void Pager::abort() {
+  locked(*impl_, [&] { impl_->abort(); });
+}
+bool Pager::forward_running() const {
+  return locked(*impl_, [&] { return impl_->forward.has_value(); });
+}
+std::vector<std::vector<int32_t>> Pager::select(SequenceId sequence, int layer, const TensorView& q,
+                                                int64_t position, int64_t window) {
+  return locked(*impl_, [&] { return impl_->select(sequence, layer, q, position, window); });
+}
+void Pager::read_kv(SequenceId sequence, int layer, int64_t start, int64_t stop, std::byte* k,
+                    std::byte* v) {
+  locked(*impl_, [&] { impl_->read_kv(sequence, layer, start, stop, k, v); });
+}
+PinId Pager::pin(SequenceId sequence, int64_t start, int64_t stop) {
+  return locked(*impl_, [&] { return impl_->pin(sequence, start, stop); });
+}
+void Pager::unpin(PinId pin) {
+  locked(*impl_, [&] { impl_->unpin(pin); });
+}
+int64_t Pager::evict_all() {
+  return locked(*impl_, [&] { return impl_->evict_all(); });
+}
+int64_t Pager::save(SequenceId sequence, const std::string& path, const std::string& fingerprint,
+                    const std::string& session) {
+  return locked(*impl_, [&] { return impl_->save(sequence, path, fingerprint, session); });
+}
+SequenceId Pager::restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
+                          Provenance provenance, const std::string& file_namespace) {
+  return locked(*impl_, [&] {
+    return impl_->restore(std::move(reader), salt, provenance, file_namespace);
+  });
+}
+std::vector<ChunkInfo> Pager::ledger(SequenceId sequence) const {
+  return locked(*impl_, [&] { return impl_->inspect(sequence); });
+}
+PagerStats Pager::stats() const {
+  return locked(*impl_, [&] { return impl_->stats(); });
+}
+void Pager::check_invariants() const {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->check_invariants();
+}
+
+}  // namespace kvpager

@@ -1,0 +1,312 @@
+// Where bytes live: blocks, homes, victims, recalls. Nothing here can change a result.
+#include <algorithm>
+#include <cstring>
+
+#include "kvpager/error.h"
+#include "kvpager/fault.h"
+#include "pager/impl.h"
+
+namespace kvpager {
+
+int64_t Pager::Impl::frontier_blocks() const {
+  const int64_t c = layout.chunk_tokens;
+  return (c - 1 + options.rows + c - 1) / c;
+}
+
+// Without lower tiers a chunk's only home is its block, and a forward's frontier must still fit.
+int64_t Pager::Impl::home_capacity() const {
+  const int64_t lower = host_slots.slots() + disk_slots.slots();
+  return lower > 0 ? lower : options.pool_blocks - frontier_blocks();
+}
+
+// Invariant 2. Homes of referenced chunks and homes promised to coming ones never exceed what there is; cached
+// chunks nobody references give theirs up when asked.
+void Pager::Impl::require_homes(int64_t more, const char* action) const {
+  const int64_t committed = referenced_homes + reserved_homes;
+  if (committed + more > home_capacity()) {
+    const int64_t bytes = (committed + more) * layout.chunk_bytes();
+    const bool lower = host_slots.slots() + disk_slots.slots() > 0;
+    throw CapacityError(str(
+        action, ": ", more, " more chunks need ", more * layout.chunk_bytes(), " bytes; with the ",
+        committed, " chunks already promised that is ", bytes, " bytes, and there is room for ",
+        home_capacity() * layout.chunk_bytes(), " (host_bytes=", options.host_bytes,
+        ", disk_bytes=", options.disk_bytes, "). ",
+        lower ? "Raise host_bytes" : "Give a host_bytes", " to at least ", bytes,
+        ", or configure disk_path and disk_bytes, or close sessions."));
+  }
+  const int64_t summaries_used = committed + restored_records;
+  if (summaries_used + more > summary_slots.slots()) {
+    throw CapacityError(str(action, ": summaries of ", summaries_used + more, " chunks need ",
+                            (summaries_used + more) * summaries.slot_bytes(),
+                            " bytes; summary_bytes=", summaries.slots() * summaries.slot_bytes(),
+                            ". Raise summary_bytes or close sessions."));
+  }
+}
+
+// Invariant 3 (pins) and 5 (readers) are the first two conditions; the last keeps the only copy of a chunk.
+bool Pager::Impl::evictable(const ChunkRecord& record) const {
+  return record.state == ChunkState::kSealed && record.resident() && record.pins == 0 &&
+         record.readers == 0 && record.has_lower_copy();
+}
+
+// Blocks acquire_block() can get beyond the free ones: of evictable chunks, and of cached ones nobody uses.
+int64_t Pager::Impl::evictable_blocks() const {
+  int64_t count = 0;
+  ledger.each([&](RecordId, const ChunkRecord& record) {
+    const bool cached = record.state == ChunkState::kSealed && record.references == 0;
+    count += evictable(record) || (cached && record.resident()) ? 1 : 0;
+  });
+  return count;
+}
+
+void Pager::Impl::require_blocks(int64_t count, const char* action) const {
+  if (count <= blocks.free()) return;
+  const int64_t available = blocks.free() + evictable_blocks();
+  if (count <= available) return;
+  int64_t open = 0;
+  int64_t pinned = 0;
+  ledger.each([&](RecordId, const ChunkRecord& record) {
+    open += record.state == ChunkState::kOpen ? 1 : 0;
+    pinned += record.pins > 0 && record.resident() ? 1 : 0;
+  });
+  throw CapacityError(str(action, ": needs ", count, " blocks of the pool, ", available,
+                          " can be had (pool ", options.pool_blocks, " blocks, ", open,
+                          " hold unsealed tails, ", pinned,
+                          " are pinned). Raise pool_tokens, release pins or close sessions."));
+}
+
+// Sinks and the recent window of any sequence are needed by the next row for certain.
+std::vector<uint8_t> Pager::Impl::sheltered_records() const {
+  std::vector<uint8_t> sheltered;
+  const auto mark = [&](const ChunkUse& use) {
+    const size_t i = static_cast<size_t>(use.record.value());
+    if (i >= sheltered.size()) sheltered.resize(i + 1, 0);
+    sheltered[i] = 1;
+  };
+  const int64_t c = layout.chunk_tokens;
+  const int64_t sinks = (options.selection.sinks + c - 1) / c;
+  const int64_t recent = (options.selection.recent + c - 1) / c;
+  for (const auto& [id, sequence] : sequences) {
+    const int64_t count = sequence.sealed_chunks();
+    for (int64_t i = 0; i < std::min(sinks, count); ++i) mark(sequence.use(i));
+    for (int64_t i = std::max<int64_t>(0, count - recent); i < count; ++i) mark(sequence.use(i));
+  }
+  return sheltered;
+}
+
+VictimFacts Pager::Impl::facts(RecordId id, const std::vector<uint8_t>& sheltered) const {
+  const ChunkRecord& record = ledger[id];
+  const size_t i = static_cast<size_t>(id.value());
+  return {id, i < sheltered.size() && sheltered[i] != 0, record.score, record.last_use};
+}
+
+std::optional<VictimFacts> Pager::Impl::next_victim() const {
+  const std::vector<uint8_t> sheltered = sheltered_records();
+  std::optional<VictimFacts> best;
+  ledger.each([&](RecordId id, const ChunkRecord& record) {
+    if (!evictable(record)) return;
+    const VictimFacts candidate = facts(id, sheltered);
+    if (!best || leaves_before(options.policy, candidate, *best)) best = candidate;
+  });
+  return best;
+}
+
+std::optional<BlockId> Pager::Impl::acquire_block() {
+  if (const auto block = blocks.take()) return block;
+  if (const auto victim = next_victim()) {
+    evict(victim->record);
+    return blocks.take();
+  }
+  // Where blocks are homes nothing is evictable, but what nobody uses can be forgotten.
+  while (reclaim_cached()) {
+    if (const auto block = blocks.take()) return block;
+  }
+  return std::nullopt;
+}
+
+// Invariant 4: a clean chunk has a copy below, so that leaving the pool moves no bytes.
+void Pager::Impl::evict(RecordId id) {
+  ChunkRecord& record = ledger[id];
+  free_block(record.block);
+  record.block = BlockId();
+  ++counters.chunks_evicted;
+}
+
+void Pager::Impl::free_block(BlockId block) {
+  blocks.give_back(block);
+  // All ones is a NaN in every float dtype: a kernel that reads a free block shows it.
+  if (options.poison) std::memset(pool.slot(block.value()), 0xFF, static_cast<size_t>(pool.slot_bytes()));
+}
+
+void Pager::Impl::drop_record(RecordId id) {
+  ChunkRecord& record = ledger[id];
+  if (record.resident()) free_block(record.block);
+  if (record.on_host()) host_slots.give_back(record.host);
+  if (record.on_disk()) disk_slots.give_back(record.disk);
+  if (record.summary.value() >= 0) summary_slots.give_back(record.summary);
+  if (record.source != nullptr) --restored_records;
+  ledger.drop(id);
+}
+
+// Forgets the least recently used chunk that no sequence references.
+bool Pager::Impl::reclaim_cached() {
+  RecordId oldest;
+  ledger.each([&](RecordId id, const ChunkRecord& record) {
+    if (record.state != ChunkState::kSealed || record.references > 0) return;
+    if (oldest.value() >= 0) {
+      const ChunkRecord& best = ledger[oldest];
+      // Of a chain, the leaf goes first: a parent without its child can still be found, not the reverse.
+      if (record.last_use > best.last_use ||
+          (record.last_use == best.last_use && record.index <= best.index)) {
+        return;
+      }
+    }
+    oldest = id;
+  });
+  if (oldest.value() < 0) return false;
+  drop_record(oldest);
+  return true;
+}
+
+SlotId Pager::Impl::take_summary_slot() {
+  do {
+    if (const auto slot = summary_slots.take()) return *slot;
+  } while (reclaim_cached());
+  throw CapacityError(str("no summary slot is free: summary_bytes=",
+                          summaries.slots() * summaries.slot_bytes(), " is full"));
+}
+
+Home Pager::Impl::take_home() {
+  if (host_slots.slots() + disk_slots.slots() == 0) return {};  // the block is the home
+  for (;;) {
+    if (const auto slot = host_slots.take()) return {*slot, SlotId()};
+    if (disk_slots.free() > 0 && host_slots.slots() > 0) {
+      spill_one();
+      continue;
+    }
+    if (const auto slot = disk_slots.take()) return {SlotId(), *slot};
+    if (!reclaim_cached()) {
+      throw CapacityError("no home is free for a sealed chunk, though one was reserved");
+    }
+  }
+}
+
+void Pager::Impl::give_back(const Home& home) {
+  if (home.host.value() >= 0) host_slots.give_back(home.host);
+  if (home.disk.value() >= 0) disk_slots.give_back(home.disk);
+}
+
+// Moves the host chunk that residency values least to disk. REQUIRES: a free disk slot and a used host slot.
+void Pager::Impl::spill_one() {
+  const std::vector<uint8_t> sheltered = sheltered_records();
+  std::optional<VictimFacts> victim;
+  ledger.each([&](RecordId id, const ChunkRecord& record) {
+    if (!record.on_host() || record.readers > 0) return;
+    const VictimFacts candidate = facts(id, sheltered);
+    if (!victim || leaves_before(options.policy, candidate, *victim)) victim = candidate;
+  });
+  if (!victim) throw CapacityError("host tier is full of chunks that are being read");
+  ChunkRecord& record = ledger[victim->record];
+  const SlotId slot = *disk_slots.take();
+  try {
+    disk.write(slot.value(), host.slot(record.host.value()));
+  } catch (...) {
+    disk_slots.give_back(slot);
+    throw;
+  }
+  host_slots.give_back(record.host);
+  record.host = SlotId();
+  record.disk = slot;
+  ++counters.chunks_spilled;
+}
+
+const std::byte* Pager::Impl::address(const ChunkRecord& record) const {
+  if (record.resident()) return pool.slot(record.block.value());
+  if (record.on_host()) return host.slot(record.host.value());
+  return nullptr;
+}
+
+void Pager::Impl::read_chunk(const ChunkRecord& record, std::byte* out) const {
+  if (!record.on_disk()) return record.source->read_chunk(record.source_chunk, out);
+  disk.read(record.disk.value(), 0, layout.chunk_bytes(), out);
+  for (int layer = 0; layer < layout.layers; ++layer) {
+    const std::byte* slice = out + layout.slice_offset(layer);
+    if (slice_checksum(slice, layout.slice_bytes()) != record.checksums[static_cast<size_t>(layer)]) {
+      throw StorageError(str("disk spill: chunk ", record.index, " layer ", layer,
+                             " came back with other bytes than were written"));
+    }
+  }
+}
+
+void Pager::Impl::read_slice(const ChunkRecord& record, int layer, std::byte* out) const {
+  if (!record.on_disk()) return record.source->read_slice(record.source_chunk, layer, out);
+  disk.read(record.disk.value(), layout.slice_offset(layer), layout.slice_bytes(), out);
+  if (slice_checksum(out, layout.slice_bytes()) != record.checksums[static_cast<size_t>(layer)]) {
+    throw StorageError(str("disk spill: chunk ", record.index, " layer ", layer,
+                           " came back with other bytes than were written"));
+  }
+}
+
+void Pager::Impl::promote(RecordId id) {
+  const auto block = acquire_block();
+  if (!block) throw CapacityError(str("no block for chunk ", ledger[id].index));
+  ChunkRecord& record = ledger[id];
+  std::byte* out = pool.slot(block->value());
+  try {
+    if (record.on_host()) {
+      std::memcpy(out, host.slot(record.host.value()), static_cast<size_t>(layout.chunk_bytes()));
+    } else {
+      read_chunk(record, out);
+    }
+  } catch (...) {
+    free_block(*block);
+    throw;
+  }
+  record.block = *block;
+  ++record.recalled;
+  ++counters.chunks_recalled;
+  counters.bytes_paged_in += layout.chunk_bytes();
+}
+
+// After a forward: what its rows selected is what the next ones are likely to select. Brings the best of it
+// back, a few chunks at a time, where that beats what is resident.
+void Pager::Impl::recall_ahead() {
+  if (options.recall_chunks == 0) return;
+  const ScopedTimer timer(&counters.seconds_recall);
+  const std::vector<uint8_t> sheltered = sheltered_records();
+  std::vector<VictimFacts> wanted;
+  for (const ForwardPart& part : forward->parts) {
+    for (int64_t c = 0; c < std::min<int64_t>(part.visible, part.sequence->sealed_chunks()); ++c) {
+      const RecordId id = part.sequence->use(c).record;
+      if (part.read[static_cast<size_t>(c)] && !ledger[id].resident()) wanted.push_back(facts(id, sheltered));
+    }
+  }
+  const size_t count = std::min(wanted.size(), static_cast<size_t>(options.recall_chunks));
+  std::partial_sort(wanted.begin(), wanted.begin() + static_cast<int64_t>(count), wanted.end(),
+                    [&](const VictimFacts& a, const VictimFacts& b) {
+                      return leaves_before(options.policy, b, a);
+                    });
+  for (size_t i = 0; i < count; ++i) {
+    if (ledger[wanted[i].record].resident()) continue;  // shared by two sequences of this forward
+    if (blocks.free() == 0) {
+      const auto victim = next_victim();
+      if (!victim || !worth_recalling(options.policy, options.hysteresis, wanted[i], *victim)) return;
+    }
+    try {
+      promote(wanted[i].record);
+    } catch (const PagerError&) {
+      return;  // only ahead of need: whoever needs the chunk will meet the error
+    }
+  }
+}
+
+int64_t Pager::Impl::evict_all() {
+  std::vector<RecordId> victims;
+  ledger.each([&](RecordId id, const ChunkRecord& record) {
+    if (evictable(record)) victims.push_back(id);
+  });
+  for (const RecordId id : victims) evict(id);
+  return static_cast<int64_t>(victims.size());
+}
+
+}  // namespace kvpager

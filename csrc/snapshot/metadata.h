@@ -1,0 +1,67 @@
+// What the metadata sections say: their bytes, and the rules that tie them to each other and to
+// payload and summaries. The same rules bind writer (InvalidArgumentError) and reader
+// (CorruptSnapshotError).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kvpager/snapshot.h"
+#include "snapshot/format.h"
+
+namespace kvpager::snapshot {
+
+// A broken rule: "chunks[3].valid", "70", "64".
+struct Problem {
+  std::string field;
+  std::string value;
+  std::string expected;
+};
+
+// Field ranges of the layout section, chosen so that every size below fits 63 bits.
+std::optional<Problem> check_geometry(const Layout& layout, int64_t summary_page_bytes);
+// Chunks against tokens: count, valid rows, hashes, one checksum per layer.
+// REQUIRES: check_geometry holds.
+std::optional<Problem> check_chunks(const Layout& layout, uint64_t tokens,
+                                    const std::vector<SnapshotChunk>& chunks);
+std::optional<Problem> check_hints(const SnapshotHints& hints, size_t chunks);
+
+int64_t chunk_count(const Layout& layout, uint64_t tokens);
+// Of one chunk's summary, all layers and heads.
+uint64_t summary_bytes_per_chunk(const Layout& layout, int64_t summary_page_bytes);
+uint64_t chunk_entry_bytes(const Layout& layout);
+
+std::string encode_layout(const SnapshotMeta& meta);
+std::string encode_tokens(const std::vector<TokenId>& tokens);
+// summary_checksum: of the sealed chunks; the tail's entry holds zero.
+std::string encode_chunks(const std::vector<SnapshotChunk>& chunks,
+                          const std::vector<uint64_t>& summary_checksum);
+std::string encode_hints(const SnapshotHints& hints);
+
+// The checksums that stand in the section table for payload and summaries: hashes of hashes, so
+// that `open` can tie them to the chunk table without reading either.
+uint64_t payload_checksum(const std::vector<SnapshotChunk>& chunks);
+uint64_t summaries_checksum(const std::vector<uint64_t>& summary_checksum);
+
+// A section as read; data is null where `open` does not read it (payload, summaries).
+struct Section {
+  SectionEntry entry;
+  const std::byte* data = nullptr;
+};
+
+struct Decoded {
+  SnapshotMeta meta;
+  std::vector<uint64_t> summary_checksum;  // [sealed chunks]
+  uint64_t summary_bytes_per_chunk = 0;
+  Hash128 logical_digest;
+};
+
+// Decodes and cross-checks everything. `sections` holds every entry of the table; data is null for
+// payload and summaries. No allocation exceeds what the sizes in the (already validated) table pay
+// for.
+Decoded decode_metadata(const std::vector<Section>& sections, const std::string& path);
+
+}  // namespace kvpager::snapshot

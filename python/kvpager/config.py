@@ -1,0 +1,413 @@
+"""What a user decides: how much stays resident, what attention selects, where the rest may live.
+
+Each option is defined once, in the field that holds it: its type, its default, what it accepts and
+what it means. Checking, error messages and `options()` all read that definition. Every object is
+immutable and valid from the moment it exists; each refusal names the field, its value and what was
+expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from kvpager.errors import InvalidArgumentError
+
+DEFAULT_SCORER = "bits2"
+DEFAULT_ROWS = {
+    "cpu": 64
+}  # near the ridge point: reading the weights costs as much as 64 rows of work
+CHUNK_TOKENS = (16, 32, 64, 128, 256)
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+POLICIES = ("qk", "lru")
+AUTO_BYTES = -1  # of a budget: as much as the other budgets can ever need
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+Parser: TypeAlias = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One configuration option as a person reads it: for reference pages and command-line help."""
+
+    name: str
+    type: str
+    default: object  # dataclasses.MISSING: it has to be given
+    accepts: str
+    help: str
+
+
+def parse_bytes(field: str, value: object) -> int:
+    """A number of bytes from an int or from text such as "4GiB", "1.5 GB" or "4096".
+
+    Raises:
+        InvalidArgumentError: naming `field`, for anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _UNITS:
+        return (
+            int(float(match[1]) * _UNITS[match[2]])
+            if "." in match[1]
+            else (int(match[1]) * _UNITS[match[2]])
+        )
+    raise _refusal(
+        field, value, 'a number of bytes (0 or more) or a size such as "4GiB" or "512MB"'
+    )
+
+
+class _Validated:
+    """Passes every field through its parser once, when the object is made."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            name = f"{type(self).__name__}.{field.name}"
+            object.__setattr__(
+                self, field.name, field.metadata["parse"](name, getattr(self, field.name))
+            )
+
+    @classmethod
+    def options(cls) -> list[Option]:
+        """The definition of every option, in order."""
+        return [
+            Option(
+                name=field.name,
+                type=str(field.type),
+                default=field.default,
+                accepts=field.metadata["accepts"],
+                help=field.metadata["help"],
+            )
+            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        ]
+
+
+def _refusal(field: str, value: object, expected: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{field} is {value!r}; expected {expected}")
+
+
+def _option(
+    parser: tuple[str, Parser], meaning: str, default: Any = dataclasses.MISSING
+) -> Any:  # a field, whatever type its annotation says
+    accepts, parse = parser
+    metadata = {"accepts": accepts, "help": meaning, "parse": parse}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _integer(low: int, high: int, *, none: str | None = None) -> tuple[str, Parser]:
+    accepts = f"an integer from {low} to {high}" + (f", or None: {none}" if none else "")
+
+    def parse(field: str, value: Any) -> Any:
+        if value is None and none:
+            return None
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise _refusal(field, value, accepts)
+        number = value.__index__()
+        if not low <= number <= high:
+            raise _refusal(field, value, accepts)
+        return number
+
+    return accepts, parse
+
+
+def _choice(values: Iterable[Any]) -> tuple[str, Parser]:
+    known = tuple(values)
+    accepts = "one of " + ", ".join(map(repr, known))
+
+    def parse(field: str, value: Any) -> Any:
+        if isinstance(value, bool) or value not in known:
+            raise _refusal(field, value, accepts)
+        return value
+
+    return accepts, parse
+
+
+def _bytes(*, auto: str | None = None) -> tuple[str, Parser]:
+    accepts = 'bytes, or a size such as "4GiB"' + (f', or "auto": {auto}' if auto else "")
+
+    def parse(field: str, value: Any) -> Any:
+        return value if auto and value == "auto" else parse_bytes(field, value)
+
+    return accepts, parse
+
+
+def _number(low: float, high: float) -> tuple[str, Parser]:
+    accepts = f"a number from {low} to {high}"
+
+    def parse(field: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise _refusal(field, value, accepts)
+        if not math.isfinite(value) or not low <= value <= high:
+            raise _refusal(field, value, accepts)
+        return float(value)
+
+    return accepts, parse
+
+
+def _flag(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refusal(field, value, "True or False")
+    return value
+
+
+def _name(*, none: str | None = None) -> tuple[str, Parser]:
+    accepts = "a name" + (f", or None: {none}" if none else "")
+
+    def parse(field: str, value: Any) -> Any:
+        if value is None and none:
+            return None
+        if not isinstance(value, str) or not value:
+            raise _refusal(field, value, accepts)
+        return value
+
+    return accepts, parse
+
+
+def _path(field: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise _refusal(field, value, "the path of an existing folder, or None")
+    if not Path(value).is_dir():
+        raise _refusal(field, os.fspath(value), "the path of an existing folder, or None")
+    return os.fspath(value)
+
+
+def _ranges(field: str, value: Any) -> tuple[tuple[int, int], ...]:
+    expected = "half-open token ranges (start, stop) with 0 <= start < stop"
+    try:
+        ranges = tuple((start.__index__(), stop.__index__()) for start, stop in value)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise _refusal(field, value, expected) from error
+    if any(not 0 <= start < stop for start, stop in ranges):
+        raise _refusal(field, value, expected)
+    return tuple(sorted(ranges))
+
+
+_MANY = 2**40  # more tokens than any context; keeps sums far from 64-bit limits
+_TOKENS = _integer(0, _MANY)
+
+
+@dataclass(frozen=True)
+class Dense(_Validated):
+    """Every row attends to everything before it: exact full attention, whatever the pool's size."""
+
+    kind: ClassVar[Literal["dense"]] = "dense"
+
+
+@dataclass(frozen=True)
+class TopK(_Validated):
+    """Every row attends to the sinks, its recent window, `always`, and the best-scoring chunks."""
+
+    kind: ClassVar[Literal["topk"]] = "topk"
+
+    chunks: int = _option(_integer(1, 2**20), "chunks chosen by score, per layer and kv head")
+    sinks: int = _option(_TOKENS, "tokens at the start that every row sees", 64)
+    recent: int = _option(
+        _integer(1, _MANY), "tokens before a row that it always sees; at least `rows`", 256
+    )
+    scorer: str = _option(_name(), "how chunks are summarised and scored", DEFAULT_SCORER)
+    always: tuple[tuple[int, int], ...] = _option(
+        ("token ranges (start, stop)", _ranges), "half-open token ranges that every row sees", ()
+    )
+
+
+@dataclass(frozen=True)
+class Window(_Validated):
+    """Every row attends to the sinks and its recent window alone: a baseline, which forgets."""
+
+    kind: ClassVar[Literal["window"]] = "window"
+
+    recent: int = _option(
+        _integer(1, _MANY), "tokens before a row that it always sees; at least `rows`"
+    )
+    sinks: int = _option(_TOKENS, "tokens at the start that every row sees", 64)
+
+
+Selection: TypeAlias = Dense | TopK | Window
+
+
+def _selection(field: str, value: Any) -> Any:
+    if not isinstance(value, (Dense, TopK, Window)):
+        hint = "Dense(), TopK(chunks=...) or Window(recent=...)"
+        raise _refusal(field, value, f"{hint}, an instance and not the class")
+    return value
+
+
+_DENSE = Dense()
+
+
+@dataclass(frozen=True)
+class PagerConfig(_Validated):
+    """Everything a pager can be told.
+
+    `selection`, `scorer`, `rows`, `chunk_tokens` and `kv_dtype`
+    change results; all else decides where bytes live and never changes a bit.
+    """
+
+    pool_tokens: int = _option(
+        _integer(1, _MANY),
+        "tokens the resident pool holds, its hard bound; a multiple of chunk_tokens",
+    )
+    chunk_tokens: int = _option(_choice(CHUNK_TOKENS), "tokens per chunk", 64)
+    rows: int | None = _option(
+        _integer(1, 4096, none="chosen for the device"), "rows of every forward of the model", None
+    )
+    selection: Selection = _option(  # noqa: RUF009  # a field, like the others
+        ("Dense(), TopK(...) or Window(...)", _selection), "what a row attends to", _DENSE
+    )
+    host_bytes: int | str = _option(
+        _bytes(auto="a quarter of the machine's memory"), "host memory for paged-out chunks", "auto"
+    )
+    disk_path: str | None = _option(
+        ("the path of an existing folder, or None", _path), "where chunks may spill to", None
+    )
+    disk_bytes: int = _option(_bytes(), "disk space for spilled chunks", 0)
+    summary_bytes: int | str = _option(
+        _bytes(auto="enough for every chunk that fits"), "memory for key summaries", "auto"
+    )
+    policy: str = _option(_choice(POLICIES), "which chunks stay resident", "qk")
+    recall_chunks: int = _option(
+        _integer(0, 4096), "most chunks brought back ahead of need after a forward", 4
+    )
+    hysteresis: float = _option(
+        _number(0.0, 10.0), "by what fraction a recalled chunk must beat its victim", 0.1
+    )
+    kv_dtype: str = _option(_choice(KV_DTYPES), "dtype K/V are kept in; auto: the model's", "auto")
+    scorer: str | None = _option(
+        _name(none="the selection's, or " + DEFAULT_SCORER), "makes the chunks' key summaries", None
+    )
+    debug_shuffle_seed: int | None = _option(
+        _integer(1, 2**64 - 1, none="off"), "hands blocks out in a random order (tests)", None
+    )
+    debug_poison: bool = _option(
+        ("True or False", _flag), "fills free blocks with NaN (tests)", False
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pool_tokens % self.chunk_tokens:
+            raise _refusal(
+                "PagerConfig.pool_tokens",
+                self.pool_tokens,
+                f"a multiple of chunk_tokens ({self.chunk_tokens}), such as "
+                f"{-(-self.pool_tokens // self.chunk_tokens) * self.chunk_tokens}",
+            )
+        if self.disk_bytes and self.disk_path is None:
+            raise _refusal(
+                "PagerConfig.disk_path", None, f"a folder, because disk_bytes is {self.disk_bytes}"
+            )
+        if self.disk_path is not None and not self.disk_bytes:
+            raise _refusal(
+                "PagerConfig.disk_bytes", 0, f"a budget, because disk_path is {self.disk_path!r}"
+            )
+        if isinstance(self.selection, TopK) and self.scorer not in (None, self.selection.scorer):
+            raise _refusal(
+                "PagerConfig.scorer",
+                self.scorer,
+                f"None or the selection's scorer ({self.selection.scorer!r}): chunks have one "
+                "summary",
+            )
+        if self.rows is not None:
+            self.resolve_rows()
+
+    def resolve_rows(self, device: str = "cpu") -> int:
+        """M, the rows of every forward on `device`, after checking what depends on it.
+
+        Raises:
+            InvalidArgumentError: the pool cannot hold one sequence's frontier, or the recent window
+                is shorter than a forward (a chunk would be chosen from before it is sealed).
+        """
+        rows = self.rows if self.rows is not None else DEFAULT_ROWS[device]
+        said = "rows" if self.rows is not None else f"rows (by default, on {device})"
+        least = (-(-(self.chunk_tokens - 1 + rows) // self.chunk_tokens) + 1) * self.chunk_tokens
+        if self.pool_tokens < least:
+            raise _refusal(
+                "PagerConfig.pool_tokens",
+                self.pool_tokens,
+                f"at least {least}: the unsealed chunks of one sequence during a forward, and one "
+                "more "
+                f"({said} {rows}, chunk_tokens {self.chunk_tokens})",
+            )
+        if isinstance(self.selection, (TopK, Window)) and self.selection.recent < rows:
+            raise _refusal(
+                f"{type(self.selection).__name__}.recent",
+                self.selection.recent,
+                f"at least {said} ({rows}); raise recent or lower rows",
+            )
+        return rows
+
+    @property
+    def pool_blocks(self) -> int:
+        """Chunks the resident pool holds."""
+        return self.pool_tokens // self.chunk_tokens
+
+    @property
+    def host_budget(self) -> int:
+        """`host_bytes` in bytes, "auto" resolved for this machine."""
+        return physical_memory() // 4 if self.host_bytes == "auto" else int(self.host_bytes)
+
+    @property
+    def summary_budget(self) -> int:
+        """`summary_bytes` in bytes; AUTO_BYTES for "auto"."""
+        return AUTO_BYTES if self.summary_bytes == "auto" else int(self.summary_bytes)
+
+    @property
+    def scorer_name(self) -> str:
+        """The scorer that makes summaries."""
+        if isinstance(self.selection, TopK):
+            return self.selection.scorer
+        return self.scorer or DEFAULT_SCORER
+
+    def replace(self, **changes: Any) -> PagerConfig:
+        """A copy with some options changed; an unknown name is refused, naming the closest."""
+        return dataclasses.replace(self, **known_options(changes))
+
+
+def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options`, once every name is known to be one of PagerConfig's.
+
+    Raises:
+        InvalidArgumentError: naming the unknown option and the closest known one.
+    """
+    names = [field.name for field in dataclasses.fields(PagerConfig)]
+    for name in options:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join(names)
+            raise InvalidArgumentError(f"PagerConfig has no option {name!r}; {hint}")
+    return dict(options)
+
+
+def describe_selection(selection: Selection) -> str:
+    """One canonical line that says all a selection chooses by, except its scorer."""
+    values = [
+        f"{field.name}={getattr(selection, field.name)}"
+        for field in sorted(dataclasses.fields(selection), key=lambda field: field.name)
+        if field.name != "scorer"
+    ]
+    return f"{selection.kind}({', '.join(values)})"
+
+
+def physical_memory() -> int:
+    """Bytes of memory this process may use: the machine's, or its control group's if less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total

@@ -1,0 +1,125 @@
+"""Which models can keep the promise, judged before anything runs, with reasons and remedies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvpager.errors import UnsupportedModelError
+
+_PLAIN_LAYERS = ("full_attention", "sliding_attention")
+_MOVING_ROPE = ("dynamic", "longrope")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_supported(model: Any) -> PreTrainedModel:
+    """Returns the model, typed.
+
+    Raises:
+        UnsupportedModelError: the token at a position would not be a pure function of the tokens
+            before it, or the model is not of a kind that is run here. Says why and what to do.
+    """
+    if not isinstance(model, PreTrainedModel):
+        wrapped = hasattr(model, "get_base_model") or hasattr(model, "_orig_mod")
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__}; expected a transformers causal LM"
+            + (
+                ": pass what it wraps (get_base_model() of an adapter keeps the adapter active, "
+                "_orig_mod of a compiled model)"
+                if wrapped
+                else ", as AutoModelForCausalLM.from_pretrained(...) returns"
+            )
+        )
+    for reason, remedy in _problems(model):
+        raise UnsupportedModelError(f"{type(model).__name__}: {reason}; {remedy}")
+    return model
+
+
+def _problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    config = model.config
+    yield from _kind_problems(model)
+    yield from _placement_problems(model)
+    layer_types = getattr(config, "layer_types", None) or ()
+    mixing = sorted(set(layer_types) - set(_PLAIN_LAYERS))
+    if mixing:
+        yield (
+            f"layers of type {', '.join(mixing)} mix rows or keep state other than K/V",
+            "use a model whose layer_types are full_attention and sliding_attention only",
+        )
+    for rope_type in sorted(_rope_types(config)):
+        if rope_type in _MOVING_ROPE:
+            yield (
+                f"RoPE type {rope_type!r} computes its frequencies from the longest position of "
+                "the whole "
+                "forward, so that a key depends on what else was in it",
+                'use "default", "linear", "llama3" or "yarn" in config.rope_parameters',
+            )
+    yield from _expert_problems(model)
+
+
+def _kind_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        yield "an encoder-decoder has no causal prefix to keep", "use a decoder-only causal LM"
+    if config.get_text_config() is not config:
+        yield (
+            "a model of several parts (vision, audio, text) embeds more than token ids",
+            "load its text model alone, with AutoModelForCausalLM",
+        )
+    head = model.get_output_embeddings()
+    if head is None:
+        yield (
+            "it has no language-model head",
+            "load it with AutoModelForCausalLM rather than AutoModel",
+        )
+    if not getattr(config, "is_causal", True):
+        yield "its attention is not causal", "use a causal LM"
+    if getattr(config, "quantization_config", None) is not None:
+        yield (
+            "its weights are quantised, which neither the weights digest nor the row checks cover",
+            "load it without quantization_config",
+        )
+    if model.training:
+        yield "it is in training mode (dropout is random)", "call model.eval() first"
+
+
+def _placement_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    places = {tensor.device.type for tensor in model.parameters()}
+    if places != {"cpu"}:
+        yield (
+            f"its parameters are on {', '.join(sorted(places))}; this version computes on the CPU "
+            "only",
+            'call model.to("cpu"), and load without device_map',
+        )
+    if model.dtype not in _DTYPES:
+        yield (
+            f"its dtype is {model.dtype}",
+            "load it with dtype=torch.float32, torch.bfloat16 or torch.float16",
+        )
+
+
+def _expert_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    config = model.config
+    experts = max((getattr(config, name, None) or 0 for name in _EXPERT_COUNTS), default=0)
+    implementation = getattr(config, "_experts_implementation", None)
+    if experts > 1 and implementation != "batched_mm":
+        yield (
+            f"its experts run with {implementation or 'eager'!r}, where the rows that share an "
+            "expert change "
+            "one another's results",
+            'call model.set_experts_implementation("batched_mm") first',
+        )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Every rope_type the configuration names: one for all layers, or one per layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    return {
+        str(parameters.get("rope_type", parameters.get("type", "default")))
+        for parameters in nested or [rope]
+    }

@@ -1,0 +1,640 @@
+"""The lower level: a pager for a serving stack that runs its own model.
+
+    pager = Pager(Layout(layers=2, kv_heads=2, k_dim=64, v_dim=64), config, rows=64)
+    sequence = pager.sequence()
+    with pager.begin(sequences, positions, tokens, kinds) as forward:
+        for layer in range(2):
+            out = forward.attend(layer, q, k, v, scaling=0.125)
+        forward.commit()
+
+Tensors are torch CPU tensors or numpy arrays and are read in place; outputs are of the same kind. A pager
+may be used from several threads; calls take turns, and one forward runs at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from kvpager import _core
+from kvpager.errors import (
+    CorruptSnapshotError,
+    FingerprintMismatchError,
+    InvalidArgumentError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as SequenceOf
+
+    from kvpager.config import PagerConfig
+
+ChunkInfo = _core.ChunkInfo
+Tensor: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+
+ROW_COMMIT = 0  # writes its K/V at its position, may be committed
+ROW_READ = 1  # its K/V exist already; only attends
+ROW_PADDING = 2  # output is zeros
+
+TIER_RESIDENT, TIER_HOST, TIER_DISK, TIER_SNAPSHOT = 1, 2, 4, 8
+
+_TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shape of a chunk: layers x {K, V} x kv_heads x chunk_tokens x head_dim.
+
+    Args:
+        layers: layers of the model.
+        kv_heads: key/value heads per layer.
+        k_dim: head_dim of keys, a multiple of 16.
+        v_dim: head_dim of values, a multiple of 16.
+        chunk_tokens: tokens per chunk: 16, 32, 64, 128 or 256.
+        k_dtype: "float32", "float16" or "bfloat16"; keys are kept in it.
+        v_dtype: likewise for values.
+
+    Raises:
+        InvalidArgumentError: naming the field that is out of range.
+    """
+
+    layers: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    chunk_tokens: int = 64
+    k_dtype: str = "float32"
+    v_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        self.native()
+
+    def native(self) -> _core.Layout:
+        """The core's own value of this layout, validated."""
+        try:
+            return _core.Layout(
+                layers=self.layers,
+                kv_heads=self.kv_heads,
+                chunk_tokens=self.chunk_tokens,
+                k_dim=self.k_dim,
+                v_dim=self.v_dim,
+                k_dtype=self.k_dtype,
+                v_dtype=self.v_dtype,
+            )
+        except TypeError as error:
+            raise InvalidArgumentError(f"{self!r}: {error}") from error
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk in the pool, padding included."""
+        return self.native().chunk_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K/V per token, as a full cache would hold them."""
+        return self.native().token_bytes
+
+
+class Pin:
+    """Keeps a range of positions resident until released; changes no result. A context manager."""
+
+    def __init__(self, core: _core.Pager, number: int) -> None:
+        self._core = core
+        self._number: int | None = number
+
+    def release(self) -> None:
+        """Lets the chunks go again. Releasing twice is allowed."""
+        number, self._number = self._number, None
+        if number is not None:
+            self._core.unpin(number)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_number", None) is not None:
+            self.release()
+
+
+@dataclass(frozen=True)
+class SnapshotInfo:
+    """An opened snapshot: metadata is read and verified, payload waits until somebody needs it.
+
+    Attributes:
+        path: the file.
+        fingerprint: what it was saved under.
+        session: what the runtime keeps beside the K/V.
+        layout: shape of its chunks.
+        scorer: what made its summaries.
+        tokens: int32 ids of all committed positions.
+        logical_digest: hex digest of tokens, payload, summaries and provenance; equal for equal content.
+    """
+
+    path: str
+    fingerprint: dict[str, Any]
+    session: dict[str, Any]
+    layout: Layout
+    scorer: str
+    tokens: np.ndarray[Any, Any]
+    logical_digest: str
+    reader: _core.SnapshotReader
+
+
+class Forward:
+    """One forward of the model as a transaction; made by `Pager.begin`.
+
+    Use it in a `with` block: an exception inside, or leaving without `commit`, aborts it, and every
+    sequence is as it was.
+    """
+
+    def __init__(self, core: _core.Pager, rows: int, layout: Layout) -> None:
+        self._core = core
+        self._rows = rows
+        self._layout = layout
+        self._running = True
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Any:
+        """Writes the rows' K/V at this layer and attends over everything they may see.
+
+        Args:
+            layer: 0-based layer.
+            q: [rows, q_heads, k_dim], float32, float16 or bfloat16, last dimension contiguous.
+            k: [rows, kv_heads, k_dim]; rotary embedding already applied.
+            v: [rows, kv_heads, v_dim].
+            scaling: multiplies every dot product.
+            window: keys at positions > position - window only; None: all.
+            softcap: scores become softcap * tanh(score / softcap); None: unchanged.
+            sinks: [q_heads] attention-sink logits.
+            out: [rows, q_heads, v_dim] to write to; made when None.
+
+        Returns:
+            `out`, in q's dtype; zeros in padding rows.
+
+        Raises:
+            NonFiniteError: a key or value is not finite; the forward was aborted.
+            StorageError, CorruptSnapshotError: a chunk could not be read; the forward was aborted.
+        """
+        self._require_running()
+        if out is None:
+            shape = (q.shape[0], q.shape[1], self._layout.v_dim)
+            out = (
+                torch.empty(shape, dtype=q.dtype)
+                if isinstance(q, torch.Tensor)
+                else np.empty(shape, dtype=q.dtype)
+            )
+        logits = None if sinks is None else _float32_array(sinks)
+        self._core.attend(
+            layer, q, k, v, out, scaling, float(softcap or 0.0), int(window or 0), logits
+        )
+        return out
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Writes the rows' K/V at this layer without attending."""
+        self._require_running()
+        self._core.write(layer, k, v)
+
+    def commit(
+        self, accepted: Mapping[Sequence, int] | None = None, *, provenance: str = "exact"
+    ) -> None:
+        """Makes rows part of their sequences; chunks that fill up are sealed.
+
+        Args:
+            accepted: how many of each sequence's commit rows, from the first; None: all of all.
+            provenance: what these rows are worth at best: "exact" (in a forward of exactly M rows),
+                "decode" or "approximate".
+        """
+        self._require_running()
+        if accepted is None:
+            self._core.commit(None, None, provenance)
+        else:
+            ids = [sequence.uid for sequence in accepted]
+            self._core.commit(ids, list(accepted.values()), provenance)
+        self._running = False
+
+    def abort(self) -> None:
+        """Ends the forward as if it had not begun."""
+        if self._running:
+            self._running = False
+            self._core.abort()
+
+    def _require_running(self) -> None:
+        if not self._running:
+            raise InvalidArgumentError("this forward has ended; begin another one")
+
+    def __enter__(self) -> Forward:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+
+class Sequence:
+    """An ordered list of chunks and a tail; made by a `Pager`. Closing it lets its chunks go."""
+
+    def __init__(self, pager: Pager, uid: int, salt: str) -> None:
+        self._pager = pager
+        self._core = pager.core
+        self.uid = uid
+        self.salt = salt
+        self.closed = False
+
+    @property
+    def length(self) -> int:
+        """Committed positions."""
+        return self._core.length(self.uid)
+
+    @property
+    def tokens(self) -> np.ndarray[Any, Any]:
+        """A copy of the token ids of all committed positions, int32 [length]."""
+        return self._core.tokens(self.uid)
+
+    def reserve(self, total_tokens: int) -> None:
+        """Admission: holds lower-tier room for `total_tokens` positions.
+
+        Raises:
+            CapacityError: with the bytes needed; nothing is held.
+        """
+        self._core.reserve(self.uid, total_tokens)
+
+    def adopt_prefix(self, tokens: Iterable[int] | Tensor) -> int:
+        """Shares the longest run of sealed, exact chunks the pager has for these tokens.
+
+        Only an empty sequence can. Returns the positions now held, a multiple of chunk_tokens.
+        """
+        return self._core.adopt_prefix(self.uid, np.asarray(tokens, dtype=np.int32))
+
+    def append(
+        self, tokens: Iterable[int] | Tensor, k: Tensor, v: Tensor, *, provenance: str = "decode"
+    ) -> None:
+        """Adds positions whose K/V were computed elsewhere.
+
+        Args:
+            tokens: [n] ids.
+            k: [layers, n, kv_heads, k_dim].
+            v: [layers, n, kv_heads, v_dim].
+            provenance: what they are worth: "exact" only if they carry the bits an M-row forward
+                of these tokens gives; it makes the chunks shareable.
+        """
+        ids = np.asarray(tokens, dtype=np.int32)
+        layout = self._pager.layout
+        for name, tensor, dim in (("k", k, layout.k_dim), ("v", v, layout.v_dim)):
+            expected = (layout.layers, len(ids), layout.kv_heads, dim)
+            if tuple(tensor.shape) != expected:
+                raise InvalidArgumentError(
+                    f"{name}: shape {tuple(tensor.shape)}, expected {expected} "
+                    "(layers, tokens, kv_heads, head_dim)"
+                )
+        rows = self._pager.rows
+        start = self.length
+        self.reserve(start + len(ids))
+        try:
+            for first in range(0, len(ids), rows):
+                n = min(rows, len(ids) - first)
+                padding = rows - n
+                with self._pager.begin(
+                    [self] * n + [None] * padding,
+                    list(range(start + first, start + first + n)) + [0] * padding,
+                    ids[first : first + n].tolist() + [0] * padding,
+                    [ROW_COMMIT] * n + [ROW_PADDING] * padding,
+                ) as forward:
+                    for layer in range(layout.layers):
+                        forward.write(
+                            layer,
+                            _padded(k[layer][first : first + n], rows),
+                            _padded(v[layer][first : first + n], rows),
+                        )
+                    forward.commit(provenance=provenance)
+        except BaseException:
+            self.trim(start)
+            raise
+
+    def select(
+        self, layer: int, q: Tensor, *, position: int | None = None, window: int | None = None
+    ) -> list[list[int]]:
+        """The chunks a row with queries q [q_heads, k_dim] would attend to, per kv head, ascending.
+
+        `position` is the row's own; by default the next one.
+        """
+        at = self.length if position is None else position
+        return self._core.select(self.uid, layer, q[None], at, int(window or 0))
+
+    def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raw keys and values of positions [start, stop) at one layer, in the layout's dtypes.
+
+        Returns:
+            k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies, bit for bit.
+        """
+        k, v = self._core.read_kv(self.uid, layer, start, stop)
+        layout = self._pager.layout
+        return (
+            torch.from_numpy(k).view(_TORCH_DTYPES[layout.k_dtype]),
+            torch.from_numpy(v).view(_TORCH_DTYPES[layout.v_dtype]),
+        )
+
+    def pin(self, start: int, stop: int) -> Pin:
+        """Keeps positions [start, stop) resident; residency only, no result changes.
+
+        Raises:
+            CapacityError: too many pins; says how many chunks are free to pin.
+        """
+        return Pin(self._core, self._core.pin(self.uid, start, stop))
+
+    def trim(self, position: int) -> None:
+        """Forgets everything from `position` on."""
+        self._core.trim(self.uid, position)
+
+    def fork(self) -> Sequence:
+        """A sequence with the same positions; sealed chunks are shared, the tail is copied."""
+        return Sequence(self._pager, self._core.fork(self.uid), self.salt)
+
+    def ledger(self) -> list[ChunkInfo]:
+        """What the ledger says of each chunk, in logical order."""
+        return self._core.ledger(self.uid)
+
+    def residency(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The ledger's tiers (TIER_* bits), selected, recalled and qk_score columns as arrays [chunks]."""
+        return self._core.residency(self.uid)
+
+    def save(self, path: str | os.PathLike[str], *, session: Mapping[str, object] | None = None) -> int:
+        """Writes a snapshot atomically and returns its size in bytes.
+
+        Raises:
+            StorageError: the system refused; no file is left and an older one is untouched.
+        """
+        return self._core.save(
+            self.uid, os.fspath(path), self._pager.fingerprint_json, _canonical(dict(session or {}))
+        )
+
+    def close(self) -> None:
+        """Ends the sequence. Exact sealed chunks stay cached for prefix reuse while there is room."""
+        if not self.closed:
+            self.closed = True
+            self._core.destroy_sequence(self.uid)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"length={self.length}"
+        return f"Sequence(uid={self.uid}, {state})"
+
+
+class Pager:
+    """A hard-bounded resident pool of chunks, the tiers below it, and the sequences over them.
+
+    Args:
+        layout: shape of a chunk.
+        config: budgets, selection and policies; `config.chunk_tokens` is the layout's.
+        rows: M, the most rows a forward may have. Only forwards of exactly M rows are "exact".
+        fingerprint: flat JSON-able mapping of all that the bits of K/V depend on (weights, numerics...).
+            Chunks and snapshots are shared only under an equal one.
+        threads: of our own kernels; torch's number by default. Never changes a bit.
+
+    Raises:
+        InvalidArgumentError: naming the option, its value and what was expected.
+        CapacityError: the system refuses the memory.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        config: PagerConfig,
+        *,
+        rows: int,
+        fingerprint: Mapping[str, object] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if layout.chunk_tokens != config.chunk_tokens:
+            raise InvalidArgumentError(
+                f"chunk_tokens: {layout.chunk_tokens} in the layout, {config.chunk_tokens} in the config"
+            )
+        self.layout = layout
+        self.config = config
+        self.rows = rows
+        self.fingerprint = dict(fingerprint or {})
+        self.fingerprint_json = _canonical(self.fingerprint)
+        options = _core.PagerOptions()
+        options.layout = layout.native()
+        options.pool_blocks = config.pool_blocks
+        options.rows = rows
+        options.selection = _native_selection(config)
+        options.scorer = config.scorer_name
+        options.host_bytes = config.host_budget
+        options.disk_bytes = config.disk_bytes
+        options.disk_path = config.disk_path or ""
+        options.summary_bytes = config.summary_budget
+        options.policy = config.policy
+        options.recall_chunks = config.recall_chunks
+        options.hysteresis = config.hysteresis
+        options.threads = threads if threads is not None else torch.get_num_threads()
+        options.namespace_key = self.fingerprint_json
+        options.shuffle_seed = config.debug_shuffle_seed or 0
+        options.poison = config.debug_poison
+        self._core: _core.Pager | None = _core.Pager(options)
+
+    @property
+    def core(self) -> _core.Pager:
+        """The native pager."""
+        if self._core is None:
+            raise InvalidArgumentError("this pager is closed")
+        return self._core
+
+    def sequence(self, *, salt: str = "") -> Sequence:
+        """An empty sequence. `salt` separates tenants: it enters every chunk's hash."""
+        return Sequence(self, self.core.create_sequence(salt), salt)
+
+    def begin(
+        self,
+        sequences: SequenceOf[Sequence | None],
+        positions: SequenceOf[int] | np.ndarray[Any, Any],
+        tokens: SequenceOf[int] | np.ndarray[Any, Any],
+        kinds: SequenceOf[int] | np.ndarray[Any, Any],
+    ) -> Forward:
+        """Starts a forward; one entry per row in each argument.
+
+        Args:
+            sequences: whose row it is; None for padding.
+            positions: the row's position. A sequence's ROW_COMMIT rows hold length, length + 1, ...
+            tokens: the row's token id.
+            kinds: ROW_COMMIT, ROW_READ or ROW_PADDING.
+
+        Raises:
+            CapacityError: no room for the rows' chunks; nothing was changed.
+        """
+        uids = np.array([-1 if s is None else s.uid for s in sequences], dtype=np.int64)
+        self.core.begin(
+            uids,
+            np.asarray(positions, dtype=np.int64),
+            np.asarray(tokens, dtype=np.int32),
+            np.asarray(kinds, dtype=np.uint8),
+        )
+        return Forward(self.core, len(uids), self.layout)
+
+    def open_snapshot(self, path: str | os.PathLike[str]) -> SnapshotInfo:
+        """Opens a snapshot: metadata only.
+
+        Raises:
+            StorageError: missing or unreadable.
+            CorruptSnapshotError, UnsupportedVersionError: not a sound file of a known version.
+        """
+        return open_snapshot(path)
+
+    def restore(
+        self, snapshot: SnapshotInfo, *, salt: str = "", provenance: str = "exact"
+    ) -> Sequence:
+        """A sequence that holds the snapshot's positions; chunks are read when first needed.
+
+        Args:
+            snapshot: from `open_snapshot`; the file stays open while its chunks are in use.
+            salt: the one it was saved under.
+            provenance: "approximate" accepts a file saved under another fingerprint, in a namespace
+                of its own; "exact" does not.
+
+        Raises:
+            FingerprintMismatchError: naming the field; the pager is as it was.
+        """
+        if provenance == "exact":
+            _require_equal(self.fingerprint, snapshot.fingerprint, snapshot.path)
+        if snapshot.layout != self.layout:
+            raise FingerprintMismatchError(
+                f"layout: {snapshot.path} holds {snapshot.layout}, this pager {self.layout}",
+                field="layout",
+                expected=self.layout,
+                found=snapshot.layout,
+            )
+        uid = self.core.restore(
+            snapshot.reader, salt, provenance, snapshot.reader.fingerprint
+        )
+        return Sequence(self, uid, salt)
+
+    def evict_all(self) -> int:
+        """Moves every chunk that may leave out of the pool; returns how many. Changes no result."""
+        return self.core.evict_all()
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters, budgets and times (seconds_*) since the pager was made."""
+        return self.core.stats()
+
+    def check_invariants(self) -> None:
+        """Restates the numbered invariants of DESIGN.md; InvariantError names the one that fails."""
+        self.core.check_invariants()
+
+    def close(self) -> None:
+        """Frees everything. Sequences of this pager can no longer be used."""
+        self._core = None
+
+
+def open_snapshot(path: str | os.PathLike[str]) -> SnapshotInfo:
+    """Opens a snapshot without a pager: metadata only. See `Pager.open_snapshot`."""
+    name = os.fspath(Path(path))
+    reader = _core.SnapshotReader.open(name)
+    native = reader.layout
+    return SnapshotInfo(
+        path=name,
+        fingerprint=_parsed(reader.fingerprint, name, "fingerprint"),
+        session=_parsed(reader.session, name, "session"),
+        layout=Layout(
+            layers=native.layers,
+            kv_heads=native.kv_heads,
+            k_dim=native.k_dim,
+            v_dim=native.v_dim,
+            chunk_tokens=native.chunk_tokens,
+            k_dtype=native.k_dtype,
+            v_dtype=native.v_dtype,
+        ),
+        scorer=reader.scorer,
+        tokens=reader.tokens,
+        logical_digest=reader.logical_digest,
+        reader=reader,
+    )
+
+
+def _parsed(text: str, path: str, section: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise CorruptSnapshotError(f"{path}: section {section} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptSnapshotError(
+            f"{path}: section {section} holds a {type(value).__name__}, expected an object"
+        )
+    return value
+
+
+def _canonical(values: Mapping[str, object]) -> str:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+
+def _require_equal(expected: Mapping[str, object], found: Mapping[str, object], path: str) -> None:
+    for field in sorted({*expected, *found}):
+        if expected.get(field) != found.get(field):
+            raise FingerprintMismatchError(
+                f"{field}: {path} was saved with {found.get(field)!r}, here it is "
+                f"{expected.get(field)!r}",
+                field=field,
+                expected=expected.get(field),
+                found=found.get(field),
+            )
+
+
+def _native_selection(config: PagerConfig) -> _core.Selection:
+    selection = config.selection
+    if selection.kind == "dense":
+        return _core.Selection("dense")
+    return _core.Selection(
+        selection.kind,
+        chunks=getattr(selection, "chunks", 0),
+        sinks=selection.sinks,
+        recent=selection.recent,
+        always=list(getattr(selection, "always", ())),
+    )
+
+
+def _float32_array(values: Tensor) -> np.ndarray[Any, Any]:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().float().contiguous().numpy()
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """`rows` with zero rows after it, up to `count`."""
+    if rows.shape[0] == count:
+        return rows
+    shape = (count, *rows.shape[1:])
+    padded: Tensor
+    if isinstance(rows, torch.Tensor):
+        padded = torch.zeros(shape, dtype=rows.dtype)
+        padded[: rows.shape[0]] = rows
+    else:
+        padded = np.zeros(shape, dtype=rows.dtype)
+        padded[: rows.shape[0]] = rows
+    return padded

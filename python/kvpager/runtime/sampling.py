@@ -1,0 +1,118 @@
+"""From logits to a token: greedy, or drawn with a number that depends on seed and position alone.
+
+A token's draw never depends on which other sessions shared its forward, on how often generation was
+interrupted, or on how many numbers were drawn before: u = Philox(seed, absolute position).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpager.errors import InvalidArgumentError, NonFiniteError
+
+Logits = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    temperature: 0 is greedy, ties by lowest id. top_k: 0 is off. top_p: 1 is off; otherwise the
+    fewest most likely tokens whose probabilities reach it. seed: of all draws, together with the
+    token's position.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise _refusal("temperature", self.temperature, "a finite number, 0 (greedy) or more")
+        if not _is_integer(self.top_k) or self.top_k < 0:
+            raise _refusal("top_k", self.top_k, "an integer, 0 (off) or more")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise _refusal("top_p", self.top_p, "a number above 0, up to 1 (off)")
+        if not _is_integer(self.seed) or not 0 <= self.seed < 2**64:
+            raise _refusal("seed", self.seed, "an integer from 0 to 2**64 - 1")
+
+    def choose(self, logits: torch.Tensor, position: int) -> int:
+        """The token at `position`, from the logits [vocab] of the position before.
+
+        Raises:
+            NonFiniteError: a logit is NaN or positive infinity; -inf forbids a token and is fine.
+        """
+        values: Logits = logits.to(torch.float64).numpy()
+        if not np.isfinite(values.max()):
+            raise NonFiniteError(
+                f"the logits for position {position} hold NaN or infinity, or forbid every token"
+            )
+        if self.temperature == 0:
+            return int(values.argmax())  # the first of equals
+        order, weights = self._candidates(values)
+        cumulative = np.cumsum(weights)
+        drawn = int(
+            np.searchsorted(cumulative, uniform(self.seed, position) * cumulative[-1], "right")
+        )
+        return int(order[min(drawn, len(order) - 1)])
+
+    def _candidates(self, values: Logits) -> tuple[npt.NDArray[np.intp], Logits]:
+        """Token ids by (probability descending, id ascending), and their weights."""
+        ids = np.arange(len(values))
+        if 0 < self.top_k < len(values):
+            least = np.partition(values, -self.top_k)[-self.top_k]
+            ids = np.flatnonzero(values >= least)
+        ids = ids[np.argsort(-values[ids], kind="stable")]
+        if self.top_k:
+            ids = ids[: self.top_k]
+        weights = np.exp((values[ids] - values[ids[0]]) / self.temperature)
+        if self.top_p < 1:
+            cumulative = np.cumsum(weights)
+            kept = int(np.searchsorted(cumulative, self.top_p * cumulative[-1], "left")) + 1
+            ids, weights = ids[:kept], weights[:kept]
+        return ids, weights
+
+    def to_json(self) -> dict[str, float | int]:
+        """What a snapshot keeps."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Sampling:
+        """The inverse of `to_json`; raises InvalidArgumentError for values that cannot be."""
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise InvalidArgumentError(f"sampling is {dict(values)!r}: {error}") from error
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, by Philox4x64 (Salmon et al. 2011)."""
+    draws = np.random.Philox(key=seed, counter=position)
+    return float(int(draws.random_raw()) >> 11) * 2.0**-53
+
+
+def log_probability(logits: torch.Tensor, token: int) -> np.float32:
+    """Log-probability of a token under logits [vocab]: float64, one fixed order, rounded once."""
+    values: Logits = logits.to(torch.float64).numpy()
+    top = values.max()
+    return np.float32(float(values[token] - top) - math.log(float(np.exp(values - top).sum())))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _refusal(field: str, value: object, expected: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{field} is {value!r}; expected {expected}")

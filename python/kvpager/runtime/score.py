@@ -1,0 +1,66 @@
+"""Teacher-forced log-probabilities of given tokens, from forwards like any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.runtime.batch import Batch
+from kvpager.runtime.progress import Progress, reporting
+from kvpager.runtime.sampling import log_probability
+from kvpager.runtime.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from kvpager.runtime.engine import Engine
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probabilities (natural) of every token but the first, each given all tokens before it.
+
+    tokens: [n] int32. logprobs: [n - 1] float32, logprobs[i] belongs to tokens[i + 1].
+    """
+
+    tokens: TokenIds
+    logprobs: npt.NDArray[np.float32]
+
+    @property
+    def sum(self) -> float:
+        """Log-probability of the whole text after its first token."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+    @property
+    def mean(self) -> float:
+        """Mean log-probability per token."""
+        return float(self.logprobs.mean(dtype=np.float64))
+
+    @property
+    def perplexity(self) -> float:
+        """exp(-mean)."""
+        return float(np.exp(-self.mean))
+
+
+def score_tokens(engine: Engine, ids: TokenIds, progress: Progress) -> Score:
+    """See `Engine.score`."""
+    if len(ids) < 2:
+        raise InvalidArgumentError("ids has 1 token; expected at least 2: the first is not scored")
+    logprobs = np.empty(len(ids) - 1, dtype=np.float32)
+    fed = ids[:-1]  # the last token's own K/V are not needed to score it
+    sequence = engine.pager.sequence(salt=engine.salt)
+    try:
+        sequence.reserve(len(fed))
+        with reporting(progress, "score", len(fed)) as report:
+            for start in range(0, len(fed), engine.rows):
+                batch = Batch(engine.rows)
+                rows = batch.commit(sequence, start, fed[start : start + engine.rows])
+                batch.wanted.extend(rows)
+                for row, logits in enumerate(engine.runner.run(batch)):
+                    logprobs[start + row] = log_probability(logits, int(ids[start + row + 1]))
+                report(start + len(rows))
+    finally:
+        sequence.close()
+    return Score(tokens=ids, logprobs=logprobs)

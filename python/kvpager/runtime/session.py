@@ -1,0 +1,282 @@
+"""One conversation: its tokens, their K/V in the pager, and where its generation stands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.pager import Pin, Sequence
+from kvpager.runtime.decode import read_logits
+from kvpager.runtime.progress import Progress
+from kvpager.runtime.sampling import Sampling
+from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
+
+if TYPE_CHECKING:
+    from kvpager.runtime.engine import Engine
+
+MODEL_EOS = "model"
+
+
+class Session:
+    """Made by `Engine.session`, `Engine.restore` or `fork`. One thread at a time.
+
+    The session's tokens are the committed ones, whose K/V the pager holds, and at most one
+    *pending* token: the last one sampled, whose K/V come with the next forward. `tokens`, `length`
+    and the prompt that `prefill` takes include it; `committed` does not. An operation that fails
+    changes nothing, except that a prefill keeps what its earlier forwards committed: calling it
+    again goes on from there.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sequence: Sequence,
+        *,
+        pending: int | None = None,
+        logits: torch.Tensor | None = None,
+        sampling: Sampling | None = None,
+        restored_tokens: int = 0,
+    ) -> None:
+        self.engine = engine
+        self.sequence = sequence
+        self.sampling = sampling or Sampling()  # of the last generate(), or the restored one
+        self.restored_tokens = restored_tokens
+        self.restored_tokens_consumed = 0
+        # Both hold for one committed length only, so that a commit makes them void by itself.
+        self._pending = None if pending is None else (sequence.length, pending)
+        self._logits = None if logits is None else (sequence.length, logits)
+
+    @property
+    def committed(self) -> int:
+        """Positions whose K/V the pager holds."""
+        return self.sequence.length
+
+    @property
+    def pending(self) -> int | None:
+        """The sampled token that no forward has taken yet."""
+        if self._pending is not None and self._pending[0] == self.committed:
+            return self._pending[1]
+        return None
+
+    @property
+    def tokens(self) -> TokenIds:
+        """All token ids [length] int32, the pending one included; a copy."""
+        committed = self.sequence.tokens
+        pending = self.pending
+        return committed if pending is None else np.append(committed, np.int32(pending))
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, the pending one included."""
+        return self.committed + (self.pending is not None)
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, on the session or on its engine."""
+        return self.sequence.closed
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """Logits [vocab] after the last committed token, in the model's dtype; a copy.
+
+        Those of the last forward, or computed again with one row that reads: the same bits. A
+            pending token
+        is not committed by this: it was chosen from these logits.
+
+        Raises:
+            InvalidArgumentError: the session is empty.
+        """
+        self.engine.check_session(self)
+        self._check_not_empty("logits")
+        logits = self.known_logits
+        return (read_logits(self.engine, self) if logits is None else logits).clone()
+
+    def prefill(self, ids: TokenIdsLike, *, progress: Progress = None) -> None:
+        """Makes the session hold exactly the whole prompt `ids`, computing only what is missing.
+
+        Args:
+            ids: the whole prompt, [n] or [1, n]; the session's tokens must be its beginning.
+            progress: True for a bar on stderr, or a callable (tokens done, tokens in all).
+
+        Raises:
+            PrefixMismatchError: `ids` is shorter than or differs from what the session holds;
+                `.position` is the first token that differs. A restored session that cannot be used
+                says so here.
+            InvalidArgumentError: no tokens, not integers, or an id outside the vocabulary.
+            CapacityError: the tiers below the pool cannot hold the prompt; says how many bytes it
+                needs.
+        """
+        self.engine.prefill_many([(self, ids)], progress=progress)
+
+    def append(self, ids: TokenIdsLike, *, progress: Progress = None) -> None:
+        """Adds new tokens after the session's own, the pending one included. Errors: `prefill`."""
+        new = as_token_ids(ids, self.engine.vocab_size)
+        self.engine.check_session(self)
+        self.prefill(np.concatenate([self.tokens, new]), progress=progress)
+
+    def generate(
+        self,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        eos: int | Iterable[int] | str | None = MODEL_EOS,
+        stop: Iterable[Iterable[int]] = (),
+    ) -> Iterator[int]:
+        """Yields token ids as they are produced, each part of the session by then. Abandon at will.
+
+        Args:
+            max_new_tokens: most tokens to produce, at least 1.
+            temperature: 0 for greedy decoding.
+            top_k: choose among this many most likely tokens; 0 for all.
+            top_p: choose among the most likely tokens that together reach this probability.
+            seed: of the draws; by default the session's (that of its last generation, saved with
+                it, or 0).
+            eos: token ids that end generation once produced; by default the model's; None for none.
+            stop: sequences of token ids that end generation once produced, as produced by this
+                call.
+
+        Raises:
+            InvalidArgumentError: at the call, for an argument out of range or an empty session.
+            CapacityError: at the call, if max_new_tokens more do not fit below the pool.
+            NonFiniteError: from the iterator.
+        """
+        stream = self.engine.generate_many(
+            [self],
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            eos=eos,
+            stop=stop,
+        )
+        return (token for _, token in stream)
+
+    def trim(self, position: int) -> None:
+        """Keeps the tokens [0, position), 0 <= position <= length."""
+        self.engine.check_session(self)
+        if isinstance(position, bool) or not 0 <= position <= self.length:
+            raise InvalidArgumentError(
+                f"position is {position}; expected 0 to {self.length}, the tokens the session holds"
+            )
+        if position > self.committed:
+            return
+        if position < self.committed:
+            self.sequence.trim(position)
+            self._logits = None
+        self._pending = None
+
+    def fork(self) -> Session:
+        """Another session with the same tokens; sealed chunks are shared, the rest is its own."""
+        self.engine.check_session(self)
+        return self.engine.adopt(
+            self.sequence.fork(),
+            pending=self.pending,
+            logits=self.known_logits,
+            sampling=self.sampling,
+        )
+
+    def pin(self, start: int, stop: int) -> Pin:
+        """Keeps positions [start, stop) resident until the pin is released; changes no result.
+
+        Raises:
+            CapacityError: says how many chunks are free to pin.
+        """
+        self.engine.check_session(self)
+        return self.sequence.pin(start, stop)
+
+    def ledger(self) -> list[Any]:
+        """What is known of each chunk, in logical order: where it is, its provenance, its score."""
+        self.engine.check_session(self)
+        return self.sequence.ledger()
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes the session to one file, atomically; returns its size in bytes.
+
+        Everything `Engine.restore` needs is in it: tokens, K/V, summaries, the pending token and
+        the sampler.
+
+        Raises:
+            InvalidArgumentError: the session is empty.
+            StorageError: the file cannot be written; nothing is left of it.
+        """
+        self.engine.check_session(self)
+        self._check_not_empty("save")
+        state = {"version": 1, "pending": self.pending, "sampling": self.sampling.to_json()}
+        return self.sequence.save(path, session=state)
+
+    def close(self) -> None:
+        """Gives the session's chunks up. Doing so twice is harmless."""
+        if not self.closed:
+            self.sequence.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "Session(closed)"
+        return f"Session(length={self.length}, restored_tokens={self.restored_tokens})"
+
+    # For the runtime. `known_logits` and `pending` answer for the present length or not at all.
+
+    @property
+    def known_logits(self) -> torch.Tensor | None:
+        """Logits after the last committed token, if a forward has left them."""
+        if self._logits is not None and self._logits[0] == self.committed:
+            return self._logits[1]
+        return None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next token can be chosen without a forward."""
+        return self.pending is None and self.known_logits is not None
+
+    def keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Remembers, in a copy, the logits after the last committed token."""
+        kept = logits.clone()
+        self._logits = (self.committed, kept)
+        self.note_used()
+        return kept
+
+    def sample(self, sampling: Sampling) -> int:
+        """Chooses the token after the committed ones and makes it the pending one."""
+        logits = self.known_logits
+        assert logits is not None
+        assert self.pending is None
+        token = sampling.choose(logits, self.committed)
+        self.sampling = sampling
+        self._pending = (self.committed, token)
+        return token
+
+    def token_at(self, position: int) -> int:
+        """The committed token at a position."""
+        return int(self.sequence.tokens[position])
+
+    def note_used(self) -> None:
+        """The K/V held so far have served in place of a prefill."""
+        self.restored_tokens_consumed = min(self.restored_tokens, self.committed)
+
+    def _check_not_empty(self, what: str) -> None:
+        if not self.committed:
+            raise InvalidArgumentError(f"{what}: the session is empty; call prefill(ids) first")

@@ -1,0 +1,357 @@
+// Attention problems for tests: sequences in scattered chunk memory, and two references, one in binary64 and one
+// that follows the documented order of operations with scalars.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "kernels/half.h"
+#include "kvpager/attention.h"
+
+namespace kvpager::testing {
+
+inline float round_to(DType dtype, float value) {
+  if (dtype == DType::kFloat16) return float16_to_float(float_to_float16(value));
+  if (dtype == DType::kBFloat16) return bfloat16_to_float(float_to_bfloat16(value));
+  return value;
+}
+
+struct Shape {
+  int kv_heads = 2;
+  int group = 2;
+  int tokens = 64;
+  int k_dim = 64;
+  int v_dim = 64;
+  DType dtype = DType::kFloat32;
+  int64_t window = 0;
+  float softcap = 0.0f;
+  bool sinks = false;
+};
+
+// Keys and values of one sequence of `length` tokens, in ascending or reversed block addresses. Bytes of
+// tokens that were never written are NaN.
+class Sequence {
+ public:
+  Sequence(const Layout& layout, int64_t length, uint32_t seed, bool reversed = false)
+      : layout_(layout), length_(length) {
+    const int64_t chunks = (length + layout.chunk_tokens - 1) / layout.chunk_tokens;
+    memory_.assign(static_cast<size_t>((chunks + 1) * layout.chunk_bytes() + 64), std::byte{0xFF});
+    auto address = reinterpret_cast<uintptr_t>(memory_.data());
+    std::byte* base = memory_.data() + (64 - address % 64) % 64;
+    for (int64_t c = 0; c < chunks; ++c) {
+      slices_.push_back(base + (reversed ? chunks - c : c) * layout.chunk_bytes());
+    }
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    k_.resize(static_cast<size_t>(length * layout.kv_heads * layout.k_dim));
+    v_.resize(static_cast<size_t>(length * layout.kv_heads * layout.v_dim));
+    for (float& x : k_) x = round_to(layout.k_dtype, normal(random));
+    for (float& x : v_) x = round_to(layout.v_dtype, normal(random));
+    std::vector<WriteRow> rows;
+    for (int64_t t = 0; t < length; ++t) {
+      rows.push_back({const_cast<std::byte*>(slices_[static_cast<size_t>(t / layout.chunk_tokens)]),
+                      static_cast<int32_t>(t % layout.chunk_tokens)});
+    }
+    const auto view = [&](std::vector<float>& data, int dim) {
+      return TensorView{data.data(), DType::kFloat32, length, layout.kv_heads, dim,
+                        int64_t{layout.kv_heads} * dim, dim};
+    };
+    write_rows(layout, view(k_, layout.k_dim), view(v_, layout.v_dim), rows.data(), length);
+  }
+
+  ChunkTableView table() const { return {slices_.data(), static_cast<int64_t>(slices_.size())}; }
+  const float* k(int64_t t, int head) const {
+    return k_.data() + (t * layout_.kv_heads + head) * layout_.k_dim;
+  }
+  const float* v(int64_t t, int head) const {
+    return v_.data() + (t * layout_.kv_heads + head) * layout_.v_dim;
+  }
+  int64_t length() const { return length_; }
+
+ private:
+  Layout layout_;
+  int64_t length_;
+  std::vector<std::byte> memory_;
+  std::vector<const std::byte*> slices_;
+  std::vector<float> k_;
+  std::vector<float> v_;
+};
+
+struct Row {
+  int sequence = 0;  // -1: padding
+  int64_t position = 0;
+  uint32_t query_seed = 0;
+  std::vector<std::vector<int32_t>> selected;  // per kv head; empty: every chunk
+};
+
+inline Layout layout_of(const Shape& shape) {
+  Layout layout;
+  layout.layers = 1;
+  layout.kv_heads = shape.kv_heads;
+  layout.chunk_tokens = shape.tokens;
+  layout.k_dim = shape.k_dim;
+  layout.v_dim = shape.v_dim;
+  layout.k_dtype = layout.v_dtype = shape.dtype;
+  return layout;
+}
+
+inline std::vector<float> query_of(const Shape& shape, const Row& row) {
+  std::mt19937 random(row.query_seed * 7919 + 17);
+  std::normal_distribution<float> normal;
+  std::vector<float> q(static_cast<size_t>(shape.kv_heads * shape.group * shape.k_dim));
+  for (float& x : q) x = round_to(shape.dtype, normal(random));
+  return q;
+}
+
+inline float sink_of(int q_head) { return 0.25f * static_cast<float>(q_head) - 0.5f; }
+inline float scaling_of(const Shape& shape) { return 1.0f / std::sqrt(static_cast<float>(shape.k_dim)); }
+
+struct RunOptions {
+  int threads = 1;
+  std::vector<int64_t> cuts;  // wave boundaries in splits
+};
+
+// The rows' outputs as float32, [rows][q_heads * v_dim], each as attend wrote it (rounded to the shape's dtype).
+inline std::vector<std::vector<float>> attend(const Shape& shape, const std::vector<Sequence*>& sequences,
+                                              const std::vector<Row>& rows,
+                                              const RunOptions& options = {}) {
+  const Layout layout = layout_of(shape);
+  const int q_heads = shape.kv_heads * shape.group;
+  const int64_t count = static_cast<int64_t>(rows.size());
+  const int64_t element = dtype_bytes(shape.dtype);
+  std::vector<std::byte> q(static_cast<size_t>(count * q_heads * shape.k_dim * element));
+  std::vector<std::byte> out(static_cast<size_t>(count * q_heads * shape.v_dim * element), std::byte{0xA5});
+  const auto put = [&](std::byte* to, float value) {
+    const uint16_t half =
+        shape.dtype == DType::kFloat16 ? float_to_float16(value) : float_to_bfloat16(value);
+    if (element == 4) {
+      std::memcpy(to, &value, 4);
+    } else {
+      std::memcpy(to, &half, 2);
+    }
+  };
+  const auto get = [&](const std::byte* from) {
+    float value;
+    uint16_t half;
+    if (element == 4) {
+      std::memcpy(&value, from, 4);
+      return value;
+    }
+    std::memcpy(&half, from, 2);
+    return shape.dtype == DType::kFloat16 ? float16_to_float(half) : bfloat16_to_float(half);
+  };
+
+  std::vector<AttendRow> attend_rows;
+  std::vector<ChunkTableView> tables;
+  for (const Sequence* sequence : sequences) tables.push_back(sequence->table());
+  std::vector<int32_t> selected;
+  std::vector<int64_t> offsets = {0};
+  bool selecting = false;
+  for (const Row& row : rows) selecting = selecting || !row.selected.empty();
+  for (int64_t i = 0; i < count; ++i) {
+    const Row& row = rows[static_cast<size_t>(i)];
+    attend_rows.push_back({row.position, row.sequence});
+    const std::vector<float> values = query_of(shape, row);
+    for (size_t j = 0; j < values.size(); ++j) {
+      put(q.data() + (static_cast<size_t>(i) * values.size() + j) * static_cast<size_t>(element), values[j]);
+    }
+    for (int head = 0; selecting && head < shape.kv_heads; ++head) {
+      if (row.sequence >= 0) {
+        const auto& list = row.selected[static_cast<size_t>(head)];
+        selected.insert(selected.end(), list.begin(), list.end());
+      }
+      offsets.push_back(static_cast<int64_t>(selected.size()));
+    }
+  }
+  std::vector<float> sinks;
+  for (int h = 0; h < q_heads; ++h) sinks.push_back(sink_of(h));
+
+  AttendParams params;
+  params.layout = &layout;
+  params.q_heads = q_heads;
+  params.rows = count;
+  params.row = attend_rows.data();
+  params.tables = tables.data();
+  params.q = {q.data(), shape.dtype, count, q_heads, shape.k_dim, int64_t{q_heads} * shape.k_dim, shape.k_dim};
+  params.out = {out.data(), shape.dtype, count, q_heads, shape.v_dim, int64_t{q_heads} * shape.v_dim, shape.v_dim};
+  params.scaling = scaling_of(shape);
+  params.softcap = shape.softcap;
+  params.window = shape.window;
+  params.sinks = shape.sinks ? sinks.data() : nullptr;
+  if (selecting) {
+    params.selected = selected.data();
+    params.selected_offsets = offsets.data();
+  }
+  ThreadPool pool(options.threads);
+  AttendWorkspace workspace;
+  attend_begin(params, workspace, pool);
+  int64_t begin = 0;
+  for (const int64_t cut : options.cuts) {
+    attend_wave(params, begin, cut, workspace, pool);
+    begin = cut;
+  }
+  attend_wave(params, begin, int64_t{1} << 40, workspace, pool);
+  attend_finish(params, workspace, pool);
+
+  std::vector<std::vector<float>> result(rows.size());
+  const size_t width = static_cast<size_t>(q_heads * shape.v_dim);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    for (size_t j = 0; j < width; ++j) {
+      result[i].push_back(get(out.data() + (i * width + j) * static_cast<size_t>(element)));
+    }
+  }
+  return result;
+}
+
+inline bool sees(const Shape& shape, const Row& row, int head, int64_t t) {
+  if (t > row.position) return false;
+  if (shape.window > 0 && t <= row.position - shape.window) return false;
+  if (row.selected.empty()) return true;
+  const auto& list = row.selected[static_cast<size_t>(head)];
+  for (const int32_t c : list) {
+    if (c == t / shape.tokens) return true;
+  }
+  return false;
+}
+
+// Softmax attention in binary64, unrounded.
+inline std::vector<double> reference64(const Shape& shape, const Sequence& sequence, const Row& row) {
+  const std::vector<float> q = query_of(shape, row);
+  std::vector<double> out;
+  for (int h = 0; h < shape.kv_heads * shape.group; ++h) {
+    const int head = h / shape.group;
+    std::vector<double> s;
+    std::vector<int64_t> at;
+    double m = shape.sinks ? static_cast<double>(sink_of(h)) : -std::numeric_limits<double>::infinity();
+    for (int64_t t = 0; t <= row.position; ++t) {
+      if (!sees(shape, row, head, t)) continue;
+      double dot = 0;
+      for (int d = 0; d < shape.k_dim; ++d) {
+        dot += double{q[static_cast<size_t>(h * shape.k_dim + d)]} * double{sequence.k(t, head)[d]};
+      }
+      dot *= double{scaling_of(shape)};
+      if (shape.softcap != 0) dot = double{shape.softcap} * std::tanh(dot / double{shape.softcap});
+      s.push_back(dot);
+      at.push_back(t);
+      m = std::max(m, dot);
+    }
+    double l = shape.sinks ? std::exp(static_cast<double>(sink_of(h)) - m) : 0.0;
+    std::vector<double> acc(static_cast<size_t>(shape.v_dim));
+    for (size_t i = 0; i < s.size(); ++i) {
+      const double p = std::exp(s[i] - m);
+      l += p;
+      for (int j = 0; j < shape.v_dim; ++j) acc[static_cast<size_t>(j)] += p * double{sequence.v(at[i], head)[j]};
+    }
+    for (const double x : acc) out.push_back(x / l);
+  }
+  return out;
+}
+
+// ---- the documented order, one number at a time
+
+inline float scalar_exp(float x) {
+  const float t = std::fmaf(x, 1.44269504f, 12582912.0f);
+  const float n = t - 12582912.0f;
+  float r = std::fmaf(n, -0.693359375f, x);
+  r = std::fmaf(n, 2.12194440e-4f, r);
+  float p = 1.9875691500e-4f;
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    p = std::fmaf(p, r, c);
+  }
+  const float squared = r * r;
+  p = std::fmaf(p, squared, r) + 1.0f;
+  return x < -87.0f ? 0.0f : p * std::ldexp(1.0f, static_cast<int>(n));
+}
+
+inline float scalar_tanh(float x) {
+  const float e = scalar_exp(std::fabs(x) * -2.0f);
+  return std::copysign((1.0f - e) / (1.0f + e), x);
+}
+
+struct ScalarState {
+  float m = -std::numeric_limits<float>::infinity();
+  float l = 0.0f;
+  std::vector<float> acc;
+};
+
+inline std::vector<float> reference_in_order(const Shape& shape, const Sequence& sequence, const Row& row) {
+  const std::vector<float> q = query_of(shape, row);
+  std::vector<float> out;
+  const int64_t last = row.position / shape.tokens;
+  for (int h = 0; h < shape.kv_heads * shape.group; ++h) {
+    const int head = h / shape.group;
+    ScalarState total;
+    total.acc.assign(static_cast<size_t>(shape.v_dim), 0.0f);
+    if (shape.sinks) {
+      total.m = sink_of(h);
+      total.l = 1.0f;
+    }
+    for (int64_t split = 0; split * kChunksPerSplit <= last; ++split) {
+      ScalarState part;
+      part.acc.assign(static_cast<size_t>(shape.v_dim), 0.0f);
+      bool any = false;
+      for (int64_t c = split * kChunksPerSplit; c < (split + 1) * kChunksPerSplit && c <= last; ++c) {
+        std::vector<int> visible;
+        std::vector<float> s(static_cast<size_t>(shape.tokens));
+        float m = part.m;
+        for (int t = 0; t < shape.tokens; ++t) {
+          const int64_t at = c * shape.tokens + t;
+          if (!sees(shape, row, head, at)) continue;
+          float dot = 0.0f;
+          for (int d = 0; d < shape.k_dim; ++d) {
+            dot = std::fmaf(q[static_cast<size_t>(h * shape.k_dim + d)], sequence.k(at, head)[d], dot);
+          }
+          dot = dot * scaling_of(shape);
+          if (shape.softcap != 0) dot = scalar_tanh(dot / shape.softcap) * shape.softcap;
+          s[static_cast<size_t>(t)] = dot;
+          visible.push_back(t);
+          m = dot > m ? dot : m;
+        }
+        if (visible.empty()) continue;
+        any = true;
+        const float r = scalar_exp(part.m - m);
+        float lanes[16] = {};
+        for (float& x : part.acc) x = x * r;
+        for (const int t : visible) {
+          const float p = scalar_exp(s[static_cast<size_t>(t)] - m);
+          lanes[t % 16] = lanes[t % 16] + p;
+          const float* v = sequence.v(c * shape.tokens + t, head);
+          for (int j = 0; j < shape.v_dim; ++j) {
+            part.acc[static_cast<size_t>(j)] = std::fmaf(p, v[j], part.acc[static_cast<size_t>(j)]);
+          }
+        }
+        for (int width = 8; width >= 1; width /= 2) {
+          for (int i = 0; i < width; ++i) lanes[i] = lanes[i] + lanes[i + width];
+        }
+        part.l = std::fmaf(part.l, r, lanes[0]);
+        part.m = m;
+      }
+      if (!any) continue;
+      const float m = total.m > part.m ? total.m : part.m;
+      const float old_weight = scalar_exp(total.m - m);
+      const float new_weight = scalar_exp(part.m - m);
+      for (size_t j = 0; j < total.acc.size(); ++j) {
+        const float scaled = part.acc[j] * new_weight;
+        total.acc[j] = std::fmaf(total.acc[j], old_weight, scaled);
+      }
+      const float scaled = part.l * new_weight;
+      total.l = std::fmaf(total.l, old_weight, scaled);
+      total.m = m;
+    }
+    for (const float x : total.acc) out.push_back(round_to(shape.dtype, x / total.l));
+  }
+  return out;
+}
+
+inline int64_t differing_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  if (a.size() != b.size()) return -1;
+  int64_t count = 0;
+  for (size_t i = 0; i < a.size(); ++i) count += float_bits(a[i]) != float_bits(b[i]);
+  return count;
+}
+
+}  // namespace kvpager::testing

@@ -1,0 +1,112 @@
+#include <atomic>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "doctest.h"
+#include "kernels/kernel_table.h"
+#include "kvpager/attention.h"
+#include "kvpager/error.h"
+#include "kvpager/layout.h"
+#include "kvpager/thread_pool.h"
+
+namespace kvpager {
+namespace {
+
+Layout good_layout() {
+  Layout layout;
+  layout.layers = 2;
+  layout.kv_heads = 2;
+  layout.k_dim = 64;
+  layout.v_dim = 128;
+  return layout;
+}
+
+TEST_CASE("a layout out of range is refused by the name of its first bad field") {
+  good_layout().validate();
+  const auto refused = [](auto change, const char* words) {
+    Layout layout = good_layout();
+    change(layout);
+    CHECK_THROWS_WITH_AS(layout.validate(), doctest::Contains(words), InvalidArgumentError);
+  };
+  refused([](Layout& l) { l.layers = 0; }, "layout.layers is 0");
+  refused([](Layout& l) { l.layers = 1025; }, "layout.layers is 1025");
+  refused([](Layout& l) { l.kv_heads = -1; }, "layout.kv_heads is -1");
+  refused([](Layout& l) { l.chunk_tokens = 48; }, "layout.chunk_tokens is 48");
+  refused([](Layout& l) { l.k_dim = 72; }, "layout.k_dim is 72; expected a multiple of 16");
+  refused([](Layout& l) { l.v_dim = 528; }, "layout.v_dim is 528");
+  refused([](Layout& l) { l.k_dtype = DType::kQ8_0; }, "layout.k_dtype is q8_0");
+  refused([](Layout& l) { l.v_dtype = DType::kFloat8E4M3; }, "layout.v_dtype is float8_e4m3");
+}
+
+TEST_CASE("dtypes and provenances have the names users see") {
+  CHECK(std::string(dtype_name(DType::kFloat32)) == "float32");
+  CHECK(std::string(dtype_name(DType::kFloat16)) == "float16");
+  CHECK(std::string(dtype_name(DType::kBFloat16)) == "bfloat16");
+  CHECK(std::string(provenance_name(Provenance::kExact)) == "exact");
+  CHECK(std::string(provenance_name(Provenance::kDecode)) == "decode");
+  CHECK(std::string(provenance_name(Provenance::kApproximate)) == "approximate");
+}
+
+TEST_CASE("every item runs exactly once, on a thread of the pool") {
+  for (const int threads : {1, 2, 5}) {
+    ThreadPool pool(threads);
+    CHECK(pool.threads() == threads);
+    for (const int64_t items : {0, 1, 2, 7, 1000}) {
+      for (int round = 0; round < 20; ++round) {
+        std::vector<std::atomic<int>> runs(static_cast<size_t>(items));
+        std::atomic<int> strangers{0};
+        pool.run(items, [&](int64_t item, int thread) {
+          ++runs[static_cast<size_t>(item)];
+          strangers += thread < 0 || thread >= threads;
+        });
+        for (const auto& count : runs) CHECK(count == 1);
+        CHECK(strangers == 0);
+      }
+    }
+  }
+}
+
+TEST_CASE("two items of a pool of two run at the same time") {
+  ThreadPool pool(2);
+  std::atomic<int> arrived{0};
+  pool.run(2, [&](int64_t, int) {
+    ++arrived;
+    while (arrived < 2) std::this_thread::yield();
+  });
+  CHECK(arrived == 2);
+}
+
+TEST_CASE("an exception is rethrown once, and the pool works on") {
+  ThreadPool pool(3);
+  for (int round = 0; round < 50; ++round) {
+    std::atomic<int> after{0};
+    CHECK_THROWS_AS(pool.run(100,
+                             [&](int64_t item, int) {
+                               if (item == 5) throw std::out_of_range("item 5");
+                               ++after;
+                             }),
+                    std::out_of_range);
+    CHECK(after < 100);
+    std::atomic<int> ran{0};
+    pool.run(10, [&](int64_t, int) { ++ran; });
+    CHECK(ran == 10);
+  }
+  CHECK_THROWS_AS(ThreadPool(0), InvalidArgumentError);
+}
+
+TEST_CASE("KVPAGER_ISA chooses a tier, downwards only, and refuses words it does not know") {
+  CHECK(choose_level(nullptr, 4) == 4);
+  CHECK(choose_level("", 3) == 3);
+  CHECK(choose_level("base", 4) == 1);
+  CHECK(choose_level("v3", 4) == 3);
+  CHECK(choose_level("v4", 4) == 4);
+  CHECK_THROWS_WITH_AS(choose_level("avx2", 4), doctest::Contains("avx2"), InvalidArgumentError);
+  CHECK_THROWS_WITH_AS(choose_level("v4", 3), doctest::Contains("cannot run"), InvalidArgumentError);
+  CHECK(std::string(isa_name()) == kernels().name);
+}
+
+}  // namespace
+}  // namespace kvpager

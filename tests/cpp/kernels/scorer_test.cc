@@ -1,0 +1,374 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+
+#include "doctest.h"
+#include "kernels/half.h"
+#include "kernels/kernel_table.h"
+#include "kvpager/error.h"
+#include "kvpager/selection.h"
+
+namespace kvpager {
+namespace {
+
+Layout layout_of(int tokens, int k_dim, DType dtype = DType::kFloat32) {
+  Layout layout;
+  layout.layers = layout.kv_heads = 1;
+  layout.chunk_tokens = tokens;
+  layout.k_dim = layout.v_dim = k_dim;
+  layout.k_dtype = layout.v_dtype = dtype;
+  return layout;
+}
+
+std::vector<std::byte> summary_of(const Scorer& scorer, const Layout& layout, const std::vector<float>& tile,
+                                  std::byte fill = std::byte{0}) {
+  std::vector<std::byte> bytes(tile.size() * static_cast<size_t>(dtype_bytes(layout.k_dtype)));
+  for (size_t i = 0; i < tile.size(); ++i) {
+    const uint16_t half = layout.k_dtype == DType::kFloat16 ? float_to_float16(tile[i]) : float_to_bfloat16(tile[i]);
+    if (layout.k_dtype == DType::kFloat32) {
+      std::memcpy(bytes.data() + 4 * i, &tile[i], 4);
+    } else {
+      std::memcpy(bytes.data() + 2 * i, &half, 2);
+    }
+  }
+  std::vector<std::byte> out(static_cast<size_t>(scorer.summary_bytes(layout)), fill);
+  scorer.summarize(layout, bytes.data(), out.data());
+  return out;
+}
+
+std::vector<double> scores_of(const Scorer& scorer, const Layout& layout, int group, const std::vector<float>& q,
+                              const std::vector<std::vector<std::byte>>& summaries) {
+  std::vector<std::byte> query(static_cast<size_t>(scorer.query_bytes(layout, group)));
+  scorer.prepare(layout, group, q.data(), query.data());
+  std::vector<const std::byte*> pointers;
+  for (const auto& summary : summaries) pointers.push_back(summary.data());
+  std::vector<double> scores(summaries.size());
+  scorer.score(layout, group, query.data(), pointers.data(), static_cast<int64_t>(pointers.size()), scores.data());
+  return scores;
+}
+
+std::vector<float> normal_floats(size_t count, uint32_t seed, float scale = 1.0f) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.0f, scale);
+  std::vector<float> out(count);
+  for (float& x : out) x = normal(random);
+  return out;
+}
+
+// Chunks whose dimensions differ in mean and width, as trained keys' do.
+std::vector<std::vector<float>> chunks_of(const Layout& layout, int count, uint32_t seed) {
+  const size_t dims = static_cast<size_t>(layout.k_dim);
+  const std::vector<float> mean = normal_floats(dims, seed);
+  std::vector<std::vector<float>> chunks;
+  for (int c = 0; c < count; ++c) {
+    const std::vector<float> shift = normal_floats(dims, seed + 1 + static_cast<uint32_t>(c), 0.5f);
+    std::vector<float> tile =
+        normal_floats(dims * static_cast<size_t>(layout.chunk_tokens), seed + 1000 + static_cast<uint32_t>(c));
+    for (size_t i = 0; i < tile.size(); ++i) {
+      const size_t d = i / static_cast<size_t>(layout.chunk_tokens);
+      tile[i] = tile[i] * (0.3f + static_cast<float>(d % 5) * 0.3f) + mean[d] + shift[d];
+    }
+    chunks.push_back(tile);
+  }
+  return chunks;
+}
+
+double spearman(const std::vector<double>& a, const std::vector<double>& b) {
+  const auto ranks = [](const std::vector<double>& x) {
+    std::vector<size_t> order(x.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::sort(order.begin(), order.end(), [&](size_t i, size_t j) { return x[i] < x[j]; });
+    std::vector<double> rank(x.size());
+    for (size_t i = 0; i < order.size(); ++i) rank[order[i]] = static_cast<double>(i);
+    return rank;
+  };
+  const auto ra = ranks(a);
+  const auto rb = ranks(b);
+  const double n = static_cast<double>(a.size());
+  double squares = 0;
+  for (size_t i = 0; i < ra.size(); ++i) squares += (ra[i] - rb[i]) * (ra[i] - rb[i]);
+  return 1 - 6 * squares / (n * (n * n - 1));
+}
+
+int16_t read16(const std::byte* p) {
+  int16_t x;
+  std::memcpy(&x, p, 2);
+  return x;
+}
+float read_float(const std::byte* p) {
+  float x;
+  std::memcpy(&x, p, 4);
+  return x;
+}
+
+// The int8 codes of a group's queries, as documented: round(q * (127 / largest)), ties to even.
+std::vector<int> query_codes(const std::vector<float>& q) {
+  float largest = 0;
+  for (const float x : q) largest = std::max(largest, std::fabs(x));
+  std::vector<int> codes;
+  const float inverse = 127.0f / largest;
+  for (const float x : q) codes.push_back(static_cast<int>(std::nearbyint(x * inverse)));
+  return codes;
+}
+
+double plain_sketch_score(const Layout& layout, int bits, int group, const std::vector<int>& q,
+                          const std::byte* summary) {
+  const int padded = (layout.k_dim + 31) / 32 * 32;
+  const int per_byte = 8 / bits;
+  const std::byte* low = summary + padded * layout.chunk_tokens * bits / 8;
+  const std::byte* step = low + 2 * padded;
+  const double low_scale = double{read_float(step + padded)};
+  const double step_scale = double{read_float(step + padded + 4)};
+  double best = -std::numeric_limits<double>::infinity();
+  for (int h = 0; h < group; ++h) {
+    for (int t = 0; t < layout.chunk_tokens; ++t) {
+      int64_t base = 0;
+      int64_t sum = 0;
+      for (int d = 0; d < layout.k_dim; ++d) {
+        const int dims = 4 * per_byte;
+        const int byte = static_cast<int>(summary[(d / dims * layout.chunk_tokens + t) * 4 + d % 4]);
+        const int code = byte >> (d % dims / 4 * bits) & ((1 << bits) - 1);
+        const int x = q[static_cast<size_t>(h * layout.k_dim + d)];
+        base += int64_t{x} * read16(low + 2 * d);
+        const int product = x * static_cast<int>(step[d]) + 128;
+        sum += static_cast<int64_t>(std::floor(product / 256.0)) * code;
+      }
+      best = std::max(best, low_scale * static_cast<double>(base) + 256.0 * step_scale * static_cast<double>(sum));
+    }
+  }
+  return best;
+}
+
+double plain_box_score(const Layout& layout, int boxes, bool spread, int group, const std::vector<int>& q,
+                       const std::byte* summary) {
+  const int padded = (layout.k_dim + 63) / 64 * 64;
+  const int box_bytes = padded * (spread ? 2 : 1);
+  const std::byte* scales = summary + boxes * box_bytes;
+  double best = -std::numeric_limits<double>::infinity();
+  for (int h = 0; h < group; ++h) {
+    for (int b = 0; b < boxes; ++b) {
+      int64_t centre = 0;
+      int64_t width = 0;
+      for (int d = 0; d < layout.k_dim; ++d) {
+        const int x = q[static_cast<size_t>(h * layout.k_dim + d)];
+        centre += x * (static_cast<int>(summary[b * box_bytes + d]) - 128);
+        if (spread) width += std::abs(x) * static_cast<int>(summary[b * box_bytes + padded + d]);
+      }
+      best = std::max(best, double{read_float(scales)} * static_cast<double>(centre) +
+                                double{read_float(scales + 4)} * static_cast<double>(width));
+    }
+  }
+  return best;
+}
+
+const char* kNames[] = {"mean", "meanstd", "minmax", "sub16", "bits1", "bits2", "exact"};
+
+TEST_CASE("summaries are whole cache lines, every byte written, and equal for equal keys of any dtype") {
+  for (const char* name : kNames) {
+    CAPTURE(name);
+    const Scorer& scorer = find_scorer(name);
+    for (const int tokens : {16, 64, 256}) {
+      for (const int k_dim : {16, 48, 128, 512}) {
+        const Layout layout = layout_of(tokens, k_dim);
+        CHECK(scorer.summary_bytes(layout) % 64 == 0);
+        std::vector<float> tile = chunks_of(layout, 1, 3)[0];
+        for (float& x : tile) x = bfloat16_to_float(float_to_bfloat16(x));
+        const auto zeros = summary_of(scorer, layout, tile, std::byte{0});
+        CHECK(zeros == summary_of(scorer, layout, tile, std::byte{0xFF}));
+        CHECK(zeros == summary_of(scorer, layout_of(tokens, k_dim, DType::kBFloat16), tile));
+      }
+    }
+  }
+}
+
+TEST_CASE("integer scores equal plain integer arithmetic, in every tier, for every group") {
+  for (const char* name : kNames) {
+    CAPTURE(name);
+    const std::string scorer_name = name;
+    const Scorer& scorer = find_scorer(name);
+    for (const int tokens : {16, 32, 64, 128, 256}) {
+      for (const int k_dim : {16, 64, 80, 128, 512}) {
+        for (const int group : {1, 2, 3, 4, 5, 8}) {
+          CAPTURE(tokens);
+          CAPTURE(k_dim);
+          CAPTURE(group);
+          const Layout layout = layout_of(tokens, k_dim);
+          std::vector<std::vector<std::byte>> summaries;
+          for (const auto& tile : chunks_of(layout, 3, 5)) summaries.push_back(summary_of(scorer, layout, tile));
+          const std::vector<float> q = normal_floats(static_cast<size_t>(group * k_dim), 9);
+          const std::vector<int> codes = query_codes(q);
+          std::vector<double> expected;
+          for (const auto& summary : summaries) {
+            if (scorer_name == "bits1" || scorer_name == "bits2") {
+              expected.push_back(
+                  plain_sketch_score(layout, scorer_name == "bits1" ? 1 : 2, group, codes, summary.data()));
+            } else if (scorer_name != "exact") {
+              const int boxes = scorer_name == "sub16" ? tokens / 16 : 1;
+              expected.push_back(
+                  plain_box_score(layout, boxes, scorer_name != "mean", group, codes, summary.data()));
+            }
+          }
+          if (scorer_name == "exact") expected = scores_of(scorer, layout, group, q, summaries);
+          for (const KernelTable* table : runnable_kernels()) {
+            CAPTURE(table->name);
+            const KernelOverride tier(*table);
+            CHECK(scores_of(scorer, layout, group, q, summaries) == expected);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("exact scores are the largest dot product of any query head and token") {
+  const Layout layout = layout_of(32, 48);
+  const Scorer& scorer = find_scorer("exact");
+  const auto chunks = chunks_of(layout, 4, 21);
+  const std::vector<float> q = normal_floats(3 * 48, 22);
+  std::vector<std::vector<std::byte>> summaries;
+  for (const auto& tile : chunks) summaries.push_back(summary_of(scorer, layout, tile));
+  const auto scores = scores_of(scorer, layout, 3, q, summaries);
+  for (size_t c = 0; c < chunks.size(); ++c) {
+    double best = -1e300;
+    for (size_t h = 0; h < 3; ++h) {
+      for (size_t t = 0; t < 32; ++t) {
+        double dot = 0;
+        for (size_t d = 0; d < 48; ++d) dot += double{q[h * 48 + d]} * double{chunks[c][d * 32 + t]};
+        best = std::max(best, dot);
+      }
+    }
+    CHECK(scores[c] == best);
+  }
+}
+
+// A tile with every key replaced by its two- or four-valued sketch, in binary64 and without integer scales.
+std::vector<float> ideal_sketch(const Layout& layout, int bits, const std::vector<float>& tile) {
+  const size_t tokens = static_cast<size_t>(layout.chunk_tokens);
+  std::vector<float> out = tile;
+  for (size_t first = 0; first < tile.size(); first += tokens) {
+    const float* keys = tile.data() + first;
+    const auto range = std::minmax_element(keys, keys + tokens);
+    double low = double{*range.first};
+    double step = (double{*range.second} - low) / 3;
+    if (bits == 1) {
+      const double mean = std::accumulate(keys, keys + tokens, 0.0) / static_cast<double>(tokens);
+      double deviation = 0;
+      for (size_t t = 0; t < tokens; ++t) deviation += std::fabs(double{keys[t]} - mean);
+      low = mean - deviation / static_cast<double>(tokens);
+      step = 2 * deviation / static_cast<double>(tokens);
+    }
+    for (size_t t = 0; t < tokens; ++t) {
+      const double code = std::clamp(std::nearbyint((double{keys[t]} - low) / step), 0.0, double(bits * 2 - 1));
+      out[first + t] = static_cast<float>(low + step * code);
+    }
+  }
+  return out;
+}
+
+TEST_CASE("sketches rank chunks as their real-valued sketch does, follow all keys, and two bits find a needle") {
+  for (const int k_dim : {64, 128}) {
+    const Layout layout = layout_of(64, k_dim);
+    auto chunks = chunks_of(layout, 200, 31);
+    const Scorer& exact = find_scorer("exact");
+    for (const int bits : {1, 2}) {
+      const Scorer& scorer = find_scorer(bits == 1 ? "bits1" : "bits2");
+      double worst_ideal = 1;
+      double worst_exact = 1;
+      for (uint32_t seed = 0; seed < 8; ++seed) {
+        const std::vector<float> q = normal_floats(static_cast<size_t>(2 * k_dim), 100 + seed);
+        auto tiles = chunks;
+        for (size_t d = 0; d < static_cast<size_t>(k_dim); ++d) tiles[77][d * 64 + 5] = 1.5f * q[d];
+        std::vector<std::vector<std::byte>> keys;
+        std::vector<std::vector<std::byte>> ideals;
+        std::vector<std::vector<std::byte>> sketches;
+        for (const auto& tile : tiles) {
+          keys.push_back(summary_of(exact, layout, tile));
+          ideals.push_back(summary_of(exact, layout, ideal_sketch(layout, bits, tile)));
+          sketches.push_back(summary_of(scorer, layout, tile));
+        }
+        const auto truth = scores_of(exact, layout, 2, q, keys);
+        const auto ideal = scores_of(exact, layout, 2, q, ideals);
+        auto scores = scores_of(scorer, layout, 2, q, sketches);
+        worst_ideal = std::min(worst_ideal, spearman(scores, ideal));
+        worst_exact = std::min(worst_exact, spearman(scores, truth));
+        if (bits == 2) CHECK(std::max_element(scores.begin(), scores.end()) - scores.begin() == 77);
+
+        std::vector<std::byte> query(static_cast<size_t>(scorer.query_bytes(layout, 2)));
+        scorer.prepare(layout, 2, q.data(), query.data());
+        double error = 0;
+        double size = 0;
+        for (size_t c = 0; c < scores.size(); ++c) {
+          error += std::fabs(scores[c] * scorer.query_scale(query.data()) - ideal[c]);
+          size += std::fabs(ideal[c]);
+        }
+        CHECK(error / size < 0.04);
+      }
+      MESSAGE("worst Spearman, k_dim " << k_dim << ", bits " << bits << ": with the real-valued sketch "
+                                       << worst_ideal << ", with all keys " << worst_exact);
+      CHECK(worst_ideal > 0.97);
+      CHECK(worst_exact > (bits == 1 ? 0.6 : 0.7));
+    }
+  }
+}
+
+TEST_CASE("minmax bounds every dot product from above") {
+  const Layout layout = layout_of(64, 64);
+  const Scorer& box = find_scorer("minmax");
+  const Scorer& exact = find_scorer("exact");
+  const auto chunks = chunks_of(layout, 20, 41);
+  const std::vector<float> q = normal_floats(64, 42);
+  std::vector<std::vector<std::byte>> boxes;
+  std::vector<std::vector<std::byte>> keys;
+  for (const auto& tile : chunks) {
+    boxes.push_back(summary_of(box, layout, tile));
+    keys.push_back(summary_of(exact, layout, tile));
+  }
+  std::vector<std::byte> query(static_cast<size_t>(box.query_bytes(layout, 1)));
+  box.prepare(layout, 1, q.data(), query.data());
+  const double scale = box.query_scale(query.data());
+  const auto bounds = scores_of(box, layout, 1, q, boxes);
+  const auto dots = scores_of(exact, layout, 1, q, keys);
+  for (size_t c = 0; c < chunks.size(); ++c) CHECK(bounds[c] * scale > dots[c] * 0.95);
+}
+
+TEST_CASE("scores are finite for zero, equal, huge, denormal and non-finite keys and queries") {
+  const float inf = std::numeric_limits<float>::infinity();
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (const char* name : kNames) {
+    CAPTURE(name);
+    const Scorer& scorer = find_scorer(name);
+    const Layout layout = layout_of(64, 64);
+    for (const std::vector<float>& values :
+         {std::vector<float>{0.0f}, {2.5f}, {1e30f, -1e30f}, {3.4e38f, -3.4e38f}, {1e-40f, -3e-42f},
+          {1e-31f, 1e30f}, {nan, inf, -inf, 1.0f}}) {
+      std::vector<float> tile(64 * 64);
+      for (size_t i = 0; i < tile.size(); ++i) tile[i] = values[i * 7 / 3 % values.size()];
+      const std::vector<std::vector<std::byte>> summaries = {summary_of(scorer, layout, tile)};
+      for (const float size : {0.0f, 1e-42f, 1e-20f, 1.0f, 3.4e38f}) {
+        const std::vector<float> q = normal_floats(128, 51, std::min(size, 1e38f));
+        for (const double score : scores_of(scorer, layout, 2, q, summaries)) CHECK(std::isfinite(score));
+      }
+      if (std::string(name) != "exact") {
+        std::vector<float> q(128, nan);
+        q[3] = inf;
+        for (const double score : scores_of(scorer, layout, 2, q, summaries)) CHECK(std::isfinite(score));
+      }
+    }
+  }
+}
+
+TEST_CASE("scorers are found by name, and an unknown name lists the known ones") {
+  for (const char* name : kNames) {
+    CHECK(std::string(find_scorer(name).name()) == name);
+    CHECK(std::string(find_scorer(name).description()).size() > 10);
+  }
+  CHECK(scorer_names().size() >= 7);
+  CHECK_THROWS_WITH_AS(find_scorer("quest"), doctest::Contains("minmax"), InvalidArgumentError);
+}
+
+}  // namespace
+}  // namespace kvpager

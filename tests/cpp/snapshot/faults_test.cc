@@ -1,0 +1,168 @@
+// A save that fails, wherever it fails, leaves no file of its own and the snapshot before it as it
+// was.
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include "doctest.h"
+#include "kvpager/error.h"
+#include "kvpager/fault.h"
+#include "kvpager/snapshot.h"
+#include "sample.h"
+
+namespace kvpager::snapshot_test {
+namespace {
+
+struct Disarm {
+  ~Disarm() { fault::disarm_all(); }
+};
+
+// Saves over nothing, or over an old snapshot, failing at the n-th visit of `point`; returns how
+// many visits failed before a save went through.
+int fail_at_every_visit(const char* point, const Sample& sample, bool over_an_old_one) {
+  const Disarm disarm;
+  const TemporaryFolder folder;
+  const std::string path = folder.file("s");
+  std::string old;
+  if (over_an_old_one) {
+    write_sample(path, make_sample(small_layout(), 11));
+    old = read_bytes(path);
+  }
+  for (int n = 0;; ++n) {
+    fault::arm(point, n, EIO);
+    try {
+      write_sample(path, sample);
+    } catch (const StorageError& e) {
+      const std::string message = e.what();
+      CHECK(message.find(path) == 0);
+      CHECK(message.find(std::strerror(EIO)) != std::string::npos);
+      CHECK(folder.list().size() == (over_an_old_one ? 1 : 0));
+      if (over_an_old_one) CHECK(read_bytes(path) == old);
+      continue;
+    }
+    fault::disarm_all();
+    CHECK(folder.list() == std::vector<std::string>{"s"});
+    CHECK(read_all(*SnapshotReader::open(path)).payload == sample.payload);
+    return n;
+  }
+}
+
+TEST_CASE("AFailureAtAnyWriteSyncOrRenameLeavesNothingAndKeepsTheOldSnapshot") {
+  for (const bool over : {false, true}) {
+    const Sample small = small_sample();
+    const Sample large = make_sample(large_layout(), 64 * 3 + 1);
+    CHECK(fail_at_every_visit("snapshot.write", small, over) == 2);  // everything, header
+    CHECK(fail_at_every_visit("snapshot.write", large, over) == 6);  // 4 chunks, metadata, header
+    CHECK(fail_at_every_visit("snapshot.fsync", small, over) == 2);  // file, folder
+    CHECK(fail_at_every_visit("snapshot.rename", small, over) == 1);
+  }
+}
+
+TEST_CASE("AWriterThatFailedRefusesEveryFurtherCall") {
+  const Disarm disarm;
+  const TemporaryFolder folder;
+  const Sample sample = make_sample(large_layout(), 128);
+  SnapshotWriter writer(folder.file("s"), sample.meta.layout);
+  writer.add_chunk(sample.payload[0].data());
+  fault::arm("snapshot.write", 0, ENOSPC);
+  CHECK_THROWS_WITH_AS(writer.add_chunk(sample.payload[1].data()),
+                       doctest::Contains("No space left on device"), StorageError);
+  CHECK(folder.list().empty());
+  CHECK_THROWS_AS(writer.add_chunk(sample.payload[1].data()), InvalidArgumentError);
+  CHECK_THROWS_AS(writer.add_summary(sample.summaries[0].data(), 40), InvalidArgumentError);
+  CHECK_THROWS_AS(writer.finish(sample.meta), InvalidArgumentError);
+  CHECK(folder.list().empty());
+}
+
+TEST_CASE("AFailedReadIsAStorageErrorAndTheNextReadWorks") {
+  const Disarm disarm;
+  const TemporaryFolder folder;
+  const Sample sample = small_sample();
+  write_sample(folder.file("s"), sample);
+  for (const int n : {0, 1}) {
+    fault::arm("snapshot.read", n, EIO);
+    CHECK_THROWS_WITH_AS(SnapshotReader::open(folder.file("s")), doctest::Contains("error"),
+                         StorageError);
+  }
+  const auto reader = SnapshotReader::open(folder.file("s"));
+  std::vector<std::byte> out(1024);
+  fault::arm("snapshot.read", 0, EIO);
+  CHECK_THROWS_AS(reader->read_chunk(0, out.data()), StorageError);
+  reader->read_chunk(0, out.data());
+  CHECK(out == sample.payload[0]);
+}
+
+TEST_CASE("AnInterruptedReadOrWriteGoesOn") {
+  const Disarm disarm;
+  const TemporaryFolder folder;
+  const Sample sample = small_sample();
+  fault::arm("snapshot.write", 1, EINTR);
+  write_sample(folder.file("s"), sample);
+  fault::arm("snapshot.read", 0, EINTR);
+  const auto reader = SnapshotReader::open(folder.file("s"));
+  fault::arm("snapshot.read", 0, EINTR);
+  std::vector<std::byte> out(1024);
+  reader->read_chunk(3, out.data());
+  CHECK(out == sample.payload[3]);
+  CHECK_FALSE(fault::any_armed);
+}
+
+TEST_CASE("AFileSizeLimitIsAClearErrorThatLeavesNothing") {
+  const TemporaryFolder folder;
+  rlimit before;
+  REQUIRE(::getrlimit(RLIMIT_FSIZE, &before) == 0);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit low = before;
+  low.rlim_cur = (2 << 20) + 12345;  // within the second chunk: a short write, then the refusal
+  REQUIRE(::setrlimit(RLIMIT_FSIZE, &low) == 0);
+  CHECK_THROWS_WITH_AS(write_sample(folder.file("s"), make_sample(large_layout(), 256)),
+                       doctest::Contains("File too large"), StorageError);
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  CHECK(folder.list().empty());
+}
+
+TEST_CASE("AMissingOrUnusableTargetIsRefusedBeforeAnyByteIsWritten") {
+  const TemporaryFolder folder;
+  const auto refused = [&](const std::string& path, const char* words) {
+    CHECK_THROWS_WITH_AS(SnapshotWriter(path, small_layout()), doctest::Contains(words),
+                         StorageError);
+  };
+  refused(folder.file("missing/s"), "No such file or directory");
+  refused(folder.path(), "Is a directory");
+  refused(folder.path() + "/", "Is a directory");
+  refused("", "No such file or directory");
+  refused(folder.file(std::string(300, 'x')), "File name too long");
+  refused("/dev/null", "not a regular file");
+  CHECK(folder.list().empty());
+  write_bytes(folder.file("file"), "x");
+  refused(folder.file("file/s"), "Not a directory");
+  CHECK(read_bytes(folder.file("file")) == "x");
+}
+
+TEST_CASE("AFolderWithoutWritePermissionIsRefused") {
+  const TemporaryFolder folder;
+  REQUIRE(::chmod(folder.path().c_str(), 0555) == 0);
+  const uid_t user = ::geteuid();
+  constexpr uid_t kNobody = 65534;
+  if (user == 0) REQUIRE(::seteuid(kNobody) == 0);  // root may write anywhere
+  CHECK_THROWS_WITH_AS(SnapshotWriter(folder.file("s"), small_layout()),
+                       doctest::Contains("Permission denied"), StorageError);
+  if (user == 0) REQUIRE(::seteuid(user) == 0);
+  ::chmod(folder.path().c_str(), 0755);
+  CHECK(folder.list().empty());
+}
+
+TEST_CASE("TheLongestNameTheFileSystemTakesCanBeSaved") {
+  const TemporaryFolder folder;
+  const std::string name(255, 'n');
+  write_sample(folder.file(name), small_sample());
+  CHECK(folder.list() == std::vector<std::string>{name});
+}
+
+}  // namespace
+}  // namespace kvpager::snapshot_test

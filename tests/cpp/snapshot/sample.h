@@ -1,0 +1,180 @@
+// Small snapshots for the tests of this room, and the tools to damage them.
+#pragma once
+
+#include <dirent.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kvpager/snapshot.h"
+#include "snapshot/metadata.h"
+
+namespace kvpager::snapshot_test {
+
+// A folder of its own, removed with its files.
+class TemporaryFolder {
+ public:
+  TemporaryFolder() {
+    const char* base = std::getenv("TMPDIR");
+    path_ = std::string(base != nullptr ? base : "/tmp") + "/kvpager_snapshot_XXXXXX";
+    if (::mkdtemp(path_.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
+  }
+  ~TemporaryFolder() {
+    for (const std::string& name : list()) ::unlink((path_ + "/" + name).c_str());
+    ::rmdir(path_.c_str());
+  }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+
+  std::string path() const { return path_; }
+  std::string file(const std::string& name) const { return path_ + "/" + name; }
+  // Hidden names included.
+  std::vector<std::string> list() const {
+    std::vector<std::string> names;
+    DIR* dir = ::opendir(path_.c_str());
+    while (const dirent* entry = ::readdir(dir)) {
+      const std::string name = entry->d_name;
+      if (name != "." && name != "..") names.push_back(name);
+    }
+    ::closedir(dir);
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
+ private:
+  std::string path_;
+};
+
+inline std::string read_bytes(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  return std::string(std::istreambuf_iterator<char>(in), {});
+}
+
+inline void write_bytes(const std::string& path, const std::string& bytes) {
+  std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+}
+
+inline Layout small_layout() {
+  Layout layout;
+  layout.layers = 2;
+  layout.kv_heads = 2;
+  layout.chunk_tokens = 8;
+  layout.k_dim = 4;
+  layout.v_dim = 6;
+  layout.k_dtype = DType::kFloat32;
+  layout.v_dtype = DType::kBFloat16;
+  return layout;
+}
+
+// A chunk of 2 MiB: written without passing the writer's buffer.
+inline Layout large_layout() {
+  Layout layout;
+  layout.layers = 4;
+  layout.kv_heads = 4;
+  layout.chunk_tokens = 64;
+  layout.k_dim = 256;
+  layout.v_dim = 256;
+  return layout;
+}
+
+// What a snapshot is written from.
+struct Sample {
+  SnapshotMeta meta;
+  std::vector<std::vector<std::byte>> payload;
+  std::vector<std::vector<std::byte>> summaries;
+};
+
+inline std::vector<std::byte> noise(size_t bytes, uint64_t seed) {
+  std::vector<std::byte> out(bytes);
+  uint64_t state = seed * 0x9E3779B97F4A7C15ull + 1;
+  for (std::byte& b : out) {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    b = static_cast<std::byte>(state >> 56);
+  }
+  return out;
+}
+
+inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_page_bytes = 40) {
+  Sample out;
+  SnapshotMeta& meta = out.meta;
+  meta.layout = layout;
+  meta.scorer = "minmax";
+  meta.summary_page_bytes = summary_page_bytes;
+  meta.fingerprint = R"({"weights":"sha256:c0ffee","rope":{"theta":10000.0}})";
+  meta.session = R"({"pending":17})";
+  for (int64_t t = 0; t < tokens; ++t) {
+    meta.tokens.push_back(static_cast<TokenId>(t * 7919 % 32000));
+  }
+  const int64_t chunks = snapshot::chunk_count(layout, static_cast<uint64_t>(tokens));
+  for (int64_t c = 0; c < chunks; ++c) {
+    const auto seed = static_cast<uint64_t>(c);
+    SnapshotChunk chunk;
+    const int64_t left = tokens - c * layout.chunk_tokens;
+    chunk.valid = static_cast<int32_t>(std::min<int64_t>(left, layout.chunk_tokens));
+    chunk.provenance = static_cast<Provenance>(c % 3);
+    if (chunk.valid == layout.chunk_tokens) chunk.chain_hash = {seed + 1, ~seed};
+    out.payload.push_back(noise(static_cast<size_t>(layout.chunk_bytes()), seed));
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      chunk.slice_checksum.push_back(slice_checksum(
+          out.payload.back().data() + layout.slice_offset(layer), layout.slice_bytes()));
+    }
+    meta.chunks.push_back(chunk);
+    if (chunk.valid == layout.chunk_tokens) {
+      const uint64_t bytes = snapshot::summary_bytes_per_chunk(layout, summary_page_bytes);
+      out.summaries.push_back(noise(bytes, 1000 + seed));
+    }
+  }
+  return out;
+}
+
+// Three sealed chunks and a tail of five tokens, hints, two sections from the future.
+inline Sample small_sample() {
+  Sample sample = make_sample(small_layout(), 29);
+  sample.meta.hints.qk_score = {0.5, -0.0, 3.25, 1e300};
+  sample.meta.hints.last_use = {4, 3, 2, UINT64_MAX};
+  sample.meta.unknown = {{0x00030009u, ""}, {0x0001FFFFu, "a section from the future"}};
+  return sample;
+}
+
+inline void add_all(const Sample& sample, SnapshotWriter* writer) {
+  for (const auto& chunk : sample.payload) writer->add_chunk(chunk.data());
+  for (const auto& summary : sample.summaries) {
+    writer->add_summary(summary.data(), static_cast<int64_t>(summary.size()));
+  }
+}
+
+inline int64_t write_sample(const std::string& path, const Sample& sample) {
+  SnapshotWriter writer(path, sample.meta.layout);
+  add_all(sample, &writer);
+  return writer.finish(sample.meta);
+}
+
+// Everything a reader gives, to be written again or compared.
+inline Sample read_all(const SnapshotReader& reader) {
+  Sample out;
+  out.meta = reader.meta();
+  const Layout& layout = out.meta.layout;
+  for (size_t c = 0; c < out.meta.chunks.size(); ++c) {
+    out.payload.emplace_back(static_cast<size_t>(layout.chunk_bytes()));
+    reader.read_chunk(static_cast<int64_t>(c), out.payload.back().data());
+  }
+  const uint64_t each = snapshot::summary_bytes_per_chunk(layout, out.meta.summary_page_bytes);
+  const auto sealed = static_cast<size_t>(out.meta.sealed_chunks());
+  std::vector<std::byte> all(each * sealed);
+  reader.read_summaries(all.data());
+  for (size_t c = 0; c < sealed; ++c) {
+    const auto first = all.begin() + static_cast<std::ptrdiff_t>(c * each);
+    out.summaries.emplace_back(first, first + static_cast<std::ptrdiff_t>(each));
+  }
+  return out;
+}
+
+}  // namespace kvpager::snapshot_test

@@ -1,0 +1,90 @@
+// The worked example of docs/snapshot_format.md is the file the writer writes.
+#include <cstring>
+
+#include "doctest.h"
+#include "kvpager/snapshot.h"
+#include "sample.h"
+
+namespace kvpager::snapshot_test {
+namespace {
+
+Sample example() {
+  Sample out;
+  SnapshotMeta& meta = out.meta;
+  meta.layout.layers = 1;
+  meta.layout.kv_heads = 1;
+  meta.layout.chunk_tokens = 2;
+  meta.layout.k_dim = 1;
+  meta.layout.v_dim = 1;
+  meta.scorer = "mean";
+  meta.summary_page_bytes = 4;
+  meta.fingerprint = R"({"weights":"demo"})";
+  meta.session = "{}";
+  meta.tokens = {5, 6, 7};
+  meta.chunks.resize(2);
+  meta.chunks[0].valid = 2;
+  meta.chunks[0].chain_hash = {0x1111111111111111u, 0x2222222222222222u};
+  meta.chunks[1].valid = 1;
+  meta.hints.last_use = {9, 10};
+  const auto bytes_of = [](const std::vector<std::pair<size_t, float>>& values, size_t size) {
+    std::vector<std::byte> bytes(size);
+    for (const auto& [at, value] : values) std::memcpy(bytes.data() + at, &value, sizeof(value));
+    return bytes;
+  };
+  out.payload = {bytes_of({{0, 1.0f}, {4, 2.0f}, {64, 3.0f}, {68, 4.0f}}, 128),
+                 bytes_of({{0, 5.0f}, {64, 6.0f}}, 128)};
+  out.summaries = {bytes_of({{0, 1.5f}}, 4)};
+  return out;
+}
+
+// As `hexdump` prints it, without the text column.
+std::string hexdump(const std::string& bytes) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  static constexpr size_t kRow = 16;
+  const auto offset = [](size_t at) {
+    std::string text(8, '0');
+    for (size_t i = 8; i-- > 0; at /= 16) text[i] = kDigits[at % 16];
+    return text;
+  };
+  const std::string zeros(kRow, '\0');
+  std::string out;
+  bool after_zeros = false;
+  bool folded = false;
+  for (size_t at = 0; at < bytes.size(); at += kRow) {
+    const std::string row = bytes.substr(at, kRow);
+    if (row == zeros && after_zeros) {
+      if (!folded) out += "*\n";
+      folded = true;
+      continue;
+    }
+    after_zeros = row == zeros;
+    folded = false;
+    out += offset(at);
+    for (size_t i = 0; i < row.size(); ++i) {
+      const auto byte = static_cast<unsigned char>(row[i]);
+      out += i % 8 == 0 ? "  " : " ";
+      out += kDigits[byte / 16];
+      out += kDigits[byte % 16];
+    }
+    out += "\n";
+  }
+  return out + offset(bytes.size()) + "\n";
+}
+
+TEST_CASE("TheWorkedExampleOfTheSpecificationIsWhatTheWriterWrites") {
+  const std::string here = __FILE__;
+  const std::string root = here.substr(0, here.rfind("tests/cpp/snapshot/"));
+  const std::string document = read_bytes(root + "docs/snapshot_format.md");
+  const std::string fence = "```hexdump\n";
+  const size_t begin = document.find(fence);
+  REQUIRE(begin != std::string::npos);
+  const size_t from = begin + fence.size();
+  const std::string documented = document.substr(from, document.find("```", from) - from);
+
+  const TemporaryFolder folder;
+  write_sample(folder.file("example"), example());
+  CHECK(hexdump(read_bytes(folder.file("example"))) == documented);
+}
+
+}  // namespace
+}  // namespace kvpager::snapshot_test
