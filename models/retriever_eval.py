@@ -40,7 +40,7 @@ def measure(
     for _ in range(documents):
         document = task.document(tokens, needle_count)
         cache = prefill(model, document.ids)
-        keys = cache.layers[-1].keys[0]
+        keys = cache.layers[-1].keys[0]  # type: ignore[union-attr, index]
         for needle in range(needle_count):
             query = task.query(document.keys[needle])
             answer = task.answer(document.values[needle])

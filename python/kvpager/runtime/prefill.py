@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpager.errors import InvalidArgumentError, PrefixMismatchError, RestoreNotConsumedError
+from kvpager.errors import (
+    CapacityError,
+    InvalidArgumentError,
+    PrefixMismatchError,
+    RestoreNotConsumedError,
+)
 from kvpager.runtime.batch import Batch
 from kvpager.runtime.progress import Progress, reporting
 from kvpager.runtime.tokens import TokenIds
@@ -62,7 +67,12 @@ def prefill_all(
             feed.admit()
         report(sum(feed.done for feed in feeds))
         while pending := [feed for feed in feeds if feed.done < len(feed.ids)]:
-            _run_one(engine, pending)
+            try:
+                _run_one(engine, pending)
+            except CapacityError:  # the pool may still hold the unsealed chunks of one
+                if len(pending) == 1:
+                    raise
+                _run_one(engine, pending[:1])
             report(sum(feed.done for feed in feeds))
     for feed in feeds:
         feed.session.note_used()  # also where the prompt was held already and nothing ran
@@ -97,8 +107,9 @@ def check_extends(session: Session, ids: TokenIds) -> None:
     so that a restore that cannot be used is never taken for a cold start.
     """
     held = session.tokens
-    refusal, whose = PrefixMismatchError, "held"
-    if session.restored_tokens:
+    refusal: type[PrefixMismatchError] = PrefixMismatchError
+    whose = "held"
+    if session.restored_tokens and not session.restored_tokens_consumed:
         refusal, whose = RestoreNotConsumedError, "restored"
     common = min(len(held), len(ids))
     different = np.flatnonzero(held[:common] != ids[:common])

@@ -47,7 +47,8 @@ class Session:
         self.sequence = sequence
         self.sampling = sampling or Sampling()  # of the last generate(), or the restored one
         self.restored_tokens = restored_tokens
-        self.restored_tokens_consumed = 0
+        self.restored_tokens_consumed = 0  # of those, how many have served in place of a prefill
+        self._restored_left = restored_tokens
         # Both hold for one committed length only, so that a commit makes them void by itself.
         self._pending = None if pending is None else (sequence.length, pending)
         self._logits = None if logits is None else (sequence.length, logits)
@@ -176,6 +177,7 @@ class Session:
         if position < self.committed:
             self.sequence.trim(position)
             self._logits = None
+            self._restored_left = min(self._restored_left, position)
         self._pending = None
 
     def fork(self) -> Session:
@@ -275,7 +277,7 @@ class Session:
 
     def note_used(self) -> None:
         """The K/V held so far have served in place of a prefill."""
-        self.restored_tokens_consumed = min(self.restored_tokens, self.committed)
+        self.restored_tokens_consumed = self._restored_left
 
     def _check_not_empty(self, what: str) -> None:
         if not self.committed:

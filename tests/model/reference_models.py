@@ -1,0 +1,86 @@
+"""Small models with random weights, and what transformers computes with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import transformers
+
+from kvpager import Engine
+
+VOCAB = 300
+ROWS = 32
+CHUNK = 16
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+ARCHITECTURES = {
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen3": (transformers.Qwen3Config, {}),  # normalises queries and keys
+    "mistral": (transformers.MistralConfig, {"sliding_window": 40}),
+    "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),  # a layer without RoPE
+    # Beyond the promise, for the head and the attention options they bring.
+    "gemma2": (transformers.Gemma2Config, {"sliding_window": 40}),  # soft caps, windows
+    "granite": (transformers.GraniteConfig, {"logits_scaling": 8.0}),
+    "cohere": (transformers.CohereConfig, {"logit_scale": 0.25}),
+    "gpt_oss": (
+        transformers.GptOssConfig,  # attention sinks, experts, windows
+        {
+            "sliding_window": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}
+PROMISED = ["llama", "qwen3", "mistral", "smollm3"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build(architecture, dtype="float32", **changes):
+    """A model with random weights, the same in every process; `changes` go into its configuration."""
+    kind, options = ARCHITECTURES[architecture]
+    config = kind(**{**COMMON, **options, **changes})
+    torch.manual_seed(sum(map(ord, architecture)))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(DTYPES[dtype])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(2)  # timid weights attend to everything alike
+    if architecture == "gpt_oss":
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+def make_engine(model, *, pool_tokens=96, **options):
+    """An engine with a small pool and few rows; every option can be overridden."""
+    settings = {"rows": ROWS, "chunk_tokens": CHUNK, "host_bytes": "256MiB"}
+    return Engine(model, pool_tokens=pool_tokens, **{**settings, **options})
+
+
+def prompt(length, seed=0):
+    """Token ids [length] int64, never a special token."""
+    return np.random.default_rng(seed).integers(3, VOCAB, length)
+
+
+def stock_logits(model, ids):
+    """Logits [n, vocab] of one ordinary forward with transformers' own attention."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            return model(torch.as_tensor(np.asarray(ids))[None], use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,400 @@
+"""A session's life: prompts, the pending token, trim, fork, save, restore, interruptions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from bits import assert_same_bits, assert_same_session
+from reference_models import VOCAB, build, make_engine, prompt
+
+import kvpager
+from kvpager import Engine, InvalidArgumentError, PagerConfig, PrefixMismatchError
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture
+def engine(model, closing):
+    return closing(make_engine(model))
+
+
+@pytest.fixture
+def session(engine):
+    session = engine.session()
+    session.prefill(prompt(50))
+    return session
+
+
+def test_prefill_of_the_tokens_held_computes_nothing(engine, session):
+    forwards = engine.runner.forwards
+    session.prefill(prompt(50))
+    assert engine.runner.forwards == forwards
+    assert session.length == len(session) == 50
+
+
+def test_prefill_computes_only_what_follows(engine, session):
+    forwards = engine.runner.forwards
+    session.prefill(np.concatenate([prompt(50), prompt(engine.rows, seed=1)]))
+    assert engine.runner.forwards == forwards + 1
+
+
+def test_a_prompt_that_diverges_is_refused_at_the_token_where_it_does(session):
+    ids = prompt(60)
+    ids[17] = (ids[17] + 1) % VOCAB
+    with pytest.raises(PrefixMismatchError, match=r"ids\[17\].*trim\(17\)") as refused:
+        session.prefill(ids)
+    assert refused.value.position == 17
+    assert session.length == 50
+
+
+def test_a_prompt_shorter_than_what_is_held_is_refused(session):
+    with pytest.raises(PrefixMismatchError, match=r"20 tokens.*trim\(20\)") as refused:
+        session.prefill(prompt(50)[:20])
+    assert refused.value.position == 20
+
+
+def test_the_last_sampled_token_is_pending_until_the_next_forward(session):
+    produced = list(session.generate(3, eos=None))
+    assert session.pending == produced[-1]
+    assert session.tokens.tolist() == [*prompt(50), *produced]
+    assert (session.length, session.committed) == (53, 52)
+    session.prefill(session.tokens)
+    assert session.pending is None
+    assert (session.length, session.committed) == (53, 53)
+
+
+def test_a_prompt_without_the_pending_token_is_refused(session):
+    list(session.generate(3, eos=None))
+    with pytest.raises(PrefixMismatchError, match="trim"):
+        session.prefill(session.tokens[:-1])
+
+
+def test_append_puts_new_tokens_after_the_pending_one(engine, session):
+    produced = list(session.generate(2, eos=None))
+    session.append([5, 6])
+    whole = engine.session()
+    whole.prefill([*prompt(50), *produced, 5, 6])
+    assert_same_session(session, whole, "append")
+
+
+def test_generation_goes_on_where_it_stopped(engine, session):
+    first = [*session.generate(4, eos=None), *session.generate(4, eos=None)]
+    whole = engine.session()
+    whole.prefill(prompt(50))
+    assert first == list(whole.generate(8, eos=None))
+
+
+def test_an_abandoned_iterator_leaves_the_tokens_it_yielded(engine, session):
+    stream = session.generate(20, eos=None)
+    taken = [next(stream), next(stream), next(stream)]
+    stream.close()
+    assert session.tokens[50:].tolist() == taken
+    rest = list(session.generate(5, eos=None))
+    whole = engine.session()
+    whole.prefill(prompt(50))
+    assert taken + rest == list(whole.generate(8, eos=None))
+
+
+def test_logits_stay_those_the_pending_token_was_chosen_from(session):
+    before = session.logits
+    token = next(session.generate(1, eos=None))
+    assert_same_bits(session.logits, before, "logits")
+    assert token == before.argmax()
+    assert session.pending == token
+
+
+def test_logits_are_a_copy(session):
+    session.logits.zero_()
+    assert session.logits.abs().max() > 0
+
+
+def test_trim_forgets_what_follows_and_the_pending_token(engine, session):
+    list(session.generate(2, eos=None))
+    session.trim(33)
+    assert session.length == session.committed == 33
+    assert session.pending is None
+    session.append(prompt(50)[33:])
+    whole = engine.session()
+    whole.prefill(prompt(50))
+    assert_same_session(session, whole, "trimmed and fed again")
+
+
+def test_trim_to_the_length_keeps_the_pending_token_and_to_the_committed_drops_it(session):
+    next(session.generate(1, eos=None))
+    session.trim(session.length)
+    assert session.pending is not None
+    session.trim(session.committed)
+    assert session.pending is None
+    assert session.length == 50
+
+
+@pytest.mark.parametrize("position", [-1, 51, True])
+def test_trim_outside_the_session_is_refused(session, position):
+    with pytest.raises(InvalidArgumentError, match="position is"):
+        session.trim(position)
+
+
+def test_a_fork_continues_alike_and_apart(engine, session):
+    next(session.generate(1, eos=None))
+    twin = session.fork()
+    assert list(twin.generate(5, eos=None)) == list(session.generate(5, eos=None))
+    twin.append(prompt(40, seed=4))
+    assert session.length == 56
+    assert_same_session(session, session.fork(), "fork")
+
+
+def test_a_restored_session_goes_on_with_the_same_bits(model, engine, session, tmp_path, closing):
+    next(session.generate(1, temperature=0.8, top_k=50, top_p=0.9, seed=11, eos=None))
+    written = session.save(tmp_path / "turn.kvsnap")
+    assert written == (tmp_path / "turn.kvsnap").stat().st_size
+    other = closing(make_engine(model, pool_tokens=512, host_bytes="64MiB"))
+    again = other.restore(tmp_path / "turn.kvsnap")
+    assert again.pending == session.pending
+    assert again.sampling == kvpager.Sampling(0.8, 50, 0.9, 11)
+    assert (again.restored_tokens, again.restored_tokens_consumed) == (50, 0)
+    longer = np.concatenate([session.tokens, prompt(30, seed=2)])
+    forwards = other.runner.forwards
+    again.prefill(longer)
+    assert other.runner.forwards - forwards == 1
+    assert again.restored_tokens_consumed == 50
+    session.prefill(longer)
+    assert_same_session(again, session, "restored")
+    options = {"temperature": 0.9, "eos": None}
+    assert list(again.generate(6, **options)) == list(session.generate(6, **options))
+
+
+def test_a_restore_that_the_prompt_cannot_use_is_refused_not_computed_again(
+    engine, session, tmp_path
+):
+    session.save(tmp_path / "turn.kvsnap")
+    again = engine.restore(tmp_path / "turn.kvsnap")
+    forwards = engine.runner.forwards
+    ids = prompt(80)
+    ids[3] = (ids[3] + 1) % VOCAB
+    with pytest.raises(kvpager.RestoreNotConsumedError, match="restored token 3"):
+        again.prefill(ids)
+    with pytest.raises(kvpager.RestoreNotConsumedError, match="40 tokens"):
+        again.prefill(prompt(50)[:40])
+    assert engine.runner.forwards == forwards
+    assert again.restored_tokens_consumed == 0
+
+
+def test_what_was_trimmed_from_a_restored_session_does_not_count_as_consumed(
+    engine, session, tmp_path
+):
+    session.save(tmp_path / "turn.kvsnap")
+    again = engine.restore(tmp_path / "turn.kvsnap")
+    again.trim(20)
+    again.append(prompt(60, seed=8))
+    assert again.restored_tokens_consumed == 20
+
+
+class ModelError(Exception):
+    """What a test throws from the middle of the model."""
+
+
+@pytest.mark.parametrize("interruption", [ModelError, KeyboardInterrupt])
+def test_an_exception_in_the_middle_of_a_forward_leaves_the_session_as_it_was(
+    model, engine, session, interruption
+):
+    next(session.generate(1, eos=None))
+    tokens, logits = session.tokens.tolist(), session.logits
+
+    def interrupt(*_):
+        raise interruption
+
+    handle = model.model.layers[1].mlp.register_forward_hook(interrupt)
+    try:
+        with pytest.raises(interruption):
+            session.append([7, 8, 9])
+        with pytest.raises(interruption):
+            list(session.generate(2, eos=None))
+    finally:
+        handle.remove()
+    assert session.tokens.tolist() == tokens
+    assert_same_bits(session.logits, logits, "logits")
+    engine.pager.check_invariants()
+    session.append([7, 8, 9])
+    whole = engine.session()
+    whole.prefill([*tokens, 7, 8, 9])
+    assert_same_session(session, whole, "after an interruption")
+
+
+def test_a_non_finite_key_aborts_the_forward_and_names_layer_and_position(model, engine, session):
+    def poison(module, arguments, output):
+        output[0, 1, 0] = float("nan")
+        return output
+
+    handle = model.model.layers[2].self_attn.k_proj.register_forward_hook(poison)
+    try:
+        with pytest.raises(kvpager.NonFiniteError, match=r"layer 2.*position 51"):
+            session.append([7, 8, 9])
+    finally:
+        handle.remove()
+    assert session.length == 50
+    session.append([7, 8, 9])
+    assert session.length == 53
+
+
+def test_a_prefill_that_fails_midway_goes_on_from_its_last_forward(model, engine):
+    session, calls = engine.session(), []
+
+    def fail_third(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ModelError
+
+    handle = model.model.layers[0].register_forward_hook(fail_third)
+    ids = prompt(5 * engine.rows)
+    try:
+        with pytest.raises(ModelError):
+            session.prefill(ids)
+        assert session.length == 2 * engine.rows
+        session.prefill(ids)
+    finally:
+        handle.remove()
+    assert session.length == len(ids)
+    assert len(calls) == 6
+
+
+def test_progress_counts_every_token_once(engine):
+    calls = []
+    engine.session().prefill(prompt(70), progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(0, 70), (32, 70), (64, 70), (70, 70)]
+
+
+def test_progress_true_draws_a_bar_on_stderr(engine, capsys):
+    engine.session().prefill(prompt(70), progress=True)
+    captured = capsys.readouterr()
+    assert "prefill" in captured.err
+    assert "70/70" in captured.err
+    assert captured.out == ""
+
+
+def test_progress_of_another_kind_is_refused(engine):
+    with pytest.raises(InvalidArgumentError, match="progress is 3"):
+        engine.session().prefill(prompt(5), progress=3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "empty"),
+        ([1, VOCAB], rf"ids\[1\] is {VOCAB}.*0 to {VOCAB - 1}"),
+        ([4, -1], r"ids\[1\] is -1"),
+        ([1.0, 2.0], "float64"),
+        ([True, False], "bool"),
+        (torch.tensor([1.0]), "float32"),
+        (torch.tensor([1.0], dtype=torch.bfloat16), "bfloat16"),
+        ([[1, 2], [3, 4]], r"shape \[2, 2\]"),
+        ("text", "tokenizer"),
+        ([[1, 2], [3]], "sequence of token ids"),
+        ([2**70], "expected"),
+        (7, "shape"),
+    ],
+)
+def test_ids_that_are_no_tokens_are_refused_before_anything_changes(engine, session, ids, message):
+    forwards = engine.runner.forwards
+    for call in (session.prefill, session.append, engine.score):
+        with pytest.raises(InvalidArgumentError, match=message):
+            call(ids)
+    assert session.length == 50
+    assert engine.runner.forwards == forwards
+
+
+@pytest.mark.parametrize("convert", [list, np.int32, torch.as_tensor, lambda ids: ids[None]])
+def test_ids_come_as_lists_arrays_tensors_and_batches_of_one(engine, convert):
+    session = engine.session()
+    session.prefill(convert(prompt(20)))
+    assert session.tokens.tolist() == prompt(20).tolist()
+
+
+def test_an_empty_session_has_nothing_to_generate_save_or_show(engine, tmp_path):
+    session = engine.session()
+    for call in (
+        lambda: session.generate(1),
+        lambda: session.save(tmp_path / "x.kvsnap"),
+        lambda: session.logits,
+    ):
+        with pytest.raises(InvalidArgumentError, match="empty"):
+            call()
+
+
+def test_score_needs_two_tokens(engine):
+    with pytest.raises(InvalidArgumentError, match="at least 2"):
+        engine.score([5])
+
+
+def test_closed_sessions_and_engines_say_so(model):
+    engine = make_engine(model)
+    session = engine.session()
+    session.prefill(prompt(10))
+    other = engine.session()
+    session.close()
+    session.close()
+    with pytest.raises(InvalidArgumentError, match="session is closed"):
+        session.append([3])
+    engine.close()
+    engine.close()
+    assert other.closed
+    for call in (engine.session, engine.stats, lambda: other.append([3])):
+        with pytest.raises(InvalidArgumentError, match="engine is closed"):
+            call()
+
+
+def test_a_session_of_another_engine_is_refused(model, engine, closing):
+    stranger = closing(make_engine(model)).session()
+    with pytest.raises(InvalidArgumentError, match="no session of this engine"):
+        engine.prefill_many([(stranger, prompt(5))])
+
+
+def test_a_session_named_twice_is_refused(engine, session):
+    with pytest.raises(InvalidArgumentError, match="twice"):
+        engine.prefill_many([(session, prompt(50)), (session, prompt(50))])
+    with pytest.raises(InvalidArgumentError, match="twice"):
+        engine.generate_many([session, session], 3)
+
+
+def test_a_prompt_that_the_tiers_cannot_hold_is_refused_at_admission(model, closing):
+    engine = closing(make_engine(model, pool_tokens=96, host_bytes=0))
+    session = engine.session()
+    with pytest.raises(kvpager.CapacityError, match="bytes"):
+        session.prefill(prompt(400))
+    assert session.length == 0
+    assert engine.runner.forwards == 0
+    session.prefill(prompt(30))
+
+
+def test_changing_torchs_threads_under_an_engine_is_refused(engine, session):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(InvalidArgumentError, match=rf"set_num_threads\({threads}\)"):
+            session.append([3])
+    finally:
+        torch.set_num_threads(threads)
+    session.append([3])
+
+
+def test_engine_options_come_by_name_and_a_wrong_name_suggests_the_right_one(model):
+    with pytest.raises(InvalidArgumentError, match="did you mean pool_tokens"):
+        Engine(model, pool_token=512)
+    with pytest.raises(InvalidArgumentError, match="pool_tokens is missing"):
+        Engine(model)
+    with pytest.raises(InvalidArgumentError, match="PagerConfig"):
+        Engine(model, {"pool_tokens": 512})
+    with make_engine(model) as engine:
+        assert engine.config == PagerConfig(
+            pool_tokens=96, rows=32, chunk_tokens=16, host_bytes="256MiB"
+        )
+
+
+def test_stats_say_where_the_seconds_went(engine, session):
+    stats = engine.stats()
+    assert stats["model_forwards"] == 2
+    assert 0 < stats["seconds_attention"] < stats["seconds_forward"]
+    assert 0 < stats["seconds_head"] < stats["seconds_forward"]
