@@ -1,8 +1,8 @@
 """Trains or evaluates the tiny retrieval model that is shipped with kvpager.
 
-    python models/train_tiny_retriever.py --out DIR           # the full recipe, about half an hour
+    python models/train_tiny_retriever.py --out DIR           # the full recipe, 3650 steps
     python models/train_tiny_retriever.py --out DIR --smoke   # a few steps of every stage
-    python models/train_tiny_retriever.py --evaluate DIR      # exact match at 512, 4K, 16K tokens
+    python models/train_tiny_retriever.py --evaluate DIR      # at 512, 4K and 16K tokens
 
 The result is a stock SmolLM3ForCausalLM. See README.md beside this file for what it is good for.
 """

@@ -305,9 +305,9 @@ def test_chunk_recall_counts_the_heads_that_rank_the_source_chunk_among_the_best
     evaluation: ModuleType,
 ) -> None:
     keys = torch.zeros(2, 20 * 64 + 7, 4)
-    keys[:, 10 * 64 : 19 * 64, 0] = 1.0  # nine chunks of both heads match somewhat
+    keys[:, 10 * 64 : 19 * 64, :2] = 1.0  # nine chunks of both heads match both queries somewhat
     keys[0, 5 * 64 + 9, 0] = 3.0  # one key of head 0 matches best, in a chunk of zeros
-    query = torch.tensor([[1.0, 0.0, 0.0, 0.0] * 4])
+    query = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0] * 2])
     recall = evaluation.chunk_recall(query, keys, torch.tensor([5 * 64 + 9]))
     assert recall == {"mean": 0.0, "minmax": 0.5, "exact token maximum": 0.5}
     elsewhere = evaluation.chunk_recall(query, keys, torch.tensor([19 * 64]))
