@@ -1,5 +1,6 @@
-// Micro benchmarks of the CPU kernels: attention at decode and prefill shapes, and scans of summaries. Prints one
-// JSON object per line, with the memory bandwidth measured in the same run beside it.
+// Micro benchmarks of the CPU kernels: attention at decode and prefill shapes, and scans of
+// summaries. Prints one JSON object per line, with the memory bandwidth measured in the same run
+// beside it.
 //
 //   attend_bench [--threads N] [--quick]
 #include <algorithm>
@@ -38,7 +39,8 @@ double best_seconds(double budget, const std::function<void()>& run) {
 // Bytes on a page boundary, larger than any cache where the benchmark asks for that.
 class Bytes {
  public:
-  explicit Bytes(size_t size) : data_(static_cast<std::byte*>(std::aligned_alloc(4096, round(size)))), size_(size) {
+  explicit Bytes(size_t size)
+      : data_(static_cast<std::byte*>(std::aligned_alloc(4096, round(size)))), size_(size) {
     if (data_ == nullptr) std::abort();
   }
   ~Bytes() { std::free(data_); }
@@ -79,8 +81,9 @@ void measure_memory(kvpager::ThreadPool& pool) {
       for (const uint64_t lane : sum) sums[i] += lane;
     });
   });
-  std::printf("{\"bench\": \"memory\", \"threads\": %d, \"memcpy_read_GBps\": %.2f, \"read_GBps\": %.2f}\n",
-              pool.threads(), gigabytes(size, copy), gigabytes(size, read));
+  std::printf(
+      "{\"bench\": \"memory\", \"threads\": %d, \"memcpy_read_GBps\": %.2f, \"read_GBps\": %.2f}\n",
+      pool.threads(), gigabytes(size, copy), gigabytes(size, read));
 }
 
 // Fills with finite values of the dtype's exponent range around one.
@@ -102,8 +105,8 @@ struct Shape {
   int head_dim;
 };
 
-void attend(kvpager::ThreadPool& pool, const Shape& shape, DType dtype, int64_t rows, int64_t context,
-            bool one_sequence, double budget) {
+void attend(kvpager::ThreadPool& pool, const Shape& shape, DType dtype, int64_t rows,
+            int64_t context, bool one_sequence, double budget) {
   kvpager::Layout layout;
   layout.layers = 1;
   layout.kv_heads = shape.kv_heads;
@@ -136,8 +139,9 @@ void attend(kvpager::ThreadPool& pool, const Shape& shape, DType dtype, int64_t 
   params.rows = rows;
   params.row = row.data();
   params.tables = tables.data();
-  params.q = {q.data(), DType::kFloat32, rows, shape.q_heads, shape.head_dim,
-              int64_t{shape.q_heads} * shape.head_dim, shape.head_dim};
+  params.q = {q.data(),      DType::kFloat32, rows,
+              shape.q_heads, shape.head_dim,  int64_t{shape.q_heads} * shape.head_dim,
+              shape.head_dim};
   params.out = params.q;
   params.out.data = out.data();
   params.scaling = 0.088f;
@@ -153,14 +157,18 @@ void attend(kvpager::ThreadPool& pool, const Shape& shape, DType dtype, int64_t 
     kvpager::attend_wave(params, 0, int64_t{1} << 40, workspace, pool);
     kvpager::attend_finish(params, workspace, pool);
   });
-  const double pairs = static_cast<double>(rows) * context - (one_sequence ? rows * (rows - 1) / 2.0 : 0);
+  const double pairs =
+      static_cast<double>(rows) * context - (one_sequence ? rows * (rows - 1) / 2.0 : 0);
   const double flops = 4.0 * shape.q_heads * shape.head_dim * pairs;
-  std::printf("{\"bench\": \"attend\", \"rows\": %lld, \"context\": %lld, \"q_heads\": %d, \"kv_heads\": %d, "
-              "\"head_dim\": %d, \"dtype\": \"%s\", \"threads\": %d, \"ms\": %.4f, \"kv_GBps\": %.2f, "
-              "\"GFLOPs\": %.1f}\n",
-              static_cast<long long>(rows), static_cast<long long>(context), shape.q_heads, shape.kv_heads,
-              shape.head_dim, kvpager::dtype_name(dtype), pool.threads(), seconds * 1e3,
-              gigabytes(static_cast<double>(size) * (one_sequence ? 1 : rows), seconds), flops / seconds * 1e-9);
+  std::printf(
+      "{\"bench\": \"attend\", \"rows\": %lld, \"context\": %lld, \"q_heads\": %d, \"kv_heads\": "
+      "%d, "
+      "\"head_dim\": %d, \"dtype\": \"%s\", \"threads\": %d, \"ms\": %.4f, \"kv_GBps\": %.2f, "
+      "\"GFLOPs\": %.1f}\n",
+      static_cast<long long>(rows), static_cast<long long>(context), shape.q_heads, shape.kv_heads,
+      shape.head_dim, kvpager::dtype_name(dtype), pool.threads(), seconds * 1e3,
+      gigabytes(static_cast<double>(size) * (one_sequence ? 1 : rows), seconds),
+      flops / seconds * 1e-9);
   std::fflush(stdout);
 }
 
@@ -180,7 +188,8 @@ void scan(const char* name, int group, int head_dim, int64_t chunks, double budg
       fill(tile.data(), tile.size(), DType::kBFloat16, static_cast<uint32_t>(c));
       scorer.summarize(layout, tile.data(), summaries.data() + c * bytes);
     } else {
-      std::memcpy(summaries.data() + c * bytes, summaries.data() + c % 16 * bytes, static_cast<size_t>(bytes));
+      std::memcpy(summaries.data() + c * bytes, summaries.data() + c % 16 * bytes,
+                  static_cast<size_t>(bytes));
     }
   }
   std::vector<float> q(group * head_dim);
@@ -193,16 +202,19 @@ void scan(const char* name, int group, int head_dim, int64_t chunks, double budg
   int64_t turn = 0;
   const int64_t turns = total / chunks;
   const double seconds = best_seconds(budget, [&] {
-    scorer.score(layout, group, query.data(), pointers.data() + turn % turns * chunks, chunks, scores.data());
+    scorer.score(layout, group, query.data(), pointers.data() + turn % turns * chunks, chunks,
+                 scores.data());
     ++turn;
   });
-  const double summary_seconds = best_seconds(budget, [&] {
-    scorer.summarize(layout, tile.data(), summaries.data());
-  });
-  std::printf("{\"bench\": \"scan\", \"scorer\": \"%s\", \"chunks\": %lld, \"group\": %d, \"head_dim\": %d, "
-              "\"summary_bytes\": %lld, \"us\": %.2f, \"GBps\": %.2f, \"summarize_us\": %.2f}\n",
-              name, static_cast<long long>(chunks), group, head_dim, static_cast<long long>(bytes), seconds * 1e6,
-              gigabytes(static_cast<double>(chunks) * bytes, seconds), summary_seconds * 1e6);
+  const double summary_seconds =
+      best_seconds(budget, [&] { scorer.summarize(layout, tile.data(), summaries.data()); });
+  std::printf(
+      "{\"bench\": \"scan\", \"scorer\": \"%s\", \"chunks\": %lld, \"group\": %d, \"head_dim\": "
+      "%d, "
+      "\"summary_bytes\": %lld, \"us\": %.2f, \"GBps\": %.2f, \"summarize_us\": %.2f}\n",
+      name, static_cast<long long>(chunks), group, head_dim, static_cast<long long>(bytes),
+      seconds * 1e6, gigabytes(static_cast<double>(chunks) * bytes, seconds),
+      summary_seconds * 1e6);
   std::fflush(stdout);
 }
 
@@ -224,7 +236,8 @@ int main(int argc, char** argv) {
   }
   const double budget = quick ? 0.1 : 0.5;
   kvpager::ThreadPool pool(threads);
-  std::printf("{\"bench\": \"machine\", \"isa\": \"%s\", \"threads\": %d}\n", kvpager::isa_name(), threads);
+  std::printf("{\"bench\": \"machine\", \"isa\": \"%s\", \"threads\": %d}\n", kvpager::isa_name(),
+              threads);
   measure_memory(pool);
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     for (const Shape& shape : {Shape{16, 8, 128}, Shape{8, 2, 64}}) {

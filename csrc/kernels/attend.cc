@@ -1,5 +1,5 @@
-// Walks each row's chunks and hands tiles to the kernels. Rows of one sequence go through a tile together;
-// what is shared is the reading of keys and values, never arithmetic.
+// Walks each row's chunks and hands tiles to the kernels. Rows of one sequence go through a tile
+// together; what is shared is the reading of keys and values, never arithmetic.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,9 +16,9 @@
 namespace kvpager {
 namespace {
 
-constexpr int kTileQueries = 256;     // at most, per pass over a tile (one row may have more)
-constexpr int kMinTileQueries = 32;   // row tiles are not cut below this to feed more threads
-constexpr int kItemsPerThread = 3;    // fewer items than this and splits are computed apart
+constexpr int kTileQueries = 256;    // at most, per pass over a tile (one row may have more)
+constexpr int kMinTileQueries = 32;  // row tiles are not cut below this to feed more threads
+constexpr int kItemsPerThread = 3;   // fewer items than this and splits are computed apart
 constexpr int64_t kPartialBytes = int64_t{64} << 20;  // bound on states of splits computed apart
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
@@ -113,7 +113,10 @@ using Impl = AttendWorkspace::Impl;
 // The parameters with the derived numbers every step needs.
 struct Problem {
   Problem(const AttendParams& p, Impl& i)
-      : params(p), layout(*p.layout), impl(i), group(p.q_heads / p.layout->kv_heads),
+      : params(p),
+        layout(*p.layout),
+        impl(i),
+        group(p.q_heads / p.layout->kv_heads),
         stride(state_stride(p.layout->v_dim)) {}
 
   int64_t first_chunk(int64_t position) const {
@@ -153,8 +156,8 @@ void check_tensor(const char* name, const TensorView& tensor, int64_t rows, int6
                                    "]; expected [", rows, ", ", heads, ", ", dim, "]"));
   }
   if (!is_supported(tensor.dtype)) {
-    throw InvalidArgumentError(str(name, " is ", dtype_name(tensor.dtype),
-                                   "; expected float32, float16 or bfloat16"));
+    throw InvalidArgumentError(
+        str(name, " is ", dtype_name(tensor.dtype), "; expected float32, float16 or bfloat16"));
   }
 }
 
@@ -180,9 +183,8 @@ void cut_tiles(const Problem& problem, int threads) {
   for (int64_t row = 0; row < params.rows; ++row) {
     if (params.row[row].table >= 0) impl.order.push_back(row);
   }
-  std::stable_sort(impl.order.begin(), impl.order.end(), [&](int64_t a, int64_t b) {
-    return params.row[a].table < params.row[b].table;
-  });
+  std::stable_sort(impl.order.begin(), impl.order.end(),
+                   [&](int64_t a, int64_t b) { return params.row[a].table < params.row[b].table; });
   const int64_t rows = static_cast<int64_t>(impl.order.size());
   int64_t queries = kTileQueries;
   const auto items = [&] {
@@ -251,8 +253,8 @@ int64_t walk_states(const Problem& problem, const Walk& walk) {
   return (walk.tile->end - walk.tile->begin) * problem.group;
 }
 
-// Adds one split to the states of a walk's rows, [tile rows][group][stride]. With selections scratch.cursors holds
-// each row's place in its chunk list.
+// Adds one split to the states of a walk's rows, [tile rows][group][stride]. With selections
+// scratch.cursors holds each row's place in its chunk list.
 void walk_split(const Problem& problem, const Walk& walk, int64_t split, float* states,
                 ThreadScratch& scratch) {
   const AttendParams& params = problem.params;
@@ -287,16 +289,15 @@ void walk_split(const Problem& problem, const Walk& walk, int64_t split, float* 
       if (visible.begin >= visible.end) continue;
       for (int g = 0; g < problem.group; ++g) {
         float* state = states + (i - tile.begin) * group_stride + g * problem.stride;
-        scratch.queries.push_back(
-            {problem.query(row, int64_t{walk.head} * problem.group + g), state, visible.begin,
-             visible.end});
+        scratch.queries.push_back({problem.query(row, int64_t{walk.head} * problem.group + g),
+                                   state, visible.begin, visible.end});
       }
     }
     if (scratch.queries.empty()) continue;
     const std::byte* slice = c < table.chunks ? table.slices[c] : nullptr;
     if (slice == nullptr) {
-      throw InvariantError(str("chunk ", c, " of table ", tile.table,
-                               " is attended to but was not made readable"));
+      throw InvariantError(
+          str("chunk ", c, " of table ", tile.table, " is attended to but was not made readable"));
     }
     const std::byte* page = slice + layout.page_bytes() * walk.head;
     kernel.k = page;
@@ -307,7 +308,8 @@ void walk_split(const Problem& problem, const Walk& walk, int64_t split, float* 
   }
 }
 
-void place_cursors(const Problem& problem, const Walk& walk, int64_t split, ThreadScratch& scratch) {
+void place_cursors(const Problem& problem, const Walk& walk, int64_t split,
+                   ThreadScratch& scratch) {
   if (problem.params.selected_offsets == nullptr) return;
   scratch.cursors.clear();
   for (int64_t i = walk.tile->begin; i < walk.tile->end; ++i) {

@@ -1,5 +1,6 @@
-// One tile against many queries: scores, online softmax, weighted values. The order of every operation is
-// the one attention.h states; a query's own sequence of operations is the same in a block of one and of many.
+// One tile against many queries: scores, online softmax, weighted values. The order of every
+// operation is the one attention.h states; a query's own sequence of operations is the same in a
+// block of one and of many.
 #include "kernels/functions_isa.h"
 #include "kernels/vec_isa.h"
 
@@ -23,7 +24,8 @@ struct BFloat16 {
 // How the accumulators begin: at zero, as they are, or multiplied by the query's rescale factor.
 enum class Start { kZero, kContinue, kRescale };
 
-// out[q][n] = start, then fmaf over k = begin..end-1 of a[q][k] * b[k][n], for a strip of 16 * kWidth columns.
+// out[q][n] = start, then fmaf over k = begin..end-1 of a[q][k] * b[k][n], for a strip of 16 *
+// kWidth columns.
 template <int kQueries, int kWidth, class Source>
 KVPAGER_INLINE void strip(const float* const* a, int begin, int end,
                           const typename Source::Element* b, int64_t b_stride, float* const* out,
@@ -96,17 +98,23 @@ void product_of(int queries, const float* const* a, int begin, int end,
   static_assert(kQueryBlock == 6, "one case per number of queries");
   switch (queries) {
     case 1:
-      return product<1, Source>(a, begin, end, b, b_stride, out, column, column_end, start, rescale);
+      return product<1, Source>(a, begin, end, b, b_stride, out, column, column_end, start,
+                                rescale);
     case 2:
-      return product<2, Source>(a, begin, end, b, b_stride, out, column, column_end, start, rescale);
+      return product<2, Source>(a, begin, end, b, b_stride, out, column, column_end, start,
+                                rescale);
     case 3:
-      return product<3, Source>(a, begin, end, b, b_stride, out, column, column_end, start, rescale);
+      return product<3, Source>(a, begin, end, b, b_stride, out, column, column_end, start,
+                                rescale);
     case 4:
-      return product<4, Source>(a, begin, end, b, b_stride, out, column, column_end, start, rescale);
+      return product<4, Source>(a, begin, end, b, b_stride, out, column, column_end, start,
+                                rescale);
     case 5:
-      return product<5, Source>(a, begin, end, b, b_stride, out, column, column_end, start, rescale);
+      return product<5, Source>(a, begin, end, b, b_stride, out, column, column_end, start,
+                                rescale);
     default:
-      return product<6, Source>(a, begin, end, b, b_stride, out, column, column_end, start, rescale);
+      return product<6, Source>(a, begin, end, b, b_stride, out, column, column_end, start,
+                                rescale);
   }
 }
 
@@ -131,8 +139,9 @@ void multiply(const Tile& tile, int queries, const float* const* a, int begin, i
   }
 }
 
-// Rows [begin, end) of a tile. With many queries a tile is taken in parts that stay in the first-level cache, each
-// widened to float32 once; with few it is read where it lies. Chains of fmaf go on from part to part.
+// Rows [begin, end) of a tile. With many queries a tile is taken in parts that stay in the
+// first-level cache, each widened to float32 once; with few it is read where it lies. Chains of
+// fmaf go on from part to part.
 Tile part_of(const Tile& tile, int64_t begin, int64_t end, bool widen, float* wide) {
   const std::byte* rows =
       static_cast<const std::byte*>(tile.data) + begin * tile.stride * dtype_bytes(tile.dtype);
@@ -141,8 +150,8 @@ Tile part_of(const Tile& tile, int64_t begin, int64_t end, bool widen, float* wi
   return {wide, DType::kFloat32, tile.stride};
 }
 
-// Turns raw dot products s[begin, end) into weights, zero elsewhere in the touched lanes, and returns the
-// factor that rescales what was accumulated before.
+// Turns raw dot products s[begin, end) into weights, zero elsewhere in the touched lanes, and
+// returns the factor that rescales what was accumulated before.
 float soften(const TileParams& params, const TileQuery& query, float* s) {
   float& m = query.state[params.v_dim];
   float& l = query.state[params.v_dim + 1];
@@ -177,9 +186,9 @@ float soften(const TileParams& params, const TileQuery& query, float* s) {
   return factor;
 }
 
-// Values of tokens [first, last) for a block of queries; v begins at token `first`. Each query adds its own
-// visible tokens in ascending order and no others: those all queries of the block see go through together, the rest
-// one query at a time.
+// Values of tokens [first, last) for a block of queries; v begins at token `first`. Each query adds
+// its own visible tokens in ascending order and no others: those all queries of the block see go
+// through together, the rest one query at a time.
 void accumulate(const TileParams& params, const Tile& v, int first, int last,
                 const TileQuery* queries, int count, const float* const* weights,
                 const float* rescale) {

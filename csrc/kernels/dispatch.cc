@@ -39,8 +39,8 @@ const KernelTable& table_of(int level, bool vnni) {
 }
 
 const KernelTable& chosen() {
-  static const KernelTable& table = table_of(
-      choose_level(std::getenv("KVPAGER_ISA"), machine_level()), machine_has_vnni());
+  static const KernelTable& table =
+      table_of(choose_level(std::getenv("KVPAGER_ISA"), machine_level()), machine_has_vnni());
   return table;
 }
 

@@ -1,5 +1,5 @@
-// Rounds to nearest and keeps denormals while it lives, whatever the calling thread's settings are: a
-// process that flushes denormals on one thread would otherwise get other bits from that thread.
+// Rounds to nearest and keeps denormals while it lives, whatever the calling thread's settings are:
+// a process that flushes denormals on one thread would otherwise get other bits from that thread.
 #pragma once
 
 #if defined(__x86_64__)

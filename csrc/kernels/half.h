@@ -35,7 +35,8 @@ static inline float float16_to_float(uint16_t bits) {
   if (exponent == 0x1F) {
     return bits_float(sign | 0x7F800000u | (mantissa << 13) | (mantissa != 0 ? 0x400000u : 0u));
   }
-  if (exponent == 0) {  // zero or denormal: the mantissa is a small integer, and the product is exact
+  if (exponent ==
+      0) {  // zero or denormal: the mantissa is a small integer, and the product is exact
     const float magnitude = static_cast<float>(mantissa) * bits_float(0x33800000u);  // 2^-24
     return bits_float(sign | float_bits(magnitude));
   }

@@ -1,5 +1,6 @@
-// The functions that exist once per instruction-set tier, and the choice between them. Internal to the
-// kernels and their tests. Every tier gives the same bits; the tests hold them against each other.
+// The functions that exist once per instruction-set tier, and the choice between them. Internal to
+// the kernels and their tests. Every tier gives the same bits; the tests hold them against each
+// other.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +42,8 @@ struct TileParams {
   float* scratch = nullptr;  // [tile_scratch_floats]
 };
 
-// Floats of a tile that are worked on at a time when many queries share it: 16 KiB, half a first-level cache.
+// Floats of a tile that are worked on at a time when many queries share it: 16 KiB, half a
+// first-level cache.
 inline constexpr int kWideFloats = 4096;
 
 inline constexpr int64_t tile_scratch_floats(int64_t queries, int64_t tokens) {
@@ -50,9 +52,9 @@ inline constexpr int64_t tile_scratch_floats(int64_t queries, int64_t tokens) {
 
 // Summaries of per-dimension codes: see scorer_sketch.cc for the bytes.
 struct SketchParams {
-  int32_t bits = 0;            // 1 or 2
-  int32_t tokens = 0;          // of a chunk
-  int32_t padded_dim = 0;      // k_dim rounded up to kSketchDims
+  int32_t bits = 0;        // 1 or 2
+  int32_t tokens = 0;      // of a chunk
+  int32_t padded_dim = 0;  // k_dim rounded up to kSketchDims
   int32_t group = 0;
   const int16_t* q = nullptr;  // [group][padded_dim], -127..127
 };
@@ -61,12 +63,12 @@ inline constexpr int kSketchDims = 32;
 // Summaries of boxes: see scorer_box.cc for the bytes.
 struct BoxParams {
   int32_t boxes = 0;
-  int32_t padded_dim = 0;        // k_dim rounded up to 64
-  bool spread = false;           // half-widths follow the centres
+  int32_t padded_dim = 0;  // k_dim rounded up to 64
+  bool spread = false;     // half-widths follow the centres
   int32_t group = 0;
-  const int8_t* q = nullptr;     // [group][padded_dim]
-  const int8_t* abs_q = nullptr; // [group][padded_dim]
-  const int32_t* bias = nullptr; // [group], 128 * sum of q: centres are stored with 128 added
+  const int8_t* q = nullptr;      // [group][padded_dim]
+  const int8_t* abs_q = nullptr;  // [group][padded_dim]
+  const int32_t* bias = nullptr;  // [group], 128 * sum of q: centres are stored with 128 added
 };
 
 struct KernelTable {
@@ -86,8 +88,7 @@ struct KernelTable {
   void (*score_boxes)(const BoxParams& params, const std::byte* const* summaries, int64_t count,
                       double* scores) = nullptr;
   void (*score_exact)(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
-                      const std::byte* const* summaries, int64_t count,
-                      double* scores) = nullptr;
+                      const std::byte* const* summaries, int64_t count, double* scores) = nullptr;
 };
 
 // The tier in use. The first call chooses it; throws InvalidArgumentError for a bad KVPAGER_ISA.
@@ -96,10 +97,12 @@ const KernelTable& kernels();
 // The level (1, 3 or 4) for a value of KVPAGER_ISA (null: not set) on a machine of level `machine`.
 int choose_level(const char* requested, int machine);
 
-// Every table this machine can run, lowest first; v4 twice where there is VNNI (without it, then with it).
+// Every table this machine can run, lowest first; v4 twice where there is VNNI (without it, then
+// with it).
 std::vector<const KernelTable*> runnable_kernels();
 
-// Makes kernels() return `table` while it lives. For tests: not thread-safe against running kernels.
+// Makes kernels() return `table` while it lives. For tests: not thread-safe against running
+// kernels.
 class KernelOverride {
  public:
   explicit KernelOverride(const KernelTable& table);

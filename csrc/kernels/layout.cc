@@ -31,21 +31,30 @@ void check_dtype(const char* field, DType dtype) {
 
 const char* dtype_name(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return "float32";
-    case DType::kFloat16: return "float16";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kFloat8E4M3: return "float8_e4m3";
-    case DType::kQ8_0: return "q8_0";
-    case DType::kQ4_0: return "q4_0";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3";
+    case DType::kQ8_0:
+      return "q8_0";
+    case DType::kQ4_0:
+      return "q4_0";
   }
   return "unknown";
 }
 
 const char* provenance_name(Provenance provenance) {
   switch (provenance) {
-    case Provenance::kExact: return "exact";
-    case Provenance::kDecode: return "decode";
-    case Provenance::kApproximate: return "approximate";
+    case Provenance::kExact:
+      return "exact";
+    case Provenance::kDecode:
+      return "decode";
+    case Provenance::kApproximate:
+      return "approximate";
   }
   return "unknown";
 }
@@ -55,8 +64,8 @@ void Layout::validate() const {
   check_range("kv_heads", kv_heads, 1, 1024);
   if (chunk_tokens != 16 && chunk_tokens != 32 && chunk_tokens != 64 && chunk_tokens != 128 &&
       chunk_tokens != 256) {
-    throw InvalidArgumentError(str("layout.chunk_tokens is ", chunk_tokens,
-                                   "; expected 16, 32, 64, 128 or 256"));
+    throw InvalidArgumentError(
+        str("layout.chunk_tokens is ", chunk_tokens, "; expected 16, 32, 64, 128 or 256"));
   }
   check_dim("k_dim", k_dim);
   check_dim("v_dim", v_dim);

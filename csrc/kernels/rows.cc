@@ -1,4 +1,5 @@
-// Rows of keys and values into chunks and back: the K tile is [k_dim][tokens], so a row is one column of it.
+// Rows of keys and values into chunks and back: the K tile is [k_dim][tokens], so a row is one
+// column of it.
 #include <cstring>
 #include <vector>
 
@@ -46,16 +47,14 @@ void transpose(const std::byte* rows, int64_t count, int64_t dim, int64_t tokens
 void check_rows(const Layout& layout, const TensorView& k, const TensorView& v, int64_t count) {
   if (k.heads != layout.kv_heads || k.dim != layout.k_dim || v.heads != layout.kv_heads ||
       v.dim != layout.v_dim || k.rows < count || v.rows < count) {
-    throw InvalidArgumentError(str("keys are [", k.rows, ", ", k.heads, ", ", k.dim,
-                                   "] and values [", v.rows, ", ", v.heads, ", ", v.dim,
-                                   "]; expected at least ", count, " rows of [", layout.kv_heads,
-                                   ", ", layout.k_dim, "] and [", layout.kv_heads, ", ",
-                                   layout.v_dim, "]"));
+    throw InvalidArgumentError(
+        str("keys are [", k.rows, ", ", k.heads, ", ", k.dim, "] and values [", v.rows, ", ",
+            v.heads, ", ", v.dim, "]; expected at least ", count, " rows of [", layout.kv_heads,
+            ", ", layout.k_dim, "] and [", layout.kv_heads, ", ", layout.v_dim, "]"));
   }
   if (!is_supported(k.dtype) || !is_supported(v.dtype)) {
     throw InvalidArgumentError(str("keys are ", dtype_name(k.dtype), " and values ",
-                                   dtype_name(v.dtype),
-                                   "; expected float32, float16 or bfloat16"));
+                                   dtype_name(v.dtype), "; expected float32, float16 or bfloat16"));
   }
 }
 
@@ -71,8 +70,8 @@ int64_t find_non_finite(const TensorView& k, const TensorView& v, const WriteRow
   return -1;
 }
 
-void write_rows(const Layout& layout, const TensorView& k, const TensorView& v, const WriteRow* rows,
-                int64_t count) {
+void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
+                const WriteRow* rows, int64_t count) {
   check_rows(layout, k, v, count);
   const KernelTable& table = kernels();
   const int64_t k_bytes = layout.k_dim * dtype_bytes(layout.k_dtype);

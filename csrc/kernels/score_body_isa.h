@@ -1,5 +1,6 @@
-// Scans of summaries: integer dot products of an int8 query with unsigned codes. Integers have no order, so that
-// each tier may sum as it likes; the float steps at the end are spelled out in `combine`.
+// Scans of summaries: integer dot products of an int8 query with unsigned codes. Integers have no
+// order, so that each tier may sum as it likes; the float steps at the end are spelled out in
+// `combine`.
 //
 // Included by score_isa.cc and, with KVPAGER_VNNI defined, by score_vnni_isa.cc.
 #pragma once
@@ -41,8 +42,8 @@ void prefetch(const std::byte* p, int64_t bytes) {
 struct Sketch {
   Sketch(const SketchParams& params, const std::byte* summary)
       : codes(reinterpret_cast<const uint8_t*>(summary)),
-        low(reinterpret_cast<const int16_t*>(
-            summary + int64_t{params.padded_dim} * params.tokens * params.bits / 8)),
+        low(reinterpret_cast<const int16_t*>(summary + int64_t{params.padded_dim} * params.tokens *
+                                                           params.bits / 8)),
         step(reinterpret_cast<const uint8_t*>(low + params.padded_dim)),
         low_scale(read_float(reinterpret_cast<const std::byte*>(step + params.padded_dim))),
         step_scale(read_float(reinterpret_cast<const std::byte*>(step + params.padded_dim) + 4)) {}
@@ -80,8 +81,8 @@ void weigh(const int16_t* q, const uint8_t* step, int count, int8_t* weights) {
 #if KVPAGER_ISA_LEVEL == 1
 
 template <int kBits, int kCount>
-void best_tokens(const SketchParams& params, const uint8_t* codes,
-                 const int8_t (*weights)[kMaxDim], int32_t* best) {
+void best_tokens(const SketchParams& params, const uint8_t* codes, const int8_t (*weights)[kMaxDim],
+                 int32_t* best) {
   constexpr int kPerByte = 8 / kBits;
   constexpr int kMask = (1 << kBits) - 1;
   for (int h = 0; h < kCount; ++h) {
@@ -189,8 +190,8 @@ KVPAGER_INLINE void best_of_strip(const SketchParams& params, const uint8_t* cod
 }
 
 template <int kBits, int kCount>
-void best_tokens(const SketchParams& params, const uint8_t* codes,
-                 const int8_t (*weights)[kMaxDim], int32_t* best) {
+void best_tokens(const SketchParams& params, const uint8_t* codes, const int8_t (*weights)[kMaxDim],
+                 int32_t* best) {
   constexpr int kBytes = static_cast<int>(sizeof(Int));
   constexpr int kVectors = kBytes == 64 ? 4 : 2;
   Int top[kCount];
@@ -225,10 +226,18 @@ void scan_sketches_of(const SketchParams& params, const std::byte* const* summar
       }
       int32_t best[kHeads];
       switch (heads) {
-        case 1: best_tokens<kBits, 1>(params, sketch.codes, weights, best); break;
-        case 2: best_tokens<kBits, 2>(params, sketch.codes, weights, best); break;
-        case 3: best_tokens<kBits, 3>(params, sketch.codes, weights, best); break;
-        default: best_tokens<kBits, 4>(params, sketch.codes, weights, best); break;
+        case 1:
+          best_tokens<kBits, 1>(params, sketch.codes, weights, best);
+          break;
+        case 2:
+          best_tokens<kBits, 2>(params, sketch.codes, weights, best);
+          break;
+        case 3:
+          best_tokens<kBits, 3>(params, sketch.codes, weights, best);
+          break;
+        default:
+          best_tokens<kBits, 4>(params, sketch.codes, weights, best);
+          break;
       }
       for (int h = 0; h < heads; ++h) {
         const int32_t low = dot_low(q + h * params.padded_dim, sketch.low, params.padded_dim);

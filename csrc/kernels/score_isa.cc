@@ -13,7 +13,8 @@ void score_boxes(const BoxParams& params, const std::byte* const* summaries, int
   scan_boxes(params, summaries, count, scores);
 }
 
-// Products of two floats are exact in binary64, so that only the additions round, in ascending dimension.
+// Products of two floats are exact in binary64, so that only the additions round, in ascending
+// dimension.
 void score_exact(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
                  const std::byte* const* summaries, int64_t count, double* scores) {
   for (int64_t i = 0; i < count; ++i) {

@@ -1,4 +1,5 @@
-// The scans again, for processors with AVX-512 VNNI; a table of tier v4 chooses between them at run time.
+// The scans again, for processors with AVX-512 VNNI; a table of tier v4 chooses between them at run
+// time.
 #if KVPAGER_ISA_LEVEL == 4
 
 #if defined(__clang__)

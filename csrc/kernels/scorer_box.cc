@@ -1,8 +1,10 @@
 // Boxes of tokens: a centre and, for all but the mean, a spread per dimension; the best box counts.
 //
-//   summary = per box: centre + 128 as uint8 [D], then spread as uint8 [D] (not for mean); D = k_dim up to 64
+//   summary = per box: centre + 128 as uint8 [D], then spread as uint8 [D] (not for mean); D =
+//   k_dim up to 64
 //             then float32 centre scale, float32 spread scale; zeros up to a multiple of 64
-//   score   = centre scale * (q . centre) + spread scale * (|q| . spread), the best box of the best query head
+//   score   = centre scale * (q . centre) + spread scale * (|q| . spread), the best box of the best
+//   query head
 #include <cmath>
 #include <cstring>
 
@@ -57,19 +59,27 @@ class BoxScorer : public Scorer {
 
   const char* name() const override {
     switch (kind_) {
-      case BoxKind::kMean: return "mean";
-      case BoxKind::kMeanStd: return "meanstd";
-      case BoxKind::kMinMax: return "minmax";
-      case BoxKind::kSub16: return "sub16";
+      case BoxKind::kMean:
+        return "mean";
+      case BoxKind::kMeanStd:
+        return "meanstd";
+      case BoxKind::kMinMax:
+        return "minmax";
+      case BoxKind::kSub16:
+        return "sub16";
     }
     return "";
   }
   const char* description() const override {
     switch (kind_) {
-      case BoxKind::kMean: return "mean key of the chunk";
-      case BoxKind::kMeanStd: return "mean key and standard deviation per dimension";
-      case BoxKind::kMinMax: return "box around the chunk's keys: an upper bound of every score";
-      case BoxKind::kSub16: return "boxes around every 16 keys, the best one";
+      case BoxKind::kMean:
+        return "mean key of the chunk";
+      case BoxKind::kMeanStd:
+        return "mean key and standard deviation per dimension";
+      case BoxKind::kMinMax:
+        return "box around the chunk's keys: an upper bound of every score";
+      case BoxKind::kSub16:
+        return "boxes around every 16 keys, the best one";
     }
     return "";
   }
@@ -115,7 +125,8 @@ class BoxScorer : public Scorer {
     std::memcpy(out + count * box_bytes(layout), scales, sizeof scales);
   }
 
-  // Header, then 128 * (sum of codes) as int32 [group], codes and their magnitudes as int8 [group][D].
+  // Header, then 128 * (sum of codes) as int32 [group], codes and their magnitudes as int8
+  // [group][D].
   int64_t query_bytes(const Layout& layout, int group) const override {
     return query_codes(group) + 2 * group * round_up(layout.k_dim, kDims);
   }

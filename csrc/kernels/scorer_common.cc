@@ -61,8 +61,9 @@ void quantize_query(int64_t count, const float* q, QuantizedQuery* out) {
     // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low bits.
     const float shifted = finite(q[i]) * inverse + 12582912.0f;
     const int32_t code = static_cast<int32_t>(float_bits(shifted)) - 0x4B400000;
-    out->codes[static_cast<size_t>(i)] =
-        static_cast<int8_t>(code > 127 ? 127 : code < -127 ? -127 : code);
+    out->codes[static_cast<size_t>(i)] = static_cast<int8_t>(code > 127    ? 127
+                                                             : code < -127 ? -127
+                                                                           : code);
   }
 }
 

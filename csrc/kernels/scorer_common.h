@@ -1,4 +1,5 @@
-// What the scorers share: finite keys, short scales and int8 queries. Every step is one IEEE operation.
+// What the scorers share: finite keys, short scales and int8 queries. Every step is one IEEE
+// operation.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +14,12 @@ inline constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// The keys of a tile in float32 [k_dim][tokens]; NaN becomes 0 and infinity the largest finite value.
+// The keys of a tile in float32 [k_dim][tokens]; NaN becomes 0 and infinity the largest finite
+// value.
 void load_finite_keys(const Layout& layout, const std::byte* k_tile, std::vector<float>* keys);
 
-// The least float with 16 significant bits that is >= largest / levels, so that a product with a 32-bit integer
-// is exact in binary64. 0 when `largest` is below 1e-30: such values count as zero.
+// The least float with 16 significant bits that is >= largest / levels, so that a product with a
+// 32-bit integer is exact in binary64. 0 when `largest` is below 1e-30: such values count as zero.
 float short_scale(double largest, int levels);
 
 // value / scale to the nearest integer, ties to even, within [-limit, limit]; 0 for scale 0.

@@ -1,4 +1,5 @@
-// All keys in float32, dot products in binary64 in ascending dimension: what the sketches are measured against.
+// All keys in float32, dot products in binary64 in ascending dimension: what the sketches are
+// measured against.
 #include <cstring>
 
 #include "kernels/float_environment.h"

@@ -79,8 +79,9 @@ void Selection::validate(int64_t chunk_tokens, int64_t rows) const {
     throw InvalidArgumentError(str("selection.sinks is ", sinks, "; expected 0 or more tokens"));
   }
   if (recent < rows || recent < 1) {
-    throw InvalidArgumentError(str("selection.recent is ", recent, "; expected at least rows = ",
-                                   rows, ", so that every candidate is sealed before it is chosen"));
+    throw InvalidArgumentError(str("selection.recent is ", recent,
+                                   "; expected at least rows = ", rows,
+                                   ", so that every candidate is sealed before it is chosen"));
   }
   if (kind != Kind::kTopK) return;
   int64_t previous = 0;
@@ -105,8 +106,8 @@ CandidateRange candidate_range(const Selection& selection, int64_t chunk_tokens,
   return {std::min(spans.sinks_end, spans.recent_begin), spans.recent_begin};
 }
 
-void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t position, int64_t window,
-                   const double* scores, std::vector<int32_t>* out) {
+void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t position,
+                   int64_t window, const double* scores, std::vector<int32_t>* out) {
   const Spans spans = spans_of(selection, chunk_tokens, position, window);
   const int64_t end = spans.own + 1;
   if (selection.kind == Selection::Kind::kDense) {
@@ -133,8 +134,8 @@ void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t pos
       const auto kth = orders.begin() + (places - 1);
       std::nth_element(orders.begin(), kth, orders.end(), std::greater<uint64_t>());
       threshold = *kth;
-      ties = places - std::count_if(orders.begin(), kth,
-                                    [&](uint64_t order) { return order > threshold; });
+      ties = places -
+             std::count_if(orders.begin(), kth, [&](uint64_t order) { return order > threshold; });
     }
     AlwaysCursor always(selection, chunk_tokens);
     for (int64_t chunk = middle_begin; chunk < middle_end; ++chunk) {

@@ -8,9 +8,9 @@ constexpr const char* kName = KVPAGER_ISA_LEVEL == 4   ? "v4"
                               : KVPAGER_ISA_LEVEL == 3 ? "v3"
                                                        : "base";
 
-constexpr KernelTable kPlain = {kName,        KVPAGER_ISA_LEVEL, attend_tile,    merge_state,
-                                finish_state, exp_lanes,         to_float,       from_float,
-                                all_finite,   score_sketches,    score_boxes,    score_exact};
+constexpr KernelTable kPlain = {kName,        KVPAGER_ISA_LEVEL, attend_tile, merge_state,
+                                finish_state, exp_lanes,         to_float,    from_float,
+                                all_finite,   score_sketches,    score_boxes, score_exact};
 
 #if KVPAGER_ISA_LEVEL == 4
 constexpr KernelTable kVnni = {kName,        KVPAGER_ISA_LEVEL,   attend_tile,      merge_state,

@@ -37,9 +37,9 @@ bool spin_until(Ready ready) {
 
 }  // namespace
 
-// A run is open between the caller's publish and its close. A worker joins an open run under the mutex and
-// leaves it the same way, so the caller waits only for workers that joined: one that is still waking up
-// finds the run closed and sleeps on.
+// A run is open between the caller's publish and its close. A worker joins an open run under the
+// mutex and leaves it the same way, so the caller waits only for workers that joined: one that is
+// still waking up finds the run closed and sleeps on.
 struct ThreadPool::Impl {
   using Function = std::function<void(int64_t, int)>;
 

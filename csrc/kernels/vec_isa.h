@@ -1,8 +1,10 @@
-// Sixteen float lanes with the same meaning in every tier: one AVX-512 register, two AVX2 registers, or an
-// array and correctly rounded fmaf. Included by *_isa.cc only, inside no namespace.
+// Sixteen float lanes with the same meaning in every tier: one AVX-512 register, two AVX2
+// registers, or an array and correctly rounded fmaf. Included by *_isa.cc only, inside no
+// namespace.
 //
-// These files are compiled several times with different flags, so nothing in them may have external linkage
-// outside kvpager::KVPAGER_ISA_NS: no inline functions of shared headers, no standard library templates.
+// These files are compiled several times with different flags, so nothing in them may have external
+// linkage outside kvpager::KVPAGER_ISA_NS: no inline functions of shared headers, no standard
+// library templates.
 #pragma once
 
 #include <cstddef>
@@ -51,16 +53,15 @@ static KVPAGER_INLINE Vec power_of_two(Vec t) {
 }
 // Lane i is a's where begin <= i < end, else -inf.
 static KVPAGER_INLINE Vec keep_range(Vec a, int begin, int end) {
-  const __mmask16 keep = static_cast<__mmask16>(
-      (0xFFFFu >> (16 - (end > 16 ? 16 : end))) & ~((1u << (begin < 0 ? 0 : begin)) - 1u));
+  const __mmask16 keep = static_cast<__mmask16>((0xFFFFu >> (16 - (end > 16 ? 16 : end))) &
+                                                ~((1u << (begin < 0 ? 0 : begin)) - 1u));
   return {_mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), keep, a.x)};
 }
-static KVPAGER_INLINE Vec sign_bits(Vec a) {
-  return {_mm512_and_ps(a.x, _mm512_set1_ps(-0.0f))};
-}
+static KVPAGER_INLINE Vec sign_bits(Vec a) { return {_mm512_and_ps(a.x, _mm512_set1_ps(-0.0f))}; }
 static KVPAGER_INLINE Vec xor_bits(Vec a, Vec b) { return {_mm512_xor_ps(a.x, b.x)}; }
 static KVPAGER_INLINE Vec load_bfloat16(const uint16_t* p) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i wide =
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 static KVPAGER_INLINE Vec load_float16(const uint16_t* p) {
@@ -245,8 +246,9 @@ static inline float tree_max(const Vec& a) {
 }
 #endif
 
-// e^x for x <= 0, relative error about one ulp; exp(0) = 1, 0 below -87, NaN stays NaN. n = round(x / ln 2)
-// by adding 1.5 * 2^23, r = x - n ln 2 in two steps, a polynomial of degree 7 in r, times 2^n.
+// e^x for x <= 0, relative error about one ulp; exp(0) = 1, 0 below -87, NaN stays NaN. n = round(x
+// / ln 2) by adding 1.5 * 2^23, r = x - n ln 2 in two steps, a polynomial of degree 7 in r, times
+// 2^n.
 static KVPAGER_INLINE Vec exp(Vec x) {
   const Vec magic = splat(12582912.0f);
   const Vec t = fma(x, splat(1.44269504f), magic);

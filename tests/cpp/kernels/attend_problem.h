@@ -1,5 +1,5 @@
-// Attention problems for tests: sequences in scattered chunk memory, and two references, one in binary64 and one
-// that follows the documented order of operations with scalars.
+// Attention problems for tests: sequences in scattered chunk memory, and two references, one in
+// binary64 and one that follows the documented order of operations with scalars.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +32,8 @@ struct Shape {
   bool sinks = false;
 };
 
-// Keys and values of one sequence of `length` tokens, in ascending or reversed block addresses. Bytes of
-// tokens that were never written are NaN.
+// Keys and values of one sequence of `length` tokens, in ascending or reversed block addresses.
+// Bytes of tokens that were never written are NaN.
 class Sequence {
  public:
   Sequence(const Layout& layout, int64_t length, uint32_t seed, bool reversed = false)
@@ -57,8 +57,10 @@ class Sequence {
                       static_cast<int32_t>(t % layout.chunk_tokens)});
     }
     const auto view = [&](std::vector<float>& data, int dim) {
-      return TensorView{data.data(), DType::kFloat32, length, layout.kv_heads, dim,
-                        int64_t{layout.kv_heads} * dim, dim};
+      return TensorView{data.data(), DType::kFloat32,
+                        length,      layout.kv_heads,
+                        dim,         int64_t{layout.kv_heads} * dim,
+                        dim};
     };
     write_rows(layout, view(k_, layout.k_dim), view(v_, layout.v_dim), rows.data(), length);
   }
@@ -108,15 +110,19 @@ inline std::vector<float> query_of(const Shape& shape, const Row& row) {
 }
 
 inline float sink_of(int q_head) { return 0.25f * static_cast<float>(q_head) - 0.5f; }
-inline float scaling_of(const Shape& shape) { return 1.0f / std::sqrt(static_cast<float>(shape.k_dim)); }
+inline float scaling_of(const Shape& shape) {
+  return 1.0f / std::sqrt(static_cast<float>(shape.k_dim));
+}
 
 struct RunOptions {
   int threads = 1;
   std::vector<int64_t> cuts;  // wave boundaries in splits
 };
 
-// The rows' outputs as float32, [rows][q_heads * v_dim], each as attend wrote it (rounded to the shape's dtype).
-inline std::vector<std::vector<float>> attend(const Shape& shape, const std::vector<Sequence*>& sequences,
+// The rows' outputs as float32, [rows][q_heads * v_dim], each as attend wrote it (rounded to the
+// shape's dtype).
+inline std::vector<std::vector<float>> attend(const Shape& shape,
+                                              const std::vector<Sequence*>& sequences,
                                               const std::vector<Row>& rows,
                                               const RunOptions& options = {}) {
   const Layout layout = layout_of(shape);
@@ -124,7 +130,8 @@ inline std::vector<std::vector<float>> attend(const Shape& shape, const std::vec
   const int64_t count = static_cast<int64_t>(rows.size());
   const int64_t element = dtype_bytes(shape.dtype);
   std::vector<std::byte> q(static_cast<size_t>(count * q_heads * shape.k_dim * element));
-  std::vector<std::byte> out(static_cast<size_t>(count * q_heads * shape.v_dim * element), std::byte{0xA5});
+  std::vector<std::byte> out(static_cast<size_t>(count * q_heads * shape.v_dim * element),
+                             std::byte{0xA5});
   const auto put = [&](std::byte* to, float value) {
     const uint16_t half =
         shape.dtype == DType::kFloat16 ? float_to_float16(value) : float_to_bfloat16(value);
@@ -157,7 +164,8 @@ inline std::vector<std::vector<float>> attend(const Shape& shape, const std::vec
     attend_rows.push_back({row.position, row.sequence});
     const std::vector<float> values = query_of(shape, row);
     for (size_t j = 0; j < values.size(); ++j) {
-      put(q.data() + (static_cast<size_t>(i) * values.size() + j) * static_cast<size_t>(element), values[j]);
+      put(q.data() + (static_cast<size_t>(i) * values.size() + j) * static_cast<size_t>(element),
+          values[j]);
     }
     for (int head = 0; selecting && head < shape.kv_heads; ++head) {
       if (row.sequence >= 0) {
@@ -176,8 +184,11 @@ inline std::vector<std::vector<float>> attend(const Shape& shape, const std::vec
   params.rows = count;
   params.row = attend_rows.data();
   params.tables = tables.data();
-  params.q = {q.data(), shape.dtype, count, q_heads, shape.k_dim, int64_t{q_heads} * shape.k_dim, shape.k_dim};
-  params.out = {out.data(), shape.dtype, count, q_heads, shape.v_dim, int64_t{q_heads} * shape.v_dim, shape.v_dim};
+  params.q = {q.data(),   shape.dtype, count, q_heads, shape.k_dim, int64_t{q_heads} * shape.k_dim,
+              shape.k_dim};
+  params.out = {out.data(), shape.dtype, count,
+                q_heads,    shape.v_dim, int64_t{q_heads} * shape.v_dim,
+                shape.v_dim};
   params.scaling = scaling_of(shape);
   params.softcap = shape.softcap;
   params.window = shape.window;
@@ -219,14 +230,16 @@ inline bool sees(const Shape& shape, const Row& row, int head, int64_t t) {
 }
 
 // Softmax attention in binary64, unrounded.
-inline std::vector<double> reference64(const Shape& shape, const Sequence& sequence, const Row& row) {
+inline std::vector<double> reference64(const Shape& shape, const Sequence& sequence,
+                                       const Row& row) {
   const std::vector<float> q = query_of(shape, row);
   std::vector<double> out;
   for (int h = 0; h < shape.kv_heads * shape.group; ++h) {
     const int head = h / shape.group;
     std::vector<double> s;
     std::vector<int64_t> at;
-    double m = shape.sinks ? static_cast<double>(sink_of(h)) : -std::numeric_limits<double>::infinity();
+    double m =
+        shape.sinks ? static_cast<double>(sink_of(h)) : -std::numeric_limits<double>::infinity();
     for (int64_t t = 0; t <= row.position; ++t) {
       if (!sees(shape, row, head, t)) continue;
       double dot = 0;
@@ -244,7 +257,8 @@ inline std::vector<double> reference64(const Shape& shape, const Sequence& seque
     for (size_t i = 0; i < s.size(); ++i) {
       const double p = std::exp(s[i] - m);
       l += p;
-      for (int j = 0; j < shape.v_dim; ++j) acc[static_cast<size_t>(j)] += p * double{sequence.v(at[i], head)[j]};
+      for (int j = 0; j < shape.v_dim; ++j)
+        acc[static_cast<size_t>(j)] += p * double{sequence.v(at[i], head)[j]};
     }
     for (const double x : acc) out.push_back(x / l);
   }
@@ -259,7 +273,8 @@ inline float scalar_exp(float x) {
   float r = std::fmaf(n, -0.693359375f, x);
   r = std::fmaf(n, 2.12194440e-4f, r);
   float p = 1.9875691500e-4f;
-  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+  for (const float c :
+       {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
     p = std::fmaf(p, r, c);
   }
   const float squared = r * r;
@@ -278,7 +293,8 @@ struct ScalarState {
   std::vector<float> acc;
 };
 
-inline std::vector<float> reference_in_order(const Shape& shape, const Sequence& sequence, const Row& row) {
+inline std::vector<float> reference_in_order(const Shape& shape, const Sequence& sequence,
+                                             const Row& row) {
   const std::vector<float> q = query_of(shape, row);
   std::vector<float> out;
   const int64_t last = row.position / shape.tokens;
@@ -294,7 +310,8 @@ inline std::vector<float> reference_in_order(const Shape& shape, const Sequence&
       ScalarState part;
       part.acc.assign(static_cast<size_t>(shape.v_dim), 0.0f);
       bool any = false;
-      for (int64_t c = split * kChunksPerSplit; c < (split + 1) * kChunksPerSplit && c <= last; ++c) {
+      for (int64_t c = split * kChunksPerSplit; c < (split + 1) * kChunksPerSplit && c <= last;
+           ++c) {
         std::vector<int> visible;
         std::vector<float> s(static_cast<size_t>(shape.tokens));
         float m = part.m;
@@ -303,7 +320,8 @@ inline std::vector<float> reference_in_order(const Shape& shape, const Sequence&
           if (!sees(shape, row, head, at)) continue;
           float dot = 0.0f;
           for (int d = 0; d < shape.k_dim; ++d) {
-            dot = std::fmaf(q[static_cast<size_t>(h * shape.k_dim + d)], sequence.k(at, head)[d], dot);
+            dot = std::fmaf(q[static_cast<size_t>(h * shape.k_dim + d)], sequence.k(at, head)[d],
+                            dot);
           }
           dot = dot * scaling_of(shape);
           if (shape.softcap != 0) dot = scalar_tanh(dot / shape.softcap) * shape.softcap;

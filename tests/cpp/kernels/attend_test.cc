@@ -42,7 +42,8 @@ std::string name_of(const Shape& shape) {
 }
 
 // Random ascending lists that hold the row's own chunk, per kv head.
-std::vector<std::vector<int32_t>> random_selection(const Shape& shape, int64_t position, uint32_t seed) {
+std::vector<std::vector<int32_t>> random_selection(const Shape& shape, int64_t position,
+                                                   uint32_t seed) {
   std::mt19937 random(seed);
   std::vector<std::vector<int32_t>> lists(static_cast<size_t>(shape.kv_heads));
   const int32_t own = static_cast<int32_t>(position / shape.tokens);
@@ -74,23 +75,27 @@ TEST_CASE("attention equals the documented order in every bit and binary64 withi
       CAPTURE(selecting);
       std::vector<Row> rows;
       for (const int64_t position :
-           {int64_t{0}, int64_t{shape.tokens} - 1, int64_t{shape.tokens}, 8 * int64_t{shape.tokens} - 1,
-            8 * int64_t{shape.tokens}, sequence.length() - 1}) {
+           {int64_t{0}, int64_t{shape.tokens} - 1, int64_t{shape.tokens},
+            8 * int64_t{shape.tokens} - 1, 8 * int64_t{shape.tokens}, sequence.length() - 1}) {
         Row row;
         row.position = position;
         row.query_seed = static_cast<uint32_t>(position);
-        if (selecting) row.selected = random_selection(shape, position, 11 + static_cast<uint32_t>(position));
+        if (selecting)
+          row.selected = random_selection(shape, position, 11 + static_cast<uint32_t>(position));
         rows.push_back(row);
       }
       const auto got = attend(shape, {&sequence}, rows);
-      const double tolerance = shape.dtype == DType::kFloat32 ? 2e-5 : shape.dtype == DType::kFloat16 ? 2e-3 : 1.6e-2;
+      const double tolerance = shape.dtype == DType::kFloat32   ? 2e-5
+                               : shape.dtype == DType::kFloat16 ? 2e-3
+                                                                : 1.6e-2;
       for (size_t i = 0; i < rows.size(); ++i) {
         CAPTURE(rows[i].position);
         CHECK(differing_bits(got[i], reference_in_order(shape, sequence, rows[i])) == 0);
         const std::vector<double> exact = reference64(shape, sequence, rows[i]);
         double worst = 0;
         for (size_t j = 0; j < exact.size(); ++j) {
-          worst = std::max(worst, std::fabs(double{got[i][j]} - exact[j]) / (1 + std::fabs(exact[j])));
+          worst =
+              std::max(worst, std::fabs(double{got[i][j]} - exact[j]) / (1 + std::fabs(exact[j])));
         }
         CHECK(worst < tolerance);
       }
@@ -98,7 +103,8 @@ TEST_CASE("attention equals the documented order in every bit and binary64 withi
   }
 }
 
-TEST_CASE("a row alone equals the row among sixty-four, in any order and on any number of threads") {
+TEST_CASE(
+    "a row alone equals the row among sixty-four, in any order and on any number of threads") {
   for (const Shape& shape : shapes()) {
     CAPTURE(name_of(shape));
     Sequence sequence(layout_of(shape), 11 * shape.tokens + 5, 6);
@@ -121,7 +127,8 @@ TEST_CASE("a row alone equals the row among sixty-four, in any order and on any 
       }
       for (const int threads : {2, 8}) {
         const auto threaded = attend(shape, {&sequence}, rows, {threads, {}});
-        for (size_t i = 0; i < rows.size(); ++i) CHECK(differing_bits(threaded[i], together[i]) == 0);
+        for (size_t i = 0; i < rows.size(); ++i)
+          CHECK(differing_bits(threaded[i], together[i]) == 0);
       }
     }
   }
@@ -226,7 +233,8 @@ TEST_CASE("a selected chunk that was not made readable is an invariant error") {
 TEST_CASE("exp of zero is one, far below it is zero, and it is close and never rises in between") {
   for (const KernelTable* table : runnable_kernels()) {
     CAPTURE(table->name);
-    std::vector<float> x = {0.0f, -0.0f, -86.99f, -87.01f, -1e30f, -std::numeric_limits<float>::infinity()};
+    std::vector<float> x = {0.0f,    -0.0f,  -86.99f,
+                            -87.01f, -1e30f, -std::numeric_limits<float>::infinity()};
     for (int i = 1; i < 20000; ++i) x.push_back(-0.0045f * static_cast<float>(i));
     std::vector<float> y(x.size());
     table->exp(x.data(), y.data(), static_cast<int64_t>(x.size()));

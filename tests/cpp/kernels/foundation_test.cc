@@ -104,7 +104,8 @@ TEST_CASE("KVPAGER_ISA chooses a tier, downwards only, and refuses words it does
   CHECK(choose_level("v3", 4) == 3);
   CHECK(choose_level("v4", 4) == 4);
   CHECK_THROWS_WITH_AS(choose_level("avx2", 4), doctest::Contains("avx2"), InvalidArgumentError);
-  CHECK_THROWS_WITH_AS(choose_level("v4", 3), doctest::Contains("cannot run"), InvalidArgumentError);
+  CHECK_THROWS_WITH_AS(choose_level("v4", 3), doctest::Contains("cannot run"),
+                       InvalidArgumentError);
   CHECK(std::string(isa_name()) == kernels().name);
 }
 

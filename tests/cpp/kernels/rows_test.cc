@@ -41,7 +41,8 @@ TEST_CASE("every 16-bit pattern survives the way to float32 and back, in every t
       int64_t wrong = 0;
       for (size_t i = 0; i < all.size(); ++i) {
         if (std::isnan(wide[i])) {
-          const float again = dtype == DType::kFloat16 ? float16_to_float(back[i]) : bfloat16_to_float(back[i]);
+          const float again =
+              dtype == DType::kFloat16 ? float16_to_float(back[i]) : bfloat16_to_float(back[i]);
           wrong += !std::isnan(again);
         } else {
           wrong += back[i] != all[i];
@@ -57,7 +58,8 @@ TEST_CASE("float32 is rounded to the nearest 16-bit value, ties to even, the sam
   std::mt19937 random(2);
   std::vector<float> wide;
   for (int i = 0; i < 20000; ++i) {
-    wide.push_back(std::ldexp(static_cast<float>(random()) - 2e9f, static_cast<int>(random() % 60) - 60));
+    wide.push_back(
+        std::ldexp(static_cast<float>(random()) - 2e9f, static_cast<int>(random() % 60) - 60));
   }
   for (int i = 0; i < 2000; ++i) {  // half-way cases and denormals of float16
     wide.push_back(static_cast<float>(2 * i + 1) * std::ldexp(1.0f, -25));
@@ -82,9 +84,11 @@ TEST_CASE("float32 is rounded to the nearest 16-bit value, ties to even, the sam
       const double half_step = std::ldexp(1.0, std::max(exponent, -13) - 11);
       const double bfloat_step = std::ldexp(1.0, exponent - 8);
       double half_expected = std::nearbyint(x / half_step) * half_step;
-      if (std::fabs(half_expected) > 65504) half_expected = std::copysign(std::numeric_limits<double>::infinity(), x);
+      if (std::fabs(half_expected) > 65504)
+        half_expected = std::copysign(std::numeric_limits<double>::infinity(), x);
       wrong += double{float16_to_float(half[i])} != half_expected;
-      wrong += double{bfloat16_to_float(bfloat[i])} != std::nearbyint(x / bfloat_step) * bfloat_step;
+      wrong +=
+          double{bfloat16_to_float(bfloat[i])} != std::nearbyint(x / bfloat_step) * bfloat_step;
     }
     CHECK(wrong == 0);
   }
@@ -96,14 +100,18 @@ TEST_CASE("rows come back as they were written, whatever runs they were written 
     const int64_t rows = 20;
     std::vector<float> k(static_cast<size_t>(rows * 3 * 32));
     std::vector<float> v(static_cast<size_t>(rows * 3 * 16));
-    for (size_t i = 0; i < k.size(); ++i) k[i] = static_cast<float>(static_cast<int>(i % 251) - 125) / 16;
-    for (size_t i = 0; i < v.size(); ++i) v[i] = static_cast<float>(static_cast<int>(i % 127) - 60) / 8;
+    for (size_t i = 0; i < k.size(); ++i)
+      k[i] = static_cast<float>(static_cast<int>(i % 251) - 125) / 16;
+    for (size_t i = 0; i < v.size(); ++i)
+      v[i] = static_cast<float>(static_cast<int>(i % 127) - 60) / 8;
     std::vector<std::byte> memory(static_cast<size_t>(3 * layout.slice_bytes()), std::byte{0x11});
     const std::vector<std::byte> before = memory;
     std::vector<WriteRow> where(static_cast<size_t>(rows));
-    for (int64_t i = 0; i < 9; ++i) where[static_cast<size_t>(i)] = {memory.data(), static_cast<int32_t>(7 + i)};
+    for (int64_t i = 0; i < 9; ++i)
+      where[static_cast<size_t>(i)] = {memory.data(), static_cast<int32_t>(7 + i)};
     for (int64_t i = 9; i < 14; ++i) {
-      where[static_cast<size_t>(i)] = {memory.data() + layout.slice_bytes(), static_cast<int32_t>(i - 9)};
+      where[static_cast<size_t>(i)] = {memory.data() + layout.slice_bytes(),
+                                       static_cast<int32_t>(i - 9)};
     }
     where[16] = {memory.data() + layout.slice_bytes(), 12};  // 14, 15 and 17.. are not written
     write_rows(layout, view_of(k, rows, 3, 32), view_of(v, rows, 3, 16), where.data(), rows);
@@ -113,7 +121,8 @@ TEST_CASE("rows come back as they were written, whatever runs they were written 
       for (int head = 0; head < 3; ++head) {
         float got_k[32];
         float got_v[16];
-        read_row(layout, where[static_cast<size_t>(i)].slice, head, where[static_cast<size_t>(i)].offset, got_k, got_v);
+        read_row(layout, where[static_cast<size_t>(i)].slice, head,
+                 where[static_cast<size_t>(i)].offset, got_k, got_v);
         CHECK(std::memcmp(got_k, k.data() + (i * 3 + head) * 32, sizeof got_k) == 0);
         CHECK(std::memcmp(got_v, v.data() + (i * 3 + head) * 16, sizeof got_v) == 0);
         written += 32 + 16;
@@ -122,7 +131,8 @@ TEST_CASE("rows come back as they were written, whatever runs they were written 
     int64_t changed = 0;
     for (size_t i = 0; i < memory.size(); ++i) changed += memory[i] != before[i];
     CHECK(changed <= written * dtype_bytes(dtype));
-    CHECK(std::memcmp(memory.data() + 2 * layout.slice_bytes(), before.data() + 2 * layout.slice_bytes(),
+    CHECK(std::memcmp(memory.data() + 2 * layout.slice_bytes(),
+                      before.data() + 2 * layout.slice_bytes(),
                       static_cast<size_t>(layout.slice_bytes())) == 0);
   }
 }
@@ -133,20 +143,26 @@ TEST_CASE("rows outside a chunk or of another shape are refused") {
   std::vector<float> v(2 * 3 * 16);
   std::vector<std::byte> memory(static_cast<size_t>(layout.slice_bytes()));
   const WriteRow rows[2] = {{memory.data(), 15}, {memory.data(), 16}};
-  CHECK_THROWS_AS(write_rows(layout, view_of(k, 2, 3, 32), view_of(v, 2, 3, 16), rows, 2), InvariantError);
-  CHECK_THROWS_AS(write_rows(layout, view_of(k, 2, 3, 16), view_of(v, 2, 3, 16), rows, 2), InvalidArgumentError);
+  CHECK_THROWS_AS(write_rows(layout, view_of(k, 2, 3, 32), view_of(v, 2, 3, 16), rows, 2),
+                  InvariantError);
+  CHECK_THROWS_AS(write_rows(layout, view_of(k, 2, 3, 16), view_of(v, 2, 3, 16), rows, 2),
+                  InvalidArgumentError);
 }
 
-TEST_CASE("the first row that is not finite is found, and rows that are not written are not looked at") {
+TEST_CASE(
+    "the first row that is not finite is found, and rows that are not written are not looked at") {
   for (const KernelTable* table : runnable_kernels()) {
     const KernelOverride tier(*table);
-    for (const float bad : {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
-                            std::numeric_limits<float>::quiet_NaN()}) {
+    for (const float bad :
+         {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
+          std::numeric_limits<float>::quiet_NaN()}) {
       std::vector<float> k(6 * 3 * 32, 3.4e38f);
       std::vector<float> v(6 * 3 * 16, -1e-42f);
       std::byte slice{};
       std::vector<WriteRow> rows(6, WriteRow{&slice, 0});
-      const auto find = [&] { return find_non_finite(view_of(k, 6, 3, 32), view_of(v, 6, 3, 16), rows.data(), 6); };
+      const auto find = [&] {
+        return find_non_finite(view_of(k, 6, 3, 32), view_of(v, 6, 3, 16), rows.data(), 6);
+      };
       CHECK(find() == -1);
       v[5 * 3 * 16 + 47] = bad;
       CHECK(find() == 5);
@@ -156,7 +172,8 @@ TEST_CASE("the first row that is not finite is found, and rows that are not writ
       CHECK(find() == 5);
     }
     for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-      std::vector<uint16_t> words(40, dtype == DType::kFloat16 ? uint16_t{0x7BFF} : uint16_t{0x7F7F});
+      std::vector<uint16_t> words(40,
+                                  dtype == DType::kFloat16 ? uint16_t{0x7BFF} : uint16_t{0x7F7F});
       CHECK(table->all_finite(words.data(), dtype, 40));
       words[39] = static_cast<uint16_t>(words[39] + 1);
       CHECK(!table->all_finite(words.data(), dtype, 40));

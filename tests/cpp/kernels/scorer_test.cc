@@ -24,11 +24,12 @@ Layout layout_of(int tokens, int k_dim, DType dtype = DType::kFloat32) {
   return layout;
 }
 
-std::vector<std::byte> summary_of(const Scorer& scorer, const Layout& layout, const std::vector<float>& tile,
-                                  std::byte fill = std::byte{0}) {
+std::vector<std::byte> summary_of(const Scorer& scorer, const Layout& layout,
+                                  const std::vector<float>& tile, std::byte fill = std::byte{0}) {
   std::vector<std::byte> bytes(tile.size() * static_cast<size_t>(dtype_bytes(layout.k_dtype)));
   for (size_t i = 0; i < tile.size(); ++i) {
-    const uint16_t half = layout.k_dtype == DType::kFloat16 ? float_to_float16(tile[i]) : float_to_bfloat16(tile[i]);
+    const uint16_t half =
+        layout.k_dtype == DType::kFloat16 ? float_to_float16(tile[i]) : float_to_bfloat16(tile[i]);
     if (layout.k_dtype == DType::kFloat32) {
       std::memcpy(bytes.data() + 4 * i, &tile[i], 4);
     } else {
@@ -40,14 +41,16 @@ std::vector<std::byte> summary_of(const Scorer& scorer, const Layout& layout, co
   return out;
 }
 
-std::vector<double> scores_of(const Scorer& scorer, const Layout& layout, int group, const std::vector<float>& q,
+std::vector<double> scores_of(const Scorer& scorer, const Layout& layout, int group,
+                              const std::vector<float>& q,
                               const std::vector<std::vector<std::byte>>& summaries) {
   std::vector<std::byte> query(static_cast<size_t>(scorer.query_bytes(layout, group)));
   scorer.prepare(layout, group, q.data(), query.data());
   std::vector<const std::byte*> pointers;
   for (const auto& summary : summaries) pointers.push_back(summary.data());
   std::vector<double> scores(summaries.size());
-  scorer.score(layout, group, query.data(), pointers.data(), static_cast<int64_t>(pointers.size()), scores.data());
+  scorer.score(layout, group, query.data(), pointers.data(), static_cast<int64_t>(pointers.size()),
+               scores.data());
   return scores;
 }
 
@@ -66,8 +69,8 @@ std::vector<std::vector<float>> chunks_of(const Layout& layout, int count, uint3
   std::vector<std::vector<float>> chunks;
   for (int c = 0; c < count; ++c) {
     const std::vector<float> shift = normal_floats(dims, seed + 1 + static_cast<uint32_t>(c), 0.5f);
-    std::vector<float> tile =
-        normal_floats(dims * static_cast<size_t>(layout.chunk_tokens), seed + 1000 + static_cast<uint32_t>(c));
+    std::vector<float> tile = normal_floats(dims * static_cast<size_t>(layout.chunk_tokens),
+                                            seed + 1000 + static_cast<uint32_t>(c));
     for (size_t i = 0; i < tile.size(); ++i) {
       const size_t d = i / static_cast<size_t>(layout.chunk_tokens);
       tile[i] = tile[i] * (0.3f + static_cast<float>(d % 5) * 0.3f) + mean[d] + shift[d];
@@ -130,21 +133,23 @@ double plain_sketch_score(const Layout& layout, int bits, int group, const std::
       int64_t sum = 0;
       for (int d = 0; d < layout.k_dim; ++d) {
         const int dims = 4 * per_byte;
-        const int byte = static_cast<int>(summary[(d / dims * layout.chunk_tokens + t) * 4 + d % 4]);
+        const int byte =
+            static_cast<int>(summary[(d / dims * layout.chunk_tokens + t) * 4 + d % 4]);
         const int code = byte >> (d % dims / 4 * bits) & ((1 << bits) - 1);
         const int x = q[static_cast<size_t>(h * layout.k_dim + d)];
         base += int64_t{x} * read16(low + 2 * d);
         const int product = x * static_cast<int>(step[d]) + 128;
         sum += static_cast<int64_t>(std::floor(product / 256.0)) * code;
       }
-      best = std::max(best, low_scale * static_cast<double>(base) + 256.0 * step_scale * static_cast<double>(sum));
+      best = std::max(best, low_scale * static_cast<double>(base) +
+                                256.0 * step_scale * static_cast<double>(sum));
     }
   }
   return best;
 }
 
-double plain_box_score(const Layout& layout, int boxes, bool spread, int group, const std::vector<int>& q,
-                       const std::byte* summary) {
+double plain_box_score(const Layout& layout, int boxes, bool spread, int group,
+                       const std::vector<int>& q, const std::byte* summary) {
   const int padded = (layout.k_dim + 63) / 64 * 64;
   const int box_bytes = padded * (spread ? 2 : 1);
   const std::byte* scales = summary + boxes * box_bytes;
@@ -167,7 +172,8 @@ double plain_box_score(const Layout& layout, int boxes, bool spread, int group, 
 
 const char* kNames[] = {"mean", "meanstd", "minmax", "sub16", "bits1", "bits2", "exact"};
 
-TEST_CASE("summaries are whole cache lines, every byte written, and equal for equal keys of any dtype") {
+TEST_CASE(
+    "summaries are whole cache lines, every byte written, and equal for equal keys of any dtype") {
   for (const char* name : kNames) {
     CAPTURE(name);
     const Scorer& scorer = find_scorer(name);
@@ -198,18 +204,19 @@ TEST_CASE("integer scores equal plain integer arithmetic, in every tier, for eve
           CAPTURE(group);
           const Layout layout = layout_of(tokens, k_dim);
           std::vector<std::vector<std::byte>> summaries;
-          for (const auto& tile : chunks_of(layout, 3, 5)) summaries.push_back(summary_of(scorer, layout, tile));
+          for (const auto& tile : chunks_of(layout, 3, 5))
+            summaries.push_back(summary_of(scorer, layout, tile));
           const std::vector<float> q = normal_floats(static_cast<size_t>(group * k_dim), 9);
           const std::vector<int> codes = query_codes(q);
           std::vector<double> expected;
           for (const auto& summary : summaries) {
             if (scorer_name == "bits1" || scorer_name == "bits2") {
-              expected.push_back(
-                  plain_sketch_score(layout, scorer_name == "bits1" ? 1 : 2, group, codes, summary.data()));
+              expected.push_back(plain_sketch_score(layout, scorer_name == "bits1" ? 1 : 2, group,
+                                                    codes, summary.data()));
             } else if (scorer_name != "exact") {
               const int boxes = scorer_name == "sub16" ? tokens / 16 : 1;
-              expected.push_back(
-                  plain_box_score(layout, boxes, scorer_name != "mean", group, codes, summary.data()));
+              expected.push_back(plain_box_score(layout, boxes, scorer_name != "mean", group, codes,
+                                                 summary.data()));
             }
           }
           if (scorer_name == "exact") expected = scores_of(scorer, layout, group, q, summaries);
@@ -237,7 +244,8 @@ TEST_CASE("exact scores are the largest dot product of any query head and token"
     for (size_t h = 0; h < 3; ++h) {
       for (size_t t = 0; t < 32; ++t) {
         double dot = 0;
-        for (size_t d = 0; d < 48; ++d) dot += double{q[h * 48 + d]} * double{chunks[c][d * 32 + t]};
+        for (size_t d = 0; d < 48; ++d)
+          dot += double{q[h * 48 + d]} * double{chunks[c][d * 32 + t]};
         best = std::max(best, dot);
       }
     }
@@ -245,7 +253,8 @@ TEST_CASE("exact scores are the largest dot product of any query head and token"
   }
 }
 
-// A tile with every key replaced by its two- or four-valued sketch, in binary64 and without integer scales.
+// A tile with every key replaced by its two- or four-valued sketch, in binary64 and without integer
+// scales.
 std::vector<float> ideal_sketch(const Layout& layout, int bits, const std::vector<float>& tile) {
   const size_t tokens = static_cast<size_t>(layout.chunk_tokens);
   std::vector<float> out = tile;
@@ -262,14 +271,17 @@ std::vector<float> ideal_sketch(const Layout& layout, int bits, const std::vecto
       step = 2 * deviation / static_cast<double>(tokens);
     }
     for (size_t t = 0; t < tokens; ++t) {
-      const double code = std::clamp(std::nearbyint((double{keys[t]} - low) / step), 0.0, double(bits * 2 - 1));
+      const double code =
+          std::clamp(std::nearbyint((double{keys[t]} - low) / step), 0.0, double(bits * 2 - 1));
       out[first + t] = static_cast<float>(low + step * code);
     }
   }
   return out;
 }
 
-TEST_CASE("sketches rank chunks as their real-valued sketch does, follow all keys, and two bits find a needle") {
+TEST_CASE(
+    "sketches rank chunks as their real-valued sketch does, follow all keys, and two bits find a "
+    "needle") {
   for (const int k_dim : {64, 128}) {
     const Layout layout = layout_of(64, k_dim);
     auto chunks = chunks_of(layout, 200, 31);
@@ -307,8 +319,9 @@ TEST_CASE("sketches rank chunks as their real-valued sketch does, follow all key
         }
         CHECK(error / size < 0.04);
       }
-      MESSAGE("worst Spearman, k_dim " << k_dim << ", bits " << bits << ": with the real-valued sketch "
-                                       << worst_ideal << ", with all keys " << worst_exact);
+      MESSAGE("worst Spearman, k_dim " << k_dim << ", bits " << bits
+                                       << ": with the real-valued sketch " << worst_ideal
+                                       << ", with all keys " << worst_exact);
       CHECK(worst_ideal > 0.97);
       CHECK(worst_exact > (bits == 1 ? 0.6 : 0.7));
     }
@@ -342,20 +355,26 @@ TEST_CASE("scores are finite for zero, equal, huge, denormal and non-finite keys
     CAPTURE(name);
     const Scorer& scorer = find_scorer(name);
     const Layout layout = layout_of(64, 64);
-    for (const std::vector<float>& values :
-         {std::vector<float>{0.0f}, {2.5f}, {1e30f, -1e30f}, {3.4e38f, -3.4e38f}, {1e-40f, -3e-42f},
-          {1e-31f, 1e30f}, {nan, inf, -inf, 1.0f}}) {
+    for (const std::vector<float>& values : {std::vector<float>{0.0f},
+                                             {2.5f},
+                                             {1e30f, -1e30f},
+                                             {3.4e38f, -3.4e38f},
+                                             {1e-40f, -3e-42f},
+                                             {1e-31f, 1e30f},
+                                             {nan, inf, -inf, 1.0f}}) {
       std::vector<float> tile(64 * 64);
       for (size_t i = 0; i < tile.size(); ++i) tile[i] = values[i * 7 / 3 % values.size()];
       const std::vector<std::vector<std::byte>> summaries = {summary_of(scorer, layout, tile)};
       for (const float size : {0.0f, 1e-42f, 1e-20f, 1.0f, 3.4e38f}) {
         const std::vector<float> q = normal_floats(128, 51, std::min(size, 1e38f));
-        for (const double score : scores_of(scorer, layout, 2, q, summaries)) CHECK(std::isfinite(score));
+        for (const double score : scores_of(scorer, layout, 2, q, summaries))
+          CHECK(std::isfinite(score));
       }
       if (std::string(name) != "exact") {
         std::vector<float> q(128, nan);
         q[3] = inf;
-        for (const double score : scores_of(scorer, layout, 2, q, summaries)) CHECK(std::isfinite(score));
+        for (const double score : scores_of(scorer, layout, 2, q, summaries))
+          CHECK(std::isfinite(score));
       }
     }
   }

@@ -16,17 +16,20 @@ bool touches(int64_t c, int64_t tokens, int64_t begin, int64_t end) {
 }
 
 // The definition, one chunk at a time, with a full sort.
-std::vector<int32_t> plain_select(const Selection& selection, int64_t tokens, int64_t p, int64_t window,
-                                  const std::vector<double>& score_of_chunk) {
+std::vector<int32_t> plain_select(const Selection& selection, int64_t tokens, int64_t p,
+                                  int64_t window, const std::vector<double>& score_of_chunk) {
   std::set<int32_t> in;
   std::vector<std::pair<double, int32_t>> candidates;
-  const int64_t recent_start = p + 1 > selection.recent ? (p + 1 - selection.recent) / tokens * tokens : 0;
+  const int64_t recent_start =
+      p + 1 > selection.recent ? (p + 1 - selection.recent) / tokens * tokens : 0;
   for (int64_t c = 0; c <= p / tokens; ++c) {
     if (window > 0 && (c + 1) * tokens - 1 <= p - window) continue;
     bool fixed = selection.kind == Selection::Kind::kDense;
-    if (!fixed) fixed = touches(c, tokens, 0, selection.sinks) || touches(c, tokens, recent_start, p + 1);
+    if (!fixed)
+      fixed = touches(c, tokens, 0, selection.sinks) || touches(c, tokens, recent_start, p + 1);
     if (selection.kind == Selection::Kind::kTopK) {
-      for (const auto& range : selection.always) fixed = fixed || touches(c, tokens, range.first, range.second);
+      for (const auto& range : selection.always)
+        fixed = fixed || touches(c, tokens, range.first, range.second);
     }
     const int32_t id = static_cast<int32_t>(c);
     if (fixed) {
@@ -66,8 +69,9 @@ TEST_CASE("selection equals the definition at every position, window and configu
   std::mt19937 random(1);
   for (const int64_t tokens : {16, 64}) {
     for (int round = 0; round < 60; ++round) {
-      Selection selection = top_k(1 + static_cast<int32_t>(random() % 9), static_cast<int64_t>(random() % 100),
-                                  64 + static_cast<int64_t>(random() % 150));
+      Selection selection =
+          top_k(1 + static_cast<int32_t>(random() % 9), static_cast<int64_t>(random() % 100),
+                64 + static_cast<int64_t>(random() % 150));
       if (round % 3 == 1) selection.kind = Selection::Kind::kWindow;
       if (round % 7 == 6) selection.kind = Selection::Kind::kDense;
       int64_t at = static_cast<int64_t>(random() % 300);
@@ -90,7 +94,8 @@ TEST_CASE("selection equals the definition at every position, window and configu
       for (const int64_t p : {tokens - 1, tokens, tokens + 1, int64_t{63}, int64_t{64}, int64_t{65},
                               selection.recent - 1, selection.recent, selection.recent + tokens}) {
         CAPTURE(p);
-        REQUIRE(select(selection, tokens, p, window, scores) == plain_select(selection, tokens, p, window, scores));
+        REQUIRE(select(selection, tokens, p, window, scores) ==
+                plain_select(selection, tokens, p, window, scores));
       }
     }
   }
@@ -120,14 +125,16 @@ TEST_CASE("both zeros are equal, NaN is the worst score and infinity the best") 
   CHECK(select(selection, 64, 64 * 9, 0, scores).size() == 4);
 }
 
-TEST_CASE("candidates end where the recent window starts and are sealed for every row of a forward") {
+TEST_CASE(
+    "candidates end where the recent window starts and are sealed for every row of a forward") {
   const int64_t rows = 64;
   for (const int64_t tokens : {16, 64, 128}) {
     const Selection selection = top_k(4, 64, 100);
     for (int64_t p = 0; p < 2000; ++p) {
       const CandidateRange range = candidate_range(selection, tokens, p);
       CHECK(range.end * tokens <= std::max<int64_t>(0, p + 1 - selection.recent));
-      // The forward that holds p began at p - rows + 1 or later; what it began with is sealed up to there.
+      // The forward that holds p began at p - rows + 1 or later; what it began with is sealed up to
+      // there.
       CHECK(range.end <= std::max<int64_t>(0, p - rows + 1) / tokens);
       if (range.begin < range.end) CHECK(range.begin == (64 + tokens - 1) / tokens);
     }
@@ -142,7 +149,8 @@ TEST_CASE("selections are appended") {
 
 TEST_CASE("a selection that cannot work is refused by the name of its field") {
   const auto refused = [](const Selection& selection, const char* field) {
-    CHECK_THROWS_WITH_AS(selection.validate(64, 64), doctest::Contains(field), InvalidArgumentError);
+    CHECK_THROWS_WITH_AS(selection.validate(64, 64), doctest::Contains(field),
+                         InvalidArgumentError);
   };
   top_k(1, 0, 64).validate(64, 64);
   Selection{}.validate(64, 1000);
