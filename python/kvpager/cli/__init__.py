@@ -1,0 +1,74 @@
+"""The `kvpager` command.
+
+Results go to stdout (or `--output`), everything else to stderr. Exit codes: 0, 1 for a failure, 2
+for a wrong command line, 130 when interrupted, 143 when terminated. A failure is one line;
+KVPAGER_DEBUG=1 shows where it came from.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+
+from kvpager.cli.demo.child import COMMAND as CHILD_COMMAND
+from kvpager.cli.demo.child import serve
+from kvpager.cli.failure import CliError
+from kvpager.errors import PagerError
+
+__all__ = ["main"]
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+TERMINATED = 143
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM, as an exception, so that what was begun is cleaned up."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (default: the process's own) and returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == [CHILD_COMMAND]:
+        return serve()
+    previous = _on_sigterm(_terminate)
+    try:
+        from kvpager.cli.commands import parse  # not in a child, which needs none of it
+
+        args = parse(arguments)
+        code: int = args.run(args)
+    except KeyboardInterrupt:
+        return _tell("interrupted", INTERRUPTED)
+    except _TerminatedError:
+        return _tell("terminated", TERMINATED)
+    except BrokenPipeError:  # whoever read stdout has gone; nothing is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except CliError as error:
+        return _tell(str(error), error.exit_code)
+    except (PagerError, OSError) as error:
+        return _tell(str(error), 1)
+    finally:
+        _on_sigterm(previous)
+    return code
+
+
+def _tell(message: str, code: int) -> int:
+    if os.environ.get("KVPAGER_DEBUG", "") not in ("", "0"):
+        traceback.print_exc()
+    print("kvpager: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _TerminatedError
+
+
+def _on_sigterm(handler: signal._HANDLER) -> signal._HANDLER:
+    try:
+        return signal.signal(signal.SIGTERM, handler)
+    except ValueError:  # not the main thread: the embedding program's affair
+        return handler

@@ -1,0 +1,1 @@
+"""`kvpager demo`: a long prompt, turns in separate processes, proof that no bit differs."""

@@ -1,0 +1,106 @@
+"""`kvpager info`: what is installed and what this machine offers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from typing import Any
+
+from kvpager.cli.output import emit, emit_json
+from kvpager.cli.parser import Parser
+
+
+def add(commands: Any, common: Parser) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "info", parents=[common], help="versions, instruction set, memory, scorers"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    values = collect()
+    if args.format == "json":
+        emit_json(args, values)
+    else:
+        emit(args, _text(values))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `info` tells."""
+    import numpy as np
+    import torch
+    import transformers
+
+    from kvpager import Layout, __version__, _core
+    from kvpager.config import DEFAULT_ROWS, DEFAULT_SCORER, physical_memory
+    from kvpager.needles import shipped_model_path
+
+    try:
+        model: str | None = str(shipped_model_path())
+    except FileNotFoundError:
+        model = None
+    usual = Layout(
+        layers=1, kv_heads=1, k_dim=128, v_dim=128, k_dtype="bfloat16", v_dtype="bfloat16"
+    )
+    native = usual.native()
+    return {
+        "kvpager": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "backend": "CPU",
+        "cuda": "not built",
+        "instruction_set": _core.isa_name(),
+        "processors": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": physical_memory(),
+        "rows": DEFAULT_ROWS["cpu"],
+        "kernel_version": _core.KERNEL_VERSION,
+        "snapshot_version": ".".join(map(str, _core.SNAPSHOT_VERSION)),
+        "shipped_model": model,
+        "default_scorer": DEFAULT_SCORER,
+        "scorers": {
+            name: {
+                "description": _core.scorer_description(name),
+                "share_of_kv": _core.summary_bytes(name, native) / native.chunk_bytes,
+            }
+            for name in _core.scorer_names()
+        },
+    }
+
+
+def _text(values: dict[str, Any]) -> str:
+    labels = {
+        "instruction_set": "instruction set",
+        "torch_threads": "torch threads",
+        "memory_bytes": "memory",
+        "rows": "rows of a forward",
+        "kernel_version": "kernel version",
+        "snapshot_version": "snapshot version",
+        "shipped_model": "shipped model",
+    }
+    lines = []
+    for name, value in values.items():
+        if name in ("scorers", "default_scorer", "cuda"):
+            continue
+        shown = value
+        if name == "backend":
+            shown = f"{value} (CUDA: {values['cuda']})"
+        elif name == "memory_bytes":
+            shown = f"{value / 2**30:.1f} GiB"
+        elif value is None:
+            shown = "not found"
+        lines.append(f"{labels.get(name, name):18} {shown}")
+    lines.append("")
+    lines.append("scorers            (share: summary bytes of bf16 K/V at head_dim 128)")
+    for name, scorer in values["scorers"].items():
+        mark = "  (default)" if name == values["default_scorer"] else ""
+        share = f"{100 * scorer['share_of_kv']:.1f}%"
+        lines.append(f"  {name:8} {share:>6}  {scorer['description']}{mark}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,70 @@
+"""Where a command's result goes, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvpager.cli.failure import CliError
+
+
+def emit(args: argparse.Namespace, text: str) -> None:
+    """Writes a command's whole result to stdout, or to the file that --output names."""
+    if args.output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        write_file(Path(args.output), text.encode())
+
+
+def emit_json(args: argparse.Namespace, values: Mapping[str, Any]) -> None:
+    """Writes one JSON object, and a line end."""
+    emit(args, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def note(args: argparse.Namespace, text: str) -> None:
+    """A line on stderr, unless --quiet."""
+    if not args.quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+        CliError: it cannot be written; nothing is left of it.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise CliError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(name).chmod(0o666 & ~umask)  # mkstemp's 0600 is for secrets
+        Path(name).replace(path)
+    except OSError as error:
+        raise CliError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def check_writable(option: str, path: str | None) -> None:
+    """Raises CliError now rather than after minutes, if a file of this name cannot be made."""
+    if path is None:
+        return
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise CliError(f"{option} {path}: there is no folder {folder}")
+    if Path(path).is_dir():
+        raise CliError(f"{option} {path}: it is a folder; expected the name of a file")
+    if not os.access(folder, os.W_OK):
+        raise CliError(f"{option} {path}: the folder {folder} is not writable")

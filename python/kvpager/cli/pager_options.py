@@ -1,0 +1,182 @@
+"""PagerConfig on the command line and in the environment, from its own definition."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvpager import _core
+from kvpager.cli.failure import UsageError
+from kvpager.cli.parser import suggestion
+from kvpager.config import Dense, Option, PagerConfig, Selection, TopK, Window
+from kvpager.errors import InvalidArgumentError
+
+_SELECTIONS: dict[str, type[Dense] | type[TopK] | type[Window]] = {
+    kind.kind: kind for kind in (Dense, TopK, Window)
+}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_DEST = "pager_"  # keeps these apart from a command's own arguments
+
+
+def add_pager_options(
+    parser: argparse.ArgumentParser,
+    defaults: Mapping[str, object],
+    aliases: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Adds every option of PagerConfig and of its selections.
+
+    Args:
+        parser: to add to.
+        defaults: of this command, by name; they go before PagerConfig's own.
+        aliases: further flags by name, such as {"pool_tokens": ["--pool"]}.
+    """
+    group = parser.add_argument_group(
+        "pager options",
+        "An environment variable in [brackets] is read where an option is not given.",
+    )
+    group.add_argument(
+        "--selection",
+        dest=_DEST + "selection",
+        choices=tuple(_SELECTIONS),
+        help="what a row attends to: everything, the best-scoring chunks, or a recent window "
+        f"(default {defaults.get('selection', 'dense')}; topk where --chunks is given) "
+        "[KVPAGER_SELECTION]",
+    )
+    group.add_argument(
+        "--dense",
+        dest=_DEST + "selection",
+        action="store_const",
+        const="dense",
+        help="--selection dense",
+    )
+    for option in _options():
+        flags = [_flag(option.name), *(aliases or {}).get(option.name, ())]
+        default = defaults.get(option.name, option.default)
+        shown = "" if default is dataclasses.MISSING else f"; default {default}"
+        text = f"{option.help} ({option.accepts}{shown}) [{_variable(option.name)}]"
+        kind: dict[str, Any] = {"metavar": option.name.rsplit("_", 1)[-1].upper()}
+        if option.type == "bool":
+            kind = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(
+            *flags, dest=_DEST + option.name, default=None, help=text.replace("%", "%%"), **kind
+        )
+    parser.set_defaults(pager_defaults=dict(defaults))
+
+
+def pager_config(args: argparse.Namespace) -> PagerConfig:
+    """The configuration of a command line: its options, else the environment, else defaults.
+
+    Raises:
+        UsageError: a value that PagerConfig refuses.
+    """
+    given = {name: _given(args, name) for name in ("selection", *(o.name for o in _options()))}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "selection" not in chosen and "chunks" in chosen:
+        chosen["selection"] = "topk"
+    values = {**args.pager_defaults, **chosen}
+    kind = str(values.pop("selection", "dense"))
+    if kind not in _SELECTIONS:
+        raise UsageError(f"KVPAGER_SELECTION is {kind!r}; expected {', '.join(_SELECTIONS)}")
+    try:
+        parsed = {option.name: option for option in _options()}
+        values = {name: _parse(parsed[name], value) for name, value in values.items()}
+        own = {field.name for field in dataclasses.fields(_SELECTIONS[kind])}
+        _refuse_unused(kind, own, chosen)
+        selection: Selection = _SELECTIONS[kind](**_only(values, own))
+        mine = {field.name for field in dataclasses.fields(PagerConfig)} - own
+        config = PagerConfig(**_only(values, mine), selection=selection)
+        config.resolve_rows()
+        _check_scorer(config.scorer_name)
+    except InvalidArgumentError as error:
+        raise UsageError(_with_flags(str(error))) from error
+    except TypeError as error:  # an option without a default: Window's recent
+        raise UsageError(f"--selection {kind}: {str(error).split('() ', 1)[-1]}") from error
+    return config
+
+
+def config_to_json(config: PagerConfig) -> dict[str, Any]:
+    """For another process; `config_from_json` is the inverse."""
+    values = dataclasses.asdict(config)
+    values["selection"]["kind"] = config.selection.kind
+    return values
+
+
+def config_from_json(values: Mapping[str, Any]) -> PagerConfig:
+    """The configuration that `config_to_json` described."""
+    fields = dict(values["selection"])
+    selection = _SELECTIONS[fields.pop("kind")](**fields)
+    return PagerConfig(**{**values, "selection": selection})
+
+
+def _options() -> list[Option]:
+    """Every option but `selection`, which is a choice of three; one entry per name."""
+    by_name: dict[str, Option] = {}
+    for option in (*PagerConfig.options(), *TopK.options(), *Window.options()):
+        by_name.setdefault(option.name, option)
+    del by_name["selection"]
+    return list(by_name.values())
+
+
+def _refuse_unused(kind: str, own: set[str], chosen: Mapping[str, object]) -> None:
+    pager = {field.name for field in dataclasses.fields(PagerConfig)}
+    for name in chosen:
+        if name not in own and name not in pager:
+            raise UsageError(f"{_flag(name)} has no meaning with --selection {kind}")
+
+
+def _check_scorer(name: str) -> None:
+    known = _core.scorer_names()
+    if name not in known:
+        raise UsageError(f"--scorer is {name!r}{suggestion(name, known)}")
+
+
+def _given(args: argparse.Namespace, name: str) -> Any:
+    value = getattr(args, _DEST + name)
+    return os.environ.get(_variable(name)) if value is None else value
+
+
+def _parse(option: Option, text: Any) -> Any:
+    """Text to the option's type; what does not parse is left for PagerConfig to refuse by name."""
+    if not isinstance(text, str):
+        return text
+    if text.lower() == "none" and "None" in option.type:
+        return None
+    if option.type == "bool" and text.lower() in (*_TRUE, *_FALSE):
+        return text.lower() in _TRUE
+    if option.type.startswith("tuple"):
+        return [part.split(":") for part in text.split(",")] if not _ranges(text) else _ranges(text)
+    for kind in (int, float):
+        if option.type.startswith(kind.__name__):
+            try:
+                return kind(text)
+            except ValueError:
+                return text
+    return text
+
+
+def _ranges(text: str) -> tuple[tuple[int, int], ...]:
+    """Of text such as 0:64,128:256; empty where it is none."""
+    if not re.fullmatch(r"\d+:\d+(,\d+:\d+)*", text):
+        return ()
+    pairs = (part.split(":") for part in text.split(","))
+    return tuple((int(start), int(stop)) for start, stop in pairs)
+
+
+def _only(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _variable(name: str) -> str:
+    return "KVPAGER_" + name.upper()
+
+
+def _with_flags(message: str) -> str:
+    return re.sub(r"\b(?:PagerConfig|TopK|Window)\.(\w+)", lambda m: _flag(m[1]), message)

@@ -1,0 +1,52 @@
+"""argparse, with one-line errors that name the closest known word."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from kvpager.cli.failure import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError where argparse would print its usage and exit; accepts no abbreviations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError with the message and where to read on."""
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+    def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The arguments, none of them unknown. Subparsers must set the default `parser`."""
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            parser: Parser = getattr(args, "parser", self)
+            parser._refuse_unknown(unknown)
+        return args
+
+    def _refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        options = [argument for argument in unknown if argument.startswith("-")]
+        if not options:
+            self.error(f"unexpected argument {unknown[0]!r}")
+        name = options[0].split("=", 1)[0]
+        known = [text for action in self._actions for text in action.option_strings]
+        hint = suggestion(name, known)
+        self.error(f"unknown option {name}" + (hint if "did you mean" in hint else ""))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            hint = suggestion(str(value), known)
+            raise argparse.ArgumentError(action, f"unknown {value!r}{hint}")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a refusal: the closest known word, or all of them where none is close."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else "; expected " + ", ".join(names)

@@ -1,0 +1,376 @@
+"""The command line apart from the demo: options, errors, generate, info, snapshot inspect."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvpager.cli import main
+from kvpager.cli.commands import parse
+from kvpager.cli.failure import UsageError
+from kvpager.cli.output import write_file
+from kvpager.cli.pager_options import config_from_json, config_to_json, pager_config
+from kvpager.config import Dense, PagerConfig, TopK, Window
+
+WORDS = ["<unk>", "the", "cache", "keeps", "every", "chunk", "pool", "page", "turn", "needle"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def spoken_model_dir(model_dir, tmp_path_factory):
+    """The same model with a tokenizer of one token per word."""
+    path = tmp_path_factory.mktemp("spoken")
+    for file in model_dir.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    words = WORDS + [f"w{i}" for i in range(64 - len(WORDS))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
+    return path
+
+
+def generate(capsys, *arguments):
+    code = main(["generate", "--format", "json", "-q", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert err == ""
+    return json.loads(out)
+
+
+def refused(capsys, *arguments):
+    code = main(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvpager: ")
+    assert err.count("\n") == 1, err
+    return code, err
+
+
+def test_a_mistyped_command_names_the_closest_one(capsys):
+    code, err = refused(capsys, "genrate")
+    assert code == 2
+    assert "did you mean generate?" in err
+
+
+def test_a_mistyped_verb_names_the_closest_one(capsys):
+    code, err = refused(capsys, "snapshot", "inspct", "file")
+    assert code == 2
+    assert "did you mean inspect?" in err
+
+
+def test_a_mistyped_option_names_the_closest_one_even_where_another_is_missing(capsys):
+    code, err = refused(capsys, "generate", "--modle", "somewhere")
+    assert code == 2
+    assert "--modle" in err
+    assert "did you mean --model?" in err
+
+
+def test_an_abbreviated_option_is_not_guessed(capsys):
+    code, err = refused(capsys, "info", "--form", "json")
+    assert code == 2
+    assert "did you mean --format?" in err
+
+
+def test_a_mistyped_choice_names_the_closest_one(capsys):
+    code, err = refused(capsys, "info", "--format", "jsn")
+    assert code == 2
+    assert "did you mean json?" in err
+
+
+def test_no_command_at_all_is_a_usage_error(capsys):
+    assert refused(capsys)[0] == 2
+
+
+def test_version_prints_the_package_version(capsys):
+    import kvpager
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"kvpager {kvpager.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["demo", "generate"])
+def test_help_documents_every_pager_option_and_its_variable(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    for option in (*PagerConfig.options(), *TopK.options(), *Window.options()):
+        assert "--" + option.name.replace("_", "-") in out
+        assert f"[KVPAGER_{option.name.upper()}]" in out
+
+
+def test_info_tells_the_same_in_both_formats(capsys):
+    assert main(["info", "--format", "json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["backend"] == "CPU"
+    assert values["default_scorer"] in values["scorers"]
+    assert all(0 < scorer["share_of_kv"] <= 1 for scorer in values["scorers"].values())
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    for name, scorer in values["scorers"].items():
+        assert name in text
+        assert scorer["description"] in text
+
+
+def test_output_goes_to_the_file_and_nowhere_else(capsys, tmp_path):
+    path = tmp_path / "info.json"
+    assert main(["info", "--format", "json", "--output", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "")
+    assert json.loads(path.read_text())["backend"] == "CPU"
+    assert [file.name for file in tmp_path.iterdir()] == ["info.json"]
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    from kvpager.cli.failure import CliError
+
+    path = tmp_path / "result"
+    path.write_bytes(b"old")
+
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(CliError, match="No space left"):
+        write_file(path, b"new")
+    assert [file.name for file in tmp_path.iterdir()] == ["result"]
+    assert path.read_bytes() == b"old"
+
+
+# Options of the pager.
+
+
+def options(*arguments):
+    return pager_config(parse(["generate", *arguments]))
+
+
+def test_an_option_goes_before_the_environment_and_that_before_the_default(monkeypatch):
+    assert options().pool_tokens == 2048
+    monkeypatch.setenv("KVPAGER_POOL_TOKENS", "4096")
+    monkeypatch.setenv("KVPAGER_POLICY", "lru")
+    assert options().pool_tokens == 4096
+    assert options("--pool", "1024").pool_tokens == 1024
+    assert options("--pool", "1024").policy == "lru"
+
+
+def test_every_option_reaches_the_configuration(tmp_path):
+    config = options(
+        *("--pool-tokens", "8192", "--chunk-tokens", "128", "--rows", "32"),
+        *("--selection", "topk", "--chunks", "7", "--sinks", "128", "--recent", "512"),
+        *("--scorer", "minmax", "--always", "0:64,128:256", "--host-bytes", "1GiB"),
+        *("--disk-path", str(tmp_path), "--disk-bytes", "2GiB", "--summary-bytes", "64MiB"),
+        *("--policy", "lru", "--recall-chunks", "2", "--hysteresis", "0.5"),
+        *("--kv-dtype", "bfloat16", "--debug-shuffle-seed", "3", "--debug-poison"),
+    )
+    assert config == PagerConfig(
+        pool_tokens=8192,
+        chunk_tokens=128,
+        rows=32,
+        selection=TopK(
+            chunks=7, sinks=128, recent=512, scorer="minmax", always=((0, 64), (128, 256))
+        ),
+        host_bytes=2**30,
+        disk_path=str(tmp_path),
+        disk_bytes=2**31,
+        summary_bytes=64 * 2**20,
+        policy="lru",
+        recall_chunks=2,
+        hysteresis=0.5,
+        kv_dtype="bfloat16",
+        debug_shuffle_seed=3,
+        debug_poison=True,
+    )
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+def test_selection_is_dense_unless_chunks_or_a_name_say_otherwise(monkeypatch):
+    assert options().selection == Dense()
+    assert options("--chunks", "5").selection == TopK(chunks=5)
+    assert options("--selection", "topk").selection == TopK(chunks=32)
+    assert options("--selection", "window", "--recent", "512").selection == Window(recent=512)
+    assert options("--scorer", "mean").scorer_name == "mean"
+    monkeypatch.setenv("KVPAGER_SELECTION", "topk")
+    assert options("--dense").selection == Dense()
+    assert options("--rows", "none").rows is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--pool", "many"), "--pool-tokens is 'many'"),
+        (("--pool", "100"), "a multiple of chunk_tokens"),
+        (("--pool", "64"), "--pool-tokens is 64; expected at least 192"),
+        (("--host", "4GB4"), "--host-bytes is '4GB4'"),
+        (("--policy", "lrru"), "--policy is 'lrru'"),
+        (("--always", "5:1"), "--always"),
+        (("--always", "abc", "--chunks", "3"), "--always"),
+        (("--dense", "--chunks", "3"), "--chunks has no meaning with --selection dense"),
+        (("--selection", "window"), "recent"),
+        (("--scorer", "bits3"), "did you mean bits"),
+        (("--recent", "32", "--chunks", "3"), "--recent is 32"),
+    ],
+)
+def test_a_refused_value_is_named_by_its_option(arguments, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        options(*arguments)
+
+
+def test_a_refused_variable_is_a_usage_error(capsys, monkeypatch):
+    monkeypatch.setenv("KVPAGER_SELECTION", "best")
+    code, err = refused(capsys, "generate", "--model", "x", "--ids", "1")
+    assert code == 2
+    assert "KVPAGER_SELECTION" in err
+
+
+# generate.
+
+
+def test_generate_prints_ids_as_they_come_and_a_summary_on_stderr(capsys, model_dir):
+    arguments = ["--model", str(model_dir), "--ids", "1,2,3", "--max-new-tokens", "5"]
+    assert main(["generate", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert len([int(word) for word in out.split()]) == 5
+    assert "0 tokens reused, 3 prefilled" in err
+    assert "first token after" in err
+    assert main(["generate", "-q", *arguments]) == 0
+    quiet_out, quiet_err = capsys.readouterr()
+    assert quiet_out == out
+    assert quiet_err == ""
+
+
+def test_a_restored_generation_goes_on_as_if_never_interrupted(capsys, model_dir, tmp_path):
+    path, again = tmp_path / "turn.kvsnap", tmp_path / "again.kvsnap"
+    ids = ",".join(str(i % 60) for i in range(700))
+    common = ("--model", model_dir, "--pool", "256", "--chunks", "2", "--temperature", "0.8")
+    whole = generate(capsys, *common, "--ids", ids, "--max-new-tokens", 12, "--seed", 5)
+    first = generate(
+        capsys, *common, "--ids", ids, "--max-new-tokens", 4, "--seed", 5, "--save", path
+    )
+    assert first["saved_bytes"] == path.stat().st_size
+    second = generate(capsys, *common, "--restore", path, "--max-new-tokens", 8, "--save", again)
+    assert first["ids"] + second["ids"] == whole["ids"]
+    assert (first["reused_tokens"], first["prefilled_tokens"]) == (0, 700)
+    assert (second["reused_tokens"], second["prefilled_tokens"]) == (704, 0)
+    third = generate(capsys, *common, "--restore", again, "--ids", "7 8", "--max-new-tokens", 1)
+    assert (third["reused_tokens"], third["prefilled_tokens"]) == (712, 2)
+
+
+def test_text_goes_through_the_tokenizer_both_ways(capsys, spoken_model_dir, tmp_path):
+    common = ("--model", spoken_model_dir, "--max-new-tokens", 6)
+    text = "the cache keeps every chunk"
+    spoken = generate(capsys, *common, "--prompt", text)
+    assert spoken["prefilled_tokens"] == 5
+    assert spoken["ids"] == generate(capsys, *common, "--ids", "1 2 3 4 5")["ids"]
+    file = tmp_path / "prompt.txt"
+    file.write_text(text)
+    assert generate(capsys, *common, "--prompt-file", file)["text"] == spoken["text"]
+    arguments = ["generate", "-q", *map(str, common), "--prompt", text]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.split() == spoken["text"].split()
+
+
+def test_text_without_a_tokenizer_names_the_option_for_ids(capsys, model_dir):
+    code, err = refused(capsys, "generate", "--model", model_dir, "--prompt", "hello")
+    assert code == 1
+    assert "--ids" in err
+
+
+def test_a_missing_model_folder_is_one_line(capsys, tmp_path):
+    missing = tmp_path / "no-model"
+    code, err = refused(capsys, "generate", "--model", missing, "--ids", "1")
+    assert code == 1
+    assert f"{missing}: no such folder" in err
+
+
+def test_a_damaged_model_folder_is_one_line(capsys, model_dir, tmp_path):
+    (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"rubbish")
+    code, err = refused(capsys, "generate", "--model", tmp_path, "--ids", "1")
+    assert code == 1
+    assert str(tmp_path) in err
+
+
+def test_a_missing_snapshot_is_one_line(capsys, model_dir, tmp_path):
+    missing = tmp_path / "none.kvsnap"
+    for arguments in (
+        ("generate", "--model", model_dir, "--restore", missing, "-q"),
+        ("snapshot", "inspect", missing),
+    ):
+        code, err = refused(capsys, *arguments)
+        assert code == 1
+        assert "none.kvsnap" in err
+
+
+def test_a_session_of_other_settings_is_refused_by_name(capsys, model_dir, tmp_path):
+    path = tmp_path / "turn.kvsnap"
+    generate(capsys, "--model", model_dir, "--ids", "1", "--max-new-tokens", 1, "--save", path)
+    code, err = refused(
+        capsys, "generate", "-q", "--model", model_dir, "--restore", path, "--chunks", "4"
+    )
+    assert code == 1
+    assert "selection" in err
+
+
+def test_debug_shows_where_a_failure_came_from(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVPAGER_DEBUG", "1")
+    assert main(["snapshot", "inspect", str(tmp_path / "none.kvsnap")]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [("", "--ids is empty"), ("1,x", "'x'"), ("-3", "-3"), ("900", "0 to 63")]
+)
+def test_bad_ids_are_refused(capsys, model_dir, ids, message):
+    _, err = refused(capsys, "generate", "-q", "--model", model_dir, f"--ids={ids}")
+    assert message in err
+
+
+def test_a_prompt_or_a_restore_is_needed(capsys, model_dir):
+    code, err = refused(capsys, "generate", "--model", model_dir)
+    assert code == 2
+    assert "--restore" in err
+
+
+def test_inspect_tells_what_was_saved(capsys, model_dir, tmp_path):
+    path = tmp_path / "turn.kvsnap"
+    ids = " ".join(str(i % 60) for i in range(130))
+    saved = generate(
+        capsys, "--model", model_dir, "--ids", ids, "--max-new-tokens", 1, "--save", path
+    )
+    assert main(["snapshot", "inspect", str(path), "--format", "json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["tokens"] == 130
+    assert (values["chunks"], values["sealed_chunks"]) == (3, 2)
+    assert values["session"]["pending"] == saved["ids"][0]
+    assert values["fingerprint"]["architecture"] == "LlamaForCausalLM"
+    assert values["file_bytes"] == path.stat().st_size
+    assert main(["snapshot", "inspect", str(path)]) == 0
+    assert values["logical_digest"] in capsys.readouterr().out
