@@ -1,42 +1,90 @@
 """kvpager: pages the KV cache of long conversations through a hard-bounded pool.
 
-See `Engine` for transformers models and `Pager` for a serving stack that runs its own model.
+See `Engine` for transformers models and `Pager` for a serving stack that runs its own model. Names
+are loaded when first used, so that `import kvpager` costs nothing until torch is needed.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
+from typing import TYPE_CHECKING, Any
 
 from kvpager._version import __version__
-from kvpager.config import Dense, PagerConfig, TopK, Window
-from kvpager.errors import (
-    CapacityError,
-    CorruptSnapshotError,
-    FingerprintMismatchError,
-    InvalidArgumentError,
-    InvariantError,
-    NonFiniteError,
-    PagerError,
-    PrefixMismatchError,
-    RestoreNotConsumedError,
-    StorageError,
-    UnsupportedModelError,
-    UnsupportedVersionError,
-)
-from kvpager.pager import (
-    ROW_COMMIT,
-    ROW_PADDING,
-    ROW_READ,
-    ChunkInfo,
-    Forward,
-    Layout,
-    Pager,
-    Pin,
-    Sequence,
-    SnapshotInfo,
-    open_snapshot,
-)
-from kvpager.runtime import Engine, Sampling, Score, Session
+
+if TYPE_CHECKING:
+    from kvpager.config import Dense, PagerConfig, TopK, Window
+    from kvpager.errors import (
+        CapacityError,
+        CorruptSnapshotError,
+        FingerprintMismatchError,
+        InvalidArgumentError,
+        InvariantError,
+        NonFiniteError,
+        PagerError,
+        PrefixMismatchError,
+        RestoreNotConsumedError,
+        StorageError,
+        UnsupportedModelError,
+        UnsupportedVersionError,
+    )
+    from kvpager.pager import (
+        ROW_COMMIT,
+        ROW_PADDING,
+        ROW_READ,
+        ChunkInfo,
+        Forward,
+        Layout,
+        Pager,
+        Pin,
+        Sequence,
+        SnapshotInfo,
+        open_snapshot,
+    )
+    from kvpager.runtime import Engine, Sampling, Score, Session
+
+_ROOMS = {
+    "kvpager.config": (
+        "Dense",
+        "PagerConfig",
+        "TopK",
+        "Window",
+    ),
+    "kvpager.errors": (
+        "CapacityError",
+        "CorruptSnapshotError",
+        "FingerprintMismatchError",
+        "InvalidArgumentError",
+        "InvariantError",
+        "NonFiniteError",
+        "PagerError",
+        "PrefixMismatchError",
+        "RestoreNotConsumedError",
+        "StorageError",
+        "UnsupportedModelError",
+        "UnsupportedVersionError",
+    ),
+    "kvpager.pager": (
+        "ROW_COMMIT",
+        "ROW_PADDING",
+        "ROW_READ",
+        "ChunkInfo",
+        "Forward",
+        "Layout",
+        "Pager",
+        "Pin",
+        "Sequence",
+        "SnapshotInfo",
+        "open_snapshot",
+    ),
+    "kvpager.runtime": (
+        "Engine",
+        "Sampling",
+        "Score",
+        "Session",
+    ),
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
 logging.getLogger("kvpager").addHandler(logging.NullHandler())
 
@@ -74,3 +122,15 @@ __all__ = [
     "__version__",
     "open_snapshot",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -14,6 +14,10 @@ import traceback
 from collections.abc import Sequence
 from types import FrameType
 
+# Before torch loads its OpenMP runtime, whose threads otherwise spin between operations and take
+# the cores from everything else.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from kvpager.cli.demo.child import COMMAND as CHILD_COMMAND
 from kvpager.cli.demo.child import serve
 from kvpager.cli.failure import CliError

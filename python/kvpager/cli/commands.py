@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvpager._version import __version__
 from kvpager.cli import generate, info, snapshot
-from kvpager.cli.demo import command as demo
+from kvpager.cli.demo import arguments as demo
 from kvpager.cli.parser import Parser
 
 _EPILOG = "Each command has its own --help. KVPAGER_DEBUG=1 shows where an error came from."

@@ -37,13 +37,10 @@ def run_child(name: str, job: dict[str, Any], workdir: Path) -> dict[str, Any]:
     """
     answer = workdir / f"{name}.json"
     line = {**job, "workdir": str(workdir), "answer": str(answer), "started_at": time.time()}
-    # Spinning OpenMP threads slow a small model down many times over once the machine is busy.
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
     child = subprocess.Popen(
         [sys.executable, "-m", "kvpager.cli", COMMAND],
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno() if _has_fileno() else subprocess.DEVNULL,
-        env=environment,
         start_new_session=True,
     )
     assert child.stdin is not None

@@ -1,0 +1,184 @@
+"""Tables and figures for the documentation, from what the benchmarks wrote.
+
+    python bench/plots.py          # bench/results/*.json -> docs/results/
+    python bench/plots.py --quick  # from the figures of quick runs, to see that it works
+
+A result that is missing is left out and named; one that lacks a number is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import harness  # the backend comes before anything that draws
+import matplotlib.pyplot as plt
+from harness import Report, load_report
+
+DOCS_DIR = Path(__file__).resolve().parents[1] / "docs" / "results"
+ORDER = ("needles", "restore", "save", "decode", "dense_pool", "residency_traffic")
+COLOURS = {
+    "model_ms": "#4878a8",
+    "scan_ms": "#e49444",
+    "attention_ms": "#5ba053",
+    "rest_ms": "#a8a8a8",
+}
+
+
+def draw_needles(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Share of full attention's needles by policy; one panel per context, needles and chunks."""
+    panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in report.rows:
+        if row["chunks"] != harness.NOT_APPLICABLE:
+            key = (row["keys"], row["context"], row["needles"], row["chunks"])
+            panels.setdefault(key, []).append(row)
+    written = []
+    for keys in dict.fromkeys(key[0] for key in panels):
+        mine = {key: rows for key, rows in panels.items() if key[0] == keys}
+        columns = min(4, len(mine))
+        lines = -(-len(mine) // columns)
+        figure, axes = plt.subplots(
+            lines, columns, figsize=(3.2 * columns, 2.6 * lines), squeeze=False, sharey=True
+        )
+        for axis in axes.flat[len(mine) :]:
+            axis.remove()
+        for axis, (key, rows) in zip(axes.flat, mine.items()):
+            shares = [report.number(r, "found") / report.number(r, "asked") for r in rows]
+            full = report.number(rows[0], "full_attention_found") / report.number(rows[0], "asked")
+            axis.bar([str(row["policy"]) for row in rows], shares, color="#4878a8")
+            axis.axhline(full, color="#d1605e", linewidth=1, label="full attention")
+            axis.set_title(
+                f"{harness.tokens_name(int(key[1]))}, {key[2]} needles, {key[3]} chunks", fontsize=9
+            )
+            axis.tick_params(axis="x", rotation=60, labelsize=8)
+            axis.set_ylim(0, 1.05)
+        axes.flat[0].set_ylabel("needles found")
+        axes.flat[0].legend(fontsize=7)
+        written.append(_save(figure, folder, f"needles-{keys}{suffix}"))
+    return written
+
+
+def draw_restore(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Time to the first token against the context."""
+    rows = [row for row in report.rows if row["file"] == "cached"]
+    x = [report.number(row, "context") for row in rows]
+    figure, axis = plt.subplots(figsize=(5.5, 3.6))
+    for label, column, scale in (
+        ("transformers, one-shot prefill", "transformers_cold_s", 1.0),
+        ("kvpager, cold prefill", "cold_s", 1.0),
+        ("transformers, torch.save reloaded", "torch_save_reload_ms", 1e-3),
+        ("transformers, safetensors reloaded", "safetensors_reload_ms", 1e-3),
+        ("kvpager, restored", "first_token_ms", 1e-3),
+    ):
+        axis.plot(x, [report.number(row, column) * scale for row in rows], "o-", label=label)
+    _log_context(axis, x, "time to first token [s]")
+    return [_save(figure, folder, f"first-token{suffix}")]
+
+
+def draw_decode(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Decode time per token against the context, stacked by part, with both dense ways beside."""
+    shapes = list(dict.fromkeys(str(row["shape"]) for row in report.rows))
+    figure, axes = plt.subplots(1, len(shapes), figsize=(4.6 * len(shapes), 3.6), squeeze=False)
+    for axis, shape in zip(axes.flat, shapes):
+        rows = [row for row in report.rows if row["shape"] == shape]
+        x = [report.number(row, "context") for row in rows]
+        parts = {name: [report.number(row, name) for row in rows] for name in COLOURS}
+        labels = [name.removesuffix("_ms") for name in parts]
+        axis.stackplot(x, *parts.values(), labels=labels, colors=list(COLOURS.values()))
+        for label, column in (
+            ("kvpager, dense", "dense_step_ms"),
+            ("transformers", "transformers_step_ms"),
+        ):
+            axis.plot(x, [report.number(row, column) for row in rows], "o--", label=label)
+        axis.set_title(shape, fontsize=10)
+        _log_context(axis, x, "decode step [ms]")
+        axis.set_yscale("linear")
+    return [_save(figure, folder, f"decode{suffix}")]
+
+
+DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
+    "needles": draw_needles,
+    "restore": draw_restore,
+    "decode": draw_decode,
+}
+
+
+def _log_context(axis: Any, x: list[float], label: str) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(x, [harness.tokens_name(int(tokens)) for tokens in x])
+    axis.minorticks_off()
+    axis.set_yscale("log")
+    axis.set_xlabel("context [tokens]")
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+
+
+def _save(figure: Any, folder: Path, name: str) -> str:
+    figure.tight_layout()
+    # No software version inside: a figure changes only when its numbers do.
+    figure.savefig(folder / f"{name}.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+    return f"{name}.png"
+
+
+def section(report: Report, figures: list[str]) -> str:
+    """One result as Markdown: question, machine, verdicts, figures, table."""
+    machine = report.environment
+    dirty = " with local changes" if machine["dirty"] else ""
+    lines = [
+        f"## {report.question}",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores ({machine['isa']}), {machine['threads']} "
+        f"threads, torch {machine['torch']}, transformers {machine['transformers']}, kvpager "
+        f"{machine['kvpager']} at {str(machine['commit'])[:12]}{dirty}, {machine['date']}.",
+        "",
+    ]
+    for verdict in report.verdicts:
+        held = "holds" if verdict.holds else "**does not hold**"
+        lines.append(f"- {verdict.claim}: {held} ({verdict.evidence})")
+    lines += ["", *(f"![{name}]({name})" for name in figures), "", report.markdown(), ""]
+    return "\n".join(lines)
+
+
+def render(source: Path, folder: Path, suffix: str) -> list[str]:
+    """Writes results.md and the figures; returns the names of results that were not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sections, missing = [], []
+    for name in ORDER:
+        path = source / f"{name}{suffix}.json"
+        if not path.is_file():
+            missing.append(name)
+            continue
+        report = load_report(path)
+        figures = DRAWINGS[name](report, folder, suffix) if name in DRAWINGS else []
+        sections.append(section(report, figures))
+    if not sections:
+        raise harness.MissingNumberError(f"no results in {source.name}/: run the benchmarks first")
+    text = "# Results\n\nWritten by `python bench/plots.py` from `bench/results/`.\n\n"
+    harness.write_text(folder / f"results{suffix}.md", text + "\n".join(sections))
+    return missing
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="read the figures of quick runs")
+    parser.add_argument("--out", type=Path, default=DOCS_DIR, help="folder to write to")
+    arguments = parser.parse_args()
+    suffix = "-quick" if arguments.quick else ""
+    missing = render(harness.RESULTS_DIR, arguments.out, suffix)
+    print(
+        f"wrote results{suffix}.md" + (f"; not measured: {', '.join(missing)}" if missing else "")
+    )
+
+
+if __name__ == "__main__":
+    main()

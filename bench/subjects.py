@@ -1,0 +1,139 @@
+"""The models, documents and stock caches that the benchmarks measure, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from kvpager.needles import Document, NeedleTask, shipped_model_path
+
+SHIPPED = "shipped"
+PLAIN = "plain"  # trained like the shipped one, but for the term that makes its keys easy
+SHAPES = (SHIPPED, "gqa8-fp32", "gqa8-bf16")
+SINKS = 64
+RECENT = 256
+PREFILL_TOKENS = 512  # per forward of the stock model, where it is not one-shot
+
+
+def load_model(shape: str) -> Any:
+    """A model in eval mode.
+
+    "shipped" is the trained tiny retriever, fp32, K/V of 2 KiB per token; "plain" its sibling
+    whose keys were not made easy to select by, which only a checkout has. "gqa8-*" has the
+    shape of eight layers of a Qwen3 model of hidden size 1024: 16 query and 8 kv heads of 128 and
+    random weights; what it computes is meaningless, what it costs is not.
+    """
+    if shape in (SHIPPED, PLAIN):
+        path = shipped_model_path()
+        path = path if shape == SHIPPED else path.with_name("tiny-retriever-plain")
+        trained: Any = AutoModelForCausalLM.from_pretrained(path)
+        return trained.eval()
+    if shape not in SHAPES:
+        raise ValueError(f"shape is {shape!r}; expected one of {SHAPES}")
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if shape.endswith("bf16") else torch.float32
+    model: Any = Qwen3ForCausalLM(config)
+    return model.to(dtype).eval()
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A document and what is asked of it: prompts [N, 4], answers [N, 4]."""
+
+    document: Document
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+def questions(tokens: int, needles: int, seed: int, *, quiet: int) -> Questions:
+    """A document whose needles lie in neither the sinks nor the last `quiet` tokens."""
+    task = NeedleTask(seed=seed)
+    document = task.document(tokens, needles, avoid=[(0, SINKS), (tokens - quiet, tokens)])
+    return Questions(
+        document,
+        [task.query(key).tolist() for key in document.keys],
+        [task.answer(value).tolist() for value in document.values],
+    )
+
+
+def random_ids(model: Any, tokens: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.int32]]:
+    vocab = model.get_input_embeddings().weight.shape[0]
+    return np.random.default_rng(seed).integers(8, vocab, tokens, dtype=np.int32)
+
+
+def random_kv(layout: Any, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [layers, tokens, kv_heads, dim], for measuring time and nothing else."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, layout.k_dtype)
+    shape = (layout.layers, tokens, layout.kv_heads)
+    k = torch.randn(*shape, layout.k_dim, generator=generator).to(dtype)
+    v = torch.randn(*shape, layout.v_dim, generator=generator).to(dtype)
+    return k, v
+
+
+# The stock transformers way, for comparison: its own attention and DynamicCache.
+
+
+@torch.inference_mode()
+def stock_prefill(
+    model: Any, ids: np.ndarray[Any, Any], step: int | None = None
+) -> tuple[DynamicCache, torch.Tensor]:
+    """The cache of `ids` and the logits [vocab] after them; in one forward, or in steps."""
+    cache = DynamicCache(config=model.config)
+    tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64))[None]
+    for part in torch.split(tokens, step or tokens.shape[1], dim=1):
+        logits = model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits
+    return cache, logits[0, -1]
+
+
+@torch.inference_mode()
+def stock_step(model: Any, cache: DynamicCache, ids: list[int]) -> torch.Tensor:
+    """Logits [vocab] after `ids`, which join the cache."""
+    tokens = torch.tensor([ids])
+    output = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+    logits: torch.Tensor = output.logits[0, -1]
+    return logits
+
+
+def stock_save(cache: Any, path: Path, how: str) -> None:
+    """how: "torch.save" or "safetensors"."""
+    tensors = {
+        f"{name}{i}": tensor.contiguous()
+        for i, layer in enumerate(cache.layers)
+        for name, tensor in (("k", layer.keys), ("v", layer.values))
+    }
+    if how == "torch.save":
+        torch.save(tensors, path)
+    else:
+        from safetensors.torch import save_file
+
+        save_file(tensors, path)
+
+
+def stock_load(model: Any, path: Path, how: str) -> DynamicCache:
+    if how == "torch.save":
+        tensors = torch.load(path)
+    else:
+        from safetensors.torch import load_file
+
+        tensors = load_file(path)
+    cache = DynamicCache(config=model.config)
+    for i in range(len(tensors) // 2):
+        cache.update(tensors[f"k{i}"], tensors[f"v{i}"], i)
+    return cache

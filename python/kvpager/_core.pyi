@@ -1,0 +1,382 @@
+"""
+kvpager's native core. Use the kvpager package; this module is its private half.
+"""
+
+from __future__ import annotations
+import collections.abc
+import numpy
+import numpy.typing
+import typing
+
+__all__: list[str] = [
+    "CHECKS_INVARIANTS",
+    "CHUNKS_PER_SPLIT",
+    "CapacityError",
+    "ChunkInfo",
+    "CorruptSnapshotError",
+    "FingerprintMismatchError",
+    "InvalidArgumentError",
+    "InvariantError",
+    "KERNEL_VERSION",
+    "Layout",
+    "NonFiniteError",
+    "Pager",
+    "PagerError",
+    "PagerOptions",
+    "SNAPSHOT_VERSION",
+    "Selection",
+    "SnapshotReader",
+    "StorageError",
+    "UnsupportedVersionError",
+    "arm_fault",
+    "disarm_faults",
+    "isa_name",
+    "scorer_description",
+    "scorer_names",
+    "summary_bytes",
+    "total_mapped_bytes",
+]
+
+class PagerError(Exception):
+    pass
+
+class CapacityError(PagerError):
+    pass
+
+class InvalidArgumentError(PagerError, ValueError):
+    pass
+
+class NonFiniteError(PagerError):
+    pass
+
+class StorageError(PagerError, OSError):
+    pass
+
+class CorruptSnapshotError(PagerError):
+    pass
+
+class UnsupportedVersionError(PagerError):
+    pass
+
+class FingerprintMismatchError(PagerError):
+    pass
+
+class InvariantError(PagerError):
+    pass
+
+class Layout:
+    """
+    Shape of a chunk's bytes.
+    """
+
+    __hash__: typing.ClassVar[None] = None
+    def __eq__(self, arg0: Layout) -> bool: ...
+    def __init__(
+        self,
+        *,
+        layers: typing.SupportsInt | typing.SupportsIndex,
+        kv_heads: typing.SupportsInt | typing.SupportsIndex,
+        chunk_tokens: typing.SupportsInt | typing.SupportsIndex,
+        k_dim: typing.SupportsInt | typing.SupportsIndex,
+        v_dim: typing.SupportsInt | typing.SupportsIndex,
+        k_dtype: str,
+        v_dtype: str,
+    ) -> None: ...
+    @property
+    def chunk_bytes(self) -> int: ...
+    @property
+    def chunk_tokens(self) -> int: ...
+    @property
+    def k_dim(self) -> int: ...
+    @property
+    def k_dtype(self) -> str: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def slice_bytes(self) -> int: ...
+    @property
+    def token_bytes(self) -> int: ...
+    @property
+    def v_dim(self) -> int: ...
+    @property
+    def v_dtype(self) -> str: ...
+
+class Selection:
+    """
+    Which chunks a row attends to.
+    """
+    def __init__(
+        self,
+        kind: str,
+        *,
+        chunks: typing.SupportsInt | typing.SupportsIndex = 0,
+        sinks: typing.SupportsInt | typing.SupportsIndex = 64,
+        recent: typing.SupportsInt | typing.SupportsIndex = 256,
+        always: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex
+            ]
+        ] = [],
+    ) -> None: ...
+
+class PagerOptions:
+    """
+    Everything a pager is made from; plain fields.
+    """
+
+    disk_path: str
+    layout: Layout
+    namespace_key: str
+    poison: bool
+    policy: str
+    scorer: str
+    selection: Selection
+    def __init__(self) -> None: ...
+    @property
+    def disk_bytes(self) -> int: ...
+    @disk_bytes.setter
+    def disk_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def host_bytes(self) -> int: ...
+    @host_bytes.setter
+    def host_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def hysteresis(self) -> float: ...
+    @hysteresis.setter
+    def hysteresis(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def pool_blocks(self) -> int: ...
+    @pool_blocks.setter
+    def pool_blocks(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def recall_chunks(self) -> int: ...
+    @recall_chunks.setter
+    def recall_chunks(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def rows(self) -> int: ...
+    @rows.setter
+    def rows(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def shuffle_seed(self) -> int: ...
+    @shuffle_seed.setter
+    def shuffle_seed(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def summary_bytes(self) -> int: ...
+    @summary_bytes.setter
+    def summary_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @threads.setter
+    def threads(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+
+class SnapshotReader:
+    """
+    An opened snapshot file: metadata verified, payload read on demand.
+    """
+    @staticmethod
+    def open(path: str) -> SnapshotReader: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def logical_digest(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def payload_bytes_read(self) -> int: ...
+    @property
+    def scorer(self) -> str: ...
+    @property
+    def sealed_chunks(self) -> int: ...
+    @property
+    def session(self) -> str: ...
+    @property
+    def tokens(self) -> numpy.typing.NDArray[numpy.int32]: ...
+
+class ChunkInfo:
+    """
+    What the ledger says of one chunk of one sequence; a copy.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def block(self) -> int | None: ...
+    @property
+    def chain_hash(self) -> str: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def in_snapshot(self) -> bool: ...
+    @property
+    def k_dtype(self) -> str: ...
+    @property
+    def last_use(self) -> int: ...
+    @property
+    def on_disk(self) -> bool: ...
+    @property
+    def on_host(self) -> bool: ...
+    @property
+    def pins(self) -> int: ...
+    @property
+    def provenance(self) -> str: ...
+    @property
+    def qk_score(self) -> float: ...
+    @property
+    def recalled(self) -> int: ...
+    @property
+    def references(self) -> int: ...
+    @property
+    def resident(self) -> bool: ...
+    @property
+    def sealed(self) -> bool: ...
+    @property
+    def selected(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def v_dtype(self) -> str: ...
+
+class Pager:
+    """
+    The native pager; kvpager.Pager wraps it.
+    """
+    def __init__(self, options: PagerOptions) -> None: ...
+    def abort(self) -> None: ...
+    def adopt_prefix(
+        self,
+        sequence: typing.SupportsInt | typing.SupportsIndex,
+        tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+    ) -> int: ...
+    def attend(
+        self,
+        layer: typing.SupportsInt | typing.SupportsIndex,
+        q: typing.Any,
+        k: typing.Any,
+        v: typing.Any,
+        out: typing.Any,
+        scaling: typing.SupportsFloat | typing.SupportsIndex,
+        softcap: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        window: typing.SupportsInt | typing.SupportsIndex = 0,
+        sinks: typing.Any = None,
+    ) -> None: ...
+    def begin(
+        self,
+        sequences: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
+        positions: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
+        tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+        kinds: typing.Annotated[numpy.typing.ArrayLike, numpy.uint8],
+    ) -> None: ...
+    def check_invariants(self) -> None: ...
+    def commit(
+        self, sequences: typing.Any = None, accepted: typing.Any = None, provenance: str = "exact"
+    ) -> None: ...
+    def create_sequence(self, salt: str) -> int: ...
+    def destroy_sequence(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def evict_all(self) -> int: ...
+    def fork(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def forward_running(self) -> bool: ...
+    def ledger(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> list[ChunkInfo]: ...
+    def length(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def pin(
+        self,
+        sequence: typing.SupportsInt | typing.SupportsIndex,
+        start: typing.SupportsInt | typing.SupportsIndex,
+        stop: typing.SupportsInt | typing.SupportsIndex,
+    ) -> int: ...
+    def read_kv(
+        self,
+        sequence: typing.SupportsInt | typing.SupportsIndex,
+        layer: typing.SupportsInt | typing.SupportsIndex,
+        start: typing.SupportsInt | typing.SupportsIndex,
+        stop: typing.SupportsInt | typing.SupportsIndex,
+    ) -> tuple: ...
+    def reserve(
+        self,
+        sequence: typing.SupportsInt | typing.SupportsIndex,
+        total_tokens: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def residency(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> dict: ...
+    def restore(
+        self, reader: SnapshotReader, salt: str, provenance: str, file_namespace: str
+    ) -> int: ...
+    def save(
+        self,
+        sequence: typing.SupportsInt | typing.SupportsIndex,
+        path: str,
+        fingerprint: str,
+        session: str,
+    ) -> int: ...
+    def select(
+        self,
+        sequence: typing.SupportsInt | typing.SupportsIndex,
+        layer: typing.SupportsInt | typing.SupportsIndex,
+        q: typing.Any,
+        position: typing.SupportsInt | typing.SupportsIndex,
+        window: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> list[list[int]]: ...
+    def stats(self) -> dict: ...
+    def tokens(
+        self, sequence: typing.SupportsInt | typing.SupportsIndex
+    ) -> numpy.typing.NDArray[numpy.int32]: ...
+    def trim(
+        self,
+        sequence: typing.SupportsInt | typing.SupportsIndex,
+        position: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def unpin(self, pin: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def write(
+        self, layer: typing.SupportsInt | typing.SupportsIndex, k: typing.Any, v: typing.Any
+    ) -> None: ...
+
+def arm_fault(
+    point: str,
+    after: typing.SupportsInt | typing.SupportsIndex,
+    error_number: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Makes the `after`-th next visit of a named fault point fail once with this errno.
+    """
+
+def disarm_faults() -> None:
+    """
+    Takes back every armed fault.
+    """
+
+def isa_name() -> str:
+    """
+    Instruction-set tier in use: 'base', 'v3' or 'v4'.
+    """
+
+def scorer_description(name: str) -> str:
+    """
+    One line on what a scorer's summary holds.
+    """
+
+def scorer_names() -> list[str]:
+    """
+    Names of the registered scorers.
+    """
+
+def summary_bytes(scorer: str, layout: Layout) -> int:
+    """
+    Bytes of the summary of one (chunk, layer, kv head).
+    """
+
+def total_mapped_bytes() -> int:
+    """
+    Bytes of all live slabs of this process, counted where they are mapped.
+    """
+
+CHECKS_INVARIANTS: bool = False
+CHUNKS_PER_SPLIT: int = 8
+KERNEL_VERSION: int = 1
+SNAPSHOT_VERSION: tuple = (1, 0)
+__version__: str = "0.1.0"
