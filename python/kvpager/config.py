@@ -15,15 +15,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from kvpager.errors import InvalidArgumentError
 
 DEFAULT_SCORER = "bits2"
-DEFAULT_ROWS = {
-    "cpu": 64
-}  # near the ridge point: reading the weights costs as much as 64 rows of work
+DEFAULT_ROWS = {"cpu": 64}  # near the ridge point: 64 rows cost little more than one
 CHUNK_TOKENS = (16, 32, 64, 128, 256)
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = ("qk", "lru")
@@ -59,11 +58,7 @@ def parse_bytes(field: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _UNITS:
-        return (
-            int(float(match[1]) * _UNITS[match[2]])
-            if "." in match[1]
-            else (int(match[1]) * _UNITS[match[2]])
-        )
+        return int(Decimal(match[1]) * _UNITS[match[2]])
     raise _refusal(
         field, value, 'a number of bytes (0 or more) or a size such as "4GiB" or "512MB"'
     )
@@ -255,8 +250,8 @@ _DENSE = Dense()
 class PagerConfig(_Validated):
     """Everything a pager can be told.
 
-    `selection`, `scorer`, `rows`, `chunk_tokens` and `kv_dtype`
-    change results; all else decides where bytes live and never changes a bit.
+    `selection`, `scorer`, `rows`, `chunk_tokens` and `kv_dtype` change results; all else decides
+    where bytes live and never changes a bit.
     """
 
     pool_tokens: int = _option(
@@ -319,8 +314,7 @@ class PagerConfig(_Validated):
             raise _refusal(
                 "PagerConfig.scorer",
                 self.scorer,
-                f"None or the selection's scorer ({self.selection.scorer!r}): chunks have one "
-                "summary",
+                f"None or {self.selection.scorer!r}, the selection's: chunks have one summary",
             )
         if self.rows is not None:
             self.resolve_rows()
@@ -339,9 +333,8 @@ class PagerConfig(_Validated):
             raise _refusal(
                 "PagerConfig.pool_tokens",
                 self.pool_tokens,
-                f"at least {least}: the unsealed chunks of one sequence during a forward, and one "
-                "more "
-                f"({said} {rows}, chunk_tokens {self.chunk_tokens})",
+                f"at least {least}: the unsealed chunks of one sequence during a forward, and "
+                f"one more ({said} {rows}, chunk_tokens {self.chunk_tokens})",
             )
         if isinstance(self.selection, (TopK, Window)) and self.selection.recent < rows:
             raise _refusal(

@@ -22,7 +22,7 @@ from kvpager.hf import HEAD_ROWS
 from kvpager.pager import Layout
 
 # Numerics: another value may change last bits, and a caller may accept that. All other fields say
-# what the # K/V mean; with another value they are simply wrong.
+# what the K/V mean; with another value they are simply wrong.
 WAIVABLE = (
     "torch_version",
     "transformers_version",
@@ -45,11 +45,12 @@ _REMEDIES = {
     "threads": "call torch.set_num_threads with the value it was saved with",
 }
 _WAIVE = 'or pass on_mismatch="approximate" to accept results that may differ in their last bits'
-_DIGEST_BLOCK = (
-    64 << 20
-)  # bytes hashed by one task, so that one large embedding keeps all threads busy
-# Of a model's configuration: says where it came from or how it is run, not what it computes.
-_INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_DIGEST_BLOCK = 64 << 20  # bytes per task, so that one large embedding keeps all threads busy
+# Of a model's configuration: says where it came from or how it is used, not what it computes.
+_INCIDENTAL = frozenset(
+    {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
+)
 _ROPE = ("rope_parameters", "rope_theta", "no_rope_layers", "partial_rotary_factor")
 
 
@@ -58,7 +59,9 @@ def describe(
 ) -> dict[str, Any]:
     """The fingerprint of an engine: JSON-able, flat, and the same in every process."""
     values = model.config.to_dict()
-    plain = {key: value for key, value in values.items() if key not in (*_INCIDENTAL, *_ROPE)}
+    # Only what differs from the class's defaults: a release that adds an option changes nothing.
+    given = model.config.to_diff_dict()
+    plain = {key: given[key] for key in given if key not in _INCIDENTAL and key not in _ROPE}
     return {
         "architecture": type(model).__name__,
         "weights": weights_digest(model),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 import transformers
@@ -32,7 +34,15 @@ ARCHITECTURES = {
     "mistral": (transformers.MistralConfig, {"sliding_window": 40}),
     "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),  # a layer without RoPE
     # Beyond the promise, for the head and the attention options they bring.
-    "gemma2": (transformers.Gemma2Config, {"sliding_window": 40}),  # soft caps, windows
+    "gemma2": (
+        transformers.Gemma2Config,  # soft caps, low enough to be felt, and windows
+        {
+            "sliding_window": 40,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 32,
+        },
+    ),
     "granite": (transformers.GraniteConfig, {"logits_scaling": 8.0}),
     "cohere": (transformers.CohereConfig, {"logit_scale": 0.25}),
     "gpt_oss": (
@@ -45,12 +55,19 @@ ARCHITECTURES = {
         },
     ),
 }
-PROMISED = ["llama", "qwen3", "mistral", "smollm3"]
+SHIPPED = "tiny-retriever"
+PROMISED = ["llama", "qwen3", "mistral", "smollm3", SHIPPED]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build(architecture, dtype="float32", **changes):
-    """A model with random weights, the same in every process; `changes` go into its configuration."""
+    """The shipped model, or one with random weights, the same in every process.
+
+    `changes` go into its configuration.
+    """
+    if architecture == SHIPPED:
+        folder = Path(__file__).parents[2] / "models" / SHIPPED
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
     kind, options = ARCHITECTURES[architecture]
     config = kind(**{**COMMON, **options, **changes})
     torch.manual_seed(sum(map(ord, architecture)))
@@ -58,7 +75,7 @@ def build(architecture, dtype="float32", **changes):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter.mul_(2)  # timid weights attend to everything alike
+                parameter.mul_(2)  # as initialised, all tokens look alike
     if architecture == "gpt_oss":
         model.set_experts_implementation("batched_mm")
     return model

@@ -150,6 +150,19 @@ def test_a_tensor_that_is_not_contiguous_has_the_digest_of_its_elements():
     assert weights_digest(model) == before
 
 
+def test_how_a_model_is_named_and_used_is_no_part_of_it(model, closing):
+    before = closing(make_engine(model)).fingerprint
+    other = build("llama")
+    other.config.pad_token_id = 5
+    other.config.eos_token_id = [2, 7]
+    other.config.use_cache = False
+    other.config.architectures = ["LlamaForCausalLM"]
+    other.config.name_or_path = "somewhere/else"
+    assert closing(make_engine(other)).fingerprint == before
+    other.config.rms_norm_eps = 1e-5
+    assert closing(make_engine(other)).fingerprint != before
+
+
 def test_a_fingerprint_is_flat_json_and_does_not_tell_the_salt(model, closing):
     engine = closing(make_engine(model, salt="very secret"))
     text = json.dumps(dict(engine.fingerprint))

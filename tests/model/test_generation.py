@@ -53,6 +53,9 @@ def test_top_k_keeps_the_k_most_likely_and_the_lowest_ids_of_equals():
     logits = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0])
     sampling = Sampling(temperature=5.0, top_k=2, seed=1)
     assert {sampling.choose(logits, p) for p in range(200)} == {1, 2}
+    many_equals = torch.arange(4000) % 3 / 2
+    assert {sampling.choose(many_equals, p) for p in range(200)} == {2, 5}
+    assert Sampling(temperature=1.0, top_p=1e-6).choose(many_equals, 0) == 2
 
 
 def test_top_k_of_the_whole_vocabulary_or_more_changes_nothing():
@@ -60,6 +63,11 @@ def test_top_k_of_the_whole_vocabulary_or_more_changes_nothing():
     plain = [Sampling(1.0, seed=2).choose(logits, p) for p in range(100)]
     for top_k in (50, 1000):
         assert [Sampling(1.0, top_k=top_k, seed=2).choose(logits, p) for p in range(100)] == plain
+
+
+def test_a_temperature_next_to_zero_is_greedy():
+    logits = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
+    assert {Sampling(temperature=1e-310, seed=s).choose(logits, 5) for s in range(20)} == {2}
 
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it():
@@ -92,6 +100,7 @@ def test_logits_that_are_not_finite_are_refused(value):
         ({"seed": 2**64}, "seed is"),
         ({"seed": [1, 2]}, "seed has 2 values"),
         ({"eos": "dot"}, "eos is 'dot'"),
+        ({"eos": [2, -1]}, r"eos\[1\] is -1"),
         ({"stop": [[]]}, r"stop\[0\] is empty"),
         ({"stop": [[1], [10**6]]}, r"stop\[1\]\[0\]"),
     ],

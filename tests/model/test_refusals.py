@@ -133,7 +133,7 @@ def test_a_layer_that_does_not_attend_is_refused():
             return hidden_states, None
 
     model.model.layers[1].self_attn = Nothing()
-    refused(model, "3 layers", "ran in 2")
+    refused(model, "3 layers", "2 of them attended")
 
 
 def test_a_layer_whose_rows_see_one_another_is_refused():

@@ -33,7 +33,7 @@ def test_prefill_of_the_tokens_held_computes_nothing(engine, session):
     forwards = engine.runner.forwards
     session.prefill(prompt(50))
     assert engine.runner.forwards == forwards
-    assert session.length == len(session) == 50
+    assert session.length == 50
 
 
 def test_prefill_computes_only_what_follows(engine, session):
@@ -261,6 +261,30 @@ def test_a_prefill_that_fails_midway_goes_on_from_its_last_forward(model, engine
     assert len(calls) == 6
 
 
+@pytest.mark.parametrize("trimmed", [18, 50])
+def test_logits_are_not_taken_for_those_of_other_tokens_after_a_failure(
+    model, engine, session, trimmed
+):
+    calls = []
+
+    def fail_second(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ModelError
+
+    session.trim(trimmed)
+    handle = model.model.layers[0].register_forward_hook(fail_second)
+    try:
+        with pytest.raises(ModelError):
+            session.append(prompt(engine.rows + 1, seed=6))
+    finally:
+        handle.remove()
+    assert session.length == trimmed + engine.rows
+    whole = engine.session()
+    whole.prefill(session.tokens)
+    assert_same_session(session, whole, "after a failure midway")
+
+
 def test_progress_counts_every_token_once(engine):
     calls = []
     engine.session().prefill(prompt(70), progress=lambda done, total: calls.append((done, total)))
@@ -346,6 +370,12 @@ def test_closed_sessions_and_engines_say_so(model):
             call()
 
 
+def test_a_session_that_nobody_holds_gives_its_chunks_up(engine):
+    before = engine.stats()["free_blocks"]
+    engine.session().prefill(prompt(5))
+    assert engine.stats()["free_blocks"] == before
+
+
 def test_a_session_of_another_engine_is_refused(model, engine, closing):
     stranger = closing(make_engine(model)).session()
     with pytest.raises(InvalidArgumentError, match="no session of this engine"):
@@ -369,6 +399,17 @@ def test_a_prompt_that_the_tiers_cannot_hold_is_refused_at_admission(model, clos
     session.prefill(prompt(30))
 
 
+def test_a_refused_admission_takes_no_shared_chunks_either(model, closing):
+    engine = closing(make_engine(model, pool_tokens=96, host_bytes=480 << 10))
+    engine.session().prefill(prompt(64))
+    session = engine.session()
+    with pytest.raises(kvpager.CapacityError, match="bytes"):
+        session.prefill(np.concatenate([prompt(64), prompt(400, seed=1)]))
+    assert session.length == 0
+    session.prefill(prompt(70))
+    assert engine.stats()["prefix_tokens_reused"] >= 64
+
+
 def test_changing_torchs_threads_under_an_engine_is_refused(engine, session):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -387,6 +428,10 @@ def test_engine_options_come_by_name_and_a_wrong_name_suggests_the_right_one(mod
         Engine(model)
     with pytest.raises(InvalidArgumentError, match="PagerConfig"):
         Engine(model, {"pool_tokens": 512})
+    with pytest.raises(InvalidArgumentError, match="threads is 0"):
+        make_engine(model, threads=0)
+    with pytest.raises(InvalidArgumentError, match="salt is 3"):
+        make_engine(model, salt=3)
     with make_engine(model) as engine:
         assert engine.config == PagerConfig(
             pool_tokens=96, rows=32, chunk_tokens=16, host_bytes="256MiB"

@@ -18,8 +18,7 @@ from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 
 NAME = "kvpager"
 
-# Keyword arguments that say nothing about which keys a row sees: ours, or notes for other
-# implementations.
+# Keyword arguments that say nothing about which keys a row sees.
 _HARMLESS = frozenset(
     {"attention_mask", "cache_position", "is_causal", "output_attentions", "output_hidden_states"}
     | {"output_router_logits", "past_key_values", "position_embeddings", "position_ids"}
@@ -119,17 +118,15 @@ def _check_call(
         )
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(
-            f"{name} attends to later tokens (is_causal=False), so its K/V are not a function of "
-            "the "
-            "tokens before; use a causal decoder"
+            f"{name} attends to later tokens (is_causal=False), so that its K/V are no function "
+            "of the tokens before; use a causal decoder"
         )
     unknown = sorted(
         key for key, value in kwargs.items() if key not in _HARMLESS and value is not None
     )
     if unknown:
         raise UnsupportedModelError(
-            f"{name} passes {', '.join(unknown)} to its attention, which kvpager does not "
-            "implement; "
+            f"{name} passes {', '.join(unknown)} to its attention, which is not implemented here; "
             "use a model with plain, windowed, soft-capped or sink attention"
         )
 

@@ -115,16 +115,15 @@ def _observed_forward(
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not run on packed rows ({type(error).__name__}: "
-                f"{error}); "
-                "use a decoder-only causal LM that takes position_ids and logits_to_keep"
+                f"{type(model).__name__} does not run on packed rows "
+                f"({type(error).__name__}: {error}); use a decoder-only causal LM that takes "
+                "position_ids and logits_to_keep"
             ) from error
     hidden: torch.Tensor = seen["hidden"]
     if not same_bits(output.logits[0], Head(model)(hidden, keep.tolist())):
         raise UnsupportedModelError(
             f"{type(model).__name__} does something to its logits after the output embeddings "
-            "that kvpager "
-            "does not know; use an architecture with a plain, soft-capped or scaled head"
+            "that is not known here; use an architecture with a plain, soft-capped or scaled head"
         )
     return recorder, hidden, seen["activations"]
 
@@ -160,9 +159,8 @@ def _layout(model: Any, recorder: _Recorder, chunk_tokens: int, kv_dtype: str) -
     layers = model.config.num_hidden_layers
     if sorted(recorder.calls) != list(range(layers)):
         raise UnsupportedModelError(
-            f"{name} has {layers} layers, but attention with K/V of its own ran in "
-            f"{len(recorder.calls)}; "
-            "use a model in which every layer attends through AttentionInterface"
+            f"{name} has {layers} layers, but {len(recorder.calls)} of them attended with K/V of "
+            "their own; use a model in which every layer attends through AttentionInterface"
         )
     shapes = {
         (k.shape[1], k.shape[2], v.shape[2], k.dtype, v.dtype)
@@ -170,9 +168,8 @@ def _layout(model: Any, recorder: _Recorder, chunk_tokens: int, kv_dtype: str) -
     }
     if len(shapes) != 1:
         raise UnsupportedModelError(
-            f"{name} has K/V of {len(shapes)} shapes (heads, head_dim, dtype differ between "
-            "layers); use a "
-            "model with one shape in all layers"
+            f"{name} has K/V of {len(shapes)} shapes (heads, head_dim or dtype differ between "
+            "layers); use a model with one shape in all layers"
         )
     kv_heads, k_dim, v_dim, k_dtype, v_dtype = shapes.pop()
     return Layout(
@@ -202,11 +199,9 @@ def _check_activations(activations: dict[Any, torch.nn.Module], rows: int) -> No
             if not same_bits(out, out[:, :1].expand_as(out)):
                 raise UnsupportedModelError(
                     f"{kind.__name__} over {shape[-1]} elements gives a row other bits at another "
-                    "row index "
-                    f"(rows={rows}, {torch.get_num_threads()} threads): the width is no multiple "
-                    "of the vector "
-                    "length; set rows so that rows * width is a multiple of 64 per thread, or "
-                    "use fewer threads"
+                    f"row index (rows={rows}, {torch.get_num_threads()} threads): the vector "
+                    "length does not divide each thread's share; set rows to a multiple of 64, or "
+                    "use one thread"
                 )
 
 
@@ -245,7 +240,6 @@ def _check_rows(
 def _refuse_rows(model: Any, what: str) -> None:
     raise UnsupportedModelError(
         f"{type(model).__name__}: {what} of a row depend on its index or on the other rows of the "
-        "forward, so "
-        "no saved K/V could be trusted; use another architecture, dtype or number of rows, or "
-        "one torch thread"
+        "forward, so no saved K/V could be trusted; use another architecture, dtype or number of "
+        "rows, or one torch thread"
     )

@@ -54,14 +54,13 @@ def _problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         if rope_type in _MOVING_ROPE:
             yield (
                 f"RoPE type {rope_type!r} computes its frequencies from the longest position of "
-                "the whole "
-                "forward, so that a key depends on what else was in it",
+                "the whole forward, so that a key depends on what else was in it",
                 'use "default", "linear", "llama3" or "yarn" in config.rope_parameters',
             )
     yield from _expert_problems(model)
 
 
-def _kind_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+def _kind_problems(model: Any) -> Iterator[tuple[str, str]]:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         yield "an encoder-decoder has no causal prefix to keep", "use a decoder-only causal LM"
@@ -70,8 +69,7 @@ def _kind_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             "a model of several parts (vision, audio, text) embeds more than token ids",
             "load its text model alone, with AutoModelForCausalLM",
         )
-    head = model.get_output_embeddings()
-    if head is None:
+    if model.get_output_embeddings() is None:
         yield (
             "it has no language-model head",
             "load it with AutoModelForCausalLM rather than AutoModel",
@@ -91,8 +89,8 @@ def _placement_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     places = {tensor.device.type for tensor in model.parameters()}
     if places != {"cpu"}:
         yield (
-            f"its parameters are on {', '.join(sorted(places))}; this version computes on the CPU "
-            "only",
+            f"its parameters are on {', '.join(sorted(places))}, and this version computes on the "
+            "CPU only",
             'call model.to("cpu"), and load without device_map',
         )
     if model.dtype not in _DTYPES:
@@ -108,9 +106,8 @@ def _expert_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     implementation = getattr(config, "_experts_implementation", None)
     if experts > 1 and implementation != "batched_mm":
         yield (
-            f"its experts run with {implementation or 'eager'!r}, where the rows that share an "
-            "expert change "
-            "one another's results",
+            f"its experts run with {implementation or 'eager'!r}, where rows that share an expert "
+            "change one another's results",
             'call model.set_experts_implementation("batched_mm") first',
         )
 

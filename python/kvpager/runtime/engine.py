@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,8 @@ from kvpager.runtime.sampling import Sampling
 from kvpager.runtime.score import Score, score_tokens
 from kvpager.runtime.session import MODEL_EOS, Session
 from kvpager.runtime.tokens import TokenIdsLike, as_token_ids
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -74,8 +77,12 @@ class Engine:
             raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
         self.salt = salt
         if threads is not None:
+            if type(threads) is not int or threads < 1:
+                raise InvalidArgumentError(
+                    f"threads is {threads!r}; expected an integer, 1 or more"
+                )
             torch.set_num_threads(threads)
-        self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
+        self.vocab_size = _vocab_size(self.model)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._attachment = Attachment(self.model)
         try:
@@ -99,6 +106,13 @@ class Engine:
             self._attachment.release()
             raise
         self.runner = Runner(self.model, self.pager)
+        _log.info(
+            "%s: %d rows per forward, pool of %d chunks of %d tokens",
+            type(model).__name__,
+            self.rows,
+            self.config.pool_blocks,
+            self.config.chunk_tokens,
+        )
 
     def session(self) -> Session:
         """A new, empty session."""
@@ -169,11 +183,7 @@ class Engine:
         sessions = list(sessions)
         if len({id(session) for session in sessions}) != len(sessions):
             raise InvalidArgumentError("a session is named twice; expected each once")
-        if (
-            isinstance(max_new_tokens, bool)
-            or not isinstance(max_new_tokens, int)
-            or max_new_tokens < 1
-        ):
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise InvalidArgumentError(
                 f"max_new_tokens is {max_new_tokens!r}; expected an integer, 1 or more"
             )
@@ -269,30 +279,41 @@ class Engine:
             raise InvalidArgumentError("the engine is closed; make a new Engine(model, ...)")
 
     def _end_tokens(self, eos: int | Iterable[int] | str | None) -> frozenset[int]:
-        if eos == MODEL_EOS:
-            generation = getattr(self.model, "generation_config", None)
-            eos = getattr(generation, "eos_token_id", None)
-            if eos is None:
-                eos = getattr(self.model.config, "eos_token_id", None)
         if eos is None:
             return frozenset()
-        ids = [eos] if isinstance(eos, int) else eos
-        if isinstance(ids, str) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            raise InvalidArgumentError(f'eos is {eos!r}; expected token ids, None or "{MODEL_EOS}"')
-        return frozenset(ids)
+        if isinstance(eos, str):
+            if eos != MODEL_EOS:
+                raise InvalidArgumentError(
+                    f'eos is {eos!r}; expected token ids, None or "{MODEL_EOS}"'
+                )
+            return self._models_end_tokens()
+        ids = [eos] if isinstance(eos, int) else list(eos)
+        return frozenset(as_token_ids(ids, self.vocab_size, "eos").tolist())
+
+    def _models_end_tokens(self) -> frozenset[int]:
+        for holder in (getattr(self.model, "generation_config", None), self.model.config):
+            ids = getattr(holder, "eos_token_id", None)
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset()
 
 
 def _configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> PagerConfig:
+    options = known_options(options)
     if config is None:
         if "pool_tokens" not in options:
             raise InvalidArgumentError(
                 "pool_tokens is missing; give Engine(model, PagerConfig(pool_tokens=...)) or "
                 "Engine(model, pool_tokens=...)"
             )
-        return PagerConfig(**known_options(options))
+        return PagerConfig(**options)
     if not isinstance(config, PagerConfig):
         raise InvalidArgumentError(f"config is {config!r}; expected a PagerConfig")
     return config.replace(**options) if options else config
+
+
+def _vocab_size(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def _seeds(seed: int | Iterable[int] | None, sessions: list[Session]) -> list[int]:

@@ -25,7 +25,7 @@ class _Timed:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any
     ) -> torch.Tensor:
         start = time.perf_counter()
-        out = self._forward.attend(layer, q, k, v, **call)
+        out: torch.Tensor = self._forward.attend(layer, q, k, v, **call)
         self.seconds += time.perf_counter() - start
         return out
 
@@ -76,9 +76,9 @@ class Runner:
         threads = torch.get_num_threads()
         if threads != self._threads:
             raise InvalidArgumentError(
-                f"torch runs {threads} threads, and ran {self._threads} when the engine was made, "
-                "which "
-                f"changes bits; call torch.set_num_threads({self._threads}), or make a new Engine"
+                f"torch runs {threads} threads, but ran {self._threads} when the engine was made, "
+                "and bits depend on it; call "
+                f"torch.set_num_threads({self._threads}), or make a new Engine"
             )
         if self._model.training:
             raise InvalidArgumentError("the model is in training mode; call model.eval()")

@@ -73,7 +73,8 @@ class Sampling:
         ids = ids[np.argsort(-values[ids], kind="stable")]
         if self.top_k:
             ids = ids[: self.top_k]
-        weights = np.exp((values[ids] - values[ids[0]]) / self.temperature)
+        with np.errstate(over="ignore"):  # a small temperature: -inf, whose weight is 0
+            weights = np.exp((values[ids] - values[ids[0]]) / self.temperature)
         if self.top_p < 1:
             cumulative = np.cumsum(weights)
             kept = int(np.searchsorted(cumulative, self.top_p * cumulative[-1], "left")) + 1
@@ -99,11 +100,11 @@ def uniform(seed: int, position: int) -> float:
     return float(int(draws.random_raw()) >> 11) * 2.0**-53
 
 
-def log_probability(logits: torch.Tensor, token: int) -> np.float32:
-    """Log-probability of a token under logits [vocab]: float64, one fixed order, rounded once."""
+def log_probability(logits: torch.Tensor, token: int) -> float:
+    """Log-probability of a token under logits [vocab], in float64 and in one fixed order."""
     values: Logits = logits.to(torch.float64).numpy()
-    top = values.max()
-    return np.float32(float(values[token] - top) - math.log(float(np.exp(values - top).sum())))
+    top = float(values.max())
+    return float(values[token]) - top - math.log(float(np.exp(values - top).sum()))
 
 
 def _is_number(value: object) -> bool:

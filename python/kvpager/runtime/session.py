@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvpager.errors import InvalidArgumentError
-from kvpager.pager import Pin, Sequence
+from kvpager.pager import ChunkInfo, Pin, Sequence
 from kvpager.runtime.decode import read_logits
 from kvpager.runtime.progress import Progress
 from kvpager.runtime.sampling import Sampling
@@ -49,6 +50,8 @@ class Session:
         self.restored_tokens = restored_tokens
         self.restored_tokens_consumed = 0  # of those, how many have served in place of a prefill
         self._restored_left = restored_tokens
+        # A session nobody holds gives its chunks up, as if closed.
+        weakref.finalize(self, sequence.close).atexit = False
         # Both hold for one committed length only, so that a commit makes them void by itself.
         self._pending = None if pending is None else (sequence.length, pending)
         self._logits = None if logits is None else (sequence.length, logits)
@@ -77,9 +80,6 @@ class Session:
         """Number of tokens, the pending one included."""
         return self.committed + (self.pending is not None)
 
-    def __len__(self) -> int:
-        return self.length
-
     @property
     def closed(self) -> bool:
         """Whether `close` was called, on the session or on its engine."""
@@ -89,9 +89,8 @@ class Session:
     def logits(self) -> torch.Tensor:
         """Logits [vocab] after the last committed token, in the model's dtype; a copy.
 
-        Those of the last forward, or computed again with one row that reads: the same bits. A
-            pending token
-        is not committed by this: it was chosen from these logits.
+        Those of the last forward, or computed again with one row that reads: the same bits. This
+        commits no pending token, which was chosen from these logits.
 
         Raises:
             InvalidArgumentError: the session is empty.
@@ -199,7 +198,7 @@ class Session:
         self.engine.check_session(self)
         return self.sequence.pin(start, stop)
 
-    def ledger(self) -> list[Any]:
+    def ledger(self) -> list[ChunkInfo]:
         """What is known of each chunk, in logical order: where it is, its provenance, its score."""
         self.engine.check_session(self)
         return self.sequence.ledger()

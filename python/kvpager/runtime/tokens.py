@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ def as_token_ids(ids: TokenIdsLike, vocab_size: int, name: str = "ids") -> Token
     return array.astype(np.int32)  # always a copy: a caller may reuse its buffer
 
 
-def _as_array(ids: TokenIdsLike, name: str) -> npt.NDArray[np.generic]:
+def _as_array(ids: TokenIdsLike, name: str) -> npt.NDArray[Any]:
     if isinstance(ids, torch.Tensor):
         if ids.dtype == torch.bfloat16:  # numpy has none, and it is refused anyway
             raise InvalidArgumentError(f"{name} has dtype bfloat16; expected integers")
