@@ -1,4 +1,5 @@
-// What each file of the bindings adds to the module. Bindings convert and check types; they decide nothing.
+// What each file of the bindings adds to the module. Bindings convert and check types; they decide
+// nothing.
 #pragma once
 
 #include <pybind11/pybind11.h>

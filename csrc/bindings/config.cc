@@ -49,8 +49,7 @@ void bind_config(py::module_& m) {
       .def_property_readonly("page_bytes", &Layout::page_bytes)
       .def_property_readonly("slice_bytes", &Layout::slice_bytes)
       .def_property_readonly("chunk_bytes", &Layout::chunk_bytes)
-      .def_property_readonly("token_bytes", &Layout::token_bytes)
-      .def("__eq__", [](const Layout& a, const Layout& b) { return a == b; });
+      .def_property_readonly("token_bytes", &Layout::token_bytes);
 
   py::class_<Selection>(m, "Selection", "Which chunks a row attends to.")
       .def(py::init([](const std::string& kind, int32_t chunks, int64_t sinks, int64_t recent,
@@ -73,8 +72,7 @@ void bind_config(py::module_& m) {
              return s;
            }),
            py::arg("kind"), py::kw_only(), py::arg("chunks") = 0, py::arg("sinks") = 64,
-           py::arg("recent") = 256,
-           py::arg("always") = std::vector<std::pair<int64_t, int64_t>>());
+           py::arg("recent") = 256, py::arg("always") = std::vector<std::pair<int64_t, int64_t>>());
 
   py::class_<PagerOptions>(m, "PagerOptions", "Everything a pager is made from; plain fields.")
       .def(py::init<>())
@@ -88,8 +86,7 @@ void bind_config(py::module_& m) {
       .def_readwrite("disk_path", &PagerOptions::disk_path)
       .def_readwrite("summary_bytes", &PagerOptions::summary_bytes)
       .def_property(
-          "policy",
-          [](const PagerOptions& o) { return o.policy == Policy::kQk ? "qk" : "lru"; },
+          "policy", [](const PagerOptions& o) { return o.policy == Policy::kQk ? "qk" : "lru"; },
           [](PagerOptions& o, const std::string& name) {
             if (name != "qk" && name != "lru") {
               throw InvalidArgumentError(str("policy: '", name, "', expected 'qk' or 'lru'"));
@@ -113,8 +110,7 @@ void bind_config(py::module_& m) {
       [](const std::string& name, const Layout& layout) {
         return find_scorer(name).summary_bytes(layout);
       },
-      py::arg("scorer"), py::arg("layout"),
-      "Bytes of the summary of one (chunk, layer, kv head).");
+      py::arg("scorer"), py::arg("layout"), "Bytes of the summary of one (chunk, layer, kv head).");
 }
 
 }  // namespace kvpager

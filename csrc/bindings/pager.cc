@@ -3,6 +3,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include "bindings/bind.h"
 #include "bindings/tensor.h"
@@ -65,8 +66,9 @@ void attend(Pager& pager, int layer, py::handle q, py::handle k, py::handle v, p
   if (!sinks.is_none()) {
     sink_values = py::cast<Array<float>>(sinks);
     if (sink_values.size() != q_view.view().heads) {
-      throw InvalidArgumentError(str("sinks: ", sink_values.size(), " values, expected one per query head (",
-                                     q_view.view().heads, ")"));
+      throw InvalidArgumentError(str("sinks: ", sink_values.size(),
+                                     " values, expected one per query head (", q_view.view().heads,
+                                     ")"));
     }
     options.sinks = sink_values.data();
   }
@@ -96,9 +98,16 @@ void commit(Pager& pager, const py::object& sequences, const py::object& accepte
   pager.commit(ids, counts, worth);
 }
 
-py::tuple read_kv(Pager& pager, int64_t sequence, int layer, int64_t start, int64_t stop) {
+py::typing::Tuple<py::array, py::array> read_kv(Pager& pager, int64_t sequence, int layer,
+                                                int64_t start, int64_t stop) {
   const Layout& layout = pager.options().layout;
-  const int64_t n = std::max<int64_t>(0, stop - start);
+  // A range the pager will refuse allocates nothing.
+  int64_t length = 0;
+  {
+    const Release release;
+    length = pager.length(SequenceId(sequence));
+  }
+  const int64_t n = start >= 0 && start <= stop && stop <= length ? stop - start : 0;
   const auto raw = [&](DType dtype, int64_t dim) {
     const std::vector<py::ssize_t> shape = {n, layout.kv_heads, dim};
     return dtype == DType::kFloat32 ? py::array(py::dtype::of<uint32_t>(), shape)
@@ -116,7 +125,7 @@ py::tuple read_kv(Pager& pager, int64_t sequence, int layer, int64_t start, int6
 }
 
 // Arrays rather than objects: cheap enough to call after every forward.
-py::dict residency(const Pager& pager, int64_t sequence) {
+py::typing::Dict<py::str, py::array> residency(const Pager& pager, int64_t sequence) {
   std::vector<ChunkInfo> infos;
   {
     const Release release;
@@ -134,7 +143,7 @@ py::dict residency(const Pager& pager, int64_t sequence) {
     recalled.mutable_data()[i] = info.recalled;
     score.mutable_data()[i] = info.qk_score;
   }
-  py::dict result;
+  py::typing::Dict<py::str, py::array> result;
   result["tiers"] = tiers;
   result["selected"] = selected;
   result["recalled"] = recalled;
@@ -142,13 +151,13 @@ py::dict residency(const Pager& pager, int64_t sequence) {
   return result;
 }
 
-py::dict stats(const Pager& pager) {
+py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
   PagerStats s;
   {
     const Release release;
     s = pager.stats();
   }
-  py::dict d;
+  py::typing::Dict<py::str, py::object> d;
 #define KVPAGER_STAT(name) d[#name] = s.name
   KVPAGER_STAT(pool_blocks);
   KVPAGER_STAT(free_blocks);
@@ -197,15 +206,20 @@ py::dict stats(const Pager& pager) {
 }  // namespace
 
 void bind_pager(py::module_& m) {
-  py::class_<ChunkInfo>(m, "ChunkInfo", "What the ledger says of one chunk of one sequence; a copy.")
+  py::class_<ChunkInfo>(m, "ChunkInfo",
+                        "What the ledger says of one chunk of one sequence; a copy.")
       .def_readonly("chunk", &ChunkInfo::chunk)
       .def_readonly("start", &ChunkInfo::start)
       .def_readonly("stop", &ChunkInfo::stop)
       .def_readonly("sealed", &ChunkInfo::sealed)
-      .def_property_readonly("resident", [](const ChunkInfo& c) { return (c.tiers & kTierResident) != 0; })
-      .def_property_readonly("on_host", [](const ChunkInfo& c) { return (c.tiers & kTierHost) != 0; })
-      .def_property_readonly("on_disk", [](const ChunkInfo& c) { return (c.tiers & kTierDisk) != 0; })
-      .def_property_readonly("in_snapshot", [](const ChunkInfo& c) { return (c.tiers & kTierSnapshot) != 0; })
+      .def_property_readonly("resident",
+                             [](const ChunkInfo& c) { return (c.tiers & kTierResident) != 0; })
+      .def_property_readonly("on_host",
+                             [](const ChunkInfo& c) { return (c.tiers & kTierHost) != 0; })
+      .def_property_readonly("on_disk",
+                             [](const ChunkInfo& c) { return (c.tiers & kTierDisk) != 0; })
+      .def_property_readonly("in_snapshot",
+                             [](const ChunkInfo& c) { return (c.tiers & kTierSnapshot) != 0; })
       .def_property_readonly("block",
                              [](const ChunkInfo& c) -> std::optional<int32_t> {
                                if (c.block.value() < 0) return std::nullopt;
@@ -213,7 +227,8 @@ void bind_pager(py::module_& m) {
                              })
       .def_property_readonly("k_dtype", [](const ChunkInfo& c) { return dtype_name(c.k_dtype); })
       .def_property_readonly("v_dtype", [](const ChunkInfo& c) { return dtype_name(c.v_dtype); })
-      .def_property_readonly("provenance", [](const ChunkInfo& c) { return provenance_name(c.provenance); })
+      .def_property_readonly("provenance",
+                             [](const ChunkInfo& c) { return provenance_name(c.provenance); })
       .def_property_readonly("chain_hash",
                              [](const ChunkInfo& c) {
                                char text[33];
@@ -232,65 +247,102 @@ void bind_pager(py::module_& m) {
         return str("ChunkInfo(chunk=", c.chunk, ", positions=[", c.start, ", ", c.stop, "), ",
                    c.sealed ? "sealed" : "open", (c.tiers & kTierResident) ? ", resident" : "",
                    (c.tiers & kTierHost) ? ", host" : "", (c.tiers & kTierDisk) ? ", disk" : "",
-                   (c.tiers & kTierSnapshot) ? ", snapshot" : "", ", ", provenance_name(c.provenance), ")");
+                   (c.tiers & kTierSnapshot) ? ", snapshot" : "", ", ",
+                   provenance_name(c.provenance), ")");
       });
 
   py::class_<Pager>(m, "Pager", "The native pager; kvpager.Pager wraps it.")
       .def(py::init<const PagerOptions&>(), py::arg("options"), py::call_guard<Release>())
-      .def("create_sequence", [](Pager& p, const std::string& salt) { return p.create_sequence(salt).value(); },
-           py::arg("salt"))
-      .def("destroy_sequence", [](Pager& p, int64_t s) { p.destroy_sequence(SequenceId(s)); },
-           py::arg("sequence"), py::call_guard<Release>())
-      .def("fork", [](Pager& p, int64_t s) { return p.fork(SequenceId(s)).value(); }, py::arg("sequence"),
-           py::call_guard<Release>())
-      .def("trim", [](Pager& p, int64_t s, int64_t position) { p.trim(SequenceId(s), position); },
-           py::arg("sequence"), py::arg("position"), py::call_guard<Release>())
-      .def("length", [](const Pager& p, int64_t s) { return p.length(SequenceId(s)); }, py::arg("sequence"))
-      .def("tokens",
-           [](const Pager& p, int64_t s) {
-             const std::vector<TokenId> tokens = p.tokens(SequenceId(s));
-             return py::array_t<TokenId>(static_cast<py::ssize_t>(tokens.size()), tokens.data());
-           },
-           py::arg("sequence"))
-      .def("reserve", [](Pager& p, int64_t s, int64_t total) { p.reserve(SequenceId(s), total); },
-           py::arg("sequence"), py::arg("total_tokens"))
-      .def("adopt_prefix",
-           [](Pager& p, int64_t s, const Array<TokenId>& tokens) {
-             return p.adopt_prefix(SequenceId(s), to_tokens(tokens));
-           },
-           py::arg("sequence"), py::arg("tokens"))
-      .def("begin", &begin, py::arg("sequences"), py::arg("positions"), py::arg("tokens"), py::arg("kinds"))
-      .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-           py::arg("scaling"), py::arg("softcap") = 0.0f, py::arg("window") = 0, py::arg("sinks") = py::none())
+      .def(
+          "create_sequence",
+          [](Pager& p, const std::string& salt) { return p.create_sequence(salt).value(); },
+          py::arg("salt"), py::call_guard<Release>())
+      .def(
+          "destroy_sequence", [](Pager& p, int64_t s) { p.destroy_sequence(SequenceId(s)); },
+          py::arg("sequence"), py::call_guard<Release>())
+      .def(
+          "fork", [](Pager& p, int64_t s) { return p.fork(SequenceId(s)).value(); },
+          py::arg("sequence"), py::call_guard<Release>())
+      .def(
+          "trim", [](Pager& p, int64_t s, int64_t position) { p.trim(SequenceId(s), position); },
+          py::arg("sequence"), py::arg("position"), py::call_guard<Release>())
+      .def(
+          "length", [](const Pager& p, int64_t s) { return p.length(SequenceId(s)); },
+          py::arg("sequence"), py::call_guard<Release>())
+      .def(
+          "tokens",
+          [](const Pager& p, int64_t s) {
+            std::vector<TokenId> tokens;
+            {
+              const Release release;
+              tokens = p.tokens(SequenceId(s));
+            }
+            return py::array_t<TokenId>(static_cast<py::ssize_t>(tokens.size()), tokens.data());
+          },
+          py::arg("sequence"))
+      .def(
+          "reserve", [](Pager& p, int64_t s, int64_t total) { p.reserve(SequenceId(s), total); },
+          py::arg("sequence"), py::arg("total_tokens"), py::call_guard<Release>())
+      .def(
+          "adopt_prefix",
+          [](Pager& p, int64_t s, const Array<TokenId>& tokens) {
+            const std::vector<TokenId> ids = to_tokens(tokens);
+            const Release release;
+            return p.adopt_prefix(SequenceId(s), ids);
+          },
+          py::arg("sequence"), py::arg("tokens"))
+      .def("begin", &begin, py::arg("sequences"), py::arg("positions"), py::arg("tokens"),
+           py::arg("kinds"))
+      .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
+           py::arg("out"), py::arg("scaling"), py::arg("softcap") = 0.0f, py::arg("window") = 0,
+           py::arg("sinks") = py::none())
       .def("write", &write, py::arg("layer"), py::arg("k"), py::arg("v"))
       .def("commit", &commit, py::arg("sequences") = py::none(), py::arg("accepted") = py::none(),
            py::arg("provenance") = "exact")
       .def("abort", &Pager::abort, py::call_guard<Release>())
-      .def("forward_running", &Pager::forward_running)
-      .def("select",
-           [](Pager& p, int64_t s, int layer, py::handle q, int64_t position, int64_t window) {
-             const BorrowedTensor view("q", q);
-             return p.select(SequenceId(s), layer, view.view(), position, window);
-           },
-           py::arg("sequence"), py::arg("layer"), py::arg("q"), py::arg("position"), py::arg("window") = 0)
-      .def("read_kv", &read_kv, py::arg("sequence"), py::arg("layer"), py::arg("start"), py::arg("stop"))
-      .def("pin", [](Pager& p, int64_t s, int64_t start, int64_t stop) { return p.pin(SequenceId(s), start, stop).value(); },
-           py::arg("sequence"), py::arg("start"), py::arg("stop"), py::call_guard<Release>())
-      .def("unpin", [](Pager& p, int64_t pin) { p.unpin(PinId(pin)); }, py::arg("pin"))
+      .def("forward_running", &Pager::forward_running, py::call_guard<Release>())
+      .def(
+          "select",
+          [](Pager& p, int64_t s, int layer, py::handle q, int64_t position, int64_t window) {
+            const BorrowedTensor view("q", q);
+            const Release release;
+            return p.select(SequenceId(s), layer, view.view(), position, window);
+          },
+          py::arg("sequence"), py::arg("layer"), py::arg("q"), py::arg("position"),
+          py::arg("window") = 0)
+      .def("read_kv", &read_kv, py::arg("sequence"), py::arg("layer"), py::arg("start"),
+           py::arg("stop"))
+      .def(
+          "pin",
+          [](Pager& p, int64_t s, int64_t start, int64_t stop) {
+            return p.pin(SequenceId(s), start, stop).value();
+          },
+          py::arg("sequence"), py::arg("start"), py::arg("stop"), py::call_guard<Release>())
+      .def(
+          "unpin", [](Pager& p, int64_t pin) { p.unpin(PinId(pin)); }, py::arg("pin"),
+          py::call_guard<Release>())
       .def("evict_all", &Pager::evict_all, py::call_guard<Release>())
-      .def("save",
-           [](Pager& p, int64_t s, const std::string& path, const std::string& fingerprint,
-              const std::string& session) { return p.save(SequenceId(s), path, fingerprint, session); },
-           py::arg("sequence"), py::arg("path"), py::arg("fingerprint"), py::arg("session"),
-           py::call_guard<Release>())
-      .def("restore",
-           [](Pager& p, std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-              const std::string& provenance, const std::string& file_namespace) {
-             return p.restore(std::move(reader), salt, provenance_from_name(provenance), file_namespace).value();
-           },
-           py::arg("reader"), py::arg("salt"), py::arg("provenance"), py::arg("file_namespace"),
-           py::call_guard<Release>())
-      .def("ledger", [](const Pager& p, int64_t s) { return p.ledger(SequenceId(s)); }, py::arg("sequence"))
+      .def(
+          "save",
+          [](Pager& p, int64_t s, const std::string& path, const std::string& fingerprint,
+             const std::string& session) {
+            return p.save(SequenceId(s), path, fingerprint, session);
+          },
+          py::arg("sequence"), py::arg("path"), py::arg("fingerprint"), py::arg("session"),
+          py::call_guard<Release>())
+      .def(
+          "restore",
+          [](Pager& p, std::shared_ptr<SnapshotReader> reader, const std::string& salt,
+             const std::string& provenance, const std::string& file_namespace) {
+            return p
+                .restore(std::move(reader), salt, provenance_from_name(provenance), file_namespace)
+                .value();
+          },
+          py::arg("reader"), py::arg("salt"), py::arg("provenance"), py::arg("file_namespace"),
+          py::call_guard<Release>())
+      .def(
+          "ledger", [](const Pager& p, int64_t s) { return p.ledger(SequenceId(s)); },
+          py::arg("sequence"), py::call_guard<Release>())
       .def("residency", &residency, py::arg("sequence"))
       .def("stats", &stats)
       .def("check_invariants", &Pager::check_invariants, py::call_guard<Release>());

@@ -17,7 +17,8 @@ void bind_snapshot(py::module_& m) {
       .def_property_readonly("path", [](const SnapshotReader& r) { return r.path(); })
       .def_property_readonly("layout", [](const SnapshotReader& r) { return r.meta().layout; })
       .def_property_readonly("scorer", [](const SnapshotReader& r) { return r.meta().scorer; })
-      .def_property_readonly("fingerprint", [](const SnapshotReader& r) { return r.meta().fingerprint; })
+      .def_property_readonly("fingerprint",
+                             [](const SnapshotReader& r) { return r.meta().fingerprint; })
       .def_property_readonly("session", [](const SnapshotReader& r) { return r.meta().session; })
       .def_property_readonly("tokens",
                              [](const SnapshotReader& r) {
@@ -25,7 +26,8 @@ void bind_snapshot(py::module_& m) {
                                return py::array_t<TokenId>(static_cast<py::ssize_t>(tokens.size()),
                                                            tokens.data());
                              })
-      .def_property_readonly("chunks", [](const SnapshotReader& r) { return r.meta().chunks.size(); })
+      .def_property_readonly("chunks",
+                             [](const SnapshotReader& r) { return r.meta().chunks.size(); })
       .def_property_readonly("sealed_chunks",
                              [](const SnapshotReader& r) { return r.meta().sealed_chunks(); })
       .def_property_readonly("payload_bytes_read", &SnapshotReader::payload_bytes_read)

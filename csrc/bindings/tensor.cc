@@ -39,7 +39,8 @@ TensorView checked_view(const char* name, const DLTensor& t) {
                                    ", expected a CPU tensor"));
   }
   if (t.ndim != 3) {
-    throw InvalidArgumentError(str(name, ": ", t.ndim, " dimensions, expected 3 (rows, heads, head_dim)"));
+    throw InvalidArgumentError(
+        str(name, ": ", t.ndim, " dimensions, expected 3 (rows, heads, head_dim)"));
   }
   TensorView view;
   if (t.dtype.lanes == 1 && t.dtype.code == kDLFloat && t.dtype.bits == 32) {
@@ -49,8 +50,8 @@ TensorView checked_view(const char* name, const DLTensor& t) {
   } else if (t.dtype.lanes == 1 && t.dtype.code == kDLBfloat && t.dtype.bits == 16) {
     view.dtype = DType::kBFloat16;
   } else {
-    throw InvalidArgumentError(str(name, ": element type code ", static_cast<int>(t.dtype.code), " with ",
-                                   static_cast<int>(t.dtype.bits),
+    throw InvalidArgumentError(str(name, ": element type code ", static_cast<int>(t.dtype.code),
+                                   " with ", static_cast<int>(t.dtype.bits),
                                    " bits, expected float32, float16 or bfloat16"));
   }
   view.rows = t.shape[0];

@@ -11,8 +11,8 @@ namespace kvpager {
 
 class BorrowedTensor {
  public:
-  // Three dimensions, CPU memory, a supported float dtype, last dimension contiguous; InvalidArgumentError
-  // that names `name` otherwise. `writable` refuses read-only exporters.
+  // Three dimensions, CPU memory, a supported float dtype, last dimension contiguous;
+  // InvalidArgumentError that names `name` otherwise. `writable` refuses read-only exporters.
   BorrowedTensor(const char* name, pybind11::handle tensor, bool writable = false);
   ~BorrowedTensor();
   BorrowedTensor(const BorrowedTensor&) = delete;

@@ -3,7 +3,8 @@
 //   root  = H(namespace_key, salt)      chunk = H(parent hash, the chunk's token ids, provenance)
 //
 // Chunks that are not exact get other hashes from the first one on, so the two kinds never meet
-// (invariant 10). A hash finds a candidate; token ids and the parent's hash are compared before it is served.
+// (invariant 10). A hash finds a candidate; token ids and the parent's hash are compared before it
+// is served.
 #pragma once
 
 #include <string>

@@ -1,4 +1,5 @@
-// The ledger: one record per chunk that exists, whoever uses it. Integers and facts; no bytes are moved here.
+// The ledger: one record per chunk that exists, whoever uses it. Integers and facts; no bytes are
+// moved here.
 //
 //        create_open                 seal                     drop (references = 0)
 //   (none) ------> open ----------------------------> sealed ------------------> (none)
@@ -6,7 +7,8 @@
 //                   +------------------------------> (none)
 //
 //   open    private to one sequence, in a block, rows may still change; never a victim
-//   sealed  bytes never change again; hash, checksums and summary are set; may be in any set of tiers,
+//   sealed  bytes never change again; hash, checksums and summary are set; may be in any set of
+//   tiers,
 //           at least one of them; in the hash index when exact
 #pragma once
 
@@ -31,22 +33,22 @@ struct ChunkRecord {
   int32_t readers = 0;     // attention calls reading it now: its block is in flight, never a victim
   int64_t index = 0;       // logical chunk index, the same in every sequence that shares it
 
-  BlockId block;  // resident copy
-  SlotId host;    // host copy
-  SlotId disk;    // disk copy
+  BlockId block;                           // resident copy
+  SlotId host;                             // host copy
+  SlotId disk;                             // disk copy
   std::shared_ptr<SnapshotReader> source;  // a snapshot that has this chunk, or null
   int64_t source_chunk = -1;
 
   SlotId summary;                // slot of the summary slab; sealed records only
   bool summary_pending = false;  // still in `source`; loaded before any row can score it
 
-  Hash128 hash;                        // of the chain up to this chunk's end
-  Hash128 parent;                      // of the chain up to its start
-  std::vector<TokenId> tokens;         // sealed: chunk_tokens ids
-  std::vector<uint64_t> checksums;     // sealed: one per layer slice
+  Hash128 hash;                     // of the chain up to this chunk's end
+  Hash128 parent;                   // of the chain up to its start
+  std::vector<TokenId> tokens;      // sealed: chunk_tokens ids
+  std::vector<uint64_t> checksums;  // sealed: one per layer slice
 
-  double score = 0;         // residency's view: the newest QK share any user saw
-  uint64_t last_use = 0;    // forward number
+  double score = 0;       // residency's view: the newest QK share any user saw
+  uint64_t last_use = 0;  // forward number
   uint64_t recalled = 0;
 
   bool resident() const { return block.value() >= 0; }
@@ -60,13 +62,17 @@ struct ChunkRecord {
 class Ledger {
  public:
   RecordId create(ChunkState state);
-  // The record leaves the index and is free for reuse. REQUIRES: it owns no block, slot or summary any more.
+  // The record leaves the index and is free for reuse. REQUIRES: it owns no block, slot or summary
+  // any more.
   void drop(RecordId id);
 
   ChunkRecord& operator[](RecordId id) { return records_[static_cast<size_t>(id.value())]; }
-  const ChunkRecord& operator[](RecordId id) const { return records_[static_cast<size_t>(id.value())]; }
+  const ChunkRecord& operator[](RecordId id) const {
+    return records_[static_cast<size_t>(id.value())];
+  }
 
-  // Makes an exact sealed record findable by its hash. An equal hash already there stays (first come).
+  // Makes an exact sealed record findable by its hash. An equal hash already there stays (first
+  // come).
   void publish(RecordId id);
   // A sealed exact record with this hash, parent and these tokens.
   std::optional<RecordId> find(const Hash128& hash, const Hash128& parent, const TokenId* tokens,
@@ -78,7 +84,8 @@ class Ledger {
   template <class Fn>
   void each(Fn fn) const {
     for (size_t i = 0; i < records_.size(); ++i) {
-      if (records_[i].state != ChunkState::kFree) fn(RecordId(static_cast<int32_t>(i)), records_[i]);
+      if (records_[i].state != ChunkState::kFree)
+        fn(RecordId(static_cast<int32_t>(i)), records_[i]);
     }
   }
 

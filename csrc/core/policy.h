@@ -1,5 +1,5 @@
-// Residency policies: which resident chunk leaves when a block is needed. A policy sees ledger facts and
-// nothing else, and what it decides changes no result, only where bytes are.
+// Residency policies: which resident chunk leaves when a block is needed. A policy sees ledger
+// facts and nothing else, and what it decides changes no result, only where bytes are.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,19 @@ namespace kvpager {
 
 struct VictimFacts {
   RecordId record;
-  bool sheltered = false;  // a sink or in somebody's recent window: leaves only when nothing else can
+  bool sheltered =
+      false;  // a sink or in somebody's recent window: leaves only when nothing else can
   double score = 0;
   uint64_t last_use = 0;
 };
 
-// Total order: true if `a` should leave before `b`. LRU: older use first; QK: lower score first, then older.
+// Total order: true if `a` should leave before `b`. LRU: older use first; QK: lower score first,
+// then older.
 bool leaves_before(Policy policy, const VictimFacts& a, const VictimFacts& b);
 
-// Whether bringing `candidate` in is worth evicting `victim`: sheltered chunks stay, and under QK the
-// candidate must beat the victim's score by the hysteresis fraction, so that near-ties do not swap forever.
+// Whether bringing `candidate` in is worth evicting `victim`: sheltered chunks stay, and under QK
+// the candidate must beat the victim's score by the hysteresis fraction, so that near-ties do not
+// swap forever.
 bool worth_recalling(Policy policy, double hysteresis, const VictimFacts& candidate,
                      const VictimFacts& victim);
 

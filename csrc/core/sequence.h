@@ -1,4 +1,5 @@
-// One sequence's side of the ledger: which records it uses, in logical order, and what it alone knows of them.
+// One sequence's side of the ledger: which records it uses, in logical order, and what it alone
+// knows of them.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +31,8 @@ struct Sequence {
   std::vector<TokenId> tokens;                 // [length]
   std::vector<ChunkUse> sealed;
   std::vector<ChunkUse> frontier;
-  int64_t reserved = 0;           // homes promised to chunks that are not sealed yet
-  bool summaries_loaded = true;   // false: some sealed chunk's summary is still in its snapshot
+  int64_t reserved = 0;          // homes promised to chunks that are not sealed yet
+  bool summaries_loaded = true;  // false: some sealed chunk's summary is still in its snapshot
 
   int64_t sealed_chunks() const { return static_cast<int64_t>(sealed.size()); }
   int64_t chunks() const { return sealed_chunks() + static_cast<int64_t>(frontier.size()); }

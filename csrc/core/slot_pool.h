@@ -14,9 +14,12 @@ namespace kvpager {
 template <class Id>
 class SlotPool {
  public:
-  // shuffle_seed not 0: slots come in a random order, so that no result can depend on placement by luck.
+  // shuffle_seed not 0: slots come in a random order, so that no result can depend on placement by
+  // luck.
   explicit SlotPool(int64_t slots, uint64_t shuffle_seed = 0)
-      : taken_(static_cast<size_t>(slots), false), shuffle_(shuffle_seed != 0), random_(shuffle_seed) {
+      : taken_(static_cast<size_t>(slots), false),
+        shuffle_(shuffle_seed != 0),
+        random_(shuffle_seed) {
     free_.reserve(taken_.size());
     for (int64_t i = slots; i-- > 0;) free_.push_back(Id(static_cast<typename Id::rep>(i)));
   }

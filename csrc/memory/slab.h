@@ -1,5 +1,5 @@
-// Equal slots of 64-byte aligned memory in one mapping made up front. The resident pool, the host arena, the
-// summaries and the staging area are slabs; nothing on the paging path allocates.
+// Equal slots of 64-byte aligned memory in one mapping made up front. The resident pool, the host
+// arena, the summaries and the staging area are slabs; nothing on the paging path allocates.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,8 @@ namespace kvpager {
 
 class Slab {
  public:
-  // Maps slots * slot_bytes (CapacityError with `what` and the bytes if the system refuses). slots may be 0.
+  // Maps slots * slot_bytes (CapacityError with `what` and the bytes if the system refuses). slots
+  // may be 0.
   Slab(const char* what, int64_t slots, int64_t slot_bytes);
   ~Slab();
   Slab(const Slab&) = delete;

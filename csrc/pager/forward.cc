@@ -22,11 +22,23 @@ void require_shape(const char* name, const TensorView& tensor, int64_t rows, int
                                    tensor.dim, "], expected [", rows, ", ", heads, ", ", dim, "]"));
   }
   if (!is_supported(tensor.dtype)) {
-    throw InvalidArgumentError(str(name, ": dtype ", dtype_name(tensor.dtype), " is not supported"));
+    throw InvalidArgumentError(
+        str(name, ": dtype ", dtype_name(tensor.dtype), " is not supported"));
   }
 }
 
-// Room for `size` elements, growing geometrically: reserve() alone would copy everything at every forward.
+// Whether a row has a finite value that rounds to infinity in a narrower dtype.
+bool overflows(const TensorView& tensor, int64_t row, DType stored) {
+  if (tensor.dtype == stored || stored == DType::kFloat32) return false;
+  // Halfway between the greatest finite value and the next power of two.
+  const float limit = stored == DType::kFloat16 ? 65520.0f : 0x1.FFp127f;
+  std::vector<float> values(static_cast<size_t>(tensor.heads * tensor.dim));
+  read_query(tensor, row, 0, tensor.heads, values.data());
+  return std::any_of(values.begin(), values.end(), [&](float x) { return std::fabs(x) >= limit; });
+}
+
+// Room for `size` elements, growing geometrically: reserve() alone would copy everything at every
+// forward.
 template <class T>
 void grow(std::vector<T>* vector, int64_t size) {
   const size_t wanted = static_cast<size_t>(size);
@@ -36,7 +48,8 @@ void grow(std::vector<T>* vector, int64_t size) {
 }  // namespace
 
 void Pager::Impl::begin(const std::vector<RowDescriptor>& rows) {
-  if (forward) throw InvalidArgumentError("begin: a forward is already running; commit or abort it");
+  if (forward)
+    throw InvalidArgumentError("begin: a forward is already running; commit or abort it");
   if (rows.empty() || static_cast<int64_t>(rows.size()) > options.rows) {
     throw InvalidArgumentError(str("rows: ", rows.size(), " given, expected 1 to ", options.rows));
   }
@@ -70,12 +83,14 @@ void Pager::Impl::begin(const std::vector<RowDescriptor>& rows) {
                                      sequence.id.value(), ", which holds ", sequence.length));
     }
     part->score_row = static_cast<int32_t>(i);
-    part->visible = std::max(part->visible, row.position / layout.chunk_tokens + 1);
+    part->furthest = std::max(part->furthest, row.position);
+    part->visible = part->furthest / layout.chunk_tokens + 1;
     next.part_of_row[i] = static_cast<int32_t>(part - next.parts.begin());
   }
   if (next.parts.empty()) throw InvalidArgumentError("rows: every row is padding");
 
-  // Everything that can fail comes before the first change: homes for chunks that may seal, then blocks.
+  // Everything that can fail comes before the first change: homes for chunks that may seal, then
+  // blocks.
   const int64_t c = layout.chunk_tokens;
   int64_t new_homes = 0;
   int64_t new_blocks = 0;
@@ -105,8 +120,9 @@ void Pager::Impl::begin(const std::vector<RowDescriptor>& rows) {
   }
   for (ForwardPart& part : next.parts) {
     Sequence& sequence = *part.sequence;
-    reserved_homes += homes_wanted(part);
-    sequence.reserved += homes_wanted(part);
+    part.promised = homes_wanted(part);
+    reserved_homes += part.promised;
+    sequence.reserved += part.promised;
     for (int64_t n = blocks_wanted(part); n-- > 0;) {
       const BlockId block = *acquire_block();
       const RecordId id = ledger.create(ChunkState::kOpen);
@@ -140,13 +156,19 @@ void Pager::Impl::write(int layer, const TensorView& k, const TensorView& v) {
           static_cast<int32_t>(position % layout.chunk_tokens)};
     }
   }
-  const int64_t bad = find_non_finite(k, v, write_targets.data(), rows);
+  int64_t bad = find_non_finite(k, v, write_targets.data(), rows);
+  for (int64_t row = 0; row < rows && bad < 0; ++row) {
+    if (write_targets[static_cast<size_t>(row)].slice == nullptr) continue;
+    if (overflows(k, row, layout.k_dtype) || overflows(v, row, layout.v_dtype)) bad = row;
+  }
   if (bad >= 0) {
     const RowDescriptor row = forward->rows[static_cast<size_t>(bad)];
     abort();
     throw NonFiniteError(str("layer ", layer, ": the key or value at position ", row.position,
                              " of sequence ", row.sequence.value(),
-                             " is not finite; the forward was aborted and the sequence is as it was"));
+                             " is not finite (keys are kept in ", dtype_name(layout.k_dtype),
+                             ", values in ", dtype_name(layout.v_dtype),
+                             "); the forward was aborted and the sequence is as it was"));
   }
   write_rows(layout, k, v, write_targets.data(), rows);
   forward->layer_written[static_cast<size_t>(layer)] = 1;
@@ -165,7 +187,8 @@ std::vector<const std::byte*> Pager::Impl::summary_pointers(const Sequence& sequ
   return pointers;
 }
 
-// Invariant 8: what a row attends to comes from its own query, sealed summaries and the configuration.
+// Invariant 8: what a row attends to comes from its own query, sealed summaries and the
+// configuration.
 void Pager::Impl::select_rows(int layer, const TensorView& q, const AttendOptions& attend_options) {
   const ScopedTimer timer(&counters.seconds_scan);
   const Selection& selection = options.selection;
@@ -175,12 +198,15 @@ void Pager::Impl::select_rows(int layer, const TensorView& q, const AttendOption
   chosen.resize(static_cast<size_t>(rows * heads));
 
   // Summary addresses once per (sequence, kv head); rows take the part their range covers.
-  std::vector<std::vector<const std::byte*>> pointers(forward->parts.size() * static_cast<size_t>(heads));
+  std::vector<std::vector<const std::byte*>> pointers(forward->parts.size() *
+                                                      static_cast<size_t>(heads));
   for (size_t p = 0; p < forward->parts.size(); ++p) {
     const Sequence& sequence = *forward->parts[p].sequence;
+    const CandidateRange furthest =
+        candidate_range(selection, layout.chunk_tokens, forward->parts[p].furthest);
     for (int h = 0; h < heads; ++h) {
       pointers[p * static_cast<size_t>(heads) + static_cast<size_t>(h)] =
-          summary_pointers(sequence, layer, h, 0, sequence.sealed_chunks());
+          summary_pointers(sequence, layer, h, 0, furthest.end);
     }
   }
   struct Kept {
@@ -209,11 +235,13 @@ void Pager::Impl::select_rows(int layer, const TensorView& q, const AttendOption
       q_row.resize(static_cast<size_t>(group * layout.k_dim));
       read_query(q, row, h * group, group, q_row.data());
       scorer.prepare(layout, group, q_row.data(), query.data());
-      const size_t slot = static_cast<size_t>(p) * static_cast<size_t>(heads) + static_cast<size_t>(h);
+      const size_t slot =
+          static_cast<size_t>(p) * static_cast<size_t>(heads) + static_cast<size_t>(h);
       scorer.score(layout, group, query.data(), pointers[slot].data() + range.begin,
                    range.end - range.begin, scores.data());
       if (forward->parts[static_cast<size_t>(p)].score_row == row) {
-        kept[slot] = {scores, scorer.query_scale(query.data()) * attend_options.scaling, range.begin};
+        kept[slot] = {scores, scorer.query_scale(query.data()) * attend_options.scaling,
+                      range.begin};
       }
     }
     select_chunks(selection, layout.chunk_tokens, descriptor.position, attend_options.window,
@@ -247,9 +275,11 @@ void Pager::Impl::score_for_ledger(ForwardPart& part, int layer, const TensorVie
   }
 }
 
-// Softmax over the scored chunks: each (layer, kv head) hands out a share of 1. For residency and people only.
+// Softmax over the scored chunks: each (layer, kv head) hands out a share of 1. For residency and
+// people only.
 void Pager::Impl::add_mass(ForwardPart& part, int64_t first, const std::vector<double>& scores,
                            double scale) {
+  part.scored = true;
   if (scores.empty()) return;
   const double top = *std::max_element(scores.begin(), scores.end());
   double sum = 0;
@@ -268,12 +298,14 @@ void Pager::Impl::mark_needed(const AttendOptions& attend_options) {
     std::vector<uint8_t>& needed = forward->parts[static_cast<size_t>(p)].needed;
     const int64_t position = forward->rows[row].position;
     if (options.selection.kind == Selection::Kind::kDense) {
-      const int64_t first =
-          attend_options.window > 0 ? std::max<int64_t>(0, position - attend_options.window + 1) / c : 0;
+      const int64_t first = attend_options.window > 0
+                                ? std::max<int64_t>(0, position - attend_options.window + 1) / c
+                                : 0;
       std::fill(needed.begin() + first, needed.begin() + position / c + 1, 1);
     } else {
       for (int h = 0; h < layout.kv_heads; ++h) {
-        for (const int32_t chunk : chosen[row * static_cast<size_t>(layout.kv_heads) + static_cast<size_t>(h)]) {
+        for (const int32_t chunk :
+             chosen[row * static_cast<size_t>(layout.kv_heads) + static_cast<size_t>(h)]) {
           needed[static_cast<size_t>(chunk)] = 1;
         }
       }
@@ -289,13 +321,14 @@ void Pager::Impl::attend(int layer, const TensorView& q, const TensorView& k, co
   if (!forward) throw InvalidArgumentError("attend: no forward is running; call begin first");
   const int64_t rows = static_cast<int64_t>(forward->rows.size());
   if (q.heads <= 0 || q.heads % layout.kv_heads != 0) {
-    throw InvalidArgumentError(str("q: ", q.heads, " heads, expected a multiple of kv_heads=",
-                                   layout.kv_heads));
+    throw InvalidArgumentError(
+        str("q: ", q.heads, " heads, expected a multiple of kv_heads=", layout.kv_heads));
   }
   require_shape("q", q, rows, q.heads, layout.k_dim);
   require_shape("out", out, rows, q.heads, layout.v_dim);
   if (!(attend_options.scaling > 0) || !std::isfinite(attend_options.scaling)) {
-    throw InvalidArgumentError(str("scaling: ", attend_options.scaling, ", expected a positive number"));
+    throw InvalidArgumentError(
+        str("scaling: ", attend_options.scaling, ", expected a positive number"));
   }
   if (attend_options.window < 0 || attend_options.softcap < 0) {
     throw InvalidArgumentError(str("window: ", attend_options.window, ", softcap: ",
@@ -337,16 +370,17 @@ void Pager::Impl::attend(int layer, const TensorView& q, const TensorView& k, co
   }
 }
 
-// Finds an address for every chunk the layer reads. Chunks that are only on disk or in a snapshot are brought
-// into the pool when it can hold all of them beside what else is read, and are streamed slice by slice
-// through staging when it cannot. Either way the kernel sees the same bytes in the same order.
+// Finds an address for every chunk the layer reads. Chunks that are only on disk or in a snapshot
+// are brought into memory where there is room for them, and what finds no place is streamed slice
+// by slice through staging. Either way the kernel sees the same bytes in the same order.
 void Pager::Impl::run_attention(int layer, AttendParams& params) {
   const size_t rows = forward->rows.size();
   std::vector<AttendRow> row(rows);
   for (size_t i = 0; i < rows; ++i) row[i] = {forward->rows[i].position, forward->part_of_row[i]};
   params.row = row.data();
   std::vector<ChunkTableView> tables;
-  for (const ForwardPart& part : forward->parts) tables.push_back({part.slices.data(), part.visible});
+  for (const ForwardPart& part : forward->parts)
+    tables.push_back({part.slices.data(), part.visible});
   params.tables = tables.data();
 
   std::vector<RecordId> reading;
@@ -365,32 +399,26 @@ void Pager::Impl::run_attention(int layer, AttendParams& params) {
     }
   }
   try {
-    bool streaming = false;
     if (!missing.empty()) {
       const ScopedTimer timer(&counters.seconds_load);
-      streaming = static_cast<int64_t>(missing.size()) > blocks.free() + evictable_blocks();
-      if (!streaming) {
-        for (const RecordId id : missing) promote(id);
-      }
+      bring_in(missing);
     }
+    bool streaming = false;
     for (ForwardPart& part : forward->parts) {
       for (int64_t c = 0; c < part.visible; ++c) {
         const size_t i = static_cast<size_t>(c);
         const std::byte* base =
             part.needed[i] ? address(ledger[part.sequence->use(c).record]) : nullptr;
         part.slices[i] = base == nullptr ? nullptr : base + layout.slice_offset(layer);
+        streaming = streaming || (part.needed[i] && base == nullptr);
       }
     }
     if (streaming) {
       stream_attention(layer, params);
     } else {
       const ScopedTimer timer(&counters.seconds_attend);
-      int64_t splits = 0;
-      for (const ForwardPart& part : forward->parts) {
-        splits = std::max(splits, (part.visible + kChunksPerSplit - 1) / kChunksPerSplit);
-      }
       attend_begin(params, workspace, threads);
-      attend_wave(params, 0, splits, workspace, threads);
+      attend_wave(params, 0, split_count(0, forward->parts.size()), workspace, threads);
       attend_finish(params, workspace, threads);
     }
   } catch (...) {
@@ -400,13 +428,53 @@ void Pager::Impl::run_attention(int layer, AttendParams& params) {
   stop_reading();
 }
 
-// Waves of consecutive splits, each as long as its missing slices fit in staging. One split of every sequence
-// always fits (staging has kChunksPerSplit slices per row), so that a wave is never empty.
+// Splits up to the furthest row of the parts [first, last).
+int64_t Pager::Impl::split_count(size_t first, size_t last) const {
+  int64_t chunks = 0;
+  for (size_t p = first; p < last; ++p) chunks = std::max(chunks, forward->parts[p].visible);
+  return (chunks + kChunksPerSplit - 1) / kChunksPerSplit;
+}
+
+// A few sequences at a time, so that one split of each always fits in staging. To a pass the rows
+// of other sequences are padding, and what it writes for them goes nowhere.
 void Pager::Impl::stream_attention(int layer, AttendParams& params) {
-  int64_t splits = 0;
-  for (const ForwardPart& part : forward->parts) {
-    splits = std::max(splits, (part.visible + kChunksPerSplit - 1) / kChunksPerSplit);
+  const size_t parts = forward->parts.size();
+  if (parts <= kStreamedSequences) return stream_parts(layer, 0, parts, params);
+  const TensorView out = params.out;
+  const AttendRow* all = params.row;
+  const size_t element = static_cast<size_t>(dtype_bytes(out.dtype));
+  std::vector<std::byte> scratch(static_cast<size_t>(out.rows * out.heads * out.dim) * element);
+  params.out.data = scratch.data();
+  params.out.row_stride = out.heads * out.dim;
+  params.out.head_stride = out.dim;
+  std::vector<AttendRow> rows(static_cast<size_t>(params.rows));
+  params.row = rows.data();
+  for (size_t first = 0; first < parts; first += kStreamedSequences) {
+    const size_t last = std::min(first + kStreamedSequences, parts);
+    const auto mine = [&](size_t row) {
+      const int32_t part = all[row].table;
+      return part >= static_cast<int32_t>(first) && part < static_cast<int32_t>(last);
+    };
+    for (size_t i = 0; i < rows.size(); ++i)
+      rows[i] = {all[i].position, mine(i) ? all[i].table : -1};
+    stream_parts(layer, first, last, params);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (!mine(i) && !(first == 0 && all[i].table < 0)) continue;  // padding is written once
+      for (int64_t h = 0; h < out.heads; ++h) {
+        const int64_t to = static_cast<int64_t>(i) * out.row_stride + h * out.head_stride;
+        const int64_t from = (static_cast<int64_t>(i) * out.heads + h) * out.dim;
+        std::memcpy(static_cast<std::byte*>(out.data) + static_cast<size_t>(to) * element,
+                    scratch.data() + static_cast<size_t>(from) * element,
+                    static_cast<size_t>(out.dim) * element);
+      }
+    }
   }
+}
+
+// Waves of consecutive splits, each as long as its missing slices fit in staging.
+void Pager::Impl::stream_parts(int layer, size_t first_part, size_t last_part,
+                               AttendParams& params) {
+  const int64_t splits = split_count(first_part, last_part);
   attend_begin(params, workspace, threads);
   std::vector<std::pair<ForwardPart*, size_t>> staged;
   for (int64_t first = 0; first < splits;) {
@@ -415,7 +483,8 @@ void Pager::Impl::stream_attention(int layer, AttendParams& params) {
       const ScopedTimer timer(&counters.seconds_load);
       for (; last < splits; ++last) {
         std::vector<std::pair<ForwardPart*, size_t>> wanted;
-        for (ForwardPart& part : forward->parts) {
+        for (size_t p = first_part; p < last_part; ++p) {
+          ForwardPart& part = forward->parts[p];
           const int64_t end = std::min(part.visible, (last + 1) * kChunksPerSplit);
           for (int64_t c = last * kChunksPerSplit; c < end; ++c) {
             const size_t i = static_cast<size_t>(c);
@@ -443,18 +512,23 @@ void Pager::Impl::stream_attention(int layer, AttendParams& params) {
   attend_finish(params, workspace, threads);
 }
 
-void Pager::Impl::drop_surplus_frontier(Sequence& sequence) {
+void Pager::Impl::drop_surplus(ForwardPart& part) {
+  Sequence& sequence = *part.sequence;
   const int64_t kept = sequence.length % layout.chunk_tokens == 0 ? 0 : 1;
   while (static_cast<int64_t>(sequence.frontier.size()) > kept) {
     drop_use_pins(sequence.frontier.back());
     drop_record(sequence.frontier.back().record);
     sequence.frontier.pop_back();
   }
+  const int64_t unused = std::min(part.promised, sequence.reserved);
+  sequence.reserved -= unused;
+  reserved_homes -= unused;
+  part.promised = 0;
 }
 
 void Pager::Impl::abort() {
   if (!forward) return;
-  for (ForwardPart& part : forward->parts) drop_surplus_frontier(*part.sequence);
+  for (ForwardPart& part : forward->parts) drop_surplus(part);
   forward.reset();
   ++counters.aborted_forwards;
 }
@@ -474,28 +548,36 @@ void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<i
                          Provenance provenance) {
   if (!forward) throw InvalidArgumentError("commit: no forward is running");
   if (ids.size() != accepted.size()) {
-    throw InvalidArgumentError(str("accepted: ", accepted.size(), " counts for ", ids.size(), " sequences"));
+    throw InvalidArgumentError(
+        str("accepted: ", accepted.size(), " counts for ", ids.size(), " sequences"));
   }
   std::vector<int64_t> count(forward->parts.size(), 0);
+  std::vector<uint8_t> named(forward->parts.size(), 0);
   bool any = false;
   for (size_t i = 0; i < ids.size(); ++i) {
     const auto part = std::find_if(forward->parts.begin(), forward->parts.end(),
                                    [&](const ForwardPart& p) { return p.sequence->id == ids[i]; });
     if (part == forward->parts.end()) {
-      throw InvalidArgumentError(str("commit: sequence ", ids[i].value(), " is not in this forward"));
+      throw InvalidArgumentError(
+          str("commit: sequence ", ids[i].value(), " is not in this forward"));
     }
     const int64_t rows = static_cast<int64_t>(part->commit_rows.size());
     if (accepted[i] < 0 || accepted[i] > rows) {
-      throw InvalidArgumentError(str("accepted: ", accepted[i], " rows of sequence ", ids[i].value(),
-                                     ", expected 0 to ", rows));
+      throw InvalidArgumentError(str("accepted: ", accepted[i], " rows of sequence ",
+                                     ids[i].value(), ", expected 0 to ", rows));
     }
-    count[static_cast<size_t>(part - forward->parts.begin())] = accepted[i];
+    const size_t p = static_cast<size_t>(part - forward->parts.begin());
+    if (named[p])
+      throw InvalidArgumentError(str("commit: sequence ", ids[i].value(), " is named twice"));
+    named[p] = 1;
+    count[p] = accepted[i];
     any = any || accepted[i] > 0;
   }
   if (any) {
     for (int layer = 0; layer < layout.layers; ++layer) {
       if (!forward->layer_written[static_cast<size_t>(layer)]) {
-        throw InvalidArgumentError(str("commit: layer ", layer, " was never written in this forward"));
+        throw InvalidArgumentError(
+            str("commit: layer ", layer, " was never written in this forward"));
       }
     }
   }
@@ -542,8 +624,18 @@ void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<i
         seal.parent = parent;
         seal.hash = chain_next(parent, seal.tokens.data(), c, seal.provenance);
         parent = seal.hash;
+        const std::byte* bytes = pool.slot(ledger[seal.open].block.value());
+        seal.checksums.resize(static_cast<size_t>(layout.layers));
+        threads.run(layout.layers, [&](int64_t layer, int) {
+          seal.checksums[static_cast<size_t>(layer)] = slice_checksum(
+              bytes + layout.slice_offset(static_cast<int>(layer)), layout.slice_bytes());
+        });
         if (seal.provenance == Provenance::kExact) {
           seal.existing = ledger.find(seal.hash, seal.parent, seal.tokens.data(), c);
+          // One name, other bytes: some forward was not what it claimed. Nobody's K/V is swapped
+          // for another's.
+          if (seal.existing && ledger[*seal.existing].checksums != seal.checksums)
+            seal.existing.reset();
         }
         seals.push_back(std::move(seal));
         if (seals.back().existing) {
@@ -552,7 +644,6 @@ void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<i
           continue;
         }
         Seal& now = seals.back();
-        const std::byte* bytes = pool.slot(ledger[now.open].block.value());
         now.summary = take_summary_slot();
         std::byte* summary = summaries.slot(now.summary.value());
         threads.run(int64_t{layout.layers} * layout.kv_heads, [&](int64_t page, int) {
@@ -561,18 +652,14 @@ void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<i
           scorer.summarize(layout, bytes + layout.page_offset(layer, head),
                            summary + page * summary_page_bytes);
         });
-        now.checksums.resize(static_cast<size_t>(layout.layers));
-        threads.run(layout.layers, [&](int64_t layer, int) {
-          now.checksums[static_cast<size_t>(layer)] =
-              slice_checksum(bytes + layout.slice_offset(static_cast<int>(layer)), layout.slice_bytes());
-        });
         now.home = take_home();
         now.has_home = true;
         if (now.home.host.value() >= 0) {
           if (const int error = fault::visit("host.write")) {
             throw StorageError(str("host arena: write failed: ", std::strerror(error)));
           }
-          std::memcpy(host.slot(now.home.host.value()), bytes, static_cast<size_t>(layout.chunk_bytes()));
+          std::memcpy(host.slot(now.home.host.value()), bytes,
+                      static_cast<size_t>(layout.chunk_bytes()));
         } else if (now.home.disk.value() >= 0) {
           disk.write(now.home.disk.value(), bytes);
         }
@@ -599,11 +686,15 @@ void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<i
       --reserved_homes;
     }
     if (seal.existing) {
-      // Somebody computed the same chunk: exact chunks with one name have one set of bits. Keep theirs.
+      // Somebody computed the same chunk, bit for bit. Keep their record; if its bytes are not
+      // resident, this block becomes its resident copy, so that what is pinned stays where it is.
+      ChunkRecord& kept = ledger[*seal.existing];
       ledger[use.record].pins -= use.pins;
+      if (!kept.resident()) std::swap(kept.block, ledger[use.record].block);
       drop_record(use.record);
       use.record = *seal.existing;
-      ledger[use.record].pins += use.pins;
+      kept.pins += use.pins;
+      if (kept.summary_pending) sequence.summaries_loaded = false;
       ++counters.chunks_shared;
     } else {
       ChunkRecord& record = ledger[seal.open];
@@ -635,14 +726,16 @@ void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<i
     sequence.length += count[p];
     if (count[p] > 0) sequence.provenance = std::max(sequence.provenance, provenance);
     counters.rows_committed += count[p];
-    drop_surplus_frontier(sequence);
+    drop_surplus(part);
     // A moving average of each chunk's share of attention mass, for residency and for people.
     const double shares = static_cast<double>(layout.layers) * layout.kv_heads;
     for (int64_t chunk = 0; chunk < std::min(part.visible, sequence.chunks()); ++chunk) {
       const size_t i = static_cast<size_t>(chunk);
       ChunkUse& use = sequence.use(chunk);
-      use.qk_score = 0.75 * use.qk_score + 0.25 * part.mass[i] / shares;
-      ledger[use.record].score = use.qk_score;
+      if (part.scored) {
+        use.qk_score = 0.75 * use.qk_score + 0.25 * part.mass[i] / shares;
+        ledger[use.record].score = use.qk_score;
+      }
       if (part.read[i]) {
         use.last_use = clock;
         ++use.selected;

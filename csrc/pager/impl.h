@@ -1,7 +1,8 @@
 // The pager's state and the steps its public functions are made of. One file per group of steps:
-//   sequences.cc  create, fork, trim, reserve, adopt, pin         residency.cc  blocks, homes, victims, recalls
-//   forward.cc    begin, attend, commit, abort                    persist.cc    save, restore
-//   inspect.cc    ledger, stats, check_invariants, read_kv        pager.cc      construction and the locked facade
+//   sequences.cc  create, fork, trim, reserve, adopt, pin         residency.cc  blocks, homes,
+//   victims, recalls forward.cc    begin, attend, commit, abort                    persist.cc save,
+//   restore inspect.cc    ledger, stats, check_invariants, read_kv        pager.cc construction and
+//   the locked facade
 #pragma once
 
 #include <map>
@@ -22,16 +23,22 @@
 
 namespace kvpager {
 
+// Sequences whose slices staging can hold one split of; more of them stream in several passes.
+inline constexpr size_t kStreamedSequences = 4;
+
 // One sequence's part in the running forward.
 struct ForwardPart {
   Sequence* sequence = nullptr;
   std::vector<int32_t> commit_rows;  // row numbers, ascending
   int32_t score_row = -1;            // the row whose scores the ledger keeps: the last one
-  int64_t visible = 0;               // chunks up to the furthest row
-  std::vector<const std::byte*> slices;   // [visible] of the layer at hand
-  std::vector<uint8_t> needed;            // [visible] read at the layer at hand
-  std::vector<uint8_t> read;              // [visible] read at any layer of this forward
-  std::vector<double> mass;               // [visible] softmax shares summed over layers and kv heads
+  int64_t furthest = 0;              // greatest position of its rows
+  int64_t visible = 0;               // chunks up to there
+  int64_t promised = 0;              // homes begin() reserved; those not used go back when it ends
+  bool scored = false;               // some layer filled `mass`
+  std::vector<const std::byte*> slices;  // [visible] of the layer at hand
+  std::vector<uint8_t> needed;           // [visible] read at the layer at hand
+  std::vector<uint8_t> read;             // [visible] read at any layer of this forward
+  std::vector<double> mass;              // [visible] softmax shares summed over layers and kv heads
 };
 
 struct Forward {
@@ -67,7 +74,8 @@ struct Pager::Impl {
   void drop_use_pins(ChunkUse& use);
 
   // --- residency.cc
-  int64_t frontier_blocks() const;  // most blocks one sequence's frontier needs while a forward runs
+  int64_t frontier_blocks()
+      const;  // most blocks one sequence's frontier needs while a forward runs
   int64_t home_capacity() const;
   void require_homes(int64_t more, const char* action) const;
   bool evictable(const ChunkRecord& record) const;
@@ -89,6 +97,8 @@ struct Pager::Impl {
   void read_chunk(const ChunkRecord& record, std::byte* out) const;
   void read_slice(const ChunkRecord& record, int layer, std::byte* out) const;
   void promote(RecordId id);  // REQUIRES: a block can be had
+  void bring_in(const std::vector<RecordId>& missing);
+  bool drop_host_copy();
   void recall_ahead();
   int64_t evict_all();
 
@@ -101,14 +111,17 @@ struct Pager::Impl {
               Provenance provenance);
   void commit_all(Provenance provenance);
   void abort();
-  void drop_surplus_frontier(Sequence& sequence);
+  void drop_surplus(
+      ForwardPart& part);  // frontier chunks and promises that the forward did not use
   void select_rows(int layer, const TensorView& q, const AttendOptions& attend_options);
   void score_for_ledger(ForwardPart& part, int layer, const TensorView& q,
                         const AttendOptions& attend_options);
   void add_mass(ForwardPart& part, int64_t first, const std::vector<double>& scores, double scale);
   void mark_needed(const AttendOptions& attend_options);
   void run_attention(int layer, AttendParams& params);
+  int64_t split_count(size_t first_part, size_t last_part) const;
   void stream_attention(int layer, AttendParams& params);
+  void stream_parts(int layer, size_t first_part, size_t last_part, AttendParams& params);
   std::vector<const std::byte*> summary_pointers(const Sequence& sequence, int layer, int kv_head,
                                                  int64_t first, int64_t last) const;
 

@@ -1,4 +1,5 @@
-// Reading the pager's state: ledger, stats, raw K/V, a selection that was not run, and the invariants.
+// Reading the pager's state: ledger, stats, raw K/V, a selection that was not run, and the
+// invariants.
 #include <algorithm>
 #include <cstring>
 #include <set>
@@ -34,12 +35,11 @@ std::vector<ChunkInfo> Pager::Impl::inspect(SequenceId id) const {
     ChunkInfo info;
     info.chunk = c;
     info.start = c * layout.chunk_tokens;
-    info.stop = std::min(info.start + layout.chunk_tokens, sequence.length);
+    info.stop = std::max(info.start, std::min(info.start + layout.chunk_tokens, sequence.length));
     info.sealed = record.state == ChunkState::kSealed;
-    info.tiers = static_cast<uint8_t>((record.resident() ? kTierResident : 0) |
-                                      (record.on_host() ? kTierHost : 0) |
-                                      (record.on_disk() ? kTierDisk : 0) |
-                                      (record.source != nullptr ? kTierSnapshot : 0));
+    info.tiers = static_cast<uint8_t>(
+        (record.resident() ? kTierResident : 0) | (record.on_host() ? kTierHost : 0) |
+        (record.on_disk() ? kTierDisk : 0) | (record.source != nullptr ? kTierSnapshot : 0));
     info.block = record.block;
     info.k_dtype = layout.k_dtype;
     info.v_dtype = layout.v_dtype;
@@ -82,7 +82,8 @@ PagerStats Pager::Impl::stats() const {
     s.cached_records += record.references == 0 ? 1 : 0;
     if (record.source != nullptr) readers.insert(record.source.get());
   });
-  for (const SnapshotReader* reader : readers) s.snapshot_bytes_read += reader->payload_bytes_read();
+  for (const SnapshotReader* reader : readers)
+    s.snapshot_bytes_read += reader->payload_bytes_read();
   return s;
 }
 
@@ -93,8 +94,9 @@ void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop,
     throw InvalidArgumentError(str("layer: ", layer, " is not in [0, ", layout.layers, ")"));
   }
   if (start < 0 || stop < start || stop > sequence.length) {
-    throw InvalidArgumentError(str("range [", start, ", ", stop, "): expected 0 <= start <= stop <= ",
-                                   sequence.length, ", the positions this sequence holds"));
+    throw InvalidArgumentError(str("range [", start, ", ", stop,
+                                   "): expected 0 <= start <= stop <= ", sequence.length,
+                                   ", the positions this sequence holds"));
   }
   const int64_t c = layout.chunk_tokens;
   const int64_t k_element = dtype_bytes(layout.k_dtype);
@@ -116,10 +118,12 @@ void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop,
         const std::byte* v_tile = k_tile + layout.k_tile_bytes();
         std::byte* k_out = k + ((p - start) * layout.kv_heads + h) * layout.k_dim * k_element;
         for (int d = 0; d < layout.k_dim; ++d) {  // keys are stored with tokens innermost
-          std::memcpy(k_out + d * k_element, k_tile + (d * c + t) * k_element, static_cast<size_t>(k_element));
+          std::memcpy(k_out + d * k_element, k_tile + (d * c + t) * k_element,
+                      static_cast<size_t>(k_element));
         }
         std::memcpy(v + ((p - start) * layout.kv_heads + h) * layout.v_dim * v_element,
-                    v_tile + t * layout.v_dim * v_element, static_cast<size_t>(layout.v_dim * v_element));
+                    v_tile + t * layout.v_dim * v_element,
+                    static_cast<size_t>(layout.v_dim * v_element));
       }
     }
   }
@@ -132,11 +136,13 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
     throw InvalidArgumentError(str("layer: ", layer, " is not in [0, ", layout.layers, ")"));
   }
   if (position < 0 || position > sequence.length) {
-    throw InvalidArgumentError(str("position: ", position, " is not in [0, ", sequence.length, "]"));
+    throw InvalidArgumentError(
+        str("position: ", position, " is not in [0, ", sequence.length, "]"));
   }
   if (q.rows != 1 || q.heads <= 0 || q.heads % layout.kv_heads != 0 || q.dim != layout.k_dim) {
     throw InvalidArgumentError(str("q: shape [", q.rows, ", ", q.heads, ", ", q.dim,
-                                   "], expected [1, a multiple of ", layout.kv_heads, ", ", layout.k_dim, "]"));
+                                   "], expected [1, a multiple of ", layout.kv_heads, ", ",
+                                   layout.k_dim, "]"));
   }
   load_summaries(sequence);
   const int group = static_cast<int>(q.heads / layout.kv_heads);
@@ -150,7 +156,8 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
       const auto pointers = summary_pointers(sequence, layer, h, range.begin, range.end);
       read_query(q, 0, h * group, group, q_row.data());
       scorer.prepare(layout, group, q_row.data(), query.data());
-      scorer.score(layout, group, query.data(), pointers.data(), range.end - range.begin, scores.data());
+      scorer.score(layout, group, query.data(), pointers.data(), range.end - range.begin,
+                   scores.data());
     }
     select_chunks(options.selection, layout.chunk_tokens, position, window, scores.data(),
                   &result[static_cast<size_t>(h)]);
@@ -178,8 +185,10 @@ void Pager::Impl::check_invariants() const {
               str("block ", record.block.value(), " has two owners"));
       ++resident;
     }
-    if (record.on_host()) require(host_used.insert(record.host.value()).second, 2, name + " shares a host slot");
-    if (record.on_disk()) require(disk_used.insert(record.disk.value()).second, 2, name + " shares a disk slot");
+    if (record.on_host())
+      require(host_used.insert(record.host.value()).second, 2, name + " shares a host slot");
+    if (record.on_disk())
+      require(disk_used.insert(record.disk.value()).second, 2, name + " shares a disk slot");
     if (record.state == ChunkState::kOpen) {
       require(record.resident() && record.references == 1 && !record.has_lower_copy(), 1,
               name + " is open but not a private block");
@@ -188,7 +197,8 @@ void Pager::Impl::check_invariants() const {
       require(record.resident() || record.has_lower_copy(), 1, name + " has no copy anywhere");
       require(record.summary.value() >= 0, 9, name + " is sealed without a summary");
       require(summaries_used.insert(record.summary.value()).second, 9, name + " shares a summary");
-      require(!record.summary_pending || record.source != nullptr, 9, name + " waits for a summary no file has");
+      require(!record.summary_pending || record.source != nullptr, 9,
+              name + " waits for a summary no file has");
       require(static_cast<int64_t>(record.checksums.size()) == layout.layers &&
                   static_cast<int64_t>(record.tokens.size()) == layout.chunk_tokens,
               9, name + " is sealed without checksums or token ids");
@@ -196,7 +206,8 @@ void Pager::Impl::check_invariants() const {
               name + " is not exact but can be found as if it were");
     }
     require(record.pins == 0 || record.resident(), 3, name + " is pinned but not resident");
-    require(record.readers == 0 || forward.has_value(), 5, name + " is being read outside a forward");
+    require(record.readers == 0 || forward.has_value(), 5,
+            name + " is being read outside a forward");
     if (record.needs_home() && record.references > 0) ++homes;
     if (record.source != nullptr) ++restored;
   });
@@ -205,9 +216,14 @@ void Pager::Impl::check_invariants() const {
           "the pool is not the size it was given");
   require(static_cast<int64_t>(host_used.size()) == host_slots.used(), 2, "a host slot leaked");
   require(static_cast<int64_t>(disk_used.size()) == disk_slots.used(), 2, "a disk slot leaked");
-  require(static_cast<int64_t>(summaries_used.size()) == summary_slots.used(), 2, "a summary slot leaked");
-  require(homes == referenced_homes && restored == restored_records, 2, "home counts do not add up");
-  require(referenced_homes + reserved_homes <= home_capacity(), 2, "more homes promised than there are");
+  require(static_cast<int64_t>(summaries_used.size()) == summary_slots.used(), 2,
+          "a summary slot leaked");
+  require(homes == referenced_homes && restored == restored_records, 2,
+          "home counts do not add up");
+  require(referenced_homes + reserved_homes <= home_capacity(), 2,
+          "more homes promised than there are");
+  require(referenced_homes + reserved_homes + restored_records <= summary_slots.slots(), 2,
+          "more summaries promised than there are");
 
   std::vector<std::pair<int32_t, int32_t>> pins_of;  // (record, pins) over uses
   std::map<int32_t, int32_t> references;
@@ -216,25 +232,33 @@ void Pager::Impl::check_invariants() const {
   for (const auto& [key, sequence] : sequences) {
     const std::string name = str("sequence ", key);
     const int64_t c = layout.chunk_tokens;
-    require(sequence.sealed_chunks() == sequence.length / c, 6, name + " has the wrong number of sealed chunks");
-    require(static_cast<int64_t>(sequence.tokens.size()) == sequence.length, 6, name + " has the wrong number of token ids");
+    require(sequence.sealed_chunks() == sequence.length / c, 6,
+            name + " has the wrong number of sealed chunks");
+    require(static_cast<int64_t>(sequence.tokens.size()) == sequence.length, 6,
+            name + " has the wrong number of token ids");
     bool in_forward = false;
     if (forward) {
-      for (const ForwardPart& part : forward->parts) in_forward = in_forward || part.sequence == &sequence;
+      for (const ForwardPart& part : forward->parts)
+        in_forward = in_forward || part.sequence == &sequence;
     }
     if (!in_forward) {
-      require(static_cast<int64_t>(sequence.frontier.size()) == (sequence.length % c == 0 ? 0 : 1), 14,
-              name + " keeps frontier chunks outside a forward");
+      require(static_cast<int64_t>(sequence.frontier.size()) == (sequence.length % c == 0 ? 0 : 1),
+              14, name + " keeps frontier chunks outside a forward");
     }
     for (int64_t i = 0; i < sequence.chunks(); ++i) {
       const ChunkUse& use = sequence.use(i);
       const ChunkRecord& record = ledger[use.record];
-      require(record.state == (i < sequence.sealed_chunks() ? ChunkState::kSealed : ChunkState::kOpen), 6,
-              str(name, " chunk ", i, " is in the wrong state"));
+      require(
+          record.state == (i < sequence.sealed_chunks() ? ChunkState::kSealed : ChunkState::kOpen),
+          6, str(name, " chunk ", i, " is in the wrong state"));
+      require(!record.summary_pending || !sequence.summaries_loaded, 9,
+              str(name, " takes the summary of chunk ", i,
+                  " for loaded, but it is still in the snapshot"));
       require(record.index == i, 9, str(name, " chunk ", i, " is another chunk's record"));
-      require(i >= sequence.sealed_chunks() ||
-                  std::equal(record.tokens.begin(), record.tokens.end(), sequence.tokens.begin() + i * c),
-              10, str(name, " chunk ", i, " holds other tokens"));
+      require(
+          i >= sequence.sealed_chunks() || std::equal(record.tokens.begin(), record.tokens.end(),
+                                                      sequence.tokens.begin() + i * c),
+          10, str(name, " chunk ", i, " holds other tokens"));
       require(i >= sequence.sealed_chunks() || record.provenance <= sequence.provenance, 10,
               str(name, " chunk ", i, " is worth less than its sequence says"));
       ++references[use.record.value()];
@@ -245,8 +269,10 @@ void Pager::Impl::check_invariants() const {
   require(reserved == reserved_homes, 2, "reserved homes do not add up");
   ledger.each([&](RecordId id, const ChunkRecord& record) {
     require(references[id.value()] == record.references, 1,
-            str("record ", id.value(), " counts ", record.references, " references, has ", references[id.value()]));
-    require(pin_counts[id.value()] == record.pins, 3, str("record ", id.value(), " has the wrong number of pins"));
+            str("record ", id.value(), " counts ", record.references, " references, has ",
+                references[id.value()]));
+    require(pin_counts[id.value()] == record.pins, 3,
+            str("record ", id.value(), " has the wrong number of pins"));
   });
 }
 

@@ -1,4 +1,5 @@
-// Construction, and the facade: take the lock, do the step, restate the invariants in checking builds.
+// Construction, and the facade: take the lock, do the step, restate the invariants in checking
+// builds.
 #include "kvpager/pager.h"
 
 #include <chrono>
@@ -25,21 +26,26 @@ const PagerOptions& validated(const PagerOptions& options) {
   options.selection.validate(c, options.rows);
   const int64_t frontier = (c - 1 + options.rows + c - 1) / c;
   if (options.pool_blocks < frontier + 1) {
-    throw InvalidArgumentError(str("pool_tokens: ", options.pool_blocks * c, " (", options.pool_blocks,
-                                   " chunks of ", c, ") cannot hold the ", frontier,
-                                   " unsealed chunks a forward of ", options.rows,
-                                   " rows needs beside one sealed chunk; expected at least ",
-                                   (frontier + 1) * c));
+    throw InvalidArgumentError(
+        str("pool_tokens: ", options.pool_blocks * c, " (", options.pool_blocks, " chunks of ", c,
+            ") cannot hold the ", frontier, " unsealed chunks a forward of ", options.rows,
+            " rows needs beside one sealed chunk; expected at least ", (frontier + 1) * c));
   }
   if (options.host_bytes < 0 || options.disk_bytes < 0) {
-    throw InvalidArgumentError(str("host_bytes: ", options.host_bytes, ", disk_bytes: ",
-                                   options.disk_bytes, "; expected 0 or more"));
+    throw InvalidArgumentError(str("host_bytes: ", options.host_bytes,
+                                   ", disk_bytes: ", options.disk_bytes, "; expected 0 or more"));
+  }
+  if (options.summary_bytes < -1) {
+    throw InvalidArgumentError(
+        str("summary_bytes: ", options.summary_bytes, ", expected 0 or more, or -1 for enough"));
   }
   if (options.disk_bytes > 0 && options.disk_path.empty()) {
-    throw InvalidArgumentError("disk_path: empty, expected an existing folder when disk_bytes is given");
+    throw InvalidArgumentError(
+        "disk_path: empty, expected an existing folder when disk_bytes is given");
   }
   if (options.recall_chunks < 0) {
-    throw InvalidArgumentError(str("recall_chunks: ", options.recall_chunks, ", expected 0 or more"));
+    throw InvalidArgumentError(
+        str("recall_chunks: ", options.recall_chunks, ", expected 0 or more"));
   }
   if (!(options.hysteresis >= 0) || !std::isfinite(options.hysteresis)) {
     throw InvalidArgumentError(str("hysteresis: ", options.hysteresis, ", expected 0 or more"));
@@ -55,7 +61,8 @@ int64_t summary_slot_bytes(const PagerOptions& options) {
          options.layout.kv_heads;
 }
 
-// Summaries of every chunk that can have a home, as many again for chunks that live in snapshots, and a pool.
+// Summaries of every chunk that can have a home, as many again for chunks that live in snapshots,
+// and a pool.
 int64_t summary_slot_count(const PagerOptions& options) {
   if (options.summary_bytes >= 0) return options.summary_bytes / summary_slot_bytes(options);
   const int64_t chunk = options.layout.chunk_bytes();
@@ -76,7 +83,7 @@ Pager::Impl::Impl(const PagerOptions& given)
       pool("resident pool", options.pool_blocks, layout.chunk_bytes()),
       host("host arena", options.host_bytes / layout.chunk_bytes(), layout.chunk_bytes()),
       summaries("summaries", summary_slot_count(options), summary_slot_bytes(options)),
-      staging("staging", kChunksPerSplit * options.rows, layout.slice_bytes()),
+      staging("staging", kChunksPerSplit * kStreamedSequences, layout.slice_bytes()),
       disk(options.disk_path, options.disk_bytes / layout.chunk_bytes(), layout.chunk_bytes()),
       blocks(options.pool_blocks, options.shuffle_seed),
       host_slots(host.slots(), options.shuffle_seed),
@@ -96,8 +103,8 @@ const PagerOptions& Pager::options() const { return impl_->options; }
 
 namespace {
 
-// Runs a step under the lock. Checking builds restate the invariants after it, also when it failed: a failed
-// step must leave a pager as sound as a successful one.
+// Runs a step under the lock. Checking builds restate the invariants after it, also when it failed:
+// a failed step must leave a pager as sound as a successful one.
 template <class Step>
 auto locked(Pager::Impl& impl, const Step& step) {
   const std::lock_guard<std::mutex> lock(impl.mutex);
@@ -191,9 +198,8 @@ int64_t Pager::save(SequenceId sequence, const std::string& path, const std::str
 }
 SequenceId Pager::restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
                           Provenance provenance, const std::string& file_namespace) {
-  return locked(*impl_, [&] {
-    return impl_->restore(std::move(reader), salt, provenance, file_namespace);
-  });
+  return locked(
+      *impl_, [&] { return impl_->restore(std::move(reader), salt, provenance, file_namespace); });
 }
 std::vector<ChunkInfo> Pager::ledger(SequenceId sequence) const {
   return locked(*impl_, [&] { return impl_->inspect(sequence); });

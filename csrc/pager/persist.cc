@@ -1,4 +1,5 @@
-// Save and restore. A snapshot holds chunks, summaries and token ids; nothing of the pager's history.
+// Save and restore. A snapshot holds chunks, summaries and token ids; nothing of the pager's
+// history.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -13,7 +14,8 @@ int64_t Pager::Impl::save(SequenceId id, const std::string& path, const std::str
                           const std::string& session) {
   Sequence& sequence = find(id);
   require_idle(sequence, "save");
-  if (sequence.length == 0) throw InvalidArgumentError("save: the sequence is empty, there is nothing to save");
+  if (sequence.length == 0)
+    throw InvalidArgumentError("save: the sequence is empty, there is nothing to save");
   load_summaries(sequence);
   SnapshotMeta meta;
   meta.layout = layout;
@@ -36,7 +38,8 @@ int64_t Pager::Impl::save(SequenceId id, const std::string& path, const std::str
     writer.add_chunk(bytes);
     meta.chunks.push_back({layout.chunk_tokens, record.provenance, record.hash, record.checksums});
     meta.hints.qk_score.push_back(use.qk_score);
-    meta.hints.last_use.push_back(clock - std::min(clock, use.last_use));  // age: the clock is not saved
+    meta.hints.last_use.push_back(clock -
+                                  std::min(clock, use.last_use));  // age: the clock is not saved
   }
   if (!sequence.frontier.empty()) {
     const int32_t valid = static_cast<int32_t>(sequence.length % layout.chunk_tokens);
@@ -59,8 +62,8 @@ int64_t Pager::Impl::save(SequenceId id, const std::string& path, const std::str
   return writer.finish(meta);
 }
 
-// Brings the summaries a restore left in the file, one read per snapshot. Invariant 9: after this no sealed
-// chunk of the sequence is without one.
+// Brings the summaries a restore left in the file, one read per snapshot. Invariant 9: after this
+// no sealed chunk of the sequence is without one.
 void Pager::Impl::load_summaries(Sequence& sequence) {
   if (sequence.summaries_loaded) return;
   std::map<SnapshotReader*, std::vector<std::byte>> files;
@@ -88,18 +91,21 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
                                 Provenance provenance, const std::string& file_namespace) {
   const SnapshotMeta& meta = reader->meta();
   if (!(meta.layout == layout)) {
-    throw FingerprintMismatchError(str("layout: ", reader->path(), " holds chunks of another shape or dtype"));
+    throw FingerprintMismatchError(
+        str("layout: ", reader->path(), " holds chunks of another shape or dtype"));
   }
   if (meta.scorer != options.scorer || meta.summary_page_bytes != summary_page_bytes) {
-    throw FingerprintMismatchError(str("scorer: ", reader->path(), " has summaries of '", meta.scorer,
-                                       "' (", meta.summary_page_bytes, " bytes), this pager uses '",
-                                       options.scorer, "' (", summary_page_bytes, " bytes)"));
+    throw FingerprintMismatchError(str("scorer: ", reader->path(), " has summaries of '",
+                                       meta.scorer, "' (", meta.summary_page_bytes,
+                                       " bytes), this pager uses '", options.scorer, "' (",
+                                       summary_page_bytes, " bytes)"));
   }
   const int64_t c = layout.chunk_tokens;
   const int64_t sealed = meta.sealed_chunks();
   const bool partial = static_cast<int64_t>(meta.chunks.size()) > sealed;
 
-  // The chain proves that tokens, order, fingerprint and salt are those the chunks were computed under.
+  // The chain proves that tokens, order, fingerprint and salt are those the chunks were computed
+  // under.
   Hash128 file_parent = chain_root(file_namespace, salt);
   for (int64_t i = 0; i < sealed; ++i) {
     const SnapshotChunk& chunk = meta.chunks[static_cast<size_t>(i)];
@@ -175,6 +181,8 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   sequence.provenance = partial ? std::max(worst, meta.chunks.back().provenance) : worst;
   for (int64_t i = 0; i < sealed; ++i) {
     const Planned& planned = plan[static_cast<size_t>(i)];
+    const double score =
+        meta.hints.qk_score.empty() ? 0 : meta.hints.qk_score[static_cast<size_t>(i)];
     RecordId record_id;
     if (planned.existing) {
       record_id = *planned.existing;
@@ -193,13 +201,13 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
       record.parent = planned.parent;
       record.tokens.assign(meta.tokens.begin() + i * c, meta.tokens.begin() + (i + 1) * c);
       record.checksums = meta.chunks[static_cast<size_t>(i)].slice_checksum;
-      if (!meta.hints.qk_score.empty()) record.score = meta.hints.qk_score[static_cast<size_t>(i)];
+      record.score = score;
       ++restored_records;
       if (planned.provenance == Provenance::kExact) ledger.publish(record_id);
     }
     const ChunkRecord& record = ledger[record_id];
     if (record.summary_pending) sequence.summaries_loaded = false;
-    sequence.sealed.push_back({record_id, record.score, 0, 0, 0});
+    sequence.sealed.push_back({record_id, score, 0, 0, 0});
   }
   if (partial) {
     const RecordId tail = ledger.create(ChunkState::kOpen);

@@ -19,20 +19,20 @@ int64_t Pager::Impl::home_capacity() const {
   return lower > 0 ? lower : options.pool_blocks - frontier_blocks();
 }
 
-// Invariant 2. Homes of referenced chunks and homes promised to coming ones never exceed what there is; cached
-// chunks nobody references give theirs up when asked.
+// Invariant 2. Homes of referenced chunks and homes promised to coming ones never exceed what there
+// is; cached chunks nobody references give theirs up when asked.
 void Pager::Impl::require_homes(int64_t more, const char* action) const {
   const int64_t committed = referenced_homes + reserved_homes;
   if (committed + more > home_capacity()) {
     const int64_t bytes = (committed + more) * layout.chunk_bytes();
     const bool lower = host_slots.slots() + disk_slots.slots() > 0;
-    throw CapacityError(str(
-        action, ": ", more, " more chunks need ", more * layout.chunk_bytes(), " bytes; with the ",
-        committed, " chunks already promised that is ", bytes, " bytes, and there is room for ",
-        home_capacity() * layout.chunk_bytes(), " (host_bytes=", options.host_bytes,
-        ", disk_bytes=", options.disk_bytes, "). ",
-        lower ? "Raise host_bytes" : "Give a host_bytes", " to at least ", bytes,
-        ", or configure disk_path and disk_bytes, or close sessions."));
+    throw CapacityError(
+        str(action, ": ", more, " more chunks need ", more * layout.chunk_bytes(),
+            " bytes; with the ", committed, " chunks already promised that is ", bytes,
+            " bytes, and there is room for ", home_capacity() * layout.chunk_bytes(),
+            " (host_bytes=", options.host_bytes, ", disk_bytes=", options.disk_bytes, "). ",
+            lower ? "Raise host_bytes" : "Give a host_bytes", " to at least ", bytes,
+            ", or configure disk_path and disk_bytes, or close sessions."));
   }
   const int64_t summaries_used = committed + restored_records;
   if (summaries_used + more > summary_slots.slots()) {
@@ -43,13 +43,15 @@ void Pager::Impl::require_homes(int64_t more, const char* action) const {
   }
 }
 
-// Invariant 3 (pins) and 5 (readers) are the first two conditions; the last keeps the only copy of a chunk.
+// Invariant 3 (pins) and 5 (readers) are the first two conditions; the last keeps the only copy of
+// a chunk.
 bool Pager::Impl::evictable(const ChunkRecord& record) const {
   return record.state == ChunkState::kSealed && record.resident() && record.pins == 0 &&
          record.readers == 0 && record.has_lower_copy();
 }
 
-// Blocks acquire_block() can get beyond the free ones: of evictable chunks, and of cached ones nobody uses.
+// Blocks acquire_block() can get beyond the free ones: of evictable chunks, and of cached ones
+// nobody uses.
 int64_t Pager::Impl::evictable_blocks() const {
   int64_t count = 0;
   ledger.each([&](RecordId, const ChunkRecord& record) {
@@ -135,7 +137,8 @@ void Pager::Impl::evict(RecordId id) {
 void Pager::Impl::free_block(BlockId block) {
   blocks.give_back(block);
   // All ones is a NaN in every float dtype: a kernel that reads a free block shows it.
-  if (options.poison) std::memset(pool.slot(block.value()), 0xFF, static_cast<size_t>(pool.slot_bytes()));
+  if (options.poison)
+    std::memset(pool.slot(block.value()), 0xFF, static_cast<size_t>(pool.slot_bytes()));
 }
 
 void Pager::Impl::drop_record(RecordId id) {
@@ -155,7 +158,8 @@ bool Pager::Impl::reclaim_cached() {
     if (record.state != ChunkState::kSealed || record.references > 0) return;
     if (oldest.value() >= 0) {
       const ChunkRecord& best = ledger[oldest];
-      // Of a chain, the leaf goes first: a parent without its child can still be found, not the reverse.
+      // Of a chain, the leaf goes first: a parent without its child can still be found, not the
+      // reverse.
       if (record.last_use > best.last_use ||
           (record.last_use == best.last_use && record.index <= best.index)) {
         return;
@@ -180,6 +184,7 @@ Home Pager::Impl::take_home() {
   if (host_slots.slots() + disk_slots.slots() == 0) return {};  // the block is the home
   for (;;) {
     if (const auto slot = host_slots.take()) return {*slot, SlotId()};
+    if (drop_host_copy()) continue;
     if (disk_slots.free() > 0 && host_slots.slots() > 0) {
       spill_one();
       continue;
@@ -196,7 +201,8 @@ void Pager::Impl::give_back(const Home& home) {
   if (home.disk.value() >= 0) disk_slots.give_back(home.disk);
 }
 
-// Moves the host chunk that residency values least to disk. REQUIRES: a free disk slot and a used host slot.
+// Moves the host chunk that residency values least to disk. REQUIRES: a free disk slot and a used
+// host slot.
 void Pager::Impl::spill_one() {
   const std::vector<uint8_t> sheltered = sheltered_records();
   std::optional<VictimFacts> victim;
@@ -231,7 +237,8 @@ void Pager::Impl::read_chunk(const ChunkRecord& record, std::byte* out) const {
   disk.read(record.disk.value(), 0, layout.chunk_bytes(), out);
   for (int layer = 0; layer < layout.layers; ++layer) {
     const std::byte* slice = out + layout.slice_offset(layer);
-    if (slice_checksum(slice, layout.slice_bytes()) != record.checksums[static_cast<size_t>(layer)]) {
+    if (slice_checksum(slice, layout.slice_bytes()) !=
+        record.checksums[static_cast<size_t>(layer)]) {
       throw StorageError(str("disk spill: chunk ", record.index, " layer ", layer,
                              " came back with other bytes than were written"));
     }
@@ -268,8 +275,73 @@ void Pager::Impl::promote(RecordId id) {
   counters.bytes_paged_in += layout.chunk_bytes();
 }
 
-// After a forward: what its rows selected is what the next ones are likely to select. Brings the best of it
-// back, a few chunks at a time, where that beats what is resident.
+// Host slots nobody needs as homes hold copies of snapshot chunks, so that a file is read once.
+// They cost nothing to drop.
+bool Pager::Impl::drop_host_copy() {
+  RecordId oldest;
+  ledger.each([&](RecordId id, const ChunkRecord& record) {
+    if (!record.on_host() || record.source == nullptr || record.readers > 0) return;
+    if (oldest.value() < 0 || record.last_use < ledger[oldest].last_use) oldest = id;
+  });
+  if (oldest.value() < 0) return false;
+  host_slots.give_back(ledger[oldest].host);
+  ledger[oldest].host = SlotId();
+  return true;
+}
+
+// Gives chunks without an address one: a snapshot's chunk gets a free host slot; else, if the pool
+// can hold all that are left beside what is being read, they get blocks. Whole chunks, one read
+// each, all-or-nothing.
+void Pager::Impl::bring_in(const std::vector<RecordId>& missing) {
+  struct Arrival {
+    RecordId record;
+    SlotId host;
+    BlockId block;
+    std::byte* bytes;
+  };
+  std::vector<Arrival> arrivals;
+  std::vector<RecordId> rest;
+  for (const RecordId id : missing) {
+    const auto slot = ledger[id].source != nullptr ? host_slots.take() : std::nullopt;
+    if (slot) {
+      arrivals.push_back({id, *slot, BlockId(), host.slot(slot->value())});
+    } else {
+      rest.push_back(id);
+    }
+  }
+  if (static_cast<int64_t>(rest.size()) <= blocks.free() + evictable_blocks()) {
+    for (const RecordId id : rest) {
+      const BlockId block = *acquire_block();
+      arrivals.push_back({id, SlotId(), block, pool.slot(block.value())});
+    }
+  }
+  try {
+    threads.run(static_cast<int64_t>(arrivals.size()), [&](int64_t i, int) {
+      const Arrival& arrival = arrivals[static_cast<size_t>(i)];
+      read_chunk(ledger[arrival.record], arrival.bytes);
+    });
+  } catch (...) {
+    for (const Arrival& arrival : arrivals) {
+      if (arrival.host.value() >= 0) host_slots.give_back(arrival.host);
+      if (arrival.block.value() >= 0) free_block(arrival.block);
+    }
+    throw;
+  }
+  for (const Arrival& arrival : arrivals) {
+    ChunkRecord& record = ledger[arrival.record];
+    if (arrival.host.value() >= 0) {
+      record.host = arrival.host;
+    } else {
+      record.block = arrival.block;
+      ++record.recalled;
+      ++counters.chunks_recalled;
+      counters.bytes_paged_in += layout.chunk_bytes();
+    }
+  }
+}
+
+// After a forward: what its rows selected is what the next ones are likely to select. Brings the
+// best of it back, a few chunks at a time, where that beats what is resident.
 void Pager::Impl::recall_ahead() {
   if (options.recall_chunks == 0) return;
   const ScopedTimer timer(&counters.seconds_recall);
@@ -278,7 +350,8 @@ void Pager::Impl::recall_ahead() {
   for (const ForwardPart& part : forward->parts) {
     for (int64_t c = 0; c < std::min<int64_t>(part.visible, part.sequence->sealed_chunks()); ++c) {
       const RecordId id = part.sequence->use(c).record;
-      if (part.read[static_cast<size_t>(c)] && !ledger[id].resident()) wanted.push_back(facts(id, sheltered));
+      if (part.read[static_cast<size_t>(c)] && !ledger[id].resident())
+        wanted.push_back(facts(id, sheltered));
     }
   }
   const size_t count = std::min(wanted.size(), static_cast<size_t>(options.recall_chunks));
@@ -290,7 +363,8 @@ void Pager::Impl::recall_ahead() {
     if (ledger[wanted[i].record].resident()) continue;  // shared by two sequences of this forward
     if (blocks.free() == 0) {
       const auto victim = next_victim();
-      if (!victim || !worth_recalling(options.policy, options.hysteresis, wanted[i], *victim)) return;
+      if (!victim || !worth_recalling(options.policy, options.hysteresis, wanted[i], *victim))
+        return;
     }
     try {
       promote(wanted[i].record);

@@ -48,7 +48,10 @@ void Pager::Impl::release(RecordId id) {
   if (--record.references > 0) return;
   if (record.needs_home()) --referenced_homes;
   // Kept for prefix reuse: exact, findable, and with a home of its own.
-  if (record.needs_home() && ledger.published(id)) return;
+  if (record.needs_home() && ledger.published(id)) {
+    record.score = 0;  // a sequence that is gone steers nobody's eviction
+    return;
+  }
   drop_record(id);
 }
 
@@ -99,8 +102,8 @@ SequenceId Pager::Impl::fork(SequenceId id) {
   return child.id;
 }
 
-// Sealed bytes never change (invariant 4): when p falls inside a sealed chunk, its kept rows are copied into a
-// private frontier chunk first, which is all that can fail.
+// Sealed bytes never change (invariant 4): when p falls inside a sealed chunk, its kept rows are
+// copied into a private frontier chunk first, which is all that can fail.
 void Pager::Impl::trim(SequenceId id, int64_t position) {
   Sequence& sequence = find(id);
   require_idle(sequence, "trim");
@@ -140,7 +143,8 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
   }
   const int32_t tail_pins = partial ? sequence.use(kept).pins : 0;
   Provenance worst = partial && !tail ? sequence.provenance : Provenance::kExact;
-  for (int64_t chunk = 0; chunk < std::min(kept + (tail ? 1 : 0), sequence.sealed_chunks()); ++chunk) {
+  for (int64_t chunk = 0; chunk < std::min(kept + (tail ? 1 : 0), sequence.sealed_chunks());
+       ++chunk) {
     worst = std::max(worst, ledger[sequence.use(chunk).record].provenance);
   }
   const int64_t first_gone = partial && !tail ? kept + 1 : kept;
@@ -168,8 +172,13 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
 
 void Pager::Impl::reserve(Sequence& sequence, int64_t total_tokens) {
   if (total_tokens < sequence.length) {
-    throw InvalidArgumentError(str("total_tokens: ", total_tokens, " is below the ", sequence.length,
-                                   " positions the sequence already holds"));
+    throw InvalidArgumentError(str("total_tokens: ", total_tokens, " is below the ",
+                                   sequence.length, " positions the sequence already holds"));
+  }
+  if (forward) {  // what a running forward promised itself is now the caller's to keep
+    for (ForwardPart& part : forward->parts) {
+      if (part.sequence == &sequence) part.promised = 0;
+    }
   }
   const int64_t wanted = total_tokens / layout.chunk_tokens - sequence.sealed_chunks();
   if (wanted <= sequence.reserved) return;
@@ -196,13 +205,17 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
     if (!found) break;
     const ChunkRecord& record = ledger[*found];
     // A cached chunk that gains a reference can no longer be reclaimed for promises already made.
+    // It uses up one of this sequence's own.
     if (record.references == 0 && record.needs_home()) {
-      if (referenced_homes + new_homes + reserved_homes + 1 > home_capacity()) break;
+      const int64_t own = std::min(sequence.reserved, static_cast<int64_t>(uses.size()) + 1);
+      const int64_t taken = referenced_homes + new_homes + 1 + reserved_homes - own;
+      if (taken > home_capacity() || taken + restored_records > summary_slots.slots()) break;
       ++new_homes;
     }
-    uses.push_back({*found, record.score, 0, 0, 0});
+    uses.push_back({*found, 0, 0, 0, 0});
     parent = hash;
   }
+  const int64_t used_promises = std::min(sequence.reserved, static_cast<int64_t>(uses.size()));
   const int64_t reused = static_cast<int64_t>(uses.size()) * c;
   sequence.tokens.assign(tokens.begin(), tokens.begin() + reused);
   sequence.sealed = std::move(uses);
@@ -210,6 +223,8 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
     add_reference(use.record);
     if (ledger[use.record].summary_pending) sequence.summaries_loaded = false;
   }
+  sequence.reserved -= used_promises;
+  reserved_homes -= used_promises;
   sequence.length = reused;
   counters.prefix_tokens_reused += reused;
   return reused;
@@ -218,8 +233,9 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
 PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
   Sequence& sequence = find(id);
   if (start < 0 || stop <= start || stop > sequence.length) {
-    throw InvalidArgumentError(str("pin range [", start, ", ", stop, "): expected 0 <= start < stop <= ",
-                                   sequence.length, ", the positions this sequence holds"));
+    throw InvalidArgumentError(str("pin range [", start, ", ", stop,
+                                   "): expected 0 <= start < stop <= ", sequence.length,
+                                   ", the positions this sequence holds"));
   }
   const int64_t c = layout.chunk_tokens;
   const PinRange range{id, start / c, (stop + c - 1) / c};

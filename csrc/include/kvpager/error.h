@@ -1,5 +1,5 @@
-// The error tree, the same names in C++ and Python. A message names the field, the value it had, what was
-// expected and, where there is one, the remedy.
+// The error tree, the same names in C++ and Python. A message names the field, the value it had,
+// what was expected and, where there is one, the remedy.
 #pragma once
 
 #include <sstream>

@@ -1,4 +1,5 @@
-// The fault seam: named points where tests make the next operation fail. Free when nothing is armed.
+// The fault seam: named points where tests make the next operation fail. Free when nothing is
+// armed.
 #pragma once
 
 #include <atomic>
@@ -7,9 +8,9 @@
 
 namespace kvpager::fault {
 
-// Known points: "host.write", "disk.write", "disk.read", "snapshot.write", "snapshot.fsync", "snapshot.rename",
-// "snapshot.read".
-// Makes the `after`-th next visit of `point` (0: the very next) report `error_number`, once.
+// Known points: "host.write", "disk.write", "disk.read", "snapshot.write", "snapshot.fsync",
+// "snapshot.rename", "snapshot.read". Makes the `after`-th next visit of `point` (0: the very next)
+// report `error_number`, once.
 void arm(const std::string& point, int64_t after, int error_number);
 void disarm_all();
 

@@ -1,10 +1,11 @@
 // The shape of a chunk's bytes: a value type that turns (layer, kv head) into an offset.
 //
 //   chunk = [layers][kv_heads] pages, contiguous, so that moving a chunk is one copy
-//   page  = K tile [k_dim][chunk_tokens], then V tile [chunk_tokens][v_dim], each padded to 64 bytes
+//   page  = K tile [k_dim][chunk_tokens], then V tile [chunk_tokens][v_dim], each padded to 64
+//   bytes
 //
-// K is stored with tokens innermost: the lanes of a vector register are keys, a dot product runs over
-// k_dim in one fixed order, and nothing is ever summed across lanes.
+// K is stored with tokens innermost: the lanes of a vector register are keys, a dot product runs
+// over k_dim in one fixed order, and nothing is ever summed across lanes.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,12 @@ struct Layout {
   // Throws InvalidArgumentError naming the first field that is out of range.
   void validate() const;
 
-  int64_t k_tile_bytes() const { return align(int64_t{k_dim} * chunk_tokens * dtype_bytes(k_dtype)); }
-  int64_t v_tile_bytes() const { return align(int64_t{v_dim} * chunk_tokens * dtype_bytes(v_dtype)); }
+  int64_t k_tile_bytes() const {
+    return align(int64_t{k_dim} * chunk_tokens * dtype_bytes(k_dtype));
+  }
+  int64_t v_tile_bytes() const {
+    return align(int64_t{v_dim} * chunk_tokens * dtype_bytes(v_dtype));
+  }
   int64_t page_bytes() const { return k_tile_bytes() + v_tile_bytes(); }
   // One layer's pages of a chunk: a "slice", the unit that is checksummed and streamed from disk.
   int64_t slice_bytes() const { return page_bytes() * kv_heads; }

@@ -1,8 +1,10 @@
-// The facade: many sequences over one hard-bounded pool. Plans in core, copies in memory, commits in core.
+// The facade: many sequences over one hard-bounded pool. Plans in core, copies in memory, commits
+// in core.
 //
 // Call order, as a regular expression per forward:  begin (write | attend)* (commit | abort)
-// Thread-safety: every public function takes the pager's lock; one forward at a time. Every mutator is
-// all-or-nothing (invariant 6) and restates the numbered invariants at its exit in checking builds.
+// Thread-safety: every public function takes the pager's lock; one forward at a time. Every mutator
+// is all-or-nothing (invariant 6) and restates the numbered invariants at its exit in checking
+// builds.
 #pragma once
 
 #include <cstdint>
@@ -23,21 +25,21 @@ enum class Policy : uint8_t { kLru = 0, kQk = 1 };
 
 struct PagerOptions {
   Layout layout;
-  int64_t pool_blocks = 0;       // hard bound of the resident pool, in chunks
-  int64_t rows = 64;             // M: most rows of a forward; a forward of exactly M rows is `exact`
+  int64_t pool_blocks = 0;  // hard bound of the resident pool, in chunks
+  int64_t rows = 64;        // M: most rows of a forward; a forward of exactly M rows is `exact`
   Selection selection;
   std::string scorer = "bits2";  // makes the summary of every sealed chunk
   int64_t host_bytes = 0;        // arena allocated up front; 0: none
   int64_t disk_bytes = 0;        // spill budget; 0: none
   std::string disk_path;         // existing folder; the spill file has no name in it
-  int64_t summary_bytes = -1;    // budget of summaries; -1: enough for all homes of chunks and a pool
+  int64_t summary_bytes = -1;  // budget of summaries; -1: enough for all homes of chunks and a pool
   Policy policy = Policy::kQk;
-  int32_t recall_chunks = 4;     // most chunks a commit brings back into the pool ahead of need
-  double hysteresis = 0.1;       // a recall must beat its victim's score by this fraction
+  int32_t recall_chunks = 4;  // most chunks a commit brings back into the pool ahead of need
+  double hysteresis = 0.1;    // a recall must beat its victim's score by this fraction
   int threads = 1;
-  std::string namespace_key;     // fingerprint of all that bits depend on; enters every chain hash
-  uint64_t shuffle_seed = 0;     // not 0: blocks are handed out in a random order (tests)
-  bool poison = false;           // free blocks are filled with NaN (tests)
+  std::string namespace_key;  // fingerprint of all that bits depend on; enters every chain hash
+  uint64_t shuffle_seed = 0;  // not 0: blocks are handed out in a random order (tests)
+  bool poison = false;        // free blocks are filled with NaN (tests)
 };
 
 enum class RowKind : uint8_t {
@@ -63,9 +65,9 @@ struct AttendOptions {
 
 struct PagerStats {
   int64_t pool_blocks = 0, free_blocks = 0, open_blocks = 0, pinned_blocks = 0;
-  int64_t pool_bytes = 0;           // mapped for the slab, as the allocator counts it
-  int64_t resident_bytes = 0;       // blocks in use x chunk bytes
-  int64_t staging_bytes = 0;        // mapped for slices that stream from disk or snapshot
+  int64_t pool_bytes = 0;      // mapped for the slab, as the allocator counts it
+  int64_t resident_bytes = 0;  // blocks in use x chunk bytes
+  int64_t staging_bytes = 0;   // mapped for slices that stream from disk or snapshot
   int64_t host_bytes = 0, host_bytes_used = 0;
   int64_t disk_bytes = 0, disk_bytes_used = 0;
   int64_t summary_bytes = 0, summary_bytes_used = 0;
@@ -74,12 +76,12 @@ struct PagerStats {
   int64_t forwards = 0, aborted_forwards = 0, rows_committed = 0;
   int64_t chunks_sealed = 0, chunks_shared = 0, chunks_evicted = 0, chunks_recalled = 0;
   int64_t chunks_spilled = 0, slices_streamed = 0, prefix_tokens_reused = 0;
-  int64_t bytes_paged_in = 0;       // copied into pool blocks from any lower tier
-  int64_t bytes_paged_out = 0;      // copied at eviction; 0 by design, write-through is counted apart
+  int64_t bytes_paged_in = 0;   // copied into pool blocks from any lower tier
+  int64_t bytes_paged_out = 0;  // copied at eviction; 0 by design, write-through is counted apart
   int64_t bytes_written_through = 0;
   int64_t snapshot_bytes_read = 0;
-  double seconds_write = 0, seconds_scan = 0, seconds_load = 0, seconds_attend = 0, seconds_seal = 0,
-         seconds_recall = 0;
+  double seconds_write = 0, seconds_scan = 0, seconds_load = 0, seconds_attend = 0,
+         seconds_seal = 0, seconds_recall = 0;
 };
 
 class Pager {
@@ -101,43 +103,50 @@ class Pager {
 
   // Admission: lower-tier room for `total_tokens`, or CapacityError with the bytes needed.
   void reserve(SequenceId sequence, int64_t total_tokens);
-  // REQUIRES: an empty sequence. Shares the longest chain of sealed exact chunks whose tokens these are.
+  // REQUIRES: an empty sequence. Shares the longest chain of sealed exact chunks whose tokens these
+  // are.
   int64_t adopt_prefix(SequenceId sequence, const std::vector<TokenId>& tokens);
 
-  // A forward: all M rows at once. The commit rows of a sequence hold length, length + 1, ... in row order.
+  // A forward: all M rows at once. The commit rows of a sequence hold length, length + 1, ... in
+  // row order.
   void begin(const std::vector<RowDescriptor>& rows);
-  // k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]; q [rows, q_heads, k_dim] -> out [rows, q_heads, v_dim].
-  // Non-finite keys or values of commit rows abort the forward (NonFiniteError: layer, position).
+  // k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]; q [rows, q_heads, k_dim] -> out [rows,
+  // q_heads, v_dim]. Non-finite keys or values of commit rows abort the forward (NonFiniteError:
+  // layer, position).
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const TensorView& out, const AttendOptions& attend_options);
   // K/V without attention: rows computed elsewhere.
   void write(int layer, const TensorView& k, const TensorView& v);
-  // accepted[i] rows of sequences[i] are committed (sequences not named: none of theirs). Every layer must
-  // have been written. provenance: what these rows are worth at best.
+  // accepted[i] rows of sequences[i] are committed (sequences not named: none of theirs). Every
+  // layer must have been written. provenance: what these rows are worth at best.
   void commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,
               Provenance provenance = Provenance::kExact);
   void commit_all(Provenance provenance = Provenance::kExact);
   void abort();
   bool forward_running() const;
 
-  // The chunks a row with these queries at `position` would attend to, per kv head. q [1, q_heads, k_dim].
+  // The chunks a row with these queries at `position` would attend to, per kv head. q [1, q_heads,
+  // k_dim].
   std::vector<std::vector<int32_t>> select(SequenceId sequence, int layer, const TensorView& q,
                                            int64_t position, int64_t window);
-  // Raw rows [start, stop) of one layer: k [n, kv_heads, k_dim] and v in the layout's dtypes, contiguous.
-  void read_kv(SequenceId sequence, int layer, int64_t start, int64_t stop, std::byte* k, std::byte* v);
+  // Raw rows [start, stop) of one layer: k [n, kv_heads, k_dim] and v in the layout's dtypes,
+  // contiguous.
+  void read_kv(SequenceId sequence, int layer, int64_t start, int64_t stop, std::byte* k,
+               std::byte* v);
 
   // Keeps positions [start, stop) resident. CapacityError says how many chunks are free to pin.
   PinId pin(SequenceId sequence, int64_t start, int64_t stop);
   void unpin(PinId pin);
 
-  // Moves every unpinned, unneeded chunk out of the pool (tests, benches, idle sessions). Changes no bit.
+  // Moves every unpinned, unneeded chunk out of the pool (tests, benches, idle sessions). Changes
+  // no bit.
   int64_t evict_all();
 
   // session, fingerprint: JSON texts stored as they are. Returns the file's size in bytes.
   int64_t save(SequenceId sequence, const std::string& path, const std::string& fingerprint,
                const std::string& session);
-  // Lazy. `file_namespace` is the namespace_key the file was written under; provenance other than kExact
-  // puts the chunks in a namespace of their own.
+  // Lazy. `file_namespace` is the namespace_key the file was written under; provenance other than
+  // kExact puts the chunks in a namespace of their own.
   SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
                      Provenance provenance, const std::string& file_namespace);
 

@@ -1,9 +1,11 @@
-// Which chunks a row attends to: a pure function of its own query, the sealed summaries before its recent
-// window and the configuration (invariant 8). Residency is not an input and cannot become one.
+// Which chunks a row attends to: a pure function of its own query, the sealed summaries before its
+// recent window and the configuration (invariant 8). Residency is not an input and cannot become
+// one.
 //
 //   positions   0        sinks                                   window start        p
 //               |---------|...... candidates: k best by score .......|---- recent ----|
-//   window start of row p = floor((p + 1 - recent) / C) * C, recent >= M, so that every candidate is sealed.
+//   window start of row p = floor((p + 1 - recent) / C) * C, recent >= M, so that every candidate
+//   is sealed.
 #pragma once
 
 #include <cstddef>
@@ -20,17 +22,17 @@ namespace kvpager {
 struct Selection {
   enum class Kind : uint8_t { kDense = 0, kTopK = 1, kWindow = 2 };
   Kind kind = Kind::kDense;
-  int32_t chunks = 0;   // k; kTopK only
-  int64_t sinks = 64;   // tokens at the start that every row sees; kTopK and kWindow
-  int64_t recent = 256; // tokens before the row that it always sees; kTopK and kWindow
+  int32_t chunks = 0;    // k; kTopK only
+  int64_t sinks = 64;    // tokens at the start that every row sees; kTopK and kWindow
+  int64_t recent = 256;  // tokens before the row that it always sees; kTopK and kWindow
   std::vector<std::pair<int64_t, int64_t>> always;  // half-open token ranges every row sees; kTopK
 
   // Throws InvalidArgumentError naming the field. `rows` is M.
   void validate(int64_t chunk_tokens, int64_t rows) const;
 };
 
-// Makes summaries and scores them. Stateless and thread-safe; the same bits on every machine: codes and dots
-// are integers, and the few float steps are single IEEE operations in a fixed order.
+// Makes summaries and scores them. Stateless and thread-safe; the same bits on every machine: codes
+// and dots are integers, and the few float steps are single IEEE operations in a fixed order.
 class Scorer {
  public:
   virtual ~Scorer() = default;
@@ -39,7 +41,8 @@ class Scorer {
 
   // Bytes of the summary of one (chunk, layer, kv head); a multiple of 64.
   virtual int64_t summary_bytes(const Layout& layout) const = 0;
-  // k_tile: a sealed page's keys, [k_dim][chunk_tokens] in layout.k_dtype. out: summary_bytes, fully written.
+  // k_tile: a sealed page's keys, [k_dim][chunk_tokens] in layout.k_dtype. out: summary_bytes,
+  // fully written.
   virtual void summarize(const Layout& layout, const std::byte* k_tile, std::byte* out) const = 0;
 
   // A row's queries of one kv group, quantised once per row and layer with one scale for the group.
@@ -49,31 +52,33 @@ class Scorer {
   // Real dot product = score * this, for people and for softmax; never for ordering.
   virtual double query_scale(const std::byte* query) const = 0;
 
-  // scores[i] = the best match of any query head of the group with summary i. Finite for every input.
+  // scores[i] = the best match of any query head of the group with summary i. Finite for every
+  // input.
   virtual void score(const Layout& layout, int group, const std::byte* query,
                      const std::byte* const* summaries, int64_t count, double* scores) const = 0;
 };
 
-// Names: mean, meanstd, minmax, sub16, bits1, bits2, exact (all keys in float32: an oracle for measurements).
-// Throws InvalidArgumentError that lists the names.
+// Names: mean, meanstd, minmax, sub16, bits1, bits2, exact (all keys in float32: an oracle for
+// measurements). Throws InvalidArgumentError that lists the names.
 const Scorer& find_scorer(const std::string& name);
 std::vector<std::string> scorer_names();
 // Adds one; its name must be new. Call before a pager uses it; not thread-safe against find_scorer.
 void register_scorer(std::unique_ptr<Scorer> scorer);
 
-// The candidates of a row, [begin, end) in chunks: after the sinks, before the recent window. Empty for
-// kDense and kWindow.
+// The candidates of a row, [begin, end) in chunks: after the sinks, before the recent window. Empty
+// for kDense and kWindow.
 struct CandidateRange {
   int64_t begin = 0;
   int64_t end = 0;
 };
 CandidateRange candidate_range(const Selection& selection, int64_t chunk_tokens, int64_t position);
 
-// Appends the ascending chunk ids row `position` attends to: sinks, always, recent and the `chunks` best of
-// the candidates by (score descending, id ascending). scores[i] belongs to candidate begin + i and is read
-// for kTopK only. A chunk of `always` takes no place among the k. window > 0 (a sliding-window layer): chunks
-// that lie wholly at or before position - window are left out, and do not count among the k.
-void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t position, int64_t window,
-                   const double* scores, std::vector<int32_t>* out);
+// Appends the ascending chunk ids row `position` attends to: sinks, always, recent and the `chunks`
+// best of the candidates by (score descending, id ascending). scores[i] belongs to candidate begin
+// + i and is read for kTopK only. A chunk of `always` takes no place among the k. window > 0 (a
+// sliding-window layer): chunks that lie wholly at or before position - window are left out, and do
+// not count among the k.
+void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t position,
+                   int64_t window, const double* scores, std::vector<int32_t>* out);
 
 }  // namespace kvpager

@@ -1,7 +1,9 @@
-// The snapshot file: write and read. docs/snapshot_format.md is normative; this is its implementation.
+// The snapshot file: write and read. docs/snapshot_format.md is normative; this is its
+// implementation.
 //
-// A writer streams to a temporary name and renames; a reader validates every size before it allocates for it
-// (invariant 12), reads metadata at open and payload on demand, and verifies each part when it is first read.
+// A writer streams to a temporary name and renames; a reader validates every size before it
+// allocates for it (invariant 12), reads metadata at open and payload on demand, and verifies each
+// part when it is first read.
 #pragma once
 
 #include <cstddef>
@@ -37,9 +39,9 @@ struct SnapshotMeta {
   Layout layout;
   std::string scorer;              // name; summaries below were made by it
   int64_t summary_page_bytes = 0;  // of one (chunk, layer, kv head)
-  std::string fingerprint;         // UTF-8 JSON object, opaque here; compared field by field by the caller
-  std::string session;             // UTF-8 JSON object, opaque here (pending token, sampler)
-  std::vector<TokenId> tokens;     // ids of all committed positions
+  std::string fingerprint;  // UTF-8 JSON object, opaque here; compared field by field by the caller
+  std::string session;      // UTF-8 JSON object, opaque here (pending token, sampler)
+  std::vector<TokenId> tokens;  // ids of all committed positions
   std::vector<SnapshotChunk> chunks;
   SnapshotHints hints;
   // Sections this version does not know, kept byte for byte so that write(read(x)) == x.
@@ -50,11 +52,13 @@ struct SnapshotMeta {
   }
 };
 
-// Streams chunks out in order, then metadata. (add_chunk | add_tail)* finish. Destroying an unfinished writer
-// removes the temporary file. Errors are StorageError with the path and the system's words (disk full, read-only...).
+// Streams chunks out in order, then metadata. (add_chunk | add_tail)* finish. Destroying an
+// unfinished writer removes the temporary file. Errors are StorageError with the path and the
+// system's words (disk full, read-only...).
 class SnapshotWriter {
  public:
-  // Refuses an existing directory, a missing parent folder and an unwritable one before any byte is written.
+  // Refuses an existing directory, a missing parent folder and an unwritable one before any byte is
+  // written.
   explicit SnapshotWriter(const std::string& path, const Layout& layout);
   ~SnapshotWriter();
   SnapshotWriter(const SnapshotWriter&) = delete;
@@ -62,11 +66,11 @@ class SnapshotWriter {
 
   // payload: layout.chunk_bytes(), rows past `valid` already zero.
   void add_chunk(const std::byte* payload);
-  // Writes summaries ([sealed chunks][layers][kv_heads][summary_page_bytes], contiguous, one call per chunk, in
-  // order, after the last add_chunk) as they stream in.
+  // Writes summaries ([sealed chunks][layers][kv_heads][summary_page_bytes], contiguous, one call
+  // per chunk, in order, after the last add_chunk) as they stream in.
   void add_summary(const std::byte* summary, int64_t bytes);
-  // Metadata, header, fsync, rename, fsync of the folder. meta.chunks must match what was added. Returns the
-  // file's size in bytes.
+  // Metadata, header, fsync, rename, fsync of the folder. meta.chunks must match what was added.
+  // Returns the file's size in bytes.
   int64_t finish(const SnapshotMeta& meta);
 
  private:
@@ -74,26 +78,28 @@ class SnapshotWriter {
   std::unique_ptr<Impl> impl_;
 };
 
-// An opened file. Holds the descriptor, never a mapping: a file that shrinks or rots underneath gives
-// CorruptSnapshotError, not a signal. Thread-safe for reads.
+// An opened file. Holds the descriptor, never a mapping: a file that shrinks or rots underneath
+// gives CorruptSnapshotError, not a signal. Thread-safe for reads.
 class SnapshotReader {
  public:
-  // Reads and verifies header, section table and metadata (not payload, not summaries). CorruptSnapshotError,
-  // UnsupportedVersionError or StorageError, with the path and what is wrong.
+  // Reads and verifies header, section table and metadata (not payload, not summaries).
+  // CorruptSnapshotError, UnsupportedVersionError or StorageError, with the path and what is wrong.
   static std::shared_ptr<SnapshotReader> open(const std::string& path);
   ~SnapshotReader();
 
   const std::string& path() const;
   const SnapshotMeta& meta() const;
-  // A digest of the logical section (layout, fingerprint, tokens, provenance, payload checksums, summaries'
-  // checksum): equal for equal content, whatever the hints.
+  // A digest of the logical section (layout, fingerprint, tokens, provenance, payload checksums,
+  // summaries' checksum): equal for equal content, whatever the hints.
   Hash128 logical_digest() const;
 
-  // One layer's slice of a chunk into out[layout.slice_bytes()], verified. Names chunk, token range and layer.
+  // One layer's slice of a chunk into out[layout.slice_bytes()], verified. Names chunk, token range
+  // and layer.
   void read_slice(int64_t chunk, int layer, std::byte* out) const;
   // All slices of a chunk into out[layout.chunk_bytes()], verified, one read.
   void read_chunk(int64_t chunk, std::byte* out) const;
-  // All summaries of the sealed chunks, [sealed][layers][kv_heads][summary_page_bytes], one read, verified.
+  // All summaries of the sealed chunks, [sealed][layers][kv_heads][summary_page_bytes], one read,
+  // verified.
   void read_summaries(std::byte* out) const;
 
   // Payload and summary bytes read so far, for "restore reads what it needs".

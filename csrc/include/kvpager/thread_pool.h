@@ -1,5 +1,5 @@
-// A fixed set of worker threads that run index ranges. Which thread runs which item never changes a result:
-// items write disjoint memory and nothing is reduced across them.
+// A fixed set of worker threads that run index ranges. Which thread runs which item never changes a
+// result: items write disjoint memory and nothing is reduced across them.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@ class ThreadPool {
 
   int threads() const;
 
-  // Calls fn(item, thread) once for every item in [0, items), thread in [0, threads()), and returns when all
-  // are done. Items are handed out dynamically, one at a time. The first exception is rethrown. Workers sleep
-  // between calls (a short bounded spin at most). One run() at a time.
+  // Calls fn(item, thread) once for every item in [0, items), thread in [0, threads()), and returns
+  // when all are done. Items are handed out dynamically, one at a time. The first exception is
+  // rethrown. Workers sleep between calls (a short bounded spin at most). One run() at a time.
   void run(int64_t items, const std::function<void(int64_t item, int thread)>& fn);
 
  private:

@@ -23,16 +23,17 @@ class Index {
   Rep value_ = -1;
 };
 
-using BlockId = Index<struct BlockTag, int32_t>;         // a chunk-sized slot of the slab
-using SlotId = Index<struct SlotTag, int32_t>;           // a chunk-sized slot of a lower tier
-using RecordId = Index<struct RecordTag, int32_t>;       // a ledger record
-using SequenceId = Index<struct SequenceTag, int64_t>;   // never reused within a pager
-using PinId = Index<struct PinTag, int64_t>;             // never reused within a pager
+using BlockId = Index<struct BlockTag, int32_t>;        // a chunk-sized slot of the slab
+using SlotId = Index<struct SlotTag, int32_t>;          // a chunk-sized slot of a lower tier
+using RecordId = Index<struct RecordTag, int32_t>;      // a ledger record
+using SequenceId = Index<struct SequenceTag, int64_t>;  // never reused within a pager
+using PinId = Index<struct PinTag, int64_t>;            // never reused within a pager
 
 using TokenId = int32_t;
 
-// Element types of keys and values. Values above kBFloat16 are reserved for quantised codes: they have a
-// number so that files and ledgers can name them, and `is_supported` keeps every kernel from meeting one.
+// Element types of keys and values. Values above kBFloat16 are reserved for quantised codes: they
+// have a number so that files and ledgers can name them, and `is_supported` keeps every kernel from
+// meeting one.
 enum class DType : uint8_t {
   kFloat32 = 0,
   kFloat16 = 1,

@@ -1,0 +1,148 @@
+#include "core/ledger.h"
+
+#include <set>
+
+#include "core/chain_hash.h"
+#include "doctest.h"
+
+namespace kvpager {
+namespace {
+
+const std::vector<TokenId> kTokens = {1, 2, 3, 4};
+const Hash128 kRoot = chain_root("model", "");
+
+RecordId sealed(Ledger* ledger, const std::vector<TokenId>& tokens = kTokens,
+                const Hash128& parent = kRoot) {
+  const RecordId id = ledger->create(ChunkState::kSealed);
+  ChunkRecord& record = (*ledger)[id];
+  record.parent = parent;
+  record.tokens = tokens;
+  record.hash =
+      chain_next(parent, tokens.data(), static_cast<int64_t>(tokens.size()), Provenance::kExact);
+  return id;
+}
+
+std::optional<RecordId> find(const Ledger& ledger, const std::vector<TokenId>& tokens = kTokens,
+                             const Hash128& parent = kRoot) {
+  const int64_t count = static_cast<int64_t>(tokens.size());
+  return ledger.find(chain_next(parent, tokens.data(), count, Provenance::kExact), parent,
+                     tokens.data(), count);
+}
+
+TEST_CASE("a record goes from none to open to sealed to none") {
+  Ledger ledger;
+  const RecordId id = ledger.create(ChunkState::kOpen);
+  CHECK(ledger[id].state == ChunkState::kOpen);
+  CHECK(ledger.live() == 1);
+  CHECK_FALSE(ledger[id].needs_home());
+  ledger[id].state = ChunkState::kSealed;
+  CHECK(ledger[id].needs_home());
+  ledger.drop(id);
+  CHECK(ledger[id].state == ChunkState::kFree);
+  CHECK(ledger.live() == 0);
+}
+
+TEST_CASE("an open record can be dropped without ever being sealed") {
+  Ledger ledger;
+  ledger.drop(ledger.create(ChunkState::kOpen));
+  CHECK(ledger.live() == 0);
+}
+
+TEST_CASE("a reused record remembers nothing of the chunk before it") {
+  Ledger ledger;
+  const RecordId id = sealed(&ledger);
+  ChunkRecord& record = ledger[id];
+  record.score = 0.9;
+  record.last_use = 77;
+  record.recalled = 3;
+  record.summary = SlotId(4);
+  record.summary_pending = true;
+  record.provenance = Provenance::kApproximate;
+  record.pins = 2;
+  ledger.drop(id);
+  const RecordId again = ledger.create(ChunkState::kOpen);
+  CHECK(again == id);
+  const ChunkRecord& fresh = ledger[again];
+  CHECK(fresh.score == 0);
+  CHECK(fresh.last_use == 0);
+  CHECK(fresh.recalled == 0);
+  CHECK(fresh.summary.value() == -1);
+  CHECK_FALSE(fresh.summary_pending);
+  CHECK(fresh.provenance == Provenance::kExact);
+  CHECK(fresh.pins == 0);
+  CHECK(fresh.tokens.empty());
+  CHECK_FALSE(fresh.has_lower_copy());
+  CHECK_FALSE(fresh.resident());
+}
+
+TEST_CASE("where a chunk's bytes are decides whether it has a copy below its block") {
+  ChunkRecord record;
+  record.state = ChunkState::kSealed;
+  record.block = BlockId(0);
+  CHECK(record.resident());
+  CHECK_FALSE(record.has_lower_copy());
+  record.host = SlotId(0);
+  CHECK(record.on_host());
+  CHECK(record.has_lower_copy());
+  record.host = SlotId();
+  record.disk = SlotId(0);
+  CHECK(record.on_disk());
+  CHECK(record.has_lower_copy());
+}
+
+TEST_CASE("only a published record is found, and only by its own hash, parent and tokens") {
+  Ledger ledger;
+  const RecordId id = sealed(&ledger);
+  CHECK_FALSE(find(ledger).has_value());
+  CHECK_FALSE(ledger.published(id));
+  ledger.publish(id);
+  CHECK(ledger.published(id));
+  CHECK(find(ledger) == id);
+  CHECK_FALSE(find(ledger, {1, 2, 3, 5}).has_value());
+  CHECK_FALSE(find(ledger, kTokens, chain_root("model", "salt")).has_value());
+  ledger.drop(id);
+  CHECK_FALSE(find(ledger).has_value());
+}
+
+TEST_CASE("a hash alone is not believed: tokens, their number and the parent are compared") {
+  Ledger ledger;
+  const RecordId id = sealed(&ledger);
+  ledger.publish(id);
+  const Hash128 hash = ledger[id].hash;
+  const std::vector<TokenId> other = {1, 2, 3, 5};
+  CHECK(ledger.find(hash, kRoot, kTokens.data(), 4) == id);
+  CHECK_FALSE(ledger.find(hash, kRoot, other.data(), 4).has_value());
+  CHECK_FALSE(ledger.find(hash, kRoot, kTokens.data(), 3).has_value());
+  CHECK_FALSE(ledger.find(hash, hash, kTokens.data(), 4).has_value());
+}
+
+TEST_CASE("the first record of a name stays the one that is found") {
+  Ledger ledger;
+  const RecordId first = sealed(&ledger);
+  const RecordId second = sealed(&ledger);
+  ledger.publish(first);
+  ledger.publish(second);
+  CHECK(find(ledger) == first);
+  CHECK_FALSE(ledger.published(second));
+  ledger.drop(second);
+  CHECK(find(ledger) == first);
+  ledger.drop(first);
+  CHECK_FALSE(find(ledger).has_value());
+}
+
+TEST_CASE("each visits every live record and no other") {
+  Ledger ledger;
+  const RecordId a = ledger.create(ChunkState::kOpen);
+  const RecordId b = sealed(&ledger);
+  const RecordId c = ledger.create(ChunkState::kOpen);
+  ledger.drop(b);
+  std::set<int32_t> seen;
+  ledger.each([&](RecordId id, const ChunkRecord& record) {
+    CHECK(record.state != ChunkState::kFree);
+    CHECK(seen.insert(id.value()).second);
+  });
+  CHECK(seen == std::set<int32_t>{a.value(), c.value()});
+}
+
+}  // namespace
+}  // namespace kvpager

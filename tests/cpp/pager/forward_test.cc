@@ -1,0 +1,378 @@
+#include "small_pager.h"
+
+namespace kvpager::pager_test {
+namespace {
+
+TEST_CASE("rows become positions, chunk by chunk, whatever the split into forwards") {
+  const std::vector<TokenId> tokens = some_tokens(70, 3);
+  for (const int64_t step : {1, 3, 15, 16}) {
+    Pager pager(small_options(4, 16));
+    Known sequence = create(pager);
+    for (int64_t first = 0; first < 70; first += step) {
+      const int64_t last = std::min<int64_t>(70, first + step);
+      append(pager, &sequence, {tokens.begin() + first, tokens.begin() + last});
+      pager.check_invariants();
+      CHECK(pager.stats().chunks_sealed == last / 16);
+    }
+    require_intact(pager, sequence);
+    CHECK(pager.stats().rows_committed == 70);
+  }
+}
+
+TEST_CASE(
+    "several sequences share a forward, their rows in any interleaving, with padding between") {
+  Pager pager(small_options(8, 16));
+  Known a = create(pager, 14, 1);
+  Known b = create(pager, 30, 2);
+  const std::vector<TokenId> more_a = some_tokens(5, 3);
+  const std::vector<TokenId> more_b = some_tokens(4, 4);
+  std::vector<RowDescriptor> rows(kRows);
+  const std::vector<int> slots_a = {1, 2, 7, 9, 15};
+  const std::vector<int> slots_b = {0, 3, 8, 12};
+  for (size_t i = 0; i < 5; ++i) {
+    rows[static_cast<size_t>(slots_a[i])] = {a.id, 14 + static_cast<int64_t>(i), more_a[i],
+                                             RowKind::kCommit};
+  }
+  for (size_t i = 0; i < 4; ++i) {
+    rows[static_cast<size_t>(slots_b[i])] = {b.id, 30 + static_cast<int64_t>(i), more_b[i],
+                                             RowKind::kCommit};
+  }
+  pager.begin(rows);
+  a.tokens.insert(a.tokens.end(), more_a.begin(), more_a.end());
+  b.tokens.insert(b.tokens.end(), more_b.begin(), more_b.end());
+  const std::vector<uint64_t> history_a = histories(a.tokens);
+  const std::vector<uint64_t> history_b = histories(b.tokens);
+  for (int layer = 0; layer < 2; ++layer) {
+    Tensors t(kRows);
+    for (int i = 0; i < kRows; ++i) {
+      const RowDescriptor& row = rows[static_cast<size_t>(i)];
+      if (row.kind == RowKind::kPadding) continue;
+      const uint64_t h =
+          (row.sequence == a.id ? history_a : history_b)[static_cast<size_t>(row.position)];
+      fill_row(h, layer, kQuery, 64, t.q.row(i));
+      fill_row(h, layer, kKey, 32, t.k.row(i));
+      fill_row(h, layer, kValue, 32, t.v.row(i));
+    }
+    pager.attend(layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+    for (int i = 0; i < kRows; ++i) {
+      for (int d = 0; d < 64; ++d) {
+        if (rows[static_cast<size_t>(i)].kind == RowKind::kPadding) {
+          REQUIRE(t.out.row(i)[d] == 0);
+        } else {
+          REQUIRE(std::isfinite(t.out.row(i)[d]));
+        }
+      }
+    }
+  }
+  pager.commit_all();
+  require_intact(pager, a);
+  require_intact(pager, b);
+}
+
+TEST_CASE("rows that do not continue their sequence in order are refused and nothing begins") {
+  Pager pager(small_options(6, 16));
+  Known a = create(pager, 20, 1);
+  const auto refusal = [&](std::vector<RowDescriptor> rows) {
+    const std::string message = error_of<InvalidArgumentError>(pager, [&] { pager.begin(rows); });
+    CHECK_FALSE(pager.forward_running());
+    require_intact(pager, a);
+    return message;
+  };
+  const auto commit = [&](int64_t position, TokenId token = 1) {
+    return RowDescriptor{a.id, position, token, RowKind::kCommit};
+  };
+  CHECK(contains(refusal({commit(21)}), "position 21 of sequence 0, expected 20"));
+  CHECK(contains(refusal({commit(19)}), "expected 20"));
+  CHECK(
+      contains(refusal({commit(20), commit(22)}), "row 1: position 22 of sequence 0, expected 21"));
+  CHECK(contains(refusal({commit(21), commit(20)}), "row 0"));
+  CHECK(contains(refusal({commit(20), commit(20)}), "row 1"));
+  CHECK(contains(refusal({commit(20, -1)}), "token id -1 is negative"));
+  CHECK(contains(refusal({{a.id, 20, 0, RowKind::kRead}}), "which holds 20"));
+  CHECK(contains(refusal({{a.id, -1, 0, RowKind::kRead}}), "reads position -1"));
+  CHECK(contains(refusal({{SequenceId(9), 0, 0, RowKind::kCommit}}), "sequence 9 does not exist"));
+  CHECK(contains(refusal({}), "rows: 0 given, expected 1 to 16"));
+  CHECK(contains(refusal(std::vector<RowDescriptor>(17)), "rows: 17 given"));
+  CHECK(contains(refusal(std::vector<RowDescriptor>(16)), "every row is padding"));
+}
+
+TEST_CASE("calls out of order are refused and change nothing") {
+  Pager pager(small_options(6, 16));
+  Known a = create(pager, 20, 1);
+  Tensors t(kRows);
+  const auto is_refused = [&](auto step) {
+    return error_of<InvalidArgumentError>(pager, step) != "no error";
+  };
+  CHECK(is_refused([&] { pager.write(0, t.k.view(), t.v.view()); }));
+  CHECK(is_refused([&] { pager.attend(0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {}); }));
+  CHECK(is_refused([&] { pager.commit_all(); }));
+  CHECK(is_refused([&] { pager.commit({a.id}, {0}); }));
+  pager.abort();  // nothing to abort: nothing happens
+  const std::vector<TokenId> more = some_tokens(4, 2);
+  const auto rows = commit_rows(a.id, 20, more.data(), 4);
+  pager.begin(rows);
+  CHECK(pager.forward_running());
+  CHECK(is_refused([&] { pager.begin(rows); }));
+  CHECK(is_refused([&] { pager.trim(a.id, 3); }));
+  CHECK(is_refused([&] { pager.fork(a.id); }));
+  CHECK(is_refused([&] { pager.destroy_sequence(a.id); }));
+  CHECK(is_refused([&] { pager.save(a.id, "/tmp/never-written", "{}", "{}"); }));
+  CHECK(is_refused([&] { pager.commit_all(); }));  // no layer written
+  CHECK(pager.forward_running());
+  std::vector<TokenId> all = a.tokens;
+  all.insert(all.end(), more.begin(), more.end());
+  run_layers(pager, rows, all);
+  CHECK(is_refused([&] { pager.commit({a.id, a.id}, {1, 2}); }));
+  CHECK(is_refused([&] { pager.commit({a.id}, {5}); }));
+  CHECK(is_refused([&] { pager.commit({a.id}, {-1}); }));
+  CHECK(is_refused([&] { pager.commit({a.id}, {}); }));
+  CHECK(is_refused([&] { pager.commit({SequenceId(7)}, {0}); }));
+  CHECK(pager.forward_running());
+  pager.commit({a.id}, {4});
+  a.tokens = all;
+  require_intact(pager, a);
+}
+
+TEST_CASE("tensors of another shape, layer or range are refused while the forward goes on") {
+  Pager pager(small_options(6, 16));
+  Known a = create(pager, 20, 1);
+  const std::vector<TokenId> more = some_tokens(4, 2);
+  const auto rows = commit_rows(a.id, 20, more.data(), 4);
+  pager.begin(rows);
+  Tensors t(kRows);
+  Rows narrow(kRows, 2, 15, 0);
+  Rows few(kRows - 1, 2, 16, 0);
+  Rows odd_heads(kRows, 3, 16, 0);
+  const auto refusal = [&](auto step) { return error_of<InvalidArgumentError>(pager, step); };
+  const auto attend = [&](Rows& q, Rows& k, Rows& v, Rows& out, AttendOptions options = {},
+                          int layer = 0) {
+    return refusal([&] { pager.attend(layer, q.view(), k.view(), v.view(), out.view(), options); });
+  };
+  CHECK(contains(attend(t.q, narrow, t.v, t.out), "k: shape [16, 2, 15], expected [16, 2, 16]"));
+  CHECK(contains(attend(t.q, t.k, few, t.out), "v: shape [15, 2, 16]"));
+  CHECK(contains(attend(odd_heads, t.k, t.v, t.out), "q: 3 heads"));
+  CHECK(contains(attend(t.q, t.k, t.v, t.k), "out: shape"));
+  CHECK(contains(attend(t.q, t.k, t.v, t.out, {}, 2), "layer: 2 is not in [0, 2)"));
+  AttendOptions options;
+  options.scaling = 0;
+  CHECK(contains(attend(t.q, t.k, t.v, t.out, options), "scaling: 0"));
+  options = {};
+  options.window = -1;
+  CHECK(contains(attend(t.q, t.k, t.v, t.out, options), "window: -1"));
+  CHECK(pager.forward_running());
+  std::vector<TokenId> all = a.tokens;
+  all.insert(all.end(), more.begin(), more.end());
+  run_layers(pager, rows, all);
+  pager.commit_all();
+  a.tokens = all;
+  require_intact(pager, a);
+}
+
+TEST_CASE("rejected rows are as if they had never been, and the next forward overwrites them") {
+  Pager pager(small_options(6, 16));
+  Known sequence = create(pager, 13, 1);
+  for (int64_t accepted = 0; accepted <= 8; ++accepted) {
+    const std::vector<TokenId> draft = some_tokens(8, 100 + static_cast<uint64_t>(accepted));
+    const int64_t start = static_cast<int64_t>(sequence.tokens.size());
+    const auto rows = commit_rows(sequence.id, start, draft.data(), 8);
+    std::vector<TokenId> all = sequence.tokens;
+    all.insert(all.end(), draft.begin(), draft.end());
+    pager.begin(rows);
+    run_layers(pager, rows, all);
+    pager.commit({sequence.id}, {accepted});
+    sequence.tokens.insert(sequence.tokens.end(), draft.begin(), draft.begin() + accepted);
+    require_intact(pager, sequence);
+  }
+  Pager plain(small_options(6, 16));
+  Known same = create(plain);
+  append(plain, &same, sequence.tokens);
+  CHECK(same_bits(probe(pager, sequence), probe(plain, same)));
+}
+
+TEST_CASE("a sequence that commit does not name keeps nothing of the forward") {
+  Pager pager(small_options(8, 16));
+  Known a = create(pager, 15, 1);
+  Known b = create(pager, 15, 1);
+  std::vector<RowDescriptor> rows(kRows);
+  rows[0] = {a.id, 15, 7, RowKind::kCommit};
+  rows[1] = {b.id, 15, 7, RowKind::kCommit};
+  std::vector<TokenId> all = a.tokens;
+  all.push_back(7);
+  pager.begin(rows);
+  run_layers(pager, rows, all);
+  pager.commit({b.id}, {1});
+  b.tokens = all;
+  require_intact(pager, a);
+  require_intact(pager, b);
+  CHECK(pager.ledger(a.id).size() == 1);
+  CHECK_FALSE(pager.ledger(a.id)[0].sealed);
+  CHECK(pager.ledger(b.id)[0].sealed);
+}
+
+TEST_CASE("an abort at any point leaves every sequence as it was, and a retry succeeds") {
+  for (int written = 0; written <= 2; ++written) {
+    Pager pager(small_options(6, 16));
+    Known sequence = create(pager, 27, 1);
+    const std::vector<ChunkInfo> before = pager.ledger(sequence.id);
+    const std::vector<TokenId> more = some_tokens(16, 9);
+    std::vector<TokenId> all = sequence.tokens;
+    all.insert(all.end(), more.begin(), more.end());
+    const auto rows = commit_rows(sequence.id, 27, more.data(), 16);
+    pager.begin(rows);
+    for (int layer = 0; layer < written; ++layer) {
+      Tensors t(kRows);
+      for (int i = 0; i < kRows; ++i) {
+        fill_row(1, layer, kQuery, 64, t.q.row(i));
+        fill_row(1, layer, kKey, 32, t.k.row(i));
+        fill_row(1, layer, kValue, 32, t.v.row(i));
+      }
+      pager.attend(layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+    }
+    pager.abort();
+    CHECK_FALSE(pager.forward_running());
+    CHECK(pager.stats().aborted_forwards == 1);
+    CHECK(pager.ledger(sequence.id).size() == before.size());
+    CHECK(pager.stats().open_blocks == 1);
+    require_intact(pager, sequence);
+    append(pager, &sequence, more);
+    require_intact(pager, sequence);
+  }
+}
+
+TEST_CASE("keys and values that are not finite abort the forward, naming layer and position") {
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+        -std::numeric_limits<float>::infinity()}) {
+    for (const bool in_key : {true, false}) {
+      Pager pager(small_options(6, 16));
+      Known sequence = create(pager, 27, 1);
+      const std::vector<TokenId> more = some_tokens(6, 9);
+      pager.begin(commit_rows(sequence.id, 27, more.data(), 6));
+      Tensors t(kRows);
+      for (int i = 0; i < 6; ++i) {
+        fill_row(1, 0, kQuery, 64, t.q.row(i));
+        fill_row(1, 0, kKey, 32, t.k.row(i));
+        fill_row(1, 0, kValue, 32, t.v.row(i));
+      }
+      pager.attend(0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+      (in_key ? t.k : t.v).row(4)[31] = bad;
+      const std::string message = error_of<NonFiniteError>(
+          pager, [&] { pager.attend(1, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {}); });
+      CHECK(contains(message, "layer 1"));
+      CHECK(contains(message, "position 31"));
+      CHECK_FALSE(pager.forward_running());
+      require_intact(pager, sequence);
+      append(pager, &sequence, more);
+      require_intact(pager, sequence);
+    }
+  }
+}
+
+TEST_CASE("a finite value that overflows the dtype it is kept in is not finite") {
+  const std::pair<DType, float> cases[] = {{DType::kFloat16, 65520.0f},
+                                           {DType::kBFloat16, 0x1.FFp127f}};
+  for (const auto& [dtype, limit] : cases) {
+    PagerOptions options = small_options(4, 8);
+    options.layout.k_dtype = dtype;
+    options.layout.v_dtype = dtype;
+    Pager pager(options);
+    const SequenceId id = pager.create_sequence("");
+    for (const bool over : {false, true}) {
+      const TokenId token = 1;
+      pager.begin(commit_rows(id, 0, &token, 1));
+      Rows k(kRows, 2, 16, 0.5f);
+      Rows v(kRows, 2, 16, 0.5f);
+      v.row(0)[3] = -(over ? limit : std::nextafter(limit, 0.0f));
+      const std::string message =
+          error_of<NonFiniteError>(pager, [&] { pager.write(0, k.view(), v.view()); });
+      CHECK((message != "no error") == over);
+      if (over) CHECK(contains(message, dtype_name(dtype)));
+      pager.abort();
+    }
+  }
+}
+
+TEST_CASE("read-only rows attend to their own position and write nothing") {
+  Pager pager(small_options(6, 16));
+  const Known sequence = create(pager, 40, 1);
+  std::vector<RowDescriptor> rows(kRows);
+  rows[0] = {sequence.id, 39, 0, RowKind::kRead};
+  rows[1] = {sequence.id, 5, 0, RowKind::kRead};
+  rows[2] = {sequence.id, 20, 0, RowKind::kRead};
+  pager.begin(rows);
+  const std::vector<float> outputs = run_layers(pager, rows, sequence.tokens);
+  pager.commit_all();
+  CHECK(pager.stats().rows_committed == 40);
+  require_intact(pager, sequence);
+
+  Pager shorter(small_options(6, 16));
+  Known prefix = create(shorter);
+  append(shorter, &prefix, {sequence.tokens.begin(), sequence.tokens.begin() + 6});
+  const std::vector<float> alone = probe(shorter, prefix);
+  CHECK(std::memcmp(outputs.data() + 64, alone.data(), 64 * 4) == 0);
+}
+
+TEST_CASE("a forward of fewer than M rows makes chunks of provenance decode, which nobody adopts") {
+  Pager pager(small_options(6, 16));
+  Known sequence = create(pager);
+  const std::vector<TokenId> tokens = some_tokens(16, 1);
+  const auto rows = commit_rows(sequence.id, 0, tokens.data(), 8, 8);
+  pager.begin(rows);
+  run_layers(pager, rows, tokens);
+  pager.commit_all();
+  sequence.tokens.assign(tokens.begin(), tokens.begin() + 8);
+  append(pager, &sequence, {tokens.begin() + 8, tokens.end()});
+  CHECK(pager.ledger(sequence.id)[0].provenance == Provenance::kDecode);
+  const SequenceId other = pager.create_sequence("");
+  CHECK(pager.adopt_prefix(other, tokens) == 0);
+  require_intact(pager, sequence);
+}
+
+TEST_CASE("a selection that was not run is the one a row would get") {
+  PagerOptions options = small_options(6, 32);
+  options.selection.kind = Selection::Kind::kTopK;
+  options.selection.chunks = 2;
+  options.selection.sinks = 16;
+  options.selection.recent = 16;
+  Pager pager(options);
+  const Known sequence = create(pager, 200, 1);
+  Rows q(1, kQueryHeads, 16, 0);
+  fill_row(histories(sequence.tokens).back(), 1, kQuery, 64, q.row(0));
+  const auto chosen = pager.select(sequence.id, 1, q.view(), 199, 0);
+  REQUIRE(chosen.size() == 2);
+  for (const auto& chunks : chosen) {
+    CHECK(std::is_sorted(chunks.begin(), chunks.end()));
+    CHECK(chunks.front() == 0);
+    CHECK(chunks.back() == 12);
+    CHECK(chunks.size() == 5);  // the sink, two by score, and chunks 11 and 12 of the recent window
+  }
+  pager.evict_all();
+  CHECK(pager.select(sequence.id, 1, q.view(), 199, 0) == chosen);
+  const auto refused = [&](int layer, int64_t position, Rows& queries) {
+    return error_of<InvalidArgumentError>(
+        pager, [&] { pager.select(sequence.id, layer, queries.view(), position, 0); });
+  };
+  Rows odd(1, 3, 16, 0);
+  CHECK(contains(refused(2, 5, q), "layer: 2"));
+  CHECK(contains(refused(0, 201, q), "position: 201"));
+  CHECK(contains(refused(0, 5, odd), "q: shape"));
+}
+
+TEST_CASE("reading K/V outside what is committed is refused") {
+  Pager pager(small_options(6, 16));
+  const Known sequence = create(pager, 20, 1);
+  std::vector<std::byte> k(32 * 4 * 32), v(k.size());
+  const auto refused = [&](int layer, int64_t start, int64_t stop) {
+    return error_of<InvalidArgumentError>(
+        pager, [&] { pager.read_kv(sequence.id, layer, start, stop, k.data(), v.data()); });
+  };
+  CHECK(contains(refused(2, 0, 1), "layer: 2"));
+  CHECK(contains(refused(-1, 0, 1), "layer: -1"));
+  CHECK(contains(refused(0, 0, 21), "[0, 21)"));
+  CHECK(contains(refused(0, -1, 2), "[-1, 2)"));
+  CHECK(contains(refused(0, 3, 2), "[3, 2)"));
+  CHECK(refused(0, 20, 20) == "no error");
+}
+
+}  // namespace
+}  // namespace kvpager::pager_test

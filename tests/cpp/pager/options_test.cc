@@ -1,0 +1,91 @@
+#include "memory/slab.h"
+#include "small_pager.h"
+
+namespace kvpager::pager_test {
+namespace {
+
+std::string refusal(const PagerOptions& options) {
+  const int64_t before = total_mapped_bytes();
+  std::string message = "no error";
+  try {
+    const Pager pager(options);
+  } catch (const InvalidArgumentError& error) {
+    message = error.what();
+  }
+  CHECK(total_mapped_bytes() == before);
+  return message;
+}
+
+TEST_CASE("each option that is out of range is refused by its name, value and range") {
+  const auto with = [](auto change) {
+    PagerOptions options = small_options(4, 8);
+    change(options);
+    return refusal(options);
+  };
+  CHECK(contains(with([](PagerOptions& o) { o.rows = 0; }), "rows: 0, expected 1 to 4096"));
+  CHECK(contains(with([](PagerOptions& o) { o.rows = 4097; }), "rows: 4097"));
+  CHECK(contains(with([](PagerOptions& o) { o.host_bytes = -1; }), "host_bytes: -1"));
+  CHECK(contains(with([](PagerOptions& o) { o.disk_bytes = -1; }), "disk_bytes: -1"));
+  CHECK(contains(with([](PagerOptions& o) { o.disk_bytes = kChunkBytes; }), "disk_path: empty"));
+  CHECK(contains(with([](PagerOptions& o) { o.summary_bytes = -2; }), "summary_bytes: -2"));
+  CHECK(contains(with([](PagerOptions& o) { o.recall_chunks = -1; }), "recall_chunks: -1"));
+  CHECK(contains(with([](PagerOptions& o) { o.hysteresis = -0.5; }), "hysteresis: -0.5"));
+  CHECK(contains(with([](PagerOptions& o) { o.hysteresis = std::nan(""); }), "hysteresis: nan"));
+  CHECK(contains(with([](PagerOptions& o) { o.threads = 0; }), "threads: 0, expected 1 to 1024"));
+  CHECK(contains(with([](PagerOptions& o) { o.layout.layers = 0; }), "layers"));
+  CHECK(contains(with([](PagerOptions& o) { o.layout.chunk_tokens = 48; }), "chunk_tokens"));
+  CHECK(contains(with([](PagerOptions& o) { o.scorer = "best"; }), "bits2"));
+  CHECK(contains(with([](PagerOptions& o) {
+                   o.selection.kind = Selection::Kind::kTopK;
+                   o.selection.chunks = 2;
+                   o.selection.recent = 15;
+                 }),
+                 "recent"));
+}
+
+TEST_CASE(
+    "a pool smaller than a frontier and one sealed chunk is refused with what it would take") {
+  // 16 rows of which the first may be the last of a chunk: 2 unsealed chunks, and one to make
+  // progress with.
+  const std::string message = refusal(small_options(2, 8));
+  CHECK(contains(message, "pool_tokens: 32"));
+  CHECK(contains(message, "at least 48"));
+  Pager least(small_options(3, 8));
+  const Known sequence = create(least, 100);
+  require_intact(least, sequence);
+}
+
+TEST_CASE("a system that refuses the memory gives a CapacityError and keeps nothing") {
+  const int64_t before = total_mapped_bytes();
+  PagerOptions options = small_options(4, 8);
+  options.host_bytes = int64_t{1} << 60;
+  CHECK_THROWS_AS(Pager{options}, CapacityError);
+  CHECK(total_mapped_bytes() == before);
+}
+
+TEST_CASE("a spill folder that does not exist is a StorageError") {
+  CHECK_THROWS_AS(Pager(small_options(4, 0, 4, "/nowhere/at/all")), StorageError);
+}
+
+TEST_CASE("the bytes a pager maps are fixed when it is made and do not change as it works") {
+  Pager pager(small_options(4, 32));
+  const int64_t mapped = total_mapped_bytes();
+  const PagerStats before = pager.stats();
+  Known a = create(pager, 200, 1);
+  const Known b = create(pager, 150, 2);
+  pager.evict_all();
+  probe(pager, a);
+  const PagerStats after = pager.stats();
+  CHECK(total_mapped_bytes() == mapped);
+  CHECK(after.pool_bytes == 4 * kChunkBytes);
+  CHECK(after.pool_bytes == before.pool_bytes);
+  CHECK(after.host_bytes == before.host_bytes);
+  CHECK(after.summary_bytes == before.summary_bytes);
+  CHECK(after.staging_bytes == before.staging_bytes);
+  CHECK(after.resident_bytes <= after.pool_bytes);
+  CHECK(mapped == after.pool_bytes + after.host_bytes + after.summary_bytes + after.staging_bytes);
+  require_intact(pager, b);
+}
+
+}  // namespace
+}  // namespace kvpager::pager_test

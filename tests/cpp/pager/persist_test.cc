@@ -1,0 +1,258 @@
+// Save and restore as the pager does them; the format has tests of its own.
+#include "small_pager.h"
+
+namespace kvpager::pager_test {
+namespace {
+
+const std::string kKey = small_options(4, 4).namespace_key;
+
+Known restore(Pager& pager, const Known& saved, const std::string& path,
+              const std::string& salt = "", Provenance provenance = Provenance::kExact) {
+  return {pager.restore(SnapshotReader::open(path), salt, provenance, kKey), saved.tokens};
+}
+
+PagerOptions top_k(int64_t pool, int64_t host) {
+  PagerOptions options = small_options(pool, host);
+  options.selection.kind = Selection::Kind::kTopK;
+  options.selection.chunks = 2;
+  options.selection.sinks = 16;
+  options.selection.recent = 16;
+  return options;
+}
+
+TEST_CASE(
+    "a restored sequence has the same bytes, attends with the same bits and goes on like the "
+    "first") {
+  for (const int64_t length : {1, 15, 16, 17, 64, 200}) {
+    CAPTURE(length);
+    const Folder folder;
+    const std::string path = folder.file("turn.kvp");
+    Pager first(top_k(5, 64));
+    Known saved = create(first, length, 1);
+    first.evict_all();
+    CHECK(first.save(saved.id, path, kKey, "{}") > 0);
+    require_intact(first, saved);
+    Pager second(top_k(4, 64));
+    Known restored = restore(second, saved, path);
+    second.check_invariants();
+    CHECK(same_bits(probe(second, restored), probe(first, saved)));
+    const std::vector<TokenId> more = some_tokens(40, 9);
+    CHECK(same_bits(append(second, &restored, more), append(first, &saved, more)));
+    require_intact(second, restored);
+    const std::string again = folder.file("again.kvp");
+    first.save(saved.id, path, kKey, "{}");
+    second.save(restored.id, again, kKey, "{}");
+    CHECK(SnapshotReader::open(path)->logical_digest() ==
+          SnapshotReader::open(again)->logical_digest());
+  }
+}
+
+TEST_CASE("a restore reads the tail and nothing else until chunks are needed") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  Pager first(small_options(5, 64));
+  const Known saved = create(first, 20 * 16 + 3, 1);
+  first.save(saved.id, path, kKey, "{}");
+  Pager second(small_options(5, 64));
+  const auto reader = SnapshotReader::open(path);
+  CHECK(reader->payload_bytes_read() == 0);
+  const Known restored{second.restore(reader, "", Provenance::kExact, kKey), saved.tokens};
+  CHECK(reader->payload_bytes_read() == kChunkBytes);
+  for (const ChunkInfo& info : second.ledger(restored.id)) {
+    CHECK(info.tiers == (info.sealed ? kTierSnapshot : kTierResident));
+  }
+  second.pin(restored.id, 0, 16);
+  CHECK(reader->payload_bytes_read() == 2 * kChunkBytes);
+  require_intact(second, restored);
+}
+
+TEST_CASE(
+    "restored chunks are shared with those computed here, and their summaries are loaded before "
+    "they score") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  Pager first(top_k(8, 64));
+  const Known saved = create(first, 160, 1);
+  first.save(saved.id, path, kKey, "{}");
+  // The restored sequence never runs, so that its summaries are still in the file when another
+  // seals the same.
+  Pager second(top_k(8, 64));
+  const Known restored = restore(second, saved, path);
+  Known computed = create(second, 160, 1);
+  CHECK(second.stats().chunks_shared == 10);
+  CHECK(second.stats().host_bytes_used == 0);
+  CHECK(same_bits(probe(second, computed), probe(first, saved)));
+  require_intact(second, computed);
+  second.destroy_sequence(restored.id);
+  require_intact(second, computed);
+  Known adopter = create(second);
+  CHECK(second.adopt_prefix(adopter.id, saved.tokens) == 160);
+  adopter.tokens = saved.tokens;
+  CHECK(same_bits(probe(second, adopter), probe(first, saved)));
+}
+
+TEST_CASE("a prefix adopted from a restored sequence that never ran has its summaries") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  Pager first(top_k(8, 64));
+  const Known saved = create(first, 160, 1);
+  first.save(saved.id, path, kKey, "{}");
+  Pager second(top_k(8, 64));
+  const Known restored = restore(second, saved, path);
+  Known adopter = create(second);
+  CHECK(second.adopt_prefix(adopter.id, saved.tokens) == 160);
+  adopter.tokens = saved.tokens;
+  const Known child{second.fork(adopter.id), saved.tokens};
+  CHECK(same_bits(probe(second, child), probe(first, saved)));
+  CHECK(same_bits(probe(second, adopter), probe(first, saved)));
+  require_intact(second, restored);
+}
+
+TEST_CASE("restoring what is here already shares it, twice over") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  Pager pager(small_options(6, 64));
+  const Known saved = create(pager, 70, 1);
+  pager.save(saved.id, path, kKey, "{}");
+  const Known a = restore(pager, saved, path);
+  const Known b = restore(pager, saved, path);
+  CHECK(pager.ledger(saved.id)[0].references == 3);
+  pager.destroy_sequence(saved.id);
+  require_intact(pager, a);
+  pager.destroy_sequence(a.id);
+  require_intact(pager, b);
+}
+
+TEST_CASE("scores come back with the snapshot, and the next forward uses them") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  Pager first(top_k(8, 64));
+  const Known saved = create(first, 160, 1);
+  for (int i = 0; i < 4; ++i) probe(first, saved);
+  first.save(saved.id, path, kKey, "{}");
+  const std::vector<ChunkInfo> before = first.ledger(saved.id);
+  Pager second(top_k(8, 64));
+  const Known restored = restore(second, saved, path);
+  const std::vector<ChunkInfo> after = second.ledger(restored.id);
+  double sum = 0;
+  for (size_t i = 0; i < before.size(); ++i) {
+    CHECK(after[i].qk_score == before[i].qk_score);
+    sum += after[i].qk_score;
+  }
+  CHECK(sum > 0.5);
+  probe(first, saved);
+  probe(second, restored);
+  for (size_t i = 0; i < before.size(); ++i) {
+    CHECK(second.ledger(restored.id)[i].qk_score == first.ledger(saved.id)[i].qk_score);
+  }
+}
+
+TEST_CASE(
+    "scores that came with the snapshot decide what leaves before any forward made new ones") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  Pager first(small_options(8, 64));
+  const Known saved = create(first, 96, 1);
+  for (int i = 0; i < 4; ++i) probe(first, saved);
+  first.save(saved.id, path, kKey, "{}");
+  Pager second(small_options(6, 64));
+  const Known restored = restore(second, saved, path);
+  second.unpin(
+      second.pin(restored.id, 0, 64));  // chunks 0 to 3 are in the pool; two blocks are free
+  std::vector<std::pair<double, int64_t>> order;
+  for (int64_t c = 0; c < 4; ++c) {
+    order.emplace_back(second.ledger(restored.id)[static_cast<size_t>(c)].qk_score, c);
+  }
+  std::sort(order.begin(), order.end());
+  REQUIRE(order[0].second != 0);  // or the order of records would do
+  const Known tails[] = {create(second, 1, 5), create(second, 1, 6), create(second, 1, 7)};
+  for (const auto& [score, chunk] : order) {
+    const uint8_t tiers = second.ledger(restored.id)[static_cast<size_t>(chunk)].tiers;
+    CHECK(((tiers & kTierResident) != 0) == (chunk != order[0].second));
+  }
+  require_intact(second, tails[2]);
+}
+
+TEST_CASE(
+    "another salt, fingerprint, layout or scorer is refused, naming what differs, and nothing "
+    "changes") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  Pager first(small_options(6, 64));
+  const Known saved = create(first, 70, 1, "alice");
+  first.save(saved.id, path, kKey, "{}");
+  const auto refusal = [&](PagerOptions options, const std::string& salt, const std::string& key) {
+    Pager pager(options);
+    const std::string message = error_of<FingerprintMismatchError>(
+        pager, [&] { pager.restore(SnapshotReader::open(path), salt, Provenance::kExact, key); });
+    if (message != "no error") {
+      CHECK(pager.stats().sequences == 0);
+      CHECK(pager.stats().records == 0);
+      CHECK(pager.stats().free_blocks == options.pool_blocks);
+    }
+    return message;
+  };
+  CHECK(contains(refusal(small_options(6, 64), "carol", kKey), "salt"));
+  CHECK(contains(refusal(small_options(6, 64), "", kKey), "salt"));
+  CHECK(contains(refusal(small_options(6, 64), "alice", "{}"), "fingerprint"));
+  PagerOptions other = small_options(6, 64);
+  other.scorer = "mean";
+  CHECK(contains(refusal(other, "alice", kKey), "scorer"));
+  other = small_options(6, 64);
+  other.layout.v_dtype = DType::kFloat16;
+  CHECK(contains(refusal(other, "alice", kKey), "layout"));
+  CHECK(refusal(small_options(6, 64), "alice", kKey) == "no error");
+}
+
+TEST_CASE("a restore that the budgets cannot hold is refused with the bytes") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  Pager first(small_options(6, 64));
+  const Known saved = create(first, 10 * 16 + 2, 1);
+  first.save(saved.id, path, kKey, "{}");
+  PagerOptions options = small_options(4, 64);
+  options.summary_bytes = 9 * first.stats().summary_bytes_per_chunk;
+  Pager summaries(options);
+  CHECK(contains(error_of<CapacityError>(summaries, [&] { restore(summaries, saved, path); }),
+                 "summaries of 10 more chunks"));
+  Pager pool(small_options(3, 64));
+  create(pool, 2, 5);
+  create(pool, 2, 6);
+  create(pool, 2, 7);
+  CHECK(contains(error_of<CapacityError>(pool, [&] { restore(pool, saved, path); }),
+                 "restore: needs 1 blocks"));
+  CHECK(pool.stats().sequences == 3);
+  CHECK(pool.stats().records == 3);
+}
+
+TEST_CASE("what is restored as approximate is never served as exact, nor what follows it") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  Pager first(small_options(6, 64));
+  const Known saved = create(first, 70, 1);
+  first.save(saved.id, path, kKey, "{}");
+  PagerOptions options = small_options(6, 64);
+  options.namespace_key = "{\"model\":\"other\"}";
+  Pager second(options);
+  Known restored = restore(second, saved, path, "", Provenance::kApproximate);
+  append(second, &restored, some_tokens(30, 3));
+  for (const ChunkInfo& info : second.ledger(restored.id)) {
+    CHECK(info.provenance == Provenance::kApproximate);
+  }
+  CHECK(second.adopt_prefix(create(second).id, restored.tokens) == 0);
+  require_intact(second, restored);
+}
+
+TEST_CASE("an empty sequence and an impossible path are refused") {
+  Pager pager(small_options(6, 64));
+  const Known empty = create(pager);
+  CHECK(contains(
+      error_of<InvalidArgumentError>(pager, [&] { pager.save(empty.id, "x", "{}", "{}"); }),
+      "empty"));
+  const Known held = create(pager, 5, 1);
+  CHECK_THROWS_AS(pager.save(held.id, "/nowhere/at/all/x.kvp", "{}", "{}"), StorageError);
+  require_intact(pager, held);
+}
+
+}  // namespace
+}  // namespace kvpager::pager_test
