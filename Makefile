@@ -62,11 +62,13 @@ pytest: build
 test-slow: build ## the Python tests that take minutes
 	$(PY) -m pytest -m "slow and not bench and not cuda" $(PYTEST_ARGS)
 
-fuzz: build ## the property tests with many more examples
+fuzz: build ctest ## the property tests and the snapshot reader's fuzz target, with many more examples
+	build/dev/tests/cpp/snapshot_fuzz --mutate 200000
 	$(PY) -m pytest -m "hypothesis and not cuda" --hypothesis-profile=fuzz $(PYTEST_ARGS)
 
-bench: build ## every measurement in bench/, one script per question
-	set -e; for script in bench/bench_*.py; do echo "== $$script"; $(PY) $$script; done
+bench: build ## every measurement in bench/, one script per question, then tables and plots (over an hour)
+	set -e; for script in bench/bench_*.py bench/residency_traffic.py bench/plots.py; do \
+	  echo "== $$script"; $(PY) $$script; done
 
 # The instrumented package goes to a folder of its own; -S keeps the editable install out of sight.
 asan: build ## C++ and Python tests under AddressSanitizer and UBSan

@@ -31,8 +31,8 @@ Provenance provenance_from_name(const std::string& name) {
       str("provenance: '", name, "', expected 'exact', 'decode' or 'approximate'"));
 }
 
-void begin(Pager& pager, const Array<int64_t>& sequences, const Array<int64_t>& positions,
-           const Array<TokenId>& tokens, const Array<uint8_t>& kinds) {
+uint64_t begin(Pager& pager, const Array<int64_t>& sequences, const Array<int64_t>& positions,
+               const Array<TokenId>& tokens, const Array<uint8_t>& kinds) {
   const py::ssize_t rows = sequences.size();
   if (positions.size() != rows || tokens.size() != rows || kinds.size() != rows) {
     throw InvalidArgumentError(str("rows: ", rows, " sequences, ", positions.size(), " positions, ",
@@ -49,7 +49,7 @@ void begin(Pager& pager, const Array<int64_t>& sequences, const Array<int64_t>& 
                                            tokens.data()[i], static_cast<RowKind>(kinds.data()[i])};
   }
   const Release release;
-  pager.begin(descriptors);
+  return pager.begin(descriptors);
 }
 
 void attend(Pager& pager, int layer, py::handle q, py::handle k, py::handle v, py::handle out,
@@ -299,7 +299,8 @@ void bind_pager(py::module_& m) {
       .def("write", &write, py::arg("layer"), py::arg("k"), py::arg("v"))
       .def("commit", &commit, py::arg("sequences") = py::none(), py::arg("accepted") = py::none(),
            py::arg("provenance") = "exact")
-      .def("abort", &Pager::abort, py::call_guard<Release>())
+      .def("abort", py::overload_cast<uint64_t>(&Pager::abort), py::arg("number"),
+           py::call_guard<Release>())
       .def("forward_running", &Pager::forward_running, py::call_guard<Release>())
       .def(
           "select",

@@ -35,6 +35,15 @@ const PagerOptions& validated(const PagerOptions& options) {
     throw InvalidArgumentError(str("host_bytes: ", options.host_bytes,
                                    ", disk_bytes: ", options.disk_bytes, "; expected 0 or more"));
   }
+  for (const auto& [name, bytes] :
+       {std::pair<const char*, int64_t>("host_bytes", options.host_bytes),
+        {"disk_bytes", options.disk_bytes}}) {
+    if (bytes > 0 && bytes < options.layout.chunk_bytes()) {
+      throw InvalidArgumentError(str(name, ": ", bytes,
+                                     " cannot hold one chunk; expected 0 or at least ",
+                                     options.layout.chunk_bytes()));
+    }
+  }
   if (options.summary_bytes < -1) {
     throw InvalidArgumentError(
         str("summary_bytes: ", options.summary_bytes, ", expected 0 or more, or -1 for enough"));
@@ -152,8 +161,11 @@ void Pager::reserve(SequenceId sequence, int64_t total_tokens) {
 int64_t Pager::adopt_prefix(SequenceId sequence, const std::vector<TokenId>& tokens) {
   return locked(*impl_, [&] { return impl_->adopt_prefix(sequence, tokens); });
 }
-void Pager::begin(const std::vector<RowDescriptor>& rows) {
-  locked(*impl_, [&] { impl_->begin(rows); });
+uint64_t Pager::begin(const std::vector<RowDescriptor>& rows) {
+  return locked(*impl_, [&] {
+    impl_->begin(rows);
+    return impl_->clock;
+  });
 }
 void Pager::attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
                    const TensorView& out, const AttendOptions& attend_options) {
@@ -171,6 +183,11 @@ void Pager::commit_all(Provenance provenance) {
 }
 void Pager::abort() {
   locked(*impl_, [&] { impl_->abort(); });
+}
+void Pager::abort(uint64_t number) {
+  locked(*impl_, [&] {
+    if (impl_->clock == number) impl_->abort();
+  });
 }
 bool Pager::forward_running() const {
   return locked(*impl_, [&] { return impl_->forward.has_value(); });

@@ -152,7 +152,8 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   if (summaries_taken + new_homes + fresh > summary_slots.slots()) {
     throw CapacityError(str("restore: summaries of ", fresh, " more chunks need ",
                             fresh * summaries.slot_bytes(), " bytes beside the ", summaries_taken,
-                            " in use; summary_bytes=", summaries.slots() * summaries.slot_bytes()));
+                            " in use; raise summary_bytes, which is ",
+                            summaries.slots() * summaries.slot_bytes()));
   }
   if (partial) require_blocks(1, "restore");
 

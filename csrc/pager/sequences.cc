@@ -50,6 +50,9 @@ void Pager::Impl::release(RecordId id) {
   // Kept for prefix reuse: exact, findable, and with a home of its own.
   if (record.needs_home() && ledger.published(id)) {
     record.score = 0;  // a sequence that is gone steers nobody's eviction
+    // Of one chain, ends become cached no later than beginnings; reclaiming goes by this, so that a
+    // child never stays behind without its parent, where nobody could find it.
+    record.last_use = clock;
     return;
   }
   drop_record(id);
@@ -175,14 +178,15 @@ void Pager::Impl::reserve(Sequence& sequence, int64_t total_tokens) {
     throw InvalidArgumentError(str("total_tokens: ", total_tokens, " is below the ",
                                    sequence.length, " positions the sequence already holds"));
   }
-  if (forward) {  // what a running forward promised itself is now the caller's to keep
+  int64_t wanted = total_tokens / layout.chunk_tokens - sequence.sealed_chunks();
+  if (forward) {  // what a running forward may seal stays promised, and is now the caller's to keep
     for (ForwardPart& part : forward->parts) {
-      if (part.sequence == &sequence) part.promised = 0;
+      if (part.sequence != &sequence) continue;
+      part.promised = 0;
+      wanted = std::max(wanted, sequence.reserved);
     }
   }
-  const int64_t wanted = total_tokens / layout.chunk_tokens - sequence.sealed_chunks();
-  if (wanted <= sequence.reserved) return;
-  require_homes(wanted - sequence.reserved, "reserve");
+  if (wanted > sequence.reserved) require_homes(wanted - sequence.reserved, "reserve");
   reserved_homes += wanted - sequence.reserved;
   sequence.reserved = wanted;
 }

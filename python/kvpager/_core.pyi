@@ -68,9 +68,6 @@ class Layout:
     """
     Shape of a chunk's bytes.
     """
-
-    __hash__: typing.ClassVar[None] = None
-    def __eq__(self, arg0: Layout) -> bool: ...
     def __init__(
         self,
         *,
@@ -249,7 +246,7 @@ class Pager:
     The native pager; kvpager.Pager wraps it.
     """
     def __init__(self, options: PagerOptions) -> None: ...
-    def abort(self) -> None: ...
+    def abort(self, number: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def adopt_prefix(
         self,
         sequence: typing.SupportsInt | typing.SupportsIndex,
@@ -273,7 +270,7 @@ class Pager:
         positions: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
         tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
         kinds: typing.Annotated[numpy.typing.ArrayLike, numpy.uint8],
-    ) -> None: ...
+    ) -> int: ...
     def check_invariants(self) -> None: ...
     def commit(
         self, sequences: typing.Any = None, accepted: typing.Any = None, provenance: str = "exact"
@@ -297,13 +294,15 @@ class Pager:
         layer: typing.SupportsInt | typing.SupportsIndex,
         start: typing.SupportsInt | typing.SupportsIndex,
         stop: typing.SupportsInt | typing.SupportsIndex,
-    ) -> tuple: ...
+    ) -> tuple[numpy.ndarray, numpy.ndarray]: ...
     def reserve(
         self,
         sequence: typing.SupportsInt | typing.SupportsIndex,
         total_tokens: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
-    def residency(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> dict: ...
+    def residency(
+        self, sequence: typing.SupportsInt | typing.SupportsIndex
+    ) -> dict[str, numpy.ndarray]: ...
     def restore(
         self, reader: SnapshotReader, salt: str, provenance: str, file_namespace: str
     ) -> int: ...
@@ -322,7 +321,7 @@ class Pager:
         position: typing.SupportsInt | typing.SupportsIndex,
         window: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> list[list[int]]: ...
-    def stats(self) -> dict: ...
+    def stats(self) -> dict[str, typing.Any]: ...
     def tokens(
         self, sequence: typing.SupportsInt | typing.SupportsIndex
     ) -> numpy.typing.NDArray[numpy.int32]: ...
@@ -378,5 +377,5 @@ def total_mapped_bytes() -> int:
 CHECKS_INVARIANTS: bool = False
 CHUNKS_PER_SPLIT: int = 8
 KERNEL_VERSION: int = 1
-SNAPSHOT_VERSION: tuple = (1, 0)
+SNAPSHOT_VERSION: tuple[int, int] = (1, 0)
 __version__: str = "0.1.0"

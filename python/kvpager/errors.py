@@ -1,7 +1,7 @@
 """The error tree, the same names in C++ and Python.
 
-Every message names the field, the value it had, what was expected and, where there is one, the remedy.
-After any of them the pager is as it was before the call.
+Every message names the field, the value it had, what was expected and, where there is one, the
+remedy. After any of them the pager is as it was before the call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FingerprintMismatchError(_CoreFingerprintMismatchError):
 
 
 class UnsupportedModelError(InvalidArgumentError):
-    """The model, as configured, cannot keep the promise; the message has the reason and the remedy."""
+    """The model, as configured, cannot keep the promise; the message says why and what to do."""
 
 
 class PrefixMismatchError(InvalidArgumentError):

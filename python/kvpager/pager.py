@@ -7,8 +7,8 @@
             out = forward.attend(layer, q, k, v, scaling=0.125)
         forward.commit()
 
-Tensors are torch CPU tensors or numpy arrays and are read in place; outputs are of the same kind. A pager
-may be used from several threads; calls take turns, and one forward runs at a time.
+Tensors are torch CPU tensors or numpy arrays and are read in place; outputs are of the same kind. A
+pager may be used from several threads; calls take turns, and one forward runs at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
+import xxhash
 
 from kvpager import _core
 from kvpager.errors import (
@@ -43,6 +44,8 @@ Tensor: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 ROW_COMMIT = 0  # writes its K/V at its position, may be committed
 ROW_READ = 1  # its K/V exist already; only attends
 ROW_PADDING = 2  # output is zeros
+
+_SALT = "salt_digest"  # in a snapshot's session section
 
 TIER_RESIDENT, TIER_HOST, TIER_DISK, TIER_SNAPSHOT = 1, 2, 4, 8
 
@@ -142,7 +145,7 @@ class SnapshotInfo:
         layout: shape of its chunks.
         scorer: what made its summaries.
         tokens: int32 ids of all committed positions.
-        logical_digest: hex digest of tokens, payload, summaries and provenance; equal for equal content.
+        logical_digest: hex digest of tokens, payload, summaries and provenance.
     """
 
     path: str
@@ -162,9 +165,9 @@ class Forward:
     sequence is as it was.
     """
 
-    def __init__(self, core: _core.Pager, rows: int, layout: Layout) -> None:
+    def __init__(self, core: _core.Pager, number: int, layout: Layout) -> None:
         self._core = core
-        self._rows = rows
+        self._number = number
         self._layout = layout
         self._running = True
 
@@ -242,7 +245,7 @@ class Forward:
         """Ends the forward as if it had not begun."""
         if self._running:
             self._running = False
-            self._core.abort()
+            self._core.abort(self._number)
 
     def _require_running(self) -> None:
         if not self._running:
@@ -281,7 +284,9 @@ class Sequence:
         return self._core.tokens(self.uid)
 
     def reserve(self, total_tokens: int) -> None:
-        """Admission: holds lower-tier room for `total_tokens` positions.
+        """Admission: holds lower-tier room to grow to `total_tokens` positions.
+
+        A later call replaces what an earlier one held.
 
         Raises:
             CapacityError: with the bytes needed; nothing is held.
@@ -293,7 +298,7 @@ class Sequence:
 
         Only an empty sequence can. Returns the positions now held, a multiple of chunk_tokens.
         """
-        return self._core.adopt_prefix(self.uid, np.asarray(tokens, dtype=np.int32))
+        return self._core.adopt_prefix(self.uid, _token_ids(tokens))
 
     def append(
         self, tokens: Iterable[int] | Tensor, k: Tensor, v: Tensor, *, provenance: str = "decode"
@@ -307,7 +312,7 @@ class Sequence:
             provenance: what they are worth: "exact" only if they carry the bits an M-row forward
                 of these tokens gives; it makes the chunks shareable.
         """
-        ids = np.asarray(tokens, dtype=np.int32)
+        ids = _token_ids(tokens)
         layout = self._pager.layout
         for name, tensor, dim in (("k", k, layout.k_dim), ("v", v, layout.v_dim)):
             expected = (layout.layers, len(ids), layout.kv_heads, dim)
@@ -338,6 +343,7 @@ class Sequence:
                     forward.commit(provenance=provenance)
         except BaseException:
             self.trim(start)
+            self.reserve(start)
             raise
 
     def select(
@@ -384,21 +390,26 @@ class Sequence:
         return self._core.ledger(self.uid)
 
     def residency(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The ledger's tiers (TIER_* bits), selected, recalled and qk_score columns as arrays [chunks]."""
+        """The ledger as arrays [chunks]: tiers (TIER_* bits), selected, recalled, qk_score."""
         return self._core.residency(self.uid)
 
-    def save(self, path: str | os.PathLike[str], *, session: Mapping[str, object] | None = None) -> int:
+    def save(
+        self, path: str | os.PathLike[str], *, session: Mapping[str, object] | None = None
+    ) -> int:
         """Writes a snapshot atomically and returns its size in bytes.
 
         Raises:
             StorageError: the system refused; no file is left and an older one is untouched.
         """
         return self._core.save(
-            self.uid, os.fspath(path), self._pager.fingerprint_json, _canonical(dict(session or {}))
+            self.uid,
+            os.fspath(path),
+            self._pager.fingerprint_json,
+            _canonical({**(session or {}), _SALT: _salt_digest(self.salt)}),
         )
 
     def close(self) -> None:
-        """Ends the sequence. Exact sealed chunks stay cached for prefix reuse while there is room."""
+        """Ends the sequence. Its exact chunks stay cached for prefix reuse while there is room."""
         if not self.closed:
             self.closed = True
             self._core.destroy_sequence(self.uid)
@@ -415,7 +426,7 @@ class Pager:
         layout: shape of a chunk.
         config: budgets, selection and policies; `config.chunk_tokens` is the layout's.
         rows: M, the most rows a forward may have. Only forwards of exactly M rows are "exact".
-        fingerprint: flat JSON-able mapping of all that the bits of K/V depend on (weights, numerics...).
+        fingerprint: flat JSON-able mapping of all that the bits of K/V depend on.
             Chunks and snapshots are shared only under an equal one.
         threads: of our own kernels; torch's number by default. Never changes a bit.
 
@@ -435,7 +446,8 @@ class Pager:
     ) -> None:
         if layout.chunk_tokens != config.chunk_tokens:
             raise InvalidArgumentError(
-                f"chunk_tokens: {layout.chunk_tokens} in the layout, {config.chunk_tokens} in the config"
+                f"chunk_tokens: {layout.chunk_tokens} in the layout, "
+                f"{config.chunk_tokens} in the config"
             )
         self.layout = layout
         self.config = config
@@ -491,13 +503,13 @@ class Pager:
             CapacityError: no room for the rows' chunks; nothing was changed.
         """
         uids = np.array([-1 if s is None else s.uid for s in sequences], dtype=np.int64)
-        self.core.begin(
+        number = self.core.begin(
             uids,
             np.asarray(positions, dtype=np.int64),
-            np.asarray(tokens, dtype=np.int32),
+            _token_ids(tokens),
             np.asarray(kinds, dtype=np.uint8),
         )
-        return Forward(self.core, len(uids), self.layout)
+        return Forward(self.core, number, self.layout)
 
     def open_snapshot(self, path: str | os.PathLike[str]) -> SnapshotInfo:
         """Opens a snapshot: metadata only.
@@ -531,9 +543,13 @@ class Pager:
                 expected=self.layout,
                 found=snapshot.layout,
             )
-        uid = self.core.restore(
-            snapshot.reader, salt, provenance, snapshot.reader.fingerprint
-        )
+        # The chain hashes prove the salt, but a snapshot without a full chunk has none.
+        if snapshot.session.get(_SALT, _salt_digest(salt)) != _salt_digest(salt):
+            raise FingerprintMismatchError(
+                f"salt: {snapshot.path} was saved under another salt; pass that one",
+                field="salt",
+            )
+        uid = self.core.restore(snapshot.reader, salt, provenance, snapshot.reader.fingerprint)
         return Sequence(self, uid, salt)
 
     def evict_all(self) -> int:
@@ -545,7 +561,7 @@ class Pager:
         return self.core.stats()
 
     def check_invariants(self) -> None:
-        """Restates the numbered invariants of DESIGN.md; InvariantError names the one that fails."""
+        """Restates the invariants of DESIGN.md; InvariantError names the one that does not hold."""
         self.core.check_invariants()
 
     def close(self) -> None:
@@ -588,6 +604,28 @@ def _parsed(text: str, path: str, section: str) -> dict[str, Any]:
             f"{path}: section {section} holds a {type(value).__name__}, expected an object"
         )
     return value
+
+
+def _token_ids(tokens: Any) -> np.ndarray[Any, Any]:
+    """`tokens` as int32 [n], once it is known that nothing is lost by it."""
+    ids = np.asarray(tokens)
+    if ids.dtype == np.int32 and ids.ndim == 1:
+        return ids
+    if ids.size == 0:
+        return np.zeros(0, dtype=np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"tokens: {ids.dtype} of shape {ids.shape}, expected integers of shape (n,)"
+        )
+    if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
+        raise InvalidArgumentError(
+            f"tokens: ids from {ids.min()} to {ids.max()}, expected 0 to {np.iinfo(np.int32).max}"
+        )
+    return ids.astype(np.int32)
+
+
+def _salt_digest(salt: str) -> str:
+    return xxhash.xxh3_128_hexdigest(salt.encode())
 
 
 def _canonical(values: Mapping[str, object]) -> str:

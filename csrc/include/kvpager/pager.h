@@ -101,7 +101,8 @@ class Pager {
   int64_t length(SequenceId sequence) const;
   std::vector<TokenId> tokens(SequenceId sequence) const;
 
-  // Admission: lower-tier room for `total_tokens`, or CapacityError with the bytes needed.
+  // Admission: lower-tier room to grow to `total_tokens`, or CapacityError with the bytes needed.
+  // Replaces what an earlier call held.
   void reserve(SequenceId sequence, int64_t total_tokens);
   // REQUIRES: an empty sequence. Shares the longest chain of sealed exact chunks whose tokens these
   // are.
@@ -109,7 +110,8 @@ class Pager {
 
   // A forward: all M rows at once. The commit rows of a sequence hold length, length + 1, ... in
   // row order.
-  void begin(const std::vector<RowDescriptor>& rows);
+  // Returns the number of this forward, for abort().
+  uint64_t begin(const std::vector<RowDescriptor>& rows);
   // k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]; q [rows, q_heads, k_dim] -> out [rows,
   // q_heads, v_dim]. Non-finite keys or values of commit rows abort the forward (NonFiniteError:
   // layer, position).
@@ -122,7 +124,10 @@ class Pager {
   void commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,
               Provenance provenance = Provenance::kExact);
   void commit_all(Provenance provenance = Provenance::kExact);
+  // Ends the running forward as if it had not begun; with a number, only if it is that one. Nothing
+  // to end: nothing happens.
   void abort();
+  void abort(uint64_t number);
   bool forward_running() const;
 
   // The chunks a row with these queries at `position` would attend to, per kv head. q [1, q_heads,

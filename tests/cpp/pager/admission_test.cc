@@ -35,16 +35,17 @@ TEST_CASE("what is reserved for one sequence is not there for another") {
 }
 
 TEST_CASE(
-    "a reservation below the sequence's length is refused, a smaller one than held changes "
-    "nothing") {
+    "a reservation below the sequence's length is refused, a later one replaces what was held") {
   Pager pager(small_options(4, 8));
   const Known sequence = create(pager, 40);
   CHECK(contains(error_of<InvalidArgumentError>(pager, [&] { pager.reserve(sequence.id, 39); }),
                  "total_tokens: 39"));
   pager.reserve(sequence.id, 6 * 16);
-  const int64_t held = pager.stats().reserved_chunks;
+  CHECK(pager.stats().reserved_chunks == 4);
   pager.reserve(sequence.id, 3 * 16);
-  CHECK(pager.stats().reserved_chunks == held);
+  CHECK(pager.stats().reserved_chunks == 1);
+  pager.reserve(sequence.id, 40);
+  CHECK(pager.stats().reserved_chunks == 0);
 }
 
 TEST_CASE("closing a sequence gives its promises back") {

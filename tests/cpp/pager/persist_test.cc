@@ -80,7 +80,7 @@ TEST_CASE(
   const Known restored = restore(second, saved, path);
   Known computed = create(second, 160, 1);
   CHECK(second.stats().chunks_shared == 10);
-  CHECK(second.stats().host_bytes_used == 0);
+  CHECK(second.stats().bytes_written_through == 0);  // what the file has needs no home
   CHECK(same_bits(probe(second, computed), probe(first, saved)));
   require_intact(second, computed);
   second.destroy_sequence(restored.id);
@@ -106,6 +106,33 @@ TEST_CASE("a prefix adopted from a restored sequence that never ran has its summ
   CHECK(same_bits(probe(second, child), probe(first, saved)));
   CHECK(same_bits(probe(second, adopter), probe(first, saved)));
   require_intact(second, restored);
+}
+
+TEST_CASE("a snapshot's chunk is read from its file once, into host memory nobody needs") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  Pager first(small_options(5, 64));
+  const Known saved = create(first, 20 * 16 + 3, 1);
+  first.save(saved.id, path, kKey, "{}");
+  Pager second(small_options(5, 24));
+  const auto reader = SnapshotReader::open(path);
+  const Known restored{second.restore(reader, "", Provenance::kExact, kKey), saved.tokens};
+  const std::vector<float> expected = probe(first, saved);
+  CHECK(same_bits(probe(second, restored), expected));
+  const int64_t once = reader->payload_bytes_read();
+  CHECK(once >= 21 * kChunkBytes);
+  second.evict_all();
+  CHECK(same_bits(probe(second, restored), expected));
+  CHECK(reader->payload_bytes_read() == once);
+  CHECK(second.stats().host_bytes_used == 20 * kChunkBytes);
+
+  // Homes come first: another sequence may fill the arena, and the copies make way.
+  Known other = create(second, 24 * 16, 2);
+  CHECK(second.stats().host_bytes_used == 24 * kChunkBytes);
+  CHECK(same_bits(probe(second, restored), expected));
+  CHECK(reader->payload_bytes_read() > once);
+  require_intact(second, restored);
+  require_intact(second, other);
 }
 
 TEST_CASE("restoring what is here already shares it, twice over") {
