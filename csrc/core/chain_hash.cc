@@ -1,5 +1,8 @@
 #include "core/chain_hash.h"
 
+#include <cstring>
+#include <vector>
+
 #define XXH_INLINE_ALL
 #include "third_party/xxhash.h"
 
@@ -26,12 +29,17 @@ Hash128 chain_root(const std::string& namespace_key, const std::string& salt) {
 
 Hash128 chain_next(const Hash128& parent, const TokenId* tokens, int64_t count,
                    Provenance provenance) {
-  XXH3_state_t state;
-  XXH3_128bits_reset(&state);
-  const uint64_t head[3] = {parent.low, parent.high, static_cast<uint64_t>(provenance)};
-  XXH3_128bits_update(&state, head, sizeof head);
-  XXH3_128bits_update(&state, tokens, static_cast<size_t>(count) * sizeof(TokenId));
-  return digest(&state);
+  // One buffer, one call: a streaming state costs more to set up than these few hundred bytes to
+  // hash.
+  thread_local std::vector<uint64_t> buffer;
+  const size_t bytes = static_cast<size_t>(count) * sizeof(TokenId);
+  buffer.assign(3 + (bytes + 7) / 8, 0);
+  buffer[0] = parent.low;
+  buffer[1] = parent.high;
+  buffer[2] = static_cast<uint64_t>(provenance);
+  std::memcpy(buffer.data() + 3, tokens, bytes);
+  const XXH128_hash_t h = XXH3_128bits(buffer.data(), 3 * sizeof(uint64_t) + bytes);
+  return {h.low64, h.high64};
 }
 
 }  // namespace kvpager

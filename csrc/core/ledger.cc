@@ -9,7 +9,7 @@ RecordId Ledger::create(ChunkState state) {
   if (free_.empty()) {
     id = RecordId(static_cast<int32_t>(records_.size()));
     records_.emplace_back();
-    free_.reserve(records_.size());  // so that drop() cannot fail
+    free_.reserve(records_.capacity());  // so that drop() cannot fail
   } else {
     id = free_.back();
     free_.pop_back();
@@ -17,6 +17,12 @@ RecordId Ledger::create(ChunkState state) {
   (*this)[id].state = state;
   ++live_;
   return id;
+}
+
+void Ledger::expect(int64_t more) {
+  const size_t wanted = static_cast<size_t>(live_ + more);
+  if (wanted > records_.capacity()) records_.reserve(std::max(wanted, 2 * records_.capacity()));
+  by_hash_.reserve(wanted);
 }
 
 void Ledger::drop(RecordId id) {

@@ -62,6 +62,8 @@ struct ChunkRecord {
 class Ledger {
  public:
   RecordId create(ChunkState state);
+  // Room for `more` records, so that creating them allocates nothing here.
+  void expect(int64_t more);
   // The record leaves the index and is free for reuse. REQUIRES: it owns no block, slot or summary
   // any more.
   void drop(RecordId id);

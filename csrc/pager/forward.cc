@@ -37,6 +37,21 @@ bool overflows(const TensorView& tensor, int64_t row, DType stored) {
   return std::any_of(values.begin(), values.end(), [&](float x) { return std::fabs(x) >= limit; });
 }
 
+// Softmax over the scored chunks: each (layer, kv head) hands out a share of 1. For residency and
+// people only.
+Shares shares_of(const std::vector<double>& scores, int64_t first, double scale) {
+  Shares shares{first, std::vector<float>(scores.size())};
+  if (scores.empty()) return shares;
+  const double top = *std::max_element(scores.begin(), scores.end());
+  float sum = 0;
+  for (size_t i = 0; i < scores.size(); ++i) {
+    shares.of_chunk[i] = std::exp(static_cast<float>((scores[i] - top) * scale));
+    sum += shares.of_chunk[i];
+  }
+  for (float& share : shares.of_chunk) share /= sum;
+  return shares;
+}
+
 // Room for `size` elements, growing geometrically: reserve() alone would copy everything at every
 // forward.
 template <class T>
@@ -174,17 +189,45 @@ void Pager::Impl::write(int layer, const TensorView& k, const TensorView& v) {
   forward->layer_written[static_cast<size_t>(layer)] = 1;
 }
 
-std::vector<const std::byte*> Pager::Impl::summary_pointers(const Sequence& sequence, int layer,
-                                                            int kv_head, int64_t first,
-                                                            int64_t last) const {
-  const int64_t offset = summary_page_bytes * (int64_t{layer} * layout.kv_heads + kv_head);
-  std::vector<const std::byte*> pointers;
-  pointers.reserve(static_cast<size_t>(std::max<int64_t>(0, last - first)));
-  for (int64_t chunk = first; chunk < last; ++chunk) {
-    const ChunkRecord& record = ledger[sequence.use(chunk).record];
-    pointers.push_back(summaries.slot(record.summary.value()) + offset);
+// Where the summaries of a part's sealed chunks begin: looked up once per forward, since every
+// layer and kv head only adds an offset.
+const std::vector<const std::byte*>& Pager::Impl::summary_bases(ForwardPart& part) const {
+  const Sequence& sequence = *part.sequence;
+  const int64_t count = std::min(sequence.sealed_chunks(), part.visible);
+  if (static_cast<int64_t>(part.summaries.size()) != count) {
+    part.summaries.clear();
+    part.summaries.reserve(static_cast<size_t>(count));
+    for (int64_t chunk = 0; chunk < count; ++chunk) {
+      const ChunkRecord& record = ledger[sequence.use(chunk).record];
+      part.summaries.push_back(summaries.slot(record.summary.value()));
+    }
   }
-  return pointers;
+  return part.summaries;
+}
+
+// Scores of the summaries [range.begin, range.end) for the queries of one kv group; returns what
+// turns a score into a dot product.
+double Pager::Impl::score_range(const std::vector<const std::byte*>& bases, CandidateRange range,
+                                int layer, int kv_head, const TensorView& q, int64_t row,
+                                std::vector<double>* scores) const {
+  const int group = static_cast<int>(q.heads / layout.kv_heads);
+  const int64_t count = std::max<int64_t>(0, range.end - range.begin);
+  scores->resize(static_cast<size_t>(count));
+  if (count == 0) return 0;
+  thread_local std::vector<std::byte> query;
+  thread_local std::vector<float> q_row;
+  thread_local std::vector<const std::byte*> pointers;
+  query.resize(static_cast<size_t>(scorer.query_bytes(layout, group)));
+  q_row.resize(static_cast<size_t>(group * layout.k_dim));
+  pointers.resize(static_cast<size_t>(count));
+  const int64_t offset = summary_page_bytes * (int64_t{layer} * layout.kv_heads + kv_head);
+  for (int64_t i = 0; i < count; ++i) {
+    pointers[static_cast<size_t>(i)] = bases[static_cast<size_t>(range.begin + i)] + offset;
+  }
+  read_query(q, row, int64_t{kv_head} * group, group, q_row.data());
+  scorer.prepare(layout, group, q_row.data(), query.data());
+  scorer.score(layout, group, query.data(), pointers.data(), count, scores->data());
+  return scorer.query_scale(query.data());
 }
 
 // Invariant 8: what a row attends to comes from its own query, sealed summaries and the
@@ -194,27 +237,9 @@ void Pager::Impl::select_rows(int layer, const TensorView& q, const AttendOption
   const Selection& selection = options.selection;
   const int64_t rows = static_cast<int64_t>(forward->rows.size());
   const int heads = layout.kv_heads;
-  const int group = static_cast<int>(q.heads / heads);
   chosen.resize(static_cast<size_t>(rows * heads));
-
-  // Summary addresses once per (sequence, kv head); rows take the part their range covers.
-  std::vector<std::vector<const std::byte*>> pointers(forward->parts.size() *
-                                                      static_cast<size_t>(heads));
-  for (size_t p = 0; p < forward->parts.size(); ++p) {
-    const Sequence& sequence = *forward->parts[p].sequence;
-    const CandidateRange furthest =
-        candidate_range(selection, layout.chunk_tokens, forward->parts[p].furthest);
-    for (int h = 0; h < heads; ++h) {
-      pointers[p * static_cast<size_t>(heads) + static_cast<size_t>(h)] =
-          summary_pointers(sequence, layer, h, 0, furthest.end);
-    }
-  }
-  struct Kept {
-    std::vector<double> scores;
-    double scale = 0;
-    int64_t first = 0;
-  };
-  std::vector<Kept> kept(forward->parts.size() * static_cast<size_t>(heads));
+  for (ForwardPart& part : forward->parts) summary_bases(part);
+  std::vector<Shares> shares(forward->parts.size() * static_cast<size_t>(heads));
 
   threads.run(rows * heads, [&](int64_t item, int) {
     const int64_t row = item / heads;
@@ -223,35 +248,21 @@ void Pager::Impl::select_rows(int layer, const TensorView& q, const AttendOption
     out.clear();
     const int32_t p = forward->part_of_row[static_cast<size_t>(row)];
     if (p < 0) return;
-    const RowDescriptor& descriptor = forward->rows[static_cast<size_t>(row)];
-    const CandidateRange range =
-        candidate_range(selection, layout.chunk_tokens, descriptor.position);
+    const ForwardPart& part = forward->parts[static_cast<size_t>(p)];
+    const int64_t position = forward->rows[static_cast<size_t>(row)].position;
+    const CandidateRange range = candidate_range(selection, layout.chunk_tokens, position);
     thread_local std::vector<double> scores;
-    scores.assign(static_cast<size_t>(std::max<int64_t>(0, range.end - range.begin)), 0);
-    if (!scores.empty()) {
-      thread_local std::vector<std::byte> query;
-      thread_local std::vector<float> q_row;
-      query.resize(static_cast<size_t>(scorer.query_bytes(layout, group)));
-      q_row.resize(static_cast<size_t>(group * layout.k_dim));
-      read_query(q, row, h * group, group, q_row.data());
-      scorer.prepare(layout, group, q_row.data(), query.data());
+    const double scale = score_range(part.summaries, range, layer, h, q, row, &scores);
+    if (part.score_row == row) {
       const size_t slot =
           static_cast<size_t>(p) * static_cast<size_t>(heads) + static_cast<size_t>(h);
-      scorer.score(layout, group, query.data(), pointers[slot].data() + range.begin,
-                   range.end - range.begin, scores.data());
-      if (forward->parts[static_cast<size_t>(p)].score_row == row) {
-        kept[slot] = {scores, scorer.query_scale(query.data()) * attend_options.scaling,
-                      range.begin};
-      }
+      shares[slot] = shares_of(scores, range.begin, scale * attend_options.scaling);
     }
-    select_chunks(selection, layout.chunk_tokens, descriptor.position, attend_options.window,
-                  scores.data(), &out);
+    select_chunks(selection, layout.chunk_tokens, position, attend_options.window, scores.data(),
+                  &out);
   });
-  for (size_t p = 0; p < forward->parts.size(); ++p) {
-    for (int h = 0; h < heads; ++h) {
-      const Kept& k = kept[p * static_cast<size_t>(heads) + static_cast<size_t>(h)];
-      add_mass(forward->parts[p], k.first, k.scores, k.scale);
-    }
+  for (size_t i = 0; i < shares.size(); ++i) {
+    add_mass(forward->parts[i / static_cast<size_t>(heads)], shares[i]);
   }
 }
 
@@ -259,33 +270,24 @@ void Pager::Impl::select_rows(int layer, const TensorView& q, const AttendOption
 void Pager::Impl::score_for_ledger(ForwardPart& part, int layer, const TensorView& q,
                                    const AttendOptions& attend_options) {
   const ScopedTimer timer(&counters.seconds_scan);
-  const int group = static_cast<int>(q.heads / layout.kv_heads);
   const RowDescriptor& row = forward->rows[static_cast<size_t>(part.score_row)];
   const int64_t last = std::min(part.sequence->sealed_chunks(), row.position / layout.chunk_tokens);
   if (last == 0) return;
-  std::vector<double> scores(static_cast<size_t>(last));
-  std::vector<std::byte> query(static_cast<size_t>(scorer.query_bytes(layout, group)));
-  std::vector<float> q_row(static_cast<size_t>(group * layout.k_dim));
-  for (int h = 0; h < layout.kv_heads; ++h) {
-    read_query(q, part.score_row, h * group, group, q_row.data());
-    scorer.prepare(layout, group, q_row.data(), query.data());
-    const auto pointers = summary_pointers(*part.sequence, layer, h, 0, last);
-    scorer.score(layout, group, query.data(), pointers.data(), last, scores.data());
-    add_mass(part, 0, scores, scorer.query_scale(query.data()) * attend_options.scaling);
-  }
+  summary_bases(part);
+  std::vector<Shares> shares(static_cast<size_t>(layout.kv_heads));
+  threads.run(layout.kv_heads, [&](int64_t h, int) {
+    thread_local std::vector<double> scores;
+    const double scale = score_range(part.summaries, {0, last}, layer, static_cast<int>(h), q,
+                                     part.score_row, &scores);
+    shares[static_cast<size_t>(h)] = shares_of(scores, 0, scale * attend_options.scaling);
+  });
+  for (const Shares& each : shares) add_mass(part, each);
 }
 
-// Softmax over the scored chunks: each (layer, kv head) hands out a share of 1. For residency and
-// people only.
-void Pager::Impl::add_mass(ForwardPart& part, int64_t first, const std::vector<double>& scores,
-                           double scale) {
+void Pager::Impl::add_mass(ForwardPart& part, const Shares& shares) {
   part.scored = true;
-  if (scores.empty()) return;
-  const double top = *std::max_element(scores.begin(), scores.end());
-  double sum = 0;
-  for (const double score : scores) sum += std::exp((score - top) * scale);
-  for (size_t i = 0; i < scores.size(); ++i) {
-    part.mass[static_cast<size_t>(first) + i] += std::exp((scores[i] - top) * scale) / sum;
+  for (size_t i = 0; i < shares.of_chunk.size(); ++i) {
+    part.mass[static_cast<size_t>(shares.first) + i] += static_cast<double>(shares.of_chunk[i]);
   }
 }
 

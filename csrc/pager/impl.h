@@ -35,10 +35,18 @@ struct ForwardPart {
   int64_t visible = 0;               // chunks up to there
   int64_t promised = 0;              // homes begin() reserved; those not used go back when it ends
   bool scored = false;               // some layer filled `mass`
-  std::vector<const std::byte*> slices;  // [visible] of the layer at hand
-  std::vector<uint8_t> needed;           // [visible] read at the layer at hand
-  std::vector<uint8_t> read;             // [visible] read at any layer of this forward
-  std::vector<double> mass;              // [visible] softmax shares summed over layers and kv heads
+  std::vector<const std::byte*> slices;     // [visible] of the layer at hand
+  std::vector<const std::byte*> summaries;  // [sealed, visible] bases; empty until first scored
+  std::vector<uint8_t> needed;              // [visible] read at the layer at hand
+  std::vector<uint8_t> read;                // [visible] read at any layer of this forward
+  std::vector<double> mass;  // [visible] softmax shares summed over layers and kv heads
+};
+
+// How one (layer, kv head) spreads a row's attention over the chunks first, first + 1, ...; sums
+// to 1.
+struct Shares {
+  int64_t first = 0;
+  std::vector<float> of_chunk;
 };
 
 struct Forward {
@@ -116,14 +124,16 @@ struct Pager::Impl {
   void select_rows(int layer, const TensorView& q, const AttendOptions& attend_options);
   void score_for_ledger(ForwardPart& part, int layer, const TensorView& q,
                         const AttendOptions& attend_options);
-  void add_mass(ForwardPart& part, int64_t first, const std::vector<double>& scores, double scale);
+  void add_mass(ForwardPart& part, const Shares& shares);
   void mark_needed(const AttendOptions& attend_options);
   void run_attention(int layer, AttendParams& params);
   int64_t split_count(size_t first_part, size_t last_part) const;
   void stream_attention(int layer, AttendParams& params);
   void stream_parts(int layer, size_t first_part, size_t last_part, AttendParams& params);
-  std::vector<const std::byte*> summary_pointers(const Sequence& sequence, int layer, int kv_head,
-                                                 int64_t first, int64_t last) const;
+  const std::vector<const std::byte*>& summary_bases(ForwardPart& part) const;
+  double score_range(const std::vector<const std::byte*>& bases, CandidateRange range, int layer,
+                     int kv_head, const TensorView& q, int64_t row,
+                     std::vector<double>* scores) const;
 
   // --- persist.cc
   void load_summaries(Sequence& sequence);

@@ -145,20 +145,15 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
                                    layout.k_dim, "]"));
   }
   load_summaries(sequence);
-  const int group = static_cast<int>(q.heads / layout.kv_heads);
+  ForwardPart part;
+  part.sequence = &sequence;
+  part.visible = sequence.sealed_chunks();
+  summary_bases(part);
   const CandidateRange range = candidate_range(options.selection, layout.chunk_tokens, position);
   std::vector<std::vector<int32_t>> result(static_cast<size_t>(layout.kv_heads));
-  std::vector<float> q_row(static_cast<size_t>(group * layout.k_dim));
-  std::vector<std::byte> query(static_cast<size_t>(scorer.query_bytes(layout, group)));
+  std::vector<double> scores;
   for (int h = 0; h < layout.kv_heads; ++h) {
-    std::vector<double> scores(static_cast<size_t>(std::max<int64_t>(0, range.end - range.begin)));
-    if (!scores.empty()) {
-      const auto pointers = summary_pointers(sequence, layer, h, range.begin, range.end);
-      read_query(q, 0, h * group, group, q_row.data());
-      scorer.prepare(layout, group, q_row.data(), query.data());
-      scorer.score(layout, group, query.data(), pointers.data(), range.end - range.begin,
-                   scores.data());
-    }
+    score_range(part.summaries, range, layer, h, q, 0, &scores);
     select_chunks(options.selection, layout.chunk_tokens, position, window, scores.data(),
                   &result[static_cast<size_t>(h)]);
   }

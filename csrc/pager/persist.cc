@@ -129,12 +129,19 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   Provenance worst = provenance;
   int64_t fresh = 0;
   int64_t new_homes = 0;
+  bool own = file_namespace == options.namespace_key;
+  plan.reserve(static_cast<size_t>(sealed));
   for (int64_t i = 0; i < sealed; ++i) {
     worst = std::max(worst, meta.chunks[static_cast<size_t>(i)].provenance);
     Planned planned;
     planned.parent = parent;
     planned.provenance = worst;
-    planned.hash = chain_next(parent, meta.tokens.data() + i * c, c, worst);
+    // Under the file's own namespace and worth the hash is the one just verified.
+    const SnapshotChunk& chunk = meta.chunks[static_cast<size_t>(i)];
+    planned.hash = own && chunk.provenance == worst
+                       ? chunk.chain_hash
+                       : chain_next(parent, meta.tokens.data() + i * c, c, worst);
+    own = own && chunk.provenance == worst;
     if (worst == Provenance::kExact) {
       planned.existing = ledger.find(planned.hash, parent, meta.tokens.data() + i * c, c);
     }
@@ -177,6 +184,8 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     sequences.erase(id.value());
     throw;
   }
+  ledger.expect(fresh + 1);
+  sequence.sealed.reserve(static_cast<size_t>(sealed));
   sequence.tokens = meta.tokens;
   sequence.length = static_cast<int64_t>(meta.tokens.size());
   sequence.provenance = partial ? std::max(worst, meta.chunks.back().provenance) : worst;
