@@ -8,8 +8,7 @@
 //
 //   open    private to one sequence, in a block, rows may still change; never a victim
 //   sealed  bytes never change again; hash, checksums and summary are set; may be in any set of
-//   tiers,
-//           at least one of them; in the hash index when exact
+//           tiers, at least one of them; in the hash index when exact
 #pragma once
 
 #include <cstdint>

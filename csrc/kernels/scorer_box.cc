@@ -1,10 +1,10 @@
 // Boxes of tokens: a centre and, for all but the mean, a spread per dimension; the best box counts.
 //
-//   summary = per box: centre + 128 as uint8 [D], then spread as uint8 [D] (not for mean); D =
-//   k_dim up to 64
-//             then float32 centre scale, float32 spread scale; zeros up to a multiple of 64
+//   summary = per box: centre + 128 as uint8 [D], then spread as uint8 [D] (not for mean), D =
+//             k_dim up to 64; then float32 centre scale, float32 spread scale; zeros up to a
+//             multiple of 64
 //   score   = centre scale * (q . centre) + spread scale * (|q| . spread), the best box of the best
-//   query head
+//             query head
 #include <cmath>
 #include <cstring>
 

@@ -3,14 +3,13 @@
 // A key is about low[d] + code * step[d]. With two bits low is the chunk's minimum and step a third
 // of its range; with one bit the two values are the chunk's mean -+ its mean absolute deviation.
 //
-//   summary = codes, int16 low [D], uint8 step [D], float32 low scale, float32 step scale, zeros up
-//   to 64 codes   = [D / (4 P)][tokens][4] bytes, P = 8 / bits codes in each: byte b of token t in
-//   group g holds at bit
-//             bits * s the code of dimension 4 P g + 4 s + b, so that a shift and a mask leave four
-//             dimensions of each token in one 32-bit lane.   D = k_dim rounded up to 32
+//   summary = codes, int16 low [D], uint8 step [D], float32 low scale, float32 step scale, zeros
+//             up to a multiple of 64;  D = k_dim rounded up to 32
+//   codes   = [D / (4 P)][tokens][4] bytes of P = 8 / bits codes: byte b of token t in group g
+//             holds at bit (bits * s) the code of dimension 4 P g + 4 s + b, so that a shift and a mask
+//             leave four dimensions of each token in one 32-bit lane
 //   score   = low scale * (q . low) + 256 step scale * (w . code), w = (q * step + 128) >> 8, the
-//   best token of
-//             the best query head
+//             best token of the best query head
 #include <cmath>
 #include <cstring>
 

@@ -1,8 +1,12 @@
 // The pager's state and the steps its public functions are made of. One file per group of steps:
-//   sequences.cc  create, fork, trim, reserve, adopt, pin         residency.cc  blocks, homes,
-//   victims, recalls forward.cc    begin, attend, commit, abort                    persist.cc save,
-//   restore inspect.cc    ledger, stats, check_invariants, read_kv        pager.cc construction and
-//   the locked facade
+//   sequences.cc  create, fork, trim, reserve, adopt, pin
+//   residency.cc  blocks, homes, victims, recalls
+//   forward.cc    begin, write, abort
+//   attend.cc     select chunks, find their bytes, attend
+//   commit.cc     rows become positions, full chunks are sealed
+//   persist.cc    save, restore
+//   inspect.cc    ledger, stats, read_kv, check_invariants
+//   pager.cc      construction and the locked facade
 #pragma once
 
 #include <map>
@@ -62,6 +66,21 @@ struct Home {
   SlotId disk;
 };
 
+// A chunk about to be sealed: what it took while preparing, to be applied or given back.
+struct Seal {
+  Sequence* sequence = nullptr;
+  RecordId open;
+  std::vector<TokenId> tokens;
+  Hash128 parent;
+  Hash128 hash;
+  Provenance provenance = Provenance::kExact;
+  std::optional<RecordId> existing;  // an identical chunk, referenced
+  std::vector<uint64_t> checksums;
+  SlotId summary;
+  Home home;
+  bool has_home = false;
+};
+
 struct Pager::Impl {
   explicit Impl(const PagerOptions& options);
 
@@ -118,6 +137,12 @@ struct Pager::Impl {
   void commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
               Provenance provenance);
   void commit_all(Provenance provenance);
+  std::vector<int64_t> accepted_rows(const std::vector<SequenceId>& ids,
+                                     const std::vector<int64_t>& accepted) const;
+  void prepare_seals(const ForwardPart& part, int64_t count, Provenance provenance,
+                     std::vector<Seal>* seals);
+  void apply_seal(Seal& seal);
+  void advance(ForwardPart& part, int64_t count, Provenance provenance);
   void abort();
   void drop_surplus(
       ForwardPart& part);  // frontier chunks and promises that the forward did not use
@@ -189,6 +214,11 @@ struct Pager::Impl {
 
   PagerStats counters;
 };
+
+// Throws InvalidArgumentError naming the tensor unless it is [rows, heads, dim] of a supported
+// dtype.
+void require_shape(const char* name, const TensorView& tensor, int64_t rows, int64_t heads,
+                   int64_t dim);
 
 // The queries of heads [first, first + count) of a row as float32, [count][k_dim].
 void read_query(const TensorView& q, int64_t row, int64_t first, int64_t count, float* out);

@@ -4,8 +4,7 @@
 // They do not depend on other rows, on how many there are, on addresses, on threads, on waves, or
 // on the instruction set:
 //   score   s[t] = fmaf over d = 0..k_dim-1 of q[d] * k[d][t], from +0; then s * scaling; then,
-//   with
-//           a soft cap, tanh(s / softcap) * softcap
+//           with a soft cap, tanh(s / softcap) * softcap
 //   chunk   m' = max(m, max_t s[t]); r = exp(m - m'); p[t] = exp(s[t] - m')
 //           l = fmaf(l, r, sum of p): 16 partial sums over t mod 16, each ascending from +0, then
 //           folded in halves (i with i + 8, then + 4, + 2, + 1)
@@ -16,9 +15,8 @@
 //           M' = max(M, m), L = fmaf(L, exp(M - M'), l * exp(m - M')), acc likewise
 //   out     acc[j] / l, rounded once to the output's dtype; zeros for a row that sees no key
 //   exp     x <= 0: n = round(x log2 e), x - n ln 2 in two fmaf steps, a polynomial of degree 7,
-//   times
-//           2^n; exp(0) is 1, below -87 it is 0. tanh(x) = sign(x) (1 - e) / (1 + e), e = exp(-2
-//           |x|). Constants: kernels/vec_isa.h
+//           times 2^n; exp(0) is 1, below -87 it is 0. Constants: kernels/vec_isa.h
+//   tanh    sign(x) (1 - e) / (1 + e), e = exp(-2 |x|)
 // Everything is float32; keys and values of 16 bits are widened exactly.
 // Invisible keys (after the row, outside its window, in an unselected chunk) are selected away,
 // never multiplied by zero, so that unwritten bytes (finite or NaN) cannot reach a result.

@@ -1,8 +1,8 @@
 // The shape of a chunk's bytes: a value type that turns (layer, kv head) into an offset.
 //
 //   chunk = [layers][kv_heads] pages, contiguous, so that moving a chunk is one copy
-//   page  = K tile [k_dim][chunk_tokens], then V tile [chunk_tokens][v_dim], each padded to 64
-//   bytes
+//   page  = K tile [k_dim][chunk_tokens], then V tile [chunk_tokens][v_dim], each padded to
+//           64 bytes
 //
 // K is stored with tokens innermost: the lanes of a vector register are keys, a dot product runs
 // over k_dim in one fixed order, and nothing is ever summed across lanes.

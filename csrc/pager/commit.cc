@@ -1,0 +1,235 @@
+// Commit: rows become positions, chunks that fill up are sealed. Everything that can fail is prepared
+// for all chunks before the first is applied (invariant 6).
+#include <algorithm>
+#include <cstring>
+
+#include "core/chain_hash.h"
+#include "kvpager/error.h"
+#include "kvpager/fault.h"
+#include "pager/impl.h"
+
+namespace kvpager {
+namespace {
+
+// Room for `size` elements, growing geometrically: reserve() alone would copy everything at every
+// forward.
+template <class T>
+void grow(std::vector<T>* vector, int64_t size) {
+  const size_t wanted = static_cast<size_t>(size);
+  if (wanted > vector->capacity()) vector->reserve(std::max(wanted, vector->capacity() * 2));
+}
+
+}  // namespace
+
+void Pager::Impl::commit_all(Provenance provenance) {
+  if (!forward) throw InvalidArgumentError("commit: no forward is running");
+  std::vector<SequenceId> ids;
+  std::vector<int64_t> accepted;
+  for (const ForwardPart& part : forward->parts) {
+    ids.push_back(part.sequence->id);
+    accepted.push_back(static_cast<int64_t>(part.commit_rows.size()));
+  }
+  commit(ids, accepted, provenance);
+}
+
+// How many rows of each part are accepted, after checking that the forward can be committed.
+std::vector<int64_t> Pager::Impl::accepted_rows(const std::vector<SequenceId>& ids,
+                                                const std::vector<int64_t>& accepted) const {
+  if (ids.size() != accepted.size()) {
+    throw InvalidArgumentError(
+        str("accepted: ", accepted.size(), " counts for ", ids.size(), " sequences"));
+  }
+  std::vector<int64_t> count(forward->parts.size(), 0);
+  std::vector<uint8_t> named(forward->parts.size(), 0);
+  bool any = false;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const auto part = std::find_if(forward->parts.begin(), forward->parts.end(),
+                                   [&](const ForwardPart& p) { return p.sequence->id == ids[i]; });
+    if (part == forward->parts.end()) {
+      throw InvalidArgumentError(
+          str("commit: sequence ", ids[i].value(), " is not in this forward"));
+    }
+    const int64_t rows = static_cast<int64_t>(part->commit_rows.size());
+    if (accepted[i] < 0 || accepted[i] > rows) {
+      throw InvalidArgumentError(str("accepted: ", accepted[i], " rows of sequence ",
+                                     ids[i].value(), ", expected 0 to ", rows));
+    }
+    const size_t p = static_cast<size_t>(part - forward->parts.begin());
+    if (named[p]) {
+      throw InvalidArgumentError(str("commit: sequence ", ids[i].value(), " is named twice"));
+    }
+    named[p] = 1;
+    count[p] = accepted[i];
+    any = any || accepted[i] > 0;
+  }
+  for (int layer = 0; any && layer < layout.layers; ++layer) {
+    if (!forward->layer_written[static_cast<size_t>(layer)]) {
+      throw InvalidArgumentError(
+          str("commit: layer ", layer, " was never written in this forward"));
+    }
+  }
+  return count;
+}
+
+void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
+                         Provenance provenance) {
+  if (!forward) throw InvalidArgumentError("commit: no forward is running");
+  const std::vector<int64_t> count = accepted_rows(ids, accepted);
+  if (static_cast<int64_t>(forward->rows.size()) != options.rows) {
+    provenance = std::max(provenance, Provenance::kDecode);
+  }
+  const ScopedTimer timer(&counters.seconds_seal);
+  std::vector<Seal> seals;
+  try {
+    for (size_t p = 0; p < forward->parts.size(); ++p) {
+      prepare_seals(forward->parts[p], count[p], provenance, &seals);
+    }
+  } catch (...) {
+    for (const Seal& seal : seals) {
+      if (seal.existing) release(*seal.existing);
+      if (seal.has_home) give_back(seal.home);
+      if (seal.summary.value() >= 0) summary_slots.give_back(seal.summary);
+    }
+    abort();
+    throw;
+  }
+  // Nothing below fails.
+  for (Seal& seal : seals) apply_seal(seal);
+  for (size_t p = 0; p < forward->parts.size(); ++p) {
+    advance(forward->parts[p], count[p], provenance);
+  }
+  recall_ahead();
+  forward.reset();
+}
+
+// One Seal for every chunk of the part that `count` more rows fill. What it took is in *seals at
+// every moment.
+void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenance provenance,
+                                std::vector<Seal>* seals) {
+  Sequence& sequence = *part.sequence;
+  const int64_t c = layout.chunk_tokens;
+  const auto token_at = [&](int64_t position) {
+    if (position < sequence.length) return sequence.tokens[static_cast<size_t>(position)];
+    const int32_t row = part.commit_rows[static_cast<size_t>(position - sequence.length)];
+    return forward->rows[static_cast<size_t>(row)].token;
+  };
+  grow(&sequence.tokens, sequence.length + count);
+  const int64_t first = sequence.sealed_chunks();
+  const int64_t last = (sequence.length + count) / c;
+  grow(&sequence.sealed, last);
+  Hash128 parent = first == 0 ? sequence.root : ledger[sequence.sealed.back().record].hash;
+  for (int64_t chunk = first; chunk < last; ++chunk) {
+    Seal& seal = seals->emplace_back();
+    seal.sequence = &sequence;
+    seal.open = sequence.use(chunk).record;
+    for (int64_t i = chunk * c; i < (chunk + 1) * c; ++i) seal.tokens.push_back(token_at(i));
+    seal.provenance = std::max(sequence.provenance, provenance);
+    seal.parent = parent;
+    seal.hash = chain_next(parent, seal.tokens.data(), c, seal.provenance);
+    parent = seal.hash;
+    const std::byte* bytes = pool.slot(ledger[seal.open].block.value());
+    seal.checksums.resize(static_cast<size_t>(layout.layers));
+    threads.run(layout.layers, [&](int64_t layer, int) {
+      seal.checksums[static_cast<size_t>(layer)] = slice_checksum(
+          bytes + layout.slice_offset(static_cast<int>(layer)), layout.slice_bytes());
+    });
+    if (seal.provenance == Provenance::kExact) {
+      const auto found = ledger.find(seal.hash, seal.parent, seal.tokens.data(), c);
+      // One name, other bytes: some forward was not what it claimed. Nobody's K/V is swapped.
+      if (found && ledger[*found].checksums == seal.checksums) {
+        add_reference(*found);  // so that making room for the next chunk cannot forget it
+        seal.existing = found;
+        continue;
+      }
+    }
+    seal.summary = take_summary_slot();
+    std::byte* summary = summaries.slot(seal.summary.value());
+    threads.run(int64_t{layout.layers} * layout.kv_heads, [&](int64_t page, int) {
+      const int layer = static_cast<int>(page / layout.kv_heads);
+      const int head = static_cast<int>(page % layout.kv_heads);
+      scorer.summarize(layout, bytes + layout.page_offset(layer, head),
+                       summary + page * summary_page_bytes);
+    });
+    seal.home = take_home();
+    seal.has_home = true;
+    if (seal.home.host.value() >= 0) {
+      if (const int error = fault::visit("host.write")) {
+        throw StorageError(str("host arena: write failed: ", std::strerror(error)));
+      }
+      std::memcpy(host.slot(seal.home.host.value()), bytes,
+                  static_cast<size_t>(layout.chunk_bytes()));
+    } else if (seal.home.disk.value() >= 0) {
+      disk.write(seal.home.disk.value(), bytes);
+    }
+  }
+}
+
+void Pager::Impl::apply_seal(Seal& seal) {
+  Sequence& sequence = *seal.sequence;
+  ChunkUse use = sequence.frontier.front();
+  sequence.frontier.erase(sequence.frontier.begin());
+  if (sequence.reserved > 0) {
+    --sequence.reserved;
+    --reserved_homes;
+  }
+  if (seal.existing) {
+    // Somebody computed the same chunk, bit for bit. Keep their record; if its bytes are not
+    // resident, this block becomes its resident copy, so that what is pinned stays where it is.
+    ChunkRecord& kept = ledger[*seal.existing];
+    ledger[use.record].pins -= use.pins;
+    if (!kept.resident()) std::swap(kept.block, ledger[use.record].block);
+    drop_record(use.record);
+    use.record = *seal.existing;
+    kept.pins += use.pins;
+    if (kept.summary_pending) sequence.summaries_loaded = false;
+    ++counters.chunks_shared;
+  } else {
+    ChunkRecord& record = ledger[seal.open];
+    record.state = ChunkState::kSealed;
+    record.provenance = seal.provenance;
+    record.host = seal.home.host;
+    record.disk = seal.home.disk;
+    record.summary = seal.summary;
+    record.hash = seal.hash;
+    record.parent = seal.parent;
+    record.tokens = std::move(seal.tokens);
+    record.checksums = std::move(seal.checksums);
+    record.last_use = clock;
+    ++referenced_homes;
+    if (seal.provenance == Provenance::kExact) ledger.publish(seal.open);
+    if (record.has_lower_copy()) counters.bytes_written_through += layout.chunk_bytes();
+    ++counters.chunks_sealed;
+  }
+  use.last_use = clock;
+  sequence.sealed.push_back(use);
+}
+
+// Rows become positions; what the forward read and scored goes into the ledger.
+void Pager::Impl::advance(ForwardPart& part, int64_t count, Provenance provenance) {
+  Sequence& sequence = *part.sequence;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t row = part.commit_rows[static_cast<size_t>(i)];
+    sequence.tokens.push_back(forward->rows[static_cast<size_t>(row)].token);
+  }
+  sequence.length += count;
+  if (count > 0) sequence.provenance = std::max(sequence.provenance, provenance);
+  counters.rows_committed += count;
+  drop_surplus(part);
+  // A moving average of each chunk's share of attention mass, for residency and for people.
+  const double shares = static_cast<double>(layout.layers) * layout.kv_heads;
+  for (int64_t chunk = 0; chunk < std::min(part.visible, sequence.chunks()); ++chunk) {
+    const size_t i = static_cast<size_t>(chunk);
+    ChunkUse& use = sequence.use(chunk);
+    if (part.scored) {
+      use.qk_score = 0.75 * use.qk_score + 0.25 * part.mass[i] / shares;
+      ledger[use.record].score = use.qk_score;
+    }
+    if (part.read[i]) {
+      use.last_use = clock;
+      ++use.selected;
+      ledger[use.record].last_use = clock;
+    }
+  }
+}
+
+}  // namespace kvpager
