@@ -73,8 +73,7 @@ void Pager::Impl::begin(const std::vector<RowDescriptor>& rows) {
                                      sequence.id.value(), ", which holds ", sequence.length));
     }
     part->score_row = static_cast<int32_t>(i);
-    part->furthest = std::max(part->furthest, row.position);
-    part->visible = part->furthest / layout.chunk_tokens + 1;
+    part->visible = std::max(part->visible, row.position / layout.chunk_tokens + 1);
     next.part_of_row[i] = static_cast<int32_t>(part - next.parts.begin());
   }
   if (next.parts.empty()) throw InvalidArgumentError("rows: every row is padding");

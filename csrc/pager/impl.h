@@ -35,8 +35,7 @@ struct ForwardPart {
   Sequence* sequence = nullptr;
   std::vector<int32_t> commit_rows;  // row numbers, ascending
   int32_t score_row = -1;            // the row whose scores the ledger keeps: the last one
-  int64_t furthest = 0;              // greatest position of its rows
-  int64_t visible = 0;               // chunks up to there
+  int64_t visible = 0;               // chunks up to the furthest row
   int64_t promised = 0;              // homes begin() reserved; those not used go back when it ends
   bool scored = false;               // some layer filled `mass`
   std::vector<const std::byte*> slices;     // [visible] of the layer at hand
@@ -121,6 +120,7 @@ struct Pager::Impl {
   void give_back(const Home& home);
   void spill_one();
   const std::byte* address(const ChunkRecord& record) const;  // null: on disk or in a snapshot only
+  void require_as_written(const ChunkRecord& record, int layer, const std::byte* slice) const;
   void read_chunk(const ChunkRecord& record, std::byte* out) const;
   void read_slice(const ChunkRecord& record, int layer, std::byte* out) const;
   void promote(RecordId id);  // REQUIRES: a block can be had

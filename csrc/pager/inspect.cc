@@ -220,7 +220,6 @@ void Pager::Impl::check_invariants() const {
   require(referenced_homes + reserved_homes + restored_records <= summary_slots.slots(), 2,
           "more summaries promised than there are");
 
-  std::vector<std::pair<int32_t, int32_t>> pins_of;  // (record, pins) over uses
   std::map<int32_t, int32_t> references;
   std::map<int32_t, int32_t> pin_counts;
   int64_t reserved = 0;

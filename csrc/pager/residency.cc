@@ -232,26 +232,27 @@ const std::byte* Pager::Impl::address(const ChunkRecord& record) const {
   return nullptr;
 }
 
+// A snapshot's reader verifies what it reads; the spill file leaves that to us.
+void Pager::Impl::require_as_written(const ChunkRecord& record, int layer,
+                                     const std::byte* slice) const {
+  if (slice_checksum(slice, layout.slice_bytes()) != record.checksums[static_cast<size_t>(layer)]) {
+    throw StorageError(str("disk spill: chunk ", record.index, " layer ", layer,
+                           " came back with other bytes than were written"));
+  }
+}
+
 void Pager::Impl::read_chunk(const ChunkRecord& record, std::byte* out) const {
   if (!record.on_disk()) return record.source->read_chunk(record.source_chunk, out);
   disk.read(record.disk.value(), 0, layout.chunk_bytes(), out);
   for (int layer = 0; layer < layout.layers; ++layer) {
-    const std::byte* slice = out + layout.slice_offset(layer);
-    if (slice_checksum(slice, layout.slice_bytes()) !=
-        record.checksums[static_cast<size_t>(layer)]) {
-      throw StorageError(str("disk spill: chunk ", record.index, " layer ", layer,
-                             " came back with other bytes than were written"));
-    }
+    require_as_written(record, layer, out + layout.slice_offset(layer));
   }
 }
 
 void Pager::Impl::read_slice(const ChunkRecord& record, int layer, std::byte* out) const {
   if (!record.on_disk()) return record.source->read_slice(record.source_chunk, layer, out);
   disk.read(record.disk.value(), layout.slice_offset(layer), layout.slice_bytes(), out);
-  if (slice_checksum(out, layout.slice_bytes()) != record.checksums[static_cast<size_t>(layer)]) {
-    throw StorageError(str("disk spill: chunk ", record.index, " layer ", layer,
-                           " came back with other bytes than were written"));
-  }
+  require_as_written(record, layer, out);
 }
 
 void Pager::Impl::promote(RecordId id) {
