@@ -549,7 +549,11 @@ class Pager:
                 f"salt: {snapshot.path} was saved under another salt; pass that one",
                 field="salt",
             )
-        uid = self.core.restore(snapshot.reader, salt, provenance, snapshot.reader.fingerprint)
+        try:
+            uid = self.core.restore(snapshot.reader, salt, provenance, snapshot.reader.fingerprint)
+        except _core.FingerprintMismatchError as error:  # its message begins with the field
+            field = str(error).partition(":")[0]
+            raise FingerprintMismatchError(str(error), field=field) from error
         return Sequence(self, uid, salt)
 
     def evict_all(self) -> int:
