@@ -13,6 +13,11 @@ import tempfile
 from pathlib import Path
 
 MODULE = "kvpager._core"
+# The generator sees values and takes their types for all there is to say.
+MEANT = {
+    ": tuple = (": ": tuple[int, int] = (",
+    "    chunk = None\n    layer = None\n": "    chunk: int | None\n    layer: int | None\n",
+}
 STUB = Path(__file__).resolve().parent.parent / "python" / "kvpager" / "_core.pyi"
 
 
@@ -24,8 +29,10 @@ def generate() -> str:
         written = Path(folder) / "kvpager" / "_core.pyi"
         formatter = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length=100"]
         subprocess.run([*formatter, "--target-version=py310", "--quiet", written], check=True)
-        # The generator knows that an attribute is a tuple, not of what.
-        return written.read_text(encoding="utf-8").replace(": tuple = (", ": tuple[int, int] = (")
+        text = written.read_text(encoding="utf-8")
+        for generated, meant in MEANT.items():
+            text = text.replace(generated, meant)
+        return text
 
 
 def main() -> int:

@@ -186,6 +186,8 @@ py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
   KVPAGER_STAT(chunks_shared);
   KVPAGER_STAT(chunks_evicted);
   KVPAGER_STAT(chunks_recalled);
+  KVPAGER_STAT(chunks_healed);
+  KVPAGER_STAT(summaries_rebuilt);
   KVPAGER_STAT(chunks_spilled);
   KVPAGER_STAT(slices_streamed);
   KVPAGER_STAT(prefix_tokens_reused);
@@ -220,6 +222,7 @@ void bind_pager(py::module_& m) {
                              [](const ChunkInfo& c) { return (c.tiers & kTierDisk) != 0; })
       .def_property_readonly("in_snapshot",
                              [](const ChunkInfo& c) { return (c.tiers & kTierSnapshot) != 0; })
+      .def_readonly("damaged", &ChunkInfo::damaged)
       .def_property_readonly("block",
                              [](const ChunkInfo& c) -> std::optional<int32_t> {
                                if (c.block.value() < 0) return std::nullopt;
@@ -324,23 +327,29 @@ void bind_pager(py::module_& m) {
           py::call_guard<Release>())
       .def("evict_all", &Pager::evict_all, py::call_guard<Release>())
       .def(
-          "save",
-          [](Pager& p, int64_t s, const std::string& path, const std::string& fingerprint,
-             const std::string& session) {
-            return p.save(SequenceId(s), path, fingerprint, session);
-          },
-          py::arg("sequence"), py::arg("path"), py::arg("fingerprint"), py::arg("session"),
-          py::call_guard<Release>())
+          "freeze", [](Pager& p, int64_t s, int64_t upto) { return p.freeze(SequenceId(s), upto); },
+          py::arg("sequence"), py::arg("upto") = -1, py::call_guard<Release>())
       .def(
           "restore",
           [](Pager& p, std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-             const std::string& provenance, const std::string& file_namespace) {
+             const std::string& provenance, const std::string& file_namespace, int64_t upto) {
             return p
-                .restore(std::move(reader), salt, provenance_from_name(provenance), file_namespace)
+                .restore(std::move(reader), salt, provenance_from_name(provenance), file_namespace,
+                         upto)
                 .value();
           },
           py::arg("reader"), py::arg("salt"), py::arg("provenance"), py::arg("file_namespace"),
-          py::call_guard<Release>())
+          py::arg("upto") = -1, py::call_guard<Release>())
+      .def(
+          "chain_hashes",
+          [](const Pager& p, const Array<TokenId>& tokens, const std::string& salt) {
+            py::typing::List<py::bytes> names;
+            for (const Hash128& hash : p.chain_hashes(to_tokens(tokens), salt)) {
+              names.append(py::bytes(reinterpret_cast<const char*>(&hash), sizeof hash));
+            }
+            return names;
+          },
+          py::arg("tokens"), py::arg("salt"))
       .def(
           "ledger", [](const Pager& p, int64_t s) { return p.ledger(SequenceId(s)); },
           py::arg("sequence"), py::call_guard<Release>())

@@ -2,42 +2,342 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <pybind11/typing.h>
+
+#include <cstring>
+#include <optional>
 
 #include "bindings/bind.h"
+#include "kvpager/error.h"
 
 namespace kvpager {
 
 namespace py = pybind11;
 
-void bind_snapshot(py::module_& m) {
-  py::class_<SnapshotReader, std::shared_ptr<SnapshotReader>>(
-      m, "SnapshotReader", "An opened snapshot file: metadata verified, payload read on demand.")
-      .def_static("open", &SnapshotReader::open, py::arg("path"),
-                  py::call_guard<py::gil_scoped_release>())
+namespace {
+
+using Release = py::gil_scoped_release;
+template <class T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+using Callback = std::optional<py::typing::Callable<void(int64_t, int64_t)>>;
+
+constexpr int64_t kSignalBytes = int64_t{64} << 20;
+
+// The Python callback, called with the GIL; without one, Ctrl-C still ends a long call.
+// REQUIRES: used within a call that released the GIL, while `callback` lives.
+SnapshotProgress progress_of(const Callback& callback) {
+  if (callback) {
+    return [&callback](int64_t done, int64_t total) {
+      const py::gil_scoped_acquire gil;
+      (*callback)(done, total);
+    };
+  }
+  return [asked = int64_t{0}](int64_t done, int64_t) mutable {
+    if (done - asked < kSignalBytes) return;
+    asked = done;
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  };
+}
+
+template <class T>
+py::array_t<T> array_of(const std::vector<T>& values) {
+  return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+py::bytes bytes_of(const Hash128& hash) {
+  return py::bytes(reinterpret_cast<const char*>(&hash), sizeof(hash));  // low, high
+}
+
+std::string hex_of(const Hash128& hash) {
+  char text[33];
+  std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(hash.high),
+                static_cast<unsigned long long>(hash.low));
+  return text;
+}
+
+Hash128 hash_from_hex(const std::string& text) {
+  const auto wrong = [&] {
+    return InvalidArgumentError(str("pack id: '", text, "', expected 32 lower-case hex digits"));
+  };
+  if (text.size() != 32) throw wrong();
+  Hash128 hash;
+  for (size_t i = 0; i < text.size(); ++i) {
+    static const std::string kDigits = "0123456789abcdef";
+    const size_t digit = kDigits.find(text[i]);
+    if (digit == std::string::npos) throw wrong();
+    uint64_t& half = i < 16 ? hash.high : hash.low;
+    half = half << 4 | digit;
+  }
+  return hash;
+}
+
+template <class Read>
+py::typing::List<py::bytes> sealed_bytes(const SnapshotContent& content, const Read& read) {
+  const SnapshotMeta& meta = content.meta();
+  py::typing::List<py::bytes> out;
+  for (int64_t c = 0; c < meta.sealed_chunks(); ++c) {
+    out.append(bytes_of(read(meta.chunks[static_cast<size_t>(c)])));
+  }
+  return out;
+}
+
+py::array_t<uint64_t> slice_checksums(const SnapshotContent& content) {
+  const SnapshotMeta& meta = content.meta();
+  const auto layers = static_cast<size_t>(meta.layout.layers);
+  py::array_t<uint64_t> out({meta.chunks.size(), layers});
+  for (size_t c = 0; c < meta.chunks.size(); ++c) {
+    std::memcpy(out.mutable_data(static_cast<py::ssize_t>(c)), meta.chunks[c].slice_checksum.data(),
+                layers * sizeof(uint64_t));
+  }
+  return out;
+}
+
+py::array_t<uint64_t> summary_checksums(const std::vector<SnapshotChunk>& chunks, int64_t sealed) {
+  py::array_t<uint64_t> out(static_cast<py::ssize_t>(sealed));
+  for (int64_t c = 0; c < sealed; ++c) {
+    out.mutable_at(c) = chunks[static_cast<size_t>(c)].summary_checksum;
+  }
+  return out;
+}
+
+py::array_t<uint32_t> places(const SnapshotReader& reader) {
+  const auto& from = reader.meta().packs.places;
+  py::array_t<uint32_t> out({static_cast<py::ssize_t>(from.size()), py::ssize_t{2}});
+  for (size_t c = 0; c < from.size(); ++c) {
+    out.mutable_at(c, 0) = from[c].pack;
+    out.mutable_at(c, 1) = from[c].chunk;
+  }
+  return out;
+}
+
+// An array for what the reader is about to read; none for a chunk it will refuse.
+py::array_t<uint8_t> room(const SnapshotReader& reader, int64_t chunk, int64_t bytes) {
+  const bool there = chunk >= 0 && chunk < static_cast<int64_t>(reader.meta().chunks.size());
+  return py::array_t<uint8_t>(there ? bytes : 0);
+}
+
+py::array_t<uint8_t> read_chunk(const SnapshotReader& reader, int64_t chunk) {
+  py::array_t<uint8_t> out = room(reader, chunk, reader.meta().layout.chunk_bytes());
+  auto* to = reinterpret_cast<std::byte*>(out.mutable_data());
+  const Release release;
+  reader.read_chunk(chunk, to);
+  return out;
+}
+
+py::array_t<uint8_t> read_slice(const SnapshotReader& reader, int64_t chunk, int layer) {
+  py::array_t<uint8_t> out = room(reader, chunk, reader.meta().layout.slice_bytes());
+  auto* to = reinterpret_cast<std::byte*>(out.mutable_data());
+  const Release release;
+  reader.read_slice(chunk, layer, to);
+  return out;
+}
+
+using Damage = py::typing::Tuple<py::int_, py::int_, py::str>;
+
+py::typing::List<Damage> verify(const SnapshotReader& reader, int threads,
+                                const Callback& progress) {
+  std::vector<SnapshotDamage> found;
+  {
+    const SnapshotProgress report = progress_of(progress);
+    const Release release;
+    found = reader.verify(threads, report);
+  }
+  py::typing::List<Damage> out;
+  for (const SnapshotDamage& damage : found) {
+    out.append(py::make_tuple(damage.chunk, damage.layer, damage.message));
+  }
+  return out;
+}
+
+int64_t write_content(SnapshotWriter& writer, const SnapshotContent& content,
+                      const Array<int64_t>& which, const std::string& fingerprint,
+                      const std::string& session, const Callback& progress) {
+  const std::vector<int64_t> chunks(which.data(), which.data() + which.size());
+  const SnapshotProgress report = progress_of(progress);
+  const Release release;
+  return writer.write_content(content, chunks, fingerprint, session, report);
+}
+
+int64_t write_manifest(SnapshotWriter& writer, const SnapshotContent& content,
+                       const std::vector<std::pair<std::string, uint32_t>>& packs,
+                       const Array<uint32_t>& chunk_places, const Array<uint64_t>& summary_checksum,
+                       const std::string& fingerprint, const std::string& session) {
+  SnapshotPacks where;
+  for (const auto& [id, chunks] : packs) where.packs.push_back({hash_from_hex(id), chunks});
+  if (chunk_places.ndim() != 2 || chunk_places.shape(1) != 2) {
+    throw InvalidArgumentError("places: expected an array [sealed chunks, 2] of (pack, chunk)");
+  }
+  for (py::ssize_t c = 0; c < chunk_places.shape(0); ++c) {
+    where.places.push_back({chunk_places.at(c, 0), chunk_places.at(c, 1)});
+  }
+  const std::vector<uint64_t> checksums(summary_checksum.data(),
+                                        summary_checksum.data() + summary_checksum.size());
+  const Release release;
+  return writer.write_manifest(content, where, checksums, fingerprint, session);
+}
+
+// The writer of Python: gone once published or discarded, so that files and locks are let go at a
+// known moment.
+class Writer {
+ public:
+  Writer(const std::string& path, const Layout& layout, int64_t reserve_bytes)
+      : writer_(std::make_unique<SnapshotWriter>(path, layout, reserve_bytes)) {}
+
+  SnapshotWriter& get() const {
+    if (writer_ == nullptr) {
+      throw InvalidArgumentError("snapshot: this writer was discarded; start a new one");
+    }
+    return *writer_;
+  }
+  void discard() { writer_.reset(); }
+
+ private:
+  std::unique_ptr<SnapshotWriter> writer_;
+};
+
+void bind_content(py::module_& m) {
+  py::class_<SnapshotContent, std::shared_ptr<SnapshotContent>>(
+      m, "SnapshotContent",
+      "Something whose chunks can be written to a snapshot: a frozen sequence or an opened file.")
+      .def_property_readonly("layout", [](const SnapshotContent& c) { return c.meta().layout; })
+      .def_property_readonly("scorer", [](const SnapshotContent& c) { return c.meta().scorer; })
+      .def_property_readonly("summary_page_bytes",
+                             [](const SnapshotContent& c) { return c.meta().summary_page_bytes; })
+      .def_property_readonly("tokens",
+                             [](const SnapshotContent& c) { return array_of(c.meta().tokens); })
+      .def_property_readonly("chunks",
+                             [](const SnapshotContent& c) { return c.meta().chunks.size(); })
+      .def_property_readonly("sealed_chunks",
+                             [](const SnapshotContent& c) { return c.meta().sealed_chunks(); })
+      .def_property_readonly("tail_tokens",
+                             [](const SnapshotContent& c) {
+                               const SnapshotMeta& meta = c.meta();
+                               return static_cast<int64_t>(meta.tokens.size()) -
+                                      meta.sealed_chunks() * meta.layout.chunk_tokens;
+                             })
+      .def_property_readonly(
+          "chain_hashes",
+          [](const SnapshotContent& c) {
+            return sealed_bytes(c, [](const SnapshotChunk& chunk) { return chunk.chain_hash; });
+          },
+          "Of the sealed chunks, 16 bytes each: low half, high half.")
+      .def_property_readonly(
+          "content_ids",
+          [](const SnapshotContent& c) {
+            return sealed_bytes(c, [](const SnapshotChunk& chunk) { return chunk.content_id(); });
+          },
+          "Of the sealed chunks: equal for equal payload, chain hash and provenance.")
+      .def_property_readonly("provenance",
+                             [](const SnapshotContent& c) {
+                               py::typing::List<py::str> out;
+                               for (const SnapshotChunk& chunk : c.meta().chunks) {
+                                 out.append(provenance_name(chunk.provenance));
+                               }
+                               return out;
+                             })
+      .def_property_readonly("slice_checksums", &slice_checksums, "[chunks, layers]")
+      .def_property_readonly(
+          "qk_score", [](const SnapshotContent& c) { return array_of(c.meta().hints.qk_score); },
+          "[chunks], or empty")
+      .def_property_readonly(
+          "last_use", [](const SnapshotContent& c) { return array_of(c.meta().hints.last_use); },
+          "[chunks], or empty");
+}
+
+void bind_reader(py::module_& m) {
+  py::class_<SnapshotReader, SnapshotContent, std::shared_ptr<SnapshotReader>>(
+      m, "SnapshotReader", "An opened snapshot: metadata verified, payload read on demand.")
+      .def_static("open", &SnapshotReader::open, py::arg("path"), py::arg("packs_folder") = "",
+                  py::call_guard<Release>())
+      .def_static("gather", &SnapshotReader::gather, py::arg("chunks"), py::arg("name"),
+                  py::call_guard<Release>(),
+                  "A snapshot put together from sealed chunks of opened ones: (reader, chunk).")
       .def_property_readonly("path", [](const SnapshotReader& r) { return r.path(); })
-      .def_property_readonly("layout", [](const SnapshotReader& r) { return r.meta().layout; })
-      .def_property_readonly("scorer", [](const SnapshotReader& r) { return r.meta().scorer; })
       .def_property_readonly("fingerprint",
                              [](const SnapshotReader& r) { return r.meta().fingerprint; })
       .def_property_readonly("session", [](const SnapshotReader& r) { return r.meta().session; })
-      .def_property_readonly("tokens",
+      .def_property_readonly("logical_digest",
+                             [](const SnapshotReader& r) { return hex_of(r.logical_digest()); })
+      .def_property_readonly("minor_version", &SnapshotReader::minor_version)
+      .def_property_readonly("file_bytes", &SnapshotReader::file_bytes,
+                             "Of the file itself, without packs; 0 of a gathered snapshot.")
+      .def_property_readonly("packs",
                              [](const SnapshotReader& r) {
-                               const auto& tokens = r.meta().tokens;
-                               return py::array_t<TokenId>(static_cast<py::ssize_t>(tokens.size()),
-                                                           tokens.data());
+                               py::typing::List<py::typing::Tuple<py::str, py::int_>> out;
+                               for (const SnapshotPacks::Pack& pack : r.meta().packs.packs) {
+                                 out.append(py::make_tuple(hex_of(pack.id), pack.chunks));
+                               }
+                               return out;
                              })
-      .def_property_readonly("chunks",
-                             [](const SnapshotReader& r) { return r.meta().chunks.size(); })
-      .def_property_readonly("sealed_chunks",
-                             [](const SnapshotReader& r) { return r.meta().sealed_chunks(); })
-      .def_property_readonly("payload_bytes_read", &SnapshotReader::payload_bytes_read)
-      .def_property_readonly("logical_digest", [](const SnapshotReader& r) {
-        const Hash128 h = r.logical_digest();
-        char text[33];
-        std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(h.high),
-                      static_cast<unsigned long long>(h.low));
-        return std::string(text);
+      .def_property_readonly("places", &places,
+                             "[sealed chunks, 2]: pack, chunk; empty without packs")
+      .def_property_readonly("summary_checksums",
+                             [](const SnapshotReader& r) {
+                               return summary_checksums(r.meta().chunks, r.meta().sealed_chunks());
+                             })
+      .def("read_chunk", &read_chunk, py::arg("chunk"))
+      .def("read_slice", &read_slice, py::arg("chunk"), py::arg("layer"))
+      .def("verify", &verify, py::arg("threads"), py::arg("progress") = py::none(),
+           "Reads everything; (chunk, layer, message) of all damage. Layer -1: the summary.")
+      .def_property_readonly("payload_bytes_read", &SnapshotReader::payload_bytes_read);
+}
+
+void bind_writer(py::module_& m) {
+  py::class_<Writer>(m, "SnapshotWriter",
+                     "Writes a snapshot under a temporary name; publish gives it its own.")
+      .def(py::init<const std::string&, const Layout&, int64_t>(), py::arg("path"),
+           py::arg("layout"), py::arg("reserve_bytes") = 0, py::call_guard<Release>())
+      .def(
+          "write_content",
+          [](Writer& w, const SnapshotContent& content, const Array<int64_t>& which,
+             const std::string& fingerprint, const std::string& session, const Callback& progress) {
+            return write_content(w.get(), content, which, fingerprint, session, progress);
+          },
+          py::arg("content"), py::arg("which"), py::arg("fingerprint"), py::arg("session"),
+          py::arg("progress") = py::none())
+      .def(
+          "write_manifest",
+          [](Writer& w, const SnapshotContent& content,
+             const std::vector<std::pair<std::string, uint32_t>>& packs,
+             const Array<uint32_t>& chunk_places, const Array<uint64_t>& checksums,
+             const std::string& fingerprint, const std::string& session) {
+            return write_manifest(w.get(), content, packs, chunk_places, checksums, fingerprint,
+                                  session);
+          },
+          py::arg("content"), py::arg("packs"), py::arg("places"), py::arg("summary_checksums"),
+          py::arg("fingerprint"), py::arg("session"))
+      .def(
+          "publish", [](Writer& w) { w.get().publish(); }, py::call_guard<Release>())
+      .def("discard", &Writer::discard, py::call_guard<Release>(),
+           "Lets go of the file and its lock; removes it unless it was published.")
+      .def_property_readonly(
+          "logical_digest", [](const Writer& w) { return hex_of(w.get().logical_digest()); },
+          "Of what was written, as the reader of the file will say.")
+      .def_property_readonly("summary_checksums", [](const Writer& w) {
+        const std::vector<SnapshotChunk>& written = w.get().written();
+        int64_t sealed = static_cast<int64_t>(written.size());
+        if (sealed > 0 && written.back().chain_hash == Hash128{}) --sealed;  // the tail
+        return summary_checksums(written, sealed);
       });
+}
+
+}  // namespace
+
+void bind_snapshot(py::module_& m) {
+  bind_content(m);
+  bind_reader(m);
+  bind_writer(m);
+  m.def(
+      "snapshot_file_bytes",
+      [](const SnapshotContent& content, int64_t sealed, bool tail, const std::string& fingerprint,
+         const std::string& session, int64_t packs) {
+        return snapshot_file_bytes(content.meta(), sealed, tail, fingerprint, session, packs);
+      },
+      py::arg("content"), py::arg("sealed"), py::arg("tail"), py::arg("fingerprint"),
+      py::arg("session"), py::arg("packs"),
+      "No file of so many chunks, or manifest with so many packs, is larger.");
 }
 
 }  // namespace kvpager

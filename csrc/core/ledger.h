@@ -30,6 +30,7 @@ struct ChunkRecord {
   int32_t references = 0;  // uses by sequences; a sealed record with 0 is cached for prefix reuse
   int32_t pins = 0;        // over all uses
   int32_t readers = 0;     // attention calls reading it now: its block is in flight, never a victim
+  int32_t borrows = 0;     // saves writing from its home, which stays where it is
   int64_t index = 0;       // logical chunk index, the same in every sequence that shares it
 
   BlockId block;                           // resident copy
@@ -37,6 +38,7 @@ struct ChunkRecord {
   SlotId disk;                             // disk copy
   std::shared_ptr<SnapshotReader> source;  // a snapshot that has this chunk, or null
   int64_t source_chunk = -1;
+  mutable bool damaged = false;  // the last read from `source` found other bytes than were saved
 
   SlotId summary;                // slot of the summary slab; sealed records only
   bool summary_pending = false;  // still in `source`; loaded before any row can score it

@@ -32,6 +32,7 @@ struct Sequence {
   std::vector<ChunkUse> sealed;
   std::vector<ChunkUse> frontier;
   int64_t reserved = 0;          // homes promised to chunks that are not sealed yet
+  bool frozen = false;           // a save's view of another sequence; nobody else knows it
   bool summaries_loaded = true;  // false: some sealed chunk's summary is still in its snapshot
 
   int64_t sealed_chunks() const { return static_cast<int64_t>(sealed.size()); }

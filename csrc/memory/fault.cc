@@ -1,7 +1,12 @@
 #include "kvpager/fault.h"
 
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 
 namespace kvpager::fault {
 
@@ -9,7 +14,8 @@ namespace {
 
 struct Armed {
   int64_t visits_left;
-  int error_number;
+  int error_number;      // 0: a short transfer
+  int64_t transfer = 0;  // bytes
 };
 
 struct Registry {
@@ -22,15 +28,36 @@ Registry& registry() {
   return instance;
 }
 
+void arm(const std::string& point, const Armed& armed) {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  r.points[point] = armed;
+  any_armed.store(true, std::memory_order_relaxed);
+}
+
+// What this visit meets, once.
+std::optional<Armed> take(const char* point) {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  const auto it = r.points.find(point);
+  if (it == r.points.end() || it->second.visits_left-- > 0) return std::nullopt;
+  const Armed met = it->second;
+  r.points.erase(it);
+  any_armed.store(!r.points.empty(), std::memory_order_relaxed);
+  if (met.error_number == kKill) ::kill(::getpid(), SIGKILL);
+  return met;
+}
+
 }  // namespace
 
 std::atomic<bool> any_armed{false};
 
 void arm(const std::string& point, int64_t after, int error_number) {
-  Registry& r = registry();
-  const std::lock_guard<std::mutex> lock(r.mutex);
-  r.points[point] = Armed{after, error_number};
-  any_armed.store(true, std::memory_order_relaxed);
+  arm(point, Armed{after, error_number});
+}
+
+void arm_short(const std::string& point, int64_t after, int64_t bytes) {
+  arm(point, Armed{after, 0, std::max<int64_t>(1, bytes)});
 }
 
 void disarm_all() {
@@ -41,15 +68,14 @@ void disarm_all() {
 }
 
 int visit_slow(const char* point) {
-  Registry& r = registry();
-  const std::lock_guard<std::mutex> lock(r.mutex);
-  const auto it = r.points.find(point);
-  if (it == r.points.end()) return 0;
-  if (it->second.visits_left-- > 0) return 0;
-  const int error_number = it->second.error_number;
-  r.points.erase(it);
-  any_armed.store(!r.points.empty(), std::memory_order_relaxed);
-  return error_number;
+  const auto met = take(point);
+  return met ? met->error_number : 0;
+}
+
+int64_t visit_transfer_slow(const char* point, int64_t bytes) {
+  const auto met = take(point);
+  if (!met) return bytes;
+  return met->error_number != 0 ? -met->error_number : std::min(bytes, met->transfer);
 }
 
 }  // namespace kvpager::fault

@@ -86,8 +86,8 @@ void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<i
     }
   } catch (...) {
     for (const Seal& seal : seals) {
-      if (seal.existing) release(*seal.existing);
       if (seal.has_home) give_back(seal.home);
+      if (seal.existing) release(*seal.existing);
       if (seal.summary.value() >= 0) summary_slots.give_back(seal.summary);
     }
     abort();
@@ -139,17 +139,16 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
       if (found && ledger[*found].checksums == seal.checksums) {
         add_reference(*found);  // so that making room for the next chunk cannot forget it
         seal.existing = found;
-        continue;
+        seal.heals = ledger[*found].damaged;
+        if (!seal.heals) continue;
       }
     }
-    seal.summary = take_summary_slot();
-    std::byte* summary = summaries.slot(seal.summary.value());
-    threads.run(int64_t{layout.layers} * layout.kv_heads, [&](int64_t page, int) {
-      const int layer = static_cast<int>(page / layout.kv_heads);
-      const int head = static_cast<int>(page % layout.kv_heads);
-      scorer.summarize(layout, bytes + layout.page_offset(layer, head),
-                       summary + page * summary_page_bytes);
-    });
+    if (!seal.heals) {
+      seal.summary = take_summary_slot();
+      summarize(bytes, summaries.slot(seal.summary.value()));
+    } else if (ledger[*seal.existing].summary_pending) {  // nobody reads that slot yet
+      summarize(bytes, summaries.slot(ledger[*seal.existing].summary.value()));
+    }
     seal.home = take_home();
     seal.has_home = true;
     if (seal.home.host.value() >= 0) {
@@ -162,6 +161,15 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
       disk.write(seal.home.disk.value(), bytes);
     }
   }
+}
+
+void Pager::Impl::summarize(const std::byte* chunk, std::byte* summary) {
+  threads.run(int64_t{layout.layers} * layout.kv_heads, [&](int64_t page, int) {
+    const int layer = static_cast<int>(page / layout.kv_heads);
+    const int head = static_cast<int>(page % layout.kv_heads);
+    scorer.summarize(layout, chunk + layout.page_offset(layer, head),
+                     summary + page * summary_page_bytes);
+  });
 }
 
 void Pager::Impl::apply_seal(Seal& seal) {
@@ -178,6 +186,24 @@ void Pager::Impl::apply_seal(Seal& seal) {
     ChunkRecord& kept = ledger[*seal.existing];
     ledger[use.record].pins -= use.pins;
     if (!kept.resident()) std::swap(kept.block, ledger[use.record].block);
+    if (seal.heals && kept.source == nullptr) {
+      give_back(seal.home);   // another sequence of this forward has healed it
+    } else if (seal.heals) {  // proved by the checksums: these are the bytes the snapshot had
+      kept.source.reset();
+      kept.source_chunk = -1;
+      kept.damaged = false;
+      kept.summary_pending = false;
+      if (kept.on_host()) {
+        give_back(seal.home);
+      } else {
+        kept.host = seal.home.host;
+        kept.disk = seal.home.disk;
+      }
+      --restored_records;
+      ++referenced_homes;
+      ++counters.chunks_healed;
+      if (kept.has_lower_copy()) counters.bytes_written_through += layout.chunk_bytes();
+    }
     drop_record(use.record);
     use.record = *seal.existing;
     kept.pins += use.pins;

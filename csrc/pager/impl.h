@@ -4,7 +4,8 @@
 //   forward.cc    begin, write, abort
 //   attend.cc     select chunks, find their bytes, attend
 //   commit.cc     rows become positions, full chunks are sealed
-//   persist.cc    save, restore
+//   freeze.cc     what a save writes from
+//   restore.cc    sequences from snapshots, their summaries
 //   inspect.cc    ledger, stats, read_kv, check_invariants
 //   pager.cc      construction and the locked facade
 #pragma once
@@ -74,6 +75,7 @@ struct Seal {
   Hash128 hash;
   Provenance provenance = Provenance::kExact;
   std::optional<RecordId> existing;  // an identical chunk, referenced
+  bool heals = false;                // ... whose snapshot is damaged: it takes the home
   std::vector<uint64_t> checksums;
   SlotId summary;
   Home home;
@@ -118,7 +120,7 @@ struct Pager::Impl {
   SlotId take_summary_slot();
   Home take_home();
   void give_back(const Home& home);
-  void spill_one();
+  bool spill_one();
   const std::byte* address(const ChunkRecord& record) const;  // null: on disk or in a snapshot only
   void require_as_written(const ChunkRecord& record, int layer, const std::byte* slice) const;
   void read_chunk(const ChunkRecord& record, std::byte* out) const;
@@ -143,6 +145,7 @@ struct Pager::Impl {
                      std::vector<Seal>* seals);
   void apply_seal(Seal& seal);
   void advance(ForwardPart& part, int64_t count, Provenance provenance);
+  void summarize(const std::byte* chunk, std::byte* summary);
   void abort();
   void drop_surplus(
       ForwardPart& part);  // frontier chunks and promises that the forward did not use
@@ -160,12 +163,16 @@ struct Pager::Impl {
                      int kv_head, const TensorView& q, int64_t row,
                      std::vector<double>* scores) const;
 
-  // --- persist.cc
+  // --- freeze.cc
+  SequenceId freeze(SequenceId id, int64_t upto, SnapshotMeta* meta, std::vector<std::byte>* tail);
+  const std::byte* lend(RecordId id, std::byte* scratch, bool* lent_out);
+
+  // --- restore.cc
   void load_summaries(Sequence& sequence);
-  int64_t save(SequenceId id, const std::string& path, const std::string& fingerprint,
-               const std::string& session);
+  int64_t read_or_rebuild(SnapshotReader* reader, int64_t first,
+                          const std::vector<ChunkRecord*>& records, std::byte* out) const;
   SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-                     Provenance provenance, const std::string& file_namespace);
+                     Provenance provenance, const std::string& file_namespace, int64_t upto);
 
   // --- inspect.cc
   std::vector<ChunkInfo> inspect(SequenceId id) const;

@@ -40,6 +40,7 @@ std::vector<ChunkInfo> Pager::Impl::inspect(SequenceId id) const {
     info.tiers = static_cast<uint8_t>(
         (record.resident() ? kTierResident : 0) | (record.on_host() ? kTierHost : 0) |
         (record.on_disk() ? kTierDisk : 0) | (record.source != nullptr ? kTierSnapshot : 0));
+    info.damaged = record.damaged;
     info.block = record.block;
     info.k_dtype = layout.k_dtype;
     info.v_dtype = layout.v_dtype;
@@ -71,7 +72,7 @@ PagerStats Pager::Impl::stats() const {
   s.summary_bytes_used = summary_slots.used() * summaries.slot_bytes();
   s.chunk_bytes = layout.chunk_bytes();
   s.summary_bytes_per_chunk = summaries.slot_bytes();
-  s.sequences = static_cast<int64_t>(sequences.size());
+  for (const auto& [key, sequence] : sequences) s.sequences += sequence.frozen ? 0 : 1;
   s.records = ledger.live();
   s.reserved_chunks = reserved_homes;
   s.home_chunks = home_capacity();
@@ -203,6 +204,11 @@ void Pager::Impl::check_invariants() const {
     require(record.pins == 0 || record.resident(), 3, name + " is pinned but not resident");
     require(record.readers == 0 || forward.has_value(), 5,
             name + " is being read outside a forward");
+    require(record.borrows == 0 || (record.source == nullptr && record.on_host()) ||
+                (record.resident() && !record.has_lower_copy()),
+            5, name + " was lent to a save and has moved");
+    require(!record.damaged || record.source != nullptr, 9,
+            name + " is damaged but in no snapshot");
     if (record.needs_home() && record.references > 0) ++homes;
     if (record.source != nullptr) ++restored;
   });

@@ -5,8 +5,10 @@
 #include <chrono>
 #include <cmath>
 
+#include "core/chain_hash.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
+#include "pager/locked.h"
 
 namespace kvpager {
 namespace {
@@ -105,37 +107,10 @@ Pager::Impl::Impl(const PagerOptions& given)
   }
 }
 
-Pager::Pager(const PagerOptions& options) : impl_(std::make_unique<Impl>(options)) {}
+Pager::Pager(const PagerOptions& options) : impl_(std::make_shared<Impl>(options)) {}
 Pager::~Pager() = default;
 
 const PagerOptions& Pager::options() const { return impl_->options; }
-
-namespace {
-
-// Runs a step under the lock. Checking builds restate the invariants after it, also when it failed:
-// a failed step must leave a pager as sound as a successful one.
-template <class Step>
-auto locked(Pager::Impl& impl, const Step& step) {
-  const std::lock_guard<std::mutex> lock(impl.mutex);
-#ifdef KVPAGER_CHECK_INVARIANTS
-  struct Check {
-    Pager::Impl& impl;
-    ~Check() noexcept(false) {
-      if (std::uncaught_exceptions() == 0) impl.check_invariants();
-    }
-  } check{impl};
-  try {
-    return step();
-  } catch (...) {
-    impl.check_invariants();
-    throw;
-  }
-#else
-  return step();
-#endif
-}
-
-}  // namespace
 
 SequenceId Pager::create_sequence(const std::string& salt) {
   return locked(*impl_, [&] { return impl_->create_sequence(salt).id; });
@@ -209,14 +184,22 @@ void Pager::unpin(PinId pin) {
 int64_t Pager::evict_all() {
   return locked(*impl_, [&] { return impl_->evict_all(); });
 }
-int64_t Pager::save(SequenceId sequence, const std::string& path, const std::string& fingerprint,
-                    const std::string& session) {
-  return locked(*impl_, [&] { return impl_->save(sequence, path, fingerprint, session); });
-}
 SequenceId Pager::restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-                          Provenance provenance, const std::string& file_namespace) {
-  return locked(
-      *impl_, [&] { return impl_->restore(std::move(reader), salt, provenance, file_namespace); });
+                          Provenance provenance, const std::string& file_namespace, int64_t upto) {
+  return locked(*impl_, [&] {
+    return impl_->restore(std::move(reader), salt, provenance, file_namespace, upto);
+  });
+}
+std::vector<Hash128> Pager::chain_hashes(const std::vector<TokenId>& tokens,
+                                         const std::string& salt) const {
+  const int64_t c = impl_->layout.chunk_tokens;
+  std::vector<Hash128> hashes;
+  Hash128 hash = chain_root(impl_->options.namespace_key, salt);
+  for (int64_t end = c; end <= static_cast<int64_t>(tokens.size()); end += c) {
+    hash = chain_next(hash, tokens.data() + (end - c), c, Provenance::kExact);
+    hashes.push_back(hash);
+  }
+  return hashes;
 }
 std::vector<ChunkInfo> Pager::ledger(SequenceId sequence) const {
   return locked(*impl_, [&] { return impl_->inspect(sequence); });

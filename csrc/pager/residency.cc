@@ -89,6 +89,7 @@ std::vector<uint8_t> Pager::Impl::sheltered_records() const {
   const int64_t sinks = (options.selection.sinks + c - 1) / c;
   const int64_t recent = (options.selection.recent + c - 1) / c;
   for (const auto& [id, sequence] : sequences) {
+    if (sequence.frozen) continue;
     const int64_t count = sequence.sealed_chunks();
     for (int64_t i = 0; i < std::min(sinks, count); ++i) mark(sequence.use(i));
     for (int64_t i = std::max<int64_t>(0, count - recent); i < count; ++i) mark(sequence.use(i));
@@ -185,10 +186,7 @@ Home Pager::Impl::take_home() {
   for (;;) {
     if (const auto slot = host_slots.take()) return {*slot, SlotId()};
     if (drop_host_copy()) continue;
-    if (disk_slots.free() > 0 && host_slots.slots() > 0) {
-      spill_one();
-      continue;
-    }
+    if (disk_slots.free() > 0 && spill_one()) continue;
     if (const auto slot = disk_slots.take()) return {SlotId(), *slot};
     if (!reclaim_cached()) {
       throw CapacityError("no home is free for a sealed chunk, though one was reserved");
@@ -201,17 +199,17 @@ void Pager::Impl::give_back(const Home& home) {
   if (home.disk.value() >= 0) disk_slots.give_back(home.disk);
 }
 
-// Moves the host chunk that residency values least to disk. REQUIRES: a free disk slot and a used
-// host slot.
-void Pager::Impl::spill_one() {
+// Moves the host chunk that residency values least to disk; false if all are in use. REQUIRES: a free
+// disk slot.
+bool Pager::Impl::spill_one() {
   const std::vector<uint8_t> sheltered = sheltered_records();
   std::optional<VictimFacts> victim;
   ledger.each([&](RecordId id, const ChunkRecord& record) {
-    if (!record.on_host() || record.readers > 0) return;
+    if (!record.on_host() || record.readers > 0 || record.borrows > 0) return;
     const VictimFacts candidate = facts(id, sheltered);
     if (!victim || leaves_before(options.policy, candidate, *victim)) victim = candidate;
   });
-  if (!victim) throw CapacityError("host tier is full of chunks that are being read");
+  if (!victim) return false;
   ChunkRecord& record = ledger[victim->record];
   const SlotId slot = *disk_slots.take();
   try {
@@ -224,6 +222,7 @@ void Pager::Impl::spill_one() {
   record.host = SlotId();
   record.disk = slot;
   ++counters.chunks_spilled;
+  return true;
 }
 
 const std::byte* Pager::Impl::address(const ChunkRecord& record) const {
@@ -241,8 +240,28 @@ void Pager::Impl::require_as_written(const ChunkRecord& record, int layer,
   }
 }
 
+namespace {
+
+// Reads from a record's snapshot and remembers what was found there. Different records may be read at
+// the same time; one record is read by one thread at a time.
+template <class Read>
+void read_source(const ChunkRecord& record, const Read& read) {
+  try {
+    read();
+  } catch (const CorruptSnapshotError&) {
+    record.damaged = true;
+    throw;
+  }
+}
+
+}  // namespace
+
 void Pager::Impl::read_chunk(const ChunkRecord& record, std::byte* out) const {
-  if (!record.on_disk()) return record.source->read_chunk(record.source_chunk, out);
+  if (!record.on_disk()) {
+    read_source(record, [&] { record.source->read_chunk(record.source_chunk, out); });
+    record.damaged = false;
+    return;
+  }
   disk.read(record.disk.value(), 0, layout.chunk_bytes(), out);
   for (int layer = 0; layer < layout.layers; ++layer) {
     require_as_written(record, layer, out + layout.slice_offset(layer));
@@ -250,7 +269,10 @@ void Pager::Impl::read_chunk(const ChunkRecord& record, std::byte* out) const {
 }
 
 void Pager::Impl::read_slice(const ChunkRecord& record, int layer, std::byte* out) const {
-  if (!record.on_disk()) return record.source->read_slice(record.source_chunk, layer, out);
+  if (!record.on_disk()) {
+    read_source(record, [&] { record.source->read_slice(record.source_chunk, layer, out); });
+    return;
+  }
   disk.read(record.disk.value(), layout.slice_offset(layer), layout.slice_bytes(), out);
   require_as_written(record, layer, out);
 }
@@ -315,6 +337,10 @@ void Pager::Impl::bring_in(const std::vector<RecordId>& missing) {
       const BlockId block = *acquire_block();
       arrivals.push_back({id, SlotId(), block, pool.slot(block.value())});
     }
+  }
+  for (const Arrival& arrival : arrivals) {  // a cold disk reads many as fast as one
+    const ChunkRecord& record = ledger[arrival.record];
+    if (!record.on_disk()) record.source->will_need(record.source_chunk);
   }
   try {
     threads.run(static_cast<int64_t>(arrivals.size()), [&](int64_t i, int) {

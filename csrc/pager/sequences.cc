@@ -206,7 +206,7 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
     const TokenId* ids = tokens.data() + (end - c);
     const Hash128 hash = chain_next(parent, ids, c, Provenance::kExact);
     const auto found = ledger.find(hash, parent, ids, c);
-    if (!found) break;
+    if (!found || ledger[*found].damaged) break;
     const ChunkRecord& record = ledger[*found];
     // A cached chunk that gains a reference can no longer be reclaimed for promises already made.
     // It uses up one of this sequence's own.

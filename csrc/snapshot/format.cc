@@ -60,8 +60,9 @@ void check_known(const SectionEntry& entry, const std::string& name, const std::
                                       "(it knows format version ",
                                       kSnapshotMajor, ".", kSnapshotMinor, ")"));
   }
-  const bool must = entry.type <= kRequiredSections;
-  if (must && entry.version != kSectionVersion) {
+  const bool always = entry.type <= kRequiredSections;
+  const bool must = always || entry.type == kPacks;
+  if (always && entry.version != kSectionVersion) {
     corrupt(path, name + ".version", int{entry.version}, int{kSectionVersion});
   }
   if (entry.known() && entry.required() != must) {
@@ -80,11 +81,19 @@ SectionEntry SectionEntry::from_tag(uint32_t tag) {
 }
 
 std::string section_name(uint16_t type) {
-  static constexpr const char* kNames[] = {"payload", "summaries", "layout", "fingerprint",
-                                           "session", "tokens",    "chunks", "hints"};
-  if (type >= kPayload && type <= kHints) return kNames[type - 1];
+  static constexpr const char* kNames[] = {"payload",     "summaries", "layout",
+                                           "fingerprint", "session",   "tokens",
+                                           "chunks",      "hints",     "packs"};
+  if (type >= kPayload && type <= kPacks) return kNames[type - 1];
   return str("section ", type);
 }
+
+uint16_t minor_version_of(const std::vector<SectionEntry>& entries) {
+  const auto packs = [](const SectionEntry& e) { return e.type == kPacks && e.known(); };
+  return std::any_of(entries.begin(), entries.end(), packs) ? kPacksMinor : 0;
+}
+
+bool Front::manifest() const { return minor_version_of(entries) >= kPacksMinor; }
 
 std::string encode_front(const std::vector<SectionEntry>& entries) {
   std::string front(kFrontBytes, '\0');
@@ -99,7 +108,7 @@ std::string encode_front(const std::vector<SectionEntry>& entries) {
   char* header = front.data();
   std::memcpy(header, kMagic, sizeof(kMagic));
   store(header + kMajorAt, kSnapshotMajor);
-  store(header + kMinorAt, kSnapshotMinor);
+  store(header + kMinorAt, minor_version_of(entries));
   store(header + kHeaderBytesAt, static_cast<uint32_t>(kHeaderBytes));
   store(header + kSectionCountAt, static_cast<uint32_t>(entries.size()));
   store(header + kEntryBytesAt, static_cast<uint32_t>(kEntryBytes));
@@ -109,8 +118,7 @@ std::string encode_front(const std::vector<SectionEntry>& entries) {
   return front;
 }
 
-std::vector<SectionEntry> decode_front(const std::byte* front, uint64_t real_file_bytes,
-                                       const std::string& path) {
+Front decode_front(const std::byte* front, uint64_t real_file_bytes, const std::string& path) {
   check_identity(front, path);
   expect_field(front, kHeaderBytesAt, static_cast<uint32_t>(kHeaderBytes), "header_bytes", path);
   expect_field(front, kEntryBytesAt, static_cast<uint32_t>(kEntryBytes), "entry_bytes", path);
@@ -131,7 +139,10 @@ std::vector<SectionEntry> decode_front(const std::byte* front, uint64_t real_fil
     corrupt(path, "padding after the section table", "not zero", "zero");
   }
 
-  std::vector<SectionEntry> entries(count);
+  Front out;
+  out.minor = load<uint16_t>(front + kMinorAt);
+  std::vector<SectionEntry>& entries = out.entries;
+  entries.resize(count);
   uint64_t end = kFrontBytes;
   for (uint32_t i = 0; i < count; ++i) {
     const std::byte* from = table + i * kEntryBytes;
@@ -168,7 +179,12 @@ std::vector<SectionEntry> decode_front(const std::byte* front, uint64_t real_fil
   if (metadata > kMaxMetadataBytes) {
     corrupt(path, "metadata size", metadata, "at most ", kMaxMetadataBytes);
   }
-  return entries;
+  // One content, one encoding; what a later version stamps is its own matter.
+  const uint16_t lowest = minor_version_of(entries);
+  if (out.minor < lowest || (out.minor > lowest && out.minor <= kSnapshotMinor)) {
+    corrupt(path, "header.minor", out.minor, lowest, " (the lowest that has these sections)");
+  }
+  return out;
 }
 
 }  // namespace kvpager::snapshot

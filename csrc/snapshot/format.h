@@ -20,6 +20,7 @@ inline constexpr uint32_t kMaxSections = 64;
 inline constexpr uint64_t kMaxMetadataBytes = uint64_t{1} << 30;
 inline constexpr uint64_t kMaxJsonBytes = uint64_t{16} << 20;
 inline constexpr uint64_t kMaxScorerBytes = 255;
+inline constexpr uint64_t kMaxPacks = 256;  // a reader holds a descriptor of each
 
 static_assert(kHeaderBytes + kMaxSections * kEntryBytes <= kFrontBytes);
 
@@ -35,7 +36,7 @@ inline constexpr size_t kReservedAt = 40;
 inline constexpr size_t kHeaderChecksumAt = 56;
 
 // A file holds its sections in ascending order of type; the first kRequiredSections are always
-// present.
+// present, kPacks is in manifests.
 enum SectionType : uint16_t {
   kPayload = 1,
   kSummaries = 2,
@@ -45,8 +46,10 @@ enum SectionType : uint16_t {
   kTokens = 6,
   kChunks = 7,
   kHints = 8,
+  kPacks = 9,
 };
 inline constexpr uint16_t kRequiredSections = 7;
+inline constexpr uint16_t kPacksMinor = 1;     // the minor version that brought section kPacks
 inline constexpr uint8_t kSectionVersion = 1;  // of every section above
 inline constexpr uint8_t kFlagRequired = 1;
 
@@ -59,7 +62,7 @@ struct SectionEntry {
   uint64_t checksum = 0;
 
   bool required() const { return (flags & kFlagRequired) != 0; }
-  bool known() const { return type <= kHints && version == kSectionVersion; }
+  bool known() const { return type <= kPacks && version == kSectionVersion; }
   // Type, version and flags as the table's first four bytes: what identifies a section this version
   // does not know.
   uint32_t tag() const {
@@ -80,14 +83,25 @@ template <class Value, class... Expected>
       str(path, ": corrupt snapshot: ", field, " is ", value, ", expected ", expected...));
 }
 
+// The lowest minor version that can express these sections: the one a writer stamps.
+uint16_t minor_version_of(const std::vector<SectionEntry>& entries);
+
 // Writes header and table of entries that already carry offset, size and checksum. kFrontBytes
 // long.
 std::string encode_front(const std::vector<SectionEntry>& entries);
 
-// Checks the front against the file's real size and returns its entries: ascending types, every
-// required section there, no gap, overlap or trailing byte. CorruptSnapshotError or
-// UnsupportedVersionError, naming `path`. REQUIRES: front holds kFrontBytes bytes.
-std::vector<SectionEntry> decode_front(const std::byte* front, uint64_t real_file_bytes,
-                                       const std::string& path);
+struct Front {
+  uint16_t minor = 0;
+  std::vector<SectionEntry> entries;
+
+  const SectionEntry& operator[](SectionType required) const { return entries[required - 1]; }
+  // The file names packs in which its sealed chunks are.
+  bool manifest() const;
+};
+
+// Checks the front against the file's real size: ascending types, every required section there, no
+// gap, overlap or trailing byte. CorruptSnapshotError or UnsupportedVersionError, naming `path`.
+// REQUIRES: front holds kFrontBytes bytes.
+Front decode_front(const std::byte* front, uint64_t real_file_bytes, const std::string& path);
 
 }  // namespace kvpager::snapshot

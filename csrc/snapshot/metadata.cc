@@ -2,14 +2,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <utility>
 
 #include "kvpager/error.h"
 #include "snapshot/bytes.h"
 #include "snapshot/checksum.h"
+#include "snapshot/utf8.h"
 
-namespace kvpager::snapshot {
+namespace kvpager {
+
+namespace snapshot {
 
 namespace {
 
@@ -26,6 +30,12 @@ constexpr size_t kSummaryChecksumAt = 24;
 constexpr size_t kChunkFixedBytes = 32;
 
 constexpr size_t kHintsFixedBytes = 8;
+
+// Packs section: fixed fields, an entry per pack, a place per sealed chunk.
+constexpr size_t kPacksFixedBytes = 8;
+constexpr size_t kPackBytes = 24;
+constexpr size_t kPackChunksAt = 16;
+constexpr size_t kPlaceBytes = 8;
 
 constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxKvHeads = 4096;
@@ -87,6 +97,7 @@ void decode_layout(const Section& section, SnapshotMeta* meta, const std::string
   expect_size(section, kLayoutFixedBytes + scorer_bytes,
               str(kLayoutFixedBytes, " and a scorer of ", scorer_bytes, " bytes"), path);
   meta->scorer.assign(reinterpret_cast<const char*>(from + kLayoutFixedBytes), scorer_bytes);
+  if (!is_utf8(meta->scorer)) corrupt(path, "layout.scorer", "not UTF-8", "UTF-8");
 }
 
 std::string decode_json(const Section& section, const std::string& path) {
@@ -94,7 +105,9 @@ std::string decode_json(const Section& section, const std::string& path) {
     corrupt(path, section_name(section.entry.type) + ".size", section.entry.size, "at most ",
             kMaxJsonBytes);
   }
-  return to_text(section);
+  std::string text = to_text(section);
+  if (!is_utf8(text)) corrupt(path, section_name(section.entry.type), "not UTF-8", "UTF-8");
+  return text;
 }
 
 void decode_tokens(const Section& section, SnapshotMeta* meta, const std::string& path) {
@@ -112,8 +125,7 @@ uint64_t checked_product(uint64_t a, uint64_t b, const std::string& what, const 
   return product;
 }
 
-void decode_chunks(const Section& section, SnapshotMeta* meta,
-                   std::vector<uint64_t>* summary_checksum, const std::string& path) {
+void decode_chunks(const Section& section, SnapshotMeta* meta, const std::string& path) {
   const auto count = static_cast<uint64_t>(chunk_count(meta->layout, meta->tokens.size()));
   const uint64_t stride = chunk_entry_bytes(meta->layout);
   expect_size(section, checked_product(count, stride, "chunks.size", path),
@@ -122,7 +134,6 @@ void decode_chunks(const Section& section, SnapshotMeta* meta,
   const auto layers = static_cast<size_t>(meta->layout.layers);
   const auto sealed = static_cast<uint64_t>(meta->sealed_chunks());
   meta->chunks.resize(count);
-  summary_checksum->resize(sealed);
   for (uint64_t c = 0; c < count; ++c) {
     const std::byte* from = section.data + c * stride;
     SnapshotChunk& chunk = meta->chunks[c];
@@ -135,11 +146,10 @@ void decode_chunks(const Section& section, SnapshotMeta* meta,
     if (!all_zero(from + kProvenanceAt + 1, kChainHashAt - kProvenanceAt - 1)) {
       corrupt(path, str("chunks[", c, "].reserved"), "not zero", "zero");
     }
-    const auto summary = load<uint64_t>(from + kSummaryChecksumAt);
-    if (c < sealed) {
-      (*summary_checksum)[c] = summary;
-    } else if (summary != 0) {
-      corrupt(path, str("chunks[", c, "].summary_checksum"), summary, "0 (a tail has no summary)");
+    chunk.summary_checksum = load<uint64_t>(from + kSummaryChecksumAt);
+    if (c >= sealed && chunk.summary_checksum != 0) {
+      corrupt(path, str("chunks[", c, "].summary_checksum"), chunk.summary_checksum,
+              "0 (a tail has no summary)");
     }
   }
   if (const auto problem = check_chunks(meta->layout, meta->tokens.size(), meta->chunks))
@@ -165,20 +175,62 @@ void decode_hints(const Section& section, SnapshotMeta* meta, const std::string&
   }
 }
 
+void decode_packs(const Section& section, SnapshotMeta* meta, const std::string& path) {
+  if (section.entry.size < kPacksFixedBytes) {
+    corrupt(path, "packs.size", section.entry.size, "at least ", kPacksFixedBytes);
+  }
+  const uint64_t count = load<uint32_t>(section.data);
+  const auto sealed = static_cast<uint64_t>(meta->sealed_chunks());
+  expect_size(section, kPacksFixedBytes + count * kPackBytes + sealed * kPlaceBytes,
+              str(count, " packs and ", sealed, " sealed chunks"), path);
+  if (load<uint32_t>(section.data + 4) != 0) {
+    corrupt(path, "packs.reserved", load<uint32_t>(section.data + 4), 0);
+  }
+  const std::byte* from = section.data + kPacksFixedBytes;
+  meta->packs.packs.resize(count);
+  for (uint64_t p = 0; p < count; ++p, from += kPackBytes) {
+    SnapshotPacks::Pack& pack = meta->packs.packs[p];
+    pack.id.low = load<uint64_t>(from);
+    pack.id.high = load<uint64_t>(from + 8);
+    pack.chunks = load<uint32_t>(from + kPackChunksAt);
+    const auto reserved = load<uint32_t>(from + kPackChunksAt + 4);
+    if (reserved != 0) corrupt(path, str("packs[", p, "].reserved"), reserved, 0);
+  }
+  meta->packs.places.resize(sealed);
+  for (SnapshotPacks::Place& place : meta->packs.places) {
+    place.pack = load<uint32_t>(from);
+    place.chunk = load<uint32_t>(from + 4);
+    from += kPlaceBytes;
+  }
+  if (const auto problem = check_packs(meta->packs, meta->sealed_chunks())) {
+    corrupt_problem(path, *problem);
+  }
+}
+
 void expect_checksum(const Section& section, uint64_t computed, const std::string& path) {
   if (section.entry.checksum != computed) {
     corrupt(path, section_name(section.entry.type) + ".checksum", section.entry.checksum, computed);
   }
 }
 
-Hash128 digest_of(const std::vector<Section>& sections) {
+struct Part {
+  const void* data;
+  size_t bytes;
+};
+
+Hash128 digest_of(std::initializer_list<Part> parts) {
   Digest128 digest;
   digest.add("kvpager snapshot 1", 18);
-  for (const SectionType type : {kLayout, kFingerprint, kTokens, kChunks}) {
-    const Section& section = sections[type - 1];
-    digest.add(section.data, section.entry.size);
-  }
+  for (const Part& part : parts) digest.add(part.data, part.bytes);
   return digest.value();
+}
+
+bool distinct(const std::vector<SnapshotPacks::Place>& places) {
+  std::vector<uint64_t> keys;
+  keys.reserve(places.size());
+  for (const auto& place : places) keys.push_back(uint64_t{place.pack} << 32 | place.chunk);
+  if (!std::is_sorted(keys.begin(), keys.end())) std::sort(keys.begin(), keys.end());
+  return std::adjacent_find(keys.begin(), keys.end()) == keys.end();
 }
 
 }  // namespace
@@ -249,6 +301,59 @@ std::optional<Problem> check_hints(const SnapshotHints& hints, size_t chunks) {
   return std::nullopt;
 }
 
+std::optional<Problem> check_packs(const SnapshotPacks& packs, int64_t sealed) {
+  const auto count = packs.packs.size();
+  const auto most = std::min<uint64_t>(kMaxPacks, static_cast<uint64_t>(sealed));
+  if (count < 1 || count > most) {
+    return Problem{"packs.count", str(count),
+                   str("1..", most, " (", sealed, " sealed chunks, every pack holds one)")};
+  }
+  if (static_cast<int64_t>(packs.places.size()) != sealed) {
+    return Problem{"packs.places", str(packs.places.size()), str("one per sealed chunk, ", sealed)};
+  }
+  for (size_t p = 0; p < count; ++p) {
+    const SnapshotPacks::Pack& pack = packs.packs[p];
+    if (pack.chunks < 1 || pack.chunks > std::numeric_limits<int32_t>::max()) {
+      return Problem{str("packs[", p, "].chunks"), str(pack.chunks),
+                     str("1..", std::numeric_limits<int32_t>::max())};
+    }
+    for (size_t other = 0; other < p; ++other) {
+      if (packs.packs[other].id == pack.id) {
+        return Problem{str("packs[", p, "].id"), str("that of packs[", other, "]"),
+                       "a pack that is not listed yet"};
+      }
+    }
+  }
+  size_t used = 0;
+  for (size_t c = 0; c < packs.places.size(); ++c) {
+    const SnapshotPacks::Place& place = packs.places[c];
+    // In the order of their first use, so that a content has one encoding.
+    if (place.pack > used || place.pack >= count) {
+      return Problem{str("packs.places[", c, "].pack"), str(place.pack),
+                     str("at most ", std::min(used, count - 1), " (", count,
+                         " packs, numbered in the order of their first use)")};
+    }
+    used = std::max<size_t>(used, place.pack + size_t{1});
+    const uint32_t chunks = packs.packs[place.pack].chunks;
+    if (place.chunk >= chunks) {
+      return Problem{str("packs.places[", c, "].chunk"), str(place.chunk),
+                     str("less than ", chunks, ", the chunks of pack ", place.pack)};
+    }
+  }
+  if (used != count) {
+    return Problem{str("packs[", used, "]"), "used by no chunk", "no pack that is not used"};
+  }
+  if (!distinct(packs.places)) {
+    return Problem{"packs.places", "the same for two chunks", "a place of its own for every chunk"};
+  }
+  return std::nullopt;
+}
+
+OwnChunks own_chunks(const SnapshotMeta& meta) {
+  const auto sealed = static_cast<size_t>(meta.sealed_chunks());
+  return meta.packs.empty() ? OwnChunks{0, sealed} : OwnChunks{sealed, 0};
+}
+
 int64_t chunk_count(const Layout& layout, uint64_t tokens) {
   return static_cast<int64_t>(align_up(tokens, static_cast<uint64_t>(layout.chunk_tokens))) /
          layout.chunk_tokens;
@@ -282,20 +387,18 @@ std::string encode_tokens(const std::vector<TokenId>& tokens) {
   return std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(TokenId));
 }
 
-std::string encode_chunks(const std::vector<SnapshotChunk>& chunks,
-                          const std::vector<uint64_t>& summary_checksum) {
+std::string encode_chunks(const std::vector<SnapshotChunk>& chunks) {
   std::string out;
   if (!chunks.empty()) {
     out.reserve(chunks.size() *
                 (kChunkFixedBytes + chunks[0].slice_checksum.size() * sizeof(uint64_t)));
   }
-  for (size_t c = 0; c < chunks.size(); ++c) {
-    const SnapshotChunk& chunk = chunks[c];
+  for (const SnapshotChunk& chunk : chunks) {
     append(&out, chunk.valid);
     append(&out, static_cast<uint32_t>(chunk.provenance));
     append(&out, chunk.chain_hash.low);
     append(&out, chunk.chain_hash.high);
-    append(&out, c < summary_checksum.size() ? summary_checksum[c] : uint64_t{0});
+    append(&out, chunk.summary_checksum);
     out.append(reinterpret_cast<const char*>(chunk.slice_checksum.data()),
                chunk.slice_checksum.size() * sizeof(uint64_t));
   }
@@ -311,17 +414,46 @@ std::string encode_hints(const SnapshotHints& hints) {
   return out;
 }
 
-uint64_t payload_checksum(const std::vector<SnapshotChunk>& chunks) {
+std::string encode_packs(const SnapshotPacks& packs) {
+  std::string out;
+  append(&out, static_cast<uint32_t>(packs.packs.size()));
+  append(&out, uint32_t{0});
+  for (const SnapshotPacks::Pack& pack : packs.packs) {
+    append(&out, pack.id.low);
+    append(&out, pack.id.high);
+    append(&out, pack.chunks);
+    append(&out, uint32_t{0});
+  }
+  for (const SnapshotPacks::Place& place : packs.places) {
+    append(&out, place.pack);
+    append(&out, place.chunk);
+  }
+  return out;
+}
+
+uint64_t payload_checksum(const std::vector<SnapshotChunk>& chunks, const OwnChunks& own) {
   std::vector<uint64_t> all;
-  if (!chunks.empty()) all.reserve(chunks.size() * chunks[0].slice_checksum.size());
-  for (const SnapshotChunk& chunk : chunks) {
-    all.insert(all.end(), chunk.slice_checksum.begin(), chunk.slice_checksum.end());
+  for (size_t c = own.first; c < chunks.size(); ++c) {
+    const std::vector<uint64_t>& slices = chunks[c].slice_checksum;
+    all.insert(all.end(), slices.begin(), slices.end());
   }
   return xxh3_64(all.data(), all.size() * sizeof(uint64_t));
 }
 
-uint64_t summaries_checksum(const std::vector<uint64_t>& summary_checksum) {
-  return xxh3_64(summary_checksum.data(), summary_checksum.size() * sizeof(uint64_t));
+uint64_t summaries_checksum(const std::vector<SnapshotChunk>& chunks, const OwnChunks& own) {
+  std::vector<uint64_t> all;
+  for (size_t c = own.first; c < own.first + own.sealed; ++c) {
+    all.push_back(chunks[c].summary_checksum);
+  }
+  return xxh3_64(all.data(), all.size() * sizeof(uint64_t));
+}
+
+Hash128 logical_digest(const std::string& layout, const std::string& fingerprint,
+                       const std::string& tokens, const std::string& chunks) {
+  return digest_of({{layout.data(), layout.size()},
+                    {fingerprint.data(), fingerprint.size()},
+                    {tokens.data(), tokens.size()},
+                    {chunks.data(), chunks.size()}});
 }
 
 Decoded decode_metadata(const std::vector<Section>& sections, const std::string& path) {
@@ -337,20 +469,28 @@ Decoded decode_metadata(const std::vector<Section>& sections, const std::string&
   meta.session = decode_json(sections[kSession - 1], path);
   decode_tokens(sections[kTokens - 1], &meta, path);
 
-  // Payload and summaries are sized by tokens and layout; the file's size paid for both, so it pays
-  // for the chunk records too.
+  // Every section is paid for by the file's size, and tokens and layout fix the size of each.
+  const auto packs = std::find_if(sections.begin(), sections.end(), [](const Section& s) {
+    return s.entry.type == kPacks && s.entry.known();
+  });
+  const bool manifest = packs != sections.end();
   const auto count = static_cast<uint64_t>(chunk_count(meta.layout, meta.tokens.size()));
   const auto sealed = static_cast<uint64_t>(meta.sealed_chunks());
+  const uint64_t payload_chunks = manifest ? count - sealed : count;
+  const uint64_t summaries = manifest ? 0 : sealed;
   const auto chunk_bytes = static_cast<uint64_t>(meta.layout.chunk_bytes());
-  expect_size(sections[kPayload - 1], checked_product(count, chunk_bytes, "payload.size", path),
-              str(count, " chunks of ", chunk_bytes, " bytes"), path);
-  out.summary_bytes_per_chunk = summary_bytes_per_chunk(meta.layout, meta.summary_page_bytes);
+  const uint64_t summary_bytes = summary_bytes_per_chunk(meta.layout, meta.summary_page_bytes);
+  expect_size(sections[kPayload - 1],
+              checked_product(payload_chunks, chunk_bytes, "payload.size", path),
+              str(payload_chunks, " chunks of ", chunk_bytes, " bytes"), path);
   expect_size(sections[kSummaries - 1],
-              checked_product(sealed, out.summary_bytes_per_chunk, "summaries.size", path),
-              str(sealed, " sealed chunks of ", out.summary_bytes_per_chunk, " bytes"), path);
-  decode_chunks(sections[kChunks - 1], &meta, &out.summary_checksum, path);
-  expect_checksum(sections[kPayload - 1], payload_checksum(meta.chunks), path);
-  expect_checksum(sections[kSummaries - 1], summaries_checksum(out.summary_checksum), path);
+              checked_product(summaries, summary_bytes, "summaries.size", path),
+              str(summaries, " sealed chunks of ", summary_bytes, " bytes"), path);
+  decode_chunks(sections[kChunks - 1], &meta, path);
+  if (manifest) decode_packs(*packs, &meta, path);
+  const OwnChunks own = own_chunks(meta);
+  expect_checksum(sections[kPayload - 1], payload_checksum(meta.chunks, own), path);
+  expect_checksum(sections[kSummaries - 1], summaries_checksum(meta.chunks, own), path);
 
   for (const Section& section : sections) {
     if (!section.entry.known()) {
@@ -359,8 +499,23 @@ Decoded decode_metadata(const std::vector<Section>& sections, const std::string&
       decode_hints(section, &meta, path);
     }
   }
-  out.logical_digest = digest_of(sections);
+  const auto part = [&](SectionType type) {
+    return Part{sections[type - 1].data, sections[type - 1].entry.size};
+  };
+  out.logical_digest = digest_of({part(kLayout), part(kFingerprint), part(kTokens), part(kChunks)});
   return out;
 }
 
-}  // namespace kvpager::snapshot
+}  // namespace snapshot
+
+Hash128 SnapshotChunk::content_id() const {
+  snapshot::Digest128 digest;
+  digest.add("kvpager chunk 1", 15);
+  const uint64_t fields[] = {static_cast<uint64_t>(valid), static_cast<uint64_t>(provenance),
+                             chain_hash.low, chain_hash.high};
+  digest.add(fields, sizeof(fields));
+  digest.add(slice_checksum.data(), slice_checksum.size() * sizeof(uint64_t));
+  return digest.value();
+}
+
+}  // namespace kvpager

@@ -28,23 +28,36 @@ std::optional<Problem> check_geometry(const Layout& layout, int64_t summary_page
 std::optional<Problem> check_chunks(const Layout& layout, uint64_t tokens,
                                     const std::vector<SnapshotChunk>& chunks);
 std::optional<Problem> check_hints(const SnapshotHints& hints, size_t chunks);
+// Of a manifest: packs in the order of their first use, each one once and used, every sealed chunk
+// in a place of its own.
+std::optional<Problem> check_packs(const SnapshotPacks& packs, int64_t sealed);
 
 int64_t chunk_count(const Layout& layout, uint64_t tokens);
 // Of one chunk's summary, all layers and heads.
 uint64_t summary_bytes_per_chunk(const Layout& layout, int64_t summary_page_bytes);
 uint64_t chunk_entry_bytes(const Layout& layout);
 
+// The chunks whose payload and summaries the file itself holds: of a manifest the tail alone.
+struct OwnChunks {
+  size_t first = 0;   // up to the end
+  size_t sealed = 0;  // of these
+};
+OwnChunks own_chunks(const SnapshotMeta& meta);
+
 std::string encode_layout(const SnapshotMeta& meta);
 std::string encode_tokens(const std::vector<TokenId>& tokens);
-// summary_checksum: of the sealed chunks; the tail's entry holds zero.
-std::string encode_chunks(const std::vector<SnapshotChunk>& chunks,
-                          const std::vector<uint64_t>& summary_checksum);
+std::string encode_chunks(const std::vector<SnapshotChunk>& chunks);
 std::string encode_hints(const SnapshotHints& hints);
+std::string encode_packs(const SnapshotPacks& packs);
 
 // The checksums that stand in the section table for payload and summaries: hashes of hashes, so
 // that `open` can tie them to the chunk table without reading either.
-uint64_t payload_checksum(const std::vector<SnapshotChunk>& chunks);
-uint64_t summaries_checksum(const std::vector<uint64_t>& summary_checksum);
+uint64_t payload_checksum(const std::vector<SnapshotChunk>& chunks, const OwnChunks& own);
+uint64_t summaries_checksum(const std::vector<SnapshotChunk>& chunks, const OwnChunks& own);
+
+// XXH3-128 over the sections that say what the content is.
+Hash128 logical_digest(const std::string& layout, const std::string& fingerprint,
+                       const std::string& tokens, const std::string& chunks);
 
 // A section as read; data is null where `open` does not read it (payload, summaries).
 struct Section {
@@ -54,8 +67,6 @@ struct Section {
 
 struct Decoded {
   SnapshotMeta meta;
-  std::vector<uint64_t> summary_checksum;  // [sealed chunks]
-  uint64_t summary_bytes_per_chunk = 0;
   Hash128 logical_digest;
 };
 

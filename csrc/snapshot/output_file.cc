@@ -1,6 +1,8 @@
 #include "snapshot/output_file.h"
 
 #include <fcntl.h>
+#include <limits.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -8,8 +10,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
-#include <cstring>
-#include <new>
 #include <random>
 #include <system_error>
 
@@ -20,11 +20,18 @@ namespace kvpager::snapshot {
 
 namespace {
 
-constexpr uint64_t kBufferBytes = uint64_t{4} << 20;
-constexpr uint64_t kBufferAlignment = 4096;
-// What is at least this large goes to the file straight from the caller's memory.
-constexpr uint64_t kDirectBytes = uint64_t{1} << 20;
 constexpr int kNameAttempts = 16;
+
+// 0, or the errno of a call that an interruption makes repeat; `point` is where it can be made to
+// fail.
+template <class Call>
+int error_of(const char* point, const Call& call) {
+  for (;;) {
+    int error = fault::visit(point);
+    if (error == 0 && call() < 0) error = errno;
+    if (error != EINTR) return error;
+  }
+}
 
 // Swaps two names atomically. False where system or file system cannot, or where `b` does not
 // exist.
@@ -47,14 +54,43 @@ std::string temporary_name() {
   return name;
 }
 
-}  // namespace
-
-void Descriptor::reset(int fd) {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = fd;
+uint64_t total_bytes(const std::vector<iovec>& parts) {
+  uint64_t bytes = 0;
+  for (const iovec& part : parts) bytes += part.iov_len;
+  return bytes;
 }
 
+// Takes the first `bytes` bytes away, which may end within a part.
+void drop_front(std::vector<iovec>* parts, size_t bytes) {
+  size_t whole = 0;
+  while (whole < parts->size() && bytes >= (*parts)[whole].iov_len) {
+    bytes -= (*parts)[whole++].iov_len;
+  }
+  parts->erase(parts->begin(), parts->begin() + static_cast<std::ptrdiff_t>(whole));
+  if (bytes > 0) {
+    parts->front().iov_base = static_cast<char*>(parts->front().iov_base) + bytes;
+    parts->front().iov_len -= bytes;
+  }
+}
+
+// The first `bytes` bytes alone.
+std::vector<iovec> front_of(const std::vector<iovec>& parts, uint64_t bytes) {
+  std::vector<iovec> front;
+  for (const iovec& part : parts) {
+    if (bytes == 0) break;
+    front.push_back({part.iov_base, std::min<size_t>(part.iov_len, bytes)});
+    bytes -= front.back().iov_len;
+  }
+  return front;
+}
+
+}  // namespace
+
 OutputFile::OutputFile(const std::string& path) : path_(path) {
+  if (path.find('\0') != std::string::npos) {
+    throw InvalidArgumentError(str("path: \"", path.c_str(), "\" and a NUL byte, ",
+                                   "expected a name that the system does not cut short"));
+  }
   const size_t slash = path.rfind('/');
   const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
   name_ = slash == std::string::npos ? path : path.substr(slash + 1);
@@ -68,71 +104,113 @@ OutputFile::OutputFile(const std::string& path) : path_(path) {
   } else if (errno != ENOENT) {
     fail(errno, "cannot look up the name");
   }
-  buffer_.reset(static_cast<std::byte*>(std::aligned_alloc(kBufferAlignment, kBufferBytes)));
-  if (buffer_ == nullptr) throw std::bad_alloc();
-  for (int attempt = 0; file_.get() < 0; ++attempt) {
+  for (int attempt = 0; temporary_.empty(); ++attempt) {
+    create_temporary();
+    lock();
+    if (holds_our_file(temporary_)) break;
+    // Between the two steps it looked like a dead writer's, and somebody swept it away.
+    temporary_.clear();
+    if (attempt >= kNameAttempts) fail(EBUSY, "the temporary file is removed again and again");
+  }
+}
+
+void OutputFile::create_temporary() {
+  for (int attempt = 0;; ++attempt) {
     const std::string name = temporary_name();
-    file_.reset(
-        ::openat(folder_.get(), name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
-    if (file_.get() >= 0) {
+    file_.reset();
+    const int error = error_of("snapshot.create", [&] {
+      file_.reset(
+          ::openat(folder_.get(), name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+      return file_.get();
+    });
+    if (error == 0) {
       temporary_ = name;
-    } else if (errno != EINTR && (errno != EEXIST || attempt >= kNameAttempts)) {
-      fail(errno, "cannot create a temporary file in its folder");
+      return;
+    }
+    if (error != EEXIST || attempt >= kNameAttempts) {
+      fail(error, "cannot create a temporary file in its folder");
     }
   }
 }
 
-void OutputFile::append(const void* data, uint64_t bytes) {
-  const auto* from = static_cast<const std::byte*>(data);
-  if (bytes >= kDirectBytes) {
-    flush();
-    write_at(from, bytes, flushed_);
-    flushed_ += bytes;
-    return;
+void OutputFile::lock() {
+  const int error =
+      error_of("snapshot.lock", [&] { return ::flock(file_.get(), LOCK_EX | LOCK_NB); });
+  // Where nothing can be locked, nobody can find the file unlocked either. EWOULDBLOCK: somebody is
+  // about to sweep it away.
+  if (error != 0 && error != EOPNOTSUPP && error != ENOSYS && error != EWOULDBLOCK) {
+    fail(error, "cannot lock the temporary file");
   }
-  while (bytes > 0) {
-    const uint64_t part = std::min(bytes, kBufferBytes - buffered_);
-    std::memcpy(buffer_.get() + buffered_, from, part);
-    buffered_ += part;
-    from += part;
-    bytes -= part;
-    if (buffered_ == kBufferBytes) flush();
+  if (error == EWOULDBLOCK) {
+    ::unlinkat(folder_.get(), temporary_.c_str(), 0);
   }
 }
 
-void OutputFile::flush() {
-  if (buffered_ == 0) return;
-  write_at(buffer_.get(), buffered_, flushed_);
-  flushed_ += buffered_;
-  buffered_ = 0;
+void OutputFile::reserve(uint64_t bytes) {
+  if (bytes <= reserved_) return;
+  const auto size = static_cast<off_t>(bytes);
+  int error = error_of("snapshot.reserve", [&] { return ::fallocate(file_.get(), 0, 0, size); });
+  if (error == EOPNOTSUPP || error == ENOSYS) {
+    error = error_of("snapshot.truncate", [&] { return ::ftruncate(file_.get(), size); });
+  }
+  if (error != 0) fail(error, str("cannot reserve ", bytes, " bytes"));
+  reserved_ = bytes;
 }
 
-void OutputFile::write_at(const void* data, uint64_t bytes, uint64_t offset) {
-  const auto* from = static_cast<const std::byte*>(data);
-  while (bytes > 0) {
-    const int injected = fault::visit("snapshot.write");
-    if (injected != 0) errno = injected;
-    const ssize_t n =
-        injected != 0 ? -1 : ::pwrite(file_.get(), from, bytes, static_cast<off_t>(offset));
+void OutputFile::write_at(uint64_t offset, std::vector<iovec> parts) {
+  uint64_t left = total_bytes(parts);
+  while (left > 0) {
+    const auto allowed = fault::visit_transfer("snapshot.write", static_cast<int64_t>(left));
+    const auto write = [&](const std::vector<iovec>& from) {
+      const auto count = static_cast<int>(std::min<size_t>(from.size(), IOV_MAX));
+      return ::pwritev(file_.get(), from.data(), count, static_cast<off_t>(offset));
+    };
+    ssize_t n = -1;
+    if (allowed < 0) {
+      errno = static_cast<int>(-allowed);
+    } else {
+      const auto bytes = static_cast<uint64_t>(allowed);
+      n = bytes < left ? write(front_of(parts, bytes)) : write(parts);
+    }
     if (n < 0) {
       if (errno == EINTR) continue;
-      fail(errno, str("cannot write ", bytes, " bytes at offset ", offset));
+      fail(errno, str("cannot write ", left, " bytes at offset ", offset));
     }
     if (n == 0) fail(ENOSPC, str("nothing was written at offset ", offset));
-    from += n;
     offset += static_cast<uint64_t>(n);
-    bytes -= static_cast<uint64_t>(n);
+    left -= static_cast<uint64_t>(n);
+    drop_front(&parts, static_cast<size_t>(n));
   }
+}
+
+void OutputFile::start_writeback(uint64_t offset, uint64_t bytes) noexcept {
+#ifdef SYNC_FILE_RANGE_WRITE
+  // A hint: what goes wrong here, fsync reports.
+  ::sync_file_range(file_.get(), static_cast<off_t>(offset), static_cast<off_t>(bytes),
+                    SYNC_FILE_RANGE_WRITE);
+#else
+  static_cast<void>(offset), static_cast<void>(bytes);
+#endif
+}
+
+void OutputFile::sync(int fd, const std::string& what) {
+  const int error = error_of("snapshot.fsync", [&] { return ::fsync(fd); });
+  if (error != 0) fail(error, what);
+}
+
+void OutputFile::seal(uint64_t bytes) {
+  if (reserved_ > bytes) {
+    const int error = error_of("snapshot.truncate",
+                               [&] { return ::ftruncate(file_.get(), static_cast<off_t>(bytes)); });
+    if (error != 0) fail(error, str("cannot give back what was reserved beyond ", bytes, " bytes"));
+  }
+  sync(file_.get(), "cannot sync the file to disk");
+  state_ = State::kSealed;
 }
 
 void OutputFile::publish() {
-  flush();
-  int error = fault::visit("snapshot.fsync");
-  if (error == 0 && ::fsync(file_.get()) != 0) error = errno;
-  if (error != 0) fail(error, "cannot sync the file to disk");
   rename_into_place();
-  error = fault::visit("snapshot.fsync");
-  if (error == 0 && ::fsync(folder_.get()) != 0) error = errno;
+  const int error = error_of("snapshot.fsync", [&] { return ::fsync(folder_.get()); });
   if (error != 0 && error != EINVAL) {  // EINVAL: a file system without folders to sync
     const bool undone = roll_back();
     fail(error,
@@ -142,21 +220,20 @@ void OutputFile::publish() {
   }
   if (exchanged_) ::unlinkat(folder_.get(), temporary_.c_str(), 0);  // the file that was replaced
   temporary_.clear();
-  file_.reset();
+  state_ = State::kPublished;
 }
 
 // Exchanging keeps the old file until the folder is synced, so that a failed sync can be undone.
 void OutputFile::rename_into_place() {
-  const int error = fault::visit("snapshot.rename");
-  if (error != 0) fail(error, "cannot rename the temporary file to its name");
   struct stat existing;
-  replaced_ = ::fstatat(folder_.get(), name_.c_str(), &existing, AT_SYMLINK_NOFOLLOW) == 0;
-  exchanged_ =
-      replaced_ && !S_ISDIR(existing.st_mode) && exchange(folder_.get(), temporary_, name_);
-  if (exchanged_) return;
-  if (::renameat(folder_.get(), temporary_.c_str(), folder_.get(), name_.c_str()) != 0) {
-    fail(errno, "cannot rename the temporary file to its name");
-  }
+  const int error = error_of("snapshot.rename", [&] {
+    replaced_ = ::fstatat(folder_.get(), name_.c_str(), &existing, AT_SYMLINK_NOFOLLOW) == 0;
+    exchanged_ =
+        replaced_ && !S_ISDIR(existing.st_mode) && exchange(folder_.get(), temporary_, name_);
+    if (exchanged_) return 0;
+    return ::renameat(folder_.get(), temporary_.c_str(), folder_.get(), name_.c_str());
+  });
+  if (error != 0) fail(error, "cannot rename the temporary file to its name");
 }
 
 // After a rename whose folder could not be synced: the old state of the name, where that is still
@@ -182,7 +259,7 @@ void OutputFile::discard() noexcept {
   if (!temporary_.empty()) ::unlinkat(folder_.get(), temporary_.c_str(), 0);
   temporary_.clear();
   file_.reset();
-  buffered_ = 0;
+  state_ = State::kGone;
 }
 
 void OutputFile::fail(int error, const std::string& what) {

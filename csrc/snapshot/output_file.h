@@ -1,57 +1,59 @@
 // A file that exists under its final name only when it is whole: bytes go to a temporary name in
-// the same folder, `publish` syncs, renames and syncs the folder. Every failure is a StorageError,
-// removes the temporary and leaves a file that already had the name as it was.
+// the same folder, `seal` syncs them, `publish` renames and syncs the folder. Every failure is a
+// StorageError, removes the temporary and leaves a file that already had the name as it was.
+//
+//   state      is left by                       the file
+//   kWriting   write_at, reserve: kWriting      has its temporary name, locked
+//              seal: kSealed
+//   kSealed    publish: kPublished              the same, on disk
+//   kPublished                                  has its name, still locked
+//   kGone                                       a call failed, or discard: nothing is left
+//
+// The lock is flock's, exclusive, on the file itself: it is there before the file has a byte, goes
+// with the file through the rename, and ends with this object or with the process.
 #pragma once
 
-#include <cstddef>
+#include <sys/uio.h>
+
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <string>
+#include <vector>
+
+#include "snapshot/descriptor.h"
 
 namespace kvpager::snapshot {
 
-// Closes what it holds.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  ~Descriptor() { reset(); }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-  void reset(int fd = -1);
-
- private:
-  int fd_;
-};
-
 class OutputFile {
  public:
+  enum class State { kWriting, kSealed, kPublished, kGone };
+
   explicit OutputFile(const std::string& path);
   ~OutputFile() { discard(); }
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
 
-  // Leaves a hole of `bytes`, to be filled by write_front. REQUIRES: nothing was appended.
-  void reserve_front(uint64_t bytes) { flushed_ = bytes; }
-  void append(const void* data, uint64_t bytes);
-  void write_front(const std::string& front) { write_at(front.data(), front.size(), 0); }
-  // Bytes so far, buffered ones and the reserved front included.
-  uint64_t size() const { return flushed_ + buffered_; }
-  bool is_open() const { return file_.get() >= 0; }
+  const std::string& path() const { return path_; }
+  State state() const { return state_; }
 
-  // Flush, fsync, rename, fsync of the folder. The file is closed afterwards.
+  // Disk space for the first `bytes` bytes, where the file system can promise it; a file of that
+  // size in any case. REQUIRES: nothing is written beyond them yet.
+  void reserve(uint64_t bytes);
+  // Writes `parts` behind each other, from `offset` on.
+  void write_at(uint64_t offset, std::vector<iovec> parts);
+  // Asks the system to begin writing these bytes to disk, so that less is left for `seal`.
+  void start_writeback(uint64_t offset, uint64_t bytes) noexcept;
+
+  // Cuts the file to `bytes`, if more was reserved, and syncs it.
+  void seal(uint64_t bytes);
+  // Rename, fsync of the folder.
   void publish();
-  // Removes the temporary; does nothing after publish.
+  // Removes the temporary and lets the lock go.
   void discard() noexcept;
 
  private:
-  struct Free {
-    void operator()(std::byte* p) const { std::free(p); }
-  };
-
-  void flush();
-  void write_at(const void* data, uint64_t bytes, uint64_t offset);
+  void create_temporary();
+  void lock();
+  void sync(int fd, const std::string& what);
   void rename_into_place();
   bool roll_back() noexcept;
   bool holds_our_file(const std::string& name) const noexcept;
@@ -62,9 +64,8 @@ class OutputFile {
   std::string temporary_;  // within the folder; empty when there is none to remove
   Descriptor folder_;
   Descriptor file_;
-  std::unique_ptr<std::byte, Free> buffer_;
-  uint64_t flushed_ = 0;
-  uint64_t buffered_ = 0;
+  State state_ = State::kWriting;
+  uint64_t reserved_ = 0;
   bool replaced_ = false;   // the rename took the place of an existing file
   bool exchanged_ = false;  // ... which now has the temporary name
 };

@@ -1,19 +1,25 @@
 #include <algorithm>
-#include <limits>
+#include <utility>
 
 #include "kvpager/error.h"
 #include "kvpager/snapshot.h"
 #include "snapshot/bytes.h"
 #include "snapshot/checksum.h"
+#include "snapshot/chunk_feed.h"
 #include "snapshot/format.h"
 #include "snapshot/metadata.h"
 #include "snapshot/output_file.h"
+#include "snapshot/output_stream.h"
+#include "snapshot/utf8.h"
 
 namespace kvpager {
 
 using namespace snapshot;  // NOLINT(build/namespaces): this room's own names
 
 namespace {
+
+// Asking a callback costs little, but what it waits for may not.
+constexpr int64_t kProgressBytes = int64_t{16} << 20;
 
 [[noreturn]] void refuse(const Problem& problem) {
   throw InvalidArgumentError(
@@ -24,8 +30,15 @@ void refuse_longer(const char* field, uint64_t bytes, uint64_t limit) {
   if (bytes > limit) refuse({field, str(bytes, " bytes"), str("at most ", limit)});
 }
 
-// The optional sections, ascending by type.
-std::vector<std::pair<uint32_t, std::string>> optional_sections(const SnapshotMeta& meta) {
+uint32_t required_tag(SectionType type) {
+  SectionEntry entry;
+  entry.type = type;
+  entry.flags = kFlagRequired;
+  return entry.tag();
+}
+
+// The sections that not every file has, ascending by type.
+std::vector<std::pair<uint32_t, std::string>> further_sections(const SnapshotMeta& meta) {
   auto sections = meta.unknown;
   for (const auto& [tag, bytes] : sections) {
     const SectionEntry entry = SectionEntry::from_tag(tag);
@@ -38,6 +51,7 @@ std::vector<std::pair<uint32_t, std::string>> optional_sections(const SnapshotMe
     hints.type = kHints;
     sections.emplace_back(hints.tag(), encode_hints(meta.hints));
   }
+  if (!meta.packs.empty()) sections.emplace_back(required_tag(kPacks), encode_packs(meta.packs));
   const auto type = [](const auto& section) { return SectionEntry::from_tag(section.first).type; };
   std::sort(sections.begin(), sections.end(),
             [&](const auto& a, const auto& b) { return type(a) < type(b); });
@@ -75,19 +89,71 @@ struct Sections {
   }
 };
 
-uint32_t required_tag(SectionType type) {
-  SectionEntry entry;
-  entry.type = type;
-  entry.flags = kFlagRequired;
-  return entry.tag();
+void check_text(const char* field, const std::string& text, uint64_t limit) {
+  refuse_longer(field, text.size(), limit);
+  if (!is_utf8(text)) refuse({field, "not UTF-8", "UTF-8"});
+}
+
+void check_texts(const SnapshotMeta& meta) {
+  check_text("scorer", meta.scorer, kMaxScorerBytes);
+  check_text("fingerprint", meta.fingerprint, kMaxJsonBytes);
+  check_text("session", meta.session, kMaxJsonBytes);
+}
+
+template <class T>
+std::vector<T> pick(const std::vector<T>& from, const std::vector<int64_t>& which) {
+  std::vector<T> out;
+  if (from.empty()) return out;
+  out.reserve(which.size());
+  for (const int64_t i : which) out.push_back(from[static_cast<size_t>(i)]);
+  return out;
+}
+
+int64_t packs_bytes(int64_t packs, int64_t sealed) {
+  SnapshotPacks some;
+  some.packs.resize(static_cast<size_t>(packs));
+  some.places.resize(static_cast<size_t>(sealed));
+  return static_cast<int64_t>(encode_packs(some).size());
+}
+
+// What the file says of these chunks of the content alone.
+SnapshotMeta meta_of(const SnapshotMeta& content, const std::vector<int64_t>& which,
+                     const std::string& fingerprint, const std::string& session) {
+  SnapshotMeta out;
+  out.layout = content.layout;
+  out.scorer = content.scorer;
+  out.summary_page_bytes = content.summary_page_bytes;
+  out.fingerprint = fingerprint;
+  out.session = session;
+  out.chunks = pick(content.chunks, which);
+  out.hints.qk_score = pick(content.hints.qk_score, which);
+  out.hints.last_use = pick(content.hints.last_use, which);
+  for (const int64_t chunk : which) {
+    const auto first = content.tokens.begin() + chunk * content.layout.chunk_tokens;
+    out.tokens.insert(out.tokens.end(), first,
+                      first + content.chunks[static_cast<size_t>(chunk)].valid);
+  }
+  return out;
+}
+
+void check_which(const std::vector<int64_t>& which, size_t chunks) {
+  int64_t before = -1;
+  for (size_t i = 0; i < which.size(); ++i) {
+    if (which[i] <= before || which[i] >= static_cast<int64_t>(chunks)) {
+      refuse({str("which[", i, "]"), str(which[i]),
+              str("ascending chunk numbers, ", before + 1, "..", int64_t(chunks) - 1)});
+    }
+    before = which[i];
+  }
 }
 
 }  // namespace
 
 struct SnapshotWriter::Impl {
-  Impl(const std::string& path, const Layout& file_layout)
-      : layout(checked(file_layout)), file(path) {
-    file.reserve_front(kFrontBytes);
+  Impl(const std::string& path, const Layout& file_layout, int64_t reserve_bytes)
+      : layout(checked(file_layout)), file(path), stream(&file, kFrontBytes) {
+    if (reserve_bytes < 0) refuse({"reserve_bytes", str(reserve_bytes), "0 or more"});
+    file.reserve(static_cast<uint64_t>(reserve_bytes));
   }
 
   static const Layout& checked(const Layout& layout) {
@@ -96,28 +162,50 @@ struct SnapshotWriter::Impl {
   }
 
   void require_open(const char* call) const {
-    if (!file.is_open()) {
+    if (file.state() != OutputFile::State::kWriting) {
       throw InvalidArgumentError(
           str("snapshot: ", call, " on a writer that has finished or failed; start a new one"));
     }
   }
-
+  void require_fresh(const char* call, const Layout& content) const;
   void check_against_added(const SnapshotMeta& meta) const;
-  std::vector<SnapshotChunk> with_computed_checksums(std::vector<SnapshotChunk> chunks) const;
+  std::vector<SnapshotChunk> with_computed_checksums(const SnapshotMeta& meta) const;
   Sections lay_out(const SnapshotMeta& meta, const std::vector<SnapshotChunk>& chunks) const;
+
+  void note_added(const std::vector<uint64_t>& slices);
+  void stream_chunks(const SnapshotContent& content, const std::vector<int64_t>& which,
+                     std::vector<SnapshotChunk>* records, const SnapshotProgress& progress);
+  // Runs `write`; whatever it throws undoes all that this writer did.
+  template <class Write>
+  int64_t all_or_nothing(const Write& write) {
+    try {
+      return write();
+    } catch (...) {
+      file.discard();
+      throw;
+    }
+  }
 
   Layout layout;
   OutputFile file;
+  OutputStream stream;
   std::vector<uint64_t> slice_checksum;    // [chunks][layers] of what was added
   std::vector<uint64_t> summary_checksum;  // [summaries added]
   int64_t chunks_added = 0;
   int64_t summary_bytes = 0;  // of each summary added
+  std::vector<SnapshotChunk> written;
+  Hash128 digest;  // once sealed
 };
 
-SnapshotWriter::SnapshotWriter(const std::string& path, const Layout& layout)
-    : impl_(std::make_unique<Impl>(path, layout)) {}
+SnapshotWriter::SnapshotWriter(const std::string& path, const Layout& layout, int64_t reserve_bytes)
+    : impl_(std::make_unique<Impl>(path, layout, reserve_bytes)) {}
 
 SnapshotWriter::~SnapshotWriter() = default;
+
+void SnapshotWriter::Impl::note_added(const std::vector<uint64_t>& slices) {
+  slice_checksum.insert(slice_checksum.end(), slices.begin(), slices.end());
+  ++chunks_added;
+}
 
 void SnapshotWriter::add_chunk(const std::byte* payload) {
   Impl& w = *impl_;
@@ -125,12 +213,13 @@ void SnapshotWriter::add_chunk(const std::byte* payload) {
   if (!w.summary_checksum.empty()) {
     throw InvalidArgumentError("snapshot: add_chunk after add_summary, expected all chunks first");
   }
+  std::vector<uint64_t> slices;
   for (int layer = 0; layer < w.layout.layers; ++layer) {
-    w.slice_checksum.push_back(
+    slices.push_back(
         kvpager::slice_checksum(payload + w.layout.slice_offset(layer), w.layout.slice_bytes()));
   }
-  ++w.chunks_added;
-  w.file.append(payload, static_cast<uint64_t>(w.layout.chunk_bytes()));
+  w.note_added(slices);
+  w.stream.append(payload, static_cast<uint64_t>(w.layout.chunk_bytes()));
 }
 
 void SnapshotWriter::add_summary(const std::byte* summary, int64_t bytes) {
@@ -141,20 +230,21 @@ void SnapshotWriter::add_summary(const std::byte* summary, int64_t bytes) {
   }
   w.summary_bytes = bytes;
   w.summary_checksum.push_back(xxh3_64(summary, static_cast<size_t>(bytes)));
-  w.file.append(summary, static_cast<uint64_t>(bytes));
+  w.stream.append(summary, static_cast<uint64_t>(bytes));
 }
 
 void SnapshotWriter::Impl::check_against_added(const SnapshotMeta& meta) const {
   if (!(meta.layout == layout)) refuse({"layout", "another one", "the writer's"});
   if (const auto problem = check_geometry(meta.layout, meta.summary_page_bytes)) refuse(*problem);
-  const auto chunks = static_cast<int64_t>(meta.chunks.size());
+  const OwnChunks own = own_chunks(meta);
+  const auto chunks = static_cast<int64_t>(meta.chunks.size()) - static_cast<int64_t>(own.first);
   if (chunks != chunks_added) refuse({"chunks", str(chunks), str(chunks_added, ", as were added")});
-  const auto summaries = static_cast<int64_t>(summary_checksum.size());
+  const size_t summaries = summary_checksum.size();
   const auto bytes =
       static_cast<int64_t>(summary_bytes_per_chunk(meta.layout, meta.summary_page_bytes));
   const bool nothing_to_add = summaries == 0 && bytes == 0;
-  if (!nothing_to_add && summaries != meta.sealed_chunks()) {
-    refuse({"summaries", str(summaries), str(meta.sealed_chunks(), ", one per sealed chunk")});
+  if (!nothing_to_add && summaries != own.sealed) {
+    refuse({"summaries", str(summaries), str(own.sealed, ", one per sealed chunk in the file")});
   }
   if (summaries > 0 && summary_bytes != bytes) {
     refuse({"summary bytes", str(summary_bytes), str(bytes, " for layout and summary_page_bytes")});
@@ -162,12 +252,19 @@ void SnapshotWriter::Impl::check_against_added(const SnapshotMeta& meta) const {
 }
 
 // A chunk that comes with checksums must have those of the bytes that were added; one without takes
-// them.
+// them. Of chunks in packs they must be given.
 std::vector<SnapshotChunk> SnapshotWriter::Impl::with_computed_checksums(
-    std::vector<SnapshotChunk> chunks) const {
+    const SnapshotMeta& meta) const {
+  std::vector<SnapshotChunk> chunks = meta.chunks;
+  const OwnChunks own = own_chunks(meta);
   const auto layers = static_cast<size_t>(layout.layers);
-  for (size_t c = 0; c < chunks.size(); ++c) {
-    const uint64_t* added = slice_checksum.data() + c * layers;
+  for (size_t c = 0; c < own.first; ++c) {
+    if (chunks[c].summary_checksum == 0) {
+      refuse({str("chunks[", c, "].summary_checksum"), "0", "that of the summary in its pack"});
+    }
+  }
+  for (size_t c = own.first; c < chunks.size(); ++c) {
+    const uint64_t* added = slice_checksum.data() + (c - own.first) * layers;
     auto& checksums = chunks[c].slice_checksum;
     if (checksums.empty()) checksums.assign(added, added + layers);
     for (size_t layer = 0; layer < std::min(layers, checksums.size()); ++layer) {
@@ -176,48 +273,204 @@ std::vector<SnapshotChunk> SnapshotWriter::Impl::with_computed_checksums(
                 str(added[layer], ", that of the bytes given to add_chunk")});
       }
     }
+    uint64_t& summary = chunks[c].summary_checksum;
+    const bool tail = c >= own.first + own.sealed;
+    const uint64_t of_added = tail                       ? 0
+                              : summary_checksum.empty() ? xxh3_64(nullptr, 0)
+                                                         : summary_checksum[c - own.first];
+    if (summary == 0) summary = of_added;
+    if (summary != of_added) {
+      refuse({str("chunks[", c, "].summary_checksum"), str(summary),
+              tail ? "0 (a tail has no summary)"
+                   : str(of_added, ", that of the bytes given to add_summary")});
+    }
   }
   return chunks;
 }
 
 Sections SnapshotWriter::Impl::lay_out(const SnapshotMeta& meta,
                                        const std::vector<SnapshotChunk>& chunks) const {
-  const auto optional = optional_sections(meta);
-  std::vector<uint64_t> summaries = summary_checksum;
-  summaries.resize(static_cast<size_t>(meta.sealed_chunks()), xxh3_64(nullptr, 0));
+  const auto further = further_sections(meta);
+  const OwnChunks own = own_chunks(meta);
 
-  Sections out{file.size(), {}, {}};
+  Sections out{stream.size(), {}, {}};
   const auto payload_bytes = static_cast<uint64_t>(chunks_added * layout.chunk_bytes());
   const uint64_t summaries_at = kFrontBytes + payload_bytes;
-  out.describe(required_tag(kPayload), kFrontBytes, payload_bytes, payload_checksum(chunks));
-  out.describe(required_tag(kSummaries), summaries_at, file.size() - summaries_at,
-               summaries_checksum(summaries));
+  out.describe(required_tag(kPayload), kFrontBytes, payload_bytes, payload_checksum(chunks, own));
+  out.describe(required_tag(kSummaries), summaries_at, stream.size() - summaries_at,
+               summaries_checksum(chunks, own));
   out.add(required_tag(kLayout), encode_layout(meta));
   out.add(required_tag(kFingerprint), meta.fingerprint);
   out.add(required_tag(kSession), meta.session);
   out.add(required_tag(kTokens), encode_tokens(meta.tokens));
-  out.add(required_tag(kChunks), encode_chunks(chunks, summaries));
-  for (const auto& [tag, bytes] : optional) out.add(tag, bytes);
+  out.add(required_tag(kChunks), encode_chunks(chunks));
+  for (const auto& [tag, bytes] : further) out.add(tag, bytes);
   return out;
 }
 
-int64_t SnapshotWriter::finish(const SnapshotMeta& meta) {
+int64_t SnapshotWriter::seal(const SnapshotMeta& meta) {
   Impl& w = *impl_;
-  w.require_open("finish");
+  w.require_open("seal");
   w.check_against_added(meta);
-  refuse_longer("scorer", meta.scorer.size(), kMaxScorerBytes);
-  refuse_longer("fingerprint", meta.fingerprint.size(), kMaxJsonBytes);
-  refuse_longer("session", meta.session.size(), kMaxJsonBytes);
-  const std::vector<SnapshotChunk> chunks = w.with_computed_checksums(meta.chunks);
+  check_texts(meta);
+  const std::vector<SnapshotChunk> chunks = w.with_computed_checksums(meta);
   if (const auto problem = check_chunks(meta.layout, meta.tokens.size(), chunks)) refuse(*problem);
   if (const auto problem = check_hints(meta.hints, chunks.size())) refuse(*problem);
+  if (!meta.packs.empty()) {
+    if (const auto problem = check_packs(meta.packs, meta.sealed_chunks())) refuse(*problem);
+  }
   const Sections sections = w.lay_out(meta, chunks);
+  w.digest = snapshot::logical_digest(encode_layout(meta), meta.fingerprint,
+                                      encode_tokens(meta.tokens), encode_chunks(chunks));
   refuse_longer("metadata", sections.metadata.size(), kMaxMetadataBytes);
 
-  w.file.append(sections.metadata.data(), sections.metadata.size());
-  w.file.write_front(encode_front(sections.entries));
-  w.file.publish();
-  return static_cast<int64_t>(sections.entries.back().end());
+  w.stream.append(sections.metadata.data(), sections.metadata.size());
+  w.stream.flush();
+  w.stream.write_front(encode_front(sections.entries));
+  w.file.seal(w.stream.size());
+  return static_cast<int64_t>(w.stream.size());
+}
+
+void SnapshotWriter::publish() {
+  if (impl_->file.state() != OutputFile::State::kSealed) {
+    throw InvalidArgumentError(
+        "snapshot: publish of a file that is not sealed, or no longer; expected once after seal");
+  }
+  impl_->file.publish();
+}
+
+int64_t SnapshotWriter::finish(const SnapshotMeta& meta) {
+  const int64_t bytes = seal(meta);
+  publish();
+  return bytes;
+}
+
+void SnapshotWriter::Impl::require_fresh(const char* call, const Layout& content) const {
+  require_open(call);
+  if (chunks_added > 0 || !summary_checksum.empty()) {
+    throw InvalidArgumentError(
+        str("snapshot: ", call, " after add_chunk or add_summary, expected a writer of its own"));
+  }
+  if (!(content == layout)) refuse({"content.layout", "another one", "the writer's"});
+}
+
+void SnapshotWriter::Impl::stream_chunks(const SnapshotContent& content,
+                                         const std::vector<int64_t>& which,
+                                         std::vector<SnapshotChunk>* records,
+                                         const SnapshotProgress& progress) {
+  const int64_t each = layout.chunk_bytes();
+  const int64_t total = static_cast<int64_t>(which.size()) * each;
+  int64_t done = 0;
+  int64_t reported = 0;
+  ChunkFeed feed(content, which, records, file.path());
+  for (;;) {
+    const auto& addresses = feed.next();
+    if (addresses.empty()) break;
+    stream.append_all(addresses, static_cast<uint64_t>(each));
+    done += static_cast<int64_t>(addresses.size()) * each;
+    if (progress && (done - reported >= kProgressBytes || done == total)) {
+      progress(done, total);
+      reported = done;
+    }
+  }
+  for (const SnapshotChunk& record : *records) note_added(record.slice_checksum);
+}
+
+int64_t SnapshotWriter::write_content(const SnapshotContent& content,
+                                      const std::vector<int64_t>& which,
+                                      const std::string& fingerprint, const std::string& session,
+                                      const SnapshotProgress& progress) {
+  Impl& w = *impl_;
+  const SnapshotMeta& source = content.meta();
+  w.require_fresh("write_content", source.layout);
+  check_which(which, source.chunks.size());
+  SnapshotMeta meta = meta_of(source, which, fingerprint, session);
+  check_texts(meta);
+  const int64_t sealed = meta.sealed_chunks();
+  const bool tail = sealed < static_cast<int64_t>(which.size());
+
+  return w.all_or_nothing([&] {
+    // Not enough room is better known now than after most of the writing.
+    w.file.reserve(static_cast<uint64_t>(
+        snapshot_file_bytes(meta, sealed, tail, fingerprint, session, /*packs=*/0)));
+    w.stream_chunks(content, which, &meta.chunks, progress);
+    const int64_t bytes = meta.summary_bytes_per_chunk();
+    std::vector<std::byte> summary(static_cast<size_t>(bytes));
+    for (int64_t i = 0; i < sealed; ++i) {
+      const int64_t chunk = which[static_cast<size_t>(i)];
+      content.read_summary(chunk, summary.data());
+      add_summary(summary.data(), bytes);
+      uint64_t& expected = meta.chunks[static_cast<size_t>(i)].summary_checksum;
+      const uint64_t computed = w.summary_checksum.back();
+      if (expected != 0 && expected != computed) {
+        throw CorruptSnapshotError(
+            str(w.file.path(), ": not saved: the summary of chunk ", chunk,
+                " has bytes of checksum ", computed, ", expected ", expected),
+            chunk, -1);
+      }
+      expected = computed;
+    }
+    const int64_t size = seal(meta);
+    w.written = std::move(meta.chunks);
+    return size;
+  });
+}
+
+int64_t SnapshotWriter::write_manifest(const SnapshotContent& content, const SnapshotPacks& packs,
+                                       const std::vector<uint64_t>& summary_checksum,
+                                       const std::string& fingerprint, const std::string& session) {
+  Impl& w = *impl_;
+  SnapshotMeta meta = content.meta();
+  w.require_fresh("write_manifest", meta.layout);
+  const auto sealed = static_cast<size_t>(meta.sealed_chunks());
+  if (summary_checksum.size() != sealed) {
+    refuse({"summary_checksum", str(summary_checksum.size(), " values"),
+            str("one per sealed chunk, ", sealed)});
+  }
+  if (sealed > 0 || !packs.empty()) {  // without sealed chunks it is an ordinary file
+    if (const auto problem = check_packs(packs, meta.sealed_chunks())) refuse(*problem);
+  }
+  meta.fingerprint = fingerprint;
+  meta.session = session;
+  meta.packs = packs;
+  meta.unknown.clear();
+  for (size_t c = 0; c < sealed; ++c) meta.chunks[c].summary_checksum = summary_checksum[c];
+  check_texts(meta);
+
+  return w.all_or_nothing([&] {
+    if (meta.chunks.size() > sealed) {
+      std::vector<SnapshotChunk> tail = {meta.chunks.back()};
+      w.stream_chunks(content, {static_cast<int64_t>(sealed)}, &tail, nullptr);
+      meta.chunks.back() = std::move(tail[0]);
+    }
+    return seal(meta);
+  });
+}
+
+const std::vector<SnapshotChunk>& SnapshotWriter::written() const { return impl_->written; }
+
+Hash128 SnapshotWriter::logical_digest() const { return impl_->digest; }
+
+int64_t snapshot_file_bytes(const SnapshotMeta& meta, int64_t sealed, bool tail,
+                            const std::string& fingerprint, const std::string& session,
+                            int64_t packs) {
+  const int64_t chunks = sealed + (tail ? 1 : 0);
+  const int64_t own_sealed = packs > 0 ? 0 : sealed;
+  const auto each_record = static_cast<int64_t>(chunk_entry_bytes(meta.layout));
+  const int64_t sections[] = {
+      (own_sealed + (tail ? 1 : 0)) * meta.layout.chunk_bytes(),
+      own_sealed * meta.summary_bytes_per_chunk(),
+      static_cast<int64_t>(encode_layout(meta).size()),
+      static_cast<int64_t>(fingerprint.size()),
+      static_cast<int64_t>(session.size()),
+      chunks * meta.layout.chunk_tokens * static_cast<int64_t>(sizeof(TokenId)),
+      chunks * each_record,
+      static_cast<int64_t>(encode_hints({}).size()) + 16 * chunks,
+      packs > 0 ? packs_bytes(packs, sealed) : 0,
+  };
+  int64_t bytes = kFrontBytes;
+  for (const int64_t section : sections) bytes += section + kSectionAlignment;
+  return bytes;
 }
 
 }  // namespace kvpager

@@ -25,7 +25,9 @@ __all__: list[str] = [
     "PagerOptions",
     "SNAPSHOT_VERSION",
     "Selection",
+    "SnapshotContent",
     "SnapshotReader",
+    "SnapshotWriter",
     "StorageError",
     "UnsupportedVersionError",
     "arm_fault",
@@ -33,6 +35,7 @@ __all__: list[str] = [
     "isa_name",
     "scorer_description",
     "scorer_names",
+    "snapshot_file_bytes",
     "summary_bytes",
     "total_mapped_bytes",
 ]
@@ -53,7 +56,8 @@ class StorageError(PagerError, OSError):
     pass
 
 class CorruptSnapshotError(PagerError):
-    pass
+    chunk: int | None
+    layer: int | None
 
 class UnsupportedVersionError(PagerError):
     pass
@@ -170,32 +174,150 @@ class PagerOptions:
     @threads.setter
     def threads(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
 
-class SnapshotReader:
+class SnapshotContent:
     """
-    An opened snapshot file: metadata verified, payload read on demand.
+    Something whose chunks can be written to a snapshot: a frozen sequence or an opened file.
     """
-    @staticmethod
-    def open(path: str) -> SnapshotReader: ...
+    @property
+    def chain_hashes(self) -> list[bytes]:
+        """
+        Of the sealed chunks, 16 bytes each: low half, high half.
+        """
     @property
     def chunks(self) -> int: ...
     @property
-    def fingerprint(self) -> str: ...
+    def content_ids(self) -> list[bytes]:
+        """
+        Of the sealed chunks: equal for equal payload, chain hash and provenance.
+        """
+    @property
+    def last_use(self) -> numpy.typing.NDArray[numpy.uint64]:
+        """
+        [chunks], or empty
+        """
     @property
     def layout(self) -> Layout: ...
     @property
-    def logical_digest(self) -> str: ...
+    def provenance(self) -> list[str]: ...
     @property
-    def path(self) -> str: ...
-    @property
-    def payload_bytes_read(self) -> int: ...
+    def qk_score(self) -> numpy.typing.NDArray[numpy.float64]:
+        """
+        [chunks], or empty
+        """
     @property
     def scorer(self) -> str: ...
     @property
     def sealed_chunks(self) -> int: ...
     @property
-    def session(self) -> str: ...
+    def slice_checksums(self) -> numpy.typing.NDArray[numpy.uint64]:
+        """
+        [chunks, layers]
+        """
+    @property
+    def summary_page_bytes(self) -> int: ...
+    @property
+    def tail_tokens(self) -> int: ...
     @property
     def tokens(self) -> numpy.typing.NDArray[numpy.int32]: ...
+
+class SnapshotReader(SnapshotContent):
+    """
+    An opened snapshot: metadata verified, payload read on demand.
+    """
+    @staticmethod
+    def gather(
+        chunks: collections.abc.Sequence[
+            tuple[SnapshotReader, typing.SupportsInt | typing.SupportsIndex]
+        ],
+        name: str,
+    ) -> SnapshotReader:
+        """
+        A snapshot put together from sealed chunks of opened ones: (reader, chunk).
+        """
+    @staticmethod
+    def open(path: str, packs_folder: str = "") -> SnapshotReader: ...
+    def read_chunk(
+        self, chunk: typing.SupportsInt | typing.SupportsIndex
+    ) -> numpy.typing.NDArray[numpy.uint8]: ...
+    def read_slice(
+        self,
+        chunk: typing.SupportsInt | typing.SupportsIndex,
+        layer: typing.SupportsInt | typing.SupportsIndex,
+    ) -> numpy.typing.NDArray[numpy.uint8]: ...
+    def verify(
+        self,
+        threads: typing.SupportsInt | typing.SupportsIndex,
+        progress: collections.abc.Callable[[int, int], None] | None = None,
+    ) -> list[tuple[int, int, str]]:
+        """
+        Reads everything; (chunk, layer, message) of all damage. Layer -1: the summary.
+        """
+    @property
+    def file_bytes(self) -> int:
+        """
+        Of the file itself, without packs; 0 of a gathered snapshot.
+        """
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def logical_digest(self) -> str: ...
+    @property
+    def minor_version(self) -> int: ...
+    @property
+    def packs(self) -> list[tuple[str, int]]: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def payload_bytes_read(self) -> int: ...
+    @property
+    def places(self) -> numpy.typing.NDArray[numpy.uint32]:
+        """
+        [sealed chunks, 2]: pack, chunk; empty without packs
+        """
+    @property
+    def session(self) -> str: ...
+    @property
+    def summary_checksums(self) -> numpy.typing.NDArray[numpy.uint64]: ...
+
+class SnapshotWriter:
+    """
+    Writes a snapshot under a temporary name; publish gives it its own.
+    """
+    def __init__(
+        self,
+        path: str,
+        layout: Layout,
+        reserve_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None: ...
+    def discard(self) -> None:
+        """
+        Lets go of the file and its lock; removes it unless it was published.
+        """
+    def publish(self) -> None: ...
+    def write_content(
+        self,
+        content: SnapshotContent,
+        which: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
+        fingerprint: str,
+        session: str,
+        progress: collections.abc.Callable[[int, int], None] | None = None,
+    ) -> int: ...
+    def write_manifest(
+        self,
+        content: SnapshotContent,
+        packs: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]],
+        places: typing.Annotated[numpy.typing.ArrayLike, numpy.uint32],
+        summary_checksums: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
+        fingerprint: str,
+        session: str,
+    ) -> int: ...
+    @property
+    def logical_digest(self) -> str:
+        """
+        Of what was written, as the reader of the file will say.
+        """
+    @property
+    def summary_checksums(self) -> numpy.typing.NDArray[numpy.uint64]: ...
 
 class ChunkInfo:
     """
@@ -208,6 +330,8 @@ class ChunkInfo:
     def chain_hash(self) -> str: ...
     @property
     def chunk(self) -> int: ...
+    @property
+    def damaged(self) -> bool: ...
     @property
     def in_snapshot(self) -> bool: ...
     @property
@@ -271,6 +395,9 @@ class Pager:
         tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
         kinds: typing.Annotated[numpy.typing.ArrayLike, numpy.uint8],
     ) -> int: ...
+    def chain_hashes(
+        self, tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32], salt: str
+    ) -> list[bytes]: ...
     def check_invariants(self) -> None: ...
     def commit(
         self, sequences: typing.Any = None, accepted: typing.Any = None, provenance: str = "exact"
@@ -280,6 +407,11 @@ class Pager:
     def evict_all(self) -> int: ...
     def fork(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def forward_running(self) -> bool: ...
+    def freeze(
+        self,
+        sequence: typing.SupportsInt | typing.SupportsIndex,
+        upto: typing.SupportsInt | typing.SupportsIndex = -1,
+    ) -> SnapshotContent: ...
     def ledger(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> list[ChunkInfo]: ...
     def length(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def pin(
@@ -304,14 +436,12 @@ class Pager:
         self, sequence: typing.SupportsInt | typing.SupportsIndex
     ) -> dict[str, numpy.ndarray]: ...
     def restore(
-        self, reader: SnapshotReader, salt: str, provenance: str, file_namespace: str
-    ) -> int: ...
-    def save(
         self,
-        sequence: typing.SupportsInt | typing.SupportsIndex,
-        path: str,
-        fingerprint: str,
-        session: str,
+        reader: SnapshotReader,
+        salt: str,
+        provenance: str,
+        file_namespace: str,
+        upto: typing.SupportsInt | typing.SupportsIndex = -1,
     ) -> int: ...
     def select(
         self,
@@ -364,6 +494,18 @@ def scorer_names() -> list[str]:
     Names of the registered scorers.
     """
 
+def snapshot_file_bytes(
+    content: SnapshotContent,
+    sealed: typing.SupportsInt | typing.SupportsIndex,
+    tail: bool,
+    fingerprint: str,
+    session: str,
+    packs: typing.SupportsInt | typing.SupportsIndex,
+) -> int:
+    """
+    No file of so many chunks, or manifest with so many packs, is larger.
+    """
+
 def summary_bytes(scorer: str, layout: Layout) -> int:
     """
     Bytes of the summary of one (chunk, layer, kv head).
@@ -377,5 +519,5 @@ def total_mapped_bytes() -> int:
 CHECKS_INVARIANTS: bool = False
 CHUNKS_PER_SPLIT: int = 8
 KERNEL_VERSION: int = 1
-SNAPSHOT_VERSION: tuple[int, int] = (1, 0)
+SNAPSHOT_VERSION: tuple[int, int] = (1, 1)
 __version__: str = "0.1.0"

@@ -2,6 +2,7 @@
 // what was expected and, where there is one, the remedy.
 #pragma once
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -40,7 +41,12 @@ class StorageError : public PagerError {
 // Bytes that are not what was written: bad magic, checksum, size or order.
 class CorruptSnapshotError : public PagerError {
  public:
-  using PagerError::PagerError;
+  explicit CorruptSnapshotError(const std::string& message) : PagerError(message) {}
+  // Damage that concerns one chunk and leaves the others usable. layer -1: its summary, or all.
+  CorruptSnapshotError(const std::string& message, int64_t bad_chunk, int bad_layer)
+      : PagerError(message), chunk(bad_chunk), layer(bad_layer) {}
+  int64_t chunk = -1;  // -1: the file as a whole
+  int layer = -1;
 };
 
 // A file whose major version this reader does not know.

@@ -1,5 +1,5 @@
-// The fault seam: named points where tests make the next operation fail. Free when nothing is
-// armed.
+// The fault seam: named points where tests make the next operation fail, stop half way or take the
+// process with it. Free when nothing is armed.
 #pragma once
 
 #include <atomic>
@@ -8,17 +8,29 @@
 
 namespace kvpager::fault {
 
-// Known points: "host.write", "disk.write", "disk.read", "snapshot.write", "snapshot.fsync",
-// "snapshot.rename", "snapshot.read". Makes the `after`-th next visit of `point` (0: the very next)
-// report `error_number`, once.
+// Instead of an errno: the process dies at this visit, as by SIGKILL.
+inline constexpr int kKill = -1;
+
+// Known points: "host.write", "disk.write", "disk.read", "snapshot.read", "snapshot.share" (the lock
+// on a pack that is read), and of a snapshot being written "snapshot.create", "snapshot.lock", "snapshot.reserve", "snapshot.write",
+// "snapshot.truncate", "snapshot.fsync" (file, then folder), "snapshot.rename". Makes the `after`-th
+// next visit of `point` (0: the very next) report `error_number`, once.
 void arm(const std::string& point, int64_t after, int error_number);
+// Makes that visit a short one: of what it was asked to transfer it moves `bytes`, at least 1.
+// Points that transfer nothing, or not through visit_transfer, pass it unharmed.
+void arm_short(const std::string& point, int64_t after, int64_t bytes);
 void disarm_all();
 
 extern std::atomic<bool> any_armed;
 int visit_slow(const char* point);
+int64_t visit_transfer_slow(const char* point, int64_t bytes);
 // 0, or the errno this visit must fail with.
 inline int visit(const char* point) {
   return any_armed.load(std::memory_order_relaxed) ? visit_slow(point) : 0;
+}
+// How many of `bytes` this visit may transfer, or -errno.
+inline int64_t visit_transfer(const char* point, int64_t bytes) {
+  return any_armed.load(std::memory_order_relaxed) ? visit_transfer_slow(point, bytes) : bytes;
 }
 
 }  // namespace kvpager::fault

@@ -20,8 +20,9 @@ struct ChunkInfo {
   int64_t start = 0;
   int64_t stop = 0;
   bool sealed = false;
-  uint8_t tiers = 0;  // of Tier
-  BlockId block;      // value -1: not resident
+  bool damaged = false;  // its bytes in the snapshot are not what was saved; see Pager::restore
+  uint8_t tiers = 0;     // of Tier
+  BlockId block;         // value -1: not resident
   DType k_dtype = DType::kFloat32;
   DType v_dtype = DType::kFloat32;
   Provenance provenance = Provenance::kExact;

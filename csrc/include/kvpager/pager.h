@@ -75,6 +75,8 @@ struct PagerStats {
   int64_t sequences = 0, records = 0, cached_records = 0, reserved_chunks = 0, home_chunks = 0;
   int64_t forwards = 0, aborted_forwards = 0, rows_committed = 0;
   int64_t chunks_sealed = 0, chunks_shared = 0, chunks_evicted = 0, chunks_recalled = 0;
+  int64_t chunks_healed = 0;      // recomputed, bit for bit, because their snapshot was damaged
+  int64_t summaries_rebuilt = 0;  // from verified payload, because their snapshot's was damaged
   int64_t chunks_spilled = 0, slices_streamed = 0, prefix_tokens_reused = 0;
   int64_t bytes_paged_in = 0;   // copied into pool blocks from any lower tier
   int64_t bytes_paged_out = 0;  // copied at eviction; 0 by design, write-through is counted apart
@@ -147,13 +149,18 @@ class Pager {
   // no bit.
   int64_t evict_all();
 
-  // session, fingerprint: JSON texts stored as they are. Returns the file's size in bytes.
-  int64_t save(SequenceId sequence, const std::string& path, const std::string& fingerprint,
-               const std::string& session);
-  // Lazy. `file_namespace` is the namespace_key the file was written under; provenance other than
-  // kExact puts the chunks in a namespace of their own.
+  // The first `upto` positions (-1: all) as they are now, for saving while the sequence goes on.
+  // Sealed chunks are shared, only a tail is copied. Its chunks, and the pager's memory, stay until
+  // it is destroyed; no room but theirs is taken.
+  std::shared_ptr<SnapshotContent> freeze(SequenceId sequence, int64_t upto = -1);
+  // Lazy: the first `upto` positions (-1: all) of a snapshot. `file_namespace` is the namespace_key
+  // the file was written under; provenance other than kExact puts the chunks in a namespace of their
+  // own.
   SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-                     Provenance provenance, const std::string& file_namespace);
+                     Provenance provenance, const std::string& file_namespace, int64_t upto = -1);
+  // The chain hash of every full chunk of these tokens under this pager's namespace_key.
+  std::vector<Hash128> chain_hashes(const std::vector<TokenId>& tokens,
+                                    const std::string& salt) const;
 
   std::vector<ChunkInfo> ledger(SequenceId sequence) const;
   PagerStats stats() const;
@@ -163,7 +170,7 @@ class Pager {
   struct Impl;
 
  private:
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;
 };
 
 }  // namespace kvpager

@@ -1,13 +1,18 @@
-// The snapshot file: write and read. docs/snapshot_format.md is normative; this is its
-// implementation.
+// Snapshots: what is saved of a sequence, how it is written and how it is read.
+// docs/snapshot_format.md is normative; this is its implementation.
+//
+// A *self-contained* file holds everything. A *manifest* holds tokens, ledger and the tail, and
+// names the packs in which a directory store keeps the sealed chunks; a *pack* is an ordinary
+// self-contained file of sealed chunks, in any order, whose token ids are theirs.
 //
 // A writer streams to a temporary name and renames; a reader validates every size before it
 // allocates for it (invariant 12), reads metadata at open and payload on demand, and verifies each
-// part when it is first read.
+// part whenever it is read.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -19,7 +24,8 @@
 namespace kvpager {
 
 inline constexpr uint16_t kSnapshotMajor = 1;
-inline constexpr uint16_t kSnapshotMinor = 0;
+inline constexpr uint16_t kSnapshotMinor =
+    1;  // newest that is written; the oldest that suffices is
 
 // What the file says of one chunk. The last one may be partial (the tail): valid < chunk_tokens.
 struct SnapshotChunk {
@@ -27,12 +33,32 @@ struct SnapshotChunk {
   Provenance provenance = Provenance::kExact;
   Hash128 chain_hash;                    // of a sealed chunk; zero for the tail
   std::vector<uint64_t> slice_checksum;  // [layers] XXH3-64 of each layer's slice
+  uint64_t summary_checksum = 0;         // XXH3-64 of the summary; zero for the tail
+
+  // Content address: equal for equal payload bytes, chain hash, provenance and valid rows.
+  Hash128 content_id() const;
 };
 
 // Optional, outside the logical digest: what residency would like to know.
 struct SnapshotHints {
   std::vector<double> qk_score;    // [chunks] or empty
-  std::vector<uint64_t> last_use;  // [chunks] or empty
+  std::vector<uint64_t> last_use;  // [chunks] or empty; age: forwards between that use and the save
+};
+
+// Where a manifest's sealed chunks are.
+struct SnapshotPacks {
+  struct Pack {
+    Hash128 id;           // file name: 32 hex digits (high, low) + ".kvsnap", in the packs folder
+    uint32_t chunks = 0;  // that it holds
+  };
+  struct Place {
+    uint32_t pack = 0;   // index into packs
+    uint32_t chunk = 0;  // index within that pack
+  };
+  std::vector<Pack> packs;
+  std::vector<Place> places;  // [sealed chunks]
+
+  bool empty() const { return packs.empty(); }
 };
 
 struct SnapshotMeta {
@@ -44,22 +70,51 @@ struct SnapshotMeta {
   std::vector<TokenId> tokens;  // ids of all committed positions
   std::vector<SnapshotChunk> chunks;
   SnapshotHints hints;
+  SnapshotPacks packs;  // of a manifest; empty: self-contained
   // Sections this version does not know, kept byte for byte so that write(read(x)) == x.
   std::vector<std::pair<uint32_t, std::string>> unknown;
 
   int64_t sealed_chunks() const {
     return static_cast<int64_t>(tokens.size()) / layout.chunk_tokens;
   }
+  int64_t summary_bytes_per_chunk() const {
+    return summary_page_bytes * layout.layers * layout.kv_heads;
+  }
 };
 
-// Streams chunks out in order, then metadata. (add_chunk | add_tail)* finish. Destroying an
-// unfinished writer removes the temporary file. Errors are StorageError with the path and the
-// system's words (disk full, read-only...).
+// Called now and then with the payload bytes done so far; may throw to stop, which undoes the call.
+using SnapshotProgress = std::function<void(int64_t done_bytes, int64_t total_bytes)>;
+
+// Something whose chunks can be written to a snapshot: a sequence frozen by a pager, or an opened
+// snapshot. Thread-safe; immutable for as long as it exists.
+class SnapshotContent {
+ public:
+  virtual ~SnapshotContent() = default;
+
+  // `packs` and `unknown` are the source's own and mean nothing to a copy.
+  virtual const SnapshotMeta& meta() const = 0;
+
+  // The payload of a chunk, layout.chunk_bytes(), rows past `valid` zero: either where it is, or
+  // copied to scratch[layout.chunk_bytes()]. The address is good until give_back, which must follow.
+  virtual const std::byte* borrow_chunk(int64_t chunk, std::byte* scratch) const = 0;
+  virtual void give_back_chunk(int64_t chunk) const = 0;
+  // The summary of a sealed chunk into out[meta().summary_bytes_per_chunk()].
+  virtual void read_summary(int64_t chunk, std::byte* out) const = 0;
+};
+
+// Streams chunks out in order, then summaries, then metadata:
+//   (add_chunk)* (add_summary)* seal publish     or     write_content  (all of it, but publish)
+// Destroying an unpublished writer removes the temporary file. Errors are StorageError with the path
+// and the system's words (disk full, read-only...).
 class SnapshotWriter {
  public:
   // Refuses an existing directory, a missing parent folder and an unwritable one before any byte is
-  // written.
-  explicit SnapshotWriter(const std::string& path, const Layout& layout);
+  // written. reserve_bytes > 0: the temporary file is given that size at once (disk space included,
+  // where the file system can), so that "disk full" is known now and a store can count it; seal()
+  // cuts what was not needed. The temporary is flock()ed exclusively for as long as it exists, and
+  // the published file until this writer is destroyed, so that others can tell whether its writer
+  // lives.
+  explicit SnapshotWriter(const std::string& path, const Layout& layout, int64_t reserve_bytes = 0);
   ~SnapshotWriter();
   SnapshotWriter(const SnapshotWriter&) = delete;
   SnapshotWriter& operator=(const SnapshotWriter&) = delete;
@@ -69,28 +124,75 @@ class SnapshotWriter {
   // Writes summaries ([sealed chunks][layers][kv_heads][summary_page_bytes], contiguous, one call
   // per chunk, in order, after the last add_chunk) as they stream in.
   void add_summary(const std::byte* summary, int64_t bytes);
-  // Metadata, header, fsync, rename, fsync of the folder. meta.chunks must match what was added.
-  // Returns the file's size in bytes.
+
+  // Metadata, header, fsync. meta.chunks must match what was added: of a self-contained file all
+  // chunks, of a manifest (meta.packs not empty) the tail alone, if there is one. Chunks given with
+  // checksums are checked against the bytes that were added. Returns the file's size in bytes.
+  int64_t seal(const SnapshotMeta& meta);
+  // Rename, fsync of the folder. REQUIRES: seal.
+  void publish();
+  // seal, publish.
   int64_t finish(const SnapshotMeta& meta);
+
+  // Writes the chunks `which` of `content` (ascending; a tail last) and the summaries of the sealed
+  // ones: large writes straight from where the bytes are, checksums beside them. Then seals:
+  //   a self-contained file, whose tokens, chunk records and hints are those of `which`, with the
+  //   given fingerprint and session. Returns the file's size in bytes.
+  int64_t write_content(const SnapshotContent& content, const std::vector<int64_t>& which,
+                        const std::string& fingerprint, const std::string& session,
+                        const SnapshotProgress& progress);
+  // Writes and seals a manifest of `content`: its tail, if it has one, and where its sealed chunks
+  // are. summary_checksum[i] is that of sealed chunk i, as the pack's chunk table has it. Hints and
+  // records are the content's. Returns the file's size in bytes.
+  int64_t write_manifest(const SnapshotContent& content, const SnapshotPacks& packs,
+                         const std::vector<uint64_t>& summary_checksum,
+                         const std::string& fingerprint, const std::string& session);
+  // Of what write_content wrote: the records of `which`, checksums filled in.
+  const std::vector<SnapshotChunk>& written() const;
+  // SnapshotReader::logical_digest of the file, known before it has its name. REQUIRES: seal.
+  Hash128 logical_digest() const;
 
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
 
-// An opened file. Holds the descriptor, never a mapping: a file that shrinks or rots underneath
+// Size in bytes of the file that write_content would make of `chunks` chunks with these JSON texts,
+// and of a manifest with `packs` packs; upper bounds, for reservations.
+int64_t snapshot_file_bytes(const SnapshotMeta& meta, int64_t sealed, bool tail,
+                            const std::string& fingerprint, const std::string& session,
+                            int64_t packs);
+
+// What verify found to be damaged.
+struct SnapshotDamage {
+  int64_t chunk = -1;
+  int layer = -1;  // -1: the summary
+  std::string message;
+};
+
+// An opened snapshot. Holds descriptors, never a mapping: a file that shrinks or rots underneath
 // gives CorruptSnapshotError, not a signal. Thread-safe for reads.
-class SnapshotReader {
+class SnapshotReader : public SnapshotContent {
  public:
   // Reads and verifies header, section table and metadata (not payload, not summaries).
   // CorruptSnapshotError, UnsupportedVersionError or StorageError, with the path and what is wrong.
-  static std::shared_ptr<SnapshotReader> open(const std::string& path);
-  ~SnapshotReader();
+  // A manifest's packs are opened too, in `packs_folder`, by default ../packs as seen from the
+  // manifest, and held with a shared flock; their sizes are checked, their bytes when they are read.
+  static std::shared_ptr<SnapshotReader> open(const std::string& path,
+                                              const std::string& packs_folder = "");
+  // A snapshot put together from sealed chunks of opened files, in this order: (file, chunk). Layout
+  // and scorer must agree (InvalidArgumentError); the fingerprint is the first one's.
+  static std::shared_ptr<SnapshotReader> gather(
+      const std::vector<std::pair<std::shared_ptr<SnapshotReader>, int64_t>>& chunks,
+      const std::string& name);
+  ~SnapshotReader() override;
 
   const std::string& path() const;
-  const SnapshotMeta& meta() const;
+  const SnapshotMeta& meta() const override;
+  uint16_t minor_version() const;
+  int64_t file_bytes() const;  // of the file itself, without packs
   // A digest of the logical section (layout, fingerprint, tokens, provenance, payload checksums,
-  // summaries' checksum): equal for equal content, whatever the hints.
+  // summaries' checksum): equal for equal content, whatever the hints and wherever the chunks are.
   Hash128 logical_digest() const;
 
   // One layer's slice of a chunk into out[layout.slice_bytes()], verified. Names chunk, token range
@@ -98,9 +200,18 @@ class SnapshotReader {
   void read_slice(int64_t chunk, int layer, std::byte* out) const;
   // All slices of a chunk into out[layout.chunk_bytes()], verified, one read.
   void read_chunk(int64_t chunk, std::byte* out) const;
-  // All summaries of the sealed chunks, [sealed][layers][kv_heads][summary_page_bytes], one read,
-  // verified.
-  void read_summaries(std::byte* out) const;
+  // Tells the system that this chunk will be read soon, so that several can be on their way at once.
+  void will_need(int64_t chunk) const;
+  // Summaries of the sealed chunks [first, first + count), [count][layers][kv_heads]
+  // [summary_page_bytes], verified; one read per run of neighbours in a file.
+  void read_summaries(int64_t first, int64_t count, std::byte* out) const;
+
+  const std::byte* borrow_chunk(int64_t chunk, std::byte* scratch) const override;
+  void give_back_chunk(int64_t chunk) const override;
+  void read_summary(int64_t chunk, std::byte* out) const override;
+
+  // Reads everything once, with `threads` threads, and returns all damage there is, in order.
+  std::vector<SnapshotDamage> verify(int threads, const SnapshotProgress& progress) const;
 
   // Payload and summary bytes read so far, for "restore reads what it needs".
   int64_t payload_bytes_read() const;

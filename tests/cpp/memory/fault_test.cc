@@ -1,6 +1,10 @@
 #include "kvpager/fault.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cerrno>
+#include <csignal>
 #include <thread>
 #include <vector>
 
@@ -50,6 +54,42 @@ TEST_CASE("disarming takes everything back, arming again replaces") {
   fault::arm("disk.write", 1, ENOSPC);
   CHECK(fault::visit("disk.write") == 0);
   CHECK(fault::visit("disk.write") == ENOSPC);
+}
+
+TEST_CASE("a short transfer moves some bytes, at least one, once") {
+  const Disarm disarm;
+  CHECK(fault::visit_transfer("snapshot.write", 100) == 100);
+  fault::arm_short("snapshot.write", 1, 30);
+  CHECK(fault::visit_transfer("snapshot.write", 100) == 100);
+  CHECK(fault::visit_transfer("snapshot.write", 100) == 30);
+  CHECK(fault::visit_transfer("snapshot.write", 100) == 100);
+  fault::arm_short("snapshot.write", 0, 0);
+  CHECK(fault::visit_transfer("snapshot.write", 100) == 1);
+  fault::arm_short("snapshot.write", 0, 1000);
+  CHECK(fault::visit_transfer("snapshot.write", 100) == 100);
+  CHECK_FALSE(fault::any_armed.load());
+}
+
+TEST_CASE("a transfer meets an armed errno as a negative number of bytes") {
+  const Disarm disarm;
+  fault::arm("snapshot.write", 0, ENOSPC);
+  CHECK(fault::visit_transfer("snapshot.write", 100) == -ENOSPC);
+  CHECK(fault::visit_transfer("snapshot.write", 100) == 100);
+}
+
+TEST_CASE("an armed kill ends the process at that visit") {
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    fault::arm("snapshot.fsync", 1, fault::kKill);
+    if (fault::visit("snapshot.fsync") != 0) _exit(1);
+    fault::visit("snapshot.fsync");
+    _exit(2);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  CHECK(WIFSIGNALED(status));
+  CHECK(WTERMSIG(status) == SIGKILL);
 }
 
 TEST_CASE("of many threads exactly one meets the fault") {

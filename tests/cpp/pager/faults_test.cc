@@ -136,12 +136,12 @@ TEST_CASE("a failing save leaves no file, the old one untouched and the pager as
   Pager pager(small_options(6, 24));
   Known sequence = create(pager, 70, 1);
   const std::string path = folder.file("turn.kvp");
-  pager.save(sequence.id, path, "{}", "{}");
+  save(pager, sequence.id, path, "{}");
   const Hash128 old = SnapshotReader::open(path)->logical_digest();
   append(pager, &sequence, some_tokens(30, 2));
   for (const char* point : {"snapshot.write", "snapshot.fsync", "snapshot.rename"}) {
     const int64_t visits = fail_at_every_visit(
-        pager, point, [&] { pager.save(sequence.id, path, "{}", "{}"); },
+        pager, point, [&] { save(pager, sequence.id, path, "{}"); },
         [&] {
           require_intact(pager, sequence);
           if (std::string(point) != "snapshot.fsync") {
@@ -153,7 +153,7 @@ TEST_CASE("a failing save leaves no file, the old one untouched and the pager as
     CHECK_FALSE(SnapshotReader::open(path)->logical_digest() == old);
     Known before{pager.fork(sequence.id), sequence.tokens};
     pager.trim(before.id, 70);
-    pager.save(before.id, path, "{}", "{}");
+    save(pager, before.id, path, "{}");
     pager.destroy_sequence(before.id);
     CHECK(SnapshotReader::open(path)->logical_digest() == old);
   }
@@ -169,7 +169,7 @@ TEST_CASE(
   {
     Pager pager(small_options(6, 24));
     saved = create(pager, 90, 1);
-    pager.save(saved.id, path, key, "{}");
+    save(pager, saved.id, path, key);
   }
   Pager pager(small_options(4, 24));
   Known bystander = create(pager, 50, 2);
@@ -211,10 +211,10 @@ TEST_CASE("a failing restore takes back the references it took to chunks that we
   const std::string key = pager.options().namespace_key;
   const Known saved = create(pager, 70, 1);
   const Known closed = create(pager, 50, 2);
-  pager.save(closed.id, path, key, "{}");
+  save(pager, closed.id, path, key);
   pager.destroy_sequence(closed.id);
   for (const bool cached : {true, false}) {
-    if (!cached) pager.save(saved.id, path, key, "{}");
+    if (!cached) save(pager, saved.id, path, key);
     const PagerStats before = pager.stats();
     const auto reader = SnapshotReader::open(path);
     fault::arm("snapshot.read", 0, EIO);

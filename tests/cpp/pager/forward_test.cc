@@ -116,7 +116,7 @@ TEST_CASE("calls out of order are refused and change nothing") {
   CHECK(is_refused([&] { pager.trim(a.id, 3); }));
   CHECK(is_refused([&] { pager.fork(a.id); }));
   CHECK(is_refused([&] { pager.destroy_sequence(a.id); }));
-  CHECK(is_refused([&] { pager.save(a.id, "/tmp/never-written", "{}", "{}"); }));
+  CHECK(is_refused([&] { save(pager, a.id, "/tmp/never-written", "{}"); }));
   CHECK(is_refused([&] { pager.commit_all(); }));  // no layer written
   CHECK(pager.forward_running());
   std::vector<TokenId> all = a.tokens;

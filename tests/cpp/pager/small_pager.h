@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -257,6 +258,22 @@ inline void require_intact(Pager& pager, const Known& sequence) {
                       layer, " position ", p);
     }
   }
+}
+
+// Writes what a frozen sequence holds to a file of its own; its size in bytes.
+inline int64_t save(const SnapshotContent& content, const std::string& path,
+                    const std::string& fingerprint, const std::string& session = "{}") {
+  std::vector<int64_t> all(content.meta().chunks.size());
+  std::iota(all.begin(), all.end(), int64_t{0});
+  SnapshotWriter writer(path, content.meta().layout);
+  const int64_t bytes = writer.write_content(content, all, fingerprint, session, nullptr);
+  writer.publish();
+  return bytes;
+}
+
+inline int64_t save(Pager& pager, SequenceId id, const std::string& path,
+                    const std::string& fingerprint, int64_t upto = -1) {
+  return save(*pager.freeze(id, upto), path, fingerprint);
 }
 
 // The message of the error of this type that a step throws; the invariants must hold after it.

@@ -14,6 +14,7 @@
 #include "kvpager/snapshot.h"
 #include "reseal.h"
 #include "sample.h"
+#include "stored.h"
 
 namespace {
 thread_local size_t largest_allocation = 0;
@@ -62,9 +63,10 @@ class Victim {
  public:
   explicit Victim(const Sample& sample = small_sample()) : path_(folder_.file("victim")) {
     write_sample(path_, sample);
-    bytes_ = read_bytes(path_);
-    fd_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
+    take();
   }
+  // A file that is there already.
+  explicit Victim(const std::string& path) : path_(path) { take(); }
   ~Victim() { ::close(fd_); }
 
   const std::string& path() const { return path_; }
@@ -85,6 +87,11 @@ class Victim {
   }
 
  private:
+  void take() {
+    bytes_ = read_bytes(path_);
+    fd_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
+  }
+
   TemporaryFolder folder_;
   std::string path_;
   std::string bytes_;
@@ -181,7 +188,7 @@ TEST_CASE("EveryFlippedByteOfTheSummariesFailsTheirReadAndLeavesThePayloadUsable
     victim.set(at, static_cast<char>(victim.bytes()[at] ^ 0x80));
     const auto reader = SnapshotReader::open(victim.path());
     try {
-      reader->read_summaries(out.data());
+      reader->read_summaries(0, 3, out.data());
       FAIL("damaged summaries were read");
     } catch (const CorruptSnapshotError& e) {
       const std::string expected = "the summary of chunk " + std::to_string((at - begin) / 160);
@@ -239,7 +246,7 @@ TEST_CASE("AZeroFilledPartIsATypedError") {
   for (int64_t c = 0; c < 4; ++c) {
     CHECK_THROWS_AS(reader->read_chunk(c, out.data()), CorruptSnapshotError);
   }
-  CHECK_THROWS_AS(reader->read_summaries(out.data()), CorruptSnapshotError);
+  CHECK_THROWS_AS(reader->read_summaries(0, 3, out.data()), CorruptSnapshotError);
   victim.replace(std::string());
   CHECK(open(victim.path()).outcome == Outcome::kCorrupt);
 }
@@ -306,7 +313,7 @@ TEST_CASE("SectionsInAnotherOrderTwiceMissingOrOverlappingAreRefused") {
                  [&](std::string* bytes) { put<uint8_t>(bytes, entry_at(5) + 3, 0); });
   expect_refused(&victim, "hints.flags", Outcome::kCorrupt,
                  [&](std::string* bytes) { put<uint8_t>(bytes, entry_at(7) + 3, 1); });
-  expect_refused(&victim, "section 9.flags", Outcome::kCorrupt,
+  expect_refused(&victim, "packs.flags", Outcome::kCorrupt,
                  [&](std::string* bytes) { put<uint8_t>(bytes, entry_at(8) + 3, 2); });
   // Nine sections in the header, ten in the file.
   expect_refused(&victim, "padding after the section table", Outcome::kCorrupt,
@@ -408,6 +415,92 @@ TEST_CASE("HintsThatContradictTheChunksAreRefusedByName") {
   });
 }
 
+// The index of a manifest's packs section in the table: the sample has no hints.
+constexpr size_t kPacksIndex = 7;
+
+TEST_CASE("EveryFlippedBitOfAManifestsHeaderTableAndMetadataIsATypedError") {
+  const StoredSample store;
+  Victim victim(store.manifest());
+  REQUIRE(entry_of(victim.bytes(), kPacksIndex).type == kPacks);
+  for (size_t at = 0; at < victim.size(); ++at) {
+    if (at == kFrontBytes) at = victim.metadata_at();
+    for (int bit = 0; bit < 8; ++bit) {
+      victim.set(at, static_cast<char>(victim.bytes()[at] ^ (1 << bit)));
+      const Attempt attempt = open(victim.path());
+      if (attempt.outcome == Outcome::kOpened) FAIL("byte ", at, " bit ", bit, " went unseen");
+    }
+    victim.restore(at);
+  }
+  CHECK(open(victim.path()).outcome == Outcome::kOpened);
+}
+
+TEST_CASE("APacksSectionThatContradictsItselfOrTheTokensIsRefusedByName") {
+  const StoredSample store;  // 7 sealed chunks: even ones in pack 0, odd ones in pack 1
+  Victim victim(store.manifest());
+  const size_t packs = entry_of(victim.bytes(), kPacksIndex).offset;
+  const size_t places = packs + 8 + 2 * 24;
+  const auto refused = [&](const std::string& field, const auto& change) {
+    expect_refused(&victim, field, Outcome::kCorrupt, change);
+  };
+  const auto put_at = [](size_t at, auto value) {
+    return [=](std::string* bytes) { put(bytes, at, value); };
+  };
+  for (const uint32_t count : {0u, 1u, 3u, 7u, 256u, 1u << 31, UINT32_MAX}) {
+    refused("packs.size", put_at(packs, count));
+  }
+  refused("packs.reserved", put_at(packs + 4, 1u));
+  refused("packs[1].id is that of packs[0]", [&](std::string* bytes) {
+    std::memcpy(bytes->data() + packs + 8 + 24, bytes->data() + packs + 8, 16);
+  });
+  for (const uint32_t chunks : {0u, 1u << 31, UINT32_MAX}) {
+    refused("packs[0].chunks", put_at(packs + 8 + 16, chunks));
+  }
+  refused("packs[1].reserved", put_at(packs + 8 + 24 + 20, 1u));
+  refused("packs.places[6].chunk is 3", put_at(packs + 8 + 16, 3u));  // of 4
+  for (const uint32_t pack : {1u, 2u, UINT32_MAX}) {                  // not numbered by first use
+    refused("packs.places[0].pack", put_at(places, pack));
+  }
+  refused("packs.places[3].pack", put_at(places + 3 * 8, 2u));
+  for (const uint32_t chunk : {3u, 4u, UINT32_MAX}) {
+    refused("packs.places[1].chunk", put_at(places + 8 + 4, chunk));
+  }
+  refused("packs.places is the same for two chunks", put_at(places + 2 * 8 + 4, 0u));
+  refused("packs[1] is used by no chunk", [&](std::string* bytes) {
+    put(bytes, packs + 8 + 16, 9u);
+    for (uint32_t c = 0; c < 7; ++c) {
+      put(bytes, places + c * 8, 0u);
+      put(bytes, places + c * 8 + 4, c);
+    }
+  });
+  // Sizes of packs that are there, but not as the manifest says.
+  refused("tokens.size", put_at(packs + 8 + 16, 5u));
+  refused("tokens.size", put_at(packs + 8 + 16, uint32_t{INT32_MAX}));
+  expect_refused(&victim, "packs.version is 2 and the section is required", Outcome::kUnsupported,
+                 put_at(entry_at(kPacksIndex) + 2, uint8_t{2}));
+  // Without its packs it is a file whose payload is missing.
+  refused("payload.size", [&](std::string* bytes) {
+    put(bytes, kMinorAt, uint16_t{0});
+    put(bytes, entry_at(kPacksIndex) + 2, uint8_t{2});
+    put(bytes, entry_at(kPacksIndex) + 3, uint8_t{0});
+  });
+  victim.replace(victim.bytes());
+  CHECK(open(victim.path()).outcome == Outcome::kOpened);
+}
+
+TEST_CASE("AManifestOfOtherTokensThanItsPacksAndTailIsRefusedByName") {
+  const StoredSample store;
+  Victim victim(store.manifest());
+  const size_t layout = victim.offset_of(kLayout);
+  for (size_t i = 0; i < 5; ++i) {
+    for (const int32_t value : {0, -1, 1 << 30, INT32_MAX, INT32_MIN, 16, 48, 4096}) {
+      expect_refused(&victim, "", Outcome::kCorrupt,
+                     [&](std::string* bytes) { put(bytes, layout + 4 * i, value); });
+    }
+  }
+  expect_refused(&victim, "summaries.size", Outcome::kCorrupt,
+                 [&](std::string* bytes) { put<int64_t>(bytes, layout + 24, 1 << 30); });
+}
+
 TEST_CASE("SwappedChunksFailBothAndNoOther") {
   const Sample sample = small_sample();
   Victim victim(sample);
@@ -445,8 +538,7 @@ TEST_CASE("ANewerMajorVersionIsRefusedByNameAndANewerMinorIsRead") {
 
 TEST_CASE("AnUnknownRequiredSectionIsRefusedByNameAndAnUnknownOptionalOneIsKept") {
   Victim victim;
-  expect_refused(&victim, "section 9.version is 3 and the section is required",
-                 Outcome::kUnsupported,
+  expect_refused(&victim, "packs.version is 3 and the section is required", Outcome::kUnsupported,
                  [&](std::string* bytes) { put<uint8_t>(bytes, entry_at(8) + 3, 1); });
   expect_refused(&victim, "tokens.version is 2 and the section is required", Outcome::kUnsupported,
                  [&](std::string* bytes) { put<uint8_t>(bytes, entry_at(5) + 2, 2); });
@@ -475,7 +567,7 @@ TEST_CASE("AFileThatShrinksAfterItWasOpenedGivesAnErrorForWhatIsGone") {
   CHECK(std::memcmp(out.data(), sample.payload[1].data(), 512) == 0);
   CHECK_THROWS_AS(reader->read_slice(1, 1, out.data()), CorruptSnapshotError);
   CHECK_THROWS_AS(reader->read_chunk(2, out.data()), CorruptSnapshotError);
-  CHECK_THROWS_AS(reader->read_summaries(out.data()), CorruptSnapshotError);
+  CHECK_THROWS_AS(reader->read_summaries(0, 3, out.data()), CorruptSnapshotError);
   CHECK_THROWS_WITH_AS(reader->read_chunk(3, out.data()),
                        doctest::Contains("became shorter after it was opened"),
                        CorruptSnapshotError);

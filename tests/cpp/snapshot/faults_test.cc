@@ -7,7 +7,9 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <functional>
 
+#include "content.h"
 #include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
@@ -21,9 +23,36 @@ struct Disarm {
   ~Disarm() { fault::disarm_all(); }
 };
 
-// Saves over nothing, or over an old snapshot, failing at the n-th visit of `point`; returns how
-// many visits failed before a save went through.
-int fail_at_every_visit(const char* point, const Sample& sample, bool over_an_old_one) {
+// The ways to write a snapshot of a sample to `path`.
+using Save = std::function<void(const std::string& path, const Sample& sample)>;
+
+void save_by_chunks(const std::string& path, const Sample& sample) { write_sample(path, sample); }
+
+void save_reserved(const std::string& path, const Sample& sample) {
+  SnapshotWriter writer(path, sample.meta.layout, 16 << 20);
+  add_all(sample, &writer);
+  writer.seal(sample.meta);
+  writer.publish();
+}
+
+void save_whole(const std::string& path, const Sample& sample) {
+  const TestContent content(sample, TestContent::Where::kInPlace);
+  save_content(path, content);
+  REQUIRE(content.all_given_back());
+}
+
+void save_as_manifest(const std::string& path, const Sample& sample) {
+  const TestContent content(sample, TestContent::Where::kInPlace);
+  SnapshotWriter writer(path, sample.meta.layout, 4 << 20);
+  writer.write_manifest(content, one_pack({1, 2}, sample.meta.sealed_chunks()),
+                        summary_checksums(sample), "{}", "{}");
+  writer.publish();
+}
+
+// Saves over nothing, or over an old snapshot, failing at the n-th visit of `point` until none is
+// left; returns how many visits there are.
+int fail_at_every_visit(const std::string& point, int error, const Save& save, const Sample& sample,
+                        bool over_an_old_one) {
   const Disarm disarm;
   const TemporaryFolder folder;
   const std::string path = folder.file("s");
@@ -32,33 +61,116 @@ int fail_at_every_visit(const char* point, const Sample& sample, bool over_an_ol
     write_sample(path, make_sample(small_layout(), 11));
     old = read_bytes(path);
   }
+  const TemporaryFolder elsewhere;
+  save(elsewhere.file("expected"), sample);
   for (int n = 0;; ++n) {
-    fault::arm(point, n, EIO);
+    fault::arm(point, n, error);
     try {
-      write_sample(path, sample);
+      save(path, sample);
     } catch (const StorageError& e) {
       const std::string message = e.what();
       CHECK(message.find(path) == 0);
-      CHECK(message.find(std::strerror(EIO)) != std::string::npos);
+      CHECK(message.find(std::strerror(error)) != std::string::npos);
       CHECK(folder.list().size() == (over_an_old_one ? 1 : 0));
       if (over_an_old_one) CHECK(read_bytes(path) == old);
       continue;
     }
+    CHECK(fault::any_armed);  // the save met no fault: there is no visit left to fail
     fault::disarm_all();
     CHECK(folder.list() == std::vector<std::string>{"s"});
-    CHECK(read_all(*SnapshotReader::open(path)).payload == sample.payload);
+    CHECK((read_bytes(path) == read_bytes(elsewhere.file("expected"))));
     return n;
   }
 }
 
-TEST_CASE("AFailureAtAnyWriteSyncOrRenameLeavesNothingAndKeepsTheOldSnapshot") {
+struct Visits {
+  std::string point;
+  int expected;
+};
+
+void check_every_visit(const Save& save, const Sample& sample, const std::vector<Visits>& sites) {
   for (const bool over : {false, true}) {
-    const Sample small = small_sample();
-    const Sample large = make_sample(large_layout(), 64 * 3 + 1);
-    CHECK(fail_at_every_visit("snapshot.write", small, over) == 2);  // everything, header
-    CHECK(fail_at_every_visit("snapshot.write", large, over) == 6);  // 4 chunks, metadata, header
-    CHECK(fail_at_every_visit("snapshot.fsync", small, over) == 2);  // file, folder
-    CHECK(fail_at_every_visit("snapshot.rename", small, over) == 1);
+    for (const Visits& site : sites) {
+      CAPTURE(site.point);
+      CHECK(fail_at_every_visit(site.point, EIO, save, sample, over) == site.expected);
+    }
+    CHECK(fail_at_every_visit("snapshot.write", ENOSPC, save, sample, over) > 0);
+  }
+}
+
+TEST_CASE("AFailureAtAnyStepLeavesNothingAndKeepsTheOldSnapshot") {
+  const Sample small = small_sample();
+  const Sample large = content_sample(large_layout(), 64 * 3 + 1);
+  check_every_visit(save_by_chunks, small,
+                    {{"snapshot.create", 1},
+                     {"snapshot.lock", 1},
+                     {"snapshot.reserve", 0},
+                     {"snapshot.write", 2},  // everything, header
+                     {"snapshot.truncate", 0},
+                     {"snapshot.fsync", 2},  // file, folder
+                     {"snapshot.rename", 1}});
+  check_every_visit(save_by_chunks, large, {{"snapshot.write", 6}});  // 4 chunks, metadata, header
+  check_every_visit(save_reserved, large,
+                    {{"snapshot.create", 1},
+                     {"snapshot.lock", 1},
+                     {"snapshot.reserve", 1},
+                     {"snapshot.write", 6},
+                     {"snapshot.truncate", 1},
+                     {"snapshot.fsync", 2},
+                     {"snapshot.rename", 1}});
+}
+
+TEST_CASE("AFailureAtAnyStepOfWritingAContentLeavesNothingAndKeepsTheOldSnapshot") {
+  const Sample large = content_sample(large_layout(), 64 * 3 + 1);
+  check_every_visit(save_whole, large,
+                    {{"snapshot.create", 1},
+                     {"snapshot.lock", 1},
+                     {"snapshot.reserve", 1},
+                     {"snapshot.write", 4},  // 2 groups, metadata, header
+                     {"snapshot.truncate", 1},
+                     {"snapshot.fsync", 2},
+                     {"snapshot.rename", 1}});
+  check_every_visit(save_as_manifest, large,
+                    {{"snapshot.reserve", 1},
+                     {"snapshot.write", 3},  // the tail, metadata, header
+                     {"snapshot.truncate", 1},
+                     {"snapshot.fsync", 2},
+                     {"snapshot.rename", 1}});
+}
+
+TEST_CASE("AShortWriteGoesOnWhereItStoppedWithinAChunkToo") {
+  const Disarm disarm;
+  const TemporaryFolder folder;
+  const Sample large = content_sample(large_layout(), 64 * 3 + 1);
+  const int64_t chunk = large_layout().chunk_bytes();
+  for (const Save& save : {Save(save_by_chunks), Save(save_whole)}) {
+    save(folder.file("expected"), large);
+    const std::string expected = read_bytes(folder.file("expected"));
+    for (int visit = 0; visit < 3; ++visit) {
+      for (const int64_t bytes :
+           {int64_t{1}, int64_t{4095}, chunk - 1, chunk, chunk + 1, chunk + 12345}) {
+        fault::arm_short("snapshot.write", visit, bytes);
+        save(folder.file("s"), large);
+        fault::disarm_all();
+        REQUIRE((read_bytes(folder.file("s")) == expected));
+      }
+    }
+  }
+}
+
+TEST_CASE("AnInterruptedStepIsTakenAgain") {
+  const Disarm disarm;
+  const TemporaryFolder folder;
+  const Sample sample = content_sample(small_layout(), 29);
+  save_whole(folder.file("expected"), sample);
+  for (const char* point :
+       {"snapshot.create", "snapshot.lock", "snapshot.reserve", "snapshot.write",
+        "snapshot.truncate", "snapshot.fsync", "snapshot.rename"}) {
+    CAPTURE(point);
+    fault::arm(point, 0, EINTR);
+    save_whole(folder.file("s"), sample);
+    CHECK_FALSE(fault::any_armed);
+    CHECK(read_bytes(folder.file("s")) == read_bytes(folder.file("expected")));
   }
 }
 
@@ -142,6 +254,13 @@ TEST_CASE("AMissingOrUnusableTargetIsRefusedBeforeAnyByteIsWritten") {
   write_bytes(folder.file("file"), "x");
   refused(folder.file("file/s"), "Not a directory");
   CHECK(read_bytes(folder.file("file")) == "x");
+}
+
+TEST_CASE("APathWithANulByteIsNotCutShort") {
+  const TemporaryFolder folder;
+  CHECK_THROWS_WITH_AS(SnapshotWriter(folder.file("s") + std::string("\0tail", 5), small_layout()),
+                       doctest::Contains("NUL byte"), InvalidArgumentError);
+  CHECK(folder.list().empty());
 }
 
 TEST_CASE("AFolderWithoutWritePermissionIsRefused") {

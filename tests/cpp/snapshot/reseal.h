@@ -47,7 +47,18 @@ inline void reseal_header(std::string* bytes) {
   put(bytes, kHeaderChecksumAt, xxh3_64(bytes->data(), kHeaderChecksumAt));
 }
 
-// Payload and summary checksums of the table, from the chunk table.
+inline bool is_manifest(const std::string& bytes) {
+  const size_t count =
+      std::min(get<uint32_t>(bytes, snapshot::kSectionCountAt), snapshot::kMaxSections);
+  for (size_t i = 0; i < count; ++i) {
+    const snapshot::SectionEntry entry = entry_of(bytes, i);
+    if (entry.type == snapshot::kPacks && entry.known()) return true;
+  }
+  return false;
+}
+
+// Payload and summary checksums of the table, from the chunk table: of all chunks, or of a manifest
+// of the tail, which alone is in the file.
 inline void reseal_bulk(std::string* bytes) {
   using namespace snapshot;  // NOLINT(build/namespaces)
   const SectionEntry layout = entry_of(*bytes, kLayout - 1);
@@ -56,12 +67,15 @@ inline void reseal_bulk(std::string* bytes) {
   const auto layers = get<uint32_t>(*bytes, layout.offset);
   const auto chunk_tokens = get<uint32_t>(*bytes, layout.offset + 8);
   const uint64_t stride = 32 + uint64_t{8} * layers;
+  const bool manifest = is_manifest(*bytes);
   std::string slices;
   std::string summaries;
   for (uint64_t at = 0; at + stride <= chunks.size; at += stride) {
     const size_t from = chunks.offset + at;
+    const bool sealed = get<uint32_t>(*bytes, from) == chunk_tokens;
+    if (sealed && manifest) continue;
     slices.append(*bytes, from + 32, stride - 32);
-    if (get<uint32_t>(*bytes, from) == chunk_tokens) summaries.append(*bytes, from + 24, 8);
+    if (sealed) summaries.append(*bytes, from + 24, 8);
   }
   put(bytes, entry_at(kPayload - 1) + 24, xxh3_64(slices.data(), slices.size()));
   put(bytes, entry_at(kSummaries - 1) + 24, xxh3_64(summaries.data(), summaries.size()));

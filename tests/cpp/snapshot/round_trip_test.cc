@@ -2,6 +2,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <random>
 #include <thread>
 
@@ -11,6 +12,7 @@
 #include "kvpager/snapshot.h"
 #include "reseal.h"
 #include "sample.h"
+#include "stored.h"
 
 namespace kvpager::snapshot_test {
 namespace {
@@ -88,6 +90,28 @@ TEST_CASE("WritingWhatWasReadGivesTheSameBytesForEveryTailAndShape") {
   }
 }
 
+TEST_CASE("GoldenFilesAreReadAndWrittenAgainToTheByte") {
+  const std::string here = __FILE__;
+  const std::string golden = here.substr(0, here.rfind("cpp/snapshot/")) + "golden/";
+  const TemporaryFolder folder;
+  int files = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(golden)) {
+    if (entry.path().extension() != ".kvsnap") continue;
+    const auto reader = SnapshotReader::open(entry.path().string());
+    const SnapshotPacks& packs = reader->meta().packs;
+    const Sample sample = read_all(*reader);
+    if (packs.empty()) {
+      write_sample(folder.file("again"), sample);
+    } else {
+      write_manifest(folder.file("again"), sample, packs);
+    }
+    CHECK((read_bytes(folder.file("again")) == read_bytes(entry.path().string())));
+    CHECK(reader->verify(1, {}).empty());
+    ++files;
+  }
+  CHECK(files == 5);  // of 1.0: two; of 1.1: a manifest and its two packs
+}
+
 TEST_CASE("ASliceIsReadWhereverItLies") {
   const TemporaryFolder folder;
   const Sample sample = small_sample();
@@ -117,7 +141,7 @@ TEST_CASE("OpeningReadsNoPayloadAndReadsAreCounted") {
   reader->read_chunk(2, out.data());
   CHECK(reader->payload_bytes_read() == layout.slice_bytes() + layout.chunk_bytes());
   std::vector<std::byte> summaries(3 * sample.summaries[0].size());
-  reader->read_summaries(summaries.data());
+  reader->read_summaries(0, 3, summaries.data());
   CHECK(reader->payload_bytes_read() ==
         layout.slice_bytes() + layout.chunk_bytes() + static_cast<int64_t>(summaries.size()));
 }
@@ -140,7 +164,7 @@ TEST_CASE("OpeningTakesTwoReadsAndEveryChunkOrSetOfSummariesOne") {
   std::vector<std::byte> out(4096);
   reads_at_most(1, [&] { reader->read_chunk(0, out.data()); });
   reads_at_most(1, [&] { reader->read_slice(0, 1, out.data()); });
-  reads_at_most(1, [&] { reader->read_summaries(out.data()); });
+  reads_at_most(1, [&] { reader->read_summaries(0, 3, out.data()); });
 }
 
 TEST_CASE("TheLogicalDigestFollowsContentAndIgnoresHintsSessionAndUnknownParts") {
@@ -168,6 +192,27 @@ TEST_CASE("TheLogicalDigestFollowsContentAndIgnoresHintsSessionAndUnknownParts")
   changed([](Sample* s) { s->meta.chunks[1].chain_hash.high ^= 1; });
   changed([](Sample* s) { s->payload[3][1023] ^= std::byte{1}; });
   changed([](Sample* s) { s->summaries[2][0] ^= std::byte{1}; });
+}
+
+TEST_CASE("AContentIdFollowsPayloadHashProvenanceAndRowsAndNothingElse") {
+  const Sample sample = make_sample(small_layout(), 16);
+  const SnapshotChunk chunk = sample.meta.chunks[0];
+  const Hash128 id = chunk.content_id();
+  SnapshotChunk same = chunk;
+  same.summary_checksum = 77;
+  CHECK(same.content_id() == id);
+  const auto differs = [&](const auto& change) {
+    SnapshotChunk other = chunk;
+    change(&other);
+    CHECK_FALSE(other.content_id() == id);
+  };
+  differs([](SnapshotChunk* c) { c->slice_checksum[1] ^= 1; });
+  differs([](SnapshotChunk* c) { std::swap(c->slice_checksum[0], c->slice_checksum[1]); });
+  differs([](SnapshotChunk* c) { c->slice_checksum.pop_back(); });
+  differs([](SnapshotChunk* c) { c->chain_hash.low ^= 1; });
+  differs([](SnapshotChunk* c) { c->chain_hash.high ^= 1; });
+  differs([](SnapshotChunk* c) { c->provenance = Provenance::kApproximate; });
+  differs([](SnapshotChunk* c) { c->valid = 7; });
 }
 
 TEST_CASE("AChunkWithoutChecksumsTakesThoseOfItsBytes") {

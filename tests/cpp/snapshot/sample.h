@@ -53,8 +53,12 @@ class TemporaryFolder {
 };
 
 inline std::string read_bytes(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  return std::string(std::istreambuf_iterator<char>(in), {});
+  std::ifstream in(path, std::ios::binary | std::ios::ate);
+  if (!in) return "";
+  std::string bytes(static_cast<size_t>(in.tellg()), '\0');
+  in.seekg(0);
+  in.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  return bytes;
 }
 
 inline void write_bytes(const std::string& path, const std::string& bytes) {
@@ -169,7 +173,7 @@ inline Sample read_all(const SnapshotReader& reader) {
   const uint64_t each = snapshot::summary_bytes_per_chunk(layout, out.meta.summary_page_bytes);
   const auto sealed = static_cast<size_t>(out.meta.sealed_chunks());
   std::vector<std::byte> all(each * sealed);
-  reader.read_summaries(all.data());
+  reader.read_summaries(0, static_cast<int64_t>(sealed), all.data());
   for (size_t c = 0; c < sealed; ++c) {
     const auto first = all.begin() + static_cast<std::ptrdiff_t>(c * each);
     out.summaries.emplace_back(first, first + static_cast<std::ptrdiff_t>(each));

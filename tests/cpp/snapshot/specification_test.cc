@@ -1,9 +1,10 @@
-// The worked example of docs/snapshot_format.md is the file the writer writes.
+// The worked examples of docs/snapshot_format.md are the files the writer writes.
 #include <cstring>
 
 #include "doctest.h"
 #include "kvpager/snapshot.h"
 #include "sample.h"
+#include "stored.h"
 
 namespace kvpager::snapshot_test {
 namespace {
@@ -71,19 +72,46 @@ std::string hexdump(const std::string& bytes) {
   return out + offset(bytes.size()) + "\n";
 }
 
-TEST_CASE("TheWorkedExampleOfTheSpecificationIsWhatTheWriterWrites") {
+std::string document() {
   const std::string here = __FILE__;
   const std::string root = here.substr(0, here.rfind("tests/cpp/snapshot/"));
-  const std::string document = read_bytes(root + "docs/snapshot_format.md");
-  const std::string fence = "```hexdump\n";
-  const size_t begin = document.find(fence);
-  REQUIRE(begin != std::string::npos);
-  const size_t from = begin + fence.size();
-  const std::string documented = document.substr(from, document.find("```", from) - from);
+  return read_bytes(root + "docs/snapshot_format.md");
+}
 
+// What is between the n-th pair of fences.
+std::string documented(size_t n) {
+  const std::string text = document();
+  const std::string fence = "```hexdump\n";
+  size_t from = 0;
+  for (size_t i = 0; i <= n; ++i) {
+    from = text.find(fence, from);
+    REQUIRE(from != std::string::npos);
+    from += fence.size();
+  }
+  return text.substr(from, text.find("```", from) - from);
+}
+
+TEST_CASE("TheWorkedExampleOfTheSpecificationIsWhatTheWriterWrites") {
   const TemporaryFolder folder;
   write_sample(folder.file("example"), example());
-  CHECK(hexdump(read_bytes(folder.file("example"))) == documented);
+  CHECK(hexdump(read_bytes(folder.file("example"))) == documented(0));
+}
+
+TEST_CASE("TheManifestOfTheSpecificationIsWhatTheWriterWrites") {
+  Sample sample = example();
+  sample.meta.hints = {};
+  for (int layer = 0; layer < sample.meta.layout.layers; ++layer) {
+    sample.meta.chunks[0].slice_checksum.push_back(
+        slice_checksum(sample.payload[0].data(), sample.meta.layout.slice_bytes()));
+  }
+  SnapshotPacks packs;
+  packs.packs = {{{0x8899aabbccddeeffu, 0x0011223344556677u}, 4}};
+  packs.places = {{0, 2}};
+  const TemporaryFolder folder;
+  write_manifest(folder.file("manifest"), sample, packs);
+  CHECK(hexdump(read_bytes(folder.file("manifest"))) == documented(1));
+  CHECK(document().find("`" + snapshot::pack_file_name(packs.packs[0].id) + "`") !=
+        std::string::npos);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Save and restore as the pager does them; the format has tests of its own.
+// Sequences from snapshots; the format has tests of its own.
 #include "small_pager.h"
 
 namespace kvpager::pager_test {
@@ -30,7 +30,7 @@ TEST_CASE(
     Pager first(top_k(5, 64));
     Known saved = create(first, length, 1);
     first.evict_all();
-    CHECK(first.save(saved.id, path, kKey, "{}") > 0);
+    CHECK(save(first, saved.id, path, kKey) > 0);
     require_intact(first, saved);
     Pager second(top_k(4, 64));
     Known restored = restore(second, saved, path);
@@ -40,8 +40,8 @@ TEST_CASE(
     CHECK(same_bits(append(second, &restored, more), append(first, &saved, more)));
     require_intact(second, restored);
     const std::string again = folder.file("again.kvp");
-    first.save(saved.id, path, kKey, "{}");
-    second.save(restored.id, again, kKey, "{}");
+    save(first, saved.id, path, kKey);
+    save(second, restored.id, again, kKey);
     CHECK(SnapshotReader::open(path)->logical_digest() ==
           SnapshotReader::open(again)->logical_digest());
   }
@@ -52,7 +52,7 @@ TEST_CASE("a restore reads the tail and nothing else until chunks are needed") {
   const std::string path = folder.file("turn.kvp");
   Pager first(small_options(5, 64));
   const Known saved = create(first, 20 * 16 + 3, 1);
-  first.save(saved.id, path, kKey, "{}");
+  save(first, saved.id, path, kKey);
   Pager second(small_options(5, 64));
   const auto reader = SnapshotReader::open(path);
   CHECK(reader->payload_bytes_read() == 0);
@@ -73,7 +73,7 @@ TEST_CASE(
   const std::string path = folder.file("turn.kvp");
   Pager first(top_k(8, 64));
   const Known saved = create(first, 160, 1);
-  first.save(saved.id, path, kKey, "{}");
+  save(first, saved.id, path, kKey);
   // The restored sequence never runs, so that its summaries are still in the file when another
   // seals the same.
   Pager second(top_k(8, 64));
@@ -96,7 +96,7 @@ TEST_CASE("a prefix adopted from a restored sequence that never ran has its summ
   const std::string path = folder.file("turn.kvp");
   Pager first(top_k(8, 64));
   const Known saved = create(first, 160, 1);
-  first.save(saved.id, path, kKey, "{}");
+  save(first, saved.id, path, kKey);
   Pager second(top_k(8, 64));
   const Known restored = restore(second, saved, path);
   Known adopter = create(second);
@@ -113,7 +113,7 @@ TEST_CASE("a snapshot's chunk is read from its file once, into host memory nobod
   const std::string path = folder.file("turn.kvp");
   Pager first(small_options(5, 64));
   const Known saved = create(first, 20 * 16 + 3, 1);
-  first.save(saved.id, path, kKey, "{}");
+  save(first, saved.id, path, kKey);
   Pager second(small_options(5, 24));
   const auto reader = SnapshotReader::open(path);
   const Known restored{second.restore(reader, "", Provenance::kExact, kKey), saved.tokens};
@@ -140,7 +140,7 @@ TEST_CASE("restoring what is here already shares it, twice over") {
   const std::string path = folder.file("turn.kvp");
   Pager pager(small_options(6, 64));
   const Known saved = create(pager, 70, 1);
-  pager.save(saved.id, path, kKey, "{}");
+  save(pager, saved.id, path, kKey);
   const Known a = restore(pager, saved, path);
   const Known b = restore(pager, saved, path);
   CHECK(pager.ledger(saved.id)[0].references == 3);
@@ -156,7 +156,7 @@ TEST_CASE("scores come back with the snapshot, and the next forward uses them") 
   Pager first(top_k(8, 64));
   const Known saved = create(first, 160, 1);
   for (int i = 0; i < 4; ++i) probe(first, saved);
-  first.save(saved.id, path, kKey, "{}");
+  save(first, saved.id, path, kKey);
   const std::vector<ChunkInfo> before = first.ledger(saved.id);
   Pager second(top_k(8, 64));
   const Known restored = restore(second, saved, path);
@@ -181,7 +181,7 @@ TEST_CASE(
   Pager first(small_options(8, 64));
   const Known saved = create(first, 96, 1);
   for (int i = 0; i < 4; ++i) probe(first, saved);
-  first.save(saved.id, path, kKey, "{}");
+  save(first, saved.id, path, kKey);
   Pager second(small_options(6, 64));
   const Known restored = restore(second, saved, path);
   second.unpin(
@@ -207,7 +207,7 @@ TEST_CASE(
   const std::string path = folder.file("turn.kvp");
   Pager first(small_options(6, 64));
   const Known saved = create(first, 70, 1, "alice");
-  first.save(saved.id, path, kKey, "{}");
+  save(first, saved.id, path, kKey);
   const auto refusal = [&](PagerOptions options, const std::string& salt, const std::string& key) {
     Pager pager(options);
     const std::string message = error_of<FingerprintMismatchError>(
@@ -236,7 +236,7 @@ TEST_CASE("a restore that the budgets cannot hold is refused with the bytes") {
   const std::string path = folder.file("turn.kvp");
   Pager first(small_options(6, 64));
   const Known saved = create(first, 10 * 16 + 2, 1);
-  first.save(saved.id, path, kKey, "{}");
+  save(first, saved.id, path, kKey);
   PagerOptions options = small_options(4, 64);
   options.summary_bytes = 9 * first.stats().summary_bytes_per_chunk;
   Pager summaries(options);
@@ -257,7 +257,7 @@ TEST_CASE("what is restored as approximate is never served as exact, nor what fo
   const std::string path = folder.file("turn.kvp");
   Pager first(small_options(6, 64));
   const Known saved = create(first, 70, 1);
-  first.save(saved.id, path, kKey, "{}");
+  save(first, saved.id, path, kKey);
   PagerOptions options = small_options(6, 64);
   options.namespace_key = "{\"model\":\"other\"}";
   Pager second(options);
@@ -273,11 +273,10 @@ TEST_CASE("what is restored as approximate is never served as exact, nor what fo
 TEST_CASE("an empty sequence and an impossible path are refused") {
   Pager pager(small_options(6, 64));
   const Known empty = create(pager);
-  CHECK(contains(
-      error_of<InvalidArgumentError>(pager, [&] { pager.save(empty.id, "x", "{}", "{}"); }),
-      "empty"));
+  CHECK(contains(error_of<InvalidArgumentError>(pager, [&] { save(pager, empty.id, "x", "{}"); }),
+                 "empty"));
   const Known held = create(pager, 5, 1);
-  CHECK_THROWS_AS(pager.save(held.id, "/nowhere/at/all/x.kvp", "{}", "{}"), StorageError);
+  CHECK_THROWS_AS(save(pager, held.id, "/nowhere/at/all/x.kvp", "{}"), StorageError);
   require_intact(pager, held);
 }
 

@@ -1,8 +1,8 @@
-// Save and restore. A snapshot holds chunks, summaries and token ids; nothing of the pager's
-// history.
+// Restore: a sequence whose chunks are still in a snapshot. Nothing of the history of the pager that
+// saved it is needed.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
-#include <map>
 
 #include "core/chain_hash.h"
 #include "kvpager/error.h"
@@ -10,85 +10,89 @@
 
 namespace kvpager {
 
-int64_t Pager::Impl::save(SequenceId id, const std::string& path, const std::string& fingerprint,
-                          const std::string& session) {
-  Sequence& sequence = find(id);
-  require_idle(sequence, "save");
-  if (sequence.length == 0)
-    throw InvalidArgumentError("save: the sequence is empty, there is nothing to save");
-  load_summaries(sequence);
-  SnapshotMeta meta;
-  meta.layout = layout;
-  meta.scorer = options.scorer;
-  meta.summary_page_bytes = summary_page_bytes;
-  meta.fingerprint = fingerprint;
-  meta.session = session;
-  meta.tokens = sequence.tokens;
+namespace {
 
-  SnapshotWriter writer(path, layout);
-  std::vector<std::byte> buffer(static_cast<size_t>(layout.chunk_bytes()));
-  for (int64_t c = 0; c < sequence.sealed_chunks(); ++c) {
-    const ChunkUse& use = sequence.use(c);
-    const ChunkRecord& record = ledger[use.record];
-    const std::byte* bytes = address(record);
-    if (bytes == nullptr) {
-      read_chunk(record, buffer.data());
-      bytes = buffer.data();
-    }
-    writer.add_chunk(bytes);
-    meta.chunks.push_back({layout.chunk_tokens, record.provenance, record.hash, record.checksums});
-    meta.hints.qk_score.push_back(use.qk_score);
-    meta.hints.last_use.push_back(clock -
-                                  std::min(clock, use.last_use));  // age: the clock is not saved
-  }
-  if (!sequence.frontier.empty()) {
-    const int32_t valid = static_cast<int32_t>(sequence.length % layout.chunk_tokens);
-    std::memcpy(buffer.data(), pool.slot(ledger[sequence.frontier[0].record].block.value()),
-                buffer.size());
-    zero_rows_after(layout, buffer.data(), valid);
-    SnapshotChunk tail{valid, sequence.provenance, {}, {}};
-    for (int layer = 0; layer < layout.layers; ++layer) {
-      tail.slice_checksum.push_back(
-          slice_checksum(buffer.data() + layout.slice_offset(layer), layout.slice_bytes()));
-    }
-    writer.add_chunk(buffer.data());
-    meta.chunks.push_back(std::move(tail));
-    meta.hints.qk_score.push_back(0);
-    meta.hints.last_use.push_back(0);
-  }
-  for (const ChunkUse& use : sequence.sealed) {
-    writer.add_summary(summaries.slot(ledger[use.record].summary.value()), summaries.slot_bytes());
-  }
-  return writer.finish(meta);
-}
+// Neighbours in one snapshot, whose summaries are one read.
+struct SummaryRun {
+  SnapshotReader* reader;
+  int64_t first;
+  std::vector<ChunkRecord*> records;
+};
 
-// Brings the summaries a restore left in the file, one read per snapshot. Invariant 9: after this
-// no sealed chunk of the sequence is without one.
+constexpr int64_t kSummaryReadBytes = int64_t{4} << 20;
+
+}  // namespace
+
+// Brings the summaries a restore left in the file. Invariant 9: after this no sealed chunk of the
+// sequence is without one.
 void Pager::Impl::load_summaries(Sequence& sequence) {
   if (sequence.summaries_loaded) return;
-  std::map<SnapshotReader*, std::vector<std::byte>> files;
-  for (const ChunkUse& use : sequence.sealed) {
-    const ChunkRecord& record = ledger[use.record];
-    if (record.summary_pending) files[record.source.get()];
-  }
-  for (auto& [reader, bytes] : files) {
-    bytes.resize(static_cast<size_t>(reader->meta().sealed_chunks() * summaries.slot_bytes()));
-    reader->read_summaries(bytes.data());
-  }
+  const int64_t each = summaries.slot_bytes();
+  const size_t longest = static_cast<size_t>(std::max<int64_t>(1, kSummaryReadBytes / each));
+  std::vector<SummaryRun> runs;
   for (const ChunkUse& use : sequence.sealed) {
     ChunkRecord& record = ledger[use.record];
     if (!record.summary_pending) continue;
-    const std::vector<std::byte>& bytes = files[record.source.get()];
-    std::memcpy(summaries.slot(record.summary.value()),
-                bytes.data() + record.source_chunk * summaries.slot_bytes(),
-                static_cast<size_t>(summaries.slot_bytes()));
-    record.summary_pending = false;
+    const bool next = !runs.empty() && runs.back().reader == record.source.get() &&
+                      runs.back().records.size() < longest &&
+                      runs.back().records.back()->source_chunk + 1 == record.source_chunk;
+    if (!next) runs.push_back({record.source.get(), record.source_chunk, {}});
+    runs.back().records.push_back(&record);
+  }
+  std::atomic<int64_t> rebuilt{0};
+  threads.run(static_cast<int64_t>(runs.size()), [&](int64_t i, int) {
+    const SummaryRun& run = runs[static_cast<size_t>(i)];
+    const auto count = static_cast<int64_t>(run.records.size());
+    std::vector<std::byte> bytes(static_cast<size_t>(count * each));
+    try {
+      run.reader->read_summaries(run.first, count, bytes.data());
+    } catch (const CorruptSnapshotError&) {
+      rebuilt += read_or_rebuild(run.reader, run.first, run.records, bytes.data());
+    }
+    for (int64_t c = 0; c < count; ++c) {
+      std::memcpy(summaries.slot(run.records[static_cast<size_t>(c)]->summary.value()),
+                  bytes.data() + c * each, static_cast<size_t>(each));
+    }
+  });
+  counters.summaries_rebuilt += rebuilt;
+  for (const SummaryRun& run : runs) {
+    for (ChunkRecord* record : run.records) record->summary_pending = false;
   }
   sequence.summaries_loaded = true;
 }
 
+// Summaries one by one; those that are damaged are made again from the chunk's payload. The checksum
+// in the ledger section proves that they are what was saved.
+int64_t Pager::Impl::read_or_rebuild(SnapshotReader* reader, int64_t first,
+                                     const std::vector<ChunkRecord*>& records,
+                                     std::byte* out) const {
+  const int64_t each = summaries.slot_bytes();
+  std::vector<std::byte> chunk(static_cast<size_t>(layout.chunk_bytes()));
+  int64_t rebuilt = 0;
+  for (size_t i = 0; i < records.size(); ++i) {
+    const int64_t index = first + static_cast<int64_t>(i);
+    std::byte* summary = out + static_cast<int64_t>(i) * each;
+    try {
+      reader->read_summaries(index, 1, summary);
+    } catch (const CorruptSnapshotError&) {
+      read_chunk(*records[i], chunk.data());
+      for (int layer = 0; layer < layout.layers; ++layer) {
+        for (int head = 0; head < layout.kv_heads; ++head) {
+          scorer.summarize(layout, chunk.data() + layout.page_offset(layer, head),
+                           summary + (layer * layout.kv_heads + head) * summary_page_bytes);
+        }
+      }
+      const auto& saved = reader->meta().chunks[static_cast<size_t>(index)];
+      if (slice_checksum(summary, each) != saved.summary_checksum) throw;
+      ++rebuilt;
+    }
+  }
+  return rebuilt;
+}
+
 SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-                                Provenance provenance, const std::string& file_namespace) {
+                                Provenance provenance, const std::string& file_namespace,
+                                int64_t upto) {
   const SnapshotMeta& meta = reader->meta();
   if (!(meta.layout == layout)) {
     throw FingerprintMismatchError(
@@ -100,9 +104,15 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
                                        " bytes), this pager uses '", options.scorer, "' (",
                                        summary_page_bytes, " bytes)"));
   }
+  const auto saved = static_cast<int64_t>(meta.tokens.size());
+  const int64_t length = upto < 0 ? saved : upto;
+  if (length > saved) {
+    throw InvalidArgumentError(str("upto: ", upto, ", expected 0 to ", saved, ", the positions in ",
+                                   reader->path(), ", or -1 for all"));
+  }
   const int64_t c = layout.chunk_tokens;
-  const int64_t sealed = meta.sealed_chunks();
-  const bool partial = static_cast<int64_t>(meta.chunks.size()) > sealed;
+  const int64_t sealed = length / c;
+  const bool partial = length % c != 0;  // of a chunk that is the file's tail, or sealed there
 
   // The chain proves that tokens, order, fingerprint and salt are those the chunks were computed
   // under.
@@ -186,9 +196,10 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   }
   ledger.expect(fresh + 1);
   sequence.sealed.reserve(static_cast<size_t>(sealed));
-  sequence.tokens = meta.tokens;
-  sequence.length = static_cast<int64_t>(meta.tokens.size());
-  sequence.provenance = partial ? std::max(worst, meta.chunks.back().provenance) : worst;
+  sequence.tokens.assign(meta.tokens.begin(), meta.tokens.begin() + length);
+  sequence.length = length;
+  sequence.provenance =
+      partial ? std::max(worst, meta.chunks[static_cast<size_t>(sealed)].provenance) : worst;
   for (int64_t i = 0; i < sealed; ++i) {
     const Planned& planned = plan[static_cast<size_t>(i)];
     const double score =
@@ -196,6 +207,12 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     RecordId record_id;
     if (planned.existing) {
       record_id = *planned.existing;
+      ChunkRecord& record = ledger[record_id];
+      if (record.damaged) {  // a sound copy of the same file, for all we know
+        record.source = reader;
+        record.source_chunk = i;
+        record.damaged = false;
+      }
     } else {
       const SlotId summary = take_summary_slot();
       record_id = ledger.create(ChunkState::kSealed);

@@ -1,0 +1,183 @@
+// What a save writes from: sealed chunks by reference, a tail by copy. To the ledger it is one more
+// sequence, which no forward can name; to a writer it is content that never changes.
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+#include "kvpager/error.h"
+#include "pager/impl.h"
+#include "pager/locked.h"
+
+namespace kvpager {
+namespace {
+
+class FrozenSequence final : public SnapshotContent {
+ public:
+  FrozenSequence(std::shared_ptr<Pager::Impl> pager, SequenceId id, SnapshotMeta meta,
+                 std::vector<std::byte> tail)
+      : pager_(std::move(pager)), id_(id), meta_(std::move(meta)), tail_(std::move(tail)) {}
+
+  ~FrozenSequence() override {
+    const std::lock_guard<std::mutex> lock(pager_->mutex);
+    while (!borrowed_.empty()) return_one(borrowed_.begin()->first);
+    pager_->destroy_sequence(id_);
+  }
+  FrozenSequence(const FrozenSequence&) = delete;
+  FrozenSequence& operator=(const FrozenSequence&) = delete;
+
+  const SnapshotMeta& meta() const override { return meta_; }
+
+  const std::byte* borrow_chunk(int64_t chunk, std::byte* scratch) const override {
+    require_chunk(chunk, static_cast<int64_t>(meta_.chunks.size()));
+    if (chunk == meta_.sealed_chunks()) return tail_.data();
+    ChunkRecord below;  // a copy: the ledger may move while we read without the lock
+    {
+      const std::lock_guard<std::mutex> lock(pager_->mutex);
+      const RecordId id = record(chunk);
+      bool lent = false;
+      if (const std::byte* bytes = pager_->lend(id, scratch, &lent)) {
+        if (lent) ++borrowed_[chunk];
+        return bytes;
+      }
+      below = pager_->ledger[id];
+    }
+    try {
+      pager_->read_chunk(below, scratch);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(pager_->mutex);
+      const ChunkRecord& now = pager_->ledger[record(chunk)];
+      if (now.source == below.source) now.damaged = below.damaged;
+      throw;
+    }
+    return scratch;
+  }
+
+  void give_back_chunk(int64_t chunk) const override {
+    const std::lock_guard<std::mutex> lock(pager_->mutex);
+    if (borrowed_.count(chunk) != 0) return_one(chunk);
+  }
+
+  void read_summary(int64_t chunk, std::byte* out) const override {
+    require_chunk(chunk, meta_.sealed_chunks());
+    const std::lock_guard<std::mutex> lock(pager_->mutex);
+    std::memcpy(out, pager_->summaries.slot(pager_->ledger[record(chunk)].summary.value()),
+                static_cast<size_t>(pager_->summaries.slot_bytes()));
+  }
+
+ private:
+  static void require_chunk(int64_t chunk, int64_t count) {
+    if (chunk < 0 || chunk >= count) {
+      throw InvalidArgumentError(
+          str("frozen sequence: chunk is ", chunk, ", expected [0, ", count, ")"));
+    }
+  }
+
+  RecordId record(int64_t chunk) const { return pager_->find(id_).use(chunk).record; }
+
+  void return_one(int64_t chunk) const {
+    const auto found = borrowed_.find(chunk);
+    --pager_->ledger[record(chunk)].borrows;
+    if (--found->second == 0) borrowed_.erase(found);
+  }
+
+  const std::shared_ptr<Pager::Impl> pager_;
+  const SequenceId id_;
+  const SnapshotMeta meta_;
+  const std::vector<std::byte> tail_;
+  mutable std::map<int64_t, int32_t> borrowed_;  // guarded by the pager's lock
+};
+
+}  // namespace
+
+// The address of a chunk's bytes for as long as it is lent, or a copy of them in scratch, or null if
+// they are below memory. A save must never make a forward wait for room: only homes are lent, which
+// nobody can ask for; blocks that residency may want, and host copies of snapshots, which give way to
+// homes, are copied.
+const std::byte* Pager::Impl::lend(RecordId id, std::byte* scratch, bool* lent_out) {
+  ChunkRecord& record = ledger[id];
+  const std::byte* bytes = address(record);
+  if (bytes == nullptr) return nullptr;
+  const bool home_block = record.resident() && !record.has_lower_copy();
+  if (home_block || (record.on_host() && record.source == nullptr)) {
+    ++record.borrows;
+    *lent_out = true;
+    return home_block ? bytes : host.slot(record.host.value());
+  }
+  std::memcpy(scratch, bytes, static_cast<size_t>(layout.chunk_bytes()));
+  return scratch;
+}
+
+SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
+                               std::vector<std::byte>* tail) {
+  Sequence& source = find(id);
+  require_idle(source, "freeze");
+  if (source.length == 0) {
+    throw InvalidArgumentError("freeze: the sequence is empty, there is nothing to save");
+  }
+  const int64_t length = upto < 0 ? source.length : upto;
+  if (length < 1 || length > source.length) {
+    throw InvalidArgumentError(str("upto: ", upto, ", expected 1 to ", source.length,
+                                   ", the positions this sequence holds, or -1 for all"));
+  }
+  load_summaries(source);
+  const int64_t sealed = length / layout.chunk_tokens;
+  const auto valid = static_cast<int32_t>(length % layout.chunk_tokens);
+
+  meta->layout = layout;
+  meta->scorer = options.scorer;
+  meta->summary_page_bytes = summary_page_bytes;
+  meta->tokens.assign(source.tokens.begin(), source.tokens.begin() + length);
+  for (int64_t c = 0; c < sealed + (valid > 0 ? 1 : 0); ++c) {
+    const ChunkUse& use = source.use(c);
+    const ChunkRecord& record = ledger[use.record];
+    if (c < sealed) {
+      meta->chunks.push_back(
+          {layout.chunk_tokens, record.provenance, record.hash, record.checksums, 0});
+    } else {  // the rows of an open chunk, or the first ones of a sealed chunk
+      const bool open = record.state == ChunkState::kOpen;
+      tail->resize(static_cast<size_t>(layout.chunk_bytes()));
+      if (const std::byte* bytes = address(record)) {
+        std::memcpy(tail->data(), bytes, tail->size());
+      } else {
+        read_chunk(record, tail->data());
+      }
+      zero_rows_after(layout, tail->data(), valid);
+      SnapshotChunk chunk{valid, open ? source.provenance : record.provenance, {}, {}, 0};
+      for (int layer = 0; layer < layout.layers; ++layer) {
+        chunk.slice_checksum.push_back(
+            slice_checksum(tail->data() + layout.slice_offset(layer), layout.slice_bytes()));
+      }
+      meta->chunks.push_back(std::move(chunk));
+    }
+    meta->hints.qk_score.push_back(use.qk_score);
+    // Age: the clock is not saved.
+    meta->hints.last_use.push_back(clock - std::min(clock, use.last_use));
+  }
+
+  std::vector<ChunkUse> uses;
+  for (int64_t c = 0; c < sealed; ++c) uses.push_back({source.use(c).record, 0, 0, 0, 0});
+  std::vector<TokenId> tokens(meta->tokens.begin(),
+                              meta->tokens.begin() + sealed * layout.chunk_tokens);
+  Sequence& frozen = create_sequence(source.salt);
+  frozen.frozen = true;
+  frozen.provenance = source.provenance;
+  frozen.length = sealed * layout.chunk_tokens;
+  frozen.tokens = std::move(tokens);
+  frozen.sealed = std::move(uses);
+  for (const ChunkUse& use : frozen.sealed) add_reference(use.record);
+  return frozen.id;
+}
+
+std::shared_ptr<SnapshotContent> Pager::freeze(SequenceId sequence, int64_t upto) {
+  SnapshotMeta meta;
+  std::vector<std::byte> tail;
+  const SequenceId id = locked(*impl_, [&] { return impl_->freeze(sequence, upto, &meta, &tail); });
+  try {
+    return std::make_shared<FrozenSequence>(impl_, id, std::move(meta), std::move(tail));
+  } catch (...) {
+    destroy_sequence(id);
+    throw;
+  }
+}
+
+}  // namespace kvpager

@@ -1,0 +1,140 @@
+#include "snapshot/chunk_feed.h"
+
+#include <algorithm>
+#include <new>
+#include <system_error>
+
+#include "kvpager/error.h"
+
+namespace kvpager::snapshot {
+
+namespace {
+
+constexpr size_t kScratchAlignment = 4096;
+
+size_t groups_of(size_t chunks, size_t each) { return (chunks + each - 1) / each; }
+
+}  // namespace
+
+ChunkFeed::ChunkFeed(const SnapshotContent& content, const std::vector<int64_t>& which,
+                     std::vector<SnapshotChunk>* records, const std::string& path)
+    : content_(content),
+      which_(which),
+      records_(records),
+      path_(path),
+      layout_(content.meta().layout) {
+  const int64_t fitting = kGroupBytes / layout_.chunk_bytes();
+  chunks_per_group_ = static_cast<size_t>(std::clamp<int64_t>(fitting, 1, kMostChunks));
+  count_ = groups_of(which_.size(), chunks_per_group_);
+  const auto bytes = chunks_per_group_ * static_cast<size_t>(layout_.chunk_bytes());
+  const size_t rounded = (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
+  for (size_t g = 0; g < std::min(count_, kGroups); ++g) {
+    groups_[g].scratch.reset(
+        static_cast<std::byte*>(std::aligned_alloc(kScratchAlignment, rounded)));
+    if (groups_[g].scratch == nullptr) throw std::bad_alloc();
+    groups_[g].addresses.reserve(chunks_per_group_);
+  }
+  if (count_ < 2) return;
+  try {
+    worker_ = std::thread([this] { work(); });
+  } catch (const std::system_error&) {
+    // No thread to be had: next() prepares, one group at a time.
+  }
+}
+
+ChunkFeed::~ChunkFeed() {
+  stop();
+  for (Group& group : groups_) give_back(&group);
+}
+
+void ChunkFeed::stop() noexcept {
+  if (!worker_.joinable()) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  worker_.join();
+}
+
+const std::vector<const std::byte*>& ChunkFeed::next() {
+  if (taken_ > emptied_) {
+    give_back(&group(emptied_));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++emptied_;
+  }
+  changed_.notify_all();
+  if (taken_ == count_) return none_;
+  if (worker_.joinable()) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return filled_ > taken_; });
+  } else {
+    fill(taken_);
+  }
+  Group& ready = group(taken_);
+  if (ready.error) std::rethrow_exception(ready.error);
+  ++taken_;
+  return ready.addresses;
+}
+
+void ChunkFeed::work() {
+  for (size_t number = 0; number < count_; ++number) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [&] { return stopping_ || number < emptied_ + kGroups; });
+      if (stopping_) return;
+    }
+    fill(number);
+    const bool failed = group(number).error != nullptr;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      filled_ = number + 1;
+    }
+    changed_.notify_all();
+    if (failed) return;
+  }
+}
+
+// Borrows what it can: after an error the addresses are those of the chunks to be given back.
+void ChunkFeed::fill(size_t number) noexcept {
+  Group& g = group(number);
+  g.first = number * chunks_per_group_;
+  const size_t end = std::min(g.first + chunks_per_group_, which_.size());
+  try {
+    for (size_t i = g.first; i < end; ++i) {
+      std::byte* scratch =
+          g.scratch.get() + (i - g.first) * static_cast<size_t>(layout_.chunk_bytes());
+      g.addresses.push_back(content_.borrow_chunk(which_[i], scratch));
+      prepare(i, g.addresses.back());
+    }
+  } catch (...) {
+    g.error = std::current_exception();
+  }
+}
+
+void ChunkFeed::prepare(size_t i, const std::byte* payload) {
+  std::vector<uint64_t>& checksums = (*records_)[i].slice_checksum;
+  const bool given = !checksums.empty();
+  if (!given) checksums.resize(static_cast<size_t>(layout_.layers));
+  for (int layer = 0; layer < layout_.layers; ++layer) {
+    uint64_t& expected = checksums[static_cast<size_t>(layer)];
+    const uint64_t computed =
+        slice_checksum(payload + layout_.slice_offset(layer), layout_.slice_bytes());
+    if (given && computed != expected) {
+      throw CorruptSnapshotError(
+          str(path_, ": not saved: chunk ", which_[i], ", layer ", layer, " has bytes of checksum ",
+              computed, ", expected ", expected, ", that of the bytes when the chunk was sealed"),
+          which_[i], layer);
+    }
+    expected = computed;
+  }
+}
+
+void ChunkFeed::give_back(Group* group) noexcept {
+  for (size_t i = 0; i < group->addresses.size(); ++i) {
+    content_.give_back_chunk(which_[group->first + i]);
+  }
+  group->addresses.clear();
+}
+
+}  // namespace kvpager::snapshot

@@ -1,0 +1,293 @@
+// A snapshot that rots under a restored sequence: what is damaged is named, the rest stays usable,
+// and recomputing the damaged chunk's tokens heals it.
+#include <fcntl.h>
+
+#include <memory>
+
+#include "small_pager.h"
+
+namespace kvpager::pager_test {
+namespace {
+
+const std::string kKey = small_options(4, 4).namespace_key;
+constexpr int64_t kPayloadAt = 4096;
+
+// Flips a bit of a file in place, as a disk would.
+void flip(const std::string& path, int64_t offset) {
+  const int file = ::open(path.c_str(), O_RDWR);
+  REQUIRE(file >= 0);
+  unsigned char byte = 0;
+  REQUIRE(::pread(file, &byte, 1, offset) == 1);
+  byte ^= 4;
+  REQUIRE(::pwrite(file, &byte, 1, offset) == 1);
+  ::close(file);
+}
+
+int64_t payload_at(int64_t chunk, int layer = 0) {
+  return kPayloadAt + chunk * kChunkBytes + small_layout().slice_offset(layer) + 100;
+}
+
+PagerOptions top_k(int64_t pool, int64_t host, int64_t disk = 0, const std::string& folder = "") {
+  PagerOptions options = small_options(pool, host, disk, folder);
+  options.selection.kind = Selection::Kind::kTopK;
+  options.selection.chunks = 20;
+  options.selection.sinks = 16;
+  options.selection.recent = 16;
+  return options;
+}
+
+struct Saved {
+  explicit Saved(int64_t length) : path(folder.file("turn.kvp")) {
+    Pager pager(top_k(6, 200));
+    known = create(pager, length, 1);
+    save(pager, known.id, path, kKey);
+    expected = probe(pager, known);
+  }
+  Folder folder;
+  std::string path;
+  Known known;
+  std::vector<float> expected;
+};
+
+Known restore(Pager& pager, const Saved& saved, int64_t upto = -1) {
+  return {pager.restore(SnapshotReader::open(saved.path), "", Provenance::kExact, kKey, upto),
+          saved.known.tokens};
+}
+
+std::vector<int64_t> damaged(Pager& pager, const Known& known) {
+  std::vector<int64_t> chunks;
+  for (const ChunkInfo& info : pager.ledger(known.id)) {
+    if (info.damaged) chunks.push_back(info.chunk);
+  }
+  return chunks;
+}
+
+// What a runtime does: the tokens of one chunk again, in a fork that ends before it.
+void recompute(Pager& pager, const Known& known, int64_t chunk) {
+  Known fork{pager.fork(known.id), known.tokens};
+  pager.trim(fork.id, chunk * 16);
+  fork.tokens.resize(static_cast<size_t>(chunk * 16));
+  append(pager, &fork,
+         std::vector<TokenId>(known.tokens.begin() + chunk * 16,
+                              known.tokens.begin() + (chunk + 1) * 16));
+  pager.destroy_sequence(fork.id);
+}
+
+TEST_CASE("a damaged chunk is named with its layer, and only what needs it fails") {
+  Saved saved(10 * 16 + 3);
+  Pager pager(top_k(6, 40));
+  const Known restored = restore(pager, saved);
+  flip(saved.path, payload_at(4, 1));
+  for (int again = 0; again < 2; ++again) {
+    try {
+      probe(pager, restored);
+      FAIL("a damaged chunk was attended to");
+    } catch (const CorruptSnapshotError& error) {
+      CHECK(error.chunk == 4);
+      CHECK(error.layer == 1);
+      CHECK(contains(error.what(), "tokens [64, 80)"));
+    }
+    pager.check_invariants();
+    CHECK(!pager.forward_running());
+    CHECK(damaged(pager, restored) == std::vector<int64_t>{4});
+  }
+  // What lies before it is as good as ever.
+  Known before{pager.fork(restored.id), restored.tokens};
+  pager.trim(before.id, 64);
+  before.tokens.resize(64);
+  require_intact(pager, before);
+  probe(pager, before);
+}
+
+TEST_CASE("recomputing a damaged chunk gives it a home of its own, with the same bits") {
+  Folder spill;
+  for (const int tiers : {0, 1, 2, 3}) {
+    CAPTURE(tiers);
+    Saved saved(10 * 16 + 3);
+    const bool host = (tiers & 1) != 0, disk = (tiers & 2) != 0;
+    Pager pager(top_k(tiers == 0 ? 20 : 5, host ? 6 : 0, disk ? 40 : 0, disk ? spill.path() : ""));
+    const Known restored = restore(pager, saved);
+    for (const int64_t chunk : {0, 4, 5}) flip(saved.path, payload_at(chunk));
+    int healed = 0;
+    for (;;) {
+      try {
+        const std::vector<float> outputs = probe(pager, restored);
+        CHECK(same_bits(outputs, saved.expected));
+        break;
+      } catch (const CorruptSnapshotError&) {
+        const std::vector<int64_t> bad = damaged(pager, restored);
+        REQUIRE(!bad.empty());
+        for (const int64_t chunk : bad) {
+          recompute(pager, restored, chunk);
+          ++healed;
+        }
+        CHECK(damaged(pager, restored).empty());
+      }
+    }
+    CHECK(healed == 3);
+    CHECK(pager.stats().chunks_healed == 3);
+    for (const ChunkInfo& info : pager.ledger(restored.id)) {
+      const bool was_damaged = info.chunk == 0 || info.chunk == 4 || info.chunk == 5;
+      CHECK(((info.tiers & kTierSnapshot) != 0) == (info.sealed && !was_damaged));
+    }
+    pager.evict_all();
+    require_intact(pager, restored);
+    CHECK(same_bits(probe(pager, restored), saved.expected));
+    pager.destroy_sequence(restored.id);
+    pager.check_invariants();
+  }
+}
+
+TEST_CASE("two sequences that heal the same chunk in one forward heal it once") {
+  Saved saved(4 * 16 + 3);
+  Pager pager(top_k(12, 40));
+  const Known restored = restore(pager, saved);
+  flip(saved.path, payload_at(1));
+  CHECK_THROWS_AS(probe(pager, restored), CorruptSnapshotError);
+  Known forks[2];
+  std::vector<RowDescriptor> rows;
+  for (Known& fork : forks) {
+    fork = {pager.fork(restored.id), restored.tokens};
+    pager.trim(fork.id, 16);
+    fork.tokens.resize(16);
+    append(pager, &fork, {saved.known.tokens.begin() + 16, saved.known.tokens.begin() + 24});
+    for (int64_t i = 24; i < 32; ++i) {
+      rows.push_back({fork.id, i, saved.known.tokens[static_cast<size_t>(i)], RowKind::kCommit});
+    }
+  }
+  pager.begin(rows);
+  run_layers(pager, rows, saved.known.tokens);
+  pager.commit_all();
+  pager.check_invariants();
+  CHECK(pager.stats().chunks_healed == 1);
+  CHECK(same_bits(probe(pager, restored), saved.expected));
+  for (Known& fork : forks) {
+    fork.tokens.assign(saved.known.tokens.begin(), saved.known.tokens.begin() + 32);
+    require_intact(pager, fork);
+  }
+}
+
+TEST_CASE("a damaged chunk is not handed to anybody as a known prefix") {
+  Saved saved(10 * 16);
+  Pager pager(top_k(6, 40));
+  const Known restored = restore(pager, saved);
+  flip(saved.path, payload_at(4));
+  CHECK_THROWS_AS(probe(pager, restored), CorruptSnapshotError);
+  Known adopter = create(pager);
+  CHECK(pager.adopt_prefix(adopter.id, saved.known.tokens) == 64);
+  adopter.tokens.assign(saved.known.tokens.begin(), saved.known.tokens.begin() + 64);
+  append(pager, &adopter, {saved.known.tokens.begin() + 64, saved.known.tokens.end()});
+  CHECK(damaged(pager, restored).empty());  // whoever computes it heals it for all
+  CHECK(same_bits(probe(pager, restored), saved.expected));
+}
+
+TEST_CASE("restoring a sound copy of the file makes a damaged chunk readable again") {
+  Saved saved(10 * 16);
+  const std::string copy = saved.folder.file("copy");
+  {
+    const auto reader = SnapshotReader::open(saved.path);
+    save(*reader, copy, kKey);
+  }
+  Pager pager(top_k(6, 40));
+  const Known restored = restore(pager, saved);
+  flip(saved.path, payload_at(4));
+  CHECK_THROWS_AS(probe(pager, restored), CorruptSnapshotError);
+  const SequenceId again = pager.restore(SnapshotReader::open(copy), "", Provenance::kExact, kKey);
+  CHECK(damaged(pager, restored).empty());
+  CHECK(same_bits(probe(pager, restored), saved.expected));
+  pager.destroy_sequence(again);
+  require_intact(pager, restored);
+}
+
+TEST_CASE("a damaged summary is made again from its chunk, and proved by its checksum") {
+  Saved saved(10 * 16 + 3);
+  const auto reader = SnapshotReader::open(saved.path);
+  const int64_t each = reader->meta().summary_bytes_per_chunk();
+  const int64_t summaries_at = kPayloadAt + 11 * kChunkBytes;
+  for (const int64_t chunk : {0, 7}) flip(saved.path, summaries_at + chunk * each + 5);
+  {
+    Pager pager(top_k(6, 40));
+    const Known restored = restore(pager, saved);
+    CHECK(same_bits(probe(pager, restored), saved.expected));
+    CHECK(pager.stats().summaries_rebuilt == 2);
+    CHECK(damaged(pager, restored).empty());
+  }
+  flip(saved.path, payload_at(7));
+  Pager pager(top_k(6, 40));
+  const Known restored = restore(pager, saved);
+  CHECK_THROWS_AS(probe(pager, restored), CorruptSnapshotError);
+  CHECK(damaged(pager, restored) == std::vector<int64_t>{7});
+  recompute(pager, restored, 7);
+  CHECK(same_bits(probe(pager, restored), saved.expected));
+}
+
+// Content whose summaries are not what the scorer makes of its chunks.
+class OtherSummaries : public SnapshotContent {
+ public:
+  explicit OtherSummaries(std::shared_ptr<SnapshotContent> content) : content_(content) {
+    meta_ = content_->meta();
+    for (SnapshotChunk& chunk : meta_.chunks) chunk.summary_checksum = 0;
+  }
+  const SnapshotMeta& meta() const override { return meta_; }
+  const std::byte* borrow_chunk(int64_t chunk, std::byte* scratch) const override {
+    return content_->borrow_chunk(chunk, scratch);
+  }
+  void give_back_chunk(int64_t chunk) const override { content_->give_back_chunk(chunk); }
+  void read_summary(int64_t chunk, std::byte* out) const override {
+    content_->read_summary(chunk, out);
+    out[0] ^= std::byte{1};
+  }
+
+ private:
+  std::shared_ptr<SnapshotContent> content_;
+  SnapshotMeta meta_;
+};
+
+TEST_CASE("a summary that cannot be made again to the bit is not replaced by another one") {
+  Saved saved(10 * 16 + 3);
+  save(OtherSummaries(SnapshotReader::open(saved.path)), saved.path, kKey);
+  flip(saved.path, kPayloadAt + 11 * kChunkBytes + 5);
+  Pager pager(top_k(6, 40));
+  const Known restored = restore(pager, saved);
+  CHECK(
+      contains(error_of<CorruptSnapshotError>(pager, [&] { probe(pager, restored); }), "summary"));
+  CHECK(pager.stats().summaries_rebuilt == 0);
+}
+
+TEST_CASE(
+    "a damaged tail leaves the pager as it was, and what is whole can be restored without it") {
+  Saved saved(3 * 16 + 3);
+  flip(saved.path, payload_at(3));
+  Pager pager(top_k(6, 40));
+  try {
+    restore(pager, saved);
+    FAIL("a damaged tail was restored");
+  } catch (const CorruptSnapshotError& error) {
+    CHECK(error.chunk == 3);
+  }
+  pager.check_invariants();
+  CHECK(pager.stats().sequences == 0);
+  Known whole = restore(pager, saved, 48);
+  whole.tokens.resize(48);
+  append(pager, &whole, {saved.known.tokens.begin() + 48, saved.known.tokens.end()});
+  CHECK(same_bits(probe(pager, whole), saved.expected));
+}
+
+TEST_CASE("any first part of a snapshot can be restored, with the same bits") {
+  Saved saved(5 * 16 + 3);
+  for (const int64_t upto : {0, 1, 15, 16, 17, 48, 70, 80, 81, 83}) {
+    CAPTURE(upto);
+    Pager pager(top_k(6, 40));
+    Known part = restore(pager, saved, upto);
+    part.tokens.resize(static_cast<size_t>(upto));
+    require_intact(pager, part);
+    append(pager, &part, {saved.known.tokens.begin() + upto, saved.known.tokens.end()});
+    CHECK(same_bits(probe(pager, part), saved.expected));
+  }
+  Pager pager(top_k(6, 40));
+  CHECK(contains(error_of<InvalidArgumentError>(pager, [&] { restore(pager, saved, 84); }),
+                 "expected 0 to 83"));
+}
+
+}  // namespace
+}  // namespace kvpager::pager_test
