@@ -41,7 +41,15 @@ if TYPE_CHECKING:
         SnapshotInfo,
         open_snapshot,
     )
-    from kvpager.runtime import Engine, Sampling, Score, Session
+    from kvpager.runtime import Engine, Sampling, SaveHandle, Score, Session
+    from kvpager.stores import (
+        DirectoryStore,
+        FileStore,
+        GcReport,
+        SaveReport,
+        SnapshotStore,
+        StoreEntry,
+    )
 
 _ROOMS = {
     "kvpager.config": (
@@ -80,8 +88,17 @@ _ROOMS = {
     "kvpager.runtime": (
         "Engine",
         "Sampling",
+        "SaveHandle",
         "Score",
         "Session",
+    ),
+    "kvpager.stores": (
+        "DirectoryStore",
+        "FileStore",
+        "GcReport",
+        "SaveReport",
+        "SnapshotStore",
+        "StoreEntry",
     ),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
@@ -96,9 +113,12 @@ __all__ = [
     "ChunkInfo",
     "CorruptSnapshotError",
     "Dense",
+    "DirectoryStore",
     "Engine",
+    "FileStore",
     "FingerprintMismatchError",
     "Forward",
+    "GcReport",
     "InvalidArgumentError",
     "InvariantError",
     "Layout",
@@ -110,11 +130,15 @@ __all__ = [
     "PrefixMismatchError",
     "RestoreNotConsumedError",
     "Sampling",
+    "SaveHandle",
+    "SaveReport",
     "Score",
     "Sequence",
     "Session",
     "SnapshotInfo",
+    "SnapshotStore",
     "StorageError",
+    "StoreEntry",
     "TopK",
     "UnsupportedModelError",
     "UnsupportedVersionError",

@@ -1,0 +1,103 @@
+"""Keeping a directory store within its budget, and free of what nobody needs.
+
+REQUIRES, of every function: the store's lock, and a catalogue refreshed under it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpager.stores import removal
+from kvpager.stores.catalogue import Catalogue
+from kvpager.stores.eviction import Held, Room, choose_victims
+from kvpager.stores.lock import in_use
+from kvpager.stores.settings import StoreSettings
+
+
+@dataclass(frozen=True)
+class Tidied:
+    """What `tidy` removed."""
+
+    expired: tuple[str, ...]
+    temporaries: int
+    strays: int
+    packs: int
+
+
+def tidy(catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> Tidied:
+    """Removes expired snapshots, what dead writers left, and packs nobody needs.
+
+    Packs that nobody seems to need stay while there is a damaged manifest, which may have needed
+    them.
+    """
+    expired = tuple(
+        sorted(
+            name
+            for name, snapshot in catalogue.snapshots.items()
+            if not snapshot.manifest.error and snapshot.expired(now_ns, settings.ttl_seconds)
+        )
+    )
+    temporaries = removal.remove_temporaries(catalogue)
+    strays = removal.remove_strays(catalogue)
+    packs = removal.remove_snapshots(catalogue, expired)
+    if not catalogue.unreadable():
+        packs += removal.remove_unneeded_packs(catalogue, catalogue.packs)
+    return Tidied(expired, temporaries, strays, len(packs))
+
+
+def make_room(
+    catalogue: Catalogue,
+    settings: StoreSettings,
+    needed: int,
+    *,
+    kept: str | None = None,
+    wanted: frozenset[str] = frozenset(),
+) -> list[str]:
+    """Evicts until `needed` more bytes are within the budget; returns the names that went.
+
+    Args:
+        catalogue: of the store, tidied.
+        settings: with the budget.
+        needed: bytes about to be written.
+        kept: the snapshot this is done for, which must stay.
+        wanted: packs that what is about to be written refers to.
+
+    Raises:
+        CapacityError: it cannot be; nothing was removed.
+    """
+    evicted: list[str] = []
+    budget = settings.byte_budget
+    if budget is None or catalogue.bytes + needed <= budget:
+        return evicted
+    damaged = catalogue.unreadable()
+    if damaged and not any(snapshot.sidecar.pinned for snapshot in damaged):
+        removal.remove_unneeded_packs(catalogue, catalogue.packs)
+    # More than once only where somebody opens a file between the choice and the removal.
+    while catalogue.bytes + needed > budget:
+        room = Room(
+            needed=needed,
+            total=catalogue.bytes,
+            budget=budget,
+            pack_bytes={pack: table.bytes for pack, table in catalogue.packs.items()},
+            wanted=wanted,
+            in_use=lambda pack: pack in catalogue.packs and in_use(catalogue.packs[pack].path),
+        )
+        victims = choose_victims(_held(catalogue, kept), room)
+        removal.remove_snapshots(catalogue, victims)
+        evicted += victims
+    return evicted
+
+
+def _held(catalogue: Catalogue, kept: str | None) -> list[Held]:
+    def fixed(name: str) -> str | None:
+        snapshot = catalogue.snapshots[name]
+        if name == kept:
+            return "kept until this is done"
+        if snapshot.sidecar.pinned:
+            return "pinned"
+        return "unreadable, kept for gc(remove_damaged=True)" if snapshot.manifest.error else None
+
+    return [
+        Held(name, s.bytes, s.manifest.packs, s.last_used_ns, fixed(name))
+        for name, s in catalogue.snapshots.items()
+    ]

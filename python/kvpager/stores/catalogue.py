@@ -1,0 +1,209 @@
+"""What is in a directory store right now. The files are the truth; this is a reading of them.
+
+One per store object. It is refreshed, and believed, only while the store's lock is held. Tables of
+packs and manifests are kept between readings, by inode, size and time; those of files that could
+not be read are not, so that a file that was put right is seen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.stores import names
+from kvpager.stores.chunk_index import ChunkIndex, Place
+from kvpager.stores.durable import SMALL_BYTES, read_json
+from kvpager.stores.sidecar import Sidecar
+from kvpager.stores.tables import Manifest, Pack, Snapshot, Stamp
+
+
+class Catalogue:
+    """Snapshots, packs, and what lies beside them.
+
+    Attributes:
+        packs: by id, damaged ones included.
+        snapshots: by name, damaged and expired ones included.
+        temporaries: path and size of files being written, or left by a writer that died.
+        strays: path and size of sidecars without a snapshot and lists of damage without a pack.
+        bytes: size of all files, of whatever kind.
+        index: the sound chunks of all sound packs.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.packs_folder = f"{folder}/packs"
+        self.snapshots_folder = f"{folder}/snapshots"
+        self.packs: dict[str, Pack] = {}
+        self.snapshots: dict[str, Snapshot] = {}
+        self.temporaries: dict[str, int] = {}
+        self.strays: dict[str, int] = {}
+        self.bytes = 0
+        self.index = ChunkIndex()
+        self._sidecars: dict[str, tuple[Stamp, Sidecar]] = {}
+
+    def manifest_path(self, name: str) -> str:
+        """Where the snapshot of this name is."""
+        return f"{self.snapshots_folder}/{name}{names.SNAPSHOT_SUFFIX}"
+
+    def sidecar_path(self, name: str) -> str:
+        """Where the notes on the snapshot of this name are."""
+        return f"{self.snapshots_folder}/{name}{names.SIDECAR_SUFFIX}"
+
+    def pack_path(self, pack: str) -> str:
+        """Where the pack of this id is."""
+        return f"{self.packs_folder}/{pack}{names.SNAPSHOT_SUFFIX}"
+
+    def damage_path(self, pack: str) -> str:
+        """Where the list of a pack's damaged chunks is."""
+        return f"{self.packs_folder}/{pack}{names.DAMAGE_SUFFIX}"
+
+    def forget(self) -> None:
+        """Reads everything again next time: for when a change stopped half way."""
+        self.packs, self.snapshots, self.index = {}, {}, ChunkIndex()
+        self._sidecars = {}
+
+    def refresh(self) -> None:
+        """Reads the folders again. REQUIRES: the store's lock."""
+        self.temporaries, self.strays, self.bytes = {}, {}, 0
+        self._refresh_packs(self._list(self.packs_folder))
+        self._refresh_snapshots(self._list(self.snapshots_folder))
+        # A writer of store.json that died left one in the store's own folder.
+        for entry in os.scandir(self.folder):
+            if names.is_temporary(entry.name):
+                self.temporaries[entry.path] = 0
+
+    def _list(self, folder: str) -> dict[str, Stamp]:
+        """The files of a folder, counted; temporaries are noted and left out."""
+        files = {}
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.is_file(follow_symlinks=False):
+                    continue
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # removed by hand just now
+                    continue
+                self.bytes += status.st_size
+                if names.is_temporary(entry.name):
+                    self.temporaries[entry.path] = status.st_size
+                else:
+                    files[entry.name] = Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
+        return files
+
+    def _refresh_packs(self, files: dict[str, Stamp]) -> None:
+        stamps = {pack: stamp for file, stamp in files.items() if (pack := names.pack_of(file))}
+        for pack in list(self.packs):
+            known = self.packs[pack]
+            if known.error or stamps.get(pack) != known.stamp:
+                self.index.discard(pack, known.chain_hashes, known.content_ids)
+                del self.packs[pack]
+        for pack, stamp in stamps.items():
+            if pack not in self.packs:
+                self.packs[pack] = Pack.read(pack, self.pack_path(pack), stamp)
+                table = self.packs[pack]
+                self.index.add(pack, table.chain_hashes, table.content_ids)
+        damaged = {}
+        for file, stamp in files.items():
+            if (pack_id := names.damage_of(file)) is None:
+                continue
+            if pack_id not in self.packs:
+                self.strays[f"{self.packs_folder}/{file}"] = stamp.bytes
+            else:
+                damaged[pack_id] = _read_damage(
+                    self.damage_path(pack_id), self.packs[pack_id].chunks
+                )
+        for pack, table in self.packs.items():
+            if table.damaged != damaged.get(pack, frozenset()):
+                self.packs[pack] = replace(table, damaged=damaged.get(pack, frozenset()))
+
+    def _refresh_snapshots(self, files: dict[str, Stamp]) -> None:
+        sidecars = {
+            name: stamp for file, stamp in files.items() if (name := names.sidecar_of(file))
+        }
+        known, self.snapshots = self.snapshots, {}
+        for file, stamp in files.items():
+            if (name := names.snapshot_of(file)) is None:
+                continue
+            before = known[name].manifest if name in known else None
+            if before is None or before.error or before.stamp != stamp:
+                path = self.manifest_path(name)
+                before = Manifest.read(name, path, stamp, self.packs_folder)
+            beside = sidecars.pop(name, None)
+            self.snapshots[name] = Snapshot(
+                before,
+                self._sidecar(name, beside),
+                beside.bytes if beside else 0,
+                beside.mtime_ns if beside else stamp.mtime_ns,
+            )
+        self._sidecars = {n: kept for n, kept in self._sidecars.items() if n in self.snapshots}
+        for name, stamp in sidecars.items():
+            self.strays[self.sidecar_path(name)] = stamp.bytes
+
+    def _sidecar(self, name: str, stamp: Stamp | None) -> Sidecar:
+        if stamp is None:
+            return Sidecar()
+        if name not in self._sidecars or self._sidecars[name][0] != stamp:
+            self._sidecars[name] = (stamp, Sidecar.read(self.sidecar_path(name)))
+        return self._sidecars[name][1]
+
+    def error(self, snapshot: Snapshot) -> str | None:
+        """What is wrong with a snapshot, if anything is."""
+        manifest = snapshot.manifest
+        if manifest.error:
+            return manifest.error
+        for pack, chunks in manifest.uses.items():
+            table = self.packs.get(pack)
+            if table is None:
+                return f"{manifest.path}: its pack {self.pack_path(pack)} is missing"
+            if table.error:
+                return f"{manifest.path}: its pack is damaged: {table.error}"
+            bad = sorted(table.damaged.intersection(chunks.tolist()))
+            if bad:
+                return f"{manifest.path}: chunks {bad} of its pack {table.path} are damaged"
+        return snapshot.sidecar.error
+
+    def references(self) -> Counter[str]:
+        """How many snapshots need each pack, as far as their manifests can be read."""
+        counts: Counter[str] = Counter()
+        for snapshot in self.snapshots.values():
+            counts.update(snapshot.manifest.packs)
+        return counts
+
+    def chunk_references(self, snapshots: Iterable[Snapshot]) -> dict[str, npt.NDArray[np.int64]]:
+        """How many of these snapshots need each chunk of each sound pack, [chunks of the pack]."""
+        counts = {
+            pack: np.zeros(table.chunks, dtype=np.int64) for pack, table in self.packs.items()
+        }
+        for snapshot in snapshots:
+            for pack, chunks in snapshot.manifest.uses.items():
+                if pack in counts:
+                    counts[pack][chunks[chunks < len(counts[pack])]] += 1
+        return counts
+
+    def sound_places(self, chain: bytes, content: bytes) -> list[Place]:
+        """Where a chunk with exactly these bytes is, damaged ones left out."""
+        return [p for p in self.index.places(chain, content) if self.is_sound(p)]
+
+    def is_sound(self, place: Place) -> bool:
+        """Whether nothing is known against a chunk."""
+        return place.chunk not in self.packs[place.pack].damaged
+
+    def unreadable(self) -> list[Snapshot]:
+        """Snapshots of which it is unknown which packs they need."""
+        return [s for s in self.snapshots.values() if s.manifest.error]
+
+
+def _read_damage(path: str, chunks: int) -> frozenset[int]:
+    """Which of so many chunks are listed; all of them where the list cannot be read."""
+    try:
+        listed = read_json(path, SMALL_BYTES + 16 * chunks)
+        if isinstance(listed, list) and all(type(chunk) is int for chunk in listed):
+            return frozenset(listed)
+    except ValueError:
+        pass
+    return frozenset(range(chunks))

@@ -1,0 +1,151 @@
+"""Garbage collection of a directory store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from kvpager.errors import CapacityError, CorruptSnapshotError
+from kvpager.stores import removal
+from kvpager.stores.base import GcReport, ProgressCallback
+from kvpager.stores.budget import make_room, tidy
+from kvpager.stores.catalogue import Catalogue
+from kvpager.stores.compaction import Compaction, better_places, repoint, sparse_packs
+from kvpager.stores.damage import note_damage
+from kvpager.stores.settings import StoreSettings
+
+# Takes the store's lock; gives what it says now.
+Locked = Callable[[], AbstractContextManager[tuple[Catalogue, StoreSettings, int]]]
+
+
+class Collection:
+    """One run of it. Short steps under the lock; chunks are copied outside it."""
+
+    def __init__(
+        self, locked: Locked, progress: ProgressCallback | None, remove_damaged: bool
+    ) -> None:
+        self.report = GcReport()
+        self._locked = locked
+        self._progress = progress
+        self._remove_damaged = remove_damaged
+        self._bytes_done = 0
+        self._bytes_total = 0
+
+    def run(self) -> GcReport:
+        """Does everything there is to do."""
+        with self._locked() as (catalogue, settings, now_ns):
+            before = catalogue.bytes
+            self._remove(catalogue, settings, now_ns)
+            groups = sparse_packs(catalogue)
+            self._count(bytes_freed=before - catalogue.bytes)
+            self._bytes_total = sum(_bytes_to_move(catalogue, group) for group in groups)
+        for group in groups:
+            self._compact(group)
+        # A manifest that points to another pack can be larger than it was.
+        return dataclasses.replace(self.report, bytes_freed=max(0, self.report.bytes_freed))
+
+    def _count(self, **more: int) -> None:
+        now = self.report
+        changes = {name: getattr(now, name) + count for name, count in more.items()}
+        self.report = dataclasses.replace(now, **changes)
+
+    def _skip(self, what: str, why: str) -> None:
+        self.report = dataclasses.replace(self.report, skipped=(*self.report.skipped, (what, why)))
+
+    def _remove(self, catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> None:
+        if self._remove_damaged:
+            removed = _remove_damaged(catalogue)
+            self.report = dataclasses.replace(self.report, damaged_removed=tuple(removed))
+        tidied = tidy(catalogue, settings, now_ns)
+        self.report = dataclasses.replace(
+            self.report,
+            expired=tidied.expired,
+            temporaries=tidied.temporaries,
+            sidecars=tidied.strays,
+            packs_removed=tidied.packs,
+        )
+        if moves := better_places(catalogue):
+            repoint(catalogue, settings, moves)
+            catalogue.refresh()
+            self._count(packs_removed=tidy(catalogue, settings, now_ns).packs)
+        self.report = dataclasses.replace(self.report, damaged=tuple(_damaged(catalogue)))
+        try:
+            evicted = make_room(catalogue, settings, 0)
+        except CapacityError as error:
+            self._skip(catalogue.folder, str(error))
+        else:
+            self.report = dataclasses.replace(self.report, evicted=tuple(evicted))
+
+    def _compact(self, group: list[str]) -> None:
+        with Compaction(group) as compaction:
+            with self._locked() as (catalogue, settings, _):
+                paths = ", ".join(catalogue.pack_path(pack) for pack in group)
+                if not compaction.begin(catalogue, settings):
+                    self._skip(paths, "no room within the budget to copy what is needed of it")
+                    return
+            try:
+                written = compaction.write(self._note_progress if self._progress else None)
+            except CorruptSnapshotError as error:
+                if error.chunk is None:
+                    raise
+                self._skip(paths, str(error))
+                with self._locked() as (catalogue, settings, _):
+                    note_damage(catalogue, settings, compaction.damaged_place(error.chunk))
+                return
+            with self._locked() as (catalogue, settings, _):
+                before = catalogue.bytes
+                compaction.publish(catalogue, settings)
+                packs = [*compaction.sources, compaction.pack_id]
+                gone = removal.remove_unneeded_packs(catalogue, packs)
+                kept = compaction.pack_id not in gone
+                # The new pack was counted from the moment it was begun.
+                self._count(
+                    bytes_freed=before - catalogue.bytes - (written if kept else 0),
+                    packs_compacted=len(set(gone).intersection(compaction.sources)),
+                    chunks_moved=compaction.chunks if kept else 0,
+                )
+                for pack in set(compaction.sources) - set(gone):
+                    self._skip(catalogue.pack_path(pack), "in use")
+        self._bytes_done += written
+
+    def _note_progress(self, done: int, total: int) -> None:
+        assert self._progress is not None
+        self._progress(self._bytes_done + done, max(self._bytes_total, self._bytes_done + total))
+
+
+def _bytes_to_move(catalogue: Catalogue, group: list[str]) -> int:
+    needed = catalogue.chunk_references(catalogue.snapshots.values())
+    packs = [(catalogue.packs[pack], int((needed[pack] > 0).sum())) for pack in group]
+    return sum(table.bytes * count // table.chunks for table, count in packs)
+
+
+def _damaged(catalogue: Catalogue) -> list[tuple[str, str]]:
+    found = [
+        (snapshot.manifest.path, error)
+        for snapshot in catalogue.snapshots.values()
+        if (error := catalogue.error(snapshot))
+    ]
+    found += [(table.path, table.error) for table in catalogue.packs.values() if table.error]
+    return sorted(found)
+
+
+def _remove_damaged(catalogue: Catalogue) -> list[tuple[str, str]]:
+    """Removes corrupt manifests and packs, and snapshots that cannot be opened without them.
+
+    What only could not be read now stays, and so do snapshots with some damaged chunks, which can
+    be computed again.
+    """
+    corrupt = {pack: table for pack, table in catalogue.packs.items() if table.corrupt}
+    lost = {
+        name: catalogue.error(snapshot) or ""
+        for name, snapshot in catalogue.snapshots.items()
+        if snapshot.manifest.corrupt
+        or any(pack in corrupt or pack not in catalogue.packs for pack in snapshot.manifest.packs)
+    }
+    removed = [(catalogue.manifest_path(name), why) for name, why in lost.items()]
+    removed += [(table.path, table.error or "") for table in corrupt.values()]
+    removal.remove_snapshots(catalogue, lost)
+    for pack in corrupt:
+        removal.remove_pack(catalogue, pack)
+    return sorted(removed)

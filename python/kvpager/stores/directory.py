@@ -1,0 +1,395 @@
+"""The directory store: snapshots that share their chunks, in a folder with a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvpager import _core
+from kvpager.errors import InvalidArgumentError, PagerError, StorageError
+from kvpager.stores import removal
+from kvpager.stores.base import GcReport, ProgressCallback, SaveReport, StoreEntry
+from kvpager.stores.budget import make_room, tidy
+from kvpager.stores.catalogue import Catalogue
+from kvpager.stores.collection import Collection
+from kvpager.stores.creation import open_or_create
+from kvpager.stores.damage import check_places
+from kvpager.stores.lock import exclusive
+from kvpager.stores.names import check_name
+from kvpager.stores.prefix import longest_prefix
+from kvpager.stores.saving import Saving
+from kvpager.stores.settings import StoreSettings, parse_ttl
+from kvpager.stores.sidecar import SIDECAR_BYTES
+from kvpager.stores.tables import Snapshot
+
+
+class DirectoryStore:
+    """A folder of snapshots. Successive turns, and sessions with a common beginning, share bytes.
+
+    Any number of threads and processes may use one folder at once, each with a store object of its
+    own or with a shared one. A process that is killed loses nothing that was reported saved. See
+    docs/stores.md.
+
+    Args:
+        path: of the folder; made where there is none.
+        byte_budget: most bytes that the store's files may have in all, at every instant; an int, a
+            size such as "50GiB", or "unlimited". None: what the store was told before, at first
+            unlimited. Others who use the folder get it too.
+        ttl: how long a snapshot lives after its last use; seconds, a duration such as "7d", or
+            "never". None: what the store was told before, at first "never".
+        create: whether a missing or empty folder becomes a store.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range, or the folder has other things in it.
+        StorageError: the folder is missing and not to be made, or the system refused.
+        UnsupportedVersionError: a newer version made the store.
+        CapacityError: what the store must keep is more than byte_budget.
+
+    Example:
+        >>> store = DirectoryStore("agents", byte_budget="50GiB", ttl="7d")  # doctest: +SKIP
+        >>> session.save("planner", store=store)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        byte_budget: int | str | None = None,
+        ttl: float | str | None = None,
+        create: bool = True,
+    ) -> None:
+        wanted = StoreSettings().updated(byte_budget, ttl)  # refused before anything is made
+        self.path = os.path.abspath(os.fspath(path))  # noqa: PTH100  # resolve() follows links
+        self._catalogue = Catalogue(self.path)
+        with _system_errors(self.path):
+            open_or_create(self.path, wanted, create=create)
+        if byte_budget is not None or ttl is not None:
+            with self._locked() as (catalogue, settings, now_ns):
+                changed = settings.updated(byte_budget, ttl)
+                if changed != settings:
+                    tidy(catalogue, changed, now_ns)
+                    make_room(catalogue, changed, 0)
+                    changed.write(self.path)
+
+    @property
+    def byte_budget(self) -> int | None:
+        """Most bytes the store's files may have in all; None: unlimited."""
+        return self._settings().byte_budget
+
+    @property
+    def ttl_seconds(self) -> float | None:
+        """How long a snapshot lives after its last use; None: for ever."""
+        return self._settings().ttl_seconds
+
+    def save(
+        self,
+        name: str,
+        content: _core.SnapshotContent,
+        *,
+        fingerprint: str,
+        session: str,
+        progress: ProgressCallback | None = None,
+    ) -> SaveReport:
+        """Keeps `content` under `name`; writes only chunks that no snapshot of the store has.
+
+        See `SnapshotStore.save`. A snapshot that has the name stays until the new one is in place;
+        its pin and its time to live go over to the new one.
+
+        Raises:
+            CapacityError: no room, whatever is evicted; says what is in the way. Nothing was
+                changed.
+        """
+        started = time.monotonic()
+        check_name(name)
+        with Saving(name, content, fingerprint, session) as saving:
+            with self._locked() as (catalogue, settings, now_ns):
+                saving.begin(catalogue, settings, now_ns)
+            saving.write(progress)
+            try:
+                with self._locked() as (catalogue, settings, now_ns):
+                    replaced = catalogue.snapshots.get(name)
+                    saving.publish(catalogue, settings, now_ns)
+                    self._after_publishing(catalogue, name, replaced)
+            except BaseException:
+                saving.release()
+                with contextlib.suppress(PagerError), self._locked() as (catalogue, _, _):
+                    saving.undo(catalogue)
+                raise
+        return SaveReport(
+            name=name,
+            path=catalogue.manifest_path(name),
+            tokens=len(content.tokens),
+            chunks=content.chunks,
+            chunks_written=content.chunks - len(saving.plan.shared),
+            bytes_written=saving.bytes_written,
+            bytes_shared=len(saving.plan.shared) * content.layout.chunk_bytes,
+            logical_digest=saving.logical_digest,
+            seconds=time.monotonic() - started,
+        )
+
+    def _after_publishing(self, catalogue: Catalogue, name: str, replaced: Snapshot | None) -> None:
+        """Marks the use and removes what only the old snapshot needed. It is saved already."""
+        self._touch(catalogue, name)
+        if replaced is not None:
+            with contextlib.suppress(OSError, PagerError):  # the next save does it
+                catalogue.refresh()
+                removal.remove_unneeded_packs(catalogue, replaced.manifest.packs)
+
+    def open(self, name: str) -> _core.SnapshotReader:
+        """Opens a snapshot, whose bytes stay for as long as the reader lives. Counts as a use.
+
+        Raises:
+            StorageError: there is none of this name, its time is over, or it cannot be read.
+            CorruptSnapshotError, UnsupportedVersionError: it is not what was written.
+        """
+        with self._locked() as (catalogue, settings, now_ns):
+            snapshot = self._visible(name, catalogue, settings, now_ns)
+            reader = _core.SnapshotReader.open(snapshot.manifest.path, catalogue.packs_folder)
+            self._touch(catalogue, name)
+            return reader
+
+    def find_prefix(self, hashes: Sequence[bytes]) -> _core.SnapshotReader | None:
+        """The longest run of chunks with these chain hashes that a snapshot begins with.
+
+        Args:
+            hashes: of the full chunks of a text, as `_core.Pager.chain_hashes` makes them.
+
+        Returns:
+            A snapshot of these chunks alone, or None. Finding it counts as a use of the snapshot it
+            comes from.
+        """
+        with self._locked() as (catalogue, settings, now_ns):
+            visible = [
+                snapshot
+                for snapshot in catalogue.snapshots.values()
+                if not snapshot.manifest.error
+                and not snapshot.expired(now_ns, settings.ttl_seconds)
+            ]
+            found = longest_prefix(catalogue, visible, hashes)
+            if found is None:
+                return None
+            manifest, chunks = found[0].manifest, found[1]
+            reader = _core.SnapshotReader.open(manifest.path, catalogue.packs_folder)
+            self._touch(catalogue, manifest.name)
+            return _core.SnapshotReader.gather(
+                [(reader, chunk) for chunk in range(chunks)], f"prefix of {manifest.path}"
+            )
+
+    def entries(self) -> list[StoreEntry]:
+        """All snapshots by name; damaged ones with their error, expired ones not at all."""
+        with self._locked() as (catalogue, settings, now_ns):
+            shares = catalogue.chunk_references(catalogue.snapshots.values())
+            return [
+                _entry(catalogue, snapshot, settings, shares)
+                for _, snapshot in sorted(catalogue.snapshots.items())
+                if snapshot.manifest.error or not snapshot.expired(now_ns, settings.ttl_seconds)
+            ]
+
+    def delete(self, name: str) -> None:
+        """Forgets a snapshot and what only it needed. Those who have it open can read on.
+
+        Raises:
+            StorageError: there is none of this name, or the system refused.
+            InvalidArgumentError: it is pinned.
+        """
+        with self._locked() as (catalogue, settings, now_ns):
+            snapshot = self._visible(name, catalogue, settings, now_ns)
+            if snapshot.sidecar.pinned and not snapshot.sidecar.error:
+                raise InvalidArgumentError(f"snapshot {name!r} is pinned; unpin it first")
+            removal.remove_snapshots(catalogue, [name])
+
+    def pin(self, name: str) -> None:
+        """Keeps a snapshot whatever its age and the budget. Pinning twice is pinning once."""
+        self._annotate(name, pinned=True)
+
+    def unpin(self, name: str) -> None:
+        """Lets a snapshot go again when its time is over or its room is needed."""
+        self._annotate(name, pinned=False)
+
+    def set_ttl(self, name: str, ttl: float | str | None) -> None:
+        """How long this snapshot lives after its last use.
+
+        Args:
+            name: of the snapshot.
+            ttl: seconds, a duration such as "12h", "never", or None for the store's own.
+        """
+        seconds = None if ttl is None else parse_ttl("ttl", ttl)
+        never = ttl is not None and seconds is None
+        self._annotate(name, ttl_seconds=float("inf") if never else seconds)
+
+    def verify(
+        self, name: str, *, threads: int = 1, progress: ProgressCallback | None = None
+    ) -> list[tuple[int, int, str]]:
+        """Reads a snapshot whole; returns (chunk, layer, what is wrong) of all damage there is.
+
+        Damaged chunks are remembered: other snapshots share them no more, and the next save of the
+        same content writes them again.
+        """
+        reader = self.open(name)
+        damage = list(reader.verify(threads, progress))
+        for chunk in sorted({chunk for chunk, _, _ in damage}):
+            self.report_damage(reader, chunk)
+        return damage
+
+    def report_damage(self, content: _core.SnapshotContent, chunk: int) -> int:
+        """To be called when reading a chunk raised CorruptSnapshotError; see `verify`.
+
+        Args:
+            content: what was read from.
+            chunk: the number of the chunk in it; a tail, which is shared with nobody, is ignored.
+
+        Returns:
+            How many copies of the chunk the store has that are damaged and were not known to be.
+        """
+        if not 0 <= chunk < content.sealed_chunks:
+            return 0
+        with self._locked() as (catalogue, settings, _):
+            return len(
+                check_places(
+                    catalogue,
+                    settings,
+                    content.chain_hashes[chunk],
+                    content.content_ids[chunk],
+                )
+            )
+
+    def gc(
+        self, progress: ProgressCallback | None = None, *, remove_damaged: bool = False
+    ) -> GcReport:
+        """Removes what nobody needs, and gathers what is needed of packs that mostly are not.
+
+        Others can use the store meanwhile.
+
+        Args:
+            progress: called with bytes moved and bytes to move.
+            remove_damaged: whether files that are damaged beyond use go too; by default they are
+                kept and reported.
+        """
+        return Collection(self._locked, progress, remove_damaged).run()
+
+    def stats(self) -> dict[str, int | float | None]:
+        """What there is, in numbers.
+
+        bytes, byte_budget, snapshots, pinned, damaged, packs, pack_bytes, chunks (in packs),
+        chunks_needed (by any snapshot), chunks_referenced (the sum over snapshots), dedupe_ratio
+        (chunks_referenced / chunks_needed) and bytes_temporary (files being written).
+        """
+        with self._locked() as (catalogue, _, _):
+            snapshots = list(catalogue.snapshots.values())
+            counts = catalogue.chunk_references(snapshots)
+            needed = sum(int(np.count_nonzero(of_pack)) for of_pack in counts.values())
+            referenced = sum(int(of_pack.sum()) for of_pack in counts.values())
+            return {
+                "bytes": catalogue.bytes,
+                "byte_budget": self._settings().byte_budget,
+                "snapshots": len(snapshots),
+                "pinned": sum(snapshot.sidecar.pinned for snapshot in snapshots),
+                "damaged": sum(catalogue.error(snapshot) is not None for snapshot in snapshots),
+                "packs": len(catalogue.packs),
+                "pack_bytes": sum(table.bytes for table in catalogue.packs.values()),
+                "chunks": sum(table.chunks for table in catalogue.packs.values()),
+                "chunks_needed": needed,
+                "chunks_referenced": referenced,
+                "dedupe_ratio": referenced / needed if needed else 1.0,
+                "bytes_temporary": sum(catalogue.temporaries.values()),
+            }
+
+    def __repr__(self) -> str:
+        return f"DirectoryStore({self.path!r})"
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[tuple[Catalogue, StoreSettings, int]]:
+        """The store as it is now, for as long as the block runs: catalogue, settings and time."""
+        with _system_errors(self.path), exclusive(f"{self.path}/lock"):
+            settings = StoreSettings.read(self.path)
+            try:
+                self._catalogue.refresh()
+                yield self._catalogue, settings, time.time_ns()
+            except PagerError:
+                raise
+            except BaseException:
+                self._catalogue.forget()
+                raise
+
+    def _settings(self) -> StoreSettings:
+        with _system_errors(self.path):
+            return StoreSettings.read(self.path)
+
+    def _visible(
+        self, name: str, catalogue: Catalogue, settings: StoreSettings, now_ns: int
+    ) -> Snapshot:
+        snapshot = catalogue.snapshots.get(check_name(name))
+        if snapshot is not None and not snapshot.expired(now_ns, settings.ttl_seconds):
+            return snapshot
+        why = "there is no snapshot" if snapshot is None else "the time to live is over of snapshot"
+        close = difflib.get_close_matches(name, catalogue.snapshots, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close and close[0] != name else ""
+        raise StorageError(f"{self.path}: {why} {name!r}{hint}")
+
+    def _annotate(self, name: str, **changes: Any) -> None:
+        with self._locked() as (catalogue, settings, now_ns):
+            snapshot = self._visible(name, catalogue, settings, now_ns)
+            tidy(catalogue, settings, now_ns)
+            make_room(catalogue, settings, SIDECAR_BYTES, kept=name)
+            sidecar = replace(snapshot.sidecar, error=None, **changes)
+            sidecar.write(catalogue.sidecar_path(name), snapshot.last_used_ns)
+
+    def _touch(self, catalogue: Catalogue, name: str) -> None:
+        """Marks a use. A store that may only be read is read all the same."""
+        now = time.time_ns()
+        for path in (catalogue.sidecar_path(name), catalogue.manifest_path(name)):
+            try:
+                os.utime(path, ns=(now, now))
+            except FileNotFoundError:  # no sidecar: then the manifest's time is both
+                continue
+            except OSError:
+                return
+            return
+
+
+def _entry(
+    catalogue: Catalogue, snapshot: Snapshot, settings: StoreSettings, shares: dict[str, Any]
+) -> StoreEntry:
+    manifest = snapshot.manifest
+    own = float(snapshot.bytes)
+    shared = 0.0
+    for pack, chunks in manifest.uses.items():
+        if pack not in shares or not len(shares[pack]):
+            continue
+        each = catalogue.packs[pack].bytes / len(shares[pack])
+        alone = int(np.count_nonzero(shares[pack][chunks] == 1))
+        own += alone * each
+        shared += (len(chunks) - alone) * each
+    return StoreEntry(
+        name=manifest.name,
+        path=manifest.path,
+        tokens=manifest.tokens,
+        chunks=manifest.chunks,
+        bytes_own=round(own),
+        bytes_shared=round(shared),
+        created=manifest.stamp.mtime_ns / 1e9,
+        last_used=snapshot.last_used_ns / 1e9,
+        pinned=snapshot.sidecar.pinned,
+        ttl_seconds=snapshot.ttl(settings.ttl_seconds),
+        logical_digest=manifest.logical_digest,
+        error=catalogue.error(snapshot),
+    )
+
+
+@contextlib.contextmanager
+def _system_errors(folder: str) -> Iterator[None]:
+    """What the system refuses, as StorageError with its words."""
+    try:
+        yield
+    except PagerError:  # StorageError is an OSError too
+        raise
+    except OSError as error:
+        words = error.strerror or type(error).__name__
+        raise StorageError(f"{error.filename or folder}: {words}") from error

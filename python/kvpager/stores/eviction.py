@@ -1,0 +1,121 @@
+"""Which snapshots have to go so that others fit: the least recently used ones that may."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from kvpager.errors import CapacityError
+
+
+@dataclass(frozen=True)
+class Held:
+    """What eviction needs to know of a snapshot.
+
+    Attributes:
+        bytes: of its own files.
+        packs: that it needs.
+        fixed: why it may not go; None where it may.
+    """
+
+    name: str
+    bytes: int
+    packs: tuple[str, ...]
+    last_used_ns: int
+    fixed: str | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is asked for, and how things stand.
+
+    Attributes:
+        needed: bytes that are about to be written.
+        total: bytes of all files there are.
+        budget: that both together must not exceed.
+        pack_bytes: size of every pack.
+        wanted: packs that stay because of what is about to be written.
+        in_use: whether somebody holds a pack.
+    """
+
+    needed: int
+    total: int
+    budget: int
+    pack_bytes: Mapping[str, int]
+    wanted: frozenset[str]
+    in_use: Callable[[str], bool]
+
+
+def choose_victims(snapshots: Iterable[Held], room: Room) -> list[str]:
+    """Names of the snapshots to remove, none where there is room as it is.
+
+    A snapshot frees its own files and the packs that nobody else needs. It stays where one of those
+    packs is in use.
+
+    Raises:
+        CapacityError: there is not enough that may go; says what is in the way.
+    """
+    known = list(snapshots)
+    excess = room.total + room.needed - room.budget
+    references = Counter(pack for held in known for pack in held.packs)
+    references.update(room.wanted)
+    busy: dict[str, bool] = {}
+
+    def freed(names: set[str]) -> int:
+        """Bytes that go with these snapshots."""
+        gone = [held for held in victims if held.name in names]
+        left = references.copy()
+        left.subtract(pack for held in gone for pack in held.packs)
+        packs = {pack for held in gone for pack in held.packs if left[pack] == 0}
+        own = sum(held.bytes for held in gone)
+        return own + sum(room.pack_bytes.get(pack, 0) for pack in packs)
+
+    victims: list[Held] = []
+    blocked: list[str] = []
+    left = references.copy()
+    bytes_freed = 0
+    for held in sorted(known, key=lambda held: (held.last_used_ns, held.name)):
+        if bytes_freed >= excess:
+            break
+        if held.fixed:
+            continue
+        gone = [pack for pack in held.packs if left[pack] == 1]
+        for pack in gone:
+            if pack not in busy:
+                busy[pack] = room.in_use(pack)
+        if any(busy[pack] for pack in gone):
+            blocked.append(held.name)
+            continue
+        left.subtract(held.packs)
+        bytes_freed += held.bytes + sum(room.pack_bytes.get(pack, 0) for pack in gone)
+        victims.append(held)
+    if bytes_freed < excess:
+        raise _refusal(known, room, bytes_freed, blocked)
+    # One that gave little may stay after all, the most recently used first.
+    names = {held.name for held in victims}
+    for held in reversed(victims):
+        if freed(names - {held.name}) >= excess:
+            names.remove(held.name)
+    return [held.name for held in victims if held.name in names]
+
+
+def _refusal(known: list[Held], room: Room, freed: int, blocked: list[str]) -> CapacityError:
+    fixed: dict[str, list[Held]] = {}
+    for held in known:
+        if held.fixed:
+            fixed.setdefault(held.fixed, []).append(held)
+    reasons = [f"{reason}: {_some([h.name for h in held])}" for reason, held in fixed.items()]
+    if blocked:
+        reasons.append(f"open elsewhere: {_some(blocked)}")
+    return CapacityError(
+        f"byte_budget is {room.budget}; {room.needed} bytes are needed and the store's files take "
+        f"{room.total}, of which {freed} may go"
+        + "".join(f"; {reason}" for reason in reasons)
+        + "; raise byte_budget, or delete, unpin or close snapshots"
+    )
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    shown = ", ".join(sorted(names)[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,70 @@
+"""Names: of snapshots, and of the files that a directory store keeps."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from kvpager.errors import InvalidArgumentError
+
+SNAPSHOT_SUFFIX = ".kvsnap"
+SIDECAR_SUFFIX = ".json"
+DAMAGE_SUFFIX = ".damaged"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_PACK = re.compile(r"([0-9a-f]{32})\.kvsnap")
+_DAMAGE = re.compile(r"([0-9a-f]{32})\.damaged")
+_TEMPORARY = re.compile(r"\.kvsnap-[0-9a-f]+\.tmp")
+
+
+def check_name(name: object) -> str:
+    """`name`, once it is known to be one a snapshot can have.
+
+    Raises:
+        InvalidArgumentError: for anything else.
+    """
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return name
+    raise InvalidArgumentError(
+        f"name is {name!r}; expected 1 to 200 letters, digits, '.', '_' or '-', the first of them "
+        "a letter or digit"
+    )
+
+
+def snapshot_of(file: str) -> str | None:
+    """The snapshot whose manifest has this file name."""
+    name = file.removesuffix(SNAPSHOT_SUFFIX)
+    return name if name != file and _NAME.fullmatch(name) else None
+
+
+def sidecar_of(file: str) -> str | None:
+    """The snapshot whose sidecar has this file name."""
+    name = file.removesuffix(SIDECAR_SUFFIX)
+    return name if name != file and _NAME.fullmatch(name) else None
+
+
+def pack_of(file: str) -> str | None:
+    """The id of the pack with this file name."""
+    match = _PACK.fullmatch(file)
+    return match[1] if match else None
+
+
+def damage_of(file: str) -> str | None:
+    """The id of the pack whose list of damaged chunks has this file name."""
+    match = _DAMAGE.fullmatch(file)
+    return match[1] if match else None
+
+
+def is_temporary(file: str) -> bool:
+    """Whether a file of this name is being written, or was when its writer died."""
+    return _TEMPORARY.fullmatch(file) is not None
+
+
+def new_pack_id() -> str:
+    """An id no other pack has: 32 hex digits."""
+    return secrets.token_hex(16)
+
+
+def temporary_name() -> str:
+    """A file name that a sweep knows to be nobody's once its lock is free."""
+    return f".kvsnap-{secrets.token_hex(8)}.tmp"

@@ -1,0 +1,79 @@
+"""Taking files out of a directory store, in an order that a crash or power failure may interrupt.
+
+A manifest goes, for good, before any of its packs: no snapshot is ever visible without its bytes.
+REQUIRES, of every function: the store's lock, and a catalogue refreshed under it, which is kept up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvpager.stores.catalogue import Catalogue
+from kvpager.stores.durable import remove, sync_folder
+from kvpager.stores.lock import in_use
+
+
+def remove_snapshots(catalogue: Catalogue, names: Iterable[str]) -> list[str]:
+    """Removes snapshots, then those of their packs that nobody needs or holds.
+
+    Returns the ids of the packs that went.
+    """
+    packs: set[str] = set()
+    gone = 0
+    for name in names:
+        snapshot = catalogue.snapshots[name]
+        remove(catalogue.manifest_path(name))
+        remove(catalogue.sidecar_path(name))
+        packs.update(snapshot.manifest.packs)
+        catalogue.bytes -= snapshot.bytes
+        del catalogue.snapshots[name]
+        gone += 1
+    if gone:
+        sync_folder(catalogue.snapshots_folder)
+    return remove_unneeded_packs(catalogue, packs)
+
+
+def remove_unneeded_packs(catalogue: Catalogue, packs: Iterable[str]) -> list[str]:
+    """Removes those of `packs` that no readable snapshot needs and nobody holds.
+
+    None at all while there is a manifest that is sound for all that is known, but cannot be read
+    now or by this version: it may need any of them.
+    """
+    if any(not snapshot.manifest.corrupt for snapshot in catalogue.unreadable()):
+        return []
+    needed = catalogue.references()
+    gone = []
+    for pack in sorted(packs):
+        table = catalogue.packs.get(pack)
+        if table is None or table.error or needed[pack] or in_use(table.path):
+            continue
+        remove_pack(catalogue, pack)
+        gone.append(pack)
+    return gone
+
+
+def remove_pack(catalogue: Catalogue, pack: str) -> None:
+    """Removes a pack and what is noted of it."""
+    table = catalogue.packs.pop(pack)
+    catalogue.index.discard(pack, table.chain_hashes, table.content_ids)
+    remove(table.path)
+    remove(catalogue.damage_path(pack))
+    catalogue.bytes -= table.bytes
+
+
+def remove_temporaries(catalogue: Catalogue) -> int:
+    """Removes what writers that died have left; returns how many files."""
+    dead = [path for path in catalogue.temporaries if not in_use(path)]
+    for path in dead:
+        remove(path)
+        catalogue.bytes -= catalogue.temporaries.pop(path)
+    return len(dead)
+
+
+def remove_strays(catalogue: Catalogue) -> int:
+    """Removes notes on snapshots and packs that are no more; returns how many files."""
+    count = len(catalogue.strays)
+    for path in list(catalogue.strays):
+        remove(path)
+        catalogue.bytes -= catalogue.strays.pop(path)
+    return count

@@ -1,0 +1,112 @@
+"""What a directory store was told once, for all who open it: STORE/store.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+
+from kvpager.config import parse_bytes
+from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, UnsupportedVersionError
+from kvpager.stores.durable import read_json, write_atomically
+
+STORE_VERSION = 1
+SETTINGS_FILE = "store.json"
+UNLIMITED = "unlimited"
+NEVER = "never"
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]?)\s*")
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """Budget and time to live; None: without bound."""
+
+    byte_budget: int | None = None
+    ttl_seconds: float | None = None
+
+    def updated(self, byte_budget: object, ttl: object) -> StoreSettings:
+        """With what was given in its place; None keeps what there is."""
+        changed = self
+        if byte_budget is not None:
+            changed = replace(changed, byte_budget=parse_budget(byte_budget))
+        if ttl is not None:
+            changed = replace(changed, ttl_seconds=parse_ttl("ttl", ttl))
+        return changed
+
+    def write(self, folder: str) -> None:
+        """Makes these the store's, atomically."""
+        values = {
+            "kvpager_store": STORE_VERSION,
+            "byte_budget": self.byte_budget,
+            "ttl_seconds": self.ttl_seconds,
+        }
+        write_atomically(f"{folder}/{SETTINGS_FILE}", json.dumps(values) + "\n")
+
+    @classmethod
+    def read(cls, folder: str) -> StoreSettings:
+        """What the store's file says.
+
+        Raises:
+            FileNotFoundError: it is no store.
+            UnsupportedVersionError: a newer version made it.
+            CorruptSnapshotError: it is not what was written.
+        """
+        path = f"{folder}/{SETTINGS_FILE}"
+        try:
+            values = read_json(path)
+            version, budget, ttl = (
+                values["kvpager_store"],
+                values.get("byte_budget"),
+                values.get("ttl_seconds"),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CorruptSnapshotError(
+                f"{path}: not the settings of a store ({error}); write "
+                f'{{"kvpager_store": {STORE_VERSION}}} to it, or restore it from a copy'
+            ) from error
+        if type(version) is int and version > STORE_VERSION:
+            raise UnsupportedVersionError(
+                f"{path}: kvpager_store is {version}, this version knows {STORE_VERSION}; use the "
+                "version of kvpager that made the store, or a newer one"
+            )
+        if version != STORE_VERSION or not _sound(budget, int) or not _sound(ttl, int, float):
+            raise CorruptSnapshotError(
+                f"{path}: holds {values!r}; expected kvpager_store {STORE_VERSION}, and "
+                "byte_budget and ttl_seconds, each null or a number, 0 or more"
+            )
+        return cls(budget, ttl)
+
+
+def parse_budget(value: object) -> int | None:
+    """Bytes from an int, "50GiB" or "unlimited"."""
+    return None if value == UNLIMITED else parse_bytes("byte_budget", value)
+
+
+def parse_ttl(field: str, value: object) -> float | None:
+    """Seconds from a number, "90s", "30m", "12h", "7d", "2w" or "never".
+
+    Raises:
+        InvalidArgumentError: naming `field`, for anything else.
+    """
+    if value == NEVER:
+        return None
+    seconds: float = -1.0
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    elif isinstance(value, str) and (match := _DURATION.fullmatch(value)) and match[2] in _UNITS:
+        seconds = float(match[1]) * _UNITS[match[2]]
+    if not math.isfinite(seconds) or seconds < 0:
+        raise InvalidArgumentError(
+            f'{field} is {value!r}; expected seconds, a duration such as "90s", "30m", "12h", "7d" '
+            'or "2w", or "never"'
+        )
+    return seconds
+
+
+def _sound(value: object, *kinds: type) -> bool:
+    return value is None or (
+        type(value) in kinds and isinstance(value, (int, float)) and 0 <= value < math.inf
+    )

@@ -1,0 +1,55 @@
+"""What a store notes of a snapshot beside it: whether it is pinned, and its own time to live.
+
+The time at which the sidecar was last touched is the snapshot's last use; the manifest's own time
+is when it was saved.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+
+from kvpager.stores.durable import read_json, write_atomically
+from kvpager.stores.settings import NEVER
+
+SIDECAR_BYTES = 256  # more than any sidecar has
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """One snapshot's notes.
+
+    Attributes:
+        pinned: kept whatever its age and the budget.
+        ttl_seconds: None: the store's; infinite: none.
+        error: why the file could not be read; it is taken for a pin then, the careful reading.
+    """
+
+    pinned: bool = False
+    ttl_seconds: float | None = None
+    error: str | None = None
+
+    def write(self, path: str, last_used_ns: int) -> None:
+        """Puts the notes in place; the last use stays what it was."""
+        ttl = NEVER if self.ttl_seconds == math.inf else self.ttl_seconds
+        write_atomically(path, json.dumps({"pinned": self.pinned, "ttl_seconds": ttl}) + "\n")
+        os.utime(path, ns=(last_used_ns, last_used_ns))
+
+    @classmethod
+    def read(cls, path: str) -> Sidecar:
+        """What the file says; the defaults where there is none."""
+        try:
+            values = read_json(path)
+            pinned, ttl = values["pinned"], values["ttl_seconds"]
+        except FileNotFoundError:
+            return cls()
+        except (ValueError, TypeError, KeyError) as error:
+            return cls(pinned=True, error=f"{path}: not the notes of a snapshot: {error}")
+        if ttl == NEVER:
+            ttl = math.inf
+        number = type(ttl) in (int, float) and ttl >= 0
+        if type(pinned) is not bool or not (ttl is None or number):
+            return cls(pinned=True, error=f"{path}: not the notes of a snapshot: {values!r}")
+        return cls(pinned, ttl)

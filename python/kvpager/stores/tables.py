@@ -1,0 +1,180 @@
+"""What the files of a directory store say of themselves: packs and manifests, read once each."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager import _core
+from kvpager.errors import CorruptSnapshotError, PagerError
+from kvpager.stores.chunk_index import Place
+from kvpager.stores.sidecar import Sidecar
+
+KNOWN_MINOR = 1  # newest format this store writes; a newer file is read and left as it is
+
+
+class Stamp(NamedTuple):
+    """Tells one file from another that later has its name."""
+
+    inode: int
+    bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A file of sealed chunks. Never changes, so that it is read once per process.
+
+    Attributes:
+        kind: what chunks must have in common to lie in one pack.
+        damaged: chunks that are known to be damaged; they are served and shared no more.
+        error: why the file cannot be used; it has no chunks then.
+        corrupt: whether that is the file's fault, rather than the system's or this version's.
+    """
+
+    id: str
+    path: str
+    stamp: Stamp
+    chunks: int = 0
+    kind: tuple[object, ...] = ()
+    chain_hashes: tuple[bytes, ...] = ()
+    content_ids: tuple[bytes, ...] = ()
+    summary_checksums: npt.NDArray[np.uint64] = field(
+        default_factory=lambda: np.zeros(0, dtype=np.uint64)
+    )
+    damaged: frozenset[int] = frozenset()
+    error: str | None = None
+    corrupt: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return self.stamp.bytes
+
+    @classmethod
+    def read(cls, pack: str, path: str, stamp: Stamp) -> Pack:
+        """The table of the pack at `path`."""
+        try:
+            reader = _core.SnapshotReader.open(path)
+            if reader.packs or reader.chunks != reader.sealed_chunks:
+                why = f"{path}: not a pack of sealed chunks"
+                return cls(pack, path, stamp, error=why, corrupt=True)
+            return cls(
+                pack,
+                path,
+                stamp,
+                chunks=reader.chunks,
+                kind=_kind(reader),
+                chain_hashes=tuple(reader.chain_hashes),
+                content_ids=tuple(reader.content_ids),
+                summary_checksums=reader.summary_checksums,
+            )
+        except PagerError as error:
+            corrupt = isinstance(error, CorruptSnapshotError)
+            return cls(pack, path, stamp, error=str(error), corrupt=corrupt)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A snapshot's file. Replaced, never changed.
+
+    Attributes:
+        packs: ids of the packs it needs, in order of first use.
+        pack_places: [sealed chunks, 2] pack number and chunk in it.
+        error: why it cannot be opened; which packs it needs is unknown then.
+        corrupt: whether that is the file's fault, rather than the system's or this version's.
+    """
+
+    name: str
+    path: str
+    stamp: Stamp
+    tokens: int = 0
+    chunks: int = 0
+    minor_version: int = 0
+    logical_digest: str = ""
+    packs: tuple[str, ...] = ()
+    pack_places: npt.NDArray[np.uint32] = field(
+        default_factory=lambda: np.zeros((0, 2), dtype=np.uint32)
+    )
+    error: str | None = None
+    corrupt: bool = False
+
+    @property
+    def sealed_chunks(self) -> int:
+        """Chunks that lie in packs."""
+        return len(self.pack_places)
+
+    def place(self, chunk: int) -> Place:
+        """Where a sealed chunk is."""
+        pack, number = self.pack_places[chunk].tolist()
+        return Place(self.packs[pack], number)
+
+    @cached_property
+    def uses(self) -> dict[str, npt.NDArray[np.uint32]]:
+        """Of each pack, the chunks it needs."""
+        numbers, chunks = self.pack_places[:, 0], self.pack_places[:, 1]
+        return {pack: chunks[numbers == number] for number, pack in enumerate(self.packs)}
+
+    @classmethod
+    def read(cls, name: str, path: str, stamp: Stamp, packs_folder: str) -> Manifest:
+        """The table of the manifest at `path`."""
+        try:
+            reader = _core.SnapshotReader.open(path, packs_folder)
+            return cls(
+                name,
+                path,
+                stamp,
+                tokens=len(reader.tokens),
+                chunks=reader.chunks,
+                minor_version=reader.minor_version,
+                logical_digest=reader.logical_digest,
+                packs=tuple(pack for pack, _ in reader.packs),
+                pack_places=np.asarray(reader.places, dtype=np.uint32).reshape(-1, 2),
+            )
+        except PagerError as error:
+            # The manifest itself is there, so what is missing is a pack: that will not pass.
+            missing = os.strerror(errno.ENOENT) in str(error)
+            corrupt = isinstance(error, CorruptSnapshotError) or missing
+            return cls(name, path, stamp, error=str(error), corrupt=corrupt)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A manifest, what is noted of it, and when it was last used."""
+
+    manifest: Manifest
+    sidecar: Sidecar
+    sidecar_bytes: int
+    last_used_ns: int
+
+    @cached_property
+    def bytes(self) -> int:
+        """Size of the files that are its alone by name: manifest and sidecar."""
+        return self.manifest.stamp.bytes + self.sidecar_bytes
+
+    def ttl(self, default: float | None) -> float | None:
+        """Seconds it lives after its last use; None: for ever. `default` is the store's."""
+        if self.sidecar.ttl_seconds is None:
+            return default
+        return None if self.sidecar.ttl_seconds == math.inf else self.sidecar.ttl_seconds
+
+    def expired(self, now_ns: int, default: float | None) -> bool:
+        """Whether its time is over. A pinned one's never is."""
+        ttl = self.ttl(default)
+        return (
+            not self.sidecar.pinned and ttl is not None and now_ns - self.last_used_ns > ttl * 1e9
+        )
+
+
+def _kind(reader: Any) -> tuple[object, ...]:
+    layout = reader.layout
+    shape = (layout.layers, layout.kv_heads, layout.chunk_tokens, layout.k_dim, layout.v_dim)
+    dtypes = (layout.k_dtype, layout.v_dtype)
+    return (*shape, *dtypes, reader.scorer, reader.summary_page_bytes, reader.fingerprint)
