@@ -52,6 +52,37 @@ class FingerprintMismatchError(_CoreFingerprintMismatchError):
         self.found = found
 
 
+for _name in ("start", "stop"):  # as `chunk` and `layer`: None unless one chunk is concerned
+    setattr(CorruptSnapshotError, _name, None)
+
+
+def locate_damage(
+    error: CorruptSnapshotError, chunk_tokens: int, length: int | None = None
+) -> None:
+    """Gives an error that names a chunk the token range [`.start`, `.stop`) of that chunk."""
+    chunk = damaged_chunk(error)
+    start: int | None = None
+    stop: int | None = None
+    if chunk is not None:
+        start, stop = chunk * chunk_tokens, (chunk + 1) * chunk_tokens
+        stop = stop if length is None else min(stop, length)
+    error.start, error.stop = start, stop  # type: ignore[attr-defined]
+
+
+def damaged_chunk(error: CorruptSnapshotError) -> int | None:
+    """The chunk that is damaged; None where the damage concerns the file as a whole."""
+    chunk: int | None = getattr(error, "chunk", None)
+    return chunk
+
+
+def explain_damage(error: CorruptSnapshotError, why: str) -> CorruptSnapshotError:
+    """The same damage, at the same place, with one more sentence on it."""
+    explained = CorruptSnapshotError(f"{error}; {why}")
+    for name in ("chunk", "layer", "start", "stop"):
+        setattr(explained, name, getattr(error, name, None))
+    return explained
+
+
 class UnsupportedModelError(InvalidArgumentError):
     """The model, as configured, cannot keep the promise; the message says why and what to do."""
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,30 +23,98 @@ from kvpager.errors import FingerprintMismatchError, InvalidArgumentError
 from kvpager.hf import HEAD_ROWS
 from kvpager.pager import Layout
 
-# Numerics: another value may change last bits, and a caller may accept that. All other fields say
-# what the K/V mean; with another value they are simply wrong.
-WAIVABLE = (
-    "torch_version",
-    "transformers_version",
-    "processor",
-    "threads",
-    "mkl_cbwr",
-    "matmul_precision",
-    "kernel_version",
-)
 
-_REMEDIES = {
-    "weights": "load the weights (and adapters) it was saved with",
-    "salt": "use the salt it was saved under",
-    "rows": "set PagerConfig.rows to the value it was saved with",
-    "chunk_tokens": "set PagerConfig.chunk_tokens to the value it was saved with",
-    "selection": "set PagerConfig.selection to the one it was saved with",
-    "scorer": "set the scorer it was saved with",
-    "k_dtype": "set PagerConfig.kv_dtype to the value it was saved with",
-    "v_dtype": "set PagerConfig.kv_dtype to the value it was saved with",
-    "threads": "call torch.set_num_threads with the value it was saved with",
-}
+@dataclass(frozen=True)
+class Rule:
+    """What one field of a fingerprint is, and what becomes of a snapshot in which it differs.
+
+    Attributes:
+        meaning: what the field holds.
+        waivable: False: the K/V mean something else, and the snapshot is refused always. True: only
+            last bits may differ, so `on_mismatch="approximate"` accepts it, and then nothing of it
+            is ever shared as exact.
+        remedy: what to do about a mismatch.
+    """
+
+    meaning: str
+    waivable: bool = False
+    remedy: str = "load the model and settings it was saved with"
+
+    @property
+    def on_mismatch(self) -> str:
+        """In one word: "refuse", or "waivable"."""
+        return "waivable" if self.waivable else "refuse"
+
+
+_MODEL = "load the model it was saved with"
+_KV_DTYPE = "set PagerConfig.kv_dtype to the value it was saved with"
+_SAME_BUILD = "use the release it was saved with"
+
+# Every field of `describe`, in its order. A field that is not here is refused where it differs.
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "architecture": Rule("class of the model", remedy=_MODEL),
+        "weights": Rule(
+            "digest of every parameter and buffer as it is in memory, adapters included",
+            remedy="load the weights (and adapters) it was saved with",
+        ),
+        "model_config": Rule("digest of what the model's configuration changes", remedy=_MODEL),
+        "model_dtype": Rule("dtype the model computes in", remedy=_MODEL),
+        "rope": Rule("parameters of the rotary embedding", remedy=_MODEL),
+        "layers": Rule("layers of a chunk", remedy=_MODEL),
+        "kv_heads": Rule("key/value heads of a layer", remedy=_MODEL),
+        "k_dim": Rule("head_dim of keys", remedy=_MODEL),
+        "v_dim": Rule("head_dim of values", remedy=_MODEL),
+        "k_dtype": Rule("dtype keys are kept in", remedy=_KV_DTYPE),
+        "v_dtype": Rule("dtype values are kept in", remedy=_KV_DTYPE),
+        "chunk_tokens": Rule(
+            "tokens per chunk",
+            remedy="set PagerConfig.chunk_tokens to the value it was saved with",
+        ),
+        "rows": Rule(
+            "rows of every forward", remedy="set PagerConfig.rows to the value it was saved with"
+        ),
+        "head_rows": Rule("rows of the output head", remedy=_SAME_BUILD),
+        "selection": Rule(
+            "what a row attends to",
+            remedy="set PagerConfig.selection to the one it was saved with",
+        ),
+        "scorer": Rule("what made the summaries", remedy="set the scorer it was saved with"),
+        "salt": Rule("digest of the tenant's salt", remedy="use the salt it was saved under"),
+        "device": Rule("kind of device that computed it", remedy="use the device it was saved on"),
+        "chunks_per_split": Rule("chunks per partial sum of attention", remedy=_SAME_BUILD),
+        "kernel_version": Rule(
+            "version of our own arithmetic", waivable=True, remedy="use the kvpager it was saved by"
+        ),
+        "torch_version": Rule("release of torch", waivable=True, remedy=_SAME_BUILD),
+        "transformers_version": Rule("release of transformers", waivable=True, remedy=_SAME_BUILD),
+        "processor": Rule(
+            "instruction sets torch's matrix products choose by",
+            waivable=True,
+            remedy="use a processor like the one it was saved on",
+        ),
+        "threads": Rule(
+            "threads of torch",
+            waivable=True,
+            remedy="call torch.set_num_threads with the value it was saved with",
+        ),
+        "mkl_cbwr": Rule(
+            "MKL_CBWR in the environment",
+            waivable=True,
+            remedy="start the process with the value it was saved with",
+        ),
+        "matmul_precision": Rule(
+            "torch's float32 matmul precision",
+            waivable=True,
+            remedy="call torch.set_float32_matmul_precision with the value it was saved with",
+        ),
+    }
+)
+# Numerics: another value may change last bits, and a caller may accept that.
+WAIVABLE = tuple(name for name, rule in RULES.items() if rule.waivable)
+
 _WAIVE = 'or pass on_mismatch="approximate" to accept results that may differ in their last bits'
+_UNKNOWN = Rule("a field this release does not know")
 _DIGEST_BLOCK = 64 << 20  # bytes per task, so that one large embedding keeps all threads busy
 # Of a model's configuration: says where it came from or how it is used, not what it computes.
 _INCIDENTAL = frozenset(
@@ -55,16 +125,25 @@ _ROPE = ("rope_parameters", "rope_theta", "no_rope_layers", "partial_rotary_fact
 
 
 def describe(
-    model: Any, config: PagerConfig, layout: Layout, *, rows: int, salt: str
+    model: Any,
+    config: PagerConfig,
+    layout: Layout,
+    *,
+    rows: int,
+    salt: str,
+    progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """The fingerprint of an engine: JSON-able, flat, and the same in every process."""
+    """The fingerprint of an engine: JSON-able, flat, and the same in every process.
+
+    Its fields are those of RULES. `progress` is told the bytes of weights hashed, and of all.
+    """
     values = model.config.to_dict()
     # Only what differs from the class's defaults: a release that adds an option changes nothing.
     given = model.config.to_diff_dict()
     plain = {key: given[key] for key in given if key not in _INCIDENTAL and key not in _ROPE}
     return {
         "architecture": type(model).__name__,
-        "weights": weights_digest(model),
+        "weights": weights_digest(model, progress),
         "model_config": _digest_json(plain),
         "model_dtype": str(model.dtype).removeprefix("torch."),
         "rope": _canonical({key: values[key] for key in _ROPE if key in values}),
@@ -126,9 +205,8 @@ def compare(
 
 
 def _mismatch(name: str, expected: Any, found: Any, source: str) -> FingerprintMismatchError:
-    remedy = _REMEDIES.get(name, "load the model and settings it was saved with")
-    if name in WAIVABLE:
-        remedy = f"{remedy}, {_WAIVE}"
+    rule = RULES.get(name, _UNKNOWN)
+    remedy = f"{rule.remedy}, {_WAIVE}" if rule.waivable else rule.remedy
     return FingerprintMismatchError(
         f"{source} was saved with {name} {found!r}, and this engine has {expected!r}; {remedy}",
         field=name,
@@ -137,23 +215,38 @@ def _mismatch(name: str, expected: Any, found: Any, source: str) -> FingerprintM
     )
 
 
-def weights_digest(model: Any) -> str:
+def weights_digest(model: Any, progress: Callable[[int, int], object] | None = None) -> str:
     """XXH3-128 over name, shape, dtype and bytes of every live parameter and buffer, in hex.
 
     Live tensors, not files: an adapter that is active in memory is part of it. Several GB/s.
+
+    Args:
+        model: the model.
+        progress: called with (bytes hashed, bytes in all), from this thread.
     """
     tensors = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0])
+    total = sum(tensor.nbytes for _, tensor in tensors)
+    report = progress or (lambda done, total: None)
     summary = xxhash.xxh3_128()
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         hashed = [
-            (name, tensor, [pool.submit(xxhash.xxh3_128_digest, part) for part in _blocks(tensor)])
+            (name, tensor, [pool.submit(_digest_block, part) for part in _blocks(tensor)])
             for name, tensor in tensors
         ]
+        done = 0
+        report(done, total)
+        for part in as_completed([part for _, _, parts in hashed for part in parts]):
+            done += part.result()[1]
+            report(done, total)
         for name, tensor, parts in hashed:
             summary.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
             for part in parts:
-                summary.update(part.result())
+                summary.update(part.result()[0])
     return summary.hexdigest()
+
+
+def _digest_block(block: Any) -> tuple[bytes, int]:
+    return xxhash.xxh3_128_digest(block), len(block)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[Any]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,10 @@ from kvpager.errors import (
     CorruptSnapshotError,
     FingerprintMismatchError,
     InvalidArgumentError,
+    locate_damage,
 )
+from kvpager.section_json import parse_section
+from kvpager.stores import FileStore, SaveReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,6 +50,7 @@ ROW_READ = 1  # its K/V exist already; only attends
 ROW_PADDING = 2  # output is zeros
 
 _SALT = "salt_digest"  # in a snapshot's session section
+_PACK = "pack"  # likewise: the file keeps chunks of a directory store, of no one conversation
 
 TIER_RESIDENT, TIER_HOST, TIER_DISK, TIER_SNAPSHOT = 1, 2, 4, 8
 
@@ -139,7 +144,7 @@ class SnapshotInfo:
     """An opened snapshot: metadata is read and verified, payload waits until somebody needs it.
 
     Attributes:
-        path: the file.
+        path: the file, or what the reader calls itself.
         fingerprint: what it was saved under.
         session: what the runtime keeps beside the K/V.
         layout: shape of its chunks.
@@ -156,6 +161,45 @@ class SnapshotInfo:
     tokens: np.ndarray[Any, Any]
     logical_digest: str
     reader: _core.SnapshotReader
+
+    @classmethod
+    def of(cls, reader: _core.SnapshotReader) -> SnapshotInfo:
+        """What an opened reader says: of a file, of a store's manifest, or of gathered chunks.
+
+        Raises:
+            CorruptSnapshotError: fingerprint or session are no JSON objects.
+        """
+        native = reader.layout
+        return cls(
+            path=reader.path,
+            fingerprint=parse_section(reader.fingerprint, reader.path, "fingerprint"),
+            session=parse_section(reader.session, reader.path, "session"),
+            layout=Layout(
+                layers=native.layers,
+                kv_heads=native.kv_heads,
+                k_dim=native.k_dim,
+                v_dim=native.v_dim,
+                chunk_tokens=native.chunk_tokens,
+                k_dtype=native.k_dtype,
+                v_dtype=native.v_dtype,
+            ),
+            scorer=reader.scorer,
+            tokens=reader.tokens,
+            logical_digest=reader.logical_digest,
+            reader=reader,
+        )
+
+    @property
+    def is_pack(self) -> bool:
+        """Whether the file keeps chunks for a directory store, and is no snapshot of its own."""
+        return self.session.get(_PACK) is True
+
+    def require_restorable(self) -> None:
+        """Raises InvalidArgumentError if it is a pack, whose chunks belong to no one sequence."""
+        if self.is_pack:
+            raise InvalidArgumentError(
+                f"{self.path} is a pack of a store; restore the snapshot by its name"
+            )
 
 
 class Forward:
@@ -202,7 +246,9 @@ class Forward:
 
         Raises:
             NonFiniteError: a key or value is not finite; the forward was aborted.
-            StorageError, CorruptSnapshotError: a chunk could not be read; the forward was aborted.
+            StorageError: a chunk could not be read; the forward was aborted.
+            CorruptSnapshotError: a chunk's bytes are not what was saved; the forward was aborted.
+                `.chunk`, `.layer` and the token range [`.start`, `.stop`) say which.
         """
         self._require_running()
         if out is None:
@@ -213,9 +259,10 @@ class Forward:
                 else np.empty(shape, dtype=q.dtype)
             )
         logits = None if sinks is None else _float32_array(sinks)
-        self._core.attend(
-            layer, q, k, v, out, scaling, float(softcap or 0.0), int(window or 0), logits
-        )
+        with _locating(self._layout):
+            self._core.attend(
+                layer, q, k, v, out, scaling, float(softcap or 0.0), int(window or 0), logits
+            )
         return out
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -354,7 +401,8 @@ class Sequence:
         `position` is the row's own; by default the next one.
         """
         at = self.length if position is None else position
-        return self._core.select(self.uid, layer, q[None], at, int(window or 0))
+        with _locating(self._pager.layout):
+            return self._core.select(self.uid, layer, q[None], at, int(window or 0))
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Raw keys and values of positions [start, stop) at one layer, in the layout's dtypes.
@@ -362,8 +410,9 @@ class Sequence:
         Returns:
             k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies, bit for bit.
         """
-        k, v = self._core.read_kv(self.uid, layer, start, stop)
         layout = self._pager.layout
+        with _locating(layout):
+            k, v = self._core.read_kv(self.uid, layer, start, stop)
         return (
             torch.from_numpy(k).view(_TORCH_DTYPES[layout.k_dtype]),
             torch.from_numpy(v).view(_TORCH_DTYPES[layout.v_dtype]),
@@ -375,11 +424,13 @@ class Sequence:
         Raises:
             CapacityError: too many pins; says how many chunks are free to pin.
         """
-        return Pin(self._core, self._core.pin(self.uid, start, stop))
+        with _locating(self._pager.layout):
+            return Pin(self._core, self._core.pin(self.uid, start, stop))
 
     def trim(self, position: int) -> None:
         """Forgets everything from `position` on."""
-        self._core.trim(self.uid, position)
+        with _locating(self._pager.layout):
+            self._core.trim(self.uid, position)
 
     def fork(self) -> Sequence:
         """A sequence with the same positions; sealed chunks are shared, the tail is copied."""
@@ -393,20 +444,54 @@ class Sequence:
         """The ledger as arrays [chunks]: tiers (TIER_* bits), selected, recalled, qk_score."""
         return self._core.residency(self.uid)
 
-    def save(
-        self, path: str | os.PathLike[str], *, session: Mapping[str, object] | None = None
-    ) -> int:
-        """Writes a snapshot atomically and returns its size in bytes.
+    def freeze(self, upto: int | None = None) -> _core.SnapshotContent:
+        """The first `upto` positions (None: all) as they are now, to be saved by any thread.
+
+        Sealed chunks are shared, only an unsealed tail is copied; the sequence goes on meanwhile.
 
         Raises:
-            StorageError: the system refused; no file is left and an older one is untouched.
+            InvalidArgumentError: `upto` is not 1 .. length.
+            CorruptSnapshotError: what has to be copied now is damaged in the snapshot it is in.
         """
-        return self._core.save(
-            self.uid,
+        if upto is not None and not 1 <= upto <= self.length:
+            raise InvalidArgumentError(
+                f"upto is {upto}; expected 1 to {self.length}, the positions the sequence holds"
+            )
+        with _locating(self._pager.layout):
+            return self._core.freeze(self.uid, -1 if upto is None else upto)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        upto: int | None = None,
+        session: Mapping[str, object] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SaveReport:
+        """Writes the first `upto` positions (None: all) to one file, atomically.
+
+        Args:
+            path: of the file; an older one is replaced.
+            upto: how much of the sequence, 1 .. length.
+            session: JSON-able, kept beside the K/V; see `SnapshotInfo.session`.
+            progress: called with (bytes done, bytes in all); what it raises stops and undoes.
+
+        Raises:
+            InvalidArgumentError: the sequence is empty, or `upto` is out of range.
+            StorageError: the system refused; no file is left and an older one is untouched.
+            CorruptSnapshotError: a chunk to be copied is damaged in the snapshot it is in.
+        """
+        return FileStore().save(
             os.fspath(path),
-            self._pager.fingerprint_json,
-            _canonical({**(session or {}), _SALT: _salt_digest(self.salt)}),
+            self.freeze(upto),
+            fingerprint=self._pager.fingerprint_json,
+            session=self.session_text(session),
+            progress=progress,
         )
+
+    def session_text(self, values: Mapping[str, object] | None = None) -> str:
+        """JSON text of a snapshot's session section: `values`, and what proves the salt."""
+        return _canonical("session", {**(values or {}), _SALT: _salt_digest(self.salt)})
 
     def close(self) -> None:
         """Ends the sequence. Its exact chunks stay cached for prefix reuse while there is room."""
@@ -453,7 +538,7 @@ class Pager:
         self.config = config
         self.rows = rows
         self.fingerprint = dict(fingerprint or {})
-        self.fingerprint_json = _canonical(self.fingerprint)
+        self.fingerprint_json = _canonical("fingerprint", self.fingerprint)
         options = _core.PagerOptions()
         options.layout = layout.native()
         options.pool_blocks = config.pool_blocks
@@ -521,19 +606,37 @@ class Pager:
         return open_snapshot(path)
 
     def restore(
-        self, snapshot: SnapshotInfo, *, salt: str = "", provenance: str = "exact"
+        self,
+        snapshot: SnapshotInfo,
+        *,
+        salt: str = "",
+        provenance: str = "exact",
+        upto: int | None = None,
     ) -> Sequence:
         """A sequence that holds the snapshot's positions; chunks are read when first needed.
+
+        Only an unsealed tail is read now. Each chunk is verified when it is read; one that is not
+        what was saved raises CorruptSnapshotError there, and all others stay usable.
 
         Args:
             snapshot: from `open_snapshot`; the file stays open while its chunks are in use.
             salt: the one it was saved under.
             provenance: "approximate" accepts a file saved under another fingerprint, in a namespace
                 of its own; "exact" does not.
+            upto: the first positions alone, 0 .. what the snapshot holds; None: all.
 
         Raises:
             FingerprintMismatchError: naming the field; the pager is as it was.
+            InvalidArgumentError: the file is a pack of a store, or `upto` is out of range.
+            CorruptSnapshotError: the tail is damaged.
+            CapacityError: the summaries do not fit.
         """
+        snapshot.require_restorable()
+        if upto is not None and not 0 <= upto <= len(snapshot.tokens):
+            raise InvalidArgumentError(
+                f"upto is {upto}; expected 0 to {len(snapshot.tokens)}, the positions "
+                f"{snapshot.path} holds"
+            )
         if provenance == "exact":
             _require_equal(self.fingerprint, snapshot.fingerprint, snapshot.path)
         if snapshot.layout != self.layout:
@@ -550,11 +653,25 @@ class Pager:
                 field="salt",
             )
         try:
-            uid = self.core.restore(snapshot.reader, salt, provenance, snapshot.reader.fingerprint)
+            with _locating(self.layout, len(snapshot.tokens)):
+                uid = self.core.restore(
+                    snapshot.reader,
+                    salt,
+                    provenance,
+                    snapshot.reader.fingerprint,
+                    -1 if upto is None else upto,
+                )
         except _core.FingerprintMismatchError as error:  # its message begins with the field
             field = str(error).partition(":")[0]
             raise FingerprintMismatchError(str(error), field=field) from error
         return Sequence(self, uid, salt)
+
+    def chain_hashes(self, tokens: Iterable[int] | Tensor, salt: str = "") -> list[bytes]:
+        """The name (16 bytes) of each full chunk of these tokens, by which a store finds it.
+
+        Each covers all tokens before its chunk's end, the pager's fingerprint and the salt.
+        """
+        return self.core.chain_hashes(_token_ids(tokens), salt)
 
     def evict_all(self) -> int:
         """Moves every chunk that may leave out of the pool; returns how many. Changes no result."""
@@ -574,40 +691,21 @@ class Pager:
 
 
 def open_snapshot(path: str | os.PathLike[str]) -> SnapshotInfo:
-    """Opens a snapshot without a pager: metadata only. See `Pager.open_snapshot`."""
-    name = os.fspath(Path(path))
-    reader = _core.SnapshotReader.open(name)
-    native = reader.layout
-    return SnapshotInfo(
-        path=name,
-        fingerprint=_parsed(reader.fingerprint, name, "fingerprint"),
-        session=_parsed(reader.session, name, "session"),
-        layout=Layout(
-            layers=native.layers,
-            kv_heads=native.kv_heads,
-            k_dim=native.k_dim,
-            v_dim=native.v_dim,
-            chunk_tokens=native.chunk_tokens,
-            k_dtype=native.k_dtype,
-            v_dtype=native.v_dtype,
-        ),
-        scorer=reader.scorer,
-        tokens=reader.tokens,
-        logical_digest=reader.logical_digest,
-        reader=reader,
-    )
+    """Opens a snapshot without a pager: metadata only. See `Pager.open_snapshot`.
+
+    A manifest of a directory store opens as well, and its packs with it.
+    """
+    return SnapshotInfo.of(_core.SnapshotReader.open(os.fspath(Path(path))))
 
 
-def _parsed(text: str, path: str, section: str) -> dict[str, Any]:
+@contextmanager
+def _locating(layout: Layout, length: int | None = None) -> Iterator[None]:
+    """Damage found inside says which tokens it concerns; `length` ends the last chunk."""
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise CorruptSnapshotError(f"{path}: section {section} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CorruptSnapshotError(
-            f"{path}: section {section} holds a {type(value).__name__}, expected an object"
-        )
-    return value
+        yield
+    except CorruptSnapshotError as error:
+        locate_damage(error, layout.chunk_tokens, length)
+        raise
 
 
 def _token_ids(tokens: Any) -> np.ndarray[Any, Any]:
@@ -632,8 +730,14 @@ def _salt_digest(salt: str) -> str:
     return xxhash.xxh3_128_hexdigest(salt.encode())
 
 
-def _canonical(values: Mapping[str, object]) -> str:
-    return json.dumps(values, sort_keys=True, separators=(",", ":"))
+def _canonical(name: str, values: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(
+            f"{name} cannot be written as JSON ({error}); expected text, finite numbers, booleans, "
+            "None, and lists and mappings of them"
+        ) from error
 
 
 def _require_equal(expected: Mapping[str, object], found: Mapping[str, object], path: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from reference_models import build, make_engine, prompt
 
 from kvpager import FingerprintMismatchError, InvalidArgumentError, TopK
-from kvpager.fingerprint import WAIVABLE, compare, weights_digest
+from kvpager.fingerprint import RULES, WAIVABLE, compare, weights_digest
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,30 @@ def test_numerics_are_refused_unless_approximate_results_are_accepted(field):
     assert compare(expected, expected, on_mismatch="approximate") == "exact"
 
 
+def test_every_field_has_its_rule_in_the_order_they_are_written(model, closing):
+    fields = list(closing(make_engine(model)).fingerprint)
+    assert fields == list(RULES)
+    for name, rule in RULES.items():
+        assert rule.meaning, name
+        assert rule.remedy, name
+        assert rule.on_mismatch == ("waivable" if name in WAIVABLE else "refuse")
+
+
+@pytest.mark.parametrize("field", RULES)
+def test_a_mismatch_follows_the_fields_rule_and_names_its_remedy(field):
+    rule = RULES[field]
+    expected, found = {field: 1}, {field: 2}
+    with pytest.raises(FingerprintMismatchError) as refused:
+        compare(expected, found)
+    assert rule.remedy in str(refused.value)
+    assert ("approximate" in str(refused.value)) == rule.waivable
+    if rule.waivable:
+        assert compare(expected, found, on_mismatch="approximate") == "approximate"
+    else:
+        with pytest.raises(FingerprintMismatchError):
+            compare(expected, found, on_mismatch="approximate")
+
+
 def test_what_cannot_be_waived_is_named_before_what_can():
     expected = {"threads": 1, "weights": "abc"}
     with pytest.raises(FingerprintMismatchError) as refused:
@@ -132,6 +156,43 @@ def test_the_digest_sees_every_weight_and_survives_a_round_trip():
         after = weights_digest(model)
         assert after != before
         before = after
+
+
+def test_hashing_the_weights_tells_how_far_it_is(model, closing, capsys):
+    calls = []
+    engine = closing(make_engine(model, progress=lambda *call: calls.append(call)))
+    total = sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
+    assert calls[0] == (0, total)
+    assert calls[-1] == (total, total)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert engine.fingerprint["weights"] == weights_digest(model)
+    closing(make_engine(model, progress=True))
+    assert "hash weights" in capsys.readouterr().err
+    with pytest.raises(InvalidArgumentError, match="progress is 3"):
+        make_engine(model, progress=3)
+
+
+def test_an_engine_whose_progress_callback_raises_gives_the_model_back(model):
+    def stop(done, total):
+        raise KeyError("enough")
+
+    before = model.config._attn_implementation
+    with pytest.raises(KeyError, match="enough"):
+        make_engine(model, progress=stop)
+    assert model.config._attn_implementation == before
+
+
+def test_one_element_changed_in_place_changes_the_digest():
+    """What a merged low-rank adapter does, at its smallest."""
+    model = build("llama")
+    before = weights_digest(model)
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    with torch.no_grad():
+        kept = weight[3, 5].clone()
+        weight[3, 5] += 2**-12
+        assert weights_digest(model) != before
+        weight[3, 5] = kept
+    assert weights_digest(model) == before
 
 
 def test_an_adapter_in_memory_changes_the_digest():

@@ -149,7 +149,7 @@ def test_a_fork_continues_alike_and_apart(engine, session):
 
 def test_a_restored_session_goes_on_with_the_same_bits(model, engine, session, tmp_path, closing):
     next(session.generate(1, temperature=0.8, top_k=50, top_p=0.9, seed=11, eos=None))
-    written = session.save(tmp_path / "turn.kvsnap")
+    written = session.save(tmp_path / "turn.kvsnap").bytes_written
     assert written == (tmp_path / "turn.kvsnap").stat().st_size
     other = closing(make_engine(model, pool_tokens=512, host_bytes="64MiB"))
     again = other.restore(tmp_path / "turn.kvsnap")
@@ -181,6 +181,27 @@ def test_a_restore_that_the_prompt_cannot_use_is_refused_not_computed_again(
         again.prefill(prompt(50)[:40])
     assert engine.runner.forwards == forwards
     assert again.restored_tokens_consumed == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"version": 2}, kvpager.UnsupportedVersionError, "session.version is 2"),
+        ({"pending": VOCAB}, kvpager.CorruptSnapshotError, "session.pending is 300"),
+        ({"pending": True}, kvpager.CorruptSnapshotError, "session.pending is True"),
+        ({"sampling": 3}, kvpager.CorruptSnapshotError, "session.sampling is 3"),
+        ({"sampling": {"heat": 1}}, kvpager.CorruptSnapshotError, "session.sampling.*heat"),
+        ({"sampling": {"top_p": 2}}, kvpager.CorruptSnapshotError, "session.sampling.*top_p"),
+    ],
+)
+def test_a_session_section_that_cannot_be_is_refused_by_name(
+    engine, session, tmp_path, state, error, message
+):
+    session.sequence.save(tmp_path / "odd", session=state)
+    with pytest.raises(error, match=message):
+        engine.restore(tmp_path / "odd", on_corrupt="recompute")
+    session.sequence.save(tmp_path / "bare")  # a pager's own, without any
+    assert engine.restore(tmp_path / "bare").tokens.tolist() == session.tokens.tolist()
 
 
 def test_what_was_trimmed_from_a_restored_session_does_not_count_as_consumed(

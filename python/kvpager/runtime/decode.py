@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvpager.runtime.batch import Batch
+from kvpager.runtime.repair import run
 from kvpager.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def read_logits(engine: Engine, session: Session) -> torch.Tensor:
     """Logits after the last committed token, by a row that reads; what is pending stays so."""
     batch = Batch(engine.rows)
     _add_reader(batch, session)
-    return session.keep_logits(engine.runner.run(batch)[0])
+    return session.keep_logits(run(engine, batch)[0])
 
 
 def _advance(engine: Engine, sessions: list[Session]) -> None:
@@ -82,7 +83,7 @@ def _advance(engine: Engine, sessions: list[Session]) -> None:
             batch.wanted += batch.commit(session.sequence, session.committed, token)
         advanced.append(session)
     if advanced:
-        for session, logits in zip(advanced, engine.runner.run(batch)):
+        for session, logits in zip(advanced, run(engine, batch)):
             session.keep_logits(logits)
 
 

@@ -13,17 +13,30 @@ import torch
 
 from kvpager import fingerprint as fingerprints
 from kvpager.config import PagerConfig, known_options
-from kvpager.errors import CorruptSnapshotError, InvalidArgumentError
+from kvpager.errors import (
+    CorruptSnapshotError,
+    InvalidArgumentError,
+    UnsupportedVersionError,
+)
 from kvpager.hf import Attachment, check_supported, probe_model
-from kvpager.pager import Pager, Sequence
+from kvpager.pager import Pager, Sequence, SnapshotInfo
 from kvpager.runtime.decode import Stream, decode
 from kvpager.runtime.prefill import prefill_all
-from kvpager.runtime.progress import Progress
+from kvpager.runtime.progress import Progress, reporting_bytes
+from kvpager.runtime.repair import (
+    ON_CORRUPT,
+    RECOMPUTE,
+    Repairs,
+    recompute_tail,
+    restore_without_tail,
+)
 from kvpager.runtime.runner import Runner
 from kvpager.runtime.sampling import Sampling
+from kvpager.runtime.saving import Saves, check_store, destination
 from kvpager.runtime.score import Score, score_tokens
-from kvpager.runtime.session import MODEL_EOS, Session
+from kvpager.runtime.session import MODEL_EOS, SESSION_VERSION, Session
 from kvpager.runtime.tokens import TokenIdsLike, as_token_ids
+from kvpager.stores import SnapshotStore
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +65,9 @@ class Engine:
         config: PagerConfig | None = None,
         *,
         salt: str = "",
+        store: SnapshotStore | None = None,
         threads: int | None = None,
+        progress: Progress = None,
         **options: Any,
     ) -> None:
         """Checks the model by running it twice on M rows of made-up tokens, and hashes its weights.
@@ -61,8 +76,12 @@ class Engine:
             model: a transformers causal LM on the CPU, in eval mode.
             config: how to page; or give its options by name, which also override it.
             salt: separates tenants: no chunk and no snapshot is shared between different salts.
+            store: where a prefill of an empty session looks for the beginning of its prompt, in all
+                snapshots that were saved under this fingerprint and salt.
             threads: set torch's number of threads, for the whole process; by default it is left
                 alone.
+            progress: of hashing the weights: True for a bar on stderr, or a callable (bytes done,
+                bytes in all).
             **options: of PagerConfig.
 
         Raises:
@@ -82,8 +101,12 @@ class Engine:
                     f"threads is {threads!r}; expected an integer, 1 or more"
                 )
             torch.set_num_threads(threads)
+        check_store(store)
+        self.store = store
         self.vocab_size = _vocab_size(self.model)
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        # By the sequence each holds.
+        self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+        self.saves = Saves()
         self._attachment = Attachment(self.model)
         try:
             self.layout = probe_model(
@@ -92,9 +115,15 @@ class Engine:
                 chunk_tokens=self.config.chunk_tokens,
                 kv_dtype=self.config.kv_dtype,
             )
-            self.fingerprint: Mapping[str, Any] = fingerprints.describe(
-                self.model, self.config, self.layout, rows=self.rows, salt=salt
-            )
+            with reporting_bytes(progress, "hash weights") as report:
+                self.fingerprint: Mapping[str, Any] = fingerprints.describe(
+                    self.model,
+                    self.config,
+                    self.layout,
+                    rows=self.rows,
+                    salt=salt,
+                    progress=report,
+                )
             self.pager = Pager(
                 self.layout,
                 self.config,
@@ -119,36 +148,76 @@ class Engine:
         self._check_open()
         return self.adopt(self.pager.sequence(salt=self.salt))
 
-    def restore(self, path: str | os.PathLike[str], *, on_mismatch: str = "refuse") -> Session:
+    def restore(
+        self,
+        name_or_path: str | os.PathLike[str],
+        *,
+        store: SnapshotStore | None = None,
+        on_mismatch: str = "refuse",
+        on_corrupt: str = "fail",
+    ) -> Session:
         """The session that `Session.save` wrote. Reads metadata only; chunks follow when needed.
 
         The next `prefill` takes the whole, longer prompt and computes what follows the restored
         tokens; one that does not begin with them is refused, never silently computed again.
         `restored_tokens_consumed` of the session tells that they were used.
 
+        Every chunk is verified when it is read. One that is not what was saved raises
+        CorruptSnapshotError where it is first needed, naming chunk, tokens and layer; the forward
+        ends as if it had not begun, and the session stays usable for what does not need the chunk.
+        With `on_corrupt="recompute"` its tokens are computed again instead, with the bits that were
+        saved; `recomputed_tokens` of the session counts them, and a warning is logged. Damaged
+        metadata fail always: nothing would prove the result.
+
         Args:
-            path: of the snapshot.
-            on_mismatch: "refuse", or "approximate" to accept other torch or transformers versions,
-                another processor, thread count or kernel version, with results that may differ in
-                their last bits and are never shared as exact. Another model, layout, dtype, RoPE,
-                selection, row or chunk count, or salt is refused always.
+            name_or_path: the snapshot's name in `store`; without one, the path of a file.
+            store: what it was saved to.
+            on_mismatch: "refuse", or "approximate" to accept another value of the waivable fields
+                of `kvpager.fingerprint.RULES` (releases, processor, threads ...), with results that
+                may differ in their last bits and are never shared as exact. Another model, layout,
+                dtype, RoPE, selection, row or chunk count, or salt is refused always.
+            on_corrupt: "fail" or "recompute".
 
         Raises:
             FingerprintMismatchError: written by another model or under other numerics; `.field`
                 says which.
             CorruptSnapshotError, UnsupportedVersionError, StorageError: the file cannot be used.
-            CapacityError: the session's summaries do not fit.
+            CapacityError: the session's summaries, or tokens to compute again, do not fit.
         """
         self._check_open()
-        snapshot = self.pager.open_snapshot(path)
+        if on_corrupt not in ON_CORRUPT:
+            raise InvalidArgumentError(
+                f'on_corrupt is {on_corrupt!r}; expected "fail" or "recompute"'
+            )
+        name, source = destination(name_or_path, store)
+        snapshot = SnapshotInfo.of(source.open(name))
+        snapshot.require_restorable()
         provenance = fingerprints.compare(
-            self.fingerprint, snapshot.fingerprint, on_mismatch=on_mismatch, source=os.fspath(path)
+            self.fingerprint, snapshot.fingerprint, on_mismatch=on_mismatch, source=snapshot.path
         )
-        pending, sampling = _session_state(snapshot.session, self.vocab_size, os.fspath(path))
-        sequence = self.pager.restore(snapshot, salt=self.salt, provenance=provenance)
-        return self.adopt(
-            sequence, pending=pending, sampling=sampling, restored_tokens=sequence.length
+        pending, sampling = _session_state(snapshot.session, self.vocab_size, snapshot.path)
+        damage: CorruptSnapshotError | None = None
+        try:
+            sequence = self.pager.restore(snapshot, salt=self.salt, provenance=provenance)
+        except CorruptSnapshotError as error:  # of the tail, which alone is read now
+            if on_corrupt != RECOMPUTE:
+                raise
+            damage = error
+            sequence = restore_without_tail(self, snapshot, error, provenance)
+        session = self.adopt(
+            sequence,
+            sampling=sampling,
+            restored_tokens=len(snapshot.tokens),
+            repairs=Repairs(on_corrupt, source, snapshot.reader),
         )
+        try:
+            if damage is not None:
+                recompute_tail(self, session, snapshot, damage)
+            session.keep_pending(pending)
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def prefill_many(
         self, prompts: Iterable[tuple[Session, TokenIdsLike]], *, progress: Progress = None
@@ -237,11 +306,15 @@ class Engine:
         return self._attachment.released
 
     def close(self) -> None:
-        """Closes every session and the pager, and gives the model its own attention back."""
+        """Closes every session and the pager, and gives the model its own attention back.
+
+        Saves that still run are waited for.
+        """
         if self.closed:
             return
+        self.saves.wait()
         try:
-            for session in list(self._sessions):
+            for session in list(self._sessions.values()):
                 session.close()
             self.pager.close()
         finally:
@@ -263,8 +336,16 @@ class Engine:
     def adopt(self, sequence: Sequence, **state: Any) -> Session:
         """A session of this engine over `sequence`."""
         session = Session(self, sequence, **state)
-        self._sessions.add(session)
+        self.register(session)
         return session
+
+    def register(self, session: Session) -> None:
+        """Remembers which session holds a sequence."""
+        self._sessions[session.sequence.uid] = session
+
+    def session_of(self, sequence: Sequence) -> Session | None:
+        """The session that holds a sequence, if one does."""
+        return self._sessions.get(sequence.uid)
 
     def check_session(self, session: Session) -> None:
         """Raises InvalidArgumentError unless `session` is open and this engine's."""
@@ -333,12 +414,20 @@ def _session_state(
     state: Mapping[str, Any], vocab_size: int, path: str
 ) -> tuple[int | None, Sampling]:
     """Pending token and sampler of a snapshot; a pager alone writes one without."""
+    version = state.get("version", SESSION_VERSION)
+    if version != SESSION_VERSION:
+        raise UnsupportedVersionError(
+            f"{path}: session.version is {version!r}; this release reads {SESSION_VERSION}"
+        )
     pending = state.get("pending")
     if pending is not None and (type(pending) is not int or not 0 <= pending < vocab_size):
         raise CorruptSnapshotError(
             f"{path}: session.pending is {pending!r}; expected a token id below {vocab_size}"
         )
+    sampling = state.get("sampling", {})
+    if not isinstance(sampling, dict):
+        raise CorruptSnapshotError(f"{path}: session.sampling is {sampling!r}; expected an object")
     try:
-        return pending, Sampling.from_json(state.get("sampling", {}))
+        return pending, Sampling.from_json(sampling)
     except InvalidArgumentError as error:
         raise CorruptSnapshotError(f"{path}: session.sampling: {error}") from error

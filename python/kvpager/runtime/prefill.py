@@ -15,7 +15,9 @@ from kvpager.errors import (
     RestoreNotConsumedError,
 )
 from kvpager.runtime.batch import Batch
+from kvpager.runtime.prefix import adopt_stored_prefix
 from kvpager.runtime.progress import Progress, reporting
+from kvpager.runtime.repair import run
 from kvpager.runtime.tokens import TokenIds
 
 if TYPE_CHECKING:
@@ -39,15 +41,17 @@ class _Feed:
         if not self.done:
             self.session.sequence.adopt_prefix(self.ids)
 
-    def admit(self) -> None:
+    def admit(self, engine: Engine) -> None:
         """Holds lower-tier room for the whole prompt, less what is shared; or changes nothing."""
         empty = not self.done
         self.adopt()
+        if empty:
+            adopt_stored_prefix(engine, self.session, self.ids)
         try:
             self.session.sequence.reserve(len(self.ids))
         except BaseException:
             if empty:
-                self.session.sequence.trim(0)
+                self.session.hold(engine.pager.sequence(salt=engine.salt))
             raise
 
 
@@ -64,7 +68,7 @@ def prefill_all(
     total = sum(len(feed.ids) for feed in feeds)
     with reporting(progress, "prefill", total) as report:
         for feed in feeds:
-            feed.admit()
+            feed.admit(engine)
         report(sum(feed.done for feed in feeds))
         while pending := [feed for feed in feeds if feed.done < len(feed.ids)]:
             try:
@@ -95,7 +99,7 @@ def _run_one(engine: Engine, feeds: list[_Feed]) -> None:
             batch.wanted.append(rows[-1])
             finished.append(feed)
     if batch.used:
-        logits = engine.runner.run(batch)
+        logits = run(engine, batch)
         for feed, row in zip(finished, logits):
             feed.session.keep_logits(row)
 

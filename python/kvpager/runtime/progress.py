@@ -17,27 +17,53 @@ def reporting(progress: Progress, label: str, total: int) -> Iterator[Callable[[
 
     progress: True for the bar, a callable (done, total), None or False for silence.
     """
-    if progress is None or progress is False:
-        yield lambda done: None
-    elif progress is True:
-        with _bar(label, total) as update:
-            yield update
-    elif callable(progress):
-        call = progress
-        yield lambda done: call(done, total)
-    else:
+    with _reporting(progress, label, in_bytes=False) as report:
+        yield lambda done: report(done, total)
+
+
+@contextmanager
+def reporting_bytes(progress: Progress, label: str) -> Iterator[Callable[[int, int], object]]:
+    """Yields a function of the bytes done so far and in all; otherwise as `reporting`."""
+    with _reporting(progress, label, in_bytes=True) as report:
+        yield report
+
+
+def check_progress(progress: Progress) -> None:
+    """Raises InvalidArgumentError unless it is True, False, None or callable."""
+    if not isinstance(progress, bool) and progress is not None and not callable(progress):
         raise InvalidArgumentError(
             f"progress is {progress!r}; expected True, None or a callable (done, total)"
         )
 
 
 @contextmanager
-def _bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
+def _reporting(
+    progress: Progress, label: str, *, in_bytes: bool
+) -> Iterator[Callable[[int, int], object]]:
+    check_progress(progress)
+    if progress is None or progress is False:
+        yield lambda done, total: None
+    elif progress is True:
+        with _bar(label, in_bytes=in_bytes) as update:
+            yield update
+    else:
+        yield progress
+
+
+@contextmanager
+def _bar(label: str, *, in_bytes: bool) -> Iterator[Callable[[int, int], object]]:
     from rich.console import Console  # a bar is rare, and importing rich is not free
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as RichProgress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with RichProgress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda done: bar.update(task, completed=done)
+    amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

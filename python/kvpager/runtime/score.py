@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvpager.errors import InvalidArgumentError
 from kvpager.runtime.batch import Batch
 from kvpager.runtime.progress import Progress, reporting
+from kvpager.runtime.repair import run
 from kvpager.runtime.sampling import log_probability
 from kvpager.runtime.tokens import TokenIds
 
@@ -58,7 +59,7 @@ def score_tokens(engine: Engine, ids: TokenIds, progress: Progress) -> Score:
                 batch = Batch(engine.rows)
                 rows = batch.commit(sequence, start, fed[start : start + engine.rows])
                 batch.wanted.extend(rows)
-                for row, logits in enumerate(engine.runner.run(batch)):
+                for row, logits in enumerate(run(engine, batch)):
                     logprobs[start + row] = log_probability(logits, int(ids[start + row + 1]))
                 report(start + len(rows))
     finally:

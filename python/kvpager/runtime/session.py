@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -14,14 +14,20 @@ import torch
 from kvpager.errors import InvalidArgumentError
 from kvpager.pager import ChunkInfo, Pin, Sequence
 from kvpager.runtime.decode import read_logits
-from kvpager.runtime.progress import Progress
+from kvpager.runtime.progress import Progress, reporting_bytes
+from kvpager.runtime.repair import Repairs, repairing
 from kvpager.runtime.sampling import Sampling
+from kvpager.runtime.saving import FrozenState, SaveHandle, Saves, destination
 from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
+from kvpager.stores import SaveReport, SnapshotStore
 
 if TYPE_CHECKING:
     from kvpager.runtime.engine import Engine
 
 MODEL_EOS = "model"
+SESSION_VERSION = 1  # of what a snapshot keeps beside the K/V
+
+_Result = TypeVar("_Result")
 
 
 class Session:
@@ -43,18 +49,30 @@ class Session:
         logits: torch.Tensor | None = None,
         sampling: Sampling | None = None,
         restored_tokens: int = 0,
+        repairs: Repairs | None = None,
     ) -> None:
         self.engine = engine
-        self.sequence = sequence
         self.sampling = sampling or Sampling()  # of the last generate(), or the restored one
-        self.restored_tokens = restored_tokens
-        self.restored_tokens_consumed = 0  # of those, how many have served in place of a prefill
-        self._restored_left = restored_tokens
-        # A session nobody holds gives its chunks up, as if closed.
-        weakref.finalize(self, sequence.close).atexit = False
+        self.repairs = repairs or Repairs()
+        self._saves = Saves()
+        self._take(sequence, restored_tokens)
         # Both hold for one committed length only, so that a commit makes them void by itself.
         self._pending = None if pending is None else (sequence.length, pending)
         self._logits = None if logits is None else (sequence.length, logits)
+
+    def _take(self, sequence: Sequence, restored_tokens: int) -> None:
+        self.sequence = sequence
+        self.restored_tokens = restored_tokens  # positions that came from a snapshot or store
+        self.restored_tokens_consumed = 0  # of those, how many have served in place of a prefill
+        self._restored_left = restored_tokens
+        # A session nobody holds gives its chunks up, as if closed.
+        self._finalizer = weakref.finalize(self, sequence.close)
+        self._finalizer.atexit = False
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens computed again because what a snapshot holds of them is damaged."""
+        return self.repairs.tokens
 
     @property
     def committed(self) -> int:
@@ -114,6 +132,8 @@ class Session:
             InvalidArgumentError: no tokens, not integers, or an id outside the vocabulary.
             CapacityError: the tiers below the pool cannot hold the prompt; says how many bytes it
                 needs.
+            CorruptSnapshotError: a restored chunk it needs is damaged, and was to be reported; see
+                `Engine.restore`.
         """
         self.engine.prefill_many([(self, ids)], progress=progress)
 
@@ -151,6 +171,7 @@ class Session:
             InvalidArgumentError: at the call, for an argument out of range or an empty session.
             CapacityError: at the call, if max_new_tokens more do not fit below the pool.
             NonFiniteError: from the iterator.
+            CorruptSnapshotError: from the iterator, as for `prefill`; generate again to go on.
         """
         stream = self.engine.generate_many(
             [self],
@@ -174,7 +195,7 @@ class Session:
         if position > self.committed:
             return
         if position < self.committed:
-            self.sequence.trim(position)
+            self._repairing(lambda: self.sequence.trim(position))
             self._logits = None
             self._restored_left = min(self._restored_left, position)
         self._pending = None
@@ -187,6 +208,7 @@ class Session:
             pending=self.pending,
             logits=self.known_logits,
             sampling=self.sampling,
+            repairs=self.repairs.for_fork(),
         )
 
     def pin(self, start: int, stop: int) -> Pin:
@@ -196,30 +218,107 @@ class Session:
             CapacityError: says how many chunks are free to pin.
         """
         self.engine.check_session(self)
-        return self.sequence.pin(start, stop)
+        return self._repairing(lambda: self.sequence.pin(start, stop))
 
     def ledger(self) -> list[ChunkInfo]:
         """What is known of each chunk, in logical order: where it is, its provenance, its score."""
         self.engine.check_session(self)
         return self.sequence.ledger()
 
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Writes the session to one file, atomically; returns its size in bytes.
+    @overload
+    def save(
+        self,
+        name_or_path: str | os.PathLike[str],
+        *,
+        store: SnapshotStore | None = None,
+        upto: int | None = None,
+        wait: Literal[True] = True,
+        progress: Progress = None,
+    ) -> SaveReport: ...
 
-        Everything `Engine.restore` needs is in it: tokens, K/V, summaries, the pending token and
-        the sampler.
+    @overload
+    def save(
+        self,
+        name_or_path: str | os.PathLike[str],
+        *,
+        store: SnapshotStore | None = None,
+        upto: int | None = None,
+        wait: Literal[False],
+        progress: Progress = None,
+    ) -> SaveHandle: ...
+
+    @overload
+    def save(
+        self,
+        name_or_path: str | os.PathLike[str],
+        *,
+        store: SnapshotStore | None = None,
+        upto: int | None = None,
+        wait: bool,
+        progress: Progress = None,
+    ) -> SaveReport | SaveHandle: ...
+
+    def save(
+        self,
+        name_or_path: str | os.PathLike[str],
+        *,
+        store: SnapshotStore | None = None,
+        upto: int | None = None,
+        wait: bool = True,
+        progress: Progress = None,
+    ) -> SaveReport | SaveHandle:
+        """Saves the session as it is now, atomically: whole, or what had the name is as it was.
+
+        Everything `Engine.restore` needs is saved: tokens, K/V, summaries, the pending token and
+        the sampler. With `wait=False` a thread writes while the session goes on; what is saved is
+        the session at the call, bit for bit, and `close` of the session or its engine waits for it.
+
+        Args:
+            name_or_path: the snapshot's name in `store`; without one, the path of a file.
+            store: where to, such as a DirectoryStore, which writes only chunks it does not have.
+            upto: the first tokens alone, 1 .. length; None: all, the pending one included. With
+                fewer, the restored session has no pending token.
+            wait: whether to return when it is saved, or a handle at once.
+            progress: True for a bar on stderr, or a callable (bytes done, bytes in all); with
+                `wait=False` it is called from the writing thread. What it raises stops the save.
 
         Raises:
-            InvalidArgumentError: the session is empty.
-            StorageError: the file cannot be written; nothing is left of it.
+            InvalidArgumentError: the session is empty, or an argument cannot be.
+            StorageError: the system refused to write; nothing is left of it.
+            CapacityError: the store's budget cannot hold it.
+            CorruptSnapshotError: a restored chunk that has to be copied is damaged, and the session
+                was restored with `on_corrupt="fail"`.
         """
         self.engine.check_session(self)
         self._check_not_empty("save")
-        state = {"version": 1, "pending": self.pending, "sampling": self.sampling.to_json()}
-        return self.sequence.save(path, session=state)
+        name, target = destination(name_or_path, store)
+        upto = self.length if upto is None else upto
+        if type(upto) is not int or not 1 <= upto <= self.length:
+            raise InvalidArgumentError(
+                f"upto is {upto!r}; expected 1 to {self.length}, the tokens the session holds"
+            )
+        state = FrozenState(
+            engine=self.engine,
+            content=self._repairing(lambda: self.sequence.freeze(min(upto, self.committed))),
+            session=self.sequence.session_text(
+                {
+                    "version": SESSION_VERSION,
+                    "pending": self.pending if upto == self.length else None,
+                    "sampling": self.sampling.to_json(),
+                }
+            ),
+            repairs=self.repairs,
+            name=name,
+            store=target,
+        )
+        if wait:
+            with reporting_bytes(progress, "save") as report:
+                return state.write(report)
+        return SaveHandle(state, progress).start(self._saves, self.engine.saves)
 
     def close(self) -> None:
-        """Gives the session's chunks up. Doing so twice is harmless."""
+        """Gives the session's chunks up, once its saves have ended. Twice is harmless."""
+        self._saves.wait()
         if not self.closed:
             self.sequence.close()
 
@@ -274,9 +373,24 @@ class Session:
         """The committed token at a position."""
         return int(self.sequence.tokens[position])
 
+    def hold(self, sequence: Sequence, *, restored_tokens: int = 0) -> None:
+        """Goes on with another sequence in the place of its own, which is closed."""
+        self._finalizer.detach()
+        self.sequence.close()
+        self._take(sequence, restored_tokens)
+        self._pending = self._logits = None
+        self.engine.register(self)
+
+    def keep_pending(self, token: int | None) -> None:
+        """Makes a token the pending one: sampled after the committed ones, but not here."""
+        self._pending = None if token is None else (self.committed, token)
+
     def note_used(self) -> None:
         """The K/V held so far have served in place of a prefill."""
         self.restored_tokens_consumed = self._restored_left
+
+    def _repairing(self, work: Callable[[], _Result]) -> _Result:
+        return repairing(self.engine, [self.sequence], work)
 
     def _check_not_empty(self, what: str) -> None:
         if not self.committed:

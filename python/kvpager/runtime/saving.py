@@ -1,0 +1,264 @@
+"""Saves of a session, at once or beside it: the state is frozen at the call, then written.
+
+A frozen state shares the session's sealed chunks, which never change, and owns a copy of its tail;
+so the session goes on while a thread writes, and what is saved is what was there at the call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvpager import _core
+from kvpager.errors import (
+    CorruptSnapshotError,
+    InvalidArgumentError,
+    damaged_chunk,
+    locate_damage,
+)
+from kvpager.runtime.progress import Progress, check_progress, reporting_bytes
+from kvpager.runtime.repair import Repairs, recompute_chunk, require_repairable
+from kvpager.stores import FileStore, SaveReport, SnapshotStore
+
+if TYPE_CHECKING:
+    from kvpager.runtime.engine import Engine
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FrozenState:
+    """A session as it was at one moment, and where it goes."""
+
+    engine: Engine
+    content: _core.SnapshotContent
+    session: str  # JSON text
+    repairs: Repairs
+    name: str
+    store: SnapshotStore
+
+    def write(self, report: Callable[[int, int], object]) -> SaveReport:
+        """Saves it; chunks found to be damaged are computed again where the session allows."""
+
+        def advance(done: int, total: int) -> None:
+            report(done, total)
+
+        repaired: set[int] = set()
+        while True:
+            try:
+                return self.store.save(
+                    self.name,
+                    self.content,
+                    fingerprint=self.engine.pager.fingerprint_json,
+                    session=self.session,
+                    progress=advance,
+                )
+            except CorruptSnapshotError as error:  # noqa: PERF203  # once per damaged chunk
+                locate_damage(error, self.engine.layout.chunk_tokens, len(self.content.tokens))
+                chunk = damaged_chunk(error)
+                if chunk is None or chunk in repaired:
+                    raise
+                self.repairs.tell_store(chunk)
+                require_repairable(error, self.repairs.on_corrupt, self.content.provenance[chunk])
+                self.repairs.count(recompute_chunk(self.engine, self.content.tokens, error))
+                repaired.add(chunk)
+
+
+def destination(name_or_path: object, store: SnapshotStore | None) -> tuple[str, SnapshotStore]:
+    """The name, and the store that has or takes it; without a store, the name is a file's path."""
+    check_store(store)
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        expected = "the path of a file" if store is None else "a name"
+        raise InvalidArgumentError(f"name_or_path is {name_or_path!r}; expected {expected}")
+    return os.fspath(name_or_path), FileStore() if store is None else store
+
+
+def check_store(store: object) -> None:
+    """Raises InvalidArgumentError for what is neither a store nor None."""
+    if store is not None and not hasattr(store, "find_prefix"):
+        raise InvalidArgumentError(
+            f"store is {store!r}; expected a store, such as kvpager.stores.DirectoryStore(path)"
+        )
+
+
+@dataclass
+class _Job:
+    """What a save's thread and its handle share; neither refers to the other."""
+
+    name: str
+    stop: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    bytes: tuple[int, int] = (0, 0)
+    report: SaveReport | None = None
+    error: BaseException | None = None
+    abandoned: bool = False  # nobody can ask for the error any more
+
+    def run(self, state: FrozenState, progress: Progress) -> None:
+        try:
+            with reporting_bytes(progress, "save") as report:
+                outcome = state.write(lambda done, total: self._advance(done, total, report))
+        except BaseException as error:  # it is re-raised where it is asked for
+            _forget_frames(error)
+            with self.lock:
+                self.error = error
+                unheard = self.abandoned
+            if unheard:
+                self._log_error()
+        else:
+            self.report = outcome
+        finally:
+            del state  # the error's traceback keeps this frame
+
+    def _advance(self, done: int, total: int, report: Callable[[int, int], object]) -> None:
+        self.bytes = (done, total)
+        report(done, total)
+        if self.stop.is_set():
+            raise CancelledError(f"saving {self.name} was cancelled")
+
+    def abandon(self) -> None:
+        """Nobody has the handle any more."""
+        with self.lock:
+            self.abandoned = True
+            failed = self.error is not None
+        if failed:
+            self._log_error()
+
+    def _log_error(self) -> None:
+        if not isinstance(self.error, CancelledError):
+            _log.error("saving %s failed: %s", self.name, self.error, exc_info=self.error)
+
+
+class SaveHandle:
+    """A save that runs in a thread of its own; made by `Session.save(..., wait=False)`.
+
+    An error that nobody asks for with `result` is logged when the handle is let go.
+    """
+
+    def __init__(self, state: FrozenState, progress: Progress) -> None:
+        check_progress(progress)
+        self._job = _Job(state.name)
+        self._thread = threading.Thread(
+            target=self._job.run, args=(state, progress), name=f"kvpager save {state.name}"
+        )
+        self._finalizer = weakref.finalize(self, self._job.abandon)
+
+    def start(self, *owners: Saves) -> SaveHandle:
+        """Begins to write; the owners wait for it before they close."""
+        for owner in owners:
+            owner.add(self._thread)
+        self._thread.start()
+        return self
+
+    @property
+    def name(self) -> str:
+        """Name or path that is being saved to."""
+        return self._job.name
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes done and bytes in all; (0, 0) until the first ones are written."""
+        return self._job.bytes
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Waits for the end and returns the report.
+
+        Args:
+            timeout: seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it still runs, and goes on.
+            concurrent.futures.CancelledError: it was cancelled.
+            StorageError, CapacityError, CorruptSnapshotError: why it failed, as `Session.save`
+                would have raised it. Nothing is left of it, and what had the name is as it was.
+        """
+        self.wait(timeout)
+        job = self._job
+        if job.error is None:
+            assert job.report is not None
+            return job.report
+        self._finalizer.detach()
+        try:
+            raise job.error
+        finally:
+            del self, job  # the error's traceback keeps this frame
+
+    def cancel(self) -> bool:
+        """Stops it and waits until it has stopped; its own progress callback need not wait.
+
+        Returns:
+            True if nothing is saved, False if it was too late: see `result`.
+        """
+        self._job.stop.set()
+        if self._thread is threading.current_thread():
+            return True  # seen as soon as the callback returns
+        self.wait()
+        return isinstance(self._job.error, CancelledError)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the end, whatever it is. Raises TimeoutError."""
+        _join(self._thread, timeout)
+        if self._thread.is_alive():
+            done, total = self._job.bytes
+            raise TimeoutError(
+                f"saving {self.name} has not ended after {timeout} s: {done} of {total} bytes"
+            )
+
+    def __repr__(self) -> str:
+        job = self._job
+        if not self.done():
+            state = f"{job.bytes[0]} of {job.bytes[1]} bytes"
+        else:
+            state = "saved" if job.error is None else f"failed: {job.error}"
+        return f"SaveHandle({self.name!r}, {state})"
+
+
+class Saves:
+    """The threads of saves that somebody has to wait for. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def add(self, thread: threading.Thread) -> None:
+        """Remembers a thread that is about to start, and forgets those that have ended."""
+        with self._lock:
+            self._threads = [other for other in self._threads if not _ended(other)] + [thread]
+
+    def wait(self) -> None:
+        """Waits until all have ended."""
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            _join(thread, None)
+
+
+def _ended(thread: threading.Thread) -> bool:
+    return thread.ident is not None and not thread.is_alive()
+
+
+def _join(thread: threading.Thread, timeout: float | None) -> None:
+    if thread is threading.current_thread():
+        raise InvalidArgumentError(f"{thread.name}: its progress callback cannot wait for its end")
+    if thread.ident is not None:
+        thread.join(timeout)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Lets go what the frames of an error hold: a frozen state must not outlive its save."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

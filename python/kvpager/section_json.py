@@ -1,0 +1,44 @@
+"""The JSON sections of a snapshot. What others wrote is taken strictly, or not at all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvpager.errors import CorruptSnapshotError
+
+
+def parse_section(text: str, path: str, section: str) -> dict[str, Any]:
+    """The JSON object that a section holds.
+
+    Args:
+        text: of the section.
+        path: of the file, for the message.
+        section: "fingerprint" or "session", likewise.
+
+    Raises:
+        CorruptSnapshotError: it is no JSON object, or one that readers could take differently: a
+            name occurs twice, a number is not finite, it is nested without end.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptSnapshotError(f"{path}: section {section} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptSnapshotError(
+            f"{path}: section {section} holds a {type(value).__name__}, expected an object"
+        )
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice!r} occurs twice")
+    return values
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
