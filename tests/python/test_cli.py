@@ -283,6 +283,146 @@ def test_a_restored_generation_goes_on_as_if_never_interrupted(capsys, model_dir
     assert (third["reused_tokens"], third["prefilled_tokens"]) == (712, 2)
 
 
+# generate with a store.
+
+
+def text_ids(count, start=0):
+    return ",".join(str((i * 7 + start) % 60) for i in range(count))
+
+
+def test_a_session_saved_in_a_store_goes_on_by_name(capsys, model_dir, tmp_path):
+    store = tmp_path / "store"
+    common = ("--model", model_dir, "--pool", "256", "--store", store)
+    whole = generate(capsys, *common[:4], "--ids", text_ids(300), "--max-new-tokens", 9)
+    first = generate(
+        capsys, *common, "--ids", text_ids(300), "--max-new-tokens", 4, "--save", "turn1"
+    )
+    second = generate(
+        capsys, *common, "--restore", "turn1", "--max-new-tokens", 5, "--save", "turn2"
+    )
+    assert first["ids"] + second["ids"] == whole["ids"]
+    assert (second["reused_tokens"], second["prefilled_tokens"]) == (304, 0)
+    assert second["restored_tokens_consumed"] == second["restored_tokens"] == 303
+    assert second["saved_shared_bytes"] > 0
+    assert second["saved_bytes"] < first["saved_bytes"]
+    third = generate(
+        capsys,
+        "--model",
+        model_dir,
+        "--pool",
+        "256",
+        "--restore",
+        f"{store}/turn1",
+        *("--max-new-tokens", 5),
+    )
+    assert third["ids"] == second["ids"]
+    other = tmp_path / "other"
+    fourth = generate(
+        capsys,
+        *("--model", model_dir, "--pool", "256", "--store", other, "--save", "copy"),
+        *("--restore", f"{store}/turn1", "--max-new-tokens", 5),
+    )
+    assert fourth["ids"] == second["ids"]
+    assert main(["snapshot", "diff", str(store / "turn2"), str(other / "copy")]) == 0
+    capsys.readouterr()
+
+
+def test_a_prompt_that_a_store_knows_starts_from_there_without_being_told(
+    capsys, model_dir, tmp_path
+):
+    store = tmp_path / "store"
+    common = ("--model", model_dir, "--pool", "256", "--max-new-tokens", 6)
+    generate(capsys, *common, "--ids", text_ids(300), "--store", store, "--save", "other")
+    ids = text_ids(300) + "," + text_ids(50, start=3)
+    cold = generate(capsys, *common, "--ids", ids)
+    warm = generate(capsys, *common, "--ids", ids, "--store", store)
+    assert warm["ids"] == cold["ids"]
+    assert (cold["reused_tokens"], cold["prefilled_tokens"]) == (0, 350)
+    assert (warm["reused_tokens"], warm["prefilled_tokens"]) == (256, 94)
+    assert warm["restored_tokens_consumed"] == 256
+    arguments = ["generate", *map(str, common), "--ids", ids, "--store", str(store)]
+    assert main(arguments) == 0
+    err = capsys.readouterr().err
+    assert "256 tokens reused, 94 prefilled" in err
+    assert "256 of 256 restored tokens consumed" in err
+
+
+def test_a_damaged_snapshot_fails_or_is_computed_again_as_told(capsys, model_dir, tmp_path):
+    path = tmp_path / "turn.kvsnap"
+    common = ("--model", model_dir, "--pool", "256", "--max-new-tokens", 6)
+    saved = generate(capsys, *common, "--ids", text_ids(300), "--save", path)
+    whole = generate(capsys, *common, "--restore", path)
+    data = bytearray(path.read_bytes())
+    data[4096 + 100] ^= 1
+    path.write_bytes(data)
+    code, err = refused(capsys, "generate", "-q", *common, "--restore", path)
+    assert code == 1
+    assert "chunk 0" in err
+    healed = generate(capsys, *common, "--restore", path, "--on-corrupt", "recompute")
+    assert healed["ids"] == whole["ids"]
+    assert healed["recomputed_tokens"] == 64
+    assert saved["recomputed_tokens"] == 0
+
+
+def test_a_store_keeps_to_the_budget_and_ttl_it_was_given(capsys, model_dir, tmp_path):
+    store = tmp_path / "store"
+    common = ("--model", model_dir, "--max-new-tokens", 1, "--store", store)
+    limits = ("--store-budget", "2MiB", "--store-ttl", "12h")
+    generate(capsys, *common, *limits, "--ids", "1", "--save", "small")
+    main(["snapshot", "ls", str(store), "--format", "json"])
+    values = json.loads(capsys.readouterr().out)
+    assert values["totals"]["byte_budget"] == 2 * 2**20
+    assert values["snapshots"][0]["ttl_seconds"] == 12 * 3600
+    generate(capsys, *common, "--store-budget", "200KiB", "--ids", "1", "--save", "small")
+    large = ("--ids", text_ids(900), "--save", "large", "--format", "json")
+    code, err = refused(capsys, "generate", "-q", *common, *large)
+    assert code == 1
+    assert "bytes" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--store-budget", "1GiB"), "--store-budget has no meaning without --store"),
+        (("--store-ttl", "7d"), "--store-ttl has no meaning without --store"),
+        (("--on-corrupt", "recompute"), "--on-corrupt has no meaning without --restore"),
+        (("--on-mismatch", "approximate"), "--on-mismatch has no meaning without --restore"),
+        (("--store", "s", "--store-budget", "much"), "--store-budget is 'much'"),
+        (("--store", "s", "--store-ttl", "soon"), "--store-ttl is 'soon'"),
+        (("--store", "s", "--save", "../up"), "--save is '../up'"),
+    ],
+)
+def test_a_store_option_that_cannot_be_is_refused_before_anything_is_made(
+    capsys, monkeypatch, tmp_path, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    code, err = refused(capsys, "generate", "--model", "x", "--ids", "1", *arguments)
+    assert code == 2
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistyped_name_to_restore_lists_the_closest_before_a_model_is_loaded(capsys, tmp_path):
+    from kvpager.stores import DirectoryStore
+
+    store = DirectoryStore(tmp_path / "store")
+    code, err = refused(
+        capsys, "generate", "--model", "x", "--restore", "turn1", "--store", store.path
+    )
+    assert code == 1
+    assert "no snapshot 'turn1'" in err
+
+
+def test_a_pack_is_not_restored(capsys, model_dir, tmp_path):
+    common = ("--model", model_dir, "--max-new-tokens", 1)
+    store = tmp_path / "store"
+    generate(capsys, *common, "--ids", text_ids(70), "--store", store, "--save", "turn")
+    (pack,) = (store / "packs").glob("*.kvsnap")
+    code, err = refused(capsys, "generate", "-q", *common, "--restore", pack)
+    assert code == 1
+    assert "pack" in err
+
+
 def test_text_goes_through_the_tokenizer_both_ways(capsys, spoken_model_dir, tmp_path):
     common = ("--model", spoken_model_dir, "--max-new-tokens", 6)
     text = "the cache keeps every chunk"

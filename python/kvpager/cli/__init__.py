@@ -1,8 +1,9 @@
 """The `kvpager` command.
 
 Results go to stdout (or `--output`), everything else to stderr. Exit codes: 0, 1 for a failure, 2
-for a wrong command line, 130 when interrupted, 143 when terminated. A failure is one line;
-KVPAGER_DEBUG=1 shows where it came from.
+for a wrong command line, 130 when interrupted, 141 when nobody reads stdout any more, 143 when
+terminated; `snapshot verify` and `snapshot diff` have a further one, 3, and say so. A failure is
+one line; KVPAGER_DEBUG=1 shows where it came from.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from kvpager.errors import PagerError
 __all__ = ["main"]
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
-TERMINATED = 143
+UNREAD = 141  # SIGPIPE
+TERMINATED = 143  # SIGTERM
 
 
 class _TerminatedError(BaseException):
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _tell("terminated", TERMINATED)
     except BrokenPipeError:  # whoever read stdout has gone; nothing is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return UNREAD
     except CliError as error:
         return _tell(str(error), error.exit_code)
     except (PagerError, OSError) as error:

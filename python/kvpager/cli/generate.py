@@ -22,6 +22,7 @@ from kvpager.cli.models import (
 from kvpager.cli.output import check_writable, emit, emit_json, note
 from kvpager.cli.pager_options import add_pager_options, pager_config
 from kvpager.cli.parser import Parser
+from kvpager.cli.session_places import SessionPlaces, add_session_options, session_places
 from kvpager.cli.text import TextPieces
 
 if TYPE_CHECKING:
@@ -42,9 +43,7 @@ def add(commands: Any, common: Parser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="text, through the model's tokenizer")
     prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a UTF-8 file")
     prompt.add_argument("--ids", metavar="IDS", help='token ids such as "1,2,3"')
-    session = parser.add_argument_group("session")
-    session.add_argument("--restore", metavar="FILE", help="continue the session saved there")
-    session.add_argument("--save", metavar="FILE", help="save the session there at the end")
+    add_session_options(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
     sampling.add_argument(
@@ -69,7 +68,11 @@ class _Answer:
     prefilled_tokens: int
     time_to_first_token_s: float
     generate_s: float
+    restored_tokens: int
+    restored_tokens_consumed: int
+    recomputed_tokens: int
     saved_bytes: int | None
+    saved_shared_bytes: int | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     config = pager_config(args)
     given = parse_ids(args.ids) if args.ids is not None else None
     text = _prompt_text(args)
-    check_writable("--save", args.save)
+    places = session_places(args)
     check_writable("--output", args.output)
     model = load_model(args.model, args.dtype)
     tokenizer = load_tokenizer(args.model)
@@ -100,12 +103,18 @@ def run(args: argparse.Namespace) -> int:
 
     from kvpager import Engine
 
-    with Engine(model, config, threads=args.threads) as engine:
+    with Engine(
+        model, config, threads=args.threads, store=places.store, progress=_bars(args)
+    ) as engine:
         start = time.perf_counter()
-        session = engine.restore(args.restore) if args.restore else engine.session()
-        answer = _answer(args, session, given, tokenizer, start)
+        session = places.restore(engine)
+        answer = _answer(args, places, session, given, tokenizer, start)
     _report(args, answer)
     return 0
+
+
+def _bars(args: argparse.Namespace) -> bool:
+    return not args.quiet and sys.stderr.isatty()
 
 
 def _prompt_text(args: argparse.Namespace) -> str | None:
@@ -122,6 +131,7 @@ def _prompt_text(args: argparse.Namespace) -> str | None:
 
 def _answer(
     args: argparse.Namespace,
+    places: SessionPlaces,
     session: Session,
     given: list[int] | None,
     tokenizer: Any | None,
@@ -130,6 +140,8 @@ def _answer(
     reused = session.length
     if given is not None:
         session.append(given, progress=not args.quiet)
+    if args.restore is None:  # what a store knew of the prompt
+        reused = session.restored_tokens
     stream = session.generate(
         args.max_new_tokens,
         temperature=args.temperature,
@@ -149,15 +161,19 @@ def _answer(
     if streaming:
         sys.stdout.write(pieces.finish() + "\n")
         sys.stdout.flush()
-    saved = session.save(args.save) if args.save else None
+    saved = places.save(session, progress=_bars(args))
     return _Answer(
         ids=ids,
         text=None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True),
         reused_tokens=reused,
-        prefilled_tokens=len(given or ()),
+        prefilled_tokens=len(given or ()) - (reused if args.restore is None else 0),
         time_to_first_token_s=first - start,
         generate_s=time.perf_counter() - first,
-        saved_bytes=saved,
+        restored_tokens=session.restored_tokens,
+        restored_tokens_consumed=session.restored_tokens_consumed,
+        recomputed_tokens=session.recomputed_tokens,
+        saved_bytes=None if saved is None else saved.bytes_written,
+        saved_shared_bytes=None if saved is None else saved.bytes_shared,
     )
 
 
@@ -173,8 +189,14 @@ def _report(args: argparse.Namespace, answer: _Answer) -> None:
 
 def _summary(args: argparse.Namespace, answer: _Answer) -> Iterator[str]:
     yield f"{answer.reused_tokens:,} tokens reused, {answer.prefilled_tokens:,} prefilled"
+    if answer.restored_tokens:
+        consumed, restored = answer.restored_tokens_consumed, answer.restored_tokens
+        yield f"{consumed:,} of {restored:,} restored tokens consumed"
+    if answer.recomputed_tokens:
+        yield f"{answer.recomputed_tokens:,} damaged ones computed again"
     yield f"first token after {1000 * answer.time_to_first_token_s:.0f} ms"
     if len(answer.ids) > 1:
         yield f"{(len(answer.ids) - 1) / answer.generate_s:.1f} tokens/s after it"
     if args.save:
-        yield f"saved {answer.saved_bytes:,} bytes to {args.save}"
+        shared = f" ({answer.saved_shared_bytes:,} shared)" if answer.saved_shared_bytes else ""
+        yield f"saved {answer.saved_bytes:,} bytes{shared} to {args.save}"

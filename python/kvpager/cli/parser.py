@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from kvpager.cli.failure import UsageError
+
+_Subparsers = argparse._SubParsersAction  # noqa: SLF001  # no public name
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,8 +24,24 @@ class Parser(argparse.ArgumentParser):
         """Raises UsageError with the message and where to read on."""
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but an unknown option comes before anything that is missing."""
+        given = [str(argument) for argument in (sys.argv[1:] if args is None else args)]
+        if not any(isinstance(action, _Subparsers) for action in self._actions):
+            options = given[: given.index("--")] if "--" in given else given
+            unknown = [
+                text
+                for text in options
+                if text.startswith("--")
+                and text.split("=", 1)[0] not in self._option_string_actions
+            ]
+            if unknown:
+                self._refuse_unknown(unknown)
+        return super().parse_known_args(args, namespace)
+
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
         """The arguments, none of them unknown. Subparsers must set the default `parser`."""
+        args: argparse.Namespace
         args, unknown = self.parse_known_args(argv)
         if unknown:
             parser: Parser = getattr(args, "parser", self)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
-import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kvpager._version import __version__
 from kvpager.cli.demo.compare import Difference
 from kvpager.cli.demo.plan import Plan
+from kvpager.cli.terminal import Look, look
+from kvpager.cli.words import byte_size, duration
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.report import Episode, draw_blocks
-
-_WIDTH_WITHOUT_TERMINAL = 100
 
 
 def summarise(
@@ -76,30 +71,15 @@ def summarise(
 
 def text(args: argparse.Namespace, summary: dict[str, Any], episodes: list[Episode]) -> str:
     """For a terminal, or a file: no colour and no fine characters where stdout has none."""
-    terminal = args.output is None and sys.stdout.isatty()
-    colour = terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    encoding = "utf-8" if args.output else (sys.stdout.encoding or "ascii")
-    unicode = encoding.lower().replace("-", "") == "utf8"
-    width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
-    console = Console(
-        file=io.StringIO(),
-        width=width,
-        force_terminal=colour,
-        color_system="256" if colour else None,
-        no_color=not colour,
-        highlight=False,
-    )
-    console.print(_turn_table(summary, unicode))
-    console.print(_fact_table(summary, unicode))
-    picture = draw_blocks(episodes, width, colour=colour, unicode=unicode)
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return f"{file.getvalue()}\n{picture}\n{_verdict(summary)}\n"
+    shown = look(args)
+    tables = shown.render(_turn_table(summary, shown), _fact_table(summary, shown))
+    picture = draw_blocks(episodes, shown.width, colour=shown.colour, unicode=shown.unicode)
+    return f"{tables}\n{picture}\n{_verdict(summary)}\n"
 
 
-def _turn_table(summary: dict[str, Any], unicode: bool) -> Table:
-    table = _table(
-        unicode, "each turn (#) is a process of its own; load: imports and model; recalled: chunks"
+def _turn_table(summary: dict[str, Any], shown: Look) -> Table:
+    table = shown.table(
+        "each turn (#) is a process of its own; load: imports and model; recalled: chunks"
     )
     known = summary["needles_known"]
     table.add_column("#", min_width=1, no_wrap=True)
@@ -113,12 +93,12 @@ def _turn_table(summary: dict[str, Any], unicode: bool) -> Table:
         restore = f"{1000 * turn['restore_s']:.1f} ms" if "restore_s" in turn else "-"
         row = [
             f"{turn['turn']}",
-            _seconds(turn["imports_s"] + turn["model_load_s"] + turn["engine_s"]),
+            duration(turn["imports_s"] + turn["model_load_s"] + turn["engine_s"]),
             restore,
-            _seconds(turn["first_token_s"]),
+            duration(turn["first_token_s"]),
             f"{turn['decode_tokens_per_s']:.0f}",
             f"{turn['chunks_recalled']:,}",
-            _bytes(turn["snapshot_bytes"]),
+            byte_size(turn["snapshot_bytes"]),
         ]
         if known:
             row.append(f"{turn['needles_found']}/{turn['needles_asked']}")
@@ -128,8 +108,8 @@ def _turn_table(summary: dict[str, Any], unicode: bool) -> Table:
     return table
 
 
-def _fact_table(summary: dict[str, Any], unicode: bool) -> Table:
-    table = _table(unicode, f"{summary['model']}, {summary['threads']} threads")
+def _fact_table(summary: dict[str, Any], shown: Look) -> Table:
+    table = shown.table(f"{summary['model']}, {summary['threads']} threads")
     table.add_column("")
     table.add_column("", overflow="fold")
     for name, value in _facts(summary):
@@ -152,24 +132,24 @@ def _facts(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "resident K/V",
         (
-            f"{_bytes(summary['resident_bytes'])} of {_bytes(summary['full_cache_bytes'])} "
+            f"{byte_size(summary['resident_bytes'])} of {byte_size(summary['full_cache_bytes'])} "
             f"that a full cache holds ({share:.1f}%)"
         ),
     )
     yield (
         "beside the pool",
         (
-            f"{_bytes(summary['summary_bytes'])} key summaries, "
-            f"{_bytes(summary['staging_bytes'])} staging"
+            f"{byte_size(summary['summary_bytes'])} key summaries, "
+            f"{byte_size(summary['staging_bytes'])} staging"
         ),
     )
-    yield "host, disk", f"{_bytes(summary['host_bytes'])}, {_bytes(summary['disk_bytes'])}"
+    yield "host, disk", f"{byte_size(summary['host_bytes'])}, {byte_size(summary['disk_bytes'])}"
     yield "prefill", f"{summary['prefill_tokens_per_s']:,.0f} tokens/s"
-    yield "first token, cold", f"{_seconds(summary['cold_first_token_s'])} (prefills it all again)"
+    yield "first token, cold", f"{duration(summary['cold_first_token_s'])} (prefills it all again)"
     yield (
         "first token, warm",
         (
-            f"{_seconds(summary['warm_first_token_s'])} (restored): "
+            f"{duration(summary['warm_first_token_s'])} (restored): "
             f"{summary['cold_over_warm']:,.0f} times sooner"
         ),
     )
@@ -203,31 +183,7 @@ def _verdict(summary: dict[str, Any]) -> str:
     return "Not one bit differs from the conversation that was never interrupted."
 
 
-def _table(unicode: bool, title: str) -> Table:
-    from rich import box
-
-    return Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD if unicode else box.ASCII2,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-
-
 def selection_name(summary: dict[str, Any]) -> str:
     """The selection as a person would say it."""
     selection: str = summary["selection"].replace("always=(), ", "")
     return selection
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

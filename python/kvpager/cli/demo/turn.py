@@ -70,7 +70,7 @@ def run_turn(job: dict[str, Any]) -> dict[str, Any]:
         seconds["first_token_s"] = answers.first_token_at - start
         stats = engine.stats()
         saving = time.perf_counter()
-        size = session.save(snapshot_file(workdir, turn))
+        size = session.save(snapshot_file(workdir, turn)).bytes_written
         seconds["save_s"] = time.perf_counter() - saving
         np.save(logits_file(workdir, label), answers.all_logits())
         save_episodes(trace_file(workdir, turn), [t.episode() for t in (*traces, trace)])

@@ -1,0 +1,142 @@
+"""Where `generate` takes a session from and where it saves it: files, or a store."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpager.cli.failure import UsageError
+from kvpager.cli.output import check_writable
+from kvpager.cli.snapshot.address import Address, find_snapshot
+from kvpager.config import parse_bytes
+from kvpager.errors import InvalidArgumentError
+from kvpager.stores import DirectoryStore, SaveReport
+from kvpager.stores.names import check_name
+from kvpager.stores.settings import UNLIMITED, parse_ttl
+
+if TYPE_CHECKING:
+    from kvpager import Engine, Session
+
+
+def add_session_options(parser: argparse.ArgumentParser) -> None:
+    """--restore, --save, --store and what goes with them."""
+    group = parser.add_argument_group("session")
+    group.add_argument(
+        "--restore",
+        metavar="SNAPSHOT",
+        help="continue a saved session: a file, STORE/NAME, or NAME with --store",
+    )
+    group.add_argument(
+        "--save", metavar="FILE", help="save the session at the end; with --store a NAME in it"
+    )
+    group.add_argument(
+        "--store",
+        metavar="DIR",
+        help="directory store, made if there is no such folder: what --save writes shares bytes "
+        "with all that is in it, and a prompt whose beginning is in it starts from there",
+    )
+    group.add_argument(
+        "--store-budget",
+        metavar="BYTES",
+        help='most bytes the store may have, such as "50GiB", or "unlimited" (default: what it '
+        "was told before); the least recently used snapshots go first",
+    )
+    group.add_argument(
+        "--store-ttl",
+        metavar="DURATION",
+        help='how long a snapshot lives after its last use, such as "12h" or "7d", or "never" '
+        "(default: what the store was told before)",
+    )
+    group.add_argument(
+        "--on-corrupt",
+        choices=("fail", "recompute"),
+        default="fail",
+        help="where bytes of --restore are damaged: fail (default), or compute those tokens again, "
+        "with the bits that were saved",
+    )
+    group.add_argument(
+        "--on-mismatch",
+        choices=("refuse", "approximate"),
+        default="refuse",
+        help="where --restore was saved under another release, processor or number of threads: "
+        "refuse (default), or go on with results that may differ in their last bits",
+    )
+
+
+@dataclass(frozen=True)
+class SessionPlaces:
+    """A session's past and future.
+
+    Attributes:
+        args: the command line.
+        store: of --store.
+        source: of --restore.
+    """
+
+    args: argparse.Namespace
+    store: DirectoryStore | None
+    source: Address | None
+
+    def restore(self, engine: Engine) -> Session:
+        """The session to go on with; an empty one without --restore."""
+        source = self.source
+        if source is None:
+            return engine.session()
+        options = {"on_mismatch": self.args.on_mismatch, "on_corrupt": self.args.on_corrupt}
+        if source.store is None or source.name is None:
+            return engine.restore(source.path, **options)
+        store = DirectoryStore(source.store, create=False)
+        return engine.restore(source.name, store=store, **options)
+
+    def save(self, session: Session, *, progress: bool) -> SaveReport | None:
+        """Saves it where --save says, if it does."""
+        if not self.args.save:
+            return None
+        return session.save(self.args.save, store=self.store, progress=progress)
+
+
+def session_places(args: argparse.Namespace) -> SessionPlaces:
+    """What the command line says, checked before a model is loaded. Makes the store.
+
+    Raises:
+        UsageError: a value that cannot be.
+        CliError: --restore names nothing, or --save cannot be written.
+    """
+    for option, value in (
+        ("--store-budget", args.store_budget),
+        ("--store-ttl", args.store_ttl),
+    ):
+        if value is not None and args.store is None:
+            raise UsageError(f"{option} has no meaning without --store")
+    for option, value in (
+        ("--on-corrupt", args.on_corrupt != "fail"),
+        ("--on-mismatch", args.on_mismatch != "refuse"),
+    ):
+        if value and args.restore is None:
+            raise UsageError(f"{option} has no meaning without --restore")
+    _check_values(args)
+    if args.store is None:
+        check_writable("--save", args.save)
+        source = None if args.restore is None else find_snapshot(args.restore)
+        return SessionPlaces(args, None, source)
+    store = DirectoryStore(args.store, byte_budget=args.store_budget, ttl=args.store_ttl)
+    source = None
+    if args.restore is not None:
+        named = os.sep not in args.restore  # else an address of its own, perhaps in another store
+        source = find_snapshot(str(Path(args.store) / args.restore) if named else args.restore)
+    return SessionPlaces(args, store, source)
+
+
+def _check_values(args: argparse.Namespace) -> None:
+    try:
+        if args.store_budget not in (None, UNLIMITED):
+            parse_bytes("--store-budget", args.store_budget)
+        if args.store_ttl is not None:
+            parse_ttl("--store-ttl", args.store_ttl)
+        if args.store is not None and args.save is not None:
+            check_name(args.save)
+    except InvalidArgumentError as error:
+        raise UsageError(str(error).replace("name is", "--save is", 1)) from error

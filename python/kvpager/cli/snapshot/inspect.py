@@ -1,0 +1,200 @@
+"""`kvpager snapshot inspect`: what a snapshot's verified metadata say."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpager.cli.output import check_writable, emit, emit_json, write_file
+from kvpager.cli.parser import Parser
+from kvpager.cli.snapshot.address import PACKS, find_snapshot
+from kvpager.cli.snapshot.fields import WAIVABLE, fingerprint_rules
+from kvpager.cli.snapshot.opened import MANIFEST, Opened
+from kvpager.cli.snapshot.options import add_snapshot
+from kvpager.cli.terminal import look
+from kvpager.cli.words import byte_size, counted
+
+if TYPE_CHECKING:
+    from kvpager.report import ChunkTable
+
+_NAME = 12  # columns of the names at the left
+_FIELD = 22
+
+
+def add(verbs: Any, common: Parser) -> None:
+    """Adds the verb."""
+    parser = verbs.add_parser(
+        "inspect",
+        parents=[common],
+        help="kind, sizes, layout, fingerprint, ledger and a picture of the chunks",
+        description="Tells what a snapshot's metadata say. They are verified; K/V are not read, "
+        "so that it costs the same for any size (`verify` reads everything).",
+    )
+    add_snapshot(parser)
+    parser.add_argument("--plot", metavar="FILE", help="draw scores and last uses as a PNG too")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the verb."""
+    check_writable("--plot", args.plot)
+    check_writable("--output", args.output)
+    from kvpager.report import chunk_table, draw_strip_png
+
+    opened = Opened.at(find_snapshot(args.snapshot))
+    table = chunk_table(opened.reader)
+    values = describe(opened, table)
+    if args.plot is not None:
+        title = f"{args.snapshot}: {values['tokens']:,} tokens"
+        write_file(Path(args.plot), draw_strip_png(table, title))
+        values["plot"] = args.plot
+    if args.format == "json":
+        emit_json(args, values)
+    else:
+        emit(args, _text(args, values, table))
+    return 0
+
+
+def describe(opened: Opened, table: ChunkTable) -> dict[str, Any]:
+    """All of it, JSON-able."""
+    reader, layout = opened.reader, opened.reader.layout
+    sealed = reader.sealed_chunks
+    packs = _packs(opened)
+    per_chunk = layout.chunk_bytes + opened.summary_bytes
+    return {
+        "command": "snapshot inspect",
+        "path": reader.path,
+        "store": None if opened.address.store is None else str(opened.address.store),
+        "name": opened.address.name,
+        "kind": opened.kind,
+        "format": f"1.{reader.minor_version}",
+        "file_bytes": reader.file_bytes,
+        "shared_bytes": sealed * per_chunk if packs else 0,
+        "tokens": len(reader.tokens),
+        "chunks": reader.chunks,
+        "sealed_chunks": sealed,
+        "tail_tokens": reader.tail_tokens,
+        "layout": {
+            **opened.layout.to_json(),
+            "chunk_bytes": layout.chunk_bytes,
+            "slice_bytes": layout.slice_bytes,
+        },
+        "scorer": reader.scorer,
+        "summary_bytes": sealed * opened.summary_bytes,
+        "logical_digest": reader.logical_digest,
+        "session": dict(opened.session),
+        "fingerprint": dict(opened.fingerprint),
+        "fingerprint_rules": fingerprint_rules(opened.fingerprint),
+        "ledger": _ledger(reader.provenance, table),
+        "packs": packs,
+        "plot": None,
+    }
+
+
+def _packs(opened: Opened) -> list[dict[str, Any]]:
+    """Of a manifest: its packs, with what it uses of each."""
+    reader = opened.reader
+    folder = opened.address.path.parent.parent / PACKS
+    used = Counter(np.asarray(reader.places)[:, 0].tolist()) if reader.packs else Counter()
+    result = []
+    for number, (name, chunks) in enumerate(reader.packs):
+        path = folder / f"{name}.kvsnap"
+        size = path.stat().st_size if path.exists() else None
+        result.append({"id": name, "chunks": chunks, "used": used[number], "file_bytes": size})
+    return result
+
+
+def _ledger(provenance: list[str], table: ChunkTable) -> dict[str, Any]:
+    """Provenance counts, and how scores and ages are spread."""
+    scores, ages = table.scores, table.ages
+    return {
+        "provenance": dict(Counter(provenance)),
+        "score": None
+        if not len(scores)
+        else {
+            "least": float(scores.min()),
+            "median": float(np.median(scores)),
+            "p90": float(np.quantile(scores, 0.9)),
+            "most": float(scores.max()),
+            "most_at_chunk": int(scores.argmax()),
+        },
+        "forwards_since_use": None
+        if not len(ages)
+        else {"least": int(ages.min()), "median": float(np.median(ages)), "most": int(ages.max())},
+    }
+
+
+def _text(args: argparse.Namespace, values: dict[str, Any], table: ChunkTable) -> str:
+    from kvpager.report import draw_strip
+
+    shown = look(args)
+    lines = [shown.field(name, value, wide=_NAME) for name, value in _facts(values)]
+    if values["packs"]:
+        lines.append("packs")
+        lines += _pack_lines(values["packs"])
+    lines.append("session")
+    for name, value in sorted(values["session"].items()):
+        lines.append(shown.field(name, value, wide=_FIELD, indent="  "))
+    lines.append("fingerprint (where another value is refused; * where that may be waived)")
+    for name, value in sorted(values["fingerprint"].items()):
+        mark = " *" if values["fingerprint_rules"][name] == WAIVABLE else "  "
+        lines.append(shown.field(name, value, wide=_FIELD, indent=mark))
+    lines.append("ledger")
+    for name, value in _ledger_facts(values["ledger"]):
+        lines.append(shown.field(name, value, wide=_FIELD, indent="  "))
+    lines += ["", draw_strip(table, shown.width, colour=shown.colour, unicode=shown.unicode)]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    layout = values["layout"]
+    yield "file", f"{values['path']} ({values['file_bytes']:,} bytes)"
+    yield "kind", f"{values['kind']}, format {values['format']}"
+    if values["kind"] == MANIFEST:
+        packs = counted(len(values["packs"]), "pack")
+        yield "shared", f"{byte_size(values['shared_bytes'])} of sealed chunks, in {packs}"
+    yield "tokens", f"{values['tokens']:,}"
+    tail = f", and a tail of {values['tail_tokens']}" if values["tail_tokens"] else ""
+    yield (
+        "chunks",
+        f"{values['sealed_chunks']:,} sealed of {layout['chunk_tokens']} tokens and "
+        f"{layout['chunk_bytes']:,} bytes{tail}",
+    )
+    yield (
+        "layout",
+        f"{layout['layers']} layers x {layout['kv_heads']} kv heads, head_dim {layout['k_dim']} "
+        f"({layout['k_dtype']}) and {layout['v_dim']} ({layout['v_dtype']})",
+    )
+    yield "scorer", f"{values['scorer']} ({byte_size(values['summary_bytes'])} of summaries)"
+    yield "digest", values["logical_digest"]
+    if values["plot"]:
+        yield "picture", values["plot"]
+
+
+def _pack_lines(packs: list[dict[str, Any]]) -> Iterator[str]:
+    for pack in packs:
+        size = "missing" if pack["file_bytes"] is None else byte_size(pack["file_bytes"])
+        yield f"  {pack['id']}  {pack['used']:,} of {counted(pack['chunks'], 'chunk')}, {size}"
+
+
+def _ledger_facts(ledger: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    counts = ledger["provenance"].items()
+    yield "provenance", ", ".join(f"{count:,} {name}" for name, count in counts) or "none"
+    score, age = ledger["score"], ledger["forwards_since_use"]
+    if score is not None:
+        yield (
+            "score",
+            f"least {score['least']:.2g}, median {score['median']:.2g}, 90% below "
+            f"{score['p90']:.2g}, most {score['most']:.2g} (chunk {score['most_at_chunk']:,})",
+        )
+    if age is not None:
+        yield (
+            "last use",
+            f"least {age['least']:,}, median {age['median']:,.0f}, most {age['most']:,} forwards "
+            "before the save",
+        )

@@ -1,0 +1,66 @@
+"""`kvpager snapshot rm`: takes snapshots out of a store."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from kvpager.cli.failure import CliError
+from kvpager.cli.output import check_writable, emit, emit_json
+from kvpager.cli.parser import Parser
+from kvpager.cli.snapshot.address import find_entry
+from kvpager.cli.words import byte_size, counted
+from kvpager.stores import DirectoryStore
+
+
+def add(verbs: Any, common: Parser) -> None:
+    """Adds the verb."""
+    parser = verbs.add_parser(
+        "rm",
+        parents=[common],
+        help="take snapshots out of a store",
+        description="Takes snapshots out of a store, and those of their bytes that no other "
+        "snapshot needs. A pinned one is refused without --force.",
+    )
+    parser.add_argument("snapshots", metavar="STORE/NAME", nargs="+")
+    parser.add_argument("--force", action="store_true", help="pinned ones as well")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the verb."""
+    check_writable("--output", args.output)
+    addresses = [find_entry(text) for text in args.snapshots]  # all are there, or none is removed
+    stores = {
+        str(address.store): DirectoryStore(str(address.store), create=False)
+        for address in addresses
+    }
+    pinned = {
+        (folder, entry.name)
+        for folder, store in stores.items()
+        for entry in store.entries()
+        if entry.pinned
+    }
+    for address in addresses:
+        if (str(address.store), address.name) in pinned and not args.force:
+            raise CliError(
+                f"{address.text}: it is pinned; unpin it, or give --force. Nothing was removed"
+            )
+    before = _bytes(stores)
+    for folder, name in dict.fromkeys((str(a.store), str(a.name)) for a in addresses):
+        if (folder, name) in pinned:
+            stores[folder].unpin(name)
+        stores[folder].delete(name)
+    freed = before - _bytes(stores)
+    if args.format == "json":
+        emit_json(args, {"command": "snapshot rm", "removed": args.snapshots, "bytes_freed": freed})
+    else:
+        emit(
+            args, f"removed {counted(len(args.snapshots), 'snapshot')}, {byte_size(freed)} freed\n"
+        )
+    return 0
+
+
+def _bytes(stores: Mapping[str, DirectoryStore]) -> int:
+    return sum(int(store.stats()["bytes"] or 0) for store in stores.values())

@@ -1,0 +1,81 @@
+"""What the place a result is shown at can show, and tables for it."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_WIDTH_WITHOUT_TERMINAL = 100
+_LEAST_WIDTH = 40
+
+
+@dataclass(frozen=True)
+class Look:
+    """Columns there are, and whether colours and fine characters will be seen as such."""
+
+    width: int
+    colour: bool
+    unicode: bool
+
+    def field(self, name: str, value: object, *, wide: int, indent: str = "") -> str:
+        """A line that names a value; a long one goes on below, in its own column."""
+        return textwrap.fill(
+            str(value) or '""',
+            width=max(self.width, _LEAST_WIDTH),
+            initial_indent=f"{indent}{name:<{wide}} ",
+            subsequent_indent=" " * (len(indent) + wide + 1),
+            break_on_hyphens=False,
+            break_long_words=False,  # paths and digests are there to be copied
+        )
+
+    def table(self, title: str) -> Table:
+        """An empty table in the one style of this command line."""
+        from rich import box
+        from rich.table import Table
+
+        return Table(
+            title=title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD if self.unicode else box.ASCII2,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+
+    def render(self, *parts: RenderableType) -> str:
+        """The parts as text, one below the other."""
+        from rich.console import Console
+
+        file = io.StringIO()
+        console = Console(
+            file=file,
+            width=self.width,
+            force_terminal=self.colour,
+            color_system="256" if self.colour else None,
+            no_color=not self.colour,
+            highlight=False,
+            markup=False,
+        )
+        for part in parts:
+            console.print(part)
+        return "".join(line.rstrip() + "\n" for line in file.getvalue().splitlines())
+
+
+def look(args: argparse.Namespace) -> Look:
+    """Of stdout, or of the file that --output names: no colour there, but any character."""
+    terminal = args.output is None and sys.stdout.isatty()
+    encoding = "utf-8" if args.output else (sys.stdout.encoding or "ascii")
+    return Look(
+        width=shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns,
+        colour=terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb",
+        unicode=encoding.lower().replace("-", "") == "utf8",
+    )

@@ -1,0 +1,83 @@
+"""What a snapshot says of its chunks: scores, last uses, and what their bits are worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvpager._core import SnapshotContent
+
+PROVENANCES = ("exact", "decode", "approximate")  # from best to worst
+
+Scores = npt.NDArray[np.float64]
+Ages = npt.NDArray[np.uint64]
+Grades = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """One row per chunk, in logical order.
+
+    scores: shares of attention mass, [chunks], or [0] where none were saved. ages: forwards since
+    they were last read, when this was saved, likewise. grades: index into PROVENANCES, [chunks].
+    """
+
+    tokens: int
+    chunk_tokens: int
+    scores: Scores
+    ages: Ages
+    grades: Grades
+
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return len(self.grades)
+
+    def bins(self, columns: int) -> ChunkTable:
+        """The same in at most `columns` rows, each for a group of neighbours.
+
+        Of a group the best score, the least age and the worst provenance are kept, so that nothing
+        that stands out is lost.
+        """
+        if self.chunks <= columns:
+            return self
+        starts = np.arange(columns) * self.chunks // columns
+        return ChunkTable(
+            self.tokens,
+            self.chunk_tokens,
+            _reduced(np.maximum, self.scores, starts),
+            _reduced(np.minimum, self.ages, starts),
+            _reduced(np.maximum, self.grades, starts),
+        )
+
+    def widened(self, columns: int) -> ChunkTable:
+        """The same with every row repeated `columns` times, for a wider picture of few chunks."""
+        if columns <= 1:
+            return self
+        return ChunkTable(
+            self.tokens,
+            self.chunk_tokens,
+            np.repeat(self.scores, columns),
+            np.repeat(self.ages, columns),
+            np.repeat(self.grades, columns),
+        )
+
+
+def chunk_table(content: SnapshotContent) -> ChunkTable:
+    """Of a snapshot, or of a sequence that is about to become one."""
+    grade = {name: number for number, name in enumerate(PROVENANCES)}
+    return ChunkTable(
+        tokens=len(content.tokens),
+        chunk_tokens=content.layout.chunk_tokens,
+        scores=np.asarray(content.qk_score, np.float64),
+        ages=np.asarray(content.last_use, np.uint64),
+        grades=np.array([grade[name] for name in content.provenance], np.uint8),
+    )
+
+
+def _reduced(reduce: np.ufunc, values: npt.NDArray[Any], starts: npt.NDArray[Any]) -> Any:
+    return reduce.reduceat(values, starts) if len(values) else values

@@ -1,0 +1,310 @@
+"""`kvpager snapshot export`, `import`, `ls`, `gc`, `pin`, `unpin`, `ttl` and `rm`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from cli_snapshots import (
+    FRONT,
+    LAYOUT,
+    files_below,
+    flip,
+    make_major,
+    refused,
+    save_file,
+    save_in,
+    told,
+    told_json,
+)
+
+from kvpager import _core
+from kvpager.stores import DirectoryStore
+
+CHUNK = LAYOUT.chunk_bytes
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Two turns of one session, and another session."""
+    store = DirectoryStore(tmp_path / "store")
+    save_in(store, "turn1", 50)
+    save_in(store, "turn2", 90)
+    save_in(store, "other", 40, seed=1)
+    return store
+
+
+@pytest.fixture
+def file(tmp_path):
+    return save_file(tmp_path / "turn1.kvsnap", 50)
+
+
+def names(capsys, store):
+    return [entry["name"] for entry in told_json(capsys, "snapshot", "ls", store.path)["snapshots"]]
+
+
+# export and import.
+
+
+def test_an_export_holds_everything_and_has_the_same_digest(capsys, store, tmp_path):
+    file = tmp_path / "turn2.kvsnap"
+    before = _core.SnapshotReader.open(f"{store.path}/snapshots/turn2.kvsnap")
+    values = told_json(capsys, "snapshot", "export", f"{store.path}/turn2", file)
+    assert values["bytes_written"] == file.stat().st_size
+    assert values["logical_digest"] == before.logical_digest
+    carried = tmp_path / "elsewhere" / "turn2.kvsnap"
+    carried.parent.mkdir()
+    file.rename(carried)
+    after = _core.SnapshotReader.open(str(carried))
+    assert after.packs == []
+    assert after.session == before.session
+    told(capsys, "snapshot", "verify", carried)
+    told(capsys, "snapshot", "diff", carried, f"{store.path}/turn2")
+
+
+def test_an_export_says_what_it_wrote(capsys, store, tmp_path):
+    file = tmp_path / "turn2.kvsnap"
+    text = " ".join(told(capsys, "snapshot", "export", f"{store.path}/turn2", file).split())
+    assert f"{file.stat().st_size:,} bytes" in text
+    assert "90 tokens in 6 chunks" in text
+    assert "as before" in text
+
+
+def test_a_file_that_is_there_is_replaced_only_by_force(capsys, store, tmp_path):
+    file = tmp_path / "turn.kvsnap"
+    file.write_bytes(b"precious")
+    err = refused(capsys, "snapshot", "export", f"{store.path}/turn1", file)
+    assert "--force" in err
+    assert file.read_bytes() == b"precious"
+    told(capsys, "snapshot", "export", f"{store.path}/turn1", file, "--force")
+    told(capsys, "snapshot", "verify", file)
+
+
+def test_an_export_of_damaged_bytes_leaves_nothing(capsys, store, tmp_path):
+    pack, _ = store.open("turn1").packs[0]
+    flip(Path(store.path) / "packs" / f"{pack}.kvsnap", FRONT + CHUNK)
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "old.kvsnap").write_bytes(b"old")
+    for name in ("new.kvsnap", "old.kvsnap"):
+        err = refused(capsys, "snapshot", "export", f"{store.path}/turn2", target / name, "--force")
+        assert "chunk 1" in err
+    assert files_below(target) == ["old.kvsnap"]
+    assert (target / "old.kvsnap").read_bytes() == b"old"
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(capsys, store, tmp_path):
+    address = f"{store.path}/turn1"
+    assert "no folder" in refused(capsys, "snapshot", "export", address, tmp_path / "no" / "x")
+    assert "it is a folder" in refused(capsys, "snapshot", "export", address, tmp_path)
+
+
+def test_a_pack_is_neither_exported_nor_imported(capsys, store, tmp_path):
+    pack = next((Path(store.path) / "packs").glob("*.kvsnap"))
+    assert "a pack" in refused(capsys, "snapshot", "export", pack, tmp_path / "x.kvsnap")
+    assert "a pack" in refused(capsys, "snapshot", "import", pack, store.path)
+    assert names(capsys, store) == ["other", "turn1", "turn2"]
+
+
+def test_an_import_makes_a_store_and_shares_what_is_there(capsys, tmp_path):
+    one = save_file(tmp_path / "one.kvsnap", 50)
+    two = save_file(tmp_path / "two.kvsnap", 90)
+    store = tmp_path / "fresh"
+    first = told_json(capsys, "snapshot", "import", one, store)
+    assert (first["name"], first["chunks_written"], first["bytes_shared"]) == ("one", 4, 0)
+    second = told_json(capsys, "snapshot", "import", two, store / "second")
+    assert (second["name"], second["chunks_written"]) == ("second", 3)
+    assert second["bytes_shared"] == 3 * CHUNK
+    assert second["logical_digest"] == _core.SnapshotReader.open(str(two)).logical_digest
+    told(capsys, "snapshot", "verify", store)
+    text = told(capsys, "snapshot", "import", two, store / "third")
+    assert "80.0 KiB shared with other snapshots" in text
+
+
+def test_an_import_of_a_name_that_is_taken_needs_force(capsys, store, file):
+    before = told_json(capsys, "snapshot", "inspect", f"{store.path}/turn2")
+    err = refused(capsys, "snapshot", "import", file, f"{store.path}/turn2")
+    assert "--force" in err
+    after = told_json(capsys, "snapshot", "inspect", f"{store.path}/turn2")
+    assert after == before
+    told(capsys, "snapshot", "import", file, f"{store.path}/turn2", "--force")
+    assert told_json(capsys, "snapshot", "inspect", f"{store.path}/turn2")["tokens"] == 50
+
+
+def test_a_snapshot_moves_from_store_to_store(capsys, store, tmp_path):
+    other = tmp_path / "other-store"
+    values = told_json(capsys, "snapshot", "import", f"{store.path}/turn2", other)
+    assert values["name"] == "turn2"
+    told(capsys, "snapshot", "diff", f"{store.path}/turn2", f"{other}/turn2")
+
+
+def test_an_import_of_damaged_bytes_leaves_the_store_as_it_was(capsys, store, tmp_path):
+    file = save_file(tmp_path / "bad.kvsnap", 90, seed=3)
+    flip(file, FRONT + 2 * CHUNK)
+    before = files_below(Path(store.path))
+    assert "chunk 2" in refused(capsys, "snapshot", "import", file, store.path)
+    assert files_below(Path(store.path)) == before
+
+
+def test_what_is_no_snapshot_and_what_is_no_store_are_named(capsys, store, file, tmp_path):
+    missing = tmp_path / "none.kvsnap"
+    assert "none.kvsnap" in refused(capsys, "snapshot", "import", missing, store.path)
+    assert not (tmp_path / "fresh").exists()
+    folder = tmp_path / "papers"
+    folder.mkdir()
+    (folder / "letter").write_text("dear")
+    assert "no store" in refused(capsys, "snapshot", "import", file, folder)
+    assert files_below(folder) == ["letter"]
+    assert "a file" in refused(capsys, "snapshot", "import", file, file)
+    make_major(file, 3)
+    assert "version" in refused(capsys, "snapshot", "import", file, store.path)
+
+
+def test_an_import_beyond_the_budget_says_the_bytes_and_changes_nothing(capsys, tmp_path):
+    store = DirectoryStore(tmp_path / "small", byte_budget=100_000)
+    save_in(store, "kept", 40)
+    store.pin("kept")
+    file = save_file(tmp_path / "large.kvsnap", 300, seed=2)
+    before = files_below(tmp_path)
+    assert "bytes" in refused(capsys, "snapshot", "import", file, store.path)
+    assert files_below(tmp_path) == before
+
+
+# ls.
+
+
+def test_ls_tells_every_snapshot_with_totals_against_the_budget(capsys, store):
+    store = DirectoryStore(store.path, byte_budget="10MiB", ttl="7d")
+    store.pin("turn1")
+    store.set_ttl("other", "never")
+    values = told_json(capsys, "snapshot", "ls", store.path)
+    entries = {entry["name"]: entry for entry in values["snapshots"]}
+    assert list(entries) == ["other", "turn1", "turn2"]
+    assert [entries[name]["tokens"] for name in entries] == [40, 50, 90]
+    assert entries["turn1"]["pinned"] is True
+    assert entries["turn1"]["ttl_seconds"] == 7 * 86400
+    assert entries["other"]["ttl_seconds"] is None
+    assert entries["turn1"]["bytes_shared"] > 3 * CHUNK
+    assert entries["other"]["bytes_shared"] == 0
+    sizes = (path.stat().st_size for path in Path(store.path).glob("*/*"))
+    assert values["totals"]["bytes"] == sum(sizes)
+    assert values["totals"]["byte_budget"] == 10 * 2**20
+    text = told(capsys, "snapshot", "ls", store.path)
+    assert "3 snapshots" in text
+    assert "of a budget of 10.0 MiB" in text
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("turn1")]
+    assert "pinned" in line
+    assert "7d" in line
+    assert entries["turn1"]["logical_digest"][:12] in line
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("name", ["other", "turn1", "turn2"]),
+        ("tokens", ["turn2", "turn1", "other"]),
+        ("age", ["turn2", "other", "turn1"]),
+        ("used", ["turn1", "other", "turn2"]),
+    ],
+)
+def test_ls_sorts_as_told(capsys, store, order, expected):
+    for number, name in enumerate(["turn2", "other", "turn1"]):
+        for suffix in (".kvsnap", ".json"):
+            at = 1_700_000_000 + 100 * number
+            os.utime(Path(store.path) / "snapshots" / (name + suffix), (at, at))
+    values = told_json(capsys, "snapshot", "ls", store.path, "--sort", order)
+    assert [entry["name"] for entry in values["snapshots"]] == expected
+
+
+def test_ls_shows_a_damaged_snapshot_as_such(capsys, store):
+    path = Path(store.path) / "snapshots" / "turn1.kvsnap"
+    flip(path, 70)
+    text = told(capsys, "snapshot", "ls", store.path)
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("turn1 ")]
+    assert "DAMAGED" in line
+    assert "turn1: " in text
+    assert names(capsys, store) == ["other", "turn1", "turn2"]
+
+
+def test_ls_of_an_empty_store_and_of_no_store(capsys, tmp_path, file):
+    DirectoryStore(tmp_path / "empty")
+    assert "0 snapshots" in told(capsys, "snapshot", "ls", tmp_path / "empty")
+    for verb in ("ls", "gc"):
+        assert "no such folder" in refused(capsys, "snapshot", verb, tmp_path / "none")
+        assert "no store" in refused(capsys, "snapshot", verb, tmp_path)
+        assert "no store" in refused(capsys, "snapshot", verb, file)
+        assert not (tmp_path / "store.json").exists()
+
+
+# pin, unpin, ttl, rm, gc.
+
+
+def test_pin_and_unpin_are_seen_by_ls(capsys, store):
+    address = f"{store.path}/turn1"
+    assert told_json(capsys, "snapshot", "pin", address)["pinned"] is True
+    assert store.entries()[1].pinned
+    assert "not pinned" in told(capsys, "snapshot", "unpin", address)
+    assert not store.entries()[1].pinned
+
+
+def test_ttl_is_set_and_a_wrong_one_is_a_usage_error(capsys, store):
+    address = f"{store.path}/turn1"
+    assert told_json(capsys, "snapshot", "ttl", address, "12h")["ttl_seconds"] == 12 * 3600
+    assert store.entries()[1].ttl_seconds == 12 * 3600
+    assert "for ever" in told(capsys, "snapshot", "ttl", address, "never")
+    assert "'soon'" in refused(capsys, "snapshot", "ttl", address, "soon", code=2)
+
+
+def test_rm_takes_all_that_are_named_or_none(capsys, store):
+    one, two = f"{store.path}/turn1", f"{store.path}/turn2"
+    assert "did you mean" in refused(capsys, "snapshot", "rm", one, f"{store.path}/turn3")
+    told(capsys, "snapshot", "pin", two)
+    assert "pinned" in refused(capsys, "snapshot", "rm", one, two)
+    assert names(capsys, store) == ["other", "turn1", "turn2"]
+    before = store.stats()["bytes"]
+    values = told_json(capsys, "snapshot", "rm", one, two, "--force")
+    assert names(capsys, store) == ["other"]
+    assert values["bytes_freed"] == before - store.stats()["bytes"] > 5 * CHUNK
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin", "rm"])
+def test_a_plain_file_is_not_kept_by_any_store(capsys, file, verb):
+    assert "outside any store" in refused(capsys, "snapshot", verb, file)
+    assert file.exists()
+
+
+def test_gc_removes_what_expired_and_what_a_dead_writer_left(capsys, store):
+    folder = Path(store.path)
+    told(capsys, "snapshot", "ttl", f"{store.path}/other", "1h")
+    for suffix in (".kvsnap", ".json"):
+        os.utime(folder / "snapshots" / ("other" + suffix), (1, 1))
+    (folder / "packs" / ".kvsnap-0123456789abcdef.tmp").write_bytes(b"x" * 1000)
+    values = told_json(capsys, "snapshot", "gc", store.path)
+    assert values["expired"] == ["other"]
+    assert values["temporaries"] == 1
+    assert values["bytes_freed"] > 2 * CHUNK
+    assert names(capsys, store) == ["turn1", "turn2"]
+    assert "0 B freed" in told(capsys, "snapshot", "gc", store.path)
+
+
+def test_gc_compacts_and_says_so(capsys, tmp_path):
+    store = DirectoryStore(tmp_path / "store")
+    save_in(store, "long", 300)
+    save_in(store, "short", 50)  # shares the first three chunks of it
+    store.delete("long")
+    text = told(capsys, "snapshot", "gc", store.path)
+    assert "1 pack, 3 chunks moved" in text
+    told(capsys, "snapshot", "verify", store.path)
+
+
+def test_gc_reports_damage_and_removes_it_only_when_told(capsys, store):
+    path = Path(store.path) / "snapshots" / "other.kvsnap"
+    flip(path, 70)
+    assert str(path) in told(capsys, "snapshot", "gc", store.path)
+    assert path.exists()
+    values = told_json(capsys, "snapshot", "gc", store.path, "--remove-damaged")
+    assert values["damaged_removed"][0][0] == str(path)
+    assert not path.exists()
+    assert names(capsys, store) == ["turn1", "turn2"]
