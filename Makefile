@@ -8,6 +8,7 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0+cpu
 TORCH_FALLBACK ?= torch>=2.10
 PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 600
 DEMO_ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
@@ -25,7 +26,7 @@ DEPS_STAMP := $(VENV)/.kvpager-deps
 BUILD_STAMP := $(VENV)/.kvpager-build
 NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc models/tiny-retriever -type f)
 ASAN_SITE := $(abspath build/asan-site)
-FORMATTED = $(shell find csrc tests/cpp -name third_party -prune -o \( -name '*.cc' -o -name '*.h' \) -print)
+FORMATTED = $(shell find csrc tests/cpp tests/fuzz -name third_party -prune -o \( -name '*.cc' -o -name '*.h' \) -print)
 PYTHON_SOURCES := $(wildcard python tests scripts models bench)
 
 .DEFAULT_GOAL := help
@@ -64,6 +65,7 @@ test-slow: build ## the Python tests that take minutes
 
 fuzz: build ctest ## the property tests and the snapshot reader's fuzz target, with many more examples
 	build/dev/tests/cpp/snapshot_fuzz --mutate 200000
+	tests/fuzz/run.sh $(FUZZ_SECONDS)
 	$(PY) -m pytest -m "hypothesis and not cuda" --hypothesis-profile=fuzz $(PYTEST_ARGS)
 
 bench: build ## every measurement in bench/, one script per question, then tables and plots (over an hour)

@@ -1,153 +1,255 @@
-// Fuzzes SnapshotReader: whatever the bytes, it opens them or throws a typed error, and what it
-// opened it reads, or says is damaged, without touching memory it does not own.
+// Fuzzes SnapshotReader: whatever the bytes, it opens them or throws a typed error; what it opened
+// it reads, or says is damaged, without touching memory it does not own; and what it read whole is
+// written again byte for byte.
 //
-// The first byte of the input chooses: odd, and all checksums are recomputed, so that damage
-// reaches the checks behind them. The rest is the file.
-//
-//   clang++-19 -std=c++17 -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc -Icsrc/include
-//   -Icsrc/third_party
-//       tests/fuzz/snapshot_fuzz.cc csrc/snapshot/*.cc csrc/memory/fault.cc -o snapshot_fuzz
-//   g++ the same without -fsanitize=fuzzer and with -DKVPAGER_FUZZ_MAIN:
-//     snapshot_fuzz FILE...         replays inputs
-//     snapshot_fuzz --seeds FOLDER  writes the inputs to start from
-//     snapshot_fuzz --mutate N      N random damages of the seeds
-#include <sys/mman.h>
-#include <unistd.h>
+// The first byte of an input says what the rest is (see Mode); libFuzzer's own mutations are mixed
+// with some that know sections (tests/fuzz/mutate.h). tests/fuzz/run.sh builds it with clang and
+// runs it from the corpus. Without libFuzzer (-DKVPAGER_FUZZ_MAIN) it
+//   snapshot_fuzz FILE|FOLDER...   replays inputs
+//   snapshot_fuzz --seeds FOLDER   writes the inputs to start from
+//   snapshot_fuzz --mutate N       makes N random damages of the seeds
+#include <dirent.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "../cpp/snapshot/reseal.h"
-#include "../cpp/snapshot/sample.h"
+#include "../cpp/snapshot/parts.h"
+#include "../cpp/snapshot/store_fixture.h"
 #include "kvpager/error.h"
 #include "kvpager/snapshot.h"
+#include "mutate.h"
 
 namespace {
 
 using kvpager::CorruptSnapshotError;
+using kvpager::InvalidArgumentError;
+using kvpager::SnapshotChunk;
+using kvpager::SnapshotMeta;
 using kvpager::SnapshotReader;
+using kvpager::StorageError;
 using kvpager::UnsupportedVersionError;
+using namespace kvpager::snapshot_test;  // NOLINT(build/namespaces)
 
-// A file that lives in memory, under a name that `open` can be given.
-class MemoryFile {
- public:
-  MemoryFile() : fd_(::memfd_create("snapshot_fuzz", MFD_CLOEXEC)) {
-    if (fd_ < 0) std::abort();
-    path_ = "/proc/self/fd/" + std::to_string(fd_);
-  }
-  ~MemoryFile() { ::close(fd_); }
-  MemoryFile(const MemoryFile&) = delete;
-  MemoryFile& operator=(const MemoryFile&) = delete;
+[[noreturn]] void violated(const char* what) {
+  std::fprintf(stderr, "violated: %s\n", what);
+  std::abort();
+}
 
-  const std::string& path() const { return path_; }
-  void fill(const std::string& bytes) {
-    if (::ftruncate(fd_, 0) != 0 ||
-        ::pwrite(fd_, bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
-      std::abort();
-    }
-  }
-
- private:
-  int fd_;
-  std::string path_;
-};
-
+// Whether `read` got its bytes; damage is a CorruptSnapshotError and nothing else.
 template <class Read>
-void read_or_report(const Read& read) {
+bool whole(const Read& read) {
   try {
     read();
+    return true;
   } catch (const CorruptSnapshotError&) {
+    return false;
   }
 }
 
-void read_everything(const SnapshotReader& reader) {
-  const kvpager::SnapshotMeta& meta = reader.meta();
+struct Everything {
+  Sample sample;
+  bool sound = true;
+  bool damaged = false;  // what verify says
+};
+
+// Reads by every way there is and compares them with each other.
+Everything read_everything(const SnapshotReader& reader) {
+  Everything out;
+  const SnapshotMeta& meta = reader.meta();
   const kvpager::Layout& layout = meta.layout;
-  std::vector<std::byte> out;
-  if (!meta.chunks.empty()) out.resize(static_cast<size_t>(layout.chunk_bytes()));
-  for (int64_t c = 0; c < static_cast<int64_t>(meta.chunks.size()); ++c) {
-    read_or_report([&] { reader.read_chunk(c, out.data()); });
-    read_or_report([&] { reader.read_slice(c, layout.layers - 1, out.data()); });
+  out.sample.meta = meta;
+  const auto chunks = static_cast<int64_t>(meta.chunks.size());
+  std::vector<std::byte> chunk;
+  std::vector<std::byte> slice;
+  if (chunks > 0) chunk.resize(static_cast<size_t>(layout.chunk_bytes()));
+  if (chunks > 0) slice.resize(static_cast<size_t>(layout.slice_bytes()));
+  for (int64_t c = 0; c < chunks; ++c) {
+    const bool all = whole([&] { reader.read_chunk(c, chunk.data()); });
+    bool slices = true;
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      const bool one = whole([&] { reader.read_slice(c, layer, slice.data()); });
+      slices = slices && one;
+      if (all && one &&
+          std::memcmp(slice.data(), chunk.data() + layout.slice_offset(layer), slice.size()) != 0) {
+        violated("a slice differs from its part of the chunk");
+      }
+    }
+    if (all != slices) violated("a chunk is whole exactly if its slices are");
+    out.sound = out.sound && all;
+    out.sample.payload.push_back(chunk);
   }
-  out.resize(static_cast<size_t>(meta.sealed_chunks()) *
-             kvpager::snapshot::summary_bytes_per_chunk(layout, meta.summary_page_bytes));
-  read_or_report([&] { reader.read_summaries(out.data()); });
+  const auto sealed = static_cast<size_t>(meta.sealed_chunks());
+  const auto each = static_cast<size_t>(meta.summary_bytes_per_chunk());
+  std::vector<std::byte> summaries(sealed * each);
+  const bool together =
+      whole([&] { reader.read_summaries(0, static_cast<int64_t>(sealed), summaries.data()); });
+  bool apart = true;
+  for (size_t c = 0; c < sealed; ++c) {
+    std::vector<std::byte> one(each);
+    const bool good = whole([&] { reader.read_summary(static_cast<int64_t>(c), one.data()); });
+    apart = apart && good;
+    if (together && good &&
+        !std::equal(one.begin(), one.end(),
+                    summaries.begin() + static_cast<std::ptrdiff_t>(c * each))) {
+      violated("a summary differs from its part of all summaries");
+    }
+    out.sample.summaries.push_back(std::move(one));
+  }
+  if (together != apart) violated("the summaries are whole exactly if each one is");
+  out.sound = out.sound && together;
+  out.damaged = !reader.verify(1, {}).empty();
+  if (out.damaged == out.sound) violated("verify finds damage exactly where reading does");
+  return out;
+}
+
+// What a file held, written again. A newer minor version comes out as the one that suffices.
+std::string written_again(const Everything& all, const std::string& path) {
+  kvpager::SnapshotWriter writer(path, all.sample.meta.layout);
+  const auto sealed = static_cast<size_t>(all.sample.meta.sealed_chunks());
+  const bool manifest = !all.sample.meta.packs.empty();
+  for (size_t c = manifest ? sealed : 0; c < all.sample.payload.size(); ++c) {
+    writer.add_chunk(all.sample.payload[c].data());
+  }
+  for (size_t c = 0; c < (manifest ? 0 : sealed); ++c) {
+    writer.add_summary(all.sample.summaries[c].data(),
+                       static_cast<int64_t>(all.sample.summaries[c].size()));
+  }
+  writer.finish(all.sample.meta);
+  return read_bytes(path);
+}
+
+void check_round_trip(const Everything& all, const SnapshotReader& reader, const std::string& bytes,
+                      const std::string& path) {
+  const uint16_t lowest = all.sample.meta.packs.empty() ? 0 : 1;
+  if (reader.minor_version() != lowest) return;
+  if (written_again(all, path) != bytes) violated("write(read(x)) == x");
+}
+
+// Its sealed chunks, backwards, behind one of a file that is sound.
+void gather_backwards(const std::shared_ptr<SnapshotReader>& reader,
+                      const std::shared_ptr<SnapshotReader>& sound) {
+  std::vector<std::pair<std::shared_ptr<SnapshotReader>, int64_t>> chunks = {{sound, 0}};
+  for (int64_t c = reader->meta().sealed_chunks(); c-- > 0;) chunks.emplace_back(reader, c);
+  try {
+    const auto gathered = SnapshotReader::gather(chunks, "gathered");
+    if (gathered->meta().chunks.size() != chunks.size()) violated("gather keeps every chunk");
+    read_everything(*gathered);
+  } catch (const InvalidArgumentError&) {  // another layout or scorer
+  }
 }
 
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size == 0) return 0;
-  static MemoryFile file;
+  static StoreFixture store;
   std::string bytes(reinterpret_cast<const char*>(data) + 1, size - 1);
-  if (data[0] % 2 == 1) kvpager::snapshot_test::reseal(&bytes);
-  file.fill(bytes);
+  if ((data[0] & kResealed) != 0) reseal(&bytes);
+  const bool as_pack = (data[0] & kAsPack) != 0;
+  store.replace(as_pack ? store.victim_pack() : store.victim(), bytes);
   try {
-    read_everything(*SnapshotReader::open(file.path()));
+    const auto reader = SnapshotReader::open(as_pack ? store.manifest() : store.victim());
+    const Everything all = read_everything(*reader);
+    if (!as_pack && all.sound) {
+      check_round_trip(all, *reader, bytes, store.scratch());
+    }
+    if (as_pack && all.sound && bytes.size() < store.manifest_payload_bytes()) {
+      violated("a manifest reads whole although its pack cannot hold the chunks");
+    }
+    gather_backwards(reader, store.sound());
   } catch (const CorruptSnapshotError&) {
   } catch (const UnsupportedVersionError&) {
+  } catch (const StorageError&) {  // a pack that is missing
   }
   return 0;
 }
 
-#ifdef KVPAGER_FUZZ_MAIN
+#ifndef KVPAGER_FUZZ_MAIN
+extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
+
+extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size,
+                                          unsigned int seed) {
+  Random random(seed);
+  if (size < 2 || random.below(3) == 0) return LLVMFuzzerMutate(data, size, max_size);
+  const auto mutate_bytes = [](std::string* bytes, size_t most) {
+    std::vector<uint8_t> buffer(bytes->begin(), bytes->end());
+    buffer.resize(std::max<size_t>(most, 1));
+    buffer.resize(LLVMFuzzerMutate(buffer.data(), bytes->size(), buffer.size()));
+    bytes->assign(buffer.begin(), buffer.end());
+  };
+  std::string input(reinterpret_cast<const char*>(data), size);
+  mutate_sections(&input, &random, mutate_bytes);
+  if (input.size() > max_size) return LLVMFuzzerMutate(data, size, max_size);
+  std::copy(input.begin(), input.end(), data);
+  return input.size();
+}
+#else
 namespace {
 
-using namespace kvpager::snapshot_test;  // NOLINT(build/namespaces)
-
+// Self-contained files, manifests over one and two packs, and a pack: as they are, and resealed.
 std::vector<std::string> seeds() {
-  const TemporaryFolder folder;
-  std::vector<Sample> samples = {make_sample(small_layout(), 0), make_sample(small_layout(), 5),
-                                 make_sample(small_layout(), 16, 0), small_sample()};
+  const StoreFixture store;
   std::vector<std::string> out;
-  for (const Sample& sample : samples) {
-    write_sample(folder.file("seed"), sample);
-    for (const char mode : {'\0', '\1'}) out.push_back(mode + read_bytes(folder.file("seed")));
-  }
-  return out;
-}
-
-uint64_t next_random(uint64_t* state) {
-  *state = *state * 6364136223846793005ull + 1442695040888963407ull;
-  return *state >> 33;
-}
-
-// A few damages of the kinds a length or an offset suffers, mostly outside the payload.
-std::string damage(std::string input, uint64_t* random) {
-  const auto pick = [&](uint64_t below) {
-    return static_cast<size_t>(next_random(random) % below);
-  };
-  static constexpr uint64_t kExtremes[] = {0, 1, 255, 1u << 31, UINT32_MAX, 1ull << 63, UINT64_MAX};
-  for (size_t n = 1 + pick(3); n > 0 && input.size() > 64; --n) {
-    const size_t front = std::min<size_t>(input.size(), 1 + 64 + 10 * 32);
-    const size_t at =
-        pick(2) == 0 ? 1 + pick(front - 1) : input.size() - 1 - pick(input.size() / 4);
-    switch (pick(5)) {
-      case 0:
-        input[at] = static_cast<char>(input[at] ^ (1 << pick(8)));
-        break;
-      case 1:
-        input[at] = static_cast<char>(pick(256));
-        break;
-      case 2:
-        if (at + 8 <= input.size()) put(&input, at, kExtremes[pick(7)]);
-        break;
-      case 3:
-        input.resize(pick(8) == 0 ? at : input.size() - std::min<size_t>(input.size(), pick(64)));
-        break;
-      default:
-        input.append(pick(128), '\0');
+  const auto add = [&out](int mode, const std::string& path) {
+    for (const int sealing : {0, int{kResealed}}) {
+      out.push_back(static_cast<char>(mode | sealing) + read_bytes(path));
     }
+  };
+  for (const Sample& sample : {make_sample(small_layout(), 0), make_sample(small_layout(), 5),
+                               make_sample(small_layout(), 16, 0), small_sample()}) {
+    write_sample(store.victim(), sample);
+    add(0, store.victim());
   }
-  return input;
+  store.write_two_packs(store.victim());
+  add(0, store.victim());
+  add(0, store.manifest());
+  add(kAsPack, store.victim_pack());
+  return out;
 }
 
 void replay(const std::string& input) {
   LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(input.data()), input.size());
+}
+
+// Random bytes, where libFuzzer's own mutations are not at hand.
+void mutate_bytes(std::string* bytes, size_t most, Random* random) {
+  if (bytes->empty() || random->below(8) == 0) bytes->append(random->below(24), '\0');
+  if (bytes->size() > most) bytes->resize(most);
+  for (uint64_t n = random->below(3); n > 0 && !bytes->empty(); --n) {
+    (*bytes)[random->below(bytes->size())] = static_cast<char>(random->below(256));
+  }
+}
+
+int replay_all(int count, char** names) {
+  int replayed = 0;
+  for (int i = 0; i < count; ++i) {
+    std::vector<std::string> files = {names[i]};
+    if (DIR* folder = ::opendir(names[i])) {
+      files.clear();
+      while (const dirent* entry = ::readdir(folder)) {
+        if (entry->d_name[0] != '.') files.push_back(std::string(names[i]) + "/" + entry->d_name);
+      }
+      ::closedir(folder);
+    }
+    for (const std::string& file : files) {
+      const std::string input = read_bytes(file);
+      if (input.empty()) {
+        std::fprintf(stderr, "%s: empty or unreadable\n", file.c_str());
+        return 1;
+      }
+      replay(input);
+      ++replayed;
+    }
+  }
+  std::printf("%d inputs replayed\n", replayed);
+  return replayed > 0 ? 0 : 1;
 }
 
 }  // namespace
@@ -159,18 +261,28 @@ int main(int argc, char** argv) {
     for (size_t i = 0; i < all.size(); ++i) {
       write_bytes(std::string(argv[2]) + "/seed" + std::to_string(i), all[i]);
     }
-  } else if (mode == "--mutate" && argc == 3) {
-    const std::vector<std::string> all = seeds();
-    uint64_t random = 1;
-    for (long n = std::atol(argv[2]); n > 0; --n) {
-      replay(damage(all[next_random(&random) % all.size()], &random));
-    }
-  } else if (argc > 1 && mode[0] != '-') {
-    for (int i = 1; i < argc; ++i) replay(read_bytes(argv[i]));
-  } else {
-    std::fprintf(stderr, "usage: %s FILE... | --seeds FOLDER | --mutate N\n", argv[0]);
-    return 2;
+    return 0;
   }
-  return 0;
+  if (mode == "--mutate" && argc == 3) {
+    const std::vector<std::string> all = seeds();
+    Random random(1);
+    for (long n = std::atol(argv[2]); n > 0; --n) {
+      std::string input = all[random.below(all.size())];
+      for (uint64_t times = 1 + random.below(3); times > 0; --times) {
+        if (random.below(2) == 0) {
+          damage(&input, &random);
+        } else {
+          mutate_sections(&input, &random, [&random](std::string* bytes, size_t most) {
+            mutate_bytes(bytes, most, &random);
+          });
+        }
+      }
+      replay(input);
+    }
+    return 0;
+  }
+  if (argc > 1 && mode[0] != '-') return replay_all(argc - 1, argv + 1);
+  std::fprintf(stderr, "usage: %s FILE|FOLDER... | --seeds FOLDER | --mutate N\n", argv[0]);
+  return 2;
 }
 #endif
