@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ import torch
 from kvpager import _core
 from kvpager.config import PagerConfig
 from kvpager.pager import Layout, Pager
+
+# It takes address space by the terabyte, so that none can be rationed.
+UNDER_ADDRESS_SANITIZER = "libasan" in os.environ.get("LD_PRELOAD", "")
 
 LAYERS, KV_HEADS, DIM, C = 2, 1, 16, 16
 LAYOUT = Layout(LAYERS, KV_HEADS, DIM, DIM, chunk_tokens=C, k_dtype="float32", v_dtype="bfloat16")

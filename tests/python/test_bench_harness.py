@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,10 @@ if not BENCH.is_dir():
     pytest.skip("bench/ is not part of this checkout", allow_module_level=True)
 sys.path.insert(0, str(BENCH))
 
+import bench_save_beside  # noqa: E402
+import bench_snapshot  # noqa: E402
+import bench_store  # noqa: E402
+import file_peers  # noqa: E402
 import hard_keys  # noqa: E402
 import harness  # noqa: E402
 import plots  # noqa: E402
@@ -140,6 +145,40 @@ class TestMeasuring:
                 lambda: harness.digest(tensor + 1e-6 * next(steps)), "drifting"
             )
 
+    def test_interleaved_subjects_take_turns_and_each_goes_first(self):
+        order = []
+        timings = harness.interleave(
+            {
+                name: harness.Subject(
+                    lambda name=name: order.append(name),
+                    lambda name=name: order.append(f"before {name}"),
+                )
+                for name in "abc"
+            },
+            runs=3,
+            warm_up=0,
+        )
+        rounds = ["".join(order[i : i + 6]) for i in range(0, 18, 6)]
+        assert rounds == [
+            "before aabefore bbbefore cc",
+            "before bbbefore ccbefore aa",
+            "before ccbefore aabefore bb",
+        ]
+        assert [len(timing.runs) for timing in timings.values()] == [3, 3, 3]
+
+    def test_bytes_read_are_those_of_read_calls_even_from_the_page_cache(self, tmp_path):
+        path = tmp_path / "data"
+        path.write_bytes(bytes(1 << 20))
+        before = harness.bytes_read()
+        file_peers.read_file(path)
+        grown = harness.bytes_read() - before
+        assert 1 << 20 <= grown <= (1 << 20) + 4096
+
+    def test_the_peak_counts_memory_that_is_given_back_before_the_end(self):
+        size = 64 << 20
+        assert harness.peak_growth(lambda: torch.ones(size, dtype=torch.uint8).sum()) >= 0.9 * size
+        assert harness.peak_growth(lambda: None) < 0.5 * size
+
     def test_the_digest_tells_zero_from_negative_zero(self):
         assert harness.digest(torch.tensor([0.0])) != harness.digest(torch.tensor([-0.0]))
 
@@ -185,10 +224,89 @@ class TestTraffic:
         assert residency_traffic.play(steps, chunk, 2).accesses == 4
 
 
+class TestFilePeers:
+    def test_peers_write_the_same_bytes(self, tmp_path):
+        generator = torch.Generator().manual_seed(1)
+        tensor = torch.randint(256, (3_000_001,), generator=generator, dtype=torch.uint8)
+        data = tensor.numpy()
+        plain, copied = tmp_path / "plain", tmp_path / "copied"
+        file_peers.write_synced(plain, data)
+        assert plain.read_bytes() == data.tobytes()
+        file_peers.write_atomic(copied, data)
+        assert copied.read_bytes() == data.tobytes()
+        if file_peers.has_dd():
+            file_peers.dd(plain, copied)
+            assert copied.read_bytes() == data.tobytes()
+        for how in file_peers.TENSOR_FILES:
+            file_peers.save_tensors_synced({"k0": tensor}, tmp_path / how, how)
+            assert torch.equal(file_peers.load_tensors(tmp_path / how, how)["k0"], tensor)
+
+    def test_the_copy_reaches_every_byte_through_a_smaller_target(self, monkeypatch):
+        monkeypatch.setattr(file_peers, "COPY_TARGET", 1000)
+        copy = file_peers.Copy(np.arange(2500, dtype=np.uint8))
+        copy()
+        assert copy.target[:500].tolist() == copy.data[2000:].tolist()
+        assert copy.target[500:].tolist() == copy.data[1500:2000].tolist()
+
+
+class TestQuickRuns:
+    """Scripts that need no minutes, at their smallest; workers run in this process."""
+
+    @pytest.fixture
+    def run(self, tmp_path, monkeypatch):
+        def run(module, *options):
+            monkeypatch.setattr(harness, "RESULTS_DIR", tmp_path / "results")
+            monkeypatch.setattr(
+                harness, "run_worker", lambda _, task: module.WORKERS[task["what"]](task)
+            )
+            threads = str(torch.get_num_threads())
+            options = (
+                "--quick",
+                "--runs",
+                "1",
+                "--threads",
+                threads,
+                "--folder",
+                str(tmp_path),
+                *options,
+            )
+            monkeypatch.setattr(sys, "argv", ["bench", *options])
+            module.main()
+            assert [path.name for path in tmp_path.iterdir()] == ["results"]
+            paths = sorted((tmp_path / "results").iterdir())
+            return {path.stem.removesuffix("-quick"): harness.load_report(path) for path in paths}
+
+        return run
+
+    def test_snapshots(self, run, tmp_path):
+        reports = run(bench_snapshot, "--layouts", "shipped", "--contexts", "1024,4096")
+        saves, reads = reports["snapshot_save"], reports["snapshot_read"]
+        assert [row["context"] for row in saves.rows] == [1024, 4096]
+        assert len(reads.rows) == 4
+        bound = next(verdict for verdict in reads.verdicts if "read no more" in verdict.claim)
+        assert bound.holds
+        for row in reads.rows:
+            assert 0 < row["restore_reads_mib"] < row["first_forward_reads_mib"]
+        plots.render(tmp_path / "results", tmp_path / "docs", "-quick")
+        figures = {path.name for path in (tmp_path / "docs").iterdir()}
+        assert {"snapshot-save-quick.png", "snapshot-restore-quick.png"} < figures
+
+    def test_stores(self, run):
+        reports = run(bench_store, "--cells", "shipped:2048", "--snapshots", "4")
+        turns, catalogue = reports["store_turns"].rows[0], reports["store_catalogue"].rows[0]
+        assert turns["second_turn_mib"] < turns["as_file_mib"] / 2
+        assert turns["shared_session_mib"] < turns["first_mib"] / 4
+        assert catalogue["gc_freed_mib"] > 0
+
+    def test_decoding_beside_a_save(self, run):
+        row = run(bench_save_beside, "--contexts", "1024")["save_beside"].rows[0]
+        assert row["saves"] > 0
+
+
 def test_plots_refuse_an_empty_folder_and_render_what_is_there(tmp_path):
     with pytest.raises(MissingNumberError, match="no results"):
         plots.render(tmp_path, tmp_path / "docs", "")
-    report = make_report(name="save")
+    report = make_report(name="save_beside")
     report.add(shape="a", time_ms=1.25, scan_ms=3)
     report.judge("it is short", False, "1.25 ms")
     report.write(tmp_path)

@@ -1034,6 +1034,45 @@ def test_the_longest_known_prefix_is_found_among_all_snapshots(
     author.check(shorter, prompt[: 3 * C])
 
 
+@pytest.mark.parametrize("ttl", ["never", "7d"])
+def test_a_look_up_lists_folders_only_where_it_must_and_always_finds_what_others_saved(
+    author: Author, folder: Path, monkeypatch: pytest.MonkeyPatch, ttl: str
+) -> None:
+    store, other = DirectoryStore(folder, ttl=ttl), DirectoryStore(folder)
+    hashes = author.hashes(text(8 * C, seed=1))
+    author.save(store, "a", text(4 * C, seed=1))
+    time.sleep(0.15)  # until the folders' time can be told from that of a change
+    assert store.find_prefix(hashes) is not None
+    listed = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scandir(path))
+    assert store.find_prefix(hashes) is not None
+    assert bool(listed) == (ttl != "never")
+    author.save(other, "b", text(6 * C, seed=1))
+    found = store.find_prefix(hashes)
+    assert found is not None
+    assert found.sealed_chunks == 6
+    other.delete("b")
+    found = store.find_prefix(hashes)
+    assert found is not None
+    assert found.sealed_chunks == 4
+
+
+def test_folders_that_changed_just_now_are_listed_again(
+    author: Author, store: DirectoryStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    author.save(store, "a", text(4 * C, seed=1))
+    changed = max((folder / part).stat().st_mtime_ns for part in ("packs", "snapshots"))
+    monkeypatch.setattr(time, "time_ns", lambda: changed + 1_000_000)
+    listed = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scandir(path))
+    for _ in range(2):
+        listed.clear()
+        store.find_prefix([])
+        assert listed
+
+
 def test_a_prefix_never_crosses_salts_or_fingerprints(store: DirectoryStore) -> None:
     tokens = text(6 * C)
     authors = [

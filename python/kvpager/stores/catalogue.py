@@ -8,9 +8,11 @@ not be read are not, so that a file that was put right is seen.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,10 @@ from kvpager.stores.chunk_index import ChunkIndex, Place
 from kvpager.stores.durable import SMALL_BYTES, read_json
 from kvpager.stores.sidecar import Sidecar
 from kvpager.stores.tables import Manifest, Pack, Snapshot, Stamp
+
+# A folder's time may be that of the last tick of a coarse clock: one that changed less than this
+# before it was listed may change again without showing it.
+_SETTLED_NS = 100_000_000
 
 
 class Catalogue:
@@ -45,6 +51,7 @@ class Catalogue:
         self.bytes = 0
         self.index = ChunkIndex()
         self._sidecars: dict[str, tuple[Stamp, Sidecar]] = {}
+        self._settled: tuple[int, int] | None = None  # times of both folders, if no file is missed
 
     def manifest_path(self, name: str) -> str:
         """Where the snapshot of this name is."""
@@ -66,9 +73,29 @@ class Catalogue:
         """Reads everything again next time: for when a change stopped half way."""
         self.packs, self.snapshots, self.index = {}, {}, ChunkIndex()
         self._sidecars = {}
+        self._settled = None
+
+    def refresh_files(self) -> None:
+        """`refresh`, if files came or went since. REQUIRES: the store's lock.
+
+        Times of last use may be old.
+        """
+        if self._settled is None or self._settled != self._folder_times():
+            self.refresh()
+
+    def _folder_times(self) -> tuple[int, int]:
+        packs, snapshots = Path(self.packs_folder).stat(), Path(self.snapshots_folder).stat()
+        return packs.st_mtime_ns, snapshots.st_mtime_ns
 
     def refresh(self) -> None:
         """Reads the folders again. REQUIRES: the store's lock."""
+        self._settled = None
+        times, now_ns = self._folder_times(), time.time_ns()
+        self._read_folders()
+        if max(times) + _SETTLED_NS < now_ns:
+            self._settled = times
+
+    def _read_folders(self) -> None:
         self.temporaries, self.strays, self.bytes = {}, {}, 0
         self._refresh_packs(self._list(self.packs_folder))
         self._refresh_snapshots(self._list(self.snapshots_folder))

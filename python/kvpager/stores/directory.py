@@ -165,7 +165,10 @@ class DirectoryStore:
             A snapshot of these chunks alone, or None. Finding it counts as a use of the snapshot it
             comes from.
         """
-        with self._locked() as (catalogue, settings, now_ns):
+        with self._locked(files_only=True) as (catalogue, settings, now_ns):
+            snapshots = catalogue.snapshots.values()
+            if any(snapshot.mortal(settings.ttl_seconds) for snapshot in snapshots):
+                catalogue.refresh()  # who lives on is known by the last use
             visible = [
                 snapshot
                 for snapshot in catalogue.snapshots.values()
@@ -305,12 +308,20 @@ class DirectoryStore:
         return f"DirectoryStore({self.path!r})"
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[tuple[Catalogue, StoreSettings, int]]:
-        """The store as it is now, for as long as the block runs: catalogue, settings and time."""
+    def _locked(
+        self, *, files_only: bool = False
+    ) -> Iterator[tuple[Catalogue, StoreSettings, int]]:
+        """The store as it is now, for as long as the block runs: catalogue, settings and time.
+
+        files_only: times of last use and sizes may be old, which spares listing unchanged folders.
+        """
         with _system_errors(self.path), exclusive(f"{self.path}/lock"):
             settings = StoreSettings.read(self.path)
             try:
-                self._catalogue.refresh()
+                if files_only:
+                    self._catalogue.refresh_files()
+                else:
+                    self._catalogue.refresh()
                 yield self._catalogue, settings, time.time_ns()
             except PagerError:
                 raise

@@ -165,12 +165,14 @@ class Snapshot:
             return default
         return None if self.sidecar.ttl_seconds == math.inf else self.sidecar.ttl_seconds
 
+    def mortal(self, default: float | None) -> bool:
+        """Whether its time can ever be over. A pinned one's cannot."""
+        return not self.sidecar.pinned and self.ttl(default) is not None
+
     def expired(self, now_ns: int, default: float | None) -> bool:
-        """Whether its time is over. A pinned one's never is."""
+        """Whether its time is over."""
         ttl = self.ttl(default)
-        return (
-            not self.sidecar.pinned and ttl is not None and now_ns - self.last_used_ns > ttl * 1e9
-        )
+        return self.mortal(default) and ttl is not None and now_ns - self.last_used_ns > ttl * 1e9
 
 
 def _kind(reader: Any) -> tuple[object, ...]:
