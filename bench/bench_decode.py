@@ -31,7 +31,6 @@ from kvpager.config import DEFAULT_SCORER
 
 CHUNKS = 32
 POOL_TOKENS = 4096
-INJECT_TOKENS = 1024  # K/V made at a time
 WARM_UP_STEPS = 2
 JUDGED_FROM = 8192  # below, selecting 32 chunks saves little and nobody would
 
@@ -87,15 +86,6 @@ class DecoderClock:
         self.seconds += time.perf_counter() - self.started.pop()
 
 
-def inject(session: Session, tokens: int) -> None:
-    """Random K/V for `tokens` positions."""
-    engine = session.engine
-    for start in range(0, tokens, INJECT_TOKENS):
-        count = min(INJECT_TOKENS, tokens - start)
-        k, v = subjects.random_kv(engine.layout, count, seed=start)
-        session.sequence.append(subjects.random_ids(engine.model, count, seed=start), k, v)
-
-
 def decode_split(session: Session, steps: int) -> Split:
     """Decodes in a fork and splits the time of its steps."""
     engine = session.engine
@@ -134,7 +124,7 @@ def measure_ours(
 ) -> tuple[Split, dict[str, Any]]:
     with Engine(model, PagerConfig(pool_tokens=POOL_TOKENS, selection=selection)) as engine:
         session = engine.session()
-        inject(session, tokens)
+        subjects.inject(session.sequence, engine.layout, tokens, vocab=engine.vocab_size)
         harness.require_deterministic(lambda: next_logits(session), f"{selection}, {tokens} tokens")
         split = decode_split(session, steps)
         return split, engine.stats()

@@ -19,17 +19,18 @@ _PROCESS_START = time.perf_counter()
 
 import argparse  # noqa: E402  # the clock starts before the imports it times
 import json  # noqa: E402
-import os  # noqa: E402
 import shutil  # noqa: E402
 import tempfile  # noqa: E402
 from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+import file_peers  # noqa: E402
 import harness  # noqa: E402
 import numpy as np  # noqa: E402
 import subjects  # noqa: E402
 import torch  # noqa: E402
+from file_peers import FILE_STATES, TENSOR_FILES  # noqa: E402
 from harness import Column, Report, Timing  # noqa: E402
 
 from kvpager import Engine, PagerConfig, TopK  # noqa: E402
@@ -39,9 +40,6 @@ POOL_TOKENS = 2048
 CHUNKS = 32
 NEEDLES = 16
 QUIET = 512
-PEERS = ("torch.save", "safetensors")
-FILE_STATES = ("cached", "dropped")
-READ_BLOCK = 8 << 20
 
 COLUMNS = (
     Column("context", "tokens"),
@@ -61,15 +59,6 @@ COLUMNS = (
     Column("imports_s", "s"),
     Column("model_load_s", "s"),
     Column("engine_s", "s"),
-)
-SAVE_COLUMNS = (
-    Column("context", "tokens"),
-    Column("file_mib", "MiB"),
-    Column("save_gbs", "GB/s"),
-    Column("write_fsync_gbs", "GB/s"),
-    Column("memcpy_gbs", "GB/s"),
-    Column("share_of_slower", "", 2),
-    Column("save_spread", "(max-min)/median", 2),
 )
 
 
@@ -106,35 +95,12 @@ def configuration() -> PagerConfig:
 
 
 def work_save(task: dict[str, Any]) -> dict[str, Any]:
-    """Prefills the document and saves it, several times to fresh files."""
+    """Prefills the document and saves it."""
     turn = Turn(task, engine=True)
     assert turn.engine is not None
     session = turn.engine.session()
     session.prefill(turn.document)
-    path = Path(task["path"])
-    save = harness.measure(
-        lambda: session.save(path), runs=task["runs"], before=lambda: path.unlink(missing_ok=True)
-    )
-    size = path.stat().st_size
-    return {"save_runs": save.runs, "file_bytes": size, **_write_peers(path, size, task["runs"])}
-
-
-def _write_peers(path: Path, size: int, runs: int) -> dict[str, Any]:
-    """The same bytes copied in memory, and written with fsync, right after the saves."""
-    payload = np.frombuffer(path.read_bytes(), dtype=np.uint8)
-    target = np.empty_like(payload)
-    copied = harness.measure(lambda: np.copyto(target, payload), runs=runs)
-    plain = path.with_suffix(".plain")
-
-    def write() -> None:
-        with plain.open("wb") as out:
-            out.write(payload.data)
-            out.flush()
-            os.fsync(out.fileno())
-
-    written = harness.measure(write, runs=runs, before=lambda: plain.unlink(missing_ok=True))
-    plain.unlink()
-    return {"memcpy_runs": copied.runs, "write_runs": written.runs}
+    return {"file_bytes": session.save(task["path"]).bytes_written}
 
 
 def work_cold(task: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +145,7 @@ def work_stock_cold(task: dict[str, Any]) -> dict[str, Any]:
     token = int(logits.argmax())
     seconds = time.perf_counter() - start
     cache.crop(-len(turn.question))
-    for how in PEERS:
+    for how in TENSOR_FILES:
         subjects.stock_save(cache, Path(task["folder"]) / how, how)
     return {"first_token_s": seconds, "token": token}
 
@@ -191,14 +157,6 @@ def work_stock_reload(task: dict[str, Any]) -> dict[str, Any]:
     logits = subjects.stock_step(turn.model, cache, turn.question)
     token = int(logits.argmax())
     return {"first_token_s": time.perf_counter() - start, "token": token}
-
-
-def read_file(path: Path) -> None:
-    """The whole file in large plain reads: the machine's read rate."""
-    buffer = bytearray(READ_BLOCK)
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
 
 
 WORKERS = {
@@ -228,27 +186,16 @@ class Context:
         """Fresh processes over one file, in the page cache or dropped from it."""
         answers = []
         for _ in range(runs):
-            _prepare(file, state)
+            file_peers.prepare(file, state)
             answers.append(self.run(what, path=str(file), **more))
         return answers
 
 
-def _prepare(file: Path, state: str) -> None:
-    with file.open("rb") as opened:
-        if state == "dropped":
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        else:
-            while opened.read(READ_BLOCK):
-                pass
-
-
 def measure_context(
-    tokens: int, arguments: argparse.Namespace, folder: Path, report: Report, saves: Report
+    tokens: int, arguments: argparse.Namespace, folder: Path, report: Report
 ) -> None:
     context = Context(tokens, arguments, folder)
     saved = context.run("save", path=str(context.path))
-    _add_save(saves, tokens, saved)
     cold = [context.run("cold") for _ in range(arguments.cold_runs)]
     stock = context.run("stock_cold", folder=str(folder))
     for state in FILE_STATES:
@@ -259,9 +206,9 @@ def measure_context(
                 f"{tokens} tokens: cold and restored turns gave {len(outcomes)} different logits"
             )
         read_s = harness.measure(
-            lambda: read_file(context.path),
+            lambda: file_peers.read_file(context.path),
             runs=context.runs,
-            before=partial(_prepare, context.path, state),
+            before=partial(file_peers.prepare, context.path, state),
         ).median
         reload_ms = {
             how: 1e3
@@ -270,7 +217,7 @@ def measure_context(
                     "stock_reload", folder / how, state, runs=arguments.cold_runs, how=how
                 )
             )
-            for how in PEERS
+            for how in TENSOR_FILES
         }
         first = Timing(tuple(run["first_token_s"] for run in warm))
         cold_s = _median(cold)
@@ -300,29 +247,11 @@ def measure_context(
         print(f"{tokens} tokens, {state}: {first.median * 1e3:.1f} ms, cold {cold_s:.2f} s")
 
 
-def _add_save(saves: Report, tokens: int, saved: dict[str, Any]) -> None:
-    size = saved["file_bytes"]
-    timing, written, copied = (
-        Timing(tuple(saved[name])) for name in ("save_runs", "write_runs", "memcpy_runs")
-    )
-    rates = {"write_fsync_gbs": size / written.median / 1e9}
-    rates["memcpy_gbs"] = size / copied.median / 1e9
-    save_rate = size / timing.median / 1e9
-    saves.add(
-        context=tokens,
-        file_mib=size / 2**20,
-        save_gbs=save_rate,
-        share_of_slower=save_rate / min(rates.values()),
-        save_spread=timing.spread,
-        **rates,
-    )
-
-
 def _median(runs: list[dict[str, Any]], name: str = "first_token_s") -> float:
     return Timing(tuple(run[name] for run in runs)).median
 
 
-def judge(report: Report, saves: Report) -> None:
+def judge(report: Report) -> None:
     for state in FILE_STATES:
         rows = {int(report.number(r, "context")): r for r in report.rows if r["file"] == state}
         small, large = min(rows), min(32768, max(rows))
@@ -343,10 +272,6 @@ def judge(report: Report, saves: Report) -> None:
             grown[0] <= 1.3 and grown[2] <= 1.3,
             f"restore {grown[0]:.2f}, first token {grown[1]:.2f}, payload {grown[2]:.2f}",
         )
-    share = min(saves.number(row, "share_of_slower") for row in saves.rows)
-    saves.judge(
-        "saving runs at 0.9 of the slower of memcpy and write + fsync", share >= 0.9, f"{share:.2f}"
-    )
 
 
 def main() -> None:
@@ -381,22 +306,14 @@ def main() -> None:
         settings,
         record,
     )
-    saves = Report(
-        harness.report_name("save", arguments),
-        "Saving a turn, beside copying and writing the same bytes",
-        SAVE_COLUMNS,
-        settings,
-        record,
-    )
     folder = Path(tempfile.mkdtemp(prefix="kvpager-bench-", dir=arguments.folder))
     try:
         for tokens in contexts:
-            measure_context(tokens, arguments, folder, report, saves)
+            measure_context(tokens, arguments, folder, report)
     finally:
         shutil.rmtree(folder)
-    judge(report, saves)
+    judge(report)
     report.finish()
-    saves.finish()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ import xxhash
 import kvpager
 from kvpager import _core
 
+gc.freeze()  # what is imported stays, so that collections between runs need not look at it
+
 SCHEMA = 1
 BENCH_DIR = Path(__file__).resolve().parent
 RESULTS_DIR = BENCH_DIR / "results"
@@ -117,6 +119,62 @@ def measure(
         if run >= warm_up:
             seconds.append(elapsed)
     return Timing(tuple(seconds))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A synchronous call to be timed, and what has to be so before each run; that is not timed."""
+
+    call: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+
+
+def interleave(
+    subjects: Mapping[str, Subject], *, runs: int = 5, warm_up: int = 1
+) -> dict[str, Timing]:
+    """Times several subjects side by side, for ratios between them.
+
+    Every round runs each of them once, and begins with another one than the round before: what
+    slows the machine for a while slows all of them, and nobody always runs first.
+    """
+    names = list(subjects)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for run in range(warm_up + runs):
+        gc.collect()
+        first = run % len(names)
+        for name in names[first:] + names[:first]:
+            subjects[name].before()
+            start = time.perf_counter()
+            subjects[name].call()
+            elapsed = time.perf_counter() - start
+            if run >= warm_up:
+                seconds[name].append(elapsed)
+    return {name: Timing(tuple(runs)) for name, runs in seconds.items()}
+
+
+def bytes_read() -> int:
+    """Bytes this process has had from read calls, whether a disk or the page cache gave them."""
+    for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(": ")
+        if name == "rchar":
+            return int(value)
+    raise MissingNumberError("/proc/self/io has no rchar; bytes read cannot be counted here")
+
+
+def peak_growth(call: Callable[[], object]) -> int:
+    """Bytes by which the process's memory grew at most while the call ran."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is now what is held
+    before = _memory("VmRSS")
+    call()
+    return max(0, _memory("VmHWM") - before)
+
+
+def _memory(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) << 10
+    raise MissingNumberError(f"/proc/self/status has no {name}; memory cannot be measured here")
 
 
 def digest(*tensors: torch.Tensor) -> str:
@@ -232,8 +290,12 @@ class Report:
             "verdicts": [vars(verdict) for verdict in self.verdicts],
         }
 
-    def write(self, folder: Path = RESULTS_DIR) -> Path:
-        """Replaces `folder`/name.json; an interrupted run leaves the older file whole."""
+    def write(self, folder: Path | None = None) -> Path:
+        """Replaces name.json in `folder`, by default RESULTS_DIR.
+
+        An interrupted run leaves the older file whole.
+        """
+        folder = folder or RESULTS_DIR
         text = json.dumps(self.to_json(), indent=1, allow_nan=False)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"

@@ -22,7 +22,18 @@ import matplotlib.pyplot as plt
 from harness import Report, load_report
 
 DOCS_DIR = Path(__file__).resolve().parents[1] / "docs" / "results"
-ORDER = ("needles", "restore", "save", "decode", "dense_pool", "residency_traffic")
+ORDER = (
+    "needles",
+    "restore",
+    "snapshot_save",
+    "snapshot_read",
+    "save_beside",
+    "store_turns",
+    "store_catalogue",
+    "decode",
+    "dense_pool",
+    "residency_traffic",
+)
 COLOURS = {
     "model_ms": "#4878a8",
     "scan_ms": "#e49444",
@@ -81,6 +92,53 @@ def draw_restore(report: Report, folder: Path, suffix: str) -> list[str]:
     return [_save(figure, folder, f"first-token{suffix}")]
 
 
+def draw_snapshot_save(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Rates of saving and of its peers against the context; one panel per layout."""
+    lines = (
+        ("memcpy", "memcpy_gbs"),
+        ("write + fsync", "write_fsync_gbs"),
+        ("write + fsync + rename + fsync", "atomic_write_gbs"),
+        ("kvpager, save", "save_gbs"),
+        ("safetensors + fsync", "safetensors_gbs"),
+        ("torch.save + fsync", "torch_save_gbs"),
+    )
+    return [_panels(report, report.rows, lines, "GB/s", folder, f"snapshot-save{suffix}")]
+
+
+def draw_snapshot_read(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Time until a snapshot can be used, beside reading the whole; one panel per layout."""
+    lines = (
+        ("safetensors, loaded", "safetensors_load_ms"),
+        ("torch.load", "torch_load_ms"),
+        ("the whole file, plainly read", "read_file_ms"),
+        ("kvpager, until the first top-k forward", "first_forward_ms"),
+        ("kvpager, opened and restored", "restore_ms"),
+    )
+    rows = [row for row in report.rows if row["file"] == "cached"]
+    return [_panels(report, rows, lines, "time [ms]", folder, f"snapshot-restore{suffix}")]
+
+
+def _panels(
+    report: Report,
+    rows: list[dict[str, Any]],
+    lines: tuple[tuple[str, str], ...],
+    label: str,
+    folder: Path,
+    name: str,
+) -> str:
+    """One panel per layout, columns against the context, both on logarithmic axes."""
+    layouts = list(dict.fromkeys(str(row["layout"]) for row in rows))
+    figure, axes = plt.subplots(1, len(layouts), figsize=(4.6 * len(layouts), 3.6), squeeze=False)
+    for axis, layout in zip(axes.flat, layouts):
+        mine = [row for row in rows if row["layout"] == layout]
+        x = [report.number(row, "context") for row in mine]
+        for line, column in lines:
+            axis.plot(x, [report.number(row, column) for row in mine], "o-", label=line)
+        axis.set_title(layout, fontsize=10)
+        _log_context(axis, x, label)
+    return _save(figure, folder, name)
+
+
 def draw_decode(report: Report, folder: Path, suffix: str) -> list[str]:
     """Decode time per token against the context, stacked by part, with both dense ways beside."""
     shapes = list(dict.fromkeys(str(row["shape"]) for row in report.rows))
@@ -105,6 +163,8 @@ def draw_decode(report: Report, folder: Path, suffix: str) -> list[str]:
 DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
     "needles": draw_needles,
     "restore": draw_restore,
+    "snapshot_save": draw_snapshot_save,
+    "snapshot_read": draw_snapshot_read,
     "decode": draw_decode,
 }
 

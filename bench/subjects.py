@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import file_peers
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from kvpager import Layout, Sequence
 from kvpager.needles import Document, NeedleTask, shipped_model_path
 
 SHIPPED = "shipped"
@@ -18,6 +20,15 @@ SHAPES = (SHIPPED, "gqa8-fp32", "gqa8-bf16")
 SINKS = 64
 RECENT = 256
 PREFILL_TOKENS = 512  # per forward of the stock model, where it is not one-shot
+INJECT_TOKENS = 1024  # K/V made at a time
+
+# Shapes of K/V for what needs no model: 2 KiB per token, and 16 KiB.
+LAYOUTS = {
+    SHIPPED: Layout(layers=2, kv_heads=2, k_dim=64, v_dim=64),
+    "gqa4-bf16": Layout(
+        layers=8, kv_heads=4, k_dim=128, v_dim=128, k_dtype="bfloat16", v_dtype="bfloat16"
+    ),
+}
 
 
 def load_model(shape: str) -> Any:
@@ -87,6 +98,24 @@ def random_kv(layout: Any, tokens: int, seed: int) -> tuple[torch.Tensor, torch.
     return k, v
 
 
+def inject(
+    sequence: Sequence,
+    layout: Any,
+    tokens: int,
+    *,
+    vocab: int = 1024,
+    seed: int = 0,
+    provenance: str = "decode",
+) -> None:
+    """Appends `tokens` positions of random ids and random K/V."""
+    generator = np.random.default_rng(seed)
+    for start in range(0, tokens, INJECT_TOKENS):
+        count = min(INJECT_TOKENS, tokens - start)
+        ids = generator.integers(8, vocab, count, dtype=np.int32)
+        k, v = random_kv(layout, count, seed=int(generator.integers(2**31)))
+        sequence.append(ids, k, v, provenance=provenance)
+
+
 # The stock transformers way, for comparison: its own attention and DynamicCache.
 
 
@@ -112,27 +141,17 @@ def stock_step(model: Any, cache: DynamicCache, ids: list[int]) -> torch.Tensor:
 
 
 def stock_save(cache: Any, path: Path, how: str) -> None:
-    """how: "torch.save" or "safetensors"."""
+    """how: one of `file_peers.TENSOR_FILES`."""
     tensors = {
         f"{name}{i}": tensor.contiguous()
         for i, layer in enumerate(cache.layers)
         for name, tensor in (("k", layer.keys), ("v", layer.values))
     }
-    if how == "torch.save":
-        torch.save(tensors, path)
-    else:
-        from safetensors.torch import save_file
-
-        save_file(tensors, path)
+    file_peers.save_tensors(tensors, path, how)
 
 
 def stock_load(model: Any, path: Path, how: str) -> DynamicCache:
-    if how == "torch.save":
-        tensors = torch.load(path)
-    else:
-        from safetensors.torch import load_file
-
-        tensors = load_file(path)
+    tensors = file_peers.load_tensors(path, how)
     cache = DynamicCache(config=model.config)
     for i in range(len(tensors) // 2):
         cache.update(tensors[f"k{i}"], tensors[f"v{i}"], i)

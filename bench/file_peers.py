@@ -1,0 +1,121 @@
+"""Other ways of moving the bytes of a snapshot: what our figures are put beside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+FILE_STATES = ("cached", "dropped")  # from the page cache
+TENSOR_FILES = ("torch.save", "safetensors")
+WRITE_BLOCK = 1 << 20
+READ_BLOCK = 8 << 20
+COPY_TARGET = 256 << 20  # many times any cache; larger files are copied to it part by part
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, data: Bytes) -> None:
+    """As `dd bs=1M conv=fsync` writes: a block at a time, then one fsync."""
+    view = memoryview(data)
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(view), WRITE_BLOCK):
+            block = view[start : start + WRITE_BLOCK]
+            if file.write(block) != len(block):
+                raise OSError(f"{path.name}: the disk took a part of a block only")
+        os.fsync(file.fileno())
+
+
+def write_atomic(path: Path, data: Bytes) -> None:
+    """The same to another name, then a rename and an fsync of the folder: as lasting as ours."""
+    part = path.with_name(path.name + ".part")
+    write_synced(part, data)
+    part.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def dd(source: Path, path: Path) -> None:
+    """The program itself, from a file in the page cache; the time it takes to start counts too."""
+    command = [f"if={source}", f"of={path}", "bs=1M", "conv=fsync", "status=none"]
+    subprocess.run(["dd", *command], check=True)
+
+
+def has_dd() -> bool:
+    return shutil.which("dd") is not None
+
+
+class Copy:
+    """memcpy of `data`, to memory that is there already."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+        self.target = np.zeros(min(len(data), COPY_TARGET), dtype=np.uint8)
+
+    def __call__(self) -> None:
+        for start in range(0, len(self.data), len(self.target)):
+            part = self.data[start : start + len(self.target)]
+            np.copyto(self.target[: len(part)], part)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, how: str) -> None:
+    """`how` is one of TENSOR_FILES."""
+    if how == "torch.save":
+        torch.save(dict(tensors), path)
+    else:
+        save_file(dict(tensors), path)
+
+
+def save_tensors_synced(tensors: Mapping[str, torch.Tensor], path: Path, how: str) -> None:
+    """With the fsync that neither library does."""
+    save_tensors(tensors, path, how)
+    sync(path)
+
+
+def load_tensors(path: Path, how: str) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = torch.load(path) if how == "torch.save" else load_file(path)
+    return loaded
+
+
+def load_tensors_whole(path: Path, how: str) -> None:
+    """Every byte is in memory afterwards: safetensors maps the file and reads on first touch."""
+    for tensor in load_tensors(path, how).values():
+        if how == "safetensors":
+            tensor.clone()
+
+
+def read_file(path: Path) -> None:
+    """The whole file in large plain reads: the machine's read rate."""
+    buffer = bytearray(READ_BLOCK)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def prepare(path: Path, state: str) -> None:
+    """Brings a file into the page cache or drops it from there."""
+    if state == "cached":
+        read_file(path)
+        return
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
