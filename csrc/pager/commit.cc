@@ -164,12 +164,15 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
 }
 
 void Pager::Impl::summarize(const std::byte* chunk, std::byte* summary) {
-  threads.run(int64_t{layout.layers} * layout.kv_heads, [&](int64_t page, int) {
-    const int layer = static_cast<int>(page / layout.kv_heads);
-    const int head = static_cast<int>(page % layout.kv_heads);
-    scorer.summarize(layout, chunk + layout.page_offset(layer, head),
-                     summary + page * summary_page_bytes);
-  });
+  threads.run(int64_t{layout.layers} * layout.kv_heads,
+              [&](int64_t page, int) { summarize_page(chunk, page, summary); });
+}
+
+void Pager::Impl::summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const {
+  const int layer = static_cast<int>(page / layout.kv_heads);
+  const int head = static_cast<int>(page % layout.kv_heads);
+  scorer.summarize(layout, chunk + layout.page_offset(layer, head),
+                   summary + page * summary_page_bytes);
 }
 
 void Pager::Impl::apply_seal(Seal& seal) {

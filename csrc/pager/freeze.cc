@@ -34,9 +34,8 @@ class FrozenSequence final : public SnapshotContent {
     {
       const std::lock_guard<std::mutex> lock(pager_->mutex);
       const RecordId id = record(chunk);
-      bool lent = false;
-      if (const std::byte* bytes = pager_->lend(id, scratch, &lent)) {
-        if (lent) ++borrowed_[chunk];
+      if (const std::byte* bytes = pager_->lend(id, scratch)) {
+        if (bytes != scratch) ++borrowed_[chunk];
         return bytes;
       }
       below = pager_->ledger[id];
@@ -93,14 +92,13 @@ class FrozenSequence final : public SnapshotContent {
 // they are below memory. A save must never make a forward wait for room: only homes are lent, which
 // nobody can ask for; blocks that residency may want, and host copies of snapshots, which give way to
 // homes, are copied.
-const std::byte* Pager::Impl::lend(RecordId id, std::byte* scratch, bool* lent_out) {
+const std::byte* Pager::Impl::lend(RecordId id, std::byte* scratch) {
   ChunkRecord& record = ledger[id];
   const std::byte* bytes = address(record);
   if (bytes == nullptr) return nullptr;
   const bool home_block = record.resident() && !record.has_lower_copy();
   if (home_block || (record.on_host() && record.source == nullptr)) {
     ++record.borrows;
-    *lent_out = true;
     return home_block ? bytes : host.slot(record.host.value());
   }
   std::memcpy(scratch, bytes, static_cast<size_t>(layout.chunk_bytes()));

@@ -146,6 +146,7 @@ struct Pager::Impl {
   void apply_seal(Seal& seal);
   void advance(ForwardPart& part, int64_t count, Provenance provenance);
   void summarize(const std::byte* chunk, std::byte* summary);
+  void summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const;
   void abort();
   void drop_surplus(
       ForwardPart& part);  // frontier chunks and promises that the forward did not use
@@ -165,7 +166,7 @@ struct Pager::Impl {
 
   // --- freeze.cc
   SequenceId freeze(SequenceId id, int64_t upto, SnapshotMeta* meta, std::vector<std::byte>* tail);
-  const std::byte* lend(RecordId id, std::byte* scratch, bool* lent_out);
+  const std::byte* lend(RecordId id, std::byte* scratch);
 
   // --- restore.cc
   void load_summaries(Sequence& sequence);

@@ -76,11 +76,9 @@ int64_t Pager::Impl::read_or_rebuild(SnapshotReader* reader, int64_t first,
       reader->read_summaries(index, 1, summary);
     } catch (const CorruptSnapshotError&) {
       read_chunk(*records[i], chunk.data());
-      for (int layer = 0; layer < layout.layers; ++layer) {
-        for (int head = 0; head < layout.kv_heads; ++head) {
-          scorer.summarize(layout, chunk.data() + layout.page_offset(layer, head),
-                           summary + (layer * layout.kv_heads + head) * summary_page_bytes);
-        }
+      // One by one: this runs on a thread of the pool already.
+      for (int64_t page = 0; page < int64_t{layout.layers} * layout.kv_heads; ++page) {
+        summarize_page(chunk.data(), page, summary);
       }
       const auto& saved = reader->meta().chunks[static_cast<size_t>(index)];
       if (slice_checksum(summary, each) != saved.summary_checksum) throw;
