@@ -79,6 +79,8 @@ void bind_config(py::module_& m) {
       .def_readwrite("layout", &PagerOptions::layout)
       .def_readwrite("pool_blocks", &PagerOptions::pool_blocks)
       .def_readwrite("rows", &PagerOptions::rows)
+      .def_readwrite("smaller_rows", &PagerOptions::smaller_rows)
+      .def_readwrite("exact", &PagerOptions::exact)
       .def_readwrite("selection", &PagerOptions::selection)
       .def_readwrite("scorer", &PagerOptions::scorer)
       .def_readwrite("host_bytes", &PagerOptions::host_bytes)

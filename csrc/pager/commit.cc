@@ -71,11 +71,17 @@ std::vector<int64_t> Pager::Impl::accepted_rows(const std::vector<SequenceId>& i
   return count;
 }
 
+bool Pager::Impl::exact_row_count(int64_t rows) const {
+  return options.exact && (rows == options.rows ||
+                           std::binary_search(options.smaller_rows.begin(),
+                                              options.smaller_rows.end(), rows));
+}
+
 void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
                          Provenance provenance) {
   if (!forward) throw InvalidArgumentError("commit: no forward is running");
   const std::vector<int64_t> count = accepted_rows(ids, accepted);
-  if (static_cast<int64_t>(forward->rows.size()) != options.rows) {
+  if (!exact_row_count(static_cast<int64_t>(forward->rows.size()))) {
     provenance = std::max(provenance, Provenance::kDecode);
   }
   const ScopedTimer timer(&counters.seconds_seal);

@@ -139,6 +139,7 @@ struct Pager::Impl {
   void commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
               Provenance provenance);
   void commit_all(Provenance provenance);
+  bool exact_row_count(int64_t rows) const;
   std::vector<int64_t> accepted_rows(const std::vector<SequenceId>& ids,
                                      const std::vector<int64_t>& accepted) const;
   void prepare_seals(const ForwardPart& part, int64_t count, Provenance provenance,

@@ -25,6 +25,13 @@ const PagerOptions& validated(const PagerOptions& options) {
   if (options.rows < 1 || options.rows > 4096) {
     throw InvalidArgumentError(str("rows: ", options.rows, ", expected 1 to 4096"));
   }
+  for (size_t i = 0; i < options.smaller_rows.size(); ++i) {
+    const int64_t rows = options.smaller_rows[i];
+    if (rows < 1 || rows >= options.rows || (i > 0 && rows <= options.smaller_rows[i - 1])) {
+      throw InvalidArgumentError(str("smaller_rows[", i, "]: ", rows,
+                                     ", expected ascending counts from 1 to ", options.rows - 1));
+    }
+  }
   options.selection.validate(c, options.rows);
   const int64_t frontier = (c - 1 + options.rows + c - 1) / c;
   if (options.pool_blocks < frontier + 1) {

@@ -130,6 +130,7 @@ class PagerOptions:
     """
 
     disk_path: str
+    exact: bool
     layout: Layout
     namespace_key: str
     poison: bool
@@ -165,6 +166,12 @@ class PagerOptions:
     def shuffle_seed(self) -> int: ...
     @shuffle_seed.setter
     def shuffle_seed(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def smaller_rows(self) -> list[int]: ...
+    @smaller_rows.setter
+    def smaller_rows(
+        self, arg0: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
+    ) -> None: ...
     @property
     def summary_bytes(self) -> int: ...
     @summary_bytes.setter

@@ -131,6 +131,26 @@ def _choice(values: Iterable[Any]) -> tuple[str, Parser]:
     return accepts, parse
 
 
+def _exact(field: str, value: Any) -> Any:
+    if value is False or value in ("all", "reuse"):
+        return value
+    raise _refusal(field, value, '"all", "reuse" or False')
+
+
+def _row_counts(field: str, value: Any) -> Any:
+    """ "proven", "fixed", or ascending row counts."""
+    expected = '"proven", "fixed" or ascending row counts from 1 to 4096, such as (4, 16)'
+    if value in ("proven", "fixed"):
+        return value
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise _refusal(field, value, expected)
+    counts = tuple(value)
+    sound = all(type(count) is int and 1 <= count <= 4096 for count in counts)
+    if not sound or list(counts) != sorted(set(counts)):
+        raise _refusal(field, value, expected)
+    return counts
+
+
 def _bytes(*, auto: str | None = None) -> tuple[str, Parser]:
     accepts = 'bytes, or a size such as "4GiB"' + (f', or "auto": {auto}' if auto else "")
 
@@ -250,8 +270,8 @@ _DENSE = Dense()
 class PagerConfig(_Validated):
     """Everything a pager can be told.
 
-    `selection`, `scorer`, `rows`, `chunk_tokens` and `kv_dtype` change results; all else decides
-    where bytes live and never changes a bit.
+    `selection`, `scorer`, `rows`, `exact`, `chunk_tokens` and `kv_dtype` change results; all else
+    decides where bytes live, or how fast it goes, and never changes a bit.
     """
 
     pool_tokens: int = _option(
@@ -261,6 +281,17 @@ class PagerConfig(_Validated):
     chunk_tokens: int = _option(_choice(CHUNK_TOKENS), "tokens per chunk", 64)
     rows: int | None = _option(
         _integer(1, 4096, none="chosen for the device"), "rows of every forward of the model", None
+    )
+    small_rows: str | tuple[int, ...] = _option(
+        ('"proven", "fixed" or row counts', _row_counts),
+        "smaller row counts for forwards with little to do: those proven at start to give the bits "
+        "of `rows`; none (`fixed`); or these, each proven or refused",
+        "proven",
+    )
+    exact: str | bool = _option(
+        ('"all", "reuse" or False', _exact),
+        "what has one set of bits: everything; prompts and generated text once reused; nothing",
+        "all",
     )
     selection: Selection = _option(  # noqa: RUF009  # a field, like the others
         ("Dense(), TopK(...) or Window(...)", _selection), "what a row attends to", _DENSE

@@ -510,7 +510,9 @@ class Pager:
     Args:
         layout: shape of a chunk.
         config: budgets, selection and policies; `config.chunk_tokens` is the layout's.
-        rows: M, the most rows a forward may have. Only forwards of exactly M rows are "exact".
+        rows: M, the most rows a forward may have. Forwards of exactly M rows are "exact".
+        smaller_rows: row counts below M, ascending, whose forwards are "exact" too, because they
+            were proven to give the bits of M rows. With `config.exact` False no forward is exact.
         fingerprint: flat JSON-able mapping of all that the bits of K/V depend on.
             Chunks and snapshots are shared only under an equal one.
         threads: of our own kernels; torch's number by default. Never changes a bit.
@@ -526,6 +528,7 @@ class Pager:
         config: PagerConfig,
         *,
         rows: int,
+        smaller_rows: SequenceOf[int] = (),
         fingerprint: Mapping[str, object] | None = None,
         threads: int | None = None,
     ) -> None:
@@ -537,12 +540,15 @@ class Pager:
         self.layout = layout
         self.config = config
         self.rows = rows
+        self.smaller_rows = tuple(smaller_rows)
         self.fingerprint = dict(fingerprint or {})
         self.fingerprint_json = _canonical("fingerprint", self.fingerprint)
         options = _core.PagerOptions()
         options.layout = layout.native()
         options.pool_blocks = config.pool_blocks
         options.rows = rows
+        options.smaller_rows = list(smaller_rows)
+        options.exact = config.exact is not False
         options.selection = _native_selection(config)
         options.scorer = config.scorer_name
         options.host_bytes = config.host_budget

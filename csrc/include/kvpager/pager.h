@@ -27,6 +27,10 @@ struct PagerOptions {
   Layout layout;
   int64_t pool_blocks = 0;  // hard bound of the resident pool, in chunks
   int64_t rows = 64;        // M: most rows of a forward; a forward of exactly M rows is `exact`
+  // Row counts below M, ascending, whose forwards are `exact` too: whoever runs the model has proven
+  // that they give the bits of M rows.
+  std::vector<int64_t> smaller_rows;
+  bool exact = true;  // false: no forward is, whatever its row count
   Selection selection;
   std::string scorer = "bits2";  // makes the summary of every sealed chunk
   int64_t host_bytes = 0;        // arena allocated up front; 0: none
