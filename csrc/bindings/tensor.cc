@@ -67,6 +67,10 @@ TensorView checked_view(const char* name, const DLTensor& t) {
   if (t.data == nullptr && view.rows * view.heads * view.dim > 0) {
     throw InvalidArgumentError(str(name, ": the tensor has no memory (a fake or meta tensor?)"));
   }
+  if (reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(dtype_bytes(view.dtype))) {
+    throw InvalidArgumentError(str(name, ": its elements of ", dtype_bytes(view.dtype),
+                                   " bytes are not aligned to their size; pass a copy"));
+  }
   return view;
 }
 

@@ -398,6 +398,7 @@ void run_splits_apart(const Problem& problem, int64_t partials, ThreadPool& pool
 
 void attend_begin(const AttendParams& params, AttendWorkspace& workspace, ThreadPool& pool) {
   check(params);
+  const FloatEnvironment environment;
   Impl& impl = *workspace.impl();
   const Problem problem(params, impl);
   cut_tiles(problem, pool.threads());
@@ -427,6 +428,10 @@ void attend_begin(const AttendParams& params, AttendWorkspace& workspace, Thread
 void attend_wave(const AttendParams& params, int64_t split_begin, int64_t split_end,
                  AttendWorkspace& workspace, ThreadPool& pool) {
   Impl& impl = *workspace.impl();
+  if (impl.threads.size() < static_cast<size_t>(pool.threads())) {
+    throw InvariantError(str("attend_wave: ", pool.threads(), " threads after attend_begin with ",
+                             impl.threads.size()));
+  }
   const Problem problem(params, impl);
   int64_t last = -1;
   for (const int64_t row : impl.order) last = std::max(last, params.row[row].position);

@@ -1,4 +1,4 @@
-// Runs of elements between float32 and the stored dtypes, and the check that all are finite.
+// Runs of elements between float32 and the stored dtypes, and the check that all fit one.
 #include "kernels/functions_isa.h"
 #include "kernels/vec_isa.h"
 
@@ -43,24 +43,38 @@ void from_float(const float* source, DType dtype, int64_t count, void* out) {
 
 namespace {
 
-// An element is not finite when its exponent bits are all ones.
+// The bits of the least magnitude of `dtype` that is not finite or rounds to infinity in `stored`:
+// for a narrower format half-way between its greatest finite value and the next power of two.
+int32_t least_unfit(DType dtype, DType stored) {
+  if (dtype == DType::kFloat32) {
+    if (stored == DType::kFloat16) return 0x477FF000;   // 65520
+    if (stored == DType::kBFloat16) return 0x7F7F8000;  // 0x1.FFp127
+    return 0x7F800000;
+  }
+  if (dtype == DType::kFloat16) return 0x7C00;
+  return stored == DType::kFloat16 ? 0x4780 : 0x7F80;  // 65536, the next after 65280
+}
+
+// Magnitudes order floats as their bits do. Signed words: every tier can compare those.
 template <class Word>
-bool exponents_below(const Word* words, int64_t count, Word exponent) {
+bool magnitudes_below(const void* source, int64_t count, Word limit) {
+  constexpr Word kMagnitude = static_cast<Word>(~(Word{1} << (8 * sizeof(Word) - 1)));
+  const char* bytes = static_cast<const char*>(source);
   Word found = 0;
   for (int64_t i = 0; i < count; ++i) {
-    found = static_cast<Word>(found | static_cast<Word>((words[i] & exponent) == exponent));
+    Word word;
+    std::memcpy(&word, bytes + i * static_cast<int64_t>(sizeof word), sizeof word);
+    found = static_cast<Word>(found | static_cast<Word>((word & kMagnitude) >= limit));
   }
   return found == 0;
 }
 
 }  // namespace
 
-bool all_finite(const void* source, DType dtype, int64_t count) {
-  if (dtype == DType::kFloat32) {
-    return exponents_below(static_cast<const uint32_t*>(source), count, uint32_t{0x7F800000});
-  }
-  const uint16_t exponent = dtype == DType::kFloat16 ? 0x7C00 : 0x7F80;
-  return exponents_below(static_cast<const uint16_t*>(source), count, exponent);
+bool all_fit(const void* source, DType dtype, DType stored, int64_t count) {
+  const int32_t limit = least_unfit(dtype, stored);
+  if (dtype == DType::kFloat32) return magnitudes_below<int32_t>(source, count, limit);
+  return magnitudes_below<int16_t>(source, count, static_cast<int16_t>(limit));
 }
 
 }  // namespace KVPAGER_ISA_NS

@@ -13,7 +13,7 @@ void exp_lanes(const float* x, float* y, int64_t count);
 
 void to_float(const void* source, DType dtype, int64_t count, float* out);
 void from_float(const float* source, DType dtype, int64_t count, void* out);
-bool all_finite(const void* source, DType dtype, int64_t count);
+bool all_fit(const void* source, DType dtype, DType stored, int64_t count);
 
 void score_sketches(const SketchParams& params, const std::byte* const* summaries, int64_t count,
                     double* scores);

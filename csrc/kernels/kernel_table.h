@@ -9,6 +9,10 @@
 
 #include "kvpager/types.h"
 
+#ifdef __FAST_MATH__
+#error "kvpager promises bits: compile the kernels without -ffast-math (-fno-fast-math last)"
+#endif
+
 namespace kvpager {
 
 // Lanes of the logical vector all tiers compute with, whatever their registers are.
@@ -82,7 +86,8 @@ struct KernelTable {
   void (*exp)(const float* x, float* y, int64_t count) = nullptr;
   void (*to_float)(const void* source, DType dtype, int64_t count, float* out) = nullptr;
   void (*from_float)(const float* source, DType dtype, int64_t count, void* out) = nullptr;
-  bool (*all_finite)(const void* source, DType dtype, int64_t count) = nullptr;
+  // Whether every element is finite, and still is when rounded to `stored`.
+  bool (*all_fit)(const void* source, DType dtype, DType stored, int64_t count) = nullptr;
   void (*score_sketches)(const SketchParams& params, const std::byte* const* summaries,
                          int64_t count, double* scores) = nullptr;
   void (*score_boxes)(const BoxParams& params, const std::byte* const* summaries, int64_t count,

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/float_environment.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
@@ -15,9 +16,12 @@ const std::byte* element(const TensorView& tensor, int64_t row, int64_t head) {
   return static_cast<const std::byte*>(tensor.data) + index * dtype_bytes(tensor.dtype);
 }
 
-bool row_is_finite(const KernelTable& table, const TensorView& tensor, int64_t row) {
-  for (int64_t head = 0; head < tensor.heads; ++head) {
-    if (!table.all_finite(element(tensor, row, head), tensor.dtype, tensor.dim)) return false;
+bool row_fits(const KernelTable& table, const TensorView& tensor, DType stored, int64_t row) {
+  const bool one_run = tensor.head_stride == tensor.dim;
+  const int64_t runs = one_run ? 1 : tensor.heads;
+  const int64_t length = one_run ? tensor.heads * tensor.dim : tensor.dim;
+  for (int64_t run = 0; run < runs; ++run) {
+    if (!table.all_fit(element(tensor, row, run), tensor.dtype, stored, length)) return false;
   }
   return true;
 }
@@ -60,12 +64,15 @@ void check_rows(const Layout& layout, const TensorView& k, const TensorView& v, 
 
 }  // namespace
 
-int64_t find_non_finite(const TensorView& k, const TensorView& v, const WriteRow* rows,
-                        int64_t count) {
+int64_t find_non_finite(const Layout& layout, const TensorView& k, const TensorView& v,
+                        const WriteRow* rows, int64_t count) {
+  check_rows(layout, k, v, count);
   const KernelTable& table = kernels();
   for (int64_t row = 0; row < count; ++row) {
     if (rows[row].slice == nullptr) continue;
-    if (!row_is_finite(table, k, row) || !row_is_finite(table, v, row)) return row;
+    if (!row_fits(table, k, layout.k_dtype, row) || !row_fits(table, v, layout.v_dtype, row)) {
+      return row;
+    }
   }
   return -1;
 }
@@ -73,6 +80,7 @@ int64_t find_non_finite(const TensorView& k, const TensorView& v, const WriteRow
 void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
                 const WriteRow* rows, int64_t count) {
   check_rows(layout, k, v, count);
+  const FloatEnvironment environment;
   const KernelTable& table = kernels();
   const int64_t k_bytes = layout.k_dim * dtype_bytes(layout.k_dtype);
   const int64_t v_bytes = layout.v_dim * dtype_bytes(layout.v_dtype);
@@ -116,6 +124,7 @@ void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
 
 void read_row(const Layout& layout, const std::byte* slice, int kv_head, int offset, float* k,
               float* v) {
+  const FloatEnvironment environment;
   const KernelTable& table = kernels();
   const std::byte* page = slice + layout.page_bytes() * kv_head;
   const int64_t k_element = dtype_bytes(layout.k_dtype);

@@ -25,7 +25,7 @@ void load_finite_keys(const Layout& layout, const std::byte* k_tile, std::vector
   keys->resize(static_cast<size_t>(count));
   const KernelTable& table = kernels();
   table.to_float(k_tile, layout.k_dtype, count, keys->data());
-  if (table.all_finite(keys->data(), DType::kFloat32, count)) return;
+  if (table.all_fit(keys->data(), DType::kFloat32, DType::kFloat32, count)) return;
   for (float& key : *keys) key = finite(key);
 }
 

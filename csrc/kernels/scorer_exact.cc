@@ -22,6 +22,7 @@ class ExactScorer : public Scorer {
   }
 
   void summarize(const Layout& layout, const std::byte* k_tile, std::byte* out) const override {
+    const FloatEnvironment environment;
     thread_local std::vector<float> keys;
     load_finite_keys(layout, k_tile, &keys);
     std::memcpy(out, keys.data(), keys.size() * sizeof(float));

@@ -30,13 +30,15 @@ Spans spans_of(const Selection& selection, int64_t chunk_tokens, int64_t positio
   return spans;
 }
 
-// A double as an integer of the same order; NaN below everything, both zeros equal.
+// A double as an integer of the same order; NaN below everything, both zeros equal. Bits alone: what
+// arithmetic makes of zeros and denormals depends on the calling thread's settings.
 uint64_t order_of(double score) {
-  if (score != score) return 0;
-  const double value = score + 0.0;
   uint64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
+  std::memcpy(&bits, &score, sizeof bits);
   constexpr uint64_t kSign = uint64_t{1} << 63;
+  constexpr uint64_t kInfinity = uint64_t{0x7FF} << 52;
+  if ((bits & ~kSign) > kInfinity) return 0;
+  if (bits == kSign) return kSign;
   return (bits & kSign) != 0 ? ~bits : bits | kSign;
 }
 

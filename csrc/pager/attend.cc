@@ -2,6 +2,7 @@
 // the row; where the bytes are does not change what comes out.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 #include "kvpager/error.h"
@@ -23,6 +24,24 @@ Shares shares_of(const std::vector<double>& scores, int64_t first, double scale)
   }
   for (float& share : shares.of_chunk) share /= sum;
   return shares;
+}
+
+// Rows and heads are written by whichever thread comes to them: two may not share an element.
+void require_apart(const char* name, const TensorView& tensor) {
+  const auto reach = [](int64_t count, int64_t stride) { return (count - 1) * std::abs(stride); };
+  const int64_t row = std::abs(tensor.row_stride);
+  const int64_t head = std::abs(tensor.head_stride);
+  const bool heads_within_rows =
+      (tensor.heads == 1 || head >= tensor.dim) &&
+      (tensor.rows == 1 || row >= reach(tensor.heads, head) + tensor.dim);
+  const bool rows_within_heads =
+      (tensor.rows == 1 || row >= tensor.dim) &&
+      (tensor.heads == 1 || head >= reach(tensor.rows, row) + tensor.dim);
+  if (!heads_within_rows && !rows_within_heads) {
+    throw InvalidArgumentError(str(name, ": strides ", tensor.row_stride, " and ",
+                                   tensor.head_stride, " of rows and heads let them overlap, ",
+                                   "expected a tensor with memory for each of its elements"));
+  }
 }
 
 }  // namespace
@@ -166,6 +185,7 @@ void Pager::Impl::attend(int layer, const TensorView& q, const TensorView& k, co
   }
   require_shape("q", q, rows, q.heads, layout.k_dim);
   require_shape("out", out, rows, q.heads, layout.v_dim);
+  require_apart("out", out);
   if (!(attend_options.scaling > 0) || !std::isfinite(attend_options.scaling)) {
     throw InvalidArgumentError(
         str("scaling: ", attend_options.scaling, ", expected a positive number"));

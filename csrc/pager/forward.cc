@@ -5,25 +5,11 @@
 //                     |  \--abort---> idle         nothing happened
 //                     +--error in attend/write--> idle (aborted)
 #include <algorithm>
-#include <cmath>
 
 #include "kvpager/error.h"
 #include "pager/impl.h"
 
 namespace kvpager {
-namespace {
-
-// Whether a row has a finite value that rounds to infinity in a narrower dtype.
-bool overflows(const TensorView& tensor, int64_t row, DType stored) {
-  if (tensor.dtype == stored || stored == DType::kFloat32) return false;
-  // Halfway between the greatest finite value and the next power of two.
-  const float limit = stored == DType::kFloat16 ? 65520.0f : 0x1.FFp127f;
-  std::vector<float> values(static_cast<size_t>(tensor.heads * tensor.dim));
-  read_query(tensor, row, 0, tensor.heads, values.data());
-  return std::any_of(values.begin(), values.end(), [&](float x) { return std::fabs(x) >= limit; });
-}
-
-}  // namespace
 
 void require_shape(const char* name, const TensorView& tensor, int64_t rows, int64_t heads,
                    int64_t dim) {
@@ -145,11 +131,7 @@ void Pager::Impl::write(int layer, const TensorView& k, const TensorView& v) {
           static_cast<int32_t>(position % layout.chunk_tokens)};
     }
   }
-  int64_t bad = find_non_finite(k, v, write_targets.data(), rows);
-  for (int64_t row = 0; row < rows && bad < 0; ++row) {
-    if (write_targets[static_cast<size_t>(row)].slice == nullptr) continue;
-    if (overflows(k, row, layout.k_dtype) || overflows(v, row, layout.v_dtype)) bad = row;
-  }
+  const int64_t bad = find_non_finite(layout, k, v, write_targets.data(), rows);
   if (bad >= 0) {
     const RowDescriptor row = forward->rows[static_cast<size_t>(bad)];
     abort();

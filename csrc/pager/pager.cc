@@ -20,6 +20,7 @@ int64_t now_ns() {
 }
 
 const PagerOptions& validated(const PagerOptions& options) {
+  isa_name();  // a KVPAGER_ISA that cannot be had is refused here rather than in a first forward
   options.layout.validate();
   const int64_t c = options.layout.chunk_tokens;
   if (options.rows < 1 || options.rows > 4096) {

@@ -1,8 +1,8 @@
 // Attention over chunks: each row alone, keys and values read where they live, in logical order.
 //
 // The bits of a row are a function of its query, the chunks it selects and the constants below.
-// They do not depend on other rows, on how many there are, on addresses, on threads, on waves, or
-// on the instruction set:
+// They do not depend on other rows, on how many there are, on addresses, on threads, on waves, on
+// the instruction set, or on how the calling thread rounds and flushes:
 //   score   s[t] = fmaf over d = 0..k_dim-1 of q[d] * k[d][t], from +0; then s * scaling; then,
 //           with a soft cap, tanh(s / softcap) * softcap
 //   chunk   m' = max(m, max_t s[t]); r = exp(m - m'); p[t] = exp(s[t] - m')
@@ -19,7 +19,8 @@
 //   tanh    sign(x) (1 - e) / (1 + e), e = exp(-2 |x|)
 // Everything is float32; keys and values of 16 bits are widened exactly.
 // Invisible keys (after the row, outside its window, in an unselected chunk) are selected away,
-// never multiplied by zero, so that unwritten bytes (finite or NaN) cannot reach a result.
+// never multiplied by zero, so that unwritten bytes (finite or NaN) cannot reach a result. A query
+// that is not finite, or a sum that overflows, spoils its own row and no other.
 #pragma once
 
 #include <cstddef>
@@ -97,9 +98,10 @@ struct WriteRow {
   int32_t offset = 0;          // token offset within the chunk, [0, chunk_tokens)
 };
 
-// Index of the first row with a non-null slice that holds a key or value that is not finite, or -1.
-int64_t find_non_finite(const TensorView& k, const TensorView& v, const WriteRow* rows,
-                        int64_t count);
+// Index of the first row with a non-null slice that holds a key or value that is not finite, or that
+// rounds to infinity in the layout's dtype; -1: none. Shapes as for write_rows.
+int64_t find_non_finite(const Layout& layout, const TensorView& k, const TensorView& v,
+                        const WriteRow* rows, int64_t count);
 
 // Writes rows into tails, converting to the layout's dtypes (round to nearest even). k is
 // [count, kv_heads, k_dim], v is [count, kv_heads, v_dim].

@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <random>
 #include <vector>
 
+#include "float_mode.h"
 #include "kernels/half.h"
 #include "kvpager/attention.h"
 
@@ -21,16 +23,28 @@ inline float round_to(DType dtype, float value) {
 }
 
 struct Shape {
+  static constexpr DType kSame = DType::kQ4_0;  // no kernel meets one: the dtype of the keys
+
   int kv_heads = 2;
   int group = 2;
   int tokens = 64;
   int k_dim = 64;
   int v_dim = 64;
-  DType dtype = DType::kFloat32;
+  DType dtype = DType::kFloat32;  // of keys, and of the rest where nothing else is said
+  DType value_dtype = kSame;
+  DType io_dtype = kSame;  // of queries and outputs
   int64_t window = 0;
   float softcap = 0.0f;
   bool sinks = false;
+  float scaling = 0.0f;            // 0: 1 / sqrt(k_dim)
+  std::vector<float> sink_logits;  // [q_heads]; empty: sink_of
+
+  DType values() const { return value_dtype == kSame ? dtype : value_dtype; }
+  DType io() const { return io_dtype == kSame ? dtype : io_dtype; }
 };
+
+// Element d of the key (or value) of token t at a kv head.
+using Element = std::function<float(int64_t t, int head, int d)>;
 
 // Keys and values of one sequence of `length` tokens, in ascending or reversed block addresses.
 // Bytes of tokens that were never written are NaN.
@@ -38,6 +52,45 @@ class Sequence {
  public:
   Sequence(const Layout& layout, int64_t length, uint32_t seed, bool reversed = false)
       : layout_(layout), length_(length) {
+    place(reversed);
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    for (float& x : k_) x = round_to(layout.k_dtype, normal(random));
+    for (float& x : v_) x = round_to(layout.v_dtype, normal(random));
+    write();
+  }
+
+  Sequence(const Layout& layout, int64_t length, const Element& key, const Element& value)
+      : layout_(layout), length_(length) {
+    place(false);
+    for (int64_t t = 0; t < length; ++t) {
+      for (int head = 0; head < layout.kv_heads; ++head) {
+        for (int d = 0; d < layout.k_dim; ++d) {
+          k_[index(t, head, layout.k_dim) + static_cast<size_t>(d)] =
+              round_to(layout.k_dtype, key(t, head, d));
+        }
+        for (int d = 0; d < layout.v_dim; ++d) {
+          v_[index(t, head, layout.v_dim) + static_cast<size_t>(d)] =
+              round_to(layout.v_dtype, value(t, head, d));
+        }
+      }
+    }
+    write();
+  }
+
+  ChunkTableView table() const { return {slices_.data(), static_cast<int64_t>(slices_.size())}; }
+  const float* k(int64_t t, int head) const { return k_.data() + index(t, head, layout_.k_dim); }
+  const float* v(int64_t t, int head) const { return v_.data() + index(t, head, layout_.v_dim); }
+  int64_t length() const { return length_; }
+
+ private:
+  size_t index(int64_t t, int head, int dim) const {
+    return static_cast<size_t>((t * layout_.kv_heads + head) * dim);
+  }
+
+  void place(bool reversed) {
+    const Layout& layout = layout_;
+    const int64_t length = length_;
     const int64_t chunks = (length + layout.chunk_tokens - 1) / layout.chunk_tokens;
     memory_.assign(static_cast<size_t>((chunks + 1) * layout.chunk_bytes() + 64), std::byte{0xFF});
     auto address = reinterpret_cast<uintptr_t>(memory_.data());
@@ -45,12 +98,13 @@ class Sequence {
     for (int64_t c = 0; c < chunks; ++c) {
       slices_.push_back(base + (reversed ? chunks - c : c) * layout.chunk_bytes());
     }
-    std::mt19937 random(seed);
-    std::normal_distribution<float> normal;
     k_.resize(static_cast<size_t>(length * layout.kv_heads * layout.k_dim));
     v_.resize(static_cast<size_t>(length * layout.kv_heads * layout.v_dim));
-    for (float& x : k_) x = round_to(layout.k_dtype, normal(random));
-    for (float& x : v_) x = round_to(layout.v_dtype, normal(random));
+  }
+
+  void write() {
+    const Layout& layout = layout_;
+    const int64_t length = length_;
     std::vector<WriteRow> rows;
     for (int64_t t = 0; t < length; ++t) {
       rows.push_back({const_cast<std::byte*>(slices_[static_cast<size_t>(t / layout.chunk_tokens)]),
@@ -65,16 +119,6 @@ class Sequence {
     write_rows(layout, view(k_, layout.k_dim), view(v_, layout.v_dim), rows.data(), length);
   }
 
-  ChunkTableView table() const { return {slices_.data(), static_cast<int64_t>(slices_.size())}; }
-  const float* k(int64_t t, int head) const {
-    return k_.data() + (t * layout_.kv_heads + head) * layout_.k_dim;
-  }
-  const float* v(int64_t t, int head) const {
-    return v_.data() + (t * layout_.kv_heads + head) * layout_.v_dim;
-  }
-  int64_t length() const { return length_; }
-
- private:
   Layout layout_;
   int64_t length_;
   std::vector<std::byte> memory_;
@@ -88,6 +132,7 @@ struct Row {
   int64_t position = 0;
   uint32_t query_seed = 0;
   std::vector<std::vector<int32_t>> selected;  // per kv head; empty: every chunk
+  std::vector<float> query;                    // [q_heads][k_dim]; empty: random, of query_seed
 };
 
 inline Layout layout_of(const Shape& shape) {
@@ -97,30 +142,42 @@ inline Layout layout_of(const Shape& shape) {
   layout.chunk_tokens = shape.tokens;
   layout.k_dim = shape.k_dim;
   layout.v_dim = shape.v_dim;
-  layout.k_dtype = layout.v_dtype = shape.dtype;
+  layout.k_dtype = shape.dtype;
+  layout.v_dtype = shape.values();
   return layout;
 }
 
 inline std::vector<float> query_of(const Shape& shape, const Row& row) {
+  if (!row.query.empty()) {
+    std::vector<float> q = row.query;
+    for (float& x : q) x = round_to(shape.io(), x);
+    return q;
+  }
   std::mt19937 random(row.query_seed * 7919 + 17);
   std::normal_distribution<float> normal;
   std::vector<float> q(static_cast<size_t>(shape.kv_heads * shape.group * shape.k_dim));
-  for (float& x : q) x = round_to(shape.dtype, normal(random));
+  for (float& x : q) x = round_to(shape.io(), normal(random));
   return q;
 }
 
-inline float sink_of(int q_head) { return 0.25f * static_cast<float>(q_head) - 0.5f; }
+inline float sink_of(const Shape& shape, int q_head) {
+  if (!shape.sink_logits.empty()) return shape.sink_logits[static_cast<size_t>(q_head)];
+  return 0.25f * static_cast<float>(q_head) - 0.5f;
+}
 inline float scaling_of(const Shape& shape) {
+  if (shape.scaling != 0.0f) return shape.scaling;
   return 1.0f / std::sqrt(static_cast<float>(shape.k_dim));
 }
 
 struct RunOptions {
   int threads = 1;
-  std::vector<int64_t> cuts;  // wave boundaries in splits
+  std::vector<int64_t> cuts;             // wave boundaries in splits
+  unsigned mode = kPlainMode;            // of the calling thread, and of the threads it starts
+  AttendWorkspace* workspace = nullptr;  // null: a fresh one
 };
 
 // The rows' outputs as float32, [rows][q_heads * v_dim], each as attend wrote it (rounded to the
-// shape's dtype).
+// shape's dtype of outputs).
 inline std::vector<std::vector<float>> attend(const Shape& shape,
                                               const std::vector<Sequence*>& sequences,
                                               const std::vector<Row>& rows,
@@ -128,13 +185,13 @@ inline std::vector<std::vector<float>> attend(const Shape& shape,
   const Layout layout = layout_of(shape);
   const int q_heads = shape.kv_heads * shape.group;
   const int64_t count = static_cast<int64_t>(rows.size());
-  const int64_t element = dtype_bytes(shape.dtype);
+  const int64_t element = dtype_bytes(shape.io());
   std::vector<std::byte> q(static_cast<size_t>(count * q_heads * shape.k_dim * element));
   std::vector<std::byte> out(static_cast<size_t>(count * q_heads * shape.v_dim * element),
                              std::byte{0xA5});
   const auto put = [&](std::byte* to, float value) {
     const uint16_t half =
-        shape.dtype == DType::kFloat16 ? float_to_float16(value) : float_to_bfloat16(value);
+        shape.io() == DType::kFloat16 ? float_to_float16(value) : float_to_bfloat16(value);
     if (element == 4) {
       std::memcpy(to, &value, 4);
     } else {
@@ -149,7 +206,7 @@ inline std::vector<std::vector<float>> attend(const Shape& shape,
       return value;
     }
     std::memcpy(&half, from, 2);
-    return shape.dtype == DType::kFloat16 ? float16_to_float(half) : bfloat16_to_float(half);
+    return shape.io() == DType::kFloat16 ? float16_to_float(half) : bfloat16_to_float(half);
   };
 
   std::vector<AttendRow> attend_rows;
@@ -176,7 +233,7 @@ inline std::vector<std::vector<float>> attend(const Shape& shape,
     }
   }
   std::vector<float> sinks;
-  for (int h = 0; h < q_heads; ++h) sinks.push_back(sink_of(h));
+  for (int h = 0; h < q_heads; ++h) sinks.push_back(sink_of(shape, h));
 
   AttendParams params;
   params.layout = &layout;
@@ -184,10 +241,9 @@ inline std::vector<std::vector<float>> attend(const Shape& shape,
   params.rows = count;
   params.row = attend_rows.data();
   params.tables = tables.data();
-  params.q = {q.data(),   shape.dtype, count, q_heads, shape.k_dim, int64_t{q_heads} * shape.k_dim,
+  params.q = {q.data(),   shape.io(), count, q_heads, shape.k_dim, int64_t{q_heads} * shape.k_dim,
               shape.k_dim};
-  params.out = {out.data(), shape.dtype, count,
-                q_heads,    shape.v_dim, int64_t{q_heads} * shape.v_dim,
+  params.out = {out.data(), shape.io(), count, q_heads, shape.v_dim, int64_t{q_heads} * shape.v_dim,
                 shape.v_dim};
   params.scaling = scaling_of(shape);
   params.softcap = shape.softcap;
@@ -197,16 +253,20 @@ inline std::vector<std::vector<float>> attend(const Shape& shape,
     params.selected = selected.data();
     params.selected_offsets = offsets.data();
   }
-  ThreadPool pool(options.threads);
-  AttendWorkspace workspace;
-  attend_begin(params, workspace, pool);
-  int64_t begin = 0;
-  for (const int64_t cut : options.cuts) {
-    attend_wave(params, begin, cut, workspace, pool);
-    begin = cut;
+  {
+    const FloatMode mode(options.mode);
+    ThreadPool pool(options.threads);
+    AttendWorkspace fresh;
+    AttendWorkspace& workspace = options.workspace != nullptr ? *options.workspace : fresh;
+    attend_begin(params, workspace, pool);
+    int64_t begin = 0;
+    for (const int64_t cut : options.cuts) {
+      attend_wave(params, begin, cut, workspace, pool);
+      begin = cut;
+    }
+    attend_wave(params, begin, int64_t{1} << 40, workspace, pool);
+    attend_finish(params, workspace, pool);
   }
-  attend_wave(params, begin, int64_t{1} << 40, workspace, pool);
-  attend_finish(params, workspace, pool);
 
   std::vector<std::vector<float>> result(rows.size());
   const size_t width = static_cast<size_t>(q_heads * shape.v_dim);
@@ -238,8 +298,7 @@ inline std::vector<double> reference64(const Shape& shape, const Sequence& seque
     const int head = h / shape.group;
     std::vector<double> s;
     std::vector<int64_t> at;
-    double m =
-        shape.sinks ? static_cast<double>(sink_of(h)) : -std::numeric_limits<double>::infinity();
+    double m = shape.sinks ? double{sink_of(shape, h)} : -std::numeric_limits<double>::infinity();
     for (int64_t t = 0; t <= row.position; ++t) {
       if (!sees(shape, row, head, t)) continue;
       double dot = 0;
@@ -252,7 +311,7 @@ inline std::vector<double> reference64(const Shape& shape, const Sequence& seque
       at.push_back(t);
       m = std::max(m, dot);
     }
-    double l = shape.sinks ? std::exp(static_cast<double>(sink_of(h)) - m) : 0.0;
+    double l = shape.sinks ? std::exp(double{sink_of(shape, h)} - m) : 0.0;
     std::vector<double> acc(static_cast<size_t>(shape.v_dim));
     for (size_t i = 0; i < s.size(); ++i) {
       const double p = std::exp(s[i] - m);
@@ -268,6 +327,8 @@ inline std::vector<double> reference64(const Shape& shape, const Sequence& seque
 // ---- the documented order, one number at a time
 
 inline float scalar_exp(float x) {
+  if (x != x) return x;
+  if (x < -87.0f) return 0.0f;
   const float t = std::fmaf(x, 1.44269504f, 12582912.0f);
   const float n = t - 12582912.0f;
   float r = std::fmaf(n, -0.693359375f, x);
@@ -279,7 +340,7 @@ inline float scalar_exp(float x) {
   }
   const float squared = r * r;
   p = std::fmaf(p, squared, r) + 1.0f;
-  return x < -87.0f ? 0.0f : p * std::ldexp(1.0f, static_cast<int>(n));
+  return p * std::ldexp(1.0f, static_cast<int>(n));
 }
 
 inline float scalar_tanh(float x) {
@@ -293,6 +354,19 @@ struct ScalarState {
   std::vector<float> acc;
 };
 
+inline void scalar_merge(const ScalarState& part, ScalarState* total) {
+  const float m = total->m > part.m ? total->m : part.m;
+  const float old_weight = scalar_exp(total->m - m);
+  const float new_weight = scalar_exp(part.m - m);
+  for (size_t j = 0; j < total->acc.size(); ++j) {
+    const float scaled = part.acc[j] * new_weight;
+    total->acc[j] = std::fmaf(total->acc[j], old_weight, scaled);
+  }
+  const float scaled = part.l * new_weight;
+  total->l = std::fmaf(total->l, old_weight, scaled);
+  total->m = m;
+}
+
 inline std::vector<float> reference_in_order(const Shape& shape, const Sequence& sequence,
                                              const Row& row) {
   const std::vector<float> q = query_of(shape, row);
@@ -303,7 +377,7 @@ inline std::vector<float> reference_in_order(const Shape& shape, const Sequence&
     ScalarState total;
     total.acc.assign(static_cast<size_t>(shape.v_dim), 0.0f);
     if (shape.sinks) {
-      total.m = sink_of(h);
+      total.m = sink_of(shape, h);
       total.l = 1.0f;
     }
     for (int64_t split = 0; split * kChunksPerSplit <= last; ++split) {
@@ -348,19 +422,9 @@ inline std::vector<float> reference_in_order(const Shape& shape, const Sequence&
         part.l = std::fmaf(part.l, r, lanes[0]);
         part.m = m;
       }
-      if (!any) continue;
-      const float m = total.m > part.m ? total.m : part.m;
-      const float old_weight = scalar_exp(total.m - m);
-      const float new_weight = scalar_exp(part.m - m);
-      for (size_t j = 0; j < total.acc.size(); ++j) {
-        const float scaled = part.acc[j] * new_weight;
-        total.acc[j] = std::fmaf(total.acc[j], old_weight, scaled);
-      }
-      const float scaled = part.l * new_weight;
-      total.l = std::fmaf(total.l, old_weight, scaled);
-      total.m = m;
+      if (any) scalar_merge(part, &total);
     }
-    for (const float x : total.acc) out.push_back(round_to(shape.dtype, x / total.l));
+    for (const float x : total.acc) out.push_back(round_to(shape.io(), x / total.l));
   }
   return out;
 }

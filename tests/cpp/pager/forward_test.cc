@@ -328,6 +328,197 @@ TEST_CASE("a forward of fewer than M rows makes chunks of provenance decode, whi
   require_intact(pager, sequence);
 }
 
+// Commits tokens through one forward of `total` rows, padded where there are fewer tokens.
+void append_with(Pager& pager, Known* sequence, const std::vector<TokenId>& more, int64_t total,
+                 Provenance provenance = Provenance::kExact) {
+  const auto rows = commit_rows(sequence->id, static_cast<int64_t>(sequence->tokens.size()),
+                                more.data(), static_cast<int64_t>(more.size()), total);
+  std::vector<TokenId> all = sequence->tokens;
+  all.insert(all.end(), more.begin(), more.end());
+  pager.begin(rows);
+  run_layers(pager, rows, all);
+  pager.commit_all(provenance);
+  sequence->tokens = std::move(all);
+}
+
+TEST_CASE("a forward is exact if its row count is M or listed, and decode otherwise") {
+  PagerOptions options = small_options(40, 64);
+  options.smaller_rows = {1, 4, 8};
+  Pager pager(options);
+  for (int64_t total = 1; total <= kRows; ++total) {
+    CAPTURE(total);
+    const std::vector<TokenId> tokens = some_tokens(16, 100 + static_cast<uint64_t>(total));
+    Known sequence = create(pager);
+    append_with(pager, &sequence, {tokens.begin(), tokens.begin() + 1}, total);
+    append(pager, &sequence, {tokens.begin() + 1, tokens.end()});
+    const bool exact = total == 1 || total == 4 || total == 8 || total == 16;
+    CHECK(pager.ledger(sequence.id)[0].provenance ==
+          (exact ? Provenance::kExact : Provenance::kDecode));
+    CHECK(pager.adopt_prefix(create(pager).id, tokens) == (exact ? 16 : 0));
+    require_intact(pager, sequence);
+  }
+}
+
+TEST_CASE("chunks of listed smaller forwards are found by hash and shared with those of M rows") {
+  PagerOptions options = small_options(10, 32);
+  options.smaller_rows = {4, 8};
+  Pager pager(options);
+  const std::vector<TokenId> tokens = some_tokens(48, 5);
+  Known small = create(pager);
+  for (size_t first = 0; first < tokens.size();) {
+    const int64_t total = first % 16 == 0 ? 8 : 4;  // 5 and 3 tokens, padded to 8 and 4 rows
+    const size_t count = std::min<size_t>(first % 16 == 0 ? 5 : 3, tokens.size() - first);
+    append_with(pager, &small,
+                {tokens.begin() + static_cast<int64_t>(first),
+                 tokens.begin() + static_cast<int64_t>(first + count)},
+                total);
+    first += count;
+  }
+  REQUIRE(pager.ledger(small.id).size() == 3);
+  for (const ChunkInfo& chunk : pager.ledger(small.id)) {
+    CHECK(chunk.sealed);
+    CHECK(chunk.provenance == Provenance::kExact);
+  }
+  CHECK(pager.adopt_prefix(create(pager).id, tokens) == 48);
+  // The same text through forwards of M rows seals the same chunks: the records become one.
+  const int64_t shared = pager.stats().chunks_shared;
+  Known large = create(pager);
+  append(pager, &large, tokens);
+  CHECK(pager.stats().chunks_shared == shared + 3);
+  CHECK(same_bits(probe(pager, small), probe(pager, large)));
+  require_intact(pager, small);
+  require_intact(pager, large);
+}
+
+TEST_CASE("one unlisted forward makes what follows it decode, and nothing before it") {
+  PagerOptions options = small_options(10, 32);
+  options.smaller_rows = {4};
+  Pager pager(options);
+  const std::vector<TokenId> tokens = some_tokens(48, 6);
+  Known sequence = create(pager);
+  append(pager, &sequence, {tokens.begin(), tokens.begin() + 18});
+  append_with(pager, &sequence, {tokens.begin() + 18, tokens.begin() + 20}, 5);
+  for (size_t first = 20; first < 48; first += 4) {
+    append_with(pager, &sequence,
+                {tokens.begin() + static_cast<int64_t>(first),
+                 tokens.begin() + static_cast<int64_t>(first + 4)},
+                4);
+  }
+  const std::vector<ChunkInfo> chunks = pager.ledger(sequence.id);
+  CHECK(chunks[0].provenance == Provenance::kExact);
+  CHECK(chunks[1].provenance == Provenance::kDecode);
+  CHECK(chunks[2].provenance == Provenance::kDecode);
+  CHECK(pager.adopt_prefix(create(pager).id, tokens) == 16);
+  require_intact(pager, sequence);
+}
+
+TEST_CASE(
+    "an unlisted forward that commits no row, by choice or because it only reads, taints none") {
+  PagerOptions options = small_options(10, 32);
+  options.smaller_rows = {4};
+  Pager pager(options);
+  const std::vector<TokenId> tokens = some_tokens(16, 7);
+  Known sequence = create(pager);
+  append(pager, &sequence, {tokens.begin(), tokens.begin() + 8});
+  const auto rows = commit_rows(sequence.id, 8, tokens.data() + 8, 3, 3);
+  pager.begin(rows);
+  run_layers(pager, rows, tokens);
+  pager.commit({sequence.id}, {0});
+  std::vector<RowDescriptor> reading = {{sequence.id, 7, 0, RowKind::kRead}, {}};
+  pager.begin(reading);
+  run_layers(pager, reading, sequence.tokens);
+  pager.commit_all();
+  append_with(pager, &sequence, {tokens.begin() + 8, tokens.begin() + 12}, 4);
+  append_with(pager, &sequence, {tokens.begin() + 12, tokens.end()}, 4);
+  CHECK(pager.ledger(sequence.id)[0].provenance == Provenance::kExact);
+  require_intact(pager, sequence);
+}
+
+TEST_CASE("what a caller calls decode stays decode at a listed row count") {
+  PagerOptions options = small_options(10, 32);
+  options.smaller_rows = {8};
+  Pager pager(options);
+  const std::vector<TokenId> tokens = some_tokens(16, 8);
+  Known sequence = create(pager);
+  append_with(pager, &sequence, {tokens.begin(), tokens.begin() + 8}, 8, Provenance::kDecode);
+  append_with(pager, &sequence, {tokens.begin() + 8, tokens.end()}, 8);
+  CHECK(pager.ledger(sequence.id)[0].provenance == Provenance::kDecode);
+  CHECK(pager.adopt_prefix(create(pager).id, tokens) == 0);
+}
+
+TEST_CASE("with exactness off no forward is exact, of M rows or of a listed count") {
+  PagerOptions options = small_options(10, 32);
+  options.smaller_rows = {8};
+  options.exact = false;
+  Pager pager(options);
+  const std::vector<TokenId> tokens = some_tokens(32, 9);
+  Known whole = create(pager);
+  append(pager, &whole, tokens);
+  Known halves = create(pager);
+  for (int64_t first = 0; first < 32; first += 8) {
+    append_with(pager, &halves, {tokens.begin() + first, tokens.begin() + first + 8}, 8);
+  }
+  for (const Known* sequence : {&whole, &halves}) {
+    for (const ChunkInfo& chunk : pager.ledger(sequence->id)) {
+      CHECK(chunk.sealed);
+      CHECK(chunk.provenance == Provenance::kDecode);
+    }
+  }
+  CHECK(pager.adopt_prefix(create(pager).id, tokens) == 0);
+  CHECK(pager.stats().chunks_shared == 0);
+  require_intact(pager, whole);
+  require_intact(pager, halves);
+}
+
+TEST_CASE(
+    "an output whose rows or heads overlap is refused, and transposed or spaced ones are not") {
+  Pager pager(small_options(6, 16));
+  Known sequence = create(pager, 20, 1);
+  const std::vector<TokenId> more = some_tokens(4, 2);
+  const auto rows = commit_rows(sequence.id, 20, more.data(), 4);
+  std::vector<TokenId> all = sequence.tokens;
+  all.insert(all.end(), more.begin(), more.end());
+  pager.begin(rows);
+  const std::vector<float> expected = run_layers(pager, rows, all);
+  Tensors t(kRows);
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t h = histories(all)[static_cast<size_t>(20 + i)];
+    fill_row(h, 1, kQuery, 64, t.q.row(i));
+    fill_row(h, 1, kKey, 32, t.k.row(i));
+    fill_row(h, 1, kValue, 32, t.v.row(i));
+  }
+  std::vector<float> memory(8192);
+  const auto attend = [&](int64_t row_stride, int64_t head_stride) {
+    AttendOptions options;
+    options.scaling = 0.25f;
+    TensorView out = t.out.view();
+    out.data = memory.data() + 4096;
+    out.row_stride = row_stride;
+    out.head_stride = head_stride;
+    return error_of<InvalidArgumentError>(
+        pager, [&] { pager.attend(1, t.q.view(), t.k.view(), t.v.view(), out, options); });
+  };
+  CHECK(contains(attend(0, 16), "out: strides 0 and 16 of rows and heads let them overlap"));
+  CHECK(contains(attend(64, 0), "out: strides 64 and 0"));
+  CHECK(contains(attend(64, 15), "overlap"));
+  CHECK(contains(attend(63, 16), "overlap"));
+  CHECK(contains(attend(16, 255), "overlap"));
+  CHECK(pager.forward_running());
+  for (const auto& [row, head] :
+       {std::pair<int64_t, int64_t>{64, 16}, {70, 17}, {16, 256}, {-64, 16}}) {
+    CAPTURE(row);
+    CHECK(attend(row, head) == "no error");
+    for (int64_t i = 0; i < 4; ++i) {
+      for (int64_t h = 0; h < kQueryHeads; ++h) {
+        const float* wanted = expected.data() + kRows * 64 + i * 64 + h * 16;  // layer 1
+        const float* got = memory.data() + 4096 + i * row + h * head;
+        CHECK(std::memcmp(got, wanted, 64) == 0);
+      }
+    }
+  }
+  pager.commit_all();
+}
+
 TEST_CASE("a selection that was not run is the one a row would get") {
   PagerOptions options = small_options(6, 32);
   options.selection.kind = Selection::Kind::kTopK;

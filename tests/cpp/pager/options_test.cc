@@ -43,6 +43,28 @@ TEST_CASE("each option that is out of range is refused by its name, value and ra
                  "recent"));
 }
 
+TEST_CASE("smaller row counts ascend from 1 to M - 1, or the first that does not is named") {
+  const auto with = [](std::vector<int64_t> counts) {
+    PagerOptions options = small_options(4, 8);
+    options.smaller_rows = std::move(counts);
+    return refusal(options);
+  };
+  for (const std::vector<int64_t>& counts : {std::vector<int64_t>{}, {1}, {15}, {1, 2, 3, 8, 15}}) {
+    CHECK(with(counts) == "no error");
+  }
+  const char* expected = "expected ascending counts from 1 to 15";
+  CHECK(contains(with({0}), std::string("smaller_rows[0]: 0, ") + expected));
+  CHECK(contains(with({-3, 4}), "smaller_rows[0]: -3"));
+  CHECK(contains(with({4, 16}), std::string("smaller_rows[1]: 16, ") + expected));
+  CHECK(contains(with({4, 17}), "smaller_rows[1]: 17"));
+  CHECK(contains(with({4, 4}), "smaller_rows[1]: 4"));
+  CHECK(contains(with({2, 8, 4}), "smaller_rows[2]: 4"));
+  PagerOptions options = small_options(4, 8);
+  options.rows = 1;
+  options.smaller_rows = {1};
+  CHECK(contains(refusal(options), "smaller_rows[0]: 1"));
+}
+
 TEST_CASE(
     "a pool smaller than a frontier and one sealed chunk is refused with what it would take") {
   // 16 rows of which the first may be the last of a chunk: 2 unsealed chunks, and one to make

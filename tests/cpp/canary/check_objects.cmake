@@ -1,0 +1,48 @@
+# Fails if the kernels' machine code holds what would break the order of operations in attention.h:
+# a libm function that is not correctly rounded, an approximate instruction, a matrix or bfloat16 dot
+# product, or a fused operation in files whose source has none.
+set(bad)
+set(checked 0)
+foreach(object IN LISTS OBJECTS)
+  execute_process(COMMAND ${NM} --undefined-only ${object}
+                  OUTPUT_VARIABLE undefined COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX MATCHALL "U (_ZGV[^\n]*|(exp|exp2|exp10|expm1|log|log2|log10|log1p|pow|sin|cos|tan|sinh|cosh|tanh|asin|acos|atan|atan2|erf|erfc|cbrt|hypot|rsqrt)[fl]?|__[a-z0-9]+_finite)(@[^\n]*)?\n"
+         calls "${undefined}")
+  foreach(call IN LISTS calls)
+    string(STRIP "${call}" call)
+    list(APPEND bad "${object}: calls ${call}, whose bits depend on the system's libm")
+  endforeach()
+
+  get_filename_component(name ${object} NAME)
+  if(NOT name MATCHES "_isa")
+    continue()
+  endif()
+  math(EXPR checked "${checked} + 1")
+  if(object MATCHES "isa_v[34]" AND undefined MATCHES "U fmaf?[ @\n]")
+    list(APPEND bad "${object}: calls fmaf where the processor has an instruction for it")
+  endif()
+  execute_process(COMMAND ${OBJDUMP} -d --no-show-raw-insn ${object}
+                  OUTPUT_VARIABLE code COMMAND_ERROR_IS_FATAL ANY)
+  # No instruction is shorter than its address and two blanks; names of symbols stand in <...>.
+  set(forbidden "v?rcp(14|28)?[ps]s|v?rsqrt(14|28)?[ps]s|vexp2[ps]s|vdpbf16ps|vcvtne2?ps2?bf16|vcvtneps2bf16|tdp[a-z0-9]+|tile[a-z]+|vfm(addsub|subadd)[0-9]*p[sd]|vfn?m(add|sub)[0-9]*[ps]d|vdpp[sd]|dpp[sd]")
+  if(NOT name MATCHES "^attend_isa")
+    string(APPEND forbidden "|vfn?m(add|sub)[0-9]*[ps]s")
+  endif()
+  string(REGEX MATCHALL "\t(${forbidden})[ \t]" found "${code}")
+  list(TRANSFORM found STRIP)
+  list(REMOVE_DUPLICATES found)
+  foreach(instruction IN LISTS found)
+    list(APPEND bad "${object}: holds ${instruction}")
+  endforeach()
+  if(name MATCHES "^attend_isa" AND object MATCHES "isa_v[34]" AND NOT code MATCHES "\tvfmadd[0-9]*ps")
+    list(APPEND bad "${object}: holds no vfmadd at all; is it the kernel?")
+  endif()
+endforeach()
+if(checked LESS 10)
+  message(FATAL_ERROR "${checked} kernel objects to check; expected three tiers of five")
+endif()
+if(bad)
+  list(JOIN bad "\n  " text)
+  message(FATAL_ERROR "machine code that breaks the order of operations:\n  ${text}")
+endif()
+message(STATUS "${checked} kernel objects hold nothing but what their source says")
