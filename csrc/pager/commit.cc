@@ -72,9 +72,9 @@ std::vector<int64_t> Pager::Impl::accepted_rows(const std::vector<SequenceId>& i
 }
 
 bool Pager::Impl::exact_row_count(int64_t rows) const {
-  return options.exact && (rows == options.rows ||
-                           std::binary_search(options.smaller_rows.begin(),
-                                              options.smaller_rows.end(), rows));
+  return options.exact &&
+         (rows == options.rows ||
+          std::binary_search(options.smaller_rows.begin(), options.smaller_rows.end(), rows));
 }
 
 void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
