@@ -22,7 +22,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from kvpager.errors import InvalidArgumentError
 
 DEFAULT_SCORER = "bits2"
-DEFAULT_ROWS = {"cpu": 64}  # near the ridge point: 64 rows cost little more than one
+# Of these the first that a configuration allows. Prefill is about as fast as it can be with 256,
+# if a forward with less to do may have fewer; else 64 cost little more than one.
+DEFAULT_ROWS = {"cpu": (256, 64, 32, 16)}
 CHUNK_TOKENS = (16, 32, 64, 128, 256)
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = ("qk", "lru")
@@ -138,7 +140,7 @@ def _exact(field: str, value: Any) -> Any:
 
 
 def _row_counts(field: str, value: Any) -> Any:
-    """ "proven", "fixed", or ascending row counts."""
+    """A word for row counts, or the counts themselves, ascending."""
     expected = '"proven", "fixed" or ascending row counts from 1 to 4096, such as (4, 16)'
     if value in ("proven", "fixed"):
         return value
@@ -280,7 +282,9 @@ class PagerConfig(_Validated):
     )
     chunk_tokens: int = _option(_choice(CHUNK_TOKENS), "tokens per chunk", 64)
     rows: int | None = _option(
-        _integer(1, 4096, none="chosen for the device"), "rows of every forward of the model", None
+        _integer(1, 4096, none="256 if a small count gives the same bits, else 64 or what fits"),
+        "most rows of a forward of the model",
+        None,
     )
     small_rows: str | tuple[int, ...] = _option(
         ('"proven", "fixed" or row counts', _row_counts),
@@ -348,17 +352,49 @@ class PagerConfig(_Validated):
                 f"None or {self.selection.scorer!r}, the selection's: chunks have one summary",
             )
         if self.rows is not None:
-            self.resolve_rows()
+            self.row_choices()
 
-    def resolve_rows(self, device: str = "cpu") -> int:
-        """M, the rows of every forward on `device`, after checking what depends on it.
+    def row_choices(self, device: str = "cpu") -> tuple[int, ...]:
+        """What M, the most rows of a forward, may be on `device`: best first.
+
+        One value if `rows` is given; else the best default that this configuration allows, followed
+        by what to take where small row counts cannot be proven to give the bits of so many.
 
         Raises:
-            InvalidArgumentError: the pool cannot hold one sequence's frontier, or the recent window
-                is shorter than a forward (a chunk would be chosen from before it is sealed).
+            InvalidArgumentError: the pool cannot hold one sequence's frontier, the recent window is
+                shorter than a forward (a chunk would be chosen from before it is sealed), or a
+                count of `small_rows` is not below M.
         """
-        rows = self.rows if self.rows is not None else DEFAULT_ROWS[device]
-        said = "rows" if self.rows is not None else f"rows (by default, on {device})"
+        if self.rows is not None:
+            self._check_rows(self.rows, "rows")
+            self._check_small_rows(self.rows, "rows")
+            return (self.rows,)
+        defaults = DEFAULT_ROWS[device]
+        said = f"rows (by default, on {device})"
+        allowed = [rows for rows in defaults if self._allows_by_default(rows)]
+        if not allowed:
+            self._check_rows(defaults[-1], said)
+        self._check_small_rows(allowed[0], said)
+        choices = [rows for rows in allowed if not self._too_many_small_rows(rows)]
+        return tuple(choices[:2]) if allowed[0] == defaults[0] else (choices[0],)
+
+    def resolve_rows(self, device: str = "cpu") -> int:
+        """The most rows of a forward on `device`, if all that depends on the model works out.
+
+        Raises:
+            InvalidArgumentError: as `row_choices`.
+        """
+        return self.row_choices(device)[0]
+
+    def _allows_by_default(self, rows: int) -> bool:
+        """Whether M may be `rows`, and leaves the pool room for other sequences if it is many."""
+        try:
+            self._check_rows(rows, "rows")
+        except InvalidArgumentError:
+            return False
+        return rows <= 64 or self.pool_tokens >= 4 * rows
+
+    def _check_rows(self, rows: int, said: str) -> None:
         least = (-(-(self.chunk_tokens - 1 + rows) // self.chunk_tokens) + 1) * self.chunk_tokens
         if self.pool_tokens < least:
             raise _refusal(
@@ -373,7 +409,15 @@ class PagerConfig(_Validated):
                 self.selection.recent,
                 f"at least {said} ({rows}); raise recent or lower rows",
             )
-        return rows
+
+    def _check_small_rows(self, rows: int, said: str) -> None:
+        if self._too_many_small_rows(rows):
+            raise _refusal(
+                "PagerConfig.small_rows", self.small_rows, f"row counts below {said} ({rows})"
+            )
+
+    def _too_many_small_rows(self, rows: int) -> bool:
+        return not isinstance(self.small_rows, str) and any(n >= rows for n in self.small_rows)
 
     @property
     def pool_blocks(self) -> int:

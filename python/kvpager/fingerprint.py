@@ -20,7 +20,7 @@ import xxhash
 from kvpager import _core
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.errors import FingerprintMismatchError, InvalidArgumentError
-from kvpager.hf import HEAD_ROWS
+from kvpager.hf import RowCounts
 from kvpager.pager import Layout
 
 
@@ -71,10 +71,21 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "tokens per chunk",
             remedy="set PagerConfig.chunk_tokens to the value it was saved with",
         ),
-        "rows": Rule(
-            "rows of every forward", remedy="set PagerConfig.rows to the value it was saved with"
+        "exact": Rule(
+            'what decided the row count of a forward: "rows" (one of those proven), or "none"',
+            waivable=True,
+            remedy="set PagerConfig.exact to the mode it was saved with",
         ),
-        "head_rows": Rule("rows of the output head", remedy=_SAME_BUILD),
+        "rows": Rule(
+            "class of row counts that forwards have, by the smallest that was proven to be of it",
+            waivable=True,
+            remedy="set PagerConfig.rows and PagerConfig.small_rows to what it was saved with",
+        ),
+        "head_rows": Rule(
+            "the same, of the output head",
+            waivable=True,
+            remedy="set PagerConfig.small_rows to what it was saved with",
+        ),
         "selection": Rule(
             "what a row attends to",
             remedy="set PagerConfig.selection to the one it was saved with",
@@ -129,7 +140,7 @@ def describe(
     config: PagerConfig,
     layout: Layout,
     *,
-    rows: int,
+    row_counts: RowCounts,
     salt: str,
     progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
@@ -154,8 +165,9 @@ def describe(
         "k_dtype": layout.k_dtype,
         "v_dtype": layout.v_dtype,
         "chunk_tokens": layout.chunk_tokens,
-        "rows": rows,
-        "head_rows": HEAD_ROWS,
+        "exact": "none" if config.exact is False else "rows",
+        "rows": row_counts.ladder[0],
+        "head_rows": row_counts.head[0],
         "selection": describe_selection(config.selection),
         "scorer": config.scorer_name,
         "salt": xxhash.xxh3_128_hexdigest(b"kvpager salt\0" + salt.encode()),

@@ -43,6 +43,15 @@ def test_sizes_that_say_nothing_are_refused(text):
         ({"chunk_tokens": 48}, r"chunk_tokens is 48; expected one of 16, 32, 64"),
         ({"rows": 0}, r"rows is 0"),
         ({"rows": 5000}, r"rows is 5000"),
+        ({"small_rows": "few"}, r"small_rows is 'few'; expected \"proven\", \"fixed\""),
+        ({"small_rows": (16, 4)}, r"small_rows is \(16, 4\); .*ascending"),
+        ({"small_rows": (4, 4)}, r"small_rows is \(4, 4\); .*ascending"),
+        ({"small_rows": (0, 4)}, r"small_rows is \(0, 4\); .*from 1"),
+        ({"small_rows": (True,)}, r"small_rows is \(True,\)"),
+        ({"small_rows": 4}, r"small_rows is 4; expected"),
+        ({"exact": True}, r"exact is True; expected \"all\", \"reuse\" or False"),
+        ({"exact": "none"}, r"exact is 'none'"),
+        ({"exact": 0}, r"exact is 0; expected"),
         ({"selection": Dense}, r"selection is .*instance and not the class"),
         ({"selection": "dense"}, r"selection is 'dense'"),
         ({"host_bytes": "lots"}, r"host_bytes is 'lots'"),
@@ -101,9 +110,44 @@ def test_a_recent_window_shorter_than_a_forward_is_refused_naming_both():
         InvalidArgumentError, match=r"TopK.recent is 256; expected at least rows \(512\)"
     ):
         PagerConfig(pool_tokens=4096, rows=512, selection=TopK(chunks=8))
-    with pytest.raises(InvalidArgumentError, match=r"Window.recent is 32.*64"):
-        PagerConfig(pool_tokens=4096, selection=Window(recent=32)).resolve_rows()
-    assert PagerConfig(pool_tokens=4096, selection=TopK(chunks=8)).resolve_rows() == 64
+    with pytest.raises(InvalidArgumentError, match=r"Window.recent is 10.*by default.*16"):
+        PagerConfig(pool_tokens=4096, selection=Window(recent=10)).resolve_rows()
+
+
+@pytest.mark.parametrize(
+    ("options", "choices"),
+    [
+        ({}, (256, 64)),
+        ({"selection": TopK(chunks=8)}, (256, 64)),
+        ({"selection": TopK(chunks=8, recent=255)}, (64,)),
+        ({"selection": Window(recent=32)}, (32,)),
+        ({"pool_tokens": 1024}, (256, 64)),
+        ({"pool_tokens": 960}, (64,)),
+        ({"pool_tokens": 64, "chunk_tokens": 16}, (32,)),
+        ({"pool_tokens": 192}, (64,)),
+        ({"rows": 48}, (48,)),
+        ({"rows": 3, "small_rows": (1, 2)}, (3,)),
+        ({"small_rows": (4, 16)}, (256, 64)),
+        ({"small_rows": (4, 100)}, (256,)),
+        ({"small_rows": "fixed"}, (256, 64)),
+    ],
+)
+def test_the_most_rows_are_chosen_so_that_the_rest_of_the_configuration_works(options, choices):
+    config = PagerConfig(**{"pool_tokens": 4096, **options})
+    assert config.row_choices() == choices
+    assert config.resolve_rows() == choices[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 16}, r"small_rows is \(4, 16\); expected row counts below rows \(16\)"),
+        ({"selection": Window(recent=20)}, r"small_rows is \(4, 16\).*by default, on cpu\) \(16\)"),
+    ],
+)
+def test_small_row_counts_that_are_not_below_the_most_rows_are_refused(options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        PagerConfig(pool_tokens=4096, small_rows=(4, 16), **options).row_choices()
 
 
 def test_auto_budgets_follow_the_machine():

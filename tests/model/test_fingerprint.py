@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from bits import assert_same_session
 from reference_models import build, make_engine, prompt
 
 from kvpager import FingerprintMismatchError, InvalidArgumentError, TopK
@@ -40,7 +41,6 @@ OTHERS = {
         build("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}), salt="tenant"
     ),
     "salt": lambda model: make_engine(model, salt="another"),
-    "rows": lambda model: make_engine(model, salt="tenant", rows=16),
     "chunk_tokens": lambda model: make_engine(
         model, salt="tenant", chunk_tokens=32, pool_tokens=128
     ),
@@ -62,6 +62,42 @@ def test_a_session_saved_under_another_field_is_refused_naming_it(field, model, 
         fields = {"rope": ("rope", "weights")}.get(field, (field,))  # inv_freq is a buffer
         assert refused.value.field in fields
     assert engine.stats()["forwards"] == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "options"), [("rows", {"small_rows": "fixed"}), ("exact", {"exact": False})]
+)
+def test_a_session_of_other_row_counts_is_accepted_only_as_approximate(
+    field, options, model, snapshot, closing
+):
+    engine = closing(make_engine(model, salt="tenant", **options))
+    with pytest.raises(FingerprintMismatchError, match=f"PagerConfig.{field}") as refused:
+        engine.restore(snapshot)
+    assert refused.value.field == field
+    session = engine.restore(snapshot, on_mismatch="approximate")
+    assert {chunk.provenance for chunk in session.ledger()} == {"approximate"}
+
+
+def test_reuse_seals_what_all_does_and_has_its_fingerprint(model, snapshot, closing):
+    engine = closing(make_engine(model, salt="tenant", exact="reuse"))
+    assert engine.fingerprint["exact"] == "rows"
+    assert {chunk.provenance for chunk in engine.restore(snapshot).ledger()} == {"exact"}
+
+
+def test_the_most_rows_of_a_forward_are_no_part_of_it_where_both_are_proven_to_be_of_one_class(
+    model, snapshot, closing
+):
+    """By default they follow the pool's size, which must never show."""
+    engine = closing(make_engine(model, salt="tenant"))
+    more = closing(make_engine(model, salt="tenant", rows=64, pool_tokens=256))
+    assert more.rows == 2 * engine.rows
+    assert more.fingerprint == engine.fingerprint
+    session = engine.session()
+    session.prefill(prompt(120))
+    restored = more.restore(snapshot)
+    restored.append(prompt(120)[60:])
+    assert {chunk.provenance for chunk in restored.ledger()} == {"exact"}
+    assert_same_session(restored, session, "restored where forwards have more rows")
 
 
 def test_residency_settings_are_no_part_of_it(model, snapshot, closing):

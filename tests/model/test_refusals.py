@@ -144,7 +144,30 @@ def test_a_layer_whose_rows_see_one_another_is_refused():
             return x - x.mean(dim=1, keepdim=True)
 
     model.model.layers[1].post_attention_layernorm = MixingNorm()
-    refused(model, "layer 2", "other rows")
+    refused(model, "layers.1.post_attention_layernorm (MixingNorm 256 -> 256", "other rows")
+
+
+def test_rows_that_see_one_another_between_modules_are_refused():
+    model = build("llama")
+    layer = model.model.layers[1]
+    original = layer.forward
+    layer.forward = lambda x, *args, **kwargs: original(
+        x + 1e-3 * x.mean(dim=1, keepdim=True), *args, **kwargs
+    )
+    refused(model, "queries of layer 1", "other rows")
+
+
+def test_a_step_between_modules_that_follows_the_row_index_is_refused():
+    model = build("llama")
+    layer = model.model.layers[2]
+    original = layer.forward
+
+    def forward(x, *args, **kwargs):
+        out = original(x, *args, **kwargs)
+        return torch.cat([out[:, :1], out[:, 1:] * (1 + 2**-20)], dim=1)
+
+    layer.forward = forward
+    refused(model, "final hidden states", "index")
 
 
 def test_a_last_layer_whose_rows_see_one_another_is_refused():
@@ -155,7 +178,20 @@ def test_a_last_layer_whose_rows_see_one_another_is_refused():
             return x.roll(1, dims=1)
 
     model.model.norm = Shifted()
-    refused(model, "final hidden states")
+    refused(model, "model.norm (Shifted", "other rows")
+
+
+def test_a_step_between_modules_that_lets_rows_see_one_another_is_refused():
+    model = build("llama")
+    layer = model.model.layers[1]
+    original = layer.forward
+
+    def forward(hidden, *args, **kwargs):
+        out = original(hidden, *args, **kwargs)
+        return out + out.roll(1, dims=1)
+
+    layer.forward = forward
+    refused(model, "queries of layer 2", "other rows")
 
 
 def test_an_activation_whose_bits_follow_the_row_index_is_refused():
@@ -169,7 +205,7 @@ def test_an_activation_whose_bits_follow_the_row_index_is_refused():
 
     for layer in model.model.layers:
         layer.mlp.act_fn = Uneven()
-    refused(model, "Uneven", "512 elements", "rows")
+    refused(model, "act_fn (Uneven 512 -> 512", "its index", "32 rows", "multiple of 64")
 
 
 def test_an_unknown_step_after_the_head_is_refused(monkeypatch):

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from kvpager.hf.attach import Attachment
 from kvpager.hf.attention import NAME, running
+from kvpager.hf.bits import same_bits
 from kvpager.hf.head import HEAD_ROWS, Head
-from kvpager.hf.probe import packed_inputs, probe_model, same_bits
+from kvpager.hf.layout import layout_of
+from kvpager.hf.observe import observe, packed_inputs
+from kvpager.hf.prove import Dropped, RowProof, prove
+from kvpager.hf.rows import RowCounts
+from kvpager.hf.shapes import ShapeReport, probe_shapes
+from kvpager.hf.start import settle_rows
 from kvpager.hf.support import check_supported
 
 __all__ = [
     "HEAD_ROWS",
     "NAME",
     "Attachment",
+    "Dropped",
     "Head",
+    "RowCounts",
+    "RowProof",
+    "ShapeReport",
     "check_supported",
+    "layout_of",
+    "observe",
     "packed_inputs",
-    "probe_model",
+    "probe_shapes",
+    "prove",
     "running",
     "same_bits",
+    "settle_rows",
 ]

@@ -1,12 +1,13 @@
-"""From hidden states to logits, always HEAD_ROWS rows at a time.
+"""From hidden states to logits, in one of a few row counts that give the same bits.
 
-A matrix product rounds differently when its row count changes, so the rows that need logits are
-gathered into a fixed count and padded. `logits_to_keep=1` would change bits, and copies the whole
-weight of a bf16 head.
+A matrix product may round differently when its row count changes, so the rows that need logits are
+gathered and padded to a count that is known to give the bits of HEAD_ROWS rows. `logits_to_keep=1`
+would change bits, and copies the whole weight of a bf16 head.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,22 +19,29 @@ HEAD_ROWS = 16
 class Head:
     """A causal LM's output embeddings and what its class does to the logits after them."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, counts: Sequence[int] = (HEAD_ROWS,)) -> None:
+        """`counts`: ascending row counts that give the same bits (`RowCounts.head`)."""
         self._project = model.get_output_embeddings()
-        self._finish = _finishing_step(model)
+        self.finish = _finishing_step(model)  # of logits [..., vocab], element by element
+        self._counts = tuple(counts)
 
     def __call__(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] of some rows of hidden [M, hidden_size], in its dtype."""
+        largest = self._counts[-1]
         parts = []
-        for start in range(0, len(rows), HEAD_ROWS):
-            wanted = list(rows[start : start + HEAD_ROWS])
-            index = torch.tensor(wanted + [wanted[0]] * (HEAD_ROWS - len(wanted)))
-            gathered = hidden.index_select(0, index.to(hidden.device)).unsqueeze(0)
-            parts.append(self._finish(self._project(gathered))[0, : len(wanted)])
+        for start in range(0, len(rows), largest):
+            wanted = list(rows[start : start + largest])
+            count = self._counts[bisect_left(self._counts, len(wanted))]
+            index = torch.tensor(wanted + [wanted[0]] * (count - len(wanted)))
+            gathered = hidden.index_select(0, index.to(hidden.device))
+            logits = self._project(gathered.unsqueeze(0))
+            if self.finish is not None:
+                logits = self.finish(logits)
+            parts.append(logits[0, : len(wanted)])
         return torch.cat(parts)
 
 
-def _finishing_step(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _finishing_step(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """What the architecture does between its output embeddings and the logits it returns."""
     config = model.config
     if cap := getattr(config, "final_logit_softcapping", None):
@@ -44,4 +52,4 @@ def _finishing_step(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         if config.model_type.startswith("granite"):
             return lambda logits: logits / scaling
         return lambda logits: logits * scaling
-    return lambda logits: logits
+    return None

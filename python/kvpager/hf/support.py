@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_supported(model: Any) -> PreTrainedModel:
+def check_supported(model: Any, *, exact: bool = True) -> PreTrainedModel:
     """Returns the model, typed.
+
+    With `exact` False its experts may run in any way.
 
     Raises:
         UnsupportedModelError: the token at a position would not be a pure function of the tokens
@@ -34,12 +36,35 @@ def check_supported(model: Any) -> PreTrainedModel:
                 else ", as AutoModelForCausalLM.from_pretrained(...) returns"
             )
         )
-    for reason, remedy in _problems(model):
+    for reason, remedy in _problems(model, exact):
         raise UnsupportedModelError(f"{type(model).__name__}: {reason}; {remedy}")
     return model
 
 
-def _problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+def has_experts(model: Any) -> bool:
+    """Whether rows choose among several experts."""
+    return any((getattr(model.config, name, None) or 0) > 1 for name in _EXPERT_COUNTS)
+
+
+def has_expert_weights(module: torch.nn.Module) -> bool:
+    """Whether a module holds matrices of several experts."""
+    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+
+
+def require_known_experts(model: Any, modules: Iterable[torch.nn.Module]) -> None:
+    """Raises UnsupportedModelError if rows choose among experts that no module of these holds.
+
+    Then there is nothing to try alone, and a whole model proves too little about experts.
+    """
+    if has_experts(model) and not any(map(has_expert_weights, modules)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its experts are not held together as matrices of one module, "
+            "so their rows could not be shown to be independent; use an architecture of "
+            'transformers whose experts run with "batched_mm"'
+        )
+
+
+def _problems(model: PreTrainedModel, exact: bool) -> Iterator[tuple[str, str]]:
     config = model.config
     yield from _kind_problems(model)
     yield from _placement_problems(model)
@@ -57,7 +82,8 @@ def _problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
                 "the whole forward, so that a key depends on what else was in it",
                 'use "default", "linear", "llama3" or "yarn" in config.rope_parameters',
             )
-    yield from _expert_problems(model)
+    if exact:
+        yield from _expert_problems(model)
 
 
 def _kind_problems(model: Any) -> Iterator[tuple[str, str]]:
@@ -101,10 +127,8 @@ def _placement_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 
 
 def _expert_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    config = model.config
-    experts = max((getattr(config, name, None) or 0 for name in _EXPERT_COUNTS), default=0)
-    implementation = getattr(config, "_experts_implementation", None)
-    if experts > 1 and implementation != "batched_mm":
+    implementation = getattr(model.config, "_experts_implementation", None)
+    if has_experts(model) and implementation != "batched_mm":
         yield (
             f"its experts run with {implementation or 'eager'!r}, where rows that share an expert "
             "change one another's results",

@@ -1,0 +1,80 @@
+"""Matrix products whose exact result is zero: all that is left is the order of rounding.
+
+A product of random matrices hides another order of summation in its final rounding: in bfloat16
+one element in thousands shows it, and a small probe sees none. Here every product has a partner of
+opposite sign at a random other place of the sum, so an output is nothing but the errors made on the
+way, and nearly every element of another order of summation differs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_DRAWN = 64  # output features of a weight that are drawn; the others repeat them
+_POWERS = 4  # pairs are scaled by 2**-4 .. 2**3, so that sums round at many places
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which two places of a sum belong together; of an odd number one is left out (and zero).
+
+    Attributes:
+        first, second: [features // 2] int64 indices.
+        features: terms of a sum.
+    """
+
+    first: torch.Tensor
+    second: torch.Tensor
+    features: int
+
+    @classmethod
+    def draw(cls, features: int, generator: torch.Generator) -> Pairing:
+        """Random pairs of all places of a sum."""
+        half = features // 2
+        place = torch.randperm(features, generator=generator)
+        return cls(place[:half], place[half : 2 * half], features)
+
+    def equal(self, rows: int, generator: torch.Generator) -> torch.Tensor:
+        """Random values [rows, features] float32, the same at both places of a pair."""
+        drawn = torch.randn(rows, len(self.first), generator=generator)
+        return self._placed(drawn, drawn)
+
+    def opposite(self, rows: int, generator: torch.Generator) -> torch.Tensor:
+        """Random values [rows, features] float32, of opposite sign at the places of a pair."""
+        powers = torch.randint(-_POWERS, _POWERS, (len(self.first),), generator=generator)
+        drawn = torch.randn(rows, len(self.first), generator=generator) * powers.exp2()
+        return self._placed(drawn, -drawn)
+
+    def _placed(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        values = torch.zeros(len(first), self.features)
+        values[:, self.first], values[:, self.second] = first, second
+        return values
+
+
+def cancelling_product(
+    weight: torch.Tensor, rows: int, generator: torch.Generator, *, summed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight like `weight` and inputs [rows, in_features] whose exact product is zero.
+
+    The weight has the shape, dtype, strides and alignment of `weight`, which library kernels choose
+    by. `summed` is its dimension of in_features.
+    """
+    pairs = Pairing.draw(weight.shape[summed], generator)
+    outputs = weight.shape[1 - summed]
+    drawn = pairs.opposite(min(outputs, _DRAWN), generator).to(weight.dtype)
+    made = like(weight)
+    by_output = made if summed == 1 else made.t()
+    for start in range(0, outputs, _DRAWN):
+        by_output[start : start + _DRAWN] = drawn[: outputs - start]
+    return made, pairs.equal(rows, generator).to(weight.dtype)
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """An uninitialised tensor of the same shape, dtype, strides and place within a cache line."""
+    line = 64 // tensor.element_size()
+    extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride())) + 1
+    buffer = torch.empty(extent + line, dtype=tensor.dtype)
+    start = (tensor.data_ptr() - buffer.data_ptr()) % 64 // tensor.element_size()
+    return buffer.as_strided(tensor.shape, tensor.stride(), start)

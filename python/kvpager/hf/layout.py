@@ -1,0 +1,54 @@
+"""The shape of a model's K/V, read from its attention calls rather than from its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvpager.errors import UnsupportedModelError
+from kvpager.hf.observe import Observation
+from kvpager.pager import Layout
+
+
+def layout_of(model: Any, seen: Observation, *, chunk_tokens: int, kv_dtype: str) -> Layout:
+    """The layout of the model's K/V.
+
+    Args:
+        model: the model that was observed.
+        seen: a forward of it.
+        chunk_tokens: tokens per chunk.
+        kv_dtype: "auto" for the dtype of the model's keys and values, or the dtype to keep them in.
+
+    Raises:
+        UnsupportedModelError: a layer has no K/V of its own, or layers differ in shape.
+    """
+    name = type(model).__name__
+    layers = model.config.num_hidden_layers
+    if sorted(seen.layers) != list(range(layers)):
+        raise UnsupportedModelError(
+            f"{name} has {layers} layers, but {len(seen.layers)} of them attended with K/V of "
+            "their own; use a model in which every layer attends through AttentionInterface"
+        )
+    shapes = {
+        (k.shape[1], k.shape[2], v.shape[2], k.dtype, v.dtype) for _, k, v in seen.layers.values()
+    }
+    if len(shapes) != 1:
+        raise UnsupportedModelError(
+            f"{name} has K/V of {len(shapes)} shapes (heads, head_dim or dtype differ between "
+            "layers); use a model with one shape in all layers"
+        )
+    kv_heads, k_dim, v_dim, k_dtype, v_dtype = shapes.pop()
+    return Layout(
+        layers=layers,
+        kv_heads=kv_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        chunk_tokens=chunk_tokens,
+        k_dtype=_dtype_name(k_dtype) if kv_dtype == "auto" else kv_dtype,
+        v_dtype=_dtype_name(v_dtype) if kv_dtype == "auto" else kv_dtype,
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

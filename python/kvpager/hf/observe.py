@@ -1,0 +1,196 @@
+"""Runs a model once without a pager: what its modules and its attention are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvpager.errors import InvalidArgumentError, UnsupportedModelError
+from kvpager.hf.attention import running
+from kvpager.hf.bits import same_bits
+from kvpager.hf.head import HEAD_ROWS, Head
+from kvpager.hf.support import has_expert_weights
+
+LayerTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def packed_inputs(tokens: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+    """The arguments of a forward over M packed rows; tokens and positions are [M] int64.
+
+    The mask is a dummy of four dimensions: transformers then builds none and looks for no packing.
+    """
+    return {
+        "input_ids": tokens.unsqueeze(0),
+        "position_ids": positions.unsqueeze(0),
+        "attention_mask": torch.zeros(1, 1, 1, 1, device=tokens.device),
+        "use_cache": False,
+    }
+
+
+@dataclass
+class Recorder:
+    """Stands in for a forward: notes q, k and v of each layer; rows attend to themselves."""
+
+    calls: dict[int, LayerTensors] = field(default_factory=dict)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Of v [M, Hkv, Dv]: its rows, one per head of q."""
+        del scaling, window, softcap, sinks
+        if layer in self.calls:
+            raise UnsupportedModelError(
+                f"layer {layer} attends more than once; use a model with one attention per layer"
+            )
+        self.calls[layer] = (q, k, v)
+        return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(q.dtype)
+
+
+@dataclass
+class Call:
+    """The first call of a module, standing for all modules of its kind and shape."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Observation:
+    """One forward of M rows of made-up tokens.
+
+    Attributes:
+        tokens, positions: [M] int64, what was fed.
+        layers: q, k and v of each attention call, by layer.
+        hidden: [M, hidden_size], the decoder's output.
+        calls: of every distinct module without children, or with expert weights.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    layers: dict[int, LayerTensors]
+    hidden: torch.Tensor
+    calls: list[Call]
+
+    @property
+    def rows(self) -> int:
+        """M."""
+        return len(self.tokens)
+
+
+def observe(model: Any, rows: int) -> Observation:
+    """One forward of `rows` rows through the model's own head, which is compared with ours.
+
+    The model's attention must be kvpager's (see attach.py).
+
+    Raises:
+        UnsupportedModelError: the model does not run on packed rows, or does something between its
+            layers and its logits that is not known here.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocab = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(vocab, (rows,), generator=generator)
+    longest = getattr(model.config, "max_position_embeddings", None) or rows
+    positions = torch.randint(min(4 * rows, longest), (rows,), generator=generator)
+    recorder = Recorder()
+    keep = torch.arange(HEAD_ROWS) % rows
+    with torch.inference_mode(), _watched(model) as seen, running(recorder):
+        try:
+            output = model(**packed_inputs(tokens, positions), logits_to_keep=keep)
+        except InvalidArgumentError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not run on packed rows "
+                f"({type(error).__name__}: {error}); use a decoder-only causal LM that takes "
+                "position_ids and logits_to_keep"
+            ) from error
+        if not same_bits(output.logits[0], Head(model)(seen.hidden, keep.tolist())):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does something to its logits after the output embeddings "
+                "that is not known here; use an architecture with a plain, soft-capped or scaled "
+                "head"
+            )
+    return Observation(tokens, positions, recorder.calls, seen.hidden, [*seen.calls.values()])
+
+
+@dataclass
+class _Seen:
+    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    calls: dict[Any, Call] = field(default_factory=dict)
+
+
+@contextmanager
+def _watched(model: Any) -> Iterator[_Seen]:
+    """While open, notes the decoder's hidden states, and the calls of its modules."""
+    seen = _Seen()
+    decoder = model.get_decoder()
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def note_hidden(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        seen.hidden = output[0][0]
+
+    def note_call(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        key = _signature(module, args, kwargs)
+        if key not in seen.calls:
+            seen.calls[key] = Call(module, _kept(args), _kept(kwargs))
+        seen.calls[key].names.append(names[id(module)])
+
+    handles = [decoder.register_forward_hook(note_hidden)]
+    handles += [
+        module.register_forward_pre_hook(note_call, with_kwargs=True)
+        for module in decoder.modules()
+        if not any(module.children()) or has_expert_weights(module)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument list or a result: plain, or in tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+
+
+def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Equal for modules that library kernels cannot tell apart but by content."""
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return (
+        type(module),
+        id(module) if "forward" in vars(module) else None,  # patched: one of its kind
+        tuple((name, x.shape, x.stride(), x.dtype, x.data_ptr() % 64) for name, x in own),
+        tuple((x.shape, x.stride(), x.dtype) for x in tensors_in((args, kwargs))),
+    )
+
+
+def _kept(value: Any) -> Any:
+    """A copy of an argument list whose tensors nothing later writes to."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _kept(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return (list if isinstance(value, list) else tuple)(map(_kept, value))
+    return value

@@ -1,0 +1,170 @@
+"""The parts of a model that rows pass through one after another, each to be tried alone.
+
+A part is a module without children, the experts of a layer, or the output head; modules that a
+library cannot tell apart by shape count once. Attention is not among them: it is kvpager's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from kvpager.errors import UnsupportedModelError
+from kvpager.hf.cancelling import cancelling_product
+from kvpager.hf.experts import affordable_rows, expert_samples
+from kvpager.hf.head import HEAD_ROWS, Head
+from kvpager.hf.observe import Call, Observation
+from kvpager.hf.replay import Replay
+from kvpager.hf.rowwise import Sample
+from kvpager.hf.support import has_expert_weights
+
+_ACTIVATION_TRIALS = 8
+_NOTHING = (torch.nn.Dropout, torch.nn.Identity)
+_PLAIN_PRODUCTS = (torch.nn.Linear, Conv1D)  # their content adds nothing to a product that cancels
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One part.
+
+    Attributes:
+        kind: class name of its module.
+        modules: names of the modules it stands for.
+        in_features, out_features: elements of a row that go in and come out.
+        dtype: of its weights, or of what goes in.
+        base: the row count that others are compared with.
+        samples: makes what to try, of a given number of rows.
+        gathers: it gathers matrices for every row, so that many rows take much memory.
+    """
+
+    kind: str
+    modules: tuple[str, ...]
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    base: int
+    samples: Callable[[int], list[Sample]]
+    gathers: bool = False
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        shape = f"{self.in_features} -> {self.out_features}"
+        return f"{self.modules[0]} ({self.kind} {shape}, {dtype})"
+
+
+def units_of(seen: Observation) -> list[Unit]:
+    """Every part whose rows can be told apart in its arguments and results, smallest first."""
+    units: list[Unit] = []
+    for call in seen.calls:
+        replay = Replay(call, seen.rows)
+        if has_expert_weights(call.module):
+            units += _expert_units(replay, seen.rows)
+        elif replay.inputs and replay.outputs and not isinstance(call.module, _NOTHING):
+            units.append(_unit(replay, seen.rows, partial(_samples, replay)))
+    units.sort(key=lambda unit: unit.in_features * unit.out_features)
+    return units
+
+
+def head_unit(model: Any, seen: Observation) -> Unit:
+    """The output head, with what the architecture does to its logits. Its base is HEAD_ROWS."""
+    module = model.get_output_embeddings()
+    name = next(name for name, other in model.named_modules() if other is module)
+    replay = Replay(Call(module, (seen.hidden[None],), {}, [name]), seen.rows)
+    finish = Head(model).finish
+
+    def samples(rows: int) -> list[Sample]:
+        products = [replace(sample, dear=True) for sample in _products(replay, rows)]
+        if finish is None:
+            return products
+        logits = _random_like(_as_many(replay.outputs[0], rows), torch.Generator().manual_seed(0))
+        return [*products, Sample(lambda x: [finish(x[0])], [logits])]
+
+    return _unit(replay, HEAD_ROWS, samples)
+
+
+def _unit(replay: Replay, base: int, samples: Callable[[int], list[Sample]]) -> Unit:
+    weights = [*replay.module.parameters(recurse=False)]
+    return Unit(
+        kind=type(replay.module).__name__,
+        modules=replay.names,
+        in_features=replay.inputs[0][0].numel(),
+        out_features=replay.outputs[0][0].numel(),
+        dtype=(weights or replay.inputs)[0].dtype,
+        base=base,
+        samples=samples,
+    )
+
+
+def _expert_units(replay: Replay, rows: int) -> list[Unit]:
+    """A layer's experts in their own dtype, and in float32 if that is another."""
+    floating = [x.is_floating_point() for x in replay.inputs]
+    kind = type(replay.module).__name__
+    if floating != [True, False, True]:
+        raise UnsupportedModelError(
+            f"{replay.names[0]} ({kind}) is not called with hidden states, experts' indices and "
+            "their weights, so its rows could not be shown to be independent; use an architecture "
+            'of transformers whose experts run with "batched_mm"'
+        )
+    own = next(replay.module.parameters(recurse=False)).dtype
+    unit = _unit(replay, rows, partial(expert_samples, replay, dtype=own))
+    unit = replace(unit, gathers=True)
+    if own == torch.float32:
+        return [unit]
+    wide = min(rows, affordable_rows(replay, torch.float32))
+    samples = partial(expert_samples, replay, dtype=torch.float32)
+    return [unit, replace(unit, dtype=torch.float32, base=wide, samples=samples)]
+
+
+def _samples(replay: Replay, rows: int) -> list[Sample]:
+    """What to try a module on: a product that cancels, random rows, and what it was given."""
+    given = [_as_many(x, rows) for x in replay.inputs]
+    samples = _products(replay, rows)
+    if samples and type(replay.module) in _PLAIN_PRODUCTS:
+        return samples
+    samples.append(Sample(replay, given))
+    if not any(x.is_floating_point() for x in given):
+        return samples
+    generator = torch.Generator().manual_seed(0)
+    has_weights = any(True for _ in replay.module.parameters())
+    if has_weights or len(given) > 1:
+        samples.append(Sample(replay, [_random_like(x, generator) for x in given]))
+    else:
+        for _ in range(_ACTIVATION_TRIALS):
+            row = _random_like(given[0][:1], generator)
+            samples.append(Sample(replay, [row.expand_as(given[0])], constant=True))
+    return samples
+
+
+def _products(replay: Replay, rows: int) -> list[Sample]:
+    """A product that cancels, if a module multiplies its only argument by a matrix."""
+    weight, bias = (getattr(replay.module, name, None) for name in ("weight", "bias"))
+    summed = 0 if isinstance(replay.module, Conv1D) else 1
+    if len(replay.inputs) != 1 or not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        return []
+    given = replay.inputs[0]
+    if given.dtype != weight.dtype or given.shape[-1] != weight.shape[summed]:
+        return []
+    generator = torch.Generator().manual_seed(0)
+    vectors = rows * given[0].numel() // given.shape[-1]
+    made, inputs = cancelling_product(weight, vectors, generator, summed=summed)
+    weights = {"weight": made}
+    if bias is not None:  # as small as what is left of the products
+        weights["bias"] = (torch.randn(bias.shape, generator=generator) * 2**-18).to(bias.dtype)
+    return [Sample(partial(replay, weights=weights), [inputs.view(rows, *given.shape[1:])])]
+
+
+def _as_many(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Some rows, repeated or cut to a number of them."""
+    return x[torch.arange(rows) % len(x)]
+
+
+def _random_like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random values where x has real ones; integers as they are."""
+    if not x.is_floating_point():
+        return x
+    return (torch.randn(x.shape, generator=generator) * 4).to(x.dtype)

@@ -1,0 +1,98 @@
+"""The whole model as a function of rows: K/V of every layer and the final hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvpager.errors import UnsupportedModelError
+from kvpager.hf.attention import running
+from kvpager.hf.bits import same_bits
+from kvpager.hf.observe import Observation, Recorder, packed_inputs
+
+
+class WholeModel:
+    """Rows of an observed forward, run again in forwards of any count, with the model's weights.
+
+    What the parts were not tried on shows here: additions, rotations, and whatever else an
+    architecture does between its modules. A count costs one forward of as many rows, which are not
+    those of another count: together they try most rows of M.
+    """
+
+    def __init__(self, model: Any, seen: Observation) -> None:
+        self._model = model
+        self._seen = seen
+        self._generator = torch.Generator().manual_seed(2)
+        self._next = torch.tensor(self._mixed(seen.rows))
+        self._independent = False
+
+    def differing(self, counts: Sequence[int]) -> dict[int, str]:
+        """Of some row counts those that give other bits than M, each with what differs.
+
+        Raises:
+            UnsupportedModelError: it is not the count: a row's bits in a forward of M depend on its
+                index or on other rows.
+        """
+        found = {count: what for count in counts if (what := self._difference_with(count))}
+        if not self._independent and (found or not counts):
+            self._require_independent_rows()
+        self._independent = True  # otherwise all rows that agreed had other neighbours in M
+        return found
+
+    def _require_independent_rows(self) -> None:
+        rows = self._seen.rows
+        self._next = torch.tensor(self._mixed(rows))
+        if what := self._difference(rows, kept=rows - rows // 4):
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__}: {what} of a row depend on its index or on the "
+                "other rows of the forward, so no saved K/V could be trusted; use another "
+                "architecture, dtype or number of rows, or one torch thread"
+            )
+
+    def _difference_with(self, count: int) -> str | None:
+        try:
+            what = self._difference(count, kept=count - count // 4)
+        except (RuntimeError, ValueError, IndexError) as error:
+            return f"{type(self._model).__name__}, which fails with it ({error})"
+        return what and f"{what} of {type(self._model).__name__}"
+
+    def _difference(self, count: int, *, kept: int) -> str | None:
+        """What differs in one forward of `count` rows, of which `kept` are rows that were seen.
+
+        They go to random places; the others hold token 0 at a far position.
+        """
+        seen = self._seen
+        source, self._next = self._next[:kept], self._next.roll(-kept)
+        place = torch.tensor(self._mixed(count)[:kept])
+        place = place[torch.randperm(kept, generator=self._generator)]
+        tokens = torch.zeros(count, dtype=torch.int64)
+        positions = torch.full((count,), self._far_position(), dtype=torch.int64)
+        tokens[place], positions[place] = seen.tokens[source], seen.positions[source]
+        again = Recorder()
+        with running(again):
+            hidden = self._model.get_decoder()(**packed_inputs(tokens, positions))[0][0]
+        for layer, tensors in sorted(seen.layers.items()):
+            for label, before, after in zip(
+                ("queries", "keys", "values"), tensors, again.calls[layer]
+            ):
+                if not same_bits(before[source], after[place]):
+                    return f"the {label} of layer {layer}"
+        if not same_bits(seen.hidden[source], hidden[place]):
+            return "the final hidden states"
+        return None
+
+    def _mixed(self, count: int) -> list[int]:
+        """The rows of a forward in random order, but first where the share of a thread ends."""
+        threads = torch.get_num_threads()
+        ends = {count * thread // threads for thread in range(threads + 1)}
+        first = [row for end in sorted(ends) for row in (end - 1, end) if 0 <= row < count]
+        random = torch.randperm(count, generator=self._generator).tolist()
+        return list(dict.fromkeys([*first, *random]))
+
+    def _far_position(self) -> int:
+        config = self._model.config
+        if not getattr(config, "rope_parameters", None):
+            return 0  # learned positions: an index past the table would be an error
+        return 2 * (getattr(config, "max_position_embeddings", None) or self._seen.rows) - 1
