@@ -6,6 +6,8 @@ remedy. After any of them the pager is as it was before the call.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvpager._core import (
     CapacityError,
     CorruptSnapshotError,
@@ -17,6 +19,9 @@ from kvpager._core import (
     UnsupportedVersionError,
 )
 from kvpager._core import FingerprintMismatchError as _CoreFingerprintMismatchError
+
+if TYPE_CHECKING:
+    from kvpager.verify import Report
 
 __all__ = [
     "CapacityError",
@@ -31,6 +36,7 @@ __all__ = [
     "StorageError",
     "UnsupportedModelError",
     "UnsupportedVersionError",
+    "VerificationError",
 ]
 
 
@@ -85,6 +91,18 @@ def explain_damage(error: CorruptSnapshotError, why: str) -> CorruptSnapshotErro
 
 class UnsupportedModelError(InvalidArgumentError):
     """The model, as configured, cannot keep the promise; the message says why and what to do."""
+
+
+class VerificationError(PagerError):
+    """Two ways to the same tokens gave other bits, or it could not be told whether they do.
+
+    Attributes:
+        report: a `kvpager.verify.Report`: every relation, and the first number that differs.
+    """
+
+    def __init__(self, message: str, *, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class PrefixMismatchError(InvalidArgumentError):

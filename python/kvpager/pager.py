@@ -562,6 +562,7 @@ class Pager:
         options.namespace_key = self.fingerprint_json
         options.shuffle_seed = config.debug_shuffle_seed or 0
         options.poison = config.debug_poison
+        self._options = options
         self._core: _core.Pager | None = _core.Pager(options)
 
     @property
@@ -690,6 +691,11 @@ class Pager:
     def check_invariants(self) -> None:
         """Restates the invariants of DESIGN.md; InvariantError names the one that does not hold."""
         self.core.check_invariants()
+
+    def reset(self) -> None:
+        """Forgets everything, as if just made. Sequences of before can no longer be used."""
+        self._core = None  # first: two pools at a time may be too much
+        self._core = _core.Pager(self._options)
 
     def close(self) -> None:
         """Frees everything. Sequences of this pager can no longer be used."""

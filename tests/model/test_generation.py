@@ -7,8 +7,14 @@ import pytest
 import torch
 from reference_models import build, make_engine, prompt
 
-from kvpager import InvalidArgumentError, NonFiniteError, Sampling
-from kvpager.runtime.sampling import uniform
+from kvpager import (
+    Agreement,
+    GeneratedToken,
+    InvalidArgumentError,
+    NonFiniteError,
+    Sampling,
+)
+from kvpager.runtime.sampling import log_probability, uniform
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +205,79 @@ def test_tokens_are_streamed_as_they_are_produced(engine, session):
     for count in range(5):
         next(stream)
         assert engine.runner.forwards == before + count
+
+
+def test_logprobs_come_with_the_tokens_and_are_those_of_a_score(engine, session):
+    prompt_tokens = session.length
+    with session.fork() as fork:
+        plain = list(fork.generate(12, temperature=1.0, seed=4, eos=None))
+    told = list(session.generate(12, temperature=1.0, seed=4, eos=None, logprobs=True))
+    assert all(isinstance(token, GeneratedToken) for token in told)
+    assert [token.id for token in told] == plain
+    seen = np.array([token.logprob for token in told], dtype=np.float32)
+    assert [float(value) for value in seen] == [token.logprob for token in told]  # no rounding
+    score = engine.score(session.tokens)
+    assert score.logprobs[prompt_tokens - 1 :].tobytes() == seen.tobytes()
+    agreement = score.against(seen)
+    assert agreement == Agreement(
+        tokens=12, differing=0, max_abs_delta=0.0, approx_kl=0.0, clip_fraction=0.0
+    )
+    assert "0 of 12 log-probabilities differ" in str(agreement)
+    assert score.against([token.logprob for token in told]) == agreement
+
+
+def test_logprobs_are_the_models_whatever_the_sampling(session):
+    """Of a greedy token under a low temperature the sampler's own would be near zero."""
+    logits = session.logits
+    token = next(session.generate(1, temperature=0.01, top_k=1, eos=None, logprobs=True))
+    assert token.logprob == np.float32(log_probability(logits, token.id))
+    assert token.logprob < -0.5
+
+
+def test_logprobs_of_several_sessions_come_with_their_sessions(engine, session):
+    others = [session.fork() for _ in range(2)]
+    alone = list(session.generate(5, eos=None, logprobs=True))
+    for other, token in engine.generate_many(others, 5, eos=None, logprobs=True):
+        assert token == alone[other.length - 41]
+    for other in others:
+        other.close()
+
+
+def test_an_agreement_counts_bits_and_measures_the_rest(engine, session):
+    told = list(session.generate(10, temperature=1.0, seed=4, eos=None, logprobs=True))
+    score = engine.score(session.tokens)
+    seen = np.array([token.logprob for token in told], dtype=np.float32)
+    seen[3] = np.nextafter(seen[3], np.float32(0))
+    seen[7] -= np.float32(0.5)
+    agreement = score.against(seen)
+    delta = (score.logprobs[-10:].astype(np.float64) - seen)[[3, 7]]
+    assert (agreement.tokens, agreement.differing) == (10, 2)
+    assert agreement.max_abs_delta == delta[1]
+    assert agreement.clip_fraction == 0.1
+    np.testing.assert_allclose(
+        agreement.approx_kl, np.sum(np.exp(delta) - 1 - delta) / 10, rtol=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "message"),
+    [
+        ([], r"shape \[0\]"),
+        ([0.0] * 60, r"shape \[60\]; expected \[k\] with k from 1 to 42"),
+        ([[0.0]], r"shape \[1, 1\]"),
+        ([1, 2], "no float32"),
+        ([0.1], "no float32"),
+    ],
+)
+def test_log_probabilities_that_cannot_be_those_of_a_generation_are_refused(
+    engine, session, logprobs, message
+):
+    list(session.generate(3, eos=None))
+    with pytest.raises(InvalidArgumentError, match=message):
+        engine.score(session.tokens).against(logprobs)
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_logprobs_is_true_or_false(session, value):
+    with pytest.raises(InvalidArgumentError, match="logprobs is"):
+        session.generate(3, logprobs=value)

@@ -442,6 +442,66 @@ def test_changing_torchs_threads_under_an_engine_is_refused(engine, session):
     session.append([3])
 
 
+def test_autocast_around_an_engine_is_refused(session):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(InvalidArgumentError, match="autocast"):
+            session.append([3])
+        with torch.autocast("cpu", enabled=False):
+            session.append([3])
+
+
+def test_changing_torchs_matmul_precision_under_an_engine_is_refused(session):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(InvalidArgumentError, match=r"precision.*'medium', but was"):
+            session.append([3])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    session.append([3])
+
+
+def test_switching_mkldnn_off_under_an_engine_is_refused(session, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        with pytest.raises(InvalidArgumentError, match=r"mkldnn\.enabled is False, but was True"):
+            session.append([3])
+    session.append([3])
+
+
+def test_flushing_denormals_under_an_engine_is_refused(session):
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot")
+    try:
+        with pytest.raises(InvalidArgumentError, match=r"set_flush_denormal.* is True, but was"):
+            session.append([3])
+    finally:
+        torch.set_flush_denormal(False)
+    session.append([3])
+
+
+def test_weights_that_are_trained_under_an_engine_are_refused(closing):
+    """What reinforcement learning does between two rollouts."""
+    model = build("llama")
+    engine = closing(make_engine(model))
+    session = engine.session()
+    session.prefill(prompt(20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    optimizer.step()
+    for call in (
+        lambda: session.append([3]),
+        lambda: engine.score([1, 2, 3]),
+        lambda: engine.run([[1, 2]], 3),
+    ):
+        with pytest.raises(InvalidArgumentError, match="weights were changed"):
+            call()
+    assert session.length == 20
+    engine.close()
+    again = closing(make_engine(model)).session()
+    again.prefill(prompt(20))
+
+
 def test_engine_options_come_by_name_and_a_wrong_name_suggests_the_right_one(model):
     with pytest.raises(InvalidArgumentError, match="did you mean pool_tokens"):
         Engine(model, pool_token=512)

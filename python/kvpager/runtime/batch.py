@@ -1,25 +1,44 @@
-"""The rows of one forward: always M, packed with tokens of any sequences, the rest padding."""
+"""The rows of one forward, packed with tokens of any sequences; what is left over is padding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
 import numpy as np
+import torch
 
 from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Sequence
 from kvpager.runtime.tokens import TokenIds
 
 PADDING_TOKEN = 0
 
+# Given the logits of the wanted rows: how many of each sequence's commit rows are to be kept.
+Accept: TypeAlias = Callable[[torch.Tensor], Mapping[Sequence, int]]
+
 
 class Batch:
-    """Filled row by row, then run once. Padding is token 0 at position 0 and never varies."""
+    """Filled row by row, then run once. Padding is token 0 at position 0 and never varies.
 
-    def __init__(self, rows: int) -> None:
-        self.sequences: list[Sequence | None] = [None] * rows
-        self.positions = np.zeros(rows, dtype=np.int64)
-        self.tokens = np.full(rows, PADDING_TOKEN, dtype=np.int64)
-        self.kinds = np.full(rows, ROW_PADDING, dtype=np.uint8)
-        self.wanted: list[int] = []  # rows whose logits are returned, in order
+    Attributes:
+        sequences, positions, tokens, kinds: one entry per row, `capacity` of them; rows are filled
+            from the first.
+        used: rows filled.
+        wanted: rows whose logits are returned, in order.
+        exact: whether it runs with a row count that is proven to give the one set of bits, or with
+            exactly `used` rows.
+        accept: decides between the head and the commit what is kept; None: everything.
+    """
+
+    def __init__(self, capacity: int, *, exact: bool = True) -> None:
+        self.sequences: list[Sequence | None] = [None] * capacity
+        self.positions = np.zeros(capacity, dtype=np.int64)
+        self.tokens = np.full(capacity, PADDING_TOKEN, dtype=np.int64)
+        self.kinds = np.full(capacity, ROW_PADDING, dtype=np.uint8)
+        self.wanted: list[int] = []
         self.used = 0
+        self.exact = exact
+        self.accept: Accept | None = None
 
     @property
     def room(self) -> int:
@@ -36,6 +55,7 @@ class Batch:
 
     def _add(self, sequence: Sequence, start: int, tokens: TokenIds, kind: int) -> range:
         rows = range(self.used, self.used + len(tokens))
+        assert rows.stop <= len(self.sequences)
         at = slice(rows.start, rows.stop)
         self.sequences[at] = [sequence] * len(tokens)
         self.positions[at] = np.arange(start, start + len(tokens))

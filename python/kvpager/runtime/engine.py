@@ -1,4 +1,4 @@
-"""A model, a pager and the rule that joins them: every forward has exactly M rows."""
+"""A model, a pager and the rule that joins them: every forward has a proven number of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -18,11 +18,12 @@ from kvpager.errors import (
     InvalidArgumentError,
     UnsupportedVersionError,
 )
-from kvpager.hf import Attachment, check_supported, probe_model
+from kvpager.hf import Attachment, check_supported, layout_of, settle_rows
 from kvpager.pager import Pager, Sequence, SnapshotInfo
-from kvpager.runtime.decode import Stream, decode
+from kvpager.runtime.completion import Completion
+from kvpager.runtime.decode import decode
 from kvpager.runtime.prefill import prefill_all
-from kvpager.runtime.progress import Progress, reporting_bytes
+from kvpager.runtime.progress import Progress, reporting_bytes, reporting_work
 from kvpager.runtime.repair import (
     ON_CORRUPT,
     RECOMPUTE,
@@ -30,11 +31,15 @@ from kvpager.runtime.repair import (
     recompute_tail,
     restore_without_tail,
 )
+from kvpager.runtime.request import OnToken
 from kvpager.runtime.runner import Runner
 from kvpager.runtime.sampling import Sampling
 from kvpager.runtime.saving import Saves, check_store, destination
+from kvpager.runtime.scheduler import Scheduler
 from kvpager.runtime.score import Score, score_tokens
-from kvpager.runtime.session import MODEL_EOS, SESSION_VERSION, Session
+from kvpager.runtime.session import SESSION_VERSION, Session
+from kvpager.runtime.speculation import Speculate, SpeculationStats
+from kvpager.runtime.stream import MODEL_EOS, EndTokens, GeneratedToken, Generation, seeds_of
 from kvpager.runtime.tokens import TokenIdsLike, as_token_ids
 from kvpager.stores import SnapshotStore
 
@@ -46,7 +51,9 @@ class Engine:
 
     The token at a position, its K/V and its logits are a pure function of the tokens before it, of
     the model and of what `fingerprint` holds: not of the pool's size, of other sessions, of when it
-    was computed, nor of whether it was saved and restored meanwhile.
+    was computed, of speculation, nor of whether it was saved and restored meanwhile. That is
+    `PagerConfig.exact="all"`; with "reuse" it holds for sealed and saved chunks, generated text
+    included, and with False for nothing.
 
     While an engine is open the model's attention is kvpager's, and its weights must not change;
     `close` (or leaving the `with` block) gives the model back as it was. One thread at a time per
@@ -57,6 +64,7 @@ class Engine:
         >>> session = engine.session()
         >>> session.prefill(ids)
         >>> answer = list(session.generate(64))
+        >>> completions = engine.run(prompts, 64)
     """
 
     def __init__(
@@ -68,9 +76,13 @@ class Engine:
         store: SnapshotStore | None = None,
         threads: int | None = None,
         progress: Progress = None,
+        verify: bool = False,
         **options: Any,
     ) -> None:
-        """Checks the model by running it twice on M rows of made-up tokens, and hashes its weights.
+        """Checks the model on rows of made-up tokens, and hashes its weights.
+
+        Finding out which row counts give the same bits (`row_counts`, `row_proof`) takes about as
+        long as a prefill of 2 M tokens; with a smaller `rows` it takes less.
 
         Args:
             model: a transformers causal LM on the CPU, in eval mode.
@@ -82,16 +94,20 @@ class Engine:
                 alone.
             progress: of hashing the weights: True for a bar on stderr, or a callable (bytes done,
                 bytes in all).
+            verify: compare decoding, packing, speculation and reuse with a cold run, bit by bit,
+                before anything else; a second for a small model. See `kvpager.verify`.
             **options: of PagerConfig.
 
         Raises:
+            VerificationError: with `verify`, if a bit differs; `.report` says where.
             UnsupportedModelError: this model cannot keep the promise; says why and what to do.
             InvalidArgumentError: an option is unknown or out of range.
             CapacityError: the memory asked for cannot be had.
         """
         self.config = _configuration(config, options)
-        self.model = check_supported(model)
-        self.rows = self.config.resolve_rows()
+        choices = self.config.row_choices()
+        exact = self.config.exact is not False
+        self.model = check_supported(model, exact=exact)
         if not isinstance(salt, str):
             raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
         self.salt = salt
@@ -107,11 +123,15 @@ class Engine:
         # By the sequence each holds.
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self.saves = Saves()
+        self._speculation = SpeculationStats()
         self._attachment = Attachment(self.model)
         try:
-            self.layout = probe_model(
+            seen, self.row_counts, self.row_proof = settle_rows(
+                self.model, choices, small_rows=self.config.small_rows, exact=exact
+            )
+            self.layout = layout_of(
                 self.model,
-                rows=self.rows,
+                seen,
                 chunk_tokens=self.config.chunk_tokens,
                 kv_dtype=self.config.kv_dtype,
             )
@@ -120,7 +140,7 @@ class Engine:
                     self.model,
                     self.config,
                     self.layout,
-                    rows=self.rows,
+                    row_counts=self.row_counts,
                     salt=salt,
                     progress=report,
                 )
@@ -128,24 +148,27 @@ class Engine:
                 self.layout,
                 self.config,
                 rows=self.rows,
+                smaller_rows=self.row_counts.smaller,
                 fingerprint=self.fingerprint,
                 threads=threads,
             )
         except BaseException:
             self._attachment.release()
             raise
-        self.runner = Runner(self.model, self.pager)
+        self.runner = Runner(self.model, self.pager, self.row_counts)
+        if verify:
+            self._verify()
         _log.info(
-            "%s: %d rows per forward, pool of %d chunks of %d tokens",
+            "%s: forwards of %s rows, pool of %d chunks of %d tokens",
             type(model).__name__,
-            self.rows,
+            self.row_counts.describe(),
             self.config.pool_blocks,
             self.config.chunk_tokens,
         )
 
     def session(self) -> Session:
         """A new, empty session."""
-        self._check_open()
+        self.check_open()
         return self.adopt(self.pager.sequence(salt=self.salt))
 
     def restore(
@@ -184,7 +207,7 @@ class Engine:
             CorruptSnapshotError, UnsupportedVersionError, StorageError: the file cannot be used.
             CapacityError: the session's summaries, or tokens to compute again, do not fit.
         """
-        self._check_open()
+        self.check_open()
         if on_corrupt not in ON_CORRUPT:
             raise InvalidArgumentError(
                 f'on_corrupt is {on_corrupt!r}; expected "fail" or "recompute"'
@@ -226,9 +249,57 @@ class Engine:
 
         Every prompt is checked, and room is reserved for all, before anything is computed.
         """
-        self._check_open()
+        self.check_open()
         checked = [(session, as_token_ids(ids, self.vocab_size)) for session, ids in prompts]
         prefill_all(self, checked, progress)
+
+    @overload
+    def generate_many(
+        self,
+        sessions: Iterable[Session],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | Iterable[int] | None = None,
+        eos: EndTokens = MODEL_EOS,
+        stop: Iterable[Iterable[int]] = (),
+        speculate: Speculate = None,
+        logprobs: Literal[False] = False,
+    ) -> Iterator[tuple[Session, int]]: ...
+
+    @overload
+    def generate_many(
+        self,
+        sessions: Iterable[Session],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | Iterable[int] | None = None,
+        eos: EndTokens = MODEL_EOS,
+        stop: Iterable[Iterable[int]] = (),
+        speculate: Speculate = None,
+        logprobs: Literal[True],
+    ) -> Iterator[tuple[Session, GeneratedToken]]: ...
+
+    @overload
+    def generate_many(
+        self,
+        sessions: Iterable[Session],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | Iterable[int] | None = None,
+        eos: EndTokens = MODEL_EOS,
+        stop: Iterable[Iterable[int]] = (),
+        speculate: Speculate = None,
+        logprobs: bool,
+    ) -> Iterator[tuple[Session, int]] | Iterator[tuple[Session, GeneratedToken]]: ...
 
     def generate_many(
         self,
@@ -239,34 +310,34 @@ class Engine:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int | Iterable[int] | None = None,
-        eos: int | Iterable[int] | str | None = MODEL_EOS,
+        eos: EndTokens = MODEL_EOS,
         stop: Iterable[Iterable[int]] = (),
-    ) -> Iterator[tuple[Session, int]]:
+        speculate: Speculate = None,
+        logprobs: bool = False,
+    ) -> Iterator[tuple[Session, Any]]:
         """`Session.generate` for several sessions at once; yields (session, token) as they come.
 
         Each session's tokens are those it would produce alone. `seed` may be one per session; forks
         that share a seed draw alike. The other arguments are those of `Session.generate`, for each
         session.
         """
-        self._check_open()
+        self.check_open()
         sessions = list(sessions)
         if len({id(session) for session in sessions}) != len(sessions):
             raise InvalidArgumentError("a session is named twice; expected each once")
-        if type(max_new_tokens) is not int or max_new_tokens < 1:
-            raise InvalidArgumentError(
-                f"max_new_tokens is {max_new_tokens!r}; expected an integer, 1 or more"
-            )
-        seeds = _seeds(seed, sessions)
-        ends = self._end_tokens(eos)
-        stops = tuple(
-            tuple(as_token_ids(list(part), self.vocab_size, f"stop[{i}]").tolist())
-            for i, part in enumerate(stop)
+        generation = Generation.checked(
+            self,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos=eos,
+            stop=stop,
+            speculate=speculate,
+            logprobs=logprobs,
         )
-        samplings = [Sampling(temperature, top_k, top_p, seed) for seed in seeds]
-        streams = [
-            Stream(session, sampling, max_new_tokens, ends, stops)
-            for session, sampling in zip(sessions, samplings)
-        ]
+        seeds = seeds_of(seed, [session.sampling.seed for session in sessions])
+        streams = [generation.stream(session, seed) for session, seed in zip(sessions, seeds)]
         for session in sessions:
             self.check_session(session)
             if not session.length:
@@ -276,6 +347,101 @@ class Engine:
         for session in sessions:
             session.sequence.reserve(session.length + max_new_tokens)
         return decode(self, streams)
+
+    def run(
+        self,
+        prompts: Iterable[TokenIdsLike | Session],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | Iterable[int] | None = None,
+        eos: EndTokens = MODEL_EOS,
+        stop: Iterable[Iterable[int]] = (),
+        speculate: Speculate = None,
+        logprobs: bool = False,
+        max_sessions: int | None = None,
+        keep_sessions: bool = False,
+        on_token: OnToken | None = None,
+        progress: Progress = None,
+    ) -> list[Completion]:
+        """Completes many prompts, as many at a time as there is room for; in the prompts' order.
+
+        Each prompt's tokens are those it would have alone. What goes wrong with one of them is in
+        its completion (finish "error"), not raised, and so is a prompt that cannot fit.
+
+        Args:
+            prompts: token ids, [n] or [1, n] each, or sessions that are to go on.
+            max_new_tokens: as for `Session.generate`, like all up to `logprobs`.
+            temperature: likewise.
+            top_k: likewise.
+            top_p: likewise.
+            seed: likewise, for all or one each; by default a given session's, or 0.
+            eos: likewise.
+            stop: likewise.
+            speculate: likewise.
+            logprobs: have log-probabilities in the completions.
+            max_sessions: most prompts that run at once; by default one per row of a forward.
+            keep_sessions: leave the sessions that are made open, in the completions.
+            on_token: called with (request, token) as each token is produced; `request.index` is the
+                prompt's number, and `request.cancel()` ends it.
+            progress: True for a bar on stderr, or a callable (tokens done, tokens in all).
+
+        Raises:
+            InvalidArgumentError: at the call, for an argument out of range, before anything is
+                computed.
+
+        Whatever else is raised (by `on_token`, the model, or Ctrl-C): the sessions made here are
+        closed, and those given are as far as they had come.
+        """
+        self.check_open()
+        prompts = list(prompts)
+        seeds: list[int] | list[None] = [None] * len(prompts)
+        if seed is not None:
+            seeds = seeds_of(seed, [0] * len(prompts))
+        scheduler = Scheduler(self, max_sessions)
+        generation = Generation.checked(
+            self,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos=eos,
+            stop=stop,
+            speculate=speculate,
+            logprobs=logprobs,
+        )
+        requests = [
+            scheduler.queue(
+                prompt,
+                generation,
+                its_seed,
+                keep_session=keep_sessions,
+                on_token=on_token,
+                name=f"prompts[{i}]",
+            )
+            for i, (prompt, its_seed) in enumerate(zip(prompts, seeds))
+        ]
+        try:
+            with scheduler, reporting_work(progress, "run") as report:
+                report(*scheduler.work)
+                while not scheduler.idle:
+                    scheduler.step()
+                    report(*scheduler.work)
+        except BaseException:
+            for request in requests:
+                request.discard()
+            raise
+        return [request.completion for request in requests if request.completion is not None]
+
+    def scheduler(self, max_sessions: int | None = None) -> Scheduler:
+        """The lower level of `run`, for a serving stack: submit requests, step, cancel.
+
+        max_sessions: most requests that run at once; by default one per row of a forward.
+        """
+        self.check_open()
+        return Scheduler(self, max_sessions)
 
     def score(self, ids: TokenIdsLike, *, progress: Progress = None) -> Score:
         """Log-probabilities of given tokens, teacher-forced in a sequence of its own.
@@ -287,18 +453,40 @@ class Engine:
         Raises:
             InvalidArgumentError, CapacityError: as for `Session.prefill`.
         """
-        self._check_open()
+        self.check_open()
         return score_tokens(self, as_token_ids(ids, self.vocab_size), progress)
 
     def stats(self) -> dict[str, Any]:
         """The pager's counters, and the runtime's: forwards run, and where their seconds went."""
-        self._check_open()
+        self.check_open()
         return self.pager.stats() | {
             "model_forwards": self.runner.forwards,
+            "model_rows": self.runner.rows,
+            "model_rows_used": self.runner.rows_used,
+            "speculation_forwards": self._speculation.forwards,
+            "speculation_proposed": self._speculation.proposed,
+            "speculation_accepted": self._speculation.accepted,
             "seconds_forward": self.runner.seconds,
             "seconds_attention": self.runner.attention_seconds,
             "seconds_head": self.runner.head_seconds,
         }
+
+    @property
+    def rows(self) -> int:
+        """M, the most rows of a forward."""
+        return self.row_counts.rows
+
+    def _verify(self) -> None:
+        from kvpager.verify.start import verify_engine  # which imports this module
+
+        try:
+            verify_engine(self)
+            self.pager.reset()  # what it left behind
+            self.runner = Runner(self.model, self.pager, self.row_counts)
+            self._speculation = SpeculationStats()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def closed(self) -> bool:
@@ -347,36 +535,29 @@ class Engine:
         """The session that holds a sequence, if one does."""
         return self._sessions.get(sequence.uid)
 
+    @property
+    def shares_chunks(self) -> bool:
+        """Whether prompts may start from chunks that others have computed."""
+        return self.config.exact is not False
+
+    def note_speculation(self, session: Session, proposed: int, accepted: int) -> None:
+        """Counts a forward that continued a session which speculates."""
+        one = SpeculationStats(1, proposed, accepted, 1 + accepted)
+        session.speculation += one
+        self._speculation += one
+
     def check_session(self, session: Session) -> None:
         """Raises InvalidArgumentError unless `session` is open and this engine's."""
-        self._check_open()
+        self.check_open()
         if not isinstance(session, Session) or session.engine is not self:
             raise InvalidArgumentError(f"{session!r} is no session of this engine")
         if session.closed:
             raise InvalidArgumentError("the session is closed; use engine.session() or restore()")
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises InvalidArgumentError if the engine is closed."""
         if self.closed:
             raise InvalidArgumentError("the engine is closed; make a new Engine(model, ...)")
-
-    def _end_tokens(self, eos: int | Iterable[int] | str | None) -> frozenset[int]:
-        if eos is None:
-            return frozenset()
-        if isinstance(eos, str):
-            if eos != MODEL_EOS:
-                raise InvalidArgumentError(
-                    f'eos is {eos!r}; expected token ids, None or "{MODEL_EOS}"'
-                )
-            return self._models_end_tokens()
-        ids = [eos] if isinstance(eos, int) else list(eos)
-        return frozenset(as_token_ids(ids, self.vocab_size, "eos").tolist())
-
-    def _models_end_tokens(self) -> frozenset[int]:
-        for holder in (getattr(self.model, "generation_config", None), self.model.config):
-            ids = getattr(holder, "eos_token_id", None)
-            if ids is not None:
-                return frozenset([ids] if isinstance(ids, int) else ids)
-        return frozenset()
 
 
 def _configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> PagerConfig:
@@ -395,19 +576,6 @@ def _configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> Pa
 
 def _vocab_size(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def _seeds(seed: int | Iterable[int] | None, sessions: list[Session]) -> list[int]:
-    if seed is None:
-        return [session.sampling.seed for session in sessions]
-    if isinstance(seed, int):
-        return [seed] * len(sessions)
-    seeds = list(seed)
-    if len(seeds) != len(sessions):
-        raise InvalidArgumentError(
-            f"seed has {len(seeds)} values; expected {len(sessions)}, one each"
-        )
-    return seeds
 
 
 def _session_state(

@@ -1,9 +1,8 @@
-"""Prompts into K/V, M rows at a time, of one session or of several packed together."""
+"""Prompts into K/V, of one session or of several packed together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +13,9 @@ from kvpager.errors import (
     PrefixMismatchError,
     RestoreNotConsumedError,
 )
-from kvpager.runtime.batch import Batch
-from kvpager.runtime.prefix import adopt_stored_prefix
+from kvpager.runtime.feed import Feed
+from kvpager.runtime.packing import advance
 from kvpager.runtime.progress import Progress, reporting
-from kvpager.runtime.repair import run
 from kvpager.runtime.tokens import TokenIds
 
 if TYPE_CHECKING:
@@ -25,41 +23,11 @@ if TYPE_CHECKING:
     from kvpager.runtime.session import Session
 
 
-@dataclass
-class _Feed:
-    """A whole prompt and the session it goes into."""
-
-    session: Session
-    ids: TokenIds
-
-    @property
-    def done(self) -> int:
-        return self.session.committed
-
-    def adopt(self) -> None:
-        """Before a session's first row: shares what the pager already holds of its prompt."""
-        if not self.done:
-            self.session.sequence.adopt_prefix(self.ids)
-
-    def admit(self, engine: Engine) -> None:
-        """Holds lower-tier room for the whole prompt, less what is shared; or changes nothing."""
-        empty = not self.done
-        self.adopt()
-        if empty:
-            adopt_stored_prefix(engine, self.session, self.ids)
-        try:
-            self.session.sequence.reserve(len(self.ids))
-        except BaseException:
-            if empty:
-                self.session.hold(engine.pager.sequence(salt=engine.salt))
-            raise
-
-
 def prefill_all(
     engine: Engine, prompts: Iterable[tuple[Session, TokenIds]], progress: Progress
 ) -> None:
     """Feeds every session the rest of its prompt. See `Engine.prefill_many`."""
-    feeds = [_Feed(session, ids) for session, ids in prompts]
+    feeds = [Feed(session, ids) for session, ids in prompts]
     if len({id(feed.session) for feed in feeds}) != len(feeds):
         raise InvalidArgumentError("a session is named twice; expected one prompt per session")
     for feed in feeds:
@@ -70,38 +38,27 @@ def prefill_all(
         for feed in feeds:
             feed.admit(engine)
         report(sum(feed.done for feed in feeds))
-        while pending := [feed for feed in feeds if feed.done < len(feed.ids)]:
+        while pending := [feed for feed in feeds if feed.left]:
             try:
-                _run_one(engine, pending)
-            except CapacityError:  # the pool may still hold the unsealed chunks of one
-                if len(pending) == 1:
+                advance(engine, feeds=pending)
+            except CapacityError:
+                if not _advance_one(engine, pending):
                     raise
-                _run_one(engine, pending[:1])
             report(sum(feed.done for feed in feeds))
     for feed in feeds:
         feed.session.note_used()  # also where the prompt was held already and nothing ran
 
 
-def _run_one(engine: Engine, feeds: list[_Feed]) -> None:
-    """One forward: its rows go to the first prompt, what is left over to the next."""
-    batch = Batch(engine.rows)
-    finished = []
+def _advance_one(engine: Engine, feeds: list[Feed]) -> bool:
+    """Feeds the first one whose unsealed chunks the pool can hold, if only one chunk at a time."""
     for feed in feeds:
-        if not batch.room:
-            break
-        feed.adopt()  # again: an earlier prompt of this call may have the same beginning
-        start = feed.done
-        tokens = feed.ids[start : start + batch.room]
-        if not tokens.size:
-            continue
-        rows = batch.commit(feed.session.sequence, start, tokens)
-        if start + len(tokens) == len(feed.ids):
-            batch.wanted.append(rows[-1])
-            finished.append(feed)
-    if batch.used:
-        logits = run(engine, batch)
-        for feed, row in zip(finished, logits):
-            feed.session.keep_logits(row)
+        for room in (engine.rows, engine.layout.chunk_tokens):
+            try:
+                advance(engine, feeds=[feed], room=room)
+            except CapacityError:
+                continue
+            return True
+    return False
 
 
 def check_extends(session: Session, ids: TokenIds) -> None:

@@ -17,8 +17,15 @@ def reporting(progress: Progress, label: str, total: int) -> Iterator[Callable[[
 
     progress: True for the bar, a callable (done, total), None or False for silence.
     """
-    with _reporting(progress, label, in_bytes=False) as report:
+    with reporting_work(progress, label) as report:
         yield lambda done: report(done, total)
+
+
+@contextmanager
+def reporting_work(progress: Progress, label: str) -> Iterator[Callable[[int, int], object]]:
+    """Yields a function of what is done so far and in all, which may change; as `reporting`."""
+    with _reporting(progress, label, in_bytes=False) as report:
+        yield report
 
 
 @contextmanager

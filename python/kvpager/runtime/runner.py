@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from kvpager.errors import InvalidArgumentError
-from kvpager.hf import Head, packed_inputs, running
+from kvpager.hf import Head, RowCounts, packed_inputs, running
 from kvpager.pager import Forward, Pager
 from kvpager.runtime.batch import Batch
 
@@ -33,17 +34,31 @@ class _Timed:
 class Runner:
     """The only place where the model runs. One forward at a time; a failed one commits nothing."""
 
-    def __init__(self, model: Any, pager: Pager) -> None:
+    def __init__(self, model: Any, pager: Pager, row_counts: RowCounts) -> None:
         self._decoder = model.get_decoder()
-        self._head = Head(model)
+        self._head = Head(model, row_counts.head)
         self._model = model
         self._pager = pager
+        self._counts = row_counts
         self._threads = torch.get_num_threads()
+        self._settings = _settings()
+        self._weights = [
+            tensor
+            for tensor in (*model.parameters(), *model.buffers())
+            if not tensor.is_inference()  # those have no version
+        ]
+        self._weights_version = sum(map(_VERSION, self._weights))
         self._lock = threading.Lock()
         self.forwards = 0
+        self.rows = 0  # of all forwards, padding included
+        self.rows_used = 0
         self.seconds = 0.0
         self.attention_seconds = 0.0
         self.head_seconds = 0.0
+
+    def count(self, batch: Batch) -> int:
+        """The rows a batch runs with: padded to a proven count, or exactly those it uses."""
+        return self._counts.fit(batch.used) if batch.exact else batch.used
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Commits the batch; returns logits [len(batch.wanted), vocab] in the model's dtype.
@@ -53,26 +68,35 @@ class Runner:
                 made.
             NonFiniteError, CapacityError, StorageError: from the pager. Nothing was committed.
         """
-        self._check_unchanged()
+        self.check_unchanged()
         with self._lock, torch.inference_mode():
             start = time.perf_counter()
-            tokens, positions = torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)
+            rows = self.count(batch)
+            positions, tokens = batch.positions[:rows], batch.tokens[:rows]
             with self._pager.begin(
-                batch.sequences, batch.positions, batch.tokens, batch.kinds
+                batch.sequences[:rows], positions, tokens, batch.kinds[:rows]
             ) as forward:
                 timed = _Timed(forward)
+                inputs = packed_inputs(torch.from_numpy(tokens), torch.from_numpy(positions))
                 with running(timed):
-                    output = self._decoder(**packed_inputs(tokens, positions))
+                    output = self._decoder(**inputs)
                 self.attention_seconds += timed.seconds
                 head_start = time.perf_counter()
                 logits = self._head(output[0][0], batch.wanted) if batch.wanted else torch.empty(0)
                 self.head_seconds += time.perf_counter() - head_start
-                forward.commit()
+                forward.commit(None if batch.accept is None else batch.accept(logits))
             self.forwards += 1
+            self.rows += rows
+            self.rows_used += batch.used
             self.seconds += time.perf_counter() - start
         return logits
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
+        """Raises InvalidArgumentError if something bits depend on is not as it was at the start.
+
+        Weights that are changed in place are noticed by torch's own version counters; a change
+        through `.data` or a tensor put in another's place is not.
+        """
         threads = torch.get_num_threads()
         if threads != self._threads:
             raise InvalidArgumentError(
@@ -82,3 +106,33 @@ class Runner:
             )
         if self._model.training:
             raise InvalidArgumentError("the model is in training mode; call model.eval()")
+        for name, value, then in zip(_SETTINGS, _settings(), self._settings):
+            if value != then:
+                raise InvalidArgumentError(
+                    f"{name} is {value!r}, but was {then!r} when the engine was made, and bits "
+                    "depend on it; set it back, or make a new Engine"
+                )
+        if torch.is_autocast_enabled("cpu"):
+            raise InvalidArgumentError(
+                "autocast is on, and under it the model computes other bits; leave the "
+                '`torch.autocast("cpu")` block, or use torch.autocast("cpu", enabled=False) inside'
+            )
+        if sum(map(_VERSION, self._weights)) != self._weights_version:
+            raise InvalidArgumentError(
+                "the model's weights were changed since the engine was made, and its K/V and "
+                "fingerprint are of the old ones; close it and make a new Engine(model, ...)"
+            )
+
+
+_SETTINGS = (
+    "torch.get_float32_matmul_precision()",
+    "torch.backends.mkldnn.enabled",
+    "torch.set_flush_denormal, as it was called on this thread,",
+)
+_VERSION = operator.attrgetter("_version")  # bumped by every change in place
+_DENORMAL = torch.tensor([1e-40])
+
+
+def _settings() -> tuple[str, bool, bool]:
+    flushes = (_DENORMAL * 1).item() == 0  # nothing else tells
+    return torch.get_float32_matmul_precision(), bool(torch.backends.mkldnn.enabled), flushes

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.runtime.agreement import Agreement
 from kvpager.runtime.batch import Batch
 from kvpager.runtime.progress import Progress, reporting
 from kvpager.runtime.repair import run
@@ -44,6 +45,29 @@ class Score:
         """exp(-mean)."""
         return float(np.exp(-self.mean))
 
+    def against(self, logprobs: npt.ArrayLike) -> Agreement:
+        """How far these are from log-probabilities seen before, as while the text was generated.
+
+        Args:
+            logprobs: [k] float32, of the last k tokens, 1 <= k <= n - 1.
+
+        Raises:
+            InvalidArgumentError: another shape, or numbers that are no float32.
+        """
+        seen = np.asarray(logprobs)
+        if seen.ndim != 1 or not 1 <= seen.size <= self.logprobs.size:
+            raise InvalidArgumentError(
+                f"logprobs has shape {list(seen.shape)}; expected [k] with k from 1 to "
+                f"{self.logprobs.size}, the last k of the tokens that were scored"
+            )
+        exact = seen.astype(np.float32)
+        if seen.dtype.kind != "f" or (exact.astype(seen.dtype) != seen)[~np.isnan(seen)].any():
+            raise InvalidArgumentError(
+                f"logprobs has dtype {seen.dtype} and values that are no float32; expected the "
+                "numbers as they were given: rounding them would hide a difference"
+            )
+        return Agreement.between(exact, self.logprobs[-seen.size :])
+
 
 def score_tokens(engine: Engine, ids: TokenIds, progress: Progress) -> Score:
     """See `Engine.score`."""
@@ -56,7 +80,7 @@ def score_tokens(engine: Engine, ids: TokenIds, progress: Progress) -> Score:
         sequence.reserve(len(fed))
         with reporting(progress, "score", len(fed)) as report:
             for start in range(0, len(fed), engine.rows):
-                batch = Batch(engine.rows)
+                batch = Batch(engine.rows, exact=engine.config.exact is not False)
                 rows = batch.commit(sequence, start, fed[start : start + engine.rows])
                 batch.wanted.extend(rows)
                 for row, logits in enumerate(run(engine, batch)):

@@ -6,25 +6,28 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 import torch
 
+from kvpager import _core
 from kvpager.errors import InvalidArgumentError
 from kvpager.pager import ChunkInfo, Pin, Sequence
-from kvpager.runtime.decode import read_logits
+from kvpager.runtime.cursor import Cursor, Lookahead
+from kvpager.runtime.packing import read_logits
 from kvpager.runtime.progress import Progress, reporting_bytes
 from kvpager.runtime.repair import Repairs, repairing
 from kvpager.runtime.sampling import Sampling
 from kvpager.runtime.saving import FrozenState, SaveHandle, Saves, destination
+from kvpager.runtime.speculation import Speculate, SpeculationStats
+from kvpager.runtime.stream import MODEL_EOS, EndTokens, GeneratedToken
 from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
 from kvpager.stores import SaveReport, SnapshotStore
 
 if TYPE_CHECKING:
     from kvpager.runtime.engine import Engine
 
-MODEL_EOS = "model"
 SESSION_VERSION = 1  # of what a snapshot keeps beside the K/V
 
 _Result = TypeVar("_Result")
@@ -38,6 +41,9 @@ class Session:
     and the prompt that `prefill` takes include it; `committed` does not. An operation that fails
     changes nothing, except that a prefill keeps what its earlier forwards committed: calling it
     again goes on from there.
+
+    With `exact="reuse"` there may be *owed* tokens between the two: decoded ones whose K/V are
+    computed again before a chunk is sealed or saved. Nobody has to do anything about them.
     """
 
     def __init__(
@@ -45,23 +51,20 @@ class Session:
         engine: Engine,
         sequence: Sequence,
         *,
-        pending: int | None = None,
-        logits: torch.Tensor | None = None,
         sampling: Sampling | None = None,
         restored_tokens: int = 0,
         repairs: Repairs | None = None,
     ) -> None:
         self.engine = engine
         self.sampling = sampling or Sampling()  # of the last generate(), or the restored one
+        self.speculation = SpeculationStats()  # of all generate() calls that speculated
         self.repairs = repairs or Repairs()
         self._saves = Saves()
         self._take(sequence, restored_tokens)
-        # Both hold for one committed length only, so that a commit makes them void by itself.
-        self._pending = None if pending is None else (sequence.length, pending)
-        self._logits = None if logits is None else (sequence.length, logits)
 
     def _take(self, sequence: Sequence, restored_tokens: int) -> None:
         self.sequence = sequence
+        self._cursor = Cursor(sequence)
         self.restored_tokens = restored_tokens  # positions that came from a snapshot or store
         self.restored_tokens_consumed = 0  # of those, how many have served in place of a prefill
         self._restored_left = restored_tokens
@@ -76,27 +79,28 @@ class Session:
 
     @property
     def committed(self) -> int:
-        """Positions whose K/V the pager holds."""
-        return self.sequence.length
+        """Tokens of the session whose K/V the pager holds."""
+        return self._cursor.committed
+
+    @property
+    def owed(self) -> TokenIds:
+        """Tokens after the committed ones whose K/V have to be computed again, int32; a copy."""
+        return np.array(self._cursor.owed)
 
     @property
     def pending(self) -> int | None:
         """The sampled token that no forward has taken yet."""
-        if self._pending is not None and self._pending[0] == self.committed:
-            return self._pending[1]
-        return None
+        return self._cursor.pending
 
     @property
     def tokens(self) -> TokenIds:
         """All token ids [length] int32, the pending one included; a copy."""
-        committed = self.sequence.tokens
-        pending = self.pending
-        return committed if pending is None else np.append(committed, np.int32(pending))
+        return self._cursor.tokens
 
     @property
     def length(self) -> int:
         """Number of tokens, the pending one included."""
-        return self.committed + (self.pending is not None)
+        return self._cursor.length
 
     @property
     def closed(self) -> bool:
@@ -105,7 +109,7 @@ class Session:
 
     @property
     def logits(self) -> torch.Tensor:
-        """Logits [vocab] after the last committed token, in the model's dtype; a copy.
+        """Logits [vocab] after the last token that is not pending, in the model's dtype; a copy.
 
         Those of the last forward, or computed again with one row that reads: the same bits. This
         commits no pending token, which was chosen from these logits.
@@ -143,6 +147,7 @@ class Session:
         self.engine.check_session(self)
         self.prefill(np.concatenate([self.tokens, new]), progress=progress)
 
+    @overload
     def generate(
         self,
         max_new_tokens: int,
@@ -151,9 +156,55 @@ class Session:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int | None = None,
-        eos: int | Iterable[int] | str | None = MODEL_EOS,
+        eos: EndTokens = MODEL_EOS,
         stop: Iterable[Iterable[int]] = (),
-    ) -> Iterator[int]:
+        speculate: Speculate = None,
+        logprobs: Literal[False] = False,
+    ) -> Iterator[int]: ...
+
+    @overload
+    def generate(
+        self,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        eos: EndTokens = MODEL_EOS,
+        stop: Iterable[Iterable[int]] = (),
+        speculate: Speculate = None,
+        logprobs: Literal[True],
+    ) -> Iterator[GeneratedToken]: ...
+
+    @overload
+    def generate(
+        self,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        eos: EndTokens = MODEL_EOS,
+        stop: Iterable[Iterable[int]] = (),
+        speculate: Speculate = None,
+        logprobs: bool,
+    ) -> Iterator[int] | Iterator[GeneratedToken]: ...
+
+    def generate(
+        self,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        eos: EndTokens = MODEL_EOS,
+        stop: Iterable[Iterable[int]] = (),
+        speculate: Speculate = None,
+        logprobs: bool = False,
+    ) -> Iterator[Any]:
         """Yields token ids as they are produced, each part of the session by then. Abandon at will.
 
         Args:
@@ -166,9 +217,15 @@ class Session:
             eos: token ids that end generation once produced; by default the model's; None for none.
             stop: sequences of token ids that end generation once produced, as produced by this
                 call.
+            speculate: "prompt-lookup", or a callable that returns a fresh `kvpager.Proposer`:
+                guesses that ride in the same forwards. The tokens, the state of the session after
+                each of them and every bit are the same; only the time is not. `speculation` says
+                what it was worth. Needs `exact="all"`.
+            logprobs: yield `GeneratedToken(id, logprob)` instead of ids.
 
         Raises:
-            InvalidArgumentError: at the call, for an argument out of range or an empty session.
+            InvalidArgumentError: at the call, for an argument out of range or an empty session;
+                from the iterator, for a proposer that misbehaves.
             CapacityError: at the call, if max_new_tokens more do not fit below the pool.
             NonFiniteError: from the iterator.
             CorruptSnapshotError: from the iterator, as for `prefill`; generate again to go on.
@@ -182,6 +239,8 @@ class Session:
             seed=seed,
             eos=eos,
             stop=stop,
+            speculate=speculate,
+            logprobs=logprobs,
         )
         return (token for _, token in stream)
 
@@ -192,24 +251,20 @@ class Session:
             raise InvalidArgumentError(
                 f"position is {position}; expected 0 to {self.length}, the tokens the session holds"
             )
-        if position > self.committed:
-            return
-        if position < self.committed:
-            self._repairing(lambda: self.sequence.trim(position))
-            self._logits = None
+        if position < self.length:
+            self._cursor.drop_ahead()
+            self._repairing(lambda: self._cursor.cut(position, self.engine.layout.chunk_tokens))
             self._restored_left = min(self._restored_left, position)
-        self._pending = None
 
     def fork(self) -> Session:
         """Another session with the same tokens; sealed chunks are shared, the rest is its own."""
         self.engine.check_session(self)
-        return self.engine.adopt(
-            self.sequence.fork(),
-            pending=self.pending,
-            logits=self.known_logits,
-            sampling=self.sampling,
-            repairs=self.repairs.for_fork(),
+        self._cursor.drop_ahead()
+        twin = self.engine.adopt(
+            self.sequence.fork(), sampling=self.sampling, repairs=self.repairs.for_fork()
         )
+        twin._cursor = self._cursor.over(twin.sequence)  # noqa: SLF001  # one of its own kind
+        return twin
 
     def pin(self, start: int, stop: int) -> Pin:
         """Keeps positions [start, stop) resident until the pin is released; changes no result.
@@ -218,11 +273,13 @@ class Session:
             CapacityError: says how many chunks are free to pin.
         """
         self.engine.check_session(self)
+        self._cursor.drop_ahead()
         return self._repairing(lambda: self.sequence.pin(start, stop))
 
     def ledger(self) -> list[ChunkInfo]:
         """What is known of each chunk, in logical order: where it is, its provenance, its score."""
         self.engine.check_session(self)
+        self._cursor.drop_ahead()
         return self.sequence.ledger()
 
     @overload
@@ -299,7 +356,7 @@ class Session:
             )
         state = FrozenState(
             engine=self.engine,
-            content=self._repairing(lambda: self.sequence.freeze(min(upto, self.committed))),
+            content=self._freeze(min(upto, self._cursor.told)),
             session=self.sequence.session_text(
                 {
                     "version": SESSION_VERSION,
@@ -338,36 +395,61 @@ class Session:
             return "Session(closed)"
         return f"Session(length={self.length}, restored_tokens={self.restored_tokens})"
 
-    # For the runtime. `known_logits` and `pending` answer for the present length or not at all.
+    # For the runtime.
 
     @property
     def known_logits(self) -> torch.Tensor | None:
-        """Logits after the last committed token, if a forward has left them."""
-        if self._logits is not None and self._logits[0] == self.committed:
-            return self._logits[1]
-        return None
+        """Logits after the last token that is not pending, if a forward has left them."""
+        return self._cursor.known_logits
 
     @property
     def ready(self) -> bool:
         """Whether the next token can be chosen without a forward."""
-        return self.pending is None and self.known_logits is not None
+        return self._cursor.ready
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether tokens are owed, or the pending one would seal a chunk of provisional rows."""
+        cursor = self._cursor
+        if cursor.owed.size:
+            return True
+        return cursor.pending is not None and (
+            (cursor.committed + 1) % self.engine.layout.chunk_tokens == 0
+        )
 
     def keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Remembers, in a copy, the logits after the last committed token."""
-        kept = logits.clone()
-        self._logits = (self.committed, kept)
+        kept = self._cursor.keep_logits(logits)
         self.note_used()
         return kept
 
     def sample(self, sampling: Sampling) -> int:
         """Chooses the token after the committed ones and makes it the pending one."""
-        logits = self.known_logits
-        assert logits is not None
-        assert self.pending is None
-        token = sampling.choose(logits, self.committed)
+        token = self._cursor.sample(sampling)
         self.sampling = sampling
-        self._pending = (self.committed, token)
         return token
+
+    def advance(self) -> bool:
+        """Commits the pending token without a forward, if one has already accepted it."""
+        return self._cursor.advance()
+
+    def look_ahead(self, ahead: Lookahead) -> None:
+        """What the running forward accepts beyond the pending token."""
+        self._cursor.look_ahead(ahead)
+
+    def drop_ahead(self) -> None:
+        """Forgets accepted tokens that nobody was told."""
+        self._cursor.drop_ahead()
+
+    def note_provisional(self) -> None:
+        """The next rows come from a forward of any row count."""
+        if self.engine.config.exact == "reuse":
+            self._cursor.provisional = True
+
+    def settle(self) -> None:
+        """Makes the K/V held such that exact rows may follow; what they cost is owed."""
+        self._cursor.drop_ahead()
+        self._cursor.owe_provisional(self.engine.layout.chunk_tokens)
 
     def token_at(self, position: int) -> int:
         """The committed token at a position."""
@@ -378,20 +460,30 @@ class Session:
         self._finalizer.detach()
         self.sequence.close()
         self._take(sequence, restored_tokens)
-        self._pending = self._logits = None
         self.engine.register(self)
 
     def keep_pending(self, token: int | None) -> None:
         """Makes a token the pending one: sampled after the committed ones, but not here."""
-        self._pending = None if token is None else (self.committed, token)
+        self._cursor.keep_pending(token)
 
     def note_used(self) -> None:
         """The K/V held so far have served in place of a prefill."""
         self.restored_tokens_consumed = self._restored_left
 
+    def _freeze(self, upto: int) -> _core.SnapshotContent:
+        """The first `upto` tokens as a snapshot has them; of provisional rows, in exact ones."""
+        self._cursor.drop_ahead()
+        sealed = self.committed - self.committed % self.engine.layout.chunk_tokens
+        if upto <= sealed or not (self._cursor.provisional or self._cursor.owed.size):
+            return self._repairing(lambda: self.sequence.freeze(upto))
+        with self.fork() as settled:
+            settled.trim(upto)
+            settled.prefill(settled.tokens)
+            return settled._freeze(upto)  # noqa: SLF001  # one of its own kind
+
     def _repairing(self, work: Callable[[], _Result]) -> _Result:
         return repairing(self.engine, [self.sequence], work)
 
     def _check_not_empty(self, what: str) -> None:
-        if not self.committed:
+        if not self.length:
             raise InvalidArgumentError(f"{what}: the session is empty; call prefill(ids) first")

@@ -1,0 +1,140 @@
+"""A prompt on its way into a session, and whose turn it is."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvpager.errors import CapacityError
+from kvpager.runtime.prefix import adopt_stored_prefix
+from kvpager.runtime.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from kvpager.runtime.engine import Engine
+    from kvpager.runtime.session import Session
+
+
+class Feed:
+    """All the tokens a session is to hold, and the session, which holds the first of them.
+
+    Attributes:
+        served: rows it was given, by which prompts share forwards fairly; one that joins others
+            starts with the least of theirs.
+    """
+
+    def __init__(self, session: Session, ids: TokenIds) -> None:
+        self.session = session
+        self.ids = ids
+        self.served = 0
+        self._total = len(ids)  # tokens that room is held for
+        self._fresh = not session.length  # no row of it has been computed
+        # Tokens of whole chunks in common with other prompts.
+        self._common: weakref.WeakKeyDictionary[Feed, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def done(self) -> int:
+        """Tokens whose K/V are there."""
+        return self.session.committed
+
+    @property
+    def left(self) -> int:
+        """Tokens to come."""
+        return len(self.ids) - self.done
+
+    def admit(self, engine: Engine, total_tokens: int | None = None) -> None:
+        """Holds lower-tier room for the whole prompt, less what is shared; or changes nothing.
+
+        total_tokens: hold room for so many instead.
+        """
+        session = self.session
+        empty = not self.done
+        self._total = len(self.ids) if total_tokens is None else total_tokens
+        session.settle()
+        self.adopt(engine)
+        if empty and engine.shares_chunks:
+            adopt_stored_prefix(engine, session, self.ids)
+            self._fresh = self._fresh and not session.restored_tokens
+        try:
+            session.sequence.reserve(self._total)
+        except BaseException:
+            if empty:
+                session.hold(engine.pager.sequence(salt=engine.salt))
+            raise
+
+    def adopt(self, engine: Engine) -> None:
+        """Before a session's first row: shares what the pager holds of its prompt by now."""
+        if not self._fresh or not engine.shares_chunks:
+            return
+        if not self.done:
+            self.session.sequence.adopt_prefix(self.ids)
+        elif self._common and max(self._common.values()) > self.done:
+            self._adopt_more(engine)
+
+    def start(self) -> None:
+        """Its first row is about to be computed: from here on nothing can be shared."""
+        self._fresh = False
+
+    def waits_for(self, other: Feed, chunk_tokens: int) -> bool:
+        """Whether `other` is about to compute chunks that this one can then share."""
+        if not self._fresh:
+            return False
+        if other not in self._common:
+            self._common[other] = self._whole_chunks_in_common(other, chunk_tokens)
+        common = self._common[other]
+        return common > 0 and common > max(self.done, other.done)
+
+    def _whole_chunks_in_common(self, other: Feed, size: int) -> int:
+        if self.session.sequence.salt != other.session.sequence.salt:
+            return 0
+        n = min(len(self.ids), len(other.ids))
+        if n < size or (self.ids[:size] != other.ids[:size]).any():
+            return 0
+        different = np.flatnonzero(self.ids[:n] != other.ids[:n])
+        return (int(different[0]) if different.size else n) // size * size
+
+    def _adopt_more(self, engine: Engine) -> None:
+        """In a sequence of its own, because only an empty one can adopt."""
+        longer = engine.pager.sequence(salt=self.session.sequence.salt)
+        try:
+            if longer.adopt_prefix(self.ids) > self.done:
+                longer.reserve(self._total)
+                self.session.hold(longer)
+                return
+        except CapacityError:  # both cannot hold their room at once: computing it is as good
+            pass
+        longer.close()
+
+
+def runnable(feeds: Iterable[Feed], chunk_tokens: int) -> list[Feed]:
+    """Those of unfinished prompts that none before them spares the work by waiting a little."""
+    chosen: list[Feed] = []
+    before: list[Feed] = []
+    for feed in feeds:
+        if not any(feed.waits_for(other, chunk_tokens) for other in before):
+            chosen.append(feed)
+        before.append(feed)
+    return chosen
+
+
+def share_rows(feeds: Iterable[Feed], room: int, chunk_tokens: int) -> list[tuple[Feed, int]]:
+    """How many of `room` rows each prompt gets: up to the end of its chunk, then the next prompt.
+
+    The one served least comes first; when all have had their chunk it goes round. Prompts end at
+    chunk boundaries where they can, so that waiting for the next forward costs them no open chunk.
+    """
+    granted: dict[int, int] = {}
+    waiting = deque(sorted(feeds, key=lambda feed: feed.served))
+    order = list(waiting)
+    while room and waiting:
+        feed = waiting.popleft()
+        had = granted.get(id(feed), 0)
+        rows = min(room, feed.left - had, chunk_tokens - (feed.done + had) % chunk_tokens)
+        granted[id(feed)] = had + rows
+        room -= rows
+        if had + rows < feed.left:
+            waiting.append(feed)
+    return [(feed, granted[id(feed)]) for feed in order if granted.get(id(feed))]

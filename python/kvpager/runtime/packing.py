@@ -1,0 +1,243 @@
+"""What one forward is made of: decode rows first, then prompts, then speculation.
+
+The only place that puts sessions' rows together. A row's bits do not depend on its company, so the
+order is a matter of speed and fairness alone: a token somebody waits for goes before the next piece
+of a prompt, and a guess takes what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvpager import pager
+from kvpager.errors import NonFiniteError
+from kvpager.runtime.batch import Batch
+from kvpager.runtime.cursor import Lookahead
+from kvpager.runtime.feed import Feed, runnable, share_rows
+from kvpager.runtime.repair import run
+from kvpager.runtime.sampling import Sampling
+
+if TYPE_CHECKING:
+    from kvpager.runtime.engine import Engine
+    from kvpager.runtime.session import Session
+    from kvpager.runtime.stream import Stream
+
+
+def advance(
+    engine: Engine,
+    streams: Iterable[Stream] = (),
+    feeds: Iterable[Feed] = (),
+    *,
+    room: int | None = None,
+) -> None:
+    """One forward, after which the streams it held are ready and the prompts further on.
+
+    Streams that need no forward are left alone; if nothing needs one, none runs. With
+    `exact="reuse"` decode rows have a forward of their own, which comes first.
+
+    Args:
+        engine: whose model and pager.
+        streams: of different sessions, of which at most `engine.rows` need a row.
+        feeds: unfinished prompts, admitted, of other sessions.
+        room: most rows for prompts; None: what decode leaves.
+
+    Raises:
+        PagerError: from the pager, a proposer or a closed session. Sessions are as they were.
+    """
+    provisional = engine.config.exact == "reuse"
+    decode = Packing(engine, exact=not provisional and engine.config.exact is not False)
+    exact = Packing(engine, exact=True) if provisional else decode
+    settling = []
+    for stream in streams:
+        session = stream.session
+        engine.check_session(session)
+        if session.advance() or session.ready:
+            continue
+        session.drop_ahead()
+        if provisional and session.must_settle:
+            session.settle()
+            settling.append(Feed(session, session.tokens))
+        else:
+            decode.decode(session, stream)
+    if exact is not decode and decode.used:
+        decode.run()
+    exact.feed(settling, None)
+    exact.feed(runnable(feeds, engine.layout.chunk_tokens), room)
+    if engine.config.exact == "all":
+        exact.speculate()
+    if exact.used:
+        exact.run()
+
+
+def read_logits(engine: Engine, session: Session) -> torch.Tensor:
+    """Logits after the session's last token that is not pending; what is pending stays so."""
+    session.settle()
+    while (known := session.known_logits) is None:
+        packing = Packing(engine, exact=engine.config.exact is not False)
+        owed = session.owed
+        if owed.size:
+            packing.feed([Feed(session, session.tokens[: session.committed + len(owed)])], None)
+        else:
+            packing.read(session)
+        packing.run()
+    return known
+
+
+@dataclass
+class _Share:
+    """One session's rows in a forward whose logits are wanted: the first of them, and guesses."""
+
+    session: Session
+    row: int
+    stream: Stream | None = None
+    position: int = 0  # of the first row
+    guess: list[int] = field(default_factory=list)  # tokens of further rows
+    guess_rows: range = range(0)
+    accepted: int = 0
+
+
+class Packing:
+    """The rows of one forward, and what each is for."""
+
+    def __init__(self, engine: Engine, *, exact: bool) -> None:
+        self._engine = engine
+        self._batch = Batch(engine.rows, exact=exact)
+        self._shares: list[_Share] = []
+        self._committed: dict[Session, int] = {}
+        self._fed: list[tuple[Feed, int]] = []
+
+    @property
+    def used(self) -> int:
+        """Rows that are taken."""
+        return self._batch.used
+
+    def decode(self, session: Session, stream: Stream | None = None) -> None:
+        """A row that commits the pending token; without one, a row that reads the last logits."""
+        pending = session.pending
+        if pending is None:
+            self.read(session)
+            return
+        position = session.committed
+        token = np.array([pending], dtype=np.int32)
+        row = self._batch.commit(session.sequence, position, token)[0]
+        self._committed[session] = 1
+        self._shares.append(_Share(session, row, stream, position))
+
+    def read(self, session: Session) -> None:
+        """A row that reads: the logits after the session's last committed token."""
+        last = session.committed - 1
+        row = self._batch.read(session.sequence, last, session.token_at(last))[0]
+        self._shares.append(_Share(session, row))
+
+    def feed(self, feeds: Sequence[Feed], room: int | None) -> None:
+        """The next rows of prompts, shared fairly; of a prompt's last row the logits are kept."""
+        for feed in feeds:
+            feed.adopt(self._engine)
+        room = self._batch.room if room is None else min(room, self._batch.room)
+        for feed, count in share_rows(feeds, room, self._engine.layout.chunk_tokens):
+            session, start = feed.session, feed.done
+            rows = self._batch.commit(session.sequence, start, feed.ids[start : start + count])
+            self._committed[session] = count
+            self._fed.append((feed, count))
+            if start + count == len(feed.ids):
+                self._shares.append(_Share(session, rows[-1]))
+
+    def speculate(self) -> None:
+        """Guesses at what follows each pending token, while there is room.
+
+        They stay inside the chunk of the pending token and never fill it: so a guess takes no
+        block, seals nothing, and can be dropped whenever that is needed.
+        """
+        size = self._engine.layout.chunk_tokens
+        guessing = [
+            (share, share.stream, share.stream.speculation)
+            for share in self._shares
+            if share.stream is not None and share.stream.speculation is not None
+        ]
+        for share, stream, speculation in sorted(guessing, key=lambda one: one[2].stats.proposed):
+            next_chunk = (share.position // size + 1) * size
+            room = min(self._batch.room, stream.remaining - 1, next_chunk - share.position - 2)
+            if room <= 0:
+                continue
+            share.guess = speculation.propose(
+                share.session.tokens,
+                room=room,
+                used=self._batch.used,
+                fit=self._engine.row_counts.fit,
+            )
+            if share.guess:
+                share.guess_rows = self._batch.commit(
+                    share.session.sequence,
+                    share.position + 1,
+                    np.array(share.guess, dtype=np.int32),
+                )
+                self._committed[share.session] += len(share.guess)
+                self._batch.accept = self._accept
+
+    def run(self) -> None:
+        """Runs it. Whatever is raised, each session is as it was."""
+        batch, engine = self._batch, self._engine
+        for share in self._shares:
+            batch.wanted.append(share.row)
+            batch.wanted.extend(share.guess_rows)
+        if not batch.exact and batch.used not in engine.row_counts.ladder:
+            for session in self._committed:
+                session.note_provisional()
+        for feed, _ in self._fed:
+            feed.start()
+        logits = run(engine, batch)
+        at = 0
+        for share in self._shares:
+            share.session.keep_logits(logits[at])
+            at += 1 + len(share.guess)
+            if share.stream is not None and share.stream.speculation is not None:
+                share.stream.speculation.observe(len(share.guess), share.accepted)
+                engine.note_speculation(share.session, len(share.guess), share.accepted)
+        for feed, count in self._fed:
+            feed.served += count
+
+    def _accept(self, logits: torch.Tensor) -> Mapping[pager.Sequence, int]:
+        """How many rows of each sequence are kept: of guesses, those that sampling confirms.
+
+        They are told to the session before the commit, so that whatever interrupts what follows
+        finds them ahead of the text, and never in it.
+        """
+        kept = {session.sequence: count for session, count in self._committed.items()}
+        at = 0
+        for share in self._shares:
+            rows = logits[at : at + 1 + len(share.guess)]
+            at += len(rows)
+            if share.guess:
+                assert share.stream is not None
+                share.accepted = _confirmed(share, rows, share.stream.sampling)
+                kept[share.session.sequence] = 1 + share.accepted
+        return kept
+
+
+def _confirmed(share: _Share, logits: torch.Tensor, sampling: Sampling) -> int:
+    """How many guesses are what would be sampled after the rows before them."""
+    accepted = 0
+    first = share.position + 1
+    try:
+        while accepted < len(share.guess):
+            token = sampling.choose(logits[accepted], first + accepted)
+            if token != share.guess[accepted]:
+                break
+            accepted += 1
+    except NonFiniteError:  # raised again where the token is due
+        pass
+    if accepted:
+        share.session.look_ahead(
+            Lookahead(
+                start=first,
+                tokens=tuple(share.guess[:accepted]),
+                logits=logits[1 : 1 + accepted].clone(),
+                sampling=sampling,
+            )
+        )
+    return accepted

@@ -1,0 +1,72 @@
+"""How many tokens to propose: many where text repeats, none where proposing them never pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+# Beside the reading of all weights, which is 1; between those measured for small and large models,
+# short and long texts. They decide how fast it goes and nothing else.
+_ROW_COST = 1 / 32  # a further row of a forward, were it padding
+_TOKEN_COST = 1 / 16  # a proposed token: its attention, its logits, its removal when refused
+
+_MEMORY = 0.7  # of what was seen, how much weighs after another proposal
+_MOST = 128  # tokens of one proposal
+_TRIAL = 4  # tokens of one that is to find out whether it pays again
+_FIRST_WAIT, _LONGEST_WAIT = 4, 64  # forwards between trials; doubles while they fail
+
+
+class ProposalLength:
+    """Chooses the number of tokens that makes a forward's tokens per cost largest.
+
+    A proposed token is taken to be accepted with probability a if all before it were, so that k of
+    them give a + a^2 + ... + a^k; a follows what was accepted lately. Where none pays, nothing is
+    proposed but a trial now and then. A pure function of what was observed: no clock is read.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = self._refused = 1.0  # with no experience: every other one
+        self._waited, self._wait = 0, _FIRST_WAIT
+
+    @property
+    def acceptance(self) -> float:
+        """The probability a."""
+        return self._accepted / (self._accepted + self._refused)
+
+    def choose(self, *, room: int, used: int, fit: Callable[[int], int]) -> int:
+        """Tokens to propose now.
+
+        Args:
+            room: most there may be.
+            used: rows that the forward has without them.
+            fit: rows that a forward of so many used ones is run with.
+        """
+        if room <= 0:
+            return 0
+        best = self._best(min(room, _MOST), used, fit)
+        if best or self._waited >= self._wait:
+            return best or min(room, _TRIAL, max(1, fit(used) - used))
+        self._waited += 1
+        return 0
+
+    def _best(self, most: int, used: int, fit: Callable[[int], int]) -> int:
+        best, best_rate = 0, used / (1 + _ROW_COST * fit(used))
+        expected, chance = float(used), 1.0
+        for count in range(1, most + 1):
+            chance *= self.acceptance
+            expected += chance
+            rate = expected / (1 + _ROW_COST * fit(used + count) + _TOKEN_COST * count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+            if chance <= _TOKEN_COST * rate:  # from here on a token costs more than it gives
+                break
+        return best
+
+    def observe(self, proposed: int, accepted: int) -> None:
+        """Learns what became of a proposal; of `accepted` < `proposed`, the next was refused."""
+        if not proposed:
+            return
+        self._accepted = _MEMORY * self._accepted + accepted
+        self._refused = _MEMORY * self._refused + (accepted < proposed)
+        failed_trial = self._waited >= self._wait and not accepted
+        self._wait = min(_LONGEST_WAIT, 2 * self._wait) if failed_trial else _FIRST_WAIT
+        self._waited = 0

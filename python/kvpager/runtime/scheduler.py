@@ -1,0 +1,375 @@
+"""Many requests through common forwards: admission, turns, cancellation, and one's error alone."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kvpager.errors import (
+    CapacityError,
+    CorruptSnapshotError,
+    InvalidArgumentError,
+    NonFiniteError,
+    PagerError,
+    StorageError,
+    UnsupportedModelError,
+)
+from kvpager.runtime.feed import runnable
+from kvpager.runtime.packing import advance
+from kvpager.runtime.request import OnToken, Request, Token
+from kvpager.runtime.session import Session
+from kvpager.runtime.speculation import Speculate
+from kvpager.runtime.stream import MODEL_EOS, EndTokens, Generation
+from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
+
+if TYPE_CHECKING:
+    from kvpager.runtime.engine import Engine
+
+# What one request can be the cause of, so that it alone ends with it.
+_ITS_OWN = (NonFiniteError, CorruptSnapshotError, StorageError, InvalidArgumentError)
+
+
+class Scheduler:
+    """Runs requests together, a forward at a time; made by `Engine.scheduler`.
+
+    Every forward holds a row of each decoding request (in turns, if there are more than rows), then
+    rows of prompts, shared fairly, then speculation. What is packed with a request changes no bit
+    of it. Requests are admitted in the order of their submission, while the tiers below the pool
+    can hold all that they may produce, and the pool their unsealed chunks; one whose tokens do not
+    fit even alone ends with CapacityError.
+
+    `submit` and `Request.cancel` may be called from any thread, `step` by one at a time.
+
+    Example:
+        >>> with engine.scheduler() as scheduler:
+        ...     request = scheduler.submit(ids, 100)
+        ...     while not scheduler.idle:
+        ...         for request, token in scheduler.step():
+        ...             print(request.index, token)
+    """
+
+    def __init__(self, engine: Engine, max_sessions: int | None = None) -> None:
+        """`max_sessions`: most requests that run at once; by default one per row of a forward."""
+        if max_sessions is not None and (type(max_sessions) is not int or max_sessions < 1):
+            raise InvalidArgumentError(
+                f"max_sessions is {max_sessions!r}; expected an integer, 1 or more, or None"
+            )
+        self._engine = engine
+        self._limit = min(
+            engine.rows if max_sessions is None else max_sessions, _open_chunks(engine)
+        )
+        self._waiting: deque[Request] = deque()
+        self._prefilling: list[Request] = []
+        self._decoding: deque[Request] = deque()
+        self._unfinished: dict[int, Request] = {}  # by index
+        self._submitted = 0
+        self._full = False  # one had to give its chunks up: nobody is admitted until one ends
+        self._past = 0  # tokens that finished requests computed
+        self._planned = 0  # tokens that the others may take
+        self._cancelled: deque[Request] = deque()
+        self._blocked: list[tuple[Request, CapacityError]] = []  # of this step
+        self._stepping = threading.Lock()
+        self._queues = threading.Lock()  # others submit while one steps
+
+    def submit(
+        self,
+        prompt: TokenIdsLike | Session,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        eos: EndTokens = MODEL_EOS,
+        stop: Iterable[Iterable[int]] = (),
+        speculate: Speculate = None,
+        logprobs: bool = False,
+        keep_session: bool = False,
+        on_token: OnToken | None = None,
+    ) -> Request:
+        """Queues a prompt; nothing is computed before `step`.
+
+        Args:
+            prompt: token ids, [n] or [1, n], or a session that is to go on.
+            max_new_tokens: as for `Session.generate`, like all up to `logprobs`.
+            temperature: likewise.
+            top_k: likewise.
+            top_p: likewise.
+            seed: likewise; by default a given session's, or 0.
+            eos: likewise.
+            stop: likewise.
+            speculate: likewise.
+            logprobs: likewise.
+            keep_session: leave the session that is made for the prompt open, for the completion.
+            on_token: called with (request, token) as each token is produced; it may cancel.
+
+        Raises:
+            InvalidArgumentError: an argument cannot be, or the session is in another request.
+        """
+        generation = Generation.checked(
+            self._engine,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos=eos,
+            stop=stop,
+            speculate=speculate,
+            logprobs=logprobs,
+        )
+        return self.queue(prompt, generation, seed, keep_session=keep_session, on_token=on_token)
+
+    def queue(
+        self,
+        prompt: TokenIdsLike | Session,
+        generation: Generation,
+        seed: int | None,
+        *,
+        keep_session: bool,
+        on_token: OnToken | None,
+        name: str = "prompt",
+    ) -> Request:
+        """`submit`, with arguments that were checked already; `name` is the prompt's in errors."""
+        engine = self._engine
+        checked: TokenIds | Session
+        if isinstance(prompt, Session):
+            engine.check_session(prompt)
+            if not prompt.length:
+                raise InvalidArgumentError(
+                    f"{name}: the session is empty; give token ids, or call prefill(ids) first"
+                )
+            seed = prompt.sampling.seed if seed is None else seed
+            checked = prompt
+        else:
+            engine.check_open()
+            seed = 0 if seed is None else seed
+            checked = as_token_ids(prompt, engine.vocab_size, name)
+        generation.sampling_with(seed)  # refuses a seed that cannot be
+        if on_token is not None and not callable(on_token):
+            raise InvalidArgumentError(
+                f"on_token is {on_token!r}; expected a callable (request, token)"
+            )
+        with self._queues:
+            if isinstance(checked, Session) and any(
+                request.given_session is checked for request in self._unfinished.values()
+            ):
+                raise InvalidArgumentError(
+                    f"{name}: the session is in another request of this scheduler; give a fork"
+                )
+            request = Request(
+                self._submitted,
+                checked,
+                generation,
+                seed,
+                keep_session=keep_session,
+                on_token=on_token,
+                cancelled=self._cancelled,
+            )
+            self._submitted += 1
+            self._planned += request.planned
+            self._unfinished[request.index] = request
+            self._waiting.append(request)
+        return request
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request is finished."""
+        return not (self._waiting or self._prefilling or self._decoding)
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """Tokens done and tokens in all, prompts included, of everything submitted so far."""
+        running = sum(request.done for request in (*self._prefilling, *self._decoding))
+        return self._past + running, self._past + self._planned
+
+    def step(self) -> list[tuple[Request, Token]]:
+        """One forward and what goes with it; returns the tokens it brought, in order.
+
+        With speculation a request may have several. What is one request's fault ends that request,
+        with finish "error". Requests that end have a `completion` when this returns.
+
+        Raises:
+            InvalidArgumentError: the engine is closed, torch's threads were changed, or another
+                step runs. Exceptions of the model and of `on_token` come through as well. Stepping
+                again goes on.
+        """
+        with self._alone():
+            self._engine.runner.check_unchanged()
+            self._reap()
+            self._admit()
+            turn = list(islice(self._decoding, self._engine.rows))
+            self._decoding.rotate(-len(turn))
+            size = self._engine.layout.chunk_tokens
+            chosen = runnable((request.feed for request in self._prefilling), size)
+            prompts = [request for request in self._prefilling if request.feed in chosen]
+            self._blocked.clear()
+            if (turn or prompts) and not self._forward(turn, prompts):
+                self._make_room()
+            for request in [request for request in self._prefilling if not request.feed.left]:
+                self._prefilling.remove(request)
+                request.fed()
+                self._decoding.append(request)
+                turn.append(request)
+            return [(request, token) for request in turn for token in self._tell(request)]
+
+    def close(self) -> None:
+        """Cancels what is not finished; sessions that were made for it are closed."""
+        for request in list(self._unfinished.values()):
+            self._finish(request, "cancelled")
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._engine.check_open()
+        if not self._stepping.acquire(blocking=False):
+            raise InvalidArgumentError("step: another step of this scheduler is running")
+        try:
+            yield
+        finally:
+            self._stepping.release()
+
+    def _reap(self) -> None:
+        """Ends what was cancelled, or was told its last token when something interrupted."""
+        while self._cancelled:
+            self._finish(self._cancelled.popleft(), "cancelled")
+        for request in list(self._decoding):
+            if request.stream.finish is not None:
+                self._finish(request, request.stream.finish)
+
+    def _admit(self) -> None:
+        """First come, first served: nobody overtakes one that waits for room."""
+        while self._waiting:
+            running = len(self._prefilling) + len(self._decoding)
+            if running and (self._full or running >= self._limit):
+                return
+            request = self._waiting[0]
+            try:
+                request.admit(self._engine)
+            except CapacityError as error:
+                if running:
+                    return
+                self._finish(request, "error", error)
+            except _ITS_OWN as error:
+                self._finish(request, "error", error)
+            else:
+                self._waiting.popleft()
+                if request.state == "prefilling":
+                    request.feed.served = min(
+                        (other.feed.served for other in self._prefilling), default=0
+                    )
+                    self._prefilling.append(request)
+                else:
+                    self._decoding.append(request)
+
+    def _forward(
+        self, decoding: list[Request], prompts: list[Request], room: int | None = None
+    ) -> bool:
+        """Advances these: together, or apart where they cannot. False if nothing came of it."""
+        try:
+            advance(
+                self._engine,
+                [request.stream for request in decoding],
+                [request.feed for request in prompts],
+                room=room,
+            )
+        except CapacityError as error:
+            if len(decoding) + len(prompts) > 1:
+                return self._apart(decoding, prompts)
+            if prompts and room is None:
+                return self._forward([], prompts, self._engine.layout.chunk_tokens)
+            self._blocked.append(((decoding or prompts)[0], error))
+            return False
+        except UnsupportedModelError:
+            raise
+        except _ITS_OWN as error:
+            if len(decoding) + len(prompts) > 1:
+                return self._apart(decoding, prompts)
+            self._finish((decoding or prompts)[0], "error", error)
+        return True
+
+    def _apart(self, decoding: list[Request], prompts: list[Request]) -> bool:
+        """In two forwards, decode first; so one that fails is found in a few."""
+        if decoding and prompts:
+            parts = [(decoding, []), ([], prompts)]
+        elif decoding:
+            half = len(decoding) // 2
+            parts = [(decoding[:half], []), (decoding[half:], [])]
+        else:
+            half = len(prompts) // 2
+            parts = [([], prompts[:half]), ([], prompts[half:])]
+        done = [self._forward(*part) for part in parts]
+        return any(done)
+
+    def _make_room(self) -> None:
+        """Nothing fits: the last one admitted gives its chunks up, and waits again."""
+        running = sorted([*self._prefilling, *self._decoding], key=lambda request: request.index)
+        if len(running) > 1:
+            for request in reversed(running):
+                if request.suspend():
+                    with self._queues:
+                        self._remove(request)
+                        self._waiting.appendleft(request)
+                    self._full = True
+                    return
+        request, error = self._blocked[-1]
+        self._finish(request, "error", error)
+
+    def _tell(self, request: Request) -> Iterator[Token]:
+        """Samples and hands out what a forward has made ready of one request."""
+        while request.state == "decoding" and request.stream.live:
+            session = request.stream.session
+            if session.closed or not session.ready:
+                return
+            if request.cancelled:
+                break
+            try:
+                token = request.sample()
+            except NonFiniteError as error:
+                self._finish(request, "error", error)
+                return
+            request.tell(token)
+            yield token
+            if request.stream.live and not session.closed:
+                session.advance()
+        if request.state == "decoding":
+            self._finish(request, request.stream.finish or "cancelled")
+
+    def _finish(self, request: Request, reason: str, error: PagerError | None = None) -> None:
+        if request.completion is not None:
+            return
+        with self._queues:
+            self._remove(request)
+        request.finish(reason, error)
+        with self._queues:
+            self._past += request.done
+            self._planned -= request.planned
+            self._unfinished.pop(request.index, None)
+        self._full = False
+
+    def _remove(self, request: Request) -> None:
+        for queue in (self._decoding, self._prefilling, self._waiting):
+            if request in queue:
+                queue.remove(request)
+                return
+
+
+def _open_chunks(engine: Engine) -> int:
+    """How many sessions' unsealed chunks the pool holds beside what a forward needs; 1 at least."""
+    size = engine.layout.chunk_tokens
+    forward = -(-(size - 1 + engine.rows) // size)
+    return max(1, engine.config.pool_blocks - forward)

@@ -1,0 +1,169 @@
+"""What a generation was asked for, and one session's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.runtime.sampling import Sampling, log_probability
+from kvpager.runtime.speculation import Speculate, Speculation, resolve_speculation
+from kvpager.runtime.tokens import as_token_ids
+
+if TYPE_CHECKING:
+    from kvpager.runtime.engine import Engine
+    from kvpager.runtime.session import Session
+
+MODEL_EOS = "model"
+
+EndTokens: TypeAlias = int | Iterable[int] | str | None
+
+
+class GeneratedToken(NamedTuple):
+    """A token, and its log-probability (natural) as the model's raw logits have it.
+
+    Sampling options do not enter. The number is a float32, the one that `Engine.score` gives.
+    """
+
+    id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The checked arguments of `Session.generate`, `Engine.run` and their like."""
+
+    max_new_tokens: int
+    sampling: Sampling  # seed 0: each stream has its own
+    eos: frozenset[int]
+    stop: tuple[tuple[int, ...], ...]
+    speculation: Callable[[], Speculation] | None
+    logprobs: bool
+
+    @classmethod
+    def checked(
+        cls,
+        engine: Engine,
+        max_new_tokens: int,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        eos: EndTokens,
+        stop: Iterable[Iterable[int]],
+        speculate: Speculate,
+        logprobs: bool,
+    ) -> Generation:
+        """Raises InvalidArgumentError for an argument that cannot be."""
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise InvalidArgumentError(
+                f"max_new_tokens is {max_new_tokens!r}; expected an integer, 1 or more"
+            )
+        if not isinstance(logprobs, bool):
+            raise InvalidArgumentError(f"logprobs is {logprobs!r}; expected True or False")
+        return cls(
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature, top_k, top_p),
+            eos=_end_tokens(engine, eos),
+            stop=tuple(
+                tuple(as_token_ids(list(part), engine.vocab_size, f"stop[{i}]").tolist())
+                for i, part in enumerate(stop)
+            ),
+            speculation=resolve_speculation(
+                speculate, vocab_size=engine.vocab_size, exact=engine.config.exact
+            ),
+            logprobs=logprobs,
+        )
+
+    def sampling_with(self, seed: int) -> Sampling:
+        """How tokens are chosen, with a stream's own seed. Raises InvalidArgumentError."""
+        return replace(self.sampling, seed=seed)
+
+    def stream(self, session: Session, seed: int) -> Stream:
+        """One session's part, before its first token."""
+        return Stream(
+            session=session,
+            sampling=self.sampling_with(seed),
+            remaining=self.max_new_tokens,
+            eos=self.eos,
+            stop=self.stop,
+            speculation=self.speculation() if self.speculation is not None else None,
+            logprobs=self.logprobs,
+        )
+
+
+@dataclass
+class Stream:
+    """One session's generation: what is left of its budget and when it ends before."""
+
+    session: Session
+    sampling: Sampling
+    remaining: int
+    eos: frozenset[int]
+    stop: tuple[tuple[int, ...], ...]
+    speculation: Speculation | None
+    logprobs: bool
+    produced: list[int] = field(default_factory=list)
+
+    @property
+    def finish(self) -> str | None:
+        """Why no token is to come any more: "eos", "stop" or "length"; None while some are."""
+        if self.produced:
+            if self.produced[-1] in self.eos:
+                return "eos"
+            for stop in self.stop:
+                if tuple(self.produced[-len(stop) :]) == stop:
+                    return "stop"
+        return None if self.remaining > 0 else "length"
+
+    @property
+    def live(self) -> bool:
+        """Whether another token is to come."""
+        return self.finish is None
+
+    def sample(self) -> int | GeneratedToken:
+        """The next token; from here on it is the session's pending one."""
+        logits = self.session.known_logits
+        token = self.session.sample(self.sampling)
+        self.produced.append(token)
+        self.remaining -= 1
+        if not self.logprobs:
+            return token
+        assert logits is not None
+        return GeneratedToken(token, float(np.float32(log_probability(logits, token))))
+
+
+def seeds_of(seed: int | Iterable[int] | None, defaults: list[int]) -> list[int]:
+    """One seed for each of `defaults`: these, the one given for all, or the ones given."""
+    if seed is None:
+        return defaults
+    if isinstance(seed, int):
+        return [seed] * len(defaults)
+    seeds = list(seed)
+    if len(seeds) != len(defaults):
+        raise InvalidArgumentError(
+            f"seed has {len(seeds)} values; expected {len(defaults)}, one each"
+        )
+    return seeds
+
+
+def _end_tokens(engine: Engine, eos: EndTokens) -> frozenset[int]:
+    if eos is None:
+        return frozenset()
+    if isinstance(eos, str):
+        if eos != MODEL_EOS:
+            raise InvalidArgumentError(f'eos is {eos!r}; expected token ids, None or "{MODEL_EOS}"')
+        return _models_end_tokens(engine.model)
+    ids = [eos] if isinstance(eos, int) else list(eos)
+    return frozenset(as_token_ids(ids, engine.vocab_size, "eos").tolist())
+
+
+def _models_end_tokens(model: Any) -> frozenset[int]:
+    for holder in (getattr(model, "generation_config", None), model.config):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -1,0 +1,374 @@
+"""Many prompts at once: each gets what it would have alone, and nobody pays for another's fault."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from apart import Oracle, alone, apart, ids_of, logprob_bits
+from bits import assert_same_session
+from reference_models import CHUNK, VOCAB, build, make_engine, prompt
+
+from kvpager import CapacityError, InvalidArgumentError, NonFiniteError
+
+LENGTHS = (5, 70, 1, 121, 33, 16, 48, 90)
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen3")
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    with make_engine(model, pool_tokens=1024) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def references(engine, prompts):
+    """Of each prompt: the session that ran it alone, and its tokens."""
+    return [alone(engine, ids, NEW, temperature=1.0, seed=seed) for seed, ids in enumerate(prompts)]
+
+
+def run(engine, prompts, **options):
+    settings = {"temperature": 1.0, "seed": range(len(prompts)), "eos": None, "logprobs": True}
+    return engine.run(prompts, NEW, **{**settings, **options})
+
+
+def assert_as_alone(completions, references, finish="length"):
+    assert [completion.index for completion in completions] == list(range(len(references)))
+    for completion, (_, tokens) in zip(completions, references):
+        assert completion.finish == finish, completion.error
+        assert completion.tokens.dtype == np.int32
+        assert completion.tokens.tolist() == ids_of(tokens)
+        assert completion.logprobs.dtype == np.float32
+        assert completion.logprobs.tobytes() == logprob_bits(tokens)
+
+
+@pytest.mark.parametrize("max_sessions", [1, 3, None])
+@pytest.mark.parametrize("speculate", [None, "prompt-lookup"])
+def test_every_prompt_gets_the_bits_it_has_alone(
+    engine, prompts, references, max_sessions, speculate
+):
+    completions = run(
+        engine, prompts, max_sessions=max_sessions, speculate=speculate, keep_sessions=True
+    )
+    assert_as_alone(completions, references)
+    for completion, (session, _) in zip(completions, references):
+        assert_same_session(completion.session, session, f"prompt {completion.index}")
+        completion.session.close()
+
+
+@pytest.mark.parametrize("options", [{"pool_tokens": 64}, {"host_bytes": "480KiB"}], ids=str)
+def test_a_pool_or_budget_for_one_at_a_time_gives_the_same_tokens(
+    model, prompts, references, options, closing
+):
+    engine = closing(make_engine(model, **options))
+    assert_as_alone(run(engine, prompts), references)
+    stats = engine.stats()
+    assert stats["sequences"] == stats["open_blocks"] == stats["reserved_chunks"] == 0
+
+
+def test_without_a_lower_tier_prompts_wait_for_one_anothers_blocks(model, closing):
+    """Without a lower tier nothing leaves the pool, so that two long prompts cannot share it."""
+    engine = closing(make_engine(model, pool_tokens=128, host_bytes=0))
+    prompts = [prompt(40, seed) for seed in range(4)]
+    completions = engine.run(prompts, 24, eos=None, logprobs=True)
+    apart_engine = closing(make_engine(model))
+    assert_as_alone(completions, [alone(apart_engine, ids, 24) for ids in prompts])
+    assert engine.stats()["open_blocks"] == 0
+
+
+def test_a_prompt_that_can_never_fit_fails_alone(model, prompts, references, closing):
+    engine = closing(make_engine(model, host_bytes="480KiB"))
+    completions = run(engine, [*prompts, prompt(2000)], seed=[*range(len(prompts)), 0])
+    assert_as_alone(completions[:-1], references)
+    assert completions[-1].finish == "error"
+    assert isinstance(completions[-1].error, CapacityError)
+    assert "bytes" in str(completions[-1].error)
+    assert completions[-1].tokens.size == 0
+    assert completions[-1].session is None
+    assert engine.stats()["sequences"] == 0
+
+
+def test_prompts_with_a_common_beginning_compute_it_once(engine):
+    beginning = prompt(10 * CHUNK, seed=77)
+    prompts = [np.append(beginning, prompt(5, seed)) for seed in range(6)]
+    before = engine.stats()
+    completions = engine.run(prompts, 4, eos=None, logprobs=True)
+    after = engine.stats()
+    assert after["prefix_tokens_reused"] - before["prefix_tokens_reused"] == 5 * 10 * CHUNK
+    assert after["rows_committed"] - before["rows_committed"] == 10 * CHUNK + 6 * (5 + 3)
+    assert_as_alone(completions, [alone(engine, ids, 4) for ids in prompts])
+
+
+def test_sessions_go_on_beside_prompts(engine, prompts):
+    expected, tokens = alone(engine, prompts[1], NEW, temperature=1.0, seed=5)
+    reserved = engine.stats()["reserved_chunks"]
+    session = apart(engine)
+    session.prefill(prompts[1])
+    first = list(session.generate(4, temperature=1.0, seed=5, eos=None))
+    completions = engine.run(
+        [prompts[0], session, prompts[3]], NEW - 4, temperature=1.0, eos=None, logprobs=True
+    )
+    assert first + completions[1].tokens.tolist() == ids_of(tokens)
+    assert completions[1].session is session
+    assert completions[1].prompt_tokens == len(prompts[1]) + 4
+    assert completions[0].session is None
+    assert_same_session(session, expected, "a session in company")
+    assert not session.closed
+    assert engine.stats()["reserved_chunks"] == reserved
+
+
+def test_completions_say_how_they_ended_and_how_long_it_took(engine, prompts, references):
+    tokens = ids_of(references[1][1])
+    ended = run(engine, prompts[1:2], seed=1, eos=tokens[3])[0]
+    assert (ended.finish, ended.tokens.tolist()) == ("eos", tokens[: tokens.index(tokens[3]) + 1])
+    stopped = run(engine, prompts[1:2], seed=1, stop=[tokens[4:6]])[0]
+    assert (stopped.finish, stopped.tokens.tolist()) == ("stop", tokens[:6])
+    assert stopped.prompt_tokens == LENGTHS[1]
+    assert 0 < stopped.first_token_s <= stopped.total_s
+    assert run(engine, prompts[1:2], logprobs=False)[0].logprobs is None
+
+
+def test_progress_counts_prompts_and_what_they_produce(engine, prompts):
+    calls = []
+    ended = run(engine, prompts[:3], progress=lambda *call: calls.append(call))
+    total = sum(LENGTHS[:3]) + 3 * NEW
+    assert calls[0] == (0, total)
+    assert calls[-1] == (total, total)
+    assert calls == sorted(calls)
+    tokens = ended[1].tokens.tolist()
+    calls.clear()
+    run(engine, prompts[1:2], seed=1, eos=tokens[0], progress=lambda *call: calls.append(call))
+    assert calls[-1] == (LENGTHS[1] + 1, LENGTHS[1] + 1)  # what was not needed is not to come
+
+
+def test_progress_true_draws_a_bar_on_stderr(engine, prompts, capsys):
+    run(engine, prompts[:2], progress=True)
+    captured = capsys.readouterr()
+    assert "run" in captured.err
+    assert captured.out == ""
+
+
+def test_tokens_are_told_as_they_are_produced(engine, prompts, references):
+    told = {index: [] for index in range(3)}
+    run(engine, prompts[:3], on_token=lambda request, token: told[request.index].append(token))
+    assert list(told.values()) == [tokens for _, tokens in references[:3]]
+
+
+def test_a_request_cancelled_from_on_token_ends_with_that_token(engine, prompts, references):
+    def stop_second(request, token):
+        if request.index == 1 and len(request.tokens) == 4:
+            request.cancel()
+
+    reserved = engine.stats()["reserved_chunks"]
+    completions = run(engine, prompts[:3], on_token=stop_second)
+    assert completions[1].finish == "cancelled"
+    assert completions[1].tokens.tolist() == ids_of(references[1][1])[:4]
+    assert_as_alone([completions[0]], references[:1])
+    assert completions[2].tokens.tolist() == ids_of(references[2][1])
+    assert engine.stats()["reserved_chunks"] == reserved
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_a_request_cancelled_in_the_middle_of_a_burst_ends_with_that_token(
+    engine, prompts, references, count
+):
+    def stop(request, token):
+        if len(request.tokens) == count:
+            request.cancel()
+
+    session, tokens = references[1]
+    completion = run(
+        engine, prompts[1:2], seed=1, on_token=stop, speculate=lambda: Oracle(session.tokens)
+    )[0]
+    assert completion.finish == "cancelled"
+    assert completion.tokens.tolist() == ids_of(tokens)[:count]
+    assert completion.speculation.accepted
+
+
+@pytest.mark.parametrize("keep_sessions", [False, True])
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interruption_leaves_nothing_behind(engine, prompts, interruption, keep_sessions):
+    before = engine.stats()
+    session = apart(engine)
+    session.prefill(prompts[1])
+    reserved = engine.stats()["reserved_chunks"]
+    told = []
+
+    def interrupt(request, token):
+        told.append(token)
+        if len(told) == 20:
+            raise interruption
+
+    with pytest.raises(interruption) as caught:  # who holds it, holds all that its frames refer to
+        run(
+            engine,
+            [*prompts, session],
+            on_token=interrupt,
+            keep_sessions=keep_sessions,
+            seed=0,
+        )
+    stats = engine.stats()
+    assert stats["sequences"] == before["sequences"] + 1
+    assert stats["reserved_chunks"] == reserved
+    assert caught.value is not None
+    tokens = session.tokens
+    whole = apart(engine)
+    whole.prefill(tokens)
+    session.prefill(tokens)
+    assert_same_session(session, whole, "a given session, interrupted")
+    session.close()
+    whole.close()
+    after = engine.stats()
+    for name in ("sequences", "open_blocks", "reserved_chunks"):
+        assert after[name] == before[name], name
+    engine.pager.check_invariants()
+
+
+def test_an_interruption_in_the_middle_of_a_forward_leaves_nothing_behind(model, engine, prompts):
+    before = engine.stats()
+    calls = []
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.register_forward_hook(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, prompts)
+    finally:
+        handle.remove()
+    after = engine.stats()
+    for name in ("sequences", "open_blocks", "reserved_chunks"):
+        assert after[name] == before[name], name
+
+
+def test_keys_that_are_not_finite_end_the_request_they_belong_to(
+    model, engine, prompts, references
+):
+    """In prompt 3 alone, whose token at a position beyond all others poisons its own row."""
+    poisoned = VOCAB - 1
+    embedding = model.get_input_embeddings()
+
+    def poison(module, arguments, output):
+        output[arguments[0] == poisoned] = float("nan")
+        return output
+
+    chosen = [0, 1, 3, 4]
+    asked = [prompts[i].copy() for i in chosen]
+    asked[2][60] = poisoned
+    assert not any((ids == poisoned).any() for i, ids in enumerate(asked) if i != 2)
+    handle = embedding.register_forward_hook(poison)
+    try:
+        completions = run(engine, asked, seed=chosen)
+    finally:
+        handle.remove()
+    assert completions[2].finish == "error"
+    assert isinstance(completions[2].error, NonFiniteError)
+    for completion, i in zip(completions, chosen):
+        if i != 3:
+            assert completion.tokens.tolist() == ids_of(references[i][1])
+    engine.pager.check_invariants()
+
+
+def test_a_session_that_somebody_closes_ends_its_own_request(engine, prompts, references):
+    session = apart(engine)
+    session.prefill(prompts[1])
+
+    def close(request, token):
+        if request.index == 1 and len(request.tokens) == 2:
+            session.close()
+
+    completions = run(engine, [prompts[0], session, prompts[2]], on_token=close)
+    assert completions[1].finish == "error"
+    assert "closed" in str(completions[1].error)
+    assert completions[0].tokens.tolist() == ids_of(references[0][1])
+    assert completions[2].tokens.tolist() == ids_of(references[2][1])
+
+
+class Faulty:
+    """A proposer that fails."""
+
+    def propose(self, tokens, count):
+        raise ZeroDivisionError
+
+
+def test_a_proposer_that_misbehaves_ends_the_requests_that_have_one(engine, prompts, references):
+    completions = run(engine, prompts[:2], speculate=Faulty)
+    for completion, (_, tokens) in zip(completions, references):
+        assert completion.finish == "error"
+        assert "Faulty.propose raised ZeroDivisionError" in str(completion.error)
+        assert completion.tokens.tolist() == ids_of(tokens)[: len(completion.tokens)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1, VOCAB]], {}, rf"prompts\[0\]\[1\] is {VOCAB}"),
+        ([[1], "text"], {}, r"prompts\[1\] is text"),
+        ([[1], []], {}, r"prompts\[1\] is empty"),
+        ([1, 2], {}, r"prompts\[0\] has shape"),
+        ([[1]], {"seed": [1, 2]}, "seed has 2 values"),
+        ([[1]], {"seed": -1}, "seed is -1"),
+        ([[1]], {"max_sessions": 0}, "max_sessions is 0"),
+        ([[1]], {"logprobs": 1}, "logprobs is 1"),
+        ([[1]], {"on_token": 1}, "on_token is 1"),
+        ([[1]], {"speculate": "guess"}, "speculate is 'guess'"),
+        ([[1]], {"temperature": -1}, "temperature is -1"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_anything_runs(
+    engine, prompts, options, message
+):
+    forwards = engine.runner.forwards
+    with pytest.raises(InvalidArgumentError, match=message):
+        engine.run(prompts, 3, **options)
+    assert engine.runner.forwards == forwards
+
+
+def test_a_session_twice_or_empty_or_closed_is_refused(engine):
+    session = engine.session()
+    with pytest.raises(InvalidArgumentError, match=r"prompts\[0\]: the session is empty"):
+        engine.run([session], 3)
+    session.prefill(prompt(5))
+    with pytest.raises(InvalidArgumentError, match=r"prompts\[1\]: the session is in another"):
+        engine.run([session, session], 3)
+    session.close()
+    with pytest.raises(InvalidArgumentError, match="session is closed"):
+        engine.run([session], 3)
+
+
+def test_no_prompts_are_no_work(engine):
+    assert engine.run([], 5) == []
+
+
+def test_a_request_cancelled_from_another_thread_ends(engine, prompts):
+    started = threading.Event()
+    requests = []
+
+    def note(request, token):
+        requests.append(request)
+        started.set()
+
+    def cancel():
+        started.wait(60)
+        requests[0].cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    completion = engine.run(prompts[:1], 4000, eos=None, on_token=note)[0]
+    thread.join()
+    assert completion.finish == "cancelled"
+    assert 1 <= len(completion.tokens) < 4000
