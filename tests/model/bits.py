@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
-INTEGERS = {2: torch.int16, 4: torch.int32}
+from kvpager.verify.bits import compare_bits
 
 
 def assert_same_bits(actual, expected, what):
-    """Fails with the first differing index and both values."""
-    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
-    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, not {expected.dtype}"
-    integers = INTEGERS[actual.element_size()]
-    different = (
-        actual.contiguous().view(integers) != expected.contiguous().view(integers)
-    ).nonzero()
-    if len(different):
-        at = tuple(different[0].tolist())
-        raise AssertionError(
-            f"{what}: {len(different)} of {actual.numel()} elements differ, the first at {at}: "
-            f"{actual[at].item()!r}, not {expected[at].item()!r}"
-        )
+    """Fails with the first differing index, both values and their distance."""
+    result = compare_bits(actual, expected, what)
+    assert result.same, (
+        f"{result.differing_elements} of {result.elements} elements differ, the first: "
+        f"{result.first}"
+    )
 
 
 def assert_same_session(actual, expected, what):

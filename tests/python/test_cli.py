@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvpager.cli import main
 from kvpager.cli.commands import parse
@@ -17,41 +15,7 @@ from kvpager.cli.output import write_file
 from kvpager.cli.pager_options import config_from_json, config_to_json, pager_config
 from kvpager.config import Dense, PagerConfig, TopK, Window
 
-WORDS = ["<unk>", "the", "cache", "keeps", "every", "chunk", "pool", "page", "turn", "needle"]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def spoken_model_dir(model_dir, tmp_path_factory):
-    """The same model with a tokenizer of one token per word."""
-    path = tmp_path_factory.mktemp("spoken")
-    for file in model_dir.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    words = WORDS + [f"w{i}" for i in range(64 - len(WORDS))]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
-    return path
+LOOP = ",".join(str(5 + i % 7) for i in range(70))
 
 
 def generate(capsys, *arguments):
@@ -189,11 +153,14 @@ def test_every_option_reaches_the_configuration(tmp_path):
         *("--disk-path", str(tmp_path), "--disk-bytes", "2GiB", "--summary-bytes", "64MiB"),
         *("--policy", "lru", "--recall-chunks", "2", "--hysteresis", "0.5"),
         *("--kv-dtype", "bfloat16", "--debug-shuffle-seed", "3", "--debug-poison"),
+        *("--exact", "false", "--small-rows", "4,16"),
     )
     assert config == PagerConfig(
         pool_tokens=8192,
         chunk_tokens=128,
         rows=32,
+        small_rows=(4, 16),
+        exact=False,
         selection=TopK(
             chunks=7, sinks=128, recent=512, scorer="minmax", always=((0, 64), (128, 256))
         ),
@@ -223,11 +190,38 @@ def test_selection_is_dense_unless_chunks_or_a_name_say_otherwise(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("text", "exact"), [("all", "all"), ("reuse", "reuse"), ("false", False), ("False", False)]
+)
+def test_exactness_is_a_word_or_false_in_an_option_and_in_the_environment(monkeypatch, text, exact):
+    assert options("--exact", text).exact == exact
+    monkeypatch.setenv("KVPAGER_EXACT", text)
+    assert options().exact == exact
+    assert options("--exact", "all").exact == "all"
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"), [("proven", "proven"), ("fixed", "fixed"), ("4,16", (4, 16)), ("8", (8,))]
+)
+def test_small_row_counts_are_a_word_or_numbers_in_an_option_and_in_the_environment(
+    monkeypatch, text, rows
+):
+    assert options("--small-rows", text).small_rows == rows
+    monkeypatch.setenv("KVPAGER_SMALL_ROWS", text)
+    assert options().small_rows == rows
+    assert options("--small-rows", "proven").small_rows == "proven"
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--exact", "sometimes"), '--exact is \'sometimes\'; expected "all", "reuse" or False'),
+        (("--exact", "true"), "--exact is True; expected"),
+        (("--small-rows", "some"), "--small-rows is 'some'; expected"),
+        (("--small-rows", "16,4"), "--small-rows is (16, 4); expected"),
+        (("--small-rows", "4,x"), "--small-rows is '4,x'; expected"),
         (("--pool", "many"), "--pool-tokens is 'many'"),
         (("--pool", "100"), "a multiple of chunk_tokens"),
-        (("--pool", "64"), "--pool-tokens is 64; expected at least 192"),
+        (("--pool", "64", "--rows", "64"), "--pool-tokens is 64; expected at least 192"),
         (("--host", "4GB4"), "--host-bytes is '4GB4'"),
         (("--policy", "lrru"), "--policy is 'lrru'"),
         (("--always", "5:1"), "--always"),
@@ -235,7 +229,7 @@ def test_selection_is_dense_unless_chunks_or_a_name_say_otherwise(monkeypatch):
         (("--dense", "--chunks", "3"), "--chunks has no meaning with --selection dense"),
         (("--selection", "window"), "recent"),
         (("--scorer", "bits3"), "did you mean bits"),
-        (("--recent", "32", "--chunks", "3"), "--recent is 32"),
+        (("--recent", "32", "--chunks", "3", "--rows", "64"), "--recent is 32"),
     ],
 )
 def test_a_refused_value_is_named_by_its_option(arguments, message):
@@ -281,6 +275,73 @@ def test_a_restored_generation_goes_on_as_if_never_interrupted(capsys, model_dir
     assert (second["reused_tokens"], second["prefilled_tokens"]) == (704, 0)
     third = generate(capsys, *common, "--restore", again, "--ids", "7 8", "--max-new-tokens", 1)
     assert (third["reused_tokens"], third["prefilled_tokens"]) == (712, 2)
+
+
+def test_speculation_changes_how_fast_and_not_what(capsys, model_dir):
+    common = ("--model", model_dir, "--ids", LOOP, "--max-new-tokens", 60)
+    plain = generate(capsys, *common, "--logprobs")
+    guessed = generate(capsys, *common, "--logprobs", "--speculate")
+    named = generate(capsys, *common, "--speculate", "prompt-lookup")
+    assert plain["speculation"] is None
+    assert named["logprobs"] is None
+    assert guessed["ids"] == plain["ids"] == named["ids"]
+    assert guessed["logprobs"] == plain["logprobs"]
+    stats = guessed["speculation"]
+    assert stats == named["speculation"]
+    assert stats["tokens"] == stats["forwards"] + stats["accepted"] >= 59
+    assert stats["tokens_per_forward"] > 1.5
+    assert stats["acceptance"] == stats["accepted"] / stats["proposed"]
+
+
+def test_the_summary_says_what_speculation_and_log_probabilities_were(capsys, model_dir):
+    arguments = ["generate", "--model", str(model_dir), "--ids", LOOP, "--max-new-tokens", "40"]
+    assert main([*arguments, "--speculate", "--logprobs"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.split()) == 40
+    assert re.search(r"\d\.\d\d tokens per forward, \d+ of \d+ proposed ones accepted", err)
+    assert re.search(r"mean log-probability -\d+\.\d{4}", err)
+    assert main(arguments) == 0
+    plain = capsys.readouterr()
+    assert plain.out == out
+    assert "per forward" not in plain.err
+    assert "log-probability" not in plain.err
+
+
+def test_the_result_holds_all_that_scoring_it_again_needs(capsys, model_dir, tmp_path):
+    path = tmp_path / "turn.kvsnap"
+    common = ("--model", model_dir, "--max-new-tokens", 3)
+    first = generate(capsys, *common, "--ids", "5,6,7", "--save", path)
+    assert first["prompt_ids"] == [5, 6, 7]
+    second = generate(capsys, *common, "--restore", path, "--ids", "8", "--logprobs")
+    assert second["prompt_ids"] == [5, 6, 7, *first["ids"], 8]
+    assert len(second["logprobs"]) == 3
+    assert all(np.float32(value) == value < 0 for value in second["logprobs"])
+    assert second["fingerprint"] == first["fingerprint"]
+    assert second["fingerprint"]["architecture"] == "LlamaForCausalLM"
+
+
+def test_the_proposers_of_the_command_line_are_those_of_the_runtime():
+    from kvpager.cli import generate
+    from kvpager.runtime import speculation
+
+    assert tuple(speculation.PROPOSERS) == generate.PROPOSERS
+
+
+def test_a_mistyped_proposer_names_the_closest_one(capsys, model_dir):
+    code, err = refused(
+        capsys, "generate", "--model", model_dir, "--ids", "1", "--speculate", "promt-lookup"
+    )
+    assert code == 2
+    assert "did you mean prompt-lookup?" in err
+
+
+@pytest.mark.parametrize(("text", "exact"), [("reuse", "'reuse'"), ("false", "False")])
+def test_speculation_without_exactness_is_refused_before_a_model_is_loaded(capsys, text, exact):
+    arguments = ("generate", "--model", "x", "--ids", "1,2", "--speculate", "--exact", text)
+    code, err = refused(capsys, *arguments)
+    assert code == 2
+    assert f"--exact is {exact}" in err
+    assert "use --exact all, or no --speculate" in err
 
 
 # generate with a store.

@@ -138,7 +138,7 @@ def test_inspect_tells_a_files_sizes_layout_ledger_and_rules(capsys, file):
         "slice_bytes": SLICE,
     }
     assert values["fingerprint"] == FINGERPRINT
-    rules = {"weights": "refuse", "torch_version": "waivable", "rows": "refuse"}
+    rules = {"weights": "refuse", "torch_version": "waivable", "rows": "waivable"}
     assert values["fingerprint_rules"] == rules
     assert values["ledger"]["provenance"] == {"exact": 4}
     assert values["packs"] == []

@@ -5,30 +5,28 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpager.cli.failure import CliError, UsageError
+from kvpager.cli.answer import Answer
+from kvpager.cli.failure import UsageError
 from kvpager.cli.models import (
     add_model_options,
     load_model,
     load_tokenizer,
     natural,
-    parse_ids,
     positive,
 )
-from kvpager.cli.output import check_writable, emit, emit_json, note
-from kvpager.cli.pager_options import add_pager_options, pager_config
+from kvpager.cli.output import check_writable, emit, emit_json, note, shows_progress
+from kvpager.cli.pager_options import ALIASES, DEFAULTS, add_pager_options, pager_config
 from kvpager.cli.parser import Parser
+from kvpager.cli.prompts import add_prompt_options, prompt_ids, read_prompt
 from kvpager.cli.session_places import SessionPlaces, add_session_options, session_places
 from kvpager.cli.text import TextPieces
 
 if TYPE_CHECKING:
     from kvpager import Session
 
-_DEFAULTS = {"pool_tokens": 2048, "chunks": 32}
+PROPOSERS = ("prompt-lookup",)  # of kvpager.runtime.speculation, which needs torch
 
 
 def add(commands: Any, common: Parser) -> None:
@@ -37,13 +35,14 @@ def add(commands: Any, common: Parser) -> None:
         "generate", parents=[common], help="continue a prompt, or a saved session"
     )
     add_model_options(parser, default="none: it has to be given")
-    prompt = parser.add_argument_group(
-        "prompt", "One of these; with --restore it is appended, and may be left out."
-    ).add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="text, through the model's tokenizer")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a UTF-8 file")
-    prompt.add_argument("--ids", metavar="IDS", help='token ids such as "1,2,3"')
+    add_prompt_options(parser, "One of these; with --restore it is appended, and may be left out.")
     add_session_options(parser)
+    _add_generation_options(parser)
+    add_pager_options(parser, DEFAULTS, ALIASES)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def _add_generation_options(parser: Parser) -> None:
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
     sampling.add_argument(
@@ -54,79 +53,53 @@ def add(commands: Any, common: Parser) -> None:
     sampling.add_argument(
         "--seed", type=natural, metavar="N", help="of the draws (default: the session's, or 0)"
     )
-    add_pager_options(parser, _DEFAULTS, {"pool_tokens": ["--pool"], "host_bytes": ["--host"]})
-    parser.set_defaults(run=run, parser=parser)
-
-
-@dataclass
-class _Answer:
-    """What was generated, and what it cost."""
-
-    ids: list[int]
-    text: str | None
-    reused_tokens: int
-    prefilled_tokens: int
-    time_to_first_token_s: float
-    generate_s: float
-    restored_tokens: int
-    restored_tokens_consumed: int
-    recomputed_tokens: int
-    saved_bytes: int | None
-    saved_shared_bytes: int | None
+    generation = parser.add_argument_group("generation")
+    generation.add_argument(
+        "--speculate",
+        nargs="?",
+        const=PROPOSERS[0],
+        choices=PROPOSERS,
+        metavar="HOW",
+        help="the same tokens in fewer forwards, where the text repeats itself: "
+        f"{', '.join(PROPOSERS)} (default where only --speculate is given)",
+    )
+    generation.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="log-probability of each token under the model; with --format json what "
+        "`kvpager score --against` takes",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     if args.model is None:
         raise UsageError("--model is missing; expected the folder of a transformers causal LM")
-    if (
-        args.restore is None
-        and args.prompt is None
-        and args.prompt_file is None
-        and args.ids is None
-    ):
+    prompt = read_prompt(args)
+    if prompt is None and args.restore is None:
         raise UsageError("a prompt is missing; give --prompt, --prompt-file, --ids or --restore")
     config = pager_config(args)
-    given = parse_ids(args.ids) if args.ids is not None else None
-    text = _prompt_text(args)
+    if args.speculate and config.exact != "all":
+        raise UsageError(
+            f"--speculate: --exact is {config.exact!r}, under which a token's bits depend on how "
+            "many rows its forward has; use --exact all, or no --speculate"
+        )
     places = session_places(args)
     check_writable("--output", args.output)
     model = load_model(args.model, args.dtype)
     tokenizer = load_tokenizer(args.model)
-    if text is not None:
-        if tokenizer is None:
-            raise CliError(
-                f"--model {args.model} has no tokenizer, so text cannot be read; give token ids "
-                "with --ids"
-            )
-        given = tokenizer(text, add_special_tokens=args.restore is None)["input_ids"]
+    given = prompt_ids(args, prompt, tokenizer, special_tokens=args.restore is None)
 
     from kvpager import Engine
 
     with Engine(
-        model, config, threads=args.threads, store=places.store, progress=_bars(args)
+        model, config, threads=args.threads, store=places.store, progress=shows_progress(args)
     ) as engine:
         start = time.perf_counter()
         session = places.restore(engine)
         answer = _answer(args, places, session, given, tokenizer, start)
     _report(args, answer)
     return 0
-
-
-def _bars(args: argparse.Namespace) -> bool:
-    return not args.quiet and sys.stderr.isatty()
-
-
-def _prompt_text(args: argparse.Namespace) -> str | None:
-    if args.prompt_file is None:
-        text: str | None = args.prompt
-        return text
-    try:
-        return Path(args.prompt_file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise CliError(f"--prompt-file {args.prompt_file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise CliError(f"--prompt-file {args.prompt_file}: not UTF-8 ({error.reason})") from error
 
 
 def _answer(
@@ -136,24 +109,33 @@ def _answer(
     given: list[int] | None,
     tokenizer: Any | None,
     start: float,
-) -> _Answer:
+) -> Answer:
     reused = session.length
     if given is not None:
         session.append(given, progress=not args.quiet)
     if args.restore is None:  # what a store knew of the prompt
         reused = session.restored_tokens
+    before = session.tokens.tolist()
     stream = session.generate(
         args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
+        speculate=args.speculate,
+        logprobs=args.logprobs,
     )
     pieces = TextPieces(tokenizer)
     streaming = args.format == "terminal" and args.output is None
-    ids, first = [], 0.0
-    for token in stream:
+    ids: list[int] = []
+    logprobs: list[float] = []
+    first = 0.0
+    for produced in stream:
         first = first or time.perf_counter()
+        token = produced
+        if not isinstance(produced, int):
+            token = produced.id
+            logprobs.append(produced.logprob)
         ids.append(token)
         if streaming:
             sys.stdout.write(pieces.push(token))
@@ -161,42 +143,32 @@ def _answer(
     if streaming:
         sys.stdout.write(pieces.finish() + "\n")
         sys.stdout.flush()
-    saved = places.save(session, progress=_bars(args))
-    return _Answer(
+    generated = time.perf_counter()
+    saved = places.save(session, progress=shows_progress(args))
+    return Answer(
+        prompt_ids=before,
         ids=ids,
         text=None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True),
+        logprobs=logprobs if args.logprobs else None,
+        speculation=session.speculation if args.speculate else None,
         reused_tokens=reused,
         prefilled_tokens=len(given or ()) - (reused if args.restore is None else 0),
         time_to_first_token_s=first - start,
-        generate_s=time.perf_counter() - first,
+        generate_s=generated - first,
         restored_tokens=session.restored_tokens,
         restored_tokens_consumed=session.restored_tokens_consumed,
         recomputed_tokens=session.recomputed_tokens,
+        saved_to=args.save,
         saved_bytes=None if saved is None else saved.bytes_written,
         saved_shared_bytes=None if saved is None else saved.bytes_shared,
+        fingerprint=session.engine.fingerprint,
     )
 
 
-def _report(args: argparse.Namespace, answer: _Answer) -> None:
-    values = {"command": "generate", **vars(answer), "saved_to": args.save}
+def _report(args: argparse.Namespace, answer: Answer) -> None:
     if args.format == "json":
-        emit_json(args, values)
+        emit_json(args, answer.to_json())
     elif args.output is not None:
         shown = " ".join(map(str, answer.ids)) if answer.text is None else answer.text
         emit(args, shown + "\n")
-    note(args, "; ".join(_summary(args, answer)))
-
-
-def _summary(args: argparse.Namespace, answer: _Answer) -> Iterator[str]:
-    yield f"{answer.reused_tokens:,} tokens reused, {answer.prefilled_tokens:,} prefilled"
-    if answer.restored_tokens:
-        consumed, restored = answer.restored_tokens_consumed, answer.restored_tokens
-        yield f"{consumed:,} of {restored:,} restored tokens consumed"
-    if answer.recomputed_tokens:
-        yield f"{answer.recomputed_tokens:,} damaged ones computed again"
-    yield f"first token after {1000 * answer.time_to_first_token_s:.0f} ms"
-    if len(answer.ids) > 1:
-        yield f"{(len(answer.ids) - 1) / answer.generate_s:.1f} tokens/s after it"
-    if args.save:
-        shared = f" ({answer.saved_shared_bytes:,} shared)" if answer.saved_shared_bytes else ""
-        yield f"saved {answer.saved_bytes:,} bytes{shared} to {args.save}"
+    note(args, answer.summary())

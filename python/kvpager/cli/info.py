@@ -60,7 +60,7 @@ def collect() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": physical_memory(),
-        "rows": DEFAULT_ROWS["cpu"],
+        "rows": DEFAULT_ROWS["cpu"][0],
         "kernel_version": _core.KERNEL_VERSION,
         "snapshot_version": ".".join(map(str, _core.SNAPSHOT_VERSION)),
         "shipped_model": model,

@@ -34,6 +34,11 @@ def note(args: argparse.Namespace, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def shows_progress(args: argparse.Namespace) -> bool:
+    """Whether bars are wanted and seen."""
+    return not args.quiet and sys.stderr.isatty()
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Writes a file whole or not at all.
 

@@ -7,17 +7,31 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from kvpager import _core
 from kvpager.cli.failure import UsageError
 from kvpager.cli.parser import suggestion
-from kvpager.config import Dense, Option, PagerConfig, Selection, TopK, Window
+from kvpager.config import Option, PagerConfig, Selection, TopK, Window
+from kvpager.config_json import SELECTIONS, config_from_json, config_to_json
 from kvpager.errors import InvalidArgumentError
 
-_SELECTIONS: dict[str, type[Dense] | type[TopK] | type[Window]] = {
-    kind.kind: kind for kind in (Dense, TopK, Window)
-}
+__all__ = [
+    "ALIASES",
+    "DEFAULTS",
+    "add_pager_options",
+    "config_from_json",
+    "config_to_json",
+    "pager_config",
+]
+
+# Of commands that run a user's model.
+DEFAULTS: Mapping[str, object] = MappingProxyType({"pool_tokens": 2048, "chunks": 32})
+ALIASES: Mapping[str, Sequence[str]] = MappingProxyType(
+    {"pool_tokens": ["--pool"], "host_bytes": ["--host"]}
+)
+
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _DEST = "pager_"  # keeps these apart from a command's own arguments
 
@@ -41,7 +55,7 @@ def add_pager_options(
     group.add_argument(
         "--selection",
         dest=_DEST + "selection",
-        choices=tuple(_SELECTIONS),
+        choices=tuple(SELECTIONS),
         help="what a row attends to: everything, the best-scoring chunks, or a recent window "
         f"(default {defaults.get('selection', 'dense')}; topk where --chunks is given) "
         "[KVPAGER_SELECTION]",
@@ -79,37 +93,23 @@ def pager_config(args: argparse.Namespace) -> PagerConfig:
         chosen["selection"] = "topk"
     values = {**args.pager_defaults, **chosen}
     kind = str(values.pop("selection", "dense"))
-    if kind not in _SELECTIONS:
-        raise UsageError(f"KVPAGER_SELECTION is {kind!r}; expected {', '.join(_SELECTIONS)}")
+    if kind not in SELECTIONS:
+        raise UsageError(f"KVPAGER_SELECTION is {kind!r}; expected {', '.join(SELECTIONS)}")
     try:
         parsed = {option.name: option for option in _options()}
         values = {name: _parse(parsed[name], value) for name, value in values.items()}
-        own = {field.name for field in dataclasses.fields(_SELECTIONS[kind])}
+        own = {field.name for field in dataclasses.fields(SELECTIONS[kind])}
         _refuse_unused(kind, own, chosen)
-        selection: Selection = _SELECTIONS[kind](**_only(values, own))
+        selection: Selection = SELECTIONS[kind](**_only(values, own))
         mine = {field.name for field in dataclasses.fields(PagerConfig)} - own
         config = PagerConfig(**_only(values, mine), selection=selection)
         config.resolve_rows()
         _check_scorer(config.scorer_name)
     except InvalidArgumentError as error:
-        raise UsageError(_with_flags(str(error))) from error
+        raise UsageError(with_flags(str(error))) from error
     except TypeError as error:  # an option without a default: Window's recent
         raise UsageError(f"--selection {kind}: {str(error).split('() ', 1)[-1]}") from error
     return config
-
-
-def config_to_json(config: PagerConfig) -> dict[str, Any]:
-    """For another process; `config_from_json` is the inverse."""
-    values = dataclasses.asdict(config)
-    values["selection"]["kind"] = config.selection.kind
-    return values
-
-
-def config_from_json(values: Mapping[str, Any]) -> PagerConfig:
-    """The configuration that `config_to_json` described."""
-    fields = dict(values["selection"])
-    selection = _SELECTIONS[fields.pop("kind")](**fields)
-    return PagerConfig(**{**values, "selection": selection})
 
 
 def _options() -> list[Option]:
@@ -145,8 +145,10 @@ def _parse(option: Option, text: Any) -> Any:
         return text
     if text.lower() == "none" and "None" in option.type:
         return None
-    if option.type == "bool" and text.lower() in (*_TRUE, *_FALSE):
+    if "bool" in option.type and text.lower() in (*_TRUE, *_FALSE):
         return text.lower() in _TRUE
+    if "tuple[int" in option.type and re.fullmatch(r"\d+(,\d+)*", text):
+        return tuple(map(int, text.split(",")))
     if option.type.startswith("tuple"):
         return [part.split(":") for part in text.split(",")] if not _ranges(text) else _ranges(text)
     for kind in (int, float):
@@ -178,5 +180,6 @@ def _variable(name: str) -> str:
     return "KVPAGER_" + name.upper()
 
 
-def _with_flags(message: str) -> str:
+def with_flags(message: str) -> str:
+    """A message that names options of PagerConfig, naming those of the command line."""
     return re.sub(r"\b(?:PagerConfig|TopK|Window)\.(\w+)", lambda m: _flag(m[1]), message)

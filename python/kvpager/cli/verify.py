@@ -1,0 +1,191 @@
+"""`kvpager verify`: whether this model, on this machine, keeps the promise of one set of bits."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpager.cli.models import add_model_options, load_model, load_tokenizer, natural
+from kvpager.cli.output import check_writable, emit, emit_json, note, shows_progress
+from kvpager.cli.pager_options import add_pager_options, pager_config
+from kvpager.cli.parser import Parser
+from kvpager.cli.prompts import add_prompt_options, prompt_ids, read_prompt
+from kvpager.cli.snapshot.options import IMPOSSIBLE, ImpossibleError, or_impossible
+from kvpager.cli.terminal import look
+
+if TYPE_CHECKING:
+    from kvpager.config import PagerConfig
+    from kvpager.verify.report import Report
+    from kvpager.verify.run import OnRelation
+    from kvpager.verify.subject import Subject
+
+_DEFAULTS = {"pool_tokens": 2048, "host_bytes": "1GiB"}
+_PEER_PARAMETERS = 200_000_000  # of a model that runs twice more in a few seconds
+_PEER_PROMPTS, _PEER_TOKENS = 6, 24
+
+
+def add(commands: Any, common: Parser) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "verify",
+        parents=[common],
+        help="compare every way to the same tokens, bit by bit, on this model and machine",
+        description="Runs a model in every way that is promised to give the same bits (reused, "
+        "decoded, packed, speculated, forked, trimmed, paged, restored and re-scored in fresh "
+        "processes) and compares K/V, logits and log-probabilities bit by bit with a cold run. "
+        "About a minute for a small model.",
+        epilog="Exit codes: 0 every bit is the same, 1 some differ, 2 wrong command line, 3 it "
+        "could not be told (no such model, a model that is refused, a relation that could not be "
+        "run).",
+    )
+    add_model_options(parser, default="the shipped retrieval model")
+    group = parser.add_argument_group("verification")
+    group.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
+    group.add_argument(
+        "--experts", metavar="NAME", help="experts implementation, such as batched_mm"
+    )
+    group.add_argument(
+        "--full", action="store_true", help="every length and number of sessions; takes long"
+    )
+    group.add_argument("--seed", type=natural, default=0, metavar="N", help="of made-up prompts")
+    group.add_argument(
+        "--no-peer",
+        action="store_true",
+        help="leave out the same prompts through transformers alone (left out for large models)",
+    )
+    add_prompt_options(parser, "One of these, in the place of made-up tokens.")
+    add_pager_options(parser, _DEFAULTS, {"pool_tokens": ["--pool"], "host_bytes": ["--host"]})
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    config = pager_config(args)
+    if config.exact is False:
+        args.parser.error("--exact false promises nothing, so there is nothing to verify")
+    prompt = read_prompt(args)
+    check_writable("--output", args.output)
+    with or_impossible():
+        if args.device != "cpu":
+            raise ImpossibleError(
+                f"--device {args.device}: this version computes on the CPU; leave --device out"
+            )
+        path = _model_path(args)
+        model = _load(args, path)
+        tokenizer = load_tokenizer(path) if isinstance(prompt, str) else None
+        ids = prompt_ids(args, prompt, tokenizer)
+        report = _verify(args, config, model, path, [] if ids is None else [ids])
+    if args.format == "json":
+        emit_json(args, {"command": "verify", "model": str(path), **report.to_json()})
+    else:
+        from kvpager.verify.table import parts
+
+        shown = look(args)
+        emit(args, shown.render(*parts(report, shown.table)))
+    return 0 if report.kept else 1 if report.broken else IMPOSSIBLE
+
+
+def _model_path(args: argparse.Namespace) -> Path:
+    from kvpager.needles import shipped_model_path
+
+    if args.model is not None:
+        return Path(args.model)
+    try:
+        return shipped_model_path()
+    except FileNotFoundError as error:
+        raise ImpossibleError(f"{error}; give --model") from error
+
+
+def _load(args: argparse.Namespace, path: Path) -> Any:
+    """The model as it is to be run."""
+    import torch
+
+    model = load_model(path, args.dtype)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    if args.experts is not None:
+        try:
+            model.set_experts_implementation(args.experts)
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ImpossibleError(f"--experts {args.experts}: {error}") from error
+    return model
+
+
+def _verify(
+    args: argparse.Namespace, config: PagerConfig, model: Any, path: Path, prompts: list[list[int]]
+) -> Report:
+    from kvpager.errors import UnsupportedModelError
+    from kvpager.verify.advice import advice_for, advice_on_refusal
+    from kvpager.verify.report import Report
+    from kvpager.verify.run import verify_selections
+    from kvpager.verify.subject import Subject
+
+    try:
+        subject = Subject(
+            model,
+            config,
+            folder=path,
+            prompts=prompts,
+            effort="full" if args.full else "short",
+            seed=args.seed,
+        )
+    except UnsupportedModelError as error:
+        return Report(
+            about={"architecture": type(model).__name__, "exact": config.exact},
+            refusal=str(error),
+            advice=advice_on_refusal(model, str(error)),
+        )
+    with subject:
+        with _progress(args) as on_relation:
+            report = verify_selections(subject, on_relation=on_relation)
+        note(args, "each shape of layer")
+        report.shapes = _shapes(subject)
+        report.advice = advice_for(report, subject.engine())
+        texts = [subject.ids(48 + 5 * i, seed=800 + i) for i in range(_PEER_PROMPTS)]
+    if not args.no_peer and sum(p.numel() for p in model.parameters()) <= _PEER_PARAMETERS:
+        from kvpager.verify.peer import compare_with_transformers
+
+        note(args, "the same prompts through transformers alone")
+        report.peer = compare_with_transformers(model, texts, new_tokens=_PEER_TOKENS)
+    return report
+
+
+def _shapes(subject: Subject) -> list[Any]:
+    import torch
+
+    from kvpager.hf.shapes import probe_shapes
+
+    others = sorted({1, 2, os.cpu_count() or 1} - {torch.get_num_threads()})
+    return list(probe_shapes(subject.model, subject.engine().rows, thread_counts=others))
+
+
+@contextmanager
+def _progress(args: argparse.Namespace) -> Iterator[OnRelation]:
+    """A bar where stderr is a terminal, otherwise a line for each relation."""
+    if args.quiet:
+        yield None
+        return
+    if not shows_progress(args):
+        yield lambda name, selection, done, total: note(args, f"{selection}: {name}")
+        return
+    with _bar() as update:
+        yield update
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, str, int, int], object]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task("verify", total=None)
+        yield lambda name, selection, done, total: bar.update(
+            task, description=f"{selection.partition('(')[0]}: {name}", completed=done, total=total
+        )

@@ -1,0 +1,150 @@
+"""What one relation compares, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from kvpager.verify.bits import Array, Comparison, Place, compare_bits
+
+if TYPE_CHECKING:
+    from kvpager.runtime import Session
+    from kvpager.verify.recording import Recording
+
+Status: TypeAlias = Literal["same", "differs", "failed", "not run", "does not apply"]
+
+SAME: Status = "same"
+DIFFERS: Status = "differs"
+FAILED: Status = "failed"
+NOT_RUN: Status = "not run"
+NOT_APPLICABLE: Status = "does not apply"
+
+
+class NotRunError(Exception):
+    """A relation could not be checked; says why. What is not checked is not kept."""
+
+
+class DoesNotApplyError(Exception):
+    """A relation has no meaning under this configuration; says why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one relation under one selection.
+
+    Attributes:
+        relation: its name.
+        statement: what it says, in one line.
+        selection: what rows attended to, in one line.
+        status: "same"; "differs" in some bit; "failed" with an error, or with other work than
+            promised; "not run"; or "does not apply".
+        reason: what else there is to say of it, in a line; `comparison.first` is what differs.
+        comparison: of all bits compared.
+        cases: situations in which they were.
+        notes: figures beside the bits.
+        seconds: it took.
+    """
+
+    relation: str
+    statement: str
+    selection: str
+    status: Status
+    reason: str
+    comparison: Comparison
+    cases: int
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether nothing speaks against the promise: the same bits, or nothing was promised."""
+        return self.status in (SAME, NOT_APPLICABLE)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {**vars(self), "comparison": self.comparison.to_json(), "notes": list(self.notes)}
+
+
+class Check:
+    """Collects the comparisons of one relation; every one is made, whatever differed before."""
+
+    def __init__(self) -> None:
+        self.comparison = Comparison()
+        self.cases = 0
+        self.notes: list[str] = []
+        self.broken = ""  # the first thing that is not as required
+        self._case = ""
+
+    def case(self, words: str) -> None:
+        """Begins another situation; its words go before the place of what differs in it."""
+        self._case = words
+        self.cases += 1
+
+    def bits(self, actual: Array, expected: Array, place: Place) -> None:
+        """Compares two arrays; `place` as for `compare_bits`."""
+        self.comparison += compare_bits(actual, expected, self._placed(place))
+
+    def require(self, condition: bool, otherwise: str) -> None:
+        """What must hold beside the bits, such as how much was computed."""
+        if not condition and not self.broken:
+            self.broken = f"{self._case}: {otherwise}" if self._case else otherwise
+
+    def note(self, words: str) -> None:
+        """A figure to tell beside the bits."""
+        self.notes.append(words)
+
+    def logits(self, actual: Array, cold: Recording, position: int) -> None:
+        """Logits [vocab] after the token at `position`."""
+        if position not in cold.logits:
+            raise NotRunError(f"the cold run left no logits at position {position}")
+        self.bits(
+            actual,
+            cold.logits[position],
+            lambda at: f"logits after position {position}" + (f", token {at[0]}" if at else ""),
+        )
+
+    def tokens(self, actual: Array, expected: Array) -> None:
+        """Token ids [n] int32."""
+        self.bits(actual, expected, lambda at: f"token {at[0]}" if at else "tokens")
+
+    def recording(self, actual: Recording, cold: Recording) -> None:
+        """Tokens, K/V of every layer, then whatever logits `actual` has.
+
+        K/V come first, layer by layer, so that the first difference is told where it arose.
+        """
+        length = len(actual.tokens)
+        self.tokens(actual.tokens, np.asarray(cold.tokens[:length]))
+        for layer, (keys, values) in enumerate(zip(actual.keys, actual.values)):
+            for name, ours, theirs in (
+                ("keys", keys, cold.keys[layer]),
+                ("values", values, cold.values[layer]),
+            ):
+                self.bits(ours, theirs[:length], _kv_place(name, layer))
+        for position, logits in sorted(actual.logits.items()):
+            self.logits(logits, cold, position)
+
+    def session(self, session: Session, cold: Recording) -> None:
+        """Tokens, K/V of every layer, and the logits after the last committed token."""
+        from kvpager.verify.recording import record
+
+        self.recording(record(session, {session.committed - 1: session.logits}), cold)
+
+    def _placed(self, place: Place) -> Place:
+        if not self._case:
+            return place
+        case = self._case
+        if isinstance(place, str):
+            return f"{case}: {place}"
+        words: Callable[[tuple[int, ...]], str] = place
+        return lambda at: f"{case}: {words(at)}"
+
+
+def _kv_place(name: str, layer: int) -> Callable[[tuple[int, ...]], str]:
+    def words(at: tuple[int, ...]) -> str:
+        where = f"{name} of layer {layer}"
+        return f"{where}, position {at[0]}, head {at[1]}, element {at[2]}" if at else where
+
+    return words

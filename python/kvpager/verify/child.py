@@ -1,0 +1,148 @@
+"""`python -m kvpager.verify.child JOB.json`: one part of a verification in a fresh process.
+
+A job is a JSON object: "model" (folder), "weights" (its digest), "dtype", "experts"
+(implementation, or null), "threads", "folder" (where results go) and "tasks", each with "do",
+"config" (see config_json.py) and:
+
+- "cold": "ids"; records a cold run.
+- "restore": "snapshot", "ids" and "new_tokens"; restores, prefills the rest, generates, records.
+- "score": "texts", token ids each; the log-probabilities that `Engine.score` gives.
+
+It leaves result.json beside the recordings: "results", or "error", its "kind" and "task".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_ORPHANED = 1
+_USAGE = 2
+
+
+def main(argv: list[str]) -> int:
+    """Runs the job that a file describes; returns the exit code."""
+    if len(argv) != 1:
+        print("usage: python -m kvpager.verify.child JOB.json", file=sys.stderr)
+        return _USAGE
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    job = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    folder = Path(job["folder"])
+    result: dict[str, Any] = {"results": []}
+    task: Mapping[str, Any] = {"do": "load"}
+    try:
+        model = _load(job)
+        for number, task in enumerate(job["tasks"]):
+            summary, recording = _TASKS[task["do"]](model, task)
+            path = None
+            if recording is not None:
+                path = str(folder / f"{number}.safetensors")
+                recording.save(Path(path))
+            result["results"].append({"summary": summary, "recording": path})
+    except Exception as error:  # told to the parent, whatever it is
+        result = {"error": str(error), "kind": type(error).__name__, "task": task["do"]}
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    return 1 if "error" in result else 0
+
+
+def _load(job: Mapping[str, Any]) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from kvpager.errors import InvalidArgumentError
+    from kvpager.fingerprint import weights_digest
+    from kvpager.verify.buffers import load_buffers
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(job["threads"])
+    options = {} if job["experts"] is None else {"experts_implementation": job["experts"]}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype=getattr(torch, job["dtype"]), local_files_only=True, **options
+    )
+    load_buffers(model, Path(job["model"]))
+    digest = weights_digest(model)
+    if digest != job["weights"]:
+        raise InvalidArgumentError(
+            f"{job['model']} holds weights {digest}, and the model that is verified has "
+            f"{job['weights']}; save the model there, or leave its folder out"
+        )
+    return model.eval()
+
+
+def _engine(model: Any, task: Mapping[str, Any]) -> Any:
+    from kvpager.config_json import config_from_json
+    from kvpager.runtime import Engine
+
+    return Engine(model, config_from_json(task["config"]))
+
+
+def _cold(model: Any, task: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    from kvpager import _core
+    from kvpager.verify.cold import cold_run
+
+    with _engine(model, task) as engine:
+        return {"isa": _core.isa_name()}, cold_run(
+            engine, np.array(task["ids"], dtype=np.int32), "cold"
+        )
+
+
+def _restore(model: Any, task: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    from kvpager.verify.recording import record
+
+    with _engine(model, task) as engine:
+        session = engine.restore(task["snapshot"])
+        restored = session.restored_tokens
+        session.prefill(np.array(task["ids"], dtype=np.int32))
+        logits = {session.committed - 1: session.logits}
+        if task["new_tokens"]:
+            for _ in session.generate(task["new_tokens"], temperature=1.0, seed=7, eos=None):
+                logits[session.committed - 1] = session.logits
+        recording = record(session, logits)
+        summary = {
+            "restored": restored,
+            "consumed": session.restored_tokens_consumed,
+            "tokens": session.tokens.tolist(),
+            "evicted": engine.stats()["chunks_evicted"],
+        }
+        return summary, recording
+
+
+def _score(model: Any, task: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    texts = []
+    with _engine(model, task) as engine:
+        for ids in task["texts"]:
+            before = engine.stats()["model_forwards"]
+            score = engine.score(np.array(ids, dtype=np.int32))
+            texts.append(
+                {
+                    "logprobs": score.logprobs.view(np.uint32).tolist(),  # bits, which JSON keeps
+                    "forwards": engine.stats()["model_forwards"] - before,
+                }
+            )
+        return {"texts": texts, "rows": engine.rows}, None
+
+
+_TASKS: Mapping[str, Callable[[Any, Mapping[str, Any]], tuple[dict[str, Any], Any]]] = {
+    "cold": _cold,
+    "restore": _restore,
+    "score": _score,
+}
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # returns when the parent has closed its end, or is gone
+    os._exit(_ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

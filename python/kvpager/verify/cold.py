@@ -1,0 +1,40 @@
+"""The cold run that everything else is compared with: from token 0, M rows at a time, alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpager.runtime.batch import Batch
+from kvpager.runtime.tokens import TokenIds
+from kvpager.verify.recording import Recording, record_sequence
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvpager.runtime import Engine
+
+
+def cold_run(engine: Engine, ids: TokenIds, salt: str) -> Recording:
+    """K/V of every layer and logits at every position of `ids` [n], computed from nothing.
+
+    Every forward has M rows, those after the prompt's last are padding, and the head as many as it
+    ever has. Nothing is shared: `salt` must be new. This is the definition of the bits that are
+    promised, so it uses neither sessions nor their scheduling.
+
+    Raises:
+        CapacityError: the engine's budgets cannot hold the prompt.
+    """
+    logits: dict[int, torch.Tensor] = {}
+    sequence = engine.pager.sequence(salt=salt)
+    try:
+        sequence.reserve(len(ids))
+        for start in range(0, len(ids), engine.rows):
+            batch = Batch(engine.rows)
+            rows = batch.commit(sequence, start, ids[start : start + engine.rows])
+            batch.used = engine.rows  # M rows also where fewer would hold them
+            batch.wanted = [*rows, *[0] * (-len(rows) % engine.row_counts.head[-1])]
+            for row, after in zip(rows, engine.runner.run(batch)):
+                logits[start + row] = after.clone()
+        return record_sequence(engine, sequence, len(ids), logits)
+    finally:
+        sequence.close()

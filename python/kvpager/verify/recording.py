@@ -1,0 +1,93 @@
+"""What a run left behind: token ids, K/V of every layer, logits where they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvpager.runtime.sampling import log_probability
+from kvpager.runtime.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from kvpager.pager import Sequence
+    from kvpager.runtime import Engine, Session
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Of one sequence of n tokens.
+
+    Attributes:
+        tokens: [n] int32.
+        keys: one [n, kv_heads, k_dim] per layer, in the dtype they are kept in.
+        values: likewise.
+        logits: [vocab] by the position of the token they come after, in the model's dtype.
+    """
+
+    tokens: TokenIds
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    logits: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """Log-probabilities [n - 1] of every token but the first; needs logits everywhere."""
+        return np.array(
+            [
+                log_probability(self.logits[position], int(self.tokens[position + 1]))
+                for position in range(len(self.tokens) - 1)
+            ],
+            dtype=np.float32,
+        )
+
+    def save(self, path: Path) -> None:
+        """Writes it to a file, bit for bit."""
+        tensors = {"tokens": torch.from_numpy(np.asarray(self.tokens))}
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values)):
+            tensors[f"keys.{layer}"], tensors[f"values.{layer}"] = keys, values
+        for position, logits in self.logits.items():
+            tensors[f"logits.{position}"] = logits
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Recording:
+        """What `save` wrote."""
+        tensors = load_file(path)
+        layers = sum(name.startswith("keys.") for name in tensors)
+        return cls(
+            tensors["tokens"].numpy(),
+            tuple(tensors[f"keys.{layer}"] for layer in range(layers)),
+            tuple(tensors[f"values.{layer}"] for layer in range(layers)),
+            {
+                int(name.partition(".")[2]): tensor
+                for name, tensor in tensors.items()
+                if name.startswith("logits.")
+            },
+        )
+
+
+def record(session: Session, logits: Mapping[int, torch.Tensor] | None = None) -> Recording:
+    """Tokens and K/V that a session holds now, with the logits that were seen on the way."""
+    return record_sequence(session.engine, session.sequence, session.committed, logits)
+
+
+def record_sequence(
+    engine: Engine,
+    sequence: Sequence,
+    length: int,
+    logits: Mapping[int, torch.Tensor] | None = None,
+) -> Recording:
+    """The first `length` positions of a sequence."""
+    pages = [sequence.read_kv(layer, 0, length) for layer in range(engine.layout.layers)]
+    return Recording(
+        sequence.tokens[:length],
+        tuple(keys for keys, _ in pages),
+        tuple(values for _, values in pages),
+        dict(logits or {}),
+    )

@@ -1,0 +1,188 @@
+"""Checks relations of a subject, one after another, the first of all before any other counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from kvpager import _core
+from kvpager._version import __version__
+from kvpager.config import Dense, TopK, describe_selection
+from kvpager.errors import CapacityError, PagerError, StorageError
+from kvpager.verify.check import (
+    DIFFERS,
+    FAILED,
+    NOT_APPLICABLE,
+    NOT_RUN,
+    SAME,
+    Check,
+    DoesNotApplyError,
+    NotRunError,
+    Outcome,
+    Status,
+)
+from kvpager.verify.process import ChildError
+from kvpager.verify.relations import RELATIONS, Relation
+from kvpager.verify.report import Report
+
+if TYPE_CHECKING:
+    from kvpager.verify.subject import Subject
+
+# Called with a relation's name, the selection, and how many are done, of how many in all.
+OnRelation: TypeAlias = Callable[[str, str, int, int], object] | None
+
+# Errors that say nothing about bits: the relation could not be tried here.
+_NO_ROOM = (CapacityError, StorageError, OSError, MemoryError)
+_NO_ROOM_NAMES = frozenset(kind.__name__ for kind in _NO_ROOM)
+
+
+def verify(
+    subject: Subject,
+    relations: Iterable[Relation] = RELATIONS,
+    *,
+    on_relation: OnRelation = None,
+) -> Report:
+    """Compares every relation's bits with a cold run's.
+
+    The first relation is that the subject agrees with itself. Where it does not, or could not be
+    tried, nothing else is: there are no bits to compare with.
+
+    Args:
+        subject: model, configuration and prompts.
+        relations: which; self-consistency is checked first whether it is among them or not.
+        on_relation: told before each one.
+
+    Returns:
+        The report; `report.kept` only if every relation was checked and holds.
+    """
+    start = time.perf_counter()
+    report = Report(about=_about(subject))
+    first, chosen = RELATIONS[0], [each for each in relations if each is not RELATIONS[0]]
+    agreed = _told(subject, first, on_relation, 0, 1 + len(chosen))
+    report.outcomes.append(agreed)
+    for done, relation in enumerate(chosen, start=1):
+        if not agreed.kept:
+            reason = f"there is nothing to compare with: {first.name} {agreed.status}"
+            report.outcomes.append(_not_run(subject.selection, relation, reason))
+        else:
+            report.outcomes.append(_told(subject, relation, on_relation, done, 1 + len(chosen)))
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def verify_selections(subject: Subject, *, on_relation: OnRelation = None) -> Report:
+    """`verify`, and again under a top-k selection that has to choose, where rows see everything.
+
+    In the short form the relations that need fresh processes are checked once.
+    """
+    start = time.perf_counter()
+    report = verify(subject, on_relation=on_relation)
+    if not isinstance(subject.config.selection, Dense):
+        return report
+    relations = [relation for relation in RELATIONS if not relation.of_kernels]
+    if subject.effort != "full":
+        relations = [relation for relation in relations if not relation.processes]
+    sweep = subject.sweep
+    chosen = TopK(
+        chunks=2,
+        sinks=sweep.chunk,
+        recent=sweep.rows,
+        scorer=subject.config.scorer_name,
+    )
+    try:
+        with subject.under(selection=chosen) as other:
+            report.outcomes += verify(other, relations, on_relation=on_relation).outcomes
+    except PagerError as error:  # no engine under this selection
+        report.outcomes += [
+            _not_run(describe_selection(chosen), relation, _said(error)) for relation in relations
+        ]
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _told(
+    subject: Subject, relation: Relation, on_relation: OnRelation, done: int, total: int
+) -> Outcome:
+    if on_relation is not None:
+        on_relation(relation.name, subject.selection, done, total)
+    return check_relation(subject, relation)
+
+
+def check_relation(subject: Subject, relation: Relation) -> Outcome:
+    """What comes of one relation; every error but an interruption is part of the outcome."""
+    if relation.of_all and not subject.all_exact:
+        reason = f"not promised with exact={subject.config.exact!r}"
+        return _outcome(subject.selection, relation, NOT_APPLICABLE, Check(), 0.0, reason)
+    start = time.perf_counter()
+    check = Check()
+    status, reason = SAME, ""
+    try:
+        relation.compare(subject, check)
+    except DoesNotApplyError as error:
+        status, reason = NOT_APPLICABLE, str(error)
+    except (NotRunError, *_NO_ROOM) as error:
+        status, reason = NOT_RUN, _said(error)
+    except ChildError as error:
+        unable = not error.kind or error.kind in _NO_ROOM_NAMES
+        status, reason = (NOT_RUN if unable else FAILED), str(error)
+    except Exception as error:  # a refusal or a crash is no promise kept
+        status, reason = FAILED, _said(error)
+    if not check.comparison.same:  # whatever came afterwards
+        status = DIFFERS
+    elif check.broken:
+        status, reason = FAILED, check.broken
+    elif status == SAME and not check.comparison.elements:
+        status, reason = NOT_RUN, "nothing was compared"
+    seconds = time.perf_counter() - start
+    return _outcome(subject.selection, relation, status, check, seconds, reason)
+
+
+def _not_run(selection: str, relation: Relation, reason: str) -> Outcome:
+    return _outcome(selection, relation, NOT_RUN, Check(), 0.0, reason)
+
+
+def _outcome(
+    selection: str,
+    relation: Relation,
+    status: Status,
+    check: Check,
+    seconds: float,
+    reason: str,
+) -> Outcome:
+    return Outcome(
+        relation=relation.name,
+        statement=relation.statement,
+        selection=selection,
+        status=status,
+        reason=reason,
+        comparison=check.comparison,
+        cases=check.cases,
+        notes=tuple(check.notes),
+        seconds=seconds,
+    )
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _about(subject: Subject) -> dict[str, Any]:
+    engine = subject.engine()
+    return {
+        "version": __version__,
+        "architecture": type(subject.model).__name__,
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "isa": _core.isa_name(),
+        "torch": torch.__version__,
+        "exact": subject.config.exact,
+        "rows": engine.rows,
+        "row_counts": list(engine.row_counts.ladder),
+        "head_rows": list(engine.row_counts.head),
+        "chunk_tokens": subject.config.chunk_tokens,
+        "effort": subject.effort,
+        "prompt_tokens": len(subject.prompt),
+    }

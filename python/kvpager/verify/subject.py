@@ -1,0 +1,244 @@
+"""What is verified: a model under a configuration, its prompts, and the bits it has when cold."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvpager.config import PagerConfig, describe_selection
+from kvpager.errors import InvalidArgumentError
+from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
+from kvpager.verify.buffers import save_buffers
+from kvpager.verify.cold import cold_run
+from kvpager.verify.process import Task, run_children
+from kvpager.verify.recording import Recording
+from kvpager.verify.sweep import EFFORTS, Effort, Sweep
+
+if TYPE_CHECKING:
+    from kvpager.runtime import Engine, Session
+
+_SALTS = itertools.count()  # of this process: no two runs of a harness share a chunk
+
+
+class Subject:
+    """A model and a configuration, from which relations make what they need. A context manager.
+
+    Engines are opened when first asked for and closed together; cold runs are remembered. Several
+    engines over one model are fine, and the model gets its own attention back at the end.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: PagerConfig,
+        *,
+        folder: str | Path | None = None,
+        prompts: Iterable[TokenIdsLike] | None = None,
+        effort: Effort = "short",
+        seed: int = 0,
+        engine: Engine | None = None,
+    ) -> None:
+        """Opens the first engine, which checks the model.
+
+        Args:
+            model: a transformers causal LM, as for `Engine`.
+            config: under which it is to keep its promise; `config.exact` says what is promised.
+            folder: the model's, for runs in fresh processes; by default it is saved to a temporary
+                one when such a run is wanted.
+            prompts: token ids; the first takes the place of a random long prompt. Short ones, and
+                those that are missing, are made up.
+            effort: "start", "short" or "full": how much is tried.
+            seed: of made-up prompts and of disturbances.
+            engine: one that is open already and stays so; `model` and `config` are then its own.
+
+        Raises:
+            InvalidArgumentError: `config.exact` is False, which promises nothing.
+            UnsupportedModelError: the engine refuses the model.
+        """
+        if effort not in EFFORTS:
+            raise InvalidArgumentError(
+                f"effort is {effort!r}; expected {', '.join(map(repr, EFFORTS))}"
+            )
+        if config.exact is False:
+            raise InvalidArgumentError(
+                "exact is False, which promises nothing, so there is nothing to verify; set "
+                'PagerConfig.exact to "all" or "reuse"'
+            )
+        self.model = model
+        self.config = config
+        self.effort: Effort = effort
+        self.seed = seed
+        self._given_folder = None if folder is None else Path(folder)
+        self._given_prompts = list(prompts or ())
+        self._stack = ExitStack()
+        self._engines: dict[tuple[tuple[str, Any], ...], Engine] = {}
+        self._cold: dict[bytes, Recording] = {}
+        self._workdir: Path | None = None
+        if engine is not None:
+            self._engines[()] = engine
+        try:
+            self._prepare()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _prepare(self) -> None:
+        engine = self.engine()
+        # M follows the pool's size where it is left to the engine; here one M is meant.
+        self.config = self.config.replace(rows=engine.rows)
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        self.sweep = Sweep.of(self.config, engine.row_counts.ladder, self.effort, longest)
+        self.prompt = self._long_prompt(engine.vocab_size)
+
+    @property
+    def selection(self) -> str:
+        """What rows attend to, in one line."""
+        return describe_selection(self.config.selection)
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether decode, speculation, re-scoring and packing are promised too."""
+        return self.config.exact == "all"
+
+    def engine(self, **changes: Any) -> Engine:
+        """An engine under the configuration with some options changed; one for equal changes."""
+        changes = {
+            name: value for name, value in changes.items() if getattr(self.config, name) != value
+        }
+        key = tuple(sorted(changes.items()))
+        if key not in self._engines:
+            self._engines[key] = self._stack.enter_context(self.fresh_engine(**changes))
+        return self._engines[key]
+
+    def fresh_engine(self, **changes: Any) -> Engine:
+        """One that nobody else uses; the caller closes it."""
+        from kvpager.runtime import Engine
+
+        return Engine(self.model, self.config.replace(**changes))
+
+    def session(self, engine: Engine | None = None, salt: str | None = None) -> Session:
+        """An empty session that shares chunks with none but those of the same `salt`."""
+        engine = engine or self.engine()
+        return engine.adopt(engine.pager.sequence(salt=salt or new_salt()))
+
+    def cold(self, ids: TokenIds) -> Recording:
+        """What a cold run of these tokens gives; computed once."""
+        key = np.asarray(ids, dtype=np.int32).tobytes()
+        if key not in self._cold:
+            longer = self._longer(key)
+            self._cold[key] = longer or cold_run(self.engine(), ids, new_salt())
+        return self._cold[key]
+
+    def _longer(self, key: bytes) -> Recording | None:
+        """A cold run of a text that begins with these tokens serves as well, once proven so."""
+        return next((run for ids, run in self._cold.items() if ids.startswith(key)), None)
+
+    def forget(self) -> None:
+        """Lets all cold runs but the long prompt's go."""
+        kept = self.prompt.tobytes()
+        self._cold = {ids: run for ids, run in self._cold.items() if ids == kept}
+
+    def ids(self, length: int, seed: int) -> TokenIds:
+        """Made-up token ids [length], the same for the same seed."""
+        random = np.random.default_rng((self.seed, seed))
+        return random.integers(0, self.engine().vocab_size, length).astype(np.int32)
+
+    def under(self, **changes: Any) -> Subject:
+        """Another subject: the same model under a changed configuration."""
+        return Subject(
+            self.model,
+            self.config.replace(**changes),
+            folder=self.folder,
+            prompts=self._given_prompts,
+            effort=self.effort,
+            seed=self.seed,
+        )
+
+    @property
+    def workdir(self) -> Path:
+        """A folder for files of this run; it goes with the subject."""
+        if self._workdir is None:
+            self._workdir = Path(
+                self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpager-verify-"))
+            )
+        return self._workdir
+
+    @property
+    def folder(self) -> Path:
+        """The model's folder; if it has none, it is saved to a temporary one."""
+        if self._given_folder is not None:
+            return self._given_folder
+        folder = self.workdir / "model"
+        if not folder.is_dir():
+            with _without_progress_bars():
+                self.model.save_pretrained(folder)
+            save_buffers(self.model, folder)
+        return folder
+
+    def in_fresh_processes(self, *jobs: tuple[Mapping[str, str], Sequence[Task]]) -> list[Any]:
+        """Runs tasks, each list in a process of its own with the given environment beside ours.
+
+        Returns, for each list, one result per task; see `child.py`.
+
+        Raises:
+            ChildError: a process or a task failed; says which and why.
+        """
+        about = {
+            "model": str(self.folder),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "experts": getattr(self.model.config, "_experts_implementation", None),
+            "threads": torch.get_num_threads(),
+            "weights": self.engine().fingerprint["weights"],
+        }
+        return run_children(about, jobs, self.workdir)
+
+    def close(self) -> None:
+        """Closes the engines it opened, and removes its files."""
+        self._cold.clear()
+        self._engines.clear()
+        self._stack.close()
+
+    def __enter__(self) -> Subject:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _long_prompt(self, vocab_size: int) -> TokenIds:
+        length = self.sweep.length
+        made_up = self.ids(length, seed=0)
+        if not self._given_prompts:
+            return made_up
+        given = as_token_ids(self._given_prompts[0], vocab_size, "prompts[0]")[:length]
+        return np.concatenate([given, made_up[len(given) :]])
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def new_salt() -> str:
+    """One that no other sequence of this process has."""
+    return f"verify {next(_SALTS)}"

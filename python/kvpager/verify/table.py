@@ -1,0 +1,144 @@
+"""A report as a person reads it in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from kvpager.verify.check import NOT_APPLICABLE, SAME, Outcome
+from kvpager.verify.report import Report
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from kvpager.hf.shapes import ShapeReport
+
+_COLOURS = {"same": "green", "differs": "bold red", "failed": "bold red", "not run": "yellow"}
+_PARTS_OF_A_NAME = 2  # self_attn.q_proj: the layer's number says nothing of a shape
+
+
+def parts(report: Report, make: Callable[[str], Table]) -> Iterator[RenderableType]:
+    """Tables and lines, top to bottom; `make` gives an empty table of a title."""
+    for selection in dict.fromkeys(outcome.selection for outcome in report.outcomes):
+        outcomes = [outcome for outcome in report.outcomes if outcome.selection == selection]
+        yield f"rows attend to {selection}"
+        yield _relations(outcomes, make(""))
+    yield from _explanations(report)
+    if report.shapes:
+        yield _shapes(report.shapes, make("rows of each shape of layer"))
+    if report.peer is not None:
+        yield _peer(report, make("the same prompts through transformers alone"))
+    for sentence in report.advice:
+        yield f"advice: {sentence}"
+    if report.advice:
+        yield ""
+    yield report.verdict()
+
+
+def _relations(outcomes: list[Outcome], table: Table) -> Table:
+    from rich.text import Text
+
+    for name, right in (
+        ("relation", False),
+        ("cases", True),
+        ("bits compared", True),
+        ("differ", True),
+        ("", False),
+        ("seconds", True),
+    ):
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for outcome in outcomes:
+        compared = outcome.comparison
+        counted = compared.elements > 0
+        table.add_row(
+            outcome.relation,
+            f"{outcome.cases:,}" if counted else "",
+            f"{compared.bits:,}" if counted else "",
+            f"{compared.differing_bits:,}" if counted else "",
+            Text(outcome.status, style=_COLOURS.get(outcome.status, "")),
+            f"{outcome.seconds:.1f}",
+        )
+    return table
+
+
+def _explanations(report: Report) -> Iterator[str]:
+    """Why what is not the same is not, and the figures beside the bits."""
+    said = False
+    for outcome in report.outcomes:
+        first = outcome.comparison.first
+        if outcome.status not in (SAME, NOT_APPLICABLE):
+            said = True
+            yield f"{outcome.relation} ({outcome.statement}): {outcome.status}"
+            if first is not None:
+                yield f"  first: {first}"
+            if outcome.reason:
+                yield f"  {outcome.reason}"
+        elif outcome.status == NOT_APPLICABLE:
+            said = True
+            yield f"{outcome.relation}: {outcome.reason}"
+    if said:
+        yield ""
+    notes = [
+        f"{outcome.relation}: {'; '.join(outcome.notes)}"
+        for outcome in report.outcomes
+        if outcome.selection == report.outcomes[0].selection
+        if outcome.notes
+    ]
+    yield from notes
+    if notes:
+        yield ""
+
+
+def _shapes(shapes: list[ShapeReport], table: Table) -> Table:
+    table.add_column("layer", no_wrap=True)
+    table.add_column("in x out", justify="right", no_wrap=True)
+    table.add_column("row index", no_wrap=True)
+    table.add_column("neighbours", no_wrap=True)
+    table.add_column("threads", no_wrap=True)
+    table.add_column("equal row counts", no_wrap=True)
+    table.add_column("modules")
+    for shape in shapes:
+        threads = shape.thread_dependent
+        table.add_row(
+            shape.kind,
+            f"{shape.in_features} x {shape.out_features}",
+            "MATTERS" if shape.row_dependent else "same",
+            "MATTER" if shape.neighbour_dependent else "same",
+            "not asked" if threads is None else "matter" if threads else "same",
+            " | ".join(_ranges(shape.classes)),
+            _names(shape.modules),
+        )
+    return table
+
+
+def _peer(report: Report, table: Table) -> Table:
+    assert report.peer is not None
+    table.add_column("way", no_wrap=True)
+    for name in ("logits bits compared", "differ", "max |delta logp|", "greedy text forks in"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for route in report.peer.routes:
+        table.add_row(
+            route.name,
+            f"{route.comparison.bits:,}",
+            f"{route.comparison.differing_bits:,}",
+            f"{route.agreement.max_abs_delta:.2g}",
+            f"{route.forks} of {route.prompts} prompts",
+        )
+    return table
+
+
+def _ranges(classes: tuple[tuple[int, ...], ...]) -> Iterator[str]:
+    """Each class, a run of the counts that were tried as first-last."""
+    tried = sorted(count for counts in classes for count in counts)
+    for counts in classes:
+        at = tried.index(counts[0])
+        if len(counts) > 1 and list(counts) == tried[at : at + len(counts)]:
+            yield f"{counts[0]}-{counts[-1]}"
+        else:
+            yield " ".join(map(str, counts))
+
+
+def _names(modules: tuple[str, ...]) -> str:
+    first = ".".join(modules[0].split(".")[-_PARTS_OF_A_NAME:])
+    return first if len(modules) == 1 else f"{first} and {len(modules) - 1} more"

@@ -1,0 +1,98 @@
+"""What `make verify-all` concludes from what its workers print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+if not BENCH.is_dir():
+    pytest.skip("bench/ is not part of this checkout", allow_module_level=True)
+sys.path.insert(0, str(BENCH))
+
+import harness  # noqa: E402
+import verify_all  # noqa: E402
+from harness import Report  # noqa: E402
+
+
+def outcome(**changes):
+    row = {
+        "model": "llama",
+        "case": "llama-float32",
+        "relation": "decoded",
+        "outcome": "same",
+        "situations": 3,
+        "compared": 100,
+        "differing": 0,
+        "time": 0.5,
+        "first_difference": "none",
+    }
+    return row | changes
+
+
+def concluded(rows, monkeypatch, tmp_path):
+    """The exit code and the file that these rows give."""
+    monkeypatch.setattr(harness, "RESULTS_DIR", tmp_path)
+    totals = {}
+    for row in rows:
+        verify_all.count(row, totals)
+    report = Report("sample", "?", verify_all.COLUMNS, {}, harness.environment())
+    for total in totals.values():
+        report.add(**total)
+    code = verify_all.conclude(report)
+    return code, json.loads((tmp_path / "sample.json").read_text())
+
+
+def test_cases_are_counted_by_model_and_relation(monkeypatch, tmp_path):
+    rows = [outcome(), outcome(compared=11), outcome(relation="warm"), outcome(model="qwen3")]
+    rows.append(outcome(outcome="does not apply", compared=0, first_difference="not promised"))
+    code, written = concluded(rows, monkeypatch, tmp_path)
+    assert code == 0
+    first, *others = written["rows"]
+    assert (first["cases"], first["compared"], first["not_applicable"]) == (3, 111, 1)
+    assert first["first_difference"] == "none"
+    assert [(row["model"], row["relation"]) for row in others] == [
+        ("llama", "warm"),
+        ("qwen3", "decoded"),
+    ]
+    assert written["verdicts"][0]["holds"]
+
+
+@pytest.mark.parametrize("status", ["differs", "failed", "not run"])
+def test_anything_but_the_same_bits_fails_and_is_named(status, monkeypatch, tmp_path, capsys):
+    bad = outcome(outcome=status, differing=2 * (status == "differs"), first_difference="layer 1")
+    code, written = concluded([outcome(), bad, outcome()], monkeypatch, tmp_path)
+    assert code == 1
+    assert not written["verdicts"][0]["holds"]
+    assert written["rows"][0]["not_kept"] == 1
+    assert written["rows"][0]["first_difference"] == "layer 1"
+    assert "FAILS" in capsys.readouterr().out
+
+
+def test_every_case_is_in_one_process_of_its_architecture_and_threads():
+    arguments = argparse.Namespace(only=[""], effort="start", threads=1, quick=False)
+    cases = verify_all.matrix.full()
+    apart = set(verify_all.matrix.cover(cases))
+    jobs = list(verify_all.groups(cases, apart, arguments))
+    held = [one for job in jobs if "long" not in job for one in job["cases"]]
+    assert sorted(str(verify_all.matrix.Case(**one["values"])) for one in held) == sorted(
+        map(str, cases)
+    )
+    assert sum(one["apart"] for one in held) == len(apart)
+    for job in jobs:
+        if "long" not in job:
+            values = [one["values"] for one in job["cases"]]
+            assert {(v["architecture"], v["threads"]) for v in values} == {
+                (values[0]["architecture"], job["threads"])
+            }
+    assert [job["length"] for job in jobs if "long" in job] == [32768, 32768]
+
+
+def test_a_worker_that_dies_is_an_error(monkeypatch):
+    monkeypatch.setattr(verify_all.sys, "executable", "/bin/false")
+    with pytest.raises(harness.MissingNumberError, match="ended with 1"):
+        list(verify_all.in_a_process({"threads": 1, "cases": ["one"]}))
