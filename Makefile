@@ -10,6 +10,8 @@ TORCH_FALLBACK ?= torch>=2.10
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
 DEMO_ARGS ?=
+VERIFY_ARGS ?=
+MUTANTS_ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
 PY := $(BIN)/python
@@ -31,7 +33,8 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test lint ctest pytest test-slow asan tsan fuzz bench tidy stubs wheel format clean
+.PHONY: help venv build demo test lint ctest pytest test-slow verify-all mutants asan tsan fuzz bench
+.PHONY: tidy stubs wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -62,6 +65,12 @@ pytest: build
 
 test-slow: build ## the Python tests that take minutes
 	$(PY) -m pytest -m "slow and not bench and not cuda" $(PYTEST_ARGS)
+
+verify-all: build ## every relation for every model, dtype, shape and thread count, to the bit (about an hour)
+	$(PY) bench/verify_all.py $(VERIFY_ARGS)
+
+mutants: build ## break the code on purpose, one promise at a time: the tests that keep it must fail
+	cd tests && $(PY) -m mutants $(MUTANTS_ARGS)
 
 fuzz: build ctest ## the property tests and the snapshot reader's fuzz target, with many more examples
 	build/dev/tests/cpp/snapshot_fuzz --mutate 200000

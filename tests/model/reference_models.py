@@ -28,11 +28,28 @@ COMMON = {
     "eos_token_id": 2,
 }
 
+# Shapes by hidden size; COMMON is the first.
+SIZES = {
+    256: {},
+    1024: {
+        "hidden_size": 1024,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "head_dim": 64,
+        "moe_intermediate_size": 64,
+    },
+}
+
 ARCHITECTURES = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen3": (transformers.Qwen3Config, {}),  # normalises queries and keys
     "mistral": (transformers.MistralConfig, {"sliding_window": 40}),
     "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),  # a layer without RoPE
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,  # rows that share an expert
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    ),
     # Beyond the promise, for the head and the attention options they bring.
     "gemma2": (
         transformers.Gemma2Config,  # soft caps, low enough to be felt, and windows
@@ -55,28 +72,42 @@ ARCHITECTURES = {
         },
     ),
 }
+EXPERTS = ("qwen3_moe", "gpt_oss")
 SHIPPED = "tiny-retriever"
 PROMISED = ["llama", "qwen3", "mistral", "smollm3", SHIPPED]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,  # to compare with; no engine takes it
+}
 
 
-def build(architecture, dtype="float32", **changes):
+def build(architecture, dtype="float32", *, hidden=256, tied=None, group=None, **changes):
     """The shipped model, or one with random weights, the same in every process.
 
-    `changes` go into its configuration.
+    hidden: one of SIZES. tied: whether input and output embeddings are one matrix; by default as
+    the architecture has it. group: query heads per kv head. `changes` go into its configuration.
     """
     if architecture == SHIPPED:
         folder = Path(__file__).parents[2] / "models" / SHIPPED
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
     kind, options = ARCHITECTURES[architecture]
-    config = kind(**{**COMMON, **options, **changes})
+    shape = {**COMMON, **options, **SIZES[hidden]}
+    if architecture == "smollm3":
+        shape["no_rope_layers"] = shape["no_rope_layers"][: shape["num_hidden_layers"]]
+    if tied is not None:
+        shape["tie_word_embeddings"] = tied
+    if group is not None:
+        shape["num_key_value_heads"] = shape["num_attention_heads"] // group
+    config = kind(**{**shape, **changes})
     torch.manual_seed(sum(map(ord, architecture)))
     model = transformers.AutoModelForCausalLM.from_config(config).eval().to(DTYPES[dtype])
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(2)  # as initialised, all tokens look alike
-    if architecture == "gpt_oss":
+    if architecture in EXPERTS:
         model.set_experts_implementation("batched_mm")
     return model
 

@@ -150,10 +150,10 @@ def test_prefix_reuse_between_sessions_gives_the_bits_of_computing_it(closing):
 def test_a_salt_shares_nothing(closing):
     model = build("llama")
     ids = prompt(64)
-    for salt in ("", "tenant"):
-        engine = closing(make_engine(model, salt=salt))
-        engine.session().prefill(ids)
+    engine = closing(make_engine(model, salt="tenant a"))
+    engine.session().prefill(ids)
+    for salt in ("tenant b", "tenant", ""):
+        engine.adopt(engine.pager.sequence(salt=salt)).prefill(ids)
         assert engine.stats()["prefix_tokens_reused"] == 0
-    other = engine.adopt(engine.pager.sequence(salt="another tenant"))
-    other.prefill(ids)
-    assert engine.stats()["prefix_tokens_reused"] == 0
+    engine.session().prefill(ids)
+    assert engine.stats()["prefix_tokens_reused"] == 64

@@ -19,7 +19,7 @@ from reference_models import (
 )
 
 from kvpager.hf import HEAD_ROWS, Head, packed_inputs, running
-from kvpager.hf.probe import _Recorder
+from kvpager.hf.observe import Recorder
 
 # The shipped model attends so sharply that bfloat16 runs of transformers differ by whole units
 # from one another; how far from the truth ours are has its own test.
@@ -94,9 +94,9 @@ def test_the_head_gives_the_bits_of_the_models_own(architecture, closing):
     rows = [7, 3, 30, 3]
     keep = torch.tensor(rows + [rows[0]] * (HEAD_ROWS - len(rows)))
     with torch.inference_mode():
-        with running(_Recorder()):
+        with running(Recorder()):
             expected = model(**packed_inputs(tokens, positions), logits_to_keep=keep).logits[0]
-        with running(_Recorder()):
+        with running(Recorder()):
             hidden = model.get_decoder()(**packed_inputs(tokens, positions))[0][0]
         actual = Head(model)(hidden, rows)
     assert_same_bits(actual, expected[: len(rows)], "logits")

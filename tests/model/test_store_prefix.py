@@ -121,7 +121,7 @@ def test_another_salt_model_or_numerics_find_nothing(model, store, closing, othe
             changed.lm_head.weight[0, 0] += 1
         engine = closing(make_engine(changed, store=store))
     else:
-        options = {"salt": {"salt": "tenant"}, "rows": {"rows": 16}}[other]
+        options = {"salt": {"salt": "tenant"}, "rows": {"small_rows": "fixed"}}[other]
         engine = closing(make_engine(model, store=store, **options))
     session = engine.session()
     session.prefill(with_end(30, seed=1))

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ if not BENCH.is_dir():
     pytest.skip("bench/ is not part of this checkout", allow_module_level=True)
 sys.path.insert(0, str(BENCH))
 
+import bench_exact_cost  # noqa: E402
+import bench_exactness  # noqa: E402
+import bench_packing  # noqa: E402
 import bench_save_beside  # noqa: E402
 import bench_snapshot  # noqa: E402
 import bench_store  # noqa: E402
@@ -249,6 +253,160 @@ class TestFilePeers:
         assert copy.target[500:].tolist() == copy.data[1500:2000].tolist()
 
 
+class TestSubjects:
+    def test_a_model_beside_another_shares_its_weights_and_not_its_attention(self):
+        model = subjects.load_model(subjects.SHIPPED)
+        other = subjects.beside(model)
+        weights = dict(other.named_parameters())
+        for name, weight in model.named_parameters():
+            assert weights[name].data_ptr() == weight.data_ptr(), name
+        before = other.config._attn_implementation
+        model.set_attn_implementation("eager")
+        assert other.config._attn_implementation == before
+        ids = subjects.random_ids(model, 20)
+        _, expected = subjects.stock_prefill(other, ids)
+        assert torch.isfinite(expected).all()
+
+    @pytest.mark.parametrize("name", ["gqa9-fp32", "gqa8", "shipped-fp64", ""])
+    def test_a_subject_nobody_defined_is_refused(self, name):
+        with pytest.raises(ValueError, match="expected one of"):
+            subjects.load_model(name)
+
+
+class TestExactness:
+    def text(self, *tokens, logits=None):
+        values = torch.zeros(len(tokens), 3) if logits is None else logits
+        return bench_exactness.Text(list(tokens), values, np.full(len(tokens), -1.0, np.float32))
+
+    def test_a_route_counts_forks_and_bits(self):
+        route = bench_exactness.OurRoute("reuse")
+        route.add(self.text(1, 2, 3), self.text(1, 2, 3))
+        assert (route.first_forks, route.logits.differing_bits) == ([None], 0)
+        changed = torch.zeros(3, 3)
+        changed[1, 2] = -0.0
+        route.add(self.text(1, 2, 3), self.text(1, 9, 3, logits=changed))
+        assert route.first_forks == [None, 1]
+        assert (route.logits.differing_elements, route.logits.differing_bits) == (1, 1)
+        assert route.agreement.tokens == 6
+
+    def test_texts_of_different_lengths_are_no_comparison(self):
+        with pytest.raises(ValueError, match="zip"):
+            bench_exactness.OurRoute("reuse").add(self.text(1, 2), self.text(1, 2, 3))
+
+    def test_prompts_have_suffixes_of_many_lengths(self):
+        model = subjects.load_model(subjects.SHIPPED)
+        prompts = bench_exactness.make_prompts("shipped-fp32", model, 30)
+        suffixes = [
+            len(ids) - bench_exactness.prefix_tokens(len(ids), i) for i, ids in enumerate(prompts)
+        ]
+        assert len(set(suffixes)) >= 25
+        assert len({ids.tobytes() for ids in prompts}) == 30
+
+
+class TestExactCost:
+    class Fake:
+        def __init__(self, *digests):
+            self._digests = itertools.cycle(digests)
+
+        def bits(self):
+            return next(self._digests)
+
+    def test_modes_that_agree_pass(self):
+        names = (bench_exact_cost.FIXED, bench_exact_cost.ALL, bench_exact_cost.REUSE)
+        bench_exact_cost.check_bits({name: self.Fake(("a", "b")) for name in names}, "here")
+
+    def test_decoding_may_differ_where_it_is_not_promised(self):
+        ours = {
+            bench_exact_cost.FIXED: self.Fake(("a", "b")),
+            bench_exact_cost.REUSE: self.Fake(("a", "c")),
+            bench_exact_cost.FREE: self.Fake(("d", "e")),
+        }
+        bench_exact_cost.check_bits(ours, "here")
+
+    @pytest.mark.parametrize(
+        ("mode", "bits"),
+        [
+            (bench_exact_cost.ALL, ("a", "c")),
+            (bench_exact_cost.ALL, ("c", "b")),
+            (bench_exact_cost.REUSE, ("c", "b")),
+        ],
+    )
+    def test_small_row_counts_that_change_bits_are_not_timed(self, mode, bits):
+        ours = {bench_exact_cost.FIXED: self.Fake(("a", "b")), mode: self.Fake(bits)}
+        with pytest.raises(NondeterministicSubjectError, match="not of one class"):
+            bench_exact_cost.check_bits(ours, "here")
+
+    def test_a_mode_that_changes_by_itself_is_not_timed(self):
+        changing = self.Fake(("a", "b"), ("a", "c"))
+        with pytest.raises(NondeterministicSubjectError, match="False"):
+            bench_exact_cost.check_bits({bench_exact_cost.FREE: changing}, "here")
+
+    @pytest.mark.parametrize(
+        ("costs", "held"),
+        [
+            ({64: (1.3, 1.4), 256: (1.0, 1.1)}, [True, True]),
+            ({64: (1.0, 1.1), 256: (1.0, 1.3)}, [True, False]),
+            ({64: (0.9, 1.4), 256: (1.5, 0.9)}, [False, True]),
+        ],
+    )
+    def test_the_default_is_judged_by_the_worse_of_decode_and_prefill(self, costs, held):
+        columns = ("decode_over_transformers", "prefill_over_transformers")
+        report = make_report(
+            columns=(
+                *(Column(name, text=True) for name in ("subject", "mode")),
+                *(Column(name) for name in ("rows", *columns)),
+            )
+        )
+        for rows, values in costs.items():
+            for mode, more in ((bench_exact_cost.ALL, 0), (bench_exact_cost.FIXED, 9)):
+                times = {name: value + more for name, value in zip(columns, values)}
+                report.add(subject="a", mode=mode, rows=rows, **times)
+        bench_exact_cost.judge(report, "a")
+        assert [verdict.holds for verdict in report.verdicts] == held
+
+
+class TestPacking:
+    def completion(self, logprob=-1.0, key=0.5):
+        kv = torch.tensor([[0.25, key]])
+        sequence = SimpleNamespace(read_kv=lambda layer, start, stop: (kv[start:stop], kv))
+        engine = SimpleNamespace(layout=SimpleNamespace(layers=2))
+        return SimpleNamespace(
+            index=0,
+            tokens=np.array([5, 6], dtype=np.int32),
+            logprobs=np.array([-0.5, logprob], dtype=np.float32),
+            session=SimpleNamespace(engine=engine, committed=1, sequence=sequence),
+        )
+
+    def test_equal_completions_have_no_differing_bit(self):
+        bits = bench_packing.compare([self.completion()] * 2, [self.completion()])
+        assert bits.comparison.bits == 32 * (2 + 2 + 2 * 4)
+        assert (bits.comparison.differing_bits, bits.texts_changed) == (0, 0)
+
+    @pytest.mark.parametrize(
+        ("change", "differing", "where"),
+        [({"logprob": 1.0}, 1, "log-probabilities"), ({"key": -0.5}, 4, "K/V of layer 0")],
+    )
+    def test_one_bit_that_packing_changed_is_counted(self, change, differing, where):
+        bits = bench_packing.compare([self.completion(**change)], [self.completion()])
+        assert bits.comparison.differing_bits == differing
+        assert where in bits.comparison.first.place
+
+    def test_nothing_compared_is_no_result(self):
+        with pytest.raises(MissingNumberError, match="nothing was compared"):
+            bench_packing.compare([], [self.completion()])
+
+    def test_mixed_prompts_have_one_mean_for_every_even_count(self):
+        model = subjects.load_model(subjects.SHIPPED)
+        draw = bench_packing.draw_prompts
+        lengths = [len(prompt) for prompt in draw(bench_packing.MIXED, model, 64, seed=3)]
+        least, most = bench_packing.MIXED_TOKENS
+        assert {sum(lengths[:n]) / n for n in (1, 2, 8, 32, 64)} == {(least + most) / 2}
+        assert least <= min(lengths) < max(lengths) <= most
+        assert len(set(lengths)) > 20
+        few, many = (draw(bench_packing.MIXED, model, n, seed=3) for n in (4, 16))
+        assert all(np.array_equal(a, b) for a, b in zip(few, many))
+
+
 class TestQuickRuns:
     """Scripts that need no minutes, at their smallest; workers run in this process."""
 
@@ -277,6 +435,52 @@ class TestQuickRuns:
             return {path.stem.removesuffix("-quick"): harness.load_report(path) for path in paths}
 
         return run
+
+    @pytest.fixture
+    def run_plainly(self, tmp_path, monkeypatch):
+        """For scripts that start no workers and write nothing but their report."""
+
+        def run(module, *options):
+            monkeypatch.setattr(harness, "RESULTS_DIR", tmp_path / "results")
+            threads = str(torch.get_num_threads())
+            monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--threads", threads, *options])
+            module.main()
+            (path,) = (tmp_path / "results").iterdir()
+            plots.render(tmp_path / "results", tmp_path / "docs", "-quick")
+            figures = [path.name for path in (tmp_path / "docs").glob("*.png")]
+            return harness.load_report(path), figures
+
+        return run
+
+    def test_exactness(self, run_plainly):
+        report, figures = run_plainly(bench_exactness, "--rows", "32")
+        assert figures == ["exactness-quick.png"]
+        assert [row["by"] for row in report.rows] == ["transformers"] * 2 + ["kvpager"] * 2
+        assert report.verdicts[0].holds
+        for row in report.rows[2:]:
+            assert row["logits_compared"] == 4 * 8 * 1024
+            assert row["kv_bits_compared"] > 1e6
+        table = bench_exactness.compact(report).splitlines()
+        assert [line.count("|") for line in table] == [6] * 3
+        assert table[-1].endswith("| 0; 0% | 0; 0% |")
+
+    def test_exact_cost(self, run_plainly, capsys):
+        report, figures = run_plainly(bench_exact_cost, "--rows", "16,32")
+        assert figures == ["exact-cost-quick.png"]
+        assert [row["mode"] for row in report.rows] == 2 * list(bench_exact_cost.MODES)
+        table = bench_exact_cost.compact(report)
+        assert table in capsys.readouterr().out
+        assert table.splitlines()[0].endswith("| M = 16 | M = 32 |")
+        assert [line.count("|") for line in table.splitlines()] == [4] * 6
+
+    def test_packing(self, run_plainly):
+        report, figures = run_plainly(bench_packing)
+        assert figures == ["packing-quick.png"]
+        assert [row["sessions"] for row in report.rows] == [1, 2, 8, 1, 2, 8]
+        for row in report.rows:
+            assert row["differing_bits"] == 0
+            assert row["texts_compared"] == min(row["sessions"], 6)
+            assert row["bits_compared"] > 1e5
 
     def test_snapshots(self, run, tmp_path):
         reports = run(bench_snapshot, "--layouts", "shipped", "--contexts", "1024,4096")

@@ -1,0 +1,104 @@
+"""Applies one mutant at a time to a copy of the tree and expects its named tests to fail.
+
+    cd tests && python -m mutants [--only PART ...] [--keep FOLDER]
+
+Exit code 0: every mutant was killed by every test it names. 1: one survived, does not apply or does
+not compile, or a named test fails without it. 2: a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutants.catalogue import CATALOGUE
+from mutants.mutant import Mutant
+from mutants.workshop import BuildError, Workshop
+
+KILLED = "killed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one mutant; `detail` says which tests did not do what they are for."""
+
+    mutant: Mutant
+    outcome: str
+    detail: str
+    seconds: float
+
+
+def judge(
+    workshop: Workshop, mutant: Mutant, sound: dict[str, str], timeout_s: float | None = None
+) -> Finding:
+    """Tries one mutant; `sound` is what its tests do without it."""
+    start = time.monotonic()
+    problems = mutant.problems()
+    broken = [test for test in mutant.killers if sound.get(test) != "passed"]
+    if problems:
+        outcome, detail = "does not apply", "; ".join(problems)
+    elif broken:
+        outcome, detail = "no verdict", "; ".join(f"{t} {sound.get(t)} without it" for t in broken)
+    else:
+        try:
+            with workshop.changed(mutant):
+                results = workshop.run(mutant.killers, timeout_s)
+        except BuildError as error:
+            outcome, detail = "does not build", str(error)
+        else:
+            alive = [f"{test} {result}" for test, result in results.items() if result != "failed"]
+            outcome, detail = ("SURVIVED", "; ".join(alive)) if alive else (KILLED, "")
+    return Finding(mutant, outcome, detail, time.monotonic() - start)
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """One line per mutant, then what went wrong."""
+    width = max(len(finding.mutant.name) for finding in findings)
+    lines = [
+        f"{finding.mutant.name:<{width}}  {finding.outcome:<14} {finding.seconds:6.1f} s  "
+        f"{finding.mutant.breaks}"
+        for finding in findings
+    ]
+    wrong = [finding for finding in findings if finding.outcome != KILLED]
+    lines += [f"\n{finding.mutant.name}: {finding.detail}" for finding in wrong]
+    lines.append(f"\n{len(findings) - len(wrong)} of {len(findings)} mutants killed")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mutants", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of names or files")
+    parser.add_argument("--keep", type=Path, help="folder to build in and keep for the next run")
+    parser.add_argument("--jobs", type=int, default=2, help="compile jobs")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one mutant's tests")
+    parser.add_argument("--list", action="store_true", help="print the catalogue and stop")
+    options = parser.parse_args(arguments)
+    chosen = [m for m in CATALOGUE if any(p in m.name or p in m.file for p in options.only)]
+    if not chosen:
+        parser.error(f"no mutant has any of {options.only} in its name or file")
+    if options.list:
+        print("\n".join(f"{mutant.name}: {mutant.breaks} ({mutant.file})" for mutant in chosen))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="kvpager-mutants-") as temporary:
+        folder = (options.keep or Path(temporary)).resolve()
+        workshop = Workshop(folder, jobs=options.jobs)
+        print("building a copy ...", flush=True)
+        workshop.prepare()
+        print("running the named tests without a mutant ...", flush=True)
+        sound = workshop.run(test for mutant in chosen for test in mutant.killers)
+        findings = []
+        # Neighbours in one file: giving back the last and applying the next is one compilation.
+        for mutant in sorted(chosen, key=lambda mutant: (not mutant.native, mutant.file)):
+            findings.append(judge(workshop, mutant, sound, options.timeout))
+            print(f"{findings[-1].outcome:<14} {mutant.name}", flush=True)
+    print("\n" + table(findings))
+    return any(finding.outcome != KILLED for finding in findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

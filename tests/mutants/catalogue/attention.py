@@ -1,0 +1,174 @@
+"""Our kernels: one order of operations, and rows that know of no other row."""
+
+from mutants.mutant import Mutant
+
+ATTEND = "cpp/kernels/attend_test.cc::"
+IN_ORDER = (
+    ATTEND + "attention equals the documented order in every bit and binary64 within tolerance"
+)
+WAVES = ATTEND + "waves, block addresses and neighbours of other sequences change no bit"
+PLACEMENT = (
+    "cpp/pager/residency_test.cc::"
+    "attention outputs have the same bits wherever chunks live and whatever was evicted"
+)
+
+ATTENTION = (
+    Mutant(
+        name="physical-order-walk",
+        breaks="7: chunks are walked in logical order, wherever their bytes are",
+        file="csrc/kernels/attend.cc",
+        old="""\
+  for (int64_t c = split * kChunksPerSplit; c < (split + 1) * kChunksPerSplit; ++c) {
+    scratch.queries.clear();
+""",
+        new="""\
+  std::vector<int64_t> walk_order;
+  for (int64_t c = split * kChunksPerSplit; c < (split + 1) * kChunksPerSplit; ++c) {
+    walk_order.push_back(c);
+  }
+  const auto address = [&](int64_t c) { return c < table.chunks ? table.slices[c] : nullptr; };
+  if (dense) {
+    std::stable_sort(walk_order.begin(), walk_order.end(),
+                     [&](int64_t a, int64_t b) { return address(a) < address(b); });
+  }
+  for (const int64_t c : walk_order) {
+    scratch.queries.clear();
+""",
+        killers=(
+            WAVES,
+            PLACEMENT,
+            "python/test_defects_pool.py::test_block_placement_and_history_permute_nothing",
+            "python/test_pager_placement.py::"
+            "test_an_eighth_of_the_pool_gives_the_same_bits_as_all_of_it",
+        ),
+    ),
+    Mutant(
+        name="splits-by-staging-capacity",
+        breaks="7: partial sums end at absolute chunk indices, not where memory for a wave ends",
+        file="csrc/kernels/attend.cc",
+        old="""\
+    for (const int64_t split : walk.splits) {
+      reset_states(problem, walk, states);
+      walk_split(problem, walk, split, states, scratch);
+      merge(problem, walk, states);
+    }
+""",
+        new="""\
+    reset_states(problem, walk, states);
+    for (const int64_t split : walk.splits) walk_split(problem, walk, split, states, scratch);
+    merge(problem, walk, states);
+""",
+        killers=(
+            IN_ORDER,
+            WAVES,
+            "cpp/pager/residency_test.cc::"
+            "waves of staging are cut at splits when a forward of many sequences fills it",
+        ),
+    ),
+    Mutant(
+        name="splits-by-number-of-rows",
+        breaks="7: partial sums do not follow the number of rows of the call",
+        file="csrc/kernels/attend.cc",
+        old="""\
+    for (const int64_t split : walk.splits) {
+      reset_states(problem, walk, states);
+      walk_split(problem, walk, split, states, scratch);
+      merge(problem, walk, states);
+    }
+""",
+        new="""\
+    const size_t together = problem.params.rows > 8 ? 2 : 1;
+    for (size_t i = 0; i < walk.splits.size(); ++i) {
+      if (i % together == 0) reset_states(problem, walk, states);
+      walk_split(problem, walk, walk.splits[i], states, scratch);
+      if (i % together + 1 == together || i + 1 == walk.splits.size()) {
+        merge(problem, walk, states);
+      }
+    }
+""",
+        killers=(
+            ATTEND
+            + "a row alone equals the row among sixty-four, in any order and on any number of "
+            "threads",
+        ),
+    ),
+    Mutant(
+        name="partials-merged-backwards",
+        breaks="7: splits are merged in ascending order on any number of threads",
+        file="csrc/kernels/attend.cc",
+        old="for (size_t i = 0; i < walk.splits.size(); ++i) merge(problem, walk, "
+        "states_of(walk, i));",
+        new="for (size_t i = walk.splits.size(); i-- > 0;) merge(problem, walk, "
+        "states_of(walk, i));",
+        killers=(
+            ATTEND + "one row on many threads has its splits computed apart and the same bits",
+        ),
+    ),
+    Mutant(
+        name="unwritten-rows-times-zero",
+        breaks="keys after the row contribute nothing: skipped, never multiplied by zero",
+        file="csrc/kernels/attend_isa.cc",
+        old="    end[q] = (queries[q].end < last ? queries[q].end : last) - first;\n",
+        new="    const int lanes = (queries[q].end + 15) & ~15;\n"
+        "    end[q] = (lanes < last ? lanes : last) - first;\n",
+        killers=(
+            IN_ORDER,
+            "python/test_defects_pool.py::test_rows_after_the_committed_length_are_never_read",
+        ),
+    ),
+    Mutant(
+        name="scores-masked-by-adding",
+        breaks="the score of an unwritten row is replaced, not added to: NaN - inf is NaN",
+        file="csrc/kernels/attend_isa.cc",
+        old="    x = keep_range(x, query.begin - t, query.end - t);\n",
+        new="    x = add(x, keep_range(splat(0.0f), query.begin - t, query.end - t));\n",
+        killers=(
+            "python/test_defects_pool.py::test_rows_after_the_committed_length_are_never_read",
+        ),
+    ),
+    Mutant(
+        name="two-roundings-for-fmaf",
+        breaks="the documented order of operations uses fused multiply-adds",
+        file="csrc/kernels/attend_isa.cc",
+        old="sum[q][w] = fma(broadcast, wide[w], sum[q][w]);",
+        new="sum[q][w] = add(mul(broadcast, wide[w]), sum[q][w]);",
+        killers=(IN_ORDER,),
+    ),
+    Mutant(
+        name="nan-in-padding-aborts",
+        breaks="14: what is in a padding row concerns nobody",
+        file="csrc/kernels/rows.cc",
+        old="""\
+    if (rows[row].slice == nullptr) continue;
+    if (!row_fits""",
+        new="""\
+    if (!row_fits""",
+        killers=("python/test_pager_placement.py::test_threads_packing_and_padding_change_no_bit",),
+    ),
+    Mutant(
+        name="padding-output-unwritten",
+        breaks="a padding row's output is zero, not what was in memory",
+        file="csrc/kernels/attend.cc",
+        old="""\
+          std::memset(out, 0, static_cast<size_t>(v_dim * element));
+          continue;
+""",
+        new="""\
+          continue;
+""",
+        killers=(WAVES,),
+    ),
+    Mutant(
+        name="sliding-window-one-short",
+        breaks="a row with window w sees the keys after position - w",
+        file="csrc/kernels/attend.cc",
+        old="begin = std::max<int64_t>(0, position - problem.params.window + 1 - start);",
+        new="begin = std::max<int64_t>(0, position - problem.params.window + 2 - start);",
+        killers=(
+            IN_ORDER,
+            "model/test_stock_transformers.py::"
+            "test_logits_of_a_prompt_larger_than_the_pool_are_those_of_transformers"
+            "[mistral-float32]",
+        ),
+    ),
+)

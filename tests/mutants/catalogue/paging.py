@@ -1,0 +1,260 @@
+"""Where bytes live: nothing there may change a result, lose a chunk or claim what is not so."""
+
+from mutants.mutant import Mutant
+
+PLACEMENT = (
+    "cpp/pager/residency_test.cc::"
+    "attention outputs have the same bits wherever chunks live and whatever was evicted"
+)
+SHARING = "cpp/pager/sharing_test.cc::"
+FORWARD = "cpp/pager/forward_test.cc::"
+
+PAGING = (
+    Mutant(
+        name="pinned-chunks-are-victims",
+        breaks="3: a pinned chunk is resident and never a victim",
+        file="csrc/pager/residency.cc",
+        old="record.resident() && record.pins == 0 &&",
+        new="record.resident() &&",
+        killers=(
+            "cpp/pager/pins_test.cc::"
+            "pinned chunks stay under every policy, through eviction storms and pressure",
+            "python/test_defects_pool.py::"
+            "test_pins_hold_under_every_policy_and_only_for_the_half_open_range",
+        ),
+    ),
+    Mutant(
+        name="write-through-misses-a-layer",
+        breaks="4: a chunk comes back with the bytes it was sealed with",
+        file="csrc/pager/commit.cc",
+        old="                  static_cast<size_t>(layout.chunk_bytes()));\n"
+        "    } else if (seal.home.disk.value() >= 0) {",
+        new="                  static_cast<size_t>(layout.chunk_bytes() - layout.slice_bytes()));\n"
+        "    } else if (seal.home.disk.value() >= 0) {",
+        killers=(PLACEMENT,),
+    ),
+    Mutant(
+        name="a-trim-writes-into-the-sealed-chunk",
+        breaks="4: sealed bytes never change; a trim into a chunk takes a copy of its rows",
+        file="csrc/pager/sequences.cc",
+        old="        std::memcpy(out, bytes, static_cast<size_t>(layout.chunk_bytes()));\n"
+        "      } else {",
+        new="        std::memcpy(out, bytes, static_cast<size_t>(layout.slice_bytes()));\n"
+        "      } else {",
+        killers=(
+            "cpp/pager/trim_test.cc::"
+            "trimming inside a shared chunk never changes what the others see",
+        ),
+    ),
+    Mutant(
+        name="a-fork-takes-an-empty-tail",
+        breaks="a fork has the tokens of its parent, the unsealed ones too",
+        file="csrc/pager/sequences.cc",
+        old="""\
+    std::memcpy(pool.slot(block.value()), pool.slot(ledger[use.record].block.value()),
+                static_cast<size_t>(layout.chunk_bytes()));
+""",
+        new="",
+        killers=(
+            SHARING + "a fork shares sealed chunks, copies the tail, and the two go their own ways",
+            "model/test_sessions.py::test_a_fork_continues_alike_and_apart",
+        ),
+    ),
+    Mutant(
+        name="blocks-being-read-are-reused",
+        breaks="5: a block that an attention call reads is not reused before it ends",
+        file="csrc/pager/residency.cc",
+        old="         record.readers == 0 && record.has_lower_copy();",
+        new="         record.has_lower_copy();",
+        killers=(
+            "python/test_disk_tier.py::"
+            "test_what_a_call_reads_is_not_evicted_for_what_else_it_reads",
+        ),
+    ),
+    Mutant(
+        name="what-is-lent-to-a-save-is-spilled",
+        breaks="5: what is lent to a save stays where it is",
+        file="csrc/pager/residency.cc",
+        old="if (!record.on_host() || record.readers > 0 || record.borrows > 0) return;",
+        new="if (!record.on_host() || record.readers > 0) return;",
+        killers=(
+            "cpp/pager/freeze_test.cc::"
+            "a save in progress makes no forward wait for room, and nothing it reads moves",
+        ),
+    ),
+    Mutant(
+        name="a-failed-commit-keeps-its-homes",
+        breaks="6: every mutator is all-or-nothing",
+        file="csrc/pager/commit.cc",
+        old="      if (seal.has_home) give_back(seal.home);\n"
+        "      if (seal.existing) release(*seal.existing);\n",
+        new="      if (seal.existing) release(*seal.existing);\n",
+        killers=(
+            "cpp/pager/faults_test.cc::"
+            "a failing write-through aborts the commit at every visit, and the retry succeeds",
+        ),
+    ),
+    Mutant(
+        name="a-failed-restore-keeps-its-references",
+        breaks="12: a refused restore leaves the pager as it was",
+        file="csrc/pager/restore.cc",
+        old="      if (planned.existing) release(*planned.existing);\n",
+        new="",
+        killers=(
+            "cpp/pager/faults_test.cc::"
+            "a failing restore takes back the references it took to chunks that were here",
+        ),
+    ),
+    Mutant(
+        name="rejected-rows-become-positions",
+        breaks="14: rows that were not accepted are as if they had never been",
+        file="csrc/pager/commit.cc",
+        old="    accepted.push_back(static_cast<int64_t>(part.commit_rows.size()));\n"
+        "  }\n  commit(ids, accepted, provenance);",
+        new="    accepted.push_back(std::max<int64_t>("
+        "0, static_cast<int64_t>(part.commit_rows.size()) - 1));\n"
+        "  }\n  commit(ids, accepted, provenance);",
+        killers=(
+            FORWARD + "rows become positions, chunk by chunk, whatever the split into forwards",
+        ),
+    ),
+    Mutant(
+        name="values-may-be-infinite",
+        breaks="14: non-finite keys or values abort the forward, naming layer and position",
+        file="csrc/kernels/rows.cc",
+        old="if (!row_fits(table, k, layout.k_dtype, row) || "
+        "!row_fits(table, v, layout.v_dtype, row)) {",
+        new="if (!row_fits(table, k, layout.k_dtype, row)) {",
+        killers=(
+            FORWARD
+            + "keys and values that are not finite abort the forward, naming layer and position",
+            "python/test_defects_pool.py::test_keys_or_values_that_are_not_finite_abort_the_"
+            "forward_with_layer_and_position",
+        ),
+    ),
+    Mutant(
+        name="an-abort-keeps-the-forwards-blocks",
+        breaks="14: an aborted forward leaves every sequence as it was",
+        file="csrc/pager/forward.cc",
+        old="  for (ForwardPart& part : forward->parts) drop_surplus(part);\n  forward.reset();",
+        new="  forward.reset();",
+        killers=(
+            FORWARD + "an abort at any point leaves every sequence as it was, and a retry succeeds",
+        ),
+    ),
+    Mutant(
+        name="any-row-count-is-exact",
+        breaks="10: rows of a forward of another count are worth `decode`, not `exact`",
+        file="csrc/pager/commit.cc",
+        old="         (rows == options.rows ||",
+        new="         (rows > 0 || rows == options.rows ||",
+        killers=(
+            FORWARD
+            + "a forward of fewer than M rows makes chunks of provenance decode, which nobody "
+            "adopts",
+        ),
+    ),
+    Mutant(
+        name="decode-chunks-can-be-found",
+        breaks="10: only exact chunks are findable by hash",
+        file="csrc/pager/commit.cc",
+        old="    if (seal.provenance == Provenance::kExact) ledger.publish(seal.open);\n",
+        new="    ledger.publish(seal.open);\n",
+        killers=(
+            FORWARD
+            + "a forward of fewer than M rows makes chunks of provenance decode, which nobody "
+            "adopts",
+        ),
+    ),
+    Mutant(
+        name="provenance-is-forgotten-at-the-next-chunk",
+        breaks="10: provenance is transitive: what follows approximate rows is not exact",
+        file="csrc/pager/commit.cc",
+        old="    seal.provenance = std::max(sequence.provenance, provenance);\n",
+        new="    seal.provenance = provenance;\n",
+        killers=(
+            SHARING + "only exact chunks are adopted, and what follows another kind is never exact",
+        ),
+    ),
+    Mutant(
+        name="a-name-without-its-provenance",
+        breaks="10: other provenance has other hashes",
+        file="csrc/core/chain_hash.cc",
+        old="  buffer[2] = static_cast<uint64_t>(provenance);\n",
+        new="  (void)provenance;\n",
+        killers=(
+            "cpp/core/chain_hash_test.cc::"
+            "a chunk's name depends on every token, their order, the parent and the provenance",
+        ),
+    ),
+    Mutant(
+        name="a-hash-alone-is-believed",
+        breaks="prefix reuse compares token ids and the parent's hash, not only a hash",
+        file="csrc/core/ledger.cc",
+        old="      !std::equal(tokens, tokens + count, record.tokens.begin())) {",
+        new="      tokens == nullptr) {",
+        killers=(
+            "cpp/core/ledger_test.cc::"
+            "a hash alone is not believed: tokens, their number and the parent are compared",
+        ),
+    ),
+    Mutant(
+        name="salts-share",
+        breaks="tenants with other salts share no chunk",
+        file="csrc/core/chain_hash.cc",
+        old="  XXH3_128bits_update(&state, salt.data(), salt.size());\n",
+        new="",
+        killers=(
+            SHARING + "salts, tenants, do not share",
+            "model/test_pure_function_of_tokens.py::test_a_salt_shares_nothing",
+        ),
+    ),
+    Mutant(
+        name="equal-names-swap-bytes",
+        breaks="10: a chunk whose bytes differ from those of its name is not replaced by them",
+        file="csrc/pager/commit.cc",
+        old="if (found && ledger[*found].checksums == seal.checksums) {",
+        new="if (found) {",
+        killers=(
+            SHARING
+            + "a chunk with the same tokens but other bytes is never swapped for the one that was "
+            "there",
+        ),
+    ),
+    Mutant(
+        name="scores-of-the-gone-steer-the-next",
+        breaks="a sequence that is gone steers nobody's eviction",
+        file="csrc/pager/sequences.cc",
+        old="    record.score = 0;  // a sequence that is gone steers nobody's eviction\n",
+        new="",
+        killers=(
+            "cpp/pager/residency_test.cc::scores of a sequence that is gone do not steer the "
+            "eviction of the next one's chunks",
+        ),
+    ),
+    Mutant(
+        name="admission-forgets-its-promises",
+        breaks="2: what is reserved for one sequence is not there for another",
+        file="csrc/pager/residency.cc",
+        old="  const int64_t committed = referenced_homes + reserved_homes;\n"
+        "  if (committed + more > home_capacity()) {",
+        new="  const int64_t committed = referenced_homes + reserved_homes;\n"
+        "  if (referenced_homes + more > home_capacity()) {",
+        killers=(
+            "cpp/pager/admission_test.cc::"
+            "what is reserved for one sequence is not there for another",
+        ),
+    ),
+    Mutant(
+        name="a-spilled-chunk-is-not-verified",
+        breaks="bytes that come back from disk are compared with what was written",
+        file="csrc/pager/residency.cc",
+        old="  if (slice_checksum(slice, layout.slice_bytes()) != "
+        "record.checksums[static_cast<size_t>(layer)]) {",
+        new="  if (slice == nullptr) {",
+        killers=(
+            "python/test_disk_tier.py::"
+            "test_a_flipped_bit_on_disk_is_named_with_its_chunk_and_layer",
+        ),
+    ),
+)

@@ -1,0 +1,126 @@
+"""What is found out about a model when an engine starts, and the seam to it."""
+
+from mutants.mutant import Mutant
+
+REFUSALS = "model/test_refusals.py::"
+COUNTS = "model/test_row_counts.py::"
+DEFECTS = "model/test_defects_exact.py::"
+
+PROBES = (
+    Mutant(
+        name="row-count-follows-the-work",
+        breaks="10: every exact forward is padded to a proven row count, also to decode one token",
+        file="python/kvpager/hf/rows.py",
+        old="    return ladder[at]\n",
+        new="    return used\n",
+        killers=(
+            DEFECTS + "test_decode_is_swept_by_decoding",
+            DEFECTS + "test_generated_text_is_reused_to_the_last_full_chunk",
+            "model/test_pure_function_of_tokens.py::"
+            "test_decoding_token_by_token_gives_the_bits_of_a_prefill[llama-float32]",
+        ),
+    ),
+    Mutant(
+        name="row-counts-unproven",
+        breaks="a smaller row count is used only where it gives the bits of M rows",
+        file="python/kvpager/hf/prove.py",
+        old="                alive = [count for count in alive if count not in differing]\n",
+        new="",
+        killers=(
+            DEFECTS + "test_decode_is_swept_by_decoding",
+            COUNTS + "test_one_product_with_other_bits_at_one_count_drops_this_count_and_is_named",
+        ),
+    ),
+    Mutant(
+        name="head-rows-not-padded",
+        breaks="7: logits come from a proven number of head rows (what logits_to_keep=1 breaks)",
+        file="python/kvpager/hf/head.py",
+        old="            index = torch.tensor(wanted + [wanted[0]] * (count - len(wanted)))\n",
+        new="            index = torch.tensor(wanted)\n",
+        killers=(
+            "model/test_stock_transformers.py::"
+            "test_more_rows_than_the_head_takes_give_each_row_the_same_bits",
+            DEFECTS + "test_decode_is_swept_by_decoding",
+        ),
+    ),
+    Mutant(
+        name="experts-that-share-a-product-accepted",
+        breaks="an expert implementation that depends on neighbours is refused, with the remedy",
+        file="python/kvpager/hf/support.py",
+        old='    if has_experts(model) and implementation != "batched_mm":\n',
+        new='    if has_experts(model) and implementation == "unknown":\n',
+        killers=(
+            REFUSALS + "test_experts_that_share_a_matrix_product_are_refused_until_they_do_not",
+        ),
+    ),
+    Mutant(
+        name="rows-are-not-tried-among-other-rows",
+        breaks="a model whose rows see one another is refused",
+        file="python/kvpager/hf/whole.py",
+        old="        if what := self._difference(rows, kept=rows - rows // 4):\n",
+        new="        if what := None:\n",
+        killers=(
+            REFUSALS + "test_a_step_between_modules_that_lets_rows_see_one_another_is_refused",
+        ),
+    ),
+    Mutant(
+        name="parts-are-not-tried-beside-other-rows",
+        breaks="experts that depend on neighbours are found by trial, whatever they are called",
+        file="python/kvpager/hf/part.py",
+        old="        if probe.independent():\n            return\n",
+        new="        if probe is not None:\n            return\n",
+        killers=(
+            COUNTS + "test_experts_that_depend_on_neighbours_are_refused_whatever_they_call_"
+            "themselves[bfloat16]",
+            REFUSALS + "test_an_activation_whose_bits_follow_the_row_index_is_refused",
+        ),
+    ),
+    Mutant(
+        name="moving-frequencies-accepted",
+        breaks="RoPE that follows the longest position of a forward is refused",
+        file="python/kvpager/hf/support.py",
+        old='_MOVING_ROPE = ("dynamic", "longrope")\n',
+        new='_MOVING_ROPE = ("longrope",)\n',
+        killers=(REFUSALS + "test_rope_that_follows_the_longest_position_is_refused[dynamic]",),
+    ),
+    Mutant(
+        name="sliding-windows-ignored",
+        breaks="attention is what the model's own call asks for",
+        file="python/kvpager/hf/attention.py",
+        old="        window=sliding_window,\n",
+        new="        window=None,\n",
+        killers=(
+            "model/test_stock_transformers.py::"
+            "test_logits_of_a_prompt_larger_than_the_pool_are_those_of_transformers"
+            "[mistral-float32]",
+        ),
+    ),
+    Mutant(
+        name="unknown-attention-options-ignored",
+        breaks="an attention option that is not implemented is refused, never ignored",
+        file="python/kvpager/hf/attention.py",
+        old="    if unknown:\n",
+        new="    if unknown is None:\n",
+        killers=(REFUSALS + "test_an_attention_option_that_is_not_implemented_is_refused",),
+    ),
+    Mutant(
+        name="weights-may-change-under-an-engine",
+        breaks="an engine refuses to go on with weights that are not those of its fingerprint",
+        file="python/kvpager/runtime/runner.py",
+        old="        if sum(map(_VERSION, self._weights)) != self._weights_version:\n",
+        new="        if not self._weights:\n",
+        killers=(
+            "model/test_sessions.py::test_weights_that_are_trained_under_an_engine_are_refused",
+        ),
+    ),
+    Mutant(
+        name="threads-may-change-under-an-engine",
+        breaks="an engine refuses to go on with another number of threads",
+        file="python/kvpager/runtime/runner.py",
+        old="        if threads != self._threads:\n",
+        new="        if threads < 1:\n",
+        killers=(
+            "model/test_sessions.py::test_changing_torchs_threads_under_an_engine_is_refused",
+        ),
+    ),
+)

@@ -1,0 +1,133 @@
+"""Sessions, speculation and modes: one text, one set of bits, whatever way it came about."""
+
+from mutants.mutant import Mutant
+
+DEFECTS = "model/test_defects_exact.py::"
+SESSIONS = "model/test_sessions.py::"
+
+RUNTIME = (
+    Mutant(
+        name="a-restore-is-silently-prefilled-again",
+        breaks="13: a restore that cannot be consumed raises at the first prefill",
+        file="python/kvpager/runtime/prefill.py",
+        old="        check_extends(feed.session, feed.ids)\n",
+        new="        try:\n"
+        "            check_extends(feed.session, feed.ids)\n"
+        "        except RestoreNotConsumedError:\n"
+        "            feed.session.hold(engine.pager.sequence(salt=engine.salt))\n",
+        killers=(
+            SESSIONS + "test_a_restore_that_the_prompt_cannot_use_is_refused_not_computed_again",
+            "model/test_defects_snapshots.py::"
+            "test_what_was_restored_is_consumed_or_the_prefill_is_refused",
+        ),
+    ),
+    Mutant(
+        name="the-pending-token-is-not-saved",
+        breaks="a restored session goes on where the saved one stood",
+        file="python/kvpager/runtime/session.py",
+        old='                    "pending": self.pending if upto == self.length else None,\n',
+        new='                    "pending": None,\n',
+        killers=(SESSIONS + "test_a_restored_session_goes_on_with_the_same_bits",),
+    ),
+    Mutant(
+        name="the-sampler-is-not-saved",
+        breaks="a restored session draws what the saved one would have drawn",
+        file="python/kvpager/runtime/session.py",
+        old='                    "sampling": self.sampling.to_json(),\n',
+        new='                    "sampling": {},\n',
+        killers=(SESSIONS + "test_a_restored_session_goes_on_with_the_same_bits",),
+    ),
+    Mutant(
+        name="guesses-are-believed",
+        breaks="speculation gives the tokens of plain decoding: sampling confirms each guess",
+        file="python/kvpager/runtime/packing.py",
+        old="            if token != share.guess[accepted]:\n                break\n",
+        new="            if token < 0:\n                break\n",
+        killers=(DEFECTS + "test_speculated_text_is_the_text_of_plain_decoding",),
+    ),
+    Mutant(
+        name="guesses-are-drawn-at-the-position-before",
+        breaks="a guess is confirmed by the draw of its own position",
+        file="python/kvpager/runtime/packing.py",
+        old="token = sampling.choose(logits[accepted], first + accepted)",
+        new="token = sampling.choose(logits[accepted], first + accepted - 1)",
+        killers=(DEFECTS + "test_speculated_text_is_the_text_of_plain_decoding",),
+    ),
+    Mutant(
+        name="rejected-guesses-stay",
+        breaks="14: rows of rejected guesses are as if they had never been",
+        file="python/kvpager/runtime/runner.py",
+        old="forward.commit(None if batch.accept is None else batch.accept(logits))\n",
+        new="forward.commit(None if batch.accept is None else batch.accept(logits) and None)\n",
+        killers=(DEFECTS + "test_speculated_text_is_the_text_of_plain_decoding",),
+    ),
+    Mutant(
+        name="what-is-ahead-survives-a-change",
+        breaks="a speculating session may be forked, saved or changed anywhere, as in plain decode",
+        file="python/kvpager/runtime/cursor.py",
+        old="            self.sequence.trim(self.committed)\n            self._ahead = None\n",
+        new="            self._ahead = None\n",
+        killers=(DEFECTS + "test_a_speculating_stream_may_be_left_anywhere",),
+    ),
+    Mutant(
+        name="other-sampling-takes-what-is-ahead",
+        breaks="tokens accepted under one sampling are not handed out under another",
+        file="python/kvpager/runtime/cursor.py",
+        old="position == ahead.start and sampling == ahead.sampling:\n",
+        new="position == ahead.start:\n",
+        killers=(DEFECTS + "test_a_speculating_stream_may_be_left_anywhere",),
+    ),
+    Mutant(
+        name="provisional-rows-are-sealed",
+        breaks='with exact="reuse" a chunk is sealed from rows of exact forwards alone',
+        file="python/kvpager/runtime/cursor.py",
+        old="        if not self.provisional:\n            return\n",
+        new="        return\n",
+        killers=(DEFECTS + "test_text_decoded_row_by_row_is_sealed_with_the_bits_of_a_cold_run",),
+    ),
+    Mutant(
+        name="a-prefix-is-taken-by-its-hash",
+        breaks="what a hash finds in a store is taken only if its token ids are the prompt's",
+        file="python/kvpager/runtime/prefix.py",
+        old="    if not np.array_equal(tokens, ids[: len(tokens)]):",
+        new="    if not len(tokens):",
+        killers=("model/test_store_prefix.py::test_other_tokens_under_a_known_hash_are_not_taken",),
+    ),
+    Mutant(
+        name="recomputed-chunks-are-not-proved",
+        breaks="a damaged chunk computed again is taken only with the bits that were saved",
+        file="csrc/pager/commit.cc",
+        old="if (found && ledger[*found].checksums == seal.checksums) {",
+        new="if (found && (ledger[*found].damaged || "
+        "ledger[*found].checksums == seal.checksums)) {",
+        killers=(
+            "model/test_recompute.py::test_computed_bits_that_are_not_the_saved_ones_are_refused",
+        ),
+    ),
+    Mutant(
+        name="a-fork-forgets-what-is-pending",
+        breaks="a fork goes on with the token its parent sampled last",
+        file="python/kvpager/runtime/cursor.py",
+        old="        twin._pending, twin._logits, twin._owed = self._pending, self._logits, "
+        "self._owed\n",
+        new="        twin._logits, twin._owed = self._logits, self._owed\n",
+        killers=(SESSIONS + "test_a_fork_continues_alike_and_apart",),
+    ),
+    Mutant(
+        name="logits-outlive-their-tokens",
+        breaks="logits are those after the session's last token, also after a trim",
+        file="python/kvpager/runtime/cursor.py",
+        old="        if self._logits is not None and self._logits[0] == self.told:\n"
+        "            return self._logits[1]\n",
+        new="        if self._logits is not None:\n            return self._logits[1]\n",
+        killers=(SESSIONS + "test_logits_are_not_taken_for_those_of_other_tokens_after_a_failure",),
+    ),
+    Mutant(
+        name="logprobs-in-another-precision",
+        breaks="generation tells the log-probability that scoring gives",
+        file="python/kvpager/runtime/stream.py",
+        old="return GeneratedToken(token, float(np.float32(log_probability(logits, token))))",
+        new="return GeneratedToken(token, float(logits.float().log_softmax(-1)[token]))",
+        killers=(DEFECTS + "test_a_fresh_process_scores_token_ids_to_the_bits_generation_told",),
+    ),
+)

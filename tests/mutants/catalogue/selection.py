@@ -1,0 +1,126 @@
+"""What a row attends to: its own query, sealed summaries, the configuration; never residency."""
+
+from mutants.mutant import Mutant
+
+DEFINITION = (
+    "cpp/kernels/select_test.cc::"
+    "selection equals the definition at every position, window and configuration"
+)
+PLACEMENT = (
+    "cpp/pager/residency_test.cc::"
+    "attention outputs have the same bits wherever chunks live and whatever was evicted"
+)
+
+SELECTION = (
+    Mutant(
+        name="candidates-inside-the-recent-window",
+        breaks="8: the recent window of row p starts at floor((p + 1 - R) / C)",
+        file="csrc/kernels/select.cc",
+        old="std::max<int64_t>(0, position + 1 - selection.recent) / chunk_tokens;",
+        new="std::max<int64_t>(0, position + chunk_tokens - selection.recent) / chunk_tokens;",
+        killers=(DEFINITION,),
+    ),
+    Mutant(
+        name="ties-all-taken",
+        breaks="8: the order of chunks is total; of equal scores the first ids are taken",
+        file="csrc/kernels/select.cc",
+        old="chosen = order > threshold || (order == threshold && ties-- > 0);",
+        new="chosen = order >= threshold;",
+        killers=(
+            "cpp/kernels/select_test.cc::equal scores are taken in order of chunk id",
+            "python/test_defects_pool.py::test_ties_are_broken_by_chunk_id_every_time",
+        ),
+    ),
+    Mutant(
+        name="nan-score-is-the-best",
+        breaks="8: NaN has a place in the order, below everything",
+        file="csrc/kernels/select.cc",
+        old="  if ((bits & ~kSign) > kInfinity) return 0;\n",
+        new="  if ((bits & ~kSign) > kInfinity) return ~uint64_t{0};\n",
+        killers=(
+            "cpp/kernels/select_test.cc::"
+            "both zeros are equal, NaN is the worst score and infinity the best",
+        ),
+    ),
+    Mutant(
+        name="selection-of-another-row",
+        breaks="8: a row selects by its own query, not by one of its forward",
+        file="csrc/pager/attend.cc",
+        old="score_range(part.summaries, range, layer, h, q, row, &scores);",
+        new="score_range(part.summaries, range, layer, h, q, part.score_row, &scores);",
+        killers=(
+            "python/test_pager_placement.py::test_threads_packing_and_padding_change_no_bit",
+            "model/test_pure_function_of_tokens.py::"
+            "test_a_prefill_in_pieces_of_any_length_gives_the_same_bits[topk]",
+        ),
+    ),
+    Mutant(
+        name="selection-of-what-is-resident",
+        breaks="8: what is attended to does not follow what is resident",
+        file="csrc/pager/attend.cc",
+        old="    const double scale = score_range(part.summaries, range, layer, h, q, row, "
+        "&scores);\n",
+        new="""\
+    const double scale = score_range(part.summaries, range, layer, h, q, row, &scores);
+    for (size_t i = 0; i < scores.size(); ++i) {
+      const int64_t chunk = range.begin + static_cast<int64_t>(i);
+      if (!ledger[part.sequence->use(chunk).record].resident()) scores[i] = -1e30;
+    }
+""",
+        killers=(
+            PLACEMENT,
+            "python/test_defects_pool.py::test_what_is_resident_is_not_what_is_attended_to",
+        ),
+    ),
+    Mutant(
+        name="a-summary-is-kept-if-there-is-one",
+        breaks="9: a slot's summary is that of the chunk now in it, not of the one before",
+        file="csrc/pager/commit.cc",
+        old="      summarize(bytes, summaries.slot(seal.summary.value()));\n",
+        new="""\
+      std::byte* kept = summaries.slot(seal.summary.value());
+      if (std::all_of(kept, kept + summaries.slot_bytes(),
+                      [](std::byte b) { return b == std::byte{0}; })) {
+        summarize(bytes, kept);
+      }
+""",
+        killers=(
+            "python/test_defects_pool.py::test_a_sequence_in_reused_records_has_its_own_summaries",
+        ),
+    ),
+    Mutant(
+        name="a-restored-chunk-finds-a-stale-summary",
+        breaks="9: a restored chunk has the summary that was saved with it",
+        file="csrc/pager/restore.cc",
+        old="      record.summary_pending = true;\n",
+        new="      record.summary_pending = false;\n",
+        killers=(
+            "python/test_defects_pool.py::test_restored_chunks_score_as_they_did",
+            "cpp/pager/restore_test.cc::"
+            "a prefix adopted from a restored sequence that never ran has its summaries",
+        ),
+    ),
+    Mutant(
+        name="summary-of-the-page-before",
+        breaks="9: a summary is that of its own layer and kv head",
+        file="csrc/pager/commit.cc",
+        old="scorer.summarize(layout, chunk + layout.page_offset(layer, head),",
+        new="scorer.summarize(layout, chunk + layout.page_offset(layer, head > 0 ? head - 1 : 0),",
+        killers=(
+            "python/test_pager_placement.py::"
+            "test_top_k_takes_the_sinks_the_recent_window_always_and_the_best_of_the_rest",
+        ),
+    ),
+    Mutant(
+        name="summary-cache-outlives-its-forward",
+        breaks="8: a row's candidates have the scores of their own summaries",
+        file="csrc/pager/attend.cc",
+        old="    pointers[static_cast<size_t>(i)] = bases[static_cast<size_t>(range.begin + i)] + "
+        "offset;\n",
+        new="    pointers[static_cast<size_t>(i)] = bases[static_cast<size_t>(i)] + offset;\n",
+        killers=(
+            "python/test_pager_placement.py::"
+            "test_top_k_takes_the_sinks_the_recent_window_always_and_the_best_of_the_rest",
+        ),
+    ),
+)

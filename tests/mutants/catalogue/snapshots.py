@@ -1,0 +1,136 @@
+"""Files: what is read is verified, what is saved is the content and nothing else."""
+
+from mutants.mutant import Mutant
+
+CORRUPTION = "cpp/snapshot/corruption_test.cc::"
+ROUND_TRIP = "cpp/snapshot/round_trip_test.cc::"
+
+SNAPSHOTS = (
+    Mutant(
+        name="slices-are-read-unverified",
+        breaks="every layer of every chunk is verified when it is read",
+        file="csrc/snapshot/chunk_source.cc",
+        old="  const uint64_t computed = slice_checksum(slice, layout().slice_bytes());\n"
+        "  if (computed == expected) return {};",
+        new="  const uint64_t computed = slice_checksum(slice, layout().slice_bytes());\n"
+        "  if (computed != 0) return {};",
+        killers=(
+            CORRUPTION + "AFlippedByteOfThePayloadFailsItsSliceAndNoOther",
+            "model/test_defects_snapshots.py::"
+            "test_a_flipped_bit_is_an_error_that_names_its_place_and_costs_nothing_else",
+        ),
+    ),
+    Mutant(
+        name="summaries-are-read-unverified",
+        breaks="a damaged summary is found, and made again from its chunk",
+        file="csrc/snapshot/chunk_source.cc",
+        old="  const uint64_t computed = xxh3_64(summary, static_cast<size_t>(summary_bytes()));\n"
+        "  if (computed == expected) return {};",
+        new="  const uint64_t computed = xxh3_64(summary, static_cast<size_t>(summary_bytes()));\n"
+        "  if (computed != 0) return {};",
+        killers=(
+            CORRUPTION + "EveryFlippedByteOfTheSummariesFailsTheirReadAndLeavesThePayloadUsable",
+            "model/test_recompute.py::test_damaged_summaries_are_made_again_from_their_chunks",
+        ),
+    ),
+    Mutant(
+        name="a-size-is-believed",
+        breaks="12: the reader validates a size before it allocates for it",
+        file="csrc/snapshot/metadata.cc",
+        old="""\
+  expect_size(section, checked_product(count, stride, "chunks.size", path),
+              str(count, " chunks for ", meta->tokens.size(), " tokens, ", stride, " bytes each"),
+              path);
+""",
+        new="",
+        killers=(
+            "cpp/snapshot/attacks_test.cc::"
+            "EverySectionOfAManifestDroppedDoubledSwappedOrResizedIsATypedError",
+        ),
+    ),
+    Mutant(
+        name="hints-enter-the-digest",
+        breaks="11: scores and ages are outside the logical digest",
+        file="csrc/snapshot/metadata.cc",
+        old="  out.logical_digest = digest_of({part(kLayout), part(kFingerprint), part(kTokens), "
+        "part(kChunks)});\n",
+        new="  out.logical_digest = digest_of({part(kLayout), part(kFingerprint), part(kSession), "
+        "part(kTokens),\n                                  part(kChunks)});\n",
+        killers=(
+            ROUND_TRIP + "TheLogicalDigestFollowsContentAndIgnoresHintsSessionAndUnknownParts",
+        ),
+    ),
+    Mutant(
+        name="rows-after-the-tail-are-saved",
+        breaks="11: a snapshot is a function of content, not of what was in a block before",
+        file="csrc/pager/freeze.cc",
+        old="      zero_rows_after(layout, tail->data(), valid);\n",
+        new="",
+        killers=(
+            "cpp/pager/freeze_test.cc::"
+            "the first positions of a sequence are saved as if it had never held more",
+        ),
+    ),
+    Mutant(
+        name="the-chain-is-not-proved",
+        breaks="a restore proves that tokens, fingerprint and salt are those of the chunks",
+        file="csrc/pager/restore.cc",
+        old="    if (!(file_parent == chunk.chain_hash)) {",
+        new="    if (false) {",
+        killers=(
+            "cpp/pager/restore_test.cc::"
+            "another salt, fingerprint, layout or scorer is refused, naming what differs, and "
+            "nothing changes",
+            "hostile/test_corruption_classes.py::"
+            "test_tokens_or_chunk_table_of_another_file_do_not_give_the_chain",
+        ),
+    ),
+    Mutant(
+        name="approximate-chunks-restored-as-exact",
+        breaks="10: what is restored as approximate is never served as exact",
+        file="csrc/pager/restore.cc",
+        old="  Provenance worst = provenance;\n  int64_t fresh = 0;",
+        new="  Provenance worst = Provenance::kExact;\n  int64_t fresh = 0;",
+        killers=(
+            "cpp/pager/restore_test.cc::"
+            "what is restored as approximate is never served as exact, nor what follows it",
+            "model/test_fingerprint.py::"
+            "test_a_session_restored_as_approximate_shares_nothing_as_exact",
+        ),
+    ),
+    Mutant(
+        name="a-frozen-sequence-holds-no-chunks",
+        breaks="a frozen sequence keeps what it saves while the session goes on",
+        file="csrc/pager/freeze.cc",
+        old="  for (const ChunkUse& use : frozen.sealed) add_reference(use.record);\n",
+        new="  for (const ChunkUse& use : frozen.sealed) --ledger[use.record].references,\n"
+        "        add_reference(use.record);\n",
+        killers=(
+            "cpp/pager/freeze_test.cc::"
+            "what is frozen stays as it was while the sequence goes on, is trimmed and closed",
+        ),
+    ),
+    Mutant(
+        name="weights-digest-without-buffers",
+        breaks="equal fingerprint means equal weights: buffers are weights too",
+        file="python/kvpager/fingerprint.py",
+        old="sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0])",
+        new="sorted([*model.named_parameters()], key=lambda item: item[0])",
+        killers=(
+            "model/test_fingerprint.py::test_the_digest_sees_every_weight_and_survives_a_round_trip",
+        ),
+    ),
+    Mutant(
+        name="waived-fields-stay-exact",
+        breaks="10: K/V computed under other numerics are approximate",
+        file="python/kvpager/fingerprint.py",
+        old='    return "approximate" if different else "exact"\n',
+        new='    return "exact"\n',
+        killers=(
+            "model/test_fingerprint.py::"
+            "test_a_session_restored_as_approximate_shares_nothing_as_exact",
+            "model/test_fingerprint.py::"
+            "test_numerics_are_refused_unless_approximate_results_are_accepted",
+        ),
+    ),
+)

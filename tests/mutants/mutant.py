@@ -1,0 +1,66 @@
+"""One deliberate defect, and the tests that are there to find it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one place in one file that breaks a promise.
+
+    name: short, unique. breaks: the promise, as a user or DESIGN.md would say it. file: from the
+    repository's root. old: occurs exactly once in it. new: what takes its place; it still compiles.
+    killers: tests that must fail, from the tests folder: "model/test_x.py::test_y", with parameters
+    in brackets to run one case alone, or "cpp/kernels/x_test.cc::name of the test case".
+    """
+
+    name: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    killers: tuple[str, ...]
+
+    @property
+    def native(self) -> bool:
+        """Whether C++ has to be built."""
+        return self.file.startswith("csrc/")
+
+    def applied_to(self, text: str) -> str:
+        """The file's text with the defect in it; ValueError where it does not apply."""
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.name}: the old text occurs {count} times in {self.file}")
+        if self.old == self.new:
+            raise ValueError(f"{self.name}: the new text is the old one")
+        return text.replace(self.old, self.new)
+
+    def problems(self, root: Path = ROOT) -> list[str]:
+        """Why it does not apply to the tree at `root`; empty if it does."""
+        found = []
+        try:
+            self.applied_to((root / self.file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            found.append(str(error))
+        if not self.killers:
+            found.append(f"{self.name}: no test is named")
+        found += [f"{self.name}: no test {name}" for name in self.killers if not exists(name, root)]
+        return found
+
+
+def exists(test: str, root: Path = ROOT) -> bool:
+    """Whether a test of that name is written in that file."""
+    file, _, name = test.partition("::")
+    path = root / "tests" / file
+    if not path.is_file():
+        return False
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".cc":
+        text = re.sub(r'"\s*\n\s*"', "", text)  # a name on two lines
+        return re.search(rf'TEST_CASE\(\s*"{re.escape(name)}"\s*\)', text) is not None
+    return re.search(rf"^def {re.escape(name.partition('[')[0])}\(", text, re.MULTILINE) is not None

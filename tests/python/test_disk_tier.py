@@ -1,0 +1,61 @@
+"""Chunks on disk: what comes back is verified, and nothing that is being read makes room for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from test_defects_pool import CHUNK, LAYERS, C, Text, make, resident, same_bits
+
+from kvpager.config import Dense, TopK
+from kvpager.errors import StorageError
+
+
+def spill_file(folder):
+    """The descriptor of the open file without a name in `folder`."""
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:  # the descriptor of this very listing
+            continue
+        if target.startswith(str(folder)):
+            return int(link.name)
+    raise AssertionError(f"no open file in {folder}")
+
+
+@pytest.mark.parametrize("selection", [Dense(), TopK(chunks=2, sinks=C, recent=2 * C)], ids=str)
+@pytest.mark.parametrize("pool", [4, 24])  # streamed slice by slice; brought in whole
+def test_a_flipped_bit_on_disk_is_named_with_its_chunk_and_layer(tmp_path, selection, pool):
+    pager = make(pool, host=0, selection=selection, disk_path=tmp_path, disk_bytes=64 * CHUNK)
+    text = Text(12 * C)
+    sequence = pager.sequence()
+    text.prefill(pager, sequence, 12 * C)
+    pager.evict_all()
+    expected = text.probe(pager, sequence, 12 * C - 1)
+    pager.evict_all()
+    file = spill_file(tmp_path)
+    byte = os.pread(file, 1, 5)
+    os.pwrite(file, bytes([byte[0] ^ 4]), 5)
+    with pytest.raises(StorageError, match=r"chunk \d+ layer 0 came back with other bytes"):
+        text.probe(pager, sequence, 12 * C - 1)
+    pager.check_invariants()
+    assert sequence.length == 12 * C
+    os.pwrite(file, byte, 5)
+    assert same_bits(text.probe(pager, sequence, 12 * C - 1), expected)
+
+
+@pytest.mark.parametrize("policy", ["qk", "lru"])
+def test_what_a_call_reads_is_not_evicted_for_what_else_it_reads(tmp_path, policy):
+    """Eight chunks through six blocks: the missing ones would fit only in the place of others."""
+    pager = make(6, 0, policy=policy, disk_path=tmp_path, disk_bytes=64 * CHUNK)
+    text = Text(8 * C)
+    sequence = pager.sequence()
+    text.prefill(pager, sequence, 8 * C)
+    before, held = pager.stats(), resident(sequence)
+    assert len(held) >= 4
+    text.probe(pager, sequence, 8 * C - 1)
+    after = pager.stats()
+    assert resident(sequence) == held
+    assert after["chunks_evicted"] == before["chunks_evicted"]
+    assert after["slices_streamed"] - before["slices_streamed"] == (8 - len(held)) * LAYERS
