@@ -24,6 +24,10 @@ from harness import Report, load_report
 DOCS_DIR = Path(__file__).resolve().parents[1] / "docs" / "results"
 ORDER = (
     "needles",
+    "exactness",
+    "exact_cost",
+    "packing",
+    "speculation",
     "restore",
     "snapshot_save",
     "snapshot_read",
@@ -160,8 +164,96 @@ def draw_decode(report: Report, folder: Path, suffix: str) -> list[str]:
     return [_save(figure, folder, f"decode{suffix}")]
 
 
+def draw_exactness(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Share of texts that fork and of logits that differ, by subject; one panel each."""
+    cells = list(dict.fromkeys((str(r["subject"]), str(r["text"])) for r in report.rows))
+    ways = list(dict.fromkeys((str(r["by"]), str(r["way"])) for r in report.rows))
+    found = {(r["subject"], r["text"], r["by"], r["way"]): r for r in report.rows}
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8))
+    for axis, label, share in (
+        (axes[0], "texts that fork [%]", lambda row: 100 * row["forks"] / row["prompts"]),
+        (axes[1], "logits that differ [%]", lambda row: row["differing_share"]),
+    ):
+        width = 0.8 / len(ways)
+        for number, way in enumerate(ways):
+            rows = [found[cell + way] for cell in cells]
+            places = [i + (number - (len(ways) - 1) / 2) * width for i in range(len(cells))]
+            bars = axis.bar(places, [share(row) for row in rows], width, label=": ".join(way))
+            axis.bar_label(bars, ["" if share(row) else "0" for row in rows], fontsize=7)
+        names = [" ".join(cell) for cell in cells]
+        axis.set_xticks(range(len(cells)), names, rotation=30, ha="right", fontsize=8)
+        axis.set_ylabel(label)
+        axis.set_ylim(0, 105)
+    axes[0].legend(fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1.0))
+    return [_save(figure, folder, f"exactness{suffix}")]
+
+
+def draw_exact_cost(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Decode and prefill time as multiples of transformers', against M; one line per mode."""
+    names = list(dict.fromkeys(str(row["subject"]) for row in report.rows))
+    figure, axes = plt.subplots(
+        2, len(names), figsize=(3.4 * len(names), 5.6), squeeze=False, sharey="row"
+    )
+    for column, name in enumerate(names):
+        mine = [row for row in report.rows if row["subject"] == name]
+        counts = list(dict.fromkeys(int(report.number(row, "rows")) for row in mine))
+        for axis, value, label in (
+            (axes[0][column], "decode_over_transformers", "decode time"),
+            (axes[1][column], "prefill_over_transformers", "prefill time"),
+        ):
+            for mode in dict.fromkeys(str(row["mode"]) for row in mine):
+                rows = [row for row in mine if row["mode"] == mode]
+                x = [report.number(row, "rows") for row in rows]
+                axis.plot(x, [report.number(row, value) for row in rows], "o-", label=mode)
+            axis.axhline(1, color="#808080", linewidth=0.8)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(counts, [str(count) for count in counts])
+            axis.minorticks_off()
+            axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.set_xlabel("rows M")
+            axis.grid(alpha=0.3)
+            if not column:
+                axis.set_ylabel(f"{label}, x transformers'")
+        axes[0][column].set_title(name, fontsize=10)
+    axes[0][0].legend(fontsize=7)
+    return [_save(figure, folder, f"exact-cost{suffix}")]
+
+
+def draw_packing(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Generated tokens per second against sessions; one panel per kind of prompts."""
+    kinds = list(dict.fromkeys(str(row["prompts"]) for row in report.rows))
+    figure, axes = plt.subplots(
+        1, len(kinds), figsize=(4.8 * len(kinds), 3.6), squeeze=False, sharey=True
+    )
+    full = int(report.settings["rows"])
+    for axis, kind in zip(axes.flat, kinds):
+        rows = [row for row in report.rows if row["prompts"] == kind]
+        x = [report.number(row, "sessions") for row in rows]
+        for label, column, style in (
+            ("kvpager, packed", "tokens_per_s", "o-"),
+            ("kvpager, one after the other", "one_by_one_tokens_per_s", "--"),
+            ("transformers, left-padded batch", "transformers_batch_tokens_per_s", "o-"),
+            ("transformers, one after the other", "transformers_one_by_one_tokens_per_s", "--"),
+        ):
+            axis.plot(x, [report.number(row, column) for row in rows], style, label=label)
+        axis.axvline(full, color="#808080", linewidth=0.8)
+        axis.set_title(f"{kind} prompts (M = {full})", fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(x, [str(int(sessions)) for sessions in x])
+        axis.minorticks_off()
+        axis.set_xlabel("sessions")
+        axis.grid(alpha=0.3)
+    axes.flat[0].set_ylabel("generated tokens per second")
+    axes.flat[0].legend(fontsize=7)
+    return [_save(figure, folder, f"packing{suffix}")]
+
+
 DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
     "needles": draw_needles,
+    "exactness": draw_exactness,
+    "exact_cost": draw_exact_cost,
+    "packing": draw_packing,
     "restore": draw_restore,
     "snapshot_save": draw_snapshot_save,
     "snapshot_read": draw_snapshot_read,

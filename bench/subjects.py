@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,25 @@ from kvpager.needles import Document, NeedleTask, shipped_model_path
 SHIPPED = "shipped"
 PLAIN = "plain"  # trained like the shipped one, but for the term that makes its keys easy
 SHAPES = (SHIPPED, "gqa8-fp32", "gqa8-bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_QWEN3: Mapping[str, Mapping[str, Any]] = {
+    "gqa8": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "untied": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.05,
+    },
+}
 SINKS = 64
 RECENT = 256
 PREFILL_TOKENS = 512  # per forward of the stock model, where it is not one-shot
@@ -31,36 +52,42 @@ LAYOUTS = {
 }
 
 
-def load_model(shape: str) -> Any:
+def load_model(shape: str, *, layers: int = 8) -> Any:
     """A model in eval mode.
 
-    "shipped" is the trained tiny retriever, fp32, K/V of 2 KiB per token; "plain" its sibling
-    whose keys were not made easy to select by, which only a checkout has. "gqa8-*" has the
-    shape of eight layers of a Qwen3 model of hidden size 1024: 16 query and 8 kv heads of 128 and
-    random weights; what it computes is meaningless, what it costs is not.
+    "shipped" is the trained tiny retriever, fp32, K/V of 2 KiB per token; "shipped-bf16" the same
+    weights rounded; "plain" its sibling whose keys were not made easy to select by, which only a
+    checkout has. "gqa8-*" has the shape of eight layers of a Qwen3 model of hidden size 1024: 16
+    query and 8 kv heads of 128 and random weights; what it computes is meaningless, what it costs
+    is not. "untied-*" is a small one with a head of its own and larger weights, whose text does not
+    fall into repeating itself. layers: of "gqa8-*", to have less of it.
     """
-    if shape in (SHIPPED, PLAIN):
+    name, _, dtype = shape.partition("-")
+    if name in (SHIPPED, PLAIN) and dtype in ("", *DTYPES):
         path = shipped_model_path()
-        path = path if shape == SHIPPED else path.with_name("tiny-retriever-plain")
+        path = path if name == SHIPPED else path.with_name("tiny-retriever-plain")
         trained: Any = AutoModelForCausalLM.from_pretrained(path)
-        return trained.eval()
-    if shape not in SHAPES:
-        raise ValueError(f"shape is {shape!r}; expected one of {SHAPES}")
+        return trained.to(DTYPES[dtype or "fp32"]).eval()
+    if name not in _QWEN3 or dtype not in DTYPES:
+        raise ValueError(f"shape is {shape!r}; expected one of {SHAPES}, or another dtype of them")
     config = Qwen3Config(
         vocab_size=4096,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=131072,
-        tie_word_embeddings=True,
+        **_QWEN3[name] | ({"num_hidden_layers": layers} if name == "gqa8" else {}),
     )
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if shape.endswith("bf16") else torch.float32
     model: Any = Qwen3ForCausalLM(config)
-    return model.to(dtype).eval()
+    return model.to(DTYPES[dtype]).eval()
+
+
+def beside(model: Any) -> Any:
+    """The same model over the same weights, for stock runs while an engine has attached the other.
+
+    Nothing but configuration and module objects is copied.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 @dataclass(frozen=True)

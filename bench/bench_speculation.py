@@ -1,0 +1,279 @@
+"""What speculation is worth, and that it changes nothing: tokens, log-probabilities, K/V.
+
+    python bench/bench_speculation.py
+    python bench/bench_speculation.py --cases questions,sampled
+
+"questions" is the shipped model's own task: a document, and every key of it asked for in turn; the
+answers are copied from the document. "loop" is its greedy text without a question, which falls into
+a period. Neither "sampled" text, at temperature 1, nor that of a model with random weights repeats
+itself, and there speculation can only cost: by looking for what is not there (prompt lookup), or by
+proposing what is always wrong. A proposer that knows the text shows what the best one would reach.
+
+Each run is compared with plain decode by every bit of its tokens, log-probabilities and K/V.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import harness
+import numpy as np
+import subjects
+from harness import NOT_APPLICABLE, Column, Report, Subject
+
+from kvpager import Engine, PagerConfig, PromptLookup, Session, SpeculationStats, TopK
+from kvpager.needles import END
+from kvpager.verify.bits import Comparison, compare_bits
+
+CHUNKS = 32
+POOL_TOKENS = 4096
+COPY_HEAVY = 1.5  # accepted tokens per forward that copy-heavy text has to reach
+COPYING = ("questions", "loop")
+SHORT_RUNS = 5  # times as many runs of the shipped model, whose steps take a millisecond
+LEAST_SPEED = 0.9  # of plain decode's, where speculation can only cost
+
+COLUMNS = (
+    Column("text", text=True),
+    Column("shape", text=True),
+    Column("proposer", text=True),
+    Column("context", "tokens"),
+    Column("tokens"),
+    Column("forwards"),
+    Column("accepted_per_forward"),
+    Column("tokens_per_forward"),
+    Column("acceptance", "%", optional=True),
+    Column("plain", "tokens/s"),
+    Column("speculated", "tokens/s"),
+    Column("speedup", "x"),
+    Column("bits_compared"),
+    Column("differing_bits"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A text to be generated: from a session that holds `context`, each prompt is appended and
+    continued by at most `new_tokens`."""
+
+    name: str
+    shape: str
+    context: np.ndarray[Any, Any]
+    prompts: list[list[int]]
+    new_tokens: int
+    eos: int | None = None
+    temperature: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """What a run left behind."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kv: list[Any] = field(default_factory=list)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+class KnownText:
+    """Proposes the text itself, or what is always wrong."""
+
+    def __init__(self, text: Sequence[int], *, right: bool) -> None:
+        self._text = np.asarray(text)
+        self._right = right
+
+    def propose(self, tokens: np.ndarray[Any, Any], count: int) -> list[int]:
+        known: list[int] = self._text[len(tokens) : len(tokens) + count].tolist()
+        return known if self._right else [token ^ 1 for token in known]
+
+
+def questions(tokens: int, needles: int, shape: str) -> Case:
+    asked = subjects.questions(tokens, needles, seed=7, quiet=128)
+    longest = max(len(answer) for answer in asked.answers)
+    return Case("questions", shape, asked.document.ids, asked.prompts, longest, eos=END)
+
+
+def continued(
+    name: str, shape: str, model: Any, context: int, new_tokens: int, temperature: float
+) -> Case:
+    ids = subjects.random_ids(model, context, seed=3)
+    return Case(name, shape, ids[:-1], [ids[-1:].tolist()], new_tokens, temperature=temperature)
+
+
+def generate(base: Session, case: Case, speculate: Callable[[], Any] | None) -> Outcome:
+    """Everything the case asks for, in a fork of a session that holds its context."""
+    outcome = Outcome()
+    with base.fork() as session:
+        for prompt in case.prompts:
+            session.append(prompt)
+            for token in session.generate(
+                case.new_tokens,
+                eos=case.eos,
+                temperature=case.temperature,
+                seed=11,
+                speculate=speculate,
+                logprobs=True,
+            ):
+                outcome.tokens.append(token.id)
+                outcome.logprobs.append(token.logprob)
+        outcome.speculation = session.speculation
+        for layer in range(session.engine.layout.layers):
+            outcome.kv.extend(session.sequence.read_kv(layer, 0, session.committed))
+    return outcome
+
+
+def compare(outcome: Outcome, plain: Outcome) -> Comparison:
+    result = compare_bits(np.array(outcome.tokens), np.array(plain.tokens), "token")
+    result += compare_bits(
+        np.array(outcome.logprobs, np.float32),
+        np.array(plain.logprobs, np.float32),
+        "log-probability",
+    )
+    for ours, theirs in zip(outcome.kv, plain.kv):
+        result += compare_bits(ours, theirs, "K/V")
+    return result
+
+
+def measure(case: Case, model: Any, runs: int, proposers: Sequence[str], report: Report) -> None:
+    config = PagerConfig(pool_tokens=POOL_TOKENS, selection=TopK(chunks=CHUNKS))
+    with Engine(model, config) as engine, engine.session() as base:
+        base.prefill(case.context)
+        plain = generate(base, case, None)
+        for proposer in proposers:
+            text = [*case.context, *case.prompts[0], *plain.tokens]
+            speculate: dict[str, Callable[[], Any]] = {
+                "prompt-lookup": PromptLookup,
+                "all right": lambda text=text: KnownText(text, right=True),
+                "all wrong": lambda text=text: KnownText(text, right=False),
+            }
+            make = speculate[proposer]
+            outcome = generate(base, case, make)
+            comparison = compare(outcome, plain)
+            timing = harness.interleave(
+                {
+                    "plain": Subject(lambda: generate(base, case, None)),
+                    "speculated": Subject(lambda make=make: generate(base, case, make)),
+                },
+                runs=runs,
+            )
+            stats, count = outcome.speculation, len(plain.tokens)
+            report.add(
+                text=case.name,
+                shape=case.shape,
+                proposer=proposer,
+                context=len(case.context),
+                tokens=count,
+                forwards=stats.forwards,
+                accepted_per_forward=stats.accepted / stats.forwards,
+                tokens_per_forward=stats.tokens_per_forward,
+                acceptance=100 * stats.acceptance if stats.proposed else NOT_APPLICABLE,
+                plain=count / timing["plain"].median,
+                speculated=count / timing["speculated"].median,
+                speedup=timing["plain"].median / timing["speculated"].median,
+                bits_compared=comparison.bits,
+                differing_bits=comparison.differing_bits,
+            )
+            print(
+                f"{case.name} {case.shape} {proposer}: {stats.tokens_per_forward:.2f} tokens per "
+                f"forward, {comparison.differing_bits} of {comparison.bits} bits differ",
+                flush=True,
+            )
+
+
+def judge(report: Report) -> None:
+    copying = [
+        row for row in report.rows if row["text"] in COPYING and row["proposer"] == "prompt-lookup"
+    ]
+    if copying:
+        report.judge(
+            f"prompt lookup has more than {COPY_HEAVY} accepted tokens per forward where the model "
+            "copies",
+            all(report.number(row, "accepted_per_forward") > COPY_HEAVY for row in copying),
+            ", ".join(
+                f"{row['text']} {report.number(row, 'accepted_per_forward'):.2f}" for row in copying
+            ),
+        )
+    differing = sum(report.number(row, "differing_bits") for row in report.rows)
+    compared = sum(report.number(row, "bits_compared") for row in report.rows)
+    report.judge(
+        "tokens, log-probabilities and K/V are those of plain decode, to the bit",
+        differing == 0,
+        f"{differing:,.0f} of {compared:,.0f} bits differ",
+    )
+    wasted = [row for row in report.rows if row["text"] not in COPYING]
+    costs = [row for row in wasted if row["proposer"] != "all right"]
+    if costs:
+        report.judge(
+            f"where nothing repeats, or all is wrong, decode keeps {LEAST_SPEED:.0%} of its speed",
+            all(report.number(row, "speedup") >= LEAST_SPEED for row in costs),
+            ", ".join(
+                f"{row['shape']} {row['proposer']} {report.number(row, 'speedup'):.2f}x"
+                for row in costs
+            ),
+        )
+
+
+def cases(arguments: argparse.Namespace) -> list[tuple[Case, Any, tuple[str, ...]]]:
+    """What is asked for, with its model and the proposers that are worth a look."""
+    shipped = subjects.load_model(subjects.SHIPPED)
+    chosen: list[tuple[Case, Any, tuple[str, ...]]] = []
+    every = ("prompt-lookup", "all wrong", "all right")
+    new_tokens = arguments.new_tokens
+    if "questions" in arguments.cases:
+        for tokens in arguments.contexts:
+            case = questions(tokens, min(24, tokens // 128), subjects.SHIPPED)
+            chosen.append((case, shipped, ("prompt-lookup",)))
+    if "loop" in arguments.cases:
+        case = continued("loop", subjects.SHIPPED, shipped, 1024, new_tokens, 0.0)
+        chosen.append((case, shipped, ("prompt-lookup",)))
+    if "sampled" in arguments.cases:
+        case = continued("sampled", subjects.SHIPPED, shipped, 1024, new_tokens, 1.0)
+        chosen.append((case, shipped, every))
+    if "random" in arguments.cases:
+        for shape in arguments.shapes:
+            model = subjects.load_model(shape)
+            case = continued("random", shape, model, 1024, new_tokens, 1.0)
+            chosen.append((case, model, every))
+    return chosen
+
+
+def main() -> None:
+    parser = harness.cli(__doc__)
+    parser.add_argument(
+        "--cases", type=harness.parse_list, default=["questions", "loop", "sampled", "random"]
+    )
+    parser.add_argument("--shapes", type=harness.parse_list, default=["gqa8-fp32", "gqa8-bf16"])
+    parser.add_argument("--contexts", type=harness.parse_ints)
+    parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--runs", type=int)
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    arguments.contexts = arguments.contexts or ([1024] if quick else [4096, 32768])
+    arguments.new_tokens = arguments.new_tokens or (32 if quick else 128)
+    arguments.runs = arguments.runs or (1 if quick else 3)
+    if quick:
+        arguments.shapes = []
+    record = harness.start(arguments)
+    report = Report(
+        harness.report_name("speculation", arguments),
+        "Speculation: tokens per forward, tokens per second, and bits that differ",
+        COLUMNS,
+        {
+            "chunks": CHUNKS,
+            "pool_tokens": POOL_TOKENS,
+            "new_tokens": arguments.new_tokens,
+            "runs": arguments.runs,
+        },
+        record,
+    )
+    for case, model, proposers in cases(arguments):
+        runs = arguments.runs * (SHORT_RUNS if case.shape == subjects.SHIPPED else 1)
+        measure(case, model, runs, proposers, report)
+    judge(report)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
