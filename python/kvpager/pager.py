@@ -277,8 +277,8 @@ class Forward:
 
         Args:
             accepted: how many of each sequence's commit rows, from the first; None: all of all.
-            provenance: what these rows are worth at best: "exact" (in a forward of exactly M rows),
-                "decode" or "approximate".
+            provenance: what these rows are worth at best: "exact" (in a forward of M rows, or of a
+                count proven to be its equal), "decode" or "approximate".
         """
         self._require_running()
         if accepted is None:
