@@ -25,6 +25,7 @@ DOCS_DIR = Path(__file__).resolve().parents[1] / "docs" / "results"
 ORDER = (
     "needles",
     "exactness",
+    "verify_all",
     "exact_cost",
     "packing",
     "speculation",
