@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpager.hf.bits import as_bits
+
 Array: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 Place: TypeAlias = "str | Callable[[tuple[int, ...]], str]"
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_TORCH_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ONES = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.uint8)
 
 
@@ -154,8 +155,7 @@ def same_number(actual: float, expected: float, place: str) -> Comparison:
 def _raw(array: Array) -> npt.NDArray[Any]:
     """The bytes as unsigned integers [elements], in logical order."""
     if isinstance(array, torch.Tensor):
-        flat = array.detach().cpu().contiguous().reshape(-1)
-        raw: npt.NDArray[Any] = flat.view(_TORCH_INTEGERS[flat.element_size()]).numpy()
+        raw: npt.NDArray[Any] = as_bits(array.detach().cpu().reshape(-1)).numpy()
     else:
         raw = np.ascontiguousarray(array).reshape(-1)
     return raw.view(_UNSIGNED[raw.itemsize])
