@@ -38,6 +38,12 @@ class StorageError : public PagerError {
   using PagerError::PagerError;
 };
 
+// There is no such device, or its driver refused an operation; carries its words.
+class DeviceError : public PagerError {
+ public:
+  using PagerError::PagerError;
+};
+
 // Bytes that are not what was written: bad magic, checksum, size or order.
 class CorruptSnapshotError : public PagerError {
  public:

@@ -12,9 +12,13 @@ namespace kvpager::fault {
 inline constexpr int kKill = -1;
 
 // Known points: "host.write", "disk.write", "disk.read", "snapshot.read", "snapshot.share" (the lock
-// on a pack that is read), and of a snapshot being written "snapshot.create", "snapshot.lock", "snapshot.reserve", "snapshot.write",
-// "snapshot.truncate", "snapshot.fsync" (file, then folder), "snapshot.rename". Makes the `after`-th
-// next visit of `point` (0: the very next) report `error_number`, once.
+// on a pack that is read), and of a snapshot being written "snapshot.create", "snapshot.lock",
+// "snapshot.reserve", "snapshot.write", "snapshot.truncate", "snapshot.fsync" (file, then folder),
+// "snapshot.rename". Of a device: "device.allocate", "device.pin", "device.up" and "device.down" (a
+// copy is refused when it is enqueued), "device.record" (a ticket cannot be taken), "device.order"
+// (a lane cannot be told to wait), "device.wait" (the host's wait reports that earlier work failed)
+// and "device.launch" (a kernel is refused).
+// Makes the `after`-th next visit of `point` (0: the very next) report `error_number`, once.
 void arm(const std::string& point, int64_t after, int error_number);
 // Makes that visit a short one: of what it was asked to transfer it moves `bytes`, at least 1.
 // Points that transfer nothing, or not through visit_transfer, pass it unharmed.

@@ -1,0 +1,27 @@
+// The kernels' host side: each function checks nothing, launches on `stream` and returns kOk or the
+// runtime's error code. Implemented once, in *.cu files that compile for a GPU and for the shim.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/params.h"
+
+namespace kvpager::gpu {
+
+int write_rows(const WriteParams& params, void* stream);     // write_rows.cu
+int summarize(const SummarizeParams& params, void* stream);  // summarize.cu
+
+int select(const SelectParams& params, void* stream);  // select.cu
+int64_t select_scratch_bytes(const Shape& shape, const Bounds& bounds);
+
+int attend(const AttendParams& params, void* stream);  // attend.cu: one of the two below
+int64_t attend_scratch_bytes(const Shape& shape, const Bounds& bounds);
+
+int attend_reference(const AttendParams& params, void* stream);  // attend_reference.cu
+int64_t reference_scratch_bytes(const Shape& shape, const Bounds& bounds);
+
+bool has_tensor_attention(const Shape& shape);  // attend_tensor.cu
+int attend_tensor(const AttendParams& params, void* stream);
+int64_t tensor_scratch_bytes(const Shape& shape, const Bounds& bounds);
+
+}  // namespace kvpager::gpu

@@ -1,0 +1,1 @@
+extern "C" __attribute__((visibility("default"))) int kvpager_other_entry() { return 0; }
