@@ -2,72 +2,15 @@
 // selections, windows, caps, sinks, threads, waves, tiers and modes. Every row of each has the bits of
 // the scalar reference, which knows of no other row.
 #include <algorithm>
-#include <random>
 #include <string>
 #include <vector>
 
-#include "attend_problem.h"
 #include "doctest.h"
 #include "kernels/kernel_table.h"
+#include "random_problem.h"
 
 namespace kvpager::testing {
 namespace {
-
-class Dice {
- public:
-  explicit Dice(uint32_t seed) : random_(seed) {}
-  // In [low, high].
-  int roll(int low, int high) {
-    return low + static_cast<int>(random_() % static_cast<uint32_t>(high - low + 1));
-  }
-  bool one_in(int n) { return roll(1, n) == 1; }
-  template <class T>
-  T pick(std::initializer_list<T> values) {
-    return *(values.begin() + roll(0, static_cast<int>(values.size()) - 1));
-  }
-  template <class T>
-  void shuffle(std::vector<T>* values) {
-    for (size_t i = values->size(); i > 1; --i) {
-      std::swap((*values)[i - 1], (*values)[static_cast<size_t>(roll(0, static_cast<int>(i) - 1))]);
-    }
-  }
-
- private:
-  std::mt19937 random_;
-};
-
-Shape random_shape(Dice& dice) {
-  const auto dtype = [&] {
-    return dice.pick({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
-  };
-  Shape shape;
-  shape.kv_heads = dice.roll(1, 4);
-  shape.group = dice.roll(1, 8);
-  shape.tokens = 16 << dice.roll(0, 2);
-  shape.k_dim = 16 * dice.roll(1, 6);
-  shape.v_dim = 16 * dice.roll(1, 6);
-  shape.dtype = dtype();
-  shape.value_dtype = dtype();
-  shape.io_dtype = dtype();
-  if (dice.one_in(3)) shape.window = dice.roll(1, 200);
-  if (dice.one_in(3)) shape.softcap = dice.pick({0.5f, 5.0f, 50.0f});
-  shape.sinks = dice.one_in(3);
-  if (dice.one_in(3)) shape.scaling = dice.pick({0.01f, 1.0f, 8.0f});
-  return shape;
-}
-
-std::vector<std::vector<int32_t>> random_selection(Dice& dice, const Shape& shape,
-                                                   int64_t position) {
-  const int one_in = dice.roll(1, 6);
-  std::vector<std::vector<int32_t>> lists(static_cast<size_t>(shape.kv_heads));
-  for (auto& list : lists) {
-    for (int32_t c = 0; c < position / shape.tokens; ++c) {
-      if (dice.one_in(one_in)) list.push_back(c);
-    }
-    list.push_back(static_cast<int32_t>(position / shape.tokens));
-  }
-  return lists;
-}
 
 TEST_CASE("a row of any problem has the bits of the reference that computes it alone") {
   const auto tables = runnable_kernels();
@@ -75,31 +18,10 @@ TEST_CASE("a row of any problem has the bits of the reference that computes it a
     CAPTURE(seed);
     Dice dice(seed);
     const Shape shape = random_shape(dice);
-    std::vector<Sequence> sequences;
-    std::vector<Sequence*> pointers;
-    const int count = dice.roll(1, 3);
-    sequences.reserve(static_cast<size_t>(count));
-    for (int i = 0; i < count; ++i) {
-      const int64_t length = dice.roll(1, shape.tokens * dice.roll(1, 20));
-      sequences.emplace_back(layout_of(shape), length, seed * 7 + static_cast<uint32_t>(i),
-                             dice.one_in(2));
-      pointers.push_back(&sequences.back());
-    }
-    const bool selecting = dice.one_in(2);
-    std::vector<Row> rows;
-    const int total = dice.one_in(4) ? dice.roll(17, 40) : dice.roll(1, 8);
-    for (int i = 0; i < total; ++i) {
-      Row row;
-      row.sequence = dice.one_in(6) ? -1 : dice.roll(0, count - 1);
-      if (row.sequence >= 0) {
-        const Sequence& sequence = sequences[static_cast<size_t>(row.sequence)];
-        row.position = dice.roll(0, static_cast<int>(sequence.length()) - 1);
-        row.query_seed = static_cast<uint32_t>(i);
-        if (selecting) row.selected = random_selection(dice, shape, row.position);
-      }
-      rows.push_back(row);
-    }
-    dice.shuffle(&rows);
+    RandomRows made = random_rows(dice, shape, seed);
+    const std::vector<Sequence>& sequences = made.sequences;
+    const std::vector<Sequence*>& pointers = made.pointers;
+    const std::vector<Row>& rows = made.rows;
     RunOptions options;
     options.threads = dice.pick({1, 1, 2, 3, 5});
     options.mode = kModes[static_cast<size_t>(dice.roll(0, 5))].bits;

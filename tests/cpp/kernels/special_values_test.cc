@@ -1,5 +1,7 @@
 // Attention over denormals, zeros of either sign, extreme scores and bytes that nobody wrote: every
 // tier, in every mode of the calling thread, against the scalar reference of the documented order.
+#include "special_values.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -7,70 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "attend_problem.h"
 #include "doctest.h"
 #include "kernels/kernel_table.h"
-#include "noise.h"
 
 namespace kvpager::testing {
 namespace {
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-constexpr float kMax = std::numeric_limits<float>::max();
-
-Element noisy(uint64_t what, float scale) {
-  return [=](int64_t t, int head, int d) {
-    return scale * noise(what, static_cast<uint64_t>(t), static_cast<uint64_t>(head),
-                         static_cast<uint64_t>(d));
-  };
-}
-
-Element constant(float value) {
-  return [=](int64_t, int, int) { return value; };
-}
-
-std::vector<float> noisy_query(const Shape& shape, uint64_t row, float scale) {
-  std::vector<float> q(static_cast<size_t>(shape.kv_heads * shape.group * shape.k_dim));
-  for (size_t i = 0; i < q.size(); ++i) q[i] = scale * noise(77, row, i);
-  return q;
-}
-
-// Two splits and a bit, so that states are rescaled, merged and finished.
-Shape small_shape(DType dtype = DType::kFloat32) {
-  Shape shape;
-  shape.dtype = dtype;
-  shape.kv_heads = 2;
-  shape.group = 2;
-  shape.tokens = 16;
-  shape.k_dim = 32;
-  shape.v_dim = 48;
-  return shape;
-}
-constexpr int64_t kLength = 16 * 17 + 5;
-
-// Rows at the places where something begins or ends.
-std::vector<Row> rows_of(const Shape& shape, float query_scale) {
-  std::vector<Row> rows;
-  for (const int64_t position : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{16}, int64_t{127},
-                                 int64_t{128}, kLength - 17, kLength - 1}) {
-    Row row;
-    row.position = position;
-    row.query = noisy_query(shape, static_cast<uint64_t>(position), query_scale);
-    rows.push_back(row);
-  }
-  return rows;
-}
-
-// Elements that differ in a bit. All NaN count as one: which of several operands' payload survives
-// is no order of operations.
-int64_t differing(const std::vector<float>& a, const std::vector<float>& b) {
-  int64_t count = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    count += std::isnan(a[i]) ? !std::isnan(b[i]) : float_bits(a[i]) != float_bits(b[i]);
-  }
-  return count;
-}
 
 // Holds every tier in every mode against the reference; returns the expected outputs.
 std::vector<std::vector<float>> check_everywhere(const Shape& shape, Sequence& sequence,
@@ -96,18 +39,6 @@ std::vector<std::vector<float>> check_everywhere(const Shape& shape, Sequence& s
   }
   return expected;
 }
-
-int64_t count_if(const std::vector<std::vector<float>>& outputs, bool (*is)(float)) {
-  int64_t count = 0;
-  for (const auto& row : outputs) count += std::count_if(row.begin(), row.end(), is);
-  return count;
-}
-bool is_denormal(float x) { return std::fpclassify(x) == FP_SUBNORMAL; }
-bool is_negative_zero(float x) { return float_bits(x) == 0x80000000u; }
-bool is_not_finite(float x) { return !std::isfinite(x); }
-
-// The least normal magnitude of a dtype.
-float least_normal(DType dtype) { return dtype == DType::kFloat16 ? 0x1p-14f : 0x1p-126f; }
 
 TEST_CASE("denormal keys, queries and products count in full, whatever the caller flushes") {
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
@@ -345,27 +276,6 @@ TEST_CASE("windows of every reach around a chunk's borders see their keys and no
     shape.window = window;
     Sequence sequence(layout_of(shape), kLength, noisy(1, 1.0f), noisy(2, 1.0f));
     check_everywhere(shape, sequence, rows_of(shape, 1.0f));
-  }
-}
-
-// Fills the key and value of one token of every head with a bit pattern, as if nobody had written
-// it.
-void spoil(const Layout& layout, const Sequence& sequence, int64_t t, uint32_t bits) {
-  std::byte* slice = const_cast<std::byte*>(sequence.table().slices[t / layout.chunk_tokens]);
-  const int64_t element = dtype_bytes(layout.k_dtype);
-  const uint16_t half = static_cast<uint16_t>(bits >> 16);
-  const void* source = element == 4 ? static_cast<const void*>(&bits) : &half;
-  for (int head = 0; head < layout.kv_heads; ++head) {
-    std::byte* page = slice + layout.page_bytes() * head;
-    for (int64_t d = 0; d < layout.k_dim; ++d) {
-      const int64_t at = d * layout.chunk_tokens + t % layout.chunk_tokens;
-      std::memcpy(page + at * element, source, static_cast<size_t>(element));
-    }
-    std::byte* row =
-        page + layout.k_tile_bytes() + t % layout.chunk_tokens * layout.v_dim * element;
-    for (int64_t d = 0; d < layout.v_dim; ++d) {
-      std::memcpy(row + d * element, source, static_cast<size_t>(element));
-    }
   }
 }
 

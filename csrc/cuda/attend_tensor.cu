@@ -1,0 +1,77 @@
+// The host side of tensor attention. See attend_tensor.cuh for the arithmetic.
+#include "cuda/attend_tensor.cuh"
+#include "cuda/kernels.h"
+
+namespace kvpager::gpu {
+namespace tensor {
+
+template <DType kType, int kDim>
+int launch_tensor(const Launch& launch, void* stream);  // attend_tensor_*.cu
+
+namespace {
+
+template <DType kType>
+int launch_dim(const Launch& launch, void* stream) {
+  switch (launch.attend.shape.k_dim) {
+    case 64:
+      return launch_tensor<kType, 64>(launch, stream);
+    case 96:
+      return launch_tensor<kType, 96>(launch, stream);
+    case 128:
+      return launch_tensor<kType, 128>(launch, stream);
+    default:
+      return launch_tensor<kType, 256>(launch, stream);
+  }
+}
+
+// Whether neighbouring elements, the first of them even, can be read and written as one word.
+bool in_words(const Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data) % 4 == 0 && tensor.row_stride % 2 == 0 &&
+         tensor.head_stride % 2 == 0;
+}
+
+// More scratch than this is not worth having: units of a split are for forwards with few queries.
+constexpr int64_t kMostScratchBytes = int64_t{256} << 20;
+
+}  // namespace
+}  // namespace tensor
+
+bool has_tensor_attention(const Shape& shape) {
+  const bool half = shape.k_dtype == DType::kBFloat16 || shape.k_dtype == DType::kFloat16;
+  const bool dim =
+      shape.k_dim == 64 || shape.k_dim == 96 || shape.k_dim == 128 || shape.k_dim == 256;
+  const int32_t c = shape.chunk_tokens;
+  const bool tokens = c == 16 || c == 32 || c == 64 || c == 128 || c == 256;
+  return half && shape.v_dtype == shape.k_dtype && shape.q_dtype == shape.k_dtype && dim &&
+         shape.v_dim == shape.k_dim && tokens;
+}
+
+int64_t tensor_scratch_bytes(const Shape& shape, const Bounds& bounds) {
+  if (!has_tensor_attention(shape)) return 0;
+  const int64_t state_bytes = (int64_t{shape.v_dim} + tensor::kSumFloats) * 4;
+  const int64_t queries = int64_t{bounds.rows} * shape.q_heads;
+  const int64_t splits = (bounds.chunks + kChunksPerSplit - 1) / kChunksPerSplit;
+  const int64_t least = queries * tensor::kWalkStates * state_bytes;
+  const int64_t most = queries * splits * state_bytes;
+  const int64_t wanted = most < tensor::kMostScratchBytes ? most : tensor::kMostScratchBytes;
+  return wanted > least ? wanted : least;
+}
+
+int attend_tensor(const AttendParams& params, void* stream) {
+  if (params.counts.rows == 0) return 0;
+  tensor::Launch launch;
+  launch.attend = params;
+  if (params.softcap == 0.0f) {
+    launch.scale = params.scaling * tensor::kLog2E;
+  } else {
+    launch.scale = params.scaling / params.softcap;
+    launch.cap = params.softcap * tensor::kLog2E;
+  }
+  launch.q_words = tensor::in_words(params.q);
+  launch.out_words = params.out.dtype != DType::kFloat32 && tensor::in_words(params.out);
+  return params.shape.k_dtype == DType::kBFloat16
+             ? tensor::launch_dim<DType::kBFloat16>(launch, stream)
+             : tensor::launch_dim<DType::kFloat16>(launch, stream);
+}
+
+}  // namespace kvpager::gpu

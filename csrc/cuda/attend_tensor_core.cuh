@@ -1,0 +1,460 @@
+// What one warp does: 16 queries (times kM) against one key tile in shared memory.
+//
+// A warp's lanes hold its queries as the mma fragments have them: lane / 4 is row g of a 16-row
+// tile, which also has row g + 8, called half 0 and half 1; lane % 4 is the place in the quad.
+//
+// Tiles lie in shared memory as rows of 16-byte units, K by d and V by token, and are read with
+// load_matrix_x4_trans: eight lanes read the same unit of eight consecutive rows. Eight units span
+// all banks; without more, those eight lanes would meet in the same ones. Units<n> xors the unit
+// with bits of the row such that the eight fall on eight different places modulo 8:
+//   n a multiple of 8: with row % 8;  of 4: with row / 2 % 4, rows being 4 units apart modulo 8;
+//   2: with row / 4 % 2, as four rows span the banks.
+// A copy's eight neighbouring lanes write whole aligned groups of 8 (4, 2) units, only permuted.
+// Neither has a bank conflict.
+#pragma once
+
+#include "cuda/attend_tensor.cuh"
+
+namespace kvpager::gpu::tensor {
+
+// Places of units in a tile of rows of kUnits. What depends on the lane goes into offset(), once; what
+// the compiler knows goes into step(), an xor and an immediate offset for each access.
+template <int kUnits>
+struct Units {
+  static_assert(kUnits == 2 || kUnits % 4 == 0, "");
+  static constexpr int kSpan = kUnits % 8 == 0 ? 8 : kUnits % 4 == 0 ? 4 : 2;  // that are permuted
+
+  static KVP_DEVICE int twist(int row) {
+    return kSpan == 8 ? row & 7 : kSpan == 4 ? row >> 1 & 3 : row >> 2 & 1;
+  }
+  // In bytes, of a unit < kSpan.
+  static KVP_DEVICE int offset(int row, int unit) {
+    return (row * kUnits + (unit ^ twist(row))) * 16;
+  }
+  // `row` rows and `unit` units on from `from`, the sum of a tile's address, a multiple of 128, and
+  // an offset. Bits of `row` and `unit` are not among those of the offset's row and unit.
+  template <class Byte>
+  static KVP_DEVICE Byte* step(Byte* from, int row, int unit) {
+    const uintptr_t moved = reinterpret_cast<uintptr_t>(from) ^
+                            static_cast<uintptr_t>((twist(row) ^ (unit & (kSpan - 1))) * 16);
+    return reinterpret_cast<Byte*>(moved) + (row * kUnits + (unit & ~(kSpan - 1))) * 16;
+  }
+};
+
+// A lane's part in copying rows of kUnits units to shared memory: kLanes lanes copy neighbouring
+// units of a row, kRows rows at a time.
+template <int kUnits>
+struct Copy {
+  static constexpr int kLanes = Units<kUnits>::kSpan;
+  static constexpr int kRows = 32 / kLanes;
+  static KVP_DEVICE int row() { return lane_index() / kLanes; }
+  static KVP_DEVICE int unit() { return lane_index() % kLanes; }
+};
+
+// Where a lane's row address for load_matrix_x4_trans is in a tile: add rows in multiples of 16 and
+// units in multiples of 2 with Units::step.
+template <int kUnits>
+KVP_DEVICE int matrix_offset() {
+  return Units<kUnits>::offset(lane_index() & 15, lane_index() >> 4);
+}
+
+template <DType kType>
+KVP_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (kType == DType::kBFloat16) {
+    mma_bfloat16(d, a, b0, b1);
+  } else {
+    mma_float16(d, a, b0, b1);
+  }
+}
+
+template <DType kType>
+KVP_DEVICE uint32_t pack(float low, float high) {
+  if constexpr (kType == DType::kBFloat16) {
+    return pack_bfloat16(low, high);
+  } else {
+    return pack_float16(low, high);
+  }
+}
+
+// The queries of a warp: [begin, begin + 16 kM) of a part and kv head, those from `end` on unused.
+template <int kM>
+struct Queries {
+  int32_t begin = 0, end = 0;
+  int32_t first_index = 0;  // of the part's rows within Tables::order
+  int32_t kv_head = 0, group = 1;
+  int32_t row[kM][2];  // -1: unused
+
+  KVP_DEVICE int number(int m, int half) const {
+    return begin + 16 * m + 8 * half + lane_index() / 4;
+  }
+  KVP_DEVICE int64_t index(int m, int half) const { return first_index + number(m, half) / group; }
+  KVP_DEVICE int q_head(int m, int half) const { return kv_head * group + number(m, half) % group; }
+  KVP_DEVICE void place(const AttendParams& p, const Part& part, int head, int from, int to) {
+    begin = from;
+    end = to;
+    first_index = part.first_row;
+    kv_head = head;
+    group = p.shape.q_heads / p.shape.kv_heads;
+    KVP_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      KVP_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        row[m][half] = number(m, half) < end ? p.tables.order[index(m, half)] : -1;
+      }
+    }
+  }
+};
+
+// Queries as A fragments, one for each 16 of d. Unused ones are zeros.
+template <int kDim, int kM>
+struct RegisterFragments {
+  uint32_t step[kM][kDim / 16][4];
+
+  KVP_DEVICE void put(int m, int k, const uint32_t (&a)[4]) {
+    KVP_UNROLL
+    for (int i = 0; i < 4; ++i) step[m][k][i] = a[i];
+  }
+  KVP_DEVICE void get(int m, int k, uint32_t (&a)[4]) const {
+    KVP_UNROLL
+    for (int i = 0; i < 4; ++i) a[i] = step[m][k][i];
+  }
+};
+
+struct alignas(16) Word4 {
+  uint32_t x[4];
+};
+struct alignas(16) Float4 {
+  float x[4];
+};
+struct alignas(8) Float2 {
+  float x[2];
+};
+
+// The same in shared memory, for wide heads. Each lane reads what it wrote.
+template <int kDim, int kM>
+struct SharedFragments {
+  static constexpr int kWarpBytes = kM * kDim / 16 * 32 * 16;
+  unsigned char* memory = nullptr;  // kWarpBytes of this warp's
+
+  KVP_DEVICE Word4* at(int m, int k) const {
+    return reinterpret_cast<Word4*>(memory) + (m * (kDim / 16) + k) * 32 + lane_index();
+  }
+  KVP_DEVICE void put(int m, int k, const uint32_t (&a)[4]) {
+    *at(m, k) = Word4{{a[0], a[1], a[2], a[3]}};
+  }
+  KVP_DEVICE void get(int m, int k, uint32_t (&a)[4]) const {
+    const Word4 word = *at(m, k);
+    KVP_UNROLL
+    for (int i = 0; i < 4; ++i) a[i] = word.x[i];
+  }
+};
+
+KVP_DEVICE uint32_t load_pair(const uint16_t* from, bool words) {
+  if (words) return *reinterpret_cast<const uint32_t*>(from);
+  return static_cast<uint32_t>(from[0]) | static_cast<uint32_t>(from[1]) << 16;
+}
+
+template <int kDim, int kM, class Fragments>
+KVP_DEVICE void load_queries(const Launch& launch, const Queries<kM>& queries, Fragments& out) {
+  const Tensor& q = launch.attend.q;
+  KVP_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    const uint16_t* from[2];
+    KVP_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      from[half] = static_cast<const uint16_t*>(q.data) + lane_index() % 4 * 2;
+      if (queries.row[m][half] >= 0) {
+        from[half] += queries.row[m][half] * q.row_stride + queries.q_head(m, half) * q.head_stride;
+      }
+    }
+    KVP_UNROLL
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t a[4];
+      KVP_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int half = i & 1;
+        a[i] = queries.row[m][half] < 0
+                   ? 0
+                   : load_pair(from[half] + 16 * k + 8 * (i >> 1), launch.q_words);
+      }
+      out.put(m, k, a);
+    }
+  }
+}
+
+// s += q k^T over 16 of d. `keys`: a tile's address + matrix_offset; the step is its rows [row, row +
+// 16).
+template <DType kType, int kTokens, int kM>
+KVP_DEVICE void add_scores(float (&s)[kM][kTokens / 8][4], const uint32_t (&q)[kM][4],
+                           const unsigned char* keys, int row) {
+  KVP_UNROLL
+  for (int n = 0; n < kTokens / 16; ++n) {
+    uint32_t b[4];
+    load_matrix_x4_trans(b, Units<kTokens / 8>::step(keys, row, 2 * n));
+    KVP_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      mma<kType>(s[m][2 * n], q[m], b[0], b[1]);
+      mma<kType>(s[m][2 * n + 1], q[m], b[2], b[3]);
+    }
+  }
+}
+
+// acc += p v over 16 tokens, in the same way. kKeep: a half that is not `seen` is
+// left as it is; without, all are seen or unused.
+template <DType kType, int kDim, int kM, bool kKeep>
+KVP_DEVICE void add_values(float (&acc)[kM][kDim / 8][4], const uint32_t (&p)[kM][4],
+                           const unsigned char* values, int row, const bool (&seen)[kM][2]) {
+  KVP_UNROLL
+  for (int n = 0; n < kDim / 16; ++n) {
+    uint32_t b[4];
+    load_matrix_x4_trans(b, Units<kDim / 8>::step(values, row, 2 * n));
+    KVP_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      KVP_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        float (&to)[4] = acc[m][2 * n + i];
+        if constexpr (kKeep) {
+          float sum[4] = {to[0], to[1], to[2], to[3]};
+          mma<kType>(sum, p[m], b[2 * i], b[2 * i + 1]);
+          KVP_UNROLL
+          for (int e = 0; e < 4; ++e) to[e] = seen[m][e >> 1] ? sum[e] : to[e];
+        } else {
+          mma<kType>(to, p[m], b[2 * i], b[2 * i + 1]);
+        }
+      }
+    }
+  }
+}
+
+// cap * tanh(x) = cap * (1 - e) / (1 + e), the division as Newton steps from a line that is off by 1/17
+// at most: eight times as many digits after three of them, and no branch.
+KVP_DEVICE float soft_capped(float x, float cap) {
+  const float e = exp2_approximate(-2.0f * kLog2E * fabsf(x));
+  const float divisor = 1.0f + e;  // in [1, 2]
+  float inverse = fma_rn(-8.0f / 17.0f, divisor, 24.0f / 17.0f);
+  KVP_UNROLL
+  for (int i = 0; i < 3; ++i) {
+    inverse = fma_rn(inverse, fma_rn(-divisor, inverse, 1.0f), inverse);
+  }
+  const float tanh = (1.0f - e) * inverse;
+  return (x < 0.0f ? -tanh : tanh) * cap;
+}
+
+// Only the usual chunk size has code of its own for tiles that all rows see some of: the other sizes
+// pay a few selects instead of time to compile.
+template <int kChunk>
+inline constexpr bool kKeepAlways = kChunk != 64;
+
+// Of a key tile, when chunks have kChunk.
+template <int kChunk>
+inline constexpr int kTileTokens = kChunk < 64 ? kChunk : 64;
+
+// The tiles of a span that some query of a tile sees.
+template <int kSpan>
+struct TileRange {
+  typename Sight<kSpan>::Word chunks = 0;
+  int32_t begin = INT32_MAX, end = 0;  // tokens from the span's start
+
+  KVP_DEVICE void add(typename Sight<kSpan>::Word other_chunks, int32_t other_begin,
+                      int32_t other_end) {
+    chunks |= other_chunks;
+    begin = begin < other_begin ? begin : other_begin;
+    end = end > other_end ? end : other_end;
+  }
+
+  // The first at or after `tile`, before `limit`; else limit.
+  template <int kChunk>
+  KVP_DEVICE int next(int tile, int limit) const {
+    constexpr int kTokens = kTileTokens<kChunk>;
+    constexpr int kTiles = kChunk / kTokens;
+    while (tile < limit) {
+      const int chunk = tile / kTiles;
+      if ((chunks >> chunk & 1) == 0) {
+        tile = (chunk + 1) * kTiles;
+      } else if (kTiles > 1 && ((tile + 1) * kTokens <= begin || tile * kTokens >= end)) {
+        ++tile;
+      } else {
+        return tile;
+      }
+    }
+    return limit;
+  }
+};
+
+// What the lane's rows see of a span, and any of the warp's. Unused rows then count as seeing all, so
+// that they are in nobody's way.
+template <int kSpan, int kM>
+KVP_DEVICE TileRange<kSpan> look(const AttendParams& p, const Queries<kM>& queries, int64_t span,
+                                 Sight<kSpan> (&sight)[kM][2]) {
+  TileRange<kSpan> range;
+  KVP_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    KVP_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      Sight<kSpan>& one = sight[m][half];
+      if (queries.row[m][half] < 0) {
+        one.chunks = ~typename Sight<kSpan>::Word{0};
+        one.begin = 0;
+        one.end = INT32_MAX;
+        continue;
+      }
+      one = sight_of<kSpan>(p, queries.row[m][half], queries.kv_head, span);
+      if (one.chunks != 0) range.add(one.chunks, one.begin, one.end);
+    }
+  }
+  KVP_UNROLL
+  for (int mask = 4; mask < 32; mask *= 2) {  // the lanes of a quad agree
+    const auto chunks = shuffle_xor(range.chunks, mask);
+    const int32_t begin = shuffle_xor(range.begin, mask);
+    const int32_t end = shuffle_xor(range.end, mask);
+    range.add(chunks, begin, end);
+  }
+  return range;
+}
+
+// Which keys of the tile at hand a lane's two rows see: [begin, end) of it.
+struct TileSight {
+  int begin[2], end[2];
+  bool seen[2];  // any; true for unused rows
+};
+
+template <int kSpan, int kChunk>
+KVP_DEVICE TileSight tile_sight(const Sight<kSpan> (&sight)[2], int tile) {
+  constexpr int kTokens = kTileTokens<kChunk>;
+  TileSight seen;
+  KVP_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const bool chosen = sight[half].chunks >> (tile / (kChunk / kTokens)) & 1;
+    const int begin = sight[half].begin - tile * kTokens;
+    const int end = sight[half].end - tile * kTokens;
+    seen.begin[half] = begin > 0 ? begin : 0;
+    seen.end[half] = !chosen ? 0 : end < kTokens ? end : kTokens;
+    seen.seen[half] = seen.begin[half] < seen.end[half];
+  }
+  return seen;
+}
+
+// Scores to weights, in place, adding them to the running sums. Returns whether acc has to be
+// rescaled.
+template <int kTokens>
+KVP_DEVICE bool weigh(const Launch& launch, bool masked, const TileSight& sight,
+                      float (&s)[kTokens / 8][4], float (&m)[2], float (&l)[2],
+                      float (&rescale)[2]) {
+  constexpr int kBlocks = kTokens / 8;
+  KVP_UNROLL
+  for (int n = 0; n < kBlocks; ++n) {
+    KVP_UNROLL
+    for (int e = 0; e < 4; ++e) s[n][e] *= launch.scale;
+  }
+  if (launch.cap != 0.0f) {
+    KVP_UNROLL
+    for (int n = 0; n < kBlocks; ++n) {
+      KVP_UNROLL
+      for (int e = 0; e < 4; ++e) s[n][e] = soft_capped(s[n][e], launch.cap);
+    }
+  }
+  if (masked) {
+    const int column = lane_index() % 4 * 2;
+    KVP_UNROLL
+    for (int n = 0; n < kBlocks; ++n) {
+      KVP_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        const int t = 8 * n + column + (e & 1);
+        const bool visible = t >= sight.begin[e >> 1] && t < sight.end[e >> 1];
+        s[n][e] = visible ? s[n][e] : kMinusInfinity;
+      }
+    }
+  }
+  KVP_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    float top = m[half];
+    KVP_UNROLL
+    for (int n = 0; n < kBlocks; ++n) {
+      top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    }
+    top = fmaxf(top, shuffle_xor(top, 1));
+    top = fmaxf(top, shuffle_xor(top, 2));
+    const float base = top == kMinusInfinity ? 0.0f : top;  // never -inf less -inf
+    rescale[half] = exp2_approximate(m[half] - base);
+    m[half] = top;
+    float sum = 0.0f;
+    KVP_UNROLL
+    for (int n = 0; n < kBlocks; ++n) {
+      KVP_UNROLL
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        s[n][e] = exp2_approximate(s[n][e] - base);
+        sum += s[n][e];
+      }
+    }
+    l[half] = fma_rn(l[half], rescale[half], sum);
+  }
+  return ballot(rescale[0] != 1.0f || rescale[1] != 1.0f) != 0;
+}
+
+// The running state of a split in registers: 16 kM queries.
+template <int kDim, int kM>
+struct SplitState {
+  float acc[kM][kDim / 8][4];
+  float m[kM][2], l[kM][2];
+
+  KVP_DEVICE void reset() {
+    KVP_UNROLL
+    for (int i = 0; i < kM; ++i) {
+      KVP_UNROLL
+      for (int n = 0; n < kDim / 8; ++n) {
+        KVP_UNROLL
+        for (int e = 0; e < 4; ++e) acc[i][n][e] = 0.0f;
+      }
+      KVP_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        m[i][half] = kMinusInfinity;
+        l[i][half] = 0.0f;
+      }
+    }
+  }
+
+  // The tile's scores become weights, packed as A fragments; acc is rescaled.
+  template <DType kType, int kTokens>
+  KVP_DEVICE void take(const Launch& launch, bool masked, const TileSight (&sight)[kM],
+                       float (&s)[kM][kTokens / 8][4], uint32_t (&p)[kTokens / 16][kM][4]) {
+    KVP_UNROLL
+    for (int i = 0; i < kM; ++i) {
+      float rescale[2];
+      if (weigh<kTokens>(launch, masked, sight[i], s[i], m[i], l[i], rescale)) {
+        KVP_UNROLL
+        for (int n = 0; n < kDim / 8; ++n) {
+          KVP_UNROLL
+          for (int e = 0; e < 4; ++e) acc[i][n][e] *= rescale[e >> 1];
+        }
+      }
+      KVP_UNROLL
+      for (int k = 0; k < kTokens / 16; ++k) {
+        KVP_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          const int n = 2 * k + (j >> 1);
+          const int e = 2 * (j & 1);
+          p[k][i][j] = pack<kType>(s[i][n][e], s[i][n][e + 1]);
+        }
+      }
+    }
+  }
+
+  // Adds up the quad's sums; unused queries become empty.
+  KVP_DEVICE void close(const Queries<kM>& queries) {
+    KVP_UNROLL
+    for (int i = 0; i < kM; ++i) {
+      KVP_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float& sum = l[i][half];
+        sum += shuffle_xor(sum, 1);
+        sum += shuffle_xor(sum, 2);
+        if (queries.row[i][half] < 0) {
+          m[i][half] = kMinusInfinity;
+          sum = 0.0f;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace kvpager::gpu::tensor

@@ -1,0 +1,367 @@
+// Tiles of up to 128 queries: prefill. A block's warps share K and V tiles in shared memory.
+//
+// With head_dim 64 a warp has two 16-row tiles, which halves what is read from shared memory per
+// mma; with more its registers hold one. Up to head_dim 128 K and V are double buffered (one barrier
+// per tile) and the group's state lies in shared memory; with head_dim 256 each has one buffer, K of
+// the next tile comes while V of this one is used and the other way round, and the group's state is
+// in scratch. At head_dim 128: 8 warps, 64 KiB of tiles, 68 KiB of state; per tile of 64 keys 1024
+// mma of 16x8x16 and 256 KiB read from shared memory, 2048 clocks at 128 bytes each.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/attend_tensor_store.cuh"
+
+namespace kvpager::gpu::tensor {
+
+template <int kDim, int kChunk>
+struct LargeShape {
+  static constexpr int kTokens = kTileTokens<kChunk>;
+  static constexpr int kTiles = kChunk / kTokens;  // of a chunk
+  static constexpr int kM = kDim == 64 ? 2 : 1;
+  static constexpr int kWarps = kLargeTile / (16 * kM);
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr bool kWide = kDim == 256;
+  static constexpr int kStages = kWide ? 1 : 2;
+  static constexpr int kBlocksPerMultiprocessor = kDim == 64 ? 2 : 1;
+  static constexpr int kTileBytes = kDim * kTokens * 2;  // of K, and of V
+  static constexpr bool kSharedQueries = kWide || kM == 2;
+  using Fragments =
+      std::conditional_t<kSharedQueries, SharedFragments<kDim, kM>, RegisterFragments<kDim, kM>>;
+  using Group = std::conditional_t<kWide, ScratchStore, SharedStore>;
+  // In shared memory: addresses of a group's pages, what each warp sees of it, tiles, queries, the
+  // group's state, and what each thread's rows see of the group (its registers are full).
+  static constexpr int kAddresses = 0;
+  static constexpr int kRanges = kAddresses + kGroupChunks * 8;
+  static constexpr int kBuffers = kRanges + 8 * 16;
+  static constexpr int kQueries = kBuffers + kStages * 2 * kTileBytes;
+  static constexpr int kState =
+      kQueries + (kSharedQueries ? kWarps * SharedFragments<kDim, kM>::kWarpBytes : 0);
+  static constexpr int kSights = kState + (kWide ? 0 : kThreads * kM * (kDim / 8 + 1) * 16);
+  static constexpr int kBlockBytes = kSights + kThreads * kM * 2 * 16;
+};
+
+struct alignas(16) WarpRange {
+  uint64_t chunks;
+  int32_t begin, end;
+};
+
+template <DType kType, int kDim, int kChunk>
+struct LargeWalk {
+  using L = LargeShape<kDim, kChunk>;
+  static constexpr int kM = L::kM;
+  static constexpr int kTokens = L::kTokens;
+  static constexpr int kBlocks = kDim / 8;
+
+  const Launch& launch;
+  const Plan& plan;
+  const Part& part;
+  Queries<kM> queries;
+  typename L::Fragments q;
+  unsigned char* memory;
+  int32_t unit = 0;
+  SplitState<kDim, kM> state;
+  bool touched = false;  // some row of the warp saw a tile of the split
+
+  KVP_DEVICE typename L::Group group_store(int m) const {
+    if constexpr (L::kWide) {
+      return scratch_store(launch, plan, queries, m, plan.large == Level::kWalk ? 1 : unit);
+    } else {
+      return SharedStore{reinterpret_cast<Float4*>(memory + L::kState) +
+                             m * (kBlocks + 1) * L::kThreads + thread_index(),
+                         L::kThreads, kBlocks};
+    }
+  }
+  KVP_DEVICE ScratchStore unit_store(int m) const {
+    return scratch_store(launch, plan, queries, m, unit);
+  }
+
+  KVP_DEVICE Sight<kGroupChunks>* sight_at(int m, int half) const {
+    static_assert(sizeof(Sight<kGroupChunks>) == 16, "");
+    return reinterpret_cast<Sight<kGroupChunks>*>(memory + L::kSights) +
+           (2 * m + half) * L::kThreads + thread_index();
+  }
+
+  KVP_DEVICE unsigned char* key_tile(int stage) const {
+    return memory + L::kBuffers + stage * 2 * L::kTileBytes;
+  }
+  KVP_DEVICE unsigned char* value_tile(int stage) const { return key_tile(stage) + L::kTileBytes; }
+  KVP_DEVICE const unsigned char* page(int tile) const {
+    return reinterpret_cast<const unsigned char*>(
+        reinterpret_cast<const uint64_t*>(memory + L::kAddresses)[tile / L::kTiles]);
+  }
+
+  // Rows [0, kCount) of kUnits units, `stride` bytes apart; zeros from row `valid` on.
+  template <int kCount, int kUnits>
+  KVP_DEVICE void bring(unsigned char* to, const unsigned char* from, int stride, int valid) const {
+    using U = Units<kUnits>;
+    using C = Copy<kUnits>;
+    constexpr int kRows = C::kRows * L::kWarps;  // all threads together
+    const int mine = warp_index() * C::kRows + C::row();
+    from += mine * stride + C::unit() * 16;
+    to += U::offset(mine, C::unit());
+    KVP_UNROLL
+    for (int row = 0; row < kCount; row += kRows) {
+      if (kCount % kRows != 0 && row + mine >= kCount) break;
+      KVP_UNROLL
+      for (int unit = 0; unit < kUnits; unit += C::kLanes) {
+        copy_async16(U::step(to, row, unit), from + row * stride + unit * 16, row + mine < valid);
+      }
+    }
+  }
+  KVP_DEVICE void bring_keys(int tile, int stage) const {
+    bring<kDim, kTokens / 8>(key_tile(stage), page(tile) + tile % L::kTiles * kTokens * 2,
+                             kChunk * 2, kDim);
+  }
+  // `valid`: tokens of the tile that are written.
+  KVP_DEVICE void bring_values(int tile, int valid, int stage) const {
+    bring<kTokens, kDim / 8>(
+        value_tile(stage), page(tile) + kDim * kChunk * 2 + tile % L::kTiles * (kTokens * kDim * 2),
+        kDim * 2, valid);
+  }
+
+  struct Step {
+    TileSight sight[kM];
+    bool masked, keep;
+    uint32_t weights[kTokens / 16][kM][4];
+  };
+
+  // What the warp's rows see of a tile; false: none sees any of it.
+  KVP_DEVICE bool look_at(int tile, Step& step) const {
+    bool use = false, masked = false, keep = false;
+    KVP_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      const Sight<kGroupChunks> sight[2] = {*sight_at(m, 0), *sight_at(m, 1)};
+      TileSight& seen = step.sight[m];
+      seen = tile_sight<kGroupChunks, kChunk>(sight, tile);
+      KVP_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        use = use || (seen.seen[half] && queries.row[m][half] >= 0);
+        masked = masked || seen.begin[half] > 0 || seen.end[half] < kTokens;
+        keep = keep || !seen.seen[half];
+      }
+    }
+    step.masked = ballot(masked) != 0;
+    step.keep = ballot(keep) != 0;
+    return ballot(use) != 0;
+  }
+
+  KVP_DEVICE void use_keys(const unsigned char* keys, Step& step) {
+    float s[kM][kTokens / 8][4];
+    KVP_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      KVP_UNROLL
+      for (int n = 0; n < kTokens / 8; ++n) {
+        KVP_UNROLL
+        for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
+      }
+    }
+    KVP_UNROLL
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t a[kM][4];
+      KVP_UNROLL
+      for (int m = 0; m < kM; ++m) q.get(m, k, a[m]);
+      add_scores<kType, kTokens, kM>(s, a, keys + matrix_offset<kTokens / 8>(), 16 * k);
+    }
+    state.template take<kType, kTokens>(launch, step.masked, step.sight, s, step.weights);
+    touched = true;
+  }
+
+  template <bool kKeep>
+  KVP_DEVICE void use_values(const Step& step, const unsigned char* values) {
+    bool seen[kM][2];
+    KVP_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      KVP_UNROLL
+      for (int half = 0; half < 2; ++half) seen[m][half] = step.sight[m].seen[half];
+    }
+    KVP_UNROLL
+    for (int k = 0; k < kTokens / 16; ++k) {
+      add_values<kType, kDim, kM, kKeep>(state.acc, step.weights[k],
+                                         values + matrix_offset<kDim / 8>(), 16 * k, seen);
+    }
+  }
+
+  KVP_DEVICE void use_values(const Step& step, const unsigned char* values) {
+    if (kKeepAlways<kChunk> || step.keep) {
+      use_values<true>(step, values);
+    } else if constexpr (!kKeepAlways<kChunk>) {
+      use_values<false>(step, values);
+    }
+  }
+
+  KVP_DEVICE void end_split() {
+    if (plan.large != Level::kSplit && !touched) return;
+    state.close(queries);
+    KVP_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      if (plan.large == Level::kSplit) {
+        put<kBlocks>(unit_store(m), state.acc[m], state.m[m], state.l[m]);
+      } else {
+        fold_into<kBlocks>(group_store(m), state.acc[m], state.m[m], state.l[m]);
+      }
+    }
+    state.reset();
+    touched = false;
+  }
+
+  KVP_DEVICE void end_group() {
+    if (plan.large == Level::kSplit || (plan.large == Level::kGroup && L::kWide)) return;
+    KVP_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      take<kBlocks>(group_store(m), state.acc[m], state.m[m], state.l[m]);
+      if (plan.large == Level::kGroup) {
+        put<kBlocks>(unit_store(m), state.acc[m], state.m[m], state.l[m]);
+      } else {
+        fold_into<kBlocks>(unit_store(m), state.acc[m], state.m[m], state.l[m]);
+      }
+    }
+    state.reset();
+  }
+
+  // What the block's rows see of a group, and the addresses of its pages. All threads.
+  KVP_DEVICE TileRange<kGroupChunks> prepare(int group, const TileRange<kGroupChunks>& mine) {
+    const AttendParams& p = launch.attend;
+    WarpRange* ranges = reinterpret_cast<WarpRange*>(memory + L::kRanges);
+    sync_block();  // nobody is in the group before
+    if (lane_index() == 0) ranges[warp_index()] = {mine.chunks, mine.begin, mine.end};
+    for (int chunk = thread_index(); chunk < kGroupChunks; chunk += L::kThreads) {
+      const int64_t at = int64_t{group} * kGroupChunks + chunk;
+      uint64_t address = 0;
+      if (at < part.visible) {
+        address = slice_address(p, part, at) +
+                  static_cast<uint64_t>(p.shape.page_bytes * queries.kv_head);
+      }
+      reinterpret_cast<uint64_t*>(memory + L::kAddresses)[chunk] = address;
+    }
+    sync_block();
+    TileRange<kGroupChunks> range;
+    for (int warp = 0; warp < L::kWarps; ++warp) {
+      range.add(ranges[warp].chunks, ranges[warp].begin, ranges[warp].end);
+    }
+    return range;
+  }
+
+  // Tiles [first, limit) of a group.
+  KVP_DEVICE void walk_group(int group, int first, int limit,
+                             const TileRange<kGroupChunks>& range) {
+    const int written = static_cast<int>(
+        smaller(part.written - int64_t{group} * kGroupChunks * kChunk, kGroupChunks * kChunk));
+    const int split_tiles = kChunksPerSplit * L::kTiles;
+    int tile = range.template next<kChunk>(first, limit);
+    int stage = 0;
+    Step step;
+    if (tile < limit) {
+      bring_keys(tile, 0);
+      if constexpr (L::kStages == 2) bring_values(tile, written - tile * kTokens, 0);
+      copy_async_commit();
+    }
+    while (tile < limit) {
+      const int following = range.template next<kChunk>(tile + 1, limit);
+      const bool use = look_at(tile, step);
+      copy_async_wait<0>();
+      sync_block();  // the tile is here, and the buffers of the one before are free
+      if constexpr (L::kStages == 2) {
+        if (following < limit) {
+          bring_keys(following, stage ^ 1);
+          bring_values(following, written - following * kTokens, stage ^ 1);
+          copy_async_commit();
+        }
+        if (use) {
+          use_keys(key_tile(stage), step);
+          use_values(step, value_tile(stage));
+        }
+        stage ^= 1;
+      } else {
+        bring_values(tile, written - tile * kTokens, 0);
+        copy_async_commit();
+        if (use) use_keys(key_tile(0), step);
+        copy_async_wait<0>();
+        sync_block();  // V is here, K is free
+        if (following < limit) {
+          bring_keys(following, 0);
+          copy_async_commit();
+        }
+        if (use) use_values(step, value_tile(0));
+      }
+      if (following >= limit || following / split_tiles != tile / split_tiles) end_split();
+      tile = following;
+    }
+  }
+
+  KVP_DEVICE void walk() {
+    const AttendParams& p = launch.attend;
+    const Level level = plan.large;
+    const int first = unit * unit_splits(plan, level);
+    int end = first + unit_splits(plan, level);
+    const int part_splits =
+        static_cast<int>((part.visible + kChunksPerSplit - 1) / kChunksPerSplit);
+    if (end > part_splits) end = part_splits;
+    const int split_tiles = kChunksPerSplit * L::kTiles;
+    if (level == Level::kWalk) {
+      KVP_UNROLL
+      for (int m = 0; m < kM; ++m) clear_total<kDim>(launch, queries, m, unit_store(m));
+    }
+    state.reset();
+    for (int group = first / kSplitsPerGroup; group * kSplitsPerGroup < end; ++group) {
+      Sight<kGroupChunks> sight[kM][2];
+      const TileRange<kGroupChunks> mine = look(p, queries, group, sight);
+      KVP_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        *sight_at(m, 0) = sight[m][0];
+        *sight_at(m, 1) = sight[m][1];
+      }
+      const TileRange<kGroupChunks> range = prepare(group, mine);
+      const int from = first - group * kSplitsPerGroup;
+      const int to = end - group * kSplitsPerGroup;
+      const int first_tile = (from > 0 ? from : 0) * split_tiles;
+      const int limit = (to < kSplitsPerGroup ? to : kSplitsPerGroup) * split_tiles;
+      if (range.template next<kChunk>(first_tile, limit) >= limit) continue;
+      if (level != Level::kSplit) {
+        KVP_UNROLL
+        for (int m = 0; m < kM; ++m) clear<kBlocks>(group_store(m));
+      }
+      walk_group(group, first_tile, limit, range);
+      end_group();
+    }
+    if (level == Level::kWalk) {
+      KVP_UNROLL
+      for (int m = 0; m < kM; ++m) write_total<kDim>(launch, queries, m, unit_store(m));
+    }
+  }
+};
+
+template <DType kType, int kDim, int kChunk>
+KVP_KERNEL KVP_BOUNDS((LargeShape<kDim, kChunk>::kThreads),
+                      (LargeShape<kDim, kChunk>::kBlocksPerMultiprocessor))
+    large_tiles(const Launch launch) {
+  using L = LargeShape<kDim, kChunk>;
+  const AttendParams& p = launch.attend;
+  const Header& header = *p.tables.header;
+  const Plan plan = make_plan(launch);
+  // Fits: every (tile, kv head, unit) has a state in scratch.
+  const uint32_t heads = static_cast<uint32_t>(p.shape.kv_heads);
+  const uint32_t walks = static_cast<uint32_t>(header.large_tiles) * heads;
+  const uint32_t items = walks * static_cast<uint32_t>(plan.units(plan.large));
+  for (uint32_t item = static_cast<uint32_t>(block_index()); item < items;
+       item += static_cast<uint32_t>(launch.large_workers)) {
+    // Neighbouring blocks walk the same keys: tiles of one kv head and unit.
+    const int unit = static_cast<int>(item / walks);
+    const uint32_t walk = item % walks;
+    const uint32_t tiles = static_cast<uint32_t>(header.large_tiles);
+    const Tile tile = p.tables.tiles[header.small_tiles + static_cast<int32_t>(walk % tiles)];
+    const Part& part = p.tables.parts[tile.part];
+    if (int64_t{unit} * unit_splits(plan, plan.large) * kChunksPerSplit >= part.visible) continue;
+    LargeWalk<kType, kDim, kChunk> work{launch, plan, part, {}, {}, shared_memory(), unit, {}};
+    work.queries.place(p, part, static_cast<int>(walk / tiles),
+                       tile.begin + warp_index() * 16 * L::kM, tile.end);
+    if constexpr (L::kSharedQueries) {
+      work.q.memory =
+          shared_memory() + L::kQueries + warp_index() * SharedFragments<kDim, L::kM>::kWarpBytes;
+    }
+    load_queries<kDim, L::kM>(launch, work.queries, work.q);
+    work.walk();
+  }
+}
+
+}  // namespace kvpager::gpu::tensor

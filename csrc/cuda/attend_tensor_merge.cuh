@@ -1,0 +1,136 @@
+// Folds the states of splits or groups of each query, in scratch, into its output; padding rows
+// become zeros. A block per query: its warps fold a group each, then all threads the groups.
+#pragma once
+
+#include "cuda/attend_tensor_store.cuh"
+
+namespace kvpager::gpu::tensor {
+
+inline constexpr int kMergeWarps = 8;
+inline constexpr int kMergeThreads = 32 * kMergeWarps;
+inline constexpr int kMergeBlocks = 4;  // per multiprocessor
+static_assert(kMergeThreads >= 256, "a thread for each element of the widest head");
+
+// The state of one group: lane i holds elements i, i + 32, ...
+template <int kDim>
+KVP_DEVICE void merge_group(const AttendParams& p, Level level, uint64_t chunks, const float* query,
+                            int group, float (&acc)[kDim / 32], float* m, float* l) {
+  const int64_t floats = state_floats(p.shape);
+  *m = kMinusInfinity;
+  *l = 0.0f;
+  KVP_UNROLL
+  for (int i = 0; i < kDim / 32; ++i) acc[i] = 0.0f;
+  if (chunks == 0) return;
+  if (level == Level::kGroup) {
+    const float* state = query + group * floats;
+    KVP_UNROLL
+    for (int i = 0; i < kDim / 32; ++i) acc[i] = state[i * 32 + lane_index()];
+    *m = state[kDim];
+    *l = state[kDim + 1];
+    return;
+  }
+  constexpr int kAhead = kDim == 256 ? 4 : 8;  // loads under way together
+  for (int first = 0; first < kSplitsPerGroup; first += kAhead) {
+    float from[kAhead][kDim / 32], from_m[kAhead], from_l[kAhead];
+    KVP_UNROLL
+    for (int s = 0; s < kAhead; ++s) {
+      const bool seen = (chunks >> (8 * (first + s)) & 0xFF) != 0;
+      const float* state = query + (group * kSplitsPerGroup + first + s) * floats;
+      from_m[s] = seen ? state[kDim] : kMinusInfinity;
+      from_l[s] = seen ? state[kDim + 1] : 0.0f;
+      KVP_UNROLL
+      for (int i = 0; i < kDim / 32; ++i) {
+        from[s][i] = seen ? state[i * 32 + lane_index()] : 0.0f;
+      }
+    }
+    KVP_UNROLL
+    for (int s = 0; s < kAhead; ++s) {
+      if (!holds(from_m[s], from_l[s])) continue;
+      const Weights weights = fold_weights(*m, from_m[s]);
+      KVP_UNROLL
+      for (int i = 0; i < kDim / 32; ++i) acc[i] = fold(weights, acc[i], from[s][i]);
+      *l = fold(weights, *l, from_l[s]);
+      *m = weights.m;
+    }
+  }
+}
+
+template <int kDim>
+KVP_DEVICE void merge_query(const Launch& launch, const Plan& plan, Level level, const Part& part,
+                            int number, int kv_head, float* memory) {
+  const AttendParams& p = launch.attend;
+  const int heads = p.shape.q_heads / p.shape.kv_heads;
+  const int64_t index = part.first_row + number / heads;
+  const int q_head = kv_head * heads + number % heads;
+  const int64_t row = p.tables.order[index];
+  const float* query = state_at(p, plan, index, q_head, 0);
+  const int groups =
+      static_cast<int>((p.tables.rows[row].position / p.shape.chunk_tokens) / kGroupChunks) + 1;
+  float* sums = memory + kMergeWarps * kDim;  // m and l of each warp's group
+  float total_m, total_l, total = 0.0f;       // of element thread_index()
+  start_total(p, q_head, &total_m, &total_l);
+  for (int first = 0; first < groups; first += kMergeWarps) {
+    const int group = first + warp_index();
+    float acc[kDim / 32], m = kMinusInfinity, l = 0.0f;
+    const uint64_t chunks =
+        group < groups ? sight_of<kGroupChunks>(p, row, kv_head, group).chunks : 0;
+    merge_group<kDim>(p, level, chunks, query, group, acc, &m, &l);
+    sync_block();  // the groups before have been read
+    KVP_UNROLL
+    for (int i = 0; i < kDim / 32; ++i) {
+      memory[warp_index() * kDim + i * 32 + lane_index()] = acc[i];
+    }
+    if (lane_index() == 0) {
+      sums[2 * warp_index()] = m;
+      sums[2 * warp_index() + 1] = l;
+    }
+    sync_block();
+    for (int warp = 0; warp < kMergeWarps; ++warp) {
+      if (!holds(sums[2 * warp], sums[2 * warp + 1])) continue;
+      const Weights weights = fold_weights(total_m, sums[2 * warp]);
+      if (thread_index() < kDim) total = fold(weights, total, memory[warp * kDim + thread_index()]);
+      total_l = fold(weights, total_l, sums[2 * warp + 1]);
+      total_m = weights.m;
+    }
+  }
+  if (thread_index() < kDim) {
+    write_out(p, row, q_head, thread_index(),
+              holds(total_m, total_l) ? finish(total, total_l) : 0.0f);
+  }
+}
+
+template <int kDim>
+KVP_KERNEL KVP_BOUNDS(kMergeThreads, 2) merge_states(const Launch launch) {
+  const AttendParams& p = launch.attend;
+  const Header header = *p.tables.header;
+  const Plan plan = make_plan(launch);
+  float* memory = reinterpret_cast<float*>(shared_memory());
+  const int64_t heads = p.shape.kv_heads;
+  const int64_t small = plan.small == Level::kWalk ? 0 : header.small_tiles * kSmallTile * heads;
+  const int64_t large = plan.large == Level::kWalk ? 0 : header.large_tiles * kLargeTile * heads;
+  for (int64_t item = block_index(); item < small + large + header.rows; item += grid_blocks()) {
+    if (item >= small + large) {
+      const int64_t row = item - small - large;
+      if (p.tables.rows[row].part >= 0) continue;
+      for (int at = thread_index(); at < p.shape.q_heads * kDim; at += kMergeThreads) {
+        write_out(p, row, at / kDim, at % kDim, 0.0f);
+      }
+      continue;
+    }
+    const bool is_small = item < small;
+    const int64_t rest = is_small ? item : item - small;
+    const int size = is_small ? kSmallTile : kLargeTile;
+    const int64_t at = rest / size / heads;
+    const Tile tile = p.tables.tiles[is_small ? at : header.small_tiles + at];
+    const int number = tile.begin + static_cast<int>(rest % size);
+    if (number >= tile.end) continue;
+    merge_query<kDim>(launch, plan, is_small ? plan.small : plan.large, p.tables.parts[tile.part],
+                      number, static_cast<int>(rest / size % heads), memory);
+  }
+}
+
+inline constexpr int64_t merge_shared_bytes(int dim) {
+  return (int64_t{kMergeWarps} * dim + 2 * kMergeWarps) * 4;
+}
+
+}  // namespace kvpager::gpu::tensor

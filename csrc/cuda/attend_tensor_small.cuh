@@ -1,0 +1,252 @@
+// Tiles of up to 16 queries: decoding. A warp is on its own: it walks one unit of a (tile, kv head)
+// with a ring of cp.async slots in shared memory that nobody else touches.
+//
+// One slot holds a slice of 4 KiB (8 with head_dim 256): some rows of the K tile, or of the V tile.
+// Three are under way while one is used: 12 KiB per warp. An H100 needs about 15 bytes per clock and
+// multiprocessor over about 1000 clocks of latency, so that 2 warps per multiprocessor ask for enough
+// already and the 8 that run are ample; one row of 8 kv heads at 32K gives 512 units, 4 for each.
+// From head_dim 128 on queries lie in shared memory too, for registers. A block of 4 warps takes 64 to
+// 80 KiB, of which two fit wherever a multiprocessor has 164 KiB, or 160 with head_dim 256.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/attend_tensor_store.cuh"
+
+namespace kvpager::gpu::tensor {
+
+inline constexpr int kSmallWarps = 4;
+inline constexpr int kSmallBlocks = 2;  // per multiprocessor
+inline constexpr int kSlots = 4;
+
+template <int kDim, int kChunk>
+struct SmallShape {
+  static constexpr int kTokens = kTileTokens<kChunk>;
+  static constexpr int kTiles = kChunk / kTokens;  // of a chunk
+  static constexpr int kSplitTiles = kTiles * kChunksPerSplit;
+  static constexpr int kKeyRows = kDim == 256 ? 64 : 32;  // of d, in a slot
+  static constexpr int kKeySlices = kDim / kKeyRows;
+  static constexpr int kValueRows = kDim == 64 && kTokens >= 32 ? 32 : 16;  // tokens, in a slot
+  static constexpr int kValueSlices = kTokens / kValueRows;
+  static constexpr int kSlices = kKeySlices + kValueSlices;
+  static constexpr int kKeyBytes = kKeyRows * kTokens * 2;
+  static constexpr int kValueBytes = kValueRows * kDim * 2;
+  static constexpr int kSlotBytes = kKeyBytes > kValueBytes ? kKeyBytes : kValueBytes;
+  static constexpr bool kSharedQueries = kDim >= 128;
+  using Fragments =
+      std::conditional_t<kSharedQueries, SharedFragments<kDim, 1>, RegisterFragments<kDim, 1>>;
+  static constexpr int kWarpBytes =
+      kSlots * kSlotBytes + (kSharedQueries ? SharedFragments<kDim, 1>::kWarpBytes : 0);
+  static constexpr int kBlockBytes = kSmallWarps * kWarpBytes;
+};
+
+// Brings slices of one split into the ring, ahead of their use.
+template <int kDim, int kChunk>
+struct SmallFeed {
+  using S = SmallShape<kDim, kChunk>;
+  static constexpr int kTokens = S::kTokens;
+  unsigned char* ring = nullptr;
+  TileRange<kChunksPerSplit> range;
+  uint64_t address = 0;  // of page `lane` of the split, in lanes 0..7
+  int32_t written = 0;   // tokens from the split's start
+  int32_t tile = 0;      // the one being brought
+  const unsigned char* page = nullptr;
+  int32_t slot = 0;  // that the next slice goes to
+
+  // Slice `slice` of the next tile, if there is one; always a group for copy_async_wait.
+  KVP_DEVICE void bring(int slice) {
+    if (slice == 0) {
+      tile = range.template next<kChunk>(tile + 1, S::kSplitTiles);
+      page = reinterpret_cast<const unsigned char*>(
+          shuffle(address, tile / S::kTiles % kChunksPerSplit));
+    }
+    if (tile < S::kSplitTiles) {
+      unsigned char* to = ring + slot * S::kSlotBytes;
+      const int first = tile % S::kTiles * kTokens;  // within the chunk
+      if (slice < S::kKeySlices) {
+        using U = Units<kTokens / 8>;
+        using C = Copy<kTokens / 8>;
+        const unsigned char* from = page + (slice * S::kKeyRows * kChunk + first) * 2 +
+                                    C::row() * (kChunk * 2) + C::unit() * 16;
+        unsigned char* at = to + U::offset(C::row(), C::unit());
+        KVP_UNROLL
+        for (int row = 0; row < S::kKeyRows; row += C::kRows) {
+          copy_async16(U::step(at, row, 0), from + row * (kChunk * 2), true);
+        }
+      } else {
+        using U = Units<kDim / 8>;
+        using C = Copy<kDim / 8>;
+        const int token = first + (slice - S::kKeySlices) * S::kValueRows;
+        const unsigned char* from =
+            page + kDim * kChunk * 2 + token * kDim * 2 + C::row() * (kDim * 2) + C::unit() * 16;
+        unsigned char* at = to + U::offset(C::row(), C::unit());
+        const int valid = written - (tile / S::kTiles * kChunk + token + C::row());
+        KVP_UNROLL
+        for (int row = 0; row < S::kValueRows; row += C::kRows) {
+          KVP_UNROLL
+          for (int unit = 0; unit < kDim / 8; unit += C::kLanes) {
+            copy_async16(U::step(at, row, unit), from + row * (kDim * 2) + unit * 16, row < valid);
+          }
+        }
+      }
+    }
+    copy_async_commit();
+    slot = (slot + 1) % kSlots;
+  }
+
+  KVP_DEVICE void begin() {
+    tile = range.template next<kChunk>(0, S::kSplitTiles) - 1;  // bring(0) steps to it
+    KVP_UNROLL
+    for (int i = 0; i < kSlots - 1; ++i) bring(i % S::kSlices);
+  }
+
+  // The slot of slice `slice`, which has arrived; brings the one kSlots - 1 later into the slot
+  // that all lanes have left.
+  KVP_DEVICE const unsigned char* next(int slice) {
+    copy_async_wait<kSlots - 2>();
+    sync_warp();  // for all lanes' copies; collectives do not order memory
+    const int ready = (slot + 1) % kSlots;
+    bring((slice + kSlots - 1) % S::kSlices);
+    return ring + ready * S::kSlotBytes;
+  }
+};
+
+template <DType kType, int kDim, int kChunk>
+KVP_DEVICE void walk_split(const Launch& launch, const Sight<kChunksPerSplit> (&sight)[2],
+                           const typename SmallShape<kDim, kChunk>::Fragments& q,
+                           SmallFeed<kDim, kChunk>& feed, SplitState<kDim, 1>& state) {
+  using S = SmallShape<kDim, kChunk>;
+  constexpr int kTokens = S::kTokens;
+  const TileRange<kChunksPerSplit>& range = feed.range;
+  int tile = range.template next<kChunk>(0, S::kSplitTiles);
+  state.reset();
+  feed.begin();
+  while (tile < S::kSplitTiles) {
+    const TileSight seen[1] = {tile_sight<kChunksPerSplit, kChunk>(sight, tile)};
+    const bool masked = ballot(seen[0].begin[0] > 0 || seen[0].begin[1] > 0 ||
+                               seen[0].end[0] < kTokens || seen[0].end[1] < kTokens) != 0;
+    const bool keep = ballot(!seen[0].seen[0] || !seen[0].seen[1]) != 0;
+    float s[1][kTokens / 8][4];
+    KVP_UNROLL
+    for (int n = 0; n < kTokens / 8; ++n) {
+      KVP_UNROLL
+      for (int e = 0; e < 4; ++e) s[0][n][e] = 0.0f;
+    }
+    KVP_UNROLL
+    for (int slice = 0; slice < S::kKeySlices; ++slice) {
+      const unsigned char* keys = feed.next(slice) + matrix_offset<kTokens / 8>();
+      KVP_UNROLL
+      for (int k = 0; k < S::kKeyRows / 16; ++k) {
+        uint32_t a[1][4];
+        q.get(0, slice * (S::kKeyRows / 16) + k, a[0]);
+        add_scores<kType, kTokens, 1>(s, a, keys, 16 * k);
+      }
+    }
+    uint32_t weights[kTokens / 16][1][4];
+    state.template take<kType, kTokens>(launch, masked, seen, s, weights);
+    KVP_UNROLL
+    for (int slice = 0; slice < S::kValueSlices; ++slice) {
+      const unsigned char* values = feed.next(S::kKeySlices + slice) + matrix_offset<kDim / 8>();
+      KVP_UNROLL
+      for (int k = 0; k < S::kValueRows / 16; ++k) {
+        const int step = slice * (S::kValueRows / 16) + k;
+        const bool halves[1][2] = {{seen[0].seen[0], seen[0].seen[1]}};
+        if (kKeepAlways<kChunk> || keep) {
+          add_values<kType, kDim, 1, true>(state.acc, weights[step], values, 16 * k, halves);
+        } else if constexpr (!kKeepAlways<kChunk>) {
+          add_values<kType, kDim, 1, false>(state.acc, weights[step], values, 16 * k, halves);
+        }
+      }
+    }
+    tile = range.template next<kChunk>(tile + 1, S::kSplitTiles);
+  }
+}
+
+template <DType kType, int kDim, int kChunk>
+KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Part& part,
+                                const Queries<1>& queries, int unit, unsigned char* memory) {
+  using S = SmallShape<kDim, kChunk>;
+  constexpr int kBlocks = kDim / 8;
+  const AttendParams& p = launch.attend;
+  const Level level = plan.small;
+  const int first = unit * unit_splits(plan, level);
+  int end = first + unit_splits(plan, level);
+  const int part_splits = static_cast<int>((part.visible + kChunksPerSplit - 1) / kChunksPerSplit);
+  if (end > part_splits) end = part_splits;
+
+  typename S::Fragments q;
+  if constexpr (S::kSharedQueries) q.memory = memory + kSlots * S::kSlotBytes;
+  bool have_queries = false, in_group = false;
+  SmallFeed<kDim, kChunk> feed;
+  feed.ring = memory;
+  SplitState<kDim, 1> state;
+  const bool walk = level == Level::kWalk;
+  const ScratchStore store = scratch_store(launch, plan, queries, 0, walk ? 0 : unit);
+  const ScratchStore total = scratch_store(launch, plan, queries, 0, 1);
+  if (walk) clear_total<kDim>(launch, queries, 0, total);
+
+  const auto end_group = [&] {
+    if (!walk || !in_group) return;
+    take<kBlocks>(store, state.acc[0], state.m[0], state.l[0]);
+    fold_into<kBlocks>(total, state.acc[0], state.m[0], state.l[0]);
+    in_group = false;
+  };
+  for (int split = first; split < end; ++split) {
+    if (split % kSplitsPerGroup == 0) end_group();
+    Sight<kChunksPerSplit> sight[1][2];
+    feed.range = look(p, queries, split, sight);
+    if (feed.range.chunks == 0) continue;
+    const int64_t chunk = int64_t{split} * kChunksPerSplit + lane_index() % kChunksPerSplit;
+    feed.address = 0;
+    if (chunk < part.visible) {
+      feed.address = slice_address(p, part, chunk) +
+                     static_cast<uint64_t>(p.shape.page_bytes * queries.kv_head);
+    }
+    feed.written = static_cast<int32_t>(smaller(
+        part.written - int64_t{split} * kChunksPerSplit * kChunk, kChunksPerSplit * kChunk));
+    if (!have_queries) {
+      load_queries<kDim, 1>(launch, queries, q);
+      have_queries = true;
+    }
+    sync_warp();  // the ring is free; collectives do not order memory
+    walk_split<kType, kDim, kChunk>(launch, sight[0], q, feed, state);
+    state.close(queries);
+    if (level == Level::kSplit) {
+      put<kBlocks>(store, state.acc[0], state.m[0], state.l[0]);
+      continue;
+    }
+    if (!in_group) clear<kBlocks>(store);
+    in_group = true;
+    fold_into<kBlocks>(store, state.acc[0], state.m[0], state.l[0]);
+  }
+  end_group();
+  if (walk) write_total<kDim>(launch, queries, 0, total);
+}
+
+template <DType kType, int kDim, int kChunk>
+KVP_KERNEL KVP_BOUNDS(32 * kSmallWarps, kDim == 256 ? 1 : kSmallBlocks)
+    small_tiles(const Launch launch) {
+  using S = SmallShape<kDim, kChunk>;
+  const AttendParams& p = launch.attend;
+  const Header& header = *p.tables.header;
+  const Plan plan = make_plan(launch);
+  unsigned char* memory = shared_memory() + warp_index() * S::kWarpBytes;
+  // Fits: every (tile, kv head, unit) has a state in scratch.
+  const uint32_t heads = static_cast<uint32_t>(p.shape.kv_heads);
+  const uint32_t walks = static_cast<uint32_t>(header.small_tiles) * heads;
+  const uint32_t items = walks * static_cast<uint32_t>(plan.units(plan.small));
+  for (uint32_t item =
+           static_cast<uint32_t>(block_index()) * kSmallWarps + static_cast<uint32_t>(warp_index());
+       item < items; item += static_cast<uint32_t>(launch.small_workers)) {
+    const int unit = static_cast<int>(item / walks);
+    const uint32_t walk = item % walks;
+    const Tile tile = p.tables.tiles[walk / heads];
+    const Part& part = p.tables.parts[tile.part];
+    if (int64_t{unit} * unit_splits(plan, plan.small) * kChunksPerSplit >= part.visible) continue;
+    Queries<1> queries;
+    queries.place(p, part, static_cast<int>(walk % heads), tile.begin, tile.end);
+    walk_small_unit<kType, kDim, kChunk>(launch, plan, part, queries, unit, memory);
+  }
+}
+
+}  // namespace kvpager::gpu::tensor

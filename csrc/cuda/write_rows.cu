@@ -1,0 +1,264 @@
+// New keys and values into their chunks, one launch per layer: a block takes kTileRows rows of one kv
+// head. Keys are turned in shared memory, so that the tokens of a chunk, which lie side by side in
+// the K tile, are written side by side.
+#include <cstring>
+
+#include "cuda/kernels.h"
+#include "cuda/portable.h"
+
+namespace kvpager::gpu {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTileRows = 32;
+constexpr int kUnit = 8;    // elements that are loaded, converted and stored together
+constexpr int kSlab = 128;  // elements of a key that are in shared memory at a time
+// A row of the slab in 32-bit words: odd, so that a column lies in 32 different banks.
+template <class Element>
+constexpr int kSlabWords = kSlab * static_cast<int>(sizeof(Element)) / 4 + 1;
+
+struct alignas(16) Vector {
+  uint32_t words[4];
+};
+
+template <DType dtype>
+struct Stored {
+  using Element = uint16_t;
+};
+template <>
+struct Stored<DType::kFloat32> {
+  using Element = uint32_t;
+};
+template <DType dtype>
+using Element = typename Stored<dtype>::Element;
+
+// Where the rows of the block go. A page of 0: the row is not written.
+struct Places {
+  uint64_t page[kTileRows];
+  int32_t offset[kTileRows];
+};
+
+// The conversions of kernels/half.h to the bit, also of a NaN.
+template <DType from>
+KVP_DEVICE float widen(Element<from> bits) {
+  if constexpr (from == DType::kFloat32) {
+    return bits_to_float(bits);
+  } else if constexpr (from == DType::kBFloat16) {
+    return bfloat16_bits_to_float(bits);
+  } else {
+    const uint32_t wide = bits;
+    return (wide & 0x7FFFu) > 0x7C00u
+               ? bits_to_float((wide & 0x8000u) << 16 | 0x7FC00000u | (wide & 0x3FFu) << 13)
+               : float16_bits_to_float(bits);
+  }
+}
+
+template <DType to>
+KVP_DEVICE Element<to> narrow(float x) {
+  const uint32_t bits = float_to_bits(x);
+  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  if constexpr (to == DType::kFloat32) {
+    return bits;
+  } else if constexpr (to == DType::kBFloat16) {
+    return is_nan ? static_cast<uint16_t>(bits >> 16 | 0x40u) : float_to_bfloat16_bits(x);
+  } else {
+    return is_nan ? static_cast<uint16_t>((bits >> 16 & 0x8000u) | 0x7E00u | (bits >> 13 & 0x3FFu))
+                  : float_to_float16_bits(x);
+  }
+}
+
+template <DType dtype>
+KVP_DEVICE bool is_finite(Element<dtype> bits) {
+  constexpr uint32_t kExponent = dtype == DType::kFloat32   ? 0x7F800000u
+                                 : dtype == DType::kFloat16 ? 0x7C00u
+                                                            : 0x7F80u;
+  return (bits & kExponent) != kExponent;
+}
+
+// Rows of one tensor and head. `wide` says that every row starts at a multiple of 16 bytes.
+struct Source {
+  const unsigned char* data;
+  int64_t row_bytes;
+  bool wide;
+};
+
+KVP_DEVICE Source source_of(const Tensor& tensor, int head, int64_t first) {
+  const int64_t size = tensor.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t row_bytes = tensor.row_stride * size;
+  const int64_t head_bytes = tensor.head_stride * size;
+  const unsigned char* data = static_cast<const unsigned char*>(tensor.data);
+  const uint64_t bits = reinterpret_cast<uint64_t>(data) | static_cast<uint64_t>(row_bytes) |
+                        static_cast<uint64_t>(head_bytes);
+  return {data + first * row_bytes + head * head_bytes, row_bytes, bits % 16 == 0};
+}
+
+// kUnit elements as they are stored, in 32-bit words. False if one of them is not finite then.
+template <DType from, DType to>
+KVP_DEVICE bool convert(const unsigned char* source, bool wide,
+                        uint32_t (&out)[kUnit * sizeof(Element<to>) / 4]) {
+  Element<from> in[kUnit];
+  if (wide) {
+    constexpr int kEach = 16 / sizeof(Element<from>);
+    KVP_UNROLL
+    for (int i = 0; i < kUnit; i += kEach) {
+      const Vector vector = *reinterpret_cast<const Vector*>(source + i * sizeof(Element<from>));
+      std::memcpy(in + i, &vector, sizeof vector);
+    }
+  } else {
+    KVP_UNROLL
+    for (int i = 0; i < kUnit; ++i) in[i] = reinterpret_cast<const Element<from>*>(source)[i];
+  }
+  Element<to> stored[kUnit];
+  bool finite = true;
+  KVP_UNROLL
+  for (int i = 0; i < kUnit; ++i) {
+    if constexpr (from == to) {
+      stored[i] = in[i];
+    } else {
+      stored[i] = narrow<to>(widen<from>(in[i]));
+    }
+    finite = finite && is_finite<to>(stored[i]);
+  }
+  std::memcpy(out, stored, sizeof stored);
+  return finite;
+}
+
+// Both return the first row of the tile in which this thread met a number that is not finite.
+template <DType from, DType to>
+KVP_DEVICE int write_values(const Source& source, const Places& places, int count, int dim,
+                            int64_t tile_offset) {
+  constexpr int kSize = sizeof(Element<to>);
+  const int units = dim / kUnit;
+  int failed = kTileRows;
+  for (int i = thread_index(); i < count * units; i += kThreads) {
+    const int row = i / units;
+    const int column = (i - row * units) * kUnit;
+    if (places.page[row] == 0) continue;
+    uint32_t words[kUnit * kSize / 4];
+    const unsigned char* at =
+        source.data + row * source.row_bytes + column * static_cast<int>(sizeof(Element<from>));
+    if (!convert<from, to>(at, source.wide, words) && row < failed) failed = row;
+    unsigned char* to_row = reinterpret_cast<unsigned char*>(places.page[row]) + tile_offset +
+                            (int64_t{places.offset[row]} * dim + column) * kSize;
+    KVP_UNROLL
+    for (int j = 0; j < kUnit * kSize / 16; ++j) {
+      Vector vector;
+      std::memcpy(&vector, words + 4 * j, sizeof vector);
+      reinterpret_cast<Vector*>(to_row)[j] = vector;
+    }
+  }
+  return failed;
+}
+
+template <DType from, DType to>
+KVP_DEVICE int write_keys(const Source& source, const Places& places, int count, int dim,
+                          int tokens, uint32_t* slab) {
+  constexpr int kSize = sizeof(Element<to>);
+  constexpr int kWords = kSlabWords<Element<to>>;
+  const Element<to>* turned = reinterpret_cast<const Element<to>*>(slab);
+  int shift = 0;  // neighbouring threads write neighbouring rows: of 2^shift, at least `count`
+  while ((1 << shift) < count) ++shift;
+  int failed = kTileRows;
+  for (int begin = 0; begin < dim; begin += kSlab) {
+    const int width = dim - begin < kSlab ? dim - begin : kSlab;
+    const int units = width / kUnit;
+    for (int i = thread_index(); i < count * units; i += kThreads) {
+      const int row = i / units;
+      const int column = (i - row * units) * kUnit;
+      if (places.page[row] == 0) continue;
+      uint32_t words[kUnit * kSize / 4];
+      const unsigned char* at = source.data + row * source.row_bytes +
+                                (begin + column) * static_cast<int>(sizeof(Element<from>));
+      if (!convert<from, to>(at, source.wide, words) && row < failed) failed = row;
+      KVP_UNROLL
+      for (int j = 0; j < kUnit * kSize / 4; ++j) {
+        slab[row * kWords + column * kSize / 4 + j] = words[j];
+      }
+    }
+    sync_block();
+    for (int i = thread_index(); i < width << shift; i += kThreads) {
+      const int row = i & ((1 << shift) - 1);
+      const int column = i >> shift;
+      if (row >= count || places.page[row] == 0) continue;
+      Element<to>* tile = reinterpret_cast<Element<to>*>(places.page[row]);
+      tile[int64_t{begin + column} * tokens + places.offset[row]] =
+          turned[row * (kWords * 4 / kSize) + column];
+    }
+    sync_block();
+  }
+  return failed;
+}
+
+// Calls Write<from, to>::run(arguments...) for two dtypes of DType's first three.
+template <template <DType, DType> class Write, DType from, class... Arguments>
+KVP_DEVICE int dispatch_to(DType to, Arguments&&... arguments) {
+  if (to == DType::kFloat32) return Write<from, DType::kFloat32>::run(arguments...);
+  if (to == DType::kFloat16) return Write<from, DType::kFloat16>::run(arguments...);
+  return Write<from, DType::kBFloat16>::run(arguments...);
+}
+template <template <DType, DType> class Write, class... Arguments>
+KVP_DEVICE int dispatch(DType from, DType to, Arguments&&... arguments) {
+  if (from == DType::kFloat32) return dispatch_to<Write, DType::kFloat32>(to, arguments...);
+  if (from == DType::kFloat16) return dispatch_to<Write, DType::kFloat16>(to, arguments...);
+  return dispatch_to<Write, DType::kBFloat16>(to, arguments...);
+}
+template <DType from, DType to>
+struct Values {
+  template <class... Arguments>
+  KVP_DEVICE static int run(Arguments&&... arguments) {
+    return write_values<from, to>(arguments...);
+  }
+};
+template <DType from, DType to>
+struct Keys {
+  template <class... Arguments>
+  KVP_DEVICE static int run(Arguments&&... arguments) {
+    return write_keys<from, to>(arguments...);
+  }
+};
+
+KVP_KERNEL KVP_BOUNDS(kThreads, 2) write_rows_kernel(const WriteParams p) {
+  const Shape& shape = p.shape;
+  const int head = static_cast<int>(block_index() % shape.kv_heads);
+  const int64_t first = block_index() / shape.kv_heads * kTileRows;
+  const int64_t left = p.tables.header->rows - first;
+  if (left <= 0) return;
+  const int count = left < kTileRows ? static_cast<int>(left) : kTileRows;
+
+  Places& places = *reinterpret_cast<Places*>(shared_memory());
+  uint32_t* slab = reinterpret_cast<uint32_t*>(shared_memory() + sizeof(Places));
+  if (thread_index() < count) {
+    const Row& row = p.tables.rows[first + thread_index()];
+    places.page[thread_index()] =
+        row.write_chunk == 0 ? 0
+                             : row.write_chunk + static_cast<uint64_t>(shape.slice_bytes * p.layer +
+                                                                       shape.page_bytes * head);
+    places.offset[thread_index()] = row.write_offset;
+  }
+  sync_block();
+  const int values = dispatch<Values>(p.v.dtype, shape.v_dtype, source_of(p.v, head, first), places,
+                                      count, static_cast<int>(shape.v_dim), shape.k_tile_bytes);
+  const int keys =
+      dispatch<Keys>(p.k.dtype, shape.k_dtype, source_of(p.k, head, first), places, count,
+                     static_cast<int>(shape.k_dim), static_cast<int>(shape.chunk_tokens), slab);
+  const int failed = keys < values ? keys : values;
+  if (failed < kTileRows) {
+    atomic_min(p.status,
+               static_cast<uint64_t>(p.layer) << 32 | static_cast<uint64_t>(first + failed));
+  }
+}
+
+}  // namespace
+
+int write_rows(const WriteParams& params, void* stream) {
+  const bool wide_keys = params.shape.k_dtype == DType::kFloat32;
+  const int words = wide_keys ? kSlabWords<uint32_t> : kSlabWords<uint16_t>;
+  Grid grid;
+  grid.blocks = int64_t{(params.counts.rows + kTileRows - 1) / kTileRows} * params.shape.kv_heads;
+  grid.threads = kThreads;
+  grid.shared_bytes = static_cast<int64_t>(sizeof(Places)) + kTileRows * words * 4;
+  grid.stream = stream;
+  return launch(write_rows_kernel, grid, params);
+}
+
+}  // namespace kvpager::gpu

@@ -1,0 +1,13 @@
+# Runs the tests of the kernels in other orders: cmake -DTEST=cuda_test -DSEEDS=20 -P seeds.cmake
+set(failed)
+foreach(seed RANGE 1 ${SEEDS})
+  set(ENV{KVPAGER_SHIM_SEED} ${seed})
+  execute_process(COMMAND ${TEST} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  if(NOT result EQUAL 0)
+    message("${output}")
+    list(APPEND failed ${seed})
+  endif()
+endforeach()
+if(failed)
+  message(FATAL_ERROR "failed with KVPAGER_SHIM_SEED = ${failed}")
+endif()

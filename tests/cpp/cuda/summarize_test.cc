@@ -1,0 +1,256 @@
+// Summaries made on a device are the processor's, byte for byte, for every built-in scorer.
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "../device/devices.h"
+#include "cuda/scorer_params.h"
+#include "noise.h"
+#include "problem.h"
+
+namespace kvpager::testing {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kLargest = std::numeric_limits<float>::max();
+
+struct Keys {
+  const char* what;
+  float scale;
+  std::vector<float> sprinkled;  // every few elements one of these, in turn
+};
+
+const Keys kKinds[] = {
+    {"ordinary", 1.0f, {}},
+    {"equal", 0.0f, {2.5f}},
+    {"zeros of either sign", 0.0f, {0.0f, -0.0f}},
+    {"denormals", 0x1p-130f, {0x1p-149f, -0x1p-149f}},
+    {"denormals among ordinary", 1.0f, {0x1p-140f, -0x1p-127f}},
+    {"near what counts as zero", 1e-30f, {}},
+    {"near the greatest", 3e38f, {kLargest, 0.0f, -kLargest}},
+    {"not finite", 1.0f, {kNaN, kInfinity, -kInfinity, -kNaN}},
+    {"halves between codes", 0.0f, {0.0f, 1.0f, 2.0f, 3.0f, 0.5f, 1.5f, 2.5f}},
+};
+// Levels whose largest ones make the scale 1, so that all others lie halfway between two codes: of
+// boxes (centre and spread), and of two bits (low and step).
+float halfway_box(int64_t d, int64_t t) {
+  const float centre = d == 0 ? 127.0f : static_cast<float>(d % 9 - 4) + 0.5f;
+  const float spread = d == 0 ? 0.0f : d == 1 ? 255.0f : static_cast<float>(d % 7) + 0.5f;
+  return t % 2 == 0 ? centre - spread : centre + spread;
+}
+float halfway_sketch(int64_t d, int64_t t) {
+  const float low = d == 0 ? -32767.0f : static_cast<float>(d % 9 - 4) + 0.5f;
+  const float step = d == 0 ? 255.0f : static_cast<float>(d % 7) + 0.5f;
+  return low + step * static_cast<float>(t % 4);
+}
+std::vector<std::byte> halfway_tile(const Layout& layout, float (*key)(int64_t, int64_t)) {
+  std::vector<std::byte> tile(static_cast<size_t>(layout.k_tile_bytes()));
+  for (int64_t d = 0; d < layout.k_dim; ++d) {
+    for (int64_t t = 0; t < layout.chunk_tokens; ++t) {
+      const float x = key(d, t);
+      std::memcpy(tile.data() + (d * layout.chunk_tokens + t) * 4, &x, 4);
+    }
+  }
+  return tile;
+}
+
+constexpr size_t kKindCount = sizeof kKinds / sizeof kKinds[0];
+
+// Keys of dimension d have a mean and a width of their own, as trained ones do.
+std::vector<std::byte> tile_of(const Layout& layout, const Keys& keys, uint64_t seed) {
+  const size_t count = static_cast<size_t>(layout.k_dim) * static_cast<size_t>(layout.chunk_tokens);
+  const size_t element = static_cast<size_t>(dtype_bytes(layout.k_dtype));
+  std::vector<std::byte> tile(count * element);
+  size_t turn = seed;
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t d = i / static_cast<size_t>(layout.chunk_tokens);
+    float x = keys.scale * (0.6f * noise(seed, i) + 0.4f * noise(seed, 1 << 20, d));
+    const bool all = keys.scale == 0.0f;
+    if (!keys.sprinkled.empty() && (all || i % 3 == 0)) {
+      x = keys.sprinkled[turn++ % keys.sprinkled.size()];
+    }
+    DeviceForward::put(tile.data() + i * element, layout.k_dtype, x);
+  }
+  return tile;
+}
+
+using MakeTile = std::vector<std::byte> (*)(const Layout&, uint64_t page, uint64_t seed);
+
+std::vector<std::byte> tile_of_kinds(const Layout& layout, uint64_t page, uint64_t seed) {
+  return tile_of(layout, kKinds[(page + seed) % kKindCount], seed * 1000 + page);
+}
+
+// Chunks and summaries at places that do not follow one another, all else poison.
+void check_summaries(device::Device& device, const Scorer& scorer, const Layout& layout, int count,
+                     uint64_t seed, MakeTile make_tile = tile_of_kinds) {
+  const auto scorer_params = gpu::scorer_params(scorer, layout);
+  REQUIRE(scorer_params.has_value());
+  const int64_t page_bytes = scorer_params->summary_page_bytes;
+  const int64_t summary_bytes = page_bytes * layout.layers * layout.kv_heads;
+  const int64_t chunk_step = layout.chunk_bytes() + 64;
+  const int64_t summary_step = summary_bytes + 64;
+  const device::Memory chunks = device.allocate("chunks", count * chunk_step);
+  const device::Memory summaries = device.allocate("summaries", count * summary_step);
+  TestStream stream(device);
+
+  std::vector<std::byte> image(static_cast<size_t>(chunks.bytes()), std::byte{0xFF});
+  std::vector<std::byte> expected(static_cast<size_t>(summaries.bytes()), std::byte{0xC3});
+  gpu::SummarizeParams params;
+  params.shape.layers = layout.layers;
+  params.shape.kv_heads = layout.kv_heads;
+  params.shape.q_heads = layout.kv_heads;
+  params.shape.chunk_tokens = layout.chunk_tokens;
+  params.shape.k_dim = layout.k_dim;
+  params.shape.v_dim = layout.v_dim;
+  params.shape.k_dtype = layout.k_dtype;
+  params.shape.v_dtype = layout.v_dtype;
+  params.shape.k_tile_bytes = layout.k_tile_bytes();
+  params.shape.page_bytes = layout.page_bytes();
+  params.shape.slice_bytes = layout.slice_bytes();
+  params.scorer = *scorer_params;
+  params.count = count;
+  for (int c = 0; c < count; ++c) {
+    const int64_t at = (count - 1 - c) * chunk_step;
+    params.chunks[c] = chunks.data() + at;
+    params.summaries[c] = summaries.data() + c * summary_step;
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      for (int head = 0; head < layout.kv_heads; ++head) {
+        const uint64_t page =
+            static_cast<uint64_t>((c * layout.layers + layer) * layout.kv_heads + head);
+        const std::vector<std::byte> tile = make_tile(layout, page, seed);
+        std::memcpy(image.data() + at + layout.page_offset(layer, head), tile.data(), tile.size());
+        scorer.summarize(
+            layout, tile.data(),
+            expected.data() + c * summary_step + (layer * layout.kv_heads + head) * page_bytes);
+      }
+    }
+  }
+  stream.upload(chunks.data(), image.data(), chunks.bytes());
+  stream.fill(summaries.data(), 0xC3, summaries.bytes());
+  device.check(device.api().summarize(device.context(), &params, stream.get()), "summarize");
+  std::vector<std::byte> got(expected.size());
+  stream.download(got.data(), summaries.data(), summaries.bytes());
+  for (int c = 0; c < count; ++c) {
+    for (int64_t page = 0; page < int64_t{layout.layers} * layout.kv_heads; ++page) {
+      const size_t at = static_cast<size_t>(c * summary_step + page * page_bytes);
+      CAPTURE(c);
+      CAPTURE(page);
+      CAPTURE(kKinds[(static_cast<uint64_t>(c * layout.layers * layout.kv_heads + page) + seed) %
+                     kKindCount]
+                  .what);
+      CHECK(std::memcmp(got.data() + at, expected.data() + at, static_cast<size_t>(page_bytes)) ==
+            0);
+    }
+  }
+  CHECK(got == expected);  // between them nothing was written
+}
+
+Layout layout_of(int layers, int kv_heads, int tokens, int k_dim, DType dtype) {
+  Layout layout;
+  layout.layers = layers;
+  layout.kv_heads = kv_heads;
+  layout.chunk_tokens = tokens;
+  layout.k_dim = k_dim;
+  layout.v_dim = 32;
+  layout.k_dtype = dtype;
+  layout.v_dtype = DType::kFloat16;
+  return layout;
+}
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+TEST_CASE("summaries made on a device are the processor's for every scorer, dtype and shape") {
+  for_each_device([](device::Device& device) {
+    uint64_t seed = 0;
+    for (const std::string& name : scorer_names()) {
+      const Scorer& scorer = find_scorer(name);
+      for (const DType dtype : kDTypes) {
+        for (const int tokens : {16, 32, 64, 128, 256}) {
+          for (const int k_dim : {16, 48, 64, 96, 128, 256, 512}) {
+            if (small_tests() && (tokens > 64 || (k_dim != 48 && k_dim != 128))) continue;
+            // Large tiles with one dtype each: the others differ in what they convert alone.
+            if (tokens * k_dim > 8192 &&
+                (tokens / 16 + k_dim / 16) % 3 != static_cast<int>(dtype)) {
+              continue;
+            }
+            CAPTURE(name);
+            CAPTURE(std::string(dtype_name(dtype)));
+            CAPTURE(tokens);
+            CAPTURE(k_dim);
+            check_summaries(device, scorer, layout_of(1, 2, tokens, k_dim, dtype), 1, ++seed);
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE("every layer and head of sixteen chunks of special keys is summarised in its place") {
+  for_each_device([](device::Device& device) {
+    for (const std::string& name : scorer_names()) {
+      for (const DType dtype : kDTypes) {
+        CAPTURE(name);
+        CAPTURE(std::string(dtype_name(dtype)));
+        check_summaries(device, find_scorer(name), layout_of(3, 2, 32, 48, dtype),
+                        gpu::kMaxSummarized, 77);
+      }
+    }
+  });
+}
+
+TEST_CASE("levels halfway between two codes go to the even one") {
+  for_each_device([](device::Device& device) {
+    const Layout layout = layout_of(1, 2, 16, 64, DType::kFloat32);
+    for (const std::string& name : scorer_names()) {
+      CAPTURE(name);
+      check_summaries(device, find_scorer(name), layout, 1, 1,
+                      [](const Layout& l, uint64_t page, uint64_t) {
+                        return halfway_tile(l, page == 0 ? halfway_box : halfway_sketch);
+                      });
+    }
+    // Of a spread of 2.5 a box keeps 2, of a low of 0.5 two bits keep 0.
+    std::vector<std::byte> out(static_cast<size_t>(find_scorer("minmax").summary_bytes(layout)));
+    find_scorer("minmax").summarize(layout, halfway_tile(layout, halfway_box).data(), out.data());
+    CHECK(out[64 + 2] == std::byte{2});
+  });
+}
+
+TEST_CASE("summaries do not depend on the order in which threads get their turn") {
+  if (!tests_shim()) return;
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    CAPTURE(seed);
+    const std::shared_ptr<device::Device> device = shim(seed);
+    for (const std::string& name : scorer_names()) {
+      CAPTURE(name);
+      check_summaries(*device, find_scorer(name), layout_of(1, 1, 128, 144, DType::kFloat16), 2,
+                      seed);
+    }
+  }
+}
+
+TEST_CASE("a scorer that a user registered has no kernels") {
+  class Mine : public Scorer {
+   public:
+    const char* name() const override { return "mine"; }
+    const char* description() const override { return ""; }
+    int64_t summary_bytes(const Layout&) const override { return 64; }
+    void summarize(const Layout&, const std::byte*, std::byte*) const override {}
+    int64_t query_bytes(const Layout&, int) const override { return 64; }
+    void prepare(const Layout&, int, const float*, std::byte*) const override {}
+    double query_scale(const std::byte*) const override { return 1; }
+    void score(const Layout&, int, const std::byte*, const std::byte* const*, int64_t,
+               double*) const override {}
+  };
+  const Layout layout = layout_of(1, 1, 64, 64, DType::kBFloat16);
+  CHECK_FALSE(gpu::scorer_params(Mine(), layout).has_value());
+  for (const std::string& name : scorer_names()) {
+    const auto params = gpu::scorer_params(find_scorer(name), layout);
+    REQUIRE(params.has_value());
+    CHECK(params->summary_page_bytes == find_scorer(name).summary_bytes(layout));
+  }
+}
+
+}  // namespace
+}  // namespace kvpager::testing
