@@ -43,10 +43,12 @@ struct ChunkRecord {
   SlotId summary;                // slot of the summary slab; sealed records only
   bool summary_pending = false;  // still in `source`; loaded before any row can score it
 
-  Hash128 hash;                     // of the chain up to this chunk's end
-  Hash128 parent;                   // of the chain up to its start
-  std::vector<TokenId> tokens;      // sealed: chunk_tokens ids
-  std::vector<uint64_t> checksums;  // sealed: one per layer slice
+  Hash128 hash;                 // of the chain up to this chunk's end
+  Hash128 parent;               // of the chain up to its start
+  std::vector<TokenId> tokens;  // sealed: chunk_tokens ids
+  // Sealed: one per layer slice. Of a chunk sealed on a device none until they are first asked for;
+  // its bytes are in memory until then.
+  std::vector<uint64_t> checksums;
 
   double score = 0;       // residency's view: the newest QK share any user saw
   uint64_t last_use = 0;  // forward number
@@ -56,6 +58,9 @@ struct ChunkRecord {
   bool on_host() const { return host.value() >= 0; }
   bool on_disk() const { return disk.value() >= 0; }
   bool has_lower_copy() const { return on_host() || on_disk() || source != nullptr; }
+  // The host copy is the chunk's home, or only a copy of what is on disk or in a snapshot.
+  bool home_on_host() const { return on_host() && !on_disk() && source == nullptr; }
+  bool host_copy() const { return on_host() && !home_on_host(); }
   // Occupies a home: a lower-tier slot of its own, or its block where there are no lower tiers.
   bool needs_home() const { return state == ChunkState::kSealed && source == nullptr; }
 };

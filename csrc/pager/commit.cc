@@ -1,11 +1,9 @@
 // Commit: rows become positions, chunks that fill up are sealed. Everything that can fail is prepared
 // for all chunks before the first is applied (invariant 6).
 #include <algorithm>
-#include <cstring>
 
 #include "core/chain_hash.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "pager/impl.h"
 
 namespace kvpager {
@@ -87,6 +85,7 @@ void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<i
   const ScopedTimer timer(&counters.seconds_seal);
   std::vector<Seal> seals;
   try {
+    backend->finish();
     for (size_t p = 0; p < forward->parts.size(); ++p) {
       prepare_seals(forward->parts[p], count[p], provenance, &seals);
     }
@@ -104,6 +103,7 @@ void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<i
   for (size_t p = 0; p < forward->parts.size(); ++p) {
     advance(forward->parts[p], count[p], provenance);
   }
+  backend->end();
   recall_ahead();
   forward.reset();
 }
@@ -133,16 +133,12 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
     seal.parent = parent;
     seal.hash = chain_next(parent, seal.tokens.data(), c, seal.provenance);
     parent = seal.hash;
-    const std::byte* bytes = pool.slot(ledger[seal.open].block.value());
-    seal.checksums.resize(static_cast<size_t>(layout.layers));
-    threads.run(layout.layers, [&](int64_t layer, int) {
-      seal.checksums[static_cast<size_t>(layer)] = slice_checksum(
-          bytes + layout.slice_offset(static_cast<int>(layer)), layout.slice_bytes());
-    });
+    const BlockId block = ledger[seal.open].block;
+    backend->checksum(&seal, block);
     if (seal.provenance == Provenance::kExact) {
       const auto found = ledger.find(seal.hash, seal.parent, seal.tokens.data(), c);
       // One name, other bytes: some forward was not what it claimed. Nobody's K/V is swapped.
-      if (found && ledger[*found].checksums == seal.checksums) {
+      if (found && checksums(*found) == checksums(&seal)) {
         add_reference(*found);  // so that making room for the next chunk cannot forget it
         seal.existing = found;
         seal.heals = ledger[*found].damaged;
@@ -151,34 +147,39 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
     }
     if (!seal.heals) {
       seal.summary = take_summary_slot();
-      summarize(bytes, summaries.slot(seal.summary.value()));
+      backend->summarize(block, seal.summary);
     } else if (ledger[*seal.existing].summary_pending) {  // nobody reads that slot yet
-      summarize(bytes, summaries.slot(ledger[*seal.existing].summary.value()));
+      backend->summarize(block, ledger[*seal.existing].summary);
     }
     seal.home = take_home();
     seal.has_home = true;
-    if (seal.home.host.value() >= 0) {
-      if (const int error = fault::visit("host.write")) {
-        throw StorageError(str("host arena: write failed: ", std::strerror(error)));
-      }
-      std::memcpy(host.slot(seal.home.host.value()), bytes,
-                  static_cast<size_t>(layout.chunk_bytes()));
-    } else if (seal.home.disk.value() >= 0) {
-      disk.write(seal.home.disk.value(), bytes);
-    }
+    backend->write_home(&seal, block);
   }
 }
 
-void Pager::Impl::summarize(const std::byte* chunk, std::byte* summary) {
-  threads.run(int64_t{layout.layers} * layout.kv_heads,
-              [&](int64_t page, int) { summarize_page(chunk, page, summary); });
+// Of what is in memory, computed where they were put off.
+const std::vector<uint64_t>& Pager::Impl::checksums(RecordId id) {
+  ChunkRecord& record = ledger[id];
+  if (record.checksums.empty()) record.checksums = checksums_in_memory(record);
+  return record.checksums;
 }
 
-void Pager::Impl::summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const {
-  const int layer = static_cast<int>(page / layout.kv_heads);
-  const int head = static_cast<int>(page % layout.kv_heads);
-  scorer.summarize(layout, chunk + layout.page_offset(layer, head),
-                   summary + page * summary_page_bytes);
+const std::vector<uint64_t>& Pager::Impl::checksums(Seal* seal) {
+  if (seal->checksums.empty()) seal->checksums = checksums_in_memory(ledger[seal->open]);
+  return seal->checksums;
+}
+
+std::vector<uint64_t> Pager::Impl::checksums_in_memory(const ChunkRecord& record) {
+  return slice_checksums(backend->view(record, 0, layout.chunk_bytes()));
+}
+
+std::vector<uint64_t> Pager::Impl::slice_checksums(const std::byte* chunk) {
+  std::vector<uint64_t> sums(static_cast<size_t>(layout.layers));
+  threads.run(layout.layers, [&](int64_t layer, int) {
+    sums[static_cast<size_t>(layer)] =
+        slice_checksum(chunk + layout.slice_offset(static_cast<int>(layer)), layout.slice_bytes());
+  });
+  return sums;
 }
 
 void Pager::Impl::apply_seal(Seal& seal) {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 
+#include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
 #include "pager/locked.h"
@@ -59,8 +60,8 @@ class FrozenSequence final : public SnapshotContent {
   void read_summary(int64_t chunk, std::byte* out) const override {
     require_chunk(chunk, meta_.sealed_chunks());
     const std::lock_guard<std::mutex> lock(pager_->mutex);
-    std::memcpy(out, pager_->summaries.slot(pager_->ledger[record(chunk)].summary.value()),
-                static_cast<size_t>(pager_->summaries.slot_bytes()));
+    std::memcpy(out, pager_->backend->summary(pager_->ledger[record(chunk)].summary),
+                static_cast<size_t>(pager_->summary_slot_bytes));
   }
 
  private:
@@ -94,13 +95,12 @@ class FrozenSequence final : public SnapshotContent {
 // homes, are copied.
 const std::byte* Pager::Impl::lend(RecordId id, std::byte* scratch) {
   ChunkRecord& record = ledger[id];
-  const std::byte* bytes = address(record);
-  if (bytes == nullptr) return nullptr;
-  const bool home_block = record.resident() && !record.has_lower_copy();
-  if (home_block || (record.on_host() && record.source == nullptr)) {
+  if (const std::byte* home = backend->home(record)) {
     ++record.borrows;
-    return home_block ? bytes : host.slot(record.host.value());
+    return home;
   }
+  const std::byte* bytes = backend->view(record, 0, layout.chunk_bytes());
+  if (bytes == nullptr) return nullptr;
   std::memcpy(scratch, bytes, static_cast<size_t>(layout.chunk_bytes()));
   return scratch;
 }
@@ -130,11 +130,11 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
     const ChunkRecord& record = ledger[use.record];
     if (c < sealed) {
       meta->chunks.push_back(
-          {layout.chunk_tokens, record.provenance, record.hash, record.checksums, 0});
+          {layout.chunk_tokens, record.provenance, record.hash, checksums(use.record), 0});
     } else {  // the rows of an open chunk, or the first ones of a sealed chunk
       const bool open = record.state == ChunkState::kOpen;
       tail->resize(static_cast<size_t>(layout.chunk_bytes()));
-      if (const std::byte* bytes = address(record)) {
+      if (const std::byte* bytes = backend->view(record, 0, layout.chunk_bytes())) {
         std::memcpy(tail->data(), bytes, tail->size());
       } else {
         read_chunk(record, tail->data());

@@ -1,13 +1,15 @@
 // The pager's state and the steps its public functions are made of. One file per group of steps:
 //   sequences.cc  create, fork, trim, reserve, adopt, pin
 //   residency.cc  blocks, homes, victims, recalls
-//   forward.cc    begin, write, abort
-//   attend.cc     select chunks, find their bytes, attend
+//   forward.cc    begin, write, attend, abort
 //   commit.cc     rows become positions, full chunks are sealed
 //   freeze.cc     what a save writes from
 //   restore.cc    sequences from snapshots, their summaries
 //   inspect.cc    ledger, stats, read_kv, check_invariants
 //   pager.cc      construction and the locked facade
+// Bytes are moved and computed on by a backend (backend.h):
+//   host_*.cc     on the processor
+//   device_*.cc   on a device
 #pragma once
 
 #include <map>
@@ -21,15 +23,13 @@
 #include "core/policy.h"
 #include "core/sequence.h"
 #include "core/slot_pool.h"
-#include "kvpager/attention.h"
 #include "kvpager/pager.h"
+#include "kvpager/selection.h"
+#include "kvpager/thread_pool.h"
 #include "memory/disk_spill.h"
-#include "memory/slab.h"
+#include "pager/backend.h"
 
 namespace kvpager {
-
-// Sequences whose slices staging can hold one split of; more of them stream in several passes.
-inline constexpr size_t kStreamedSequences = 4;
 
 // One sequence's part in the running forward.
 struct ForwardPart {
@@ -39,18 +39,8 @@ struct ForwardPart {
   int64_t visible = 0;               // chunks up to the furthest row
   int64_t promised = 0;              // homes begin() reserved; those not used go back when it ends
   bool scored = false;               // some layer filled `mass`
-  std::vector<const std::byte*> slices;     // [visible] of the layer at hand
-  std::vector<const std::byte*> summaries;  // [sealed, visible] bases; empty until first scored
-  std::vector<uint8_t> needed;              // [visible] read at the layer at hand
-  std::vector<uint8_t> read;                // [visible] read at any layer of this forward
-  std::vector<double> mass;  // [visible] softmax shares summed over layers and kv heads
-};
-
-// How one (layer, kv head) spreads a row's attention over the chunks first, first + 1, ...; sums
-// to 1.
-struct Shares {
-  int64_t first = 0;
-  std::vector<float> of_chunk;
+  std::vector<uint8_t> read;         // [visible] read at any layer of this forward
+  std::vector<double> mass;          // [visible] softmax shares summed over layers and kv heads
 };
 
 struct Forward {
@@ -80,6 +70,14 @@ struct Seal {
   SlotId summary;
   Home home;
   bool has_home = false;
+};
+
+// Where those who read a chunk that is in the pool too may read it.
+enum class HostReaders : uint8_t { kOfEither, kOfBlocks };
+
+// What the budgets come to.
+struct SlotCounts {
+  int64_t pool = 0, host = 0, disk = 0, summaries = 0;
 };
 
 struct Pager::Impl {
@@ -120,22 +118,29 @@ struct Pager::Impl {
   SlotId take_summary_slot();
   Home take_home();
   void give_back(const Home& home);
-  bool spill_one();
-  const std::byte* address(const ChunkRecord& record) const;  // null: on disk or in a snapshot only
+  bool spill_one(HostReaders readers = HostReaders::kOfEither);
   void require_as_written(const ChunkRecord& record, int layer, const std::byte* slice) const;
   void read_chunk(const ChunkRecord& record, std::byte* out) const;
   void read_slice(const ChunkRecord& record, int layer, std::byte* out) const;
   void promote(RecordId id);  // REQUIRES: a block can be had
-  void bring_in(const std::vector<RecordId>& missing);
-  bool drop_host_copy();
+  bool drop_host_copy(HostReaders readers = HostReaders::kOfEither);
   void recall_ahead();
   int64_t evict_all();
 
   // --- forward.cc
-  void begin(const std::vector<RowDescriptor>& rows);
-  void write(int layer, const TensorView& k, const TensorView& v);
+  void begin(const std::vector<RowDescriptor>& rows, void* stream);
+  void take_frontier(Forward* next);
+  void write(int layer, const TensorView& k, const TensorView& v, void* stream);
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const TensorView& out, const AttendOptions& attend_options);
+  void require_layer(int layer, const TensorView& k, const TensorView& v) const;
+  [[noreturn]] void refuse_non_finite(int layer, int64_t row) const;
+  void mark_replayed(uint64_t generation, void* stream);
+  void drop_surplus(
+      ForwardPart& part);  // frontier chunks and promises that the forward did not use
+  void abort();
+
+  // --- commit.cc
   void commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
               Provenance provenance);
   void commit_all(Provenance provenance);
@@ -144,26 +149,12 @@ struct Pager::Impl {
                                      const std::vector<int64_t>& accepted) const;
   void prepare_seals(const ForwardPart& part, int64_t count, Provenance provenance,
                      std::vector<Seal>* seals);
+  const std::vector<uint64_t>& checksums(RecordId id);
+  const std::vector<uint64_t>& checksums(Seal* seal);
+  std::vector<uint64_t> checksums_in_memory(const ChunkRecord& record);
+  std::vector<uint64_t> slice_checksums(const std::byte* chunk);
   void apply_seal(Seal& seal);
   void advance(ForwardPart& part, int64_t count, Provenance provenance);
-  void summarize(const std::byte* chunk, std::byte* summary);
-  void summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const;
-  void abort();
-  void drop_surplus(
-      ForwardPart& part);  // frontier chunks and promises that the forward did not use
-  void select_rows(int layer, const TensorView& q, const AttendOptions& attend_options);
-  void score_for_ledger(ForwardPart& part, int layer, const TensorView& q,
-                        const AttendOptions& attend_options);
-  void add_mass(ForwardPart& part, const Shares& shares);
-  void mark_needed(const AttendOptions& attend_options);
-  void run_attention(int layer, AttendParams& params);
-  int64_t split_count(size_t first_part, size_t last_part) const;
-  void stream_attention(int layer, AttendParams& params);
-  void stream_parts(int layer, size_t first_part, size_t last_part, AttendParams& params);
-  const std::vector<const std::byte*>& summary_bases(ForwardPart& part) const;
-  double score_range(const std::vector<const std::byte*>& bases, CandidateRange range, int layer,
-                     int kv_head, const TensorView& q, int64_t row,
-                     std::vector<double>* scores) const;
 
   // --- freeze.cc
   SequenceId freeze(SequenceId id, int64_t upto, SnapshotMeta* meta, std::vector<std::byte>* tail);
@@ -171,6 +162,7 @@ struct Pager::Impl {
 
   // --- restore.cc
   void load_summaries(Sequence& sequence);
+  void summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const;
   int64_t read_or_rebuild(SnapshotReader* reader, int64_t first,
                           const std::vector<ChunkRecord*>& records, std::byte* out) const;
   SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
@@ -183,22 +175,24 @@ struct Pager::Impl {
   void read_kv(SequenceId id, int layer, int64_t start, int64_t stop, std::byte* k, std::byte* v);
   std::vector<std::vector<int32_t>> select(SequenceId id, int layer, const TensorView& q,
                                            int64_t position, int64_t window);
+  double score_range(const std::vector<const std::byte*>& bases, CandidateRange range, int layer,
+                     int kv_head, const TensorView& q, int64_t row,
+                     std::vector<double>* scores) const;
 
   const PagerOptions options;
   const Layout layout;
   const Scorer& scorer;
   const int64_t summary_page_bytes;
+  const int64_t summary_slot_bytes;  // of a chunk: all layers and kv heads
+  const SlotCounts slots;
 
   mutable std::mutex mutex;
   ThreadPool threads;
-  AttendWorkspace workspace;
-
-  // Bytes.
-  Slab pool;
-  Slab host;
-  Slab summaries;
-  Slab staging;
   DiskSpill disk;
+  PagerStats counters;
+
+  // Bytes. Memory is had before anything is kept of it.
+  const std::unique_ptr<Backend> backend;
 
   // Bookkeeping.
   SlotPool<BlockId> blocks;
@@ -216,18 +210,20 @@ struct Pager::Impl {
   uint64_t clock = 0;            // forwards begun
 
   std::optional<Forward> forward;
-  std::vector<std::vector<int32_t>> chosen;  // [rows * kv_heads] of the layer at hand
-  std::vector<int32_t> chosen_flat;
-  std::vector<int64_t> chosen_offsets;
-  std::vector<WriteRow> write_targets;
-
-  PagerStats counters;
 };
 
 // Throws InvalidArgumentError naming the tensor unless it is [rows, heads, dim] of a supported
 // dtype.
 void require_shape(const char* name, const TensorView& tensor, int64_t rows, int64_t heads,
                    int64_t dim);
+
+// Throws InvalidArgumentError unless each element has memory of its own: rows and heads are written
+// by whichever thread comes to them.
+void require_apart(const char* name, const TensorView& tensor);
+
+// Marks the chunks a row at `position` sees through a window (0: none).
+void mark_window(int64_t position, int64_t window, int64_t chunk_tokens,
+                 std::vector<uint8_t>* chunks);
 
 // The queries of heads [first, first + count) of a row as float32, [count][k_dim].
 void read_query(const TensorView& q, int64_t row, int64_t first, int64_t count, float* out);

@@ -59,19 +59,16 @@ std::vector<ChunkInfo> Pager::Impl::inspect(SequenceId id) const {
 
 PagerStats Pager::Impl::stats() const {
   PagerStats s = counters;
+  backend->add_to(&s);
   s.pool_blocks = blocks.slots();
   s.free_blocks = blocks.free();
-  s.pool_bytes = pool.mapped_bytes();
   s.resident_bytes = blocks.used() * layout.chunk_bytes();
-  s.staging_bytes = staging.mapped_bytes();
-  s.host_bytes = host.mapped_bytes();
   s.host_bytes_used = host_slots.used() * layout.chunk_bytes();
   s.disk_bytes = disk_slots.slots() * layout.chunk_bytes();
   s.disk_bytes_used = disk_slots.used() * layout.chunk_bytes();
-  s.summary_bytes = summaries.mapped_bytes();
-  s.summary_bytes_used = summary_slots.used() * summaries.slot_bytes();
+  s.summary_bytes_used = summary_slots.used() * summary_slot_bytes;
   s.chunk_bytes = layout.chunk_bytes();
-  s.summary_bytes_per_chunk = summaries.slot_bytes();
+  s.summary_bytes_per_chunk = summary_slot_bytes;
   for (const auto& [key, sequence] : sequences) s.sequences += sequence.frozen ? 0 : 1;
   s.records = ledger.live();
   s.reserved_chunks = reserved_homes;
@@ -105,10 +102,9 @@ void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop,
   std::vector<std::byte> buffer(static_cast<size_t>(layout.slice_bytes()));
   for (int64_t chunk = start / c; chunk * c < stop; ++chunk) {
     const ChunkRecord& record = ledger[sequence.use(chunk).record];
-    const std::byte* slice = address(record);
-    if (slice != nullptr) {
-      slice += layout.slice_offset(layer);
-    } else {
+    const std::byte* slice =
+        backend->view(record, layout.slice_offset(layer), layout.slice_bytes());
+    if (slice == nullptr) {
       read_slice(record, layer, buffer.data());
       slice = buffer.data();
     }
@@ -130,6 +126,31 @@ void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop,
   }
 }
 
+// Scores of the summaries [range.begin, range.end) for the queries of one kv group; returns what
+// turns a score into a dot product.
+double Pager::Impl::score_range(const std::vector<const std::byte*>& bases, CandidateRange range,
+                                int layer, int kv_head, const TensorView& q, int64_t row,
+                                std::vector<double>* scores) const {
+  const int group = static_cast<int>(q.heads / layout.kv_heads);
+  const int64_t count = std::max<int64_t>(0, range.end - range.begin);
+  scores->resize(static_cast<size_t>(count));
+  if (count == 0) return 0;
+  thread_local std::vector<std::byte> query;
+  thread_local std::vector<float> q_row;
+  thread_local std::vector<const std::byte*> pointers;
+  query.resize(static_cast<size_t>(scorer.query_bytes(layout, group)));
+  q_row.resize(static_cast<size_t>(group * layout.k_dim));
+  pointers.resize(static_cast<size_t>(count));
+  const int64_t offset = summary_page_bytes * (int64_t{layer} * layout.kv_heads + kv_head);
+  for (int64_t i = 0; i < count; ++i) {
+    pointers[static_cast<size_t>(i)] = bases[static_cast<size_t>(range.begin + i)] + offset;
+  }
+  read_query(q, row, int64_t{kv_head} * group, group, q_row.data());
+  scorer.prepare(layout, group, q_row.data(), query.data());
+  scorer.score(layout, group, query.data(), pointers.data(), count, scores->data());
+  return scorer.query_scale(query.data());
+}
+
 std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, const TensorView& q,
                                                       int64_t position, int64_t window) {
   Sequence& sequence = find(id);
@@ -146,15 +167,15 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
                                    layout.k_dim, "]"));
   }
   load_summaries(sequence);
-  ForwardPart part;
-  part.sequence = &sequence;
-  part.visible = sequence.sealed_chunks();
-  summary_bases(part);
+  std::vector<const std::byte*> bases;
+  for (const ChunkUse& use : sequence.sealed) {
+    bases.push_back(backend->summary(ledger[use.record].summary));
+  }
   const CandidateRange range = candidate_range(options.selection, layout.chunk_tokens, position);
   std::vector<std::vector<int32_t>> result(static_cast<size_t>(layout.kv_heads));
   std::vector<double> scores;
   for (int h = 0; h < layout.kv_heads; ++h) {
-    score_range(part.summaries, range, layer, h, q, 0, &scores);
+    score_range(bases, range, layer, h, q, 0, &scores);
     select_chunks(options.selection, layout.chunk_tokens, position, window, scores.data(),
                   &result[static_cast<size_t>(h)]);
   }
@@ -195,7 +216,8 @@ void Pager::Impl::check_invariants() const {
       require(summaries_used.insert(record.summary.value()).second, 9, name + " shares a summary");
       require(!record.summary_pending || record.source != nullptr, 9,
               name + " waits for a summary no file has");
-      require(static_cast<int64_t>(record.checksums.size()) == layout.layers &&
+      const bool put_off = record.checksums.empty() && (record.resident() || record.on_host());
+      require((put_off || static_cast<int64_t>(record.checksums.size()) == layout.layers) &&
                   static_cast<int64_t>(record.tokens.size()) == layout.chunk_tokens,
               9, name + " is sealed without checksums or token ids");
       require(!ledger.published(id) || record.provenance == Provenance::kExact, 10,
@@ -204,7 +226,7 @@ void Pager::Impl::check_invariants() const {
     require(record.pins == 0 || record.resident(), 3, name + " is pinned but not resident");
     require(record.readers == 0 || forward.has_value(), 5,
             name + " is being read outside a forward");
-    require(record.borrows == 0 || (record.source == nullptr && record.on_host()) ||
+    require(record.borrows == 0 || record.home_on_host() ||
                 (record.resident() && !record.has_lower_copy()),
             5, name + " was lent to a save and has moved");
     require(!record.damaged || record.source != nullptr, 9,
@@ -213,8 +235,7 @@ void Pager::Impl::check_invariants() const {
     if (record.source != nullptr) ++restored;
   });
   require(resident == blocks.used(), 1, "a block is taken but no record owns it");
-  require(blocks.slots() == options.pool_blocks && pool.slots() == options.pool_blocks, 2,
-          "the pool is not the size it was given");
+  require(blocks.slots() == options.pool_blocks, 2, "the pool is not the size it was given");
   require(static_cast<int64_t>(host_used.size()) == host_slots.used(), 2, "a host slot leaked");
   require(static_cast<int64_t>(disk_used.size()) == disk_slots.used(), 2, "a disk slot leaked");
   require(static_cast<int64_t>(summaries_used.size()) == summary_slots.used(), 2,
@@ -274,6 +295,7 @@ void Pager::Impl::check_invariants() const {
     require(pin_counts[id.value()] == record.pins, 3,
             str("record ", id.value(), " has the wrong number of pins"));
   });
+  backend->check_invariants();
 }
 
 }  // namespace kvpager

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "core/chain_hash.h"
+#include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
 #include "pager/locked.h"
@@ -72,20 +73,30 @@ const PagerOptions& validated(const PagerOptions& options) {
   if (options.threads < 1 || options.threads > 1024) {
     throw InvalidArgumentError(str("threads: ", options.threads, ", expected 1 to 1024"));
   }
+  if (options.attention != "auto" && options.attention != "reference") {
+    throw InvalidArgumentError(
+        str("attention: \"", options.attention, "\", expected \"auto\" or \"reference\""));
+  }
+  if (options.missed_chunks != "auto" && options.missed_chunks != "direct" &&
+      options.missed_chunks != "staged") {
+    throw InvalidArgumentError(str("missed_chunks: \"", options.missed_chunks,
+                                   "\", expected \"auto\", \"direct\" or \"staged\""));
+  }
+  if (options.staging_bytes < -1 || options.scratch_bytes < -1) {
+    throw InvalidArgumentError(str("staging_bytes: ", options.staging_bytes, ", scratch_bytes: ",
+                                   options.scratch_bytes, "; expected 0 or more, or -1"));
+  }
   return options;
 }
 
-int64_t summary_slot_bytes(const PagerOptions& options) {
-  return find_scorer(options.scorer).summary_bytes(options.layout) * options.layout.layers *
-         options.layout.kv_heads;
-}
-
-// Summaries of every chunk that can have a home, as many again for chunks that live in snapshots,
-// and a pool.
-int64_t summary_slot_count(const PagerOptions& options) {
-  if (options.summary_bytes >= 0) return options.summary_bytes / summary_slot_bytes(options);
+SlotCounts slot_counts(const PagerOptions& options, int64_t summary_slot_bytes) {
   const int64_t chunk = options.layout.chunk_bytes();
-  return 2 * (options.host_bytes / chunk + options.disk_bytes / chunk) + options.pool_blocks;
+  SlotCounts slots{options.pool_blocks, options.host_bytes / chunk, options.disk_bytes / chunk, 0};
+  // Summaries of every chunk that can have a home, as many again for chunks that live in snapshots,
+  // and a pool.
+  slots.summaries = options.summary_bytes >= 0 ? options.summary_bytes / summary_slot_bytes
+                                               : 2 * (slots.host + slots.disk) + slots.pool;
+  return slots;
 }
 
 }  // namespace
@@ -98,27 +109,27 @@ Pager::Impl::Impl(const PagerOptions& given)
       layout(options.layout),
       scorer(find_scorer(options.scorer)),
       summary_page_bytes(scorer.summary_bytes(layout)),
+      summary_slot_bytes(summary_page_bytes * layout.layers * layout.kv_heads),
+      slots(slot_counts(options, summary_slot_bytes)),
       threads(options.threads),
-      pool("resident pool", options.pool_blocks, layout.chunk_bytes()),
-      host("host arena", options.host_bytes / layout.chunk_bytes(), layout.chunk_bytes()),
-      summaries("summaries", summary_slot_count(options), summary_slot_bytes(options)),
-      staging("staging", kChunksPerSplit * kStreamedSequences, layout.slice_bytes()),
-      disk(options.disk_path, options.disk_bytes / layout.chunk_bytes(), layout.chunk_bytes()),
-      blocks(options.pool_blocks, options.shuffle_seed),
-      host_slots(host.slots(), options.shuffle_seed),
-      disk_slots(disk.slots(), options.shuffle_seed),
-      summary_slots(summaries.slots(), options.shuffle_seed) {
-  if (options.poison) {
-    for (int64_t i = 0; i < pool.slots(); ++i) {
-      std::fill_n(pool.slot(i), pool.slot_bytes(), std::byte{0xFF});
-    }
-  }
-}
+      disk(options.disk_path, slots.disk, layout.chunk_bytes()),
+      backend(make_backend(*this)),
+      blocks(slots.pool, options.shuffle_seed),
+      host_slots(slots.host, options.shuffle_seed),
+      disk_slots(slots.disk, options.shuffle_seed),
+      summary_slots(slots.summaries, options.shuffle_seed) {}
 
 Pager::Pager(const PagerOptions& options) : impl_(std::make_shared<Impl>(options)) {}
 Pager::~Pager() = default;
 
 const PagerOptions& Pager::options() const { return impl_->options; }
+DevicePlace Pager::device_place() const { return impl_->backend->place(); }
+const char* Pager::attention_name(DType q_dtype) const {
+  return impl_->backend->attention_name(q_dtype);
+}
+int Pager::attention_version(DType q_dtype) const {
+  return impl_->backend->attention_version(q_dtype);
+}
 
 SequenceId Pager::create_sequence(const std::string& salt) {
   return locked(*impl_, [&] { return impl_->create_sequence(salt).id; });
@@ -144,9 +155,9 @@ void Pager::reserve(SequenceId sequence, int64_t total_tokens) {
 int64_t Pager::adopt_prefix(SequenceId sequence, const std::vector<TokenId>& tokens) {
   return locked(*impl_, [&] { return impl_->adopt_prefix(sequence, tokens); });
 }
-uint64_t Pager::begin(const std::vector<RowDescriptor>& rows) {
+uint64_t Pager::begin(const std::vector<RowDescriptor>& rows, void* stream) {
   return locked(*impl_, [&] {
-    impl_->begin(rows);
+    impl_->begin(rows, stream);
     return impl_->clock;
   });
 }
@@ -154,8 +165,14 @@ void Pager::attend(int layer, const TensorView& q, const TensorView& k, const Te
                    const TensorView& out, const AttendOptions& attend_options) {
   locked(*impl_, [&] { impl_->attend(layer, q, k, v, out, attend_options); });
 }
-void Pager::write(int layer, const TensorView& k, const TensorView& v) {
-  locked(*impl_, [&] { impl_->write(layer, k, v); });
+void Pager::write(int layer, const TensorView& k, const TensorView& v, void* stream) {
+  locked(*impl_, [&] { impl_->write(layer, k, v, stream); });
+}
+uint64_t Pager::generation() const {
+  return locked(*impl_, [&] { return impl_->backend->generation(); });
+}
+void Pager::mark_replayed(uint64_t generation, void* stream) {
+  locked(*impl_, [&] { impl_->mark_replayed(generation, stream); });
 }
 void Pager::commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,
                    Provenance provenance) {

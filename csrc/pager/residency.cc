@@ -1,9 +1,7 @@
 // Where bytes live: blocks, homes, victims, recalls. Nothing here can change a result.
 #include <algorithm>
-#include <cstring>
 
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "pager/impl.h"
 
 namespace kvpager {
@@ -37,8 +35,8 @@ void Pager::Impl::require_homes(int64_t more, const char* action) const {
   const int64_t summaries_used = committed + restored_records;
   if (summaries_used + more > summary_slots.slots()) {
     throw CapacityError(str(action, ": summaries of ", summaries_used + more, " chunks need ",
-                            (summaries_used + more) * summaries.slot_bytes(),
-                            " bytes; summary_bytes=", summaries.slots() * summaries.slot_bytes(),
+                            (summaries_used + more) * summary_slot_bytes,
+                            " bytes; summary_bytes=", summary_slots.slots() * summary_slot_bytes,
                             ". Raise summary_bytes or close sessions."));
   }
 }
@@ -106,10 +104,17 @@ VictimFacts Pager::Impl::facts(RecordId id, const std::vector<uint8_t>& sheltere
 std::optional<VictimFacts> Pager::Impl::next_victim() const {
   const std::vector<uint8_t> sheltered = sheltered_records();
   std::optional<VictimFacts> best;
+  uint64_t best_arrives = 0;
   ledger.each([&](RecordId id, const ChunkRecord& record) {
     if (!evictable(record)) return;
     const VictimFacts candidate = facts(id, sheltered);
-    if (!best || leaves_before(options.policy, candidate, *best)) best = candidate;
+    const uint64_t arrives = backend->arriving(record);
+    const bool sooner = best && arrives < best_arrives;
+    const bool as_soon = best && arrives == best_arrives;
+    if (!best || sooner || (as_soon && leaves_before(options.policy, candidate, *best))) {
+      best = candidate;
+      best_arrives = arrives;
+    }
   });
   return best;
 }
@@ -127,9 +132,11 @@ std::optional<BlockId> Pager::Impl::acquire_block() {
   return std::nullopt;
 }
 
-// Invariant 4: a clean chunk has a copy below, so that leaving the pool moves no bytes.
+// Invariant 4: a clean chunk has a copy below, so that leaving the pool moves no bytes. One that is
+// still on its way is waited for.
 void Pager::Impl::evict(RecordId id) {
   ChunkRecord& record = ledger[id];
+  backend->wait_for_home(record);
   free_block(record.block);
   record.block = BlockId();
   ++counters.chunks_evicted;
@@ -137,9 +144,7 @@ void Pager::Impl::evict(RecordId id) {
 
 void Pager::Impl::free_block(BlockId block) {
   blocks.give_back(block);
-  // All ones is a NaN in every float dtype: a kernel that reads a free block shows it.
-  if (options.poison)
-    std::memset(pool.slot(block.value()), 0xFF, static_cast<size_t>(pool.slot_bytes()));
+  backend->freed(block);
 }
 
 void Pager::Impl::drop_record(RecordId id) {
@@ -178,7 +183,7 @@ SlotId Pager::Impl::take_summary_slot() {
     if (const auto slot = summary_slots.take()) return *slot;
   } while (reclaim_cached());
   throw CapacityError(str("no summary slot is free: summary_bytes=",
-                          summaries.slots() * summaries.slot_bytes(), " is full"));
+                          summary_slots.slots() * summary_slot_bytes, " is full"));
 }
 
 Home Pager::Impl::take_home() {
@@ -199,13 +204,21 @@ void Pager::Impl::give_back(const Home& home) {
   if (home.disk.value() >= 0) disk_slots.give_back(home.disk);
 }
 
+namespace {
+
+bool host_read(const ChunkRecord& record, HostReaders readers) {
+  return record.readers > 0 && !(readers == HostReaders::kOfBlocks && record.resident());
+}
+
+}  // namespace
+
 // Moves the host chunk that residency values least to disk; false if all are in use. REQUIRES: a free
 // disk slot.
-bool Pager::Impl::spill_one() {
+bool Pager::Impl::spill_one(HostReaders readers) {
   const std::vector<uint8_t> sheltered = sheltered_records();
   std::optional<VictimFacts> victim;
   ledger.each([&](RecordId id, const ChunkRecord& record) {
-    if (!record.on_host() || record.readers > 0 || record.borrows > 0) return;
+    if (!record.home_on_host() || record.borrows > 0 || host_read(record, readers)) return;
     const VictimFacts candidate = facts(id, sheltered);
     if (!victim || leaves_before(options.policy, candidate, *victim)) victim = candidate;
   });
@@ -213,7 +226,8 @@ bool Pager::Impl::spill_one() {
   ChunkRecord& record = ledger[victim->record];
   const SlotId slot = *disk_slots.take();
   try {
-    disk.write(slot.value(), host.slot(record.host.value()));
+    checksums(victim->record);  // what comes back is compared with them
+    disk.write(slot.value(), backend->home(record));
   } catch (...) {
     disk_slots.give_back(slot);
     throw;
@@ -223,12 +237,6 @@ bool Pager::Impl::spill_one() {
   record.disk = slot;
   ++counters.chunks_spilled;
   return true;
-}
-
-const std::byte* Pager::Impl::address(const ChunkRecord& record) const {
-  if (record.resident()) return pool.slot(record.block.value());
-  if (record.on_host()) return host.slot(record.host.value());
-  return nullptr;
 }
 
 // A snapshot's reader verifies what it reads; the spill file leaves that to us.
@@ -281,13 +289,8 @@ void Pager::Impl::promote(RecordId id) {
   const auto block = acquire_block();
   if (!block) throw CapacityError(str("no block for chunk ", ledger[id].index));
   ChunkRecord& record = ledger[id];
-  std::byte* out = pool.slot(block->value());
   try {
-    if (record.on_host()) {
-      std::memcpy(out, host.slot(record.host.value()), static_cast<size_t>(layout.chunk_bytes()));
-    } else {
-      read_chunk(record, out);
-    }
+    backend->load(record, *block);
   } catch (...) {
     free_block(*block);
     throw;
@@ -298,73 +301,18 @@ void Pager::Impl::promote(RecordId id) {
   counters.bytes_paged_in += layout.chunk_bytes();
 }
 
-// Host slots nobody needs as homes hold copies of snapshot chunks, so that a file is read once.
-// They cost nothing to drop.
-bool Pager::Impl::drop_host_copy() {
+// Host slots nobody needs as homes hold copies of what is below, so that a file is read once. They
+// cost nothing to drop.
+bool Pager::Impl::drop_host_copy(HostReaders readers) {
   RecordId oldest;
   ledger.each([&](RecordId id, const ChunkRecord& record) {
-    if (!record.on_host() || record.source == nullptr || record.readers > 0) return;
+    if (!record.host_copy() || host_read(record, readers)) return;
     if (oldest.value() < 0 || record.last_use < ledger[oldest].last_use) oldest = id;
   });
   if (oldest.value() < 0) return false;
   host_slots.give_back(ledger[oldest].host);
   ledger[oldest].host = SlotId();
   return true;
-}
-
-// Gives chunks without an address one: a snapshot's chunk gets a free host slot; else, if the pool
-// can hold all that are left beside what is being read, they get blocks. Whole chunks, one read
-// each, all-or-nothing.
-void Pager::Impl::bring_in(const std::vector<RecordId>& missing) {
-  struct Arrival {
-    RecordId record;
-    SlotId host;
-    BlockId block;
-    std::byte* bytes;
-  };
-  std::vector<Arrival> arrivals;
-  std::vector<RecordId> rest;
-  for (const RecordId id : missing) {
-    const auto slot = ledger[id].source != nullptr ? host_slots.take() : std::nullopt;
-    if (slot) {
-      arrivals.push_back({id, *slot, BlockId(), host.slot(slot->value())});
-    } else {
-      rest.push_back(id);
-    }
-  }
-  if (static_cast<int64_t>(rest.size()) <= blocks.free() + evictable_blocks()) {
-    for (const RecordId id : rest) {
-      const BlockId block = *acquire_block();
-      arrivals.push_back({id, SlotId(), block, pool.slot(block.value())});
-    }
-  }
-  for (const Arrival& arrival : arrivals) {  // a cold disk reads many as fast as one
-    const ChunkRecord& record = ledger[arrival.record];
-    if (!record.on_disk()) record.source->will_need(record.source_chunk);
-  }
-  try {
-    threads.run(static_cast<int64_t>(arrivals.size()), [&](int64_t i, int) {
-      const Arrival& arrival = arrivals[static_cast<size_t>(i)];
-      read_chunk(ledger[arrival.record], arrival.bytes);
-    });
-  } catch (...) {
-    for (const Arrival& arrival : arrivals) {
-      if (arrival.host.value() >= 0) host_slots.give_back(arrival.host);
-      if (arrival.block.value() >= 0) free_block(arrival.block);
-    }
-    throw;
-  }
-  for (const Arrival& arrival : arrivals) {
-    ChunkRecord& record = ledger[arrival.record];
-    if (arrival.host.value() >= 0) {
-      record.host = arrival.host;
-    } else {
-      record.block = arrival.block;
-      ++record.recalled;
-      ++counters.chunks_recalled;
-      counters.bytes_paged_in += layout.chunk_bytes();
-    }
-  }
 }
 
 // After a forward: what its rows selected is what the next ones are likely to select. Brings the
@@ -390,8 +338,10 @@ void Pager::Impl::recall_ahead() {
     if (ledger[wanted[i].record].resident()) continue;  // shared by two sequences of this forward
     if (blocks.free() == 0) {
       const auto victim = next_victim();
-      if (!victim || !worth_recalling(options.policy, options.hysteresis, wanted[i], *victim))
+      if (!victim || !worth_recalling(options.policy, options.hysteresis, wanted[i], *victim) ||
+          backend->arriving(ledger[victim->record]) > 0) {
         return;
+      }
     }
     try {
       promote(wanted[i].record);

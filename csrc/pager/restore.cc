@@ -27,7 +27,7 @@ constexpr int64_t kSummaryReadBytes = int64_t{4} << 20;
 // sequence is without one.
 void Pager::Impl::load_summaries(Sequence& sequence) {
   if (sequence.summaries_loaded) return;
-  const int64_t each = summaries.slot_bytes();
+  const int64_t each = summary_slot_bytes;
   const size_t longest = static_cast<size_t>(std::max<int64_t>(1, kSummaryReadBytes / each));
   std::vector<SummaryRun> runs;
   for (const ChunkUse& use : sequence.sealed) {
@@ -38,6 +38,15 @@ void Pager::Impl::load_summaries(Sequence& sequence) {
                       runs.back().records.back()->source_chunk + 1 == record.source_chunk;
     if (!next) runs.push_back({record.source.get(), record.source_chunk, {}});
     runs.back().records.push_back(&record);
+  }
+  std::vector<SlotId> slots;
+  for (const SummaryRun& run : runs) {
+    for (const ChunkRecord* record : run.records) slots.push_back(record->summary);
+  }
+  const std::vector<std::byte*> room = backend->summary_room(slots);
+  std::vector<size_t> first_room;
+  for (size_t i = 0, next = 0; i < runs.size(); next += runs[i++].records.size()) {
+    first_room.push_back(next);
   }
   std::atomic<int64_t> rebuilt{0};
   threads.run(static_cast<int64_t>(runs.size()), [&](int64_t i, int) {
@@ -50,10 +59,11 @@ void Pager::Impl::load_summaries(Sequence& sequence) {
       rebuilt += read_or_rebuild(run.reader, run.first, run.records, bytes.data());
     }
     for (int64_t c = 0; c < count; ++c) {
-      std::memcpy(summaries.slot(run.records[static_cast<size_t>(c)]->summary.value()),
+      std::memcpy(room[first_room[static_cast<size_t>(i)] + static_cast<size_t>(c)],
                   bytes.data() + c * each, static_cast<size_t>(each));
     }
   });
+  backend->summaries_written(slots);
   counters.summaries_rebuilt += rebuilt;
   for (const SummaryRun& run : runs) {
     for (ChunkRecord* record : run.records) record->summary_pending = false;
@@ -61,12 +71,19 @@ void Pager::Impl::load_summaries(Sequence& sequence) {
   sequence.summaries_loaded = true;
 }
 
+void Pager::Impl::summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const {
+  const int layer = static_cast<int>(page / layout.kv_heads);
+  const int head = static_cast<int>(page % layout.kv_heads);
+  scorer.summarize(layout, chunk + layout.page_offset(layer, head),
+                   summary + page * summary_page_bytes);
+}
+
 // Summaries one by one; those that are damaged are made again from the chunk's payload. The checksum
 // in the ledger section proves that they are what was saved.
 int64_t Pager::Impl::read_or_rebuild(SnapshotReader* reader, int64_t first,
                                      const std::vector<ChunkRecord*>& records,
                                      std::byte* out) const {
-  const int64_t each = summaries.slot_bytes();
+  const int64_t each = summary_slot_bytes;
   std::vector<std::byte> chunk(static_cast<size_t>(layout.chunk_bytes()));
   int64_t rebuilt = 0;
   for (size_t i = 0; i < records.size(); ++i) {
@@ -166,9 +183,9 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   const int64_t summaries_taken = referenced_homes + reserved_homes + restored_records;
   if (summaries_taken + new_homes + fresh > summary_slots.slots()) {
     throw CapacityError(str("restore: summaries of ", fresh, " more chunks need ",
-                            fresh * summaries.slot_bytes(), " bytes beside the ", summaries_taken,
+                            fresh * summary_slot_bytes, " bytes beside the ", summaries_taken,
                             " in use; raise summary_bytes, which is ",
-                            summaries.slots() * summaries.slot_bytes()));
+                            summary_slots.slots() * summary_slot_bytes));
   }
   if (partial) require_blocks(1, "restore");
 
@@ -182,7 +199,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     }
     if (partial) {
       tail_block = acquire_block();
-      reader->read_chunk(sealed, pool.slot(tail_block->value()));
+      backend->load([&](std::byte* out) { reader->read_chunk(sealed, out); }, *tail_block);
     }
   } catch (...) {
     if (tail_block) free_block(*tail_block);

@@ -1,6 +1,5 @@
 // Sequences: creation, sharing, trimming, admission, pins.
 #include <algorithm>
-#include <cstring>
 
 #include "core/chain_hash.h"
 #include "kvpager/error.h"
@@ -90,17 +89,21 @@ SequenceId Pager::Impl::fork(SequenceId id) {
     add_reference(use.record);
     child.sealed.push_back({use.record, use.qk_score, 0, use.last_use, 0});
   }
-  for (const ChunkUse& use : parent.frontier) {
-    // The parent's tail is open, so taking a block for the copy cannot evict it.
-    const BlockId block = *acquire_block();
-    const RecordId copy = ledger.create(ChunkState::kOpen);
-    ChunkRecord& record = ledger[copy];
-    record.references = 1;
-    record.index = ledger[use.record].index;
-    record.block = block;
-    std::memcpy(pool.slot(block.value()), pool.slot(ledger[use.record].block.value()),
-                static_cast<size_t>(layout.chunk_bytes()));
-    child.frontier.push_back({copy, 0, 0, 0, 0});
+  try {
+    for (const ChunkUse& use : parent.frontier) {
+      // The parent's tail is open, so taking a block for the copy cannot evict it.
+      const BlockId block = *acquire_block();
+      const RecordId copy = ledger.create(ChunkState::kOpen);
+      ChunkRecord& record = ledger[copy];
+      record.references = 1;
+      record.index = ledger[use.record].index;
+      record.block = block;
+      child.frontier.push_back({copy, 0, 0, 0, 0});
+      backend->load(ledger[use.record], block);
+    }
+  } catch (...) {
+    destroy_sequence(child.id);
+    throw;
   }
   return child.id;
 }
@@ -126,12 +129,7 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
     try {
       require_blocks(1, "trim");
       block = acquire_block();
-      std::byte* out = pool.slot(block->value());
-      if (const std::byte* bytes = address(ledger[source])) {
-        std::memcpy(out, bytes, static_cast<size_t>(layout.chunk_bytes()));
-      } else {
-        read_chunk(ledger[source], out);
-      }
+      backend->load(ledger[source], *block);
       tail = ledger.create(ChunkState::kOpen);
     } catch (...) {
       if (block) free_block(*block);

@@ -5,6 +5,10 @@
 // Thread-safety: every public function takes the pager's lock; one forward at a time. Every mutator
 // is all-or-nothing (invariant 6) and restates the numbered invariants at its exit in checking
 // builds.
+//
+// On a device nothing but commit waits for it, once, before anything is decided: keys and values are
+// known to be finite there. Freezing, restoring, reading K/V and pressure on the pool wait for the
+// copies they need.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +48,35 @@ struct PagerOptions {
   std::string namespace_key;  // fingerprint of all that bits depend on; enters every chain hash
   uint64_t shuffle_seed = 0;  // not 0: blocks are handed out in a random order (tests)
   bool poison = false;        // free blocks are filled with NaN (tests)
+
+  // Where the pool is and what computes: "cpu", or a device: "cuda", "cuda:1". The pool is then in
+  // device memory, the host arena pinned, and tensors of a forward are device tensors. "shim" runs a
+  // device's kernels on the processor (tests). The rest is for devices only.
+  std::string device = "cpu";
+  int32_t q_heads = 0;             // query heads of the model; needed on a device
+  std::string attention = "auto";  // tensor cores where shapes and dtypes allow, or "reference"
+  // Chunks that are not in the pool: read in place over the link ("direct"), copied to the device a
+  // layer ahead ("staged"), or staged where several tiles of queries read them ("auto").
+  std::string missed_chunks = "auto";
+  int64_t staging_bytes = -1;  // device memory for staged slices; -1: for 256 chunks, up to 256 MiB
+  int64_t scratch_bytes = -1;  // most device memory for partial results; -1: as much as it takes
 };
+
+// Where tensors of a forward have to be, in DLPack's numbers.
+struct DevicePlace {
+  int32_t type = 1;
+  int32_t ordinal = 0;
+  std::string name = "cpu";
+};
+
+// What attends, and the version of its arithmetic: both belong in namespace_key.
+struct AttentionKind {
+  std::string name;  // "reference" or "tensor"
+  int version = 0;
+};
+// Of a pager with these options, for queries of this dtype: device, layout, q_heads and attention
+// count. Opens the device.
+AttentionKind attention_of(const PagerOptions& options, DType q_dtype);
 
 enum class RowKind : uint8_t {
   kCommit = 0,   // writes its K/V at `position`, may be committed
@@ -65,6 +97,10 @@ struct AttendOptions {
   float softcap = 0.0f;          // 0: none
   int64_t window = 0;            // 0: none
   const float* sinks = nullptr;  // [q_heads] or null
+  // On a device: `sinks` is device memory that lives as long as what is launched (or captured);
+  // else host memory, which is copied to the device when its content is first seen.
+  bool sinks_on_device = false;
+  void* stream = nullptr;  // the stream that is current on the device; null: its default stream
 };
 
 struct PagerStats {
@@ -86,8 +122,13 @@ struct PagerStats {
   int64_t bytes_paged_out = 0;  // copied at eviction; 0 by design, write-through is counted apart
   int64_t bytes_written_through = 0;
   int64_t snapshot_bytes_read = 0;
+  // Of a device: memory allocated on it and pinned for it, all in all and of that for partial results
+  // and tables; what its copies moved, either way; waits of the host for it.
+  int64_t device_bytes = 0, pinned_bytes = 0, scratch_bytes = 0, table_bytes = 0;
+  int64_t bytes_copied_up = 0, bytes_copied_down = 0, slices_staged = 0, bytes_staged = 0;
+  int64_t host_waits = 0;
   double seconds_write = 0, seconds_scan = 0, seconds_load = 0, seconds_attend = 0,
-         seconds_seal = 0, seconds_recall = 0;
+         seconds_seal = 0, seconds_recall = 0, seconds_wait = 0;
 };
 
 class Pager {
@@ -98,6 +139,10 @@ class Pager {
   Pager& operator=(const Pager&) = delete;
 
   const PagerOptions& options() const;
+  DevicePlace device_place() const;
+  // What attends to queries of this dtype ("reference" or "tensor") and the version of its arithmetic.
+  const char* attention_name(DType q_dtype) const;
+  int attention_version(DType q_dtype) const;
 
   // Sequences. `salt` separates tenants: it enters every chain hash.
   SequenceId create_sequence(const std::string& salt);
@@ -115,16 +160,24 @@ class Pager {
   int64_t adopt_prefix(SequenceId sequence, const std::vector<TokenId>& tokens);
 
   // A forward: all M rows at once. The commit rows of a sequence hold length, length + 1, ... in
-  // row order.
+  // row order. `stream` is the caller's stream of a device, here and in write and attend: what is
+  // launched there is ordered with the caller's own work. It must not be capturing here; a graph
+  // may capture writes and attention between begin and commit, after which they have not run.
   // Returns the number of this forward, for abort().
-  uint64_t begin(const std::vector<RowDescriptor>& rows);
+  uint64_t begin(const std::vector<RowDescriptor>& rows, void* stream = nullptr);
   // k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]; q [rows, q_heads, k_dim] -> out [rows,
   // q_heads, v_dim]. Non-finite keys or values of commit rows abort the forward (NonFiniteError:
   // layer, position).
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const TensorView& out, const AttendOptions& attend_options);
   // K/V without attention: rows computed elsewhere.
-  void write(int layer, const TensorView& k, const TensorView& v);
+  void write(int layer, const TensorView& k, const TensorView& v, void* stream = nullptr);
+  // Changes whenever memory that captured launches refer to has been allocated anew (by a begin that
+  // outgrew it). A graph is worth replaying while this is what it was when it was captured.
+  uint64_t generation() const;
+  // Between begin and commit: the layers of this forward were run on `stream` by replaying a graph
+  // that was captured when generation() was `generation`, with as many rows.
+  void mark_replayed(uint64_t generation, void* stream = nullptr);
   // accepted[i] rows of sequences[i] are committed (sequences not named: none of theirs). Every
   // layer must have been written. provenance: what these rows are worth at best.
   void commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,

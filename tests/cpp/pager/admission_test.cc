@@ -3,7 +3,7 @@
 namespace kvpager::pager_test {
 namespace {
 
-TEST_CASE(
+PAGER_TEST(
     "a reservation the tiers cannot hold is refused with the bytes it needs, and holds nothing") {
   Pager pager(small_options(4, 6));
   const Known sequence = create(pager, 20);
@@ -19,7 +19,7 @@ TEST_CASE(
   require_intact(pager, sequence);
 }
 
-TEST_CASE("what is reserved for one sequence is not there for another") {
+PAGER_TEST("what is reserved for one sequence is not there for another") {
   Pager pager(small_options(4, 6));
   Known a = create(pager);
   Known b = create(pager);
@@ -34,7 +34,7 @@ TEST_CASE("what is reserved for one sequence is not there for another") {
   require_intact(pager, a);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "a reservation below the sequence's length is refused, a later one replaces what was held") {
   Pager pager(small_options(4, 8));
   const Known sequence = create(pager, 40);
@@ -48,7 +48,7 @@ TEST_CASE(
   CHECK(pager.stats().reserved_chunks == 0);
 }
 
-TEST_CASE("closing a sequence gives its promises back") {
+PAGER_TEST("closing a sequence gives its promises back") {
   Pager pager(small_options(4, 8));
   const Known a = create(pager);
   const Known b = create(pager);
@@ -59,7 +59,7 @@ TEST_CASE("closing a sequence gives its promises back") {
   CHECK(pager.stats().reserved_chunks == 8);
 }
 
-TEST_CASE("a forward that is aborted, or whose rows are rejected, keeps no promise it made") {
+PAGER_TEST("a forward that is aborted, or whose rows are rejected, keeps no promise it made") {
   Pager pager(small_options(4, 8));
   Known sequence = create(pager, 8);
   const std::vector<TokenId> more = some_tokens(16, 5);
@@ -78,7 +78,7 @@ TEST_CASE("a forward that is aborted, or whose rows are rejected, keeps no promi
   require_intact(pager, sequence);
 }
 
-TEST_CASE("a promise made before a forward survives it, also when made while it runs") {
+PAGER_TEST("a promise made before a forward survives it, also when made while it runs") {
   Pager pager(small_options(4, 8));
   Known sequence = create(pager, 8);
   pager.reserve(sequence.id, 64);
@@ -93,7 +93,7 @@ TEST_CASE("a promise made before a forward survives it, also when made while it 
   require_intact(pager, sequence);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "without lower tiers the pool is home: its chunks stay, and it refuses what does not fit") {
   Pager pager(small_options(6, 0));  // 4 homes beside a frontier of 2
   Known sequence = create(pager, 4 * 16);
@@ -108,7 +108,7 @@ TEST_CASE(
   require_intact(pager, sequence);
 }
 
-TEST_CASE("chunks cached for reuse give their homes to whoever needs them") {
+PAGER_TEST("chunks cached for reuse give their homes to whoever needs them") {
   Pager pager(small_options(6, 0));
   const Known old = create(pager, 4 * 16, 1);
   pager.destroy_sequence(old.id);
@@ -124,7 +124,7 @@ TEST_CASE("chunks cached for reuse give their homes to whoever needs them") {
   CHECK(with_host.stats().cached_records == 0);
 }
 
-TEST_CASE("a summary budget is kept, and its refusal says so") {
+PAGER_TEST("a summary budget is kept, and its refusal says so") {
   PagerOptions options = small_options(4, 8);
   Pager probe_pager(options);
   options.summary_bytes = 3 * probe_pager.stats().summary_bytes_per_chunk;
@@ -136,7 +136,7 @@ TEST_CASE("a summary budget is kept, and its refusal says so") {
   require_intact(pager, sequence);
 }
 
-TEST_CASE("adopting a cached prefix cannot take the summaries that were promised to another") {
+PAGER_TEST("adopting a cached prefix cannot take the summaries that were promised to another") {
   PagerOptions options = small_options(4, 8);
   Pager probe_pager(options);
   options.summary_bytes = 4 * probe_pager.stats().summary_bytes_per_chunk;
@@ -152,7 +152,7 @@ TEST_CASE("adopting a cached prefix cannot take the summaries that were promised
   require_intact(pager, promised);
 }
 
-TEST_CASE("a prefix adopted after a reservation uses it up rather than adding to it") {
+PAGER_TEST("a prefix adopted after a reservation uses it up rather than adding to it") {
   Pager pager(small_options(4, 6));
   const Known old = create(pager, 4 * 16, 1);
   pager.destroy_sequence(old.id);

@@ -73,7 +73,7 @@ void recompute(Pager& pager, const Known& known, int64_t chunk) {
   pager.destroy_sequence(fork.id);
 }
 
-TEST_CASE("a damaged chunk is named with its layer, and only what needs it fails") {
+PAGER_TEST("a damaged chunk is named with its layer, and only what needs it fails") {
   Saved saved(10 * 16 + 3);
   Pager pager(top_k(6, 40));
   const Known restored = restore(pager, saved);
@@ -99,13 +99,19 @@ TEST_CASE("a damaged chunk is named with its layer, and only what needs it fails
   probe(pager, before);
 }
 
-TEST_CASE("recomputing a damaged chunk gives it a home of its own, with the same bits") {
+PAGER_TEST("recomputing a damaged chunk gives it a home of its own, with the same bits") {
   Folder spill;
   for (const int tiers : {0, 1, 2, 3}) {
     CAPTURE(tiers);
     Saved saved(10 * 16 + 3);
     const bool host = (tiers & 1) != 0, disk = (tiers & 2) != 0;
-    Pager pager(top_k(tiers == 0 ? 20 : 5, host ? 6 : 0, disk ? 40 : 0, disk ? spill.path() : ""));
+    // On a device all that a forward may see is in the pool or the host arena.
+    const bool pool = tiers == 0 || (on_device() && !host);
+    Pager pager(top_k(pool ? 20 : 5,
+                      !host         ? 0
+                      : on_device() ? 12
+                                    : 6,
+                      disk ? 40 : 0, disk ? spill.path() : ""));
     const Known restored = restore(pager, saved);
     for (const int64_t chunk : {0, 4, 5}) flip(saved.path, payload_at(chunk));
     int healed = 0;
@@ -138,7 +144,7 @@ TEST_CASE("recomputing a damaged chunk gives it a home of its own, with the same
   }
 }
 
-TEST_CASE("two sequences that heal the same chunk in one forward heal it once") {
+PAGER_TEST("two sequences that heal the same chunk in one forward heal it once") {
   Saved saved(4 * 16 + 3);
   Pager pager(top_k(12, 40));
   const Known restored = restore(pager, saved);
@@ -167,7 +173,7 @@ TEST_CASE("two sequences that heal the same chunk in one forward heal it once") 
   }
 }
 
-TEST_CASE("a damaged chunk is not handed to anybody as a known prefix") {
+PAGER_TEST("a damaged chunk is not handed to anybody as a known prefix") {
   Saved saved(10 * 16);
   Pager pager(top_k(6, 40));
   const Known restored = restore(pager, saved);
@@ -181,7 +187,7 @@ TEST_CASE("a damaged chunk is not handed to anybody as a known prefix") {
   CHECK(same_bits(probe(pager, restored), saved.expected));
 }
 
-TEST_CASE("restoring a sound copy of the file makes a damaged chunk readable again") {
+PAGER_TEST("restoring a sound copy of the file makes a damaged chunk readable again") {
   Saved saved(10 * 16);
   const std::string copy = saved.folder.file("copy");
   {
@@ -199,7 +205,7 @@ TEST_CASE("restoring a sound copy of the file makes a damaged chunk readable aga
   require_intact(pager, restored);
 }
 
-TEST_CASE("a damaged summary is made again from its chunk, and proved by its checksum") {
+PAGER_TEST("a damaged summary is made again from its chunk, and proved by its checksum") {
   Saved saved(10 * 16 + 3);
   const auto reader = SnapshotReader::open(saved.path);
   const int64_t each = reader->meta().summary_bytes_per_chunk();
@@ -243,7 +249,7 @@ class OtherSummaries : public SnapshotContent {
   SnapshotMeta meta_;
 };
 
-TEST_CASE("a summary that cannot be made again to the bit is not replaced by another one") {
+PAGER_TEST("a summary that cannot be made again to the bit is not replaced by another one") {
   Saved saved(10 * 16 + 3);
   save(OtherSummaries(SnapshotReader::open(saved.path)), saved.path, kKey);
   flip(saved.path, kPayloadAt + 11 * kChunkBytes + 5);
@@ -254,7 +260,7 @@ TEST_CASE("a summary that cannot be made again to the bit is not replaced by ano
   CHECK(pager.stats().summaries_rebuilt == 0);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "a damaged tail leaves the pager as it was, and what is whole can be restored without it") {
   Saved saved(3 * 16 + 3);
   flip(saved.path, payload_at(3));
@@ -273,7 +279,7 @@ TEST_CASE(
   CHECK(same_bits(probe(pager, whole), saved.expected));
 }
 
-TEST_CASE("any first part of a snapshot can be restored, with the same bits") {
+PAGER_TEST("any first part of a snapshot can be restored, with the same bits") {
   Saved saved(5 * 16 + 3);
   for (const int64_t upto : {0, 1, 15, 16, 17, 48, 70, 80, 81, 83}) {
     CAPTURE(upto);

@@ -72,7 +72,7 @@ TEST_CASE("a failing write-through aborts the commit at every visit, and the ret
           fill_row(h, layer, kKey, 32, t.k.row(i));
           fill_row(h, layer, kValue, 32, t.v.row(i));
         }
-        pager.write(layer, t.k.view(), t.v.view());
+        write_on_device(pager, layer, t.k.view(), t.v.view());
       }
       pager.commit_all();
     };
@@ -131,7 +131,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("a failing save leaves no file, the old one untouched and the pager as it was") {
+PAGER_TEST("a failing save leaves no file, the old one untouched and the pager as it was") {
   const Folder folder;
   Pager pager(small_options(6, 24));
   Known sequence = create(pager, 70, 1);
@@ -159,7 +159,7 @@ TEST_CASE("a failing save leaves no file, the old one untouched and the pager as
   }
 }
 
-TEST_CASE(
+PAGER_TEST(
     "a failing restore leaves the pager as it was, and what a restored sequence cannot read it can "
     "retry") {
   const Folder folder;
@@ -203,7 +203,7 @@ TEST_CASE(
   require_intact(pager, bystander);
 }
 
-TEST_CASE("a failing restore takes back the references it took to chunks that were here") {
+PAGER_TEST("a failing restore takes back the references it took to chunks that were here") {
   const Disarm disarm;
   const Folder folder;
   const std::string path = folder.file("turn.kvp");

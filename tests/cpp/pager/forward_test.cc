@@ -3,7 +3,7 @@
 namespace kvpager::pager_test {
 namespace {
 
-TEST_CASE("rows become positions, chunk by chunk, whatever the split into forwards") {
+PAGER_TEST("rows become positions, chunk by chunk, whatever the split into forwards") {
   const std::vector<TokenId> tokens = some_tokens(70, 3);
   for (const int64_t step : {1, 3, 15, 16}) {
     Pager pager(small_options(4, 16));
@@ -19,7 +19,7 @@ TEST_CASE("rows become positions, chunk by chunk, whatever the split into forwar
   }
 }
 
-TEST_CASE(
+PAGER_TEST(
     "several sequences share a forward, their rows in any interleaving, with padding between") {
   Pager pager(small_options(8, 16));
   Known a = create(pager, 14, 1);
@@ -53,7 +53,7 @@ TEST_CASE(
       fill_row(h, layer, kKey, 32, t.k.row(i));
       fill_row(h, layer, kValue, 32, t.v.row(i));
     }
-    pager.attend(layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+    attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
     for (int i = 0; i < kRows; ++i) {
       for (int d = 0; d < 64; ++d) {
         if (rows[static_cast<size_t>(i)].kind == RowKind::kPadding) {
@@ -69,7 +69,7 @@ TEST_CASE(
   require_intact(pager, b);
 }
 
-TEST_CASE("rows that do not continue their sequence in order are refused and nothing begins") {
+PAGER_TEST("rows that do not continue their sequence in order are refused and nothing begins") {
   Pager pager(small_options(6, 16));
   Known a = create(pager, 20, 1);
   const auto refusal = [&](std::vector<RowDescriptor> rows) {
@@ -96,15 +96,16 @@ TEST_CASE("rows that do not continue their sequence in order are refused and not
   CHECK(contains(refusal(std::vector<RowDescriptor>(16)), "every row is padding"));
 }
 
-TEST_CASE("calls out of order are refused and change nothing") {
+PAGER_TEST("calls out of order are refused and change nothing") {
   Pager pager(small_options(6, 16));
   Known a = create(pager, 20, 1);
   Tensors t(kRows);
   const auto is_refused = [&](auto step) {
     return error_of<InvalidArgumentError>(pager, step) != "no error";
   };
-  CHECK(is_refused([&] { pager.write(0, t.k.view(), t.v.view()); }));
-  CHECK(is_refused([&] { pager.attend(0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {}); }));
+  CHECK(is_refused([&] { write_on_device(pager, 0, t.k.view(), t.v.view()); }));
+  CHECK(is_refused(
+      [&] { attend_on_device(pager, 0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {}); }));
   CHECK(is_refused([&] { pager.commit_all(); }));
   CHECK(is_refused([&] { pager.commit({a.id}, {0}); }));
   pager.abort();  // nothing to abort: nothing happens
@@ -133,7 +134,7 @@ TEST_CASE("calls out of order are refused and change nothing") {
   require_intact(pager, a);
 }
 
-TEST_CASE("tensors of another shape, layer or range are refused while the forward goes on") {
+PAGER_TEST("tensors of another shape, layer or range are refused while the forward goes on") {
   Pager pager(small_options(6, 16));
   Known a = create(pager, 20, 1);
   const std::vector<TokenId> more = some_tokens(4, 2);
@@ -146,7 +147,8 @@ TEST_CASE("tensors of another shape, layer or range are refused while the forwar
   const auto refusal = [&](auto step) { return error_of<InvalidArgumentError>(pager, step); };
   const auto attend = [&](Rows& q, Rows& k, Rows& v, Rows& out, AttendOptions options = {},
                           int layer = 0) {
-    return refusal([&] { pager.attend(layer, q.view(), k.view(), v.view(), out.view(), options); });
+    return refusal(
+        [&] { attend_on_device(pager, layer, q.view(), k.view(), v.view(), out.view(), options); });
   };
   CHECK(contains(attend(t.q, narrow, t.v, t.out), "k: shape [16, 2, 15], expected [16, 2, 16]"));
   CHECK(contains(attend(t.q, t.k, few, t.out), "v: shape [15, 2, 16]"));
@@ -168,7 +170,7 @@ TEST_CASE("tensors of another shape, layer or range are refused while the forwar
   require_intact(pager, a);
 }
 
-TEST_CASE("rejected rows are as if they had never been, and the next forward overwrites them") {
+PAGER_TEST("rejected rows are as if they had never been, and the next forward overwrites them") {
   Pager pager(small_options(6, 16));
   Known sequence = create(pager, 13, 1);
   for (int64_t accepted = 0; accepted <= 8; ++accepted) {
@@ -189,7 +191,7 @@ TEST_CASE("rejected rows are as if they had never been, and the next forward ove
   CHECK(same_bits(probe(pager, sequence), probe(plain, same)));
 }
 
-TEST_CASE("a sequence that commit does not name keeps nothing of the forward") {
+PAGER_TEST("a sequence that commit does not name keeps nothing of the forward") {
   Pager pager(small_options(8, 16));
   Known a = create(pager, 15, 1);
   Known b = create(pager, 15, 1);
@@ -209,7 +211,7 @@ TEST_CASE("a sequence that commit does not name keeps nothing of the forward") {
   CHECK(pager.ledger(b.id)[0].sealed);
 }
 
-TEST_CASE("an abort at any point leaves every sequence as it was, and a retry succeeds") {
+PAGER_TEST("an abort at any point leaves every sequence as it was, and a retry succeeds") {
   for (int written = 0; written <= 2; ++written) {
     Pager pager(small_options(6, 16));
     Known sequence = create(pager, 27, 1);
@@ -226,7 +228,7 @@ TEST_CASE("an abort at any point leaves every sequence as it was, and a retry su
         fill_row(1, layer, kKey, 32, t.k.row(i));
         fill_row(1, layer, kValue, 32, t.v.row(i));
       }
-      pager.attend(layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+      attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
     }
     pager.abort();
     CHECK_FALSE(pager.forward_running());
@@ -239,7 +241,7 @@ TEST_CASE("an abort at any point leaves every sequence as it was, and a retry su
   }
 }
 
-TEST_CASE("keys and values that are not finite abort the forward, naming layer and position") {
+PAGER_TEST("keys and values that are not finite abort the forward, naming layer and position") {
   for (const float bad :
        {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
         -std::numeric_limits<float>::infinity()}) {
@@ -254,10 +256,12 @@ TEST_CASE("keys and values that are not finite abort the forward, naming layer a
         fill_row(1, 0, kKey, 32, t.k.row(i));
         fill_row(1, 0, kValue, 32, t.v.row(i));
       }
-      pager.attend(0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+      attend_on_device(pager, 0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
       (in_key ? t.k : t.v).row(4)[31] = bad;
-      const std::string message = error_of<NonFiniteError>(
-          pager, [&] { pager.attend(1, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {}); });
+      const std::string message = error_of<NonFiniteError>(pager, [&] {
+        attend_on_device(pager, 1, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+        if (on_device()) pager.commit_all();  // where the host looks
+      });
       CHECK(contains(message, "layer 1"));
       CHECK(contains(message, "position 31"));
       CHECK_FALSE(pager.forward_running());
@@ -268,7 +272,7 @@ TEST_CASE("keys and values that are not finite abort the forward, naming layer a
   }
 }
 
-TEST_CASE("a finite value that overflows the dtype it is kept in is not finite") {
+PAGER_TEST("a finite value that overflows the dtype it is kept in is not finite") {
   const std::pair<DType, float> cases[] = {{DType::kFloat16, 65520.0f},
                                            {DType::kBFloat16, 0x1.FFp127f}};
   for (const auto& [dtype, limit] : cases) {
@@ -283,16 +287,20 @@ TEST_CASE("a finite value that overflows the dtype it is kept in is not finite")
       Rows k(kRows, 2, 16, 0.5f);
       Rows v(kRows, 2, 16, 0.5f);
       v.row(0)[3] = -(over ? limit : std::nextafter(limit, 0.0f));
-      const std::string message =
-          error_of<NonFiniteError>(pager, [&] { pager.write(0, k.view(), v.view()); });
+      const std::string message = error_of<NonFiniteError>(pager, [&] {
+        write_on_device(pager, 0, k.view(), v.view());
+        if (on_device()) write_on_device(pager, 1, k.view(), v.view());
+        if (on_device()) pager.commit_all();
+      });
       CHECK((message != "no error") == over);
       if (over) CHECK(contains(message, dtype_name(dtype)));
       pager.abort();
+      if (on_device() && !over) pager.trim(id, 0);
     }
   }
 }
 
-TEST_CASE("read-only rows attend to their own position and write nothing") {
+PAGER_TEST("read-only rows attend to their own position and write nothing") {
   Pager pager(small_options(6, 16));
   const Known sequence = create(pager, 40, 1);
   std::vector<RowDescriptor> rows(kRows);
@@ -312,7 +320,8 @@ TEST_CASE("read-only rows attend to their own position and write nothing") {
   CHECK(std::memcmp(outputs.data() + 64, alone.data(), 64 * 4) == 0);
 }
 
-TEST_CASE("a forward of fewer than M rows makes chunks of provenance decode, which nobody adopts") {
+PAGER_TEST(
+    "a forward of fewer than M rows makes chunks of provenance decode, which nobody adopts") {
   Pager pager(small_options(6, 16));
   Known sequence = create(pager);
   const std::vector<TokenId> tokens = some_tokens(16, 1);
@@ -341,7 +350,7 @@ void append_with(Pager& pager, Known* sequence, const std::vector<TokenId>& more
   sequence->tokens = std::move(all);
 }
 
-TEST_CASE("a forward is exact if its row count is M or listed, and decode otherwise") {
+PAGER_TEST("a forward is exact if its row count is M or listed, and decode otherwise") {
   PagerOptions options = small_options(40, 64);
   options.smaller_rows = {1, 4, 8};
   Pager pager(options);
@@ -359,7 +368,7 @@ TEST_CASE("a forward is exact if its row count is M or listed, and decode otherw
   }
 }
 
-TEST_CASE("chunks of listed smaller forwards are found by hash and shared with those of M rows") {
+PAGER_TEST("chunks of listed smaller forwards are found by hash and shared with those of M rows") {
   PagerOptions options = small_options(10, 32);
   options.smaller_rows = {4, 8};
   Pager pager(options);
@@ -390,7 +399,7 @@ TEST_CASE("chunks of listed smaller forwards are found by hash and shared with t
   require_intact(pager, large);
 }
 
-TEST_CASE("one unlisted forward makes what follows it decode, and nothing before it") {
+PAGER_TEST("one unlisted forward makes what follows it decode, and nothing before it") {
   PagerOptions options = small_options(10, 32);
   options.smaller_rows = {4};
   Pager pager(options);
@@ -412,7 +421,7 @@ TEST_CASE("one unlisted forward makes what follows it decode, and nothing before
   require_intact(pager, sequence);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "an unlisted forward that commits no row, by choice or because it only reads, taints none") {
   PagerOptions options = small_options(10, 32);
   options.smaller_rows = {4};
@@ -434,7 +443,7 @@ TEST_CASE(
   require_intact(pager, sequence);
 }
 
-TEST_CASE("what a caller calls decode stays decode at a listed row count") {
+PAGER_TEST("what a caller calls decode stays decode at a listed row count") {
   PagerOptions options = small_options(10, 32);
   options.smaller_rows = {8};
   Pager pager(options);
@@ -446,7 +455,7 @@ TEST_CASE("what a caller calls decode stays decode at a listed row count") {
   CHECK(pager.adopt_prefix(create(pager).id, tokens) == 0);
 }
 
-TEST_CASE("with exactness off no forward is exact, of M rows or of a listed count") {
+PAGER_TEST("with exactness off no forward is exact, of M rows or of a listed count") {
   PagerOptions options = small_options(10, 32);
   options.smaller_rows = {8};
   options.exact = false;
@@ -470,7 +479,7 @@ TEST_CASE("with exactness off no forward is exact, of M rows or of a listed coun
   require_intact(pager, halves);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "an output whose rows or heads overlap is refused, and transposed or spaced ones are not") {
   Pager pager(small_options(6, 16));
   Known sequence = create(pager, 20, 1);
@@ -495,8 +504,9 @@ TEST_CASE(
     out.data = memory.data() + 4096;
     out.row_stride = row_stride;
     out.head_stride = head_stride;
-    return error_of<InvalidArgumentError>(
-        pager, [&] { pager.attend(1, t.q.view(), t.k.view(), t.v.view(), out, options); });
+    return error_of<InvalidArgumentError>(pager, [&] {
+      attend_on_device(pager, 1, t.q.view(), t.k.view(), t.v.view(), out, options);
+    });
   };
   CHECK(contains(attend(0, 16), "out: strides 0 and 16 of rows and heads let them overlap"));
   CHECK(contains(attend(64, 0), "out: strides 64 and 0"));
@@ -519,7 +529,7 @@ TEST_CASE(
   pager.commit_all();
 }
 
-TEST_CASE("a selection that was not run is the one a row would get") {
+PAGER_TEST("a selection that was not run is the one a row would get") {
   PagerOptions options = small_options(6, 32);
   options.selection.kind = Selection::Kind::kTopK;
   options.selection.chunks = 2;
@@ -549,7 +559,7 @@ TEST_CASE("a selection that was not run is the one a row would get") {
   CHECK(contains(refused(0, 5, odd), "q: shape"));
 }
 
-TEST_CASE("reading K/V outside what is committed is refused") {
+PAGER_TEST("reading K/V outside what is committed is refused") {
   Pager pager(small_options(6, 16));
   const Known sequence = create(pager, 20, 1);
   std::vector<std::byte> k(32 * 4 * 32), v(k.size());

@@ -23,7 +23,7 @@ Known prefix_of(Pager& pager, const Known& whole, int64_t length) {
   return known;
 }
 
-TEST_CASE("what is frozen stays as it was while the sequence goes on, is trimmed and closed") {
+PAGER_TEST("what is frozen stays as it was while the sequence goes on, is trimmed and closed") {
   const Folder folder;
   Pager pager(small_options(6, 40));
   Known sequence = create(pager, 90, 1);
@@ -39,7 +39,7 @@ TEST_CASE("what is frozen stays as it was while the sequence goes on, is trimmed
   pager.check_invariants();
 }
 
-TEST_CASE("the first positions of a sequence are saved as if it had never held more") {
+PAGER_TEST("the first positions of a sequence are saved as if it had never held more") {
   const Folder folder;
   Pager pager(small_options(6, 200));
   const Known whole = create(pager, 90, 1);
@@ -61,9 +61,9 @@ TEST_CASE("the first positions of a sequence are saved as if it had never held m
   require_intact(pager, whole);
 }
 
-TEST_CASE("a tail cut out of a chunk that is only on disk or in a snapshot is the same tail") {
+PAGER_TEST("a tail cut out of a chunk that is only on disk or in a snapshot is the same tail") {
   const Folder folder;
-  Pager pager(small_options(4, 0, 40, folder.path()));
+  Pager pager(small_options(on_device() ? 12 : 4, 0, 40, folder.path()));
   const Known whole = create(pager, 160, 1);
   pager.evict_all();
   save(pager, whole.id, folder.file("disk"), kKey, 40);
@@ -77,7 +77,7 @@ TEST_CASE("a tail cut out of a chunk that is only on disk or in a snapshot is th
         SnapshotReader::open(folder.file("snapshot"))->logical_digest());
 }
 
-TEST_CASE("freezing takes no block, no home and no summary, and is no sequence to anybody") {
+PAGER_TEST("freezing takes no block, no home and no summary, and is no sequence to anybody") {
   Pager pager(small_options(4, 40));
   const Known sequence = create(pager, 100, 1);
   const PagerStats before = pager.stats();
@@ -92,7 +92,7 @@ TEST_CASE("freezing takes no block, no home and no summary, and is no sequence t
   CHECK(pager.ledger(sequence.id)[0].references == 2);
 }
 
-TEST_CASE("frozen content outlives its pager") {
+PAGER_TEST("frozen content outlives its pager") {
   const Folder folder;
   auto pager = std::make_unique<Pager>(small_options(4, 40));
   const Known sequence = create(*pager, 100, 1);
@@ -127,15 +127,16 @@ void borrow_all_while(Pager& pager, const Known& sequence, const std::function<v
   CHECK_THROWS_AS(frozen->read_summary(count, scratch[0].data()), InvalidArgumentError);
 }
 
-TEST_CASE("a save in progress makes no forward wait for room, and nothing it reads moves") {
+PAGER_TEST("a save in progress makes no forward wait for room, and nothing it reads moves") {
   const Folder folder;
   for (const int tiers : {0, 1, 2, 3, 7}) {
     CAPTURE(tiers);
     const bool host = (tiers & 1) != 0, disk = (tiers & 2) != 0, tiny = (tiers & 4) != 0;
     // With both, every host slot is lent, and all that is sealed meanwhile has to go to disk.
     const int64_t host_chunks = !host ? 0 : disk ? tiny ? 1 : 4 : 40;
+    const bool pool = tiers == 0 || (on_device() && disk);  // what a forward sees is in memory
     PagerOptions options =
-        small_options(tiers == 0 ? 40 : 4, host_chunks, disk ? 40 : 0, disk ? folder.path() : "");
+        small_options(pool ? 40 : 4, host_chunks, disk ? 40 : 0, disk ? folder.path() : "");
     options.policy = Policy::kLru;  // what was borrowed is the oldest
     Pager pager(options);
     const Known sequence = create(pager, disk && host ? host_chunks * 16 : 9 * 16 + 5, 1);
@@ -149,7 +150,7 @@ TEST_CASE("a save in progress makes no forward wait for room, and nothing it rea
   }
 }
 
-TEST_CASE("a host copy of a snapshot's chunk gives way to a home while a save reads it") {
+PAGER_TEST("a host copy of a snapshot's chunk gives way to a home while a save reads it") {
   const Folder folder;
   Pager first(small_options(4, 40));
   const Known saved = create(first, 8 * 16, 1);
@@ -166,7 +167,7 @@ TEST_CASE("a host copy of a snapshot's chunk gives way to a home while a save re
   require_intact(pager, other);
 }
 
-TEST_CASE("a tail is worth what its rows are worth, wherever it is cut") {
+PAGER_TEST("a tail is worth what its rows are worth, wherever it is cut") {
   Pager pager(small_options(4, 40));
   Known sequence = create(pager, 16, 1);
   append(pager, &sequence, some_tokens(20, 2), Provenance::kDecode);
@@ -176,7 +177,7 @@ TEST_CASE("a tail is worth what its rows are worth, wherever it is cut") {
   CHECK(pager.freeze(sequence.id, 10)->meta().chunks.back().provenance == Provenance::kExact);
 }
 
-TEST_CASE("a chunk that is borrowed and never given back is returned with the frozen sequence") {
+PAGER_TEST("a chunk that is borrowed and never given back is returned with the frozen sequence") {
   Pager pager(small_options(4, 40));
   const Known sequence = create(pager, 100, 1);
   {
@@ -191,7 +192,7 @@ TEST_CASE("a chunk that is borrowed and never given back is returned with the fr
   create(pager, 40 * 16, 4);  // needs every home: nothing is still lent
 }
 
-TEST_CASE("saves on other threads write what was frozen while forwards, evictions and trims run") {
+PAGER_TEST("saves on other threads write what was frozen while forwards, evictions and trims run") {
   const Folder folder;
   PagerOptions options = small_options(5, 24, 60, folder.path());
   options.threads = 2;

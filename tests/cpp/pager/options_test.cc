@@ -16,7 +16,7 @@ std::string refusal(const PagerOptions& options) {
   return message;
 }
 
-TEST_CASE("each option that is out of range is refused by its name, value and range") {
+PAGER_TEST("each option that is out of range is refused by its name, value and range") {
   const auto with = [](auto change) {
     PagerOptions options = small_options(4, 8);
     change(options);
@@ -43,7 +43,7 @@ TEST_CASE("each option that is out of range is refused by its name, value and ra
                  "recent"));
 }
 
-TEST_CASE("smaller row counts ascend from 1 to M - 1, or the first that does not is named") {
+PAGER_TEST("smaller row counts ascend from 1 to M - 1, or the first that does not is named") {
   const auto with = [](std::vector<int64_t> counts) {
     PagerOptions options = small_options(4, 8);
     options.smaller_rows = std::move(counts);
@@ -65,7 +65,7 @@ TEST_CASE("smaller row counts ascend from 1 to M - 1, or the first that does not
   CHECK(contains(refusal(options), "smaller_rows[0]: 1"));
 }
 
-TEST_CASE(
+PAGER_TEST(
     "a pool smaller than a frontier and one sealed chunk is refused with what it would take") {
   // 16 rows of which the first may be the last of a chunk: 2 unsealed chunks, and one to make
   // progress with.
@@ -77,7 +77,7 @@ TEST_CASE(
   require_intact(least, sequence);
 }
 
-TEST_CASE("a system that refuses the memory gives a CapacityError and keeps nothing") {
+PAGER_TEST("a system that refuses the memory gives a CapacityError and keeps nothing") {
   const int64_t before = total_mapped_bytes();
   PagerOptions options = small_options(4, 8);
   options.host_bytes = int64_t{1} << 60;
@@ -85,7 +85,7 @@ TEST_CASE("a system that refuses the memory gives a CapacityError and keeps noth
   CHECK(total_mapped_bytes() == before);
 }
 
-TEST_CASE("a spill folder that does not exist is a StorageError") {
+PAGER_TEST("a spill folder that does not exist is a StorageError") {
   CHECK_THROWS_AS(Pager(small_options(4, 0, 4, "/nowhere/at/all")), StorageError);
 }
 

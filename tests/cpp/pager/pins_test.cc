@@ -19,7 +19,7 @@ std::vector<int64_t> pinned(const Pager& pager, const Known& sequence) {
   return chunks;
 }
 
-TEST_CASE("a pin holds exactly the chunks its half-open range touches") {
+PAGER_TEST("a pin holds exactly the chunks its half-open range touches") {
   Pager pager(small_options(8, 32));
   const Known sequence = create(pager, 6 * 16, 1);
   const auto pins_of = [&](int64_t start, int64_t stop) {
@@ -38,7 +38,7 @@ TEST_CASE("a pin holds exactly the chunks its half-open range touches") {
   CHECK(pins_of(95, 96) == std::vector<int64_t>{5});
 }
 
-TEST_CASE("ranges outside the sequence are refused") {
+PAGER_TEST("ranges outside the sequence are refused") {
   Pager pager(small_options(8, 32));
   const Known sequence = create(pager, 40, 1);
   const std::pair<int64_t, int64_t> ranges[] = {{0, 41}, {-1, 5}, {5, 5}, {6, 5}, {40, 41}};
@@ -51,7 +51,7 @@ TEST_CASE("ranges outside the sequence are refused") {
   CHECK_THROWS_AS(pager.pin(SequenceId(5), 0, 1), InvalidArgumentError);
 }
 
-TEST_CASE("pinned chunks stay under every policy, through eviction storms and pressure") {
+PAGER_TEST("pinned chunks stay under every policy, through eviction storms and pressure") {
   for (const Policy policy : {Policy::kLru, Policy::kQk}) {
     PagerOptions options = small_options(6, 64);
     options.policy = policy;
@@ -77,7 +77,7 @@ TEST_CASE("pinned chunks stay under every policy, through eviction storms and pr
   }
 }
 
-TEST_CASE(
+PAGER_TEST(
     "too many pins are refused, saying how many chunks are free to pin, and nothing is pinned") {
   Pager pager(small_options(6, 32));  // 6 blocks, 2 kept for the frontier of a forward
   const Known sequence = create(pager, 8 * 16, 1);
@@ -96,7 +96,7 @@ TEST_CASE(
   require_intact(pager, longer);
 }
 
-TEST_CASE("tails of other sequences count as blocks that cannot be pinned over") {
+PAGER_TEST("tails of other sequences count as blocks that cannot be pinned over") {
   Pager pager(small_options(7, 32));
   const Known sequence = create(pager, 8 * 16, 1);
   create(pager, 3, 2);
@@ -107,7 +107,7 @@ TEST_CASE("tails of other sequences count as blocks that cannot be pinned over")
   pager.check_invariants();
 }
 
-TEST_CASE("pins nest: the chunk stays until the last one is gone") {
+PAGER_TEST("pins nest: the chunk stays until the last one is gone") {
   Pager pager(small_options(6, 32));
   const Known sequence = create(pager, 4 * 16, 1);
   const PinId a = pager.pin(sequence.id, 0, 16);
@@ -122,7 +122,7 @@ TEST_CASE("pins nest: the chunk stays until the last one is gone") {
   pager.check_invariants();
 }
 
-TEST_CASE(
+PAGER_TEST(
     "a pin on a tail lives on when the tail is sealed, and on a shared chunk when one user goes") {
   Pager pager(small_options(8, 32));
   Known sequence = create(pager, 20, 1);
@@ -141,7 +141,7 @@ TEST_CASE(
   require_intact(pager, child);
 }
 
-TEST_CASE("a pin survives the sealing of a chunk that somebody else has, evicted") {
+PAGER_TEST("a pin survives the sealing of a chunk that somebody else has, evicted") {
   Pager pager(small_options(8, 32));
   const Known first = create(pager, 32, 1);
   Known second = create(pager, 0);
@@ -159,7 +159,7 @@ TEST_CASE("a pin survives the sealing of a chunk that somebody else has, evicted
   require_intact(pager, second);
 }
 
-TEST_CASE("trimming drops the pins of what is gone and keeps those of what stays") {
+PAGER_TEST("trimming drops the pins of what is gone and keeps those of what stays") {
   Pager pager(small_options(8, 32));
   Known sequence = create(pager, 5 * 16 + 3, 1);
   const PinId pin = pager.pin(sequence.id, 16, 64);
@@ -178,7 +178,7 @@ TEST_CASE("trimming drops the pins of what is gone and keeps those of what stays
   CHECK(pager.stats().pinned_blocks == 0);
 }
 
-TEST_CASE("a pin whose chunk cannot be read is refused and nothing stays pinned") {
+PAGER_TEST("a pin whose chunk cannot be read is refused and nothing stays pinned") {
   const Disarm disarm;
   const Folder folder;
   Pager pager(small_options(8, 0, 32, folder.path()));

@@ -11,7 +11,7 @@ struct Case {
   uint64_t seed = 11;
 };
 
-const Case kCases[] = {
+const Case kHostCases[] = {
     {"everything resident", 24, 24, 0},
     {"host only", 4, 24, 0},
     {"host and disk", 4, 3, 24},
@@ -22,6 +22,24 @@ const Case kCases[] = {
     {"host and disk, recalls, no shuffle", 5, 2, 24, Policy::kQk, 2, 0},
     {"the pool is home", 24, 0, 0},
 };
+
+// All that a forward may see is in the pool or the host arena.
+const Case kDeviceCases[] = {
+    {"everything resident", 24, 24, 0},
+    {"host only", 4, 24, 0},
+    {"host and disk", 6, 10, 24},
+    {"disk only", 16, 0, 24},
+    {"disk only, LRU", 18, 0, 24, Policy::kLru},
+    {"host, LRU, recalls", 5, 24, 0, Policy::kLru, 4},
+    {"host, QK, recalls", 4, 24, 0, Policy::kQk, 4, 99},
+    {"host and disk, recalls, no shuffle", 7, 9, 24, Policy::kQk, 2, 0},
+    {"the pool is home", 24, 0, 0},
+};
+
+std::vector<Case> cases() {
+  if (on_device()) return {std::begin(kDeviceCases), std::end(kDeviceCases)};
+  return {std::begin(kHostCases), std::end(kHostCases)};
+}
 
 PagerOptions options_of(const Case& c, const std::string& folder, Selection::Kind kind) {
   PagerOptions options = small_options(c.pool, c.host, c.disk, c.disk > 0 ? folder : "");
@@ -35,10 +53,10 @@ PagerOptions options_of(const Case& c, const std::string& folder, Selection::Kin
   return options;
 }
 
-TEST_CASE("attention outputs have the same bits wherever chunks live and whatever was evicted") {
+PAGER_TEST("attention outputs have the same bits wherever chunks live and whatever was evicted") {
   for (const Selection::Kind kind : {Selection::Kind::kDense, Selection::Kind::kTopK}) {
     std::vector<std::vector<float>> first;
-    for (const Case& c : kCases) {
+    for (const Case& c : cases()) {
       for (const bool storms : {false, true}) {
         CAPTURE(c.name);
         CAPTURE(storms);
@@ -65,7 +83,7 @@ TEST_CASE("attention outputs have the same bits wherever chunks live and whateve
   }
 }
 
-TEST_CASE("evicting a clean chunk moves no bytes, recalling it is one copy") {
+PAGER_TEST("evicting a clean chunk moves no bytes, recalling it is one copy") {
   Pager pager(small_options(6, 24));
   Known sequence = create(pager, 20 * 16, 1);
   PagerStats stats = pager.stats();
@@ -151,7 +169,7 @@ TEST_CASE("waves of staging are cut at splits when a forward of many sequences f
   CHECK(plain.stats().slices_streamed == 0);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "a forward's new chunks never evict each other: they are promised before the first is taken") {
   Pager pager(small_options(3, 24));
   Known sequence = create(pager, 15, 1);
@@ -178,7 +196,7 @@ TEST_CASE(
   require_intact(pager, other);
 }
 
-TEST_CASE("the policy decides what stays: LRU what was read last, QK what scored best") {
+PAGER_TEST("the policy decides what stays: LRU what was read last, QK what scored best") {
   PagerOptions options = small_options(8, 32);
   options.policy = Policy::kLru;
   Pager lru(options);
@@ -192,7 +210,7 @@ TEST_CASE("the policy decides what stays: LRU what was read last, QK what scored
   CHECK(kept == 6);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "recalls ahead of need bring back what was read, no more than they may, and only for a worse "
     "chunk") {
   PagerOptions options = small_options(6, 32);
@@ -213,7 +231,7 @@ TEST_CASE(
   CHECK(pager.stats().bytes_paged_in == pager.stats().chunks_recalled * kChunkBytes);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "the ledger's scores are finite shares that add up, and a write without attention leaves "
     "them") {
   Pager pager(small_options(6, 32));
@@ -235,7 +253,7 @@ TEST_CASE(
   for (size_t i = 0; i < before.size(); ++i) CHECK(after[i].qk_score == before[i].qk_score);
 }
 
-TEST_CASE("scores of a sequence that is gone do not steer the eviction of the next one's chunks") {
+PAGER_TEST("scores of a sequence that is gone do not steer the eviction of the next one's chunks") {
   PagerOptions options = small_options(8, 64);
   options.policy = Policy::kQk;
   Pager pager(options);

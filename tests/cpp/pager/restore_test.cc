@@ -20,7 +20,7 @@ PagerOptions top_k(int64_t pool, int64_t host) {
   return options;
 }
 
-TEST_CASE(
+PAGER_TEST(
     "a restored sequence has the same bytes, attends with the same bits and goes on like the "
     "first") {
   for (const int64_t length : {1, 15, 16, 17, 64, 200}) {
@@ -47,7 +47,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("a restore reads the tail and nothing else until chunks are needed") {
+PAGER_TEST("a restore reads the tail and nothing else until chunks are needed") {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
   Pager first(small_options(5, 64));
@@ -66,7 +66,7 @@ TEST_CASE("a restore reads the tail and nothing else until chunks are needed") {
   require_intact(second, restored);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "restored chunks are shared with those computed here, and their summaries are loaded before "
     "they score") {
   const Folder folder;
@@ -91,7 +91,7 @@ TEST_CASE(
   CHECK(same_bits(probe(second, adopter), probe(first, saved)));
 }
 
-TEST_CASE("a prefix adopted from a restored sequence that never ran has its summaries") {
+PAGER_TEST("a prefix adopted from a restored sequence that never ran has its summaries") {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
   Pager first(top_k(8, 64));
@@ -135,7 +135,7 @@ TEST_CASE("a snapshot's chunk is read from its file once, into host memory nobod
   require_intact(second, other);
 }
 
-TEST_CASE("restoring what is here already shares it, twice over") {
+PAGER_TEST("restoring what is here already shares it, twice over") {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
   Pager pager(small_options(6, 64));
@@ -150,7 +150,7 @@ TEST_CASE("restoring what is here already shares it, twice over") {
   require_intact(pager, b);
 }
 
-TEST_CASE("scores come back with the snapshot, and the next forward uses them") {
+PAGER_TEST("scores come back with the snapshot, and the next forward uses them") {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
   Pager first(top_k(8, 64));
@@ -174,7 +174,7 @@ TEST_CASE("scores come back with the snapshot, and the next forward uses them") 
   }
 }
 
-TEST_CASE(
+PAGER_TEST(
     "scores that came with the snapshot decide what leaves before any forward made new ones") {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
@@ -200,7 +200,7 @@ TEST_CASE(
   require_intact(second, tails[2]);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "another salt, fingerprint, layout or scorer is refused, naming what differs, and nothing "
     "changes") {
   const Folder folder;
@@ -231,7 +231,7 @@ TEST_CASE(
   CHECK(refusal(small_options(6, 64), "alice", kKey) == "no error");
 }
 
-TEST_CASE("a restore that the budgets cannot hold is refused with the bytes") {
+PAGER_TEST("a restore that the budgets cannot hold is refused with the bytes") {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
   Pager first(small_options(6, 64));
@@ -252,7 +252,7 @@ TEST_CASE("a restore that the budgets cannot hold is refused with the bytes") {
   CHECK(pool.stats().records == 3);
 }
 
-TEST_CASE("what is restored as approximate is never served as exact, nor what follows it") {
+PAGER_TEST("what is restored as approximate is never served as exact, nor what follows it") {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
   Pager first(small_options(6, 64));
@@ -270,7 +270,7 @@ TEST_CASE("what is restored as approximate is never served as exact, nor what fo
   require_intact(second, restored);
 }
 
-TEST_CASE("an empty sequence and an impossible path are refused") {
+PAGER_TEST("an empty sequence and an impossible path are refused") {
   Pager pager(small_options(6, 64));
   const Known empty = create(pager);
   CHECK(contains(error_of<InvalidArgumentError>(pager, [&] { save(pager, empty.id, "x", "{}"); }),

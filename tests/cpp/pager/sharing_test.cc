@@ -4,7 +4,7 @@
 namespace kvpager::pager_test {
 namespace {
 
-TEST_CASE("a fork shares sealed chunks, copies the tail, and the two go their own ways") {
+PAGER_TEST("a fork shares sealed chunks, copies the tail, and the two go their own ways") {
   Pager pager(small_options(8, 32));
   Known parent = create(pager, 45, 1);
   Known child{pager.fork(parent.id), parent.tokens};
@@ -20,7 +20,7 @@ TEST_CASE("a fork shares sealed chunks, copies the tail, and the two go their ow
   CHECK(pager.ledger(child.id)[0].references == 1);
 }
 
-TEST_CASE("a fork at a chunk boundary, of nothing, and of a fork") {
+PAGER_TEST("a fork at a chunk boundary, of nothing, and of a fork") {
   Pager pager(small_options(8, 32));
   const Known empty = create(pager);
   Known none{pager.fork(empty.id), {}};
@@ -35,7 +35,7 @@ TEST_CASE("a fork at a chunk boundary, of nothing, and of a fork") {
   require_intact(pager, grandchild);
 }
 
-TEST_CASE("a fork that finds no block for its tail is refused and leaves no sequence behind") {
+PAGER_TEST("a fork that finds no block for its tail is refused and leaves no sequence behind") {
   Pager pager(small_options(3, 16));
   const Known a = create(pager, 3, 1);
   const Known b = create(pager, 3, 2);
@@ -50,7 +50,7 @@ TEST_CASE("a fork that finds no block for its tail is refused and leaves no sequ
   require_intact(pager, b);
 }
 
-TEST_CASE("a prefix is adopted up to the last sealed chunk that has the same tokens") {
+PAGER_TEST("a prefix is adopted up to the last sealed chunk that has the same tokens") {
   Pager pager(small_options(8, 32));
   const Known source = create(pager, 60, 1);
   std::vector<TokenId> tokens = source.tokens;
@@ -72,7 +72,7 @@ TEST_CASE("a prefix is adopted up to the last sealed chunk that has the same tok
   CHECK(pager.adopt_prefix(create(pager).id, tokens) == 0);
 }
 
-TEST_CASE("an adopted prefix outlives its source, and is found after its source is closed") {
+PAGER_TEST("an adopted prefix outlives its source, and is found after its source is closed") {
   Pager pager(small_options(8, 32));
   const Known source = create(pager, 48, 1);
   pager.destroy_sequence(source.id);
@@ -85,7 +85,7 @@ TEST_CASE("an adopted prefix outlives its source, and is found after its source 
   require_intact(pager, next);
 }
 
-TEST_CASE("salts, tenants, do not share") {
+PAGER_TEST("salts, tenants, do not share") {
   Pager pager(small_options(8, 32));
   const Known a = create(pager, 48, 1, "alice");
   CHECK(pager.adopt_prefix(create(pager, 0, 0, "carol").id, a.tokens) == 0);
@@ -96,7 +96,7 @@ TEST_CASE("salts, tenants, do not share") {
   require_intact(pager, b);
 }
 
-TEST_CASE("only exact chunks are adopted, and what follows another kind is never exact") {
+PAGER_TEST("only exact chunks are adopted, and what follows another kind is never exact") {
   for (const Provenance worth : {Provenance::kDecode, Provenance::kApproximate}) {
     Pager pager(small_options(8, 32));
     Known mixed = create(pager, 16, 1);
@@ -115,7 +115,7 @@ TEST_CASE("only exact chunks are adopted, and what follows another kind is never
   }
 }
 
-TEST_CASE("a tail with rows of lesser worth makes its chunk of that worth") {
+PAGER_TEST("a tail with rows of lesser worth makes its chunk of that worth") {
   Pager pager(small_options(8, 32));
   Known sequence = create(pager, 4, 1);
   append(pager, &sequence, some_tokens(4, 2), Provenance::kDecode);
@@ -127,7 +127,7 @@ TEST_CASE("a tail with rows of lesser worth makes its chunk of that worth") {
   CHECK(pager.ledger(sequence.id)[0].provenance == Provenance::kDecode);
 }
 
-TEST_CASE("adopting needs an empty, existing sequence") {
+PAGER_TEST("adopting needs an empty, existing sequence") {
   Pager pager(small_options(8, 32));
   const Known held = create(pager, 5, 1);
   CHECK(contains(error_of<InvalidArgumentError>(pager, [&] { pager.adopt_prefix(held.id, {1}); }),
@@ -135,7 +135,7 @@ TEST_CASE("adopting needs an empty, existing sequence") {
   CHECK_THROWS_AS(pager.adopt_prefix(SequenceId(44), {1}), InvalidArgumentError);
 }
 
-TEST_CASE("chunks that two sequences compute alike are kept once") {
+PAGER_TEST("chunks that two sequences compute alike are kept once") {
   Pager pager(small_options(8, 32));
   const Known a = create(pager, 40, 1);
   const Known b = create(pager, 40, 1);
@@ -146,7 +146,7 @@ TEST_CASE("chunks that two sequences compute alike are kept once") {
   require_intact(pager, b);
 }
 
-TEST_CASE("two sequences that seal the same chunk in the same forward both keep their bytes") {
+PAGER_TEST("two sequences that seal the same chunk in the same forward both keep their bytes") {
   Pager pager(small_options(8, 32));
   Known a = create(pager, 15, 1);
   Known b = create(pager, 15, 1);
@@ -166,7 +166,7 @@ TEST_CASE("two sequences that seal the same chunk in the same forward both keep 
   CHECK(pager.adopt_prefix(create(pager).id, b.tokens) == 16);
 }
 
-TEST_CASE(
+PAGER_TEST(
     "a chunk with the same tokens but other bytes is never swapped for the one that was there") {
   Pager pager(small_options(8, 32));
   const Known a = create(pager, 32, 1);
@@ -175,7 +175,7 @@ TEST_CASE(
   pager.begin(commit_rows(b, 0, tokens.data(), 16));
   Rows k(kRows, 2, 16, 0.25f);
   Rows v(kRows, 2, 16, 0.75f);
-  for (int layer = 0; layer < 2; ++layer) pager.write(layer, k.view(), v.view());
+  for (int layer = 0; layer < 2; ++layer) write_on_device(pager, layer, k.view(), v.view());
   pager.commit_all();
   CHECK(pager.stats().chunks_shared == 0);
   std::vector<float> k_out(16 * 32), v_out(16 * 32);
@@ -186,7 +186,7 @@ TEST_CASE(
   require_intact(pager, a);
 }
 
-TEST_CASE("closing is final: the sequence is unknown to every call, and another one can be made") {
+PAGER_TEST("closing is final: the sequence is unknown to every call, and another one can be made") {
   Pager pager(small_options(8, 32));
   const Known a = create(pager, 20, 1);
   pager.destroy_sequence(a.id);
@@ -201,7 +201,7 @@ TEST_CASE("closing is final: the sequence is unknown to every call, and another 
   CHECK_FALSE(pager.create_sequence("") == a.id);
 }
 
-TEST_CASE("closing everything leaves no reference, and the pool can be used up again") {
+PAGER_TEST("closing everything leaves no reference, and the pool can be used up again") {
   Pager pager(small_options(6, 12));
   for (uint64_t round = 0; round < 5; ++round) {
     const Known a = create(pager, 70, round);

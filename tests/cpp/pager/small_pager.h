@@ -21,6 +21,7 @@
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "kvpager/pager.h"
+#include "test_device.h"
 
 namespace kvpager::pager_test {
 
@@ -55,6 +56,9 @@ inline PagerOptions small_options(int64_t pool_blocks, int64_t host_chunks, int6
   options.recall_chunks = 0;
   options.selection.sinks = 0;  // what residency shelters
   options.selection.recent = 16;
+  options.device = test_device();
+  options.q_heads = kQueryHeads;
+  options.attention = "reference";  // the processor's bits
   return options;
 }
 
@@ -169,10 +173,10 @@ inline std::vector<float> run_layers(Pager& pager, const std::vector<RowDescript
     if (attend) {
       AttendOptions options;
       options.scaling = 0.25f;
-      pager.attend(layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), options);
+      attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), options);
       outputs.insert(outputs.end(), t.out.data.begin(), t.out.data.end());
     } else {
-      pager.write(layer, t.k.view(), t.v.view());
+      write_on_device(pager, layer, t.k.view(), t.v.view());
     }
   }
   return outputs;

@@ -57,7 +57,7 @@ Made make(int threads, Selection::Kind kind, DType dtype, const std::string& pat
   return made;
 }
 
-TEST_CASE("outputs, selections, summaries and saved bytes are the same on 1, 2, 3 and 7 threads") {
+PAGER_TEST("outputs, selections, summaries and saved bytes are the same on 1, 2, 3 and 7 threads") {
   const Folder folder;
   for (const Selection::Kind kind : {Selection::Kind::kDense, Selection::Kind::kTopK}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -78,7 +78,7 @@ TEST_CASE("outputs, selections, summaries and saved bytes are the same on 1, 2, 
   }
 }
 
-TEST_CASE("a caller that rounds, flushes or traps as it likes gets the same bits") {
+PAGER_TEST("a caller that rounds, flushes or traps as it likes gets the same bits") {
   const Folder folder;
   constexpr unsigned kTraps = 0x1900;  // invalid operations, divisions by zero and overflows
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {

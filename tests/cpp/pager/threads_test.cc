@@ -8,9 +8,10 @@
 namespace kvpager::pager_test {
 namespace {
 
-TEST_CASE(
+PAGER_TEST(
     "eviction, inspection and other sequences' changes beside a running forward change no bit") {
-  PagerOptions options = small_options(8, 64);
+  // On a device a forward keeps the blocks it may read until it ends.
+  PagerOptions options = small_options(on_device() ? 24 : 8, 64);
   options.threads = 2;
   options.recall_chunks = 2;
   Pager plain(options);

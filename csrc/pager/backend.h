@@ -1,0 +1,82 @@
+// The seam between bookkeeping and bytes. The pager decides which block, host slot or summary slot a
+// chunk gets and what a forward may see; a backend owns the memory behind those numbers, moves the
+// bytes and computes on them. HostBackend does it on the processor, at once. DeviceBackend does it
+// on a device, where copies and kernels are under way when a call returns: it knows what has to be
+// done before a place may be read or written again.
+//
+// Called under the pager's lock. What throws has changed nothing, but for bytes of places that
+// nobody owns.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "core/ledger.h"
+#include "kvpager/pager.h"
+#include "kvpager/tensor.h"
+
+namespace kvpager {
+
+struct Forward;
+struct Seal;
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual DevicePlace place() const = 0;
+  virtual const char* attention_name(DType q_dtype) const = 0;
+  virtual int attention_version(DType q_dtype) const = 0;
+
+  // --- Chunks.
+  // The block was given back. All ones, a NaN in every float dtype, if it is to be poisoned.
+  virtual void freed(BlockId block) noexcept = 0;
+  // A chunk's bytes, wherever they are, into a block.
+  virtual void load(const ChunkRecord& from, BlockId to) = 0;
+  // What `read` puts into the chunk it is given, into a block.
+  virtual void load(const std::function<void(std::byte*)>& read, BlockId to) = 0;
+  // Bytes from `offset` on of a chunk in memory, for the host; null: it is below memory. Good until
+  // the next call of this object.
+  virtual const std::byte* view(const ChunkRecord& record, int64_t offset, int64_t bytes) = 0;
+  // The home of a chunk, where the host may read for as long as nothing moves it; null: the host
+  // cannot read there.
+  virtual const std::byte* home(const ChunkRecord& record) = 0;
+  // 0: what the record's home should hold has arrived. Else later arrivals have higher numbers.
+  virtual uint64_t arriving(const ChunkRecord& record) = 0;
+  virtual void wait_for_home(const ChunkRecord& record) = 0;
+
+  // --- Sealing: summary, copy in the home and, if they are to be had now, checksums.
+  virtual void checksum(Seal* seal, BlockId block) = 0;
+  virtual void summarize(BlockId block, SlotId summary) = 0;
+  virtual void write_home(Seal* seal, BlockId block) = 0;
+
+  // --- Summaries, for the host.
+  virtual const std::byte* summary(SlotId slot) = 0;
+  // Where to put the summaries of these slots; after that summaries_written().
+  virtual std::vector<std::byte*> summary_room(const std::vector<SlotId>& slots) = 0;
+  virtual void summaries_written(const std::vector<SlotId>& slots) = 0;
+
+  // --- A forward. Chunks of its parts stay where they are found by begin, as far as it needs that,
+  // until end.
+  virtual void begin(Forward* forward, void* stream) = 0;
+  virtual void write(int layer, const TensorView& k, const TensorView& v, void* stream) = 0;
+  // After write() of the same layer.
+  virtual void attend(int layer, const TensorView& q, const TensorView& out,
+                      const AttendOptions& attend_options) = 0;
+  virtual uint64_t generation() const = 0;
+  virtual void replayed(void* stream) = 0;
+  // All layers are computed; what was read and scored is in the parts. NonFiniteError.
+  virtual void finish() = 0;
+  virtual void end() noexcept = 0;
+
+  virtual void add_to(PagerStats* stats) const = 0;
+  virtual void check_invariants() = 0;
+};
+
+// Of options.device.
+std::unique_ptr<Backend> make_backend(Pager::Impl& pager);
+
+}  // namespace kvpager

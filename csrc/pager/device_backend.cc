@@ -1,0 +1,263 @@
+// Memory on a device, and how it is accounted for.
+#include "pager/device_backend.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda/scorer_params.h"
+#include "kvpager/attention.h"
+#include "kvpager/error.h"
+
+namespace kvpager {
+namespace {
+
+constexpr int64_t kRing = 4;        // forwards whose tables may be on their way
+constexpr int64_t kBounces = 4;     // chunks on their way through pinned memory
+constexpr int64_t kEntries = 1024;  // capacity to begin with
+constexpr int64_t kStagedChunks = 256;
+constexpr int64_t kStagingBytes = int64_t{256} << 20;
+constexpr int64_t kAlignment = 256;
+constexpr DType kQueryDtypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+gpu::Shape shape_of(const PagerOptions& options) {
+  const Layout& layout = options.layout;
+  if (options.q_heads <= 0 || options.q_heads % layout.kv_heads != 0) {
+    throw InvalidArgumentError(str("q_heads: ", options.q_heads,
+                                   ", expected the model's query heads, a multiple of kv_heads=",
+                                   layout.kv_heads, ", for device ", options.device));
+  }
+  gpu::Shape shape;
+  shape.layers = layout.layers;
+  shape.kv_heads = layout.kv_heads;
+  shape.q_heads = options.q_heads;
+  shape.chunk_tokens = layout.chunk_tokens;
+  shape.k_dim = layout.k_dim;
+  shape.v_dim = layout.v_dim;
+  shape.k_dtype = layout.k_dtype;
+  shape.v_dtype = layout.v_dtype;
+  shape.k_tile_bytes = layout.k_tile_bytes();
+  shape.page_bytes = layout.page_bytes();
+  shape.slice_bytes = layout.slice_bytes();
+  return shape;
+}
+
+gpu::Attention attention_for(const device::Api& api, const PagerOptions& options,
+                             const gpu::Shape& shape) {
+  return options.attention == "auto" && api.has_tensor_attention(&shape)
+             ? gpu::Attention::kTensor
+             : gpu::Attention::kReference;
+}
+
+const char* name_of(gpu::Attention attention) {
+  return attention == gpu::Attention::kTensor ? "tensor" : "reference";
+}
+
+int version_of(gpu::Attention attention) {
+  return attention == gpu::Attention::kTensor ? gpu::kTensorKernelVersion : kKernelVersion;
+}
+
+gpu::ScorerParams scorer_for(const Pager::Impl& pager) {
+  const auto params = gpu::scorer_params(pager.scorer, pager.layout);
+  if (!params) {
+    throw InvalidArgumentError(str("scorer: \"", pager.options.scorer,
+                                   "\" runs on the processor only, not on device ",
+                                   pager.options.device));
+  }
+  return *params;
+}
+
+// Slices of each half of staging.
+int64_t staged_slices(const PagerOptions& options, int64_t host_slots) {
+  if (options.missed_chunks == "direct") return 0;
+  const int64_t slice = options.layout.slice_bytes();
+  if (options.staging_bytes >= 0) return std::min(options.staging_bytes / (2 * slice), host_slots);
+  return std::min({kStagedChunks, kStagingBytes / (2 * slice), host_slots});
+}
+
+int64_t sink_sets(const Layout& layout) { return layout.layers + 16; }
+
+}  // namespace
+
+AttentionKind attention_of(const PagerOptions& options, DType q_dtype) {
+  if (options.device == "cpu") return {"reference", kKernelVersion};
+  gpu::Shape shape = shape_of(options);
+  shape.q_dtype = q_dtype;
+  const auto device = device::Device::open(options.device);
+  const gpu::Attention attention = attention_for(device->api(), options, shape);
+  return {name_of(attention), version_of(attention)};
+}
+
+DeviceBackend::DeviceBackend(Pager::Impl& pager)
+    : pager_(pager),
+      layout_(pager.layout),
+      shape_(shape_of(pager.options)),
+      device_(device::Device::open(pager.options.device)),
+      api_(device_->api()),
+      scorer_(scorer_for(pager)),
+      pool_(device_->allocate("resident pool", pager.slots.pool * layout_.chunk_bytes()),
+            pager.slots.pool, layout_.chunk_bytes()),
+      host_(device_->pin("host arena", pager.slots.host * layout_.chunk_bytes()), pager.slots.host,
+            layout_.chunk_bytes()),
+      summaries_(device_->allocate("summaries", pager.slots.summaries * pager.summary_slot_bytes),
+                 pager.slots.summaries, pager.summary_slot_bytes),
+      mirror_(device_->pin("summaries", pager.slots.summaries * pager.summary_slot_bytes),
+              pager.slots.summaries, pager.summary_slot_bytes),
+      bounce_(device_->pin("transfer buffers", kBounces * layout_.chunk_bytes()), kBounces,
+              layout_.chunk_bytes()),
+      staging_(device_->allocate("staging", 2 * staged_slices(pager.options, host_.slots()) *
+                                                layout_.slice_bytes()),
+               2, staged_slices(pager.options, host_.slots()) * layout_.slice_bytes()),
+      sinks_(device_->allocate("attention sinks", sink_sets(layout_) * aligned(shape_.q_heads * 4)),
+             sink_sets(layout_), aligned(shape_.q_heads * 4)),
+      sinks_host_(device_->pin("attention sinks", sink_sets(layout_) * sinks_.slot_bytes)),
+      always_(device_->allocate(
+          "selection", aligned(static_cast<int64_t>(
+                           16 * std::max<size_t>(1, pager.options.selection.always.size()))))),
+      arrays_(allocate_arrays(
+          {static_cast<int32_t>(pager.options.rows), kEntries,
+           std::max(kEntries, pager.slots.pool + host_.slots() + pager.slots.disk)})),
+      ring_places_(static_cast<size_t>(kRing)),
+      timeline_(device_) {
+  for (int64_t i = 0; i < pool_.slots(); ++i) freed(BlockId(static_cast<int32_t>(i)));
+  const auto& always = pager.options.selection.always;
+  if (!always.empty()) {
+    static_assert(sizeof(always[0]) == 16, "pairs of int64");
+    std::memcpy(bounce_.at(0), always.data(), 16 * always.size());
+    Place constant;
+    copy(Lane::kUp, device::Direction::kUp, {always_.data(), &constant}, piece(bounce_, 0),
+         static_cast<int64_t>(16 * always.size()));
+    timeline_.wait(constant.written, "host starts");
+  }
+}
+
+DevicePlace DeviceBackend::place() const {
+  const std::string& name = device_->name();
+  const size_t colon = name.find(':');
+  const int32_t ordinal = colon == std::string::npos ? 0 : std::atoi(name.c_str() + colon + 1);
+  return {api_.tensor_device, ordinal, name};
+}
+
+gpu::Shape DeviceBackend::shape(DType q_dtype) const {
+  gpu::Shape shape = shape_;
+  shape.q_dtype = q_dtype;
+  return shape;
+}
+
+gpu::Attention DeviceBackend::attention(DType q_dtype) const {
+  return attention_for(api_, pager_.options, shape(q_dtype));
+}
+
+const char* DeviceBackend::attention_name(DType q_dtype) const {
+  return name_of(attention(q_dtype));
+}
+
+int DeviceBackend::attention_version(DType q_dtype) const { return version_of(attention(q_dtype)); }
+
+bool DeviceBackend::capturing(void* stream) const {
+  bool yes = false;
+  device_->check(api_.capturing(device_->context(), stream, &yes),
+                 "asking whether a stream is capturing");
+  return yes;
+}
+
+DeviceBackend::Arrays DeviceBackend::allocate_arrays(const gpu::Bounds& bounds) const {
+  const int32_t group = shape_.q_heads / shape_.kv_heads;
+  Arrays arrays{bounds, device::TableLayout(bounds, group, 2), {}, {}, {}, {}, {}, 0, {}};
+  arrays.tables = device_->allocate("forward tables", arrays.layout.bytes());
+  for (int64_t i = 0; i < kRing; ++i) {
+    arrays.ring.push_back(device_->pin("forward tables", arrays.layout.bytes()));
+  }
+  const int64_t results = aligned(8) + aligned(bounds.entries * 8) + aligned(bounds.entries);
+  arrays.results = device_->allocate("forward results", results);
+  arrays.results_host = device_->pin("forward results", results);
+  int64_t scratch = 1;
+  if (pager_.options.selection.kind != Selection::Kind::kDense) {
+    arrays.selected_stride = (bounds.chunks + 31) / 32 * 4;
+    arrays.selected =
+        device_->allocate("selections", bounds.rows * shape_.kv_heads * arrays.selected_stride);
+  }
+  for (const DType dtype : kQueryDtypes) {
+    const gpu::Shape with = shape(dtype);
+    scratch = std::max({scratch, api_.attend_scratch_bytes(&with, &bounds),
+                        api_.select_scratch_bytes(&with, &bounds)});
+  }
+  const int64_t most = pager_.options.scratch_bytes;
+  if (most >= 0 && scratch > most) {
+    throw CapacityError(str("scratch_bytes: ", most, ", but kernels need ", scratch,
+                            " bytes for forwards of ", bounds.rows, " rows that see ",
+                            bounds.chunks, " chunks. Raise scratch_bytes"));
+  }
+  arrays.scratch = device_->allocate("partial results", aligned(scratch));
+  return arrays;
+}
+
+// Arrays for a forward of so many chunks, of all parts and of the one that sees most. What was
+// captured before refers to memory that is gone.
+void DeviceBackend::grow(int64_t entries, int64_t visible) {
+  if (entries <= arrays_.bounds.entries && visible <= arrays_.bounds.chunks) return;
+  gpu::Bounds bounds = arrays_.bounds;
+  while (bounds.entries < entries) bounds.entries *= 2;
+  while (bounds.chunks < visible) bounds.chunks *= 2;
+  Arrays next = allocate_arrays(bounds);
+  timeline_.finish();
+  arrays_ = std::move(next);
+  std::fill(ring_places_.begin(), ring_places_.end(), Place());
+  ++generation_;
+}
+
+int64_t DeviceBackend::entry_offset(bool read) const {
+  return aligned(8) + (read ? aligned(arrays_.bounds.entries * 8) : 0);
+}
+
+void DeviceBackend::add_to(PagerStats* stats) const {
+  int64_t ring = 0;
+  for (const device::Memory& memory : arrays_.ring) ring += memory.bytes();
+  stats->pool_bytes = pool_.memory.bytes();
+  stats->host_bytes = host_.memory.bytes();
+  stats->summary_bytes = summaries_.memory.bytes();
+  stats->staging_bytes = staging_.memory.bytes();
+  stats->scratch_bytes = arrays_.scratch.bytes();
+  stats->table_bytes = arrays_.tables.bytes() + arrays_.results.bytes() + arrays_.selected.bytes();
+  stats->device_bytes = pool_.memory.bytes() + summaries_.memory.bytes() + staging_.memory.bytes() +
+                        sinks_.memory.bytes() + always_.bytes() + stats->table_bytes +
+                        arrays_.scratch.bytes();
+  stats->pinned_bytes = host_.memory.bytes() + mirror_.memory.bytes() + bounce_.memory.bytes() +
+                        sinks_host_.bytes() + arrays_.results_host.bytes() + ring;
+}
+
+void DeviceBackend::check_invariants() {
+  const auto require = [](bool holds, int number, const std::string& what) {
+    if (!holds) throw InvariantError(str("invariant ", number, ": ", what));
+  };
+  require(pool_.slots() == pager_.options.pool_blocks &&
+              pool_.memory.bytes() >= pool_.slots() * layout_.chunk_bytes(),
+          2, "the pool is not the size it was given");
+  require(host_.memory.bytes() >=
+              pager_.options.host_bytes / layout_.chunk_bytes() * layout_.chunk_bytes(),
+          2, "the host arena is not the size it was given");
+  require(pager_.options.scratch_bytes < 0 ||
+              arrays_.scratch.bytes() <= aligned(pager_.options.scratch_bytes),
+          2, "partial results take more than scratch_bytes");
+  pager_.ledger.each([&](RecordId id, const ChunkRecord& record) {
+    const std::string name = str("record ", id.value(), " (chunk ", record.index, ")");
+    // A lane can be waited for, but what left the pool must have arrived below.
+    require(record.resident() || !record.on_host() ||
+                timeline_.complete(host_.place(record.host.value())),
+            4, name + " has left the pool before its bytes arrived in host memory");
+  });
+  require(running_.active || (running_.entries.empty() && running_.held.empty()), 5,
+          "chunks are held for a forward that is over");
+  for (const Entry& entry : running_.entries) {
+    const ChunkRecord& record = pager_.ledger[entry.record];
+    const std::string name = str("record ", entry.record.value(), " (chunk ", record.index, ")");
+    require(record.readers > 0 || record.state == ChunkState::kOpen, 5,
+            name + " may be read by the running forward, but nothing holds it");
+    require(entry.pinned ? record.on_host() : record.resident(), 5,
+            name + " is not where the running forward reads it");
+  }
+}
+
+}  // namespace kvpager

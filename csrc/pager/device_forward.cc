@@ -1,0 +1,246 @@
+// A forward on a device: launches on the caller's stream, and what they found.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kvpager/error.h"
+#include "pager/device_backend.h"
+
+namespace kvpager {
+
+using device::Direction;
+
+namespace {
+
+gpu::Tensor tensor(const TensorView& view) {
+  return {view.data,
+          view.dtype,
+          static_cast<int32_t>(view.heads),
+          static_cast<int32_t>(view.dim),
+          view.row_stride,
+          view.head_stride};
+}
+
+}  // namespace
+
+bool DeviceBackend::to_stream(void* stream) {
+  if (capturing(stream)) return true;
+  timeline_.set_compute(stream);
+  return false;
+}
+
+gpu::HostCounts DeviceBackend::counts(bool into_graph) const {
+  return into_graph ? device::most_counts(arrays_.bounds, shape_.q_heads / shape_.kv_heads)
+                    : running_.counts;
+}
+
+void DeviceBackend::write(int layer, const TensorView& k, const TensorView& v, void* stream) {
+  const bool into_graph = to_stream(stream);
+  gpu::WriteParams params;
+  params.shape = shape_;
+  params.tables = arrays_.layout.tables(arrays_.tables.data());
+  params.counts = counts(into_graph);
+  params.layer = layer;
+  params.k = tensor(k);
+  params.v = tensor(v);
+  params.status = reinterpret_cast<uint64_t*>(arrays_.results.data());
+  launch("writing keys and values",
+         [&] { return api_.write_rows(device_->context(), &params, stream); });
+  if (!into_graph) pager_.forward->layer_written[static_cast<size_t>(layer)] = 1;
+}
+
+// Sinks are weights: few contents, uploaded when one is first seen.
+const float* DeviceBackend::sinks_on_device(const AttendOptions& attend_options, void* stream,
+                                            bool into_graph) {
+  if (attend_options.sinks == nullptr || attend_options.sinks_on_device) {
+    return attend_options.sinks;
+  }
+  std::vector<float> content(attend_options.sinks, attend_options.sinks + shape_.q_heads);
+  const auto known = sinks_known_.find(content);
+  if (known != sinks_known_.end()) {
+    return reinterpret_cast<const float*>(sinks_.at(known->second));
+  }
+  if (into_graph) {
+    throw InvalidArgumentError(
+        "sinks: first seen while a graph is captured, which cannot copy them to the device; run a "
+        "forward outside of the capture first, or give device memory");
+  }
+  if (static_cast<int64_t>(sinks_known_.size()) == sinks_.slots()) {
+    throw InvalidArgumentError(str("sinks: more than ", sinks_.slots(),
+                                   " different ones were given; expected the model's, per layer"));
+  }
+  const auto slot = static_cast<int64_t>(sinks_known_.size());
+  std::byte* const from = sinks_host_.data() + slot * sinks_.slot_bytes;
+  const auto bytes = static_cast<int64_t>(content.size() * sizeof(float));
+  std::memcpy(from, content.data(), static_cast<size_t>(bytes));
+  move(Direction::kUp, stream, sinks_.at(slot), from, bytes);
+  sinks_known_.emplace(std::move(content), slot);
+  return reinterpret_cast<const float*>(sinks_.at(slot));
+}
+
+void DeviceBackend::attend(int layer, const TensorView& q, const TensorView& out,
+                           const AttendOptions& attend_options) {
+  const ScopedTimer timer(&pager_.counters.seconds_attend);
+  void* const stream = attend_options.stream;
+  const bool into_graph = to_stream(stream);
+  const Selection& selection = pager_.options.selection;
+  const bool dense = selection.kind == Selection::Kind::kDense;
+  const int half = layer % 2;
+  const bool staged = !into_graph && !running_.staged.empty() && staged_layer_[half] == layer;
+  const gpu::Tables tables = arrays_.layout.tables(arrays_.tables.data(), staged ? half : -1);
+  const float* const sinks = sinks_on_device(attend_options, stream, into_graph);
+  if (!dense || pager_.options.policy == Policy::kQk) {
+    gpu::SelectParams params;
+    params.shape = shape(q.dtype);
+    params.tables = tables;
+    params.counts = counts(into_graph);
+    params.scorer = scorer_;
+    params.layer = layer;
+    params.q = tensor(q);
+    params.scaling = attend_options.scaling;
+    params.window = attend_options.window;
+    params.kind = static_cast<int32_t>(selection.kind);
+    params.k = selection.chunks;
+    params.sinks = selection.sinks;
+    params.recent = selection.recent;
+    params.always = reinterpret_cast<const int64_t*>(always_.data());
+    params.always_count = static_cast<int32_t>(selection.always.size());
+    params.mass = reinterpret_cast<uint64_t*>(arrays_.results.data() + entry_offset(false));
+    if (!dense) {
+      params.selected = reinterpret_cast<uint8_t*>(arrays_.selected.data());
+      params.selected_stride = arrays_.selected_stride;
+      params.read = reinterpret_cast<uint8_t*>(arrays_.results.data() + entry_offset(true));
+    }
+    params.scratch = arrays_.scratch.data();
+    params.scratch_bytes = arrays_.scratch.bytes();
+    launch("selecting chunks", [&] { return api_.select(device_->context(), &params, stream); });
+    running_.scored = true;
+  }
+  if (dense) mark_dense(attend_options.window);
+
+  gpu::AttendParams params;
+  params.shape = shape(q.dtype);
+  params.tables = tables;
+  params.counts = counts(into_graph);
+  params.attention = attention(q.dtype);
+  params.layer = layer;
+  params.q = tensor(q);
+  params.out = tensor(out);
+  params.scaling = attend_options.scaling;
+  params.softcap = attend_options.softcap;
+  params.window = attend_options.window;
+  params.sinks = sinks;
+  if (!dense) {
+    params.selected = reinterpret_cast<const uint8_t*>(arrays_.selected.data());
+    params.selected_stride = arrays_.selected_stride;
+  }
+  params.scratch = arrays_.scratch.data();
+  params.scratch_bytes = arrays_.scratch.bytes();
+  if (staged) timeline_.before_read(staging_.place(half), Lane::kCompute);
+  launch("attention", [&] { return api_.attend(device_->context(), &params, stream); });
+  if (staged) device::Timeline::reads(&staging_.place(half), ticket(Lane::kCompute));
+  if (!into_graph) stage(layer + 1);
+}
+
+// What rows of a dense layer read is known without asking the device.
+void DeviceBackend::mark_dense(int64_t window) {
+  std::vector<int64_t>& seen = running_.windows;
+  if (std::find(seen.begin(), seen.end(), window) != seen.end()) return;
+  seen.push_back(window);
+  Forward& forward = *pager_.forward;
+  for (size_t i = 0; i < forward.rows.size(); ++i) {
+    const int32_t part = forward.part_of_row[i];
+    if (part < 0) continue;
+    mark_window(forward.rows[i].position, window, layout_.chunk_tokens,
+                &forward.parts[static_cast<size_t>(part)].read);
+  }
+}
+
+void DeviceBackend::replayed(void* stream) {
+  timeline_.set_compute(stream);
+  const bool dense = pager_.options.selection.kind == Selection::Kind::kDense;
+  running_.scored = !dense || pager_.options.policy == Policy::kQk;
+  if (dense) mark_dense(0);
+}
+
+// From now on others may ask for what the forward has read and written.
+void DeviceBackend::set_tickets(Ticket done) noexcept {
+  if (!running_.computing) return;
+  running_.computing = false;
+  for (const Entry& entry : running_.entries) {
+    const ChunkRecord& record = pager_.ledger[entry.record];
+    if (entry.written) {
+      device::Timeline::wrote(&pool_.place(record.block.value()), done);
+    } else {
+      device::Timeline::reads(
+          entry.pinned ? &host_.place(record.host.value()) : &pool_.place(record.block.value()),
+          done);
+    }
+  }
+}
+
+void DeviceBackend::finish() {
+  void* const stream = timeline_.stream(Lane::kCompute);
+  if (capturing(stream)) {
+    throw InvalidArgumentError("commit: the forward's stream is being captured; commit after it");
+  }
+  const auto entries = static_cast<int64_t>(running_.entries.size());
+  const auto fetch = [&](int64_t offset, int64_t bytes) {
+    move(Direction::kDown, stream, arrays_.results_host.data() + offset,
+         arrays_.results.data() + offset, bytes);
+  };
+  fetch(0, static_cast<int64_t>(sizeof(gpu::kNoFailure)));
+  if (running_.scored) {
+    fetch(entry_offset(false), entries * 8);
+    fetch(entry_offset(true), entries);
+  }
+  const Ticket done = timeline_.take(Lane::kCompute);
+  {
+    const ScopedTimer timer(&pager_.counters.seconds_wait);
+    ++pager_.counters.host_waits;
+    timeline_.wait(done, "host reads results after compute");
+  }
+  set_tickets(done);
+  take_results();
+  release_held();
+}
+
+void DeviceBackend::take_results() {
+  uint64_t status = 0;
+  std::memcpy(&status, arrays_.results_host.data(), sizeof status);
+  if (status != gpu::kNoFailure) {
+    pager_.refuse_non_finite(static_cast<int>(status >> 32),
+                             static_cast<int64_t>(status & 0xFFFFFFFFu));
+  }
+  if (!running_.scored) return;
+  const bool dense = pager_.options.selection.kind == Selection::Kind::kDense;
+  const auto* mass =
+      reinterpret_cast<const uint64_t*>(arrays_.results_host.data() + entry_offset(false));
+  const auto* read =
+      reinterpret_cast<const uint8_t*>(arrays_.results_host.data() + entry_offset(true));
+  for (size_t p = 0; p < pager_.forward->parts.size(); ++p) {
+    ForwardPart& part = pager_.forward->parts[p];
+    part.scored = !dense || part.sequence->sealed_chunks() > 0;
+    for (int64_t c = 0; c < part.visible; ++c) {
+      const auto i = static_cast<size_t>(c);
+      const auto entry = static_cast<size_t>(running_.first[p] + c);
+      part.mass[i] += std::ldexp(static_cast<double>(mass[entry]), -40);
+      if (!dense && read[entry] != 0) part.read[i] = 1;
+    }
+  }
+}
+
+void DeviceBackend::end() noexcept {
+  if (running_.computing) {
+    Ticket done{Lane::kCompute, timeline_.newest(Lane::kCompute).number + 1};
+    try {  // an event of a capture would stand for nothing: the next one outside of it is taken
+      if (!capturing(timeline_.stream(Lane::kCompute))) done = ticket(Lane::kCompute);
+    } catch (const PagerError&) {
+    }
+    set_tickets(done);
+  }
+  release_held();
+  running_ = Running();
+}
+
+}  // namespace kvpager

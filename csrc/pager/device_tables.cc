@@ -1,0 +1,327 @@
+// The start of a forward: every chunk one of its rows may see can be read by kernels, in the pool or
+// in pinned memory, and the tables say where.
+#include <algorithm>
+#include <unordered_map>
+
+#include "kvpager/error.h"
+#include "pager/device_backend.h"
+
+namespace kvpager {
+
+using device::Direction;
+
+void DeviceBackend::begin(Forward* forward, void* stream) {
+  if (capturing(stream)) {
+    throw InvalidArgumentError(
+        "begin: stream is being captured; a forward begins before a capture");
+  }
+  int64_t entries = 0;
+  int64_t most = 0;
+  for (const ForwardPart& part : forward->parts) {
+    entries += part.visible;
+    most = std::max(most, part.visible);
+  }
+  grow(entries, most);
+  timeline_.set_compute(stream);
+  running_ = Running();
+  running_.active = true;
+  try {
+    std::vector<RecordId> missing;
+    hold(*forward, &missing);
+    if (!missing.empty()) {
+      const ScopedTimer timer(&pager_.counters.seconds_load);
+      bring_in(missing);
+    }
+    find_entries(*forward);
+    Place& ring_place = ring_places_[ring_next_];
+    timeline_.host_before_write(ring_place);
+    std::byte* const pinned = arrays_.ring[ring_next_].data();
+    ring_next_ = (ring_next_ + 1) % arrays_.ring.size();
+    const device::TableArrays arrays = arrays_.layout.arrays(pinned);
+    plan_staging(*forward, arrays);
+    fill_tables(*forward, arrays);
+    timeline_.compute_may_read(&ring_place);
+    upload(arrays_.layout, pinned, !running_.staged.empty());
+    staged_layer_[0] = staged_layer_[1] = -1;
+    stage(0);
+    running_.computing = true;
+  } catch (...) {
+    release_held();
+    running_ = Running();
+    throw;
+  }
+}
+
+// Chunks of the forward's sequences stay where they are from now on.
+void DeviceBackend::hold(const Forward& forward, std::vector<RecordId>* missing) {
+  for (const ForwardPart& part : forward.parts) {
+    for (int64_t c = 0; c < part.visible; ++c) {
+      const RecordId id = part.sequence->use(c).record;
+      running_.held.push_back(id);
+      ChunkRecord& record = pager_.ledger[id];
+      if (record.readers++ == 0 && !record.resident() && !record.on_host()) missing->push_back(id);
+    }
+  }
+}
+
+void DeviceBackend::release_held() noexcept {
+  for (const RecordId id : running_.held) --pager_.ledger[id].readers;
+  running_.held.clear();
+  running_.entries.clear();
+}
+
+// A slot of the host arena that no home needs, or that its home gives up for disk. Chunks that this
+// forward finds in the pool do not need theirs.
+std::optional<SlotId> DeviceBackend::take_slot_for_copy() {
+  for (;;) {
+    if (const auto slot = pager_.host_slots.take()) return slot;
+    if (pager_.drop_host_copy(HostReaders::kOfBlocks)) continue;
+    if (pager_.disk_slots.free() == 0 || !pager_.spill_one(HostReaders::kOfBlocks)) {
+      return std::nullopt;
+    }
+  }
+}
+
+// What is on disk or in a snapshot is read whole into pinned memory, and verified; what finds no
+// place there goes into the pool. All of it, or nothing.
+void DeviceBackend::bring_in(const std::vector<RecordId>& missing) {
+  std::vector<std::pair<RecordId, SlotId>> to_host;
+  std::vector<std::pair<RecordId, BlockId>> to_pool;
+  try {
+    for (const RecordId id : missing) {
+      if (const auto slot = take_slot_for_copy()) {
+        to_host.push_back({id, *slot});
+      } else if (const auto block = pager_.acquire_block()) {
+        to_pool.push_back({id, *block});
+      } else {
+        const auto placed = static_cast<int64_t>(to_host.size() + to_pool.size());
+        const int64_t more = static_cast<int64_t>(missing.size()) - placed;
+        const int64_t bytes = (host_.slots() + more) * layout_.chunk_bytes();
+        throw CapacityError(str("begin: ", missing.size(),
+                                " chunks that this forward may read are on disk or in a "
+                                "snapshot and have to be in memory meanwhile; ",
+                                more, " of them, ", more * layout_.chunk_bytes(),
+                                " bytes, find no room beside what else it reads (pool ",
+                                pool_.slots(), " blocks, host_bytes=", pager_.options.host_bytes,
+                                "). Raise host_bytes to at least ", bytes, ", or close sessions."));
+      }
+    }
+    for (const auto& [id, slot] : to_host) {
+      Place& place = host_.place(slot.value());
+      timeline_.host_before_write(place);
+      place = Place();
+    }
+    for (const RecordId id : missing) {  // a cold disk reads many as fast as one
+      const ChunkRecord& record = pager_.ledger[id];
+      if (!record.on_disk()) record.source->will_need(record.source_chunk);
+    }
+    pager_.threads.run(static_cast<int64_t>(to_host.size()), [&](int64_t i, int) {
+      const auto& [id, slot] = to_host[static_cast<size_t>(i)];
+      pager_.read_chunk(pager_.ledger[id], host_.at(slot.value()));
+    });
+    load_batch(to_pool);
+  } catch (...) {
+    for (const auto& [id, slot] : to_host) pager_.host_slots.give_back(slot);
+    for (const auto& [id, block] : to_pool) pager_.free_block(block);
+    throw;
+  }
+  for (const auto& [id, slot] : to_host) pager_.ledger[id].host = slot;
+  for (const auto& [id, block] : to_pool) {
+    ChunkRecord& record = pager_.ledger[id];
+    record.block = block;
+    ++record.recalled;
+    ++pager_.counters.chunks_recalled;
+    pager_.counters.bytes_paged_in += layout_.chunk_bytes();
+  }
+}
+
+// As many at a time as there are transfer buffers.
+void DeviceBackend::load_batch(const std::vector<std::pair<RecordId, BlockId>>& arrivals) {
+  const size_t batch = static_cast<size_t>(bounce_.slots());
+  for (size_t first = 0; first < arrivals.size(); first += batch) {
+    const size_t count = std::min(batch, arrivals.size() - first);
+    std::vector<Piece> bounces;
+    for (size_t i = 0; i < count; ++i) {
+      bounces.push_back(next_bounce());
+      timeline_.host_before_write(*bounces[i].place);
+      *bounces[i].place = Place();
+    }
+    pager_.threads.run(static_cast<int64_t>(count), [&](int64_t i, int) {
+      const size_t n = static_cast<size_t>(i);
+      pager_.read_chunk(pager_.ledger[arrivals[first + n].first], bounces[n].data);
+    });
+    for (size_t i = 0; i < count; ++i) {
+      copy(Lane::kUp, Direction::kUp, piece(pool_, arrivals[first + i].second.value()), bounces[i],
+           layout_.chunk_bytes());
+    }
+  }
+}
+
+// Where each chunk is read: in its block, or in pinned memory while the block's bytes are on their
+// way. What follows on the caller's stream waits for what it reads and for those who still read what
+// it is about to write.
+void DeviceBackend::find_entries(const Forward& forward) {
+  for (const ForwardPart& part : forward.parts) {
+    running_.first.push_back(static_cast<int64_t>(running_.entries.size()));
+    const int64_t sealed = part.sequence->sealed_chunks();
+    for (int64_t c = 0; c < part.visible; ++c) {
+      Entry entry;
+      entry.record = part.sequence->use(c).record;
+      const ChunkRecord& record = pager_.ledger[entry.record];
+      entry.pinned = !record.resident() ||
+                     (record.on_host() && !timeline_.complete(pool_.place(record.block.value())) &&
+                      timeline_.complete(host_.place(record.host.value())));
+      const Place& place =
+          entry.pinned ? host_.place(record.host.value()) : pool_.place(record.block.value());
+      timeline_.before_read(place, Lane::kCompute);
+      entry.written = c >= sealed && !part.commit_rows.empty();
+      if (entry.written) timeline_.before_write(place, Lane::kCompute);
+      if (c < sealed) {
+        timeline_.before_read(summaries_.place(record.summary.value()), Lane::kCompute);
+      }
+      running_.entries.push_back(entry);
+    }
+  }
+}
+
+// Which chunks cross the link once per layer, ahead of it, instead of page by page when they are read:
+// those of parts whose pages several tiles would read.
+void DeviceBackend::plan_staging(const Forward& forward, const device::TableArrays& arrays) {
+  const std::string& mode = pager_.options.missed_chunks;
+  const int64_t room = staging_.slot_bytes / layout_.slice_bytes();
+  const int32_t group = shape_.q_heads / shape_.kv_heads;
+  std::vector<int32_t> rows(forward.parts.size(), 0);
+  for (const int32_t part : forward.part_of_row) {
+    if (part >= 0) ++rows[static_cast<size_t>(part)];
+  }
+  std::unordered_map<int32_t, int32_t> slots;  // of records
+  for (size_t p = 0; room > 0 && p < forward.parts.size(); ++p) {
+    if (mode == "auto" && rows[p] * group <= device::kSmallQueries) continue;
+    for (int64_t c = 0; c < forward.parts[p].visible; ++c) {
+      Entry& entry = running_.entries[static_cast<size_t>(running_.first[p] + c)];
+      if (!entry.pinned) continue;
+      const auto known = slots.find(entry.record.value());
+      if (known != slots.end()) {
+        entry.staged = known->second;
+      } else if (static_cast<int64_t>(running_.staged.size()) < room) {
+        entry.staged = static_cast<int32_t>(running_.staged.size());
+        slots.emplace(entry.record.value(), entry.staged);
+        running_.staged.push_back(pager_.ledger[entry.record].host);
+      }
+    }
+  }
+  if (running_.staged.empty()) return;
+  for (size_t i = 0; i < running_.entries.size(); ++i) {
+    const int32_t slot = running_.entries[i].staged;
+    for (int half = 0; half < 2; ++half) {
+      arrays.staged[static_cast<size_t>(half)][i] =
+          slot < 0 ? 0
+                   : reinterpret_cast<uint64_t>(staging_.at(half) + slot * layout_.slice_bytes());
+    }
+  }
+}
+
+void DeviceBackend::fill_tables(const Forward& forward, const device::TableArrays& arrays) {
+  const int64_t c = layout_.chunk_tokens;
+  gpu::Header header;
+  for (size_t p = 0; p < forward.parts.size(); ++p) {
+    const ForwardPart& part = forward.parts[p];
+    gpu::Part& out = arrays.parts[p];
+    out = gpu::Part();
+    out.first = running_.first[p];
+    out.visible = part.visible;
+    out.sealed = std::min(part.sequence->sealed_chunks(), part.visible);
+    out.written = part.sequence->length + static_cast<int64_t>(part.commit_rows.size());
+    out.score_row = part.score_row;
+    header.max_visible = std::max(header.max_visible, part.visible);
+    for (int64_t chunk = 0; chunk < part.visible; ++chunk) {
+      const size_t i = static_cast<size_t>(out.first + chunk);
+      const Entry& entry = running_.entries[i];
+      const ChunkRecord& record = pager_.ledger[entry.record];
+      arrays.chunks[i] = reinterpret_cast<uint64_t>(entry.pinned ? host_.at(record.host.value())
+                                                                 : pool_.at(record.block.value()));
+      arrays.summaries[i] = chunk < out.sealed
+                                ? reinterpret_cast<uint64_t>(summaries_.at(record.summary.value()))
+                                : 0;
+    }
+  }
+  for (size_t i = 0; i < forward.rows.size(); ++i) {
+    gpu::Row& out = arrays.rows[i];
+    out = gpu::Row();
+    out.part = forward.part_of_row[i];
+    if (out.part < 0) continue;
+    const RowDescriptor& row = forward.rows[i];
+    out.position = row.position;
+    if (row.kind != RowKind::kCommit) continue;
+    const Sequence& sequence = *forward.parts[static_cast<size_t>(out.part)].sequence;
+    out.write_offset = static_cast<int32_t>(row.position % c);
+    out.write_chunk = reinterpret_cast<uint64_t>(
+        pool_.at(pager_.ledger[sequence.use(row.position / c).record].block.value()));
+  }
+  device::arrange(arrays.rows, static_cast<int32_t>(forward.rows.size()),
+                  shape_.q_heads / shape_.kv_heads, arrays.parts,
+                  static_cast<int32_t>(forward.parts.size()), &arrangement_);
+  std::copy(arrangement_.order.begin(), arrangement_.order.end(), arrays.order);
+  std::copy(arrangement_.tiles.begin(), arrangement_.tiles.end(), arrays.tiles);
+  header.rows = static_cast<int32_t>(forward.rows.size());
+  header.parts = static_cast<int32_t>(forward.parts.size());
+  header.small_tiles = arrangement_.small_tiles;
+  header.large_tiles = arrangement_.large_tiles;
+  header.entries = static_cast<int64_t>(running_.entries.size());
+  *arrays.header = header;
+  running_.counts = {header.rows, header.parts, header.small_tiles, header.large_tiles,
+                     header.max_visible};
+}
+
+// The tables, and nothing found yet. On the caller's stream, behind what still reads the last ones.
+void DeviceBackend::upload(const device::TableLayout& layout, const std::byte* from, bool staged) {
+  void* const stream = timeline_.stream(Lane::kCompute);
+  std::byte* const to = arrays_.tables.data();
+  const auto entries = static_cast<int64_t>(running_.entries.size());
+  const auto send = [&](device::TableLayout::Range range) {
+    if (range.end > range.begin) {
+      move(Direction::kUp, stream, to + range.begin, from + range.begin, range.end - range.begin);
+    }
+  };
+  send(layout.fixed());
+  send(layout.chunks(entries));
+  send(layout.summaries(entries));
+  for (int half = 0; staged && half < 2; ++half) send(layout.staged(half, entries));
+  const auto clear = [&](std::byte* what, int byte, int64_t bytes) {
+    device_->check(api_.fill(device_->context(), what, byte, bytes, stream),
+                   "clearing the results of a forward");
+  };
+  std::byte* const results = arrays_.results.data();
+  clear(results, 0xFF, static_cast<int64_t>(sizeof(gpu::kNoFailure)));
+  clear(results + entry_offset(false), 0, entries * 8);
+  clear(results + entry_offset(true), 0, entries);
+}
+
+// Slices of one layer into its half of staging.
+void DeviceBackend::stage(int layer) {
+  if (running_.staged.empty() || layer >= layout_.layers) return;
+  const int half = layer % 2;
+  if (staged_layer_[half] == layer) return;
+  Place& place = staging_.place(half);
+  timeline_.before_write(place, Lane::kUp);
+  for (const SlotId slot : running_.staged) {
+    timeline_.before_read(host_.place(slot.value()), Lane::kUp);
+  }
+  // A ticket to be taken when all of it is on its way, however far it gets.
+  const Ticket later{Lane::kUp, timeline_.newest(Lane::kUp).number + 1};
+  staged_layer_[half] = -1;
+  device::Timeline::wrote(&place, later);
+  for (size_t i = 0; i < running_.staged.size(); ++i) {
+    const int64_t slot = running_.staged[i].value();
+    device::Timeline::reads(&host_.place(slot), later);
+    move(Direction::kUp, timeline_.stream(Lane::kUp),
+         staging_.at(half) + static_cast<int64_t>(i) * layout_.slice_bytes(),
+         host_.at(slot) + layout_.slice_offset(layer), layout_.slice_bytes());
+    ++pager_.counters.slices_staged;
+    pager_.counters.bytes_staged += layout_.slice_bytes();
+  }
+  ticket(Lane::kUp);
+  staged_layer_[half] = layer;
+}
+
+}  // namespace kvpager

@@ -1,0 +1,403 @@
+// Attention at one layer: select chunks, find their bytes, walk them. What is selected depends on
+// the row; where the bytes are does not change what comes out.
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include "kvpager/error.h"
+#include "pager/host_backend.h"
+
+namespace kvpager {
+namespace {
+
+// Softmax over the scored chunks: each (layer, kv head) hands out a share of 1. For residency and
+// people only.
+Shares shares_of(const std::vector<double>& scores, int64_t first, double scale) {
+  Shares shares{first, std::vector<float>(scores.size())};
+  if (scores.empty()) return shares;
+  const double top = *std::max_element(scores.begin(), scores.end());
+  float sum = 0;
+  for (size_t i = 0; i < scores.size(); ++i) {
+    shares.of_chunk[i] = std::exp(static_cast<float>((scores[i] - top) * scale));
+    sum += shares.of_chunk[i];
+  }
+  for (float& share : shares.of_chunk) share /= sum;
+  return shares;
+}
+
+void add_mass(ForwardPart* part, const Shares& shares) {
+  part->scored = true;
+  for (size_t i = 0; i < shares.of_chunk.size(); ++i) {
+    part->mass[static_cast<size_t>(shares.first) + i] += static_cast<double>(shares.of_chunk[i]);
+  }
+}
+
+}  // namespace
+
+void HostBackend::begin(Forward* forward, void*) {
+  parts_.assign(forward->parts.size(), {});
+  for (size_t p = 0; p < parts_.size(); ++p) {
+    const size_t visible = static_cast<size_t>(forward->parts[p].visible);
+    parts_[p].slices.resize(visible);
+    parts_[p].needed.resize(visible);
+  }
+}
+
+void HostBackend::write(int layer, const TensorView& k, const TensorView& v, void*) {
+  const ScopedTimer timer(&pager_.counters.seconds_write);
+  write_targets_.assign(pager_.forward->rows.size(), {});
+  for (const ForwardPart& part : pager_.forward->parts) {
+    for (const int32_t row : part.commit_rows) {
+      const int64_t position = pager_.forward->rows[static_cast<size_t>(row)].position;
+      const ChunkUse& use = part.sequence->use(position / layout_.chunk_tokens);
+      write_targets_[static_cast<size_t>(row)] = {
+          pool_.slot(pager_.ledger[use.record].block.value()) + layout_.slice_offset(layer),
+          static_cast<int32_t>(position % layout_.chunk_tokens)};
+    }
+  }
+  const int64_t rows = k.rows;
+  const int64_t bad = find_non_finite(layout_, k, v, write_targets_.data(), rows);
+  if (bad >= 0) pager_.refuse_non_finite(layer, bad);
+  write_rows(layout_, k, v, write_targets_.data(), rows);
+  pager_.forward->layer_written[static_cast<size_t>(layer)] = 1;
+}
+
+void HostBackend::replayed(void*) {
+  throw InvalidArgumentError("mark_replayed: device is cpu, which has no graphs to replay");
+}
+
+// Where the summaries of a part's sealed chunks begin: looked up once per forward, since every
+// layer and kv head only adds an offset.
+void HostBackend::find_summaries(size_t part) {
+  const Sequence& sequence = *pager_.forward->parts[part].sequence;
+  const int64_t count = std::min(sequence.sealed_chunks(), pager_.forward->parts[part].visible);
+  std::vector<const std::byte*>& bases = parts_[part].summaries;
+  if (static_cast<int64_t>(bases.size()) == count) return;
+  bases.clear();
+  bases.reserve(static_cast<size_t>(count));
+  for (int64_t chunk = 0; chunk < count; ++chunk) {
+    bases.push_back(summaries_.slot(pager_.ledger[sequence.use(chunk).record].summary.value()));
+  }
+}
+
+// Invariant 8: what a row attends to comes from its own query, sealed summaries and the
+// configuration.
+void HostBackend::select_rows(int layer, const TensorView& q, const AttendOptions& attend_options) {
+  const ScopedTimer timer(&pager_.counters.seconds_scan);
+  const Selection& selection = pager_.options.selection;
+  Forward& forward = *pager_.forward;
+  const int64_t rows = static_cast<int64_t>(forward.rows.size());
+  const int heads = layout_.kv_heads;
+  chosen_.resize(static_cast<size_t>(rows * heads));
+  for (size_t p = 0; p < parts_.size(); ++p) find_summaries(p);
+  std::vector<Shares> shares(parts_.size() * static_cast<size_t>(heads));
+
+  pager_.threads.run(rows * heads, [&](int64_t item, int) {
+    const int64_t row = item / heads;
+    const int h = static_cast<int>(item % heads);
+    std::vector<int32_t>& out = chosen_[static_cast<size_t>(item)];
+    out.clear();
+    const int32_t p = forward.part_of_row[static_cast<size_t>(row)];
+    if (p < 0) return;
+    const int64_t position = forward.rows[static_cast<size_t>(row)].position;
+    const CandidateRange range = candidate_range(selection, layout_.chunk_tokens, position);
+    thread_local std::vector<double> scores;
+    const double scale = pager_.score_range(parts_[static_cast<size_t>(p)].summaries, range, layer,
+                                            h, q, row, &scores);
+    if (forward.parts[static_cast<size_t>(p)].score_row == row) {
+      const size_t slot =
+          static_cast<size_t>(p) * static_cast<size_t>(heads) + static_cast<size_t>(h);
+      shares[slot] = shares_of(scores, range.begin, scale * attend_options.scaling);
+    }
+    select_chunks(selection, layout_.chunk_tokens, position, attend_options.window, scores.data(),
+                  &out);
+  });
+  for (size_t i = 0; i < shares.size(); ++i) {
+    add_mass(&forward.parts[i / static_cast<size_t>(heads)], shares[i]);
+  }
+}
+
+// Dense attention needs no scores, but the QK policy does: those of one row per sequence.
+void HostBackend::score_for_ledger(size_t p, int layer, const TensorView& q,
+                                   const AttendOptions& attend_options) {
+  const ScopedTimer timer(&pager_.counters.seconds_scan);
+  ForwardPart& part = pager_.forward->parts[p];
+  const RowDescriptor& row = pager_.forward->rows[static_cast<size_t>(part.score_row)];
+  const int64_t last =
+      std::min(part.sequence->sealed_chunks(), row.position / layout_.chunk_tokens);
+  if (last == 0) return;
+  find_summaries(p);
+  std::vector<Shares> shares(static_cast<size_t>(layout_.kv_heads));
+  pager_.threads.run(layout_.kv_heads, [&](int64_t h, int) {
+    thread_local std::vector<double> scores;
+    const double scale = pager_.score_range(parts_[p].summaries, {0, last}, layer,
+                                            static_cast<int>(h), q, part.score_row, &scores);
+    shares[static_cast<size_t>(h)] = shares_of(scores, 0, scale * attend_options.scaling);
+  });
+  for (const Shares& each : shares) add_mass(&part, each);
+}
+
+void HostBackend::mark_needed(const AttendOptions& attend_options) {
+  Forward& forward = *pager_.forward;
+  for (Part& part : parts_) std::fill(part.needed.begin(), part.needed.end(), 0);
+  for (size_t row = 0; row < forward.rows.size(); ++row) {
+    const int32_t p = forward.part_of_row[row];
+    if (p < 0) continue;
+    std::vector<uint8_t>& needed = parts_[static_cast<size_t>(p)].needed;
+    const int64_t position = forward.rows[row].position;
+    if (pager_.options.selection.kind == Selection::Kind::kDense) {
+      mark_window(position, attend_options.window, layout_.chunk_tokens, &needed);
+    } else {
+      for (int h = 0; h < layout_.kv_heads; ++h) {
+        for (const int32_t chunk :
+             chosen_[row * static_cast<size_t>(layout_.kv_heads) + static_cast<size_t>(h)]) {
+          needed[static_cast<size_t>(chunk)] = 1;
+        }
+      }
+    }
+  }
+  for (size_t p = 0; p < parts_.size(); ++p) {
+    std::vector<uint8_t>& read = forward.parts[p].read;
+    for (size_t i = 0; i < read.size(); ++i) read[i] |= parts_[p].needed[i];
+  }
+}
+
+void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
+                         const AttendOptions& attend_options) {
+  const Selection& selection = pager_.options.selection;
+  if (selection.kind != Selection::Kind::kDense) {
+    select_rows(layer, q, attend_options);
+  } else if (pager_.options.policy == Policy::kQk) {
+    for (size_t p = 0; p < parts_.size(); ++p) score_for_ledger(p, layer, q, attend_options);
+  }
+  mark_needed(attend_options);
+
+  AttendParams params;
+  params.layout = &layout_;
+  params.q_heads = static_cast<int32_t>(q.heads);
+  params.rows = q.rows;
+  params.q = q;
+  params.out = out;
+  params.scaling = attend_options.scaling;
+  params.softcap = attend_options.softcap;
+  params.window = attend_options.window;
+  params.sinks = attend_options.sinks;
+  if (selection.kind != Selection::Kind::kDense) {
+    chosen_flat_.clear();
+    chosen_offsets_.assign(1, 0);
+    for (const std::vector<int32_t>& chunks : chosen_) {
+      chosen_flat_.insert(chosen_flat_.end(), chunks.begin(), chunks.end());
+      chosen_offsets_.push_back(static_cast<int64_t>(chosen_flat_.size()));
+    }
+    params.selected = chosen_flat_.data();
+    params.selected_offsets = chosen_offsets_.data();
+  }
+  run_attention(layer, params);
+}
+
+// Finds an address for every chunk the layer reads. Chunks that are only on disk or in a snapshot
+// are brought into memory where there is room for them, and what finds no place is streamed slice
+// by slice through staging. Either way the kernel sees the same bytes in the same order.
+void HostBackend::run_attention(int layer, AttendParams& params) {
+  const size_t rows = pager_.forward->rows.size();
+  std::vector<AttendRow> row(rows);
+  for (size_t i = 0; i < rows; ++i)
+    row[i] = {pager_.forward->rows[i].position, pager_.forward->part_of_row[i]};
+  params.row = row.data();
+  std::vector<ChunkTableView> tables;
+  for (size_t p = 0; p < parts_.size(); ++p)
+    tables.push_back({parts_[p].slices.data(), pager_.forward->parts[p].visible});
+  params.tables = tables.data();
+
+  std::vector<RecordId> reading;
+  std::vector<RecordId> missing;
+  const auto stop_reading = [&] {
+    for (const RecordId id : reading) --pager_.ledger[id].readers;
+    reading.clear();
+  };
+  for (size_t p = 0; p < parts_.size(); ++p) {
+    const ForwardPart& part = pager_.forward->parts[p];
+    for (int64_t c = 0; c < part.visible; ++c) {
+      if (!parts_[p].needed[static_cast<size_t>(c)]) continue;
+      const RecordId id = part.sequence->use(c).record;
+      ChunkRecord& record = pager_.ledger[id];
+      if (record.readers++ == 0 && address(record) == nullptr) missing.push_back(id);
+      reading.push_back(id);
+    }
+  }
+  try {
+    if (!missing.empty()) {
+      const ScopedTimer timer(&pager_.counters.seconds_load);
+      bring_in(missing);
+    }
+    bool streaming = false;
+    for (size_t p = 0; p < parts_.size(); ++p) {
+      const ForwardPart& part = pager_.forward->parts[p];
+      Part& found = parts_[p];
+      for (int64_t c = 0; c < part.visible; ++c) {
+        const size_t i = static_cast<size_t>(c);
+        const std::byte* base =
+            found.needed[i] ? address(pager_.ledger[part.sequence->use(c).record]) : nullptr;
+        found.slices[i] = base == nullptr ? nullptr : base + layout_.slice_offset(layer);
+        streaming = streaming || (found.needed[i] && base == nullptr);
+      }
+    }
+    if (streaming) {
+      stream_attention(layer, params);
+    } else {
+      const ScopedTimer timer(&pager_.counters.seconds_attend);
+      attend_begin(params, workspace_, pager_.threads);
+      attend_wave(params, 0, split_count(0, pager_.forward->parts.size()), workspace_,
+                  pager_.threads);
+      attend_finish(params, workspace_, pager_.threads);
+    }
+  } catch (...) {
+    stop_reading();
+    throw;
+  }
+  stop_reading();
+}
+
+// Gives chunks without an address one: a snapshot's chunk gets a free host slot; else, if the pool
+// can hold all that are left beside what is being read, they get blocks. Whole chunks, one read
+// each, all-or-nothing.
+void HostBackend::bring_in(const std::vector<RecordId>& missing) {
+  struct Arrival {
+    RecordId record;
+    SlotId host;
+    BlockId block;
+    std::byte* bytes;
+  };
+  std::vector<Arrival> arrivals;
+  std::vector<RecordId> rest;
+  for (const RecordId id : missing) {
+    const auto slot = pager_.ledger[id].source != nullptr ? pager_.host_slots.take() : std::nullopt;
+    if (slot) {
+      arrivals.push_back({id, *slot, BlockId(), host_.slot(slot->value())});
+    } else {
+      rest.push_back(id);
+    }
+  }
+  if (static_cast<int64_t>(rest.size()) <= pager_.blocks.free() + pager_.evictable_blocks()) {
+    for (const RecordId id : rest) {
+      const BlockId block = *pager_.acquire_block();
+      arrivals.push_back({id, SlotId(), block, pool_.slot(block.value())});
+    }
+  }
+  for (const Arrival& arrival : arrivals) {  // a cold disk reads many as fast as one
+    const ChunkRecord& record = pager_.ledger[arrival.record];
+    if (!record.on_disk()) record.source->will_need(record.source_chunk);
+  }
+  try {
+    pager_.threads.run(static_cast<int64_t>(arrivals.size()), [&](int64_t i, int) {
+      const Arrival& arrival = arrivals[static_cast<size_t>(i)];
+      pager_.read_chunk(pager_.ledger[arrival.record], arrival.bytes);
+    });
+  } catch (...) {
+    for (const Arrival& arrival : arrivals) {
+      if (arrival.host.value() >= 0) pager_.host_slots.give_back(arrival.host);
+      if (arrival.block.value() >= 0) pager_.free_block(arrival.block);
+    }
+    throw;
+  }
+  for (const Arrival& arrival : arrivals) {
+    ChunkRecord& record = pager_.ledger[arrival.record];
+    if (arrival.host.value() >= 0) {
+      record.host = arrival.host;
+    } else {
+      record.block = arrival.block;
+      ++record.recalled;
+      ++pager_.counters.chunks_recalled;
+      pager_.counters.bytes_paged_in += layout_.chunk_bytes();
+    }
+  }
+}
+
+// Splits up to the furthest row of the parts [first, last).
+int64_t HostBackend::split_count(size_t first, size_t last) const {
+  int64_t chunks = 0;
+  for (size_t p = first; p < last; ++p) chunks = std::max(chunks, pager_.forward->parts[p].visible);
+  return (chunks + kChunksPerSplit - 1) / kChunksPerSplit;
+}
+
+// A few sequences at a time, so that one split of each always fits in staging. To a pass the rows
+// of other sequences are padding, and what it writes for them goes nowhere.
+void HostBackend::stream_attention(int layer, AttendParams& params) {
+  const size_t parts = pager_.forward->parts.size();
+  if (parts <= kStreamedSequences) return stream_parts(layer, 0, parts, params);
+  const TensorView out = params.out;
+  const AttendRow* all = params.row;
+  const size_t element = static_cast<size_t>(dtype_bytes(out.dtype));
+  std::vector<std::byte> scratch(static_cast<size_t>(out.rows * out.heads * out.dim) * element);
+  params.out.data = scratch.data();
+  params.out.row_stride = out.heads * out.dim;
+  params.out.head_stride = out.dim;
+  std::vector<AttendRow> rows(static_cast<size_t>(params.rows));
+  params.row = rows.data();
+  for (size_t first = 0; first < parts; first += kStreamedSequences) {
+    const size_t last = std::min(first + kStreamedSequences, parts);
+    const auto mine = [&](size_t row) {
+      const int32_t part = all[row].table;
+      return part >= static_cast<int32_t>(first) && part < static_cast<int32_t>(last);
+    };
+    for (size_t i = 0; i < rows.size(); ++i)
+      rows[i] = {all[i].position, mine(i) ? all[i].table : -1};
+    stream_parts(layer, first, last, params);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (!mine(i) && !(first == 0 && all[i].table < 0)) continue;  // padding is written once
+      for (int64_t h = 0; h < out.heads; ++h) {
+        const int64_t to = static_cast<int64_t>(i) * out.row_stride + h * out.head_stride;
+        const int64_t from = (static_cast<int64_t>(i) * out.heads + h) * out.dim;
+        std::memcpy(static_cast<std::byte*>(out.data) + static_cast<size_t>(to) * element,
+                    scratch.data() + static_cast<size_t>(from) * element,
+                    static_cast<size_t>(out.dim) * element);
+      }
+    }
+  }
+}
+
+// Waves of consecutive splits, each as long as its missing slices fit in staging.
+void HostBackend::stream_parts(int layer, size_t first_part, size_t last_part,
+                               AttendParams& params) {
+  const int64_t splits = split_count(first_part, last_part);
+  attend_begin(params, workspace_, pager_.threads);
+  std::vector<std::pair<size_t, size_t>> staged;  // part, chunk
+  for (int64_t first = 0; first < splits;) {
+    int64_t last = first;
+    {
+      const ScopedTimer timer(&pager_.counters.seconds_load);
+      for (; last < splits; ++last) {
+        std::vector<std::pair<size_t, size_t>> wanted;
+        for (size_t p = first_part; p < last_part; ++p) {
+          const int64_t visible = pager_.forward->parts[p].visible;
+          const int64_t end = std::min(visible, (last + 1) * kChunksPerSplit);
+          for (int64_t c = last * kChunksPerSplit; c < end; ++c) {
+            const size_t i = static_cast<size_t>(c);
+            if (parts_[p].needed[i] && parts_[p].slices[i] == nullptr) wanted.push_back({p, i});
+          }
+        }
+        if (static_cast<int64_t>(staged.size() + wanted.size()) > staging_.slots()) break;
+        for (const auto& [p, i] : wanted) {
+          const Sequence& sequence = *pager_.forward->parts[p].sequence;
+          std::byte* out = staging_.slot(static_cast<int64_t>(staged.size()));
+          pager_.read_slice(pager_.ledger[sequence.use(static_cast<int64_t>(i)).record], layer,
+                            out);
+          parts_[p].slices[i] = out;
+          staged.push_back({p, i});
+          ++pager_.counters.slices_streamed;
+        }
+      }
+    }
+    {
+      const ScopedTimer timer(&pager_.counters.seconds_attend);
+      attend_wave(params, first, last, workspace_, pager_.threads);
+    }
+    for (const auto& [p, i] : staged) parts_[p].slices[i] = nullptr;
+    staged.clear();
+    first = last;
+  }
+  attend_finish(params, workspace_, pager_.threads);
+}
+
+}  // namespace kvpager

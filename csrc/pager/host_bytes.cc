@@ -1,0 +1,98 @@
+// Chunks, seals and summaries in ordinary memory.
+#include <cstring>
+
+#include "kvpager/error.h"
+#include "kvpager/fault.h"
+#include "pager/host_backend.h"
+
+namespace kvpager {
+
+HostBackend::HostBackend(Pager::Impl& pager)
+    : pager_(pager),
+      layout_(pager.layout),
+      pool_("resident pool", pager.slots.pool, layout_.chunk_bytes()),
+      host_("host arena", pager.slots.host, layout_.chunk_bytes()),
+      summaries_("summaries", pager.slots.summaries, pager.summary_slot_bytes),
+      staging_("staging", kChunksPerSplit * int64_t{kStreamedSequences}, layout_.slice_bytes()) {
+  for (int64_t i = 0; i < pool_.slots(); ++i) freed(BlockId(static_cast<int32_t>(i)));
+}
+
+void HostBackend::freed(BlockId block) noexcept {
+  if (!pager_.options.poison) return;
+  std::memset(pool_.slot(block.value()), 0xFF, static_cast<size_t>(pool_.slot_bytes()));
+}
+
+const std::byte* HostBackend::address(const ChunkRecord& record) const {
+  if (record.resident()) return pool_.slot(record.block.value());
+  if (record.on_host()) return host_.slot(record.host.value());
+  return nullptr;
+}
+
+void HostBackend::load(const ChunkRecord& from, BlockId to) {
+  std::byte* out = pool_.slot(to.value());
+  if (const std::byte* bytes = address(from)) {
+    std::memcpy(out, bytes, static_cast<size_t>(layout_.chunk_bytes()));
+  } else {
+    pager_.read_chunk(from, out);
+  }
+}
+
+void HostBackend::load(const std::function<void(std::byte*)>& read, BlockId to) {
+  read(pool_.slot(to.value()));
+}
+
+const std::byte* HostBackend::view(const ChunkRecord& record, int64_t offset, int64_t) {
+  const std::byte* bytes = address(record);
+  return bytes == nullptr ? nullptr : bytes + offset;
+}
+
+const std::byte* HostBackend::home(const ChunkRecord& record) {
+  if (record.home_on_host()) return host_.slot(record.host.value());
+  return record.has_lower_copy() ? nullptr : pool_.slot(record.block.value());
+}
+
+void HostBackend::checksum(Seal* seal, BlockId block) {
+  seal->checksums = pager_.slice_checksums(pool_.slot(block.value()));
+}
+
+void HostBackend::summarize(BlockId block, SlotId summary) {
+  const std::byte* chunk = pool_.slot(block.value());
+  std::byte* out = summaries_.slot(summary.value());
+  pager_.threads.run(int64_t{layout_.layers} * layout_.kv_heads,
+                     [&](int64_t page, int) { pager_.summarize_page(chunk, page, out); });
+}
+
+void HostBackend::write_home(Seal* seal, BlockId block) {
+  const std::byte* bytes = pool_.slot(block.value());
+  if (seal->home.host.value() >= 0) {
+    if (const int error = fault::visit("host.write")) {
+      throw StorageError(str("host arena: write failed: ", std::strerror(error)));
+    }
+    std::memcpy(host_.slot(seal->home.host.value()), bytes,
+                static_cast<size_t>(layout_.chunk_bytes()));
+  } else if (seal->home.disk.value() >= 0) {
+    pager_.disk.write(seal->home.disk.value(), bytes);
+  }
+}
+
+std::vector<std::byte*> HostBackend::summary_room(const std::vector<SlotId>& slots) {
+  std::vector<std::byte*> room;
+  room.reserve(slots.size());
+  for (const SlotId slot : slots) room.push_back(summaries_.slot(slot.value()));
+  return room;
+}
+
+void HostBackend::add_to(PagerStats* stats) const {
+  stats->pool_bytes = pool_.mapped_bytes();
+  stats->staging_bytes = staging_.mapped_bytes();
+  stats->host_bytes = host_.mapped_bytes();
+  stats->summary_bytes = summaries_.mapped_bytes();
+}
+
+void HostBackend::check_invariants() {
+  if (pool_.slots() != pager_.options.pool_blocks) {
+    throw InvariantError("invariant 2: the pool is not the size it was given");
+  }
+}
+
+}  // namespace kvpager

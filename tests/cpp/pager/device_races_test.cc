@@ -1,0 +1,287 @@
+// Nothing but a named wait keeps a copy or kernel from running when it may not. Each wait is left out
+// in turn, and what comes out is then wrong for some seed of the shim's scheduler.
+#include <set>
+
+#include "../cuda/shim_hooks.h"
+#include "stress.h"
+
+namespace kvpager::pager_test {
+namespace {
+
+using device::LeaveOut;
+
+constexpr int kSteps = 60;
+
+// Host memory, host memory and disk, disk alone.
+PagerOptions options_of(uint64_t seed, const std::string& folder) {
+  const int64_t chunks[3][3] = {{14, 70, 0}, {18, 12, 90}, {44, 0, 90}};  // pool, host, disk
+  const auto& tiers = chunks[seed % 3];
+  PagerOptions options = small_options(tiers[0], tiers[1], tiers[2], tiers[2] > 0 ? folder : "");
+  options.poison = seed % 2 == 0;
+  options.recall_chunks = 4;
+  options.policy = seed % 4 < 2 ? Policy::kLru : Policy::kQk;
+  options.missed_chunks = seed % 4 == 1 ? "direct" : "staged";
+  if (seed % 5 < 3) {
+    options.selection.kind = Selection::Kind::kTopK;
+    options.selection.chunks = 2;
+    options.selection.recent = 16;
+  }
+  return options;
+}
+
+void save_sample(const std::string& path) {
+  const OnDevice on("cpu");
+  PagerOptions options = small_options(20, 20);
+  Pager pager(options);
+  const Known sample = create(pager, 100, 77);
+  save(pager, sample.id, path, options.namespace_key);
+}
+
+Trace expected(uint64_t seed, const std::string& folder, const std::string& sample) {
+  const OnDevice on("cpu");
+  PagerOptions options = options_of(seed, folder);
+  options.pool_blocks = 60;
+  return Life(options, seed, sample).run(kSteps);
+}
+
+bool has_shim() {
+  const auto& plugins = device_plugins();
+  return std::find(plugins.begin(), plugins.end(), "shim") != plugins.end();
+}
+
+struct Environment {
+  explicit Environment(uint64_t seed) { setenv("KVPAGER_SHIM_SEED", str(seed).c_str(), 1); }
+  ~Environment() { unsetenv("KVPAGER_SHIM_SEED"); }
+};
+
+// Whether the device gives what the processor gives.
+bool holds(uint64_t seed, const std::string& folder, const std::string& sample,
+           const Trace& wanted) {
+  const Environment environment(seed);
+  try {
+    Life life(options_of(seed, folder), seed, sample);
+    REQUIRE(life.pager().device_place().name != "cpu");
+    return same_trace(life.run(kSteps), wanted);
+  } catch (const PagerError&) {
+    return false;
+  }
+}
+
+TEST_CASE("a life on the device has the processor's bits, however late copies and kernels run") {
+  const Folder folder;
+  const std::string sample = folder.file("sample");
+  save_sample(sample);
+  for (const std::string& name : device_plugins()) {
+    const OnDevice on(name);
+    for (uint64_t seed = 1; seed <= 12; ++seed) {
+      CAPTURE(seed);
+      CHECK(holds(seed, folder.path(), sample, expected(seed, folder.path(), sample)));
+    }
+  }
+}
+
+// Names of waits that no life above can miss.
+const std::set<std::string> kElsewhere = {
+    "down writes after up read", "down reads after up", "host reads results after compute",
+    "host writes after compute read",
+    // Before memory is released, and of constants when a pager is made: nothing looks at it after.
+    "host finishes", "host starts",
+    // A block whose write-through is under way leaves its record after a wait, or together with the
+    // home the bytes go to: what a late copy then reads is nobody's.
+    "compute writes after down read", "up writes after down read"};
+
+TEST_CASE("each wait is needed: without it some life goes wrong") {
+  if (!has_shim()) return;
+  const Folder folder;
+  const std::string sample = folder.file("sample");
+  save_sample(sample);
+  const OnDevice on("shim");
+  constexpr uint64_t kSeeds = 12;
+  std::vector<Trace> wanted;
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    wanted.push_back(expected(seed, folder.path(), sample));
+    REQUIRE(holds(seed, folder.path(), sample, wanted.back()));
+  }
+  const std::vector<std::string> names = device::waits_seen();
+  CHECK(names.size() > kElsewhere.size());
+  for (const std::string& name : names) {
+    if (kElsewhere.count(name) != 0) continue;
+    CAPTURE(name);
+    bool noticed = false;
+    for (uint64_t seed = 1; seed <= kSeeds && !noticed; ++seed) {
+      const LeaveOut out(name);
+      noticed = !holds(seed, folder.path(), sample, wanted[static_cast<size_t>(seed - 1)]);
+    }
+    CHECK(noticed);
+  }
+}
+
+// Whether a sequence holds the bytes its tokens stand for.
+bool intact(Pager& pager, const Known& known) {
+  const auto length = static_cast<int64_t>(known.tokens.size());
+  std::vector<float> k(static_cast<size_t>(length * 32)), v(k.size()), wanted(32);
+  const std::vector<uint64_t> history = histories(known.tokens);
+  for (int layer = 0; layer < 2; ++layer) {
+    pager.read_kv(known.id, layer, 0, length, reinterpret_cast<std::byte*>(k.data()),
+                  reinterpret_cast<std::byte*>(v.data()));
+    for (int64_t p = 0; p < length; ++p) {
+      const uint64_t h = history[static_cast<size_t>(p)];
+      fill_row(h, layer, kKey, 32, wanted.data());
+      if (std::memcmp(k.data() + p * 32, wanted.data(), 128) != 0) return false;
+      fill_row(h, layer, kValue, 32, wanted.data());
+      if (std::memcmp(v.data() + p * 32, wanted.data(), 128) != 0) return false;
+    }
+  }
+  return true;
+}
+
+// Runs `step` as it is, then with each of these waits left out: true, then false.
+void require_needed(const std::vector<std::string>& names, const std::function<bool()>& step) {
+  if (!has_shim()) return;
+  const OnDevice on("shim");
+  const Environment environment(1);
+  CHECK(step());
+  std::vector<std::unique_ptr<LeaveOut>> out;
+  for (const std::string& name : names) out.push_back(std::make_unique<LeaveOut>(name));
+  CHECK_FALSE(step());
+}
+
+TEST_CASE("a tail that is still being copied is read when it has arrived") {
+  require_needed({"down reads after up"}, [] {
+    Pager pager(small_options(8, 20));
+    const Known parent = create(pager, 27, 1);
+    return intact(pager, {pager.fork(parent.id), parent.tokens});
+  });
+}
+
+TEST_CASE("a host slot is written again when the copy that brings its chunk up has read it") {
+  require_needed({"down writes after up read"}, [] {
+    const Folder folder;
+    PagerOptions options = small_options(12, 2, 40, folder.path());
+    options.policy = Policy::kLru;
+    options.poison = false;
+    Pager pager(options);
+    const Known oldest = create(pager, 16, 1);
+    pager.evict_all();
+    pager.pin(oldest.id, 0, 16);
+    create(pager, 4 * 16, 2);  // seals into the slots there are: the oldest goes to disk
+    return intact(pager, oldest);
+  });
+}
+
+TEST_CASE(
+    "keys that are not finite are found out before the commit, however late the kernel runs") {
+  require_needed({"host reads results after compute"}, [] {
+    Pager pager(small_options(6, 16));
+    const Known known = create(pager, 20, 1);
+    const TokenId token = 5;
+    Caller& caller = Caller::current();
+    pager.begin(commit_rows(known.id, 20, &token, 1), caller.stream());
+    Tensors t(kRows);  // of NaN
+    for (int layer = 0; layer < 2; ++layer) {
+      pager.write(layer, caller.upload(t.k.view()), caller.upload(t.v.view()), caller.stream());
+    }
+    bool refused = false;
+    try {
+      pager.commit_all();
+    } catch (const NonFiniteError&) {
+      refused = true;
+    }
+    caller.finish();
+    return refused;
+  });
+}
+
+TEST_CASE("a block that is cleared late does not lose the rows that were written meanwhile") {
+  require_needed({"compute reads after up", "compute writes after up wrote"}, [] {
+    Pager pager(small_options(3, 16));  // poisoned: blocks are filled when they are freed
+    pager.destroy_sequence(create(pager, 40, 1).id);
+    const Known known = create(pager, 40, 2);
+    testing::ShimHooks().drain();
+    return intact(pager, known);
+  });
+}
+
+TEST_CASE("the tables of a forward stay until they are on the device, however many are begun") {
+  require_needed({"host writes after compute read"}, [] {
+    std::vector<std::vector<float>> wanted;
+    std::deque<std::vector<float>> outputs;
+    for (const char* name : {"cpu", "shim"}) {
+      const OnDevice on(name);
+      Pager pager(small_options(30, 40));
+      std::vector<Known> known;
+      for (uint64_t i = 0; i < 6; ++i) {
+        known.push_back(create(pager, 20 + 9 * static_cast<int64_t>(i), i));
+      }
+      for (const Known& each : known) {
+        const auto length = static_cast<int64_t>(each.tokens.size());
+        std::vector<RowDescriptor> rows(kRows);
+        rows[0] = {each.id, length - 1, 0, RowKind::kRead};
+        Tensors t(kRows);
+        fill_row(7, 0, kQuery, 64, t.q.row(0));
+        if (!on_device()) {
+          pager.begin(rows);
+          pager.attend(0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+          pager.abort();
+          wanted.push_back(t.out.data);
+          continue;
+        }
+        Caller& caller = Caller::current();
+        outputs.push_back(t.out.data);
+        TensorView out = t.out.view();
+        out.data = outputs.back().data();
+        AttendOptions options;
+        options.stream = caller.stream();
+        pager.begin(rows, caller.stream());
+        const TensorView result = caller.upload(out);
+        pager.attend(0, caller.upload(t.q.view()), caller.upload(t.k.view()),
+                     caller.upload(t.v.view()), result, options);
+        caller.download(result, out);
+        pager.abort();
+      }
+      if (on_device()) Caller::current().finish();
+    }
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (!same_bits(wanted[i], outputs[i])) return false;
+    }
+    return true;
+  });
+}
+
+TEST_CASE("what is saved from host memory has arrived there") {
+  require_needed({"host reads after down"}, [] {
+    Pager pager(small_options(8, 16));
+    const Known known = create(pager, 48, 1);
+    const auto frozen = pager.freeze(known.id);
+    std::vector<std::byte> scratch(static_cast<size_t>(kChunkBytes));
+    const Folder folder;
+    const OnDevice processor("cpu");
+    Pager plain(small_options(8, 16));
+    const Known same = create(plain, 48, 1);
+    const auto wanted = plain.freeze(same.id);
+    for (int64_t c = 0; c < 3; ++c) {
+      const std::byte* bytes = frozen->borrow_chunk(c, scratch.data());
+      const bool right = slice_checksum(bytes, small_layout().slice_bytes()) ==
+                         wanted->meta().chunks[static_cast<size_t>(c)].slice_checksum[0];
+      frozen->give_back_chunk(c);
+      if (!right) return false;
+    }
+    return true;
+  });
+}
+
+TEST_CASE("a chunk whose copy below is on its way leaves the pool when that has arrived") {
+  require_needed({"host reads after down"}, [] {
+    Pager pager(small_options(3, 16));
+    const Known known = create(pager, 6 * 16, 1);
+    try {
+      pager.evict_all();
+      return intact(pager, known);
+    } catch (const InvariantError&) {  // checking builds see it first
+      return false;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace kvpager::pager_test
