@@ -10,6 +10,7 @@ void bind_errors(pybind11::module_& m);
 void bind_config(pybind11::module_& m);
 void bind_snapshot(pybind11::module_& m);
 void bind_pager(pybind11::module_& m);
+void bind_device(pybind11::module_& m);
 void bind_testing(pybind11::module_& m);
 
 }  // namespace kvpager

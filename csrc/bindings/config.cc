@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bind.h"
+#include "bindings/names.h"
 #include "kvpager/error.h"
 #include "kvpager/pager.h"
 #include "kvpager/selection.h"
@@ -10,8 +11,6 @@ namespace kvpager {
 
 namespace py = pybind11;
 
-namespace {
-
 DType dtype_from_name(const std::string& field, const std::string& name) {
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     if (name == dtype_name(dtype)) return dtype;
@@ -19,8 +18,6 @@ DType dtype_from_name(const std::string& field, const std::string& name) {
   throw InvalidArgumentError(
       str(field, ": '", name, "', expected 'float32', 'float16' or 'bfloat16'"));
 }
-
-}  // namespace
 
 void bind_config(py::module_& m) {
   py::class_<Layout>(m, "Layout", "Shape of a chunk's bytes.")
@@ -100,7 +97,11 @@ void bind_config(py::module_& m) {
       .def_readwrite("threads", &PagerOptions::threads)
       .def_readwrite("namespace_key", &PagerOptions::namespace_key)
       .def_readwrite("shuffle_seed", &PagerOptions::shuffle_seed)
-      .def_readwrite("poison", &PagerOptions::poison);
+      .def_readwrite("poison", &PagerOptions::poison)
+      .def_readwrite("device", &PagerOptions::device)
+      .def_readwrite("q_heads", &PagerOptions::q_heads)
+      .def_readwrite("attention", &PagerOptions::attention)
+      .def_readwrite("missed_chunks", &PagerOptions::missed_chunks);
 
   m.def("scorer_names", &scorer_names, "Names of the registered scorers.");
   m.def(

@@ -49,6 +49,7 @@ void bind_errors(py::module_& m) {
   py::register_exception<NonFiniteError>(m, "NonFiniteError", base);
   py::register_exception<StorageError>(m, "StorageError",
                                        py::make_tuple(base, py::handle(PyExc_OSError)));
+  py::register_exception<DeviceError>(m, "DeviceError", base);
   bind_corrupt_snapshot(m, base);
   py::register_exception<UnsupportedVersionError>(m, "UnsupportedVersionError", base);
   py::register_exception<FingerprintMismatchError>(m, "FingerprintMismatchError", base);

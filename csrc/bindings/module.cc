@@ -14,5 +14,6 @@ PYBIND11_MODULE(_core, m) {
   kvpager::bind_config(m);
   kvpager::bind_snapshot(m);
   kvpager::bind_pager(m);
+  kvpager::bind_device(m);
   kvpager::bind_testing(m);
 }

@@ -5,7 +5,10 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <optional>
+
 #include "bindings/bind.h"
+#include "bindings/names.h"
 #include "bindings/tensor.h"
 #include "kvpager/error.h"
 
@@ -31,8 +34,11 @@ Provenance provenance_from_name(const std::string& name) {
       str("provenance: '", name, "', expected 'exact', 'decode' or 'approximate'"));
 }
 
+// The caller's stream: a handle as torch.cuda.Stream.cuda_stream has it, 0 for the default one.
+void* stream_of(uintptr_t handle) { return reinterpret_cast<void*>(handle); }
+
 uint64_t begin(Pager& pager, const Array<int64_t>& sequences, const Array<int64_t>& positions,
-               const Array<TokenId>& tokens, const Array<uint8_t>& kinds) {
+               const Array<TokenId>& tokens, const Array<uint8_t>& kinds, uintptr_t stream) {
   const py::ssize_t rows = sequences.size();
   if (positions.size() != rows || tokens.size() != rows || kinds.size() != rows) {
     throw InvalidArgumentError(str("rows: ", rows, " sequences, ", positions.size(), " positions, ",
@@ -49,38 +55,44 @@ uint64_t begin(Pager& pager, const Array<int64_t>& sequences, const Array<int64_
                                            tokens.data()[i], static_cast<RowKind>(kinds.data()[i])};
   }
   const Release release;
-  return pager.begin(descriptors);
+  return pager.begin(descriptors, stream_of(stream));
 }
 
 void attend(Pager& pager, int layer, py::handle q, py::handle k, py::handle v, py::handle out,
-            float scaling, float softcap, int64_t window, const py::object& sinks) {
-  const BorrowedTensor q_view("q", q);
-  const BorrowedTensor k_view("k", k);
-  const BorrowedTensor v_view("v", v);
-  const BorrowedTensor out_view("out", out, true);
+            float scaling, float softcap, int64_t window, const py::object& sinks,
+            uintptr_t stream) {
+  const DevicePlace place = pager.device_place();
+  const BorrowedTensor q_view("q", q, place);
+  const BorrowedTensor k_view("k", k, place);
+  const BorrowedTensor v_view("v", v, place);
+  const BorrowedTensor out_view("out", out, place, true);
   AttendOptions options;
   options.scaling = scaling;
   options.softcap = softcap;
   options.window = window;
-  Array<float> sink_values;
+  options.stream = stream_of(stream);
+  std::optional<BorrowedTensor> sink_values;
   if (!sinks.is_none()) {
-    sink_values = py::cast<Array<float>>(sinks);
-    if (sink_values.size() != q_view.view().heads) {
-      throw InvalidArgumentError(str("sinks: ", sink_values.size(),
-                                     " values, expected one per query head (", q_view.view().heads,
+    const TensorView& view = sink_values.emplace("sinks", sinks, place).view();
+    if (view.rows != 1 || view.heads != q_view.view().heads || view.dim != 1 ||
+        view.head_stride != 1 || view.dtype != DType::kFloat32) {
+      throw InvalidArgumentError(str("sinks: ", view.heads, " values of ", dtype_name(view.dtype),
+                                     ", expected one float32 per query head (", q_view.view().heads,
                                      ")"));
     }
-    options.sinks = sink_values.data();
+    options.sinks = static_cast<const float*>(view.data);
+    options.sinks_on_device = place.name != "cpu";
   }
   const Release release;
   pager.attend(layer, q_view.view(), k_view.view(), v_view.view(), out_view.view(), options);
 }
 
-void write(Pager& pager, int layer, py::handle k, py::handle v) {
-  const BorrowedTensor k_view("k", k);
-  const BorrowedTensor v_view("v", v);
+void write(Pager& pager, int layer, py::handle k, py::handle v, uintptr_t stream) {
+  const DevicePlace place = pager.device_place();
+  const BorrowedTensor k_view("k", k, place);
+  const BorrowedTensor v_view("v", v, place);
   const Release release;
-  pager.write(layer, k_view.view(), v_view.view());
+  pager.write(layer, k_view.view(), v_view.view(), stream_of(stream));
 }
 
 void commit(Pager& pager, const py::object& sequences, const py::object& accepted,
@@ -201,6 +213,16 @@ py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
   KVPAGER_STAT(seconds_attend);
   KVPAGER_STAT(seconds_seal);
   KVPAGER_STAT(seconds_recall);
+  KVPAGER_STAT(device_bytes);
+  KVPAGER_STAT(pinned_bytes);
+  KVPAGER_STAT(scratch_bytes);
+  KVPAGER_STAT(table_bytes);
+  KVPAGER_STAT(bytes_copied_up);
+  KVPAGER_STAT(bytes_copied_down);
+  KVPAGER_STAT(bytes_staged);
+  KVPAGER_STAT(slices_staged);
+  KVPAGER_STAT(host_waits);
+  KVPAGER_STAT(seconds_wait);
 #undef KVPAGER_STAT
   return d;
 }
@@ -295,11 +317,30 @@ void bind_pager(py::module_& m) {
           },
           py::arg("sequence"), py::arg("tokens"))
       .def("begin", &begin, py::arg("sequences"), py::arg("positions"), py::arg("tokens"),
-           py::arg("kinds"))
+           py::arg("kinds"), py::arg("stream") = 0)
       .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
            py::arg("out"), py::arg("scaling"), py::arg("softcap") = 0.0f, py::arg("window") = 0,
-           py::arg("sinks") = py::none())
-      .def("write", &write, py::arg("layer"), py::arg("k"), py::arg("v"))
+           py::arg("sinks") = py::none(), py::arg("stream") = 0,
+           "Tensors of the pager's device; sinks: float32 [1, q_heads, 1].")
+      .def("write", &write, py::arg("layer"), py::arg("k"), py::arg("v"), py::arg("stream") = 0)
+      .def(
+          "mark_replayed",
+          [](Pager& p, uint64_t generation, uintptr_t stream) {
+            p.mark_replayed(generation, stream_of(stream));
+          },
+          py::arg("generation"), py::arg("stream") = 0, py::call_guard<Release>())
+      .def("generation", &Pager::generation, py::call_guard<Release>())
+      .def_property_readonly(
+          "device", [](const Pager& p) { return p.device_place().name; },
+          "\"cpu\", or the opened device with its number, such as \"cuda:0\".")
+      .def(
+          "attention",
+          [](const Pager& p, const std::string& q_dtype) {
+            const DType dtype = dtype_from_name("q_dtype", q_dtype);
+            return std::make_pair(std::string(p.attention_name(dtype)), p.attention_version(dtype));
+          },
+          py::arg("q_dtype"), py::call_guard<Release>(),
+          "What attend runs for queries of a dtype, \"reference\" or \"tensor\", and its version.")
       .def("commit", &commit, py::arg("sequences") = py::none(), py::arg("accepted") = py::none(),
            py::arg("provenance") = "exact")
       .def("abort", py::overload_cast<uint64_t>(&Pager::abort), py::arg("number"),
@@ -308,7 +349,7 @@ void bind_pager(py::module_& m) {
       .def(
           "select",
           [](Pager& p, int64_t s, int layer, py::handle q, int64_t position, int64_t window) {
-            const BorrowedTensor view("q", q);
+            const BorrowedTensor view("q", q, DevicePlace{});  // on the host, also for a device
             const Release release;
             return p.select(SequenceId(s), layer, view.view(), position, window);
           },

@@ -33,11 +33,36 @@ const DLPackExchangeAPI* exchange_api(py::handle tensor) {
   return api;
 }
 
-TensorView checked_view(const char* name, const DLTensor& t) {
-  if (t.device.device_type != kDLCPU) {
-    throw InvalidArgumentError(str(name, ": device type ", static_cast<int>(t.device.device_type),
-                                   ", expected a CPU tensor"));
+// As torch calls it.
+std::string device_name(int32_t type, int32_t ordinal) {
+  switch (type) {
+    case kDLCPU:
+      return "cpu";
+    case kDLCUDA:
+      return str("cuda:", ordinal);
+    case kDLCUDAHost:
+      return "pinned memory of the CPU";
+    default:
+      return str("DLPack device ", type, ":", ordinal);
   }
+}
+
+void require_place(const char* name, const DLDevice& device, const DevicePlace& place) {
+  // Pinned memory is memory of the CPU, of whatever device it was pinned for.
+  const bool host = device.device_type == kDLCPU || device.device_type == kDLCUDAHost;
+  if (place.type == kDLCPU
+          ? host
+          : device.device_type == place.type && device.device_id == place.ordinal) {
+    return;
+  }
+  throw InvalidArgumentError(str(name, ": a tensor on ",
+                                 device_name(device.device_type, device.device_id),
+                                 ", expected one on ", device_name(place.type, place.ordinal),
+                                 ", where this pager is (", place.name, ")"));
+}
+
+TensorView checked_view(const char* name, const DLTensor& t, const DevicePlace& place) {
+  require_place(name, t.device, place);
   if (t.ndim != 3) {
     throw InvalidArgumentError(
         str(name, ": ", t.ndim, " dimensions, expected 3 (rows, heads, head_dim)"));
@@ -76,11 +101,12 @@ TensorView checked_view(const char* name, const DLTensor& t) {
 
 }  // namespace
 
-BorrowedTensor::BorrowedTensor(const char* name, py::handle tensor, bool writable) {
+BorrowedTensor::BorrowedTensor(const char* name, py::handle tensor, const DevicePlace& place,
+                               bool writable) {
   if (const DLPackExchangeAPI* api = exchange_api(tensor)) {
     DLTensor t;
     if (api->dltensor_from_py_object_no_sync(tensor.ptr(), &t) != 0) throw py::error_already_set();
-    view_ = checked_view(name, t);
+    view_ = checked_view(name, t, place);
     return;
   }
   if (!py::hasattr(tensor, "__dlpack__")) {
@@ -96,7 +122,7 @@ BorrowedTensor::BorrowedTensor(const char* name, py::handle tensor, bool writabl
   if (owned_ == nullptr) throw py::error_already_set();
   PyCapsule_SetName(capsule.ptr(), "used_dltensor");
   try {
-    view_ = checked_view(name, owned_->dl_tensor);
+    view_ = checked_view(name, owned_->dl_tensor, place);
   } catch (...) {
     if (owned_->deleter != nullptr) owned_->deleter(owned_);
     throw;

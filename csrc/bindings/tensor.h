@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include "kvpager/pager.h"
 #include "kvpager/tensor.h"
 
 struct DLManagedTensor;
@@ -11,9 +12,10 @@ namespace kvpager {
 
 class BorrowedTensor {
  public:
-  // Three dimensions, CPU memory, a supported float dtype, last dimension contiguous;
+  // Three dimensions, memory of `place`, a supported float dtype, last dimension contiguous;
   // InvalidArgumentError that names `name` otherwise. `writable` refuses read-only exporters.
-  BorrowedTensor(const char* name, pybind11::handle tensor, bool writable = false);
+  BorrowedTensor(const char* name, pybind11::handle tensor, const DevicePlace& place,
+                 bool writable = false);
   ~BorrowedTensor();
   BorrowedTensor(const BorrowedTensor&) = delete;
   BorrowedTensor& operator=(const BorrowedTensor&) = delete;

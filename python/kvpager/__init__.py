@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from kvpager._version import __version__
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from kvpager.errors import (
         CapacityError,
         CorruptSnapshotError,
+        DeviceError,
         FingerprintMismatchError,
         InvalidArgumentError,
         InvariantError,
@@ -76,6 +79,7 @@ _ROOMS = {
     "kvpager.errors": (
         "CapacityError",
         "CorruptSnapshotError",
+        "DeviceError",
         "FingerprintMismatchError",
         "InvalidArgumentError",
         "InvariantError",
@@ -129,6 +133,16 @@ _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
 logging.getLogger("kvpager").addHandler(logging.NullHandler())
 
+
+def _fix_workspace() -> None:
+    """Gives cuBLAS one size of workspace for all products, unless it has been asked for already."""
+    torch = sys.modules.get("torch")
+    if torch is None or (torch.version.cuda and not torch.cuda.is_initialized()):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+_fix_workspace()
+
 __all__ = [
     "ROW_COMMIT",
     "ROW_PADDING",
@@ -139,6 +153,7 @@ __all__ = [
     "Completion",
     "CorruptSnapshotError",
     "Dense",
+    "DeviceError",
     "DirectoryStore",
     "Engine",
     "FileStore",

@@ -14,6 +14,7 @@ __all__: list[str] = [
     "CapacityError",
     "ChunkInfo",
     "CorruptSnapshotError",
+    "DeviceError",
     "FingerprintMismatchError",
     "InvalidArgumentError",
     "InvariantError",
@@ -31,13 +32,17 @@ __all__: list[str] = [
     "StorageError",
     "UnsupportedVersionError",
     "arm_fault",
+    "attention_of",
     "disarm_faults",
     "isa_name",
+    "probe_device",
     "scorer_description",
     "scorer_names",
     "snapshot_file_bytes",
     "summary_bytes",
+    "total_device_bytes",
     "total_mapped_bytes",
+    "total_pinned_bytes",
 ]
 
 class PagerError(Exception):
@@ -53,6 +58,9 @@ class NonFiniteError(PagerError):
     pass
 
 class StorageError(PagerError, OSError):
+    pass
+
+class DeviceError(PagerError):
     pass
 
 class CorruptSnapshotError(PagerError):
@@ -129,9 +137,12 @@ class PagerOptions:
     Everything a pager is made from; plain fields.
     """
 
+    attention: str
+    device: str
     disk_path: str
     exact: bool
     layout: Layout
+    missed_chunks: str
     namespace_key: str
     poison: bool
     policy: str
@@ -154,6 +165,10 @@ class PagerOptions:
     def pool_blocks(self) -> int: ...
     @pool_blocks.setter
     def pool_blocks(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def q_heads(self) -> int: ...
+    @q_heads.setter
+    def q_heads(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     @property
     def recall_chunks(self) -> int: ...
     @recall_chunks.setter
@@ -394,13 +409,22 @@ class Pager:
         softcap: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         window: typing.SupportsInt | typing.SupportsIndex = 0,
         sinks: typing.Any = None,
-    ) -> None: ...
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None:
+        """
+        Tensors of the pager's device; sinks: float32 [1, q_heads, 1].
+        """
+    def attention(self, q_dtype: str) -> tuple[str, int]:
+        """
+        What attend runs for queries of a dtype, "reference" or "tensor", and its version.
+        """
     def begin(
         self,
         sequences: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
         positions: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
         tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
         kinds: typing.Annotated[numpy.typing.ArrayLike, numpy.uint8],
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> int: ...
     def chain_hashes(
         self, tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32], salt: str
@@ -419,8 +443,14 @@ class Pager:
         sequence: typing.SupportsInt | typing.SupportsIndex,
         upto: typing.SupportsInt | typing.SupportsIndex = -1,
     ) -> SnapshotContent: ...
+    def generation(self) -> int: ...
     def ledger(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> list[ChunkInfo]: ...
     def length(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def mark_replayed(
+        self,
+        generation: typing.SupportsInt | typing.SupportsIndex,
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None: ...
     def pin(
         self,
         sequence: typing.SupportsInt | typing.SupportsIndex,
@@ -469,8 +499,17 @@ class Pager:
     ) -> None: ...
     def unpin(self, pin: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def write(
-        self, layer: typing.SupportsInt | typing.SupportsIndex, k: typing.Any, v: typing.Any
+        self,
+        layer: typing.SupportsInt | typing.SupportsIndex,
+        k: typing.Any,
+        v: typing.Any,
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
+    @property
+    def device(self) -> str:
+        """
+        "cpu", or the opened device with its number, such as "cuda:0".
+        """
 
 def arm_fault(
     point: str,
@@ -481,6 +520,11 @@ def arm_fault(
     Makes the `after`-th next visit of a named fault point fail once with this errno.
     """
 
+def attention_of(options: PagerOptions, q_dtype: str) -> tuple[str, int]:
+    """
+    What a pager of these options runs for queries of a dtype, "reference" or "tensor", and its version.
+    """
+
 def disarm_faults() -> None:
     """
     Takes back every armed fault.
@@ -489,6 +533,11 @@ def disarm_faults() -> None:
 def isa_name() -> str:
     """
     Instruction-set tier in use: 'base', 'v3' or 'v4'.
+    """
+
+def probe_device(kind: str) -> dict[str, typing.Any]:
+    """
+    What was found of "cuda" or "shim": kind, plugin (a path), why_not, devices.
     """
 
 def scorer_description(name: str) -> str:
@@ -518,9 +567,19 @@ def summary_bytes(scorer: str, layout: Layout) -> int:
     Bytes of the summary of one (chunk, layer, kv head).
     """
 
+def total_device_bytes() -> int:
+    """
+    Bytes of device memory this process holds, counted where they are allocated.
+    """
+
 def total_mapped_bytes() -> int:
     """
     Bytes of all live slabs of this process, counted where they are mapped.
+    """
+
+def total_pinned_bytes() -> int:
+    """
+    The same of pinned host memory.
     """
 
 CHECKS_INVARIANTS: bool = False

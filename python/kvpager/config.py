@@ -22,12 +22,15 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from kvpager.errors import InvalidArgumentError
 
 DEFAULT_SCORER = "bits2"
-# Of these the first that a configuration allows. Prefill is about as fast as it can be with 256,
-# if a forward with less to do may have fewer; else 64 cost little more than one.
-DEFAULT_ROWS = {"cpu": (256, 64, 32, 16)}
+# Of these the first that a configuration allows. On the CPU prefill is about as fast as it can be
+# with 256, if a forward with less to do may have fewer; else 64 cost little more than one. On a GPU
+# the weights are read once for all rows: 256 cost little more than one, and 128 are a whole tile.
+DEFAULT_ROWS = {"cpu": (256, 64, 32, 16), "cuda": (256, 128, 64, 32, 16)}
 CHUNK_TOKENS = (16, 32, 64, 128, 256)
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = ("qk", "lru")
+ATTENTIONS = ("auto", "reference")
+MISSED_CHUNKS = ("auto", "direct", "staged")
 AUTO_BYTES = -1  # of a budget: as much as the other budgets can ever need
 
 _UNITS = {"": 1, "B": 1} | {
@@ -35,6 +38,7 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?|shim")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 Parser: TypeAlias = Callable[[str, Any], Any]
@@ -194,6 +198,13 @@ def _name(*, none: str | None = None) -> tuple[str, Parser]:
     return accepts, parse
 
 
+def _device(field: str, value: Any) -> str:
+    text = str(value)  # a torch.device says what it is
+    if isinstance(value, (bool, int)) or not _DEVICE.fullmatch(text):
+        raise _refusal(field, value, '"auto", "cpu", "cuda", "cuda:N" or "shim"')
+    return text
+
+
 def _path(field: str, value: Any) -> str | None:
     if value is None:
         return None
@@ -215,6 +226,7 @@ def _ranges(field: str, value: Any) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(ranges))
 
 
+_PINNED_BYTES = 8 << 30  # by default; pinning takes time, and what is pinned nobody else can use
 _MANY = 2**40  # more tokens than any context; keeps sums far from 64-bit limits
 _TOKENS = _integer(0, _MANY)
 
@@ -272,8 +284,8 @@ _DENSE = Dense()
 class PagerConfig(_Validated):
     """Everything a pager can be told.
 
-    `selection`, `scorer`, `rows`, `exact`, `chunk_tokens` and `kv_dtype` change results; all else
-    decides where bytes live, or how fast it goes, and never changes a bit.
+    `selection`, `scorer`, `rows`, `exact`, `chunk_tokens`, `kv_dtype`, `device` and `attention`
+    change results; all else decides where bytes live, or how fast it goes, and never changes a bit.
     """
 
     pool_tokens: int = _option(
@@ -301,7 +313,9 @@ class PagerConfig(_Validated):
         ("Dense(), TopK(...) or Window(...)", _selection), "what a row attends to", _DENSE
     )
     host_bytes: int | str = _option(
-        _bytes(auto="a quarter of the machine's memory"), "host memory for paged-out chunks", "auto"
+        _bytes(auto="a quarter of the machine's memory, for a GPU at most 8 GiB: it is pinned"),
+        "host memory for paged-out chunks",
+        "auto",
     )
     disk_path: str | None = _option(
         ("the path of an existing folder, or None", _path), "where chunks may spill to", None
@@ -318,6 +332,24 @@ class PagerConfig(_Validated):
         _number(0.0, 10.0), "by what fraction a recalled chunk must beat its victim", 0.1
     )
     kv_dtype: str = _option(_choice(KV_DTYPES), "dtype K/V are kept in; auto: the model's", "auto")
+    device: str = _option(
+        ('"auto", "cpu", "cuda", "cuda:N" or "shim"', _device),
+        "where the pool is and attention runs; auto: where the model is, or the CPU without one; "
+        "shim: the GPU's code on the processor (tests)",
+        "auto",
+    )
+    attention: str = _option(
+        _choice(ATTENTIONS),
+        "on a GPU: tensor cores where the shape has a kernel (`auto`), or always the CPU's order "
+        "of operations, which is slower",
+        "auto",
+    )
+    missed_chunks: str = _option(
+        _choice(MISSED_CHUNKS),
+        "on a GPU: how a chunk outside the pool is read: in place from pinned memory, page by page "
+        "(`direct`), or copied ahead, layer by layer (`staged`)",
+        "auto",
+    )
     scorer: str | None = _option(
         _name(none="the selection's, or " + DEFAULT_SCORER), "makes the chunks' key summaries", None
     )
@@ -376,7 +408,8 @@ class PagerConfig(_Validated):
             self._check_rows(defaults[-1], said)
         self._check_small_rows(allowed[0], said)
         choices = [rows for rows in allowed if not self._too_many_small_rows(rows)]
-        return tuple(choices[:2]) if allowed[0] == defaults[0] else (choices[0],)
+        last = next((i for i, rows in enumerate(choices) if rows <= 64), len(choices) - 1)
+        return tuple(choices[: last + 1])
 
     def resolve_rows(self, device: str = "cpu") -> int:
         """The most rows of a forward on `device`, if all that depends on the model works out.
@@ -426,8 +459,15 @@ class PagerConfig(_Validated):
 
     @property
     def host_budget(self) -> int:
-        """`host_bytes` in bytes, "auto" resolved for this machine."""
-        return physical_memory() // 4 if self.host_bytes == "auto" else int(self.host_bytes)
+        """`host_bytes` in bytes, "auto" resolved for this machine and the CPU."""
+        return self.host_budget_on("cpu")
+
+    def host_budget_on(self, device: str) -> int:
+        """`host_bytes` in bytes, for a kind of device: "cpu", "cuda" or "shim"."""
+        if self.host_bytes != "auto":
+            return int(self.host_bytes)
+        quarter = physical_memory() // 4
+        return quarter if device == "cpu" else min(quarter, _PINNED_BYTES)
 
     @property
     def summary_budget(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvpager._core import (
     CapacityError,
     CorruptSnapshotError,
+    DeviceError,
     InvalidArgumentError,
     InvariantError,
     NonFiniteError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CapacityError",
     "CorruptSnapshotError",
+    "DeviceError",
     "FingerprintMismatchError",
     "InvalidArgumentError",
     "InvariantError",

@@ -17,7 +17,7 @@ import torch
 import transformers
 import xxhash
 
-from kvpager import _core
+from kvpager import _core, numerics
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.errors import FingerprintMismatchError, InvalidArgumentError
 from kvpager.hf import RowCounts
@@ -34,11 +34,13 @@ class Rule:
             last bits may differ, so `on_mismatch="approximate"` accepts it, and then nothing of it
             is ever shared as exact.
         remedy: what to do about a mismatch.
+        only_on: the kind of device whose fingerprints have it; empty: all.
     """
 
     meaning: str
     waivable: bool = False
     remedy: str = "load the model and settings it was saved with"
+    only_on: str = ""
 
     @property
     def on_mismatch(self) -> str:
@@ -92,20 +94,26 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "scorer": Rule("what made the summaries", remedy="set the scorer it was saved with"),
         "salt": Rule("digest of the tenant's salt", remedy="use the salt it was saved under"),
-        "device": Rule("kind of device that computed it", remedy="use the device it was saved on"),
+        "device": Rule(
+            "kind of device that computed it",
+            waivable=True,
+            remedy="use the device it was saved on",
+        ),
         "chunks_per_split": Rule("chunks per partial sum of attention", remedy=_SAME_BUILD),
         "kernel_version": Rule(
-            "version of our own arithmetic", waivable=True, remedy="use the kvpager it was saved by"
+            "version of our own arithmetic; of tensor cores with that word",
+            waivable=True,
+            remedy="use the kvpager it was saved by, and PagerConfig.attention as it was",
         ),
         "torch_version": Rule("release of torch", waivable=True, remedy=_SAME_BUILD),
         "transformers_version": Rule("release of transformers", waivable=True, remedy=_SAME_BUILD),
         "processor": Rule(
-            "instruction sets torch's matrix products choose by",
+            "instruction sets, or the GPU, that torch's matrix products choose by",
             waivable=True,
-            remedy="use a processor like the one it was saved on",
+            remedy="use a processor or GPU like the one it was saved on",
         ),
         "threads": Rule(
-            "threads of torch",
+            "threads of torch, on the CPU",
             waivable=True,
             remedy="call torch.set_num_threads with the value it was saved with",
         ),
@@ -118,6 +126,18 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "torch's float32 matmul precision",
             waivable=True,
             remedy="call torch.set_float32_matmul_precision with the value it was saved with",
+        ),
+        "cuda": Rule(
+            "releases of CUDA and cuBLAS, on a GPU",
+            waivable=True,
+            remedy=_SAME_BUILD,
+            only_on="cuda",
+        ),
+        "cuda_settings": Rule(
+            "switches of torch's matrix products, on a GPU",
+            waivable=True,
+            remedy="set them, and CUBLAS_WORKSPACE_CONFIG, as they were when it was saved",
+            only_on="cuda",
         ),
     }
 )
@@ -141,13 +161,25 @@ def describe(
     layout: Layout,
     *,
     row_counts: RowCounts,
+    kernel_version: int | str = _core.KERNEL_VERSION,
     salt: str,
     progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
     """The fingerprint of an engine: JSON-able, flat, and the same in every process.
 
-    Its fields are those of RULES. `progress` is told the bytes of weights hashed, and of all.
+    Its fields are those of RULES that the model's device has.
+
+    Args:
+        model: the model.
+        config: of the engine.
+        layout: of its chunks.
+        row_counts: of its forwards.
+        kernel_version: of the attention that the pager runs; see `attention_version`.
+        salt: the tenant's.
+        progress: told the bytes of weights hashed, and of all.
     """
+    device = model.device
+    on_cpu = device.type == "cpu"
     values = model.config.to_dict()
     # Only what differs from the class's defaults: a release that adds an option changes nothing.
     given = model.config.to_diff_dict()
@@ -171,15 +203,24 @@ def describe(
         "selection": describe_selection(config.selection),
         "scorer": config.scorer_name,
         "salt": xxhash.xxh3_128_hexdigest(b"kvpager salt\0" + salt.encode()),
-        "device": model.device.type,
+        "device": device.type,
         "chunks_per_split": _core.CHUNKS_PER_SPLIT,
-        "kernel_version": _core.KERNEL_VERSION,
+        "kernel_version": kernel_version,
         "torch_version": torch.__version__,
         "transformers_version": transformers.__version__,
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "processor": numerics.describe_processor(device),
+        # What the host computes with does not matter to a GPU.
+        "threads": torch.get_num_threads() if on_cpu else 0,
+        "mkl_cbwr": os.environ.get("MKL_CBWR", "") if on_cpu else "",
+        "matmul_precision": torch.get_float32_matmul_precision() if on_cpu else "",
+        **({} if on_cpu else _of_cuda(device)),
+    }
+
+
+def _of_cuda(device: torch.device) -> dict[str, str]:
+    return {
+        "cuda": numerics.describe_cuda(),
+        "cuda_settings": numerics.describe_settings(device),
     }
 
 
@@ -257,21 +298,19 @@ def weights_digest(model: Any, progress: Callable[[int, int], object] | None = N
     return summary.hexdigest()
 
 
-def _digest_block(block: Any) -> tuple[bytes, int]:
-    return xxhash.xxh3_128_digest(block), len(block)
+def _digest_block(block: torch.Tensor) -> tuple[bytes, int]:
+    if block.is_cuda:
+        host = torch.empty(len(block), dtype=torch.uint8, device="cpu", pin_memory=True)
+        block = host.copy_(block)
+    raw: Any = block.numpy()
+    return xxhash.xxh3_128_digest(raw), len(block)
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[Any]:
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor's bytes in logical order, in blocks; copied only if it is not contiguous."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, max(1, len(raw)), _DIGEST_BLOCK):
         yield raw[start : start + _DIGEST_BLOCK]
-
-
-def _processor() -> str:
-    """What torch's matrix kernels choose by. Our own kernels give the same bits on every one."""
-    amx = ["amx"] if torch.cpu._is_amx_tile_supported() else []  # noqa: SLF001  # no public way
-    return "+".join([torch.backends.cpu.get_cpu_capability(), *amx])
 
 
 def _canonical(value: Any) -> str:

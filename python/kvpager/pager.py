@@ -7,8 +7,10 @@
             out = forward.attend(layer, q, k, v, scaling=0.125)
         forward.commit()
 
-Tensors are torch CPU tensors or numpy arrays and are read in place; outputs are of the same kind. A
-pager may be used from several threads; calls take turns, and one forward runs at a time.
+Tensors are torch tensors on the pager's device, or numpy arrays on the CPU, and are read in place;
+outputs are of the same kind. On a GPU all work goes to torch's current stream, and nothing waits
+for it but `commit`. A pager may be used from several threads; calls take turns, and one forward
+runs at a time.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torch
 import xxhash
 
 from kvpager import _core
+from kvpager.device import Place, resolve
 from kvpager.errors import (
     CorruptSnapshotError,
     FingerprintMismatchError,
@@ -207,12 +210,33 @@ class Forward:
 
     Use it in a `with` block: an exception inside, or leaving without `commit`, aborts it, and every
     sequence is as it was.
+
+    On a GPU `attend` and `write` can be captured into a CUDA graph, in which every later forward of
+    as many rows runs. `begin` and `commit` stay outside of it:
+
+        graph = torch.cuda.CUDAGraph()
+        with pager.begin(sequences, positions, tokens, kinds) as forward:
+            with torch.cuda.graph(graph):
+                for layer in range(layers):
+                    out[layer] = forward.attend(layer, q[layer], k[layer], v[layer], scaling=0.125)
+            captured = pager.generation
+            graph.replay()
+            forward.replayed(captured)
+            forward.commit()
+        with pager.begin(sequences, positions, tokens, kinds) as forward:
+            if pager.generation == captured:  # else capture again
+                graph.replay()
+                forward.replayed(captured)
+                forward.commit()
     """
 
-    def __init__(self, core: _core.Pager, number: int, layout: Layout) -> None:
+    def __init__(
+        self, core: _core.Pager, number: int, layout: Layout, place: Place | None = None
+    ) -> None:
         self._core = core
         self._number = number
         self._layout = layout
+        self._place = place
         self._running = True
 
     def attend(
@@ -238,14 +262,16 @@ class Forward:
             scaling: multiplies every dot product.
             window: keys at positions > position - window only; None: all.
             softcap: scores become softcap * tanh(score / softcap); None: unchanged.
-            sinks: [q_heads] attention-sink logits.
+            sinks: [q_heads] attention-sink logits, where q is.
             out: [rows, q_heads, v_dim] to write to; made when None.
 
         Returns:
             `out`, in q's dtype; zeros in padding rows.
 
         Raises:
-            NonFiniteError: a key or value is not finite; the forward was aborted.
+            InvalidArgumentError: a tensor of another shape, dtype or device than expected.
+            NonFiniteError: a key or value is not finite; the forward was aborted. On a GPU `commit`
+                raises it.
             StorageError: a chunk could not be read; the forward was aborted.
             CorruptSnapshotError: a chunk's bytes are not what was saved; the forward was aborted.
                 `.chunk`, `.layer` and the token range [`.start`, `.stop`) say which.
@@ -254,21 +280,45 @@ class Forward:
         if out is None:
             shape = (q.shape[0], q.shape[1], self._layout.v_dim)
             out = (
-                torch.empty(shape, dtype=q.dtype)
+                torch.empty(shape, dtype=q.dtype, device=q.device)
                 if isinstance(q, torch.Tensor)
                 else np.empty(shape, dtype=q.dtype)
             )
-        logits = None if sinks is None else _float32_array(sinks)
+        logits = None if sinks is None else _float32_column(sinks)
         with _locating(self._layout):
             self._core.attend(
-                layer, q, k, v, out, scaling, float(softcap or 0.0), int(window or 0), logits
+                layer,
+                q,
+                k,
+                v,
+                out,
+                scaling,
+                float(softcap or 0.0),
+                int(window or 0),
+                logits,
+                self._stream(),
             )
         return out
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes the rows' K/V at this layer without attending."""
         self._require_running()
-        self._core.write(layer, k, v)
+        self._core.write(layer, k, v, self._stream())
+
+    def replayed(self, generation: int) -> None:
+        """Says that a CUDA graph was replayed, in which every layer of a forward was captured.
+
+        Call it on the stream of the replay, between `Pager.begin` and `commit`.
+
+        Args:
+            generation: `Pager.generation` as it was when the graph was captured.
+
+        Raises:
+            InvalidArgumentError: memory that the graph writes to was made anew since; abort this
+                forward, or capture it again.
+        """
+        self._require_running()
+        self._core.mark_replayed(generation, self._stream())
 
     def commit(
         self, accepted: Mapping[Sequence, int] | None = None, *, provenance: str = "exact"
@@ -297,6 +347,9 @@ class Forward:
     def _require_running(self) -> None:
         if not self._running:
             raise InvalidArgumentError("this forward has ended; begin another one")
+
+    def _stream(self) -> int:
+        return 0 if self._place is None else self._place.stream
 
     def __enter__(self) -> Forward:
         return self
@@ -398,9 +451,12 @@ class Sequence:
     ) -> list[list[int]]:
         """The chunks a row with queries q [q_heads, k_dim] would attend to, per kv head, ascending.
 
-        `position` is the row's own; by default the next one.
+        `position` is the row's own; by default the next one. q may be on the CPU, or where the
+        pager is.
         """
         at = self.length if position is None else position
+        if isinstance(q, torch.Tensor):
+            q = q.detach().cpu()
         with _locating(self._pager.layout):
             return self._core.select(self.uid, layer, q[None], at, int(window or 0))
 
@@ -408,7 +464,7 @@ class Sequence:
         """Raw keys and values of positions [start, stop) at one layer, in the layout's dtypes.
 
         Returns:
-            k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies, bit for bit.
+            k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies on the CPU, bit for bit.
         """
         layout = self._pager.layout
         with _locating(layout):
@@ -514,12 +570,16 @@ class Pager:
         smaller_rows: row counts below M, ascending, whose forwards are "exact" too, because they
             were proven to give the bits of M rows. With `config.exact` False no forward is exact.
         fingerprint: flat JSON-able mapping of all that the bits of K/V depend on.
-            Chunks and snapshots are shared only under an equal one.
+            Chunks and snapshots are shared only under an equal one. On a GPU what
+            `attention_version` says belongs to it.
         threads: of our own kernels; torch's number by default. Never changes a bit.
+        device: where the tensors are, in the place of `config.device`: "cuda:1", a torch.device ...
+        q_heads: query heads of the model; needed on a GPU, and of no meaning on the CPU.
 
     Raises:
         InvalidArgumentError: naming the option, its value and what was expected.
-        CapacityError: the system refuses the memory.
+        CapacityError: the system refuses the memory, or the device has too little.
+        DeviceError: there is no such device; says what was found.
     """
 
     def __init__(
@@ -531,7 +591,17 @@ class Pager:
         smaller_rows: SequenceOf[int] = (),
         fingerprint: Mapping[str, object] | None = None,
         threads: int | None = None,
+        device: str | torch.device | None = None,
+        q_heads: int | None = None,
     ) -> None:
+        if device is not None:
+            config = config.replace(device=device)
+        self.place = resolve(config.device, None)
+        if self.place.kind != "cpu" and q_heads is None:
+            raise InvalidArgumentError(
+                f"q_heads is None; expected the model's query heads on {self.place.name}, a "
+                f"multiple of kv_heads ({layout.kv_heads})"
+            )
         if layout.chunk_tokens != config.chunk_tokens:
             raise InvalidArgumentError(
                 f"chunk_tokens: {layout.chunk_tokens} in the layout, "
@@ -543,15 +613,14 @@ class Pager:
         self.smaller_rows = tuple(smaller_rows)
         self.fingerprint = dict(fingerprint or {})
         self.fingerprint_json = _canonical("fingerprint", self.fingerprint)
-        options = _core.PagerOptions()
-        options.layout = layout.native()
+        options = _device_options(layout, config, self.place, q_heads)
         options.pool_blocks = config.pool_blocks
         options.rows = rows
         options.smaller_rows = list(smaller_rows)
         options.exact = config.exact is not False
         options.selection = _native_selection(config)
         options.scorer = config.scorer_name
-        options.host_bytes = config.host_budget
+        options.host_bytes = config.host_budget_on(self.place.kind)
         options.disk_bytes = config.disk_bytes
         options.disk_path = config.disk_path or ""
         options.summary_bytes = config.summary_budget
@@ -571,6 +640,16 @@ class Pager:
         if self._core is None:
             raise InvalidArgumentError("this pager is closed")
         return self._core
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of forwards are: the CPU, or a CUDA device."""
+        return self.place.tensors
+
+    @property
+    def generation(self) -> int:
+        """Changes when memory that a captured forward uses is made anew; see `Forward.replayed`."""
+        return self.core.generation()
 
     def sequence(self, *, salt: str = "") -> Sequence:
         """An empty sequence. `salt` separates tenants: it enters every chunk's hash."""
@@ -600,8 +679,9 @@ class Pager:
             np.asarray(positions, dtype=np.int64),
             _token_ids(tokens),
             np.asarray(kinds, dtype=np.uint8),
+            self.place.stream,
         )
-        return Forward(self.core, number, self.layout)
+        return Forward(self.core, number, self.layout, self.place)
 
     def open_snapshot(self, path: str | os.PathLike[str]) -> SnapshotInfo:
         """Opens a snapshot: metadata only.
@@ -702,6 +782,19 @@ class Pager:
         self._core = None
 
 
+def attention_version(
+    layout: Layout, config: PagerConfig, place: Place, q_heads: int, q_dtype: torch.dtype
+) -> int | str:
+    """What decides the bits of a pager's attention for queries of a dtype, before there is one.
+
+    The number of our reference arithmetic, which is the same on every device; or a word with the
+    number of another, such as "tensor 1".
+    """
+    options = _device_options(layout, config, place, q_heads)
+    name, version = _core.attention_of(options, str(q_dtype).removeprefix("torch."))
+    return version if name == "reference" else f"{name} {version}"
+
+
 def open_snapshot(path: str | os.PathLike[str]) -> SnapshotInfo:
     """Opens a snapshot without a pager: metadata only. See `Pager.open_snapshot`.
 
@@ -764,6 +857,19 @@ def _require_equal(expected: Mapping[str, object], found: Mapping[str, object], 
             )
 
 
+def _device_options(
+    layout: Layout, config: PagerConfig, place: Place, q_heads: int | None
+) -> _core.PagerOptions:
+    """Options that say where a pager is, and what attends there."""
+    options = _core.PagerOptions()
+    options.layout = layout.native()
+    options.device = place.name
+    options.q_heads = q_heads or 0
+    options.attention = config.attention
+    options.missed_chunks = config.missed_chunks
+    return options
+
+
 def _native_selection(config: PagerConfig) -> _core.Selection:
     selection = config.selection
     if selection.kind == "dense":
@@ -777,10 +883,11 @@ def _native_selection(config: PagerConfig) -> _core.Selection:
     )
 
 
-def _float32_array(values: Tensor) -> np.ndarray[Any, Any]:
+def _float32_column(values: Tensor) -> Tensor:
+    """[n] numbers as float32 [1, n, 1], where they are."""
     if isinstance(values, torch.Tensor):
-        values = values.detach().float().contiguous().numpy()
-    return np.ascontiguousarray(values, dtype=np.float32)
+        return values.detach().float().contiguous().view(1, -1, 1)
+    return np.ascontiguousarray(values, dtype=np.float32).reshape(1, -1, 1)
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
@@ -790,7 +897,7 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     shape = (count, *rows.shape[1:])
     padded: Tensor
     if isinstance(rows, torch.Tensor):
-        padded = torch.zeros(shape, dtype=rows.dtype)
+        padded = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
         padded[: rows.shape[0]] = rows
     else:
         padded = np.zeros(shape, dtype=rows.dtype)

@@ -122,7 +122,7 @@ def test_numerics_are_refused_unless_approximate_results_are_accepted(field):
 
 def test_every_field_has_its_rule_in_the_order_they_are_written(model, closing):
     fields = list(closing(make_engine(model)).fingerprint)
-    assert fields == list(RULES)
+    assert fields == [name for name, rule in RULES.items() if not rule.only_on]
     for name, rule in RULES.items():
         assert rule.meaning, name
         assert rule.remedy, name

@@ -100,7 +100,7 @@ def test_anything_but_a_transformers_model_is_refused():
     refused(Wrapper(), "get_base_model()")
 
 
-def test_weights_elsewhere_than_on_the_cpu_are_refused():
+def test_weights_that_are_not_in_memory_are_refused():
     with torch.device("meta"):
         config = transformers.LlamaConfig(**COMMON)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()

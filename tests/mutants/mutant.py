@@ -62,5 +62,6 @@ def exists(test: str, root: Path = ROOT) -> bool:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".cc":
         text = re.sub(r'"\s*\n\s*"', "", text)  # a name on two lines
-        return re.search(rf'TEST_CASE\(\s*"{re.escape(name)}"\s*\)', text) is not None
+        macro = "(?:TEST_CASE|PAGER_TEST|DEVICE_TEST)"
+        return re.search(rf'{macro}\(\s*"{re.escape(name)}"\s*\)', text) is not None
     return re.search(rf"^def {re.escape(name.partition('[')[0])}\(", text, re.MULTILINE) is not None

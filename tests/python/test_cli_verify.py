@@ -143,7 +143,7 @@ def test_experts_that_treat_each_row_alone_are_verified(capsys, experts, quick):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--device", "cuda"], 3, "this version computes on the CPU"),
+        (["--device", "cuda:63"], 3, "cuda:"),
         (["--model", "/nowhere"], 3, "no such folder"),
         (["--prompt", "text"], 3, "has no tokenizer"),
         (["--experts", "magic"], 3, "--experts magic"),

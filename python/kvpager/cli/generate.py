@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         )
     places = session_places(args)
     check_writable("--output", args.output)
-    model = load_model(args.model, args.dtype)
+    model = load_model(args.model, args.dtype, config.device)
     tokenizer = load_tokenizer(args.model)
     given = prompt_ids(args, prompt, tokenizer, special_tokens=args.restore is None)
 

@@ -14,7 +14,7 @@ from kvpager.cli.parser import Parser
 def add(commands: Any, common: Parser) -> None:
     """Adds the command."""
     parser = commands.add_parser(
-        "info", parents=[common], help="versions, instruction set, memory, scorers"
+        "info", parents=[common], help="versions, instruction set, devices, memory, scorers"
     )
     parser.set_defaults(run=run, parser=parser)
 
@@ -37,6 +37,7 @@ def collect() -> dict[str, Any]:
 
     from kvpager import Layout, __version__, _core
     from kvpager.config import DEFAULT_ROWS, DEFAULT_SCORER, physical_memory
+    from kvpager.device import missing
     from kvpager.needles import shipped_model_path
 
     try:
@@ -47,6 +48,7 @@ def collect() -> dict[str, Any]:
         layers=1, kv_heads=1, k_dim=128, v_dim=128, k_dtype="bfloat16", v_dtype="bfloat16"
     )
     native = usual.native()
+    why_not = missing("cuda")
     return {
         "kvpager": __version__,
         "python": platform.python_version(),
@@ -54,8 +56,9 @@ def collect() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "numpy": np.__version__,
         "platform": platform.platform(),
-        "backend": "CPU",
-        "cuda": "not built",
+        "backend": "CPU" if why_not else "CPU and CUDA",
+        "cuda": {**_core.probe_device("cuda"), "why_not": why_not},
+        "shim": _core.probe_device("shim"),
         "instruction_set": _core.isa_name(),
         "processors": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
@@ -75,6 +78,24 @@ def collect() -> dict[str, Any]:
     }
 
 
+def _device_lines(kind: str, found: dict[str, Any]) -> list[str]:
+    """What was found of a kind of device. Of the one for tests, only that it is there."""
+    if kind == "shim":
+        return [] if found["why_not"] else [f"{'shim':18} built (the GPU's code, for tests)"]
+    lines = [
+        f"{kind + ':' + str(number):18} {device['name']}, capability {device['capability']}, "
+        f"{device['memory_bytes'] / 2**30:.1f} GiB, driver for CUDA {_release(device['driver'])}"
+        for number, device in enumerate(found["devices"])
+    ]
+    built = f"plug-in {found['plugin']}" if found["plugin"] else "no plug-in"
+    return [f"{kind:18} {found['why_not'] or built}", *lines]
+
+
+def _release(number: int) -> str:
+    """13000 is 13.0."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
 def _text(values: dict[str, Any]) -> str:
     labels = {
         "instruction_set": "instruction set",
@@ -87,12 +108,13 @@ def _text(values: dict[str, Any]) -> str:
     }
     lines = []
     for name, value in values.items():
-        if name in ("scorers", "default_scorer", "cuda"):
+        if name in ("scorers", "default_scorer"):
             continue
         shown = value
-        if name == "backend":
-            shown = f"{value} (CUDA: {values['cuda']})"
-        elif name == "memory_bytes":
+        if name in ("cuda", "shim"):
+            lines += _device_lines(name, value)
+            continue
+        if name == "memory_bytes":
             shown = f"{value / 2**30:.1f} GiB"
         elif value is None:
             shown = "not found"

@@ -51,12 +51,24 @@ def load_config(path: str | Path) -> Any:
         return AutoConfig.from_pretrained(str(path), local_files_only=True)
 
 
-def load_model(path: str | Path, dtype: str = "auto") -> Any:
+def load_model(path: str | Path, dtype: str = "auto", device: str = "cpu") -> Any:
     """A causal LM in eval mode, from a local folder alone.
+
+    Args:
+        path: the folder.
+        dtype: one of DTYPES.
+        device: where it is to be paged, as `PagerConfig.device` has it; on the CPU unless a GPU is
+            named.
 
     Raises:
         CliError: no such folder, or transformers cannot load what is in it.
+        DeviceError: there is no such device.
     """
+    place: Any = "cpu"
+    if device.startswith("cuda"):
+        from kvpager.device import torch_device
+
+        place = torch_device(device)
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -66,8 +78,7 @@ def load_model(path: str | Path, dtype: str = "auto") -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype, local_files_only=True
         )
-    model.eval()
-    return model
+    return model.eval().to(place)
 
 
 def load_tokenizer(path: str | Path) -> Any | None:

@@ -103,7 +103,7 @@ def pager_config(args: argparse.Namespace) -> PagerConfig:
         selection: Selection = SELECTIONS[kind](**_only(values, own))
         mine = {field.name for field in dataclasses.fields(PagerConfig)} - own
         config = PagerConfig(**_only(values, mine), selection=selection)
-        config.resolve_rows()
+        config.resolve_rows("cuda" if config.device.startswith("cuda") else "cpu")
         _check_scorer(config.scorer_name)
     except InvalidArgumentError as error:
         raise UsageError(with_flags(str(error))) from error

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     config = pager_config(args)
     check_writable("--output", args.output)
     recorded = None if args.against is None else read_answer(args.against)
-    model = load_model(args.model, args.dtype)
+    model = load_model(args.model, args.dtype, config.device)
     if recorded is not None:
         ids = recorded.prompt_ids + recorded.ids
     else:

@@ -44,7 +44,6 @@ def add(commands: Any, common: Parser) -> None:
     )
     add_model_options(parser, default="the shipped retrieval model")
     group = parser.add_argument_group("verification")
-    group.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
     group.add_argument(
         "--experts", metavar="NAME", help="experts implementation, such as batched_mm"
     )
@@ -70,12 +69,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     check_writable("--output", args.output)
     with or_impossible():
-        if args.device != "cpu":
-            raise ImpossibleError(
-                f"--device {args.device}: this version computes on the CPU; leave --device out"
-            )
         path = _model_path(args)
-        model = _load(args, path)
+        model = _load(args, path, config.device)
         tokenizer = load_tokenizer(path) if isinstance(prompt, str) else None
         ids = prompt_ids(args, prompt, tokenizer)
         report = _verify(args, config, model, path, [] if ids is None else [ids])
@@ -100,11 +95,11 @@ def _model_path(args: argparse.Namespace) -> Path:
         raise ImpossibleError(f"{error}; give --model") from error
 
 
-def _load(args: argparse.Namespace, path: Path) -> Any:
+def _load(args: argparse.Namespace, path: Path, device: str) -> Any:
     """The model as it is to be run."""
     import torch
 
-    model = load_model(path, args.dtype)
+    model = load_model(path, args.dtype, device)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if args.experts is not None:
@@ -160,6 +155,8 @@ def _shapes(subject: Subject) -> list[Any]:
     from kvpager.hf.shapes import probe_shapes
 
     others = sorted({1, 2, os.cpu_count() or 1} - {torch.get_num_threads()})
+    if subject.model.device.type != "cpu":
+        others = []  # the host's threads compute nothing
     return list(probe_shapes(subject.model, subject.engine().rows, thread_counts=others))
 
 

@@ -7,7 +7,7 @@ from kvpager.hf.attention import NAME, running
 from kvpager.hf.bits import same_bits
 from kvpager.hf.head import HEAD_ROWS, Head
 from kvpager.hf.layout import layout_of
-from kvpager.hf.observe import observe, packed_inputs
+from kvpager.hf.observe import Observation, observe, packed_inputs
 from kvpager.hf.prove import Dropped, RowProof, prove
 from kvpager.hf.rows import RowCounts
 from kvpager.hf.shapes import ShapeReport, probe_shapes
@@ -20,6 +20,7 @@ __all__ = [
     "Attachment",
     "Dropped",
     "Head",
+    "Observation",
     "RowCounts",
     "RowProof",
     "ShapeReport",

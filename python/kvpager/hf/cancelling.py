@@ -20,6 +20,8 @@ _POWERS = 4  # pairs are scaled by 2**-4 .. 2**3, so that sums round at many pla
 class Pairing:
     """Which two places of a sum belong together; of an odd number one is left out (and zero).
 
+    Everything is drawn on the CPU, so that every device is tried with the same numbers.
+
     Attributes:
         first, second: [features // 2] int64 indices.
         features: terms of a sum.
@@ -33,22 +35,23 @@ class Pairing:
     def draw(cls, features: int, generator: torch.Generator) -> Pairing:
         """Random pairs of all places of a sum."""
         half = features // 2
-        place = torch.randperm(features, generator=generator)
+        place = torch.randperm(features, generator=generator, device="cpu")
         return cls(place[:half], place[half : 2 * half], features)
 
     def equal(self, rows: int, generator: torch.Generator) -> torch.Tensor:
         """Random values [rows, features] float32, the same at both places of a pair."""
-        drawn = torch.randn(rows, len(self.first), generator=generator)
+        drawn = torch.randn(rows, len(self.first), generator=generator, device="cpu")
         return self._placed(drawn, drawn)
 
     def opposite(self, rows: int, generator: torch.Generator) -> torch.Tensor:
         """Random values [rows, features] float32, of opposite sign at the places of a pair."""
-        powers = torch.randint(-_POWERS, _POWERS, (len(self.first),), generator=generator)
-        drawn = torch.randn(rows, len(self.first), generator=generator) * powers.exp2()
+        half = len(self.first)
+        powers = torch.randint(-_POWERS, _POWERS, (half,), generator=generator, device="cpu")
+        drawn = torch.randn(rows, half, generator=generator, device="cpu") * powers.exp2()
         return self._placed(drawn, -drawn)
 
     def _placed(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        values = torch.zeros(len(first), self.features)
+        values = torch.zeros(len(first), self.features, device="cpu")
         values[:, self.first], values[:, self.second] = first, second
         return values
 
@@ -58,23 +61,30 @@ def cancelling_product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight like `weight` and inputs [rows, in_features] whose exact product is zero.
 
-    The weight has the shape, dtype, strides and alignment of `weight`, which library kernels choose
-    by. `summed` is its dimension of in_features.
+    The weight has the shape, dtype, strides, alignment and device of `weight`, which library
+    kernels choose by. `summed` is its dimension of in_features.
     """
     pairs = Pairing.draw(weight.shape[summed], generator)
     outputs = weight.shape[1 - summed]
-    drawn = pairs.opposite(min(outputs, _DRAWN), generator).to(weight.dtype)
+    drawn = pairs.opposite(min(outputs, _DRAWN), generator).to(weight.dtype).to(weight.device)
     made = like(weight)
     by_output = made if summed == 1 else made.t()
     for start in range(0, outputs, _DRAWN):
         by_output[start : start + _DRAWN] = drawn[: outputs - start]
-    return made, pairs.equal(rows, generator).to(weight.dtype)
+    return made, pairs.equal(rows, generator).to(weight.dtype).to(weight.device)
 
 
 def like(tensor: torch.Tensor) -> torch.Tensor:
-    """An uninitialised tensor of the same shape, dtype, strides and place within a cache line."""
-    line = 64 // tensor.element_size()
+    """An uninitialised tensor of the same shape, dtype, strides, device and place within a line."""
+    line = line_bytes(tensor)
     extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride())) + 1
-    buffer = torch.empty(extent + line, dtype=tensor.dtype)
-    start = (tensor.data_ptr() - buffer.data_ptr()) % 64 // tensor.element_size()
+    buffer = torch.empty(
+        extent + line // tensor.element_size(), dtype=tensor.dtype, device=tensor.device
+    )
+    start = (tensor.data_ptr() - buffer.data_ptr()) % line // tensor.element_size()
     return buffer.as_strided(tensor.shape, tensor.stride(), start)
+
+
+def line_bytes(tensor: torch.Tensor) -> int:
+    """Libraries choose a kernel by an address modulo this: a cache line, or what cuBLAS asks."""
+    return 64 if tensor.device.type == "cpu" else 256

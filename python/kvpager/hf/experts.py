@@ -38,8 +38,9 @@ def expert_samples(call: Replay, rows: int, dtype: torch.dtype) -> list[Sample]:
     cancel, of one product at a time. The layer was called with hidden states [M, H], indices of
     experts [M, k] and their weights [M, k], in this order.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     chosen = call.inputs[1].shape[-1]
+    device = call.inputs[0].device
     experts = min(max(_FEW, chosen), max(len(weight) for weight in _own(call).values()))
     samples = []
     trials = [_random(call, rows, experts, generator)]
@@ -48,13 +49,14 @@ def expert_samples(call: Replay, rows: int, dtype: torch.dtype) -> list[Sample]:
     if dtype != torch.float32:
         trials = trials[1:] or trials
     for weights, hidden in trials:
-        converted = {name: weight.to(dtype) for name, weight in weights.items()}
-        index = torch.rand(rows, experts, generator=generator).argsort(dim=1)[:, :chosen]
-        share = torch.rand(rows, chosen, generator=generator).softmax(dim=1)
+        converted = {name: weight.to(dtype).to(device) for name, weight in weights.items()}
+        drawn = torch.rand(rows, experts, generator=generator, device="cpu")
+        index = drawn.argsort(dim=1)[:, :chosen]
+        share = torch.rand(rows, chosen, generator=generator, device="cpu").softmax(dim=1)
         inputs = [
-            hidden.to(dtype),
-            index.to(call.inputs[1].dtype),
-            share.to(_share_dtype(call, dtype)),
+            hidden.to(dtype).to(device),
+            index.to(call.inputs[1].dtype).to(device),
+            share.to(_share_dtype(call, dtype)).to(device),
         ]
         samples.append(Sample(_with(call, converted), inputs))
     return samples
@@ -66,10 +68,11 @@ def _random(
     """Weights and hidden states, in float32."""
     features = call.inputs[0].shape[-1]
     weights = {
-        name: torch.randn(experts, *weight.shape[1:], generator=generator) * features**-0.5
+        name: torch.randn(experts, *weight.shape[1:], generator=generator, device="cpu")
+        * features**-0.5
         for name, weight in _own(call).items()
     }
-    return weights, torch.randn(rows, features, generator=generator)
+    return weights, torch.randn(rows, features, generator=generator, device="cpu")
 
 
 def _cancelling(

@@ -32,8 +32,8 @@ class Head:
         for start in range(0, len(rows), largest):
             wanted = list(rows[start : start + largest])
             count = self._counts[bisect_left(self._counts, len(wanted))]
-            index = torch.tensor(wanted + [wanted[0]] * (count - len(wanted)))
-            gathered = hidden.index_select(0, index.to(hidden.device))
+            index = wanted + [wanted[0]] * (count - len(wanted))
+            gathered = hidden.index_select(0, torch.tensor(index, device=hidden.device))
             logits = self._project(gathered.unsqueeze(0))
             if self.finish is not None:
                 logits = self.finish(logits)

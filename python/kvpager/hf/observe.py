@@ -12,6 +12,7 @@ import torch
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf.attention import running
 from kvpager.hf.bits import same_bits
+from kvpager.hf.cancelling import line_bytes
 from kvpager.hf.head import HEAD_ROWS, Head
 from kvpager.hf.support import has_expert_weights
 
@@ -101,13 +102,14 @@ def observe(model: Any, rows: int) -> Observation:
         UnsupportedModelError: the model does not run on packed rows, or does something between its
             layers and its logits that is not known here.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)  # the same tokens on every device
     vocab = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.randint(vocab, (rows,), generator=generator)
+    tokens = torch.randint(vocab, (rows,), generator=generator, device="cpu").to(model.device)
     longest = getattr(model.config, "max_position_embeddings", None) or rows
-    positions = torch.randint(min(4 * rows, longest), (rows,), generator=generator)
+    positions = torch.randint(min(4 * rows, longest), (rows,), generator=generator, device="cpu")
+    positions = positions.to(model.device)
     recorder = Recorder()
-    keep = torch.arange(HEAD_ROWS) % rows
+    keep = torch.arange(HEAD_ROWS, device=model.device) % rows
     with torch.inference_mode(), _watched(model) as seen, running(recorder):
         try:
             output = model(**packed_inputs(tokens, positions), logits_to_keep=keep)
@@ -130,7 +132,7 @@ def observe(model: Any, rows: int) -> Observation:
 
 @dataclass
 class _Seen:
-    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     calls: dict[Any, Call] = field(default_factory=dict)
 
 
@@ -180,7 +182,9 @@ def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     return (
         type(module),
         id(module) if "forward" in vars(module) else None,  # patched: one of its kind
-        tuple((name, x.shape, x.stride(), x.dtype, x.data_ptr() % 64) for name, x in own),
+        tuple(
+            (name, x.shape, x.stride(), x.dtype, x.data_ptr() % line_bytes(x)) for name, x in own
+        ),
         tuple((x.shape, x.stride(), x.dtype) for x in tensors_in((args, kwargs))),
     )
 

@@ -65,7 +65,7 @@ def _laid_out(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     """
     strides = given.stride()
     order = sorted(range(given.ndim), key=lambda dim: -strides[dim])
-    return torch.empty_permuted(x.shape, order, dtype=x.dtype).copy_(x)
+    return torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _row_dimension(x: torch.Tensor, rows: int) -> int | None:

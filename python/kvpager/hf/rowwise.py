@@ -56,15 +56,17 @@ class RowwiseProbe:
     def __init__(self, samples: Sequence[Sample], base: int) -> None:
         self._rows = len(samples[0].inputs[0])
         self._base = base
+        self._device = samples[0].inputs[0].device
         everywhere = [*range(0, self._rows - base, base), self._rows - base]
         self._tried = [(sample, self._table(sample, base, everywhere)) for sample in samples]
-        self._place = torch.randperm(base, generator=torch.Generator().manual_seed(1))
+        generator = torch.Generator("cpu").manual_seed(1)
+        self._place = torch.randperm(base, generator=generator, device="cpu").to(self._device)
 
     def independent(self) -> bool:
         """Whether a row keeps its bits at another index of a block of `base`, beside anything."""
         return all(
             _keeps_bits(
-                sample, table, self._place, None if sample.constant else _others(self._base)
+                sample, table, self._place, None if sample.constant else self._others(self._base)
             )
             for sample, table in self._tried
         )
@@ -75,8 +77,8 @@ class RowwiseProbe:
 
     def neighbour_dependent(self) -> bool:
         """Whether zeros, NaN and infinities in other rows of a block of `base` change a row."""
-        last = torch.arange(self._rows - self._base, self._rows)
-        others = _others(self._base)
+        last = self._range(self._rows - self._base, self._rows)
+        others = self._others(self._base)
         return not all(_keeps_bits(sample, table, last, others) for sample, table in self._tried)
 
     def differs(self, count: int) -> bool:
@@ -85,7 +87,7 @@ class RowwiseProbe:
         They have other indices there, and in the last block zeros, NaN and infinities beside them.
         """
         return not all(
-            _keeps_bits(sample, table, torch.arange(start, start + count), others)
+            _keeps_bits(sample, table, self._range(start, start + count), others)
             for sample, table in self._tried
             for start, others in self._blocks(sample, count)
         )
@@ -117,7 +119,7 @@ class RowwiseProbe:
         *clean, last = self._starts(sample, count)
         for start in clean:
             yield start, None
-        yield last, None if sample.constant else _others(count)
+        yield last, None if sample.constant else self._others(count)
 
     def _starts(self, sample: Sample, count: int) -> list[int]:
         """Blocks at the beginning, about the middle and at the end: any two counts share rows."""
@@ -128,10 +130,10 @@ class RowwiseProbe:
 
     def _table(self, sample: Sample, count: int, starts: Iterable[int]) -> _Table:
         outputs: Rows = []
-        filled = torch.zeros(self._rows, dtype=torch.bool)
+        filled = torch.zeros(self._rows, dtype=torch.bool, device=self._device)
         sound = True
         for start in starts:
-            found = sample.bits(sample.block(torch.arange(start, start + count)))
+            found = sample.bits(sample.block(self._range(start, start + count)))
             if not outputs:
                 outputs = [x.new_zeros((self._rows, *x.shape[1:])) for x in found]
             again = filled[start : start + count].clone()
@@ -142,13 +144,20 @@ class RowwiseProbe:
             filled[start : start + count] = True
         return _Table(outputs, filled, sound)
 
+    def _range(self, start: int, stop: int) -> torch.Tensor:
+        return torch.arange(start, stop, device=self._device)
+
+    def _others(self, count: int) -> torch.Tensor:
+        """Every other row of a block [count], but never the last: who else is in it."""
+        return self._range(0, count) % 2 == count % 2
+
 
 def _keeps_bits(
     sample: Sample, table: _Table, rows: torch.Tensor, spoilt: torch.Tensor | None = None
 ) -> bool:
     """Whether a block of these rows, some of them spoilt, has the table's bits in the others."""
     block = sample.block(rows)
-    kept = torch.ones(len(rows), dtype=torch.bool) if spoilt is None else ~spoilt
+    kept = torch.ones_like(rows, dtype=torch.bool) if spoilt is None else ~spoilt
     if spoilt is not None:
         for x in block:
             _spoil(x, spoilt)
@@ -157,20 +166,17 @@ def _keeps_bits(
     return table.sound and _equal(before, [x[kept] for x in found])
 
 
-def _others(count: int) -> torch.Tensor:
-    """Every other row of a block [count], but never the last: who else is in it."""
-    return torch.arange(count) % 2 == count % 2
-
-
 def _spoil(rows: torch.Tensor, which: torch.Tensor) -> None:
     """Overwrites some rows with what padding, overflow and broken sequences leave behind."""
     if not rows.is_floating_point():
         rows[which] = 0
         return
     largest = torch.finfo(rows.dtype).max
-    values = torch.tensor([0.0, torch.nan, torch.inf, -torch.inf, largest], dtype=rows.dtype)
+    values = torch.tensor(
+        [0.0, torch.nan, torch.inf, -torch.inf, largest], dtype=rows.dtype, device=rows.device
+    )
     number = int(which.sum())
-    fill = values[torch.arange(number) % len(values)]
+    fill = values[torch.arange(number, device=rows.device) % len(values)]
     rows[which] = fill.reshape(-1, *[1] * (rows.ndim - 1)).expand(number, *rows.shape[1:])
 
 

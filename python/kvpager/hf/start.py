@@ -14,7 +14,9 @@ from kvpager.hf.support import has_experts
 
 _log = logging.getLogger(__name__)
 
-_ALONE = 64  # most rows worth having where no small count is the same: a decode step pays for all
+# Most rows worth having where no small count is the same: a decode step pays for all of them. A GPU
+# reads the weights once, whatever the rows.
+_ALONE = {"cpu": 64, "cuda": 256}
 _SMALL = 16  # a count that makes up for many rows
 _EXPERT_ROWS = 64  # most rows by default where every row gathers matrices of its own
 
@@ -39,7 +41,8 @@ def settle_rows(
     """
     if not exact:
         return observe(model, choices[0]), RowCounts(choices[0]), None
-    most = _EXPERT_ROWS if has_experts(model) else _ALONE if small_rows == "fixed" else choices[0]
+    alone = _ALONE[model.device.type]
+    most = _EXPERT_ROWS if has_experts(model) else alone if small_rows == "fixed" else choices[0]
     choices = [rows for rows in choices if rows <= most] or choices[-1:]
     for rows in choices[:-1]:
         try:
@@ -48,7 +51,7 @@ def settle_rows(
         except UnsupportedModelError as error:
             _log.info("not %d rows per forward: %s", rows, error)
             continue
-        if rows <= _ALONE or proof.counts.ladder[0] <= _SMALL:
+        if rows <= alone or proof.counts.ladder[0] <= _SMALL:
             return seen, proof.counts, proof
         _log.info("not %d rows per forward: no count of %d or less is as exact", rows, _SMALL)
     seen = observe(model, choices[-1])

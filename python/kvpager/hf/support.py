@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpager.errors import UnsupportedModelError
+from kvpager.numerics import tunes_kernels
 
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")
 _MOVING_ROPE = ("dynamic", "longrope")
@@ -112,12 +113,26 @@ def _kind_problems(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def _placement_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    places = {tensor.device.type for tensor in model.parameters()}
-    if places != {"cpu"}:
+    tensors = [*model.parameters(), *model.buffers()]
+    places = sorted({str(tensor.device) for tensor in tensors})
+    if "meta" in places:
         yield (
-            f"its parameters are on {', '.join(sorted(places))}, and this version computes on the "
-            "CPU only",
-            'call model.to("cpu"), and load without device_map',
+            "some of its weights are not in memory (meta tensors, or offloaded ones)",
+            "load it whole, without device_map, to the CPU or to one GPU",
+        )
+    elif len(places) != 1:
+        yield (
+            f"its parameters are on {', '.join(places)}, and rows of one forward are computed on "
+            "one device",
+            'load it without device_map, to the CPU or to one GPU: model.to("cuda")',
+        )
+    elif tensors[0].device.type not in ("cpu", "cuda"):
+        yield f"its parameters are on {places[0]}", 'call model.to("cuda") or model.to("cpu")'
+    if tunes_kernels():
+        yield (
+            "torch.cuda.tunable times kernels and takes the fastest, so that a row's bits depend "
+            "on the run",
+            "call torch.cuda.tunable.enable(False), or unset PYTORCH_TUNABLEOP_ENABLED",
         )
     if model.dtype not in _DTYPES:
         yield (

@@ -81,7 +81,8 @@ def head_unit(model: Any, seen: Observation) -> Unit:
         products = [replace(sample, dear=True) for sample in _products(replay, rows)]
         if finish is None:
             return products
-        logits = _random_like(_as_many(replay.outputs[0], rows), torch.Generator().manual_seed(0))
+        generator = torch.Generator("cpu").manual_seed(0)
+        logits = _random_like(_as_many(replay.outputs[0], rows), generator)
         return [*products, Sample(lambda x: [finish(x[0])], [logits])]
 
     return _unit(replay, HEAD_ROWS, samples)
@@ -129,7 +130,7 @@ def _samples(replay: Replay, rows: int) -> list[Sample]:
     samples.append(Sample(replay, given))
     if not any(x.is_floating_point() for x in given):
         return samples
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     has_weights = any(True for _ in replay.module.parameters())
     if has_weights or len(given) > 1:
         samples.append(Sample(replay, [_random_like(x, generator) for x in given]))
@@ -149,22 +150,24 @@ def _products(replay: Replay, rows: int) -> list[Sample]:
     given = replay.inputs[0]
     if given.dtype != weight.dtype or given.shape[-1] != weight.shape[summed]:
         return []
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     vectors = rows * given[0].numel() // given.shape[-1]
     made, inputs = cancelling_product(weight, vectors, generator, summed=summed)
     weights = {"weight": made}
     if bias is not None:  # as small as what is left of the products
-        weights["bias"] = (torch.randn(bias.shape, generator=generator) * 2**-18).to(bias.dtype)
+        drawn = torch.randn(bias.shape, generator=generator, device="cpu") * 2**-18
+        weights["bias"] = drawn.to(bias.dtype).to(bias.device)
     return [Sample(partial(replay, weights=weights), [inputs.view(rows, *given.shape[1:])])]
 
 
 def _as_many(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Some rows, repeated or cut to a number of them."""
-    return x[torch.arange(rows) % len(x)]
+    return x[torch.arange(rows, device=x.device) % len(x)]
 
 
 def _random_like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Random values where x has real ones; integers as they are."""
     if not x.is_floating_point():
         return x
-    return (torch.randn(x.shape, generator=generator) * 4).to(x.dtype)
+    drawn = torch.randn(x.shape, generator=generator, device="cpu") * 4
+    return drawn.to(x.dtype).to(x.device)

@@ -12,6 +12,8 @@ from kvpager.hf.attention import running
 from kvpager.hf.bits import same_bits
 from kvpager.hf.observe import Observation, Recorder, packed_inputs
 
+_TILE = 16  # rows; every tile of a GPU's kernels is a multiple
+
 
 class WholeModel:
     """Rows of an observed forward, run again in forwards of any count, with the model's weights.
@@ -24,8 +26,9 @@ class WholeModel:
     def __init__(self, model: Any, seen: Observation) -> None:
         self._model = model
         self._seen = seen
-        self._generator = torch.Generator().manual_seed(2)
-        self._next = torch.tensor(self._mixed(seen.rows))
+        self._device = seen.tokens.device
+        self._generator = torch.Generator("cpu").manual_seed(2)
+        self._next = self._mixed(seen.rows)
         self._independent = False
 
     def differing(self, counts: Sequence[int]) -> dict[int, str]:
@@ -43,7 +46,7 @@ class WholeModel:
 
     def _require_independent_rows(self) -> None:
         rows = self._seen.rows
-        self._next = torch.tensor(self._mixed(rows))
+        self._next = self._mixed(rows)
         if what := self._difference(rows, kept=rows - rows // 4):
             raise UnsupportedModelError(
                 f"{type(self._model).__name__}: {what} of a row depend on its index or on the "
@@ -65,10 +68,9 @@ class WholeModel:
         """
         seen = self._seen
         source, self._next = self._next[:kept], self._next.roll(-kept)
-        place = torch.tensor(self._mixed(count)[:kept])
-        place = place[torch.randperm(kept, generator=self._generator)]
-        tokens = torch.zeros(count, dtype=torch.int64)
-        positions = torch.full((count,), self._far_position(), dtype=torch.int64)
+        place = self._mixed(count)[:kept][self._permutation(kept)]
+        tokens = torch.zeros_like(seen.tokens[:1]).repeat(count)
+        positions = torch.full_like(tokens, self._far_position())
         tokens[place], positions[place] = seen.tokens[source], seen.positions[source]
         again = Recorder()
         with running(again):
@@ -83,13 +85,22 @@ class WholeModel:
             return "the final hidden states"
         return None
 
-    def _mixed(self, count: int) -> list[int]:
-        """The rows of a forward in random order, but first where the share of a thread ends."""
-        threads = torch.get_num_threads()
-        ends = {count * thread // threads for thread in range(threads + 1)}
-        first = [row for end in sorted(ends) for row in (end - 1, end) if 0 <= row < count]
-        random = torch.randperm(count, generator=self._generator).tolist()
-        return list(dict.fromkeys([*first, *random]))
+    def _mixed(self, count: int) -> torch.Tensor:
+        """The rows of a forward in random order, but first where work is divided."""
+        first = [row for end in self._ends(count) for row in (end - 1, end) if 0 <= row < count]
+        random = torch.randperm(count, generator=self._generator, device="cpu").tolist()
+        return torch.tensor(list(dict.fromkeys([*first, *random])), device=self._device)
+
+    def _ends(self, count: int) -> list[int]:
+        """Where the share of a thread ends, or a tile of a GPU's kernels."""
+        if self._device.type == "cpu":
+            threads = torch.get_num_threads()
+            return sorted({count * thread // threads for thread in range(threads + 1)})
+        return [*range(0, count, max(_TILE, count // 8)), count]
+
+    def _permutation(self, count: int) -> torch.Tensor:
+        drawn = torch.randperm(count, generator=self._generator, device="cpu")
+        return drawn.to(self._device)
 
     def _far_position(self) -> int:
         config = self._model.config

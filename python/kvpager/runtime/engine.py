@@ -13,13 +13,15 @@ import torch
 
 from kvpager import fingerprint as fingerprints
 from kvpager.config import PagerConfig, known_options
+from kvpager.device import Place, resolve
 from kvpager.errors import (
     CorruptSnapshotError,
     InvalidArgumentError,
+    UnsupportedModelError,
     UnsupportedVersionError,
 )
-from kvpager.hf import Attachment, check_supported, layout_of, settle_rows
-from kvpager.pager import Pager, Sequence, SnapshotInfo
+from kvpager.hf import Attachment, Observation, check_supported, layout_of, settle_rows
+from kvpager.pager import Layout, Pager, Sequence, SnapshotInfo, attention_version
 from kvpager.runtime.completion import Completion
 from kvpager.runtime.decode import decode
 from kvpager.runtime.prefill import prefill_all
@@ -55,6 +57,9 @@ class Engine:
     `PagerConfig.exact="all"`; with "reuse" it holds for sealed and saved chunks, generated text
     included, and with False for nothing.
 
+    A model on a GPU (`model.to("cuda")`) is paged there, on torch's current stream; logits come to
+    the CPU once per forward, where tokens are chosen.
+
     While an engine is open the model's attention is kvpager's, and its weights must not change;
     `close` (or leaving the `with` block) gives the model back as it was. One thread at a time per
     session; forwards of different sessions take turns.
@@ -85,7 +90,8 @@ class Engine:
         long as a prefill of 2 M tokens; with a smaller `rows` it takes less.
 
         Args:
-            model: a transformers causal LM on the CPU, in eval mode.
+            model: a transformers causal LM in eval mode, on the CPU or on one GPU; the pool is
+                where the model is.
             config: how to page; or give its options by name, which also override it.
             salt: separates tenants: no chunk and no snapshot is shared between different salts.
             store: where a prefill of an empty session looks for the beginning of its prompt, in all
@@ -103,11 +109,13 @@ class Engine:
             UnsupportedModelError: this model cannot keep the promise; says why and what to do.
             InvalidArgumentError: an option is unknown or out of range.
             CapacityError: the memory asked for cannot be had.
+            DeviceError: the model's device cannot be used; says what was found.
         """
         self.config = _configuration(config, options)
-        choices = self.config.row_choices()
         exact = self.config.exact is not False
         self.model = check_supported(model, exact=exact)
+        self.place = resolve(self.config.device, self.model.device)
+        choices = self.config.row_choices(self.model.device.type)
         if not isinstance(salt, str):
             raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
         self.salt = salt
@@ -135,12 +143,14 @@ class Engine:
                 chunk_tokens=self.config.chunk_tokens,
                 kv_dtype=self.config.kv_dtype,
             )
+            q_heads, kernel_version = _attention(seen, self.layout, self.config, self.place)
             with reporting_bytes(progress, "hash weights") as report:
                 self.fingerprint: Mapping[str, Any] = fingerprints.describe(
                     self.model,
                     self.config,
                     self.layout,
                     row_counts=self.row_counts,
+                    kernel_version=kernel_version,
                     salt=salt,
                     progress=report,
                 )
@@ -151,6 +161,8 @@ class Engine:
                 smaller_rows=self.row_counts.smaller,
                 fingerprint=self.fingerprint,
                 threads=threads,
+                device=self.place.name,
+                q_heads=q_heads,
             )
         except BaseException:
             self._attachment.release()
@@ -572,6 +584,25 @@ def _configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> Pa
     if not isinstance(config, PagerConfig):
         raise InvalidArgumentError(f"config is {config!r}; expected a PagerConfig")
     return config.replace(**options) if options else config
+
+
+def _attention(
+    seen: Observation, layout: Layout, config: PagerConfig, place: Place
+) -> tuple[int, int | str]:
+    """Query heads of a model, and what decides the bits of its attention."""
+    queries = [q for q, _, _ in seen.layers.values()]
+    heads = {q.shape[1] for q in queries}
+    if place.kind != "cpu" and len(heads) != 1:
+        raise UnsupportedModelError(
+            f"its layers have {', '.join(map(str, sorted(heads)))} query heads, and on "
+            f"{place.name} all have to have as many; use the CPU"
+        )
+    versions = {
+        attention_version(layout, config, place, max(heads), dtype)
+        for dtype in {q.dtype for q in queries}
+    }
+    known = sorted(versions, key=str)
+    return max(heads), known[0] if len(known) == 1 else ", ".join(map(str, known))
 
 
 def _vocab_size(model: Any) -> int:

@@ -11,8 +11,10 @@ import torch
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.hf import Head, RowCounts, packed_inputs, running
+from kvpager.numerics import settings, tunes_kernels
 from kvpager.pager import Forward, Pager
 from kvpager.runtime.batch import Batch
+from kvpager.runtime.to_host import ToHost
 
 
 class _Timed:
@@ -40,8 +42,10 @@ class Runner:
         self._model = model
         self._pager = pager
         self._counts = row_counts
+        self._device = model.device
         self._threads = torch.get_num_threads()
-        self._settings = _settings()
+        self._settings = settings(self._device)
+        self._to_host = ToHost(self._device)
         self._weights = [
             tensor
             for tensor in (*model.parameters(), *model.buffers())
@@ -63,6 +67,8 @@ class Runner:
     def run(self, batch: Batch) -> torch.Tensor:
         """Commits the batch; returns logits [len(batch.wanted), vocab] in the model's dtype.
 
+        They are on the CPU, whatever the model's device: one copy per forward.
+
         Raises:
             InvalidArgumentError: something that bits depend on was changed since the engine was
                 made.
@@ -77,19 +83,26 @@ class Runner:
                 batch.sequences[:rows], positions, tokens, batch.kinds[:rows]
             ) as forward:
                 timed = _Timed(forward)
-                inputs = packed_inputs(torch.from_numpy(tokens), torch.from_numpy(positions))
+                inputs = packed_inputs(
+                    torch.from_numpy(tokens).to(self._device),
+                    torch.from_numpy(positions).to(self._device),
+                )
                 with running(timed):
                     output = self._decoder(**inputs)
                 self.attention_seconds += timed.seconds
                 head_start = time.perf_counter()
-                logits = self._head(output[0][0], batch.wanted) if batch.wanted else torch.empty(0)
+                arriving = self._to_host(self._logits(output[0][0], batch.wanted))
                 self.head_seconds += time.perf_counter() - head_start
-                forward.commit(None if batch.accept is None else batch.accept(logits))
+                forward.commit(None if batch.accept is None else batch.accept(arriving()))
+                logits = arriving()
             self.forwards += 1
             self.rows += rows
             self.rows_used += batch.used
             self.seconds += time.perf_counter() - start
         return logits
+
+    def _logits(self, hidden: torch.Tensor, wanted: list[int]) -> torch.Tensor:
+        return self._head(hidden, wanted) if wanted else hidden.new_empty(0)
 
     def check_unchanged(self) -> None:
         """Raises InvalidArgumentError if something bits depend on is not as it was at the start.
@@ -98,24 +111,36 @@ class Runner:
         through `.data` or a tensor put in another's place is not.
         """
         threads = torch.get_num_threads()
-        if threads != self._threads:
+        if threads != self._threads and self._device.type == "cpu":
             raise InvalidArgumentError(
                 f"torch runs {threads} threads, but ran {self._threads} when the engine was made, "
                 "and bits depend on it; call "
                 f"torch.set_num_threads({self._threads}), or make a new Engine"
             )
+        if self._model.device != self._device:
+            raise InvalidArgumentError(
+                f"the model is on {self._model.device}, but was on {self._device} when the engine "
+                "was made; move it back, or close the engine and make a new one"
+            )
         if self._model.training:
             raise InvalidArgumentError("the model is in training mode; call model.eval()")
-        for name, value, then in zip(_SETTINGS, _settings(), self._settings):
+        for (name, value), then in zip(settings(self._device).items(), self._settings.values()):
             if value != then:
                 raise InvalidArgumentError(
                     f"{name} is {value!r}, but was {then!r} when the engine was made, and bits "
                     "depend on it; set it back, or make a new Engine"
                 )
-        if torch.is_autocast_enabled("cpu"):
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind):
             raise InvalidArgumentError(
                 "autocast is on, and under it the model computes other bits; leave the "
-                '`torch.autocast("cpu")` block, or use torch.autocast("cpu", enabled=False) inside'
+                f'`torch.autocast("{kind}")` block, or use torch.autocast("{kind}", enabled=False) '
+                "inside"
+            )
+        if kind != "cpu" and tunes_kernels():
+            raise InvalidArgumentError(
+                "torch.cuda.tunable was enabled, under which bits depend on the run; call "
+                "torch.cuda.tunable.enable(False)"
             )
         if sum(map(_VERSION, self._weights)) != self._weights_version:
             raise InvalidArgumentError(
@@ -124,15 +149,4 @@ class Runner:
             )
 
 
-_SETTINGS = (
-    "torch.get_float32_matmul_precision()",
-    "torch.backends.mkldnn.enabled",
-    "torch.set_flush_denormal, as it was called on this thread,",
-)
 _VERSION = operator.attrgetter("_version")  # bumped by every change in place
-_DENORMAL = torch.tensor([1e-40])
-
-
-def _settings() -> tuple[str, bool, bool]:
-    flushes = (_DENORMAL * 1).item() == 0  # nothing else tells
-    return torch.get_float32_matmul_precision(), bool(torch.backends.mkldnn.enabled), flushes

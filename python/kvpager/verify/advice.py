@@ -88,7 +88,8 @@ def _on_speed(report: Report, engine: Engine) -> Iterator[str]:
     counts = engine.row_counts
     if engine.config.exact != "all" or counts.ladder[0] <= _SMALL:
         return
-    if report.about["dtype"] == "float32" and not os.environ.get("MKL_CBWR"):
+    on_cpu = engine.model.device.type == "cpu"
+    if on_cpu and report.about["dtype"] == "float32" and not os.environ.get("MKL_CBWR"):
         yield (
             f"every forward has {counts.ladder[0]} rows or more: MKL_CBWR=AUTO,STRICT in the "
             "environment, before torch is loaded, gives float32 products one class of row counts"

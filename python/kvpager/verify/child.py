@@ -1,8 +1,8 @@
 """`python -m kvpager.verify.child JOB.json`: one part of a verification in a fresh process.
 
 A job is a JSON object: "model" (folder), "weights" (its digest), "dtype", "experts"
-(implementation, or null), "threads", "folder" (where results go) and "tasks", each with "do",
-"config" (see config_json.py) and:
+(implementation, or null), "threads", "device" (the model's), "folder" (where results go) and
+"tasks", each with "do", "config" (see config_json.py) and:
 
 - "cold": "ids"; records a cold run.
 - "restore": "snapshot", "ids" and "new_tokens"; restores, prefills the rest, generates, records.
@@ -76,7 +76,7 @@ def _load(job: Mapping[str, Any]) -> Any:
             f"{job['model']} holds weights {digest}, and the model that is verified has "
             f"{job['weights']}; save the model there, or leave its folder out"
         )
-    return model.eval()
+    return model.to(job["device"]).eval()
 
 
 def _engine(model: Any, task: Mapping[str, Any]) -> Any:

@@ -115,7 +115,7 @@ def compare_with_transformers(
         reporting(progress, "transformers", len(prompts)) as report,
     ):
         for number, prompt in enumerate(prompts):
-            ids = torch.from_numpy(np.asarray(prompt, dtype=np.int64))[None]
+            ids = torch.from_numpy(np.asarray(prompt, dtype=np.int64)).to(model.device)[None]
             once = _prefilled(model, ids)
             cold = _continued(model, once, sampling, new_tokens)
             kept = prefix_tokens(len(prompt), number)
@@ -124,7 +124,8 @@ def compare_with_transformers(
             # The logits after the prompt; further ones come from one-token decode on both sides.
             reuse.add(cold, warm, compare_bits(warm.logits[0], cold.logits[0], place))
             # Every position the text was decoded at, against one prefill of prompt and text.
-            whole = torch.cat([ids, torch.tensor([cold.tokens[:-1]])], dim=1)
+            text = torch.tensor([cold.tokens[:-1]], device=model.device)
+            whole = torch.cat([ids, text], dim=1)
             together = _prefilled(model, whole).logits[ids.shape[1] - 1 :]
             again = _chosen(together, sampling, ids.shape[1])
             place = f"prompt {number}: logits of decoded tokens"
@@ -217,7 +218,8 @@ def _continued(model: Any, state: _State, sampling: Sampling, new_tokens: int) -
         tokens.append(sampling.choose(steps[-1], int(state.cache.get_seq_length())))
         if len(tokens) == new_tokens:
             return _Text(tokens, torch.stack(steps))
-        output = model(torch.tensor([tokens[-1:]]), past_key_values=state.cache, use_cache=True)
+        last = torch.tensor([tokens[-1:]], device=model.device)
+        output = model(last, past_key_values=state.cache, use_cache=True)
         steps.append(_logits(output)[-1])
 
 
@@ -231,7 +233,7 @@ def _logprobs(logits: torch.Tensor, tokens: list[int]) -> list[float]:
 
 
 def _logits(output: Any) -> torch.Tensor:
-    logits: torch.Tensor = output.logits[0]
+    logits: torch.Tensor = output.logits[0].cpu()  # where tokens are chosen
     return logits
 
 

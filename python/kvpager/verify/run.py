@@ -176,6 +176,7 @@ def _about(subject: Subject) -> dict[str, Any]:
         "architecture": type(subject.model).__name__,
         "dtype": str(subject.model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
+        "device": subject.device,
         "isa": _core.isa_name(),
         "torch": torch.__version__,
         "exact": subject.config.exact,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvpager import numerics
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.errors import InvalidArgumentError
 from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
@@ -49,7 +50,7 @@ class Subject:
         """Opens the first engine, which checks the model.
 
         Args:
-            model: a transformers causal LM, as for `Engine`.
+            model: a transformers causal LM, as for `Engine`, on the device to verify.
             config: under which it is to keep its promise; `config.exact` says what is promised.
             folder: the model's, for runs in fresh processes; by default it is saved to a temporary
                 one when such a run is wanted.
@@ -102,6 +103,14 @@ class Subject:
     def selection(self) -> str:
         """What rows attend to, in one line."""
         return describe_selection(self.config.selection)
+
+    @property
+    def device(self) -> str:
+        """Where the model is and attention runs: "cpu", "cuda:0 (NVIDIA H100 ...)", "shim"."""
+        device = self.model.device
+        if device.type == "cpu":
+            return "shim" if self.config.device == "shim" else "cpu"
+        return f"{device} ({numerics.describe_processor(device)})"
 
     @property
     def all_exact(self) -> bool:
@@ -196,6 +205,7 @@ class Subject:
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "experts": getattr(self.model.config, "_experts_implementation", None),
             "threads": torch.get_num_threads(),
+            "device": str(self.model.device),
             "weights": self.engine().fingerprint["weights"],
         }
         return run_children(about, jobs, self.workdir)

@@ -1,6 +1,7 @@
 """Every mutant, in the order of the rooms."""
 
 from mutants.catalogue.attention import ATTENTION
+from mutants.catalogue.devices import DEVICES
 from mutants.catalogue.paging import PAGING
 from mutants.catalogue.probes import PROBES
 from mutants.catalogue.runtime import RUNTIME
@@ -8,4 +9,4 @@ from mutants.catalogue.sampling import SAMPLING
 from mutants.catalogue.selection import SELECTION
 from mutants.catalogue.snapshots import SNAPSHOTS
 
-CATALOGUE = (*ATTENTION, *SELECTION, *PAGING, *SNAPSHOTS, *PROBES, *RUNTIME, *SAMPLING)
+CATALOGUE = (*ATTENTION, *SELECTION, *PAGING, *SNAPSHOTS, *PROBES, *RUNTIME, *SAMPLING, *DEVICES)

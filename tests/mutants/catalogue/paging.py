@@ -26,21 +26,19 @@ PAGING = (
     Mutant(
         name="write-through-misses-a-layer",
         breaks="4: a chunk comes back with the bytes it was sealed with",
-        file="csrc/pager/commit.cc",
-        old="                  static_cast<size_t>(layout.chunk_bytes()));\n"
-        "    } else if (seal.home.disk.value() >= 0) {",
-        new="                  static_cast<size_t>(layout.chunk_bytes() - layout.slice_bytes()));\n"
-        "    } else if (seal.home.disk.value() >= 0) {",
+        file="csrc/pager/host_bytes.cc",
+        old="                static_cast<size_t>(layout_.chunk_bytes()));\n"
+        "  } else if (seal->home.disk.value() >= 0) {",
+        new="                static_cast<size_t>(layout_.chunk_bytes() - layout_.slice_bytes()));\n"
+        "  } else if (seal->home.disk.value() >= 0) {",
         killers=(PLACEMENT,),
     ),
     Mutant(
         name="a-trim-writes-into-the-sealed-chunk",
         breaks="4: sealed bytes never change; a trim into a chunk takes a copy of its rows",
-        file="csrc/pager/sequences.cc",
-        old="        std::memcpy(out, bytes, static_cast<size_t>(layout.chunk_bytes()));\n"
-        "      } else {",
-        new="        std::memcpy(out, bytes, static_cast<size_t>(layout.slice_bytes()));\n"
-        "      } else {",
+        file="csrc/pager/host_bytes.cc",
+        old="    std::memcpy(out, bytes, static_cast<size_t>(layout_.chunk_bytes()));\n",
+        new="    std::memcpy(out, bytes, static_cast<size_t>(layout_.slice_bytes()));\n",
         killers=(
             "cpp/pager/trim_test.cc::"
             "trimming inside a shared chunk never changes what the others see",
@@ -50,10 +48,7 @@ PAGING = (
         name="a-fork-takes-an-empty-tail",
         breaks="a fork has the tokens of its parent, the unsealed ones too",
         file="csrc/pager/sequences.cc",
-        old="""\
-    std::memcpy(pool.slot(block.value()), pool.slot(ledger[use.record].block.value()),
-                static_cast<size_t>(layout.chunk_bytes()));
-""",
+        old="      backend->load(ledger[use.record], block);\n",
         new="",
         killers=(
             SHARING + "a fork shares sealed chunks, copies the tail, and the two go their own ways",
@@ -75,8 +70,8 @@ PAGING = (
         name="what-is-lent-to-a-save-is-spilled",
         breaks="5: what is lent to a save stays where it is",
         file="csrc/pager/residency.cc",
-        old="if (!record.on_host() || record.readers > 0 || record.borrows > 0) return;",
-        new="if (!record.on_host() || record.readers > 0) return;",
+        old="record.borrows > 0 || host_read(record, readers)) return;",
+        new="host_read(record, readers)) return;",
         killers=(
             "cpp/pager/freeze_test.cc::"
             "a save in progress makes no forward wait for room, and nothing it reads moves",
@@ -213,7 +208,7 @@ PAGING = (
         name="equal-names-swap-bytes",
         breaks="10: a chunk whose bytes differ from those of its name is not replaced by them",
         file="csrc/pager/commit.cc",
-        old="if (found && ledger[*found].checksums == seal.checksums) {",
+        old="if (found && checksums(*found) == checksums(&seal)) {",
         new="if (found) {",
         killers=(
             SHARING

@@ -57,8 +57,8 @@ RUNTIME = (
         name="rejected-guesses-stay",
         breaks="14: rows of rejected guesses are as if they had never been",
         file="python/kvpager/runtime/runner.py",
-        old="forward.commit(None if batch.accept is None else batch.accept(logits))\n",
-        new="forward.commit(None if batch.accept is None else batch.accept(logits) and None)\n",
+        old="forward.commit(None if batch.accept is None else batch.accept(arriving()))\n",
+        new="forward.commit(None if batch.accept is None else batch.accept(arriving()) and None)\n",
         killers=(DEFECTS + "test_speculated_text_is_the_text_of_plain_decoding",),
     ),
     Mutant(
@@ -97,9 +97,8 @@ RUNTIME = (
         name="recomputed-chunks-are-not-proved",
         breaks="a damaged chunk computed again is taken only with the bits that were saved",
         file="csrc/pager/commit.cc",
-        old="if (found && ledger[*found].checksums == seal.checksums) {",
-        new="if (found && (ledger[*found].damaged || "
-        "ledger[*found].checksums == seal.checksums)) {",
+        old="if (found && checksums(*found) == checksums(&seal)) {",
+        new="if (found && (ledger[*found].damaged || checksums(*found) == checksums(&seal))) {",
         killers=(
             "model/test_recompute.py::test_computed_bits_that_are_not_the_saved_ones_are_refused",
         ),

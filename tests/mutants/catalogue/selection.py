@@ -45,9 +45,10 @@ SELECTION = (
     Mutant(
         name="selection-of-another-row",
         breaks="8: a row selects by its own query, not by one of its forward",
-        file="csrc/pager/attend.cc",
-        old="score_range(part.summaries, range, layer, h, q, row, &scores);",
-        new="score_range(part.summaries, range, layer, h, q, part.score_row, &scores);",
+        file="csrc/pager/host_attend.cc",
+        old="range, layer,\n                                            h, q, row, &scores);",
+        new="range, layer,\n                                            h, q, "
+        "forward.parts[static_cast<size_t>(p)].score_row, &scores);",
         killers=(
             "python/test_pager_placement.py::test_threads_packing_and_padding_change_no_bit",
             "model/test_pure_function_of_tokens.py::"
@@ -57,14 +58,14 @@ SELECTION = (
     Mutant(
         name="selection-of-what-is-resident",
         breaks="8: what is attended to does not follow what is resident",
-        file="csrc/pager/attend.cc",
-        old="    const double scale = score_range(part.summaries, range, layer, h, q, row, "
-        "&scores);\n",
+        file="csrc/pager/host_attend.cc",
+        old="                                            h, q, row, &scores);\n",
         new="""\
-    const double scale = score_range(part.summaries, range, layer, h, q, row, &scores);
+                                            h, q, row, &scores);
+    const Sequence& sequence = *forward.parts[static_cast<size_t>(p)].sequence;
     for (size_t i = 0; i < scores.size(); ++i) {
       const int64_t chunk = range.begin + static_cast<int64_t>(i);
-      if (!ledger[part.sequence->use(chunk).record].resident()) scores[i] = -1e30;
+      if (!pager_.ledger[sequence.use(chunk).record].resident()) scores[i] = -1e30;
     }
 """,
         killers=(
@@ -76,12 +77,12 @@ SELECTION = (
         name="a-summary-is-kept-if-there-is-one",
         breaks="9: a slot's summary is that of the chunk now in it, not of the one before",
         file="csrc/pager/commit.cc",
-        old="      summarize(bytes, summaries.slot(seal.summary.value()));\n",
+        old="      backend->summarize(block, seal.summary);\n",
         new="""\
-      std::byte* kept = summaries.slot(seal.summary.value());
-      if (std::all_of(kept, kept + summaries.slot_bytes(),
+      const std::byte* kept = backend->summary(seal.summary);
+      if (std::all_of(kept, kept + summary_slot_bytes,
                       [](std::byte b) { return b == std::byte{0}; })) {
-        summarize(bytes, kept);
+        backend->summarize(block, seal.summary);
       }
 """,
         killers=(
@@ -103,7 +104,7 @@ SELECTION = (
     Mutant(
         name="summary-of-the-page-before",
         breaks="9: a summary is that of its own layer and kv head",
-        file="csrc/pager/commit.cc",
+        file="csrc/pager/restore.cc",
         old="scorer.summarize(layout, chunk + layout.page_offset(layer, head),",
         new="scorer.summarize(layout, chunk + layout.page_offset(layer, head > 0 ? head - 1 : 0),",
         killers=(
@@ -114,7 +115,7 @@ SELECTION = (
     Mutant(
         name="summary-cache-outlives-its-forward",
         breaks="8: a row's candidates have the scores of their own summaries",
-        file="csrc/pager/attend.cc",
+        file="csrc/pager/inspect.cc",
         old="    pointers[static_cast<size_t>(i)] = bases[static_cast<size_t>(range.begin + i)] + "
         "offset;\n",
         new="    pointers[static_cast<size_t>(i)] = bases[static_cast<size_t>(i)] + offset;\n",

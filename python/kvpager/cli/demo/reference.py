@@ -75,7 +75,8 @@ def _compare(engine: Any, whole: Any, path: Path, turn: int) -> Difference:
 
     In a pager of its own: within one, equal chunks are one chunk, and equal to itself.
     """
-    other = Pager(engine.layout, engine.config, rows=engine.rows, fingerprint=engine.fingerprint)
+    config = engine.config.replace(device="cpu")  # nothing is computed there
+    other = Pager(engine.layout, config, rows=engine.rows, fingerprint=engine.fingerprint)
     try:
         saved = other.restore(open_snapshot(path), salt=engine.salt)
         difference = differing_kv(saved, whole, engine.layout.layers, f"turn {turn}")

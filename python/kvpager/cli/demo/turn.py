@@ -38,9 +38,10 @@ def make_engine(job: dict[str, Any]) -> tuple[Any, dict[str, float]]:
     from kvpager import Engine
 
     start = time.perf_counter()
-    model = load_model(job["model"], job["dtype"])
+    config = config_from_json(job["config"])
+    model = load_model(job["model"], job["dtype"], config.device)
     loaded = time.perf_counter()
-    engine = Engine(model, config_from_json(job["config"]), threads=job["threads"])
+    engine = Engine(model, config, threads=job["threads"])
     seconds = {
         "imports_s": imports,
         "model_load_s": loaded - start,
@@ -86,6 +87,8 @@ def run_turn(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pager_facts(engine: Any, stats: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
     counted = (
         "pool_bytes",
         "resident_bytes",
@@ -101,7 +104,7 @@ def _pager_facts(engine: Any, stats: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "rows": engine.rows,
-        "threads": engine.fingerprint["threads"],
+        "threads": torch.get_num_threads(),
         "token_bytes": engine.layout.token_bytes,
         **{name: stats[name] for name in counted},
     }

@@ -1,0 +1,27 @@
+"""Which devices tests run on: the shim, which is the GPU's code on the processor, and a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from kvpager.device import missing
+
+DEVICES = ["shim", pytest.param("cuda", marks=pytest.mark.cuda)]
+# Those that have to be there, such as "shim,cuda": without one, tests fail rather than skip.
+REQUIRED = os.environ.get("KVPAGER_TEST_DEVICES", "").replace(" ", "").split(",")
+
+
+def require(device):
+    """Skips the test, saying why, where there is no such device."""
+    if why_not := missing(device):
+        assert device not in REQUIRED, f"{device} is in KVPAGER_TEST_DEVICES, but {why_not}"
+        pytest.skip(f"{device}: {why_not}")
+    return device
+
+
+def tensors_of(device):
+    """Where torch keeps the tensors that a pager of the device works on."""
+    return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")

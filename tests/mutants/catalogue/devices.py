@@ -1,0 +1,75 @@
+"""Devices: tensors where the model is, and bits that say what computed them."""
+
+from mutants.mutant import Mutant
+
+ENGINE = "model/test_device_engine.py::"
+SIMULATED = "model/test_device_simulated.py::"
+PAGER = "python/test_device_pager.py::"
+MIXES = SIMULATED + "test_an_engine_of_a_model_on_a_gpu_mixes_no_devices"
+
+DEVICES = (
+    Mutant(
+        name="rows-of-the-head-are-chosen-by-an-index-on-the-cpu",
+        breaks="every tensor that meets the model is where the model is",
+        file="python/kvpager/hf/head.py",
+        old="torch.tensor(index, device=hidden.device)",
+        new='torch.tensor(index, device="cpu")',
+        killers=(MIXES,),
+    ),
+    Mutant(
+        name="positions-stay-on-the-cpu",
+        breaks="every tensor that meets the model is where the model is",
+        file="python/kvpager/runtime/runner.py",
+        old="torch.from_numpy(positions).to(self._device)",
+        new="torch.from_numpy(positions)",
+        killers=(MIXES,),
+    ),
+    Mutant(
+        name="made-up-rows-stay-on-the-cpu",
+        breaks="the row proof runs on the model's device",
+        file="python/kvpager/hf/cancelling.py",
+        old="pairs.equal(rows, generator).to(weight.dtype).to(weight.device)",
+        new="pairs.equal(rows, generator).to(weight.dtype)",
+        killers=(SIMULATED + "test_the_row_proof_and_the_table_of_shapes_run_where_the_model_is",),
+    ),
+    Mutant(
+        name="outputs-are-made-on-the-cpu",
+        breaks="attention's output is where its queries are",
+        file="python/kvpager/pager.py",
+        old="torch.empty(shape, dtype=q.dtype, device=q.device)",
+        new="torch.empty(shape, dtype=q.dtype)",
+        killers=(
+            MIXES,
+            SIMULATED + "test_the_package_says_of_every_tensor_it_makes_where_it_is_to_be",
+        ),
+    ),
+    Mutant(
+        name="attention-is-what-the-device-likes",
+        breaks='attention="reference" is the CPU\'s order of operations on every device',
+        file="python/kvpager/pager.py",
+        old="    options.attention = config.attention\n",
+        new="",
+        killers=(ENGINE + "test_the_reference_order_gives_the_cpus_bits_end_to_end",),
+    ),
+    Mutant(
+        name="tensor-cores-have-the-cpus-name",
+        breaks="equal fingerprints mean equal bits: the fingerprint says which attention it was",
+        file="python/kvpager/pager.py",
+        old='    return version if name == "reference" else f"{name} {version}"\n',
+        new="    return version\n",
+        killers=(
+            ENGINE + "test_a_snapshot_of_tensor_cores_is_refused_elsewhere_or_taken_as_approximate",
+        ),
+    ),
+    Mutant(
+        name="tensors-of-any-device-are-taken",
+        breaks="a tensor on another device is refused, never read as if it were here",
+        file="csrc/bindings/tensor.cc",
+        old="  require_place(name, t.device, place);\n",
+        new="",
+        killers=(
+            "python/test_device_tensors.py::"
+            "test_a_tensor_on_another_device_is_refused_naming_both_and_the_forward_goes_on",
+        ),
+    ),
+)
