@@ -12,11 +12,18 @@ FUZZ_SECONDS ?= 600
 DEMO_ARGS ?=
 VERIFY_ARGS ?=
 MUTANTS_ARGS ?=
+# Whether the package gets its CUDA plug-in. Compiling it takes nvcc and minutes, but no GPU: by default
+# it is done where there is a GPU, in CI always.
+CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
+CUDA_ARGS ?=
+GPU_ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --config-settings=cmake.define.KVPAGER_WERROR=ON
+# The shim runs the device's kernels on the processor: for tests, never in a wheel.
+DEVICES := --config-settings=cmake.define.KVPAGER_SHIM=ON
 
 export PATH := $(BIN):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
@@ -28,13 +35,14 @@ DEPS_STAMP := $(VENV)/.kvpager-deps
 BUILD_STAMP := $(VENV)/.kvpager-build
 NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc models/tiny-retriever -type f)
 ASAN_SITE := $(abspath build/asan-site)
-FORMATTED = $(shell find csrc tests/cpp tests/fuzz -name third_party -prune -o \( -name '*.cc' -o -name '*.h' \) -print)
+FORMATTED = $(shell find csrc tests/cpp tests/fuzz -name third_party -prune -o \
+  \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)
 PYTHON_SOURCES := $(wildcard python tests scripts models bench)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo test lint ctest pytest test-slow verify-all mutants asan tsan fuzz bench
-.PHONY: tidy stubs wheel format clean
+.PHONY: cuda gpu-test gpu-bench tidy stubs wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -87,7 +95,8 @@ asan: build ## C++ and Python tests under AddressSanitizer and UBSan
 	cmake --build --preset asan
 	ctest --preset asan
 	rm -rf $(ASAN_SITE)
-	$(INSTALL) --no-deps --target $(ASAN_SITE) --config-settings=build-dir=build/asan-python \
+	$(INSTALL) --no-deps --target $(ASAN_SITE) --config-settings=build-dir=build/asan-python $(DEVICES) \
+	  --config-settings=cmake.define.KVPAGER_CUDA=OFF \
 	  --config-settings=cmake.define.KVPAGER_SANITIZE=address,undefined \
 	  --config-settings=cmake.define.KVPAGER_CHECK_INVARIANTS=ON \
 	  --config-settings=install.strip=false .
@@ -100,6 +109,20 @@ tsan: build ## C++ tests under ThreadSanitizer
 	cmake --preset tsan --log-level=WARNING
 	cmake --build --preset tsan
 	ctest --preset tsan
+
+cuda: $(TOOLS_STAMP) ## compile the CUDA plug-in alone; needs nvcc (scripts/fetch_nvcc.sh) and no GPU
+	cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release -DKVPAGER_CUDA=ON \
+	  -DKVPAGER_WERROR=ON -DKVPAGER_PYTHON=OFF -DKVPAGER_TESTS=OFF $(CUDA_ARGS)
+	cmake --build build/cuda --target kvpager_cuda
+
+# On a machine with a GPU, with the Python that has its torch, without the virtual environment and
+# without a network.
+gpu-test: ## build and run all tests that need a GPU, and the sanitizers (under 8 minutes)
+	$(PYTHON) scripts/gpu_test.py $(GPU_ARGS)
+
+gpu-bench: ## measure on a GPU: bench/results/gpu.json (under 10 minutes)
+	$(PYTHON) scripts/gpu_test.py --only package --no-report
+	PYTHONPATH=build/gpu-site $(PYTHON) bench/gpu.py $(GPU_ARGS)
 
 stubs: build ## regenerate python/kvpager/_core.pyi
 	$(PY) scripts/generate_stubs.py
@@ -134,6 +157,8 @@ $(TOOLS_STAMP): pyproject.toml
 
 # Dependencies are resolved only when pyproject.toml changed; otherwise only C++ is rebuilt.
 $(BUILD_STAMP): $(TOOLS_STAMP) $(NATIVE)
-	if [ $(DEPS_STAMP) -nt pyproject.toml ]; then $(INSTALL) --no-deps --editable .; \
-	else $(INSTALL) --editable '.[dev]' && touch $(DEPS_STAMP); fi
+	if [ $(DEPS_STAMP) -nt pyproject.toml ]; then options="--no-deps --editable ."; \
+	else options="--editable .[dev]"; fi; \
+	$(INSTALL) $(DEVICES) --config-settings=cmake.define.KVPAGER_CUDA=$(CUDA) $$options
+	[ $(DEPS_STAMP) -nt pyproject.toml ] || touch $(DEPS_STAMP)
 	touch $@

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ mpl.use("Agg")
 
 import harness  # the backend comes before anything that draws
 import matplotlib.pyplot as plt
+import residency_traffic
 from harness import Report, load_report
 
 DOCS_DIR = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -250,6 +252,39 @@ def draw_packing(report: Report, folder: Path, suffix: str) -> list[str]:
     return [_save(figure, folder, f"packing{suffix}")]
 
 
+def draw_residency_traffic(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Bytes across the link against the pool; bands go from agreeing to independent heads."""
+    agree, independent = residency_traffic.AGREE, residency_traffic.INDEPENDENT
+    context = max(report.number(row, "context") for row in report.rows)
+    chosen = sorted({report.number(row, "chunks_selected") for row in report.rows})
+    figure, axes = plt.subplots(1, len(chosen), figsize=(4.8 * len(chosen), 3.6), squeeze=False)
+    for axis, chunks in zip(axes.flat, chosen):
+        for label, unit, way in (
+            ("chunks, scores, recall 4 (the pager)", "chunk", ("in place", "qk", 4)),
+            ("chunks, nothing recalled", "chunk", ("in place", "qk", 0)),
+            ("pages, scores", "page", ("in place", "qk", 4)),
+            ("pages, LRU", "page", ("in place", "lru", 4)),
+            ("pages, LRU, promoted before use", "page", ("promote", "lru", 0)),
+        ):
+            edges = []
+            for shape in (agree, independent):
+                rows = [
+                    row
+                    for row in report.rows
+                    if (row["shape"], row["context"], row["chunks_selected"], row["unit"])
+                    == (shape, context, chunks, unit)
+                    and (row["misses"], row["policy"], row["recall"]) == way
+                ]
+                x = [report.number(row, "pool") for row in rows]
+                edges.append([report.number(row, "link_kib") / 1024 for row in rows])
+            (line,) = axis.plot(x, edges[1], "o-", label=label)
+            axis.fill_between(x, *edges, color=line.get_color(), alpha=0.2)
+        axis.set_title(f"{harness.tokens_name(int(context))}, {chunks:g} chunks selected")
+        _log_context(axis, x, "MiB per token")
+        axis.set_xlabel("pool [tokens]")
+    return [_save(figure, folder, f"residency-traffic{suffix}")]
+
+
 DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
     "needles": draw_needles,
     "exactness": draw_exactness,
@@ -259,6 +294,12 @@ DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
     "snapshot_save": draw_snapshot_save,
     "snapshot_read": draw_snapshot_read,
     "decode": draw_decode,
+    "residency_traffic": draw_residency_traffic,
+}
+
+# Of reports too long to print, the rows that are.
+PRINTED: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "residency_traffic": lambda row: row["pool"] == residency_traffic.PRINTED_POOL,
 }
 
 
@@ -296,7 +337,13 @@ def section(report: Report, figures: list[str]) -> str:
     for verdict in report.verdicts:
         held = "holds" if verdict.holds else "**does not hold**"
         lines.append(f"- {verdict.claim}: {held} ({verdict.evidence})")
-    lines += ["", *(f"![{name}]({name})" for name in figures), "", report.markdown(), ""]
+    lines += ["", *(f"![{name}]({name})" for name in figures), ""]
+    printed = PRINTED.get(report.name.removesuffix("-quick"))
+    if printed is not None and any(map(printed, report.rows)):
+        rows = [row for row in report.rows if printed(row)]
+        lines += [f"{len(rows)} of {len(report.rows)} rows:", ""]
+        report = replace(report, rows=rows)
+    lines += [report.markdown(), ""]
     return "\n".join(lines)
 
 

@@ -218,14 +218,70 @@ class TestHardKeys:
 
 
 class TestTraffic:
-    def test_lru_counts_misses_by_unit(self):
-        steps = [{(0, 0, 0), (0, 0, 1)}, {(0, 0, 0)}, {(1, 0, 0)}, {(0, 0, 1)}]
-        page = residency_traffic.Unit("page", lambda p: p, 1)
-        chunk = residency_traffic.Unit("chunk", lambda p: p[0], 2)
-        assert residency_traffic.play(steps, page, 3).misses == 3
-        assert residency_traffic.play(steps, page, 2).misses == 4
-        assert residency_traffic.play(steps, chunk, 2).misses == 3
-        assert residency_traffic.play(steps, chunk, 2).accesses == 4
+    """A record of one layer with two kv heads, four chunks of which none is sheltered."""
+
+    def record(self, *steps, scores=None, sheltered=()):
+        rows = []
+        for number, pages in enumerate(steps):
+            read = np.zeros((2, 4), dtype=bool)
+            for chunk, head in pages:
+                read[head, chunk] = True
+            score = np.array(scores[number] if scores else [0.0] * 4)
+            rows.append(residency_traffic.Step(read, score))
+        shelter = np.isin(np.arange(4), sheltered)
+        return residency_traffic.Recording(rows, 4, 2, 32, shelter, np.zeros(4))
+
+    page = residency_traffic.Unit("page", 1)
+    chunk = residency_traffic.Unit("chunk", 2)
+
+    def play(self, record, unit, way, chunks):
+        moved = residency_traffic.play(record, unit, way, chunks + 1)
+        return moved.needed, moved.in_place, moved.copied_units
+
+    def test_promoting_counts_misses_by_unit(self):
+        # A prefill leaves the newest: chunks 2 and 3.
+        record = self.record({(0, 0), (0, 1)}, {(0, 0)}, {(3, 0)}, {(0, 1)}, {(2, 0)})
+        way = residency_traffic.PROMOTING
+        assert self.play(record, self.page, way, 2) == (6, 0, 3)
+        assert self.play(record, self.chunk, way, 2) == (6, 0, 2)
+        assert self.play(record, self.chunk, way, 1) == (6, 0, 4)
+
+    def test_a_step_that_needs_more_than_the_pool_streams_what_is_missing(self):
+        record = self.record({(0, 0), (1, 0), (2, 0)}, {(3, 1)})
+        assert self.play(record, self.chunk, residency_traffic.PROMOTING, 2) == (4, 0, 2)
+
+    def test_what_is_read_in_place_crosses_again_when_it_is_recalled(self):
+        record = self.record({(0, 0)}, {(0, 0)}, {(0, 1)})
+        way = residency_traffic.Way("in place", "lru", 1)
+        assert self.play(record, self.chunk, way, 2) == (3, 1, 1)
+        assert self.play(record, self.page, way, 2) == (3, 2, 2)
+        assert self.play(record, self.chunk, residency_traffic.Way("in place", "lru", 0), 2) == (
+            3,
+            3,
+            0,
+        )
+
+    def test_scores_recall_only_what_beats_its_victim_by_the_hysteresis(self):
+        way = residency_traffic.Way("in place", "qk", 1)
+        for score, recalled in ((1.05, 0), (1.2, 1)):
+            record = self.record({(0, 0)}, {(0, 0)}, scores=2 * [[score, 0.5, 1.0, 2.0]])
+            assert self.play(record, self.chunk, way, 2) == (2, 2 - recalled, recalled)
+
+    def test_the_sheltered_stay(self):
+        steps = [{(0, 0)}, {(1, 0)}, {(3, 1)}]
+        record = self.record(*steps, sheltered=(2, 3))
+        way = residency_traffic.Way("in place", "lru", 4)
+        assert self.play(record, self.chunk, way, 2) == (3, 2, 0)
+
+    def test_independent_groups_read_as_much_and_agree_on_nothing_but_shelter(self):
+        record = self.record({(0, 0), (3, 0)}, {(1, 1), (3, 1)}, sheltered=(3,))
+        many = residency_traffic.independent(record, 40)
+        assert many.selectors == 80
+        for before, after in zip(record.steps, many.steps):
+            assert after.read.sum() == 40 * before.read.sum()
+            assert after.read[:, 3].sum() == 40
+            assert (after.read[:, :3].sum(axis=0) > 0).all()
+        assert residency_traffic.agreeing(record, 40).steps[0].read.sum() == 80
 
 
 class TestFilePeers:

@@ -1,0 +1,199 @@
+"""The machine a GPU measurement runs on: its clock, its copies, its memory. One of two.
+
+`CudaMachine` times with events of the device. `RehearsalMachine` runs the same sections on the
+shim, on CPU tensors with the host's clock, to see that they work; what it measures means nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from harness import Timing
+
+from kvpager import _core
+from kvpager.device import resolve
+
+Call = Callable[[], object]
+AHEAD_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to enqueue what is timed
+
+
+def plugins() -> list[Any]:
+    """What was found of each kind of device."""
+    return [_core.probe_device(kind) for kind in ("cuda", "shim")]
+
+
+class Machine(ABC):
+    """Where tensors are, and how long a call takes there."""
+
+    rehearsal: bool
+    pager_device: str  # for PagerConfig.device
+    tensors: torch.device
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits for everything the device has been given, on every stream."""
+
+    @abstractmethod
+    def time(self, calls: Call | Sequence[Call], *, runs: int, warm_up: int = 2) -> Timing:
+        """Device seconds of one call on the current stream; several take turns, each on inputs of
+        its own, so that a cache smaller than all of them holds none."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What figures depend on, for the report."""
+
+    @abstractmethod
+    def pinned(self, bytes_: int) -> torch.Tensor:
+        """Pinned host memory, uint8, random bytes."""
+
+    @abstractmethod
+    def both_ways(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copies to the first from the second of each pair, each pair on a stream of its own."""
+
+    @contextmanager
+    def attention_backend(self) -> Iterator[None]:
+        """Inside, torch's attention is its flash kernel, or an error."""
+        yield
+
+    def wall(
+        self, call: Call, *, runs: int, warm_up: int = 1, before: Call | None = None
+    ) -> Timing:
+        """Host seconds from the call until the device has nothing left to do: for what uses streams
+        of its own. `before` runs ahead of each and is finished first."""
+        seconds = []
+        for run in range(warm_up + runs):
+            if before is not None:
+                before()
+            self.synchronize()
+            start = time.perf_counter()
+            call()
+            self.synchronize()
+            elapsed = time.perf_counter() - start
+            if run >= warm_up:
+                seconds.append(elapsed)
+        return Timing(tuple(seconds))
+
+    def random(self, *shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+        """Normal numbers; on zeros a GPU is faster than on data."""
+        generator = torch.Generator(device=self.tensors).manual_seed(seed)
+        return torch.randn(*shape, dtype=dtype, device=self.tensors, generator=generator)
+
+    def free(self) -> None:
+        """Gives memory nobody holds back, so that the next section can have it."""
+        gc.collect()
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, torch.OutOfMemoryError)
+
+
+class CudaMachine(Machine):
+    """One CUDA device."""
+
+    rehearsal = False
+
+    def __init__(self, name: str = "cuda") -> None:
+        place = resolve(name, None)
+        self.pager_device = place.name
+        self.tensors = place.tensors
+        torch.cuda.set_device(self.tensors)
+        self._streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def time(self, calls: Call | Sequence[Call], *, runs: int, warm_up: int = 2) -> Timing:
+        turns = [calls] if callable(calls) else list(calls)
+        for number in range(max(warm_up, len(turns))):
+            turns[number % len(turns)]()
+        torch.cuda.synchronize()
+        seconds = []
+        for run in range(runs):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # Busy while the host enqueues, so that no gap of the host's is timed.
+            torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001
+            start.record()
+            turns[run % len(turns)]()
+            stop.record()
+            stop.synchronize()
+            seconds.append(start.elapsed_time(stop) / 1e3)
+        return Timing(tuple(seconds))
+
+    def describe(self) -> dict[str, Any]:
+        about = torch.cuda.get_device_properties(self.tensors)
+        return {
+            "device": about.name,
+            "capability": f"{about.major}.{about.minor}",
+            "multiprocessors": about.multi_processor_count,
+            "device_memory_bytes": about.total_memory,
+            "cache_bytes": about.L2_cache_size,
+            "torch_cuda": torch.version.cuda,
+            "plugins": plugins(),
+            "rehearsal": False,
+        }
+
+    def pinned(self, bytes_: int) -> torch.Tensor:
+        return (
+            torch.randint(0, 256, (bytes_,), dtype=torch.uint8, device=self.tensors)
+            .cpu()
+            .pin_memory()
+        )
+
+    def both_ways(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        current = torch.cuda.current_stream()
+        for stream, (to, source) in zip(self._streams, pairs, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                to.copy_(source, non_blocking=True)
+        for stream in self._streams:
+            current.wait_stream(stream)
+
+    @contextmanager
+    def attention_backend(self) -> Iterator[None]:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            yield
+
+    def free(self) -> None:
+        super().free()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+class RehearsalMachine(Machine):
+    """The shim, CPU tensors and the host's clock."""
+
+    rehearsal = True
+    pager_device = "shim"
+    tensors = torch.device("cpu")
+
+    def __init__(self) -> None:
+        resolve("shim", None)
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: torch on the CPU is synchronous, and the shim drains its streams
+        where somebody looks at a result."""
+
+    def time(self, calls: Call | Sequence[Call], *, runs: int, warm_up: int = 2) -> Timing:
+        turns = [calls] if callable(calls) else list(calls)
+        del warm_up
+        seconds = []
+        for run in range(runs):
+            start = time.perf_counter()
+            turns[run % len(turns)]()
+            seconds.append(max(time.perf_counter() - start, 1e-9))
+        return Timing(tuple(seconds))
+
+    def describe(self) -> dict[str, Any]:
+        return {"device": "shim", "rehearsal": True, "plugins": plugins()}
+
+    def pinned(self, bytes_: int) -> torch.Tensor:
+        return torch.randint(0, 256, (bytes_,), dtype=torch.uint8)
+
+    def both_ways(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for to, source in pairs:
+            to.copy_(source)

@@ -1,0 +1,351 @@
+"""The sections of bench/gpu.py that run a model: decode, restore, row counts, small pools."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu_machine import Machine
+from gpu_run import Run
+from gpu_sizes import CHUNK_TOKENS
+from gpu_subjects import (
+    append,
+    build_model,
+    config,
+    differing_bits,
+    stock_cache,
+    stock_prefill,
+    stock_step,
+)
+from harness import NOT_APPLICABLE, Column, MissingNumberError, Report, Timing
+
+from kvpager import Dense, Engine, Session, TopK
+
+WARM_UP = 2
+DENSE_STEPS = 3  # of a context that crosses the link whole at every step
+READ_TOKENS = 4096
+RESIDENT = "top-k, nothing missed"  # what reading missed pages in place costs, by comparison
+FREE_DISK = 1.2  # of a snapshot's size, before one is written
+
+
+def random_ids(run: Run, tokens: int, seed: int = 0) -> Any:
+    high = run.sizes.vocab
+    return np.random.default_rng(seed).integers(8, high, tokens, dtype=np.int32)
+
+
+@contextmanager
+def engine_of(
+    run: Run, model: Any, pool: int, *, host_tokens: int, **options: Any
+) -> Iterator[Engine]:
+    """An engine whose pinned arena holds `host_tokens`."""
+    options.setdefault("rows", run.sizes.engine_rows)
+    token_bytes = model.config.num_hidden_layers * run.sizes.page_token_bytes
+    settings = config(run.machine, pool, host_bytes=host_tokens * token_bytes, **options)
+    with Engine(model, settings) as engine:
+        yield engine
+    run.machine.free()
+
+
+def decode(run: Run) -> None:
+    """Decoding one session end to end as its context grows, through a pool that does not."""
+    sizes, machine = run.sizes, run.machine
+    report = run.report(
+        "decode",
+        f"Decode, 8B shape in bfloat16, a pool of {sizes.pool} tokens, host included",
+        Column("selection", text=True),
+        Column("context", "tokens"),
+        Column("step_ms", "ms"),
+        Column("spread", "(max-min)/median", 2),
+        Column("tokens_per_s", "1/s"),
+        Column("copied_up_mib", "MiB/token"),
+        Column("rows", "of a step's forward"),
+        Column("transformers_ms", "ms", optional=True),
+        Column("over_transformers", "x", optional=True),
+    )
+    model = run.model()
+    stock: dict[int, Any] = {}
+    for context in sizes.contexts:
+        if run.out_of_time(f"transformers' DynamicCache at {context}"):
+            break
+        stock[context] = _stock_step_ms(run, model, context)
+    topk = TopK(chunks=sizes.selected)
+    resident = (sizes.resident_context,)
+    steps_of = {"dense": min(DENSE_STEPS, sizes.decode_steps)}
+    for name, selection, pool, contexts in (
+        (f"top-{sizes.selected}", topk, sizes.pool, sizes.contexts),
+        (RESIDENT, topk, sizes.resident_context + sizes.pool, resident),
+        ("dense", Dense(), sizes.pool, sizes.contexts),
+    ):
+        room = max(contexts) + 2 * sizes.pool
+        steps = steps_of.get(name, sizes.decode_steps)
+        with engine_of(run, model, pool, host_tokens=room, selection=selection) as engine:
+            session = engine.session()
+            for context in contexts:
+                if run.out_of_time(f"decode, {name}, at {context}"):
+                    break
+                append(machine, session.sequence, engine.layout, context, seed=11)
+                _add_decode(report, name, session, context, steps, stock.get(context))
+
+
+def _stock_step_ms(run: Run, model: Any, context: int) -> Any:
+    """Transformers alone; NOT_APPLICABLE where a full cache does not fit."""
+    machine, sizes = run.machine, run.sizes
+    try:
+        cache = stock_cache(machine, model, sizes, context)
+        timing = machine.wall(
+            lambda: stock_step(machine, model, cache, [9]), runs=DENSE_STEPS, warm_up=WARM_UP
+        )
+    except Exception as error:
+        if not machine.out_of_memory(error):
+            raise
+        run.skipped.append(f"transformers' DynamicCache at {context}: out of memory")
+        return NOT_APPLICABLE
+    finally:
+        cache = None
+        machine.free()
+    return 1e3 * timing.median
+
+
+def _add_decode(
+    report: Report, name: str, session: Session, context: int, steps: int, stock: Any
+) -> None:
+    timing, copied, rows = decode_steps(session, steps)
+    step = 1e3 * timing.median
+    known = isinstance(stock, float)
+    report.add(
+        selection=name,
+        context=context,
+        step_ms=step,
+        spread=timing.spread,
+        tokens_per_s=1e3 / step,
+        copied_up_mib=copied / 2**20,
+        rows=rows,
+        transformers_ms=stock if known else NOT_APPLICABLE,
+        over_transformers=stock / step if known else NOT_APPLICABLE,
+    )
+
+
+def decode_steps(session: Session, steps: int) -> tuple[Timing, float, float]:
+    """Host seconds per token of a fork, bytes copied up per token, and rows of a forward."""
+    engine = session.engine
+    seconds, copied, rows = [], [], []
+    with session.fork() as fork:
+        stream = fork.generate(WARM_UP + steps + 1, eos=None)
+        for _ in range(WARM_UP):
+            next(stream)
+        for _ in range(steps):
+            before, rows_before = engine.stats(), engine.runner.rows
+            start = time.perf_counter()
+            next(stream)  # the token is on the host, so that the device has come to it
+            seconds.append(time.perf_counter() - start)
+            after = engine.stats()
+            if after["forwards"] != before["forwards"] + 1:
+                raise MissingNumberError("a decode step was not one forward")
+            copied.append(after["bytes_copied_up"] - before["bytes_copied_up"])
+            rows.append(engine.runner.rows - rows_before)
+    return Timing(tuple(seconds)), statistics.mean(copied), statistics.mean(rows)
+
+
+def restore(run: Run) -> None:
+    """Time to the first token of a session in pinned memory or in a file, beside prefill."""
+    sizes, machine = run.sizes, run.machine
+    report = run.report(
+        "restore",
+        "Time to the first token after a turn was put away, beside a cold prefill",
+        Column("selection", text=True),
+        Column("context", "tokens"),
+        Column("source", text=True),
+        Column("first_token_ms", "ms"),
+        Column("spread", "(max-min)/median", 2),
+        Column("copied_up_mib", "MiB"),
+        Column("cold_tokens", "tokens"),
+        Column("cold_ms", "ms"),
+        Column("transformers_cold_ms", "ms"),
+        Column("over_cold", "x, scaled to the context"),
+    )
+    model = run.model()
+    cold_ids = random_ids(run, sizes.cold)
+    transformers_cold = machine.wall(
+        lambda: stock_prefill(machine, model, cold_ids), runs=1, warm_up=1
+    )
+    room = 2 * max(sizes.restored) + 2 * sizes.pool
+    for name, selection in (
+        ("dense", Dense()),
+        (f"top-{sizes.selected}", TopK(chunks=sizes.selected)),
+    ):
+        with engine_of(run, model, sizes.pool, host_tokens=room, selection=selection) as engine:
+            cold = _cold_seconds(machine, engine, cold_ids)
+            for context in sizes.restored:
+                for source, timing, copied in _put_away(run, engine, name, context):
+                    report.add(
+                        selection=name,
+                        context=context,
+                        source=source,
+                        first_token_ms=1e3 * timing.median,
+                        spread=timing.spread,
+                        copied_up_mib=copied / 2**20,
+                        cold_tokens=sizes.cold,
+                        cold_ms=1e3 * cold,
+                        transformers_cold_ms=1e3 * transformers_cold.median,
+                        over_cold=cold * context / sizes.cold / timing.median,
+                    )
+
+
+def _cold_seconds(machine: Machine, engine: Engine, ids: Any) -> float:
+    """Prefill until the first token is known, after another prompt has warmed everything up."""
+    for part in (ids[: engine.rows][::-1], ids):
+        session = engine.session()
+        machine.synchronize()
+        start = time.perf_counter()
+        session.prefill(part)
+        int(session.logits.argmax())
+        seconds = time.perf_counter() - start
+        session.close()
+    return seconds
+
+
+def _put_away(
+    run: Run, engine: Engine, name: str, context: int
+) -> Iterator[tuple[str, Timing, float]]:
+    """(where it was, host seconds to the first token, bytes copied up)."""
+    if run.out_of_time(f"restore, {name}, {context} from pinned memory"):
+        return
+    runs = 3
+    session = engine.session()
+    append(run.machine, session.sequence, engine.layout, context, seed=21)
+
+    def go_on(start: Callable[[], Session]) -> tuple[Timing, float]:
+        seconds, before = [], engine.stats()["bytes_copied_up"]
+        for _ in range(runs):
+            engine.pager.evict_all()
+            run.machine.synchronize()
+            begin = time.perf_counter()
+            with start() as again:
+                again.append([9])
+                int(again.logits.argmax())
+                seconds.append(time.perf_counter() - begin)
+        return Timing(tuple(seconds)), (engine.stats()["bytes_copied_up"] - before) / runs
+
+    yield "pinned memory", *go_on(session.fork)
+    size = context * engine.layout.token_bytes
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if run.out_of_time(f"restore, {name}, {context} from a file") or free < FREE_DISK * size:
+        run.skipped.append(f"restore, {name}, {context} from a file: time, or {free} bytes of disk")
+        session.close()
+        return
+    with tempfile.TemporaryDirectory(prefix="kvpager-bench-") as folder:
+        path = Path(folder) / "turn.kvsnap"
+        session.save(path)
+        session.close()
+        yield "file in the page cache", *go_on(lambda: engine.restore(path))
+
+
+def rows(run: Run) -> None:
+    """What M costs: prefill and decode of one session by the rows of a forward."""
+    sizes, machine = run.sizes, run.machine
+    report = run.report(
+        "rows",
+        "Prefill and decode by M, the rows of a forward, everything resident",
+        Column("rows"),
+        Column("row_counts", text=True),
+        Column("start_s", "s"),
+        Column("prefill_tokens_per_s", "1/s"),
+        Column("prefill_over_transformers", "x its time"),
+        Column("decode_ms", "ms"),
+        Column("decode_over_transformers", "x its time"),
+    )
+    model = run.model()
+    ids = random_ids(run, sizes.rows_prompt)
+    stock_seconds = machine.wall(
+        lambda: stock_prefill(machine, model, ids), runs=DENSE_STEPS, warm_up=1
+    ).median
+    stock_ms = _stock_step_ms(run, model, sizes.rows_prompt)
+    pool = 2 * sizes.rows_prompt + 2 * sizes.pool
+    for count in sizes.rows:
+        if run.out_of_time(f"{count} rows"):
+            continue
+        start = time.perf_counter()
+        with engine_of(run, model, pool, host_tokens=2 * pool, rows=count) as engine:
+            started = time.perf_counter() - start
+            seconds = _cold_seconds(machine, engine, ids)
+            session = engine.session()
+            session.prefill(ids)
+            timing, _, _ = decode_steps(session, sizes.decode_steps)
+            counts = engine.row_counts.describe()
+        step = 1e3 * timing.median
+        report.add(
+            rows=count,
+            row_counts=str(counts),
+            start_s=started,
+            prefill_tokens_per_s=len(ids) / seconds,
+            prefill_over_transformers=seconds / stock_seconds,
+            decode_ms=step,
+            decode_over_transformers=step / stock_ms,
+        )
+
+
+def dense_pool(run: Run) -> None:
+    """Dense attention through a pool of an eighth of the context, against one that holds it all."""
+    sizes, machine = run.sizes, run.machine
+    report = run.report(
+        "dense_pool",
+        "Dense attention through a pool of 1/8 of the context, by bits and time",
+        Column("context", "tokens"),
+        Column("pool", "tokens"),
+        Column("bits_compared"),
+        Column("differing_bits"),
+        Column("prefill_s", "s"),
+        Column("prefill_unbounded_s", "s"),
+        Column("step_ms", "ms"),
+        Column("step_unbounded_ms", "ms"),
+    )
+    model = build_model(machine, sizes, sizes.dense_layers)
+    ids = random_ids(run, sizes.dense_context)
+    whole = sizes.dense_context + 2 * sizes.pool
+    outcomes = []
+    for pool in (sizes.dense_context // 8, whole):
+        with engine_of(run, model, pool, host_tokens=2 * whole) as engine:
+            session = engine.session()
+            start = time.perf_counter()
+            session.prefill(ids)
+            bits = [session.logits]
+            prefilled = time.perf_counter() - start
+            timing, _, _ = decode_steps(session, sizes.decode_steps)
+            bits += list(_decoded_logits(session, sizes.decode_steps))
+            for layer in range(engine.layout.layers):
+                for first in range(0, len(ids), READ_TOKENS):
+                    last = min(first + READ_TOKENS, len(ids))
+                    bits += session.sequence.read_kv(layer, first, last)
+            outcomes.append((prefilled, 1e3 * timing.median, bits))
+    (prefill_s, step_ms, ours), (unbounded_s, unbounded_ms, expected) = outcomes
+    report.add(
+        context=sizes.dense_context,
+        pool=sizes.dense_context // 8 // CHUNK_TOKENS * CHUNK_TOKENS,
+        bits_compared=sum(8 * t.numel() * t.element_size() for t in ours),
+        differing_bits=sum(differing_bits(a, b) for a, b in zip(ours, expected, strict=True)),
+        prefill_s=prefill_s,
+        prefill_unbounded_s=unbounded_s,
+        step_ms=step_ms,
+        step_unbounded_ms=unbounded_ms,
+    )
+
+
+def _decoded_logits(session: Session, steps: int) -> Iterator[Any]:
+    with session.fork() as fork:
+        for _ in fork.generate(steps, eos=None):
+            yield fork.logits
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    "dense_pool": dense_pool,  # its model is a small one; the others share theirs
+    "decode": decode,
+    "restore": restore,
+    "rows": rows,
+}

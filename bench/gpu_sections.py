@@ -1,0 +1,404 @@
+"""The sections of bench/gpu.py that need no model: ceilings, paging, attention, selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu_machine import Machine
+from gpu_run import Run
+from gpu_sizes import CHUNK_TOKENS, Sizes
+from gpu_subjects import (
+    BFLOAT16,
+    ChunkedCopy,
+    Reading,
+    append,
+    check_attention,
+    contiguous_kv,
+    pager_of,
+    torch_attention,
+)
+from harness import NOT_APPLICABLE, Column, MissingNumberError, Report
+
+from kvpager import Pager, Sequence, TopK
+
+GB = 1e9
+
+
+def ceilings(run: Run) -> None:
+    """What this machine can do at best, by torch's own copies and products."""
+    machine, sizes = run.machine, run.sizes
+    report = run.report(
+        "ceilings",
+        "What this machine does at best",
+        Column("what", text=True),
+        Column("value"),
+        Column("unit", text=True),
+        Column("spread", "(max-min)/median", 2),
+    )
+
+    def add(what: str, amount: float, unit: str, calls: Any) -> float:
+        timing = machine.time(calls, runs=sizes.runs)
+        value = amount / timing.median / (1e12 if unit == "TFLOP/s" else GB)
+        report.add(what=what, value=value, unit=unit, spread=timing.spread)
+        return timing.median
+
+    _copies(machine, sizes, report, add)
+    machine.free()
+    n = sizes.matmul
+    a, b = (machine.random(n, n, dtype=BFLOAT16, seed=seed) for seed in (1, 2))
+    add("bfloat16 product", 2 * n**3, "TFLOP/s", lambda: a @ b)
+
+
+def _copies(
+    machine: Machine, sizes: Sizes, report: Report, add: Callable[[str, float, str, Any], float]
+) -> None:
+    source = _bytes_on(machine, sizes.copy_bytes)
+    target = torch.empty_like(source)
+    add("device copy, read + written", 2 * sizes.copy_bytes, "GB/s", lambda: target.copy_(source))
+    size = sizes.link_bytes
+    host_up, host_down = machine.pinned(size), machine.pinned(size)
+    up, down = source[:size], target[:size]
+    one_after_the_other = add(
+        "pinned up", size, "GB/s", lambda: up.copy_(host_up, non_blocking=True)
+    ) + add("pinned down", size, "GB/s", lambda: host_down.copy_(down, non_blocking=True))
+    both = machine.time(
+        lambda: machine.both_ways([(up, host_up), (host_down, down)]), runs=sizes.runs
+    )
+    report.add(
+        what="both ways over one after the other",
+        value=one_after_the_other / both.median,
+        unit="x",
+        spread=both.spread,
+    )
+
+
+def _bytes_on(machine: Machine, size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, device=machine.tensors)
+
+
+def paging(run: Run) -> None:
+    """Chunks up through the pager, both ways at once, and evictions of clean chunks."""
+    machine, sizes = run.machine, run.sizes
+    report = run.report(
+        "paging",
+        "Chunks of an 8B shape through the pager, beside plain pinned copies",
+        Column("what", text=True),
+        Column("chunks"),
+        Column("bytes"),
+        Column("time_ms", "ms"),
+        Column("spread", "(max-min)/median", 2),
+        Column("rate_gbs", "GB/s", optional=True),
+        Column("eta", "of the pinned copy", optional=True),
+        Column("ratio", "x", optional=True),
+        Column("bytes_up"),
+        Column("bytes_down"),
+    )
+    layout = sizes.layout()
+    many = max(*sizes.paged_chunks, sizes.duplex_chunks)
+    rows = min(4096, sizes.duplex_chunks * CHUNK_TOKENS)
+    with pager_of(
+        machine,
+        layout,
+        sizes.q_heads,
+        3 * many * CHUNK_TOKENS,
+        rows=rows,
+        host_tokens=6 * many * CHUNK_TOKENS,
+    ) as pager:
+        stored = pager.sequence()
+        append(machine, stored, layout, 2 * many * CHUNK_TOKENS, seed=1)
+        machine.synchronize()
+        for chunks in sizes.paged_chunks:
+            size = chunks * layout.chunk_bytes
+
+            def bring(chunks: int = chunks) -> None:
+                stored.pin(0, chunks * CHUNK_TOKENS).release()
+
+            moved = Moved(pager)
+            bring_time = machine.wall(bring, runs=sizes.runs, before=pager.evict_all)
+            up, down = moved.per_call(sizes.runs + 1)
+            if up != size:
+                raise MissingNumberError(f"bringing {chunks} chunks in moved {up} bytes up")
+            rate = size / bring_time.median / GB
+            report.add(
+                what="promote",
+                chunks=chunks,
+                bytes=size,
+                time_ms=1e3 * bring_time.median,
+                spread=bring_time.spread,
+                rate_gbs=rate,
+                eta=rate / run.ceiling("pinned up"),
+                ratio=NOT_APPLICABLE,
+                bytes_up=up,
+                bytes_down=down,
+            )
+        _evict(run, report, pager, stored, many)
+        _duplex(run, report, pager, stored)
+
+
+class Moved:
+    """Bytes a pager has copied since."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._before = pager.stats()
+
+    def per_call(self, calls: int) -> tuple[int, int]:
+        after = self._pager.stats()
+        up, down = (
+            int(after[name] - self._before[name])
+            for name in ("bytes_copied_up", "bytes_copied_down")
+        )
+        return up // calls, down // calls
+
+
+def _evict(run: Run, report: Report, pager: Pager, stored: Sequence, chunks: int) -> None:
+    stored.pin(0, chunks * CHUNK_TOKENS).release()
+    run.machine.synchronize()
+    moved = Moved(pager)
+    evicted = 0
+
+    def evict() -> None:
+        nonlocal evicted
+        evicted = pager.evict_all()
+
+    timing = run.machine.wall(evict, runs=1, warm_up=0)
+    if evicted < chunks:
+        raise MissingNumberError(f"{evicted} chunks left the pool, expected at least {chunks}")
+    up, down = moved.per_call(1)
+    report.add(
+        what="evict, clean",
+        chunks=evicted,
+        bytes=evicted * pager.layout.chunk_bytes,
+        time_ms=1e3 * timing.median,
+        spread=timing.spread,
+        rate_gbs=NOT_APPLICABLE,
+        eta=NOT_APPLICABLE,
+        ratio=NOT_APPLICABLE,
+        bytes_up=up,
+        bytes_down=down,
+    )
+
+
+def _duplex(run: Run, report: Report, pager: Pager, stored: Sequence) -> None:
+    """Chunks that are sealed and written down, beside chunks that are brought up."""
+    machine, chunks = run.machine, run.sizes.duplex_chunks
+    layout, tokens = pager.layout, chunks * CHUNK_TOKENS
+    shape = (layout.layers, tokens, layout.kv_heads)
+    k = machine.random(*shape, layout.k_dim, dtype=BFLOAT16, seed=5)
+    v = machine.random(*shape, layout.v_dim, dtype=BFLOAT16, seed=6)
+    ids = [9] * tokens
+
+    def write_down() -> None:
+        sequence = pager.sequence()
+        try:
+            sequence.append(ids, k, v)
+        finally:
+            sequence.close()
+
+    def bring_up() -> None:
+        stored.pin(0, tokens).release()
+
+    def both() -> None:
+        write_down()
+        bring_up()
+
+    runs = max(1, run.sizes.runs // 3)
+    seconds = {}
+    size = chunks * layout.chunk_bytes
+    for what, call, amount in (
+        ("seal and write down", write_down, size),
+        ("bring up", bring_up, size),
+        ("both", both, 2 * size),
+    ):
+        moved = Moved(pager)
+        timing = machine.wall(call, runs=runs, before=pager.evict_all)
+        seconds[what] = timing.median
+        up, down = moved.per_call(runs + 1)
+        ratio: Any = NOT_APPLICABLE
+        if what == "both":
+            ratio = (seconds["seal and write down"] + seconds["bring up"]) / timing.median
+        report.add(
+            what=f"duplex: {what}",
+            chunks=chunks,
+            bytes=amount,
+            time_ms=1e3 * timing.median,
+            spread=timing.spread,
+            rate_gbs=amount / timing.median / GB,
+            eta=NOT_APPLICABLE,
+            ratio=ratio,
+            bytes_up=up,
+            bytes_down=down,
+        )
+
+
+def attention(run: Run) -> None:
+    """The attention kernels with everything resident, beside torch's flash kernel."""
+    sizes = run.sizes
+    run.report(
+        "attention",
+        "Attention over resident chunks in bfloat16, beside torch's flash attention",
+        Column("what", text=True),
+        Column("rows"),
+        Column("sequences"),
+        Column("context", "tokens"),
+        Column("time_us", "us per layer"),
+        Column("spread", "(max-min)/median", 2),
+        Column("gbs", "GB/s"),
+        Column("of_copy", "of the device copy"),
+        Column("tflops", "TFLOP/s"),
+        Column("flash_us", "us"),
+        Column("over_flash", "x its rate"),
+        Column("gathered_us", "us"),
+        Column("relative_error"),
+    )
+    for context in sizes.decode_contexts:
+        _attend(run, "decode", 1, 1, context)
+    for context in sizes.batch_contexts:
+        _attend(run, "decode", 1, sizes.batch, context)
+    for rows in sizes.prefill_rows:
+        for context in sizes.prefill_contexts:
+            _attend(run, "prefill", rows, 1, context)
+
+
+def _attend(run: Run, what: str, rows: int, batch: int, context: int) -> None:
+    """Rows of each of `batch` sequences of `context` tokens."""
+    machine, sizes = run.machine, run.sizes
+    if run.out_of_time(f"{what}, {rows} rows of {batch} at {context}"):
+        return
+    layout = sizes.layout(sizes.attention_layers(batch * context))
+    total = rows * batch
+    with pager_of(
+        machine,
+        layout,
+        sizes.q_heads,
+        batch * (context + 2 * CHUNK_TOKENS),
+        rows=max(total, sizes.append_rows),
+    ) as pager:
+        sequences = []
+        for number in range(batch):
+            sequence = pager.sequence()
+            append(machine, sequence, layout, context, seed=17 * number + 1)
+            sequences.append(sequence)
+        with Reading(machine, pager, sequences, rows, sizes.q_heads) as reading:
+            error = check_attention(machine, reading, sequences, rows)
+            ours = machine.time(reading.all_layers, runs=sizes.runs)
+            per_layer = ours.median / layout.layers
+            flash, gathered = _flash(machine, sizes, sequences, reading.q, rows)
+    k_and_v = batch * context * sizes.page_token_bytes
+    seen = rows * (context - (rows - 1) / 2)
+    flops = 4 * batch * seen * sizes.q_heads * sizes.head_dim
+    run.reports["attention"].add(
+        what=what,
+        rows=total,
+        sequences=batch,
+        context=context,
+        time_us=1e6 * per_layer,
+        spread=ours.spread,
+        gbs=k_and_v / per_layer / GB,
+        of_copy=k_and_v / per_layer / GB / run.ceiling("device copy, read + written"),
+        tflops=flops / per_layer / 1e12,
+        flash_us=1e6 * flash,
+        over_flash=flash / per_layer,
+        gathered_us=1e6 * gathered,
+        relative_error=error,
+    )
+    machine.free()
+
+
+def _flash(
+    machine: Machine,
+    sizes: Sizes,
+    sequences: list[Sequence],
+    queries: list[torch.Tensor],
+    rows: int,
+) -> tuple[float, float]:
+    """Seconds per layer of torch's attention over contiguous K/V, and with gathering it first."""
+    layers = len(queries)
+    shaped = [q.unflatten(0, (len(sequences), rows)).transpose(1, 2).contiguous() for q in queries]
+
+    pairs = [contiguous_kv(machine, sequences, layer) for layer in range(layers)]
+    chunked = [ChunkedCopy(*pair) for pair in pairs]
+
+    def plain() -> None:
+        for q, (k, v) in zip(shaped, pairs):
+            torch_attention(q, k, v)
+
+    def gathering() -> None:
+        for q, copy in zip(shaped, chunked):
+            torch_attention(q, *copy.gather())
+
+    with machine.attention_backend():
+        flash = machine.time(plain, runs=sizes.runs).median / layers
+        gathered = machine.time(gathering, runs=max(1, sizes.runs // 3)).median / layers
+    return flash, gathered
+
+
+def selection(run: Run) -> None:
+    """Scanning the summaries of very many chunks for one row.
+
+    The same row over so few chunks that all are chosen costs as much attention and no scan to speak
+    of: the difference is the selection.
+    """
+    machine, sizes = run.machine, run.sizes
+    report = run.report(
+        "selection",
+        f"Choosing {sizes.selected} chunks, everything resident",
+        Column("chunks"),
+        Column("attend_us", "us per layer"),
+        Column("base_us", "us per layer"),
+        Column("selection_us", "us per layer"),
+        Column("summary_mib", "MiB per layer"),
+        Column("of_copy", "of the device copy"),
+        Column("spread", "(max-min)/median", 2),
+    )
+    layout = sizes.layout(sizes.scan_layers)
+    recent = max(256, sizes.scan_rows)
+    few = sizes.selected + 1 + recent // CHUNK_TOKENS  # with the sinks: all are chosen
+    base: float | None = None
+    for chunks in (few, *sizes.scanned_chunks):
+        if run.out_of_time(f"selection over {chunks} chunks"):
+            continue
+        tokens = chunks * CHUNK_TOKENS
+        with pager_of(
+            machine,
+            layout,
+            sizes.q_heads,
+            tokens + 2 * CHUNK_TOKENS,
+            rows=sizes.scan_rows,
+            selection=TopK(chunks=sizes.selected, recent=recent),
+        ) as pager:
+            sequence = pager.sequence()
+            append(machine, sequence, layout, tokens, seed=3)
+            with Reading(machine, pager, [sequence], 1, sizes.q_heads) as reading:
+                timing = machine.time(reading.all_layers, runs=sizes.runs)
+            summary = pager.stats()["summary_bytes_per_chunk"] / layout.layers * chunks
+        per_layer = timing.median / layout.layers
+        if base is None:
+            base = per_layer
+            continue
+        scan = per_layer - base
+        if machine.rehearsal:  # so little is scanned that noise decides
+            scan = abs(scan) + 1e-9
+        if scan <= 0:
+            raise MissingNumberError(
+                f"a scan of {chunks} chunks took {1e6 * scan:.3g} us more than of none"
+            )
+        report.add(
+            chunks=chunks,
+            attend_us=1e6 * per_layer,
+            base_us=1e6 * base,
+            selection_us=1e6 * scan,
+            summary_mib=summary / 2**20,
+            of_copy=summary / scan / GB / run.ceiling("device copy, read + written"),
+            spread=timing.spread,
+        )
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    "ceilings": ceilings,
+    "paging": paging,
+    "attention": attention,
+    "selection": selection,
+}

@@ -1,0 +1,236 @@
+"""What the sections of bench/gpu.py measure: models, pagers, contexts, torch's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+from gpu_machine import Machine
+from gpu_sizes import CHUNK_TOKENS, Sizes
+from torch.nn.attention.bias import causal_lower_right
+from transformers import DynamicCache, Qwen3ForCausalLM
+
+from kvpager import ROW_READ, Dense, Forward, Layout, Pager, PagerConfig, Sequence
+from kvpager.config import Selection
+
+BFLOAT16 = torch.bfloat16
+RELATIVE_ERROR = 1e-2  # of bfloat16 attention against another order of operations
+
+
+class WrongResultError(Exception):
+    """What was to be timed does not compute what it should."""
+
+
+def build_model(machine: Machine, sizes: Sizes, layers: int | None = None) -> Any:
+    """A model of random weights in bfloat16, made where it will run."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(BFLOAT16)
+    torch.manual_seed(0)
+    try:
+        with torch.device(machine.tensors):
+            model: Any = Qwen3ForCausalLM(sizes.model_config(layers))
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+def config(machine: Machine, pool_tokens: int, **options: Any) -> PagerConfig:
+    """Budgets of what is measured; nothing of the machine's memory is taken for granted."""
+    return PagerConfig(pool_tokens=pool_tokens, device=machine.pager_device, **options)
+
+
+@contextmanager
+def pager_of(
+    machine: Machine,
+    layout: Layout,
+    q_heads: int,
+    pool_tokens: int,
+    *,
+    rows: int,
+    selection: Selection | None = None,
+    host_tokens: int = 0,
+) -> Iterator[Pager]:
+    """A pager without a model. host_tokens: what the pinned arena holds; 0: blocks are homes.
+
+    Dense attention scans no summaries: with "lru" nobody asks for scores.
+    """
+    frontier = 2 * (rows + 2 * CHUNK_TOKENS)
+    pool = -(-(pool_tokens + frontier) // CHUNK_TOKENS) * CHUNK_TOKENS
+    host_bytes = -(-host_tokens // CHUNK_TOKENS) * layout.chunk_bytes
+    options = config(
+        machine,
+        pool,
+        selection=selection or Dense(),
+        host_bytes=host_bytes,
+        rows=rows,
+        policy="qk" if selection else "lru",
+    )
+    pager = Pager(layout, options, rows=rows, q_heads=q_heads)
+    try:
+        yield pager
+    finally:
+        pager.close()
+        machine.free()
+
+
+def append(machine: Machine, sequence: Sequence, layout: Layout, tokens: int, seed: int) -> None:
+    """Grows a sequence to `tokens` positions of random ids and random K/V made on the device."""
+    step = 4096
+    ids = np.random.default_rng(seed)
+    dtype = BFLOAT16
+    while sequence.length < tokens:
+        count = min(step, tokens - sequence.length)
+        shape = (layout.layers, count, layout.kv_heads)
+        k = machine.random(*shape, layout.k_dim, dtype=dtype, seed=seed + sequence.length)
+        v = machine.random(*shape, layout.v_dim, dtype=dtype, seed=seed + sequence.length + 1)
+        sequence.append(ids.integers(8, 100, count, dtype=np.int32), k, v)
+
+
+class Reading:
+    """Rows that read at the end of sequences, to attend with as often as one likes.
+
+    Rows of a sequence hold its last positions, so that row i sees all but the last n - 1 - i.
+    """
+
+    def __init__(
+        self, machine: Machine, pager: Pager, sequences: list[Sequence], rows: int, q_heads: int
+    ) -> None:
+        layout = pager.layout
+        of_rows = [sequence for sequence in sequences for _ in range(rows)]
+        positions = [s.length - rows + i for s in sequences for i in range(rows)]
+        total = len(of_rows)
+        self._forward: Forward = pager.begin(of_rows, positions, [9] * total, [ROW_READ] * total)
+        self.q = [
+            machine.random(total, q_heads, layout.k_dim, dtype=BFLOAT16, seed=100 + layer)
+            for layer in range(layout.layers)
+        ]
+        self._k = machine.random(total, layout.kv_heads, layout.k_dim, dtype=BFLOAT16)
+        self._v = machine.random(total, layout.kv_heads, layout.v_dim, dtype=BFLOAT16)
+        self._out = torch.empty(
+            total, q_heads, layout.v_dim, dtype=BFLOAT16, device=machine.tensors
+        )
+        self._scaling = layout.k_dim**-0.5
+
+    def attend(self, layer: int) -> torch.Tensor:
+        out: torch.Tensor = self._forward.attend(
+            layer, self.q[layer], self._k, self._v, scaling=self._scaling, out=self._out
+        )
+        return out
+
+    def poison(self) -> None:
+        self._out.fill_(float("nan"))
+
+    def all_layers(self) -> None:
+        for layer in range(len(self.q)):
+            self.attend(layer)
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._forward.abort()
+
+
+def contiguous_kv(
+    machine: Machine, sequences: list[Sequence], layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [sequences, kv_heads, tokens, dim] of a layer, as torch's attention likes them."""
+    pairs = [s.read_kv(layer, 0, s.length) for s in sequences]
+    k, v = (torch.stack(list(part)).transpose(1, 2).contiguous() for part in zip(*pairs))
+    return k.to(machine.tensors), v.to(machine.tensors)
+
+
+def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q [sequences, q_heads, rows, dim] at the end of k and v, causal; torch's own kernel."""
+    rows = q.shape[2]
+    mask = causal_lower_right(rows, k.shape[2]) if rows > 1 else None
+    out: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out
+
+
+def check_attention(
+    machine: Machine, reading: Reading, sequences: list[Sequence], rows: int, layer: int = 0
+) -> float:
+    """Relative error of the pager's attention against torch's in float32; raises if it is wrong."""
+    q = reading.q[layer].float().unflatten(0, (len(sequences), rows)).transpose(1, 2)
+    k, v = contiguous_kv(machine, sequences, layer)
+    expected = torch_attention(q, k.float(), v.float()).transpose(1, 2).flatten(0, 1)
+    reading.poison()
+    got = reading.attend(layer).float()
+    machine.synchronize()
+    error = float((got - expected).norm() / expected.norm())
+    if not error < RELATIVE_ERROR:
+        raise WrongResultError(
+            f"attention of {rows} rows of {len(sequences)} sequences of {sequences[0].length} "
+            f"tokens is off by {error:.3g}, allowed is {RELATIVE_ERROR}"
+        )
+    return error
+
+
+class ChunkedCopy:
+    """K and V of a layer in chunks at shuffled places, to be gathered before torch's attention."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        sequences, heads, tokens, _ = k.shape
+        self.chunks = tokens // CHUNK_TOKENS
+        k, v = (part[:, :, : self.chunks * CHUNK_TOKENS] for part in (k, v))
+        split = (self.chunks, CHUNK_TOKENS)
+        order = torch.randperm(sequences * self.chunks, device=k.device)
+        self.place = order.argsort()
+        # [chunk, head, dim, token] and [chunk, head, token, dim], as pages are
+        pages_k = k.unflatten(2, split).permute(0, 2, 1, 4, 3).flatten(0, 1)
+        pages_v = v.unflatten(2, split).permute(0, 2, 1, 3, 4).flatten(0, 1)
+        self.k, self.v = pages_k[order].contiguous(), pages_v[order].contiguous()
+        self.sequences, self.heads = sequences, heads
+
+    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        split = (self.sequences, self.chunks)
+        k = self.k[self.place].unflatten(0, split).permute(0, 2, 1, 4, 3).flatten(2, 3)
+        v = self.v[self.place].unflatten(0, split).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        return k.contiguous(), v.contiguous()
+
+
+def stock_cache(machine: Machine, model: Any, sizes: Sizes, tokens: int) -> DynamicCache:
+    """A full DynamicCache of random K/V."""
+    cache = DynamicCache(config=model.config)
+    shape = (1, sizes.kv_heads, tokens, sizes.head_dim)
+    for layer in range(model.config.num_hidden_layers):
+        k = machine.random(*shape, dtype=BFLOAT16, seed=layer)
+        v = machine.random(*shape, dtype=BFLOAT16, seed=1000 + layer)
+        cache.update(k, v, layer)
+    return cache
+
+
+@torch.inference_mode()
+def stock_step(machine: Machine, model: Any, cache: DynamicCache, ids: list[int]) -> int:
+    """One greedy step of transformers alone, its token on the host."""
+    tokens = torch.tensor([ids], device=machine.tensors)
+    output = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+    return int(output.logits[0, -1].argmax())
+
+
+@torch.inference_mode()
+def stock_prefill(machine: Machine, model: Any, ids: Any) -> int:
+    """One-shot prefill of transformers alone; the first token on the host."""
+    tokens = torch.as_tensor(np.asarray(ids, dtype=np.int64), device=machine.tensors)[None]
+    cache = DynamicCache(config=model.config)
+    output = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+    return int(output.logits[0, -1].argmax())
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def differing_bits(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Bits in which two tensors of one shape and dtype differ."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise harness.MissingNumberError(f"{a.shape} {a.dtype} is no match for {b.shape} {b.dtype}")
+    difference = np.bitwise_xor(raw(a).numpy(), raw(b).numpy())
+    return int(np.unpackbits(difference[difference != 0]).sum())
