@@ -193,7 +193,9 @@ KVP_DEVICE Threshold find_threshold(const Middle& middle, int32_t places) {
     need -= shared.found[1];
     prefix |= static_cast<uint64_t>(digit) << shift;
     undecided = shift;
-    sync_block();
+    // A count that the next round has cleared differs from `need`, which is above 0, as `within` does
+    // in the warp that cleared it.
+    sync_block();  // for racecheck
     if (within == need) {
       // All of them: everything from this prefix up.
       threshold.key = prefix;

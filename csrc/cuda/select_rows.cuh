@@ -21,7 +21,8 @@ KVP_DEVICE int32_t ordered_rows(const Tables& tables) {
   return parts == 0 ? 0 : tables.parts[parts - 1].first_row + tables.parts[parts - 1].rows;
 }
 
-// Softmax over the scores of one row and head, in units of 2^-40, by one block.
+// Softmax over the scores of one row and head, in units of 2^-40, by one block. Writes the extremes,
+// which nobody reads after the first barrier of choose(), and the sums, which are its own.
 KVP_DEVICE void add_shares(const SelectParams& p, const SelectShared& shared, const Part& part,
                            int32_t row, int32_t head, const double* scores) {
   const Range range = ledger_range(p, part, p.tables.rows[row].position);
@@ -120,7 +121,6 @@ KVP_KERNEL KVP_BOUNDS(kSelectThreads, 4) select_rows(const SelectJob job) {
     }
   }
   if (p.kind == 1 && p.mass != nullptr && part.score_row == row) {
-    sync_block();
     add_shares(p, shared, part, row, head, scores);
   }
 }

@@ -34,7 +34,9 @@ def report(*outcomes, **values):
 
 def engine(*smaller, exact="all", rows=64):
     return SimpleNamespace(
-        row_counts=RowCounts(rows, smaller), config=PagerConfig(pool_tokens=2048, exact=exact)
+        row_counts=RowCounts(rows, smaller),
+        config=PagerConfig(pool_tokens=2048, exact=exact),
+        model=SimpleNamespace(device=torch.device("cpu")),
     )
 
 

@@ -368,6 +368,30 @@ TEST_CASE("chunks that nobody selects may hold anything") {
   });
 }
 
+TEST_CASE("groups of 64 chunks that no row selects from, two in a row, are passed over") {
+  for_each_device([&](device::Device& device) {
+    for (const int dim : kDims) {
+      CAPTURE(dim);
+      Shape shape = tensor_shape(DType::kBFloat16, dim, 16);
+      shape.kv_heads = 1;
+      shape.group = 48;  // queries for several warps of a tile
+      Sequence sequence(layout_of(shape), 16 * 200 + 9, 6);
+      std::vector<Row> rows = rows_at({16 * 200 + 8, 16 * 199 + 2});
+      rows[0].selected = {{1, 9, 63, 192, 198, 200}};
+      rows[1].selected = {{0, 9, 40, 195, 199}};
+      ForwardOptions options;
+      options.small_queries = kOnlySmall;
+      const Outputs expected = run(device, shape, {&sequence}, rows, options);
+      CHECK(worst_error(shape, {&sequence}, rows, expected) < 2);
+      options.small_queries = kOnlyLarge;
+      for (const Cut cut : kCuts) {
+        CAPTURE(static_cast<int>(cut));
+        CHECK(differing(run(device, shape, {&sequence}, rows, options, cut), expected) == 0);
+      }
+    }
+  });
+}
+
 TEST_CASE("a row that sees no key is zeros, with sinks or without") {
   for_each_device([&](device::Device& device) {
     for (const bool sinks : {false, true}) {

@@ -302,6 +302,24 @@ TEST_CASE("two hundred and fifty-six rows of three sequences share tiles and sel
   });
 }
 
+TEST_CASE("rows of seventy sequences, more than a warp counts at once, select each its own") {
+  for_each_device([](device::Device& device) {
+    for (const Selection::Kind kind : {Selection::Kind::kTopK, Selection::Kind::kDense}) {
+      SelectionProblem problem;
+      problem.layout = layout_of(16, 32);
+      problem.selection = top_k(2, 16, 32);
+      problem.selection.kind = kind;
+      for (int s = 0; s < 70; ++s) {
+        problem.lengths.push_back(100 + 7 * s);
+        add_rows(&problem, s, 1);
+      }
+      problem.distinct = 40;
+      CAPTURE(static_cast<int>(kind));
+      check(device, problem);
+    }
+  });
+}
+
 TEST_CASE(
     "rows of a sequence with heads of 128 dimensions, one and many, select as on the processor") {
   for_each_device([](device::Device& device) {
