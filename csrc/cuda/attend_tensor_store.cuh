@@ -129,7 +129,7 @@ KVP_DEVICE void fold_into(const Store& store, const float (&acc)[kBlocks][4], co
   KVP_UNROLL
   for (int n = 0; n < kBlocks; ++n) {
     // Else all is loaded first, which takes more registers than there are.
-    if (kBlocks > 8 && n % 4 == 0) sync_warp();  // collectives do not order memory
+    if (kBlocks > 8 && n % 4 == 0) sync_warp();  // for registers
     float a[4];
     store.load(n, a);
     KVP_UNROLL
