@@ -1,5 +1,6 @@
 // A device that fails at every point where it can, one after the other: each time the pager is as it
 // was, and the same call succeeds when the fault is gone.
+#include "failing.h"
 #include "small_pager.h"
 
 namespace kvpager::pager_test {
@@ -10,25 +11,7 @@ bool may_be_survived(const std::string& point) { return point == "device.record"
 
 template <class Step, class Check>
 int64_t fail_at_every_visit(const char* point, const Step& step, const Check& check) {
-  const Disarm disarm;
-  for (int64_t nth = 0; nth < 2000; ++nth) {
-    CAPTURE(point);
-    CAPTURE(nth);
-    fault::arm(point, nth, EIO);
-    bool failed = false;
-    try {
-      step();
-    } catch (const DeviceError& error) {
-      failed = true;
-      CHECK(contains(error.what(), "Input/output error"));
-    }
-    const bool unmet = fault::any_armed.load();
-    fault::disarm_all();
-    if (!failed && unmet) return nth;
-    if (!failed) REQUIRE(may_be_survived(point));
-    check();
-  }
-  return -1;
+  return fail_at_visits<DeviceError>(point, 2000, may_be_survived(point), step, check);
 }
 
 constexpr const char* kPoints[] = {"device.up",     "device.down",  "device.launch",

@@ -1,36 +1,17 @@
 // The file system fails at every point where it can, one after the other: each time the pager is as
 // it was, and the same call succeeds when the fault is gone.
+#include "failing.h"
 #include "small_pager.h"
 
 namespace kvpager::pager_test {
 namespace {
 
-// Arms `point` at its nth visit for n = 0, 1, ... until `step` gets through without meeting the
-// fault. Every failure must be a StorageError; `check` then looks at the pager.
 template <class Step, class Check>
 int64_t fail_at_every_visit(Pager& pager, const char* point, const Step& step, const Check& check) {
-  const Disarm disarm;
-  for (int64_t nth = 0; nth < 1000; ++nth) {
-    CAPTURE(point);
-    CAPTURE(nth);
-    fault::arm(point, nth, EIO);
-    bool failed = false;
-    try {
-      step();
-    } catch (const StorageError& error) {
-      failed = true;
-      CHECK(contains(error.what(), "Input/output error"));
-    }
-    const bool unmet = fault::any_armed.load();
-    fault::disarm_all();
-    if (!failed) {
-      REQUIRE(unmet);  // a fault that was met must not be swallowed
-      return nth;
-    }
+  return fail_at_visits<StorageError>(point, 1000, false, step, [&] {
     CHECK_FALSE(pager.forward_running());
     check();
-  }
-  return -1;
+  });
 }
 
 TEST_CASE("a failing write-through aborts the commit at every visit, and the retry succeeds") {
