@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import subjects
-
 from kvpager import Dense, PagerConfig, TopK
 from kvpager.config import Selection
 from kvpager.needles import NeedleTask, shipped_model_path
 from kvpager.verify import Subject, relation
 from kvpager.verify.sweep import Sweep
+from kvpager_bench import subjects
 
 NAME = "shipped"
 LENGTH = 32768

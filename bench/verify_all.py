@@ -17,16 +17,17 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-import harness
-from harness import Column, MissingNumberError, Report
+from kvpager_bench import harness
+from kvpager_bench.harness import Column, MissingNumberError, Report
 
-sys.path.insert(0, str(harness.BENCH_DIR.parent / "tests" / "model"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "model"))
 
-import long_subject
 import matrix
 
+import long_subject
 from kvpager.verify import RELATIONS, Subject, verify
 
 # One row per model and relation, over all cases: dtypes, hidden sizes, heads, selections, threads.

@@ -13,21 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-if not BENCH.is_dir():
-    pytest.skip("bench/ is not part of this checkout", allow_module_level=True)
-sys.path.insert(0, str(BENCH))
-
-import gpu  # noqa: E402
-import gpu_gates  # noqa: E402
-import gpu_subjects  # noqa: E402
-import harness  # noqa: E402
-from gpu_machine import RehearsalMachine  # noqa: E402
-from gpu_run import Run  # noqa: E402
-from gpu_sizes import FULL, QUICK, REHEARSAL  # noqa: E402
-from harness import Column, MissingNumberError  # noqa: E402
-
-from kvpager.device import missing  # noqa: E402
+from kvpager.device import missing
+from kvpager_bench import harness
+from kvpager_bench.gpu import __main__ as gpu
+from kvpager_bench.gpu import gates as gpu_gates
+from kvpager_bench.gpu import subjects as gpu_subjects
+from kvpager_bench.gpu.machine import RehearsalMachine
+from kvpager_bench.gpu.run import Run
+from kvpager_bench.gpu.sizes import FULL, QUICK, REHEARSAL
+from kvpager_bench.harness import Column, MissingNumberError
 
 
 class FakeMachine(RehearsalMachine):
@@ -230,7 +224,7 @@ class TestSubjects:
 
 
 def load_gpu_test():
-    path = BENCH.parent / "scripts" / "gpu_test.py"
+    path = Path(__file__).resolve().parents[2] / "scripts" / "gpu_test.py"
     spec = importlib.util.spec_from_file_location("gpu_test_script", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

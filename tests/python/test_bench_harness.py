@@ -4,31 +4,21 @@ import itertools
 import json
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-if not BENCH.is_dir():
-    pytest.skip("bench/ is not part of this checkout", allow_module_level=True)
-sys.path.insert(0, str(BENCH))
-
-import bench_exact_cost  # noqa: E402
-import bench_exactness  # noqa: E402
-import bench_packing  # noqa: E402
-import bench_save_beside  # noqa: E402
-import bench_snapshot  # noqa: E402
-import bench_store  # noqa: E402
-import file_peers  # noqa: E402
-import hard_keys  # noqa: E402
-import harness  # noqa: E402
-import plots  # noqa: E402
-import residency_traffic  # noqa: E402
-import subjects  # noqa: E402
-from harness import Column, MissingNumberError, NondeterministicSubjectError, Report  # noqa: E402
+from kvpager_bench import file_peers, hard_keys, harness, plots, subjects
+from kvpager_bench.harness import Column, MissingNumberError, NondeterministicSubjectError, Report
+from kvpager_bench.questions import exact_cost as bench_exact_cost
+from kvpager_bench.questions import exactness as bench_exactness
+from kvpager_bench.questions import packing as bench_packing
+from kvpager_bench.questions import residency_traffic
+from kvpager_bench.questions import save_beside as bench_save_beside
+from kvpager_bench.questions import snapshot as bench_snapshot
+from kvpager_bench.questions import store as bench_store
 
 
 def make_report(**changes):
@@ -186,11 +176,11 @@ class TestMeasuring:
     def test_the_digest_tells_zero_from_negative_zero(self):
         assert harness.digest(torch.tensor([0.0])) != harness.digest(torch.tensor([-0.0]))
 
-    def test_a_worker_that_fails_gives_no_numbers(self, tmp_path):
-        script = tmp_path / "worker.py"
-        script.write_text("raise SystemExit(3)", encoding="utf-8")
+    def test_a_worker_that_fails_gives_no_numbers(self, tmp_path, monkeypatch):
+        (tmp_path / "failing_worker.py").write_text("raise SystemExit(3)", encoding="utf-8")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         with pytest.raises(MissingNumberError, match="exit 3"):
-            harness.run_worker(str(script), {"what": "nothing"})
+            harness.run_worker("failing_worker", {"what": "nothing"})
 
     def test_the_environment_names_machine_versions_and_commit(self):
         record = harness.environment()

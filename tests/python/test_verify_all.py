@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-if not BENCH.is_dir():
-    pytest.skip("bench/ is not part of this checkout", allow_module_level=True)
-sys.path.insert(0, str(BENCH))
+from kvpager_bench import harness
+from kvpager_bench.harness import Report
 
-import harness  # noqa: E402
-import verify_all  # noqa: E402
-from harness import Report  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+import verify_all
 
 
 def outcome(**changes):

@@ -1,9 +1,9 @@
 """What kvpager does on one GPU, beside what the machine and torch do; one table per section.
 
-    python bench/gpu.py                            # 10 minutes at most; bench/results/gpu.json
-    python bench/gpu.py --only ceilings,attention
-    python bench/gpu.py --quick                    # small sizes: gpu-quick.json
-    python bench/gpu.py --rehearse                 # on the shim, without a GPU: does it run?
+    python -m kvpager_bench.gpu              # 10 minutes at most; bench/results/gpu.json
+    python -m kvpager_bench.gpu --only ceilings,attention
+    python -m kvpager_bench.gpu --quick       # small sizes: gpu-quick.json
+    python -m kvpager_bench.gpu --rehearse    # on the shim, without a GPU: does it run?
 
 Every rate stands beside a ceiling that was measured in the same run. A section that raises is
 recorded with its error and the others go on; what is not measured fails the gates that need it. A
@@ -19,15 +19,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gpu_gates
-import gpu_model_sections
-import gpu_sections
-import harness
-from gpu_machine import CudaMachine, RehearsalMachine
-from gpu_run import Run
-from gpu_sizes import FULL, QUICK, REHEARSAL
-
 from kvpager.errors import DeviceError
+from kvpager_bench import harness
+from kvpager_bench.gpu import gates as gpu_gates
+from kvpager_bench.gpu import model_sections as gpu_model_sections
+from kvpager_bench.gpu import sections as gpu_sections
+from kvpager_bench.gpu.machine import CudaMachine, RehearsalMachine
+from kvpager_bench.gpu.run import Run
+from kvpager_bench.gpu.sizes import FULL, QUICK, REHEARSAL
 
 SECTIONS = {**gpu_sections.SECTIONS, **gpu_model_sections.SECTIONS}
 # Seconds after which a section measures no further cell, and after which none is begun.

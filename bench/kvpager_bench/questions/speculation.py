@@ -1,7 +1,7 @@
 """What speculation is worth, and that it changes nothing: tokens, log-probabilities, K/V.
 
-    python bench/bench_speculation.py
-    python bench/bench_speculation.py --cases questions,sampled
+    kvpager bench speculation --
+    kvpager bench speculation -- --cases questions,sampled
 
 "questions" is the shipped model's own task: a document, and every key of it asked for in turn; the
 answers are copied from the document. "loop" is its greedy text without a question, which falls into
@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import harness
 import numpy as np
-import subjects
-from harness import NOT_APPLICABLE, Column, Report, Subject
 
 from kvpager import Engine, PagerConfig, PromptLookup, Session, SpeculationStats, TopK
 from kvpager.needles import END
 from kvpager.verify.bits import Comparison, compare_bits
+from kvpager_bench import harness, subjects
+from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Subject
 
 CHUNKS = 32
 POOL_TOKENS = 4096

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import subjects
 import torch
+
+from kvpager_bench import subjects
 
 TRAINED = "trained"
 PLAIN = subjects.PLAIN

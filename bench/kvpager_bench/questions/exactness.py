@@ -1,7 +1,7 @@
 """What the promise is worth: the same prompts through plain transformers, and through kvpager.
 
-    python bench/bench_exactness.py
-    python bench/bench_exactness.py --subjects untied-bf16 --prompts 30
+    kvpager bench exactness --
+    kvpager bench exactness -- --subjects untied-bf16 --prompts 30
 
 Two ways to the same tokens, each against one prefill of all of them. "Prefix reuse": a kept
 beginning, then the rest of the prompt, whose length is different each time, as the next message of
@@ -23,16 +23,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import harness
 import numpy as np
-import subjects
 import torch
-from harness import NOT_APPLICABLE, Column, Report
 
 from kvpager import Agreement, Engine, PagerConfig, Sampling, Session
 from kvpager.needles import NeedleTask
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager.verify.peer import PeerRoute, compare_with_transformers, prefix_tokens
+from kvpager_bench import harness, subjects
+from kvpager_bench.harness import NOT_APPLICABLE, Column, Report
 
 REUSE, DECODE = "prefix reuse", "one-token decode"
 TEXTS = {"greedy": Sampling(), "sampled": Sampling(temperature=1.0, seed=1)}

@@ -39,8 +39,19 @@ from kvpager import _core
 gc.freeze()  # what is imported stays, so that collections between runs need not look at it
 
 SCHEMA = 1
-BENCH_DIR = Path(__file__).resolve().parent
-RESULTS_DIR = BENCH_DIR / "results"
+PACKAGE_DIR = Path(__file__).resolve().parent
+
+
+def _checkout() -> Path | None:
+    """The source tree this package lies in; None for an installed wheel."""
+    root = PACKAGE_DIR.parents[1]
+    return root if (root / "pyproject.toml").is_file() and (root / "bench").is_dir() else None
+
+
+CHECKOUT = _checkout()
+RESULTS_DIR = CHECKOUT / "bench" / "results" if CHECKOUT else Path("kvpager-bench")
+DOCS_DIR = CHECKOUT / "docs" / "results" if CHECKOUT else RESULTS_DIR
+SCRATCH_DIR = CHECKOUT / "build" / "bench" if CHECKOUT else RESULTS_DIR / "scratch"
 NOT_APPLICABLE = "n/a"  # the one thing an optional column may hold instead of a number
 DEFAULT_THREADS = 2
 
@@ -411,10 +422,10 @@ def report_name(name: str, arguments: argparse.Namespace) -> str:
     return f"{name}-quick" if arguments.quick else name
 
 
-def run_worker(script: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs `script --worker TASK` in a fresh process; returns the JSON of its last line."""
+def run_worker(module: str, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs `python -m module --worker TASK` in a new process; returns its last line's JSON."""
     done = subprocess.run(
-        [sys.executable, script, "--worker", json.dumps(dict(task))],
+        [sys.executable, "-m", module, "--worker", json.dumps(dict(task))],
         check=False,
         stdout=subprocess.PIPE,
         text=True,
@@ -469,7 +480,7 @@ def _cpu_name() -> str:
 def _git(*arguments: str) -> str:
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=BENCH_DIR, capture_output=True, text=True, check=False
+            ["git", *arguments], cwd=PACKAGE_DIR, capture_output=True, text=True, check=False
         )
     except OSError:
         return ""

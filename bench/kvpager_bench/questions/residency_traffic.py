@@ -1,6 +1,6 @@
 """In what unit chunks should be resident: whole, per layer, or per (layer, kv head).
 
-    python bench/residency_traffic.py
+    kvpager bench residency_traffic --
 
 Records what every (layer, kv head) of the shipped model selects while it answers needle questions,
 decode step by decode step, with the scores the ledger has after each, and plays the record against
@@ -22,14 +22,13 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeAlias
 
-import harness
 import numpy as np
-import subjects
 import torch
-from harness import Column, Report
 
 from kvpager import ROW_COMMIT, Engine, Forward, PagerConfig, Sequence, TopK
 from kvpager.config import DEFAULT_SCORER
+from kvpager_bench import harness, subjects
+from kvpager_bench.harness import Column, Report
 
 CHUNKS = 32
 QUIET = subjects.RECENT + 2 * 64

@@ -1,7 +1,7 @@
 """Tables and figures for the documentation, from what the benchmarks wrote.
 
-    python bench/plots.py          # bench/results/*.json -> docs/results/
-    python bench/plots.py --quick  # from the figures of quick runs, to see that it works
+    kvpager bench tables          # bench/results/*.json -> docs/results/
+    kvpager bench tables --quick  # from the figures of quick runs, to see that it works
 
 A result that is missing is left out and named; one that lacks a number is an error.
 """
@@ -18,12 +18,12 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 
-import harness  # the backend comes before anything that draws
 import matplotlib.pyplot as plt
-import residency_traffic
-from harness import Report, load_report
 
-DOCS_DIR = Path(__file__).resolve().parents[1] / "docs" / "results"
+from kvpager_bench import harness  # the backend comes before anything that draws
+from kvpager_bench.harness import Report, load_report
+from kvpager_bench.questions import residency_traffic
+
 ORDER = (
     "needles",
     "exactness",
@@ -361,7 +361,7 @@ def render(source: Path, folder: Path, suffix: str) -> list[str]:
         sections.append(section(report, figures))
     if not sections:
         raise harness.MissingNumberError(f"no results in {source.name}/: run the benchmarks first")
-    text = "# Results\n\nWritten by `python bench/plots.py` from `bench/results/`.\n\n"
+    text = "# Results\n\nWritten by `kvpager bench tables` from `bench/results/`.\n\n"
     harness.write_text(folder / f"results{suffix}.md", text + "\n".join(sections))
     return missing
 
@@ -371,7 +371,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="read the figures of quick runs")
-    parser.add_argument("--out", type=Path, default=DOCS_DIR, help="folder to write to")
+    parser.add_argument("--out", type=Path, default=harness.DOCS_DIR, help="folder to write to")
     arguments = parser.parse_args()
     suffix = "-quick" if arguments.quick else ""
     missing = render(harness.RESULTS_DIR, arguments.out, suffix)

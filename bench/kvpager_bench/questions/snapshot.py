@@ -1,7 +1,7 @@
 """Saving, verifying and restoring a snapshot as the context grows, beside copies of its bytes.
 
-    python bench/bench_snapshot.py
-    python bench/bench_snapshot.py --layouts shipped --contexts 4096,65536
+    kvpager bench snapshot --
+    kvpager bench snapshot -- --layouts shipped --contexts 4096,65536
 
 K/V are random and injected: what a model would say of them plays no part. A snapshot is one file;
 each layout and context has a process of its own, in which peers take turns with us, round by round.
@@ -30,15 +30,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import file_peers
-import harness
 import numpy as np
-import subjects
 import torch
-from file_peers import FILE_STATES, TENSOR_FILES
-from harness import Column, Report, Subject, Timing
 
 from kvpager import ROW_COMMIT, ROW_PADDING, Layout, Pager, PagerConfig, Sequence, TopK, _core
+from kvpager_bench import file_peers, harness, subjects
+from kvpager_bench.file_peers import FILE_STATES, TENSOR_FILES
+from kvpager_bench.harness import Column, Report, Subject, Timing
 
 POOL_TOKENS = 4096
 CHUNKS = 32
@@ -434,8 +432,8 @@ def judge(saves: Report, reads: Report) -> None:
 
 def measure_cell(task: dict[str, Any], saves: Report, reads: Report) -> None:
     try:
-        add_save(saves, task, harness.run_worker(__file__, {"what": "save", **task}))
-        add_read(reads, task, harness.run_worker(__file__, {"what": "read", **task}))
+        add_save(saves, task, harness.run_worker(__spec__.name, {"what": "save", **task}))
+        add_read(reads, task, harness.run_worker(__spec__.name, {"what": "read", **task}))
     finally:
         for file in Path(task["folder"]).iterdir():
             file.unlink()

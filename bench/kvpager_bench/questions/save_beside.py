@@ -1,7 +1,7 @@
 """Decoding while the session is being saved, beside decoding alone.
 
-    python bench/bench_save_beside.py
-    python bench/bench_save_beside.py --contexts 65536 --runs 5
+    kvpager bench save_beside --
+    kvpager bench save_beside -- --contexts 65536 --runs 5
 
 The shipped model decodes greedily after a long context of random K/V. In every round it does so for
 as many tokens alone as while asynchronous saves of the whole session follow one another, each to a
@@ -20,11 +20,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import harness
-import subjects
-from harness import Column, Report, Timing
-
 from kvpager import Engine, PagerConfig, Session, TopK
+from kvpager_bench import harness, subjects
+from kvpager_bench.harness import Column, Report, Timing
 
 CHUNKS = 32
 POOL_TOKENS = 4096

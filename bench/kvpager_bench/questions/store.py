@@ -1,7 +1,7 @@
 """What a directory store saves by sharing chunks, and what its catalogue costs as it fills.
 
-    python bench/bench_store.py
-    python bench/bench_store.py --snapshots 100,400
+    kvpager bench store --
+    kvpager bench store -- --snapshots 100,400
 
 Turns: a conversation is saved, grows by 512 tokens and is saved again; another session shares the
 first 90% of it. Beside each: the second turn as a file of its own, in the same round.
@@ -27,14 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
-import subjects
 import torch
-from harness import Column, Report, Timing
 
 from kvpager import Pager, PagerConfig, Sequence, _core
 from kvpager.stores import DirectoryStore, FileStore
+from kvpager_bench import harness, subjects
+from kvpager_bench.harness import Column, Report, Timing
 
 TURN_TOKENS = 512
 SHARED_PERCENT = 90
@@ -324,7 +323,7 @@ def main() -> None:
 def _run(what: str, task: dict[str, Any], parent: Path | None) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="kvpager-bench-", dir=parent)
     try:
-        return harness.run_worker(__file__, {"what": what, "folder": folder, **task})
+        return harness.run_worker(__spec__.name, {"what": what, "folder": folder, **task})
     finally:
         shutil.rmtree(folder)
 

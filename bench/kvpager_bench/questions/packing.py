@@ -1,7 +1,7 @@
 """What packing is worth: tokens per second as sessions fill the rows of a forward, and beyond.
 
-    python bench/bench_packing.py
-    python bench/bench_packing.py --sessions 1,8,64 --rows 64
+    kvpager bench packing --
+    kvpager bench packing -- --sessions 1,8,64 --rows 64
 
 `Engine.run` completes 1 to 128 prompts at a time with forwards of at most M rows: short prompts of
 one length, and mixed ones. Beside it, in the same turns: stock transformers' `generate` on a batch
@@ -21,14 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import harness
 import numpy as np
-import subjects
 import torch
-from harness import Column, Report, Subject, Timing
 
 from kvpager import Completion, Engine, PagerConfig
 from kvpager.verify.bits import Comparison, compare_bits
+from kvpager_bench import harness, subjects
+from kvpager_bench.harness import Column, Report, Subject, Timing
 
 SHORT, MIXED = "short", "mixed"
 SHORT_TOKENS = 32

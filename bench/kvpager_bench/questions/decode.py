@@ -1,7 +1,7 @@
 """Decode time per token as the context grows, and where it goes.
 
-    python bench/bench_decode.py
-    python bench/bench_decode.py --shapes shipped --contexts 4096,32768
+    kvpager bench decode --
+    kvpager bench decode -- --shapes shipped --contexts 4096,32768
 
 K/V of the context are random and injected: only time is measured. Each step is a forward of M rows
 of which one decodes. "model" is the transformers model with its attention taken out, "scan" scores
@@ -20,14 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import harness
-import subjects
 import torch
-from harness import Column, Report, Timing
 from transformers import DynamicCache
 
 from kvpager import Dense, Engine, PagerConfig, Session, TopK
 from kvpager.config import DEFAULT_SCORER
+from kvpager_bench import harness, subjects
+from kvpager_bench.harness import Column, Report, Timing
 
 CHUNKS = 32
 POOL_TOKENS = 4096

@@ -1,4 +1,4 @@
-"""What the sections of bench/gpu.py measure: models, pagers, contexts, torch's attention."""
+"""What the sections of the GPU benchmark measure: models, pagers, contexts, torch's attention."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import harness
 import numpy as np
 import torch
-from gpu_machine import Machine
-from gpu_sizes import CHUNK_TOKENS, Sizes
 from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache, Qwen3ForCausalLM
 
 from kvpager import ROW_READ, Dense, Forward, Layout, Pager, PagerConfig, Sequence
 from kvpager.config import Selection
+from kvpager_bench import harness
+from kvpager_bench.gpu.machine import Machine
+from kvpager_bench.gpu.sizes import CHUNK_TOKENS, Sizes
 
 BFLOAT16 = torch.bfloat16
 RELATIVE_ERROR = 1e-2  # of bfloat16 attention against another order of operations

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import file_peers
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from kvpager import Layout, Sequence
 from kvpager.needles import Document, NeedleTask, shipped_model_path
+from kvpager_bench import file_peers
 
 SHIPPED = "shipped"
 PLAIN = "plain"  # trained like the shipped one, but for the term that makes its keys easy

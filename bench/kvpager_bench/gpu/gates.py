@@ -1,12 +1,12 @@
-"""What the figures of bench/gpu.py have to reach. A figure that is missing fails its gate."""
+"""What the figures of the GPU benchmark have to reach. A figure that is missing fails its gate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpu_run import Run
-from harness import MissingNumberError, Verdict
+from kvpager_bench.gpu.run import Run
+from kvpager_bench.harness import MissingNumberError, Verdict
 
 FLAT_FROM, FLAT_TO = 16384, 262144
 JUDGED_CONTEXT = 32768

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from harness import Timing
 
 from kvpager import _core
 from kvpager.device import resolve
+from kvpager_bench.harness import Timing
 
 Call = Callable[[], object]
 AHEAD_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to enqueue what is timed

@@ -1,6 +1,6 @@
 """What a pool of an eighth of the context costs dense attention, and that it changes no bit.
 
-    python bench/bench_dense_pool.py
+    kvpager bench dense_pool --
 
 Prefills a document and decodes after it twice with the same engine settings: once with a pool that
 holds everything, once with one of an eighth of the context. Every K/V element, and the logits of
@@ -15,12 +15,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import harness
-import subjects
 import torch
-from harness import Column, Report
 
 from kvpager import Dense, Engine, PagerConfig
+from kvpager_bench import harness, subjects
+from kvpager_bench.harness import Column, Report
 
 CHUNK_TOKENS = 64
 SHARE = 8  # of the context, as its divisor

@@ -1,4 +1,4 @@
-"""The sections of bench/gpu.py that run a model: decode, restore, row counts, small pools."""
+"""The sections of the GPU benchmark that run a model: decode, restore, row counts, small pools."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_machine import Machine
-from gpu_run import Run
-from gpu_sizes import CHUNK_TOKENS
-from gpu_subjects import (
+
+from kvpager import Dense, Engine, Session, TopK
+from kvpager_bench.gpu.machine import Machine
+from kvpager_bench.gpu.run import Run
+from kvpager_bench.gpu.sizes import CHUNK_TOKENS
+from kvpager_bench.gpu.subjects import (
     append,
     build_model,
     config,
@@ -24,9 +26,7 @@ from gpu_subjects import (
     stock_prefill,
     stock_step,
 )
-from harness import NOT_APPLICABLE, Column, MissingNumberError, Report, Timing
-
-from kvpager import Dense, Engine, Session, TopK
+from kvpager_bench.harness import NOT_APPLICABLE, Column, MissingNumberError, Report, Timing
 
 WARM_UP = 2
 DENSE_STEPS = 3  # of a context that crosses the link whole at every step

@@ -1,7 +1,7 @@
 """What exactness costs: decode and prefill by rows, dtype and mode, beside the ordinary way.
 
-    python bench/bench_exact_cost.py
-    python bench/bench_exact_cost.py --subjects gqa8-fp32 --rows 64,256
+    kvpager bench exact_cost --
+    kvpager bench exact_cost -- --subjects gqa8-fp32 --rows 64,256
 
 One session of a Qwen3 shape of hidden size 1024, in which matrix products dominate, and of the
 shipped model, in which they do not. Modes: "all" with forwards of M rows only ("all, M only"),
@@ -23,13 +23,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import harness
 import numpy as np
-import subjects
-from harness import NOT_APPLICABLE, Column, Report, Subject, Timing
 
 from kvpager import Engine, PagerConfig, Session
 from kvpager.config import DEFAULT_ROWS
+from kvpager_bench import harness, subjects
+from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Subject, Timing
 
 FIXED, ALL, REUSE, FREE = "all, M only", "all", "reuse", "False"
 MODES: Mapping[str, Mapping[str, Any]] = {

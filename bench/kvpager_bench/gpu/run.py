@@ -1,4 +1,4 @@
-"""One run of bench/gpu.py: what sections share, and what becomes of their figures and errors."""
+"""A run of the GPU benchmark: what sections share, and what becomes of figures and errors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_machine import Machine
-from gpu_sizes import Sizes
-from gpu_subjects import build_model
-from harness import Column, MissingNumberError, Report
+from kvpager_bench.gpu.machine import Machine
+from kvpager_bench.gpu.sizes import Sizes
+from kvpager_bench.gpu.subjects import build_model
+from kvpager_bench.harness import Column, MissingNumberError, Report
 
 
 @dataclass

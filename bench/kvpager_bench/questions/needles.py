@@ -1,8 +1,8 @@
 """Which scorer finds the needles: every scorer beside full attention, an oracle and a window.
 
-    python bench/bench_needles.py                      # the whole table; restartable, cell by cell
-    python bench/bench_needles.py --cells trained/16K  # cells whose names contain this
-    python bench/bench_needles.py --keys trained       # without the variants of hard keys
+    kvpager bench needles --                      # the whole table; restartable, cell by cell
+    kvpager bench needles -- --cells trained/16K  # cells whose names contain this
+    kvpager bench needles -- --keys trained       # without the variants of hard keys
 
 A cell is keys/context/needles/chunks/policy. It prefills for itself, under its own selection, and
 asks every question in a fork of the prefilled session; an answer counts if all four tokens are
@@ -19,17 +19,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import harness
 import xxhash
-from hard_keys import TRAINED, VARIANTS, load_with_keys
-from harness import NOT_APPLICABLE, Column, Report
-from subjects import RECENT, SINKS, questions
 
 from kvpager import Dense, Engine, PagerConfig, Session, TopK, Window
 from kvpager.fingerprint import weights_digest
+from kvpager_bench import harness
+from kvpager_bench.hard_keys import TRAINED, VARIANTS, load_with_keys
+from kvpager_bench.harness import NOT_APPLICABLE, Column, Report
+from kvpager_bench.subjects import RECENT, SINKS, questions
 
 ORACLE = "exact"
 SCORERS = ("mean", "meanstd", "minmax", "sub16", "bits1", "bits2")
@@ -37,7 +36,7 @@ DENSE, WINDOW = "full attention", "window"
 CHUNK_TOKENS = 64
 POOL_TOKENS = 2048
 ANSWER_TOKENS = 4
-CELL_DIR = Path(__file__).resolve().parents[1] / "build" / "bench" / "needles"
+CELL_DIR = harness.SCRATCH_DIR / "needles"
 
 COLUMNS = (
     Column("keys", text=True),

@@ -1,7 +1,7 @@
 """How long a saved turn takes to answer again in a fresh process, beside computing it again.
 
-    python bench/bench_restore.py
-    python bench/bench_restore.py --contexts 4096,32768 --runs 3
+    kvpager bench restore --
+    kvpager bench restore -- --contexts 4096,32768 --runs 3
 
 Every figure comes from a process of its own; imports, loading the model and making the engine are
 timed apart from the turn. "First token" runs from looking the snapshot up to the first token after
@@ -17,24 +17,22 @@ import time
 
 _PROCESS_START = time.perf_counter()
 
-import argparse  # noqa: E402  # the clock starts before the imports it times
-import json  # noqa: E402
-import shutil  # noqa: E402
-import tempfile  # noqa: E402
-from functools import partial  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse  # the clock starts before the imports it times
+import json
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-import file_peers  # noqa: E402
-import harness  # noqa: E402
-import numpy as np  # noqa: E402
-import subjects  # noqa: E402
-import torch  # noqa: E402
-from file_peers import FILE_STATES, TENSOR_FILES  # noqa: E402
-from harness import Column, Report, Timing  # noqa: E402
+import numpy as np
+import torch
 
-from kvpager import Engine, PagerConfig, TopK  # noqa: E402
-from kvpager.config import DEFAULT_SCORER  # noqa: E402
+from kvpager import Engine, PagerConfig, TopK
+from kvpager.config import DEFAULT_SCORER
+from kvpager_bench import file_peers, harness, subjects
+from kvpager_bench.file_peers import FILE_STATES, TENSOR_FILES
+from kvpager_bench.harness import Column, Report, Timing
 
 POOL_TOKENS = 2048
 CHUNKS = 32
@@ -178,7 +176,7 @@ class Context:
         self.path = folder / "turn.kvsnap"
 
     def run(self, what: str, **more: Any) -> dict[str, Any]:
-        return harness.run_worker(__file__, {"what": what, **self.common, **more})
+        return harness.run_worker(__spec__.name, {"what": what, **self.common, **more})
 
     def repeat(
         self, what: str, file: Path, state: str, *, runs: int, **more: Any

@@ -1,4 +1,4 @@
-"""What a run of bench/gpu.py measures: the shape of the model and how much of everything."""
+"""What a run of the GPU benchmark measures: the shape of the model and how much of everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of bench/gpu.py that need no model: ceilings, paging, attention, selection."""
+"""The sections of the GPU benchmark that need no model: ceilings, paging, attention, selection."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_machine import Machine
-from gpu_run import Run
-from gpu_sizes import CHUNK_TOKENS, Sizes
-from gpu_subjects import (
+
+from kvpager import Pager, Sequence, TopK
+from kvpager_bench.gpu.machine import Machine
+from kvpager_bench.gpu.run import Run
+from kvpager_bench.gpu.sizes import CHUNK_TOKENS, Sizes
+from kvpager_bench.gpu.subjects import (
     BFLOAT16,
     ChunkedCopy,
     Reading,
@@ -19,9 +21,7 @@ from gpu_subjects import (
     pager_of,
     torch_attention,
 )
-from harness import NOT_APPLICABLE, Column, MissingNumberError, Report
-
-from kvpager import Pager, Sequence, TopK
+from kvpager_bench.harness import NOT_APPLICABLE, Column, MissingNumberError, Report
 
 GB = 1e9
 

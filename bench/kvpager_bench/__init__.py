@@ -1,0 +1,1 @@
+"""How fast kvpager is, and beside what: the suite behind `kvpager bench`."""

@@ -1,0 +1,1 @@
+"""The benchmark of one GPU: the GPU benchmark."""

@@ -1,0 +1,1 @@
+"""One module per question; each runs alone, as `python -m`, in a process of its own."""
