@@ -2,7 +2,10 @@
 // summaries. Prints one JSON object per line, with the memory bandwidth measured in the same run
 // beside it.
 //
-//   attend_bench [--threads N] [--quick]
+//   attend_bench [--threads N] [--quick] [--attend | --scan] [--dtype NAME] [--shape Q/KV/DIM]
+//                [--context TOKENS] [--rows N]
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -36,12 +39,14 @@ double best_seconds(double budget, const std::function<void()>& run) {
   return best;
 }
 
-// Bytes on a page boundary, larger than any cache where the benchmark asks for that.
+// Bytes on huge pages where the system gives them, as a pager's slabs are; larger than any cache
+// where the benchmark asks for that.
 class Bytes {
  public:
   explicit Bytes(size_t size)
-      : data_(static_cast<std::byte*>(std::aligned_alloc(4096, round(size)))), size_(size) {
+      : data_(static_cast<std::byte*>(std::aligned_alloc(kPage, round(size)))), size_(size) {
     if (data_ == nullptr) std::abort();
+    madvise(data_, round(size), MADV_HUGEPAGE);
   }
   ~Bytes() { std::free(data_); }
   Bytes(const Bytes&) = delete;
@@ -50,7 +55,8 @@ class Bytes {
   size_t size() const { return size_; }
 
  private:
-  static size_t round(size_t size) { return (size + 4095) / 4096 * 4096; }
+  static constexpr size_t kPage = size_t{2} << 20;
+  static size_t round(size_t size) { return (size + kPage - 1) / kPage * kPage; }
   std::byte* data_;
   size_t size_;
 };
@@ -218,43 +224,100 @@ void scan(const char* name, int group, int head_dim, int64_t chunks, double budg
   std::fflush(stdout);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+struct Options {
   int threads = 1;
   bool quick = false;
+  bool attend = true;
+  bool scan = true;
+  std::string dtype;  // empty: all
+  std::string shape;
+  int64_t context = 0;  // 0: all
+  int64_t rows = 0;
+};
+
+bool parse(int argc, char** argv, Options* options) {
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
-    if (argument == "--threads" && i + 1 < argc) {
-      threads = std::atoi(argv[++i]);
-    } else if (argument == "--quick") {
-      quick = true;
+    const char* value = i + 1 < argc ? argv[i + 1] : nullptr;
+    if (argument == "--quick") {
+      options->quick = true;
+    } else if (argument == "--attend") {
+      options->scan = false;
+    } else if (argument == "--scan") {
+      options->attend = false;
+    } else if (value == nullptr) {
+      return false;
     } else {
-      std::fprintf(stderr, "usage: attend_bench [--threads N] [--quick]\n");
-      return 2;
-    }
-  }
-  const double budget = quick ? 0.1 : 0.5;
-  kvpager::ThreadPool pool(threads);
-  std::printf("{\"bench\": \"machine\", \"isa\": \"%s\", \"threads\": %d}\n", kvpager::isa_name(),
-              threads);
-  measure_memory(pool);
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    for (const Shape& shape : {Shape{16, 8, 128}, Shape{8, 2, 64}}) {
-      for (const int64_t context : {2048, 8192, 32768}) {
-        if (quick && context == 32768) continue;
-        attend(pool, shape, dtype, 1, context, true, budget);
-        attend(pool, shape, dtype, 64, context, true, budget);
+      ++i;
+      if (argument == "--threads") {
+        options->threads = std::atoi(value);
+      } else if (argument == "--dtype") {
+        options->dtype = value;
+      } else if (argument == "--shape") {
+        options->shape = value;
+      } else if (argument == "--context") {
+        options->context = std::atoll(value);
+      } else if (argument == "--rows") {
+        options->rows = std::atoll(value);
+      } else {
+        return false;
       }
     }
   }
+  return true;
+}
+
+std::string name_of(const Shape& shape) {
+  return std::to_string(shape.q_heads) + "/" + std::to_string(shape.kv_heads) + "/" +
+         std::to_string(shape.head_dim);
+}
+
+void all_attention(const Options& options, double budget, kvpager::ThreadPool& pool) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    if (!options.dtype.empty() && options.dtype != kvpager::dtype_name(dtype)) continue;
+    for (const Shape& shape :
+         {Shape{16, 8, 128}, Shape{8, 2, 64}, Shape{32, 8, 128}, Shape{16, 2, 128}}) {
+      if (!options.shape.empty() && options.shape != name_of(shape)) continue;
+      for (const int64_t context : {2048, 8192, 32768}) {
+        if (options.context != 0 ? options.context != context : options.quick && context == 32768) {
+          continue;
+        }
+        for (const int64_t rows : {1, 64}) {
+          if (options.rows != 0 && options.rows != rows) continue;
+          attend(pool, shape, dtype, rows, context, true, budget);
+        }
+      }
+    }
+  }
+}
+
+void all_scans(const Options& options, double budget) {
   for (const char* name : {"bits2", "bits1", "minmax", "sub16"}) {
     for (const int group : {1, 2, 4}) {
       for (const int64_t chunks : {512, 4096, 16384}) {
-        if (quick && chunks == 16384) continue;
+        if (options.quick && chunks == 16384) continue;
         scan(name, group, 128, chunks, budget);
       }
     }
   }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  if (!parse(argc, argv, &options)) {
+    std::fprintf(stderr,
+                 "usage: attend_bench [--threads N] [--quick] [--attend | --scan] [--dtype NAME] "
+                 "[--shape Q/KV/DIM] [--context TOKENS] [--rows N]\n");
+    return 2;
+  }
+  const double budget = options.quick ? 0.1 : 0.5;
+  kvpager::ThreadPool pool(options.threads);
+  std::printf("{\"bench\": \"machine\", \"isa\": \"%s\", \"threads\": %d}\n", kvpager::isa_name(),
+              options.threads);
+  measure_memory(pool);
+  if (options.attend) all_attention(options, budget, pool);
+  if (options.scan) all_scans(options, budget);
   return 0;
 }

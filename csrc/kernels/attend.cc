@@ -1,99 +1,15 @@
-// Walks each row's chunks and hands tiles to the kernels. Rows of one sequence go through a tile
-// together; what is shared is the reading of keys and values, never arithmetic.
+// Divides an attention call among threads. Rows of one sequence go through a tile of keys together;
+// what is shared is the reading of keys and values, never arithmetic.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
-#include <new>
-#include <utility>
 #include <vector>
 
+#include "kernels/attend_walk.h"
 #include "kernels/float_environment.h"
-#include "kernels/kernel_table.h"
-#include "kvpager/attention.h"
 #include "kvpager/error.h"
 
 namespace kvpager {
-namespace {
-
-constexpr int kTileQueries = 256;    // at most, per pass over a tile (one row may have more)
-constexpr int kMinTileQueries = 32;  // row tiles are not cut below this to feed more threads
-constexpr int kItemsPerThread = 3;   // fewer items than this and splits are computed apart
-constexpr int64_t kPartialBytes = int64_t{64} << 20;  // bound on states of splits computed apart
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-// Floats on a cache line, kept between calls.
-class FloatBuffer {
- public:
-  FloatBuffer() = default;
-  FloatBuffer(FloatBuffer&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
-  ~FloatBuffer() { release(); }
-
-  // Contents are lost when it grows.
-  float* reserve(int64_t count) {
-    if (count > size_) {
-      release();
-      data_ = static_cast<float*>(
-          ::operator new(static_cast<size_t>(count) * sizeof(float), kAlignment));
-      size_ = count;
-    }
-    return data_;
-  }
-  float* data() const { return data_; }
-  int64_t bytes() const { return size_ * static_cast<int64_t>(sizeof(float)); }
-
- private:
-  static constexpr std::align_val_t kAlignment{kTileAlignment};
-  void release() {
-    if (data_ != nullptr) ::operator delete(data_, kAlignment);
-    data_ = nullptr;
-    size_ = 0;
-  }
-  float* data_ = nullptr;
-  int64_t size_ = 0;
-};
-
-// Rows of one sequence, order[begin, end).
-struct RowTile {
-  int32_t table = 0;
-  int64_t begin = 0;
-  int64_t end = 0;
-};
-
-// One (row tile, kv head) and the splits in which any of its rows sees a key, ascending.
-struct Walk {
-  const RowTile* tile = nullptr;
-  int head = 0;
-  std::vector<int64_t> splits;
-  int64_t partial = 0;  // index of its first partial state, when its splits are computed apart
-};
-
-struct ThreadScratch {
-  FloatBuffer tile;
-  FloatBuffer states;
-  std::vector<TileQuery> queries;
-  std::vector<int64_t> cursors;
-};
-
-void reset(float* state, int64_t v_dim) {
-  std::memset(state, 0, static_cast<size_t>(state_stride(v_dim)) * sizeof(float));
-  state[v_dim] = kMinusInfinity;
-}
-
-bool saw_a_key(const float* state, int64_t v_dim) { return state[v_dim] != kMinusInfinity; }
-
-}  // namespace
-
-struct AttendWorkspace::Impl {
-  FloatBuffer totals;   // [rows][q_heads][state_stride]
-  FloatBuffer queries;  // [rows][q_heads][k_dim], when q is not float32
-  FloatBuffer partials;
-  std::vector<int64_t> order;  // rows that are not padding, by table, then as given
-  std::vector<RowTile> tiles;
-  std::vector<Walk> walks;
-  std::vector<ThreadScratch> threads;
-};
 
 AttendWorkspace::AttendWorkspace() : impl_(std::make_unique<Impl>()) {}
 AttendWorkspace::~AttendWorkspace() = default;
@@ -110,44 +26,10 @@ namespace {
 
 using Impl = AttendWorkspace::Impl;
 
-// The parameters with the derived numbers every step needs.
-struct Problem {
-  Problem(const AttendParams& p, Impl& i)
-      : params(p),
-        layout(*p.layout),
-        impl(i),
-        group(p.q_heads / p.layout->kv_heads),
-        stride(state_stride(p.layout->v_dim)) {}
-
-  int64_t first_chunk(int64_t position) const {
-    if (params.window <= 0 || position < params.window) return 0;
-    return (position - params.window + 1) / layout.chunk_tokens;
-  }
-  int64_t last_chunk(int64_t position) const { return position / layout.chunk_tokens; }
-  float* total(int64_t row, int64_t q_head) const {
-    return impl.totals.data() + (row * params.q_heads + q_head) * stride;
-  }
-  const float* query(int64_t row, int64_t q_head) const {
-    if (params.q.dtype == DType::kFloat32) {
-      return static_cast<const float*>(params.q.data) + row * params.q.row_stride +
-             q_head * params.q.head_stride;
-    }
-    return impl.queries.data() + (row * params.q_heads + q_head) * layout.k_dim;
-  }
-  // The selected chunks of (row, head).
-  const int32_t* list_begin(int64_t row, int head) const {
-    return params.selected + params.selected_offsets[row * layout.kv_heads + head];
-  }
-  const int32_t* list_end(int64_t row, int head) const {
-    return params.selected + params.selected_offsets[row * layout.kv_heads + head + 1];
-  }
-
-  const AttendParams& params;
-  const Layout& layout;
-  Impl& impl;
-  const int group;
-  const int64_t stride;
-};
+constexpr int kTileQueries = 256;    // at most, per pass over a tile (one row may have more)
+constexpr int kMinTileQueries = 32;  // row tiles are not cut below this to feed more threads
+constexpr int kPiecesPerThread = 4;  // walks are cut into this many pieces, that all end together
+constexpr int64_t kPartialBytes = int64_t{64} << 20;  // bound on states of splits computed apart
 
 void check_tensor(const char* name, const TensorView& tensor, int64_t rows, int64_t heads,
                   int64_t dim) {
@@ -190,7 +72,7 @@ void cut_tiles(const Problem& problem, int threads) {
   const auto items = [&] {
     return (rows * problem.group + queries - 1) / queries * problem.layout.kv_heads;
   };
-  while (queries > kMinTileQueries && items() < int64_t{kItemsPerThread} * threads) queries /= 2;
+  while (queries > kMinTileQueries && items() < int64_t{kPiecesPerThread} * threads) queries /= 2;
   const int64_t tile_rows = std::max<int64_t>(1, queries / problem.group);
 
   impl.tiles.clear();
@@ -205,193 +87,88 @@ void cut_tiles(const Problem& problem, int threads) {
   }
 }
 
-// The splits of [split_begin, split_end) in which a row of the walk's tile sees a key.
-void find_splits(const Problem& problem, int64_t split_begin, int64_t split_end, Walk* walk) {
-  walk->splits.clear();
-  std::vector<int64_t>& splits = walk->splits;
-  for (int64_t i = walk->tile->begin; i < walk->tile->end; ++i) {
-    const int64_t row = problem.impl.order[i];
-    const int64_t position = problem.params.row[row].position;
-    const int64_t low = std::max(problem.first_chunk(position), split_begin * kChunksPerSplit);
-    const int64_t high = std::min(problem.last_chunk(position) + 1, split_end * kChunksPerSplit);
-    if (low >= high) continue;
-    if (problem.params.selected_offsets == nullptr) {
-      for (int64_t s = low / kChunksPerSplit; s <= (high - 1) / kChunksPerSplit; ++s) {
-        splits.push_back(s);
-      }
-    } else {
-      const int32_t* end = problem.list_end(row, walk->head);
-      const int32_t* c = std::lower_bound(problem.list_begin(row, walk->head), end, low);
-      for (; c != end && *c < high; ++c) {
-        const int64_t split = *c / kChunksPerSplit;
-        if (splits.empty() || splits.back() != split) splits.push_back(split);
-      }
-    }
-  }
-  std::sort(splits.begin(), splits.end());
-  splits.erase(std::unique(splits.begin(), splits.end()), splits.end());
-}
-
-// The keys of chunk `c` that `position` sees, half open within the chunk.
-struct Visible {
-  int32_t begin = 0;
-  int32_t end = 0;
-};
-
-Visible visible_tokens(const Problem& problem, int64_t position, int64_t c) {
-  const int64_t tokens = problem.layout.chunk_tokens;
-  const int64_t start = c * tokens;
-  const int64_t end = std::min(tokens, position + 1 - start);
-  int64_t begin = 0;
-  if (problem.params.window > 0) {
-    begin = std::max<int64_t>(0, position - problem.params.window + 1 - start);
-  }
-  return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
-}
-
-int64_t walk_states(const Problem& problem, const Walk& walk) {
-  return (walk.tile->end - walk.tile->begin) * problem.group;
-}
-
-// Adds one split to the states of a walk's rows, [tile rows][group][stride]. With selections
-// scratch.cursors holds each row's place in its chunk list.
-void walk_split(const Problem& problem, const Walk& walk, int64_t split, float* states,
-                ThreadScratch& scratch) {
-  const AttendParams& params = problem.params;
+// About how long a wave takes one thread, in nanoseconds: its bytes at 16 GB/s or its operations at
+// 64 GFLOP/s. Decides how many threads are worth waking, and nothing else.
+int64_t estimated_nanoseconds(const Problem& problem) {
   const Layout& layout = problem.layout;
-  const RowTile& tile = *walk.tile;
-  const ChunkTableView& table = params.tables[tile.table];
-  const bool dense = params.selected_offsets == nullptr;
-  const int64_t group_stride = problem.group * problem.stride;
-
-  TileParams kernel;
-  kernel.k_dtype = layout.k_dtype;
-  kernel.v_dtype = layout.v_dtype;
-  kernel.tokens = layout.chunk_tokens;
-  kernel.k_dim = layout.k_dim;
-  kernel.v_dim = layout.v_dim;
-  kernel.scaling = params.scaling;
-  kernel.softcap = params.softcap;
-  kernel.scratch =
-      scratch.tile.reserve(tile_scratch_floats(walk_states(problem, walk), layout.chunk_tokens));
-
-  for (int64_t c = split * kChunksPerSplit; c < (split + 1) * kChunksPerSplit; ++c) {
-    scratch.queries.clear();
-    for (int64_t i = tile.begin; i < tile.end; ++i) {
-      const int64_t row = problem.impl.order[i];
-      if (!dense) {
-        int64_t& cursor = scratch.cursors[i - tile.begin];
-        const int64_t end = params.selected_offsets[row * layout.kv_heads + walk.head + 1];
-        while (cursor < end && params.selected[cursor] < c) ++cursor;
-        if (cursor == end || params.selected[cursor] != c) continue;
-      }
-      const Visible visible = visible_tokens(problem, params.row[row].position, c);
-      if (visible.begin >= visible.end) continue;
-      for (int g = 0; g < problem.group; ++g) {
-        float* state = states + (i - tile.begin) * group_stride + g * problem.stride;
-        scratch.queries.push_back({problem.query(row, int64_t{walk.head} * problem.group + g),
-                                   state, visible.begin, visible.end});
-      }
+  int64_t bytes = 0;
+  int64_t operations = 0;
+  for (const Walk& walk : problem.impl.walks) {
+    int64_t chunks = static_cast<int64_t>(walk.splits.size()) * kChunksPerSplit;
+    if (problem.params.selected_offsets != nullptr && walk.tile->end - walk.tile->begin == 1) {
+      const int64_t row = problem.impl.order[static_cast<size_t>(walk.tile->begin)];
+      chunks = std::min<int64_t>(
+          chunks, problem.list_end(row, walk.head) - problem.list_begin(row, walk.head));
     }
-    if (scratch.queries.empty()) continue;
-    const std::byte* slice = c < table.chunks ? table.slices[c] : nullptr;
-    if (slice == nullptr) {
-      throw InvariantError(
-          str("chunk ", c, " of table ", tile.table, " is attended to but was not made readable"));
-    }
-    const std::byte* page = slice + layout.page_bytes() * walk.head;
-    kernel.k = page;
-    kernel.v = page + layout.k_tile_bytes();
-    kernel.queries = scratch.queries.data();
-    kernel.count = static_cast<int64_t>(scratch.queries.size());
-    kernels().attend_tile(kernel);
+    bytes += chunks * layout.page_bytes();
+    operations += chunks * layout.chunk_tokens * walk_states(problem, walk) * 2 *
+                  (layout.k_dim + layout.v_dim);
   }
+  return std::max(bytes / 16, operations / 64);
 }
 
-void place_cursors(const Problem& problem, const Walk& walk, int64_t split,
-                   ThreadScratch& scratch) {
-  if (problem.params.selected_offsets == nullptr) return;
-  scratch.cursors.clear();
-  for (int64_t i = walk.tile->begin; i < walk.tile->end; ++i) {
-    const int64_t row = problem.impl.order[i];
-    const int32_t* c = std::lower_bound(problem.list_begin(row, walk.head),
-                                        problem.list_end(row, walk.head), split * kChunksPerSplit);
-    scratch.cursors.push_back(c - problem.params.selected);
-  }
-}
-
-void merge(const Problem& problem, const Walk& walk, const float* states) {
-  for (int64_t i = 0; i < walk_states(problem, walk); ++i) {
-    const float* state = states + i * problem.stride;
-    if (!saw_a_key(state, problem.layout.v_dim)) continue;
-    const int64_t row = problem.impl.order[walk.tile->begin + i / problem.group];
-    const int64_t q_head = int64_t{walk.head} * problem.group + i % problem.group;
-    kernels().merge_state(problem.total(row, q_head), state, problem.layout.v_dim);
-  }
-}
-
-void reset_states(const Problem& problem, const Walk& walk, float* states) {
-  for (int64_t i = 0; i < walk_states(problem, walk); ++i) {
-    reset(states + i * problem.stride, problem.layout.v_dim);
-  }
-}
-
-// Each walk is one item: its splits one after the other, merged as they are done.
-void run_walks(const Problem& problem, ThreadPool& pool) {
+// Cuts the walks into pieces for `threads` threads; returns how many partial states they need. A
+// walk in one piece needs none: it merges as it goes.
+int64_t cut_walks(const Problem& problem, int threads) {
   Impl& impl = problem.impl;
-  pool.run(static_cast<int64_t>(impl.walks.size()), [&](int64_t item, int thread) {
-    const FloatEnvironment environment;
-    const Walk& walk = impl.walks[item];
-    if (walk.splits.empty()) return;
-    ThreadScratch& scratch = impl.threads[thread];
-    float* states = scratch.states.reserve(walk_states(problem, walk) * problem.stride);
-    place_cursors(problem, walk, walk.splits.front(), scratch);
-    for (const int64_t split : walk.splits) {
-      reset_states(problem, walk, states);
-      walk_split(problem, walk, split, states, scratch);
-      merge(problem, walk, states);
-    }
-  });
-}
-
-// Few walks and many threads: splits are computed apart, then merged in order.
-void run_splits_apart(const Problem& problem, int64_t partials, ThreadPool& pool) {
-  Impl& impl = problem.impl;
-  struct Piece {
-    const Walk* walk;
-    size_t begin, end;
-  };
   int64_t splits = 0;
   for (const Walk& walk : impl.walks) splits += static_cast<int64_t>(walk.splits.size());
-  const int64_t wanted = int64_t{4} * pool.threads();
-  const size_t length = static_cast<size_t>(std::max<int64_t>(1, splits / wanted));
-  std::vector<Piece> pieces;
-  for (const Walk& walk : impl.walks) {
-    for (size_t begin = 0; begin < walk.splits.size(); begin += length) {
-      pieces.push_back({&walk, begin, std::min(begin + length, walk.splits.size())});
+  const int64_t wanted = int64_t{kPiecesPerThread} * threads;
+  const size_t length =
+      threads == 1 ? static_cast<size_t>(std::max<int64_t>(1, splits))
+                   : static_cast<size_t>(std::max<int64_t>(1, (splits + wanted - 1) / wanted));
+  impl.pieces.clear();
+  int64_t partials = 0;
+  for (size_t w = 0; w < impl.walks.size(); ++w) {
+    Walk& walk = impl.walks[w];
+    walk.pieces = (walk.splits.size() + length - 1) / length;
+    walk.partial = partials;
+    for (size_t piece = 0; piece < walk.pieces; ++piece) {
+      impl.pieces.push_back({static_cast<int32_t>(w), walk.splits.size() * piece / walk.pieces,
+                             walk.splits.size() * (piece + 1) / walk.pieces});
+    }
+    if (walk.pieces > 1) {
+      partials += static_cast<int64_t>(walk.splits.size()) * walk_states(problem, walk);
     }
   }
+  return partials;
+}
+
+// A walk that is one piece merges its splits as they are done. The splits of one in several pieces
+// are kept apart, and whoever ends its last piece merges them in order.
+void run_pieces(const Problem& problem, int64_t partials, int threads, ThreadPool& pool) {
+  Impl& impl = problem.impl;
   float* base = impl.partials.reserve(partials * problem.stride);
-  const auto states_of = [&](const Walk& walk, size_t split) {
-    return base + (walk.partial + static_cast<int64_t>(split) * walk_states(problem, walk)) *
-                      problem.stride;
-  };
-  pool.run(static_cast<int64_t>(pieces.size()), [&](int64_t item, int thread) {
+  if (impl.unfinished_size < impl.walks.size()) {
+    impl.unfinished = std::make_unique<std::atomic<int64_t>[]>(impl.walks.size());
+    impl.unfinished_size = impl.walks.size();
+  }
+  for (size_t w = 0; w < impl.walks.size(); ++w) {
+    impl.unfinished[w].store(static_cast<int64_t>(impl.walks[w].pieces), std::memory_order_relaxed);
+  }
+  const auto run = [&](int64_t item, int thread) {
     const FloatEnvironment environment;
-    const Piece& piece = pieces[item];
-    ThreadScratch& scratch = impl.threads[thread];
-    place_cursors(problem, *piece.walk, piece.walk->splits[piece.begin], scratch);
-    for (size_t i = piece.begin; i < piece.end; ++i) {
-      float* states = states_of(*piece.walk, i);
-      reset_states(problem, *piece.walk, states);
-      walk_split(problem, *piece.walk, piece.walk->splits[i], states, scratch);
+    const Piece& piece = impl.pieces[static_cast<size_t>(item)];
+    const Walk& walk = impl.walks[static_cast<size_t>(piece.walk)];
+    ThreadScratch& scratch = impl.threads[static_cast<size_t>(thread)];
+    const int64_t states = walk_states(problem, walk);
+    if (walk.pieces == 1) {
+      float* own = scratch.states.reserve(states * problem.stride);
+      walk_piece(
+          problem, piece, scratch, [&](size_t) { return own; },
+          [&](size_t, const float* done) { merge(problem, walk, done); });
+      return;
     }
-  });
-  pool.run(static_cast<int64_t>(impl.walks.size()), [&](int64_t item, int) {
-    const FloatEnvironment environment;
-    const Walk& walk = impl.walks[item];
-    for (size_t i = 0; i < walk.splits.size(); ++i) merge(problem, walk, states_of(walk, i));
-  });
+    const auto states_of = [&](size_t i) {
+      return base + (walk.partial + static_cast<int64_t>(i) * states) * problem.stride;
+    };
+    walk_piece(problem, piece, scratch, states_of, [](size_t, const float*) {});
+    if (impl.unfinished[static_cast<size_t>(piece.walk)].fetch_sub(1, std::memory_order_acq_rel) ==
+        1) {
+      for (size_t i = 0; i < walk.splits.size(); ++i) merge(problem, walk, states_of(i));
+    }
+  };
+  pool.run(static_cast<int64_t>(impl.pieces.size()), run, threads);
 }
 
 }  // namespace
@@ -439,7 +216,6 @@ void attend_wave(const AttendParams& params, int64_t split_begin, int64_t split_
   split_end = std::min(split_end, (chunks + kChunksPerSplit - 1) / kChunksPerSplit);
   if (split_begin >= split_end) return;
   impl.walks.resize(impl.tiles.size() * static_cast<size_t>(params.layout->kv_heads));
-  int64_t partials = 0;
   size_t next = 0;
   for (const RowTile& tile : impl.tiles) {
     for (int head = 0; head < params.layout->kv_heads; ++head) {
@@ -452,15 +228,10 @@ void attend_wave(const AttendParams& params, int64_t split_begin, int64_t split_
       } else {
         find_splits(problem, split_begin, split_end, &walk);
       }
-      walk.partial = partials;
-      partials += static_cast<int64_t>(walk.splits.size()) * walk_states(problem, walk);
     }
   }
-  const int64_t wanted = int64_t{kItemsPerThread} * pool.threads();
-  if (pool.threads() == 1 || static_cast<int64_t>(impl.walks.size()) >= wanted) {
-    run_walks(problem, pool);
-    return;
-  }
+  const int threads = pool.worth_waking(estimated_nanoseconds(problem));
+  const int64_t partials = cut_walks(problem, threads);
   if (partials * problem.stride * static_cast<int64_t>(sizeof(float)) > kPartialBytes &&
       split_end - split_begin > 1) {
     const int64_t middle = split_begin + (split_end - split_begin) / 2;
@@ -468,7 +239,7 @@ void attend_wave(const AttendParams& params, int64_t split_begin, int64_t split_
     attend_wave(params, middle, split_end, workspace, pool);
     return;
   }
-  run_splits_apart(problem, partials, pool);
+  run_pieces(problem, partials, threads, pool);
 }
 
 void attend_finish(const AttendParams& params, AttendWorkspace& workspace, ThreadPool& pool) {

@@ -34,6 +34,9 @@ inline constexpr int64_t state_stride(int64_t v_dim) { return v_dim + kLanes; }
 struct TileParams {
   const void* k = nullptr;  // [k_dim][tokens]
   const void* v = nullptr;  // [tokens][v_dim]
+  // Keys and values of the tile that is read after this one, fetched meanwhile; null: not known.
+  const void* next_k = nullptr;
+  const void* next_v = nullptr;
   DType k_dtype = DType::kFloat32;
   DType v_dtype = DType::kFloat32;
   int32_t tokens = 0;
@@ -46,12 +49,13 @@ struct TileParams {
   float* scratch = nullptr;  // [tile_scratch_floats]
 };
 
-// Floats of a tile that are worked on at a time when many queries share it: 16 KiB, half a
-// first-level cache.
-inline constexpr int kWideFloats = 4096;
+// More queries than this and a tile of 16-bit elements is widened to float32 in scratch, once for
+// all blocks.
+inline constexpr int kWidenQueries = 12;
 
-inline constexpr int64_t tile_scratch_floats(int64_t queries, int64_t tokens) {
-  return kWideFloats + queries * (tokens + 1);
+inline constexpr int64_t tile_scratch_floats(const TileParams& params) {
+  const int64_t dim = params.k_dim > params.v_dim ? params.k_dim : params.v_dim;
+  return params.count + kLanes + (params.count + dim) * params.tokens;
 }
 
 // Summaries of per-dimension codes: see scorer_sketch.cc for the bytes.
@@ -59,8 +63,9 @@ struct SketchParams {
   int32_t bits = 0;        // 1 or 2
   int32_t tokens = 0;      // of a chunk
   int32_t padded_dim = 0;  // k_dim rounded up to kSketchDims
-  int32_t group = 0;
-  const int16_t* q = nullptr;  // [group][padded_dim], -127..127
+  int32_t rows = 1;
+  int32_t group = 0;                  // heads of a row; its score is the best one's
+  const int16_t* const* q = nullptr;  // [rows], each [group][padded_dim], -127..127
 };
 inline constexpr int kSketchDims = 32;
 
@@ -69,10 +74,11 @@ struct BoxParams {
   int32_t boxes = 0;
   int32_t padded_dim = 0;  // k_dim rounded up to 64
   bool spread = false;     // half-widths follow the centres
-  int32_t group = 0;
-  const int8_t* q = nullptr;      // [group][padded_dim]
-  const int8_t* abs_q = nullptr;  // [group][padded_dim]
-  const int32_t* bias = nullptr;  // [group], 128 * sum of q: centres are stored with 128 added
+  int32_t rows = 1;
+  int32_t group = 0;                     // heads of a row; its score is the best one's
+  const int8_t* const* q = nullptr;      // [rows], each [group][padded_dim], then |q| likewise
+  const int32_t* const* bias = nullptr;  // [rows], each [group], 128 * sum of q: centres are stored
+                                         // with 128 added
 };
 
 struct KernelTable {
@@ -88,10 +94,11 @@ struct KernelTable {
   void (*from_float)(const float* source, DType dtype, int64_t count, void* out) = nullptr;
   // Whether every element is finite, and still is when rounded to `stored`.
   bool (*all_fit)(const void* source, DType dtype, DType stored, int64_t count) = nullptr;
+  // scores[row][i] is summary i's.
   void (*score_sketches)(const SketchParams& params, const std::byte* const* summaries,
-                         int64_t count, double* scores) = nullptr;
+                         int64_t count, double* const* scores) = nullptr;
   void (*score_boxes)(const BoxParams& params, const std::byte* const* summaries, int64_t count,
-                      double* scores) = nullptr;
+                      double* const* scores) = nullptr;
   void (*score_exact)(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
                       const std::byte* const* summaries, int64_t count, double* scores) = nullptr;
 };

@@ -1,15 +1,16 @@
-#include "kernels/score_body_isa.h"
+#include "kernels/score_boxes_isa.h"
+#include "kernels/score_sketches_isa.h"
 
 namespace kvpager {
 namespace KVPAGER_ISA_NS {
 
 void score_sketches(const SketchParams& params, const std::byte* const* summaries, int64_t count,
-                    double* scores) {
+                    double* const* scores) {
   scan_sketches(params, summaries, count, scores);
 }
 
 void score_boxes(const BoxParams& params, const std::byte* const* summaries, int64_t count,
-                 double* scores) {
+                 double* const* scores) {
   scan_boxes(params, summaries, count, scores);
 }
 

@@ -157,15 +157,29 @@ class BoxScorer : public Scorer {
 
   void score(const Layout& layout, int group, const std::byte* query,
              const std::byte* const* summaries, int64_t count, double* scores) const override {
+    score_rows(layout, group, 1, &query, summaries, count, &scores);
+  }
+
+  void score_rows(const Layout& layout, int group, int64_t rows, const std::byte* const* queries,
+                  const std::byte* const* summaries, int64_t count,
+                  double* const* scores) const override {
     const FloatEnvironment environment;
+    thread_local std::vector<const int8_t*> codes;
+    thread_local std::vector<const int32_t*> biases;
+    codes.clear();
+    biases.clear();
+    for (int64_t row = 0; row < rows; ++row) {
+      biases.push_back(reinterpret_cast<const int32_t*>(queries[row] + sizeof(QueryHeader)));
+      codes.push_back(reinterpret_cast<const int8_t*>(queries[row] + query_codes(group)));
+    }
     BoxParams params;
     params.boxes = static_cast<int32_t>(boxes(layout));
     params.padded_dim = static_cast<int32_t>(round_up(layout.k_dim, kDims));
     params.spread = spread();
+    params.rows = static_cast<int32_t>(rows);
     params.group = group;
-    params.bias = reinterpret_cast<const int32_t*>(query + sizeof(QueryHeader));
-    params.q = reinterpret_cast<const int8_t*>(query + query_codes(group));
-    params.abs_q = params.q + int64_t{group} * params.padded_dim;
+    params.bias = biases.data();
+    params.q = codes.data();
     kernels().score_boxes(params, summaries, count, scores);
   }
 

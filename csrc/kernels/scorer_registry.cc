@@ -34,6 +34,14 @@ const Scorer* lookup(const std::string& name) {
 
 }  // namespace
 
+void Scorer::score_rows(const Layout& layout, int group, int64_t rows,
+                        const std::byte* const* queries, const std::byte* const* summaries,
+                        int64_t count, double* const* scores) const {
+  for (int64_t row = 0; row < rows; ++row) {
+    score(layout, group, queries[row], summaries, count, scores[row]);
+  }
+}
+
 const Scorer& find_scorer(const std::string& name) {
   if (const Scorer* scorer = lookup(name)) return *scorer;
   std::string known;

@@ -133,13 +133,25 @@ class SketchScorer : public Scorer {
 
   void score(const Layout& layout, int group, const std::byte* query,
              const std::byte* const* summaries, int64_t count, double* scores) const override {
+    score_rows(layout, group, 1, &query, summaries, count, &scores);
+  }
+
+  void score_rows(const Layout& layout, int group, int64_t rows, const std::byte* const* queries,
+                  const std::byte* const* summaries, int64_t count,
+                  double* const* scores) const override {
     const FloatEnvironment environment;
+    thread_local std::vector<const int16_t*> codes;
+    codes.clear();
+    for (int64_t row = 0; row < rows; ++row) {
+      codes.push_back(reinterpret_cast<const int16_t*>(queries[row] + sizeof(QueryHeader)));
+    }
     SketchParams params;
     params.bits = bits_;
     params.tokens = layout.chunk_tokens;
     params.padded_dim = static_cast<int32_t>(padded(layout));
+    params.rows = static_cast<int32_t>(rows);
     params.group = group;
-    params.q = reinterpret_cast<const int16_t*>(query + sizeof(QueryHeader));
+    params.q = codes.data();
     kernels().score_sketches(params, summaries, count, scores);
   }
 

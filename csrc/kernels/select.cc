@@ -11,6 +11,9 @@
 namespace kvpager {
 namespace {
 
+// Orders that are gathered beyond twice those wanted before the best are picked out.
+constexpr int64_t kSpareOrders = 64;
+
 // Half-open chunk ranges of one row.
 struct Spans {
   int64_t own = 0;           // the row's own chunk, the last one it sees
@@ -46,7 +49,9 @@ uint64_t order_of(double score) {
 class AlwaysCursor {
  public:
   AlwaysCursor(const Selection& selection, int64_t chunk_tokens)
-      : ranges_(selection.kind == Selection::Kind::kTopK ? &selection.always : nullptr),
+      : ranges_(selection.kind == Selection::Kind::kTopK && !selection.always.empty()
+                    ? &selection.always
+                    : nullptr),
         chunk_tokens_(chunk_tokens) {}
 
   // REQUIRES: chunks are asked for in ascending order.
@@ -122,22 +127,35 @@ void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t pos
   const int64_t middle_end = std::max(middle_begin, spans.recent_begin);
   if (selection.kind == Selection::Kind::kTopK) {
     const CandidateRange candidates = candidate_range(selection, chunk_tokens, position);
+    // Everything above the k-th order is in; of its equals, the first ones by id. Few orders are
+    // ever kept: one that is not above the k-th best so far cannot raise it.
+    const int64_t places = selection.chunks;
+    const size_t most = static_cast<size_t>(2 * places + kSpareOrders);
     thread_local std::vector<uint64_t> orders;
     orders.clear();
-    AlwaysCursor counted(selection, chunk_tokens);
-    for (int64_t chunk = middle_begin; chunk < middle_end; ++chunk) {
-      if (!counted.holds(chunk)) orders.push_back(order_of(scores[chunk - candidates.begin]));
-    }
-    // Everything above the k-th order is in; of its equals, the first ones by id.
+    int64_t seen = 0;
     uint64_t threshold = 0;
-    int64_t ties = std::numeric_limits<int64_t>::max();
-    const int64_t places = selection.chunks;
-    if (static_cast<int64_t>(orders.size()) > places) {
+    const auto keep_best = [&] {
       const auto kth = orders.begin() + (places - 1);
       std::nth_element(orders.begin(), kth, orders.end(), std::greater<uint64_t>());
       threshold = *kth;
-      ties = places -
-             std::count_if(orders.begin(), kth, [&](uint64_t order) { return order > threshold; });
+      orders.resize(static_cast<size_t>(places));
+    };
+    AlwaysCursor counted(selection, chunk_tokens);
+    for (int64_t chunk = middle_begin; chunk < middle_end; ++chunk) {
+      if (counted.holds(chunk)) continue;
+      const uint64_t order = order_of(scores[chunk - candidates.begin]);
+      if (seen++ >= places && order <= threshold) continue;
+      orders.push_back(order);
+      if (orders.size() == most) keep_best();
+    }
+    int64_t ties = std::numeric_limits<int64_t>::max();
+    if (seen > places) {
+      keep_best();
+      ties = places - std::count_if(orders.begin(), orders.end(),
+                                    [&](uint64_t order) { return order > threshold; });
+    } else {
+      threshold = 0;
     }
     AlwaysCursor always(selection, chunk_tokens);
     for (int64_t chunk = middle_begin; chunk < middle_end; ++chunk) {

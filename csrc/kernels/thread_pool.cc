@@ -1,5 +1,6 @@
 #include "kvpager/thread_pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -43,7 +44,7 @@ bool spin_until(Ready ready) {
 struct ThreadPool::Impl {
   using Function = std::function<void(int64_t, int)>;
 
-  explicit Impl(int count) : threads(count) {
+  Impl(int count, int64_t waking) : threads(count), waking_nanoseconds(waking) {
     workers.reserve(static_cast<size_t>(count - 1));
     try {
       for (int i = 1; i < count; ++i) workers.emplace_back([this, i] { work(i); });
@@ -102,7 +103,7 @@ struct ThreadPool::Impl {
     }
   }
 
-  void run(int64_t count, const Function& fn) {
+  void run(int64_t count, const Function& fn, int wanted) {
     {
       std::lock_guard<std::mutex> lock(mutex);
       items = count;
@@ -111,8 +112,9 @@ struct ThreadPool::Impl {
       function = &fn;
       generation.fetch_add(1, std::memory_order_release);
     }
-    if (count - 1 < threads - 1) {
-      for (int64_t i = 0; i < count - 1; ++i) opened.notify_one();
+    const int64_t helpers = std::min<int64_t>(count, wanted) - 1;
+    if (helpers < threads - 1) {
+      for (int64_t i = 0; i < helpers; ++i) opened.notify_one();
     } else {
       opened.notify_all();
     }
@@ -126,38 +128,54 @@ struct ThreadPool::Impl {
     if (error) std::rethrow_exception(std::exchange(error, nullptr));
   }
 
+  // What waiting threads read again and again, what every item moves, and what is written once per
+  // run are kept on lines of their own.
+  static constexpr size_t kLines = 128;
+
   const int threads;
+  const int64_t waking_nanoseconds;
   std::vector<std::thread> workers;
   std::mutex mutex;
   std::condition_variable opened;
   std::condition_variable left;
-  std::atomic<uint64_t> generation{0};
-  std::atomic<int> joined{0};
   bool stopping = false;
-  const Function* function = nullptr;
+  alignas(kLines) std::atomic<uint64_t> generation{0};
+  alignas(kLines) std::atomic<int> joined{0};
+  alignas(kLines) std::atomic<int64_t> next{0};
+  alignas(kLines) const Function* function = nullptr;
   int64_t items = 0;
-  std::atomic<int64_t> next{0};
   std::mutex error_mutex;
   std::exception_ptr error;
 };
 
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads, int64_t waking_nanoseconds) {
   if (threads < 1) {
     throw InvalidArgumentError(str("threads is ", threads, "; expected at least 1"));
   }
-  impl_ = std::make_unique<Impl>(threads);
+  impl_ = std::make_unique<Impl>(threads, waking_nanoseconds);
 }
 
 ThreadPool::~ThreadPool() = default;
 
 int ThreadPool::threads() const { return impl_->threads; }
 
+int ThreadPool::worth_waking(int64_t nanoseconds) const {
+  if (impl_->waking_nanoseconds == 0) return impl_->threads;
+  const int64_t wanted = nanoseconds / impl_->waking_nanoseconds;
+  return static_cast<int>(std::clamp<int64_t>(wanted, 1, impl_->threads));
+}
+
 void ThreadPool::run(int64_t items, const std::function<void(int64_t item, int thread)>& fn) {
-  if (items <= 1 || impl_->threads == 1) {
+  run(items, fn, impl_->threads);
+}
+
+void ThreadPool::run(int64_t items, const std::function<void(int64_t item, int thread)>& fn,
+                     int wanted) {
+  if (items <= 1 || wanted <= 1 || impl_->threads == 1) {
     for (int64_t item = 0; item < items; ++item) fn(item, 0);
     return;
   }
-  impl_->run(items, fn);
+  impl_->run(items, fn, wanted);
 }
 
 }  // namespace kvpager

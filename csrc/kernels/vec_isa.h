@@ -67,6 +67,30 @@ static KVPAGER_INLINE Vec load_bfloat16(const uint16_t* p) {
 static KVPAGER_INLINE Vec load_float16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+// 32 elements, those at even places and those at odd places: a shift and a mask, where widening in
+// order takes a permutation as well.
+static KVPAGER_INLINE void load_bfloat16_apart(const uint16_t* p, Vec* even, Vec* odd) {
+  const __m512i pairs = _mm512_loadu_si512(p);
+  even->x = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  odd->x = _mm512_castsi512_ps(
+      _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000u))));
+}
+// a = lanes 0..15, b = lanes 16..31 become the even and the odd ones; and back.
+static KVPAGER_INLINE void take_apart(Vec* a, Vec* b) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  const __m512 x = a->x;
+  a->x = _mm512_permutex2var_ps(x, even, b->x);
+  b->x = _mm512_permutex2var_ps(x, odd, b->x);
+}
+static KVPAGER_INLINE void put_together(Vec* even, Vec* odd) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high =
+      _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  const __m512 x = even->x;
+  even->x = _mm512_permutex2var_ps(x, low, odd->x);
+  odd->x = _mm512_permutex2var_ps(x, high, odd->x);
+}
 
 #elif KVPAGER_ISA_LEVEL == 3
 
@@ -137,6 +161,28 @@ static KVPAGER_INLINE Vec load_bfloat16(const uint16_t* p) {
 static KVPAGER_INLINE Vec load_float16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+// 16 elements, those at even places in one register and those at odd places in the other: a shift
+// and a mask, where widening in order takes a permutation as well.
+static KVPAGER_INLINE Vec load_bfloat16_apart(const uint16_t* p) {
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000u));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
+          _mm256_castsi256_ps(_mm256_and_si256(pairs, high))};
+}
+// Lanes in order become the even and the odd ones; and back.
+static KVPAGER_INLINE __m256 in_quarters(__m256 a) {
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(a), 0xD8));
+}
+static KVPAGER_INLINE void take_apart(Vec* a) {
+  const __m256 even = _mm256_shuffle_ps(a->x, a->y, 0x88);
+  const __m256 odd = _mm256_shuffle_ps(a->x, a->y, 0xDD);
+  *a = {in_quarters(even), in_quarters(odd)};
+}
+static KVPAGER_INLINE void put_together(Vec* a) {
+  const __m256 low = _mm256_unpacklo_ps(a->x, a->y);
+  const __m256 high = _mm256_unpackhi_ps(a->x, a->y);
+  *a = {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
 }
 
 #else

@@ -1,7 +1,6 @@
-// Attention at one layer: select chunks, find their bytes, walk them. What is selected depends on
-// the row; where the bytes are does not change what comes out.
+// Attention at one layer: find the bytes of the chunks its rows selected, walk them. Where the bytes
+// are does not change what comes out.
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
@@ -9,31 +8,6 @@
 #include "pager/host_backend.h"
 
 namespace kvpager {
-namespace {
-
-// Softmax over the scored chunks: each (layer, kv head) hands out a share of 1. For residency and
-// people only.
-Shares shares_of(const std::vector<double>& scores, int64_t first, double scale) {
-  Shares shares{first, std::vector<float>(scores.size())};
-  if (scores.empty()) return shares;
-  const double top = *std::max_element(scores.begin(), scores.end());
-  float sum = 0;
-  for (size_t i = 0; i < scores.size(); ++i) {
-    shares.of_chunk[i] = std::exp(static_cast<float>((scores[i] - top) * scale));
-    sum += shares.of_chunk[i];
-  }
-  for (float& share : shares.of_chunk) share /= sum;
-  return shares;
-}
-
-void add_mass(ForwardPart* part, const Shares& shares) {
-  part->scored = true;
-  for (size_t i = 0; i < shares.of_chunk.size(); ++i) {
-    part->mass[static_cast<size_t>(shares.first) + i] += static_cast<double>(shares.of_chunk[i]);
-  }
-}
-
-}  // namespace
 
 void HostBackend::begin(Forward* forward, void*) {
   parts_.assign(forward->parts.size(), {});
@@ -65,77 +39,6 @@ void HostBackend::write(int layer, const TensorView& k, const TensorView& v, voi
 
 void HostBackend::replayed(void*) {
   throw InvalidArgumentError("mark_replayed: device is cpu, which has no graphs to replay");
-}
-
-// Where the summaries of a part's sealed chunks begin: looked up once per forward, since every
-// layer and kv head only adds an offset.
-void HostBackend::find_summaries(size_t part) {
-  const Sequence& sequence = *pager_.forward->parts[part].sequence;
-  const int64_t count = std::min(sequence.sealed_chunks(), pager_.forward->parts[part].visible);
-  std::vector<const std::byte*>& bases = parts_[part].summaries;
-  if (static_cast<int64_t>(bases.size()) == count) return;
-  bases.clear();
-  bases.reserve(static_cast<size_t>(count));
-  for (int64_t chunk = 0; chunk < count; ++chunk) {
-    bases.push_back(summaries_.slot(pager_.ledger[sequence.use(chunk).record].summary.value()));
-  }
-}
-
-// Invariant 8: what a row attends to comes from its own query, sealed summaries and the
-// configuration.
-void HostBackend::select_rows(int layer, const TensorView& q, const AttendOptions& attend_options) {
-  const ScopedTimer timer(&pager_.counters.seconds_scan);
-  const Selection& selection = pager_.options.selection;
-  Forward& forward = *pager_.forward;
-  const int64_t rows = static_cast<int64_t>(forward.rows.size());
-  const int heads = layout_.kv_heads;
-  chosen_.resize(static_cast<size_t>(rows * heads));
-  for (size_t p = 0; p < parts_.size(); ++p) find_summaries(p);
-  std::vector<Shares> shares(parts_.size() * static_cast<size_t>(heads));
-
-  pager_.threads.run(rows * heads, [&](int64_t item, int) {
-    const int64_t row = item / heads;
-    const int h = static_cast<int>(item % heads);
-    std::vector<int32_t>& out = chosen_[static_cast<size_t>(item)];
-    out.clear();
-    const int32_t p = forward.part_of_row[static_cast<size_t>(row)];
-    if (p < 0) return;
-    const int64_t position = forward.rows[static_cast<size_t>(row)].position;
-    const CandidateRange range = candidate_range(selection, layout_.chunk_tokens, position);
-    thread_local std::vector<double> scores;
-    const double scale = pager_.score_range(parts_[static_cast<size_t>(p)].summaries, range, layer,
-                                            h, q, row, &scores);
-    if (forward.parts[static_cast<size_t>(p)].score_row == row) {
-      const size_t slot =
-          static_cast<size_t>(p) * static_cast<size_t>(heads) + static_cast<size_t>(h);
-      shares[slot] = shares_of(scores, range.begin, scale * attend_options.scaling);
-    }
-    select_chunks(selection, layout_.chunk_tokens, position, attend_options.window, scores.data(),
-                  &out);
-  });
-  for (size_t i = 0; i < shares.size(); ++i) {
-    add_mass(&forward.parts[i / static_cast<size_t>(heads)], shares[i]);
-  }
-}
-
-// Dense attention needs no scores, but the QK policy does: those of one row per sequence.
-void HostBackend::score_for_ledger(size_t p, int layer, const TensorView& q,
-                                   const AttendOptions& attend_options) {
-  const ScopedTimer timer(&pager_.counters.seconds_scan);
-  ForwardPart& part = pager_.forward->parts[p];
-  const RowDescriptor& row = pager_.forward->rows[static_cast<size_t>(part.score_row)];
-  const int64_t last =
-      std::min(part.sequence->sealed_chunks(), row.position / layout_.chunk_tokens);
-  if (last == 0) return;
-  find_summaries(p);
-  std::vector<Shares> shares(static_cast<size_t>(layout_.kv_heads));
-  pager_.threads.run(layout_.kv_heads, [&](int64_t h, int) {
-    thread_local std::vector<double> scores;
-    const double scale = pager_.score_range(parts_[p].summaries, {0, last}, layer,
-                                            static_cast<int>(h), q, part.score_row, &scores);
-    shares[static_cast<size_t>(h)] = shares_of(scores, 0, scale * attend_options.scaling);
-  });
-  for (const Shares& each : shares) add_mass(&part, each);
 }
 
 void HostBackend::mark_needed(const AttendOptions& attend_options) {

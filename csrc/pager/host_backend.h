@@ -1,7 +1,8 @@
 // The backend of the processor: slabs of ordinary memory, kernels on the pager's threads. Everything
 // is done when a call returns.
 //   host_bytes.cc   chunks, seals and summaries
-//   host_attend.cc  select chunks, find their bytes, attend
+//   host_select.cc  score summaries, select chunks
+//   host_attend.cc  find the chunks' bytes, attend
 #pragma once
 
 #include <vector>
@@ -10,6 +11,7 @@
 #include "memory/slab.h"
 #include "pager/backend.h"
 #include "pager/impl.h"
+#include "pager/scan.h"
 
 namespace kvpager {
 
@@ -87,7 +89,9 @@ class HostBackend final : public Backend {
   Slab staging_;
   AttendWorkspace workspace_;
 
-  std::vector<Part> parts_;                   // as Forward::parts
+  std::vector<Part> parts_;  // as Forward::parts
+  Scan scan_;
+  std::vector<ScanRow> scan_rows_;
   std::vector<std::vector<int32_t>> chosen_;  // [rows * kv_heads] of the layer at hand
   std::vector<int32_t> chosen_flat_;
   std::vector<int64_t> chosen_offsets_;

@@ -56,6 +56,11 @@ class Scorer {
   // input.
   virtual void score(const Layout& layout, int group, const std::byte* query,
                      const std::byte* const* summaries, int64_t count, double* scores) const = 0;
+  // The same for many rows, to the same bits: scores[r][i] of queries[r] and summary i. A scorer
+  // whose kernels can reads each summary once for all rows; unless it says so, rows take turns.
+  virtual void score_rows(const Layout& layout, int group, int64_t rows,
+                          const std::byte* const* queries, const std::byte* const* summaries,
+                          int64_t count, double* const* scores) const;
 };
 
 // Names: mean, meanstd, minmax, sub16, bits1, bits2, exact (all keys in float32: an oracle for

@@ -10,18 +10,29 @@ namespace kvpager {
 
 class ThreadPool {
  public:
+  // Work that takes one thread less than this is not worth waking another for: a sleeping thread
+  // takes tens of microseconds to begin on a virtual machine, and the call that wakes it several.
+  static constexpr int64_t kWakingNanoseconds = 25000;
+
   // REQUIRES: threads >= 1. The caller of run() is one of them; threads - 1 workers are started.
-  explicit ThreadPool(int threads);
+  // waking_nanoseconds 0: worth_waking always says all (for tests of small problems).
+  explicit ThreadPool(int threads, int64_t waking_nanoseconds = kWakingNanoseconds);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int threads() const;
 
+  // How many threads work that takes one thread about this long should be shared by, in
+  // [1, threads()].
+  int worth_waking(int64_t nanoseconds) const;
+
   // Calls fn(item, thread) once for every item in [0, items), thread in [0, threads()), and returns
   // when all are done. Items are handed out dynamically, one at a time. The first exception is
   // rethrown. Workers sleep between calls (a short bounded spin at most). One run() at a time.
   void run(int64_t items, const std::function<void(int64_t item, int thread)>& fn);
+  // As above, waking at most wanted - 1 workers; 1 keeps the work on the caller.
+  void run(int64_t items, const std::function<void(int64_t item, int thread)>& fn, int wanted);
 
  private:
   struct Impl;

@@ -255,7 +255,7 @@ inline std::vector<std::vector<float>> attend(const Shape& shape,
   }
   {
     const FloatMode mode(options.mode);
-    ThreadPool pool(options.threads);
+    ThreadPool pool(options.threads, 0);  // shares small problems too
     AttendWorkspace fresh;
     AttendWorkspace& workspace = options.workspace != nullptr ? *options.workspace : fresh;
     attend_begin(params, workspace, pool);

@@ -97,6 +97,25 @@ TEST_CASE("an exception is rethrown once, and the pool works on") {
   CHECK_THROWS_AS(ThreadPool(0), InvalidArgumentError);
 }
 
+TEST_CASE("work too small to wake anybody for stays on the thread that brings it") {
+  ThreadPool pool(4, 1000);
+  CHECK(pool.worth_waking(0) == 1);
+  CHECK(pool.worth_waking(1999) == 1);
+  CHECK(pool.worth_waking(2000) == 2);
+  CHECK(pool.worth_waking(3500) == 3);
+  CHECK(pool.worth_waking(int64_t{1} << 60) == 4);
+  CHECK(ThreadPool(4, 0).worth_waking(0) == 4);
+  const std::thread::id caller = std::this_thread::get_id();
+  bool elsewhere = false;
+  pool.run(
+      100,
+      [&](int64_t, int thread) {
+        elsewhere = elsewhere || thread != 0 || std::this_thread::get_id() != caller;
+      },
+      pool.worth_waking(1500));
+  CHECK_FALSE(elsewhere);
+}
+
 TEST_CASE("KVPAGER_ISA chooses a tier, downwards only, and refuses words it does not know") {
   CHECK(choose_level(nullptr, 4) == 4);
   CHECK(choose_level("", 3) == 3);

@@ -53,8 +53,6 @@ std::vector<float> capped(const KernelTable& table, const std::vector<float>& x,
     state[16] = -kInfinity;
     queries[i] = {q.data() + i * 16, state, 0, 1};
   }
-  std::vector<float> scratch(static_cast<size_t>(tile_scratch_floats(count, 16)),
-                             std::numeric_limits<float>::quiet_NaN());
   TileParams params;
   params.k = k.data();
   params.v = v.data();
@@ -62,6 +60,8 @@ std::vector<float> capped(const KernelTable& table, const std::vector<float>& x,
   params.softcap = softcap;
   params.queries = queries.data();
   params.count = count;
+  std::vector<float> scratch(static_cast<size_t>(tile_scratch_floats(params)),
+                             std::numeric_limits<float>::quiet_NaN());
   params.scratch = scratch.data();
   table.attend_tile(params);
   std::vector<float> scores;

@@ -180,6 +180,65 @@ TEST_CASE("the score of a summary is its own, whatever is scored beside it and i
   }
 }
 
+TEST_CASE("rows that are scored together have the scores they have alone, in every tier") {
+  constexpr int kChunks = 9;
+  for (const std::string& name : scorer_names()) {
+    CAPTURE(name);
+    const Scorer& scorer = find_scorer(name);
+    for (const Layout& layout :
+         {layout_of(64, 128, DType::kBFloat16), layout_of(16, 48, DType::kFloat32),
+          layout_of(256, 80, DType::kFloat16)}) {
+      std::vector<std::vector<std::byte>> summaries;
+      std::vector<const std::byte*> pointers;
+      for (uint64_t chunk = 0; chunk < kChunks; ++chunk) {
+        const std::vector<std::byte> tile = tile_of(layout, kKinds[chunk % 3], chunk);
+        summaries.emplace_back(static_cast<size_t>(scorer.summary_bytes(layout)));
+        scorer.summarize(layout, tile.data(), summaries.back().data());
+      }
+      for (const auto& summary : summaries) pointers.push_back(summary.data());
+      for (const int group : {1, 2, 3, 4, 5, 8, 9, 16}) {
+        for (const int64_t rows : {1, 2, 3, 7, 33}) {
+          if (rows * group > 150) continue;
+          CAPTURE(group);
+          CAPTURE(rows);
+          const size_t numbers = static_cast<size_t>(group * layout.k_dim);
+          std::vector<std::vector<std::byte>> queries;
+          std::vector<const std::byte*> prepared;
+          for (int64_t row = 0; row < rows; ++row) {
+            std::vector<float> q(numbers);
+            for (size_t i = 0; i < numbers; ++i) q[i] = noise(7 + static_cast<uint64_t>(row), i);
+            queries.emplace_back(static_cast<size_t>(scorer.query_bytes(layout, group)));
+            scorer.prepare(layout, group, q.data(), queries.back().data());
+          }
+          for (const auto& query : queries) prepared.push_back(query.data());
+          std::vector<std::vector<double>> alone(queries.size(), std::vector<double>(kChunks));
+          {
+            const KernelOverride tier(*runnable_kernels().front());
+            for (size_t row = 0; row < queries.size(); ++row) {
+              scorer.score(layout, group, prepared[row], pointers.data(), kChunks,
+                           alone[row].data());
+            }
+          }
+          for (const KernelTable* table : runnable_kernels()) {
+            CAPTURE(std::string(table->name));
+            const KernelOverride tier(*table);
+            std::vector<std::vector<double>> together(queries.size(),
+                                                      std::vector<double>(kChunks, -1.0));
+            std::vector<double*> scores;
+            for (auto& row : together) scores.push_back(row.data());
+            scorer.score_rows(layout, group, rows, prepared.data(), pointers.data(), kChunks,
+                              scores.data());
+            for (size_t row = 0; row < queries.size(); ++row) {
+              CHECK(std::memcmp(together[row].data(), alone[row].data(),
+                                kChunks * sizeof(double)) == 0);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE(
     "zeros of either sign tie and denormal scores rank, in every mode of the calling thread") {
   Selection selection;

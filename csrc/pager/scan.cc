@@ -1,0 +1,124 @@
+#include "pager/scan.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "pager/impl.h"
+
+namespace kvpager {
+namespace {
+
+// Chunks of one piece of work: some 160 KiB of two-bit sketches, some 5 us.
+constexpr int64_t kPiece = 64;
+
+// About what one thread takes. A page is read at 20 GB/s and costs each head as if at 50.
+int64_t nanoseconds(int64_t page_bytes, int64_t pages, int64_t heads) {
+  return pages * page_bytes * (5 + 2 * heads) / 100;
+}
+
+}  // namespace
+
+void Scan::prepare(const ScanLayout& where, const TensorView& q, const std::vector<ScanRow>& rows,
+                   ThreadPool& threads) {
+  const Layout& layout = *where.layout;
+  const int group = group_;
+  query_bytes_ = where.scorer->query_bytes(layout, group);
+  const size_t count = rows.size() * heads_;
+  queries_.resize(count * static_cast<size_t>(query_bytes_));
+  scales_.assign(count, 0.0);
+  const int64_t work = static_cast<int64_t>(count) * group * layout.k_dim * 2;  // 2 ns a number
+  threads.run(
+      static_cast<int64_t>(count),
+      [&](int64_t item, int) {
+        const size_t i = static_cast<size_t>(item);
+        const ScanRow& row = rows[i / heads_];
+        if (row.range.end <= row.range.begin) return;
+        thread_local std::vector<float> numbers;
+        numbers.resize(static_cast<size_t>(group * layout.k_dim));
+        std::byte* query = queries_.data() + item * query_bytes_;
+        read_query(q, row.row, static_cast<int64_t>(i % heads_) * group, group, numbers.data());
+        where.scorer->prepare(layout, group, numbers.data(), query);
+        scales_[i] = where.scorer->query_scale(query);
+      },
+      threads.worth_waking(work));
+}
+
+void Scan::run(const ScanLayout& where, int layer, const TensorView& q,
+               const std::vector<ScanRow>& rows, ThreadPool& threads) {
+  heads_ = static_cast<size_t>(where.layout->kv_heads);
+  group_ = static_cast<int>(q.heads / where.layout->kv_heads);
+  prepare(where, q, rows, threads);
+  order_.resize(rows.size());
+  std::iota(order_.begin(), order_.end(), size_t{0});
+  std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) {
+    return std::less<const void*>()(rows[a].summaries, rows[b].summaries);
+  });
+  items_.clear();
+  first_.assign(rows.size() * heads_, 0);
+  int64_t scores = 0;
+  int64_t work = 0;
+  for (size_t first = 0; first < order_.size();) {
+    size_t last = first;
+    CandidateRange all{0, 0};
+    int64_t scored = 0;
+    for (; last < order_.size() && rows[order_[last]].summaries == rows[order_[first]].summaries;
+         ++last) {
+      const CandidateRange range = rows[order_[last]].range;
+      if (range.end <= range.begin) continue;
+      all = scored++ == 0
+                ? range
+                : CandidateRange{std::min(all.begin, range.begin), std::max(all.end, range.end)};
+    }
+    const int64_t chunks = all.end - all.begin;
+    for (size_t i = first; i < last; ++i) {
+      for (size_t head = 0; head < heads_; ++head) {
+        first_[order_[i] * heads_ + head] =
+            scores + std::max<int64_t>(0, rows[order_[i]].range.begin - all.begin);
+        scores += chunks;
+      }
+    }
+    for (int64_t begin = all.begin; begin < all.end; begin += kPiece) {
+      for (size_t head = 0; head < heads_; ++head) {
+        items_.push_back(
+            {first, last, static_cast<int>(head), begin, std::min(begin + kPiece, all.end)});
+      }
+    }
+    work += nanoseconds(where.page_bytes, chunks * static_cast<int64_t>(heads_),
+                        scored * q.heads / static_cast<int64_t>(heads_));
+    first = last;
+  }
+  if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(static_cast<size_t>(scores));
+  threads.run(
+      static_cast<int64_t>(items_.size()),
+      [&](int64_t item, int) { score(where, layer, rows, items_[static_cast<size_t>(item)]); },
+      threads.worth_waking(work));
+}
+
+void Scan::score(const ScanLayout& where, int layer, const std::vector<ScanRow>& rows,
+                 const Item& item) {
+  const Layout& layout = *where.layout;
+  const int64_t offset = where.page_bytes * (int64_t{layer} * layout.kv_heads + item.head);
+  const std::vector<const std::byte*>& bases = *rows[order_[item.first_row]].summaries;
+  const std::byte* pages[kPiece];
+  for (int64_t i = item.begin; i < item.end; ++i) {
+    pages[i - item.begin] = bases[static_cast<size_t>(i)] + offset;
+  }
+  thread_local std::vector<const std::byte*> queries;
+  thread_local std::vector<double*> scores;
+  queries.clear();
+  scores.clear();
+  // A row gets scores of the whole piece if it wants one of them; there is room for the others.
+  for (size_t at = item.first_row; at < item.last_row; ++at) {
+    const size_t i = order_[at];
+    const CandidateRange range = rows[i].range;
+    if (range.end <= item.begin || range.begin >= item.end) continue;
+    const size_t slot = i * heads_ + static_cast<size_t>(item.head);
+    queries.push_back(queries_.data() + static_cast<int64_t>(slot) * query_bytes_);
+    scores.push_back(scores_.data() + first_[slot] + (item.begin - range.begin));
+  }
+  where.scorer->score_rows(layout, group_, static_cast<int64_t>(queries.size()), queries.data(),
+                           pages, item.end - item.begin, scores.data());
+}
+
+}  // namespace kvpager
