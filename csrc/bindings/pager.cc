@@ -197,6 +197,7 @@ py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
   KVPAGER_STAT(chunks_sealed);
   KVPAGER_STAT(chunks_shared);
   KVPAGER_STAT(chunks_evicted);
+  KVPAGER_STAT(chunks_forgotten);
   KVPAGER_STAT(chunks_recalled);
   KVPAGER_STAT(chunks_healed);
   KVPAGER_STAT(summaries_rebuilt);

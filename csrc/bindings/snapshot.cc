@@ -46,6 +46,14 @@ py::array_t<T> array_of(const std::vector<T>& values) {
   return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
+// The elements where they are; the array keeps their owner.
+template <class T>
+py::array_t<T> view_of(const std::vector<T>& values, const py::object& owner) {
+  py::array_t<T> out(static_cast<py::ssize_t>(values.size()), values.data(), owner);
+  out.attr("flags").attr("writeable") = false;
+  return out;
+}
+
 py::bytes bytes_of(const Hash128& hash) {
   return py::bytes(reinterpret_cast<const char*>(&hash), sizeof(hash));  // low, high
 }
@@ -205,8 +213,13 @@ void bind_content(py::module_& m) {
       .def_property_readonly("scorer", [](const SnapshotContent& c) { return c.meta().scorer; })
       .def_property_readonly("summary_page_bytes",
                              [](const SnapshotContent& c) { return c.meta().summary_page_bytes; })
-      .def_property_readonly("tokens",
-                             [](const SnapshotContent& c) { return array_of(c.meta().tokens); })
+      .def_property_readonly(
+          "tokens",
+          [](const py::object& self) {
+            const auto& c = self.cast<const SnapshotContent&>();
+            return view_of(c.meta().tokens, self);
+          },
+          "Read-only, not copied.")
       .def_property_readonly("chunks",
                              [](const SnapshotContent& c) { return c.meta().chunks.size(); })
       .def_property_readonly("sealed_chunks",

@@ -33,7 +33,7 @@ Hash128 chain_next(const Hash128& parent, const TokenId* tokens, int64_t count,
   // hash.
   thread_local std::vector<uint64_t> buffer;
   const size_t bytes = static_cast<size_t>(count) * sizeof(TokenId);
-  buffer.assign(3 + (bytes + 7) / 8, 0);
+  if (buffer.size() < 3 + (bytes + 7) / 8) buffer.resize(3 + (bytes + 7) / 8);
   buffer[0] = parent.low;
   buffer[1] = parent.high;
   buffer[2] = static_cast<uint64_t>(provenance);

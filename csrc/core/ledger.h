@@ -14,9 +14,9 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <unordered_map>
 #include <vector>
 
+#include "kvpager/shared_array.h"
 #include "kvpager/snapshot.h"
 #include "kvpager/types.h"
 
@@ -45,14 +45,19 @@ struct ChunkRecord {
 
   Hash128 hash;                 // of the chain up to this chunk's end
   Hash128 parent;               // of the chain up to its start
-  std::vector<TokenId> tokens;  // sealed: chunk_tokens ids
+  SharedArray<TokenId> tokens;  // sealed: chunk_tokens ids; a restored one's are the snapshot's
   // Sealed: one per layer slice. Of a chunk sealed on a device none until they are first asked for;
   // its bytes are in memory until then.
-  std::vector<uint64_t> checksums;
+  SharedArray<uint64_t> checksums;
 
   double score = 0;       // residency's view: the newest QK share any user saw
   uint64_t last_use = 0;  // forward number
   uint64_t recalled = 0;
+
+  // Among the cached records, in the order in which they were let go: see Ledger::cache.
+  RecordId older;
+  RecordId newer;
+  bool cached = false;
 
   bool resident() const { return block.value() >= 0; }
   bool on_host() const { return host.value() >= 0; }
@@ -87,6 +92,13 @@ class Ledger {
                                int64_t count) const;
   bool published(RecordId id) const;
 
+  // Cached records: sealed ones that no sequence uses, kept for prefix reuse. Oldest first is the
+  // order in which they are forgotten. REQUIRES of both: what the name says has not been done yet.
+  void cache(RecordId id);
+  void uncache(RecordId id);
+  std::optional<RecordId> oldest_cached() const;
+  int64_t cached() const { return cached_; }
+
   int64_t live() const { return live_; }
   // Calls fn(RecordId, record) for every live record.
   template <class Fn>
@@ -98,10 +110,23 @@ class Ledger {
   }
 
  private:
+  // Where the search for a hash begins. REQUIRES: index_ is not empty.
+  size_t home_of(const Hash128& hash) const { return hash.low & (index_.size() - 1); }
+  size_t after(size_t place) const { return (place + 1) & (index_.size() - 1); }
+  // The place of the record with this hash, or the empty one at which the search for it ends.
+  size_t place_of(const Hash128& hash) const;
+  void make_room(size_t published);
+  void withdraw(RecordId id);
+
   std::vector<ChunkRecord> records_;
   std::vector<RecordId> free_;
-  std::unordered_map<Hash128, RecordId> by_hash_;
+  // Published records by the hash in the record, which is as good as random: open addressing, at
+  // most half full, a power of two long; -1: empty. Nothing is allocated for a record.
+  std::vector<RecordId> index_;
+  size_t published_ = 0;
   int64_t live_ = 0;
+  RecordId oldest_, newest_;
+  int64_t cached_ = 0;
 };
 
 }  // namespace kvpager

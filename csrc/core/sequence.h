@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/token_log.h"
 #include "kvpager/types.h"
 
 namespace kvpager {
@@ -28,7 +29,7 @@ struct Sequence {
   Provenance provenance = Provenance::kExact;  // worst of its chunks: transitive
   Hash128 root;                                // chain hash before the first chunk
   int64_t length = 0;                          // committed positions
-  std::vector<TokenId> tokens;                 // [length]
+  TokenLog tokens;                             // [length]
   std::vector<ChunkUse> sealed;
   std::vector<ChunkUse> frontier;
   int64_t reserved = 0;          // homes promised to chunks that are not sealed yet

@@ -119,7 +119,7 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
     const int32_t row = part.commit_rows[static_cast<size_t>(position - sequence.length)];
     return forward->rows[static_cast<size_t>(row)].token;
   };
-  grow(&sequence.tokens, sequence.length + count);
+  sequence.tokens.grow(static_cast<size_t>(sequence.length + count));
   const int64_t first = sequence.sealed_chunks();
   const int64_t last = (sequence.length + count) / c;
   grow(&sequence.sealed, last);
@@ -128,7 +128,10 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
     Seal& seal = seals->emplace_back();
     seal.sequence = &sequence;
     seal.open = sequence.use(chunk).record;
-    for (int64_t i = chunk * c; i < (chunk + 1) * c; ++i) seal.tokens.push_back(token_at(i));
+    std::vector<TokenId> ids;
+    ids.reserve(static_cast<size_t>(c));
+    for (int64_t i = chunk * c; i < (chunk + 1) * c; ++i) ids.push_back(token_at(i));
+    seal.tokens = SharedArray(std::move(ids));
     seal.provenance = std::max(sequence.provenance, provenance);
     seal.parent = parent;
     seal.hash = chain_next(parent, seal.tokens.data(), c, seal.provenance);
@@ -158,13 +161,13 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
 }
 
 // Of what is in memory, computed where they were put off.
-const std::vector<uint64_t>& Pager::Impl::checksums(RecordId id) {
+const SharedArray<uint64_t>& Pager::Impl::checksums(RecordId id) {
   ChunkRecord& record = ledger[id];
   if (record.checksums.empty()) record.checksums = checksums_in_memory(record);
   return record.checksums;
 }
 
-const std::vector<uint64_t>& Pager::Impl::checksums(Seal* seal) {
+const SharedArray<uint64_t>& Pager::Impl::checksums(Seal* seal) {
   if (seal->checksums.empty()) seal->checksums = checksums_in_memory(ledger[seal->open]);
   return seal->checksums;
 }
@@ -201,6 +204,8 @@ void Pager::Impl::apply_seal(Seal& seal) {
     } else if (seal.heals) {  // proved by the checksums: these are the bytes the snapshot had
       kept.source.reset();
       kept.source_chunk = -1;
+      kept.tokens = std::move(seal.tokens);  // not the snapshot's any more
+      kept.checksums = std::move(seal.checksums);
       kept.damaged = false;
       kept.summary_pending = false;
       if (kept.on_host()) {

@@ -83,6 +83,7 @@ int64_t sink_sets(const Layout& layout) { return layout.layers + 16; }
 
 AttentionKind attention_of(const PagerOptions& options, DType q_dtype) {
   if (options.device == "cpu") return {"reference", kKernelVersion};
+  if (options.device == "meta") return {"none", 0};
   gpu::Shape shape = shape_of(options);
   shape.q_dtype = q_dtype;
   const auto device = device::Device::open(options.device);

@@ -57,16 +57,20 @@ void Pager::Impl::begin(const std::vector<RowDescriptor>& rows, void* stream) {
   next.rows = rows;
   next.part_of_row.assign(rows.size(), -1);
   next.layer_written.assign(static_cast<size_t>(layout.layers), 0);
+  auto part = next.parts.end();  // rows of one sequence mostly follow each other
   for (size_t i = 0; i < rows.size(); ++i) {
     const RowDescriptor& row = rows[i];
     if (row.kind == RowKind::kPadding) continue;
-    Sequence& sequence = find(row.sequence);
-    auto part = std::find_if(next.parts.begin(), next.parts.end(),
-                             [&](const ForwardPart& p) { return p.sequence == &sequence; });
-    if (part == next.parts.end()) {
-      part = next.parts.emplace(next.parts.end());
-      part->sequence = &sequence;
+    if (part == next.parts.end() || !(part->sequence->id == row.sequence)) {
+      Sequence& wanted = find(row.sequence);
+      part = std::find_if(next.parts.begin(), next.parts.end(),
+                          [&](const ForwardPart& p) { return p.sequence == &wanted; });
+      if (part == next.parts.end()) {
+        part = next.parts.emplace(next.parts.end());
+        part->sequence = &wanted;
+      }
     }
+    const Sequence& sequence = *part->sequence;
     const int64_t expected = sequence.length + static_cast<int64_t>(part->commit_rows.size());
     if (row.kind == RowKind::kCommit) {
       if (row.position != expected) {

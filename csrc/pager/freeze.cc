@@ -124,13 +124,14 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
   meta->layout = layout;
   meta->scorer = options.scorer;
   meta->summary_page_bytes = summary_page_bytes;
-  meta->tokens.assign(source.tokens.begin(), source.tokens.begin() + length);
+  meta->tokens = source.tokens.first(static_cast<size_t>(length));
+  meta->chunks.reserve(static_cast<size_t>(sealed) + 1);
   for (int64_t c = 0; c < sealed + (valid > 0 ? 1 : 0); ++c) {
     const ChunkUse& use = source.use(c);
     const ChunkRecord& record = ledger[use.record];
     if (c < sealed) {
-      meta->chunks.push_back(
-          {layout.chunk_tokens, record.provenance, record.hash, checksums(use.record), 0});
+      meta->chunks.push_back({layout.chunk_tokens, record.provenance, record.hash,
+                              checksums(use.record).to_vector(), 0});
     } else {  // the rows of an open chunk, or the first ones of a sealed chunk
       const bool open = record.state == ChunkState::kOpen;
       tail->resize(static_cast<size_t>(layout.chunk_bytes()));
@@ -160,7 +161,7 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
   frozen.frozen = true;
   frozen.provenance = source.provenance;
   frozen.length = sealed * layout.chunk_tokens;
-  frozen.tokens = std::move(tokens);
+  frozen.tokens = TokenLog(SharedArray(std::move(tokens)));
   frozen.sealed = std::move(uses);
   for (const ChunkUse& use : frozen.sealed) add_reference(use.record);
   return frozen.id;

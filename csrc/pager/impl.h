@@ -60,13 +60,13 @@ struct Home {
 struct Seal {
   Sequence* sequence = nullptr;
   RecordId open;
-  std::vector<TokenId> tokens;
+  SharedArray<TokenId> tokens;
   Hash128 parent;
   Hash128 hash;
   Provenance provenance = Provenance::kExact;
   std::optional<RecordId> existing;  // an identical chunk, referenced
   bool heals = false;                // ... whose snapshot is damaged: it takes the home
-  std::vector<uint64_t> checksums;
+  SharedArray<uint64_t> checksums;
   SlotId summary;
   Home home;
   bool has_home = false;
@@ -106,6 +106,7 @@ struct Pager::Impl {
   void require_homes(int64_t more, const char* action) const;
   bool evictable(const ChunkRecord& record) const;
   int64_t evictable_blocks() const;
+  bool lower_copies() const;
   void require_blocks(int64_t count, const char* action) const;
   std::vector<uint8_t> sheltered_records() const;
   VictimFacts facts(RecordId id, const std::vector<uint8_t>& sheltered) const;
@@ -149,8 +150,8 @@ struct Pager::Impl {
                                      const std::vector<int64_t>& accepted) const;
   void prepare_seals(const ForwardPart& part, int64_t count, Provenance provenance,
                      std::vector<Seal>* seals);
-  const std::vector<uint64_t>& checksums(RecordId id);
-  const std::vector<uint64_t>& checksums(Seal* seal);
+  const SharedArray<uint64_t>& checksums(RecordId id);
+  const SharedArray<uint64_t>& checksums(Seal* seal);
   std::vector<uint64_t> checksums_in_memory(const ChunkRecord& record);
   std::vector<uint64_t> slice_checksums(const std::byte* chunk);
   void apply_seal(Seal& seal);
@@ -175,9 +176,6 @@ struct Pager::Impl {
   void read_kv(SequenceId id, int layer, int64_t start, int64_t stop, std::byte* k, std::byte* v);
   std::vector<std::vector<int32_t>> select(SequenceId id, int layer, const TensorView& q,
                                            int64_t position, int64_t window);
-  double score_range(const std::vector<const std::byte*>& bases, CandidateRange range, int layer,
-                     int kv_head, const TensorView& q, int64_t row,
-                     std::vector<double>* scores) const;
 
   const PagerOptions options;
   const Layout layout;

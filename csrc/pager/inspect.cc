@@ -7,6 +7,7 @@
 #include "kernels/half.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
+#include "pager/scan.h"
 
 namespace kvpager {
 
@@ -71,13 +72,13 @@ PagerStats Pager::Impl::stats() const {
   s.summary_bytes_per_chunk = summary_slot_bytes;
   for (const auto& [key, sequence] : sequences) s.sequences += sequence.frozen ? 0 : 1;
   s.records = ledger.live();
+  s.cached_records = ledger.cached();
   s.reserved_chunks = reserved_homes;
   s.home_chunks = home_capacity();
   std::set<SnapshotReader*> readers;
   ledger.each([&](RecordId, const ChunkRecord& record) {
     s.open_blocks += record.state == ChunkState::kOpen ? 1 : 0;
     s.pinned_blocks += record.pins > 0 && record.resident() ? 1 : 0;
-    s.cached_records += record.references == 0 ? 1 : 0;
     if (record.source != nullptr) readers.insert(record.source.get());
   });
   for (const SnapshotReader* reader : readers)
@@ -126,31 +127,6 @@ void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop,
   }
 }
 
-// Scores of the summaries [range.begin, range.end) for the queries of one kv group; returns what
-// turns a score into a dot product.
-double Pager::Impl::score_range(const std::vector<const std::byte*>& bases, CandidateRange range,
-                                int layer, int kv_head, const TensorView& q, int64_t row,
-                                std::vector<double>* scores) const {
-  const int group = static_cast<int>(q.heads / layout.kv_heads);
-  const int64_t count = std::max<int64_t>(0, range.end - range.begin);
-  scores->resize(static_cast<size_t>(count));
-  if (count == 0) return 0;
-  thread_local std::vector<std::byte> query;
-  thread_local std::vector<float> q_row;
-  thread_local std::vector<const std::byte*> pointers;
-  query.resize(static_cast<size_t>(scorer.query_bytes(layout, group)));
-  q_row.resize(static_cast<size_t>(group * layout.k_dim));
-  pointers.resize(static_cast<size_t>(count));
-  const int64_t offset = summary_page_bytes * (int64_t{layer} * layout.kv_heads + kv_head);
-  for (int64_t i = 0; i < count; ++i) {
-    pointers[static_cast<size_t>(i)] = bases[static_cast<size_t>(range.begin + i)] + offset;
-  }
-  read_query(q, row, int64_t{kv_head} * group, group, q_row.data());
-  scorer.prepare(layout, group, q_row.data(), query.data());
-  scorer.score(layout, group, query.data(), pointers.data(), count, scores->data());
-  return scorer.query_scale(query.data());
-}
-
 std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, const TensorView& q,
                                                       int64_t position, int64_t window) {
   Sequence& sequence = find(id);
@@ -173,10 +149,10 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
   }
   const CandidateRange range = candidate_range(options.selection, layout.chunk_tokens, position);
   std::vector<std::vector<int32_t>> result(static_cast<size_t>(layout.kv_heads));
-  std::vector<double> scores;
+  Scan scan;
+  scan.run({&scorer, &layout, summary_page_bytes}, layer, q, {{0, &bases, range}}, threads);
   for (int h = 0; h < layout.kv_heads; ++h) {
-    score_range(bases, range, layer, h, q, 0, &scores);
-    select_chunks(options.selection, layout.chunk_tokens, position, window, scores.data(),
+    select_chunks(options.selection, layout.chunk_tokens, position, window, scan.scores(0, h),
                   &result[static_cast<size_t>(h)]);
   }
   return result;
@@ -194,6 +170,7 @@ void Pager::Impl::check_invariants() const {
   int64_t resident = 0;
   int64_t homes = 0;
   int64_t restored = 0;
+  int64_t cached = 0;
   ledger.each([&](RecordId id, const ChunkRecord& record) {
     const std::string name = str("record ", id.value(), " (chunk ", record.index, ")");
     if (record.resident()) {
@@ -231,9 +208,19 @@ void Pager::Impl::check_invariants() const {
             5, name + " was lent to a save and has moved");
     require(!record.damaged || record.source != nullptr, 9,
             name + " is damaged but in no snapshot");
+    require(record.cached == (record.references == 0), 1,
+            name + " is used by nobody and not cached, or the other way around");
+    if (record.cached) ++cached;
     if (record.needs_home() && record.references > 0) ++homes;
     if (record.source != nullptr) ++restored;
   });
+  int64_t listed = 0;
+  for (auto id = ledger.oldest_cached(); id && listed <= cached; ++listed) {
+    const RecordId newer = ledger[*id].newer;
+    require(ledger[*id].cached, 1, "a record in use is listed as cached");
+    id = newer.value() >= 0 ? std::optional(newer) : std::nullopt;
+  }
+  require(listed == cached && cached == ledger.cached(), 1, "the list of cached records is broken");
   require(resident == blocks.used(), 1, "a block is taken but no record owns it");
   require(blocks.slots() == options.pool_blocks, 2, "the pool is not the size it was given");
   require(static_cast<int64_t>(host_used.size()) == host_slots.used(), 2, "a host slot leaked");
@@ -276,10 +263,10 @@ void Pager::Impl::check_invariants() const {
               str(name, " takes the summary of chunk ", i,
                   " for loaded, but it is still in the snapshot"));
       require(record.index == i, 9, str(name, " chunk ", i, " is another chunk's record"));
-      require(
-          i >= sequence.sealed_chunks() || std::equal(record.tokens.begin(), record.tokens.end(),
-                                                      sequence.tokens.begin() + i * c),
-          10, str(name, " chunk ", i, " holds other tokens"));
+      require(i >= sequence.sealed_chunks() ||
+                  sequence.tokens.equals(static_cast<size_t>(i * c), record.tokens.data(),
+                                         record.tokens.size()),
+              10, str(name, " chunk ", i, " holds other tokens"));
       require(i >= sequence.sealed_chunks() || record.provenance <= sequence.provenance, 10,
               str(name, " chunk ", i, " is worth less than its sequence says"));
       ++references[use.record.value()];

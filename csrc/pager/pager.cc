@@ -63,6 +63,10 @@ const PagerOptions& validated(const PagerOptions& options) {
     throw InvalidArgumentError(
         "disk_path: empty, expected an existing folder when disk_bytes is given");
   }
+  if (options.disk_bytes > 0 && options.device == "meta") {
+    throw InvalidArgumentError(
+        str("disk_bytes: ", options.disk_bytes, ", expected 0 on device meta, which has no bytes"));
+  }
   if (options.recall_chunks < 0) {
     throw InvalidArgumentError(
         str("recall_chunks: ", options.recall_chunks, ", expected 0 or more"));
@@ -147,7 +151,10 @@ int64_t Pager::length(SequenceId sequence) const {
   return locked(*impl_, [&] { return impl_->find(sequence).length; });
 }
 std::vector<TokenId> Pager::tokens(SequenceId sequence) const {
-  return locked(*impl_, [&] { return impl_->find(sequence).tokens; });
+  return locked(*impl_, [&] {
+    const TokenLog& tokens = impl_->find(sequence).tokens;
+    return tokens.first(tokens.size());
+  });
 }
 void Pager::reserve(SequenceId sequence, int64_t total_tokens) {
   locked(*impl_, [&] { impl_->reserve(impl_->find(sequence), total_tokens); });

@@ -59,8 +59,15 @@ int64_t Pager::Impl::evictable_blocks() const {
   return count;
 }
 
+// Whether some chunk may have a copy below the pool, so that its block can be had without forgetting
+// it.
+bool Pager::Impl::lower_copies() const {
+  return host_slots.slots() + disk_slots.slots() > 0 || restored_records > 0;
+}
+
 void Pager::Impl::require_blocks(int64_t count, const char* action) const {
   if (count <= blocks.free()) return;
+  if (!lower_copies() && count <= blocks.free() + ledger.cached()) return;
   const int64_t available = blocks.free() + evictable_blocks();
   if (count <= available) return;
   int64_t open = 0;
@@ -102,6 +109,7 @@ VictimFacts Pager::Impl::facts(RecordId id, const std::vector<uint8_t>& sheltere
 }
 
 std::optional<VictimFacts> Pager::Impl::next_victim() const {
+  if (!lower_copies()) return std::nullopt;
   const std::vector<uint8_t> sheltered = sheltered_records();
   std::optional<VictimFacts> best;
   uint64_t best_arrives = 0;
@@ -157,24 +165,12 @@ void Pager::Impl::drop_record(RecordId id) {
   ledger.drop(id);
 }
 
-// Forgets the least recently used chunk that no sequence references.
+// Forgets the chunk that no sequence has referenced for longest.
 bool Pager::Impl::reclaim_cached() {
-  RecordId oldest;
-  ledger.each([&](RecordId id, const ChunkRecord& record) {
-    if (record.state != ChunkState::kSealed || record.references > 0) return;
-    if (oldest.value() >= 0) {
-      const ChunkRecord& best = ledger[oldest];
-      // Of a chain, the leaf goes first: a parent without its child can still be found, not the
-      // reverse.
-      if (record.last_use > best.last_use ||
-          (record.last_use == best.last_use && record.index <= best.index)) {
-        return;
-      }
-    }
-    oldest = id;
-  });
-  if (oldest.value() < 0) return false;
-  drop_record(oldest);
+  const auto oldest = ledger.oldest_cached();
+  if (!oldest) return false;
+  drop_record(*oldest);
+  ++counters.chunks_forgotten;
   return true;
 }
 
@@ -320,15 +316,18 @@ bool Pager::Impl::drop_host_copy(HostReaders readers) {
 void Pager::Impl::recall_ahead() {
   if (options.recall_chunks == 0) return;
   const ScopedTimer timer(&counters.seconds_recall);
-  const std::vector<uint8_t> sheltered = sheltered_records();
-  std::vector<VictimFacts> wanted;
+  std::vector<RecordId> missed;
   for (const ForwardPart& part : forward->parts) {
+    if (std::find(part.read.begin(), part.read.end(), 1) == part.read.end()) continue;
     for (int64_t c = 0; c < std::min<int64_t>(part.visible, part.sequence->sealed_chunks()); ++c) {
       const RecordId id = part.sequence->use(c).record;
-      if (part.read[static_cast<size_t>(c)] && !ledger[id].resident())
-        wanted.push_back(facts(id, sheltered));
+      if (part.read[static_cast<size_t>(c)] && !ledger[id].resident()) missed.push_back(id);
     }
   }
+  if (missed.empty()) return;
+  const std::vector<uint8_t> sheltered = sheltered_records();
+  std::vector<VictimFacts> wanted;
+  for (const RecordId id : missed) wanted.push_back(facts(id, sheltered));
   const size_t count = std::min(wanted.size(), static_cast<size_t>(options.recall_chunks));
   std::partial_sort(wanted.begin(), wanted.begin() + static_cast<int64_t>(count), wanted.end(),
                     [&](const VictimFacts& a, const VictimFacts& b) {

@@ -19,7 +19,28 @@ struct SummaryRun {
   std::vector<ChunkRecord*> records;
 };
 
-constexpr int64_t kSummaryReadBytes = int64_t{4} << 20;
+// What is read and verified at a time: it is still in the cache when it is hashed.
+constexpr int64_t kSummaryReadBytes = int64_t{1} << 20;
+
+// Elements of the snapshot's metadata, which stays as long as they do.
+template <class T>
+SharedArray<T> part_of(const std::shared_ptr<const SnapshotMeta>& meta, const T* from,
+                       size_t count) {
+  return SharedArray<T>(std::shared_ptr<const T>(meta, from), count);
+}
+
+template <class T>
+SharedArray<T> part_of(const std::shared_ptr<const SnapshotMeta>& meta, const std::vector<T>& all) {
+  return part_of(meta, all.data(), all.size());
+}
+
+// Whether the rooms of summaries [first, first + count) lie behind each other.
+bool contiguous(const std::vector<std::byte*>& room, size_t first, size_t count, int64_t each) {
+  for (size_t i = 1; i < count; ++i) {
+    if (room[first + i] != room[first] + static_cast<int64_t>(i) * each) return false;
+  }
+  return true;
+}
 
 }  // namespace
 
@@ -52,15 +73,20 @@ void Pager::Impl::load_summaries(Sequence& sequence) {
   threads.run(static_cast<int64_t>(runs.size()), [&](int64_t i, int) {
     const SummaryRun& run = runs[static_cast<size_t>(i)];
     const auto count = static_cast<int64_t>(run.records.size());
-    std::vector<std::byte> bytes(static_cast<size_t>(count * each));
+    const size_t first = first_room[static_cast<size_t>(i)];
+    const bool straight = contiguous(room, first, run.records.size(), each);
+    std::unique_ptr<std::byte[]> apart;
+    if (!straight) apart.reset(new std::byte[static_cast<size_t>(count * each)]);
+    std::byte* bytes = straight ? room[first] : apart.get();
     try {
-      run.reader->read_summaries(run.first, count, bytes.data());
+      run.reader->read_summaries(run.first, count, bytes);
     } catch (const CorruptSnapshotError&) {
-      rebuilt += read_or_rebuild(run.reader, run.first, run.records, bytes.data());
+      rebuilt += read_or_rebuild(run.reader, run.first, run.records, bytes);
     }
+    if (straight) return;
     for (int64_t c = 0; c < count; ++c) {
-      std::memcpy(room[first_room[static_cast<size_t>(i)] + static_cast<size_t>(c)],
-                  bytes.data() + c * each, static_cast<size_t>(each));
+      std::memcpy(room[first + static_cast<size_t>(c)], bytes + c * each,
+                  static_cast<size_t>(each));
     }
   });
   backend->summaries_written(slots);
@@ -108,7 +134,8 @@ int64_t Pager::Impl::read_or_rebuild(SnapshotReader* reader, int64_t first,
 SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
                                 Provenance provenance, const std::string& file_namespace,
                                 int64_t upto) {
-  const SnapshotMeta& meta = reader->meta();
+  const std::shared_ptr<const SnapshotMeta> shared = reader->shared_meta();
+  const SnapshotMeta& meta = *shared;
   if (!(meta.layout == layout)) {
     throw FingerprintMismatchError(
         str("layout: ", reader->path(), " holds chunks of another shape or dtype"));
@@ -211,7 +238,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   }
   ledger.expect(fresh + 1);
   sequence.sealed.reserve(static_cast<size_t>(sealed));
-  sequence.tokens.assign(meta.tokens.begin(), meta.tokens.begin() + length);
+  sequence.tokens = TokenLog(part_of(shared, meta.tokens).first(static_cast<size_t>(length)));
   sequence.length = length;
   sequence.provenance =
       partial ? std::max(worst, meta.chunks[static_cast<size_t>(sealed)].provenance) : worst;
@@ -241,8 +268,8 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
       record.summary_pending = true;
       record.hash = planned.hash;
       record.parent = planned.parent;
-      record.tokens.assign(meta.tokens.begin() + i * c, meta.tokens.begin() + (i + 1) * c);
-      record.checksums = meta.chunks[static_cast<size_t>(i)].slice_checksum;
+      record.tokens = part_of(shared, meta.tokens.data() + i * c, static_cast<size_t>(c));
+      record.checksums = part_of(shared, meta.chunks[static_cast<size_t>(i)].slice_checksum);
       record.score = score;
       ++restored_records;
       if (planned.provenance == Provenance::kExact) ledger.publish(record_id);

@@ -39,7 +39,9 @@ Sequence& Pager::Impl::create_sequence(const std::string& salt) {
 
 void Pager::Impl::add_reference(RecordId id) {
   ChunkRecord& record = ledger[id];
-  if (record.references++ == 0 && record.needs_home()) ++referenced_homes;
+  if (record.references++ > 0) return;
+  if (record.needs_home()) ++referenced_homes;
+  if (record.cached) ledger.uncache(id);
 }
 
 void Pager::Impl::release(RecordId id) {
@@ -49,9 +51,10 @@ void Pager::Impl::release(RecordId id) {
   // Kept for prefix reuse: exact, findable, and with a home of its own.
   if (record.needs_home() && ledger.published(id)) {
     record.score = 0;  // a sequence that is gone steers nobody's eviction
-    // Of one chain, ends become cached no later than beginnings; reclaiming goes by this, so that a
-    // child never stays behind without its parent, where nobody could find it.
     record.last_use = clock;
+    // Whoever lets a chain go begins at its end; what is forgotten first was let go first, so that
+    // a child never stays behind without its parent, where nobody could find it.
+    ledger.cache(id);
     return;
   }
   drop_record(id);

@@ -4,7 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <string>
 #include <type_traits>
 
@@ -35,6 +38,19 @@ void append(std::string* to, T value) {
 
 constexpr uint64_t align_up(uint64_t offset, uint64_t alignment) {
   return (offset + alignment - 1) / alignment * alignment;
+}
+
+struct FreeBytes {
+  void operator()(std::byte* p) const { std::free(p); }
+};
+using AlignedBytes = std::unique_ptr<std::byte, FreeBytes>;
+
+// Not initialised; at least one byte.
+inline AlignedBytes aligned_bytes(uint64_t alignment, uint64_t bytes) {
+  const uint64_t rounded = align_up(bytes == 0 ? 1 : bytes, alignment);
+  AlignedBytes memory(static_cast<std::byte*>(std::aligned_alloc(alignment, rounded)));
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
 }
 
 inline bool all_zero(const std::byte* data, size_t bytes) {

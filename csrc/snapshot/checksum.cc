@@ -2,17 +2,34 @@
 
 #define XXH_INLINE_ALL
 #include "kvpager/snapshot.h"
+#include "snapshot/checksum_v3.h"
 #include "xxhash.h"
 
 namespace kvpager {
 
+namespace {
+
+#ifdef KVPAGER_SNAPSHOT_V3
+bool has_v3() {
+  static const bool has = (__builtin_cpu_init(), __builtin_cpu_supports("x86-64-v3") != 0);
+  return has;
+}
+#endif
+
+}  // namespace
+
 uint64_t slice_checksum(const std::byte* data, int64_t bytes) {
-  return XXH3_64bits(data, static_cast<size_t>(bytes));
+  return snapshot::xxh3_64(data, static_cast<size_t>(bytes));
 }
 
 namespace snapshot {
 
-uint64_t xxh3_64(const void* data, size_t bytes) { return XXH3_64bits(data, bytes); }
+uint64_t xxh3_64(const void* data, size_t bytes) {
+#ifdef KVPAGER_SNAPSHOT_V3
+  if (has_v3()) return xxh3_64_v3(data, bytes);
+#endif
+  return XXH3_64bits(data, bytes);
+}
 
 struct Digest128::State {
   XXH3_state_t xxh;  // asks for 64-byte alignment, which operator new honours in C++17

@@ -39,7 +39,7 @@ class ChunkFeed {
 
  private:
   static constexpr size_t kGroups = 3;
-  static constexpr int64_t kGroupBytes = int64_t{4} << 20;
+  static constexpr int64_t kGroupBytes = int64_t{2} << 20;
   static constexpr int64_t kMostChunks = 256;  // in a group, of chunks that are very small
 
   struct Free {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,8 @@ struct ChunkSource {
   };
 
   std::string name;  // the snapshot's path, for messages
-  SnapshotMeta meta;
+  const std::shared_ptr<SnapshotMeta> shared_meta = std::make_shared<SnapshotMeta>();
+  SnapshotMeta& meta = *shared_meta;
   Hash128 logical_digest;
   uint16_t minor = 0;
   int64_t file_bytes = 0;

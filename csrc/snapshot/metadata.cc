@@ -113,8 +113,9 @@ std::string decode_json(const Section& section, const std::string& path) {
 void decode_tokens(const Section& section, SnapshotMeta* meta, const std::string& path) {
   const uint64_t count = section.entry.size / sizeof(TokenId);
   expect_size(section, count * sizeof(TokenId), "a whole number of 4-byte token ids", path);
-  meta->tokens.resize(count);
-  if (count > 0) std::memcpy(meta->tokens.data(), section.data, section.entry.size);
+  // Sections are aligned; assigning does not fill with zeros first.
+  const auto* ids = reinterpret_cast<const TokenId*>(section.data);
+  meta->tokens.assign(ids, ids + count);
 }
 
 uint64_t checked_product(uint64_t a, uint64_t b, const std::string& what, const std::string& path) {

@@ -59,7 +59,8 @@ uint64_t summaries_checksum(const std::vector<SnapshotChunk>& chunks, const OwnC
 Hash128 logical_digest(const std::string& layout, const std::string& fingerprint,
                        const std::string& tokens, const std::string& chunks);
 
-// A section as read; data is null where `open` does not read it (payload, summaries).
+// A section as read, as aligned as in the file; data is null where `open` does not read it (payload,
+// summaries).
 struct Section {
   SectionEntry entry;
   const std::byte* data = nullptr;

@@ -23,16 +23,18 @@ namespace {
 Decoded read_metadata(const InputFile& file, const Front& front) {
   const uint64_t metadata_at = front[kSummaries].end();
   const uint64_t metadata_bytes = file.bytes() - metadata_at;
-  const std::unique_ptr<std::byte[]> metadata(new std::byte[metadata_bytes]);
-  file.read(metadata.get(), metadata_bytes, metadata_at,
-            [] { return std::string("the metadata"); });
+  // As far from an aligned address as in the file, so that sections are aligned here too.
+  const uint64_t shift = metadata_at % kSectionAlignment;
+  const AlignedBytes room = aligned_bytes(kSectionAlignment, shift + metadata_bytes);
+  std::byte* const metadata = room.get() + shift;
+  file.read(metadata, metadata_bytes, metadata_at, [] { return std::string("the metadata"); });
   std::vector<Section> sections;
   uint64_t end = metadata_at;
   for (const SectionEntry& entry : front.entries) {
     Section section{entry, nullptr};
     if (entry.type > kSummaries) {
-      section.data = metadata.get() + (entry.offset - metadata_at);
-      if (!all_zero(metadata.get() + (end - metadata_at), entry.offset - end)) {
+      section.data = metadata + (entry.offset - metadata_at);
+      if (!all_zero(metadata + (end - metadata_at), entry.offset - end)) {
         corrupt(file.path(), "padding before " + section_name(entry.type), "not zero", "zero");
       }
       end = entry.end();
@@ -131,6 +133,9 @@ std::shared_ptr<SnapshotReader> SnapshotReader::gather(
 
 const std::string& SnapshotReader::path() const { return impl_->name; }
 const SnapshotMeta& SnapshotReader::meta() const { return impl_->meta; }
+std::shared_ptr<const SnapshotMeta> SnapshotReader::shared_meta() const {
+  return impl_->shared_meta;
+}
 uint16_t SnapshotReader::minor_version() const { return impl_->minor; }
 int64_t SnapshotReader::file_bytes() const { return impl_->file_bytes; }
 Hash128 SnapshotReader::logical_digest() const { return impl_->logical_digest; }

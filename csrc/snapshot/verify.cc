@@ -15,7 +15,10 @@ namespace kvpager::snapshot {
 
 namespace {
 
-constexpr int64_t kReadBytes = int64_t{8} << 20;
+// Read at a time. Threads that take turns at pieces of this size read a file as one stream, which the
+// system reads ahead of (larger pieces are many streams, each of them short of its end); and what
+// was read is still in the cache when it is hashed.
+constexpr int64_t kReadBytes = int64_t{1} << 20;
 
 // One read: `count` neighbouring chunks, or `count` slices of one chunk, or `count` neighbouring
 // summaries.

@@ -240,7 +240,10 @@ class SnapshotContent:
     @property
     def tail_tokens(self) -> int: ...
     @property
-    def tokens(self) -> numpy.typing.NDArray[numpy.int32]: ...
+    def tokens(self) -> numpy.typing.NDArray[numpy.int32]:
+        """
+        Read-only, not copied.
+        """
 
 class SnapshotReader(SnapshotContent):
     """

@@ -15,7 +15,7 @@ import torch
 from kvpager import _core
 from kvpager.errors import DeviceError, InvalidArgumentError
 
-_NAME = re.compile(r"(cpu|shim|cuda)(?::(\d+))?")
+_NAME = re.compile(r"(cpu|shim|meta|cuda)(?::(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Place:
     """Where a pager computes.
 
     Attributes:
-        name: as the core opens it: "cpu", "shim" or "cuda:0".
+        name: as the core opens it: "cpu", "shim", "meta" or "cuda:0".
         tensors: the device of the tensors it is given and gives.
     """
 
@@ -32,7 +32,7 @@ class Place:
 
     @property
     def kind(self) -> str:
-        """One of "cpu", "cuda" and "shim"."""
+        """One of "cpu", "cuda", "shim" and "meta"."""
         return self.name.partition(":")[0]
 
     @property
@@ -58,6 +58,10 @@ def resolve(wanted: str, tensors: torch.device | None, field: str = "PagerConfig
     match = _NAME.fullmatch(wanted if wanted != "auto" else _auto(tensors))
     assert match is not None
     kind, number = match[1], match[2]
+    if kind == "meta" and tensors is not None:
+        raise InvalidArgumentError(
+            f'{field} is "meta", which has no bytes to compute with; expected "auto" with a model'
+        )
     if kind != "cuda":
         if tensors is not None and tensors.type != "cpu":
             raise InvalidArgumentError(

@@ -285,7 +285,7 @@ class Forward:
                 else np.empty(shape, dtype=q.dtype)
             )
         logits = None if sinks is None else _float32_column(sinks)
-        with _locating(self._layout):
+        try:
             self._core.attend(
                 layer,
                 q,
@@ -298,6 +298,9 @@ class Forward:
                 logits,
                 self._stream(),
             )
+        except CorruptSnapshotError as error:
+            locate_damage(error, self._layout.chunk_tokens)
+            raise
         return out
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -574,6 +577,8 @@ class Pager:
             `attention_version` says belongs to it.
         threads: of our own kernels; torch's number by default. Never changes a bit.
         device: where the tensors are, in the place of `config.device`: "cuda:1", a torch.device ...
+            "meta" keeps the books of chunks that have no bytes: a forward says
+            `replayed(pager.generation)` in the place of `attend`. For measuring and simulating.
         q_heads: query heads of the model; needed on a GPU, and of no meaning on the CPU.
 
     Raises:
@@ -597,7 +602,7 @@ class Pager:
         if device is not None:
             config = config.replace(device=device)
         self.place = resolve(config.device, None)
-        if self.place.kind != "cpu" and q_heads is None:
+        if self.place.kind not in ("cpu", "meta") and q_heads is None:
             raise InvalidArgumentError(
                 f"q_heads is None; expected the model's query heads on {self.place.name}, a "
                 f"multiple of kv_heads ({layout.kv_heads})"
@@ -657,7 +662,7 @@ class Pager:
 
     def begin(
         self,
-        sequences: SequenceOf[Sequence | None],
+        sequences: SequenceOf[Sequence | None] | np.ndarray[Any, Any],
         positions: SequenceOf[int] | np.ndarray[Any, Any],
         tokens: SequenceOf[int] | np.ndarray[Any, Any],
         kinds: SequenceOf[int] | np.ndarray[Any, Any],
@@ -665,7 +670,8 @@ class Pager:
         """Starts a forward; one entry per row in each argument.
 
         Args:
-            sequences: whose row it is; None for padding.
+            sequences: whose row it is; None for padding. An int64 array of `Sequence.uid`, -1 for
+                padding, costs nothing per row.
             positions: the row's position. A sequence's ROW_COMMIT rows hold length, length + 1, ...
             tokens: the row's token id.
             kinds: ROW_COMMIT, ROW_READ or ROW_PADDING.
@@ -673,7 +679,11 @@ class Pager:
         Raises:
             CapacityError: no room for the rows' chunks; nothing was changed.
         """
-        uids = np.array([-1 if s is None else s.uid for s in sequences], dtype=np.int64)
+        uids = (
+            sequences.astype(np.int64, casting="safe", copy=False)
+            if isinstance(sequences, np.ndarray)
+            else np.array([-1 if s is None else s.uid for s in sequences], dtype=np.int64)
+        )
         number = self.core.begin(
             uids,
             np.asarray(positions, dtype=np.int64),

@@ -51,7 +51,9 @@ struct PagerOptions {
 
   // Where the pool is and what computes: "cpu", or a device: "cuda", "cuda:1". The pool is then in
   // device memory, the host arena pinned, and tensors of a forward are device tensors. "shim" runs a
-  // device's kernels on the processor (tests). The rest is for devices only.
+  // device's kernels on the processor (tests). "meta" has no bytes at all, only bookkeeping: what
+  // would be read or written does not exist, so that a forward says mark_replayed() for its layers.
+  // The rest is for devices only.
   std::string device = "cpu";
   int32_t q_heads = 0;             // query heads of the model; needed on a device
   std::string attention = "auto";  // tensor cores where shapes and dtypes allow, or "reference"
@@ -115,6 +117,7 @@ struct PagerStats {
   int64_t sequences = 0, records = 0, cached_records = 0, reserved_chunks = 0, home_chunks = 0;
   int64_t forwards = 0, aborted_forwards = 0, rows_committed = 0;
   int64_t chunks_sealed = 0, chunks_shared = 0, chunks_evicted = 0, chunks_recalled = 0;
+  int64_t chunks_forgotten = 0;   // cached ones that gave way; nobody finds them any more
   int64_t chunks_healed = 0;      // recomputed, bit for bit, because their snapshot was damaged
   int64_t summaries_rebuilt = 0;  // from verified payload, because their snapshot's was damaged
   int64_t chunks_spilled = 0, slices_streamed = 0, prefix_tokens_reused = 0;

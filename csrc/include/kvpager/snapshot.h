@@ -189,6 +189,8 @@ class SnapshotReader : public SnapshotContent {
 
   const std::string& path() const;
   const SnapshotMeta& meta() const override;
+  // The same, for whoever keeps a part of it: it outlives the reader, descriptors do not.
+  std::shared_ptr<const SnapshotMeta> shared_meta() const;
   uint16_t minor_version() const;
   int64_t file_bytes() const;  // of the file itself, without packs
   // A digest of the logical section (layout, fingerprint, tokens, provenance, payload checksums,

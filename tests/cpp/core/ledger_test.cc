@@ -1,6 +1,8 @@
 #include "core/ledger.h"
 
+#include <random>
 #include <set>
+#include <vector>
 
 #include "core/chain_hash.h"
 #include "doctest.h"
@@ -130,6 +132,46 @@ TEST_CASE("the first record of a name stays the one that is found") {
   CHECK_FALSE(find(ledger).has_value());
 }
 
+TEST_CASE("cached records are listed in the order in which they were let go, whoever leaves") {
+  Ledger ledger;
+  std::mt19937 random(7);
+  std::vector<RecordId> order;  // what the list has to be
+  std::vector<RecordId> in_use;
+  for (int i = 0; i < 40; ++i) in_use.push_back(ledger.create(ChunkState::kSealed));
+  CHECK_FALSE(ledger.oldest_cached());
+  for (int step = 0; step < 4000; ++step) {
+    const auto pick = [&](std::vector<RecordId>* from) {
+      const size_t i = random() % from->size();
+      const RecordId id = (*from)[i];
+      from->erase(from->begin() + static_cast<int64_t>(i));
+      return id;
+    };
+    if (!in_use.empty() && random() % 2 == 0) {
+      const RecordId id = pick(&in_use);
+      ledger.cache(id);
+      order.push_back(id);
+    } else if (!order.empty()) {
+      const RecordId id = pick(&order);
+      if (random() % 2 == 0) {
+        ledger.uncache(id);
+        in_use.push_back(id);
+      } else {
+        ledger.drop(id);  // and another chunk takes its place
+        in_use.push_back(ledger.create(ChunkState::kSealed));
+        CHECK_FALSE(ledger[in_use.back()].cached);
+      }
+    }
+    REQUIRE(ledger.cached() == static_cast<int64_t>(order.size()));
+    std::vector<RecordId> listed;
+    for (RecordId id = ledger.oldest_cached().value_or(RecordId()); id.value() >= 0;
+         id = ledger[id].newer) {
+      REQUIRE(listed.size() < order.size());
+      listed.push_back(id);
+    }
+    REQUIRE(listed == order);
+  }
+}
+
 TEST_CASE("each visits every live record and no other") {
   Ledger ledger;
   const RecordId a = ledger.create(ChunkState::kOpen);
@@ -142,6 +184,37 @@ TEST_CASE("each visits every live record and no other") {
     CHECK(seen.insert(id.value()).second);
   });
   CHECK(seen == std::set<int32_t>{a.value(), c.value()});
+}
+
+TEST_CASE("records are found whatever was dropped before, also those whose hashes begin alike") {
+  Ledger ledger;
+  std::mt19937_64 random(7);
+  std::vector<RecordId> live;
+  const auto found = [&](const Hash128& hash) {
+    return ledger.find(hash, kRoot, kTokens.data(), 4);
+  };
+  uint64_t made = 0;
+  for (int step = 0; step < 4000; ++step) {
+    if (live.size() < 40 || (live.size() < 300 && random() % 2 == 0)) {
+      const RecordId id = ledger.create(ChunkState::kSealed);
+      ChunkRecord& record = ledger[id];
+      record.tokens = kTokens;
+      record.parent = kRoot;
+      record.hash = {random() % 16, ++made};  // few beginnings: long runs of neighbours
+      ledger.publish(id);
+      live.push_back(id);
+    } else {
+      const size_t which = random() % live.size();
+      const Hash128 hash = ledger[live[which]].hash;
+      ledger.drop(live[which]);
+      live[which] = live.back();
+      live.pop_back();
+      CHECK_FALSE(found(hash).has_value());
+    }
+    if (step % 16 == 0) {
+      for (const RecordId id : live) REQUIRE(found(ledger[id].hash) == id);
+    }
+  }
 }
 
 }  // namespace

@@ -126,7 +126,7 @@ TEST_CASE("AFailureAtAnyStepOfWritingAContentLeavesNothingAndKeepsTheOldSnapshot
                     {{"snapshot.create", 1},
                      {"snapshot.lock", 1},
                      {"snapshot.reserve", 1},
-                     {"snapshot.write", 4},  // 2 groups, metadata, header
+                     {"snapshot.write", 6},  // 4 groups, metadata, header
                      {"snapshot.truncate", 1},
                      {"snapshot.fsync", 2},
                      {"snapshot.rename", 1}});

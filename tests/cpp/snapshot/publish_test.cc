@@ -119,7 +119,7 @@ TEST_CASE("AProcessThatDiesAtAnyStepLeavesTheOldSnapshotOrTheNewOne") {
     CHECK(die_at_every_visit("snapshot.create", content, over) == 1);
     CHECK(die_at_every_visit("snapshot.lock", content, over) == 1);
     CHECK(die_at_every_visit("snapshot.reserve", content, over) == 2);  // asked for, needed
-    CHECK(die_at_every_visit("snapshot.write", content, over) == 4);    // 2 groups, metadata, front
+    CHECK(die_at_every_visit("snapshot.write", content, over) == 6);    // 4 groups, metadata, front
     CHECK(die_at_every_visit("snapshot.truncate", content, over) == 1);
     CHECK(die_at_every_visit("snapshot.fsync", content, over) == 2);  // file, folder
     CHECK(die_at_every_visit("snapshot.rename", content, over) == 1);
