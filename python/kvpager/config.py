@@ -31,6 +31,7 @@ KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = ("qk", "lru")
 ATTENTIONS = ("auto", "reference")
 MISSED_CHUNKS = ("auto", "direct", "staged")
+AUTO = "auto"
 AUTO_BYTES = -1  # of a budget: as much as the other budgets can ever need
 
 _UNITS = {"": 1, "B": 1} | {
@@ -38,7 +39,7 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?|shim")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?|shim|meta")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 Parser: TypeAlias = Callable[[str, Any], Any]
@@ -109,12 +110,15 @@ def _option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _integer(low: int, high: int, *, none: str | None = None) -> tuple[str, Parser]:
+def _integer(
+    low: int, high: int, *, none: str | None = None, auto: str | None = None
+) -> tuple[str, Parser]:
     accepts = f"an integer from {low} to {high}" + (f", or None: {none}" if none else "")
+    accepts += f', or "{AUTO}": {auto}' if auto else ""
 
     def parse(field: str, value: Any) -> Any:
-        if value is None and none:
-            return None
+        if (value is None and none) or (auto and isinstance(value, str) and value == AUTO):
+            return value
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise _refusal(field, value, accepts)
         number = value.__index__()
@@ -227,6 +231,7 @@ def _ranges(field: str, value: Any) -> tuple[tuple[int, int], ...]:
 
 
 _PINNED_BYTES = 8 << 30  # by default; pinning takes time, and what is pinned nobody else can use
+_POOL_PER_ROW = 4  # tokens of pool per row of a forward, where many rows are the default
 _MANY = 2**40  # more tokens than any context; keeps sums far from 64-bit limits
 _TOKENS = _integer(0, _MANY)
 
@@ -288,8 +293,8 @@ class PagerConfig(_Validated):
     change results; all else decides where bytes live, or how fast it goes, and never changes a bit.
     """
 
-    pool_tokens: int = _option(
-        _integer(1, _MANY),
+    pool_tokens: int | str = _option(
+        _integer(1, _MANY, auto="what an Engine's model needs, as far as free memory goes"),
         "tokens the resident pool holds, its hard bound; a multiple of chunk_tokens",
     )
     chunk_tokens: int = _option(_choice(CHUNK_TOKENS), "tokens per chunk", 64)
@@ -362,12 +367,12 @@ class PagerConfig(_Validated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pool_tokens % self.chunk_tokens:
+        if not self.pool_is_auto and self.pool_size % self.chunk_tokens:
             raise _refusal(
                 "PagerConfig.pool_tokens",
                 self.pool_tokens,
                 f"a multiple of chunk_tokens ({self.chunk_tokens}), such as "
-                f"{-(-self.pool_tokens // self.chunk_tokens) * self.chunk_tokens}",
+                f"{-(-self.pool_size // self.chunk_tokens) * self.chunk_tokens}",
             )
         if self.disk_bytes and self.disk_path is None:
             raise _refusal(
@@ -420,16 +425,28 @@ class PagerConfig(_Validated):
         return self.row_choices(device)[0]
 
     def _allows_by_default(self, rows: int) -> bool:
-        """Whether M may be `rows`, and leaves the pool room for other sequences if it is many."""
+        """Whether M may be `rows`, and leaves the pool room for other sequences if it is many.
+
+        With an automatic pool it may: M decides bits, so that it must not follow from what memory
+        happens to be free; the pool is then made large enough for M, or refused.
+        """
         try:
             self._check_rows(rows, "rows")
         except InvalidArgumentError:
             return False
-        return rows <= 64 or self.pool_tokens >= 4 * rows
+        return rows <= 64 or self.pool_is_auto or self.pool_size >= _POOL_PER_ROW * rows
+
+    def least_pool(self, rows: int) -> int:
+        """The smallest pool, in tokens, with which M may be `rows`, by default or as given."""
+        forward = (-(-(self.chunk_tokens - 1 + rows) // self.chunk_tokens) + 1) * self.chunk_tokens
+        if self.rows is not None or rows <= 64:
+            return forward
+        by_default = -(-_POOL_PER_ROW * rows // self.chunk_tokens) * self.chunk_tokens
+        return max(forward, by_default)
 
     def _check_rows(self, rows: int, said: str) -> None:
         least = (-(-(self.chunk_tokens - 1 + rows) // self.chunk_tokens) + 1) * self.chunk_tokens
-        if self.pool_tokens < least:
+        if not self.pool_is_auto and self.pool_size < least:
             raise _refusal(
                 "PagerConfig.pool_tokens",
                 self.pool_tokens,
@@ -453,9 +470,30 @@ class PagerConfig(_Validated):
         return not isinstance(self.small_rows, str) and any(n >= rows for n in self.small_rows)
 
     @property
+    def pool_is_auto(self) -> bool:
+        """Whether an engine decides how large the pool is."""
+        return self.pool_tokens == AUTO
+
+    @property
+    def pool_size(self) -> int:
+        """`pool_tokens` as a number.
+
+        Raises:
+            InvalidArgumentError: it is "auto", which takes a model and the machine it runs on.
+        """
+        if isinstance(self.pool_tokens, str):
+            raise _refusal(
+                "PagerConfig.pool_tokens",
+                self.pool_tokens,
+                "a number of tokens here: only an Engine has the model that decides. Use "
+                'Engine(model, pool_tokens="auto"), or the number that `kvpager plan MODEL` tells',
+            )
+        return self.pool_tokens
+
+    @property
     def pool_blocks(self) -> int:
-        """Chunks the resident pool holds."""
-        return self.pool_tokens // self.chunk_tokens
+        """Chunks the resident pool holds. Raises InvalidArgumentError as `pool_size`."""
+        return self.pool_size // self.chunk_tokens
 
     @property
     def host_budget(self) -> int:
@@ -514,8 +552,29 @@ def describe_selection(selection: Selection) -> str:
 def physical_memory() -> int:
     """Bytes of memory this process may use: the machine's, or its control group's if less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _control_group("memory.max")
+    return total if limit is None else min(total, limit)
+
+
+def free_memory() -> int:
+    """Bytes of memory this process may still take without the system giving something up for it."""
+    free = physical_memory()
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+        lines = []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            free = min(free, int(line.split()[1]) << 10)
+    limit, used = _control_group("memory.max"), _control_group("memory.current")
+    if limit is not None and used is not None:
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def _control_group(name: str) -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -81,11 +81,13 @@ def add_pager_options(
     parser.set_defaults(pager_defaults=dict(defaults))
 
 
-def pager_config(args: argparse.Namespace) -> PagerConfig:
+def pager_config(args: argparse.Namespace, *, auto_pool: bool = True) -> PagerConfig:
     """The configuration of a command line: its options, else the environment, else defaults.
 
+    auto_pool: whether the command can leave the pool to the engine it makes.
+
     Raises:
-        UsageError: a value that PagerConfig refuses.
+        UsageError: a value that PagerConfig refuses, or a pool that the command cannot use.
     """
     given = {name: _given(args, name) for name in ("selection", *(o.name for o in _options()))}
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -105,6 +107,11 @@ def pager_config(args: argparse.Namespace) -> PagerConfig:
         config = PagerConfig(**_only(values, mine), selection=selection)
         config.resolve_rows("cuda" if config.device.startswith("cuda") else "cpu")
         _check_scorer(config.scorer_name)
+        if config.pool_is_auto and not auto_pool:
+            raise UsageError(
+                f'{_flag("pool_tokens")} is "auto"; expected a number of tokens: this command '
+                "compares engines, and says what pool they had"
+            )
     except InvalidArgumentError as error:
         raise UsageError(with_flags(str(error))) from error
     except TypeError as error:  # an option without a default: Window's recent

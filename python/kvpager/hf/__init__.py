@@ -7,7 +7,7 @@ from kvpager.hf.attention import NAME, running
 from kvpager.hf.bits import same_bits
 from kvpager.hf.head import HEAD_ROWS, Head
 from kvpager.hf.layout import layout_of
-from kvpager.hf.observe import Observation, observe, packed_inputs
+from kvpager.hf.observe import Observation, dummy_mask, observe, packed_inputs
 from kvpager.hf.prove import Dropped, RowProof, prove
 from kvpager.hf.rows import RowCounts
 from kvpager.hf.shapes import ShapeReport, probe_shapes
@@ -25,6 +25,7 @@ __all__ = [
     "RowProof",
     "ShapeReport",
     "check_supported",
+    "dummy_mask",
     "layout_of",
     "observe",
     "packed_inputs",

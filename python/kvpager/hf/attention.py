@@ -107,28 +107,30 @@ def attention(
 def _check_call(
     module: torch.nn.Module, query: torch.Tensor, dropout: float, kwargs: dict[str, Any]
 ) -> None:
-    name = type(module).__name__
     if query.shape[0] != 1:
         raise InvalidArgumentError(
-            f"{name} was given a batch of {query.shape[0]}; a forward is one batch entry of M rows"
+            f"{_name(module)} was given a batch of {query.shape[0]}; "
+            "a forward is one batch entry of M rows"
         )
     if dropout:
         raise UnsupportedModelError(
-            f"{name} applies attention dropout {dropout}; call model.eval() first"
+            f"{_name(module)} applies attention dropout {dropout}; call model.eval() first"
         )
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(
-            f"{name} attends to later tokens (is_causal=False), so that its K/V are no function "
-            "of the tokens before; use a causal decoder"
+            f"{_name(module)} attends to later tokens (is_causal=False), so that its K/V are no "
+            "function of the tokens before; use a causal decoder"
         )
-    unknown = sorted(
-        key for key, value in kwargs.items() if key not in _HARMLESS and value is not None
-    )
+    unknown = sorted(key for key in kwargs.keys() - _HARMLESS if kwargs[key] is not None)
     if unknown:
         raise UnsupportedModelError(
-            f"{name} passes {', '.join(unknown)} to its attention, which is not implemented here; "
-            "use a model with plain, windowed, soft-capped or sink attention"
+            f"{_name(module)} passes {', '.join(unknown)} to its attention, which is not "
+            "implemented here; use a model with plain, windowed, soft-capped or sink attention"
         )
+
+
+def _name(module: torch.nn.Module) -> str:
+    return type(module).__name__
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

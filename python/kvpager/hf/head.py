@@ -38,7 +38,7 @@ class Head:
             if self.finish is not None:
                 logits = self.finish(logits)
             parts.append(logits[0, : len(wanted)])
-        return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _finishing_step(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:

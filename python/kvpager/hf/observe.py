@@ -19,17 +19,25 @@ from kvpager.hf.support import has_expert_weights
 LayerTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def packed_inputs(tokens: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+def packed_inputs(
+    tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None
+) -> dict[str, Any]:
     """The arguments of a forward over M packed rows; tokens and positions are [M] int64.
 
     The mask is a dummy of four dimensions: transformers then builds none and looks for no packing.
+    Who runs many forwards makes it once (`dummy_mask`).
     """
     return {
         "input_ids": tokens.unsqueeze(0),
         "position_ids": positions.unsqueeze(0),
-        "attention_mask": torch.zeros(1, 1, 1, 1, device=tokens.device),
+        "attention_mask": dummy_mask(tokens.device) if mask is None else mask,
         "use_cache": False,
     }
+
+
+def dummy_mask(device: torch.device) -> torch.Tensor:
+    """[1, 1, 1, 1], which nothing reads."""
+    return torch.zeros(1, 1, 1, 1, device=device)
 
 
 @dataclass

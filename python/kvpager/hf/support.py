@@ -37,9 +37,19 @@ def check_supported(model: Any, *, exact: bool = True) -> PreTrainedModel:
                 else ", as AutoModelForCausalLM.from_pretrained(...) returns"
             )
         )
-    for reason, remedy in _problems(model, exact):
-        raise UnsupportedModelError(f"{type(model).__name__}: {reason}; {remedy}")
+    if why_not := why_unsupported(model, exact=exact):
+        raise UnsupportedModelError(f"{type(model).__name__}: {why_not}")
     return model
+
+
+def why_unsupported(model: PreTrainedModel, *, exact: bool = True, loaded: bool = True) -> str:
+    """Why `check_supported` refuses a model, and what to do; empty if it does not.
+
+    With `loaded` False its weights may be nowhere: what is asked is whether it would be refused
+    once they are in memory.
+    """
+    problems = _problems(model, exact, loaded)
+    return next((f"{reason}; {remedy}" for reason, remedy in problems), "")
 
 
 def has_experts(model: Any) -> bool:
@@ -65,10 +75,11 @@ def require_known_experts(model: Any, modules: Iterable[torch.nn.Module]) -> Non
         )
 
 
-def _problems(model: PreTrainedModel, exact: bool) -> Iterator[tuple[str, str]]:
+def _problems(model: PreTrainedModel, exact: bool, loaded: bool) -> Iterator[tuple[str, str]]:
     config = model.config
     yield from _kind_problems(model)
-    yield from _placement_problems(model)
+    if loaded:
+        yield from _placement_problems(model)
     layer_types = getattr(config, "layer_types", None) or ()
     mixing = sorted(set(layer_types) - set(_PLAIN_LAYERS))
     if mixing:

@@ -33,8 +33,10 @@ class Batch:
     def __init__(self, capacity: int, *, exact: bool = True) -> None:
         self.sequences: list[Sequence | None] = [None] * capacity
         self.positions = np.zeros(capacity, dtype=np.int64)
-        self.tokens = np.full(capacity, PADDING_TOKEN, dtype=np.int64)
-        self.kinds = np.full(capacity, ROW_PADDING, dtype=np.uint8)
+        self.tokens = np.empty(capacity, dtype=np.int64)
+        self.tokens.fill(PADDING_TOKEN)
+        self.kinds = np.empty(capacity, dtype=np.uint8)
+        self.kinds.fill(ROW_PADDING)
         self.wanted: list[int] = []
         self.used = 0
         self.exact = exact
@@ -47,19 +49,29 @@ class Batch:
 
     def commit(self, sequence: Sequence, start: int, tokens: TokenIds) -> range:
         """Adds rows that write positions start, start + 1, ...; returns their indices."""
-        return self._add(sequence, start, tokens, ROW_COMMIT)
-
-    def read(self, sequence: Sequence, position: int, token: int) -> range:
-        """Adds a row whose K/V exist, to have its logits again."""
-        return self._add(sequence, position, np.array([token], dtype=np.int32), ROW_READ)
-
-    def _add(self, sequence: Sequence, start: int, tokens: TokenIds, kind: int) -> range:
         rows = range(self.used, self.used + len(tokens))
         assert rows.stop <= len(self.sequences)
         at = slice(rows.start, rows.stop)
         self.sequences[at] = [sequence] * len(tokens)
         self.positions[at] = np.arange(start, start + len(tokens))
         self.tokens[at] = tokens
-        self.kinds[at] = kind
+        self.kinds[at] = ROW_COMMIT
         self.used = rows.stop
         return rows
+
+    def commit_one(self, sequence: Sequence, position: int, token: int) -> int:
+        """`commit` of a single token; returns the row's index."""
+        return self._add(sequence, position, token, ROW_COMMIT)
+
+    def read(self, sequence: Sequence, position: int, token: int) -> int:
+        """Adds a row whose K/V exist, to have its logits again; returns its index."""
+        return self._add(sequence, position, token, ROW_READ)
+
+    def _add(self, sequence: Sequence, position: int, token: int, kind: int) -> int:
+        row = self.used
+        self.sequences[row] = sequence
+        self.positions[row] = position
+        self.tokens[row] = token
+        self.kinds[row] = kind
+        self.used = row + 1
+        return row

@@ -73,9 +73,8 @@ class Cursor:
     def committed(self) -> int:
         """Tokens of the text whose K/V the sequence holds."""
         length = self.sequence.length
-        if self._ahead is not None and length == self._ahead.end:
-            return self._ahead.start
-        return length
+        ahead = self._ahead
+        return length if ahead is None or length != ahead.end else ahead.start
 
     @property
     def owed(self) -> TokenIds:
@@ -89,7 +88,8 @@ class Cursor:
     @property
     def told(self) -> int:
         """Where the next sampled token goes."""
-        return self.committed if self._owed is None else self.committed + len(self.owed)
+        committed = self.committed
+        return committed if self._owed is None else committed + len(self.owed)
 
     @property
     def pending(self) -> int | None:
@@ -123,7 +123,9 @@ class Cursor:
     @property
     def ready(self) -> bool:
         """Whether the next token can be chosen without a forward."""
-        return self.pending is None and self.known_logits is not None
+        told = self.told
+        pending = self._pending is not None and self._pending[0] == told
+        return not pending and self._logits is not None and self._logits[0] == told
 
     def keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Remembers, in a copy, the logits after the last committed token."""
@@ -141,9 +143,9 @@ class Cursor:
         if ahead is not None and position == ahead.start and sampling == ahead.sampling:
             token = ahead.tokens[0]
         else:
-            logits = self.known_logits
-            assert logits is not None
-            token = sampling.choose(logits, position)
+            assert self._logits is not None
+            assert self._logits[0] == position
+            token = sampling.choose(self._logits[1], position)
         self._pending = (position, token)
         return token
 
@@ -153,10 +155,8 @@ class Cursor:
 
     def advance(self) -> bool:
         """Commits the pending token without a forward, where it is the first one ahead."""
-        ahead, pending = self._ahead, self.pending
-        if ahead is None or pending is None or self.committed != ahead.start:
-            return False
-        if pending != ahead.tokens[0]:
+        ahead = self._ahead
+        if ahead is None or self.pending != ahead.tokens[0] or self.committed != ahead.start:
             return False
         self._logits = (ahead.start + 1, ahead.logits[0])
         self._ahead = ahead.rest() if len(ahead.tokens) > 1 else None

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 
 from kvpager import fingerprint as fingerprints
-from kvpager.config import PagerConfig, known_options
+from kvpager.config import PagerConfig, free_memory, known_options
 from kvpager.device import Place, resolve
 from kvpager.errors import (
     CorruptSnapshotError,
@@ -22,6 +22,7 @@ from kvpager.errors import (
 )
 from kvpager.hf import Attachment, Observation, check_supported, layout_of, settle_rows
 from kvpager.pager import Layout, Pager, Sequence, SnapshotInfo, attention_version
+from kvpager.plan import PoolChoice, choose_pool
 from kvpager.runtime.completion import Completion
 from kvpager.runtime.decode import decode
 from kvpager.runtime.prefill import prefill_all
@@ -92,7 +93,9 @@ class Engine:
         Args:
             model: a transformers causal LM in eval mode, on the CPU or on one GPU; the pool is
                 where the model is.
-            config: how to page; or give its options by name, which also override it.
+            config: how to page; or give its options by name, which also override it. With
+                `pool_tokens="auto"` the pool holds the model's longest context as far as free
+                memory goes; `plan` says what was chosen and why, and no bit depends on it.
             salt: separates tenants: no chunk and no snapshot is shared between different salts.
             store: where a prefill of an empty session looks for the beginning of its prompt, in all
                 snapshots that were saved under this fingerprint and salt.
@@ -142,6 +145,9 @@ class Engine:
                 seen,
                 chunk_tokens=self.config.chunk_tokens,
                 kv_dtype=self.config.kv_dtype,
+            )
+            self.config, self.plan = _sized(
+                self.config, self.model, self.layout, self.rows, self.place
             )
             q_heads, kernel_version = _attention(seen, self.layout, self.config, self.place)
             with reporting_bytes(progress, "hash weights") as report:
@@ -578,12 +584,31 @@ def _configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> Pa
         if "pool_tokens" not in options:
             raise InvalidArgumentError(
                 "pool_tokens is missing; give Engine(model, PagerConfig(pool_tokens=...)) or "
-                "Engine(model, pool_tokens=...)"
+                'Engine(model, pool_tokens=...), a number or "auto"'
             )
         return PagerConfig(**options)
     if not isinstance(config, PagerConfig):
         raise InvalidArgumentError(f"config is {config!r}; expected a PagerConfig")
     return config.replace(**options) if options else config
+
+
+def _sized(
+    config: PagerConfig, model: Any, layout: Layout, rows: int, place: Place
+) -> tuple[PagerConfig, PoolChoice | None]:
+    """The configuration with a number of `pool_tokens`, and how it was come by if it was "auto"."""
+    if not config.pool_is_auto:
+        return config, None
+    free = torch.cuda.mem_get_info(place.tensors)[0] if place.kind == "cuda" else free_memory()
+    choice = choose_pool(
+        config,
+        layout.native(),
+        rows=rows,
+        max_positions=int(getattr(model.config, "max_position_embeddings", None) or 0),
+        free_bytes=free,
+        device=place.kind,
+    )
+    _log.info("%s", choice)
+    return config.replace(pool_tokens=choice.pool_tokens), choice
 
 
 def _attention(

@@ -123,15 +123,14 @@ class Packing:
             self.read(session)
             return
         position = session.committed
-        token = np.array([pending], dtype=np.int32)
-        row = self._batch.commit(session.sequence, position, token)[0]
+        row = self._batch.commit_one(session.sequence, position, pending)
         self._committed[session] = 1
         self._shares.append(_Share(session, row, stream, position))
 
     def read(self, session: Session) -> None:
         """A row that reads: the logits after the session's last committed token."""
         last = session.committed - 1
-        row = self._batch.read(session.sequence, last, session.token_at(last))[0]
+        row = self._batch.read(session.sequence, last, session.token_at(last))
         self._shares.append(_Share(session, row))
 
     def feed(self, feeds: Sequence[Feed], room: int | None) -> None:

@@ -7,10 +7,12 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpager.errors import InvalidArgumentError
-from kvpager.hf import Head, RowCounts, packed_inputs, running
+from kvpager.hf import Head, RowCounts, dummy_mask, packed_inputs, running
 from kvpager.numerics import settings, tunes_kernels
 from kvpager.pager import Forward, Pager
 from kvpager.runtime.batch import Batch
@@ -45,12 +47,14 @@ class Runner:
         self._device = model.device
         self._threads = torch.get_num_threads()
         self._settings = settings(self._device)
+        self._mask = dummy_mask(self._device)
         self._to_host = ToHost(self._device)
         self._weights = [
             tensor
             for tensor in (*model.parameters(), *model.buffers())
             if not tensor.is_inference()  # those have no version
         ]
+        self._placed, self._placed_name = _first_parameter(model)
         self._weights_version = sum(map(_VERSION, self._weights))
         self._lock = threading.Lock()
         self.forwards = 0
@@ -80,12 +84,11 @@ class Runner:
             rows = self.count(batch)
             positions, tokens = batch.positions[:rows], batch.tokens[:rows]
             with self._pager.begin(
-                batch.sequences[:rows], positions, tokens, batch.kinds[:rows]
+                batch.sequences[:rows], positions, tokens.astype(np.int32), batch.kinds[:rows]
             ) as forward:
                 timed = _Timed(forward)
                 inputs = packed_inputs(
-                    torch.from_numpy(tokens).to(self._device),
-                    torch.from_numpy(positions).to(self._device),
+                    self._on_device(tokens), self._on_device(positions), self._mask
                 )
                 with running(timed):
                     output = self._decoder(**inputs)
@@ -100,6 +103,10 @@ class Runner:
             self.rows_used += batch.used
             self.seconds += time.perf_counter() - start
         return logits
+
+    def _on_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
     def _logits(self, hidden: torch.Tensor, wanted: list[int]) -> torch.Tensor:
         return self._head(hidden, wanted) if wanted else hidden.new_empty(0)
@@ -117,7 +124,7 @@ class Runner:
                 "and bits depend on it; call "
                 f"torch.set_num_threads({self._threads}), or make a new Engine"
             )
-        if self._model.device != self._device:
+        if self._placed[self._placed_name].device != self._device:
             raise InvalidArgumentError(
                 f"the model is on {self._model.device}, but was on {self._device} when the engine "
                 "was made; move it back, or close the engine and make a new one"
@@ -147,6 +154,16 @@ class Runner:
                 "the model's weights were changed since the engine was made, and its K/V and "
                 "fingerprint are of the old ones; close it and make a new Engine(model, ...)"
             )
+
+
+def _first_parameter(model: Any) -> tuple[dict[str, torch.Tensor], str]:
+    """Where a model keeps a parameter, whose device is the model's; looked up at each forward."""
+    module, name = next(
+        (module, name)
+        for module in model.modules()
+        for name, _ in module.named_parameters(recurse=False)
+    )
+    return vars(module)["_parameters"], name
 
 
 _VERSION = operator.attrgetter("_version")  # bumped by every change in place

@@ -19,6 +19,8 @@ from kvpager.errors import InvalidArgumentError, NonFiniteError
 
 Logits = npt.NDArray[np.float64]
 
+_NUMPY_DTYPES = (torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -50,13 +52,15 @@ class Sampling:
         Raises:
             NonFiniteError: a logit is NaN or positive infinity; -inf forbids a token and is fine.
         """
-        values: Logits = logits.to(torch.float64).numpy()
-        if not np.isfinite(values.max()):
-            raise NonFiniteError(
-                f"the logits for position {position} hold NaN or infinity, or forbid every token"
-            )
         if self.temperature == 0:
-            return int(values.argmax())  # the first of equals
+            # Widened exactly and looked at once: the first of equals, or the first NaN.
+            wide = logits if logits.dtype in _NUMPY_DTYPES else logits.float()
+            exact = wide.numpy()
+            token = int(exact.argmax())
+            _require_finite(float(exact[token]), position)
+            return token
+        values: Logits = logits.to(torch.float64).numpy()
+        _require_finite(float(values.max()), position)
         order, weights = self._candidates(values)
         cumulative = np.cumsum(weights)
         drawn = int(
@@ -92,6 +96,13 @@ class Sampling:
             return cls(**values)
         except TypeError as error:
             raise InvalidArgumentError(f"sampling is {dict(values)!r}: {error}") from error
+
+
+def _require_finite(largest: float, position: int) -> None:
+    if not math.isfinite(largest):
+        raise NonFiniteError(
+            f"the logits for position {position} hold NaN or infinity, or forbid every token"
+        )
 
 
 def uniform(seed: int, position: int) -> float:

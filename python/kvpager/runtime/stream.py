@@ -126,7 +126,7 @@ class Stream:
 
     def sample(self) -> int | GeneratedToken:
         """The next token; from here on it is the session's pending one."""
-        logits = self.session.known_logits
+        logits = self.session.known_logits if self.logprobs else None
         token = self.session.sample(self.sampling)
         self.produced.append(token)
         self.remaining -= 1

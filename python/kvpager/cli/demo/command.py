@@ -27,7 +27,7 @@ from kvpager.report.trace import load_episodes
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    config = pager_config(args)
+    config = pager_config(args, auto_pool=False)
     plot = None if args.plot == "none" else Path(args.plot)
     check_writable("--plot", None if plot is None else args.plot)
     check_writable("--output", args.output)
@@ -72,7 +72,7 @@ def _plan(args: argparse.Namespace, config: PagerConfig, model: Path) -> Plan:
     shape = {"context": args.context, "turns": args.turns, "vocab": about.vocab_size}
     if _is_retriever(about):
         # Needles lie where only a recall finds them: not in the sinks, not near the end.
-        tail = min(config.pool_tokens, args.context // 2)
+        tail = min(config.pool_size, args.context // 2)
         avoid = [(0, 2 * config.chunk_tokens), (args.context - tail, args.context)]
         plan = needle_plan(**shape, needles=args.needles, seed=args.seed, avoid=avoid)
     else:
@@ -124,7 +124,7 @@ def _run_parts(
     turns = []
     for turn in range(1, args.turns + 1):
         doing = (
-            f"prefill {len(plan.document):,} tokens through a pool of {config.pool_tokens:,}"
+            f"prefill {len(plan.document):,} tokens through a pool of {config.pool_size:,}"
             if turn == 1
             else f"a new process restores turn {turn - 1}"
         )

@@ -36,7 +36,7 @@ def summarise(
         "version": __version__,
         "model": str(model),
         "context": args.context,
-        "pool_tokens": config.pool_tokens,
+        "pool_tokens": config.pool_size,
         "chunk_tokens": config.chunk_tokens,
         "rows": first["rows"],
         "threads": first["threads"],

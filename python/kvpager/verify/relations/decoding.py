@@ -83,7 +83,7 @@ def _generated(
 
 def _pool_for(subject: Subject, count: int) -> int:
     """A pool that holds the unsealed chunks of so many sessions; at least the configured one."""
-    configured = subject.config.pool_tokens
+    configured = subject.config.pool_size
     if subject.effort == "start":  # in the engine at hand, whatever it takes
         return configured
     return max(configured, subject.sweep.least_pool + 2 * count * subject.sweep.chunk)

@@ -72,7 +72,7 @@ def _elsewhere(subject: Subject, chunk_bytes: int) -> dict[str, dict[str, Any]]:
             "debug_poison": True,
         },
         "twice the pool, other policy": {
-            "pool_tokens": 2 * subject.config.pool_tokens,
+            "pool_tokens": 2 * subject.config.pool_size,
             "policy": "lru",
         },
         "disk tier": {

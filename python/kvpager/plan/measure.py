@@ -1,0 +1,205 @@
+"""A machine's rates, found out in about a second.
+
+Every figure is the best of a few runs: what else the machine was doing is nobody's property. No
+kernel of ours is timed but the scan of summaries and the attention of many rows follow from what
+the processor's memory and arithmetic give.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from kvpager.plan.machine import Machine, Products
+
+_MEMORY_BYTES = 128 << 20  # more than caches hold
+_DISK_BYTES = 32 << 20
+_FRESH_BYTES = 16 << 20
+_WIDE = 1024
+_MATRICES_BYTES = 64 << 20
+_PRODUCT_ROWS = (1, 2, 4, 8, 16, 64, 256)
+_NORM_ROWS = 2048
+_FRAMEWORK_RUNS = 20
+_LAYERS = (2, 6)  # of two little models, whose difference is what a layer costs
+_SCAN_SHARE = 0.5  # of memory bandwidth, at which summaries are scored
+_ATTENTION_SHARE = 0.7  # of what float32 products achieve
+
+
+def measure(
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    folder: str | os.PathLike[str] | None = None,
+    device: str = "cpu",
+) -> Machine:
+    """This machine, with the threads torch has now.
+
+    Args:
+        dtypes: of weights that products are measured with.
+        folder: where the disk is measured; by default that of temporary files.
+        device: "cpu", or "cuda" for the GPU and its link.
+    """
+    with torch.inference_mode():
+        place = torch.device(device)
+        bandwidth, copy = _memory(place)
+        products = {dtype: _products(getattr(torch, dtype), place) for dtype in dtypes}
+        element_seconds = _elements(place)
+        layer_seconds, forward_seconds = _framework(place)
+        fresh = _fresh()
+        link = bandwidth if place.type == "cpu" else _link(place)
+    if "bfloat16" in products:
+        products.setdefault("float16", products["bfloat16"])
+    write, read, cached, sync = _disk(Path(folder or tempfile.gettempdir()))
+    rows, seconds = products.get("float32", next(iter(products.values()))).points[-1]
+    on_gpu = place.type == "cuda"
+    return Machine(
+        name=torch.cuda.get_device_name(place) if on_gpu else "this machine",
+        source=f"measured, {torch.get_num_threads()} threads",
+        on_gpu=on_gpu,
+        bandwidth=bandwidth,
+        copy=copy,
+        products=MappingProxyType(products),
+        attention_flops=_ATTENTION_SHARE * 2 * rows / seconds,
+        scan=_SCAN_SHARE * bandwidth,
+        link=link,
+        disk_write=write,
+        disk_read=read,
+        cached_read=cached,
+        fresh=fresh,
+        sync_seconds=sync,
+        element_seconds=element_seconds,
+        layer_seconds=layer_seconds,
+        forward_seconds=forward_seconds,
+        device_memory=torch.cuda.get_device_properties(place).total_memory if on_gpu else None,
+        decode_rows=MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2}),
+    )
+
+
+def _best(call: Callable[[], Any], runs: int, place: torch.device | None = None) -> float:
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        call()
+        if place is not None and place.type == "cuda":
+            torch.cuda.synchronize(place)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _memory(place: torch.device) -> tuple[float, float]:
+    source = torch.zeros(_MEMORY_BYTES // 4, device=place)
+    target = torch.zeros_like(source)
+    read = _best(lambda: torch.dot(source, source), 5, place)
+    copy = _best(lambda: target.copy_(source), 4, place)
+    return _MEMORY_BYTES / read, _MEMORY_BYTES / copy
+
+
+def _products(dtype: torch.dtype, place: torch.device) -> Products:
+    """Matrices that together fit in no cache, as a model's weights do not."""
+    elements = _WIDE * _WIDE * 3
+    count = max(2, _MATRICES_BYTES // (elements * dtype.itemsize))
+    weights = [
+        torch.full((3 * _WIDE, _WIDE), 0.01, dtype=dtype, device=place) for _ in range(count)
+    ]
+    points = []
+    for rows in _PRODUCT_ROWS:
+        few = weights if rows < 64 else weights[: max(2, count // 4)]
+        x = torch.ones(rows, _WIDE, dtype=dtype, device=place)
+
+        def multiply(x: torch.Tensor = x, few: list[torch.Tensor] = few) -> None:
+            for weight in few:
+                torch.nn.functional.linear(x, weight)
+
+        seconds = _best(multiply, 3, place)
+        points.append((rows, seconds / (elements * len(few))))
+    return Products(tuple(points))
+
+
+def _elements(place: torch.device) -> float:
+    """A norm as transformers computes it, over more rows than caches hold: seconds per element."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    norm = partial(Qwen3RMSNorm(_WIDE).to(place), torch.ones(_NORM_ROWS, _WIDE, device=place))
+    norm()
+    return _best(norm, 4, place) / (_NORM_ROWS * _WIDE)
+
+
+def _framework(place: torch.device) -> tuple[float, float]:
+    """What a layer and a forward of transformers cost when there is next to nothing to compute."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=place)
+    runs = []
+    for layers in _LAYERS:
+        config = Qwen3Config(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+        )
+        with torch.random.fork_rng():
+            little: Any = Qwen3ForCausalLM(config)
+        runs.append(partial(little.eval().to(place), input_ids=ids, use_cache=False))
+        runs[-1]()
+    seconds = [float("inf")] * len(runs)
+    for _ in range(_FRAMEWORK_RUNS):  # in turns, so that a bad moment is nobody's alone
+        seconds = [min(best, _best(run, 1, place)) for best, run in zip(seconds, runs)]
+    layer = max(1e-6, (seconds[1] - seconds[0]) / (_LAYERS[1] - _LAYERS[0]))
+    return layer, max(1e-6, seconds[0] - _LAYERS[0] * layer)
+
+
+def _link(place: torch.device) -> float:
+    pinned = torch.zeros(_MEMORY_BYTES // 4, pin_memory=True)
+    target = torch.zeros(_MEMORY_BYTES // 4, device=place)
+    return _MEMORY_BYTES / _best(lambda: target.copy_(pinned, non_blocking=True), 4, place)
+
+
+def _fresh() -> float:
+    """The first touch of memory, which where memory is lent by a host can be the slowest of all."""
+    import mmap
+
+    with mmap.mmap(-1, _FRESH_BYTES) as memory:
+        page = mmap.PAGESIZE
+        start = time.perf_counter()
+        for offset in range(0, _FRESH_BYTES, page):
+            memory[offset] = 1
+        return _FRESH_BYTES / (time.perf_counter() - start)
+
+
+def _disk(folder: Path) -> tuple[float, float, float, float]:
+    """Bytes per second written to last, read from the disk and from the page cache; a sync."""
+    data = os.urandom(1 << 20) * (_DISK_BYTES >> 20)
+    buffer = bytearray(_DISK_BYTES)
+    handle, name = tempfile.mkstemp(prefix=".kvpager-plan-", dir=folder)
+    try:
+        os.write(handle, b"0" * 4096)
+        start = time.perf_counter()
+        os.fsync(handle)
+        sync = time.perf_counter() - start
+        os.lseek(handle, 0, os.SEEK_SET)
+        start = time.perf_counter()
+        os.write(handle, data)
+        os.fsync(handle)
+        write = time.perf_counter() - start
+
+        def read() -> float:
+            start = time.perf_counter()
+            os.preadv(handle, [buffer], 0)
+            return time.perf_counter() - start
+
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        cold = read()
+        warm = min(read() for _ in range(3))
+    finally:
+        os.close(handle)
+        Path(name).unlink(missing_ok=True)
+    return len(data) / write, len(data) / cold, len(data) / warm, sync

@@ -1,0 +1,121 @@
+"""Bytes that a pager takes, before it is made; `Pager.stats()` tells the same of one that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpager import _core
+from kvpager.config import TopK
+from kvpager.plan.shape import KvShape, ModelShape
+
+_STREAMED_SEQUENCES = 4  # of which the host stages a split each
+_STAGED_CHUNKS = 256
+_STAGING_BYTES = 256 << 20
+_SCRATCH_BYTES = 256 << 20
+_FIRST_ENTRIES = 1024
+_ENTRY_BYTES = 64  # tables and results of a chunk that a forward may see
+_BOUNCES = 4
+
+
+@dataclass(frozen=True)
+class PagerMemory:
+    """What a pager maps, pins or allocates.
+
+    Attributes:
+        pool, summaries, staging, tables: where the pool is; tables include partial results.
+        host: the arena of paged-out chunks; on a GPU pinned.
+        pinned: on a GPU, what else is pinned: copies of the summaries, transfer buffers.
+        disk: the spill file.
+    """
+
+    pool: int
+    summaries: int
+    staging: int
+    tables: int
+    host: int
+    pinned: int
+    disk: int
+
+    @property
+    def device(self) -> int:
+        """Bytes where the pool is, the host arena apart."""
+        return self.pool + self.summaries + self.staging + self.tables
+
+    @property
+    def total(self) -> int:
+        """Bytes of all memories and of disk."""
+        return self.device + self.host + self.pinned + self.disk
+
+
+def summary_slots(pool_chunks: int, host_chunks: int, disk_chunks: int) -> int:
+    """Summaries a pager has room for with `summary_bytes` "auto"."""
+    return 2 * (host_chunks + disk_chunks) + pool_chunks
+
+
+def staging_bytes(kv: KvShape, host_chunks: int, on_gpu: bool) -> int:
+    """For slices on their way to where attention reads them."""
+    if not on_gpu:
+        return _core.CHUNKS_PER_SPLIT * _STREAMED_SEQUENCES * kv.slice_bytes
+    slices = min(_STAGED_CHUNKS, _STAGING_BYTES // (2 * kv.slice_bytes), host_chunks)
+    return 2 * slices * kv.slice_bytes
+
+
+def table_bytes(shape: ModelShape, kv: KvShape, rows: int, chunks: int, on_gpu: bool) -> int:
+    """Tables of a forward that sees so many chunks, and partial results: an upper bound."""
+    if not on_gpu:
+        return 0
+    entries = _FIRST_ENTRIES
+    while entries < chunks:
+        entries *= 2
+    splits = -(-entries // _core.CHUNKS_PER_SPLIT)
+    partial = rows * shape.q_heads * splits * (shape.v_dim + 4) * 4
+    return min(_SCRATCH_BYTES, partial) + entries * (_ENTRY_BYTES + rows * shape.kv_heads // 8)
+
+
+def pager_memory(
+    shape: ModelShape,
+    kv: KvShape,
+    *,
+    rows: int,
+    pool_chunks: int,
+    host_chunks: int,
+    disk_chunks: int,
+    summary_chunks: int,
+    seen_chunks: int,
+    on_gpu: bool,
+) -> PagerMemory:
+    """Of a pager with so many blocks, host slots, disk slots and summary slots.
+
+    seen_chunks: chunks of all sequences of a forward.
+    """
+    summaries = summary_chunks * kv.summary_bytes
+    return PagerMemory(
+        pool=pool_chunks * kv.chunk_bytes,
+        summaries=summaries,
+        staging=staging_bytes(kv, host_chunks, on_gpu),
+        tables=table_bytes(shape, kv, rows, seen_chunks, on_gpu),
+        host=host_chunks * kv.chunk_bytes,
+        pinned=summaries + _BOUNCES * kv.chunk_bytes if on_gpu else 0,
+        disk=disk_chunks * kv.chunk_bytes,
+    )
+
+
+def working_bytes(shape: ModelShape, rows: int) -> int:
+    """What a forward of `rows` rows takes for a while: activations, logits, gathered experts."""
+    widest = max(4 * shape.hidden, 3 * shape.intermediate, 2 * shape.q_heads * shape.k_dim)
+    activations = rows * (8 * shape.hidden + widest) * 4
+    logits = 8 * shape.vocab * 4
+    return activations + logits + gathered_bytes(shape, rows)
+
+
+def gathered_bytes(shape: ModelShape, rows: int) -> int:
+    """Copies of expert weights, one per row and expert it takes: two thirds of them at a time."""
+    copies = rows * shape.experts_per_token
+    return copies * shape.expert_parameters * shape.dtype_bytes * 2 // 3
+
+
+def selected_tokens(selection: TopK, chunk_tokens: int) -> int:
+    """Tokens that a row attends to at most, by one layer and head."""
+    always = sum(stop - start for start, stop in selection.always)
+    recent = selection.recent + chunk_tokens
+    return selection.chunks * chunk_tokens + selection.sinks + recent + always

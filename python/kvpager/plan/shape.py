@@ -1,0 +1,320 @@
+"""What a model costs, in numbers: parameters by what they are for, and the shape of its K/V.
+
+A shape is read from a configuration alone. The model is built without memory for its weights, so
+that what is counted is what transformers would load, whatever the architecture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpager import _core
+from kvpager.errors import InvalidArgumentError, UnsupportedModelError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A causal LM as far as time and memory go.
+
+    Attributes:
+        name: class of the model.
+        dtype: of its weights: "float32", "bfloat16" or "float16".
+        layers, hidden, intermediate: as in the configuration.
+        q_heads, kv_heads: attention heads of a layer, and key/value heads.
+        k_dim, v_dim: elements of a key and of a value.
+        vocab: token ids.
+        max_positions: the longest context it was made for; 0 if its configuration does not say.
+        layer_parameters: elements of all layers together, experts apart; every row goes through
+            them.
+        embedding_parameters: elements of the token embedding, of which a row reads one line.
+        head_parameters: elements of the output head; the embedding's where `tied`.
+        tied: the head is the embedding, and is in memory once.
+        experts, experts_per_token: of a layer with experts, and how many of them a row takes.
+        expert_layers: layers that have experts.
+        expert_parameters: elements of one expert of one layer.
+        windows: per layer, how many tokens back it attends; 0: all.
+    """
+
+    name: str
+    dtype: str
+    layers: int
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    vocab: int
+    max_positions: int
+    layer_parameters: int
+    embedding_parameters: int
+    head_parameters: int
+    tied: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_layers: int = 0
+    expert_parameters: int = 0
+    windows: tuple[int, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Elements in memory."""
+        head = 0 if self.tied else self.head_parameters
+        return self.layer_parameters + self.all_expert_parameters + self.embedding_parameters + head
+
+    @property
+    def all_expert_parameters(self) -> int:
+        """Elements of all experts of all layers."""
+        return self.expert_layers * self.experts * self.expert_parameters
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of an element of the weights."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return self.parameters * self.dtype_bytes
+
+    @property
+    def layer_bytes(self) -> float:
+        """Bytes of the weights of one layer, its experts included: the mean of all layers."""
+        return (self.layer_parameters + self.all_expert_parameters) * self.dtype_bytes / self.layers
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of the weights without experts: what every row needs."""
+        return self.weight_bytes - self.all_expert_parameters * self.dtype_bytes
+
+    def window_of(self, layer: int) -> int:
+        """How many tokens back a layer attends; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    def replace_dtype(self, dtype: str) -> ModelShape:
+        """The same model with weights of another dtype."""
+        if dtype not in DTYPE_BYTES:
+            raise InvalidArgumentError(
+                f"dtype is {dtype!r}; expected one of {', '.join(DTYPE_BYTES)}"
+            )
+        return ModelShape(**{**vars(self), "dtype": dtype})
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """Bytes of K/V and of key summaries, as a pager lays them out.
+
+    Attributes:
+        chunk_tokens: tokens of a chunk.
+        chunk_bytes: a chunk in the pool, the padding of its tiles included.
+        slice_bytes: its part of one layer.
+        token_bytes: a token's K/V, as a full cache holds them.
+        summary_bytes: summaries of one chunk, of all layers and heads.
+    """
+
+    chunk_tokens: int
+    chunk_bytes: int
+    slice_bytes: int
+    token_bytes: int
+    summary_bytes: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, chunk_tokens: int, kv_dtype: str, scorer: str) -> KvShape:
+        """The K/V of a model, kept in `kv_dtype` ("auto": the weights')."""
+        dtype = shape.dtype if kv_dtype == "auto" else kv_dtype
+        layout = _core.Layout(
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            chunk_tokens=chunk_tokens,
+            k_dim=shape.k_dim,
+            v_dim=shape.v_dim,
+            k_dtype=dtype,
+            v_dtype=dtype,
+        )
+        return cls.of_layout(layout, scorer)
+
+    @classmethod
+    def of_layout(cls, layout: _core.Layout, scorer: str) -> KvShape:
+        """The same of a layout of the core."""
+        pages = layout.chunk_bytes // layout.page_bytes
+        return cls(
+            chunk_tokens=layout.chunk_tokens,
+            chunk_bytes=layout.chunk_bytes,
+            slice_bytes=layout.slice_bytes,
+            token_bytes=layout.token_bytes,
+            summary_bytes=pages * _core.summary_bytes(scorer, layout),
+        )
+
+    def chunks(self, tokens: int) -> int:
+        """Chunks that hold so many tokens."""
+        return -(-tokens // self.chunk_tokens)
+
+
+def read_shape(path: str | Path, dtype: str = "auto", *, exact: bool = True) -> ModelShape:
+    """The shape of the model that a configuration describes. No weights are read or made.
+
+    Args:
+        path: a folder with a config.json, or such a file under any name.
+        dtype: of the weights; "auto": the configuration's, float32 if it names none.
+        exact: whether the engine is to keep its promise; see `PagerConfig.exact`.
+
+    Raises:
+        InvalidArgumentError: there is no such file, or it describes no causal LM.
+        UnsupportedModelError: an engine would refuse the model; says why and what to do.
+    """
+    config = _read_config(Path(path))
+    wanted = _dtype_of(config, dtype)
+    model = _without_weights(config, wanted, path)
+    if exact and _has_experts(config):
+        model.set_experts_implementation("batched_mm")  # what exactness asks for
+    return shape_of(model, wanted, exact=exact, loaded=False)
+
+
+def shape_of(
+    model: Any, dtype: str = "auto", *, exact: bool = True, loaded: bool = True
+) -> ModelShape:
+    """The shape of a transformers causal LM, whether or not its weights are in memory.
+
+    Raises:
+        UnsupportedModelError: an engine would refuse it.
+    """
+    from kvpager.hf.support import why_unsupported
+
+    if why_not := why_unsupported(
+        model.eval() if not loaded else model, exact=exact, loaded=loaded
+    ):
+        raise UnsupportedModelError(f"{type(model).__name__}: {why_not}")
+    config = model.config
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    experts = [
+        parameter
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
+    layers_with_experts = sum(
+        any(p.ndim == 3 for p in module.parameters(recurse=False)) for module in model.modules()
+    )
+    number = experts[0].shape[0] if experts else 0
+    of_experts = sum(parameter.numel() for parameter in experts)
+    tied = head.weight is embedding.weight or bool(getattr(config, "tie_word_embeddings", False))
+    in_layers = (
+        sum(parameter.numel() for parameter in model.parameters())
+        - embedding.weight.numel()
+        - (0 if head.weight is embedding.weight else head.weight.numel())
+        - of_experts
+    )
+    q_heads = int(config.num_attention_heads)
+    k_dim, v_dim = _head_dims(config)
+    return ModelShape(
+        name=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype,
+        layers=int(config.num_hidden_layers),
+        hidden=int(config.hidden_size),
+        intermediate=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        q_heads=q_heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or q_heads),
+        k_dim=k_dim,
+        v_dim=v_dim,
+        vocab=int(embedding.weight.shape[0]),
+        max_positions=int(getattr(config, "max_position_embeddings", None) or 0),
+        layer_parameters=in_layers,
+        embedding_parameters=embedding.weight.numel(),
+        head_parameters=head.weight.numel(),
+        tied=tied,
+        experts=number,
+        experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0) if number else 0,
+        expert_layers=layers_with_experts,
+        expert_parameters=of_experts // (number * layers_with_experts) if number else 0,
+        windows=_windows(config),
+    )
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InvalidArgumentError(
+            f"{path}: there is no {'config.json in it' if path.is_dir() else 'such file or folder'}"
+            "; expected the folder of a transformers causal LM or its config.json (nothing is "
+            "downloaded)"
+        )
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidArgumentError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise InvalidArgumentError(
+            f"{file}: it has no model_type; expected the configuration of a transformers model"
+        )
+    with _complaints_of(file):
+        values.pop("transformers_version", None)
+        return AutoConfig.for_model(**values)
+
+
+def _without_weights(config: Any, dtype: str, path: str | Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with _complaints_of(path), torch.device("meta"):
+        model: Any = AutoModelForCausalLM
+        return model.from_config(config, dtype=getattr(torch, dtype))
+
+
+@contextmanager
+def _complaints_of(path: str | Path) -> Iterator[None]:
+    """Turns what transformers says of a configuration into a refusal."""
+    try:
+        yield
+    except Exception as error:  # whatever an architecture makes of numbers it did not expect
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise InvalidArgumentError(
+            f"{path}: transformers cannot make a causal LM of it: {said[:300]}"
+        ) from error
+
+
+def _dtype_of(config: Any, wanted: str) -> str:
+    if wanted == "auto":
+        wanted = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if wanted not in DTYPE_BYTES:
+        raise UnsupportedModelError(
+            f"its dtype is {wanted}; choose one of {', '.join(DTYPE_BYTES)} with --dtype"
+        )
+    return wanted
+
+
+def _has_experts(config: Any) -> bool:
+    return any(
+        (getattr(config, name, None) or 0) > 1
+        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    )
+
+
+def _head_dims(config: Any) -> tuple[int, int]:
+    rope = getattr(config, "qk_rope_head_dim", None)
+    if rope:  # latent attention, whose keys and values are as heads see them
+        return int(config.qk_nope_head_dim) + int(rope), int(config.v_head_dim)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(dim), int(dim)
+
+
+def _windows(config: Any) -> tuple[int, ...]:
+    window = int(getattr(config, "sliding_window", None) or 0)
+    kinds = getattr(config, "layer_types", None)
+    layers = int(config.num_hidden_layers)
+    if not window:
+        return ()
+    if kinds:
+        return tuple(window if kind == _SLIDING else 0 for kind in kinds)
+    if getattr(config, "use_sliding_window", True) is False:
+        return ()
+    return (window,) * layers
