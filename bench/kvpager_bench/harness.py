@@ -1,9 +1,8 @@
-"""How every benchmark here measures, and what it has to say with its numbers.
+"""How every benchmark here measures.
 
 A subject is shown to be deterministic before it is timed. Calls are warmed, run several times and
-given as a median with the fastest and the slowest run beside it. A report names its columns once;
-a row that lacks one, or holds a number that is not finite, is an error and never a zero. Reports
-carry the machine, the versions and the commit, and are read back under the same rules.
+given as a median with the fastest and the slowest run beside it. Subjects that are compared take
+turns. A report (report.py) carries the machine, the versions and the commit.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 # Before torch loads its OpenMP runtime: on a busy machine spinning threads slow each other down.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -35,48 +34,51 @@ import xxhash
 
 import kvpager
 from kvpager import _core
+from kvpager_bench.places import (
+    DOCS_DIR,
+    PACKAGE_DIR,
+    RESULTS_DIR,
+    RESULTS_VARIABLE,
+    SCRATCH_DIR,
+    results_dir,
+    write_text,
+)
+from kvpager_bench.report import (
+    ENVIRONMENT,
+    NOT_APPLICABLE,
+    SCHEMA,
+    Cell,
+    Column,
+    MissingNumberError,
+    Report,
+    Verdict,
+    load_report,
+    tokens_name,
+)
+
+__all__ = [
+    "DOCS_DIR",
+    "NOT_APPLICABLE",
+    "RESULTS_DIR",
+    "SCHEMA",
+    "SCRATCH_DIR",
+    "Cell",
+    "Column",
+    "MissingNumberError",
+    "NondeterministicSubjectError",
+    "Report",
+    "Subject",
+    "Timing",
+    "Verdict",
+    "load_report",
+    "results_dir",
+    "tokens_name",
+    "write_text",
+]
 
 gc.freeze()  # what is imported stays, so that collections between runs need not look at it
 
-SCHEMA = 1
-PACKAGE_DIR = Path(__file__).resolve().parent
-
-
-def _checkout() -> Path | None:
-    """The source tree this package lies in; None for an installed wheel."""
-    root = PACKAGE_DIR.parents[1]
-    return root if (root / "pyproject.toml").is_file() and (root / "bench").is_dir() else None
-
-
-CHECKOUT = _checkout()
-RESULTS_DIR = CHECKOUT / "bench" / "results" if CHECKOUT else Path("kvpager-bench")
-DOCS_DIR = CHECKOUT / "docs" / "results" if CHECKOUT else RESULTS_DIR
-SCRATCH_DIR = CHECKOUT / "build" / "bench" if CHECKOUT else RESULTS_DIR / "scratch"
-NOT_APPLICABLE = "n/a"  # the one thing an optional column may hold instead of a number
 DEFAULT_THREADS = 2
-
-Cell: TypeAlias = "str | int | float | bool"
-
-_ENVIRONMENT = (
-    "cpu",
-    "cores",
-    "memory_bytes",
-    "threads",
-    "isa",
-    "python",
-    "torch",
-    "transformers",
-    "kvpager",
-    "kernel_version",
-    "commit",
-    "dirty",
-    "date",
-    "load_average",
-)
-
-
-class MissingNumberError(Exception):
-    """A report lacks a number it promised, or holds one that is not finite."""
 
 
 class NondeterministicSubjectError(Exception):
@@ -213,161 +215,6 @@ def require_deterministic(subject: Callable[[], object], name: str, times: int =
             )
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a report.
-
-    unit: empty for plain numbers and for text. digits: significant ones when printed. optional:
-    whether NOT_APPLICABLE may stand in for a number.
-    """
-
-    name: str
-    unit: str = ""
-    digits: int = 3
-    text: bool = False
-    optional: bool = False
-
-    @property
-    def heading(self) -> str:
-        return f"{self.name} [{self.unit}]" if self.unit else self.name
-
-    def check(self, value: object, where: str) -> None:
-        if self.text:
-            if not isinstance(value, str) or not value:
-                raise MissingNumberError(f"{where}: {self.name} is {value!r}; expected text")
-        elif isinstance(value, bool) or not isinstance(value, (int, float)):
-            if not (self.optional and value == NOT_APPLICABLE):
-                raise MissingNumberError(f"{where}: {self.name} is {value!r}; expected a number")
-        elif not math.isfinite(value):
-            raise MissingNumberError(f"{where}: {self.name} is {value}; expected a finite number")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A claim the numbers were gathered to judge, and whether they bear it out."""
-
-    claim: str
-    holds: bool
-    evidence: str
-
-
-@dataclass
-class Report:
-    """The table of one question. `name` is also that of its file."""
-
-    name: str
-    question: str
-    columns: tuple[Column, ...]
-    settings: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    rows: list[dict[str, Cell]] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
-
-    def add(self, **values: Cell) -> dict[str, Cell]:
-        """Adds a row: exactly one value per column. Raises MissingNumberError otherwise."""
-        where = f"{self.name}, row {len(self.rows)}"
-        names = [column.name for column in self.columns]
-        lacking = [name for name in names if name not in values]
-        unknown = [name for name in values if name not in names]
-        if lacking or unknown:
-            raise MissingNumberError(f"{where}: lacks {lacking}, has unknown {unknown}")
-        for column in self.columns:
-            column.check(values[column.name], where)
-        row = {name: values[name] for name in names}
-        self.rows.append(row)
-        return row
-
-    def judge(self, claim: str, holds: bool, evidence: str) -> None:
-        self.verdicts.append(Verdict(claim, bool(holds), evidence))
-
-    def number(self, row: Mapping[str, Cell], name: str) -> float:
-        """The number in a row; text, NOT_APPLICABLE and unknown names raise MissingNumberError."""
-        value = row.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise MissingNumberError(f"{self.name}: {name} is {value!r}; expected a number")
-        return float(value)
-
-    def to_json(self) -> dict[str, Any]:
-        if not self.rows:
-            raise MissingNumberError(f"{self.name}: no rows were measured")
-        return {
-            "schema": SCHEMA,
-            "name": self.name,
-            "question": self.question,
-            "environment": dict(self.environment),
-            "settings": dict(self.settings),
-            "columns": [vars(column) for column in self.columns],
-            "rows": self.rows,
-            "verdicts": [vars(verdict) for verdict in self.verdicts],
-        }
-
-    def write(self, folder: Path | None = None) -> Path:
-        """Replaces name.json in `folder`, by default RESULTS_DIR.
-
-        An interrupted run leaves the older file whole.
-        """
-        folder = folder or RESULTS_DIR
-        text = json.dumps(self.to_json(), indent=1, allow_nan=False)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.json"
-        write_text(path, text + "\n")
-        return path
-
-    def markdown(self) -> str:
-        cells = [[column.heading for column in self.columns]]
-        cells += [[_printed(row[c.name], c) for c in self.columns] for row in self.rows]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(self.columns))]
-        lines = [
-            "| "
-            + " | ".join(
-                text.ljust(width) if column.text else text.rjust(width)
-                for text, width, column in zip(line, widths, self.columns)
-            )
-            + " |"
-            for line in cells
-        ]
-        rules = ["-" * w if c.text else "-" * (w - 1) + ":" for w, c in zip(widths, self.columns)]
-        lines.insert(1, "| " + " | ".join(rules) + " |")
-        return "\n".join(lines)
-
-    def print(self) -> None:
-        print(f"\n{self.question}\n\n{self.markdown()}\n")
-        for verdict in self.verdicts:
-            print(f"{'holds' if verdict.holds else 'FAILS'}: {verdict.claim} ({verdict.evidence})")
-
-    def finish(self) -> None:
-        """Prints the table and writes the file."""
-        self.print()
-        print(f"wrote results/{self.write().name}")
-
-
-def load_report(path: Path) -> Report:
-    """Reads a report back, checking all that `Report.add` checks.
-
-    Raises MissingNumberError for another schema, an incomplete environment or row, or no rows.
-    """
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if data.get("schema") != SCHEMA:
-        raise MissingNumberError(f"{path.name}: schema {data.get('schema')!r}, expected {SCHEMA}")
-    lacking = [name for name in _ENVIRONMENT if data["environment"].get(name) in (None, "")]
-    if lacking:
-        raise MissingNumberError(f"{path.name}: environment lacks {lacking}")
-    if not data["rows"]:
-        raise MissingNumberError(f"{path.name}: no rows")
-    report = Report(
-        name=data["name"],
-        question=data["question"],
-        columns=tuple(Column(**column) for column in data["columns"]),
-        settings=data["settings"],
-        environment=data["environment"],
-    )
-    for row in data["rows"]:
-        report.add(**row)
-    for verdict in data["verdicts"]:
-        report.judge(**verdict)
-    return report
-
-
 def environment() -> dict[str, Any]:
     """What a figure depends on beside the code: machine, versions, commit, date, load."""
     record = {
@@ -386,7 +233,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "load_average": round(os.getloadavg()[0], 2),
     }
-    assert tuple(record) == _ENVIRONMENT
+    assert tuple(record) == ENVIRONMENT
     return record
 
 
@@ -401,25 +248,34 @@ def native_digest() -> str:
 
 
 def cli(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """The options that every benchmark has.
+
+    Of three sizes, the one without an option is the standard one, that the suite runs.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes: does it work?")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="small sizes: does it work?")
+    size.add_argument("--full", action="store_true", help="every size: more than the suite runs")
     parser.add_argument("--threads", type=int, default=DEFAULT_THREADS, help="of torch and kvpager")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="where reports are written")
     return parser
 
 
 def start(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Sets the thread count and records the environment."""
+    """Sets the thread count and the folder of results, and records the environment."""
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if arguments.results is not None:
+        os.environ[RESULTS_VARIABLE] = str(arguments.results.resolve())
     return environment()
 
 
 def report_name(name: str, arguments: argparse.Namespace) -> str:
-    """A quick run never overwrites a full one's figures."""
-    return f"{name}-quick" if arguments.quick else name
+    """A run of another size never overwrites the standard one's figures."""
+    suffix = "-quick" if arguments.quick else "-full" if arguments.full else ""
+    return name + suffix
 
 
 def run_worker(module: str, task: Mapping[str, Any]) -> dict[str, Any]:
@@ -437,35 +293,12 @@ def run_worker(module: str, task: Mapping[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file as a whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
-
-
 def parse_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def parse_ints(text: str) -> list[int]:
     return [int(part) for part in parse_list(text)]
-
-
-def tokens_name(tokens: int) -> str:
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
-
-
-def _printed(value: Cell, column: Column) -> str:
-    """`column.digits` significant digits, without an exponent unless the number is tiny."""
-    if not isinstance(value, float):
-        return str(value)
-    if value == 0:
-        return "0"
-    magnitude = math.floor(math.log10(abs(value)))
-    if magnitude < -4:
-        return f"{value:.{column.digits - 1}e}"
-    return f"{value:.{max(0, column.digits - 1 - magnitude)}f}"
 
 
 def _cpu_name() -> str:

@@ -1,16 +1,8 @@
-"""Tables and figures for the documentation, from what the benchmarks wrote.
-
-    kvpager bench tables          # bench/results/*.json -> docs/results/
-    kvpager bench tables --quick  # from the figures of quick runs, to see that it works
-
-A result that is missing is left out and named; one that lacks a number is an error.
-"""
+"""Figures of single questions, from what they wrote; a number that is missing is an error."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +12,10 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from kvpager_bench import harness  # the backend comes before anything that draws
-from kvpager_bench.harness import Report, load_report
-from kvpager_bench.questions import residency_traffic
+# The backend comes before anything that draws.
+from kvpager_bench.labels import AGREE, INDEPENDENT, PRINTED_POOL
+from kvpager_bench.report import NOT_APPLICABLE, Report, tokens_name
 
-ORDER = (
-    "needles",
-    "exactness",
-    "verify_all",
-    "exact_cost",
-    "packing",
-    "speculation",
-    "restore",
-    "snapshot_save",
-    "snapshot_read",
-    "save_beside",
-    "store_turns",
-    "store_catalogue",
-    "decode",
-    "dense_pool",
-    "residency_traffic",
-)
 COLOURS = {
     "model_ms": "#4878a8",
     "scan_ms": "#e49444",
@@ -53,7 +28,7 @@ def draw_needles(report: Report, folder: Path, suffix: str) -> list[str]:
     """Share of full attention's needles by policy; one panel per context, needles and chunks."""
     panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in report.rows:
-        if row["chunks"] != harness.NOT_APPLICABLE:
+        if row["chunks"] != NOT_APPLICABLE:
             key = (row["keys"], row["context"], row["needles"], row["chunks"])
             panels.setdefault(key, []).append(row)
     written = []
@@ -72,31 +47,14 @@ def draw_needles(report: Report, folder: Path, suffix: str) -> list[str]:
             axis.bar([str(row["policy"]) for row in rows], shares, color="#4878a8")
             axis.axhline(full, color="#d1605e", linewidth=1, label="full attention")
             axis.set_title(
-                f"{harness.tokens_name(int(key[1]))}, {key[2]} needles, {key[3]} chunks", fontsize=9
+                f"{tokens_name(int(key[1]))}, {key[2]} needles, {key[3]} chunks", fontsize=9
             )
             axis.tick_params(axis="x", rotation=60, labelsize=8)
             axis.set_ylim(0, 1.05)
         axes.flat[0].set_ylabel("needles found")
         axes.flat[0].legend(fontsize=7)
-        written.append(_save(figure, folder, f"needles-{keys}{suffix}"))
+        written.append(save(figure, folder, f"needles-{keys}{suffix}"))
     return written
-
-
-def draw_restore(report: Report, folder: Path, suffix: str) -> list[str]:
-    """Time to the first token against the context."""
-    rows = [row for row in report.rows if row["file"] == "cached"]
-    x = [report.number(row, "context") for row in rows]
-    figure, axis = plt.subplots(figsize=(5.5, 3.6))
-    for label, column, scale in (
-        ("transformers, one-shot prefill", "transformers_cold_s", 1.0),
-        ("kvpager, cold prefill", "cold_s", 1.0),
-        ("transformers, torch.save reloaded", "torch_save_reload_ms", 1e-3),
-        ("transformers, safetensors reloaded", "safetensors_reload_ms", 1e-3),
-        ("kvpager, restored", "first_token_ms", 1e-3),
-    ):
-        axis.plot(x, [report.number(row, column) * scale for row in rows], "o-", label=label)
-    _log_context(axis, x, "time to first token [s]")
-    return [_save(figure, folder, f"first-token{suffix}")]
 
 
 def draw_snapshot_save(report: Report, folder: Path, suffix: str) -> list[str]:
@@ -142,8 +100,8 @@ def _panels(
         for line, column in lines:
             axis.plot(x, [report.number(row, column) for row in mine], "o-", label=line)
         axis.set_title(layout, fontsize=10)
-        _log_context(axis, x, label)
-    return _save(figure, folder, name)
+        log_context(axis, x, label)
+    return save(figure, folder, name)
 
 
 def draw_decode(report: Report, folder: Path, suffix: str) -> list[str]:
@@ -162,9 +120,9 @@ def draw_decode(report: Report, folder: Path, suffix: str) -> list[str]:
         ):
             axis.plot(x, [report.number(row, column) for row in rows], "o--", label=label)
         axis.set_title(shape, fontsize=10)
-        _log_context(axis, x, "decode step [ms]")
+        log_context(axis, x, "decode step [ms]")
         axis.set_yscale("linear")
-    return [_save(figure, folder, f"decode{suffix}")]
+    return [save(figure, folder, f"decode{suffix}")]
 
 
 def draw_exactness(report: Report, folder: Path, suffix: str) -> list[str]:
@@ -173,10 +131,11 @@ def draw_exactness(report: Report, folder: Path, suffix: str) -> list[str]:
     ways = list(dict.fromkeys((str(r["by"]), str(r["way"])) for r in report.rows))
     found = {(r["subject"], r["text"], r["by"], r["way"]): r for r in report.rows}
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.8))
-    for axis, label, share in (
+    shares: tuple[tuple[Any, str, Callable[[Any], float]], ...] = (
         (axes[0], "texts that fork [%]", lambda row: 100 * row["forks"] / row["prompts"]),
         (axes[1], "logits that differ [%]", lambda row: row["differing_share"]),
-    ):
+    )
+    for axis, label, share in shares:
         width = 0.8 / len(ways)
         for number, way in enumerate(ways):
             rows = [found[cell + way] for cell in cells]
@@ -188,7 +147,7 @@ def draw_exactness(report: Report, folder: Path, suffix: str) -> list[str]:
         axis.set_ylabel(label)
         axis.set_ylim(0, 105)
     axes[0].legend(fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1.0))
-    return [_save(figure, folder, f"exactness{suffix}")]
+    return [save(figure, folder, f"exactness{suffix}")]
 
 
 def draw_exact_cost(report: Report, folder: Path, suffix: str) -> list[str]:
@@ -220,7 +179,7 @@ def draw_exact_cost(report: Report, folder: Path, suffix: str) -> list[str]:
                 axis.set_ylabel(f"{label}, x transformers'")
         axes[0][column].set_title(name, fontsize=10)
     axes[0][0].legend(fontsize=7)
-    return [_save(figure, folder, f"exact-cost{suffix}")]
+    return [save(figure, folder, f"exact-cost{suffix}")]
 
 
 def draw_packing(report: Report, folder: Path, suffix: str) -> list[str]:
@@ -249,12 +208,11 @@ def draw_packing(report: Report, folder: Path, suffix: str) -> list[str]:
         axis.grid(alpha=0.3)
     axes.flat[0].set_ylabel("generated tokens per second")
     axes.flat[0].legend(fontsize=7)
-    return [_save(figure, folder, f"packing{suffix}")]
+    return [save(figure, folder, f"packing{suffix}")]
 
 
 def draw_residency_traffic(report: Report, folder: Path, suffix: str) -> list[str]:
     """Bytes across the link against the pool; bands go from agreeing to independent heads."""
-    agree, independent = residency_traffic.AGREE, residency_traffic.INDEPENDENT
     context = max(report.number(row, "context") for row in report.rows)
     chosen = sorted({report.number(row, "chunks_selected") for row in report.rows})
     figure, axes = plt.subplots(1, len(chosen), figsize=(4.8 * len(chosen), 3.6), squeeze=False)
@@ -267,7 +225,7 @@ def draw_residency_traffic(report: Report, folder: Path, suffix: str) -> list[st
             ("pages, LRU, promoted before use", "page", ("promote", "lru", 0)),
         ):
             edges = []
-            for shape in (agree, independent):
+            for shape in (AGREE, INDEPENDENT):
                 rows = [
                     row
                     for row in report.rows
@@ -279,10 +237,10 @@ def draw_residency_traffic(report: Report, folder: Path, suffix: str) -> list[st
                 edges.append([report.number(row, "link_kib") / 1024 for row in rows])
             (line,) = axis.plot(x, edges[1], "o-", label=label)
             axis.fill_between(x, *edges, color=line.get_color(), alpha=0.2)
-        axis.set_title(f"{harness.tokens_name(int(context))}, {chunks:g} chunks selected")
-        _log_context(axis, x, "MiB per token")
+        axis.set_title(f"{tokens_name(int(context))}, {chunks:g} chunks selected")
+        log_context(axis, x, "MiB per token")
         axis.set_xlabel("pool [tokens]")
-    return [_save(figure, folder, f"residency-traffic{suffix}")]
+    return [save(figure, folder, f"residency-traffic{suffix}")]
 
 
 DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
@@ -290,7 +248,6 @@ DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
     "exactness": draw_exactness,
     "exact_cost": draw_exact_cost,
     "packing": draw_packing,
-    "restore": draw_restore,
     "snapshot_save": draw_snapshot_save,
     "snapshot_read": draw_snapshot_read,
     "decode": draw_decode,
@@ -299,86 +256,25 @@ DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
 
 # Of reports too long to print, the rows that are.
 PRINTED: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "residency_traffic": lambda row: row["pool"] == residency_traffic.PRINTED_POOL,
+    "residency_traffic": lambda row: row["pool"] == PRINTED_POOL,
 }
 
 
-def _log_context(axis: Any, x: list[float], label: str) -> None:
+def log_context(axis: Any, x: list[float], label: str) -> None:
     axis.set_xscale("log", base=2)
-    axis.set_xticks(x, [harness.tokens_name(int(tokens)) for tokens in x])
+    axis.set_xticks(x, [tokens_name(int(tokens)) for tokens in x])
     axis.minorticks_off()
     axis.set_yscale("log")
     axis.set_xlabel("context [tokens]")
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7)
 
 
-def _save(figure: Any, folder: Path, name: str) -> str:
+def save(figure: Any, folder: Path, name: str) -> str:
     figure.tight_layout()
     # No software version inside: a figure changes only when its numbers do.
     figure.savefig(folder / f"{name}.png", dpi=110, metadata={"Software": None})
     plt.close(figure)
     return f"{name}.png"
-
-
-def section(report: Report, figures: list[str]) -> str:
-    """One result as Markdown: question, machine, verdicts, figures, table."""
-    machine = report.environment
-    dirty = " with local changes" if machine["dirty"] else ""
-    lines = [
-        f"## {report.question}",
-        "",
-        f"{machine['cpu']}, {machine['cores']} cores ({machine['isa']}), {machine['threads']} "
-        f"threads, torch {machine['torch']}, transformers {machine['transformers']}, kvpager "
-        f"{machine['kvpager']} at {str(machine['commit'])[:12]}{dirty}, {machine['date']}.",
-        "",
-    ]
-    for verdict in report.verdicts:
-        held = "holds" if verdict.holds else "**does not hold**"
-        lines.append(f"- {verdict.claim}: {held} ({verdict.evidence})")
-    lines += ["", *(f"![{name}]({name})" for name in figures), ""]
-    printed = PRINTED.get(report.name.removesuffix("-quick"))
-    if printed is not None and any(map(printed, report.rows)):
-        rows = [row for row in report.rows if printed(row)]
-        lines += [f"{len(rows)} of {len(report.rows)} rows:", ""]
-        report = replace(report, rows=rows)
-    lines += [report.markdown(), ""]
-    return "\n".join(lines)
-
-
-def render(source: Path, folder: Path, suffix: str) -> list[str]:
-    """Writes results.md and the figures; returns the names of results that were not there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    sections, missing = [], []
-    for name in ORDER:
-        path = source / f"{name}{suffix}.json"
-        if not path.is_file():
-            missing.append(name)
-            continue
-        report = load_report(path)
-        figures = DRAWINGS[name](report, folder, suffix) if name in DRAWINGS else []
-        sections.append(section(report, figures))
-    if not sections:
-        raise harness.MissingNumberError(f"no results in {source.name}/: run the benchmarks first")
-    text = "# Results\n\nWritten by `kvpager bench tables` from `bench/results/`.\n\n"
-    harness.write_text(folder / f"results{suffix}.md", text + "\n".join(sections))
-    return missing
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="read the figures of quick runs")
-    parser.add_argument("--out", type=Path, default=harness.DOCS_DIR, help="folder to write to")
-    arguments = parser.parse_args()
-    suffix = "-quick" if arguments.quick else ""
-    missing = render(harness.RESULTS_DIR, arguments.out, suffix)
-    print(
-        f"wrote results{suffix}.md" + (f"; not measured: {', '.join(missing)}" if missing else "")
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -74,11 +74,18 @@ def load_model(shape: str, *, layers: int = 8) -> Any:
         vocab_size=4096,
         head_dim=128,
         max_position_embeddings=131072,
-        **_QWEN3[name] | ({"num_hidden_layers": layers} if name == "gqa8" else {}),
+        **{**_QWEN3[name], **({"num_hidden_layers": layers} if name == "gqa8" else {})},
     )
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM(config)
     return model.to(DTYPES[dtype]).eval()
+
+
+def head_dim(config: Any) -> int:
+    """Elements of one key of a model."""
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
 
 
 def beside(model: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpager_bench import file_peers, hard_keys, harness, plots, subjects
+from kvpager_bench import file_peers, hard_keys, harness, subjects, tables
 from kvpager_bench.harness import Column, MissingNumberError, NondeterministicSubjectError, Report
 from kvpager_bench.questions import exact_cost as bench_exact_cost
 from kvpager_bench.questions import exactness as bench_exactness
@@ -459,7 +459,7 @@ class TestQuickRuns:
     @pytest.fixture
     def run(self, tmp_path, monkeypatch):
         def run(module, *options):
-            monkeypatch.setattr(harness, "RESULTS_DIR", tmp_path / "results")
+            monkeypatch.setenv("KVPAGER_BENCH_RESULTS", str(tmp_path / "results"))
             monkeypatch.setattr(
                 harness, "run_worker", lambda _, task: module.WORKERS[task["what"]](task)
             )
@@ -487,12 +487,12 @@ class TestQuickRuns:
         """For scripts that start no workers and write nothing but their report."""
 
         def run(module, *options):
-            monkeypatch.setattr(harness, "RESULTS_DIR", tmp_path / "results")
+            monkeypatch.setenv("KVPAGER_BENCH_RESULTS", str(tmp_path / "results"))
             threads = str(torch.get_num_threads())
             monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--threads", threads, *options])
             module.main()
             (path,) = (tmp_path / "results").iterdir()
-            plots.render(tmp_path / "results", tmp_path / "docs", "-quick")
+            tables.render(tmp_path / "results", tmp_path / "docs", "-quick")
             figures = [path.name for path in (tmp_path / "docs").glob("*.png")]
             return harness.load_report(path), figures
 
@@ -537,7 +537,7 @@ class TestQuickRuns:
         assert bound.holds
         for row in reads.rows:
             assert 0 < row["restore_reads_mib"] < row["first_forward_reads_mib"]
-        plots.render(tmp_path / "results", tmp_path / "docs", "-quick")
+        tables.render(tmp_path / "results", tmp_path / "docs", "-quick")
         figures = {path.name for path in (tmp_path / "docs").iterdir()}
         assert {"snapshot-save-quick.png", "snapshot-restore-quick.png"} < figures
 
@@ -553,14 +553,14 @@ class TestQuickRuns:
         assert row["saves"] > 0
 
 
-def test_plots_refuse_an_empty_folder_and_render_what_is_there(tmp_path):
+def test_tables_refuse_an_empty_folder_and_render_what_is_there(tmp_path):
     with pytest.raises(MissingNumberError, match="no results"):
-        plots.render(tmp_path, tmp_path / "docs", "")
+        tables.render(tmp_path, tmp_path / "docs", "")
     report = make_report(name="save_beside")
     report.add(shape="a", time_ms=1.25, scan_ms=3)
     report.judge("it is short", False, "1.25 ms")
     report.write(tmp_path)
-    assert "decode" in plots.render(tmp_path, tmp_path / "docs", "")
+    assert "decode" in tables.render(tmp_path, tmp_path / "docs", "").missing
     text = (tmp_path / "docs" / "results.md").read_text(encoding="utf-8")
     assert "does not hold" in text
     assert "1.25" in text

@@ -34,7 +34,7 @@ def outcome(**changes):
 
 def concluded(rows, monkeypatch, tmp_path):
     """The exit code and the file that these rows give."""
-    monkeypatch.setattr(harness, "RESULTS_DIR", tmp_path)
+    monkeypatch.setenv("KVPAGER_BENCH_RESULTS", str(tmp_path))
     totals = {}
     for row in rows:
         verify_all.count(row, totals)

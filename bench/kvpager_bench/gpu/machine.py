@@ -102,7 +102,8 @@ class CudaMachine(Machine):
         self.pager_device = place.name
         self.tensors = place.tensors
         torch.cuda.set_device(self.tensors)
-        self._streams = [torch.cuda.Stream() for _ in range(2)]
+        stream: Any = torch.cuda.Stream
+        self._streams = [stream() for _ in range(2)]
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -113,8 +114,9 @@ class CudaMachine(Machine):
             turns[number % len(turns)]()
         torch.cuda.synchronize()
         seconds = []
+        event: Any = torch.cuda.Event
         for run in range(runs):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, stop = (event(enable_timing=True) for _ in range(2))
             # Busy while the host enqueues, so that no gap of the host's is timed.
             torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001
             start.record()

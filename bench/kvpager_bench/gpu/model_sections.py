@@ -97,6 +97,7 @@ def decode(run: Run) -> None:
 def _stock_step_ms(run: Run, model: Any, context: int) -> Any:
     """Transformers alone; NOT_APPLICABLE where a full cache does not fit."""
     machine, sizes = run.machine, run.sizes
+    cache: Any = None
     try:
         cache = stock_cache(machine, model, sizes, context)
         timing = machine.wall(

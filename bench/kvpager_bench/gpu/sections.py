@@ -316,7 +316,8 @@ def _flash(
 ) -> tuple[float, float]:
     """Seconds per layer of torch's attention over contiguous K/V, and with gathering it first."""
     layers = len(queries)
-    shaped = [q.unflatten(0, (len(sequences), rows)).transpose(1, 2).contiguous() for q in queries]
+    each: list[Any] = list(queries)
+    shaped = [q.unflatten(0, (len(sequences), rows)).transpose(1, 2).contiguous() for q in each]
 
     pairs = [contiguous_kv(machine, sequences, layer) for layer in range(layers)]
     chunked = [ChunkedCopy(*pair) for pair in pairs]

@@ -158,7 +158,8 @@ def check_attention(
     machine: Machine, reading: Reading, sequences: list[Sequence], rows: int, layer: int = 0
 ) -> float:
     """Relative error of the pager's attention against torch's in float32; raises if it is wrong."""
-    q = reading.q[layer].float().unflatten(0, (len(sequences), rows)).transpose(1, 2)
+    grouped: Any = reading.q[layer].float()
+    q = grouped.unflatten(0, (len(sequences), rows)).transpose(1, 2)
     k, v = contiguous_kv(machine, sequences, layer)
     expected = torch_attention(q, k.float(), v.float()).transpose(1, 2).flatten(0, 1)
     reading.poison()
@@ -184,8 +185,9 @@ class ChunkedCopy:
         order = torch.randperm(sequences * self.chunks, device=k.device)
         self.place = order.argsort()
         # [chunk, head, dim, token] and [chunk, head, token, dim], as pages are
-        pages_k = k.unflatten(2, split).permute(0, 2, 1, 4, 3).flatten(0, 1)
-        pages_v = v.unflatten(2, split).permute(0, 2, 1, 3, 4).flatten(0, 1)
+        paged: Any = (k, v)
+        pages_k = paged[0].unflatten(2, split).permute(0, 2, 1, 4, 3).flatten(0, 1)
+        pages_v = paged[1].unflatten(2, split).permute(0, 2, 1, 3, 4).flatten(0, 1)
         self.k, self.v = pages_k[order].contiguous(), pages_v[order].contiguous()
         self.sequences, self.heads = sequences, heads
 

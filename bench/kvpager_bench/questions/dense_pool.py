@@ -1,18 +1,19 @@
 """What a pool of an eighth of the context costs dense attention, and that it changes no bit.
 
-    kvpager bench dense_pool --
+    kvpager bench dense_pool
+    kvpager bench dense_pool -- --full
 
 Prefills a document and decodes after it twice with the same engine settings: once with a pool that
 holds everything, once with one of an eighth of the context. Every K/V element, and the logits of
 the prompt's end and of every decoded token, are compared as raw bits. Stock transformers (cache
-filled in steps, full attention) is timed beside them.
+filled in steps, full attention) is timed beside them; decode steps of the three take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,51 +46,52 @@ COLUMNS = (
 )
 
 
-@dataclass
-class Outcome:
-    """Times of one run, and every bit it produced."""
+class Ours:
+    """One engine with a prompt in it, and every bit that it has produced."""
 
-    prefill_seconds: float
-    decode_seconds: float
-    bits: list[torch.Tensor]
-    stats: dict[str, Any]
-    token_bytes: int
-
-
-def run_ours(model: Any, ids: Any, pool_tokens: int, steps: int) -> Outcome:
-    config = PagerConfig(pool_tokens=pool_tokens, chunk_tokens=CHUNK_TOKENS, selection=Dense())
-    with Engine(model, config) as engine:
-        session = engine.session()
+    def __init__(self, model: Any, ids: Any, pool_tokens: int, steps: int) -> None:
+        config = PagerConfig(pool_tokens=pool_tokens, chunk_tokens=CHUNK_TOKENS, selection=Dense())
+        self.engine = Engine(model, config)
+        self._session = self.engine.session()
         start = time.perf_counter()
-        session.prefill(ids)
-        prefilled = time.perf_counter()
-        logits = [session.logits]
-        stream = session.generate(steps + 1, eos=None)
-        next(stream)  # from the logits the prefill left
-        decode_seconds = 0.0
-        for _ in range(steps):
-            begin = time.perf_counter()
-            next(stream)
-            decode_seconds += time.perf_counter() - begin
-            logits.append(session.logits)
-        stats = engine.stats()
-        bits = [_raw(tensor) for tensor in logits]
-        committed = session.committed
-        for layer in range(engine.layout.layers):
+        self._session.prefill(ids)
+        self.prefill_seconds = time.perf_counter() - start
+        self._logits = [self._session.logits]
+        self._stream = self._session.generate(steps + 1, eos=None)
+        next(self._stream)  # from the logits the prefill left
+
+    def step(self) -> float:
+        """Decodes a token; returns its seconds."""
+        start = time.perf_counter()
+        next(self._stream)
+        seconds = time.perf_counter() - start
+        self._logits.append(self._session.logits)
+        return seconds
+
+    def bits(self) -> list[torch.Tensor]:
+        """Of all logits, and of the K/V of every position."""
+        bits = [_raw(tensor) for tensor in self._logits]
+        committed = self._session.committed
+        for layer in range(self.engine.layout.layers):
             for first in range(0, committed, READ_TOKENS):
                 last = min(first + READ_TOKENS, committed)
-                bits += [_raw(t) for t in session.sequence.read_kv(layer, first, last)]
-        token_bytes = engine.layout.token_bytes
-    return Outcome(prefilled - start, decode_seconds / steps, bits, stats, token_bytes)
+                bits += [_raw(t) for t in self._session.sequence.read_kv(layer, first, last)]
+        return bits
 
 
-def run_stock(model: Any, ids: Any, steps: int) -> tuple[float, float]:
-    """Seconds of the prefill and per decode step."""
+def decode_in_turn(runs: Sequence[Callable[[], float]], steps: int) -> list[float]:
+    """Seconds per step of each, the mean of `steps`, so that what pages is in it."""
+    seconds = [0.0] * len(runs)
+    for _ in range(steps):
+        for i, run in enumerate(runs):
+            seconds[i] += run()
+    return [total / steps for total in seconds]
+
+
+def timed(call: Callable[[], object]) -> float:
     start = time.perf_counter()
-    cache, _ = subjects.stock_prefill(model, ids, subjects.PREFILL_TOKENS)
-    seconds = time.perf_counter() - start
-    step = harness.measure(lambda: subjects.stock_step(model, cache, [9]), runs=steps)
-    return seconds, step.median
+    call()
+    return time.perf_counter() - start
 
 
 def differing_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> int:
@@ -111,12 +113,16 @@ def main() -> None:
     )
     parser.add_argument("--contexts", type=harness.parse_ints, help="of the shipped model")
     parser.add_argument("--wide-contexts", type=harness.parse_ints, help="of the other shapes")
+    parser.add_argument("--layers", type=int, help="of the other shapes")
     parser.add_argument("--steps", type=int, default=16, help="decoded tokens")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.shapes, arguments.steps = arguments.shapes[:1], 4
-    contexts = arguments.contexts or ([2048] if arguments.quick else [4096, 8192, 16384])
-    wide = arguments.wide_contexts or [4096]
+    contexts = arguments.contexts or (
+        [2048] if arguments.quick else [4096, 8192, 16384] if arguments.full else [8192]
+    )
+    wide = arguments.wide_contexts or ([4096] if arguments.full else [2048])
+    arguments.layers = arguments.layers or (8 if arguments.full else 4)
     record = harness.start(arguments)
     report = Report(
         harness.report_name("dense_pool", arguments),
@@ -126,7 +132,7 @@ def main() -> None:
         record,
     )
     for shape in arguments.shapes:
-        model = subjects.load_model(shape)
+        model = subjects.load_model(shape, layers=arguments.layers)
         for tokens in contexts if shape == subjects.SHIPPED else wide:
             measure_context(report, shape, model, tokens, arguments)
     total = sum(report.number(row, "differing_bits") for row in report.rows)
@@ -138,33 +144,74 @@ def measure_context(
     report: Report, shape: str, model: Any, tokens: int, arguments: argparse.Namespace
 ) -> None:
     steps = arguments.steps
+    name = f"{shape} at {harness.tokens_name(tokens)}"
     ids = subjects.random_ids(model, tokens, seed=1)
     pool = tokens // SHARE
     room = tokens + steps + 4 * CHUNK_TOKENS
     unbounded = room + -room % CHUNK_TOKENS
-    run_ours(model, subjects.random_ids(model, 256, seed=2), unbounded, 2)  # warms other tokens
-    free = run_ours(model, ids, unbounded, steps)
-    bounded = run_ours(model, ids, pool, steps)
-    stock_prefill, stock_step = run_stock(model, ids, steps)
-    if bounded.stats["chunks_recalled"] + bounded.stats["chunks_evicted"] == 0:
+    warm = subjects.random_ids(model, 256, seed=2)  # other tokens
+    Ours(model, warm, unbounded, 2).engine.close()
+    stock = subjects.beside(model)
+    free, bounded = Ours(model, ids, unbounded, steps), Ours(model, ids, pool, steps)
+    with free.engine, bounded.engine:
+        start = time.perf_counter()
+        cache, _ = subjects.stock_prefill(stock, ids, subjects.PREFILL_TOKENS)
+        stock_prefill = time.perf_counter() - start
+        subjects.stock_step(stock, cache, [9])
+        free_step, bounded_step, stock_step = decode_in_turn(
+            [
+                free.step,
+                bounded.step,
+                lambda: timed(lambda: subjects.stock_step(stock, cache, [9])),
+            ],
+            steps,
+        )
+        stats = bounded.engine.stats()
+        bits, others = free.bits(), bounded.bits()
+        token_bytes = free.engine.layout.token_bytes
+    if stats["chunks_recalled"] + stats["chunks_evicted"] == 0:
         raise harness.MissingNumberError("the bounded pool never paged: nothing was measured")
     report.add(
         shape=shape,
         context=tokens,
         pool=pool,
-        differing_bits=differing_bits(free.bits, bounded.bits),
-        bits_compared=8 * sum(tensor.numel() for tensor in free.bits),
+        differing_bits=differing_bits(bits, others),
+        bits_compared=8 * sum(tensor.numel() for tensor in bits),
         prefill_tokens_per_s=tokens / bounded.prefill_seconds,
         prefill_unbounded=tokens / free.prefill_seconds,
         prefill_transformers=tokens / stock_prefill,
         prefill_time_ratio=bounded.prefill_seconds / free.prefill_seconds,
-        decode_tokens_per_s=1 / bounded.decode_seconds,
-        decode_unbounded=1 / free.decode_seconds,
+        decode_tokens_per_s=1 / bounded_step,
+        decode_unbounded=1 / free_step,
         decode_transformers=1 / stock_step,
-        decode_time_ratio=bounded.decode_seconds / free.decode_seconds,
-        recalled_chunks=bounded.stats["chunks_recalled"],
-        resident_mib=bounded.stats["resident_bytes"] / 2**20,
-        full_cache_mib=tokens * bounded.token_bytes / 2**20,
+        decode_time_ratio=bounded_step / free_step,
+        recalled_chunks=stats["chunks_recalled"],
+        resident_mib=stats["resident_bytes"] / 2**20,
+        full_cache_mib=tokens * token_bytes / 2**20,
+    )
+    report.compare(
+        f"dense decode through a pool of 1/{SHARE}, {name}",
+        ours=1 / bounded_step,
+        theirs=1 / free_step,
+        peer="a pool that holds all",
+        unit="tokens/s",
+        aim=None,
+    )
+    report.compare(
+        f"dense prefill through a pool of 1/{SHARE}, {name}",
+        ours=tokens / bounded.prefill_seconds,
+        theirs=tokens / free.prefill_seconds,
+        peer="a pool that holds all",
+        unit="tokens/s",
+        aim=None,
+    )
+    report.compare(
+        f"dense decode through a pool of 1/{SHARE}, {name}",
+        ours=1 / bounded_step,
+        theirs=1 / stock_step,
+        peer="transformers",
+        unit="tokens/s",
+        aim=None,
     )
     print(f"{shape} {tokens}: measured", flush=True)
 

@@ -327,7 +327,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name = harness.report_name("exact_cost", arguments)
     if arguments.compact:
-        print(compact(harness.load_report(harness.RESULTS_DIR / f"{name}.json")))
+        print(compact(harness.load_report(harness.results_dir() / f"{name}.json")))
         return
     if arguments.quick:
         arguments.subjects = [subjects.SHIPPED]

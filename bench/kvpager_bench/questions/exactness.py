@@ -292,7 +292,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name = harness.report_name("exactness", arguments)
     if arguments.compact:
-        print(compact(harness.load_report(harness.RESULTS_DIR / f"{name}.json")))
+        print(compact(harness.load_report(harness.results_dir() / f"{name}.json")))
         return
     if arguments.quick:
         arguments.subjects, arguments.texts = ["shipped-bf16"], ["greedy"]

@@ -29,18 +29,17 @@ from kvpager import ROW_COMMIT, Engine, Forward, PagerConfig, Sequence, TopK
 from kvpager.config import DEFAULT_SCORER
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report
+from kvpager_bench.labels import AGREE, INDEPENDENT
 
 CHUNKS = 32
 QUIET = subjects.RECENT + 2 * 64
 PREFILL_POOL = 2048
 ANSWER_TOKENS = 4
-PRINTED_POOL = 4096
 SEED = 1
 
 # Of an 8B model: 36 layers, 8 kv heads of 128, bfloat16; a page of 64 tokens.
 BIG_PAGES = 36 * 8
 BIG_PAGE_BYTES = 64 * 128 * 2 * 2
-AGREE, INDEPENDENT = "8B, heads agree", "8B, heads independent"
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -224,8 +223,7 @@ class Unit:
 
     def wanted(self, read: Array) -> Array:
         """read [selectors, chunks] -> [units of a chunk, chunks]: whether any of its pages is."""
-        wanted: Array = read.reshape(-1, self.pages, read.shape[1]).any(axis=1)
-        return wanted
+        return np.asarray(read.reshape(-1, self.pages, read.shape[1]).any(axis=1))
 
 
 @dataclass(frozen=True)

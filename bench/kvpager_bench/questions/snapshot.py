@@ -7,14 +7,17 @@ K/V are random and injected: what a model would say of them plays no part. A sna
 each layout and context has a process of its own, in which peers take turns with us, round by round.
 
 Saving, to a new name: beside memcpy of the file's bytes, writing them in 1 MiB blocks with one
-fsync, that with the rename and the second fsync which make a save atomic, the program dd, and
-safetensors and torch.save of the same K/V with an fsync. An asynchronous save blocks the session
-for the freeze alone.
+fsync, doing so into space reserved beforehand from two threads, the first with the rename and the
+second fsync which make a save atomic, the program dd, and safetensors and torch.save of the same
+K/V with an fsync. An asynchronous save blocks the session for the freeze alone.
 
 Reading, from the page cache and dropped from it: verifying everything, beside reading the file
 plainly; opening and restoring; and the first forward after it, a row that attends top-k at every
 layer, beside loading the whole of the same K/V with safetensors (and touching it) and torch.load.
 Bytes read are those the system counts for the process, not what kvpager says of itself.
+
+All memory is touched before it is timed; disks are compared round by round, since they vary more
+than anything else here.
 """
 
 from __future__ import annotations
@@ -24,30 +27,31 @@ import json
 import shutil
 import statistics
 import tempfile
-import time
-from contextlib import closing
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from kvpager import ROW_COMMIT, ROW_PADDING, Layout, Pager, PagerConfig, Sequence, TopK, _core
-from kvpager_bench import file_peers, harness, subjects
+from kvpager_bench import harness, subjects
 from kvpager_bench.file_peers import FILE_STATES, TENSOR_FILES
-from kvpager_bench.harness import Column, Report, Subject, Timing
+from kvpager_bench.harness import Column, Report, Timing
+from kvpager_bench.snapshot_work import (
+    CHUNKS,
+    LARGE_RUNS,
+    POOL_TOKENS,
+    TAIL_TOKENS,
+    work_read,
+    work_save,
+)
 
-POOL_TOKENS = 4096
-CHUNKS = 32
-SINKS, RECENT = 64, 256
-ROWS = 64
-Q_HEADS_PER_KV = 2
-TAIL_TOKENS = 32  # of a context that are not sealed, so that a tail is frozen, saved and restored
-LARGE_BYTES = 1 << 30  # files from here on are measured LARGE_RUNS times
-LARGE_RUNS = 3
-COUNTER_BYTES = 4096  # that reading the system's counters adds to them
 FLAT = 2.0  # how much longer a restore may take at the longest context
+AIM = 0.9  # of the slower of memcpy and disk: saving, verifying
+CONTEXTS = {"shipped": (4096, 65536, 262144), "gqa4-bf16": (4096, 32768)}
+FULL_CONTEXTS = (4096, 16384, 65536, 131072, 262144)
+QUICK_CONTEXTS = (1024, 4096)
+WORDS = {"cached": "in the page cache", "dropped": "from disk"}
+SLOWER = "the slower of memcpy and disk"
 
 SAVE_COLUMNS = (
     Column("layout", text=True),
@@ -55,6 +59,7 @@ SAVE_COLUMNS = (
     Column("file_mib", "MiB"),
     Column("save_gbs", "GB/s"),
     Column("write_fsync_gbs", "GB/s"),
+    Column("reserved_write_gbs", "GB/s"),
     Column("atomic_write_gbs", "GB/s"),
     Column("memcpy_gbs", "GB/s"),
     Column("share_of_slower", "", 2),
@@ -73,6 +78,7 @@ READ_COLUMNS = (
     Column("file", text=True),
     Column("verify_gbs", "GB/s"),
     Column("read_gbs", "GB/s"),
+    Column("memcpy_gbs", "GB/s"),
     Column("verify_of_read", "", 2),
     Column("restore_ms", "ms"),
     Column("restore_spread", "(max-min)/median", 2),
@@ -88,139 +94,6 @@ READ_COLUMNS = (
 )
 
 
-class Snapshot:
-    """One sequence of random K/V, and a file of it."""
-
-    def __init__(self, task: dict[str, Any]) -> None:
-        self.layout = subjects.LAYOUTS[task["layout"]]
-        self.tokens: int = task["context"] - TAIL_TOKENS
-        self.threads: int = task["threads"]
-        self.folder = Path(task["folder"])
-        self.path = self.folder / "snapshot.kvsnap"
-        self.plain = self.folder / "plain"
-
-    def tensor_file(self, how: str) -> Path:
-        return self.folder / how
-
-    def pager(self, *, holds: int) -> Pager:
-        """With room for `holds` tokens of K/V; the summaries of all fit always."""
-        chunks = -(-self.tokens // self.layout.chunk_tokens)
-        config = PagerConfig(
-            pool_tokens=POOL_TOKENS,
-            selection=TopK(chunks=CHUNKS, sinks=SINKS, recent=RECENT),
-            host_bytes=-(-holds // self.layout.chunk_tokens) * self.layout.chunk_bytes,
-            summary_bytes=chunks * self.layout.chunk_bytes // 4,
-        )
-        return Pager(
-            self.layout, config, rows=ROWS, fingerprint={"subject": "bench"}, threads=self.threads
-        )
-
-
-def forward_once(sequence: Sequence, pager: Pager) -> None:
-    """One row at the end attends at every layer; nothing is committed."""
-    layout = pager.layout
-    rows = [1] + [0] * (ROWS - 1)
-    generator = torch.Generator().manual_seed(7)
-    q, k, v = (
-        torch.randn(ROWS, heads, dim, generator=generator)
-        for heads, dim in (
-            (Q_HEADS_PER_KV * layout.kv_heads, layout.k_dim),
-            (layout.kv_heads, layout.k_dim),
-            (layout.kv_heads, layout.v_dim),
-        )
-    )
-    with pager.begin(
-        [sequence if row else None for row in rows],
-        [sequence.length * row for row in rows],
-        [9 * row for row in rows],
-        [ROW_COMMIT if row else ROW_PADDING for row in rows],
-    ) as forward:
-        for layer in range(layout.layers):
-            forward.attend(layer, q, k, v, scaling=layout.k_dim**-0.5)
-
-
-# Saving
-
-
-def work_save(task: dict[str, Any]) -> dict[str, Any]:
-    snapshot = Snapshot(task)
-    with closing(snapshot.pager(holds=snapshot.tokens + POOL_TOKENS)) as pager:
-        sequence = pager.sequence()
-        subjects.inject(sequence, snapshot.layout, snapshot.tokens, provenance="exact")
-        reports: list[Any] = []
-        memory = harness.peak_growth(lambda: reports.append(sequence.save(snapshot.path)))
-        report = reports[0]
-        runs = _runs(task, report.bytes_written)
-        frozen: list[_core.SnapshotContent] = []
-        freeze = harness.measure(
-            lambda: frozen.append(sequence.freeze()), runs=4 * task["runs"], before=frozen.clear
-        )
-        frozen.clear()
-        # The peers' bytes are the file's own, their tensors its payload.
-        data = np.fromfile(snapshot.path, dtype=np.uint8)
-        tensors = _payload_tensors(snapshot.layout, data, report.chunks)
-        seconds = harness.interleave(
-            {
-                "save": Subject(
-                    lambda: sequence.save(snapshot.path),
-                    lambda: file_peers.remove(snapshot.path),
-                ),
-                "write_fsync": Subject(
-                    lambda: file_peers.write_synced(snapshot.plain, data),
-                    lambda: file_peers.remove(snapshot.plain),
-                ),
-                "atomic": Subject(
-                    lambda: file_peers.write_atomic(snapshot.plain, data),
-                    lambda: file_peers.remove(snapshot.plain),
-                ),
-                "memcpy": Subject(file_peers.Copy(data)),
-                **{
-                    how: _save_peer(tensors, snapshot.tensor_file(how), how) for how in TENSOR_FILES
-                },
-                **_dd_peer(snapshot),
-            },
-            runs=runs,
-        )
-    file_peers.remove(snapshot.plain)
-    return {
-        "file_bytes": report.bytes_written,
-        "tensor_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "runs": {name: timing.runs for name, timing in seconds.items()},
-        "freeze": freeze.runs,
-        "memory_bytes": memory,
-    }
-
-
-def _payload_tensors(
-    layout: Layout, data: file_peers.Bytes, chunks: int
-) -> dict[str, torch.Tensor]:
-    """The payload as a K and a V tensor per layer, in the layout's dtype: a view."""
-    start = 4096  # see docs/snapshot_format.md
-    payload = torch.from_numpy(data[start : start + chunks * layout.chunk_bytes])
-    parts = payload.view(getattr(torch, layout.k_dtype)).view(2 * layout.layers, -1)
-    return {f"{'kv'[i % 2]}{i // 2}": part for i, part in enumerate(parts)}
-
-
-def _save_peer(tensors: dict[str, torch.Tensor], path: Path, how: str) -> Subject:
-    return Subject(
-        partial(file_peers.save_tensors_synced, tensors, path, how),
-        partial(file_peers.remove, path),
-    )
-
-
-def _dd_peer(snapshot: Snapshot) -> dict[str, Subject]:
-    if not file_peers.has_dd():
-        return {}
-    source = snapshot.folder / "source"
-    shutil.copyfile(snapshot.path, source)
-
-    def before() -> None:
-        file_peers.remove(snapshot.plain)
-        file_peers.prepare(source, "cached")
-
-    return {"dd": Subject(lambda: file_peers.dd(source, snapshot.plain), before)}
-
-
 def add_save(report: Report, task: dict[str, Any], saved: dict[str, Any]) -> None:
     timings = {name: Timing(tuple(runs)) for name, runs in saved["runs"].items()}
     size = dict.fromkeys(TENSOR_FILES, saved["tensor_bytes"])
@@ -228,11 +101,10 @@ def add_save(report: Report, task: dict[str, Any], saved: dict[str, Any]) -> Non
         name: size.get(name, saved["file_bytes"]) / timing.median / 1e9
         for name, timing in timings.items()
     }
+    disk = max(("write_fsync", "reserved"), key=rate.__getitem__)  # the better plain way
     by_round = [
         max(memcpy, written) / ours
-        for ours, memcpy, written in zip(
-            *(timings[name].runs for name in ("save", "memcpy", "write_fsync"))
-        )
+        for ours, memcpy, written in zip(*(timings[name].runs for name in ("save", "memcpy", disk)))
     ]
     report.add(
         layout=task["layout"],
@@ -240,9 +112,10 @@ def add_save(report: Report, task: dict[str, Any], saved: dict[str, Any]) -> Non
         file_mib=saved["file_bytes"] / 2**20,
         save_gbs=rate["save"],
         write_fsync_gbs=rate["write_fsync"],
+        reserved_write_gbs=rate["reserved"],
         atomic_write_gbs=rate["atomic"],
         memcpy_gbs=rate["memcpy"],
-        share_of_slower=rate["save"] / min(rate["memcpy"], rate["write_fsync"]),
+        share_of_slower=rate["save"] / min(rate["memcpy"], rate[disk]),
         share_by_round=statistics.median(by_round),
         dd_gbs=rate.get("dd", harness.NOT_APPLICABLE),
         safetensors_gbs=rate["safetensors"],
@@ -252,110 +125,30 @@ def add_save(report: Report, task: dict[str, Any], saved: dict[str, Any]) -> Non
         freeze_ms=Timing(tuple(saved["freeze"])).median * 1e3,
         memory_mib=saved["memory_bytes"] / 2**20,
     )
+    report.compare(
+        f"saving {_cell(task)}",
+        ours=rate["save"],
+        theirs=rate["save"] / statistics.median(by_round),
+        peer=SLOWER,
+        unit="GB/s",
+        aim=AIM,
+    )
+    for how in TENSOR_FILES:
+        report.compare(
+            f"saving {_cell(task)}",
+            ours=rate["save"],
+            theirs=rate[how],
+            peer=f"{how} + fsync",
+            unit="GB/s",
+            aim=1.0,
+        )
 
 
-# Reading
-
-
-class Restore:
-    """Open, restore and a first forward in a new pager, timed and counted apart."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot
-        self.restore_s: list[float] = []
-        self.forward_s: list[float] = []
-        self.restore_bytes: set[int] = set()
-        self.forward_bytes: set[int] = set()
-        self.counted_bytes: set[int] = set()
-
-    def __call__(self, state: str) -> None:
-        path = self.snapshot.path
-        file_peers.prepare(path, state)
-        with closing(self.snapshot.pager(holds=0)) as pager:
-            at_start = harness.bytes_read()
-            start = time.perf_counter()
-            opened = pager.open_snapshot(path)
-            sequence = pager.restore(opened)
-            restored = time.perf_counter()
-            after_restore = harness.bytes_read()
-            before_forward = time.perf_counter()
-            forward_once(sequence, pager)
-            end = time.perf_counter()
-            after_forward = harness.bytes_read()
-            self.counted_bytes.add(opened.reader.payload_bytes_read)
-        self.restore_s.append(restored - start)
-        self.forward_s.append(restored - start + end - before_forward)
-        self.restore_bytes.add(after_restore - at_start)
-        self.forward_bytes.add(after_forward - at_start)
-
-    def to_json(self) -> dict[str, Any]:
-        # The counter is read from a file itself, which adds some hundred bytes that vary.
-        if len(self.counted_bytes) != 1:
-            raise harness.NondeterministicSubjectError(
-                f"payload bytes read vary: {sorted(self.counted_bytes)}"
-            )
-        return {
-            "restore": self.restore_s,
-            "first_forward": self.forward_s,
-            "restore_bytes": max(self.restore_bytes),
-            "forward_bytes": max(self.forward_bytes),
-        }
-
-
-def bytes_bound(snapshot: Snapshot, file_bytes: int) -> int:
-    """What open, restore and a forward of one row may read at most.
-
-    All but the sealed chunks' payload is read once; then the sinks, the recent window and what the
-    kv heads of all layers select, which with random keys is seldom the same.
-    """
-    layout = snapshot.layout
-    sealed = snapshot.tokens // layout.chunk_tokens
-    fixed = SINKS // layout.chunk_tokens + -(-RECENT // layout.chunk_tokens) + 1
-    selected = min(sealed, layout.layers * layout.kv_heads * CHUNKS + fixed)
-    return file_bytes - (sealed - selected) * layout.chunk_bytes + COUNTER_BYTES
-
-
-def work_read(task: dict[str, Any]) -> dict[str, Any]:
-    snapshot = Snapshot(task)
-    path = snapshot.path
-    file_bytes = path.stat().st_size
-    runs = _runs(task, file_bytes)
-    answer: dict[str, Any] = {}
-    for state in FILE_STATES:
-        subjects_of_state = {
-            "verify": Subject(
-                lambda: _verify(path, snapshot.threads), partial(file_peers.prepare, path, state)
-            ),
-            "read": Subject(
-                lambda: file_peers.read_file(path), partial(file_peers.prepare, path, state)
-            ),
-        }
-        for how in TENSOR_FILES:
-            file = snapshot.tensor_file(how)
-            subjects_of_state[how] = Subject(
-                partial(file_peers.load_tensors_whole, file, how),
-                partial(file_peers.prepare, file, state),
-            )
-        restore = Restore(snapshot)
-        restore(state)
-        restore = Restore(snapshot)  # what came before was the warm-up
-        subjects_of_state["restore"] = Subject(partial(restore, state))
-        seconds = harness.interleave(subjects_of_state, runs=runs)
-        del seconds["restore"]  # it prepares, and times its own parts
-        answer[state] = {
-            **{name: timing.runs for name, timing in seconds.items()},
-            **restore.to_json(),
-        }
-    return {"file_bytes": file_bytes, "bound": bytes_bound(snapshot, file_bytes), **answer}
+def _cell(task: dict[str, Any]) -> str:
+    return f"{harness.tokens_name(task['context'])} of {task['layout']}"
 
 
 WORKERS = {"save": work_save, "read": work_read}
-
-
-def _verify(path: Path, threads: int) -> None:
-    damage = _core.SnapshotReader.open(str(path)).verify(threads)
-    if damage:
-        raise harness.MissingNumberError(f"{path.name} is damaged: {damage[0]}")
 
 
 def add_read(report: Report, task: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -364,7 +157,7 @@ def add_read(report: Report, task: dict[str, Any], answer: dict[str, Any]) -> No
         measured = answer[state]
         median = {
             name: Timing(tuple(measured[name])).median
-            for name in ("verify", "read", "restore", "first_forward", *TENSOR_FILES)
+            for name in ("verify", "read", "memcpy", "restore", "first_forward", *TENSOR_FILES)
         }
         report.add(
             layout=task["layout"],
@@ -372,6 +165,7 @@ def add_read(report: Report, task: dict[str, Any], answer: dict[str, Any]) -> No
             file=state,
             verify_gbs=size / median["verify"] / 1e9,
             read_gbs=size / median["read"] / 1e9,
+            memcpy_gbs=size / median["memcpy"] / 1e9,
             verify_of_read=median["read"] / median["verify"],
             restore_ms=median["restore"] * 1e3,
             restore_spread=Timing(tuple(measured["restore"])).spread,
@@ -384,6 +178,30 @@ def add_read(report: Report, task: dict[str, Any], answer: dict[str, Any]) -> No
             read_file_ms=median["read"] * 1e3,
             safetensors_load_ms=median["safetensors"] * 1e3,
             torch_load_ms=median["torch.save"] * 1e3,
+        )
+        slower = statistics.median(
+            max(read, copied) / ours
+            for ours, read, copied in zip(
+                *(measured[name] for name in ("verify", "read", "memcpy"))
+            )
+        )
+        verify = size / median["verify"] / 1e9
+        report.compare(
+            f"verifying {_cell(task)}, {WORDS[state]}",
+            ours=verify,
+            theirs=verify / slower,
+            peer=SLOWER,
+            unit="GB/s",
+            aim=AIM,
+        )
+        report.compare(
+            f"restoring {_cell(task)} with its first forward, {WORDS[state]}",
+            ours=median["first_forward"] * 1e3,
+            theirs=median["safetensors"] * 1e3,
+            peer="safetensors load",
+            unit="ms",
+            aim=None,
+            lower_is_better=True,
         )
 
 
@@ -410,6 +228,16 @@ def judge(saves: Report, reads: Report) -> None:
             grown = reads.number(high, "restore_ms") / reads.number(low, "restore_ms")
             whole = reads.number(high, "read_file_ms") / reads.number(low, "read_file_ms")
             names = [harness.tokens_name(int(reads.number(row, "context"))) for row in (low, high)]
+            if high is not low:
+                reads.compare(
+                    f"open and restore at {names[1]} of {layout}, {WORDS[state]}",
+                    ours=reads.number(high, "restore_ms"),
+                    theirs=reads.number(low, "restore_ms"),
+                    peer=f"the same at {names[0]}",
+                    unit="ms",
+                    aim=1 / FLAT,
+                    lower_is_better=True,
+                )
             reads.judge(
                 f"{layout}, {state} file: open and restore at {names[1]} take at most {FLAT:g} "
                 f"times as long as at {names[0]}",
@@ -445,8 +273,12 @@ def measure_cell(task: dict[str, Any], saves: Report, reads: Report) -> None:
     )
 
 
-def _runs(task: dict[str, Any], size: int) -> int:
-    return min(task["runs"], LARGE_RUNS) if size >= LARGE_BYTES else int(task["runs"])
+def contexts_of(layout: str, arguments: argparse.Namespace) -> Iterable[int]:
+    if arguments.contexts:
+        return list(arguments.contexts)
+    if arguments.quick:
+        return QUICK_CONTEXTS
+    return FULL_CONTEXTS if arguments.full else CONTEXTS[layout]
 
 
 def main() -> None:
@@ -462,9 +294,6 @@ def main() -> None:
         torch.set_num_threads(task["threads"])
         print(json.dumps(WORKERS[task["what"]](task)))
         return
-    contexts = arguments.contexts or [4096, 16384, 65536, 131072, 262144]
-    if arguments.quick:
-        contexts = arguments.contexts or [1024, 4096]
     arguments.runs = arguments.runs or (2 if arguments.quick else 7)
     record = harness.start(arguments)
     settings = {
@@ -491,7 +320,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="kvpager-bench-", dir=arguments.folder))
     try:
         for layout in arguments.layouts:
-            for context in contexts:
+            for context in contexts_of(layout, arguments):
                 task = {
                     "layout": layout,
                     "context": context,

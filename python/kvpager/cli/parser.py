@@ -14,7 +14,12 @@ _Subparsers = argparse._SubParsersAction  # noqa: SLF001  # no public name
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print its usage and exit; accepts no abbreviations."""
+    """Raises UsageError where argparse would print its usage and exit; accepts no abbreviations.
+
+    passes_on: the name under which what follows `--` is kept, unread; None where nothing may.
+    """
+
+    passes_on: str | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -27,6 +32,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but an unknown option comes before anything that is missing."""
         given = [str(argument) for argument in (sys.argv[1:] if args is None else args)]
+        if self.passes_on is not None:
+            at = given.index("--") if "--" in given else len(given)
+            namespace = argparse.Namespace() if namespace is None else namespace
+            setattr(namespace, self.passes_on, given[at + 1 :])
+            args = given = given[:at]
         if not any(isinstance(action, _Subparsers) for action in self._actions):
             options = given[: given.index("--")] if "--" in given else given
             unknown = [

@@ -63,7 +63,7 @@ def add(commands: Any, common: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    config = pager_config(args)
+    config = pager_config(args, auto_pool=False)
     if config.exact is False:
         args.parser.error("--exact false promises nothing, so there is nothing to verify")
     prompt = read_prompt(args)

@@ -1,0 +1,187 @@
+"""The questions there are: what each asks, how long it takes, whom it puts beside us.
+
+Nothing here imports a question, so that they can be listed at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PACKAGE = "kvpager_bench.questions"
+SUITE_MINUTES = 40  # what the questions of the suite may take together, on two cores
+
+
+@dataclass(frozen=True)
+class Question:
+    """One module of `kvpager_bench.questions`.
+
+    asks: one line. minutes: of its standard size on two quiet cores. peers: whom it puts beside
+    us, as its table names them, without versions. reports: the files it writes, without size or
+    ending. in_suite: whether `make bench` asks it. needs: what it takes beside time.
+    """
+
+    name: str
+    asks: str
+    minutes: float
+    peers: tuple[str, ...] = ()
+    reports: tuple[str, ...] = ()
+    in_suite: bool = False
+    needs: str = ""
+
+
+QUESTIONS = {
+    question.name: question
+    for question in (
+        Question(
+            "attention",
+            "how near attention comes to the machine's bandwidth and arithmetic",
+            3,
+            ("memory bandwidth", "torch SDPA"),
+            ("attention",),
+            in_suite=True,
+        ),
+        Question(
+            "selection",
+            "how fast chunks are scored and picked",
+            2,
+            ("memory bandwidth",),
+            ("selection",),
+            in_suite=True,
+        ),
+        Question(
+            "decode",
+            "what a token costs as the context grows, split into its parts",
+            5,
+            ("transformers", "llama.cpp"),
+            ("decode",),
+            in_suite=True,
+        ),
+        Question(
+            "warm",
+            "how long a saved turn takes to answer again in a fresh process",
+            7,
+            ("transformers", "safetensors", "torch.save", "llama.cpp", "LMCache"),
+            ("warm", "warm_state"),
+            in_suite=True,
+        ),
+        Question(
+            "snapshot",
+            "how fast a session is saved, verified and restored; bytes read",
+            4,
+            ("memcpy", "dd", "safetensors", "torch.save"),
+            ("snapshot_save", "snapshot_read"),
+            in_suite=True,
+        ),
+        Question(
+            "paging",
+            "how fast chunks move between pool, host and disk",
+            1,
+            ("memcpy",),
+            ("paging", "paging_seal"),
+            in_suite=True,
+        ),
+        Question(
+            "bookkeeping",
+            "what a chunk operation costs beside moving its bytes",
+            1,
+            ("vLLM",),
+            ("bookkeeping",),
+            in_suite=True,
+        ),
+        Question(
+            "quality",
+            "what is found with a part of the cache",
+            3,
+            ("oracle", "sliding window", "kvpress"),
+            ("quality",),
+            in_suite=True,
+        ),
+        Question(
+            "overhead",
+            "what the engine adds to the bare forwards of the same model",
+            3,
+            ("bare forward", "transformers"),
+            ("overhead", "overhead_warm"),
+            in_suite=True,
+        ),
+        Question(
+            "dense_pool",
+            "what a small pool costs dense attention; bits compared",
+            2,
+            ("transformers",),
+            ("dense_pool",),
+            in_suite=True,
+        ),
+        Question(
+            "speculation",
+            "tokens per forward and per second with speculation; bits compared",
+            2,
+            ("plain decode",),
+            ("speculation",),
+            in_suite=True,
+        ),
+        Question(
+            "plan",
+            "does the model on paper predict what was measured?",
+            1,
+            (),
+            ("plan",),
+            in_suite=True,
+        ),
+        Question(
+            "needles",
+            "which scorer finds the needles, on trained and on hard keys",
+            35,
+            ("full attention", "oracle", "sliding window"),
+            ("needles",),
+            needs="restartable",
+        ),
+        Question(
+            "exactness",
+            "what exactness is worth: forks and differing bits",
+            5,
+            ("transformers",),
+            ("exactness",),
+        ),
+        Question(
+            "exact_cost",
+            "what exactness costs: decode, prefill and start by M, dtype and mode",
+            6,
+            ("transformers",),
+            ("exact_cost",),
+        ),
+        Question(
+            "packing",
+            "tokens per second as sessions fill the rows, and beyond",
+            5,
+            ("transformers",),
+            ("packing",),
+        ),
+        Question(
+            "residency_traffic",
+            "bytes across a link by unit of residency",
+            4,
+            (),
+            ("residency_traffic",),
+        ),
+        Question(
+            "store",
+            "what a directory store shares; look-up and gc as it fills",
+            3,
+            (),
+            ("store_turns", "store_catalogue"),
+        ),
+        Question(
+            "save_beside",
+            "what a save costs the session that goes on decoding",
+            1,
+            (),
+            ("save_beside",),
+        ),
+    )
+}
+
+
+def suite() -> tuple[Question, ...]:
+    """What `make bench` asks, in that order."""
+    return tuple(question for question in QUESTIONS.values() if question.in_suite)
