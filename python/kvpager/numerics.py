@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_DENORMAL = torch.tensor([1e-40], device="cpu")
+_DENORMAL, _ONE = 5e-324, 1.0  # floats of this thread's own arithmetic, which torch sets
 
 
 def settings(device: torch.device) -> dict[str, object]:
@@ -24,7 +24,7 @@ def _cpu_settings() -> dict[str, object]:
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.backends.mkldnn.enabled": bool(torch.backends.mkldnn.enabled),
         # Nothing else tells.
-        "torch.set_flush_denormal, as it was called on this thread,": ((_DENORMAL * 1).item() == 0),
+        "torch.set_flush_denormal, as it was called on this thread,": _DENORMAL * _ONE == 0,
     }
 
 
