@@ -60,7 +60,7 @@ def draw_decode_speed(reports: Mapping[str, Report], folder: Path, suffix: str) 
     figure = _panels(report, report.rows, lines, "tokens per second")
     if figure is None:
         return None
-    figure.suptitle("With a selection, a token costs the same at every context", fontsize=11)
+    figure.suptitle("Decode speed against context; the selection is of 4K tokens", fontsize=11)
     return save(figure, folder, f"bench-decode-speed{suffix}")
 
 

@@ -275,6 +275,8 @@ def log_context(axis: Any, x: list[float], label: str) -> None:
 def save(figure: Any, folder: Path, name: str) -> str:
     figure.tight_layout()
     # No software version inside: a figure changes only when its numbers do.
-    figure.savefig(folder / f"{name}.png", dpi=110, metadata={"Software": None})
+    figure.savefig(
+        folder / f"{name}.png", dpi=110, bbox_inches="tight", metadata={"Software": None}
+    )
     plt.close(figure)
     return f"{name}.png"

@@ -195,6 +195,8 @@ def section(report: Report, figures: Sequence[str]) -> str:
 def update_readme(path: Path, reports: dict[str, Report]) -> bool:
     """Replaces what stands between the markers; returns whether anything was promised at all.
 
+    Of every question the last promise per peer is shown, which is the one at the largest size.
+
     Raises MissingNumberError when the markers are not there, once each and in order.
     """
     promised = [c for report in reports.values() for c in report.comparisons if c.aim is not None]
@@ -208,8 +210,14 @@ def update_readme(path: Path, reports: dict[str, Report]) -> bool:
         Column(name, text=name in ("figure", "peer"))
         for name in ("figure", "kvpager", "peer", "beside it", "ratio", "aim")
     )
+    shown = {
+        (report.name, comparison.peer): comparison
+        for report in reports.values()
+        for comparison in report.comparisons
+        if comparison.aim is not None
+    }
     rows = []
-    for comparison in promised:
+    for comparison in shown.values():
         *cells, _ = comparison_cells(comparison)
         cells[-1] += "" if comparison.holds else ", **missed**"
         rows.append(cells)

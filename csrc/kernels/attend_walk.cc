@@ -92,8 +92,7 @@ const std::byte* slice_after(const Problem& problem, const Walk& walk, int64_t c
 
 }  // namespace
 
-// The states of one split from nothing, [tile rows][group][stride]. What is read after its last
-// chunk is looked for below chunk_limit.
+// What is read after the split's last chunk is looked for below chunk_limit.
 void walk_split(const Problem& problem, const Walk& walk, int64_t split, int64_t chunk_limit,
                 float* states, ThreadScratch& scratch) {
   const AttendParams& params = problem.params;
@@ -113,7 +112,6 @@ void walk_split(const Problem& problem, const Walk& walk, int64_t split, int64_t
   kernel.softcap = params.softcap;
   kernel.count = walk_states(problem, walk);
   kernel.scratch = scratch.tile.reserve(tile_scratch_floats(kernel));
-  for (int64_t i = 0; i < kernel.count; ++i) reset(states + i * problem.stride, layout.v_dim);
 
   for (int64_t c = split * kChunksPerSplit; c < (split + 1) * kChunksPerSplit; ++c) {
     scratch.queries.clear();
@@ -149,6 +147,12 @@ void walk_split(const Problem& problem, const Walk& walk, int64_t split, int64_t
     kernel.queries = scratch.queries.data();
     kernel.count = static_cast<int64_t>(scratch.queries.size());
     kernels().attend_tile(kernel);
+  }
+}
+
+void reset_states(const Problem& problem, const Walk& walk, float* states) {
+  for (int64_t i = 0; i < walk_states(problem, walk); ++i) {
+    reset(states + i * problem.stride, problem.layout.v_dim);
   }
 }
 

@@ -151,6 +151,8 @@ void merge(const Problem& problem, const Walk& walk, const float* states);
 // The steps of walk_piece.
 void begin_piece(const Problem& problem, const Walk& walk, const Piece& piece,
                  ThreadScratch& scratch);
+void reset_states(const Problem& problem, const Walk& walk, float* states);
+// Adds one split to states, [tile rows][group][stride].
 void walk_split(const Problem& problem, const Walk& walk, int64_t split, int64_t chunk_limit,
                 float* states, ThreadScratch& scratch);
 
@@ -162,6 +164,7 @@ void walk_piece(const Problem& problem, const Piece& piece, ThreadScratch& scrat
   const int64_t chunk_limit = (walk.splits[piece.end - 1] + 1) * kChunksPerSplit;
   for (size_t i = piece.begin; i < piece.end; ++i) {
     float* states = states_of(i);
+    reset_states(problem, walk, states);
     walk_split(problem, walk, walk.splits[i], chunk_limit, states, scratch);
     done(i, states);
   }

@@ -145,6 +145,16 @@ class TestReadme:
         (scan,) = (line for line in lines if line.startswith("| scan"))
         assert "**missed**" in scan
 
+    def test_of_a_question_the_last_promise_per_peer_is_shown(self, checkout, results):
+        report = decode_report()
+        for size in ("4K", "64K"):
+            report.compare(f"scan at {size}", ours=1, theirs=2, peer="torch", unit="s", aim=1.0)
+        report.write(results)
+        tables.write_all(results, "")
+        text = (checkout / "README.md").read_text()
+        assert "scan at 64K" in text
+        assert "scan at 4K" not in text
+
     @pytest.mark.parametrize(
         "text",
         ["no markers", tables.BEGIN, f"{tables.END}\n{tables.BEGIN}", README + tables.BEGIN],

@@ -16,7 +16,7 @@ ATTENTION = (
     Mutant(
         name="physical-order-walk",
         breaks="7: chunks are walked in logical order, wherever their bytes are",
-        file="csrc/kernels/attend.cc",
+        file="csrc/kernels/attend_walk.cc",
         old="""\
   for (int64_t c = split * kChunksPerSplit; c < (split + 1) * kChunksPerSplit; ++c) {
     scratch.queries.clear();
@@ -45,18 +45,16 @@ ATTENTION = (
     Mutant(
         name="splits-by-staging-capacity",
         breaks="7: partial sums end at absolute chunk indices, not where memory for a wave ends",
-        file="csrc/kernels/attend.cc",
+        file="csrc/kernels/attend_walk.h",
         old="""\
-    for (const int64_t split : walk.splits) {
-      reset_states(problem, walk, states);
-      walk_split(problem, walk, split, states, scratch);
-      merge(problem, walk, states);
-    }
+    reset_states(problem, walk, states);
+    walk_split(problem, walk, walk.splits[i], chunk_limit, states, scratch);
+    done(i, states);
 """,
         new="""\
-    reset_states(problem, walk, states);
-    for (const int64_t split : walk.splits) walk_split(problem, walk, split, states, scratch);
-    merge(problem, walk, states);
+    if (i == piece.begin || states_of(i - 1) != states) reset_states(problem, walk, states);
+    walk_split(problem, walk, walk.splits[i], chunk_limit, states, scratch);
+    if (i + 1 == piece.end || states_of(i + 1) != states) done(i, states);
 """,
         killers=(
             IN_ORDER,
@@ -68,23 +66,17 @@ ATTENTION = (
     Mutant(
         name="splits-by-number-of-rows",
         breaks="7: partial sums do not follow the number of rows of the call",
-        file="csrc/kernels/attend.cc",
+        file="csrc/kernels/attend_walk.h",
         old="""\
-    for (const int64_t split : walk.splits) {
-      reset_states(problem, walk, states);
-      walk_split(problem, walk, split, states, scratch);
-      merge(problem, walk, states);
-    }
+    reset_states(problem, walk, states);
+    walk_split(problem, walk, walk.splits[i], chunk_limit, states, scratch);
+    done(i, states);
 """,
         new="""\
-    const size_t together = problem.params.rows > 8 ? 2 : 1;
-    for (size_t i = 0; i < walk.splits.size(); ++i) {
-      if (i % together == 0) reset_states(problem, walk, states);
-      walk_split(problem, walk, walk.splits[i], states, scratch);
-      if (i % together + 1 == together || i + 1 == walk.splits.size()) {
-        merge(problem, walk, states);
-      }
-    }
+    const size_t together = problem.params.rows > 8 && walk.pieces == 1 ? 2 : 1;
+    if (i % together == 0) reset_states(problem, walk, states);
+    walk_split(problem, walk, walk.splits[i], chunk_limit, states, scratch);
+    if (i % together + 1 == together || i + 1 == piece.end) done(i, states);
 """,
         killers=(
             ATTEND
@@ -96,10 +88,8 @@ ATTENTION = (
         name="partials-merged-backwards",
         breaks="7: splits are merged in ascending order on any number of threads",
         file="csrc/kernels/attend.cc",
-        old="for (size_t i = 0; i < walk.splits.size(); ++i) merge(problem, walk, "
-        "states_of(walk, i));",
-        new="for (size_t i = walk.splits.size(); i-- > 0;) merge(problem, walk, "
-        "states_of(walk, i));",
+        old="for (size_t i = 0; i < walk.splits.size(); ++i) merge(problem, walk, states_of(i));",
+        new="for (size_t i = walk.splits.size(); i-- > 0;) merge(problem, walk, states_of(i));",
         killers=(
             ATTEND + "one row on many threads has its splits computed apart and the same bits",
         ),
@@ -108,9 +98,9 @@ ATTENTION = (
         name="unwritten-rows-times-zero",
         breaks="keys after the row contribute nothing: skipped, never multiplied by zero",
         file="csrc/kernels/attend_isa.cc",
-        old="    end[q] = (queries[q].end < last ? queries[q].end : last) - first;\n",
+        old="    if (queries[q].end < common_end) common_end = queries[q].end;\n",
         new="    const int lanes = (queries[q].end + 15) & ~15;\n"
-        "    end[q] = (lanes < last ? lanes : last) - first;\n",
+        "    if (lanes < common_end) common_end = lanes;\n",
         killers=(
             IN_ORDER,
             "python/test_defects_pool.py::test_rows_after_the_committed_length_are_never_read",
@@ -129,7 +119,7 @@ ATTENTION = (
     Mutant(
         name="two-roundings-for-fmaf",
         breaks="the documented order of operations uses fused multiply-adds",
-        file="csrc/kernels/attend_isa.cc",
+        file="csrc/kernels/attend_product_isa.h",
         old="sum[q][w] = fma(broadcast, wide[w], sum[q][w]);",
         new="sum[q][w] = add(mul(broadcast, wide[w]), sum[q][w]);",
         killers=(IN_ORDER,),
@@ -161,7 +151,7 @@ ATTENTION = (
     Mutant(
         name="sliding-window-one-short",
         breaks="a row with window w sees the keys after position - w",
-        file="csrc/kernels/attend.cc",
+        file="csrc/kernels/attend_walk.cc",
         old="begin = std::max<int64_t>(0, position - problem.params.window + 1 - start);",
         new="begin = std::max<int64_t>(0, position - problem.params.window + 2 - start);",
         killers=(

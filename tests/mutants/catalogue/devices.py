@@ -20,7 +20,7 @@ DEVICES = (
         name="positions-stay-on-the-cpu",
         breaks="every tensor that meets the model is where the model is",
         file="python/kvpager/runtime/runner.py",
-        old="torch.from_numpy(positions).to(self._device)",
+        old="self._on_device(positions)",
         new="torch.from_numpy(positions)",
         killers=(MIXES,),
     ),

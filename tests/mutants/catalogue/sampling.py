@@ -34,8 +34,8 @@ SAMPLING = (
         name="greedy-takes-the-last-of-equals",
         breaks="greedy ties go to the lowest token id",
         file=FILE,
-        old="            return int(values.argmax())  # the first of equals\n",
-        new="            return len(values) - 1 - int(values[::-1].argmax())\n",
+        old="            token = int(exact.argmax())\n",
+        new="            token = len(exact) - 1 - int(exact[::-1].argmax())\n",
         killers=(
             GENERATION + "test_greedy_takes_the_most_likely_token_and_the_lowest_id_of_equals",
         ),

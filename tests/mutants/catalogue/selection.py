@@ -45,10 +45,9 @@ SELECTION = (
     Mutant(
         name="selection-of-another-row",
         breaks="8: a row selects by its own query, not by one of its forward",
-        file="csrc/pager/host_attend.cc",
-        old="range, layer,\n                                            h, q, row, &scores);",
-        new="range, layer,\n                                            h, q, "
-        "forward.parts[static_cast<size_t>(p)].score_row, &scores);",
+        file="csrc/pager/scan.cc",
+        old="read_query(q, row.row, ",
+        new="read_query(q, rows.front().row, ",
         killers=(
             "python/test_pager_placement.py::test_threads_packing_and_padding_change_no_bit",
             "model/test_pure_function_of_tokens.py::"
@@ -58,15 +57,17 @@ SELECTION = (
     Mutant(
         name="selection-of-what-is-resident",
         breaks="8: what is attended to does not follow what is resident",
-        file="csrc/pager/host_attend.cc",
-        old="                                            h, q, row, &scores);\n",
+        file="csrc/pager/host_select.cc",
+        old="      const double* of_chunk = scan_.scores(i, h);\n",
         new="""\
-                                            h, q, row, &scores);
-    const Sequence& sequence = *forward.parts[static_cast<size_t>(p)].sequence;
-    for (size_t i = 0; i < scores.size(); ++i) {
-      const int64_t chunk = range.begin + static_cast<int64_t>(i);
-      if (!pager_.ledger[sequence.use(chunk).record].resident()) scores[i] = -1e30;
-    }
+      const double* of_chunk = scan_.scores(i, h);
+      const Sequence& sequence = *forward.parts[p].sequence;
+      std::vector<double> seen;
+      for (int64_t chunk = row.range.begin; chunk < row.range.end; ++chunk) {
+        const bool resident = pager_.ledger[sequence.use(chunk).record].resident();
+        seen.push_back(resident ? of_chunk[chunk - row.range.begin] : -1e30);
+      }
+      of_chunk = seen.data();
 """,
         killers=(
             PLACEMENT,
@@ -115,10 +116,9 @@ SELECTION = (
     Mutant(
         name="summary-cache-outlives-its-forward",
         breaks="8: a row's candidates have the scores of their own summaries",
-        file="csrc/pager/inspect.cc",
-        old="    pointers[static_cast<size_t>(i)] = bases[static_cast<size_t>(range.begin + i)] + "
-        "offset;\n",
-        new="    pointers[static_cast<size_t>(i)] = bases[static_cast<size_t>(i)] + offset;\n",
+        file="csrc/pager/scan.cc",
+        old="bases[static_cast<size_t>(i)] + offset;",
+        new="bases[static_cast<size_t>(i - item.begin)] + offset;",
         killers=(
             "python/test_pager_placement.py::"
             "test_top_k_takes_the_sinks_the_recent_window_always_and_the_best_of_the_rest",
