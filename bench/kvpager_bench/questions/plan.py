@@ -202,21 +202,21 @@ def of_overhead(report: Report, paper: Paper) -> Iterator[Prediction]:
 def of_attention(report: Report, paper: Paper) -> Iterator[Prediction]:
     """The attention kernel alone: one row by bandwidth, many by arithmetic."""
     for row in report.rows:
+        if row["sdpa_ms"] == harness.NOT_APPLICABLE:
+            continue  # another instruction-set tier than a plan is for
         rows, at = int(report.number(row, "rows")), int(report.number(row, "context"))
         heads, kv_heads, dim = (int(n) for n in str(row["shape"]).split("/"))
         dtype_bytes = 4 if str(row["dtype"]) in ("fp32", "float32") else 2
         if rows == 1:
             moved = 2.0 * at * kv_heads * dim * dtype_bytes
             seconds = moved / (paper.machine.bandwidth * paper.machine.attention_share)
-            measured = moved / (report.number(row, "ours") * 1e9)
         else:
             flops = 4.0 * rows * heads * dim * (at - rows / 2)
             seconds = flops / paper.machine.attention_flops
-            measured = flops / (report.number(row, "ours") * 1e9)
         yield Prediction(
             f"attention, {row['dtype']}, {rows} rows: {row['shape']}, {harness.tokens_name(at)}",
             Cost((costs.Term("attention", seconds),)),
-            measured,
+            report.number(row, "attend_ms") * 1e-3,
         )
 
 
