@@ -56,6 +56,11 @@ class Option:
     help: str
 
 
+def frontier_blocks(chunk_tokens: int, rows: int) -> int:
+    """Most unsealed chunks of a sequence during a forward of `rows` rows."""
+    return -(-(chunk_tokens - 1 + rows) // chunk_tokens)
+
+
 def parse_bytes(field: str, value: object) -> int:
     """A number of bytes from an int or from text such as "4GiB", "1.5 GB" or "4096".
 
@@ -438,14 +443,14 @@ class PagerConfig(_Validated):
 
     def least_pool(self, rows: int) -> int:
         """The smallest pool, in tokens, with which M may be `rows`, by default or as given."""
-        forward = (-(-(self.chunk_tokens - 1 + rows) // self.chunk_tokens) + 1) * self.chunk_tokens
+        forward = (frontier_blocks(self.chunk_tokens, rows) + 1) * self.chunk_tokens
         if self.rows is not None or rows <= 64:
             return forward
         by_default = -(-_POOL_PER_ROW * rows // self.chunk_tokens) * self.chunk_tokens
         return max(forward, by_default)
 
     def _check_rows(self, rows: int, said: str) -> None:
-        least = (-(-(self.chunk_tokens - 1 + rows) // self.chunk_tokens) + 1) * self.chunk_tokens
+        least = (frontier_blocks(self.chunk_tokens, rows) + 1) * self.chunk_tokens
         if not self.pool_is_auto and self.pool_size < least:
             raise _refusal(
                 "PagerConfig.pool_tokens",

@@ -31,7 +31,6 @@ from kvpager_bench.peers import environments as peers
 
 ROWS = 4096  # of a forward, at most
 HASHES = {"xxhash": "its fastest", "sha256": "its default"}
-PARTS = ("hash", "look_up", "allocate", "free")
 AIM = 10.0
 SCRIPT = "vllm_blocks"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvpager.cli.output import note, shows_progress
 from kvpager.cli.terminal import Look
-from kvpager.cli.words import counted
+from kvpager.words import counted
 
 if TYPE_CHECKING:
     from rich.status import Status

@@ -12,9 +12,9 @@ from kvpager.cli.models import DTYPES, positive
 from kvpager.cli.output import check_writable, emit, emit_json, note, write_file
 from kvpager.cli.parser import Parser, suggestion
 from kvpager.cli.terminal import Look, look
-from kvpager.cli.words import byte_size
 from kvpager.config import CHUNK_TOKENS, KV_DTYPES, PagerConfig, TopK, free_memory, parse_bytes
 from kvpager.errors import InvalidArgumentError
+from kvpager.words import byte_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -21,7 +21,7 @@ from kvpager.cli.pager_options import (
 from kvpager.cli.parser import Parser
 from kvpager.cli.prompts import add_prompt_options, prompt_ids, read_prompt
 from kvpager.cli.terminal import Look, look
-from kvpager.cli.words import duration
+from kvpager.words import duration
 
 if TYPE_CHECKING:
     from kvpager import Agreement, Engine, Score

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from kvpager.config import DEFAULT_ROWS, DEFAULT_SCORER, Dense, PagerConfig, Selection
+from kvpager.config import (
+    DEFAULT_ROWS,
+    DEFAULT_SCORER,
+    Dense,
+    PagerConfig,
+    Selection,
+    frontier_blocks,
+)
 from kvpager.errors import CapacityError, InvalidArgumentError
 from kvpager.plan import costs, reasons
 from kvpager.plan.bounded import topk_for
@@ -16,9 +23,9 @@ from kvpager.plan.memory import (
     table_bytes,
     working_bytes,
 )
-from kvpager.plan.reasons import size
 from kvpager.plan.result import Plan
 from kvpager.plan.shape import KvShape, ModelShape
+from kvpager.words import byte_size
 
 _DENSE_MAY_COST = 2.0  # times the step that misses nothing
 
@@ -57,7 +64,7 @@ def recommend(
         )
 
     per_session = kv.chunks(workload.context)
-    frontier = costs.frontier_blocks(chunk_tokens, rows)
+    frontier = frontier_blocks(chunk_tokens, rows)
     all_chunks = workload.sessions * per_session
     wanted = all_chunks + frontier + 1
     summaries = wanted + workload.sessions
@@ -74,12 +81,12 @@ def recommend(
     if pool < least:
         short = least * kv.chunk_bytes + fixed - rest
         raise CapacityError(
-            f"{reasons.memory_name(machine)} is short of {size(short)}: beside weights "
-            f"({size(shape.weight_bytes)}), working memory ({size(working)}) and a margin "
-            f"({size(margin)}) there have to be {size(fixed)} of key summaries, staging and "
-            f"tables for {workload.sessions * workload.context:,} tokens and the least pool of "
-            f"{least * chunk_tokens:,} tokens, {size(least * kv.chunk_bytes)}; lower --context or "
-            "--sessions, or give more memory"
+            f"{reasons.memory_name(machine)} is short of {byte_size(short)}: beside weights "
+            f"({byte_size(shape.weight_bytes)}), working memory ({byte_size(working)}) and a "
+            f"margin ({byte_size(margin)}) there have to be {byte_size(fixed)} of key summaries, "
+            f"staging and tables for {workload.sessions * workload.context:,} tokens and the "
+            f"least pool of {least * chunk_tokens:,} tokens, {byte_size(least * kv.chunk_bytes)}; "
+            "lower --context or --sessions, or give more memory"
         )
     redundant = pool >= wanted
     host, disk = (
@@ -184,17 +191,18 @@ def _homes(
         if pool + host < alone:
             short = (alone - pool - host) * kv.chunk_bytes
             raise CapacityError(
-                f"host memory is short of {size(short)}: on a GPU the chunks of a running session "
-                f"have to be in the pool or in pinned memory, {alone:,} for "
+                f"host memory is short of {byte_size(short)}: on a GPU the chunks of a running "
+                f"session have to be in the pool or in pinned memory, {alone:,} for "
                 f"{workload.context:,} tokens; raise --host-memory, or lower --context"
             )
     needed = chunks - host
     if needed > on_disk:
         room = chunks - needed + on_disk
         raise CapacityError(
-            f"{workload.sessions * workload.context:,} tokens take {size(chunks * kv.chunk_bytes)} "
-            f"of K/V, of which the pool holds {size(pool * kv.chunk_bytes)}; every chunk needs a "
-            f"home below the pool, and there is room for {size(room * kv.chunk_bytes)}: give "
+            f"{workload.sessions * workload.context:,} tokens take "
+            f"{byte_size(chunks * kv.chunk_bytes)} of K/V, of which the pool holds "
+            f"{byte_size(pool * kv.chunk_bytes)}; every chunk needs a home below the pool, and "
+            f"there is room for {byte_size(room * kv.chunk_bytes)}: give "
             f"--disk-path DIR --disk-bytes {-(-needed * kv.chunk_bytes >> 20)}MiB, lower --context "
             "or --sessions"
         )

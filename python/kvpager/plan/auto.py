@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpager import _core
-from kvpager.config import PagerConfig
+from kvpager.config import PagerConfig, frontier_blocks
 from kvpager.errors import CapacityError
 from kvpager.plan.budget import margin_of
-from kvpager.plan.costs import frontier_blocks
 from kvpager.plan.memory import staging_bytes, summary_slots
 from kvpager.plan.shape import KvShape
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpager.config import PagerConfig, TopK
+from kvpager.config import PagerConfig, TopK, frontier_blocks
 from kvpager.plan.budget import Budget, Workload, margin_of
-from kvpager.plan.costs import frontier_blocks
 from kvpager.plan.machine import Machine
 from kvpager.plan.memory import selected_tokens, staging_bytes, working_bytes
 from kvpager.plan.shape import KvShape, ModelShape

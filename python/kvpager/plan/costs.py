@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvpager.config import Dense, Selection, TopK, Window
+from kvpager.config import Dense, Selection, TopK, Window, frontier_blocks
 from kvpager.plan.machine import Machine
 from kvpager.plan.shape import KvShape, ModelShape
 
@@ -97,11 +97,6 @@ class Run:
     def frontier(self) -> int:
         """Blocks that a running sequence's unsealed chunks take."""
         return frontier_blocks(self.kv.chunk_tokens, self.rows)
-
-
-def frontier_blocks(chunk_tokens: int, rows: int) -> int:
-    """Most unsealed chunks of a sequence during a forward of `rows` rows."""
-    return -(-(chunk_tokens - 1 + rows) // chunk_tokens)
 
 
 def attended_tokens(run: Run, context: float, layer: int = -1) -> float:

@@ -7,6 +7,7 @@ from kvpager.plan.budget import Budget, Workload, margin_of
 from kvpager.plan.machine import Machine
 from kvpager.plan.memory import gathered_bytes
 from kvpager.plan.shape import KvShape, ModelShape
+from kvpager.words import byte_size
 
 
 def weights_do_not_fit(
@@ -20,9 +21,10 @@ def weights_do_not_fit(
 ) -> str:
     """Why nothing can run, and for a mixture of experts what a stack of its own could keep."""
     said = (
-        f"the weights alone do not fit: {memory_name(machine)} of {size(budget.device)} is short "
-        f"of {size(short)} for {shape.name} ({size(shape.weight_bytes)} in {shape.dtype}), what a "
-        f"forward takes and a margin of {size(margin_of(budget.device))}"
+        f"the weights alone do not fit: {memory_name(machine)} of {byte_size(budget.device)} is "
+        f"short of {byte_size(short)} for {shape.name} ({byte_size(shape.weight_bytes)} in "
+        f"{shape.dtype}), what a forward takes and a margin of "
+        f"{byte_size(margin_of(budget.device))}"
     )
     if not shape.experts:
         return said + "; take a smaller model or dtype, or more memory"
@@ -47,12 +49,12 @@ def why_pool(
     tokens = pool * kv.chunk_tokens
     if redundant:
         return (
-            f"pool of {tokens:,} tokens: everything fits, paging is redundant; {size(spare)} of "
-            f"{memory_name(machine)} are left"
+            f"pool of {tokens:,} tokens: everything fits, paging is redundant; "
+            f"{byte_size(spare)} of {memory_name(machine)} are left"
         )
     return (
         f"pool of {tokens:,} tokens: what fits beside weights, summaries and a margin; "
-        f"{size((wanted - pool) * kv.chunk_bytes)} less than everything"
+        f"{byte_size((wanted - pool) * kv.chunk_bytes)} less than everything"
     )
 
 
@@ -62,7 +64,7 @@ def why_rows(shape: ModelShape, rows: int, default: int) -> str:
         return f"forwards of up to {rows} rows: the default"
     return (
         f"forwards of up to {rows} rows: with {default} every forward would gather "
-        f"{size(gathered_bytes(shape, default))} of expert weights"
+        f"{byte_size(gathered_bytes(shape, default))} of expert weights"
     )
 
 
@@ -73,16 +75,7 @@ def why_homes(redundant: bool, host: int, disk: int, kv: KvShape, machine: Machi
     parts = []
     if host:
         pinned = " of pinned host memory" if machine.on_gpu else " of host memory"
-        parts.append(size(host * kv.chunk_bytes) + pinned)
+        parts.append(byte_size(host * kv.chunk_bytes) + pinned)
     if disk:
-        parts.append(size(disk * kv.chunk_bytes) + " of disk")
+        parts.append(byte_size(disk * kv.chunk_bytes) + " of disk")
     return " and ".join(parts) + ": a home for every chunk, so that evicting moves nothing"
-
-
-def size(count: float) -> str:
-    """512 B, 4.0 KiB, 64.2 MiB, 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

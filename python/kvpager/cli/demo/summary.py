@@ -14,9 +14,9 @@ from kvpager._version import __version__
 from kvpager.cli.demo.compare import Difference
 from kvpager.cli.demo.plan import Plan
 from kvpager.cli.terminal import Look, look
-from kvpager.cli.words import byte_size, duration
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.report import Episode, draw_blocks
+from kvpager.words import byte_size, duration
 
 
 def summarise(

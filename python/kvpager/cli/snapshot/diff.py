@@ -17,7 +17,7 @@ from kvpager.cli.snapshot.fields import fingerprint_rules
 from kvpager.cli.snapshot.opened import Opened
 from kvpager.cli.snapshot.options import DIFFERENT, add_snapshot, or_impossible
 from kvpager.cli.terminal import Look, look
-from kvpager.cli.words import counted
+from kvpager.words import counted
 
 _NAME = 12
 

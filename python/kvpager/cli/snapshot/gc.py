@@ -12,8 +12,8 @@ from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot.address import find_store
 from kvpager.cli.snapshot.progress import byte_progress
 from kvpager.cli.terminal import look
-from kvpager.cli.words import byte_size, counted
 from kvpager.stores import DirectoryStore
+from kvpager.words import byte_size, counted
 
 if TYPE_CHECKING:
     from kvpager.stores import GcReport

@@ -17,7 +17,7 @@ from kvpager.cli.snapshot.fields import WAIVABLE, fingerprint_rules
 from kvpager.cli.snapshot.opened import MANIFEST, Opened
 from kvpager.cli.snapshot.options import add_snapshot
 from kvpager.cli.terminal import look
-from kvpager.cli.words import byte_size, counted
+from kvpager.words import byte_size, counted
 
 if TYPE_CHECKING:
     from kvpager.report import ChunkTable

@@ -13,8 +13,8 @@ from kvpager.cli.output import check_writable, emit, emit_json
 from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot.address import find_store
 from kvpager.cli.terminal import Look, look
-from kvpager.cli.words import byte_size, counted, span
 from kvpager.stores import DirectoryStore
+from kvpager.words import byte_size, counted, span
 
 if TYPE_CHECKING:
     from rich.table import Table

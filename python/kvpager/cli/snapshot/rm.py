@@ -10,8 +10,8 @@ from kvpager.cli.failure import CliError
 from kvpager.cli.output import check_writable, emit, emit_json
 from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot.address import find_entry
-from kvpager.cli.words import byte_size, counted
 from kvpager.stores import DirectoryStore
+from kvpager.words import byte_size, counted
 
 
 def add(verbs: Any, common: Parser) -> None:

@@ -10,8 +10,8 @@ from kvpager.cli.output import emit, emit_json
 from kvpager.cli.snapshot.opened import Opened
 from kvpager.cli.snapshot.progress import byte_progress
 from kvpager.cli.terminal import look
-from kvpager.cli.words import byte_rate, byte_size, counted, duration
 from kvpager.stores import SaveReport, SnapshotStore
+from kvpager.words import byte_rate, byte_size, counted, duration
 
 
 def transfer(

@@ -19,10 +19,10 @@ from kvpager.cli.snapshot.options import DIFFERENT, add_threads, or_impossible
 from kvpager.cli.snapshot.progress import byte_progress
 from kvpager.cli.snapshot.verify_store import verify_store
 from kvpager.cli.terminal import look
-from kvpager.cli.words import byte_rate, byte_size, counted, duration
 from kvpager.errors import CorruptSnapshotError
 from kvpager.stores import DirectoryStore
 from kvpager.stores.base import ProgressCallback
+from kvpager.words import byte_rate, byte_size, counted, duration
 
 DIGESTS = ("sha256", "blake2b")
 _BLOCK = 4 << 20
