@@ -111,7 +111,7 @@ void scan(kvpager::ThreadPool& pool, double bandwidth, const std::string& name, 
   std::vector<double> scores(static_cast<size_t>(rows) * kHeads * chunks);
   int layer = 0;
   const auto run = [&] {
-    layer = (layer + 1) % layout.layers;
+    if (!cached) layer = (layer + 1) % layout.layers;
     pool.run((chunks + kBlock - 1) / kBlock * kHeads, [&](int64_t item, int) {
       const int64_t begin = item / kHeads * kBlock;
       const int64_t count = std::min(kBlock, chunks - begin);

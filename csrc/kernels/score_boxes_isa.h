@@ -43,7 +43,7 @@ void score_four_boxes(const BoxParams& params, const FourBoxes& four, double* va
 // Adds the products of unsigned codes and signed queries.
 KVPAGER_INLINE Int dot_box(Int sum, const uint8_t* codes, const int8_t* q, int count) {
   for (int d = 0; d < count; d += 64) {
-    sum = _mm512_dpbusd_epi32(sum, load_bytes(codes + d), load_bytes(q + d));
+    sum = dot_step(sum, load_bytes(codes + d), load_bytes(q + d));
   }
   return sum;
 }

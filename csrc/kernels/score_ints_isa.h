@@ -113,8 +113,15 @@ KVPAGER_INLINE __m256d combine_four(__m256d first_scales, __m128i first, __m256d
 // Without VNNI the sums are of two products in 16 bits, which hold kSteps steps of at most
 // 2 * 3 * 127 before they are flushed into 32.
 #ifdef KVPAGER_VNNI
+// Not the intrinsic: GCC 12 copies every accumulator before and after each of them, and spills some.
 KVPAGER_INLINE Int dot_step(Int sum, Int codes, Int weights) {
-  return _mm512_dpbusd_epi32(sum, codes, weights);
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(weights));
+  return sum;
+}
+// Adds sums of two neighbouring 16-bit products.
+KVPAGER_INLINE Int add_pair_sums(Int sum, Int a, Int b) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
 }
 #elif KVPAGER_ISA_LEVEL == 4
 constexpr int kSteps = 32;
@@ -128,6 +135,10 @@ KVPAGER_INLINE Int dot_step(Int sum, Int codes, Int weights) {
   return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, weights));
 }
 KVPAGER_INLINE Int flush(Int sum) { return pair_sums(sum, _mm256_set1_epi16(1)); }
+#endif
+
+#ifndef KVPAGER_VNNI
+KVPAGER_INLINE Int add_pair_sums(Int sum, Int a, Int b) { return add_int(sum, pair_sums(a, b)); }
 #endif
 
 #endif  // KVPAGER_ISA_LEVEL

@@ -1,5 +1,5 @@
-// Scans of sketches. A summary is read once for all rows and query heads: its codes are unpacked
-// where more than kPackedHeads heads use them, and four heads at a time walk them.
+// Scans of sketches. A summary is read once for all rows and query heads; four heads at a time walk
+// its codes, which stay packed: unpacking them for many heads gains nothing.
 //
 // Integers have no order, so that each tier may sum as it likes; the float steps at the end are
 // spelled out in `combine`.
@@ -13,8 +13,7 @@ namespace {
 
 constexpr int kMaxDim = 512;
 constexpr int kMaxTokens = 256;
-constexpr int kPackedHeads = 8;  // more heads, and codes are unpacked once for all
-constexpr int64_t kAhead = 2;    // summaries between the one in use and the one asked for
+constexpr int64_t kAhead = 2;  // summaries between the one in use and the one asked for
 
 // Where a sketch's parts lie.
 struct Sketch {
@@ -51,7 +50,7 @@ void weigh(const int16_t* q, const uint8_t* step, int count, int8_t* weights) {
 
 // [D / 4][tokens][4] codes, a byte each.
 template <int kBits>
-void unpack(const SketchParams& params, const uint8_t* codes, ptrdiff_t, uint8_t* out) {
+void unpack(const SketchParams& params, const uint8_t* codes, uint8_t* out) {
   constexpr int kPerByte = 8 / kBits;
   constexpr int kMask = (1 << kBits) - 1;
   const int row = params.tokens * 4;
@@ -95,73 +94,66 @@ int32_t best_token(const SketchParams& params, const uint8_t* unpacked, const in
 }
 
 template <int kBits, int kCount, int kTokens>
-void score_four(const SketchParams& params, const Sketch& sketch, const uint8_t* unpacked,
-                ptrdiff_t, FourHeads* heads, double* values) {
-  alignas(64) uint8_t own[kMaxDim * kMaxTokens];
-  if (unpacked == nullptr) unpack<kBits>(params, sketch.codes, 0, own);
+void score_four(const SketchParams& params, const Sketch& sketch, ptrdiff_t, FourHeads* heads,
+                double* values) {
+  alignas(64) uint8_t unpacked[kMaxDim * kMaxTokens];
+  unpack<kBits>(params, sketch.codes, unpacked);
   for (int h = 0; h < kCount; ++h) {
     weigh(heads->q[h], sketch.step, params.padded_dim, heads->weights[h]);
     int32_t low = 0;
     for (int d = 0; d < params.padded_dim; ++d) low += int32_t{heads->q[h][d]} * sketch.low[d];
-    const int32_t best =
-        best_token(params, unpacked == nullptr ? own : unpacked, heads->weights[h]);
+    const int32_t best = best_token(params, unpacked, heads->weights[h]);
     values[h] = combine(sketch.low_scale, low, sketch.step_scale, best);
   }
 }
 
 #else
 
-void weigh(const int16_t* q, const uint8_t* step, int count, int8_t* weights) {
+// 32 dimensions' steps, as 16-bit fractions.
+struct Steps {
 #if KVPAGER_ISA_LEVEL == 4
-  for (int d = 0; d < count; d += 32) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(step + d));
-    const __m512i wide = _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 7);
-    const __m512i product = _mm512_mulhrs_epi16(_mm512_loadu_si512(q + d), wide);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + d), _mm512_cvtepi16_epi8(product));
+  explicit Steps(const uint8_t* step)
+      : wide(_mm512_slli_epi16(
+            _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(step))), 7)) {}
+  // (q * step + 128) >> 8.
+  KVPAGER_INLINE void weigh(const Int (&q)[1], int8_t* weights) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights),
+                        _mm512_cvtepi16_epi8(_mm512_mulhrs_epi16(q[0], wide)));
   }
+  Int wide;
 #else
-  for (int d = 0; d < count; d += 32) {
-    __m256i product[2];
+  explicit Steps(const uint8_t* step) {
     for (int i = 0; i < 2; ++i) {
-      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(step + d + 16 * i));
-      product[i] = _mm256_mulhrs_epi16(load_bytes(q + d + 16 * i),
-                                       _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(step + 16 * i));
+      wide[i] = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7);
     }
-    store_bytes(weights + d,
-                _mm256_permute4x64_epi64(_mm256_packs_epi16(product[0], product[1]), 0xD8));
   }
-#endif
-}
-
-KVPAGER_INLINE Int dot_low(const int16_t* q, const int16_t* low, int count) {
-  Int sum = zero();
-  for (int d = 0; d < count; d += kIntBytes / 2) {
-#ifdef KVPAGER_VNNI
-    sum = _mm512_dpwssd_epi32(sum, load_bytes(q + d), load_bytes(low + d));
-#else
-    sum = add_int(sum, pair_sums(load_bytes(q + d), load_bytes(low + d)));
-#endif
+  KVPAGER_INLINE void weigh(const Int (&q)[2], int8_t* weights) const {
+    store_bytes(weights,
+                _mm256_permute4x64_epi64(_mm256_packs_epi16(_mm256_mulhrs_epi16(q[0], wide[0]),
+                                                            _mm256_mulhrs_epi16(q[1], wide[1])),
+                                         0xD8));
   }
-  return sum;
-}
+  Int wide[2];
+#endif
+};
 
-// [D / 4][tokens][4] codes, a byte each.
-template <int kBits>
-void unpack(const SketchParams& params, const uint8_t* codes, ptrdiff_t ahead, uint8_t* out) {
-  constexpr int kPerByte = 8 / kBits;
-  constexpr int kMask = (1 << kBits) - 1;
-  const int row = params.tokens * 4;
-  for (int g = 0; g < params.padded_dim / (4 * kPerByte); ++g) {
-    for (int at = 0; at < row; at += kIntBytes) {
-      if (at % 64 == 0) prefetch(codes + at + ahead);
-      const Int raw = load_bytes(codes + at);
-#pragma GCC unroll 8
-      for (int s = 0; s < kPerByte; ++s) {
-        store_bytes(out + s * row + at, field(raw, s * kBits, kMask));
+// The weights of kCount heads, and low[h] = their queries' products with the chunk's lows, in lanes.
+template <int kCount>
+KVPAGER_INLINE void weigh_heads(const Sketch& sketch, int count, FourHeads* heads, Int* low) {
+  constexpr int kVectors = 64 / kIntBytes;
+  for (int d = 0; d < count; d += kSketchDims) {
+    const Steps steps(sketch.step + d);
+    Int lows[kVectors];
+    for (int v = 0; v < kVectors; ++v) lows[v] = load_bytes(sketch.low + d + v * kIntBytes / 2);
+    for (int h = 0; h < kCount; ++h) {
+      Int q[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        q[v] = load_bytes(heads->q[h] + d + v * kIntBytes / 2);
+        low[h] = add_pair_sums(low[h], q[v], lows[v]);
       }
+      steps.weigh(q, heads->weights[h] + d);
     }
-    codes += row;
-    out += kPerByte * row;
   }
 }
 
@@ -173,7 +165,7 @@ KVPAGER_INLINE void clear(Int (&sum)[kCount][kVectors]) {
 }
 
 // Adds to sum[h][v] what the codes [first, last) of vector v give head h, in groups of a code of
-// every byte's. kBits of 8: unpacked codes.
+// every byte's.
 template <int kBits, int kCount, int kVectors>
 KVPAGER_INLINE void walk_groups(int64_t row, int first, int last, const uint8_t* codes,
                                 ptrdiff_t ahead, const FourHeads& heads,
@@ -184,15 +176,13 @@ KVPAGER_INLINE void walk_groups(int64_t row, int first, int last, const uint8_t*
     Int raw[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const uint8_t* p = codes + g * row + v * kIntBytes;
-      if (kBits < 8 && v * kIntBytes % 64 == 0) prefetch(p + ahead);
+      if (v * kIntBytes % 64 == 0) prefetch(p + ahead);
       raw[v] = load_bytes(p);
     }
 #pragma GCC unroll 8
     for (int s = 0; s < kPerByte; ++s) {
       Int part[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        part[v] = kBits < 8 ? field(raw[v], s * kBits, kMask) : raw[v];
-      }
+      for (int v = 0; v < kVectors; ++v) part[v] = field(raw[v], s * kBits, kMask);
       for (int h = 0; h < kCount; ++h) {
         const Int w = splat_four(heads.weights[h] + (g * kPerByte + s) * 4);
         for (int v = 0; v < kVectors; ++v) sum[h][v] = dot_step(sum[h][v], part[v], w);
@@ -227,19 +217,21 @@ KVPAGER_INLINE void walk_strip(int64_t row, int groups, const uint8_t* codes, pt
 }
 
 #ifdef KVPAGER_VNNI
-// One or two heads: no time to spare for shifts. A field is left where it lies in its byte, so that
-// its sums are 2^(kBits s) times what they should be, and are shifted once at the end.
-template <int kBits, int kCount, int kVectors>
+constexpr int kStrip = 4;
+
+// A lone head: no time to spare for shifts. A field is left where it lies in its byte, so that its
+// sums are 2^(kBits s) times what they should be, and are shifted once at the end.
+template <int kBits>
 KVPAGER_INLINE void walk_in_place(int64_t row, int groups, const uint8_t* codes, ptrdiff_t ahead,
                                   const FourHeads& heads, Int* top) {
   constexpr int kPerByte = 8 / kBits;
   constexpr int kMask = (1 << kBits) - 1;
   constexpr int kSums = 4;  // fields with sums of their own; a later field is shifted down to one
-  Int sum[kSums][kCount][kVectors];
+  Int sum[kSums][1][kStrip];
   for (int s = 0; s < kSums; ++s) clear(sum[s]);
   for (int g = 0; g < groups; ++g) {
-    Int raw[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
+    Int raw[kStrip];
+    for (int v = 0; v < kStrip; ++v) {
       const uint8_t* p = codes + g * row + v * kIntBytes;
       prefetch(p + ahead);
       raw[v] = load_bytes(p);
@@ -247,27 +239,25 @@ KVPAGER_INLINE void walk_in_place(int64_t row, int groups, const uint8_t* codes,
 #pragma GCC unroll 8
     for (int s = 0; s < kPerByte; ++s) {
       if (s == kSums) {
-        for (int v = 0; v < kVectors; ++v) raw[v] = _mm512_srli_epi16(raw[v], kSums * kBits);
+        for (int v = 0; v < kStrip; ++v) raw[v] = _mm512_srli_epi16(raw[v], kSums * kBits);
       }
-      for (int h = 0; h < kCount; ++h) {
-        const Int w = splat_four(heads.weights[h] + (g * kPerByte + s) * 4);
-        for (int v = 0; v < kVectors; ++v) {
-          const Int part = field(raw[v], 0, kMask << (s % kSums * kBits));
-          sum[s % kSums][h][v] = dot_step(sum[s % kSums][h][v], part, w);
-        }
+      const Int w = splat_four(heads.weights[0] + (g * kPerByte + s) * 4);
+      for (int v = 0; v < kStrip; ++v) {
+        const Int part = field(raw[v], 0, kMask << (s % kSums * kBits));
+        sum[s % kSums][0][v] = dot_step(sum[s % kSums][0][v], part, w);
       }
     }
   }
-  for (int h = 0; h < kCount; ++h) {
-    for (int v = 0; v < kVectors; ++v) {
-      Int total = sum[0][h][v];
-      for (int s = 1; s < kSums; ++s) {
-        total = add_int(total, _mm512_srai_epi32(sum[s][h][v], static_cast<unsigned>(s * kBits)));
-      }
-      top[h] = larger(top[h], total);
+  for (int v = 0; v < kStrip; ++v) {
+    Int total = sum[0][0][v];
+    for (int s = 1; s < kSums; ++s) {
+      total = add_int(total, _mm512_srai_epi32(sum[s][0][v], static_cast<unsigned>(s * kBits)));
     }
+    top[0] = larger(top[0], total);
   }
 }
+#else
+constexpr int kStrip = 2;
 #endif
 
 // kTokens of 0: any.
@@ -278,18 +268,14 @@ KVPAGER_INLINE void walk(const SketchParams& params, const uint8_t* codes, ptrdi
   const int groups = params.padded_dim * kBits / 32;
   int at = 0;
 #ifdef KVPAGER_VNNI
-  constexpr bool kInPlace = kBits < 8 && kCount <= 2;
-  constexpr int kVectors = kInPlace ? 4 / kCount : 4;
-  if constexpr (kInPlace) {
-    for (; at + kVectors * kIntBytes <= bytes; at += kVectors * kIntBytes) {
-      walk_in_place<kBits, kCount, kVectors>(bytes, groups, codes + at, ahead, heads, top);
+  if constexpr (kCount == 1) {
+    for (; at + kStrip * kIntBytes <= bytes; at += kStrip * kIntBytes) {
+      walk_in_place<kBits>(bytes, groups, codes + at, ahead, heads, top);
     }
   }
-#else
-  constexpr int kVectors = 2;
 #endif
-  for (; at + kVectors * kIntBytes <= bytes; at += kVectors * kIntBytes) {
-    walk_strip<kBits, kCount, kVectors>(bytes, groups, codes + at, ahead, heads, top);
+  for (; at + kStrip * kIntBytes <= bytes; at += kStrip * kIntBytes) {
+    walk_strip<kBits, kCount, kStrip>(bytes, groups, codes + at, ahead, heads, top);
   }
   for (; at < bytes; at += kIntBytes) {
     walk_strip<kBits, kCount, 1>(bytes, groups, codes + at, ahead, heads, top);
@@ -298,23 +284,15 @@ KVPAGER_INLINE void walk(const SketchParams& params, const uint8_t* codes, ptrdi
 
 template <int kBits, int kCount, int kTokens>
 __attribute__((noinline)) void score_four(const SketchParams& params, const Sketch& sketch,
-                                          const uint8_t* unpacked, ptrdiff_t ahead,
-                                          FourHeads* heads, double* values) {
+                                          ptrdiff_t ahead, FourHeads* heads, double* values) {
   Int top[kFour];
   Int low[kFour];
   for (int h = 0; h < kFour; ++h) {
     low[h] = zero();
     top[h] = splat_int(INT32_MIN);
   }
-  for (int h = 0; h < kCount; ++h) {
-    weigh(heads->q[h], sketch.step, params.padded_dim, heads->weights[h]);
-    low[h] = dot_low(heads->q[h], sketch.low, params.padded_dim);
-  }
-  if (unpacked != nullptr) {
-    walk<8, kCount, kTokens>(params, unpacked, 0, *heads, top);
-  } else {
-    walk<kBits, kCount, kTokens>(params, sketch.codes, ahead, *heads, top);
-  }
+  weigh_heads<kCount>(sketch, params.padded_dim, heads, low);
+  walk<kBits, kCount, kTokens>(params, sketch.codes, ahead, *heads, top);
   _mm256_storeu_pd(values,
                    combine_four(_mm256_set1_pd(static_cast<double>(sketch.low_scale)), sums_of(low),
                                 _mm256_set1_pd(sketch.step_scale), largest_of(top)));
@@ -328,15 +306,12 @@ void scan_sketches_of(const SketchParams& params, const std::byte* const* summar
   const int heads = params.rows * params.group;
   const int64_t code_bytes = int64_t{params.padded_dim} * params.tokens * kBits / 8;
   const int64_t tail_bytes = int64_t{params.padded_dim} * 3 + 8;
-  alignas(64) uint8_t unpacked[kMaxDim * kMaxTokens];
-  const uint8_t* shared = heads > kPackedHeads ? unpacked : nullptr;
   FourHeads four;
   for (int64_t i = 0; i < count; ++i) {
     const Sketch sketch(params, summaries[i]);
     const std::byte* next = summaries[i + kAhead < count ? i + kAhead : i];
     const ptrdiff_t ahead = next - summaries[i];
     for (int64_t at = 0; at < tail_bytes; at += 64) prefetch(next + code_bytes + at);
-    if (shared != nullptr) unpack<kBits>(params, sketch.codes, ahead, unpacked);
     int row = 0;
     int head = 0;
     double best = 0.0;
@@ -351,17 +326,16 @@ void scan_sketches_of(const SketchParams& params, const std::byte* const* summar
       double values[kFour];
       switch (some) {
         case 1:
-          score_four<kBits, 1, kTokens>(params, sketch, shared, ahead, &four, values);
+          score_four<kBits, 1, kTokens>(params, sketch, ahead, &four, values);
           break;
         case 2:
-          score_four<kBits, 2, kTokens>(params, sketch, shared, ahead, &four, values);
+          score_four<kBits, 2, kTokens>(params, sketch, ahead, &four, values);
           break;
         case 3:
-          score_four<kBits, 3, kTokens>(params, sketch, shared, ahead, &four, values);
+          score_four<kBits, 3, kTokens>(params, sketch, ahead, &four, values);
           break;
         default:
-          score_four<kBits, 4, kTokens>(params, sketch, shared, first == 0 ? ahead : 0, &four,
-                                        values);
+          score_four<kBits, 4, kTokens>(params, sketch, first == 0 ? ahead : 0, &four, values);
           break;
       }
       for (int h = 0; h < some; ++h) {
