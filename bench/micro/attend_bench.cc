@@ -3,7 +3,7 @@
 // beside it.
 //
 //   attend_bench [--threads N] [--quick] [--attend | --scan] [--dtype NAME] [--shape Q/KV/DIM]
-//                [--context TOKENS] [--rows N]
+//                [--context TOKENS] [--rows N] [--layers N]
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -24,19 +24,24 @@ namespace {
 using kvpager::DType;
 using Clock = std::chrono::steady_clock;
 
-// Best of several runs after one warm-up, in seconds.
-double best_seconds(double budget, const std::function<void()>& run) {
+// Several runs after one warm-up, in seconds.
+std::vector<double> all_seconds(double budget, const std::function<void()>& run) {
   run();
-  double best = 1e30;
+  std::vector<double> all;
   double spent = 0;
   for (int i = 0; i < 3 || (spent < budget && i < 1000); ++i) {
     const auto start = Clock::now();
     run();
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    best = std::min(best, seconds);
+    all.push_back(seconds);
     spent += seconds;
   }
-  return best;
+  std::sort(all.begin(), all.end());
+  return all;
+}
+
+double best_seconds(double budget, const std::function<void()>& run) {
+  return all_seconds(budget, run).front();
 }
 
 // Bytes on huge pages where the system gives them, as a pager's slabs are; larger than any cache
@@ -112,22 +117,28 @@ struct Shape {
 };
 
 void attend(kvpager::ThreadPool& pool, const Shape& shape, DType dtype, int64_t rows,
-            int64_t context, bool one_sequence, double budget) {
+            int64_t context, bool one_sequence, int layers, double budget) {
   kvpager::Layout layout;
-  layout.layers = 1;
+  layout.layers = layers;
   layout.kv_heads = shape.kv_heads;
   layout.k_dim = layout.v_dim = shape.head_dim;
   layout.k_dtype = layout.v_dtype = dtype;
   const int64_t chunks = context / layout.chunk_tokens;
-  // At least 512 MiB in turns, so that a small context is not read from the cache.
-  const int64_t size = chunks * layout.chunk_bytes();
-  const int64_t copies = rows > 1 ? 1 : std::max<int64_t>(1, (int64_t{512} << 20) / size);
-  Bytes bytes(static_cast<size_t>(size * copies));
+  // Layers in turns, as a pager keeps them: [chunks][layers][kv heads]. At least 512 MiB, so that a
+  // small context is not read from the cache.
+  const int64_t size = chunks * layout.slice_bytes();
+  const int64_t copies =
+      rows > 1 ? 1 : std::max<int64_t>(1, (int64_t{512} << 20) / (size * layers));
+  Bytes bytes(static_cast<size_t>(size * layers * copies));
   fill(bytes.data(), bytes.size(), dtype, 1);
-  std::vector<std::vector<const std::byte*>> slices(copies);
+  std::vector<std::vector<const std::byte*>> slices;
   for (int64_t copy = 0; copy < copies; ++copy) {
-    for (int64_t c = 0; c < chunks; ++c) {
-      slices[copy].push_back(bytes.data() + copy * size + c * layout.chunk_bytes());
+    for (int layer = 0; layer < layers; ++layer) {
+      std::vector<const std::byte*>& found = slices.emplace_back();
+      for (int64_t c = 0; c < chunks; ++c) {
+        found.push_back(bytes.data() + (copy * chunks + c) * layout.chunk_bytes() +
+                        layout.slice_offset(layer));
+      }
     }
   }
   std::vector<float> q(rows * shape.q_heads * shape.head_dim);
@@ -153,9 +164,9 @@ void attend(kvpager::ThreadPool& pool, const Shape& shape, DType dtype, int64_t 
   params.scaling = 0.088f;
   kvpager::AttendWorkspace workspace;
   int64_t turn = 0;
-  const double seconds = best_seconds(budget, [&] {
+  const std::vector<double> all = all_seconds(budget, [&] {
     for (auto& table : tables) {
-      table.slices = slices[turn % copies].data();
+      table.slices = slices[static_cast<size_t>(turn) % slices.size()].data();
       table.chunks = chunks;
     }
     ++turn;
@@ -163,17 +174,18 @@ void attend(kvpager::ThreadPool& pool, const Shape& shape, DType dtype, int64_t 
     kvpager::attend_wave(params, 0, int64_t{1} << 40, workspace, pool);
     kvpager::attend_finish(params, workspace, pool);
   });
+  const double seconds = all.front();
   const double pairs =
       static_cast<double>(rows) * context - (one_sequence ? rows * (rows - 1) / 2.0 : 0);
   const double flops = 4.0 * shape.q_heads * shape.head_dim * pairs;
   std::printf(
       "{\"bench\": \"attend\", \"rows\": %lld, \"context\": %lld, \"q_heads\": %d, \"kv_heads\": "
       "%d, "
-      "\"head_dim\": %d, \"dtype\": \"%s\", \"threads\": %d, \"ms\": %.4f, \"kv_GBps\": %.2f, "
-      "\"GFLOPs\": %.1f}\n",
+      "\"head_dim\": %d, \"dtype\": \"%s\", \"threads\": %d, \"ms\": %.4f, \"median_ms\": %.4f, "
+      "\"kv_GBps\": %.2f, \"GFLOPs\": %.1f}\n",
       static_cast<long long>(rows), static_cast<long long>(context), shape.q_heads, shape.kv_heads,
       shape.head_dim, kvpager::dtype_name(dtype), pool.threads(), seconds * 1e3,
-      gigabytes(static_cast<double>(size) * (one_sequence ? 1 : rows), seconds),
+      all[all.size() / 2] * 1e3, gigabytes(static_cast<double>(size) * (one_sequence ? 1 : rows), seconds),
       flops / seconds * 1e-9);
   std::fflush(stdout);
 }
@@ -233,6 +245,7 @@ struct Options {
   std::string shape;
   int64_t context = 0;  // 0: all
   int64_t rows = 0;
+  int layers = 1;
 };
 
 bool parse(int argc, char** argv, Options* options) {
@@ -259,6 +272,8 @@ bool parse(int argc, char** argv, Options* options) {
         options->context = std::atoll(value);
       } else if (argument == "--rows") {
         options->rows = std::atoll(value);
+      } else if (argument == "--layers") {
+        options->layers = std::atoi(value);
       } else {
         return false;
       }
@@ -284,7 +299,7 @@ void all_attention(const Options& options, double budget, kvpager::ThreadPool& p
         }
         for (const int64_t rows : {1, 64}) {
           if (options.rows != 0 && options.rows != rows) continue;
-          attend(pool, shape, dtype, rows, context, true, budget);
+          attend(pool, shape, dtype, rows, context, true, options.layers, budget);
         }
       }
     }
@@ -309,7 +324,7 @@ int main(int argc, char** argv) {
   if (!parse(argc, argv, &options)) {
     std::fprintf(stderr,
                  "usage: attend_bench [--threads N] [--quick] [--attend | --scan] [--dtype NAME] "
-                 "[--shape Q/KV/DIM] [--context TOKENS] [--rows N]\n");
+                 "[--shape Q/KV/DIM] [--context TOKENS] [--rows N] [--layers N]\n");
     return 2;
   }
   const double budget = options.quick ? 0.1 : 0.5;

@@ -73,15 +73,18 @@ class MemoryContent final : public SnapshotContent {
     meta_.layout = layout;
     meta_.scorer = "bits2";
     meta_.summary_page_bytes = layout.k_dim / 4;
-    meta_.tokens.assign(static_cast<size_t>(chunks * layout.chunk_tokens), 7);
+    meta_.tokens =
+        std::vector<kvpager::TokenId>(static_cast<size_t>(chunks * layout.chunk_tokens), 7);
     for (int64_t c = 0; c < chunks; ++c) {
       kvpager::SnapshotChunk chunk;
       chunk.valid = layout.chunk_tokens;
       chunk.chain_hash = {static_cast<uint64_t>(c) + 1, 1};
+      std::vector<uint64_t> slices;
       for (int layer = 0; checked && layer < layout.layers; ++layer) {
-        chunk.slice_checksum.push_back(kvpager::slice_checksum(
+        slices.push_back(kvpager::slice_checksum(
             bytes + c * layout.chunk_bytes() + layout.slice_offset(layer), layout.slice_bytes()));
       }
+      chunk.slice_checksum = std::move(slices);
       meta_.chunks.push_back(std::move(chunk));
     }
   }

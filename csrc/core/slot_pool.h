@@ -37,16 +37,20 @@ class SlotPool {
   void give_back(Id id) {
     taken_[static_cast<size_t>(id.value())] = false;
     free_.push_back(id);
+    ++returns_;
   }
 
   bool taken(Id id) const { return taken_[static_cast<size_t>(id.value())]; }
   int64_t slots() const { return static_cast<int64_t>(taken_.size()); }
   int64_t free() const { return static_cast<int64_t>(free_.size()); }
   int64_t used() const { return slots() - free(); }
+  // Slots given back so far. While it stands still, what lay in a slot lies there yet.
+  uint64_t returns() const { return returns_; }
 
  private:
   std::vector<Id> free_;
   std::vector<bool> taken_;
+  uint64_t returns_ = 0;
   bool shuffle_;
   std::mt19937_64 random_;
 };

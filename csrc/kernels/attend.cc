@@ -1,7 +1,6 @@
 // Divides an attention call among threads. Rows of one sequence go through a tile of keys together;
 // what is shared is the reading of keys and values, never arithmetic.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -28,7 +27,7 @@ using Impl = AttendWorkspace::Impl;
 
 constexpr int kTileQueries = 256;    // at most, per pass over a tile (one row may have more)
 constexpr int kMinTileQueries = 32;  // row tiles are not cut below this to feed more threads
-constexpr int kPiecesPerThread = 4;  // walks are cut into this many pieces, that all end together
+constexpr int kTilesPerThread = 4;   // row tiles are cut until there are so many
 constexpr int64_t kPartialBytes = int64_t{64} << 20;  // bound on states of splits computed apart
 
 void check_tensor(const char* name, const TensorView& tensor, int64_t rows, int64_t heads,
@@ -72,7 +71,7 @@ void cut_tiles(const Problem& problem, int threads) {
   const auto items = [&] {
     return (rows * problem.group + queries - 1) / queries * problem.layout.kv_heads;
   };
-  while (queries > kMinTileQueries && items() < int64_t{kPiecesPerThread} * threads) queries /= 2;
+  while (queries > kMinTileQueries && items() < int64_t{kTilesPerThread} * threads) queries /= 2;
   const int64_t tile_rows = std::max<int64_t>(1, queries / problem.group);
 
   impl.tiles.clear();
@@ -108,51 +107,69 @@ int64_t estimated_nanoseconds(const Problem& problem) {
 }
 
 // Cuts the walks into pieces for `threads` threads; returns how many partial states they need. A
-// walk in one piece needs none: it merges as it goes.
+// walk in one piece needs none: it merges as it goes. A piece is half of what is left divided by the
+// threads: long while there is much to do, so that few walks are cut, and a single split at last, so
+// that threads end together whenever they began.
 int64_t cut_walks(const Problem& problem, int threads) {
   Impl& impl = problem.impl;
-  int64_t splits = 0;
-  for (const Walk& walk : impl.walks) splits += static_cast<int64_t>(walk.splits.size());
-  const int64_t wanted = int64_t{kPiecesPerThread} * threads;
-  const size_t length =
-      threads == 1 ? static_cast<size_t>(std::max<int64_t>(1, splits))
-                   : static_cast<size_t>(std::max<int64_t>(1, (splits + wanted - 1) / wanted));
+  size_t left = 0;
+  for (const Walk& walk : impl.walks) left += walk.splits.size();
   impl.pieces.clear();
   int64_t partials = 0;
   for (size_t w = 0; w < impl.walks.size(); ++w) {
     Walk& walk = impl.walks[w];
-    walk.pieces = (walk.splits.size() + length - 1) / length;
+    const size_t splits = walk.splits.size();
+    walk.first_piece = impl.pieces.size();
     walk.partial = partials;
-    for (size_t piece = 0; piece < walk.pieces; ++piece) {
-      impl.pieces.push_back({static_cast<int32_t>(w), walk.splits.size() * piece / walk.pieces,
-                             walk.splits.size() * (piece + 1) / walk.pieces});
+    for (size_t begin = 0; begin < splits;) {
+      const size_t wanted = threads == 1 ? splits : left / (2 * static_cast<size_t>(threads));
+      const size_t end = std::min(splits, begin + std::max<size_t>(1, wanted));
+      impl.pieces.push_back({static_cast<int32_t>(w), begin, end});
+      left -= end - begin;
+      begin = end;
     }
-    if (walk.pieces > 1) {
-      partials += static_cast<int64_t>(walk.splits.size()) * walk_states(problem, walk);
-    }
+    walk.end_piece = impl.pieces.size();
+    if (walk.in_pieces()) partials += static_cast<int64_t>(splits) * walk_states(problem, walk);
   }
   return partials;
 }
 
+// Merges what is done of a walk in pieces, in order, up to the first piece that is not. One thread
+// at a time; one that finds another at it leaves its piece to that one, which looks again after it
+// let go.
+template <class StatesOf>
+void merge_in_order(const Problem& problem, const Walk& walk, StatesOf states_of) {
+  Impl& impl = problem.impl;
+  Merging& merging = impl.merging[static_cast<size_t>(&walk - impl.walks.data())];
+  for (;;) {
+    if (merging.taken.exchange(true)) return;
+    size_t next = merging.next;
+    for (; next < walk.end_piece && impl.done[next].load(); ++next) {
+      for (size_t i = impl.pieces[next].begin; i < impl.pieces[next].end; ++i) {
+        merge(problem, walk, states_of(i));
+      }
+    }
+    merging.next = next;
+    merging.taken.store(false);
+    if (next == walk.end_piece || !impl.done[next].load()) return;
+  }
+}
+
 // A walk that is one piece merges its splits as they are done. The splits of one in several pieces
-// are kept apart, and whoever ends its last piece merges them in order.
+// are kept apart until all before them are merged.
 void run_pieces(const Problem& problem, int64_t partials, int threads, ThreadPool& pool) {
   Impl& impl = problem.impl;
   float* base = impl.partials.reserve(partials * problem.stride);
-  if (impl.unfinished_size < impl.walks.size()) {
-    impl.unfinished = std::make_unique<std::atomic<int64_t>[]>(impl.walks.size());
-    impl.unfinished_size = impl.walks.size();
-  }
-  for (size_t w = 0; w < impl.walks.size(); ++w) {
-    impl.unfinished[w].store(static_cast<int64_t>(impl.walks[w].pieces), std::memory_order_relaxed);
-  }
+  impl.done.reset(impl.pieces.size());
+  impl.merging.reset(impl.walks.size());
+  for (size_t w = 0; w < impl.walks.size(); ++w) impl.merging[w].next = impl.walks[w].first_piece;
   const auto run = [&](int64_t item, int thread) {
     const FloatEnvironment environment;
     const Piece& piece = impl.pieces[static_cast<size_t>(item)];
     const Walk& walk = impl.walks[static_cast<size_t>(piece.walk)];
     ThreadScratch& scratch = impl.threads[static_cast<size_t>(thread)];
     const int64_t states = walk_states(problem, walk);
-    if (walk.pieces == 1) {
+    if (!walk.in_pieces()) {
       float* own = scratch.states.reserve(states * problem.stride);
       walk_piece(
           problem, piece, scratch, [&](size_t) { return own; },
@@ -163,10 +180,8 @@ void run_pieces(const Problem& problem, int64_t partials, int threads, ThreadPoo
       return base + (walk.partial + static_cast<int64_t>(i) * states) * problem.stride;
     };
     walk_piece(problem, piece, scratch, states_of, [](size_t, const float*) {});
-    if (impl.unfinished[static_cast<size_t>(piece.walk)].fetch_sub(1, std::memory_order_acq_rel) ==
-        1) {
-      for (size_t i = 0; i < walk.splits.size(); ++i) merge(problem, walk, states_of(i));
-    }
+    impl.done[static_cast<size_t>(item)].store(true);
+    merge_in_order(problem, walk, states_of);
   };
   pool.run(static_cast<int64_t>(impl.pieces.size()), run, threads);
 }

@@ -75,6 +75,14 @@ struct BFloat16 {
 #endif
 };
 
+// Queries that share one pass over a tile, at most: as many as leave each of them two accumulators
+// in registers.
+#if KVPAGER_ISA_LEVEL == 4
+constexpr int kQueryBlock = 8;
+#else
+constexpr int kQueryBlock = 6;
+#endif
+
 // How the accumulators begin: at zero, as they are, or multiplied by the query's rescale factor.
 enum class Start { kZero, kContinue, kRescale };
 
@@ -141,7 +149,7 @@ KVPAGER_INLINE void strip(const Product& product, int column) {
 // Columns per strip: as many as leave the accumulators in registers.
 constexpr int strip_width(int queries) {
 #if KVPAGER_ISA_LEVEL == 4
-  return queries <= 2 ? 8 : 4;
+  return queries <= 2 ? 8 : queries <= 6 ? 4 : 2;
 #elif KVPAGER_ISA_LEVEL == 3
   return queries <= 1 ? 4 : queries <= 3 ? 2 : 1;
 #else
@@ -170,7 +178,7 @@ void columns_of(const Product& product, int column, int column_end) {
 
 template <class Source>
 void product_of(int queries, const Product& product, int column, int column_end) {
-  static_assert(kQueryBlock == 6, "one case per number of queries");
+  static_assert(kQueryBlock <= 8, "one case per number of queries");
   switch (queries) {
     case 1:
       return columns_of<1, Source>(product, column, column_end);
@@ -182,8 +190,14 @@ void product_of(int queries, const Product& product, int column, int column_end)
       return columns_of<4, Source>(product, column, column_end);
     case 5:
       return columns_of<5, Source>(product, column, column_end);
-    default:
+    case 6:
       return columns_of<6, Source>(product, column, column_end);
+#if KVPAGER_ISA_LEVEL == 4
+    case 7:
+      return columns_of<7, Source>(product, column, column_end);
+    default:
+      return columns_of<8, Source>(product, column, column_end);
+#endif
   }
 }
 

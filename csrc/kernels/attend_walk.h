@@ -57,8 +57,11 @@ struct Walk {
   const RowTile* tile = nullptr;
   int head = 0;
   std::vector<int64_t> splits;
-  int64_t partial = 0;  // index of its first partial state, when its splits are computed apart
-  size_t pieces = 0;    // into which its splits were cut
+  int64_t partial = 0;     // index of its first partial state, when its splits are computed apart
+  size_t first_piece = 0;  // Impl::pieces[first_piece, end_piece)
+  size_t end_piece = 0;
+
+  bool in_pieces() const { return end_piece - first_piece > 1; }
 };
 
 // Consecutive splits of a walk that one thread takes, walk.splits[begin, end).
@@ -76,6 +79,34 @@ struct alignas(128) ThreadScratch {
   std::vector<int64_t> cursors;
 };
 
+// How far the splits of a walk in pieces are merged.
+struct Merging {
+  std::atomic<bool> taken{false};  // a thread is at it
+  size_t next = 0;                 // the first piece that is not merged; belongs to who has `taken`
+};
+
+// Things that cannot be moved, made anew at each reset, in memory that is kept.
+template <class T>
+class Cells {
+ public:
+  void reset(size_t count) {
+    if (count > size_) {
+      cells_ = std::make_unique<T[]>(count);
+      size_ = count;
+      return;
+    }
+    for (size_t i = 0; i < count; ++i) {
+      cells_[i].~T();
+      new (&cells_[i]) T();
+    }
+  }
+  T& operator[](size_t i) { return cells_[i]; }
+
+ private:
+  std::unique_ptr<T[]> cells_;
+  size_t size_ = 0;
+};
+
 struct AttendWorkspace::Impl {
   FloatBuffer totals;   // [rows][q_heads][state_stride]
   FloatBuffer queries;  // [rows][q_heads][k_dim], when q is not float32
@@ -84,8 +115,8 @@ struct AttendWorkspace::Impl {
   std::vector<RowTile> tiles;
   std::vector<Walk> walks;
   std::vector<Piece> pieces;
-  std::unique_ptr<std::atomic<int64_t>[]> unfinished;  // [walks] pieces that are not done
-  size_t unfinished_size = 0;
+  Cells<std::atomic<bool>> done;  // [pieces]
+  Cells<Merging> merging;         // [walks]
   std::vector<ThreadScratch> threads;
 };
 

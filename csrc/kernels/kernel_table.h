@@ -17,8 +17,6 @@ namespace kvpager {
 
 // Lanes of the logical vector all tiers compute with, whatever their registers are.
 inline constexpr int kLanes = 16;
-// Queries that share one pass over a tile.
-inline constexpr int kQueryBlock = 6;
 
 // One query head of one row and its running softmax over a split.
 //   state = acc[v_dim], m, l (floats). Fresh: m = -inf, l = 0, acc = 0.

@@ -16,6 +16,7 @@ namespace kvpager {
 namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(5);
+constexpr auto kAwake = std::chrono::microseconds(50);  // about what waking takes
 
 void relax() {
 #if defined(__x86_64__)
@@ -23,10 +24,10 @@ void relax() {
 #endif
 }
 
-// Waits for `ready` a few microseconds without sleeping. True when it came true.
+// Waits for `ready` at most `limit` without sleeping. True when it came true.
 template <class Ready>
-bool spin_until(Ready ready) {
-  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+bool spin_until(Ready ready, std::chrono::microseconds limit) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
   do {
     for (int i = 0; i < 32; ++i) {
       if (ready()) return true;
@@ -70,7 +71,10 @@ struct ThreadPool::Impl {
   void work(int thread) {
     uint64_t seen = 0;
     for (;;) {
-      spin_until([&] { return generation.load(std::memory_order_acquire) != seen; });
+      const auto called = [&] { return generation.load(std::memory_order_acquire) != seen; };
+      if (!spin_until(called, kSpin) && awake.load(std::memory_order_relaxed)) {
+        spin_until([&] { return called() || !awake.load(std::memory_order_relaxed); }, kAwake);
+      }
       {
         std::unique_lock<std::mutex> lock(mutex);
         opened.wait(lock, [&] { return generation.load(std::memory_order_relaxed) != seen; });
@@ -85,6 +89,24 @@ struct ThreadPool::Impl {
         if (joined.fetch_sub(1, std::memory_order_release) == 1) left.notify_one();
       }
     }
+  }
+
+  void notify(int64_t helpers) {
+    if (helpers < threads - 1) {
+      for (int64_t i = 0; i < helpers; ++i) opened.notify_one();
+    } else {
+      opened.notify_all();
+    }
+  }
+
+  // Calls workers to a run that does not come yet: they find none and wait for it.
+  void wake(int64_t helpers) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      awake.store(true, std::memory_order_relaxed);
+      generation.fetch_add(1, std::memory_order_release);
+    }
+    notify(helpers);
   }
 
   // Runs items until none is left. After an exception the rest is skipped.
@@ -112,14 +134,9 @@ struct ThreadPool::Impl {
       function = &fn;
       generation.fetch_add(1, std::memory_order_release);
     }
-    const int64_t helpers = std::min<int64_t>(count, wanted) - 1;
-    if (helpers < threads - 1) {
-      for (int64_t i = 0; i < helpers; ++i) opened.notify_one();
-    } else {
-      opened.notify_all();
-    }
+    notify(std::min<int64_t>(count, wanted) - 1);
     drain(0);
-    spin_until([&] { return joined.load(std::memory_order_acquire) == 0; });
+    spin_until([&] { return joined.load(std::memory_order_acquire) == 0; }, kSpin);
     {
       std::unique_lock<std::mutex> lock(mutex);
       left.wait(lock, [&] { return joined.load(std::memory_order_acquire) == 0; });
@@ -140,6 +157,7 @@ struct ThreadPool::Impl {
   std::condition_variable left;
   bool stopping = false;
   alignas(kLines) std::atomic<uint64_t> generation{0};
+  std::atomic<bool> awake{false};
   alignas(kLines) std::atomic<int> joined{0};
   alignas(kLines) std::atomic<int64_t> next{0};
   alignas(kLines) const Function* function = nullptr;
@@ -164,6 +182,12 @@ int ThreadPool::worth_waking(int64_t nanoseconds) const {
   const int64_t wanted = nanoseconds / impl_->waking_nanoseconds;
   return static_cast<int>(std::clamp<int64_t>(wanted, 1, impl_->threads));
 }
+
+ThreadPool::Awake::Awake(ThreadPool& pool, int wanted) : pool_(pool) {
+  if (std::min(wanted, pool.threads()) > 1) pool.impl_->wake(wanted - 1);
+}
+
+ThreadPool::Awake::~Awake() { pool_.impl_->awake.store(false, std::memory_order_relaxed); }
 
 void ThreadPool::run(int64_t items, const std::function<void(int64_t item, int thread)>& fn) {
   run(items, fn, impl_->threads);

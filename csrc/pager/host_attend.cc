@@ -1,7 +1,6 @@
 // Attention at one layer: find the bytes of the chunks its rows selected, walk them. Where the bytes
 // are does not change what comes out.
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 
 #include "kvpager/error.h"
@@ -13,6 +12,7 @@ void HostBackend::begin(Forward* forward, void*) {
   parts_.assign(forward->parts.size(), {});
   for (size_t p = 0; p < parts_.size(); ++p) {
     const size_t visible = static_cast<size_t>(forward->parts[p].visible);
+    parts_[p].chunks.resize(visible);
     parts_[p].slices.resize(visible);
     parts_[p].needed.resize(visible);
   }
@@ -69,9 +69,10 @@ void HostBackend::mark_needed(const AttendOptions& attend_options) {
 void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
                          const AttendOptions& attend_options) {
   const Selection& selection = pager_.options.selection;
+  const ThreadPool::Awake awake(pager_.threads, pager_.threads.worth_waking(bytes_to_read() / 16));
   if (selection.kind != Selection::Kind::kDense) {
     select_rows(layer, q, attend_options);
-  } else if (pager_.options.policy == Policy::kQk) {
+  } else if (pager_.scores(layer)) {
     for (size_t p = 0; p < parts_.size(); ++p) score_for_ledger(p, layer, q, attend_options);
   }
   mark_needed(attend_options);
@@ -99,9 +100,53 @@ void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
   run_attention(layer, params);
 }
 
-// Finds an address for every chunk the layer reads. Chunks that are only on disk or in a snapshot
-// are brought into memory where there is room for them, and what finds no place is streamed slice
-// by slice through staging. Either way the kernel sees the same bytes in the same order.
+// About what one row of each sequence makes a layer read.
+int64_t HostBackend::bytes_to_read() const {
+  const Selection& selection = pager_.options.selection;
+  int64_t chunks = 0;
+  for (const ForwardPart& part : pager_.forward->parts) {
+    chunks += selection.kind == Selection::Kind::kDense
+                  ? part.visible
+                  : std::min(part.visible, selection.chunks + (selection.sinks + selection.recent) /
+                                                                  layout_.chunk_tokens);
+  }
+  return chunks * layout_.slice_bytes();
+}
+
+// Where the chunks that the layer reads lie; false if some are not in memory. Looked up once per
+// forward: records are many and far apart, and the keys and values of a layer leave none of them in
+// a cache. An address is good until a block or a host slot is given back.
+bool HostBackend::find_slices(int layer) {
+  const uint64_t returns = pager_.blocks.returns() + pager_.host_slots.returns();
+  if (returns != returns_) {
+    for (Part& part : parts_) std::fill(part.chunks.begin(), part.chunks.end(), nullptr);
+    returns_ = returns;
+  }
+  const int64_t offset = layout_.slice_offset(layer);
+  bool complete = true;
+  for (size_t p = 0; p < parts_.size(); ++p) {
+    const Sequence& sequence = *pager_.forward->parts[p].sequence;
+    Part& part = parts_[p];
+    for (size_t c = 0; c < part.slices.size(); ++c) {
+      part.slices[c] = nullptr;
+      if (!part.needed[c]) continue;
+      const std::byte*& chunk = part.chunks[c];
+      if (chunk == nullptr) {
+        chunk = address(pager_.ledger[sequence.use(static_cast<int64_t>(c)).record]);
+      }
+      if (chunk == nullptr) {
+        complete = false;
+      } else {
+        part.slices[c] = chunk + offset;
+      }
+    }
+  }
+  return complete;
+}
+
+// Chunks that are only on disk or in a snapshot are brought into memory where there is room for
+// them, and what finds no place is streamed slice by slice through staging. Either way the kernel
+// sees the same bytes in the same order.
 void HostBackend::run_attention(int layer, AttendParams& params) {
   const size_t rows = pager_.forward->rows.size();
   std::vector<AttendRow> row(rows);
@@ -113,11 +158,23 @@ void HostBackend::run_attention(int layer, AttendParams& params) {
     tables.push_back({parts_[p].slices.data(), pager_.forward->parts[p].visible});
   params.tables = tables.data();
 
+  if (!find_slices(layer)) {
+    bring_in_missing();
+    if (!find_slices(layer)) return stream_attention(layer, params);
+  }
+  const ScopedTimer timer(&pager_.counters.seconds_attend);
+  attend_begin(params, workspace_, pager_.threads);
+  attend_wave(params, 0, split_count(0, pager_.forward->parts.size()), workspace_, pager_.threads);
+  attend_finish(params, workspace_, pager_.threads);
+}
+
+// What the layer reads stays where it is while room is made for what is missing of it.
+void HostBackend::bring_in_missing() {
+  const ScopedTimer timer(&pager_.counters.seconds_load);
   std::vector<RecordId> reading;
   std::vector<RecordId> missing;
   const auto stop_reading = [&] {
     for (const RecordId id : reading) --pager_.ledger[id].readers;
-    reading.clear();
   };
   for (size_t p = 0; p < parts_.size(); ++p) {
     const ForwardPart& part = pager_.forward->parts[p];
@@ -130,31 +187,7 @@ void HostBackend::run_attention(int layer, AttendParams& params) {
     }
   }
   try {
-    if (!missing.empty()) {
-      const ScopedTimer timer(&pager_.counters.seconds_load);
-      bring_in(missing);
-    }
-    bool streaming = false;
-    for (size_t p = 0; p < parts_.size(); ++p) {
-      const ForwardPart& part = pager_.forward->parts[p];
-      Part& found = parts_[p];
-      for (int64_t c = 0; c < part.visible; ++c) {
-        const size_t i = static_cast<size_t>(c);
-        const std::byte* base =
-            found.needed[i] ? address(pager_.ledger[part.sequence->use(c).record]) : nullptr;
-        found.slices[i] = base == nullptr ? nullptr : base + layout_.slice_offset(layer);
-        streaming = streaming || (found.needed[i] && base == nullptr);
-      }
-    }
-    if (streaming) {
-      stream_attention(layer, params);
-    } else {
-      const ScopedTimer timer(&pager_.counters.seconds_attend);
-      attend_begin(params, workspace_, pager_.threads);
-      attend_wave(params, 0, split_count(0, pager_.forward->parts.size()), workspace_,
-                  pager_.threads);
-      attend_finish(params, workspace_, pager_.threads);
-    }
+    bring_in(missing);
   } catch (...) {
     stop_reading();
     throw;
@@ -182,7 +215,7 @@ void HostBackend::bring_in(const std::vector<RecordId>& missing) {
       rest.push_back(id);
     }
   }
-  if (static_cast<int64_t>(rest.size()) <= pager_.blocks.free() + pager_.evictable_blocks()) {
+  if (pager_.blocks_to_be_had(static_cast<int64_t>(rest.size()))) {
     for (const RecordId id : rest) {
       const BlockId block = *pager_.acquire_block();
       arrivals.push_back({id, SlotId(), block, pool_.slot(block.value())});

@@ -64,7 +64,8 @@ class HostBackend final : public Backend {
  private:
   // What attention needs of a ForwardPart at the layer at hand.
   struct Part {
-    std::vector<const std::byte*> slices;     // [visible]
+    std::vector<const std::byte*> chunks;     // [visible] null: not known, or not in memory
+    std::vector<const std::byte*> slices;     // [visible] null: not read at this layer, or missing
     std::vector<const std::byte*> summaries;  // [sealed, visible] bases; empty until first scored
     std::vector<uint8_t> needed;              // [visible] read at this layer
   };
@@ -75,7 +76,10 @@ class HostBackend final : public Backend {
   void score_for_ledger(size_t part, int layer, const TensorView& q,
                         const AttendOptions& attend_options);
   void mark_needed(const AttendOptions& attend_options);
+  int64_t bytes_to_read() const;
+  bool find_slices(int layer);
   void run_attention(int layer, AttendParams& params);
+  void bring_in_missing();
   void bring_in(const std::vector<RecordId>& missing);
   int64_t split_count(size_t first_part, size_t last_part) const;
   void stream_attention(int layer, AttendParams& params);
@@ -90,6 +94,7 @@ class HostBackend final : public Backend {
   AttendWorkspace workspace_;
 
   std::vector<Part> parts_;  // as Forward::parts
+  uint64_t returns_ = 0;     // of blocks and host slots when Part::chunks was filled
   Scan scan_;
   std::vector<ScanRow> scan_rows_;
   std::vector<std::vector<int32_t>> chosen_;  // [rows * kv_heads] of the layer at hand

@@ -97,7 +97,8 @@ void HostBackend::select_rows(int layer, const TensorView& q, const AttendOption
   }
 }
 
-// Dense attention needs no scores, but the QK policy does: those of one row per sequence.
+// Dense attention needs no scores, but the QK policy does: those of one row per sequence, at one
+// layer.
 void HostBackend::score_for_ledger(size_t p, int layer, const TensorView& q,
                                    const AttendOptions& attend_options) {
   const ScopedTimer timer(&pager_.counters.seconds_scan);

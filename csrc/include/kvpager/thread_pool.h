@@ -27,9 +27,23 @@ class ThreadPool {
   // [1, threads()].
   int worth_waking(int64_t nanoseconds) const;
 
+  // While it lives, up to wanted - 1 workers wait for the next run() without sleeping, a bounded time
+  // each: for a caller that has a little to do by itself before and between runs. Waking begins at
+  // once. One at a time.
+  class Awake {
+   public:
+    Awake(ThreadPool& pool, int wanted);
+    ~Awake();
+    Awake(const Awake&) = delete;
+    Awake& operator=(const Awake&) = delete;
+
+   private:
+    ThreadPool& pool_;
+  };
+
   // Calls fn(item, thread) once for every item in [0, items), thread in [0, threads()), and returns
   // when all are done. Items are handed out dynamically, one at a time. The first exception is
-  // rethrown. Workers sleep between calls (a short bounded spin at most). One run() at a time.
+  // rethrown. Workers sleep between calls, after a short bounded spin. One run() at a time.
   void run(int64_t items, const std::function<void(int64_t item, int thread)>& fn);
   // As above, waking at most wanted - 1 workers; 1 keeps the work on the caller.
   void run(int64_t items, const std::function<void(int64_t item, int thread)>& fn, int wanted);

@@ -1,4 +1,6 @@
 #include <atomic>
+#include <chrono>
+#include <ctime>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -69,14 +71,102 @@ TEST_CASE("every item runs exactly once, on a thread of the pool") {
   }
 }
 
+// Items that wait for each other: how many of them met, each on a thread of its own.
+class Meeting {
+ public:
+  explicit Meeting(int expected) : expected_(expected) {}
+  void attend() {
+    ++arrived_;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (arrived_ < expected_ && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::yield();
+    }
+    if (arrived_ == expected_) ++met_;
+  }
+  int met() const { return met_; }
+
+ private:
+  const int expected_;
+  std::atomic<int> arrived_{0};
+  std::atomic<int> met_{0};
+};
+
 TEST_CASE("two items of a pool of two run at the same time") {
   ThreadPool pool(2);
-  std::atomic<int> arrived{0};
-  pool.run(2, [&](int64_t, int) {
-    ++arrived;
-    while (arrived < 2) std::this_thread::yield();
-  });
-  CHECK(arrived == 2);
+  Meeting meeting(2);
+  pool.run(2, [&](int64_t, int) { meeting.attend(); });
+  CHECK(meeting.met() == 2);
+}
+
+TEST_CASE("as many threads as are wanted come, whether they were awake or asleep") {
+  constexpr std::chrono::microseconds kPauses[] = {
+      std::chrono::microseconds(0), std::chrono::microseconds(2), std::chrono::microseconds(5),
+      std::chrono::microseconds(50), std::chrono::milliseconds(5)};
+  ThreadPool pool(4);
+  for (int round = 0; round < 60; ++round) {
+    const int wanted = 2 + round % 3;
+    CAPTURE(round);
+    Meeting meeting(wanted);
+    pool.run(wanted, [&](int64_t, int) { meeting.attend(); }, wanted);
+    REQUIRE(meeting.met() == wanted);
+    const auto until = std::chrono::steady_clock::now() + kPauses[round % 5];
+    while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
+  }
+}
+
+TEST_CASE("workers that are called ahead of a run come to it, sooner or later than it does") {
+  constexpr std::chrono::microseconds kPauses[] = {
+      std::chrono::microseconds(0), std::chrono::microseconds(20), std::chrono::microseconds(60),
+      std::chrono::milliseconds(5)};
+  ThreadPool pool(4);
+  for (int round = 0; round < 60; ++round) {
+    const int wanted = 1 + round % 4;
+    CAPTURE(round);
+    const ThreadPool::Awake awake(pool, wanted);
+    for (int run = 0; run < 3; ++run) {
+      std::this_thread::sleep_for(kPauses[(round + run) % 4]);
+      Meeting meeting(4);
+      pool.run(4, [&](int64_t, int) { meeting.attend(); });
+      REQUIRE(meeting.met() == 4);
+    }
+  }
+}
+
+TEST_CASE("workers that are called ahead of a run that does not come go to sleep") {
+  ThreadPool pool(4);
+  const auto spent = [] {
+    return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;  // by all threads
+  };
+  const double before = spent();
+  {
+    const ThreadPool::Awake awake(pool, 4);
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  }
+  CHECK(spent() - before < 0.1);
+}
+
+TEST_CASE("a run that opens while a worker goes to sleep is not missed") {
+  ThreadPool pool(2);
+  for (int round = 0; round < 3000; ++round) {
+    Meeting meeting(2);
+    pool.run(2, [&](int64_t, int) { meeting.attend(); });
+    REQUIRE(meeting.met() == 2);
+    for (int i = 0; i < round % 200; ++i) std::this_thread::yield();  // up to tens of microseconds
+  }
+}
+
+TEST_CASE("a run ends when the last of its items has, whichever thread it is on") {
+  ThreadPool pool(3);
+  for (int round = 0; round < 5; ++round) {
+    Meeting meeting(3);
+    std::atomic<int> done{0};
+    pool.run(3, [&](int64_t, int thread) {
+      meeting.attend();
+      if (thread != 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      ++done;
+    });
+    CHECK(done == 3);
+  }
 }
 
 TEST_CASE("an exception is rethrown once, and the pool works on") {

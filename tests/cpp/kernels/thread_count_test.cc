@@ -1,7 +1,9 @@
 // The number of threads, of rows and of waves decides which way the work is cut, never a bit: walks
 // that merge as they go, splits computed apart, waves cut in halves to bound the memory of those.
+#include <chrono>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "attend_problem.h"
@@ -85,6 +87,38 @@ TEST_CASE("any number of threads and rows, in any waves, gives a row the same bi
           CHECK(wrong == 0);
         }
       }
+    }
+  }
+}
+
+const KernelTable* plain = nullptr;
+const void* slow_tile = nullptr;
+
+void delay_one(const TileParams& params) {
+  if (params.k == slow_tile) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  plain->attend_tile(params);
+}
+
+TEST_CASE("splits that are done before those ahead of them wait to be merged") {
+  Shape shape;
+  shape.kv_heads = 1;
+  shape.tokens = 16;
+  Sequence sequence(layout_of(shape), 16 * 8 * 20, 5);
+  Row row;
+  row.position = sequence.length() - 1;
+  const std::vector<float> expected = reference_in_order(shape, sequence, row);
+  plain = &kernels();
+  KernelTable delaying = *plain;
+  delaying.attend_tile = delay_one;
+  const KernelOverride on(delaying);
+  for (const int chunk : {0, 40, 100, 8 * 20 - 1}) {  // whose tile takes longer than all others
+    slow_tile = sequence.table().slices[chunk];
+    for (const int threads : {2, 3, 7}) {
+      RunOptions options;
+      options.threads = threads;
+      CAPTURE(chunk);
+      CAPTURE(threads);
+      CHECK(differing_bits(attend(shape, {&sequence}, {row}, options)[0], expected) == 0);
     }
   }
 }
