@@ -58,6 +58,34 @@ uint64_t begin(Pager& pager, const Array<int64_t>& sequences, const Array<int64_
   return pager.begin(descriptors, stream_of(stream));
 }
 
+using Span = py::typing::Tuple<py::int_, py::int_, py::int_, py::int_>;
+
+uint64_t begin_spans(Pager& pager, const py::typing::List<Span>& spans,
+                     const Array<TokenId>& tokens, uintptr_t stream) {
+  std::vector<RowSpan> rows;
+  rows.reserve(spans.size());
+  for (const py::handle item : spans) {
+    if (!PyTuple_Check(item.ptr()) || PyTuple_GET_SIZE(item.ptr()) != 4) {
+      throw InvalidArgumentError(
+          str("spans[", rows.size(), "]: expected a tuple of (uid, position, count, kind)"));
+    }
+    int64_t numbers[4];
+    for (py::ssize_t i = 0; i < 4; ++i) {
+      numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(item.ptr(), i));
+      if (numbers[i] == -1 && PyErr_Occurred()) throw py::error_already_set();
+    }
+    if (numbers[3] < 0 || numbers[3] > static_cast<int64_t>(RowKind::kPadding)) {
+      throw InvalidArgumentError(str("spans[", rows.size(), "]: kind ", numbers[3],
+                                     ", expected 0 (commit), 1 (read) or 2 (padding)"));
+    }
+    rows.push_back(
+        {SequenceId(numbers[0]), numbers[1], numbers[2], static_cast<RowKind>(numbers[3])});
+  }
+  std::vector<TokenId> ids = to_tokens(tokens);
+  const Release release;
+  return pager.begin(rows, std::move(ids), stream_of(stream));
+}
+
 void attend(Pager& pager, int layer, py::handle q, py::handle k, py::handle v, py::handle out,
             float scaling, float softcap, int64_t window, const py::object& sinks,
             uintptr_t stream) {
@@ -319,6 +347,8 @@ void bind_pager(py::module_& m) {
           py::arg("sequence"), py::arg("tokens"))
       .def("begin", &begin, py::arg("sequences"), py::arg("positions"), py::arg("tokens"),
            py::arg("kinds"), py::arg("stream") = 0)
+      .def("begin_spans", &begin_spans, py::arg("spans"), py::arg("tokens"), py::arg("stream") = 0,
+           "A span is (uid, position, count, kind).")
       .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
            py::arg("out"), py::arg("scaling"), py::arg("softcap") = 0.0f, py::arg("window") = 0,
            py::arg("sinks") = py::none(), py::arg("stream") = 0,

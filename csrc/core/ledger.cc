@@ -20,7 +20,9 @@ RecordId Ledger::create(ChunkState state) {
     id = free_.back();
     free_.pop_back();
   }
-  (*this)[id].state = state;
+  ChunkRecord& record = (*this)[id];
+  record.state = state;
+  held_ += record.held() ? 1 : 0;
   ++live_;
   return id;
 }
@@ -32,11 +34,26 @@ void Ledger::expect(int64_t more) {
 }
 
 void Ledger::drop(RecordId id) {
-  withdraw(id);
-  if ((*this)[id].cached) uncache(id);
-  (*this)[id] = ChunkRecord();
+  ChunkRecord& record = (*this)[id];
+  if (record.published) withdraw(record);
+  if (record.cached) uncache(id);
+  held_ -= record.held() ? 1 : 0;
+  record = ChunkRecord();
   free_.push_back(id);
   --live_;
+}
+
+void Ledger::seal(RecordId id) {
+  ChunkRecord& record = (*this)[id];
+  record.state = ChunkState::kSealed;
+  held_ -= record.held() ? 0 : 1;
+}
+
+void Ledger::pin(RecordId id, int32_t amount) {
+  ChunkRecord& record = (*this)[id];
+  held_ -= record.held() ? 1 : 0;
+  record.pins += amount;
+  held_ += record.held() ? 1 : 0;
 }
 
 void Ledger::cache(RecordId id) {
@@ -63,53 +80,57 @@ std::optional<RecordId> Ledger::oldest_cached() const {
 }
 
 size_t Ledger::place_of(const Hash128& hash) const {
-  size_t place = home_of(hash);
-  while (index_[place].value() >= 0 && !((*this)[index_[place]].hash == hash)) place = after(place);
-  return place;
+  const uint32_t tag = tag_of(hash);
+  size_t place = home_of(tag);
+  for (;; place = after(place)) {
+    const Entry& entry = index_[place];
+    if (entry.record.value() < 0) return place;
+    if (entry.tag == tag && (*this)[entry.record].hash == hash) return place;
+  }
 }
 
 void Ledger::make_room(size_t published) {
   if (2 * published <= index_.size()) return;
   size_t places = std::max(kFewestPlaces, index_.size());
   while (places < 2 * published) places *= 2;
-  std::vector<RecordId> old(places);
+  std::vector<Entry> old(places);
   old.swap(index_);
-  for (const RecordId id : old) {
-    if (id.value() >= 0) index_[place_of((*this)[id].hash)] = id;
+  for (const Entry& entry : old) {
+    if (entry.record.value() < 0) continue;
+    size_t place = home_of(entry.tag);
+    while (index_[place].record.value() >= 0) place = after(place);
+    index_[place] = entry;
   }
 }
 
 void Ledger::publish(RecordId id) {
   make_room(published_ + 1);
-  RecordId& place = index_[place_of((*this)[id].hash)];
-  if (place.value() >= 0) return;
-  place = id;
+  ChunkRecord& record = (*this)[id];
+  Entry& entry = index_[place_of(record.hash)];
+  if (entry.record.value() >= 0) return;
+  entry = {id, tag_of(record.hash)};
+  record.published = true;
   ++published_;
 }
 
-bool Ledger::published(RecordId id) const {
-  return !index_.empty() && index_[place_of((*this)[id].hash)] == id;
-}
-
 // Whoever was pushed past the place that becomes empty moves into it, so that no search ends early.
-void Ledger::withdraw(RecordId id) {
-  if (!published(id)) return;
-  size_t hole = place_of((*this)[id].hash);
-  for (size_t place = after(hole); index_[place].value() >= 0; place = after(place)) {
-    const size_t home = home_of((*this)[index_[place]].hash);
+void Ledger::withdraw(const ChunkRecord& record) {
+  size_t hole = place_of(record.hash);
+  for (size_t place = after(hole); index_[place].record.value() >= 0; place = after(place)) {
+    const size_t home = home_of(index_[place].tag);
     const size_t mask = index_.size() - 1;
     if (((place - home) & mask) < ((place - hole) & mask)) continue;
     index_[hole] = index_[place];
     hole = place;
   }
-  index_[hole] = RecordId();
+  index_[hole] = Entry();
   --published_;
 }
 
 std::optional<RecordId> Ledger::find(const Hash128& hash, const Hash128& parent,
                                      const TokenId* tokens, int64_t count) const {
   if (index_.empty()) return std::nullopt;
-  const RecordId found = index_[place_of(hash)];
+  const RecordId found = index_[place_of(hash)].record;
   if (found.value() < 0) return std::nullopt;
   const ChunkRecord& record = (*this)[found];
   if (!(record.parent == parent) || static_cast<int64_t>(record.tokens.size()) != count ||

@@ -28,7 +28,7 @@ struct ChunkRecord {
   ChunkState state = ChunkState::kFree;
   Provenance provenance = Provenance::kExact;
   int32_t references = 0;  // uses by sequences; a sealed record with 0 is cached for prefix reuse
-  int32_t pins = 0;        // over all uses
+  int32_t pins = 0;        // over all uses; changed by Ledger::pin
   int32_t readers = 0;     // attention calls reading it now: its block is in flight, never a victim
   int32_t borrows = 0;     // saves writing from its home, which stays where it is
   int64_t index = 0;       // logical chunk index, the same in every sequence that shares it
@@ -43,9 +43,11 @@ struct ChunkRecord {
   SlotId summary;                // slot of the summary slab; sealed records only
   bool summary_pending = false;  // still in `source`; loaded before any row can score it
 
-  Hash128 hash;                 // of the chain up to this chunk's end
-  Hash128 parent;               // of the chain up to its start
-  SharedArray<TokenId> tokens;  // sealed: chunk_tokens ids; a restored one's are the snapshot's
+  Hash128 hash;    // of the chain up to this chunk's end
+  Hash128 parent;  // of the chain up to its start
+  // Sealed: chunk_tokens ids. A restored record's, like its checksums, are the snapshot's own, which
+  // `source` keeps: who resets or replaces that replaces these, and nobody takes them along.
+  SharedArray<TokenId> tokens;
   // Sealed: one per layer slice. Of a chunk sealed on a device none until they are first asked for;
   // its bytes are in memory until then.
   SharedArray<uint64_t> checksums;
@@ -58,6 +60,7 @@ struct ChunkRecord {
   RecordId older;
   RecordId newer;
   bool cached = false;
+  bool published = false;  // in the hash index
 
   bool resident() const { return block.value() >= 0; }
   bool on_host() const { return host.value() >= 0; }
@@ -68,6 +71,8 @@ struct ChunkRecord {
   bool host_copy() const { return on_host() && !home_on_host(); }
   // Occupies a home: a lower-tier slot of its own, or its block where there are no lower tiers.
   bool needs_home() const { return state == ChunkState::kSealed && source == nullptr; }
+  // Stays in its block whatever residency would like.
+  bool held() const { return state == ChunkState::kOpen || pins > 0; }
 };
 
 class Ledger {
@@ -78,6 +83,10 @@ class Ledger {
   // The record leaves the index and is free for reuse. REQUIRES: it owns no block, slot or summary
   // any more.
   void drop(RecordId id);
+
+  void seal(RecordId id);                 // open -> sealed
+  void pin(RecordId id, int32_t amount);  // that many pins more, or less
+  int64_t held() const { return held_; }  // records that are open or pinned
 
   ChunkRecord& operator[](RecordId id) { return records_[static_cast<size_t>(id.value())]; }
   const ChunkRecord& operator[](RecordId id) const {
@@ -90,7 +99,7 @@ class Ledger {
   // A sealed exact record with this hash, parent and these tokens.
   std::optional<RecordId> find(const Hash128& hash, const Hash128& parent, const TokenId* tokens,
                                int64_t count) const;
-  bool published(RecordId id) const;
+  bool published(RecordId id) const { return (*this)[id].published; }
 
   // Cached records: sealed ones that no sequence uses, kept for prefix reuse. Oldest first is the
   // order in which they are forgotten. REQUIRES of both: what the name says has not been done yet.
@@ -110,21 +119,30 @@ class Ledger {
   }
 
  private:
-  // Where the search for a hash begins. REQUIRES: index_ is not empty.
-  size_t home_of(const Hash128& hash) const { return hash.low & (index_.size() - 1); }
+  // A place of the index. The tag is a part of the hash: where the search begins, and most of the
+  // comparison, without a look at the record.
+  struct Entry {
+    RecordId record;  // -1: empty
+    uint32_t tag = 0;
+  };
+
+  static uint32_t tag_of(const Hash128& hash) { return static_cast<uint32_t>(hash.low); }
+  // Where the search for a tag begins. REQUIRES: index_ is not empty.
+  size_t home_of(uint32_t tag) const { return tag & (index_.size() - 1); }
   size_t after(size_t place) const { return (place + 1) & (index_.size() - 1); }
   // The place of the record with this hash, or the empty one at which the search for it ends.
   size_t place_of(const Hash128& hash) const;
   void make_room(size_t published);
-  void withdraw(RecordId id);
+  void withdraw(const ChunkRecord& record);
 
   std::vector<ChunkRecord> records_;
   std::vector<RecordId> free_;
   // Published records by the hash in the record, which is as good as random: open addressing, at
-  // most half full, a power of two long; -1: empty. Nothing is allocated for a record.
-  std::vector<RecordId> index_;
+  // most half full, a power of two long. Nothing is allocated for a record.
+  std::vector<Entry> index_;
   size_t published_ = 0;
   int64_t live_ = 0;
+  int64_t held_ = 0;
   RecordId oldest_, newest_;
   int64_t cached_ = 0;
 };

@@ -16,6 +16,11 @@ struct VictimFacts {
       false;  // a sink or in somebody's recent window: leaves only when nothing else can
   double score = 0;
   uint64_t last_use = 0;
+
+  friend bool operator==(const VictimFacts& a, const VictimFacts& b) {
+    return a.record == b.record && a.sheltered == b.sheltered && a.score == b.score &&
+           a.last_use == b.last_use;
+  }
 };
 
 // Total order: true if `a` should leave before `b`. LRU: older use first; QK: lower score first,

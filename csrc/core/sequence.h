@@ -34,6 +34,7 @@ struct Sequence {
   std::vector<ChunkUse> frontier;
   int64_t reserved = 0;          // homes promised to chunks that are not sealed yet
   bool frozen = false;           // a save's view of another sequence; nobody else knows it
+  int32_t part = -1;             // of the running forward, as a number in Forward::parts; -1: none
   bool summaries_loaded = true;  // false: some sealed chunk's summary is still in its snapshot
 
   int64_t sealed_chunks() const { return static_cast<int64_t>(sealed.size()); }

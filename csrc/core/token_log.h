@@ -30,7 +30,7 @@ class TokenLog {
   // Copies ids [begin, end) to `out`. REQUIRES: begin <= end <= size().
   void copy(size_t begin, size_t end, TokenId* out) const {
     const size_t split = std::clamp(shared_.size(), begin, end);
-    out = std::copy(shared_.data() + begin, shared_.data() + split, out);
+    if (split > begin) out = std::copy(shared_.data() + begin, shared_.data() + split, out);
     std::copy(own_.begin() + index(split), own_.begin() + index(end), out);
   }
   std::vector<TokenId> first(size_t count) const {
@@ -42,7 +42,7 @@ class TokenLog {
     return ids;
   }
 
-  void push_back(TokenId id) { own_.push_back(id); }
+  void append(const TokenId* ids, size_t count) { own_.insert(own_.end(), ids, ids + count); }
   // Room for `size` ids, growing geometrically: reserving what is needed alone would copy everything
   // at every forward.
   void grow(size_t size) {

@@ -59,6 +59,10 @@ class Backend {
   virtual std::vector<std::byte*> summary_room(const std::vector<SlotId>& slots) = 0;
   virtual void summaries_written(const std::vector<SlotId>& slots) = 0;
 
+  // Whether forwards are computed here. If so, each row is described for itself in Forward::rows, and
+  // ForwardPart::read and ::mass have room; if not, all of these are empty.
+  virtual bool computes() const { return true; }
+
   // --- A forward. Chunks of its parts stay where they are found by begin, as far as it needs that,
   // until end.
   virtual void begin(Forward* forward, void* stream) = 0;

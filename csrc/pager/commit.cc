@@ -21,13 +21,21 @@ void grow(std::vector<T>* vector, int64_t size) {
 
 void Pager::Impl::commit_all(Provenance provenance) {
   if (!forward) throw InvalidArgumentError("commit: no forward is running");
-  std::vector<SequenceId> ids;
-  std::vector<int64_t> accepted;
+  std::vector<int64_t> count;
+  count.reserve(forward->parts.size());
+  bool any = false;
   for (const ForwardPart& part : forward->parts) {
-    ids.push_back(part.sequence->id);
-    accepted.push_back(static_cast<int64_t>(part.commit_rows.size()));
+    count.push_back(part.commit_count);
+    any = any || part.commit_count > 0;
   }
-  commit(ids, accepted, provenance);
+  if (any) require_layers_written();
+  commit_rows(count, provenance);
+}
+
+void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
+                         Provenance provenance) {
+  if (!forward) throw InvalidArgumentError("commit: no forward is running");
+  commit_rows(accepted_rows(ids, accepted), provenance);
 }
 
 // How many rows of each part are accepted, after checking that the forward can be committed.
@@ -41,18 +49,17 @@ std::vector<int64_t> Pager::Impl::accepted_rows(const std::vector<SequenceId>& i
   std::vector<uint8_t> named(forward->parts.size(), 0);
   bool any = false;
   for (size_t i = 0; i < ids.size(); ++i) {
-    const auto part = std::find_if(forward->parts.begin(), forward->parts.end(),
-                                   [&](const ForwardPart& p) { return p.sequence->id == ids[i]; });
-    if (part == forward->parts.end()) {
+    const auto known = sequences.find(ids[i].value());
+    if (known == sequences.end() || known->second.part < 0) {
       throw InvalidArgumentError(
           str("commit: sequence ", ids[i].value(), " is not in this forward"));
     }
-    const int64_t rows = static_cast<int64_t>(part->commit_rows.size());
+    const size_t p = static_cast<size_t>(known->second.part);
+    const int64_t rows = forward->parts[p].commit_count;
     if (accepted[i] < 0 || accepted[i] > rows) {
       throw InvalidArgumentError(str("accepted: ", accepted[i], " rows of sequence ",
                                      ids[i].value(), ", expected 0 to ", rows));
     }
-    const size_t p = static_cast<size_t>(part - forward->parts.begin());
     if (named[p]) {
       throw InvalidArgumentError(str("commit: sequence ", ids[i].value(), " is named twice"));
     }
@@ -60,13 +67,17 @@ std::vector<int64_t> Pager::Impl::accepted_rows(const std::vector<SequenceId>& i
     count[p] = accepted[i];
     any = any || accepted[i] > 0;
   }
-  for (int layer = 0; any && layer < layout.layers; ++layer) {
+  if (any) require_layers_written();
+  return count;
+}
+
+void Pager::Impl::require_layers_written() const {
+  for (int layer = 0; layer < layout.layers; ++layer) {
     if (!forward->layer_written[static_cast<size_t>(layer)]) {
       throw InvalidArgumentError(
           str("commit: layer ", layer, " was never written in this forward"));
     }
   }
-  return count;
 }
 
 bool Pager::Impl::exact_row_count(int64_t rows) const {
@@ -75,11 +86,9 @@ bool Pager::Impl::exact_row_count(int64_t rows) const {
           std::binary_search(options.smaller_rows.begin(), options.smaller_rows.end(), rows));
 }
 
-void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
-                         Provenance provenance) {
-  if (!forward) throw InvalidArgumentError("commit: no forward is running");
-  const std::vector<int64_t> count = accepted_rows(ids, accepted);
-  if (!exact_row_count(static_cast<int64_t>(forward->rows.size()))) {
+// Commits the first count[p] rows of each part.
+void Pager::Impl::commit_rows(const std::vector<int64_t>& count, Provenance provenance) {
+  if (!exact_row_count(forward->row_count())) {
     provenance = std::max(provenance, Provenance::kDecode);
   }
   const ScopedTimer timer(&counters.seconds_seal);
@@ -99,13 +108,40 @@ void Pager::Impl::commit(const std::vector<SequenceId>& ids, const std::vector<i
     throw;
   }
   // Nothing below fails.
-  for (Seal& seal : seals) apply_seal(seal);
+  for (size_t i = 0; i < seals.size();) {
+    Sequence& sequence = *seals[i].sequence;
+    const size_t first = i;
+    for (; i < seals.size() && seals[i].sequence == &sequence; ++i) {
+      apply_seal(seals[i], sequence.frontier[i - first]);
+    }
+    sequence.frontier.erase(sequence.frontier.begin(),
+                            sequence.frontier.begin() + static_cast<int64_t>(i - first));
+  }
   for (size_t p = 0; p < forward->parts.size(); ++p) {
     advance(forward->parts[p], count[p], provenance);
   }
   backend->end();
+  disband(&*forward);
   recall_ahead();
   forward.reset();
+}
+
+// The ids of chunks [first, last) of a part that commits: positions before its rows, then theirs.
+SharedArray<TokenId> Pager::Impl::tokens_to_seal(const ForwardPart& part, int64_t first,
+                                                 int64_t last) const {
+  const Sequence& sequence = *part.sequence;
+  const int64_t c = layout.chunk_tokens;
+  const int64_t stop = last * c;
+  std::vector<TokenId> ids(static_cast<size_t>(stop - first * c));
+  sequence.tokens.copy(static_cast<size_t>(first * c), static_cast<size_t>(sequence.length),
+                       ids.data());
+  int64_t at = sequence.length;
+  for (const RowRange& rows : part.commits) {
+    const int64_t count = std::min(rows.count, stop - at);
+    std::copy_n(forward->tokens.begin() + rows.first, count, ids.begin() + (at - first * c));
+    at += count;
+  }
+  return SharedArray(std::move(ids));
 }
 
 // One Seal for every chunk of the part that `count` more rows fill. What it took is in *seals at
@@ -114,24 +150,19 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
                                 std::vector<Seal>* seals) {
   Sequence& sequence = *part.sequence;
   const int64_t c = layout.chunk_tokens;
-  const auto token_at = [&](int64_t position) {
-    if (position < sequence.length) return sequence.tokens[static_cast<size_t>(position)];
-    const int32_t row = part.commit_rows[static_cast<size_t>(position - sequence.length)];
-    return forward->rows[static_cast<size_t>(row)].token;
-  };
   sequence.tokens.grow(static_cast<size_t>(sequence.length + count));
   const int64_t first = sequence.sealed_chunks();
   const int64_t last = (sequence.length + count) / c;
+  if (first == last) return;
   grow(&sequence.sealed, last);
+  grow(seals, static_cast<int64_t>(seals->size()) + last - first);
+  const SharedArray<TokenId> ids = tokens_to_seal(part, first, last);
   Hash128 parent = first == 0 ? sequence.root : ledger[sequence.sealed.back().record].hash;
   for (int64_t chunk = first; chunk < last; ++chunk) {
     Seal& seal = seals->emplace_back();
     seal.sequence = &sequence;
     seal.open = sequence.use(chunk).record;
-    std::vector<TokenId> ids;
-    ids.reserve(static_cast<size_t>(c));
-    for (int64_t i = chunk * c; i < (chunk + 1) * c; ++i) ids.push_back(token_at(i));
-    seal.tokens = SharedArray(std::move(ids));
+    seal.tokens = ids.part(static_cast<size_t>((chunk - first) * c), static_cast<size_t>(c));
     seal.provenance = std::max(sequence.provenance, provenance);
     seal.parent = parent;
     seal.hash = chain_next(parent, seal.tokens.data(), c, seal.provenance);
@@ -185,10 +216,9 @@ std::vector<uint64_t> Pager::Impl::slice_checksums(const std::byte* chunk) {
   return sums;
 }
 
-void Pager::Impl::apply_seal(Seal& seal) {
+// The frontier's first chunk becomes the sequence's next sealed one.
+void Pager::Impl::apply_seal(Seal& seal, ChunkUse use) {
   Sequence& sequence = *seal.sequence;
-  ChunkUse use = sequence.frontier.front();
-  sequence.frontier.erase(sequence.frontier.begin());
   if (sequence.reserved > 0) {
     --sequence.reserved;
     --reserved_homes;
@@ -197,7 +227,7 @@ void Pager::Impl::apply_seal(Seal& seal) {
     // Somebody computed the same chunk, bit for bit. Keep their record; if its bytes are not
     // resident, this block becomes its resident copy, so that what is pinned stays where it is.
     ChunkRecord& kept = ledger[*seal.existing];
-    ledger[use.record].pins -= use.pins;
+    ledger.pin(use.record, -use.pins);
     if (!kept.resident()) std::swap(kept.block, ledger[use.record].block);
     if (seal.heals && kept.source == nullptr) {
       give_back(seal.home);   // another sequence of this forward has healed it
@@ -221,12 +251,12 @@ void Pager::Impl::apply_seal(Seal& seal) {
     }
     drop_record(use.record);
     use.record = *seal.existing;
-    kept.pins += use.pins;
+    ledger.pin(use.record, use.pins);
     if (kept.summary_pending) sequence.summaries_loaded = false;
     ++counters.chunks_shared;
   } else {
     ChunkRecord& record = ledger[seal.open];
-    record.state = ChunkState::kSealed;
+    ledger.seal(seal.open);
     record.provenance = seal.provenance;
     record.host = seal.home.host;
     record.disk = seal.home.disk;
@@ -248,17 +278,20 @@ void Pager::Impl::apply_seal(Seal& seal) {
 // Rows become positions; what the forward read and scored goes into the ledger.
 void Pager::Impl::advance(ForwardPart& part, int64_t count, Provenance provenance) {
   Sequence& sequence = *part.sequence;
-  for (int64_t i = 0; i < count; ++i) {
-    const int32_t row = part.commit_rows[static_cast<size_t>(i)];
-    sequence.tokens.push_back(forward->rows[static_cast<size_t>(row)].token);
+  int64_t left = count;
+  for (const RowRange& rows : part.commits) {
+    const int64_t more = std::min(rows.count, left);
+    sequence.tokens.append(forward->tokens.data() + rows.first, static_cast<size_t>(more));
+    left -= more;
   }
   sequence.length += count;
   if (count > 0) sequence.provenance = std::max(sequence.provenance, provenance);
   counters.rows_committed += count;
   drop_surplus(part);
   // A moving average of each chunk's share of attention mass, for residency and for people.
-  const double shares = static_cast<double>(layout.layers) * layout.kv_heads;
-  for (int64_t chunk = 0; chunk < std::min(part.visible, sequence.chunks()); ++chunk) {
+  const double shares = static_cast<double>(scored_layers() * layout.kv_heads);
+  const auto known = static_cast<int64_t>(part.read.size());  // none where nothing is computed
+  for (int64_t chunk = 0; chunk < std::min(known, sequence.chunks()); ++chunk) {
     const size_t i = static_cast<size_t>(chunk);
     ChunkUse& use = sequence.use(chunk);
     if (part.scored) {

@@ -89,7 +89,7 @@ void DeviceBackend::attend(int layer, const TensorView& q, const TensorView& out
   const bool staged = !into_graph && !running_.staged.empty() && staged_layer_[half] == layer;
   const gpu::Tables tables = arrays_.layout.tables(arrays_.tables.data(), staged ? half : -1);
   const float* const sinks = sinks_on_device(attend_options, stream, into_graph);
-  if (!dense || pager_.options.policy == Policy::kQk) {
+  if (pager_.scores(layer)) {
     gpu::SelectParams params;
     params.shape = shape(q.dtype);
     params.tables = tables;
@@ -159,7 +159,7 @@ void DeviceBackend::mark_dense(int64_t window) {
 void DeviceBackend::replayed(void* stream) {
   timeline_.set_compute(stream);
   const bool dense = pager_.options.selection.kind == Selection::Kind::kDense;
-  running_.scored = !dense || pager_.options.policy == Policy::kQk;
+  running_.scored = pager_.scored_layers() > 0;
   if (dense) mark_dense(0);
 }
 

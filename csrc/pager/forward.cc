@@ -47,74 +47,118 @@ void mark_window(int64_t position, int64_t window, int64_t chunk_tokens,
   std::fill(chunks->begin() + first, chunks->begin() + position / chunk_tokens + 1, 1);
 }
 
-void Pager::Impl::begin(const std::vector<RowDescriptor>& rows, void* stream) {
+void Pager::Impl::begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens, void* stream) {
   if (forward)
     throw InvalidArgumentError("begin: a forward is already running; commit or abort it");
-  if (rows.empty() || static_cast<int64_t>(rows.size()) > options.rows) {
-    throw InvalidArgumentError(str("rows: ", rows.size(), " given, expected 1 to ", options.rows));
-  }
   Forward next;
-  next.rows = rows;
-  next.part_of_row.assign(rows.size(), -1);
-  next.layer_written.assign(static_cast<size_t>(layout.layers), 0);
-  auto part = next.parts.end();  // rows of one sequence mostly follow each other
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const RowDescriptor& row = rows[i];
-    if (row.kind == RowKind::kPadding) continue;
-    if (part == next.parts.end() || !(part->sequence->id == row.sequence)) {
-      Sequence& wanted = find(row.sequence);
-      part = std::find_if(next.parts.begin(), next.parts.end(),
-                          [&](const ForwardPart& p) { return p.sequence == &wanted; });
-      if (part == next.parts.end()) {
-        part = next.parts.emplace(next.parts.end());
-        part->sequence = &wanted;
-      }
-    }
-    const Sequence& sequence = *part->sequence;
-    const int64_t expected = sequence.length + static_cast<int64_t>(part->commit_rows.size());
-    if (row.kind == RowKind::kCommit) {
-      if (row.position != expected) {
-        throw InvalidArgumentError(str("row ", i, ": position ", row.position, " of sequence ",
-                                       sequence.id.value(), ", expected ", expected,
-                                       ": commit rows continue the sequence in order"));
-      }
-      if (row.token < 0) {
-        throw InvalidArgumentError(str("row ", i, ": token id ", row.token, " is negative"));
-      }
-      part->commit_rows.push_back(static_cast<int32_t>(i));
-    } else if (row.position < 0 || row.position >= sequence.length) {
-      throw InvalidArgumentError(str("row ", i, ": reads position ", row.position, " of sequence ",
-                                     sequence.id.value(), ", which holds ", sequence.length));
-    }
-    part->score_row = static_cast<int32_t>(i);
-    part->visible = std::max(part->visible, row.position / layout.chunk_tokens + 1);
-    next.part_of_row[i] = static_cast<int32_t>(part - next.parts.begin());
+  next.spans = std::move(spans);
+  next.tokens = std::move(tokens);
+  if (next.row_count() < 1 || next.row_count() > options.rows) {
+    throw InvalidArgumentError(
+        str("rows: ", next.row_count(), " given, expected 1 to ", options.rows));
   }
-  if (next.parts.empty()) throw InvalidArgumentError("rows: every row is padding");
-
-  take_frontier(&next);
+  next.layer_written.assign(static_cast<size_t>(layout.layers), 0);
   try {
+    int64_t row = 0;
+    for (const RowSpan& span : next.spans) {
+      if (span.count < 1 || span.count > next.row_count() - row) {
+        throw InvalidArgumentError(str("spans: ", span.count, " rows from row ", row,
+                                       " on, expected 1 to ", next.row_count() - row,
+                                       ", the tokens left for them"));
+      }
+      enroll(span, row, &next);
+      row += span.count;
+    }
+    if (row < next.row_count()) {
+      throw InvalidArgumentError(
+          str("spans: of ", row, " rows, expected as many as tokens, ", next.row_count()));
+    }
+    if (next.parts.empty()) throw InvalidArgumentError("rows: every row is padding");
+    take_frontier(&next);
+    if (backend->computes()) describe_rows(&next);
     backend->begin(&next, stream);
   } catch (...) {
-    for (ForwardPart& part : next.parts) drop_surplus(part);
+    disband(&next);
     throw;
   }
+  forget_orders();  // whom the backend has brought in nobody has noted
   ++clock;
   ++counters.forwards;
   forward.emplace(std::move(next));
 }
 
-// Homes for chunks that may seal, then blocks for the rows: all that the parts need, or nothing.
+// Adds a span's rows to its sequence's part.
+void Pager::Impl::enroll(const RowSpan& span, int64_t first_row, Forward* next) {
+  if (span.kind == RowKind::kPadding) return;
+  Sequence& sequence = find(span.sequence);
+  if (sequence.part < 0) {
+    next->parts.emplace_back().sequence = &sequence;
+    sequence.part = static_cast<int32_t>(next->parts.size()) - 1;
+  }
+  ForwardPart& part = next->parts[static_cast<size_t>(sequence.part)];
+  if (span.kind == RowKind::kCommit) {
+    const int64_t expected = sequence.length + part.commit_count;
+    if (span.position != expected) {
+      throw InvalidArgumentError(str("row ", first_row, ": position ", span.position,
+                                     " of sequence ", sequence.id.value(), ", expected ", expected,
+                                     ": commit rows continue the sequence in order"));
+    }
+    const auto first = next->tokens.begin() + first_row;
+    const auto bad = std::find_if(first, first + span.count, [](TokenId id) { return id < 0; });
+    if (bad != first + span.count) {
+      throw InvalidArgumentError(
+          str("row ", bad - next->tokens.begin(), ": token id ", *bad, " is negative"));
+    }
+    part.commits.push_back({first_row, span.count});
+    part.commit_count += span.count;
+  } else if (span.position < 0 || span.position > sequence.length - span.count) {
+    const bool none = span.position < 0 || span.position >= sequence.length;
+    const int64_t bad = none ? 0 : sequence.length - span.position;
+    throw InvalidArgumentError(str("row ", first_row + bad, ": reads position ",
+                                   span.position + bad, " of sequence ", sequence.id.value(),
+                                   ", which holds ", sequence.length));
+  }
+  part.score_row = static_cast<int32_t>(first_row + span.count - 1);
+  const int64_t last = span.position + span.count - 1;
+  part.visible = std::max(part.visible, last / layout.chunk_tokens + 1);
+}
+
+// What a backend that computes wants to know: each row for itself, and room for what is read.
+void Pager::Impl::describe_rows(Forward* next) const {
+  const size_t rows = next->tokens.size();
+  next->rows.reserve(rows);
+  next->part_of_row.reserve(rows);
+  for (const RowSpan& span : next->spans) {
+    const bool padding = span.kind == RowKind::kPadding;
+    const int32_t part = padding ? -1 : find(span.sequence).part;
+    for (int64_t i = 0; i < span.count; ++i) {
+      const auto row = static_cast<int32_t>(next->rows.size());
+      next->rows.push_back({span.sequence, span.position + (padding ? 0 : i),
+                            next->tokens[static_cast<size_t>(row)], span.kind});
+      next->part_of_row.push_back(part);
+      if (span.kind == RowKind::kCommit) {
+        next->parts[static_cast<size_t>(part)].commit_rows.push_back(row);
+      }
+    }
+  }
+  for (ForwardPart& part : next->parts) {
+    part.read.assign(static_cast<size_t>(part.visible), 0);
+    part.mass.assign(static_cast<size_t>(part.visible), 0);
+  }
+}
+
+// Homes for chunks that may seal, then blocks for the rows: all that the parts need, or what disband()
+// gives back.
 void Pager::Impl::take_frontier(Forward* next) {
   const int64_t c = layout.chunk_tokens;
   int64_t new_homes = 0;
   int64_t new_blocks = 0;
   const auto homes_wanted = [&](const ForwardPart& part) {
-    const int64_t end = part.sequence->length + static_cast<int64_t>(part.commit_rows.size());
+    const int64_t end = part.sequence->length + part.commit_count;
     return std::max<int64_t>(0, end / c - part.sequence->sealed_chunks() - part.sequence->reserved);
   };
   const auto blocks_wanted = [&](const ForwardPart& part) {
-    const int64_t end = part.sequence->length + static_cast<int64_t>(part.commit_rows.size());
+    const int64_t end = part.sequence->length + part.commit_count;
     return std::max<int64_t>(0, (end + c - 1) / c - part.sequence->chunks());
   };
   for (const ForwardPart& part : next->parts) {
@@ -125,31 +169,33 @@ void Pager::Impl::take_frontier(Forward* next) {
   require_blocks(new_blocks, "begin");
   for (ForwardPart& part : next->parts) {
     load_summaries(*part.sequence);
-    const size_t visible = static_cast<size_t>(part.visible);
-    part.read.assign(visible, 0);
-    part.mass.assign(visible, 0);
     part.sequence->frontier.reserve(part.sequence->frontier.size() +
                                     static_cast<size_t>(blocks_wanted(part)));
   }
-  try {
-    for (ForwardPart& part : next->parts) {
-      Sequence& sequence = *part.sequence;
-      part.promised = homes_wanted(part);
-      reserved_homes += part.promised;
-      sequence.reserved += part.promised;
-      for (int64_t n = blocks_wanted(part); n-- > 0;) {
-        const BlockId block = *acquire_block();
-        const RecordId id = ledger.create(ChunkState::kOpen);
-        ledger[id].references = 1;
-        ledger[id].index = sequence.chunks();
-        ledger[id].block = block;
-        sequence.frontier.push_back({id, 0, 0, 0, 0});
-      }
+  for (ForwardPart& part : next->parts) {
+    Sequence& sequence = *part.sequence;
+    part.promised = homes_wanted(part);
+    reserved_homes += part.promised;
+    sequence.reserved += part.promised;
+    for (int64_t n = blocks_wanted(part); n-- > 0;) {
+      const BlockId block = *acquire_block();
+      const RecordId id = ledger.create(ChunkState::kOpen);
+      ChunkRecord& record = ledger[id];
+      record.references = 1;
+      record.index = sequence.chunks();
+      record.block = block;
+      sequence.frontier.push_back({id, 0, 0, 0, 0});
     }
-  } catch (...) {
-    for (ForwardPart& part : next->parts) drop_surplus(part);
-    throw;
   }
+}
+
+// The parts end, as far as they had begun; what they took and did not use goes back.
+void Pager::Impl::disband(Forward* ended) {
+  for (ForwardPart& part : ended->parts) {
+    drop_surplus(part);
+    part.sequence->part = -1;
+  }
+  forget_orders();  // nothing is being read any more
 }
 
 void Pager::Impl::require_layer(int layer, const TensorView& k, const TensorView& v) const {
@@ -157,7 +203,7 @@ void Pager::Impl::require_layer(int layer, const TensorView& k, const TensorView
   if (layer < 0 || layer >= layout.layers) {
     throw InvalidArgumentError(str("layer: ", layer, " is not in [0, ", layout.layers, ")"));
   }
-  const int64_t rows = static_cast<int64_t>(forward->rows.size());
+  const int64_t rows = forward->row_count();
   require_shape("k", k, rows, layout.kv_heads, layout.k_dim);
   require_shape("v", v, rows, layout.kv_heads, layout.v_dim);
 }
@@ -175,7 +221,7 @@ void Pager::Impl::write(int layer, const TensorView& k, const TensorView& v, voi
 void Pager::Impl::attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
                          const TensorView& out, const AttendOptions& attend_options) {
   if (!forward) throw InvalidArgumentError("attend: no forward is running; call begin first");
-  const int64_t rows = static_cast<int64_t>(forward->rows.size());
+  const int64_t rows = forward->row_count();
   if (q.heads <= 0 || q.heads % layout.kv_heads != 0) {
     throw InvalidArgumentError(
         str("q: ", q.heads, " heads, expected a multiple of kv_heads=", layout.kv_heads));
@@ -202,6 +248,7 @@ void Pager::Impl::attend(int layer, const TensorView& q, const TensorView& k, co
     abort();
     throw;
   }
+  forget_orders();  // what the layer read and brought in may leave again
 }
 
 void Pager::Impl::refuse_non_finite(int layer, int64_t row) const {
@@ -243,7 +290,7 @@ void Pager::Impl::drop_surplus(ForwardPart& part) {
 void Pager::Impl::abort() {
   if (!forward) return;
   backend->end();
-  for (ForwardPart& part : forward->parts) drop_surplus(part);
+  disband(&*forward);
   forward.reset();
   ++counters.aborted_forwards;
 }

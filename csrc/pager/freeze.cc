@@ -141,12 +141,11 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
         read_chunk(record, tail->data());
       }
       zero_rows_after(layout, tail->data(), valid);
-      SnapshotChunk chunk{valid, open ? source.provenance : record.provenance, {}, {}, 0};
-      for (int layer = 0; layer < layout.layers; ++layer) {
-        chunk.slice_checksum.push_back(
-            slice_checksum(tail->data() + layout.slice_offset(layer), layout.slice_bytes()));
-      }
-      meta->chunks.push_back(std::move(chunk));
+      meta->chunks.push_back({valid,
+                              open ? source.provenance : record.provenance,
+                              {},
+                              slice_checksums(tail->data()),
+                              0});
     }
     meta->hints.qk_score.push_back(use.qk_score);
     // Age: the clock is not saved.
@@ -155,13 +154,11 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
 
   std::vector<ChunkUse> uses;
   for (int64_t c = 0; c < sealed; ++c) uses.push_back({source.use(c).record, 0, 0, 0, 0});
-  std::vector<TokenId> tokens(meta->tokens.begin(),
-                              meta->tokens.begin() + sealed * layout.chunk_tokens);
   Sequence& frozen = create_sequence(source.salt);
   frozen.frozen = true;
   frozen.provenance = source.provenance;
   frozen.length = sealed * layout.chunk_tokens;
-  frozen.tokens = TokenLog(SharedArray(std::move(tokens)));
+  frozen.tokens = TokenLog(meta->tokens.first(static_cast<size_t>(frozen.length)));
   frozen.sealed = std::move(uses);
   for (const ChunkUse& use : frozen.sealed) add_reference(use.record);
   return frozen.id;

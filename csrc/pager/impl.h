@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "core/leave_order.h"
 #include "core/ledger.h"
 #include "core/policy.h"
 #include "core/sequence.h"
@@ -31,10 +32,18 @@
 
 namespace kvpager {
 
+// Rows [first, first + count) of a forward.
+struct RowRange {
+  int64_t first = 0;
+  int64_t count = 0;
+};
+
 // One sequence's part in the running forward.
 struct ForwardPart {
   Sequence* sequence = nullptr;
-  std::vector<int32_t> commit_rows;  // row numbers, ascending
+  std::vector<RowRange> commits;     // rows that commit, ascending
+  int64_t commit_count = 0;          // all of them
+  std::vector<int32_t> commit_rows;  // the same one by one, for a backend that computes
   int32_t score_row = -1;            // the row whose scores the ledger keeps: the last one
   int64_t visible = 0;               // chunks up to the furthest row
   int64_t promised = 0;              // homes begin() reserved; those not used go back when it ends
@@ -44,10 +53,15 @@ struct ForwardPart {
 };
 
 struct Forward {
-  std::vector<RowDescriptor> rows;
+  std::vector<RowSpan> spans;
+  std::vector<TokenId> tokens;  // [rows]
   std::vector<ForwardPart> parts;
-  std::vector<int32_t> part_of_row;  // [rows], -1: padding
   std::vector<uint8_t> layer_written;
+  // For a backend that computes:
+  std::vector<RowDescriptor> rows;
+  std::vector<int32_t> part_of_row;  // [rows], -1: padding
+
+  int64_t row_count() const { return static_cast<int64_t>(tokens.size()); }
 };
 
 // Where a sealed chunk's own lower-tier copy goes. Both empty: the block itself is the home.
@@ -104,12 +118,18 @@ struct Pager::Impl {
       const;  // most blocks one sequence's frontier needs while a forward runs
   int64_t home_capacity() const;
   void require_homes(int64_t more, const char* action) const;
+  bool scores(int layer) const;
+  int64_t scored_layers() const;
   bool evictable(const ChunkRecord& record) const;
-  int64_t evictable_blocks() const;
   bool lower_copies() const;
+  bool blocks_to_be_had(int64_t count) const;
   void require_blocks(int64_t count, const char* action) const;
   std::vector<uint8_t> sheltered_records() const;
-  VictimFacts facts(RecordId id, const std::vector<uint8_t>& sheltered) const;
+  VictimFacts facts(RecordId id) const;
+  VictimFacts use_alone(RecordId id) const;
+  void forget_orders();
+  void may_leave(RecordId id);
+  void note_victims() const;
   std::optional<VictimFacts> next_victim() const;
   std::optional<BlockId> acquire_block();
   void evict(RecordId id);
@@ -119,6 +139,8 @@ struct Pager::Impl {
   SlotId take_summary_slot();
   Home take_home();
   void give_back(const Home& home);
+  std::optional<RecordId> next_to_spill(HostReaders readers) const;
+  std::optional<RecordId> next_host_copy(HostReaders readers) const;
   bool spill_one(HostReaders readers = HostReaders::kOfEither);
   void require_as_written(const ChunkRecord& record, int layer, const std::byte* slice) const;
   void read_chunk(const ChunkRecord& record, std::byte* out) const;
@@ -129,8 +151,11 @@ struct Pager::Impl {
   int64_t evict_all();
 
   // --- forward.cc
-  void begin(const std::vector<RowDescriptor>& rows, void* stream);
+  void begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens, void* stream);
+  void enroll(const RowSpan& span, int64_t first_row, Forward* next);
+  void describe_rows(Forward* next) const;
   void take_frontier(Forward* next);
+  void disband(Forward* ended);
   void write(int layer, const TensorView& k, const TensorView& v, void* stream);
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const TensorView& out, const AttendOptions& attend_options);
@@ -148,13 +173,16 @@ struct Pager::Impl {
   bool exact_row_count(int64_t rows) const;
   std::vector<int64_t> accepted_rows(const std::vector<SequenceId>& ids,
                                      const std::vector<int64_t>& accepted) const;
+  void require_layers_written() const;
+  void commit_rows(const std::vector<int64_t>& count, Provenance provenance);
+  SharedArray<TokenId> tokens_to_seal(const ForwardPart& part, int64_t first, int64_t last) const;
   void prepare_seals(const ForwardPart& part, int64_t count, Provenance provenance,
                      std::vector<Seal>* seals);
   const SharedArray<uint64_t>& checksums(RecordId id);
   const SharedArray<uint64_t>& checksums(Seal* seal);
   std::vector<uint64_t> checksums_in_memory(const ChunkRecord& record);
   std::vector<uint64_t> slice_checksums(const std::byte* chunk);
-  void apply_seal(Seal& seal);
+  void apply_seal(Seal& seal, ChunkUse use);
   void advance(ForwardPart& part, int64_t count, Provenance provenance);
 
   // --- freeze.cc
@@ -173,6 +201,7 @@ struct Pager::Impl {
   std::vector<ChunkInfo> inspect(SequenceId id) const;
   PagerStats stats() const;
   void check_invariants() const;
+  void check_orders() const;
   void read_kv(SequenceId id, int layer, int64_t start, int64_t stop, std::byte* k, std::byte* v);
   std::vector<std::vector<int32_t>> select(SequenceId id, int layer, const TensorView& q,
                                            int64_t position, int64_t window);
@@ -198,6 +227,12 @@ struct Pager::Impl {
   SlotPool<SlotId> disk_slots;
   SlotPool<SlotId> summary_slots;
   Ledger ledger;
+  // Who leaves first, and what of it is known: of the pool, of the host arena for disk, and of copies
+  // in the host arena. Notes, which a question brings up to date.
+  mutable LeaveOrder victims;
+  mutable LeaveOrder spills;
+  mutable LeaveOrder host_copies;
+  mutable std::vector<uint8_t> sheltered;  // [records], as far as marked; of the two orders' notes
   std::map<int64_t, Sequence> sequences;
   std::map<int64_t, PinRange> pins;
   int64_t next_sequence = 0;

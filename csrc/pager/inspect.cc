@@ -158,6 +158,33 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
   return result;
 }
 
+// Whoever may leave is noted as it is, so that the first one noted is the one the policy names. What is
+// noted beside them is found out when it comes up.
+void Pager::Impl::check_orders() const {
+  const auto check = [&](const LeaveOrder& order, const auto& candidate, const auto& facts_of) {
+    if (order.stale()) return;
+    std::map<int32_t, int> known;
+    for (const VictimFacts& note : order.notes()) {
+      if (facts_of(note.record) == note) ++known[note.record.value()];
+    }
+    ledger.each([&](RecordId id, const ChunkRecord& record) {
+      if (candidate(record) && known[id.value()] == 0) {
+        throw InvariantError(str("invariant 2: record ", id.value(), " (chunk ", record.index,
+                                 ") may leave and is not noted for it"));
+      }
+    });
+  };
+  if (!victims.stale() && sheltered != sheltered_records()) {
+    throw InvariantError("invariant 2: who is sheltered is not who was noted to be");
+  }
+  const auto all_facts = [&](RecordId id) { return facts(id); };
+  check(victims, [&](const ChunkRecord& record) { return evictable(record); }, all_facts);
+  check(spills, [](const ChunkRecord& record) { return record.home_on_host(); }, all_facts);
+  check(
+      host_copies, [](const ChunkRecord& record) { return record.host_copy(); },
+      [&](RecordId id) { return use_alone(id); });
+}
+
 void Pager::Impl::check_invariants() const {
   const auto require = [](bool holds, int number, const std::string& what) {
     if (!holds) throw InvariantError(str("invariant ", number, ": ", what));
@@ -171,6 +198,7 @@ void Pager::Impl::check_invariants() const {
   int64_t homes = 0;
   int64_t restored = 0;
   int64_t cached = 0;
+  int64_t held = 0;
   ledger.each([&](RecordId id, const ChunkRecord& record) {
     const std::string name = str("record ", id.value(), " (chunk ", record.index, ")");
     if (record.resident()) {
@@ -208,9 +236,15 @@ void Pager::Impl::check_invariants() const {
             5, name + " was lent to a save and has moved");
     require(!record.damaged || record.source != nullptr, 9,
             name + " is damaged but in no snapshot");
+    if (record.source != nullptr) {
+      const TokenId* theirs = record.source->meta().tokens.data();
+      require(record.tokens.data() == theirs + record.source_chunk * layout.chunk_tokens, 9,
+              name + " has token ids that its snapshot does not keep");
+    }
     require(record.cached == (record.references == 0), 1,
             name + " is used by nobody and not cached, or the other way around");
     if (record.cached) ++cached;
+    if (record.held()) ++held;
     if (record.needs_home() && record.references > 0) ++homes;
     if (record.source != nullptr) ++restored;
   });
@@ -221,6 +255,8 @@ void Pager::Impl::check_invariants() const {
     id = newer.value() >= 0 ? std::optional(newer) : std::nullopt;
   }
   require(listed == cached && cached == ledger.cached(), 1, "the list of cached records is broken");
+  require(held == ledger.held(), 3, "the records that are open or pinned are miscounted");
+  check_orders();
   require(resident == blocks.used(), 1, "a block is taken but no record owns it");
   require(blocks.slots() == options.pool_blocks, 2, "the pool is not the size it was given");
   require(static_cast<int64_t>(host_used.size()) == host_slots.used(), 2, "a host slot leaked");
@@ -244,11 +280,11 @@ void Pager::Impl::check_invariants() const {
             name + " has the wrong number of sealed chunks");
     require(static_cast<int64_t>(sequence.tokens.size()) == sequence.length, 6,
             name + " has the wrong number of token ids");
-    bool in_forward = false;
-    if (forward) {
-      for (const ForwardPart& part : forward->parts)
-        in_forward = in_forward || part.sequence == &sequence;
-    }
+    const bool in_forward = sequence.part >= 0;
+    require(
+        !in_forward ||
+            (forward && forward->parts[static_cast<size_t>(sequence.part)].sequence == &sequence),
+        14, name + " takes part in a forward that does not run");
     if (!in_forward) {
       require(static_cast<int64_t>(sequence.frontier.size()) == (sequence.length % c == 0 ? 0 : 1),
               14, name + " keeps frontier chunks outside a forward");

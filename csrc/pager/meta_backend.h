@@ -38,6 +38,8 @@ class MetaBackend final : public Backend {
   std::vector<std::byte*> summary_room(const std::vector<SlotId>&) override { refuse("restore"); }
   void summaries_written(const std::vector<SlotId>&) override {}
 
+  bool computes() const override { return false; }
+
   void begin(Forward*, void*) override {}
   void write(int, const TensorView&, const TensorView&, void*) override { refuse("write"); }
   void attend(int, const TensorView&, const TensorView&, const AttendOptions&) override {

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <utility>
 
 #include "core/chain_hash.h"
 #include "kvpager/attention.h"
@@ -93,6 +94,14 @@ const PagerOptions& validated(const PagerOptions& options) {
   return options;
 }
 
+// Whether a row is the next one of a span. Positions may be anything: nobody has looked at them yet.
+bool continues(const RowSpan& span, const RowDescriptor& row) {
+  if (row.kind != span.kind) return false;
+  if (row.kind == RowKind::kPadding) return true;
+  const auto ahead = static_cast<uint64_t>(row.position) - static_cast<uint64_t>(span.position);
+  return row.sequence == span.sequence && ahead == static_cast<uint64_t>(span.count);
+}
+
 SlotCounts slot_counts(const PagerOptions& options, int64_t summary_slot_bytes) {
   const int64_t chunk = options.layout.chunk_bytes();
   SlotCounts slots{options.pool_blocks, options.host_bytes / chunk, options.disk_bytes / chunk, 0};
@@ -121,7 +130,10 @@ Pager::Impl::Impl(const PagerOptions& given)
       blocks(slots.pool, options.shuffle_seed),
       host_slots(slots.host, options.shuffle_seed),
       disk_slots(slots.disk, options.shuffle_seed),
-      summary_slots(slots.summaries, options.shuffle_seed) {}
+      summary_slots(slots.summaries, options.shuffle_seed),
+      victims(options.policy),
+      spills(options.policy),
+      host_copies(Policy::kLru) {}
 
 Pager::Pager(const PagerOptions& options) : impl_(std::make_shared<Impl>(options)) {}
 Pager::~Pager() = default;
@@ -163,8 +175,22 @@ int64_t Pager::adopt_prefix(SequenceId sequence, const std::vector<TokenId>& tok
   return locked(*impl_, [&] { return impl_->adopt_prefix(sequence, tokens); });
 }
 uint64_t Pager::begin(const std::vector<RowDescriptor>& rows, void* stream) {
+  std::vector<RowSpan> spans;
+  std::vector<TokenId> tokens;
+  tokens.reserve(rows.size());
+  for (const RowDescriptor& row : rows) {
+    tokens.push_back(row.token);
+    if (spans.empty() || !continues(spans.back(), row)) {
+      spans.push_back({row.sequence, row.position, 0, row.kind});
+    }
+    ++spans.back().count;
+  }
+  return begin(spans, std::move(tokens), stream);
+}
+uint64_t Pager::begin(const std::vector<RowSpan>& spans, std::vector<TokenId> tokens,
+                      void* stream) {
   return locked(*impl_, [&] {
-    impl_->begin(rows, stream);
+    impl_->begin(spans, std::move(tokens), stream);
     return impl_->clock;
   });
 }

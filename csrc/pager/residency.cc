@@ -1,5 +1,6 @@
 // Where bytes live: blocks, homes, victims, recalls. Nothing here can change a result.
 #include <algorithm>
+#include <utility>
 
 #include "kvpager/error.h"
 #include "pager/impl.h"
@@ -41,22 +42,24 @@ void Pager::Impl::require_homes(int64_t more, const char* action) const {
   }
 }
 
+// Whether a layer's queries are held against key summaries. TopK does so at every layer to select.
+// Dense attention reads every chunk whatever it scores: the middle layer is enough for people and for
+// residency, and next to nothing in a model of many layers.
+bool Pager::Impl::scores(int layer) const {
+  if (options.selection.kind != Selection::Kind::kDense) return true;
+  return options.policy == Policy::kQk && layer == layout.layers / 2;
+}
+
+int64_t Pager::Impl::scored_layers() const {
+  if (options.selection.kind != Selection::Kind::kDense) return layout.layers;
+  return options.policy == Policy::kQk ? 1 : 0;
+}
+
 // Invariant 3 (pins) and 5 (readers) are the first two conditions; the last keeps the only copy of
 // a chunk.
 bool Pager::Impl::evictable(const ChunkRecord& record) const {
   return record.state == ChunkState::kSealed && record.resident() && record.pins == 0 &&
          record.readers == 0 && record.has_lower_copy();
-}
-
-// Blocks acquire_block() can get beyond the free ones: of evictable chunks, and of cached ones
-// nobody uses.
-int64_t Pager::Impl::evictable_blocks() const {
-  int64_t count = 0;
-  ledger.each([&](RecordId, const ChunkRecord& record) {
-    const bool cached = record.state == ChunkState::kSealed && record.references == 0;
-    count += evictable(record) || (cached && record.resident()) ? 1 : 0;
-  });
-  return count;
 }
 
 // Whether some chunk may have a copy below the pool, so that its block can be had without forgetting
@@ -65,14 +68,29 @@ bool Pager::Impl::lower_copies() const {
   return host_slots.slots() + disk_slots.slots() > 0 || restored_records > 0;
 }
 
+// Whether acquire_block() can be had `count` times: free ones, those of evictable chunks, and where
+// blocks are homes those of cached chunks, which nobody uses.
+bool Pager::Impl::blocks_to_be_had(int64_t count) const {
+  const bool homes = host_slots.slots() + disk_slots.slots() == 0;
+  int64_t more = count - blocks.free() - (homes ? ledger.cached() : 0);
+  if (more <= 0) return true;
+  if (!lower_copies()) return false;
+  note_victims();
+  return victims
+      .first([&](const VictimFacts& note) {
+        if (!evictable(ledger[note.record]) || !(facts(note.record) == note)) return Verdict::kGone;
+        return --more == 0 ? Verdict::kLeaves : Verdict::kStays;
+      })
+      .has_value();
+}
+
 void Pager::Impl::require_blocks(int64_t count, const char* action) const {
-  if (count <= blocks.free()) return;
-  if (!lower_copies() && count <= blocks.free() + ledger.cached()) return;
-  const int64_t available = blocks.free() + evictable_blocks();
-  if (count <= available) return;
+  if (blocks_to_be_had(count)) return;
+  int64_t available = blocks.free();
   int64_t open = 0;
   int64_t pinned = 0;
   ledger.each([&](RecordId, const ChunkRecord& record) {
+    available += evictable(record) || (record.cached && record.resident()) ? 1 : 0;
     open += record.state == ChunkState::kOpen ? 1 : 0;
     pinned += record.pins > 0 && record.resident() ? 1 : 0;
   });
@@ -84,11 +102,11 @@ void Pager::Impl::require_blocks(int64_t count, const char* action) const {
 
 // Sinks and the recent window of any sequence are needed by the next row for certain.
 std::vector<uint8_t> Pager::Impl::sheltered_records() const {
-  std::vector<uint8_t> sheltered;
+  std::vector<uint8_t> records;
   const auto mark = [&](const ChunkUse& use) {
     const size_t i = static_cast<size_t>(use.record.value());
-    if (i >= sheltered.size()) sheltered.resize(i + 1, 0);
-    sheltered[i] = 1;
+    if (i >= records.size()) records.resize(i + 1, 0);
+    records[i] = 1;
   };
   const int64_t c = layout.chunk_tokens;
   const int64_t sinks = (options.selection.sinks + c - 1) / c;
@@ -99,32 +117,63 @@ std::vector<uint8_t> Pager::Impl::sheltered_records() const {
     for (int64_t i = 0; i < std::min(sinks, count); ++i) mark(sequence.use(i));
     for (int64_t i = std::max<int64_t>(0, count - recent); i < count; ++i) mark(sequence.use(i));
   }
-  return sheltered;
+  return records;
 }
 
-VictimFacts Pager::Impl::facts(RecordId id, const std::vector<uint8_t>& sheltered) const {
+VictimFacts Pager::Impl::facts(RecordId id) const {
   const ChunkRecord& record = ledger[id];
   const size_t i = static_cast<size_t>(id.value());
   return {id, i < sheltered.size() && sheltered[i] != 0, record.score, record.last_use};
 }
 
+// What decides among copies.
+VictimFacts Pager::Impl::use_alone(RecordId id) const {
+  return {id, false, 0, ledger[id].last_use};
+}
+
+// Scores, uses or what is sheltered have changed, or many chunks may leave that could not.
+void Pager::Impl::forget_orders() {
+  victims.forget();
+  spills.forget();
+  host_copies.forget();
+}
+
+// The chunk has got a block, or lost the last that kept it there.
+void Pager::Impl::may_leave(RecordId id) {
+  if (!victims.stale() && evictable(ledger[id])) victims.add(facts(id));
+}
+
+// Every chunk that may leave the pool is noted, and what is sheltered is what it was noted by.
+void Pager::Impl::note_victims() const {
+  if (!victims.stale()) return;
+  sheltered = sheltered_records();
+  spills.forget();  // noted by what was sheltered before
+  std::vector<VictimFacts> notes;
+  ledger.each([&](RecordId id, const ChunkRecord& record) {
+    if (evictable(record)) notes.push_back(facts(id));
+  });
+  victims.fill(std::move(notes));
+}
+
+// A chunk whose home has not arrived yet would have to be waited for: it leaves after all others, and
+// among its like the one that arrives first.
 std::optional<VictimFacts> Pager::Impl::next_victim() const {
   if (!lower_copies()) return std::nullopt;
-  const std::vector<uint8_t> sheltered = sheltered_records();
-  std::optional<VictimFacts> best;
-  uint64_t best_arrives = 0;
-  ledger.each([&](RecordId id, const ChunkRecord& record) {
-    if (!evictable(record)) return;
-    const VictimFacts candidate = facts(id, sheltered);
+  note_victims();
+  std::optional<VictimFacts> soonest;
+  uint64_t soonest_arrives = 0;
+  const auto found = victims.first([&](const VictimFacts& note) {
+    const ChunkRecord& record = ledger[note.record];
+    if (!evictable(record) || !(facts(note.record) == note)) return Verdict::kGone;
     const uint64_t arrives = backend->arriving(record);
-    const bool sooner = best && arrives < best_arrives;
-    const bool as_soon = best && arrives == best_arrives;
-    if (!best || sooner || (as_soon && leaves_before(options.policy, candidate, *best))) {
-      best = candidate;
-      best_arrives = arrives;
+    if (arrives == 0) return Verdict::kLeaves;
+    if (!soonest || arrives < soonest_arrives) {  // notes come in the policy's order
+      soonest = note;
+      soonest_arrives = arrives;
     }
+    return Verdict::kStays;
   });
-  return best;
+  return found ? found : soonest;
 }
 
 std::optional<BlockId> Pager::Impl::acquire_block() {
@@ -208,21 +257,33 @@ bool host_read(const ChunkRecord& record, HostReaders readers) {
 
 }  // namespace
 
-// Moves the host chunk that residency values least to disk; false if all are in use. REQUIRES: a free
-// disk slot.
-bool Pager::Impl::spill_one(HostReaders readers) {
-  const std::vector<uint8_t> sheltered = sheltered_records();
-  std::optional<VictimFacts> victim;
-  ledger.each([&](RecordId id, const ChunkRecord& record) {
-    if (!record.home_on_host() || record.borrows > 0 || host_read(record, readers)) return;
-    const VictimFacts candidate = facts(id, sheltered);
-    if (!victim || leaves_before(options.policy, candidate, *victim)) victim = candidate;
+// The host chunk that residency values least; none if all are in use.
+std::optional<RecordId> Pager::Impl::next_to_spill(HostReaders readers) const {
+  note_victims();  // by what is sheltered now
+  if (spills.stale()) {
+    std::vector<VictimFacts> notes;
+    ledger.each([&](RecordId id, const ChunkRecord& record) {
+      if (record.home_on_host()) notes.push_back(facts(id));
+    });
+    spills.fill(std::move(notes));
+  }
+  const auto found = spills.first([&](const VictimFacts& note) {
+    const ChunkRecord& record = ledger[note.record];
+    if (!record.home_on_host() || !(facts(note.record) == note)) return Verdict::kGone;
+    const bool in_use = record.borrows > 0 || host_read(record, readers);
+    return in_use ? Verdict::kStays : Verdict::kLeaves;
   });
+  return found ? std::optional(found->record) : std::nullopt;
+}
+
+// Moves it to disk; false if there is none. REQUIRES: a free disk slot.
+bool Pager::Impl::spill_one(HostReaders readers) {
+  const auto victim = next_to_spill(readers);
   if (!victim) return false;
-  ChunkRecord& record = ledger[victim->record];
+  ChunkRecord& record = ledger[*victim];
   const SlotId slot = *disk_slots.take();
   try {
-    checksums(victim->record);  // what comes back is compared with them
+    checksums(*victim);  // what comes back is compared with them
     disk.write(slot.value(), backend->home(record));
   } catch (...) {
     disk_slots.give_back(slot);
@@ -292,22 +353,36 @@ void Pager::Impl::promote(RecordId id) {
     throw;
   }
   record.block = *block;
+  may_leave(id);
   ++record.recalled;
   ++counters.chunks_recalled;
   counters.bytes_paged_in += layout.chunk_bytes();
 }
 
+// The host copy that nobody has used for longest; none if all are in use.
+std::optional<RecordId> Pager::Impl::next_host_copy(HostReaders readers) const {
+  if (host_copies.stale()) {
+    std::vector<VictimFacts> notes;
+    ledger.each([&](RecordId id, const ChunkRecord& record) {
+      if (record.host_copy()) notes.push_back(use_alone(id));
+    });
+    host_copies.fill(std::move(notes));
+  }
+  const auto found = host_copies.first([&](const VictimFacts& note) {
+    const ChunkRecord& record = ledger[note.record];
+    if (!record.host_copy() || !(use_alone(note.record) == note)) return Verdict::kGone;
+    return host_read(record, readers) ? Verdict::kStays : Verdict::kLeaves;
+  });
+  return found ? std::optional(found->record) : std::nullopt;
+}
+
 // Host slots nobody needs as homes hold copies of what is below, so that a file is read once. They
 // cost nothing to drop.
 bool Pager::Impl::drop_host_copy(HostReaders readers) {
-  RecordId oldest;
-  ledger.each([&](RecordId id, const ChunkRecord& record) {
-    if (!record.host_copy() || host_read(record, readers)) return;
-    if (oldest.value() < 0 || record.last_use < ledger[oldest].last_use) oldest = id;
-  });
-  if (oldest.value() < 0) return false;
-  host_slots.give_back(ledger[oldest].host);
-  ledger[oldest].host = SlotId();
+  const auto copy = next_host_copy(readers);
+  if (!copy) return false;
+  host_slots.give_back(ledger[*copy].host);
+  ledger[*copy].host = SlotId();
   return true;
 }
 
@@ -325,9 +400,9 @@ void Pager::Impl::recall_ahead() {
     }
   }
   if (missed.empty()) return;
-  const std::vector<uint8_t> sheltered = sheltered_records();
+  note_victims();  // what is sheltered is a fact too
   std::vector<VictimFacts> wanted;
-  for (const RecordId id : missed) wanted.push_back(facts(id, sheltered));
+  for (const RecordId id : missed) wanted.push_back(facts(id));
   const size_t count = std::min(wanted.size(), static_cast<size_t>(options.recall_chunks));
   std::partial_sort(wanted.begin(), wanted.begin() + static_cast<int64_t>(count), wanted.end(),
                     [&](const VictimFacts& a, const VictimFacts& b) {

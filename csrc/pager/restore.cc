@@ -22,16 +22,15 @@ struct SummaryRun {
 // What is read and verified at a time: it is still in the cache when it is hashed.
 constexpr int64_t kSummaryReadBytes = int64_t{1} << 20;
 
-// Elements of the snapshot's metadata, which stays as long as they do.
-template <class T>
-SharedArray<T> part_of(const std::shared_ptr<const SnapshotMeta>& meta, const T* from,
-                       size_t count) {
-  return SharedArray<T>(std::shared_ptr<const T>(meta, from), count);
-}
-
-template <class T>
-SharedArray<T> part_of(const std::shared_ptr<const SnapshotMeta>& meta, const std::vector<T>& all) {
-  return part_of(meta, all.data(), all.size());
+// Says that a record is chunk `i` of a snapshot. Its token ids and checksums are views that the
+// reader keeps, without a count for each: there are thousands of records.
+void name_source(ChunkRecord* record, const std::shared_ptr<SnapshotReader>& reader, int64_t i) {
+  const SnapshotMeta& meta = reader->meta();
+  const auto c = static_cast<size_t>(meta.layout.chunk_tokens);
+  record->source = reader;
+  record->source_chunk = i;
+  record->tokens = meta.tokens.borrow(static_cast<size_t>(i) * c, c);
+  record->checksums = meta.chunks[static_cast<size_t>(i)].slice_checksum.borrow();
 }
 
 // Whether the rooms of summaries [first, first + count) lie behind each other.
@@ -134,8 +133,7 @@ int64_t Pager::Impl::read_or_rebuild(SnapshotReader* reader, int64_t first,
 SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
                                 Provenance provenance, const std::string& file_namespace,
                                 int64_t upto) {
-  const std::shared_ptr<const SnapshotMeta> shared = reader->shared_meta();
-  const SnapshotMeta& meta = *shared;
+  const SnapshotMeta& meta = reader->meta();
   if (!(meta.layout == layout)) {
     throw FingerprintMismatchError(
         str("layout: ", reader->path(), " holds chunks of another shape or dtype"));
@@ -157,12 +155,14 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   const bool partial = length % c != 0;  // of a chunk that is the file's tail, or sealed there
 
   // The chain proves that tokens, order, fingerprint and salt are those the chunks were computed
-  // under.
-  Hash128 file_parent = chain_root(file_namespace, salt);
+  // under. Each link is taken from the hash before it as the file has it, which the link before has
+  // proved, so that none waits for another.
+  const Hash128 file_root = chain_root(file_namespace, salt);
   for (int64_t i = 0; i < sealed; ++i) {
     const SnapshotChunk& chunk = meta.chunks[static_cast<size_t>(i)];
-    file_parent = chain_next(file_parent, meta.tokens.data() + i * c, c, chunk.provenance);
-    if (!(file_parent == chunk.chain_hash)) {
+    const Hash128& before = i > 0 ? meta.chunks[static_cast<size_t>(i - 1)].chain_hash : file_root;
+    if (!(chain_next(before, meta.tokens.data() + i * c, c, chunk.provenance) ==
+          chunk.chain_hash)) {
       throw FingerprintMismatchError(
           str("salt: chunk ", i, " of ", reader->path(),
               " has a chain hash that this fingerprint, salt and its token ids do not give"));
@@ -171,39 +171,44 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
 
   // Chunks the ledger already has are shared; the others become records that live in the file.
   struct Planned {
-    std::optional<RecordId> existing;
-    Hash128 parent;
-    Hash128 hash;
+    RecordId existing;  // -1: none
     Provenance provenance;
   };
   std::vector<Planned> plan;
-  Hash128 parent = chain_root(options.namespace_key, salt);
+  // Under the file's own namespace and worth a hash is the one just verified; from chunk `own` on
+  // they are others.
+  const Hash128 root = chain_root(options.namespace_key, salt);
+  std::vector<Hash128> others;
+  int64_t own = file_namespace == options.namespace_key ? sealed : 0;
+  const auto hash_of = [&](int64_t i) -> const Hash128& {
+    if (i < 0) return root;
+    return i < own ? meta.chunks[static_cast<size_t>(i)].chain_hash
+                   : others[static_cast<size_t>(i - own)];
+  };
   Provenance worst = provenance;
   int64_t fresh = 0;
   int64_t new_homes = 0;
-  bool own = file_namespace == options.namespace_key;
   plan.reserve(static_cast<size_t>(sealed));
   for (int64_t i = 0; i < sealed; ++i) {
-    worst = std::max(worst, meta.chunks[static_cast<size_t>(i)].provenance);
-    Planned planned;
-    planned.parent = parent;
-    planned.provenance = worst;
-    // Under the file's own namespace and worth the hash is the one just verified.
     const SnapshotChunk& chunk = meta.chunks[static_cast<size_t>(i)];
-    planned.hash = own && chunk.provenance == worst
-                       ? chunk.chain_hash
-                       : chain_next(parent, meta.tokens.data() + i * c, c, worst);
-    own = own && chunk.provenance == worst;
+    const TokenId* ids = meta.tokens.data() + i * c;
+    worst = std::max(worst, chunk.provenance);
+    if (chunk.provenance != worst) own = std::min(own, i);
+    if (i >= own) others.push_back(chain_next(hash_of(i - 1), ids, c, worst));
+    Planned planned{RecordId(), worst};
     if (worst == Provenance::kExact) {
-      planned.existing = ledger.find(planned.hash, parent, meta.tokens.data() + i * c, c);
+      const auto found = ledger.find(hash_of(i), hash_of(i - 1), ids, c);
+      // One name, other bytes: a damaged chunk is healed by none but its own.
+      if (found && (!ledger[*found].damaged || ledger[*found].checksums == chunk.slice_checksum)) {
+        planned.existing = *found;
+      }
     }
-    if (planned.existing) {
-      const ChunkRecord& record = ledger[*planned.existing];
+    if (planned.existing.value() >= 0) {
+      const ChunkRecord& record = ledger[planned.existing];
       new_homes += record.references == 0 && record.needs_home() ? 1 : 0;
     } else {
       ++fresh;
     }
-    parent = planned.hash;
     plan.push_back(planned);
   }
   if (new_homes > 0) require_homes(new_homes, "restore");
@@ -222,7 +227,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   std::optional<BlockId> tail_block;
   try {
     for (const Planned& planned : plan) {
-      if (planned.existing) add_reference(*planned.existing);
+      if (planned.existing.value() >= 0) add_reference(planned.existing);
     }
     if (partial) {
       tail_block = acquire_block();
@@ -231,14 +236,14 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   } catch (...) {
     if (tail_block) free_block(*tail_block);
     for (const Planned& planned : plan) {
-      if (planned.existing) release(*planned.existing);
+      if (planned.existing.value() >= 0) release(planned.existing);
     }
     sequences.erase(id.value());
     throw;
   }
   ledger.expect(fresh + 1);
   sequence.sealed.reserve(static_cast<size_t>(sealed));
-  sequence.tokens = TokenLog(part_of(shared, meta.tokens).first(static_cast<size_t>(length)));
+  sequence.tokens = TokenLog(meta.tokens.first(static_cast<size_t>(length)));
   sequence.length = length;
   sequence.provenance =
       partial ? std::max(worst, meta.chunks[static_cast<size_t>(sealed)].provenance) : worst;
@@ -246,30 +251,26 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     const Planned& planned = plan[static_cast<size_t>(i)];
     const double score =
         meta.hints.qk_score.empty() ? 0 : meta.hints.qk_score[static_cast<size_t>(i)];
-    RecordId record_id;
-    if (planned.existing) {
-      record_id = *planned.existing;
+    RecordId record_id = planned.existing;
+    if (record_id.value() >= 0) {
       ChunkRecord& record = ledger[record_id];
-      if (record.damaged) {  // a sound copy of the same file, for all we know
-        record.source = reader;
-        record.source_chunk = i;
+      if (record.damaged) {  // the same bytes, sound for all we know
+        name_source(&record, reader, i);
         record.damaged = false;
       }
     } else {
-      const SlotId summary = take_summary_slot();
+      const auto free_slot = summary_slots.take();
+      const SlotId summary = free_slot ? *free_slot : take_summary_slot();
       record_id = ledger.create(ChunkState::kSealed);
       ChunkRecord& record = ledger[record_id];
       record.provenance = planned.provenance;
       record.references = 1;
       record.index = i;
-      record.source = reader;
-      record.source_chunk = i;
+      name_source(&record, reader, i);
       record.summary = summary;
       record.summary_pending = true;
-      record.hash = planned.hash;
-      record.parent = planned.parent;
-      record.tokens = part_of(shared, meta.tokens.data() + i * c, static_cast<size_t>(c));
-      record.checksums = part_of(shared, meta.chunks[static_cast<size_t>(i)].slice_checksum);
+      record.hash = hash_of(i);
+      record.parent = hash_of(i - 1);
       record.score = score;
       ++restored_records;
       if (planned.provenance == Provenance::kExact) ledger.publish(record_id);
@@ -285,6 +286,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     ledger[tail].block = *tail_block;
     sequence.frontier.push_back({tail, 0, 0, 0, 0});
   }
+  forget_orders();
   return id;
 }
 

@@ -18,12 +18,9 @@ Sequence& Pager::Impl::find(SequenceId id) {
 const Sequence& Pager::Impl::find(SequenceId id) const { return const_cast<Impl*>(this)->find(id); }
 
 void Pager::Impl::require_idle(const Sequence& sequence, const char* action) const {
-  if (!forward) return;
-  for (const ForwardPart& part : forward->parts) {
-    if (part.sequence == &sequence) {
-      throw InvalidArgumentError(str("cannot ", action, " sequence ", sequence.id.value(),
-                                     " while it is in a running forward"));
-    }
+  if (sequence.part >= 0) {
+    throw InvalidArgumentError(str("cannot ", action, " sequence ", sequence.id.value(),
+                                   " while it is in a running forward"));
   }
 }
 
@@ -52,6 +49,7 @@ void Pager::Impl::release(RecordId id) {
   if (record.needs_home() && ledger.published(id)) {
     record.score = 0;  // a sequence that is gone steers nobody's eviction
     record.last_use = clock;
+    forget_orders();
     // Whoever lets a chain go begins at its end; what is forgotten first was let go first, so that
     // a child never stays behind without its parent, where nobody could find it.
     ledger.cache(id);
@@ -61,7 +59,7 @@ void Pager::Impl::release(RecordId id) {
 }
 
 void Pager::Impl::drop_use_pins(ChunkUse& use) {
-  ledger[use.record].pins -= use.pins;
+  if (use.pins > 0) ledger.pin(use.record, -use.pins);
   use.pins = 0;
 }
 
@@ -77,6 +75,7 @@ void Pager::Impl::destroy_sequence(SequenceId id) {
     it = it->second.sequence == id ? pins.erase(it) : std::next(it);
   }
   sequences.erase(id.value());
+  forget_orders();
 }
 
 SequenceId Pager::Impl::fork(SequenceId id) {
@@ -88,6 +87,7 @@ SequenceId Pager::Impl::fork(SequenceId id) {
   child.summaries_loaded = parent.summaries_loaded;
   child.length = parent.length;
   child.tokens = parent.tokens;
+  child.sealed.reserve(parent.sealed.size());
   for (const ChunkUse& use : parent.sealed) {
     add_reference(use.record);
     child.sealed.push_back({use.record, use.qk_score, 0, use.last_use, 0});
@@ -108,6 +108,7 @@ SequenceId Pager::Impl::fork(SequenceId id) {
     destroy_sequence(child.id);
     throw;
   }
+  forget_orders();
   return child.id;
 }
 
@@ -137,6 +138,7 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
     } catch (...) {
       if (block) free_block(*block);
       --ledger[source].readers;
+      forget_orders();
       throw;
     }
     --ledger[source].readers;
@@ -164,7 +166,7 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
   }
   if (tail) {
     sequence.frontier.push_back({*tail, 0, tail_pins, 0, 0});
-    ledger[*tail].pins = tail_pins;
+    ledger.pin(*tail, tail_pins);
   }
   for (auto& [pin_id, range] : pins) {
     if (range.sequence == id) range.end = std::min(range.end, sequence.chunks());
@@ -172,6 +174,7 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
   sequence.length = position;
   sequence.tokens.resize(static_cast<size_t>(position));
   sequence.provenance = worst;
+  forget_orders();
 }
 
 void Pager::Impl::reserve(Sequence& sequence, int64_t total_tokens) {
@@ -180,12 +183,10 @@ void Pager::Impl::reserve(Sequence& sequence, int64_t total_tokens) {
                                    sequence.length, " positions the sequence already holds"));
   }
   int64_t wanted = total_tokens / layout.chunk_tokens - sequence.sealed_chunks();
-  if (forward) {  // what a running forward may seal stays promised, and is now the caller's to keep
-    for (ForwardPart& part : forward->parts) {
-      if (part.sequence != &sequence) continue;
-      part.promised = 0;
-      wanted = std::max(wanted, sequence.reserved);
-    }
+  if (sequence.part >= 0) {
+    // What a running forward may seal stays promised, and is now the caller's to keep.
+    forward->parts[static_cast<size_t>(sequence.part)].promised = 0;
+    wanted = std::max(wanted, sequence.reserved);
   }
   if (wanted > sequence.reserved) require_homes(wanted - sequence.reserved, "reserve");
   reserved_homes += wanted - sequence.reserved;
@@ -202,6 +203,7 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
   const int64_t c = layout.chunk_tokens;
   Hash128 parent = sequence.root;
   std::vector<ChunkUse> uses;
+  uses.reserve(tokens.size() / static_cast<size_t>(c));
   int64_t new_homes = 0;
   for (int64_t end = c; end <= static_cast<int64_t>(tokens.size()); end += c) {
     const TokenId* ids = tokens.data() + (end - c);
@@ -232,6 +234,7 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
   reserved_homes -= used_promises;
   sequence.length = reused;
   counters.prefix_tokens_reused += reused;
+  forget_orders();
   return reused;
 }
 
@@ -244,20 +247,17 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
   }
   const int64_t c = layout.chunk_tokens;
   const PinRange range{id, start / c, (stop + c - 1) / c};
-  int64_t pinned = 0;
-  int64_t open = 0;
-  ledger.each([&](RecordId, const ChunkRecord& record) {
-    open += record.state == ChunkState::kOpen && record.pins == 0 ? 1 : 0;
-    pinned += record.pins > 0 ? 1 : 0;
-  });
   std::vector<RecordId> fresh;
   for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
     const RecordId record = sequence.use(chunk).record;
     if (ledger[record].pins == 0) fresh.push_back(record);
   }
   // Invariant 3: a forward must still find blocks for its frontier.
-  const int64_t free = options.pool_blocks - pinned - open - frontier_blocks();
+  const int64_t free = options.pool_blocks - ledger.held() - frontier_blocks();
   if (static_cast<int64_t>(fresh.size()) > free) {
+    int64_t pinned = 0;
+    ledger.each([&](RecordId, const ChunkRecord& record) { pinned += record.pins > 0 ? 1 : 0; });
+    const int64_t open = ledger.held() - pinned;
     throw CapacityError(str("pin [", start, ", ", stop, ") needs ", fresh.size(), " chunks; ",
                             std::max<int64_t>(0, free), " of the pool's ", options.pool_blocks,
                             " are free to pin (", pinned, " pinned, ", open, " hold tails, ",
@@ -266,7 +266,7 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
   const auto add = [&](int32_t amount) {
     for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
       sequence.use(chunk).pins += amount;
-      ledger[sequence.use(chunk).record].pins += amount;
+      ledger.pin(sequence.use(chunk).record, amount);
     }
   };
   add(1);
@@ -277,6 +277,7 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
     pins[next_pin] = range;
   } catch (...) {
     add(-1);
+    forget_orders();
     throw;
   }
   return PinId(next_pin++);
@@ -289,7 +290,8 @@ void Pager::Impl::unpin(PinId id) {
   Sequence& sequence = find(range.sequence);
   for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
     --sequence.use(chunk).pins;
-    --ledger[sequence.use(chunk).record].pins;
+    ledger.pin(sequence.use(chunk).record, -1);
+    may_leave(sequence.use(chunk).record);
   }
   pins.erase(found);
 }

@@ -316,7 +316,7 @@ class SnapshotWriter:
     ) -> None: ...
     def discard(self) -> None:
         """
-        Lets go of the file and its lock; removes it unless it was published.
+        Lets go of the file and its lock; removes it unless it was published. Like every call, InvalidArgumentError while another one runs.
         """
     def publish(self) -> None: ...
     def write_content(
@@ -429,6 +429,15 @@ class Pager:
         kinds: typing.Annotated[numpy.typing.ArrayLike, numpy.uint8],
         stream: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> int: ...
+    def begin_spans(
+        self,
+        spans: list[tuple[int, int, int, int]],
+        tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> int:
+        """
+        A span is (uid, position, count, kind).
+        """
     def chain_hashes(
         self, tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32], salt: str
     ) -> list[bytes]: ...

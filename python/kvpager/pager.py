@@ -52,6 +52,10 @@ ROW_COMMIT = 0  # writes its K/V at its position, may be committed
 ROW_READ = 1  # its K/V exist already; only attends
 ROW_PADDING = 2  # output is zeros
 
+# Rows of one sequence at positions position, position + 1, ...: (sequence, position, count, kind);
+# sequence None: padding.
+Span: TypeAlias = "tuple[Sequence | None, int, int, int]"
+
 _SALT = "salt_digest"  # in a snapshot's session section
 _PACK = "pack"  # likewise: the file keeps chunks of a directory store, of no one conversation
 
@@ -153,7 +157,6 @@ class SnapshotInfo:
         layout: shape of its chunks.
         scorer: what made its summaries.
         tokens: int32 ids of all committed positions.
-        logical_digest: hex digest of tokens, payload, summaries and provenance.
     """
 
     path: str
@@ -162,7 +165,6 @@ class SnapshotInfo:
     layout: Layout
     scorer: str
     tokens: np.ndarray[Any, Any]
-    logical_digest: str
     reader: _core.SnapshotReader
 
     @classmethod
@@ -188,9 +190,13 @@ class SnapshotInfo:
             ),
             scorer=reader.scorer,
             tokens=reader.tokens,
-            logical_digest=reader.logical_digest,
             reader=reader,
         )
+
+    @property
+    def logical_digest(self) -> str:
+        """Hex digest of tokens, payload, summaries and provenance; computed when asked for."""
+        return self.reader.logical_digest
 
     @property
     def is_pack(self) -> bool:
@@ -430,13 +436,12 @@ class Sequence:
         try:
             for first in range(0, len(ids), rows):
                 n = min(rows, len(ids) - first)
-                padding = rows - n
-                with self._pager.begin(
-                    [self] * n + [None] * padding,
-                    list(range(start + first, start + first + n)) + [0] * padding,
-                    ids[first : first + n].tolist() + [0] * padding,
-                    [ROW_COMMIT] * n + [ROW_PADDING] * padding,
-                ) as forward:
+                spans: list[Span] = [(self, start + first, n, ROW_COMMIT)]
+                if n < rows:
+                    spans.append((None, 0, rows - n, ROW_PADDING))
+                padded = np.zeros(rows, dtype=np.int32)
+                padded[:n] = ids[first : first + n]
+                with self._pager.begin_spans(spans, padded) as forward:
                     for layer in range(layout.layers):
                         forward.write(
                             layer,
@@ -483,8 +488,11 @@ class Sequence:
         Raises:
             CapacityError: too many pins; says how many chunks are free to pin.
         """
-        with _locating(self._pager.layout):
+        try:
             return Pin(self._core, self._core.pin(self.uid, start, stop))
+        except CorruptSnapshotError as error:
+            locate_damage(error, self._pager.layout.chunk_tokens)
+            raise
 
     def trim(self, position: int) -> None:
         """Forgets everything from `position` on."""
@@ -670,8 +678,8 @@ class Pager:
         """Starts a forward; one entry per row in each argument.
 
         Args:
-            sequences: whose row it is; None for padding. An int64 array of `Sequence.uid`, -1 for
-                padding, costs nothing per row.
+            sequences: whose row it is; None for padding. Or an int64 array of `Sequence.uid`, -1
+                for padding.
             positions: the row's position. A sequence's ROW_COMMIT rows hold length, length + 1, ...
             tokens: the row's token id.
             kinds: ROW_COMMIT, ROW_READ or ROW_PADDING.
@@ -691,6 +699,25 @@ class Pager:
             np.asarray(kinds, dtype=np.uint8),
             self.place.stream,
         )
+        return Forward(self.core, number, self.layout, self.place)
+
+    def begin_spans(
+        self, spans: Iterable[Span], tokens: SequenceOf[int] | np.ndarray[Any, Any]
+    ) -> Forward:
+        """`begin` for rows of which many follow each other: what it costs is per span, not per row.
+
+            pager.begin_spans([(a, a.length, 40, ROW_COMMIT), (None, 0, 24, ROW_PADDING)], tokens)
+
+        Args:
+            spans: (sequence, position, count, kind), in the order of the rows; sequence None for
+                padding. `count` rows at positions position, position + 1, ...
+            tokens: [rows] ids, of all spans together.
+
+        Raises:
+            CapacityError: no room for the rows' chunks; nothing was changed.
+        """
+        named = [(-1 if s is None else s.uid, at, count, kind) for s, at, count, kind in spans]
+        number = self.core.begin_spans(named, _token_ids(tokens), self.place.stream)
         return Forward(self.core, number, self.layout, self.place)
 
     def open_snapshot(self, path: str | os.PathLike[str]) -> SnapshotInfo:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_defects_pool import CHUNK, LAYERS, C, Text, make, resident, same_bits
 
 from kvpager.config import Dense, TopK
 from kvpager.errors import StorageError
+from kvpager.pager import ROW_READ
 
 
 def spill_file(folder):
@@ -59,3 +61,24 @@ def test_what_a_call_reads_is_not_evicted_for_what_else_it_reads(tmp_path, polic
     assert resident(sequence) == held
     assert after["chunks_evicted"] == before["chunks_evicted"]
     assert after["slices_streamed"] - before["slices_streamed"] == (8 - len(held)) * LAYERS
+
+
+@pytest.mark.parametrize("policy", ["qk", "lru"])
+def test_what_one_layer_read_gives_way_to_what_the_next_reads(tmp_path, policy):
+    """In one forward: what a layer brought in is held while it attends, and no longer."""
+    pager = make(8, 0, policy=policy, disk_path=tmp_path, disk_bytes=64 * CHUNK)
+    text = Text(16 * C)
+    sequence = pager.sequence()
+    text.prefill(pager, sequence, 16 * C)
+    pager.evict_all()
+    sequence.pin(0, 5 * C).release()  # blocks that are others' when the forward begins
+    at = 16 * C - 1
+    row = [np.ascontiguousarray(rows[0, at : at + 1]) for rows in (text.q, text.k, text.v)]
+    before = pager.stats()["chunks_evicted"]
+    with pager.begin_spans([(sequence, at, 1, ROW_READ)], text.tokens[at : at + 1]) as forward:
+        forward.attend(0, *row, scaling=0.25, window=6 * C)
+        assert pager.stats()["chunks_evicted"] > before
+        pager.check_invariants()  # who may leave is noted, those it has just read among them
+        forward.attend(1, *row, scaling=0.25, window=7 * C)
+        pager.check_invariants()
+    sequence.pin(0, 4 * C).release()

@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvpager import Dense, Layout, Pager, PagerConfig, Sequence
+from kvpager import ROW_COMMIT, Dense, Layout, Pager, PagerConfig, Sequence
 from kvpager_bench import harness
 from kvpager_bench.allocation_trace import Kind, Shape, Trace, make_trace
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report
 from kvpager_bench.peers import environments as peers
+from kvpager_bench.places import scratch_folder
 
 ROWS = 4096  # of a forward, at most
 HASHES = {"xxhash": "its fastest", "sha256": "its default"}
@@ -98,11 +97,7 @@ class Replay:
         looked = time.perf_counter()
         for first in range(found, len(prompt), ROWS):
             part = prompt[first : first + ROWS]
-            self._forward(
-                np.full(len(part), sequence.uid),
-                np.arange(first, first + len(part)),
-                part,
-            )
+            self._forward([(sequence, first, len(part), ROW_COMMIT)], part)
         self.seconds["grow"] += time.perf_counter() - looked
         self.seconds["look_up"] += looked - start
         self._held[session], self._lengths[session] = sequence, len(prompt)
@@ -116,22 +111,17 @@ class Replay:
             part = events[begin : begin + most]
             tokens = self.trace.tokens[part[0][3] : part[-1][3] + each]
             start = time.perf_counter()
-            uids = np.array([self._held[event[2]].uid for event in part])
-            lengths = np.array([self._lengths[event[2]] for event in part])
-            positions = lengths[:, None] + np.arange(each)
-            self._forward(np.repeat(uids, each), positions.ravel(), tokens)
+            sessions = [event[2] for event in part]
+            spans = [(self._held[s], self._lengths[s], each, ROW_COMMIT) for s in sessions]
+            self._forward(spans, tokens)
             self.seconds["grow"] += time.perf_counter() - start
             for event in part:
                 self._lengths[event[2]] += each
 
     def _forward(
-        self,
-        uids: np.ndarray[Any, Any],
-        positions: np.ndarray[Any, Any],
-        tokens: np.ndarray[Any, Any],
+        self, spans: list[tuple[Sequence, int, int, int]], tokens: np.ndarray[Any, Any]
     ) -> None:
-        kinds = np.zeros(len(uids), dtype=np.uint8)
-        with self.pager.begin(uids, positions, tokens, kinds) as forward:
+        with self.pager.begin_spans(spans, tokens) as forward:
             forward.replayed(0)  # in the place of attention at every layer
             forward.commit()
 
@@ -252,8 +242,8 @@ def compare(report: Report, trace: Trace, runs: int) -> None:
     if isinstance(found, peers.Missing):
         report.skip(title, found.reason)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.npz"
+    with scratch_folder() as folder:
+        path = folder / "trace.npz"
         trace.save(path)
         task = {"trace": str(path), "hashes": list(HASHES), "runs": runs}
         try:

@@ -14,7 +14,6 @@ ours compares checksums too.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ import numpy as np
 from kvpager import Layout, Pager, PagerConfig, Sequence, TopK
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report, Subject
+from kvpager_bench.places import scratch_folder
 
 POOL_CHUNKS = 64
 GROUP = 32  # chunks brought back in one call
@@ -253,10 +253,10 @@ def main() -> None:
         settings,
         record,
     )
-    with tempfile.TemporaryDirectory(prefix="kvpager-bench-", dir=arguments.folder) as folder:
+    with scratch_folder(arguments.folder) as folder:
         for name in arguments.layouts:
             for tier in TIERS:
-                measure_tier(report, seals, name, tier, Path(folder), runs, arguments.threads)
+                measure_tier(report, seals, name, tier, folder, runs, arguments.threads)
     report.judge(
         "letting a chunk go copies nothing",
         all(

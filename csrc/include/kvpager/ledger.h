@@ -29,10 +29,11 @@ struct ChunkInfo {
   Hash128 chain_hash;      // zero while unsealed
   int32_t references = 0;  // sequences that use this record
   int32_t pins = 0;        // of this sequence
-  double qk_score = 0;     // moving average of this chunk's share of attention mass, [0, 1]
-  uint64_t last_use = 0;   // number of the last forward that read it
-  uint64_t selected = 0;   // forwards of this sequence that read it
-  uint64_t recalled = 0;   // times it was brought back into the pool
+  // Moving average of this chunk's share of attention mass, [0, 1]; of dense attention one layer's.
+  double qk_score = 0;
+  uint64_t last_use = 0;  // number of the last forward that read it
+  uint64_t selected = 0;  // forwards of this sequence that read it
+  uint64_t recalled = 0;  // times it was brought back into the pool
 };
 
 }  // namespace kvpager

@@ -93,6 +93,14 @@ struct RowDescriptor {
   RowKind kind = RowKind::kPadding;
 };
 
+// Rows of one sequence at positions position, position + 1, ..., `count` of them; or padding.
+struct RowSpan {
+  SequenceId sequence;
+  int64_t position = 0;
+  int64_t count = 0;
+  RowKind kind = RowKind::kPadding;
+};
+
 // What attention needs of the model at one layer.
 struct AttendOptions {
   float scaling = 1.0f;
@@ -168,6 +176,9 @@ class Pager {
   // may capture writes and attention between begin and commit, after which they have not run.
   // Returns the number of this forward, for abort().
   uint64_t begin(const std::vector<RowDescriptor>& rows, void* stream = nullptr);
+  // The same, rows that follow each other named at once. tokens [rows]: of all spans together.
+  uint64_t begin(const std::vector<RowSpan>& spans, std::vector<TokenId> tokens,
+                 void* stream = nullptr);
   // k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]; q [rows, q_heads, k_dim] -> out [rows,
   // q_heads, v_dim]. Non-finite keys or values of commit rows abort the forward (NonFiniteError:
   // layer, position).

@@ -31,6 +31,17 @@ class SharedArray {
 
   // REQUIRES: count <= size().
   SharedArray first(size_t count) const { return SharedArray(data_, count); }
+  // Views that keep nothing. REQUIRES: whoever has one keeps what this is a part of.
+  SharedArray borrow() const { return borrow(0, size_); }
+  SharedArray borrow(size_t from, size_t count) const {
+    return SharedArray(std::shared_ptr<const T>(std::shared_ptr<const T>(), data() + from), count);
+  }
+  // Elements [begin, begin + count). REQUIRES: begin + count <= size().
+  SharedArray part(size_t begin, size_t count) const {
+    return SharedArray(std::shared_ptr<const T>(data_, data() + begin), count);
+  }
+  // Expires with the last array that keeps these elements.
+  std::weak_ptr<const T> watch() const { return data_; }
   std::vector<T> to_vector() const { return std::vector<T>(begin(), end()); }
 
   friend bool operator==(const SharedArray& a, const SharedArray& b) {

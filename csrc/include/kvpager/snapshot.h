@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "kvpager/layout.h"
+#include "kvpager/shared_array.h"
 #include "kvpager/types.h"
 
 namespace kvpager {
@@ -32,7 +33,7 @@ struct SnapshotChunk {
   int32_t valid = 0;  // committed rows, 1..chunk_tokens; the rest of the payload is zero
   Provenance provenance = Provenance::kExact;
   Hash128 chain_hash;                    // of a sealed chunk; zero for the tail
-  std::vector<uint64_t> slice_checksum;  // [layers] XXH3-64 of each layer's slice
+  SharedArray<uint64_t> slice_checksum;  // [layers] XXH3-64 of each layer's slice
   uint64_t summary_checksum = 0;         // XXH3-64 of the summary; zero for the tail
 
   // Content address: equal for equal payload bytes, chain hash, provenance and valid rows.
@@ -67,7 +68,7 @@ struct SnapshotMeta {
   int64_t summary_page_bytes = 0;  // of one (chunk, layer, kv head)
   std::string fingerprint;  // UTF-8 JSON object, opaque here; compared field by field by the caller
   std::string session;      // UTF-8 JSON object, opaque here (pending token, sampler)
-  std::vector<TokenId> tokens;  // ids of all committed positions
+  SharedArray<TokenId> tokens;  // ids of all committed positions
   std::vector<SnapshotChunk> chunks;
   SnapshotHints hints;
   SnapshotPacks packs;  // of a manifest; empty: self-contained
@@ -189,12 +190,11 @@ class SnapshotReader : public SnapshotContent {
 
   const std::string& path() const;
   const SnapshotMeta& meta() const override;
-  // The same, for whoever keeps a part of it: it outlives the reader, descriptors do not.
-  std::shared_ptr<const SnapshotMeta> shared_meta() const;
   uint16_t minor_version() const;
   int64_t file_bytes() const;  // of the file itself, without packs
   // A digest of the logical section (layout, fingerprint, tokens, provenance, payload checksums,
   // summaries' checksum): equal for equal content, whatever the hints and wherever the chunks are.
+  // Computed when it is first asked for.
   Hash128 logical_digest() const;
 
   // One layer's slice of a chunk into out[layout.slice_bytes()], verified. Names chunk, token range

@@ -49,7 +49,7 @@ const char* dtype_name(DType dtype);
 
 // What a chunk's bits are worth. Transitive: what follows an approximate chunk is approximate.
 enum class Provenance : uint8_t {
-  kExact = 0,        // every row came from a forward of exactly M rows
+  kExact = 0,        // every row came from a forward of M rows, or of a count proven its equal
   kDecode = 1,       // rows from forwards of another shape; never served as an exact hit
   kApproximate = 2,  // stitched, or restored under a numerics mismatch the caller allowed
 };

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Sequence
+from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Sequence, Span
 from kvpager.runtime.tokens import TokenIds
 
 PADDING_TOKEN = 0
@@ -18,11 +18,11 @@ Accept: TypeAlias = Callable[[torch.Tensor], Mapping[Sequence, int]]
 
 
 class Batch:
-    """Filled row by row, then run once. Padding is token 0 at position 0 and never varies.
+    """Filled from the first row on, then run once. Padding is token 0 at position 0.
 
     Attributes:
-        sequences, positions, tokens, kinds: one entry per row, `capacity` of them; rows are filled
-            from the first.
+        spans: whose rows they are, as `Pager.begin_spans` takes them; what is not named is padding.
+        positions, tokens: one entry per row, `capacity` of them.
         used: rows filled.
         wanted: rows whose logits are returned, in order.
         exact: whether it runs with a row count that is proven to give the one set of bits, or with
@@ -31,12 +31,10 @@ class Batch:
     """
 
     def __init__(self, capacity: int, *, exact: bool = True) -> None:
-        self.sequences: list[Sequence | None] = [None] * capacity
+        self.spans: list[Span] = []
         self.positions = np.zeros(capacity, dtype=np.int64)
         self.tokens = np.empty(capacity, dtype=np.int64)
         self.tokens.fill(PADDING_TOKEN)
-        self.kinds = np.empty(capacity, dtype=np.uint8)
-        self.kinds.fill(ROW_PADDING)
         self.wanted: list[int] = []
         self.used = 0
         self.exact = exact
@@ -45,33 +43,53 @@ class Batch:
     @property
     def room(self) -> int:
         """Rows still free."""
-        return len(self.sequences) - self.used
+        return len(self.tokens) - self.used
+
+    @property
+    def owners(self) -> list[Sequence]:
+        """The sequences it has rows of, each once."""
+        return list(dict.fromkeys(span[0] for span in self.spans if span[0] is not None))
+
+    def padded_spans(self, rows: int) -> list[Span]:
+        """The spans of a forward of `rows` rows."""
+        padding = rows - sum(span[2] for span in self.spans)
+        return [*self.spans, (None, 0, padding, ROW_PADDING)] if padding else self.spans
+
+    def each_row(self) -> list[tuple[int, Sequence, int]]:
+        """(row, sequence, kind) of every row that is no padding."""
+        rows = []
+        first = 0
+        for sequence, _, count, kind in self.spans:
+            if sequence is not None:
+                rows += [(row, sequence, kind) for row in range(first, first + count)]
+            first += count
+        return rows
 
     def commit(self, sequence: Sequence, start: int, tokens: TokenIds) -> range:
         """Adds rows that write positions start, start + 1, ...; returns their indices."""
         rows = range(self.used, self.used + len(tokens))
-        assert rows.stop <= len(self.sequences)
+        assert rows.stop <= len(self.tokens)
         at = slice(rows.start, rows.stop)
-        self.sequences[at] = [sequence] * len(tokens)
+        if rows:
+            self.spans.append((sequence, start, len(rows), ROW_COMMIT))
         self.positions[at] = np.arange(start, start + len(tokens))
         self.tokens[at] = tokens
-        self.kinds[at] = ROW_COMMIT
         self.used = rows.stop
         return rows
 
     def commit_one(self, sequence: Sequence, position: int, token: int) -> int:
         """`commit` of a single token; returns the row's index."""
-        return self._add(sequence, position, token, ROW_COMMIT)
+        return self.add(sequence, position, token, ROW_COMMIT)
 
     def read(self, sequence: Sequence, position: int, token: int) -> int:
         """Adds a row whose K/V exist, to have its logits again; returns its index."""
-        return self._add(sequence, position, token, ROW_READ)
+        return self.add(sequence, position, token, ROW_READ)
 
-    def _add(self, sequence: Sequence, position: int, token: int, kind: int) -> int:
+    def add(self, sequence: Sequence | None, position: int, token: int, kind: int) -> int:
+        """Adds a row of any kind; returns its index."""
         row = self.used
-        self.sequences[row] = sequence
+        self.spans.append((sequence, position, 1, kind))
         self.positions[row] = position
         self.tokens[row] = token
-        self.kinds[row] = kind
         self.used = row + 1
         return row

@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -21,8 +22,10 @@ from kvpager.errors import (
     UnsupportedVersionError,
 )
 from kvpager.hf import Attachment, Observation, check_supported, layout_of, settle_rows
+from kvpager.hf.support import has_experts
 from kvpager.pager import Layout, Pager, Sequence, SnapshotInfo, attention_version
-from kvpager.plan import PoolChoice, choose_pool
+from kvpager.plan import PoolChoice, choose_pool, shape_of
+from kvpager.plan.memory import suits_experts
 from kvpager.runtime.completion import Completion
 from kvpager.runtime.decode import decode
 from kvpager.runtime.prefill import prefill_all
@@ -118,7 +121,7 @@ class Engine:
         exact = self.config.exact is not False
         self.model = check_supported(model, exact=exact)
         self.place = resolve(self.config.device, self.model.device)
-        choices = self.config.row_choices(self.model.device.type)
+        choices = _row_choices(self.config, self.model, exact=exact)
         if not isinstance(salt, str):
             raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
         self.salt = salt
@@ -590,6 +593,14 @@ def _configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> Pa
     if not isinstance(config, PagerConfig):
         raise InvalidArgumentError(f"config is {config!r}; expected a PagerConfig")
     return config.replace(**options) if options else config
+
+
+def _row_choices(config: PagerConfig, model: Any, *, exact: bool) -> tuple[int, ...]:
+    """What M may be, best first: what a plan would take, as far as the pool allows."""
+    device = model.device.type
+    if not exact or not has_experts(model):
+        return config.row_choices(device)
+    return config.row_choices(device, partial(suits_experts, shape_of(model)))
 
 
 def _sized(

@@ -72,8 +72,7 @@ def run(engine: Engine, batch: Batch) -> torch.Tensor:
         CorruptSnapshotError: of a session that asked for it (`on_corrupt="fail"`), or of a chunk
             that cannot be computed again; says why. Nothing was committed.
     """
-    owners = {sequence.uid: sequence for sequence in batch.sequences if sequence is not None}
-    return repairing(engine, owners.values(), lambda: engine.runner.run(batch))
+    return repairing(engine, batch.owners, lambda: engine.runner.run(batch))
 
 
 def repairing(

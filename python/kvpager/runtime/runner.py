@@ -83,8 +83,8 @@ class Runner:
             start = time.perf_counter()
             rows = self.count(batch)
             positions, tokens = batch.positions[:rows], batch.tokens[:rows]
-            with self._pager.begin(
-                batch.sequences[:rows], positions, tokens.astype(np.int32), batch.kinds[:rows]
+            with self._pager.begin_spans(
+                batch.padded_spans(rows), tokens.astype(np.int32)
             ) as forward:
                 timed = _Timed(forward)
                 inputs = packed_inputs(

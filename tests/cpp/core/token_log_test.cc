@@ -16,7 +16,9 @@ TokenLog log_of(size_t shared, size_t own) {
   std::vector<TokenId> first;
   for (size_t i = 0; i < shared; ++i) first.push_back(static_cast<TokenId>(i));
   TokenLog log{SharedArray<TokenId>(std::move(first))};
-  for (size_t i = 0; i < own; ++i) log.push_back(static_cast<TokenId>(shared + i));
+  std::vector<TokenId> more;
+  for (size_t i = 0; i < own; ++i) more.push_back(static_cast<TokenId>(shared + i));
+  log.append(more.data(), own);
   return log;
 }
 
@@ -56,7 +58,10 @@ TEST_CASE("a log that is cut within what it shares goes on with ids of its own")
     const TokenLog copy = log;
     log.resize(kept);
     CHECK(counts_to(log, kept));
-    for (size_t i = kept; i < 12; ++i) log.push_back(static_cast<TokenId>(i));
+    for (size_t i = kept; i < 12; ++i) {
+      const TokenId id = static_cast<TokenId>(i);
+      log.append(&id, 1);
+    }
     CHECK(counts_to(log, 12));
     CHECK(counts_to(copy, 9));
   }

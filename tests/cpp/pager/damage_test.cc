@@ -205,6 +205,118 @@ PAGER_TEST("restoring a sound copy of the file makes a damaged chunk readable ag
   require_intact(pager, restored);
 }
 
+// Content with another byte in one chunk, large enough to be seen in what attends to it, and checksums
+// to match.
+class OtherPayload : public SnapshotContent {
+ public:
+  OtherPayload(std::shared_ptr<SnapshotContent> content, int64_t chunk)
+      : content_(content), chunk_(chunk), meta_(content->meta()) {
+    meta_.chunks[static_cast<size_t>(chunk)].slice_checksum = {};
+  }
+  const SnapshotMeta& meta() const override { return meta_; }
+  const std::byte* borrow_chunk(int64_t chunk, std::byte* scratch) const override {
+    const std::byte* bytes = content_->borrow_chunk(chunk, scratch);
+    REQUIRE(bytes == scratch);
+    if (chunk == chunk_) scratch[103] ^= std::byte{0x80};  // the sign of an element of a key
+    return bytes;
+  }
+  void give_back_chunk(int64_t chunk) const override { content_->give_back_chunk(chunk); }
+  void read_summary(int64_t chunk, std::byte* out) const override {
+    content_->read_summary(chunk, out);
+  }
+
+ private:
+  std::shared_ptr<SnapshotContent> content_;
+  int64_t chunk_;
+  SnapshotMeta meta_;
+};
+
+PAGER_TEST("a file with other bytes under the same names heals nothing and is itself restored") {
+  Saved saved(10 * 16);
+  const std::string other = saved.folder.file("other");
+  save(OtherPayload(SnapshotReader::open(saved.path), 4), other, kKey);
+  Pager pager(top_k(6, 40));
+  const Known restored = restore(pager, saved);
+  flip(saved.path, payload_at(4));
+  CHECK_THROWS_AS(probe(pager, restored), CorruptSnapshotError);
+  const Known again{pager.restore(SnapshotReader::open(other), "", Provenance::kExact, kKey),
+                    saved.known.tokens};
+  pager.check_invariants();
+  CHECK(damaged(pager, restored) == std::vector<int64_t>{4});
+  CHECK_THROWS_AS(probe(pager, restored), CorruptSnapshotError);
+  CHECK_FALSE(same_bits(probe(pager, again), saved.expected));
+  CHECK(damaged(pager, again).empty());
+  pager.destroy_sequence(again.id);
+  recompute(pager, restored, 4);
+  CHECK(same_bits(probe(pager, restored), saved.expected));
+}
+
+// What only the snapshot's readers and what is shared with them keep alive.
+struct Held {
+  explicit Held(const std::shared_ptr<SnapshotReader>& reader)
+      : file(reader), metadata(reader->meta().tokens.watch()) {}
+  bool nothing() const { return file.expired() && metadata.expired(); }
+  std::weak_ptr<SnapshotReader> file;
+  std::weak_ptr<const TokenId> metadata;
+};
+
+// Probes until nothing is damaged any more; `heal` gets each chunk that was.
+template <class Heal>
+void heal_all(Pager& pager, const Known& known, const std::vector<float>& expected,
+              const Heal& heal) {
+  for (;;) {
+    try {
+      const std::vector<float> outputs = probe(pager, known);
+      REQUIRE(same_bits(outputs, expected));
+      return;
+    } catch (const CorruptSnapshotError&) {
+      const std::vector<int64_t> bad = damaged(pager, known);
+      REQUIRE_FALSE(bad.empty());
+      for (const int64_t chunk : bad) heal(chunk);
+    }
+  }
+}
+
+PAGER_TEST("chunks that were computed anew hold on to nothing of the snapshot that rotted") {
+  Saved saved(4 * 16);
+  Pager pager(top_k(12, 40));
+  std::shared_ptr<SnapshotReader> reader = SnapshotReader::open(saved.path);
+  const Held held(reader);
+  const Known restored{pager.restore(std::move(reader), "", Provenance::kExact, kKey),
+                       saved.known.tokens};
+  for (int64_t chunk = 0; chunk < 4; ++chunk) flip(saved.path, payload_at(chunk));
+  heal_all(pager, restored, saved.expected,
+           [&](int64_t chunk) { recompute(pager, restored, chunk); });
+  CHECK(pager.stats().chunks_healed == 4);
+  CHECK(held.file.expired());
+  CHECK_FALSE(held.nothing());  // the sequence's token ids are the snapshot's
+  pager.destroy_sequence(restored.id);
+  CHECK(held.nothing());
+  const Known adopter = create(pager);
+  CHECK(pager.adopt_prefix(adopter.id, saved.known.tokens) == 64);
+  require_intact(pager, {adopter.id, saved.known.tokens});
+}
+
+PAGER_TEST("chunks that are read from a sound copy hold on to nothing of the file that rotted") {
+  Saved saved(4 * 16);
+  const std::string copy = saved.folder.file("copy");
+  save(*SnapshotReader::open(saved.path), copy, kKey);
+  Pager pager(top_k(12, 40));
+  std::shared_ptr<SnapshotReader> reader = SnapshotReader::open(saved.path);
+  const Held held(reader);
+  const Known restored{pager.restore(std::move(reader), "", Provenance::kExact, kKey),
+                       saved.known.tokens};
+  for (int64_t chunk = 0; chunk < 4; ++chunk) flip(saved.path, payload_at(chunk));
+  Known again;
+  heal_all(pager, restored, saved.expected, [&](int64_t) {
+    again = {pager.restore(SnapshotReader::open(copy), "", Provenance::kExact, kKey),
+             saved.known.tokens};
+  });
+  pager.destroy_sequence(restored.id);
+  CHECK(held.nothing());
+  require_intact(pager, again);
+}
+
 PAGER_TEST("a damaged summary is made again from its chunk, and proved by its checksum") {
   Saved saved(10 * 16 + 3);
   const auto reader = SnapshotReader::open(saved.path);

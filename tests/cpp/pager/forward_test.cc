@@ -559,6 +559,21 @@ PAGER_TEST("a selection that was not run is the one a row would get") {
   CHECK(contains(refused(0, 5, odd), "q: shape"));
 }
 
+PAGER_TEST("what a forward looked up for its sequence is nothing to the next one's") {
+  PagerOptions options = small_options(30, 64);
+  options.selection.kind = Selection::Kind::kTopK;
+  options.selection.chunks = 2;
+  const int64_t length = 12 * 16 + 3;  // as many summaries, other ones
+  std::vector<std::vector<float>> alone;
+  for (const uint64_t seed : {1, 2}) {
+    Pager pager(options);
+    alone.push_back(probe(pager, create(pager, length, seed)));
+  }
+  Pager pager(options);
+  const Known known[] = {create(pager, length, 1), create(pager, length, 2)};
+  for (const size_t i : {0, 1, 0, 0, 1}) CHECK(same_bits(probe(pager, known[i]), alone[i]));
+}
+
 PAGER_TEST("reading K/V outside what is committed is refused") {
   Pager pager(small_options(6, 16));
   const Known sequence = create(pager, 20, 1);

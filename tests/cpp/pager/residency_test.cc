@@ -83,6 +83,22 @@ PAGER_TEST("attention outputs have the same bits wherever chunks live and whatev
   }
 }
 
+PAGER_TEST("chunks that leave the pool between two layers of a forward are found elsewhere") {
+  Pager pager(small_options(16, 8));
+  const Known sequence = create(pager, 4 * 16 + 5);
+  const std::vector<float> expected = probe(pager, sequence);
+  const int64_t last = static_cast<int64_t>(sequence.tokens.size()) - 1;
+  std::vector<RowDescriptor> rows = {{sequence.id, last, 0, RowKind::kRead}};
+  rows.resize(kRows);
+  pager.begin(rows);
+  const std::vector<float> outputs = run_layers(pager, rows, sequence.tokens, true, [&](int layer) {
+    // What they leave is NaN. A device's forward holds its chunks.
+    if (layer == 1) CHECK(pager.evict_all() == (on_device() ? 0 : 4));
+  });
+  pager.commit_all();
+  CHECK(same_bits(outputs, expected));
+}
+
 PAGER_TEST("evicting a clean chunk moves no bytes, recalling it is one copy") {
   Pager pager(small_options(6, 24));
   Known sequence = create(pager, 20 * 16, 1);

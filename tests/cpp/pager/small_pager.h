@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <string>
@@ -155,11 +156,14 @@ inline std::vector<RowDescriptor> commit_rows(SequenceId id, int64_t start, cons
 }
 
 // Runs every layer of a forward that was begun; `all` is the whole history of each row's sequence.
-inline std::vector<float> run_layers(Pager& pager, const std::vector<RowDescriptor>& rows,
-                                     const std::vector<TokenId>& all, bool attend = true) {
+// before(layer) comes ahead of each.
+inline std::vector<float> run_layers(
+    Pager& pager, const std::vector<RowDescriptor>& rows, const std::vector<TokenId>& all,
+    bool attend = true, const std::function<void(int)>& before = [](int) {}) {
   const std::vector<uint64_t> history = histories(all);
   std::vector<float> outputs;
   for (int layer = 0; layer < small_layout().layers; ++layer) {
+    before(layer);
     Tensors t(static_cast<int64_t>(rows.size()));
     for (size_t i = 0; i < rows.size(); ++i) {
       if (rows[i].kind == RowKind::kPadding) continue;

@@ -1,0 +1,50 @@
+#include "core/leave_order.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvpager {
+
+namespace {
+
+// Of a heap whose front leaves first.
+struct Later {
+  Policy policy;
+  bool operator()(const VictimFacts& a, const VictimFacts& b) const {
+    return leaves_before(policy, b, a);
+  }
+};
+
+constexpr size_t kMoreNotes = 64;
+
+}  // namespace
+
+void LeaveOrder::fill(std::vector<VictimFacts> notes) {
+  const size_t room = 2 * notes.size() + kMoreNotes;
+  aside_.reserve(room);
+  notes_.swap(notes);
+  notes_.reserve(room);
+  std::make_heap(notes_.begin(), notes_.end(), Later{policy_});
+  stale_ = false;
+}
+
+void LeaveOrder::add(const VictimFacts& note) {
+  if (stale_) return;
+  if (notes_.size() == notes_.capacity()) {
+    forget();
+  } else {
+    push(note);
+  }
+}
+
+void LeaveOrder::pop() {
+  std::pop_heap(notes_.begin(), notes_.end(), Later{policy_});
+  notes_.pop_back();
+}
+
+void LeaveOrder::push(const VictimFacts& note) {
+  notes_.push_back(note);
+  std::push_heap(notes_.begin(), notes_.end(), Later{policy_});
+}
+
+}  // namespace kvpager

@@ -1,0 +1,69 @@
+// Who leaves first among many: facts of records as they were noted, in a heap that is made when
+// somebody first has to leave and thrown away when many facts change at once.
+//
+//   stale --fill--> made --forget, or no room for another entry--> stale
+//
+// An entry is a note. What has changed since is found out when it comes up: `judge` says what has
+// become of it. So whoever may leave from now on has to be noted with add() (or everything has to be
+// forgotten), while whoever may not any more is nobody's concern. Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/policy.h"
+
+namespace kvpager {
+
+enum class Verdict : uint8_t {
+  kLeaves,  // it is the one
+  kStays,   // not now, but it may leave later as it is noted
+  kGone,    // the note does not hold any more
+};
+
+class LeaveOrder {
+ public:
+  explicit LeaveOrder(Policy policy) : policy_(policy) {}
+
+  bool stale() const { return stale_; }
+  void forget() { stale_ = true; }
+  // All there are, in any order.
+  void fill(std::vector<VictimFacts> notes);
+  // One more. Allocates nothing: where there is no room all is forgotten.
+  void add(const VictimFacts& note);
+
+  const std::vector<VictimFacts>& notes() const { return notes_; }
+
+  // The first whom `judge` lets leave; it stays noted. Each note is judged once, in order. REQUIRES:
+  // !stale().
+  template <class Judge>
+  std::optional<VictimFacts> first(const Judge& judge) {
+    std::optional<VictimFacts> found;
+    aside_.clear();
+    while (!notes_.empty()) {
+      const VictimFacts next = notes_.front();
+      const bool noted_twice = !aside_.empty() && aside_.back().record == next.record;
+      const Verdict verdict = noted_twice ? Verdict::kGone : judge(next);
+      if (verdict == Verdict::kLeaves) {
+        found = next;
+        break;
+      }
+      pop();
+      if (verdict == Verdict::kStays) aside_.push_back(next);
+    }
+    for (const VictimFacts& note : aside_) push(note);
+    return found;
+  }
+
+ private:
+  void pop();
+  void push(const VictimFacts& note);  // REQUIRES: room
+
+  const Policy policy_;
+  bool stale_ = true;
+  std::vector<VictimFacts> notes_;  // a heap, the first to leave at its front
+  std::vector<VictimFacts> aside_;  // of the search at hand
+};
+
+}  // namespace kvpager

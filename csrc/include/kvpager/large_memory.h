@@ -1,0 +1,40 @@
+// Memory of a few hundred pages or more, as huge pages where the system has them: a fault for each
+// small one costs several times what is then done with it.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+
+namespace kvpager {
+
+inline constexpr size_t kHugePage = size_t{2} << 20;
+
+// Uninitialised, given back with std::free. REQUIRES: alignment is a power of two of at most
+// kHugePage.
+inline void* allocate_large(size_t alignment, size_t bytes) {
+  const bool huge = bytes >= kHugePage / 4;
+  const size_t unit = huge ? kHugePage : alignment;
+  const size_t rounded = (bytes == 0 ? 1 : bytes) + unit - 1;
+  void* memory = std::aligned_alloc(unit, rounded - rounded % unit);
+  if (memory == nullptr) throw std::bad_alloc();
+  if (huge) ::madvise(memory, rounded - rounded % unit, MADV_HUGEPAGE);  // a hint
+  return memory;
+}
+
+// For containers whose elements may be many.
+template <class T>
+struct LargeAllocator {
+  using value_type = T;
+  LargeAllocator() = default;
+  template <class U>
+  LargeAllocator(const LargeAllocator<U>&) {}  // NOLINT(runtime/explicit)
+  T* allocate(size_t n) { return static_cast<T*>(allocate_large(alignof(T), n * sizeof(T))); }
+  void deallocate(T* memory, size_t) noexcept { std::free(memory); }
+  friend bool operator==(const LargeAllocator&, const LargeAllocator&) { return true; }
+  friend bool operator!=(const LargeAllocator&, const LargeAllocator&) { return false; }
+};
+
+}  // namespace kvpager
