@@ -40,6 +40,7 @@ from kvpager_bench.places import (
     RESULTS_DIR,
     RESULTS_VARIABLE,
     SCRATCH_DIR,
+    end_cleanly_when_told,
     results_dir,
     write_text,
 )
@@ -265,6 +266,7 @@ def cli(description: str | None) -> argparse.ArgumentParser:
 
 def start(arguments: argparse.Namespace) -> dict[str, Any]:
     """Sets the thread count and the folder of results, and records the environment."""
+    end_cleanly_when_told()
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if arguments.results is not None:

@@ -1,12 +1,27 @@
-"""Where figures are kept: in a checkout its own folders, otherwise one below where one stands."""
+"""Where figures are kept: in a checkout its own folders, otherwise one below where one stands.
+
+And where files lie while they are measured: in folders that go with whoever made them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 PACKAGE_DIR = Path(__file__).resolve().parent
 RESULTS_VARIABLE = "KVPAGER_BENCH_RESULTS"
+FOLDER_PREFIX = "kvpager-bench-"  # of folders that scratch_folder makes
+_SETTLED_S = 60.0  # a folder younger than this may not have its lock yet
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def _checkout() -> Path | None:
@@ -32,3 +47,64 @@ def write_text(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Path]:
+    """A new folder below `parent`, or that of temporary files; it goes when the block ends.
+
+    Its maker holds a lock on it for as long as it lives. What makers that were killed left behind
+    goes first: it can be gigabytes, and nobody else will look for it.
+    """
+    within = Path(parent or tempfile.gettempdir())
+    sweep(within)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=within))
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        with _undisturbed():
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Removes folders of `scratch_folder` whose makers are gone; returns them."""
+    swept = []
+    for folder in parent.glob(FOLDER_PREFIX + "*"):
+        with contextlib.suppress(OSError):  # somebody else's, or gone by now
+            if time.time() - folder.stat().st_mtime < _SETTLED_S:
+                continue
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+                swept.append(folder)
+            finally:
+                os.close(held)
+    return swept
+
+
+def end_cleanly_when_told() -> None:
+    """SIGTERM ends the process as an interrupt does: what it made is removed on the way out."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A block that no second signal to end interrupts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in _ENDING]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

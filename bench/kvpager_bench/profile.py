@@ -13,12 +13,9 @@ a copy in memory as this machine does it. Memory is touched before it is timed.
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ import torch
 from kvpager import Engine, PagerConfig, TopK
 from kvpager_bench import harness, machine, subjects
 from kvpager_bench.harness import Column, Report
+from kvpager_bench.places import scratch_folder
 
 CHUNK_TOKENS = 64
 POOL_BLOCKS = 48
@@ -191,11 +189,10 @@ def moving(model: Any, arguments: argparse.Namespace, report: Report) -> None:
     """Seal, page in, save and restore of one session, whose K/V are made up."""
     tokens = arguments.context
     copy = machine.memory_bandwidth(arguments.threads).copy
-    folder = Path(tempfile.mkdtemp(prefix="kvpager-profile-"))
     config = PagerConfig(
         pool_tokens=tokens + 1024, chunk_tokens=CHUNK_TOKENS, host_bytes="auto", small_rows="fixed"
     )
-    try:
+    with scratch_folder() as folder:
         with Engine(model, config) as engine:
             layout, pager = engine.layout, engine.pager
 
@@ -243,8 +240,6 @@ def moving(model: Any, arguments: argparse.Namespace, report: Report) -> None:
             metadata = path.stat().st_size - size
             add("restore, metadata", opened, int(chunks), max(1, metadata))
             add("restore, every chunk read and verified", read, int(chunks), size)
-    finally:
-        shutil.rmtree(folder)
 
 
 def main() -> None:

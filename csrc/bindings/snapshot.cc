@@ -5,7 +5,9 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <atomic>
 #include <cstring>
+#include <memory>
 #include <optional>
 
 #include "bindings/bind.h"
@@ -48,7 +50,7 @@ py::array_t<T> array_of(const std::vector<T>& values) {
 
 // The elements where they are; the array keeps their owner.
 template <class T>
-py::array_t<T> view_of(const std::vector<T>& values, const py::object& owner) {
+py::array_t<T> view_of(const SharedArray<T>& values, const py::object& owner) {
   py::array_t<T> out(static_cast<py::ssize_t>(values.size()), values.data(), owner);
   out.attr("flags").attr("writeable") = false;
   return out;
@@ -187,22 +189,47 @@ int64_t write_manifest(SnapshotWriter& writer, const SnapshotContent& content,
 }
 
 // The writer of Python: gone once published or discarded, so that files and locks are let go at a
-// known moment.
+// known moment. One call at a time: a thread, or a progress callback, that comes while another call
+// has given the GIL away is refused and changes nothing.
 class Writer {
  public:
   Writer(const std::string& path, const Layout& layout, int64_t reserve_bytes)
       : writer_(std::make_unique<SnapshotWriter>(path, layout, reserve_bytes)) {}
 
-  SnapshotWriter& get() const {
+  // fn(SnapshotWriter&).
+  template <class Fn>
+  auto use(const Fn& fn) const {
+    const Turn turn(*this);
     if (writer_ == nullptr) {
       throw InvalidArgumentError("snapshot: this writer was discarded; start a new one");
     }
-    return *writer_;
+    return fn(*writer_);
   }
-  void discard() { writer_.reset(); }
+  void discard() {
+    const Turn turn(*this);
+    writer_.reset();
+  }
 
  private:
+  class Turn {
+   public:
+    explicit Turn(const Writer& writer) : busy_(writer.busy_) {
+      if (busy_.test_and_set()) {
+        throw InvalidArgumentError(
+            "snapshot: this writer is in use by another call; wait until that has returned, or "
+            "raise in its progress callback to end it");
+      }
+    }
+    ~Turn() { busy_.clear(); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    std::atomic_flag& busy_;
+  };
+
   std::unique_ptr<SnapshotWriter> writer_;
+  mutable std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 };
 
 void bind_content(py::module_& m) {
@@ -306,7 +333,9 @@ void bind_writer(py::module_& m) {
           "write_content",
           [](Writer& w, const SnapshotContent& content, const Array<int64_t>& which,
              const std::string& fingerprint, const std::string& session, const Callback& progress) {
-            return write_content(w.get(), content, which, fingerprint, session, progress);
+            return w.use([&](SnapshotWriter& writer) {
+              return write_content(writer, content, which, fingerprint, session, progress);
+            });
           },
           py::arg("content"), py::arg("which"), py::arg("fingerprint"), py::arg("session"),
           py::arg("progress") = py::none())
@@ -316,23 +345,32 @@ void bind_writer(py::module_& m) {
              const std::vector<std::pair<std::string, uint32_t>>& packs,
              const Array<uint32_t>& chunk_places, const Array<uint64_t>& checksums,
              const std::string& fingerprint, const std::string& session) {
-            return write_manifest(w.get(), content, packs, chunk_places, checksums, fingerprint,
-                                  session);
+            return w.use([&](SnapshotWriter& writer) {
+              return write_manifest(writer, content, packs, chunk_places, checksums, fingerprint,
+                                    session);
+            });
           },
           py::arg("content"), py::arg("packs"), py::arg("places"), py::arg("summary_checksums"),
           py::arg("fingerprint"), py::arg("session"))
       .def(
-          "publish", [](Writer& w) { w.get().publish(); }, py::call_guard<Release>())
+          "publish", [](Writer& w) { w.use([](SnapshotWriter& writer) { writer.publish(); }); },
+          py::call_guard<Release>())
       .def("discard", &Writer::discard, py::call_guard<Release>(),
-           "Lets go of the file and its lock; removes it unless it was published.")
+           "Lets go of the file and its lock; removes it unless it was published. Like every call, "
+           "InvalidArgumentError while another one runs.")
       .def_property_readonly(
-          "logical_digest", [](const Writer& w) { return hex_of(w.get().logical_digest()); },
+          "logical_digest",
+          [](const Writer& w) {
+            return w.use([](SnapshotWriter& writer) { return hex_of(writer.logical_digest()); });
+          },
           "Of what was written, as the reader of the file will say.")
       .def_property_readonly("summary_checksums", [](const Writer& w) {
-        const std::vector<SnapshotChunk>& written = w.get().written();
-        int64_t sealed = static_cast<int64_t>(written.size());
-        if (sealed > 0 && written.back().chain_hash == Hash128{}) --sealed;  // the tail
-        return summary_checksums(written, sealed);
+        return w.use([](SnapshotWriter& writer) {
+          const std::vector<SnapshotChunk>& written = writer.written();
+          int64_t sealed = static_cast<int64_t>(written.size());
+          if (sealed > 0 && written.back().chain_hash == Hash128{}) --sealed;  // the tail
+          return summary_checksums(written, sealed);
+        });
       });
 }
 

@@ -7,9 +7,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <string>
 #include <type_traits>
+
+#include "kvpager/large_memory.h"
 
 namespace kvpager::snapshot {
 
@@ -47,10 +48,7 @@ using AlignedBytes = std::unique_ptr<std::byte, FreeBytes>;
 
 // Not initialised; at least one byte.
 inline AlignedBytes aligned_bytes(uint64_t alignment, uint64_t bytes) {
-  const uint64_t rounded = align_up(bytes == 0 ? 1 : bytes, alignment);
-  AlignedBytes memory(static_cast<std::byte*>(std::aligned_alloc(alignment, rounded)));
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
+  return AlignedBytes(static_cast<std::byte*>(allocate_large(alignment, bytes)));
 }
 
 inline bool all_zero(const std::byte* data, size_t bytes) {

@@ -113,21 +113,21 @@ void ChunkFeed::fill(size_t number) noexcept {
 }
 
 void ChunkFeed::prepare(size_t i, const std::byte* payload) {
-  std::vector<uint64_t>& checksums = (*records_)[i].slice_checksum;
-  const bool given = !checksums.empty();
-  if (!given) checksums.resize(static_cast<size_t>(layout_.layers));
+  SharedArray<uint64_t>& given = (*records_)[i].slice_checksum;
+  std::vector<uint64_t> found;
   for (int layer = 0; layer < layout_.layers; ++layer) {
-    uint64_t& expected = checksums[static_cast<size_t>(layer)];
     const uint64_t computed =
         slice_checksum(payload + layout_.slice_offset(layer), layout_.slice_bytes());
-    if (given && computed != expected) {
+    found.push_back(computed);
+    const uint64_t expected = given.empty() ? computed : given[static_cast<size_t>(layer)];
+    if (computed != expected) {
       throw CorruptSnapshotError(
           str(path_, ": not saved: chunk ", which_[i], ", layer ", layer, " has bytes of checksum ",
               computed, ", expected ", expected, ", that of the bytes when the chunk was sealed"),
           which_[i], layer);
     }
-    expected = computed;
   }
+  if (given.empty()) given = std::move(found);
 }
 
 void ChunkFeed::give_back(Group* group) noexcept {

@@ -5,8 +5,14 @@
 #include "kvpager/error.h"
 #include "snapshot/checksum.h"
 #include "snapshot/format.h"
+#include "snapshot/metadata.h"
 
 namespace kvpager::snapshot {
+
+Hash128 ChunkSource::logical_digest() const {
+  std::call_once(digest_once_, [&] { digest_ = snapshot::logical_digest(meta, meta.chunks); });
+  return digest_;
+}
 
 int64_t ChunkSource::neighbours(int64_t first, int64_t count) const {
   int64_t n = 1;

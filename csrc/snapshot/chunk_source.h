@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -21,9 +22,7 @@ struct ChunkSource {
   };
 
   std::string name;  // the snapshot's path, for messages
-  const std::shared_ptr<SnapshotMeta> shared_meta = std::make_shared<SnapshotMeta>();
-  SnapshotMeta& meta = *shared_meta;
-  Hash128 logical_digest;
+  SnapshotMeta meta;
   uint16_t minor = 0;
   int64_t file_bytes = 0;
   std::vector<ChunkFile> files;
@@ -31,6 +30,7 @@ struct ChunkSource {
   mutable std::atomic<int64_t> bytes_read{0};
 
   const Layout& layout() const { return meta.layout; }
+  Hash128 logical_digest() const;  // computed once, when it is first asked for
   int64_t summary_bytes() const { return meta.summary_bytes_per_chunk(); }
   const SnapshotChunk& record(int64_t chunk) const {
     return meta.chunks[static_cast<size_t>(chunk)];
@@ -63,6 +63,9 @@ struct ChunkSource {
   template <class Describe>
   void fetch(int64_t chunk, int layer, uint64_t bytes, uint64_t offset, const Describe& what,
              std::byte* out) const;
+
+  mutable std::once_flag digest_once_;
+  mutable Hash128 digest_;
 };
 
 }  // namespace kvpager::snapshot

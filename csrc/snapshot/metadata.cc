@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 #include <limits>
 #include <utility>
 
@@ -110,12 +109,18 @@ std::string decode_json(const Section& section, const std::string& path) {
   return text;
 }
 
-void decode_tokens(const Section& section, SnapshotMeta* meta, const std::string& path) {
+// Elements of a section where they are, which `bytes` keeps. Sections and their entries are aligned.
+template <class T>
+SharedArray<T> part_of(const std::shared_ptr<const std::byte>& bytes, const std::byte* from,
+                       size_t count) {
+  return SharedArray<T>(std::shared_ptr<const T>(bytes, reinterpret_cast<const T*>(from)), count);
+}
+
+void decode_tokens(const Section& section, const std::shared_ptr<const std::byte>& bytes,
+                   SnapshotMeta* meta, const std::string& path) {
   const uint64_t count = section.entry.size / sizeof(TokenId);
   expect_size(section, count * sizeof(TokenId), "a whole number of 4-byte token ids", path);
-  // Sections are aligned; assigning does not fill with zeros first.
-  const auto* ids = reinterpret_cast<const TokenId*>(section.data);
-  meta->tokens.assign(ids, ids + count);
+  meta->tokens = part_of<TokenId>(bytes, section.data, count);
 }
 
 uint64_t checked_product(uint64_t a, uint64_t b, const std::string& what, const std::string& path) {
@@ -126,7 +131,8 @@ uint64_t checked_product(uint64_t a, uint64_t b, const std::string& what, const 
   return product;
 }
 
-void decode_chunks(const Section& section, SnapshotMeta* meta, const std::string& path) {
+void decode_chunks(const Section& section, const std::shared_ptr<const std::byte>& bytes,
+                   SnapshotMeta* meta, const std::string& path) {
   const auto count = static_cast<uint64_t>(chunk_count(meta->layout, meta->tokens.size()));
   const uint64_t stride = chunk_entry_bytes(meta->layout);
   expect_size(section, checked_product(count, stride, "chunks.size", path),
@@ -142,8 +148,7 @@ void decode_chunks(const Section& section, SnapshotMeta* meta, const std::string
     chunk.provenance = static_cast<Provenance>(load<uint8_t>(from + kProvenanceAt));
     chunk.chain_hash.low = load<uint64_t>(from + kChainHashAt);
     chunk.chain_hash.high = load<uint64_t>(from + kChainHashAt + 8);
-    chunk.slice_checksum.resize(layers);
-    std::memcpy(chunk.slice_checksum.data(), from + kChunkFixedBytes, layers * sizeof(uint64_t));
+    chunk.slice_checksum = part_of<uint64_t>(bytes, from + kChunkFixedBytes, layers);
     if (!all_zero(from + kProvenanceAt + 1, kChainHashAt - kProvenanceAt - 1)) {
       corrupt(path, str("chunks[", c, "].reserved"), "not zero", "zero");
     }
@@ -212,18 +217,6 @@ void expect_checksum(const Section& section, uint64_t computed, const std::strin
   if (section.entry.checksum != computed) {
     corrupt(path, section_name(section.entry.type) + ".checksum", section.entry.checksum, computed);
   }
-}
-
-struct Part {
-  const void* data;
-  size_t bytes;
-};
-
-Hash128 digest_of(std::initializer_list<Part> parts) {
-  Digest128 digest;
-  digest.add("kvpager snapshot 1", 18);
-  for (const Part& part : parts) digest.add(part.data, part.bytes);
-  return digest.value();
 }
 
 bool distinct(const std::vector<SnapshotPacks::Place>& places) {
@@ -384,7 +377,7 @@ std::string encode_layout(const SnapshotMeta& meta) {
   return out + meta.scorer;
 }
 
-std::string encode_tokens(const std::vector<TokenId>& tokens) {
+std::string encode_tokens(const SharedArray<TokenId>& tokens) {
   return std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(TokenId));
 }
 
@@ -434,8 +427,9 @@ std::string encode_packs(const SnapshotPacks& packs) {
 
 uint64_t payload_checksum(const std::vector<SnapshotChunk>& chunks, const OwnChunks& own) {
   std::vector<uint64_t> all;
+  if (!chunks.empty()) all.reserve((chunks.size() - own.first) * chunks[0].slice_checksum.size());
   for (size_t c = own.first; c < chunks.size(); ++c) {
-    const std::vector<uint64_t>& slices = chunks[c].slice_checksum;
+    const SharedArray<uint64_t>& slices = chunks[c].slice_checksum;
     all.insert(all.end(), slices.begin(), slices.end());
   }
   return xxh3_64(all.data(), all.size() * sizeof(uint64_t));
@@ -443,32 +437,36 @@ uint64_t payload_checksum(const std::vector<SnapshotChunk>& chunks, const OwnChu
 
 uint64_t summaries_checksum(const std::vector<SnapshotChunk>& chunks, const OwnChunks& own) {
   std::vector<uint64_t> all;
+  all.reserve(own.sealed);
   for (size_t c = own.first; c < own.first + own.sealed; ++c) {
     all.push_back(chunks[c].summary_checksum);
   }
   return xxh3_64(all.data(), all.size() * sizeof(uint64_t));
 }
 
-Hash128 logical_digest(const std::string& layout, const std::string& fingerprint,
-                       const std::string& tokens, const std::string& chunks) {
-  return digest_of({{layout.data(), layout.size()},
-                    {fingerprint.data(), fingerprint.size()},
-                    {tokens.data(), tokens.size()},
-                    {chunks.data(), chunks.size()}});
+Hash128 logical_digest(const SnapshotMeta& meta, const std::vector<SnapshotChunk>& chunks) {
+  Digest128 digest;
+  digest.add("kvpager snapshot 1", 18);
+  for (const std::string& section :
+       {encode_layout(meta), meta.fingerprint, encode_tokens(meta.tokens), encode_chunks(chunks)}) {
+    digest.add(section.data(), section.size());
+  }
+  return digest.value();
 }
 
-Decoded decode_metadata(const std::vector<Section>& sections, const std::string& path) {
+SnapshotMeta decode_metadata(const std::vector<Section>& sections,
+                             const std::shared_ptr<const std::byte>& bytes,
+                             const std::string& path) {
   for (const Section& section : sections) {
     if (section.data != nullptr) {
       expect_checksum(section, xxh3_64(section.data, section.entry.size), path);
     }
   }
-  Decoded out;
-  SnapshotMeta& meta = out.meta;
+  SnapshotMeta meta;
   decode_layout(sections[kLayout - 1], &meta, path);
   meta.fingerprint = decode_json(sections[kFingerprint - 1], path);
   meta.session = decode_json(sections[kSession - 1], path);
-  decode_tokens(sections[kTokens - 1], &meta, path);
+  decode_tokens(sections[kTokens - 1], bytes, &meta, path);
 
   // Every section is paid for by the file's size, and tokens and layout fix the size of each.
   const auto packs = std::find_if(sections.begin(), sections.end(), [](const Section& s) {
@@ -487,7 +485,7 @@ Decoded decode_metadata(const std::vector<Section>& sections, const std::string&
   expect_size(sections[kSummaries - 1],
               checked_product(summaries, summary_bytes, "summaries.size", path),
               str(summaries, " sealed chunks of ", summary_bytes, " bytes"), path);
-  decode_chunks(sections[kChunks - 1], &meta, path);
+  decode_chunks(sections[kChunks - 1], bytes, &meta, path);
   if (manifest) decode_packs(*packs, &meta, path);
   const OwnChunks own = own_chunks(meta);
   expect_checksum(sections[kPayload - 1], payload_checksum(meta.chunks, own), path);
@@ -500,11 +498,7 @@ Decoded decode_metadata(const std::vector<Section>& sections, const std::string&
       decode_hints(section, &meta, path);
     }
   }
-  const auto part = [&](SectionType type) {
-    return Part{sections[type - 1].data, sections[type - 1].entry.size};
-  };
-  out.logical_digest = digest_of({part(kLayout), part(kFingerprint), part(kTokens), part(kChunks)});
-  return out;
+  return meta;
 }
 
 }  // namespace snapshot

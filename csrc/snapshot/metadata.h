@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,7 +46,7 @@ struct OwnChunks {
 OwnChunks own_chunks(const SnapshotMeta& meta);
 
 std::string encode_layout(const SnapshotMeta& meta);
-std::string encode_tokens(const std::vector<TokenId>& tokens);
+std::string encode_tokens(const SharedArray<TokenId>& tokens);
 std::string encode_chunks(const std::vector<SnapshotChunk>& chunks);
 std::string encode_hints(const SnapshotHints& hints);
 std::string encode_packs(const SnapshotPacks& packs);
@@ -56,8 +57,7 @@ uint64_t payload_checksum(const std::vector<SnapshotChunk>& chunks, const OwnChu
 uint64_t summaries_checksum(const std::vector<SnapshotChunk>& chunks, const OwnChunks& own);
 
 // XXH3-128 over the sections that say what the content is.
-Hash128 logical_digest(const std::string& layout, const std::string& fingerprint,
-                       const std::string& tokens, const std::string& chunks);
+Hash128 logical_digest(const SnapshotMeta& meta, const std::vector<SnapshotChunk>& chunks);
 
 // A section as read, as aligned as in the file; data is null where `open` does not read it (payload,
 // summaries).
@@ -66,14 +66,11 @@ struct Section {
   const std::byte* data = nullptr;
 };
 
-struct Decoded {
-  SnapshotMeta meta;
-  Hash128 logical_digest;
-};
-
 // Decodes and cross-checks everything. `sections` holds every entry of the table; data is null for
 // payload and summaries. No allocation exceeds what the sizes in the (already validated) table pay
-// for.
-Decoded decode_metadata(const std::vector<Section>& sections, const std::string& path);
+// for. `bytes` keeps what the sections point at: token ids and checksums stay there.
+SnapshotMeta decode_metadata(const std::vector<Section>& sections,
+                             const std::shared_ptr<const std::byte>& bytes,
+                             const std::string& path);
 
 }  // namespace kvpager::snapshot

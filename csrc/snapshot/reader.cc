@@ -20,12 +20,12 @@ using namespace snapshot;  // NOLINT(build/namespaces): this room's own names
 namespace {
 
 // Everything behind payload and summaries, in one read.
-Decoded read_metadata(const InputFile& file, const Front& front) {
+SnapshotMeta read_metadata(const InputFile& file, const Front& front) {
   const uint64_t metadata_at = front[kSummaries].end();
   const uint64_t metadata_bytes = file.bytes() - metadata_at;
   // As far from an aligned address as in the file, so that sections are aligned here too.
   const uint64_t shift = metadata_at % kSectionAlignment;
-  const AlignedBytes room = aligned_bytes(kSectionAlignment, shift + metadata_bytes);
+  const std::shared_ptr<std::byte> room = aligned_bytes(kSectionAlignment, shift + metadata_bytes);
   std::byte* const metadata = room.get() + shift;
   file.read(metadata, metadata_bytes, metadata_at, [] { return std::string("the metadata"); });
   std::vector<Section> sections;
@@ -41,7 +41,7 @@ Decoded read_metadata(const InputFile& file, const Front& front) {
     }
     sections.push_back(section);
   }
-  return decode_metadata(sections, file.path());
+  return decode_metadata(sections, room, file.path());
 }
 
 void require_range(const std::string& name, const char* field, int64_t value, int64_t limit) {
@@ -68,10 +68,8 @@ std::shared_ptr<SnapshotReader> SnapshotReader::open(const std::string& path,
   Impl& r = *reader->impl_;
   const auto file = std::make_shared<InputFile>(path);
   const Front front = read_front(*file);
-  Decoded decoded = read_metadata(*file, front);
   r.name = path;
-  r.meta = std::move(decoded.meta);
-  r.logical_digest = decoded.logical_digest;
+  r.meta = read_metadata(*file, front);
   r.minor = front.minor;
   r.file_bytes = static_cast<int64_t>(file->bytes());
   if (!r.meta.packs.empty()) {
@@ -97,6 +95,7 @@ std::shared_ptr<SnapshotReader> SnapshotReader::gather(
   Impl& r = *reader->impl_;
   r.name = name;
   std::map<const InputFile*, uint32_t> known;
+  std::vector<TokenId> ids;
   for (const auto& [from, chunk] : chunks) {
     if (from == nullptr) throw InvalidArgumentError(str(name, ": a reader is null"));
     const Impl& source = *from->impl_;
@@ -121,24 +120,19 @@ std::shared_ptr<SnapshotReader> SnapshotReader::gather(
         known.emplace(file.file.get(), static_cast<uint32_t>(r.files.size()));
     if (fresh) r.files.push_back(file);
     r.places.push_back({index->second, place.chunk});
-    const auto tokens = theirs.tokens.begin() + chunk * meta.layout.chunk_tokens;
-    meta.tokens.insert(meta.tokens.end(), tokens, tokens + meta.layout.chunk_tokens);
+    const TokenId* tokens = theirs.tokens.begin() + chunk * meta.layout.chunk_tokens;
+    ids.insert(ids.end(), tokens, tokens + meta.layout.chunk_tokens);
     meta.chunks.push_back(source.record(chunk));
   }
-  r.logical_digest =
-      snapshot::logical_digest(encode_layout(r.meta), r.meta.fingerprint,
-                               encode_tokens(r.meta.tokens), encode_chunks(r.meta.chunks));
+  r.meta.tokens = SharedArray(std::move(ids));
   return reader;
 }
 
 const std::string& SnapshotReader::path() const { return impl_->name; }
 const SnapshotMeta& SnapshotReader::meta() const { return impl_->meta; }
-std::shared_ptr<const SnapshotMeta> SnapshotReader::shared_meta() const {
-  return impl_->shared_meta;
-}
 uint16_t SnapshotReader::minor_version() const { return impl_->minor; }
 int64_t SnapshotReader::file_bytes() const { return impl_->file_bytes; }
-Hash128 SnapshotReader::logical_digest() const { return impl_->logical_digest; }
+Hash128 SnapshotReader::logical_digest() const { return impl_->logical_digest(); }
 int64_t SnapshotReader::payload_bytes_read() const { return impl_->bytes_read; }
 
 void SnapshotReader::read_slice(int64_t chunk, int layer, std::byte* out) const {

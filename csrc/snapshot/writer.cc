@@ -128,11 +128,12 @@ SnapshotMeta meta_of(const SnapshotMeta& content, const std::vector<int64_t>& wh
   out.chunks = pick(content.chunks, which);
   out.hints.qk_score = pick(content.hints.qk_score, which);
   out.hints.last_use = pick(content.hints.last_use, which);
+  std::vector<TokenId> tokens;
   for (const int64_t chunk : which) {
-    const auto first = content.tokens.begin() + chunk * content.layout.chunk_tokens;
-    out.tokens.insert(out.tokens.end(), first,
-                      first + content.chunks[static_cast<size_t>(chunk)].valid);
+    const TokenId* first = content.tokens.begin() + chunk * content.layout.chunk_tokens;
+    tokens.insert(tokens.end(), first, first + content.chunks[static_cast<size_t>(chunk)].valid);
   }
+  out.tokens = std::move(tokens);
   return out;
 }
 
@@ -172,7 +173,7 @@ struct SnapshotWriter::Impl {
   std::vector<SnapshotChunk> with_computed_checksums(const SnapshotMeta& meta) const;
   Sections lay_out(const SnapshotMeta& meta, const std::vector<SnapshotChunk>& chunks) const;
 
-  void note_added(const std::vector<uint64_t>& slices);
+  void note_added(const SharedArray<uint64_t>& slices);
   void stream_chunks(const SnapshotContent& content, const std::vector<int64_t>& which,
                      std::vector<SnapshotChunk>* records, const SnapshotProgress& progress);
   // Runs `write`; whatever it throws undoes all that this writer did.
@@ -202,7 +203,7 @@ SnapshotWriter::SnapshotWriter(const std::string& path, const Layout& layout, in
 
 SnapshotWriter::~SnapshotWriter() = default;
 
-void SnapshotWriter::Impl::note_added(const std::vector<uint64_t>& slices) {
+void SnapshotWriter::Impl::note_added(const SharedArray<uint64_t>& slices) {
   slice_checksum.insert(slice_checksum.end(), slices.begin(), slices.end());
   ++chunks_added;
 }
@@ -218,7 +219,7 @@ void SnapshotWriter::add_chunk(const std::byte* payload) {
     slices.push_back(
         kvpager::slice_checksum(payload + w.layout.slice_offset(layer), w.layout.slice_bytes()));
   }
-  w.note_added(slices);
+  w.note_added(std::move(slices));
   w.stream.append(payload, static_cast<uint64_t>(w.layout.chunk_bytes()));
 }
 
@@ -265,8 +266,8 @@ std::vector<SnapshotChunk> SnapshotWriter::Impl::with_computed_checksums(
   }
   for (size_t c = own.first; c < chunks.size(); ++c) {
     const uint64_t* added = slice_checksum.data() + (c - own.first) * layers;
-    auto& checksums = chunks[c].slice_checksum;
-    if (checksums.empty()) checksums.assign(added, added + layers);
+    SharedArray<uint64_t>& checksums = chunks[c].slice_checksum;
+    if (checksums.empty()) checksums = std::vector<uint64_t>(added, added + layers);
     for (size_t layer = 0; layer < std::min(layers, checksums.size()); ++layer) {
       if (checksums[layer] != added[layer]) {
         refuse({str("chunks[", c, "].slice_checksum[", layer, "]"), str(checksums[layer]),
@@ -320,8 +321,7 @@ int64_t SnapshotWriter::seal(const SnapshotMeta& meta) {
     if (const auto problem = check_packs(meta.packs, meta.sealed_chunks())) refuse(*problem);
   }
   const Sections sections = w.lay_out(meta, chunks);
-  w.digest = snapshot::logical_digest(encode_layout(meta), meta.fingerprint,
-                                      encode_tokens(meta.tokens), encode_chunks(chunks));
+  w.digest = snapshot::logical_digest(meta, chunks);
   refuse_longer("metadata", sections.metadata.size(), kMaxMetadataBytes);
 
   w.stream.append(sections.metadata.data(), sections.metadata.size());

@@ -304,7 +304,12 @@ class PagerConfig(_Validated):
     )
     chunk_tokens: int = _option(_choice(CHUNK_TOKENS), "tokens per chunk", 64)
     rows: int | None = _option(
-        _integer(1, 4096, none="256 if a small count gives the same bits, else 64 or what fits"),
+        _integer(
+            1,
+            4096,
+            none="256, less where the model gathers experts' weights; 64 or what fits if no small "
+            "count gives the same bits",
+        ),
         "most rows of a forward of the model",
         None,
     )
@@ -396,11 +401,17 @@ class PagerConfig(_Validated):
         if self.rows is not None:
             self.row_choices()
 
-    def row_choices(self, device: str = "cpu") -> tuple[int, ...]:
+    def row_choices(
+        self, device: str = "cpu", suits: Callable[[int], bool] | None = None
+    ) -> tuple[int, ...]:
         """What M, the most rows of a forward, may be on `device`: best first.
 
         One value if `rows` is given; else the best default that this configuration allows, followed
         by what to take where small row counts cannot be proven to give the bits of so many.
+
+        Args:
+            device: kind of it: "cpu" or "cuda".
+            suits: which defaults the model may have; the least one it may have in any case.
 
         Raises:
             InvalidArgumentError: the pool cannot hold one sequence's frontier, the recent window is
@@ -416,6 +427,8 @@ class PagerConfig(_Validated):
         allowed = [rows for rows in defaults if self._allows_by_default(rows)]
         if not allowed:
             self._check_rows(defaults[-1], said)
+        if suits is not None:
+            allowed = [rows for rows in allowed if suits(rows)] or allowed[-1:]
         self._check_small_rows(allowed[0], said)
         choices = [rows for rows in allowed if not self._too_many_small_rows(rows)]
         last = next((i for i, rows in enumerate(choices) if rows <= 64), len(choices) - 1)

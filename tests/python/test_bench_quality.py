@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -94,3 +97,28 @@ def test_the_verdict_compares_with_the_oracle_and_with_full_attention() -> None:
     assert (oracle.peer, oracle.holds) == ("oracle", False)  # 15 / 16 is below 0.95
     assert press.ratio == pytest.approx(5)
     assert [verdict.holds for verdict in report.verdicts] == [False]
+
+
+def test_a_press_that_the_model_does_not_suit_gets_no_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = Budget(4096, 10)
+    kept = [budget.tokens, budget.tokens]
+
+    def call(name: str, script: str, task: dict[str, Any], timeout: float) -> dict[str, Any]:
+        asked = [press for press, _ in task["presses"]]
+        unsuited = {"ExpectedAttention": "its queries are others"}
+        return {
+            "answers": [[] if press in unsuited else [[1, 2, 3, 4]] for press in asked],
+            "kept": [[] if press in unsuited else kept for press in asked],
+            "unsuited": unsuited,
+        }
+
+    monkeypatch.setattr(quality.peers, "call", call)
+    model = SimpleNamespace(stock=SimpleNamespace(save_pretrained=lambda path: None))
+    document = SimpleNamespace(ids=np.arange(8))
+    questions = SimpleNamespace(document=document, prompts=[[1]], answers=[[1, 2, 3, 4]])
+    unsuited: dict[str, str] = {}
+    told = list(quality.ask_kvpress(model, questions, [budget], 2, unsuited))  # type: ignore[arg-type]
+    assert [press for press, *_ in told] == ["SnapKV", "KNorm", "StreamingLLM"]
+    assert unsuited == {"ExpectedAttention": "its queries are others"}

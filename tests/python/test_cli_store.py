@@ -289,6 +289,18 @@ def test_gc_removes_what_expired_and_what_a_dead_writer_left(capsys, store):
     assert "0 B freed" in told(capsys, "snapshot", "gc", store.path)
 
 
+def test_gc_dry_run_lists_what_would_go_and_leaves_it(capsys, store):
+    leftover = Path(store.path) / "packs" / ".kvsnap-0123456789abcdef.tmp"
+    leftover.write_bytes(b"x" * 1000)
+    text = told(capsys, "snapshot", "gc", store.path, "--dry-run")
+    assert "would free 1000 B" in text
+    assert str(leftover) in text
+    values = told_json(capsys, "snapshot", "gc", store.path, "--dry-run")
+    assert values["dry_run"] is True
+    assert values["would_remove"] == [str(leftover)]
+    assert leftover.exists()
+
+
 def test_gc_compacts_and_says_so(capsys, tmp_path):
     store = DirectoryStore(tmp_path / "store")
     save_in(store, "long", 300)

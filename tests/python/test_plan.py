@@ -369,6 +369,15 @@ class TestRecommendation:
         assert freed.bytes == freed.full_bytes - freed.pool_bytes > 20 * GIB
         assert freed.layers == pytest.approx(freed.bytes / MIXTURE.layer_bytes)
 
+    def test_a_first_forward_of_more_rows_reads_more_chunks_and_never_more_than_there_are(self):
+        run = run_of(EIGHT_B, selection=TopK(chunks=8), device="laptop")
+        needed = [costs.chunks_needed(run, 1 << 20, rows) for rows in (1, 2, 16, 64, 1000)]
+        assert needed == sorted(needed)
+        assert needed[0] < needed[1] < needed[2] <= (1 << 20) / 64
+        assert needed[3] == needed[4]  # no forward has more rows
+        dense = run_of(EIGHT_B, device="laptop")
+        assert {costs.chunks_needed(dense, 6400, rows) for rows in (1, 4)} == {100}
+
     def test_rows_that_gather_experts_are_few_whatever_the_memory(self):
         rows = {
             recommend(MIXTURE, DEVICES["h200"], Budget(memory * GIB), Workload(1024)).rows

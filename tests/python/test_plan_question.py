@@ -87,3 +87,21 @@ def test_the_shapes_of_the_benchmarks_are_read_without_their_weights():
     assert shapes("gqa8-bf16", 4) is shape
     assert shapes("shipped").dtype == "float32"
     assert dataclasses.replace(shapes("shipped"), dtype="bfloat16") == shapes("shipped-bf16")
+
+
+def test_a_warm_turn_is_predicted_for_the_layers_it_was_measured_with():
+    columns = (
+        Column("shape", text=True),
+        Column("context", "tokens"),
+        Column("file", text=True),
+        Column("cold_s", "s"),
+        Column("first_token_ms", "ms"),
+    )
+    predicted = {}
+    for layers in (1, 8):
+        report = Report("warm", "?", columns, {"layers": {"gqa8": layers}}, harness.environment())
+        report.add(shape="gqa8-bf16", context=4096, file="cached", cold_s=1.0, first_token_ms=9.0)
+        paper = plan.Paper(DEVICES["laptop"], plan.Shapes())
+        predicted[layers] = [p.seconds for p in plan.of_warm(report, paper)]
+    for one, eight in zip(predicted[1], predicted[8]):
+        assert 3 * one < eight < 9 * one

@@ -19,7 +19,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvpager_bench.peers.recipes import PEERS, Recipe, Step
+from kvpager_bench.places import scratch_folder
 
 __all__ = [
     "PEERS",
@@ -180,8 +180,8 @@ def run(peer: Peer, script: Path, task: Mapping[str, Any], timeout: float) -> di
     """`call` for any script. Errors as there."""
     where = f"{peer.title}, {script.stem}"
     with (
-        tempfile.TemporaryDirectory(prefix="kvpager-peer-") as folder,
-        (Path(folder) / "stderr").open("w", encoding="utf-8") as log,
+        scratch_folder() as folder,
+        (folder / "stderr").open("w", encoding="utf-8") as log,
         subprocess.Popen(
             [peer.python, script],
             stdin=subprocess.PIPE,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from kvpager_bench.harness import Timing
 from kvpager_bench.peers import environments
-from kvpager_bench.places import SCRATCH_DIR
+from kvpager_bench.places import SCRATCH_DIR, scratch_folder
 
 NAME = "llama"
 BATCH = 512
@@ -104,12 +103,12 @@ def decode(
     runs: int = 3,
 ) -> dict[int, Timing]:
     """Seconds per token of greedy decode behind each of `contexts` tokens of random K/V."""
-    with tempfile.TemporaryDirectory(prefix="kvpager-llama-") as folder:
+    with scratch_folder() as folder:
         task = _task(shape, threads) | {
             "contexts": list(contexts),
             "tokens": tokens,
             "runs": runs,
-            "folder": folder,
+            "folder": str(folder),
         }
         answer = environments.call(NAME, "llama_decode", task, TIMEOUT)
     return {

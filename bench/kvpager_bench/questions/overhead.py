@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +35,7 @@ import torch
 from kvpager import Engine, PagerConfig, Session, TopK
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Subject
+from kvpager_bench.places import scratch_folder
 
 CHUNK_TOKENS = 64
 POOL_BLOCKS = 40  # open chunks of all sessions, and a forward's
@@ -356,8 +355,7 @@ WARM_PARTS = frozenset(
 
 
 def measure_warm(arguments: argparse.Namespace, report: Report) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="kvpager-overhead-"))
-    try:
+    with scratch_folder() as folder:
         path = folder / "turn.kvp"
         save_turn(path, arguments.context)
         task = {"path": str(path), "context": arguments.context, "threads": arguments.threads}
@@ -365,8 +363,6 @@ def measure_warm(arguments: argparse.Namespace, report: Report) -> None:
             harness.run_worker("kvpager_bench.questions.overhead", task)["turns"]
             for _ in range(arguments.processes)
         ]
-    finally:
-        shutil.rmtree(folder)
     for at, name in enumerate(("first of its process", "again")):
         middle = sorted((run[at] for run in runs), key=lambda turn: turn["first_token_ms"])
         report.add(turn=name, context=arguments.context, **middle[len(middle) // 2])

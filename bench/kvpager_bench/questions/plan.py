@@ -166,11 +166,13 @@ def of_warm(report: Report, paper: Paper) -> Iterator[Prediction]:
     """Cold prefills, and first tokens of restored turns."""
     chunks = int(report.settings.get("chunks", 32))
     pool = int(report.settings.get("pool_tokens", 2048))
+    layers = report.settings["layers"]  # by the shape's name without its dtype
     told = set()
     for row in report.rows:
         name = str(row.get("shape", report.settings.get("shape", subjects.SHIPPED)))
         at = int(report.number(row, "context"))
-        run = paper.run(paper.shapes(name), TopK(chunks=chunks), pool)
+        shape = paper.shapes(name, int(layers[name.partition("-")[0]]))
+        run = paper.run(shape, TopK(chunks=chunks), pool)
         where = f"{name}, {harness.tokens_name(at)}"
         if where not in told:
             told.add(where)
@@ -244,7 +246,6 @@ def this_machine(threads: int) -> Machine:
         scan=quick.scan / quick.bandwidth * read,
         link=read,
         disk_write=disk.writes.median,
-        disk_read=disk.reads.median,
     )
 
 

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from kvpager_bench import harness, subjects
 from kvpager_bench.hard_keys import PLAIN, RETRIEVING_LAYER, TRAINED, load_with_keys
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report
 from kvpager_bench.peers import environments as peers
+from kvpager_bench.places import scratch_folder
 
 CHUNK_TOKENS = 64
 ANSWER_TOKENS = 4
@@ -184,15 +183,20 @@ def ask(
 
 
 def ask_kvpress(
-    retriever: Retriever, asked: subjects.Questions, budgets: list[Budget], threads: int
+    retriever: Retriever,
+    asked: subjects.Questions,
+    budgets: list[Budget],
+    threads: int,
+    unsuited: dict[str, str],
 ) -> Iterator[tuple[str, Budget, int, list[list[int]]]]:
     """(press, budget, tokens kept, answers) of every press at every budget.
 
+    unsuited: is told which presses were not asked, because the model is none they were made for.
     Raises peers.PeerError, and RuntimeError for a press that kept more than its budget.
     """
     cells = [(press, budget) for press in PRESSES for budget in budgets]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
+    with scratch_folder() as folder:
+        path = folder / "model"
         retriever.stock.save_pretrained(path)
         answer = peers.call(
             "kvpress",
@@ -207,7 +211,10 @@ def ask_kvpress(
             },
             900,
         )
+    unsuited.update(answer["unsuited"])
     for (press, budget), kept, answers in zip(cells, answer["kept"], answer["answers"]):
+        if press in unsuited:
+            continue
         require_equal_budget(press, budget, kept)
         yield press, budget, max(kept), answers
 
@@ -333,11 +340,14 @@ def measure(
         report.skip(title, found.reason)
         return
     percent_of = {budget: percent for percent, budget in budgets.items()}
+    unsuited: dict[str, str] = {}
     try:
         for press, budget, kept, answers in ask_kvpress(
-            retriever, asked, list(budgets.values()), arguments.threads
+            retriever, asked, list(budgets.values()), arguments.threads, unsuited
         ):
             add(f"kvpress {press}", percent_of[budget], kept, answers, NOT_APPLICABLE)
+        for press, why in unsuited.items():
+            report.skip(f"kvpress {press}, {keys} keys", why)
     except peers.PeerError as error:
         report.skip(title, str(error))
 

@@ -13,9 +13,7 @@ same in both.
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from pathlib import Path
 from kvpager import Engine, PagerConfig, Session, TopK
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report, Timing
+from kvpager_bench.places import scratch_folder
 
 CHUNKS = 32
 POOL_TOKENS = 4096
@@ -196,14 +195,11 @@ def main() -> None:
         record,
     )
     model = subjects.load_model(subjects.SHIPPED)
-    folder = Path(tempfile.mkdtemp(prefix="kvpager-bench-", dir=arguments.folder))
     config = PagerConfig(pool_tokens=POOL_TOKENS, selection=TopK(chunks=CHUNKS))
-    try:
+    with scratch_folder(arguments.folder) as folder:
         for context in contexts:
             with Engine(model, config) as engine:
                 measure_context(engine, context, arguments, folder, report)
-    finally:
-        shutil.rmtree(folder)
     judge(report)
     report.finish()
 

@@ -12,6 +12,7 @@ would take.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import torch
@@ -103,9 +104,8 @@ def measure(scorer: str, chunks: int, report: Report, read: float, runs: int) ->
     subject = Subject(scorer, chunks)
     for group in GROUPS:
         q = torch.randn(HEADS * group, DIM, generator=torch.Generator().manual_seed(group))
-        harness.require_deterministic(
-            lambda q=q: subject.sequence.select(0, q), f"{scorer}, {chunks} chunks"
-        )
+        select = partial(subject.sequence.select, 0, q)
+        harness.require_deterministic(select, f"{scorer}, {chunks} chunks")
         lone = 0.0
         for rows in ROWS:
             timing = subject.select_seconds(rows, group, runs)
@@ -125,9 +125,7 @@ def measure(scorer: str, chunks: int, report: Report, read: float, runs: int) ->
                 dot_ns=timing.median * 1e9 / (chunks * HEADS * group * rows),
                 over_lone_rows=rows * lone / timing.median if rows > 1 else NOT_APPLICABLE,
             )
-            name = (
-                f"selection of 32 of {chunks} chunks, {scorer}, {group} query heads to a kv head"
-            )
+            name = f"selection of 32 of {chunks} chunks, {scorer}, {group} query heads to a kv head"
             if rows == 1:
                 report.compare(
                     name,

@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ import torch
 from kvpager_bench import harness, subjects
 from kvpager_bench.file_peers import FILE_STATES, TENSOR_FILES
 from kvpager_bench.harness import Column, Report, Timing
+from kvpager_bench.places import scratch_folder
 from kvpager_bench.snapshot_work import (
     CHUNKS,
     LARGE_RUNS,
@@ -317,8 +316,7 @@ def main() -> None:
         settings,
         record,
     )
-    folder = Path(tempfile.mkdtemp(prefix="kvpager-bench-", dir=arguments.folder))
-    try:
+    with scratch_folder(arguments.folder) as folder:
         for layout in arguments.layouts:
             for context in contexts_of(layout, arguments):
                 task = {
@@ -329,8 +327,6 @@ def main() -> None:
                     "folder": str(folder),
                 }
                 measure_cell(task, saves, reads)
-    finally:
-        shutil.rmtree(folder)
     judge(saves, reads)
     saves.finish()
     reads.finish()

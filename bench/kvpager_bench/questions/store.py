@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from kvpager import Pager, PagerConfig, Sequence, _core
 from kvpager.stores import DirectoryStore, FileStore
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report, Timing
+from kvpager_bench.places import scratch_folder
 
 TURN_TOKENS = 512
 SHARED_PERCENT = 90
@@ -322,11 +322,8 @@ def main() -> None:
 
 
 def _run(what: str, task: dict[str, Any], parent: Path | None) -> dict[str, Any]:
-    folder = tempfile.mkdtemp(prefix="kvpager-bench-", dir=parent)
-    try:
-        return harness.run_worker(__spec__.name, {"what": what, "folder": folder, **task})
-    finally:
-        shutil.rmtree(folder)
+    with scratch_folder(parent) as folder:
+        return harness.run_worker(__spec__.name, {"what": what, "folder": str(folder), **task})
 
 
 if __name__ == "__main__":

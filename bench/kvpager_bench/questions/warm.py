@@ -19,8 +19,6 @@ LMCache's adapters for files, with objects of our chunk size and of its own; the
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +28,7 @@ from kvpager_bench import file_peers, harness, subjects, turns
 from kvpager_bench.file_peers import FILE_STATES, TENSOR_FILES
 from kvpager_bench.harness import NOT_APPLICABLE, Cell, Column, Report, Timing
 from kvpager_bench.peers import llama, lmcache
+from kvpager_bench.places import scratch_folder
 
 LAYERS = 1  # of "gqa8-*": at 32K, two of them take its three cold prefills beyond the budget
 CONTEXT = 32768  # that aims speak of
@@ -364,14 +363,11 @@ def main() -> None:
     if reason := llama.missing():
         turn_report.skip(llama.title(), reason)
     for shape, context in cases:
-        folder = Path(tempfile.mkdtemp(prefix="kvpager-bench-", dir=arguments.folder))
-        try:
+        with scratch_folder(arguments.folder) as folder:
             case = Case(shape, context, arguments, folder)
             measure_turns(case, turn_report)
             if context == max(other for name, other in cases if name == shape):
                 measure_state(case, state_report)
-        finally:
-            shutil.rmtree(folder)
     compare_turns(turn_report)
     compare_states(state_report)
     turn_report.finish()

@@ -10,7 +10,6 @@ from kvpager.errors import UnsupportedModelError
 from kvpager.hf.observe import Observation, observe
 from kvpager.hf.prove import RowProof, prove
 from kvpager.hf.rows import RowCounts
-from kvpager.hf.support import has_experts
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +17,6 @@ _log = logging.getLogger(__name__)
 # reads the weights once, whatever the rows.
 _ALONE = {"cpu": 64, "cuda": 256}
 _SMALL = 16  # a count that makes up for many rows
-_EXPERT_ROWS = 64  # most rows by default where every row gathers matrices of its own
 
 
 def settle_rows(
@@ -42,7 +40,7 @@ def settle_rows(
     if not exact:
         return observe(model, choices[0]), RowCounts(choices[0]), None
     alone = _ALONE[model.device.type]
-    most = _EXPERT_ROWS if has_experts(model) else alone if small_rows == "fixed" else choices[0]
+    most = alone if small_rows == "fixed" else choices[0]
     choices = [rows for rows in choices if rows <= most] or choices[-1:]
     for rows in choices[:-1]:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvpager.config import (
     DEFAULT_ROWS,
     DEFAULT_SCORER,
@@ -17,9 +19,9 @@ from kvpager.plan.budget import Budget, Workload, margin_of
 from kvpager.plan.costs import Run
 from kvpager.plan.machine import Machine
 from kvpager.plan.memory import (
-    gathered_bytes,
     pager_memory,
     staging_bytes,
+    suits_experts,
     table_bytes,
     working_bytes,
 )
@@ -143,15 +145,10 @@ def recommend(
 
 
 def rows_for(shape: ModelShape, machine: Machine) -> int:
-    """M: the default, or less where every row gathers experts of its own.
-
-    A function of the model alone, as M changes bits.
-    """
-    choices = DEFAULT_ROWS["cuda" if machine.on_gpu else "cpu"]
-    for rows in choices:
-        if gathered_bytes(shape, rows) <= shape.weight_bytes // 8:
-            return rows
-    return choices[-1]
+    """M: what an engine takes whose pool is large, and whose small row counts are proven."""
+    automatic = PagerConfig(pool_tokens="auto")
+    device = "cuda" if machine.on_gpu else "cpu"
+    return automatic.row_choices(device, partial(suits_experts, shape))[0]
 
 
 def _choose_selection(run: Run, workload: Workload, redundant: bool) -> tuple[Selection, str]:

@@ -21,8 +21,9 @@ from kvpager.plan.shape import KvShape, ModelShape
 # Of this library, on any machine; docs/scaling.md says how they were found.
 CALL_SECONDS = 6e-5  # an attention call of one layer, beside its bytes
 STEP_SECONDS = 3e-4  # begin, commit, sampling, scheduling of a forward
-OPEN_SECONDS = 5e-4  # of a snapshot: header, fingerprint, tail
-OPEN_CHUNK_SECONDS = 5e-7  # per chunk: its record, checksums, token ids
+OPEN_SECONDS = 3e-4  # of a snapshot: header, fingerprint, tail
+OPEN_CHUNK_SECONDS = 1.5e-7  # per chunk: its record, checksums, token ids
+FIRST_USE = 3  # times what a forward's framework and bookkeeping take, when nothing is in a cache
 SEAL_COPIES = 3  # times a sealed chunk's bytes pass through memory: copy, checksums, summary
 GATHERED = 3  # times an expert's weights pass through memory when they are gathered per row
 REUSE = 0.6  # of what a row selects, chosen by the step before it too (published for text)
@@ -188,18 +189,20 @@ def restore(run: Run, tokens: int) -> Cost:
     return Cost((Term("metadata", OPEN_SECONDS + chunks * OPEN_CHUNK_SECONDS),))
 
 
-def chunks_needed(run: Run, tokens: int) -> float:
-    """Chunks whose bytes a forward after a restore reads: what any layer and head selects."""
+def chunks_needed(run: Run, tokens: int, rows: int = 1) -> float:
+    """Chunks whose bytes a forward after a restore reads: what any row, layer and head selects."""
     chunks = tokens / run.kv.chunk_tokens
     if run.machine.on_gpu or isinstance(run.selection, Dense):
         return chunks  # on a GPU all must be in memory before a row chooses
     beside = attended_tokens(run, tokens) / run.kv.chunk_tokens
     if not isinstance(run.selection, TopK):
         return min(chunks, beside)
-    selectors = run.shape.layers * run.shape.kv_heads
+    # A row chooses much of what the row before it has chosen.
+    choices = 1 + (1 - REUSE) * (min(rows, run.rows) - 1)
+    selectors = run.shape.layers * run.shape.kv_heads * choices
     chosen = run.selection.chunks
     # Selectors that choose independently: the share of chunks that none of them takes.
-    untouched = (1 - min(1.0, chosen / max(chunks, 1.0))) ** selectors
+    untouched = math.pow(1 - min(1.0, chosen / max(chunks, 1.0)), selectors)
     return min(chunks, beside - chosen + chunks * (1 - untouched))
 
 
@@ -209,7 +212,7 @@ def first_token(run: Run, tokens: int, new_tokens: int, *, cached: bool) -> Cost
     cached: the file is in the page cache.
     """
     machine, kv = run.machine, run.kv
-    needed = chunks_needed(run, tokens) * kv.chunk_bytes
+    needed = chunks_needed(run, tokens, new_tokens) * kv.chunk_bytes
     summaries = kv.chunks(tokens) * kv.summary_bytes
     rate = machine.cached_read if cached else machine.disk_read
     reading = Cost(
@@ -220,7 +223,10 @@ def first_token(run: Run, tokens: int, new_tokens: int, *, cached: bool) -> Cost
             Term("link", needed / machine.link if machine.on_gpu else 0.0, needed),
         )
     )
-    return restore(run, tokens).plus(reading).plus(prefill(run, tokens, tokens + new_tokens))
+    computing = prefill(run, tokens, tokens + new_tokens)
+    fixed = computing.of("framework") + computing.of("pager")
+    first = Cost((Term("first use", (FIRST_USE - 1) * fixed),))
+    return restore(run, tokens).plus(reading).plus(computing).plus(first)
 
 
 def _ladder_rows(run: Run, tokens: int) -> int:

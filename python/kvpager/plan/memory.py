@@ -15,6 +15,7 @@ _SCRATCH_BYTES = 256 << 20
 _FIRST_ENTRIES = 1024
 _ENTRY_BYTES = 64  # tables and results of a chunk that a forward may see
 _BOUNCES = 4
+_GATHERED_ANYWAY = 256 << 20  # of expert weights, where the model is small
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,15 @@ def gathered_bytes(shape: ModelShape, rows: int) -> int:
     """Copies of expert weights, one per row and expert it takes: two thirds of them at a time."""
     copies = rows * shape.experts_per_token
     return copies * shape.expert_parameters * shape.dtype_bytes * 2 // 3
+
+
+def suits_experts(shape: ModelShape, rows: int) -> bool:
+    """Whether a model's forwards may have so many rows unless told otherwise.
+
+    Of a mixture of experts the copies that a forward gathers take at most an eighth of the weights'
+    bytes, or 256 MiB. A function of the model alone, as M changes bits.
+    """
+    return gathered_bytes(shape, rows) <= max(shape.weight_bytes // 8, _GATHERED_ANYWAY)
 
 
 def selected_tokens(selection: TopK, chunk_tokens: int) -> int:

@@ -74,7 +74,7 @@ class StoreEntry:
 
 @dataclass(frozen=True)
 class GcReport:
-    """What a garbage collection did.
+    """What a garbage collection did, or of a dry run what one would do.
 
     Attributes:
         bytes_freed: by which the store's files shrank in all.
@@ -88,6 +88,7 @@ class GcReport:
         damaged: (path, why) of damaged files that were kept.
         damaged_removed: (path, why) of damaged files that were removed, because that was asked for.
         skipped: (path, why) of what could not be done now, such as packs that somebody reads.
+        would_remove: of a dry run, the files that would go.
     """
 
     bytes_freed: int = 0
@@ -101,6 +102,7 @@ class GcReport:
     damaged: tuple[tuple[str, str], ...] = ()
     damaged_removed: tuple[tuple[str, str], ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
+    would_remove: tuple[str, ...] = ()
 
 
 class SnapshotStore(Protocol):

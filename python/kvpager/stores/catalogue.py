@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvpager.stores import names
 from kvpager.stores.chunk_index import ChunkIndex, Place
-from kvpager.stores.durable import SMALL_BYTES, read_json
+from kvpager.stores.durable import SMALL_BYTES, read_json, remove
 from kvpager.stores.sidecar import Sidecar
 from kvpager.stores.tables import Manifest, Pack, Snapshot, Stamp
 
@@ -68,6 +68,10 @@ class Catalogue:
     def damage_path(self, pack: str) -> str:
         """Where the list of a pack's damaged chunks is."""
         return f"{self.packs_folder}/{pack}{names.DAMAGE_SUFFIX}"
+
+    def remove(self, path: str) -> None:
+        """Removes a file, if it is there. What is known here of it is the caller's business."""
+        remove(path)
 
     def forget(self) -> None:
         """Reads everything again next time: for when a change stopped half way."""
@@ -223,6 +227,23 @@ class Catalogue:
     def unreadable(self) -> list[Snapshot]:
         """Snapshots of which it is unknown which packs they need."""
         return [s for s in self.snapshots.values() if s.manifest.error]
+
+
+class Rehearsal(Catalogue):
+    """A reading of its own, for finding out what would be removed: the files stay.
+
+    Attributes:
+        spared: paths of the files that would have gone, in order.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.spared: list[str] = []
+
+    def remove(self, path: str) -> None:
+        """Notes the file, if it is there."""
+        if os.path.lexists(path):
+            self.spared.append(path)
 
 
 def _read_damage(path: str, chunks: int) -> frozenset[int]:

@@ -10,7 +10,7 @@ from kvpager.errors import CapacityError, CorruptSnapshotError
 from kvpager.stores import removal
 from kvpager.stores.base import GcReport, ProgressCallback
 from kvpager.stores.budget import make_room, tidy
-from kvpager.stores.catalogue import Catalogue
+from kvpager.stores.catalogue import Catalogue, Rehearsal
 from kvpager.stores.compaction import Compaction, better_places, repoint, sparse_packs
 from kvpager.stores.damage import note_damage
 from kvpager.stores.settings import StoreSettings
@@ -45,6 +45,27 @@ class Collection:
         # A manifest that points to another pack can be larger than it was.
         return dataclasses.replace(self.report, bytes_freed=max(0, self.report.bytes_freed))
 
+    def rehearse(self) -> GcReport:
+        """What `run` would do now; the store stays as it is.
+
+        Chunks that `run` would find in a better pack are not looked for, so that it may free more.
+        """
+        with self._locked() as (known, settings, now_ns):
+            catalogue = Rehearsal(known.folder)
+            catalogue.refresh()
+            before = catalogue.bytes
+            self._tidy(catalogue, settings, now_ns)
+            self._make_room(catalogue, settings)
+            sparse = sparse_packs(catalogue)
+            moved = sum(_bytes_to_move(catalogue, group) for group in sparse)
+            tables = [catalogue.packs[pack] for group in sparse for pack in group]
+            self._count(
+                bytes_freed=before - catalogue.bytes + sum(table.bytes for table in tables) - moved,
+                packs_compacted=len(tables),
+            )
+            gone = (*catalogue.spared, *(table.path for table in tables))
+        return dataclasses.replace(self.report, would_remove=gone)
+
     def _count(self, **more: int) -> None:
         now = self.report
         changes = {name: getattr(now, name) + count for name, count in more.items()}
@@ -54,6 +75,14 @@ class Collection:
         self.report = dataclasses.replace(self.report, skipped=(*self.report.skipped, (what, why)))
 
     def _remove(self, catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> None:
+        self._tidy(catalogue, settings, now_ns)
+        if moves := better_places(catalogue):
+            repoint(catalogue, settings, moves)
+            catalogue.refresh()
+            self._count(packs_removed=tidy(catalogue, settings, now_ns).packs)
+        self._make_room(catalogue, settings)
+
+    def _tidy(self, catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> None:
         if self._remove_damaged:
             removed = _remove_damaged(catalogue)
             self.report = dataclasses.replace(self.report, damaged_removed=tuple(removed))
@@ -65,10 +94,8 @@ class Collection:
             sidecars=tidied.strays,
             packs_removed=tidied.packs,
         )
-        if moves := better_places(catalogue):
-            repoint(catalogue, settings, moves)
-            catalogue.refresh()
-            self._count(packs_removed=tidy(catalogue, settings, now_ns).packs)
+
+    def _make_room(self, catalogue: Catalogue, settings: StoreSettings) -> None:
         self.report = dataclasses.replace(self.report, damaged=tuple(_damaged(catalogue)))
         try:
             evicted = make_room(catalogue, settings, 0)

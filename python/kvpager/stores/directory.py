@@ -264,7 +264,11 @@ class DirectoryStore:
             )
 
     def gc(
-        self, progress: ProgressCallback | None = None, *, remove_damaged: bool = False
+        self,
+        progress: ProgressCallback | None = None,
+        *,
+        remove_damaged: bool = False,
+        dry_run: bool = False,
     ) -> GcReport:
         """Removes what nobody needs, and gathers what is needed of packs that mostly are not.
 
@@ -274,8 +278,10 @@ class DirectoryStore:
             progress: called with bytes moved and bytes to move.
             remove_damaged: whether files that are damaged beyond use go too; by default they are
                 kept and reported.
+            dry_run: the report says what would go (`would_remove`), and nothing does.
         """
-        return Collection(self._locked, progress, remove_damaged).run()
+        collection = Collection(self._locked, progress, remove_damaged)
+        return collection.rehearse() if dry_run else collection.run()
 
     def stats(self) -> dict[str, int | float | None]:
         """What there is, in numbers.

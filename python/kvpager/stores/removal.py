@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvpager.stores.catalogue import Catalogue
-from kvpager.stores.durable import remove, sync_folder
+from kvpager.stores.durable import sync_folder
 from kvpager.stores.lock import in_use
 
 
@@ -22,8 +22,8 @@ def remove_snapshots(catalogue: Catalogue, names: Iterable[str]) -> list[str]:
     gone = 0
     for name in names:
         snapshot = catalogue.snapshots[name]
-        remove(catalogue.manifest_path(name))
-        remove(catalogue.sidecar_path(name))
+        catalogue.remove(catalogue.manifest_path(name))
+        catalogue.remove(catalogue.sidecar_path(name))
         packs.update(snapshot.manifest.packs)
         catalogue.bytes -= snapshot.bytes
         del catalogue.snapshots[name]
@@ -56,8 +56,8 @@ def remove_pack(catalogue: Catalogue, pack: str) -> None:
     """Removes a pack and what is noted of it."""
     table = catalogue.packs.pop(pack)
     catalogue.index.discard(pack, table.chain_hashes, table.content_ids)
-    remove(table.path)
-    remove(catalogue.damage_path(pack))
+    catalogue.remove(table.path)
+    catalogue.remove(catalogue.damage_path(pack))
     catalogue.bytes -= table.bytes
 
 
@@ -65,7 +65,7 @@ def remove_temporaries(catalogue: Catalogue) -> int:
     """Removes what writers that died have left; returns how many files."""
     dead = [path for path in catalogue.temporaries if not in_use(path)]
     for path in dead:
-        remove(path)
+        catalogue.remove(path)
         catalogue.bytes -= catalogue.temporaries.pop(path)
     return len(dead)
 
@@ -74,6 +74,6 @@ def remove_strays(catalogue: Catalogue) -> int:
     """Removes notes on snapshots and packs that are no more; returns how many files."""
     count = len(catalogue.strays)
     for path in list(catalogue.strays):
-        remove(path)
+        catalogue.remove(path)
         catalogue.bytes -= catalogue.strays.pop(path)
     return count

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvpager.pager import ROW_PADDING, Forward
+from kvpager.pager import ROW_PADDING, Forward, Sequence
 from kvpager.runtime.batch import Batch
 
 if TYPE_CHECKING:
@@ -42,20 +42,21 @@ class DisturbedRunner:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """`Runner.run` of the same rows in other places."""
-        used = [row for row, kind in enumerate(batch.kinds) if kind != ROW_PADDING]
+        used = batch.each_row()
         counts = [count for count in self._ladder if count >= len(used)]
         count = int(self._random.choice(counts))
-        place = self._places(batch, used, count)
+        place = self._places(used, count)
         other = Batch(count)
-        other.used = count
         other.accept = batch.accept
-        other.tokens[:] = self._random.integers(0, self._vocab, count)
-        other.positions[:] = self._random.integers(0, self._positions, count)
-        for old, new in place.items():
-            other.sequences[new] = batch.sequences[old]
-            other.tokens[new] = batch.tokens[old]
-            other.positions[new] = batch.positions[old]
-            other.kinds[new] = batch.kinds[old]
+        tokens = self._random.integers(0, self._vocab, count)
+        positions = self._random.integers(0, self._positions, count)
+        planned = {place[row]: (row, sequence, kind) for row, sequence, kind in used}
+        for new in range(count):
+            if new in planned:
+                row, sequence, kind = planned[new]
+                other.add(sequence, int(batch.positions[row]), int(batch.tokens[row]), kind)
+            else:
+                other.add(None, int(positions[new]), int(tokens[new]), ROW_PADDING)
         other.wanted = [place[row] for row in batch.wanted]
         self._note(batch, place, count)
         logits: torch.Tensor = self._inner.run(other)
@@ -65,17 +66,15 @@ class DisturbedRunner:
         self.padding = sorted(set(range(count)) - set(place.values()))
         self.padded += len(self.padding)
         self.moved += sum(old != new for old, new in place.items())
-        self.shared += len({id(batch.sequences[row]) for row in place}) > 1
+        self.shared += len(batch.owners) > 1
         self.counts.add(count)
 
-    def _places(self, batch: Batch, used: list[int], count: int) -> dict[int, int]:
+    def _places(self, used: list[tuple[int, Sequence, int]], count: int) -> dict[int, int]:
         """A new row for each used one; rows of one sequence stay in order."""
         drawn = self._random.permutation(count)[: len(used)].tolist()
         rows: dict[int, list[int]] = defaultdict(list)
         places: dict[int, list[int]] = defaultdict(list)
-        for row, new in zip(used, drawn):
-            sequence = batch.sequences[row]
-            assert sequence is not None
+        for (row, sequence, _), new in zip(used, drawn):
             rows[sequence.uid].append(row)
             places[sequence.uid].append(new)
         return {
@@ -86,7 +85,7 @@ class DisturbedRunner:
 @contextmanager
 def disturbed(engine: Engine, seed: int) -> Iterator[DisturbedRunner]:
     """While open, every forward of the engine is disturbed."""
-    runner, begin = engine.runner, engine.pager.begin
+    runner, begin = engine.runner, engine.pager.begin_spans
     disturber = DisturbedRunner(engine, seed)
     swap: Any = engine
 
@@ -95,12 +94,12 @@ def disturbed(engine: Engine, seed: int) -> Iterator[DisturbedRunner]:
         _answer_padding_with_nan(forward, disturber.padding)
         return forward
 
-    swap.runner, swap.pager.begin = disturber, poisoning
+    swap.runner, swap.pager.begin_spans = disturber, poisoning
     try:
         yield disturber
     finally:
         swap.runner = runner
-        del swap.pager.begin  # the class's own is seen again
+        del swap.pager.begin_spans  # the class's own is seen again
 
 
 def _answer_padding_with_nan(forward: Any, padding: list[int]) -> None:

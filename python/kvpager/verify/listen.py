@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpager.pager import ROW_PADDING
 from kvpager.runtime.batch import Batch
 from kvpager.runtime.tokens import TokenIds
 
@@ -32,16 +31,15 @@ class Listener:
         logits: torch.Tensor = self._inner.run(batch)
         wanted = dict(zip(batch.wanted, logits))
         rows: dict[int, list[tuple[int, int, torch.Tensor | None]]] = {}
-        for row, sequence in enumerate(batch.sequences):
-            if sequence is not None and batch.kinds[row] != ROW_PADDING:
-                after = wanted.get(row)
-                rows.setdefault(sequence.uid, []).append(
-                    (
-                        int(batch.positions[row]),
-                        int(batch.tokens[row]),
-                        None if after is None else after.clone(),
-                    )
+        for row, sequence, _ in batch.each_row():
+            after = wanted.get(row)
+            rows.setdefault(sequence.uid, []).append(
+                (
+                    int(batch.positions[row]),
+                    int(batch.tokens[row]),
+                    None if after is None else after.clone(),
                 )
+            )
         self._seen += rows.items()
         return logits
 

@@ -181,10 +181,10 @@ TEST_CASE("TheLogicalDigestFollowsContentAndIgnoresHintsSessionAndUnknownParts")
   const auto changed = [&](const auto& change) {
     Sample other = sample;
     change(&other);
-    for (auto& chunk : other.meta.chunks) chunk.slice_checksum.clear();
+    for (auto& chunk : other.meta.chunks) chunk.slice_checksum = {};
     CHECK_FALSE(digest_of(folder, other) == digest);
   };
-  changed([](Sample* s) { s->meta.tokens[28] ^= 1; });
+  changed([](Sample* s) { edit(&s->meta.tokens, [](auto* ids) { (*ids)[28] ^= 1; }); });
   changed([](Sample* s) { s->meta.fingerprint += " "; });
   changed([](Sample* s) { s->meta.scorer = "mean"; });
   changed([](Sample* s) { s->meta.layout.v_dtype = DType::kFloat16; });
@@ -206,9 +206,12 @@ TEST_CASE("AContentIdFollowsPayloadHashProvenanceAndRowsAndNothingElse") {
     change(&other);
     CHECK_FALSE(other.content_id() == id);
   };
-  differs([](SnapshotChunk* c) { c->slice_checksum[1] ^= 1; });
-  differs([](SnapshotChunk* c) { std::swap(c->slice_checksum[0], c->slice_checksum[1]); });
-  differs([](SnapshotChunk* c) { c->slice_checksum.pop_back(); });
+  const auto differs_in_sums = [&](const auto& change) {
+    differs([&](SnapshotChunk* c) { edit(&c->slice_checksum, change); });
+  };
+  differs_in_sums([](auto* sums) { (*sums)[1] ^= 1; });
+  differs_in_sums([](auto* sums) { std::swap((*sums)[0], (*sums)[1]); });
+  differs_in_sums([](auto* sums) { sums->pop_back(); });
   differs([](SnapshotChunk* c) { c->chain_hash.low ^= 1; });
   differs([](SnapshotChunk* c) { c->chain_hash.high ^= 1; });
   differs([](SnapshotChunk* c) { c->provenance = Provenance::kApproximate; });
@@ -219,7 +222,7 @@ TEST_CASE("AChunkWithoutChecksumsTakesThoseOfItsBytes") {
   const TemporaryFolder folder;
   const Sample sample = small_sample();
   Sample without = sample;
-  for (auto& chunk : without.meta.chunks) chunk.slice_checksum.clear();
+  for (auto& chunk : without.meta.chunks) chunk.slice_checksum = {};
   write_sample(folder.file("a"), sample);
   write_sample(folder.file("b"), without);
   CHECK(read_bytes(folder.file("a")) == read_bytes(folder.file("b")));
@@ -244,18 +247,20 @@ TEST_CASE("AWriterRefusesMetadataThatDoesNotMatchAndCanStillFinish") {
   };
   refused("layout", [](SnapshotMeta* m) { m->layout.k_dim = 5; });
   refused("chunks is 3", [](SnapshotMeta* m) { m->chunks.pop_back(); });
-  refused("chunks is 4, expected 3", [](SnapshotMeta* m) { m->tokens.resize(24); });
-  refused("summaries", [](SnapshotMeta* m) { m->tokens.resize(16); });
+  refused("chunks is 4, expected 3", [](SnapshotMeta* m) { m->tokens = m->tokens.first(24); });
+  refused("summaries", [](SnapshotMeta* m) { m->tokens = m->tokens.first(16); });
   refused("summary bytes", [](SnapshotMeta* m) { m->summary_page_bytes = 41; });
   refused("summary_page_bytes", [](SnapshotMeta* m) { m->summary_page_bytes = -1; });
   refused("chunks[3].valid is 8", [](SnapshotMeta* m) { m->chunks[3].valid = 8; });
   refused("chunks[0].chain_hash", [](SnapshotMeta* m) { m->chunks[0].chain_hash = {}; });
   refused("chunks[3].chain_hash", [](SnapshotMeta* m) { m->chunks[3].chain_hash = {1, 1}; });
   refused("chunks[1].provenance", [](SnapshotMeta* m) { m->chunks[1].provenance = Provenance(3); });
-  refused("chunks[2].slice_checksum[1]",
-          [](SnapshotMeta* m) { m->chunks[2].slice_checksum[1] ^= 1; });
-  refused("chunks[2].slice_checksum",
-          [](SnapshotMeta* m) { m->chunks[2].slice_checksum.pop_back(); });
+  refused("chunks[2].slice_checksum[1]", [](SnapshotMeta* m) {
+    edit(&m->chunks[2].slice_checksum, [](auto* sums) { (*sums)[1] ^= 1; });
+  });
+  refused("chunks[2].slice_checksum", [](SnapshotMeta* m) {
+    edit(&m->chunks[2].slice_checksum, [](auto* sums) { sums->pop_back(); });
+  });
   refused("hints.qk_score", [](SnapshotMeta* m) { m->hints.qk_score.pop_back(); });
   refused("hints.qk_score[1]", [](SnapshotMeta* m) { m->hints.qk_score[1] = NAN; });
   refused("hints.last_use", [](SnapshotMeta* m) { m->hints.last_use.push_back(1); });

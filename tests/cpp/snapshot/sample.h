@@ -106,6 +106,14 @@ inline std::vector<std::byte> noise(size_t bytes, uint64_t seed) {
   return out;
 }
 
+// Changes a copy of a shared array's elements and puts it in its place.
+template <class T, class Change>
+void edit(SharedArray<T>* array, const Change& change) {
+  std::vector<T> elements = array->to_vector();
+  change(&elements);
+  *array = std::move(elements);
+}
+
 inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_page_bytes = 40) {
   Sample out;
   SnapshotMeta& meta = out.meta;
@@ -114,9 +122,9 @@ inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_
   meta.summary_page_bytes = summary_page_bytes;
   meta.fingerprint = R"({"weights":"sha256:c0ffee","rope":{"theta":10000.0}})";
   meta.session = R"({"pending":17})";
-  for (int64_t t = 0; t < tokens; ++t) {
-    meta.tokens.push_back(static_cast<TokenId>(t * 7919 % 32000));
-  }
+  std::vector<TokenId> ids;
+  for (int64_t t = 0; t < tokens; ++t) ids.push_back(static_cast<TokenId>(t * 7919 % 32000));
+  meta.tokens = std::move(ids);
   const int64_t chunks = snapshot::chunk_count(layout, static_cast<uint64_t>(tokens));
   for (int64_t c = 0; c < chunks; ++c) {
     const auto seed = static_cast<uint64_t>(c);
@@ -126,10 +134,12 @@ inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_
     chunk.provenance = static_cast<Provenance>(c % 3);
     if (chunk.valid == layout.chunk_tokens) chunk.chain_hash = {seed + 1, ~seed};
     out.payload.push_back(noise(static_cast<size_t>(layout.chunk_bytes()), seed));
+    std::vector<uint64_t> slices;
     for (int layer = 0; layer < layout.layers; ++layer) {
-      chunk.slice_checksum.push_back(slice_checksum(
-          out.payload.back().data() + layout.slice_offset(layer), layout.slice_bytes()));
+      slices.push_back(slice_checksum(out.payload.back().data() + layout.slice_offset(layer),
+                                      layout.slice_bytes()));
     }
+    chunk.slice_checksum = std::move(slices);
     meta.chunks.push_back(chunk);
     if (chunk.valid == layout.chunk_tokens) {
       const uint64_t bytes = snapshot::summary_bytes_per_chunk(layout, summary_page_bytes);

@@ -21,7 +21,7 @@ Sample example() {
   meta.summary_page_bytes = 4;
   meta.fingerprint = R"({"weights":"demo"})";
   meta.session = "{}";
-  meta.tokens = {5, 6, 7};
+  meta.tokens = std::vector<TokenId>{5, 6, 7};
   meta.chunks.resize(2);
   meta.chunks[0].valid = 2;
   meta.chunks[0].chain_hash = {0x1111111111111111u, 0x2222222222222222u};
@@ -100,10 +100,9 @@ TEST_CASE("TheWorkedExampleOfTheSpecificationIsWhatTheWriterWrites") {
 TEST_CASE("TheManifestOfTheSpecificationIsWhatTheWriterWrites") {
   Sample sample = example();
   sample.meta.hints = {};
-  for (int layer = 0; layer < sample.meta.layout.layers; ++layer) {
-    sample.meta.chunks[0].slice_checksum.push_back(
-        slice_checksum(sample.payload[0].data(), sample.meta.layout.slice_bytes()));
-  }
+  sample.meta.chunks[0].slice_checksum = std::vector<uint64_t>(
+      static_cast<size_t>(sample.meta.layout.layers),
+      slice_checksum(sample.payload[0].data(), sample.meta.layout.slice_bytes()));
   SnapshotPacks packs;
   packs.packs = {{{0x8899aabbccddeeffu, 0x0011223344556677u}, 4}};
   packs.places = {{0, 2}};

@@ -93,15 +93,16 @@ class StoreFixture {
     Sample pack;
     pack.meta = sample_.meta;
     pack.meta.session = R"({"pack":true})";
-    pack.meta.tokens.clear();
+    std::vector<TokenId> tokens;
     pack.meta.chunks.clear();
     for (const size_t c : chunks) {
-      const auto first = sample_.meta.tokens.begin() + static_cast<std::ptrdiff_t>(c * 8);
-      pack.meta.tokens.insert(pack.meta.tokens.end(), first, first + 8);
+      const TokenId* first = sample_.meta.tokens.begin() + c * 8;
+      tokens.insert(tokens.end(), first, first + 8);
       pack.meta.chunks.push_back(sample_.meta.chunks[c]);
       pack.payload.push_back(sample_.payload[c]);
       pack.summaries.push_back(sample_.summaries[c]);
     }
+    pack.meta.tokens = std::move(tokens);
     write_sample(pack_path(id), pack);
   }
 

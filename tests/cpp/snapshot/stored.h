@@ -20,15 +20,17 @@ inline Sample part_of(const Sample& sample, const std::vector<size_t>& which) {
   out.meta.summary_page_bytes = sample.meta.summary_page_bytes;
   out.meta.fingerprint = sample.meta.fingerprint;
   out.meta.session = R"({"pack": true})";
+  std::vector<TokenId> tokens;
   for (const size_t c : which) {
     const SnapshotChunk& chunk = sample.meta.chunks[c];
-    const auto first = sample.meta.tokens.begin() +
-                       static_cast<std::ptrdiff_t>(c) * sample.meta.layout.chunk_tokens;
-    out.meta.tokens.insert(out.meta.tokens.end(), first, first + chunk.valid);
+    const TokenId* first = sample.meta.tokens.begin() +
+                           static_cast<std::ptrdiff_t>(c) * sample.meta.layout.chunk_tokens;
+    tokens.insert(tokens.end(), first, first + chunk.valid);
     out.meta.chunks.push_back(chunk);
     out.payload.push_back(sample.payload[c]);
     if (c < sample.summaries.size()) out.summaries.push_back(sample.summaries[c]);
   }
+  out.meta.tokens = std::move(tokens);
   return out;
 }
 

@@ -76,6 +76,32 @@ TEST_CASE("SlicesLargerThanAReadAreVerifiedOneByOneAndSmallChunksManyAtATime") {
   }
 }
 
+TEST_CASE("DamageInTheFirstAndLastOfEachReadIsFoundAndWhatIsLeftForAShortLastReadToo") {
+  const TemporaryFolder folder;
+  Layout halves = large_layout();  // slices of half a read: five of them are two reads and a rest
+  halves.layers = 5;
+  const Layout small = small_layout();  // chunks of 1 KiB: 1024 of them are a read
+  struct Case {
+    Layout layout;
+    int64_t chunks;
+    Where flipped;
+  };
+  const Case cases[] = {
+      {halves, 2, {{0, 0}, {0, 1}, {0, 2}, {0, 3}, {0, 4}, {1, 4}}},
+      {small, 2051, {{0, 0}, {1023, 1}, {1024, 0}, {2047, 1}, {2048, 0}, {2050, 1}}},
+  };
+  for (const Case& c : cases) {
+    CAPTURE(c.chunks);
+    write_sample(folder.file("a"), make_sample(c.layout, c.chunks * c.layout.chunk_tokens));
+    for (const auto& [chunk, layer] : c.flipped) {
+      flip(folder.file("a"), kFrontBytes + static_cast<size_t>(chunk * c.layout.chunk_bytes() +
+                                                               c.layout.slice_offset(layer) + 7));
+    }
+    const auto reader = SnapshotReader::open(folder.file("a"));
+    for (const int threads : {1, 3}) CHECK(where(reader->verify(threads, {})) == c.flipped);
+  }
+}
+
 TEST_CASE("WhatIsGoneFromAFileThatShrankIsListedSliceBySlice") {
   const TemporaryFolder folder;
   write_sample(folder.file("a"), make_sample(small_layout(), 4 * 8));

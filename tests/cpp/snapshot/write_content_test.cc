@@ -35,7 +35,7 @@ TEST_CASE("TheFileIsTheSameWhetherItsChunksAreAddedOrItsContentIsWritten") {
       CHECK((read_bytes(folder.file("written")) == expected));
       CHECK(content.all_given_back());
       // Checksums nobody knew yet are computed.
-      for (SnapshotChunk& chunk : content.sample().meta.chunks) chunk.slice_checksum.clear();
+      for (SnapshotChunk& chunk : content.sample().meta.chunks) chunk.slice_checksum = {};
       CHECK(save_content(folder.file("written"), content) == bytes);
       CHECK((read_bytes(folder.file("written")) == expected));
     }
@@ -72,7 +72,7 @@ TEST_CASE("OfAContentAnyAscendingChunksCanBeWrittenAsAPack") {
       tokens.push_back(sample.meta.tokens[c * 8 + static_cast<size_t>(t)]);
     }
   }
-  CHECK(pack.meta.tokens == tokens);
+  CHECK(pack.meta.tokens.to_vector() == tokens);
   CHECK(pack.summaries[2] == sample.summaries[5]);
 }
 
@@ -269,7 +269,7 @@ class MadeContent final : public SnapshotContent {
     meta_.layout = layout;
     meta_.scorer = "minmax";
     meta_.summary_page_bytes = 40;
-    meta_.tokens.assign(static_cast<size_t>(chunks * layout.chunk_tokens), 1);
+    meta_.tokens = std::vector<TokenId>(static_cast<size_t>(chunks * layout.chunk_tokens), 1);
     for (int64_t c = 0; c < chunks; ++c) {
       meta_.chunks.push_back({layout.chunk_tokens, Provenance::kExact, {1, uint64_t(c)}, {}, 0});
     }

@@ -35,6 +35,9 @@ def add(verbs: Any, common: Parser) -> None:
         action="store_true",
         help="files that are damaged beyond use go too (by default they are reported)",
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list what would go, and leave everything as it is"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -44,14 +47,17 @@ def run(args: argparse.Namespace) -> int:
     folder = find_store(args.store)
     store = DirectoryStore(folder, create=False)
     with byte_progress(args, "compact") as progress:
-        report = store.gc(progress, remove_damaged=args.remove_damaged)
+        report = store.gc(progress, remove_damaged=args.remove_damaged, dry_run=args.dry_run)
     stats = store.stats()
     if args.format == "json":
         kept = {"bytes": stats["bytes"], "byte_budget": stats["byte_budget"]}
-        emit_json(args, {"command": "snapshot gc", "store": str(folder), **kept, **asdict(report)})
+        said = {"command": "snapshot gc", "store": str(folder), "dry_run": args.dry_run}
+        emit_json(args, {**said, **kept, **asdict(report)})
     else:
         freed, kept_bytes = byte_size(report.bytes_freed), byte_size(stats["bytes"] or 0)
-        lines = [f"{folder}: {freed} freed, {kept_bytes} kept", *_lines(args, report)]
+        done = f"would free {freed} of {kept_bytes}" if args.dry_run else f"{freed} freed"
+        kept_now = "" if args.dry_run else f", {kept_bytes} kept"
+        lines = [f"{folder}: {done}{kept_now}", *_lines(args, report)]
         emit(args, "\n".join(lines) + "\n")
     return 0
 
@@ -70,11 +76,11 @@ def _lines(args: argparse.Namespace, report: GcReport) -> Iterator[str]:
     if gone:
         yield field("removed", gone, wide=9, indent="  ")
     if report.packs_compacted:
-        packs, chunks = (
-            counted(report.packs_compacted, "pack"),
-            counted(report.chunks_moved, "chunk"),
-        )
-        yield field("compacted", f"{packs}, {chunks} moved", wide=9, indent="  ")
+        packs = counted(report.packs_compacted, "pack")
+        moved = "" if args.dry_run else f", {counted(report.chunks_moved, 'chunk')} moved"
+        yield field("compacted", packs + moved, wide=9, indent="  ")
+    for path in report.would_remove:
+        yield field("to go", path, wide=9, indent="  ")
     for name, found in (
         ("removed", report.damaged_removed),
         ("DAMAGED", report.damaged),
