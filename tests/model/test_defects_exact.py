@@ -118,18 +118,19 @@ def watched(engine):
 
     Counted at the pager, which no way to run the model goes round.
     """
-    begin, seen = engine.pager.begin, []
+    begin, seen = engine.pager.begin_spans, []
 
-    def watch(sequences, positions, tokens, kinds):
+    def watch(spans, tokens):
         rows = [
-            (sequence.uid, int(position))
-            for sequence, position, kind in zip(sequences, positions, kinds)
+            (sequence.uid, at)
+            for sequence, position, count, kind in spans
             if kind == ROW_COMMIT
+            for at in range(position, position + count)
         ]
-        seen.append((len(positions), rows))
-        return begin(sequences, positions, tokens, kinds)
+        seen.append((len(tokens), rows))
+        return begin(spans, tokens)
 
-    with mock.patch.object(engine.pager, "begin", watch):
+    with mock.patch.object(engine.pager, "begin_spans", watch):
         yield seen
 
 

@@ -86,7 +86,7 @@ TABLE = {
     ],
     "a cache folder without bound: 319 GB in 11 hours": [
         f"{HERE}::test_a_day_of_turns_stays_within_the_stores_budget",
-        "python/test_directory_store.py::test_the_least_recently_used_snapshot_makes_room",
+        "python/test_store_room.py::test_the_least_recently_used_snapshot_makes_room",
     ],
 }
 

@@ -75,8 +75,7 @@ def batches(engine, monkeypatch):
     run = engine.runner.run
 
     def note(batch):
-        owners = {sequence.uid for sequence in batch.sequences if sequence is not None}
-        notes.append((batch.exact, batch.used, engine.runner.count(batch), len(owners)))
+        notes.append((batch.exact, batch.used, engine.runner.count(batch), len(batch.owners)))
         return run(batch)
 
     monkeypatch.setattr(engine.runner, "run", note)

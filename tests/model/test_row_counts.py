@@ -16,6 +16,9 @@ from kvpager.hf import Head, RowCounts, probe_shapes, same_bits
 from kvpager.hf.cancelling import cancelling_product, like
 from kvpager.hf.rows import counts_below, spread
 from kvpager.hf.rowwise import RowwiseProbe, Sample
+from kvpager.plan import DEVICES, memory, shape_of
+from kvpager.plan.advise import rows_for
+from kvpager.plan.memory import gathered_bytes
 
 COUNTS = (1, 2, 4, 8, 16, 32)
 
@@ -463,9 +466,17 @@ def test_by_default_a_model_that_256_rows_are_too_many_for_has_64():
         make_engine(model, rows=256, pool_tokens=2048)
 
 
-def test_by_default_models_with_experts_have_no_more_than_64_rows():
-    with Engine(moe(), pool_tokens=2048) as engine:
-        assert engine.rows == 64
+@pytest.mark.parametrize("pool", [2048, 4096, "auto"])
+def test_by_default_models_with_experts_have_the_rows_that_a_plan_gives_them(pool, monkeypatch):
+    model = moe()
+    shape, machine = shape_of(model), DEVICES["laptop"]
+    for room, rows in ((gathered_bytes(shape, 255), 64), (gathered_bytes(shape, 256), 256)):
+        monkeypatch.setattr(memory, "_GATHERED_ANYWAY", room)
+        assert rows_for(shape, machine) == rows
+        with Engine(model, pool_tokens=pool) as engine:
+            assert engine.rows == rows
+    with Engine(model, pool_tokens=pool, rows=32) as engine:  # what is asked for is not lowered
+        assert engine.rows == 32
 
 
 def test_the_same_model_has_the_same_row_counts_every_time():

@@ -274,12 +274,12 @@ def test_a_head_that_runs_on_the_wanted_rows_alone_is_found(subject, monkeypatch
 
 
 def test_attention_that_depends_on_where_blocks_are_is_found(subject, monkeypatch):
-    begin = Pager.begin
+    begin = Pager.begin_spans
 
-    def told(self, sequences, *rest):
-        forward = begin(self, sequences, *rest)
+    def told(self, spans, tokens):
+        forward = begin(self, spans, tokens)
         attend = forward.attend
-        owners = [sequence for sequence in sequences if sequence is not None]
+        owners = [span[0] for span in spans if span[0] is not None]
 
         def noisy(layer, q, *args, **call):
             out = attend(layer, q, *args, **call)
@@ -288,7 +288,7 @@ def test_attention_that_depends_on_where_blocks_are_is_found(subject, monkeypatc
         forward.attend = noisy
         return forward
 
-    monkeypatch.setattr(Pager, "begin", told)
+    monkeypatch.setattr(Pager, "begin_spans", told)
     broken(subject, "paged")
     assert not verify(subject, HERE).kept
 

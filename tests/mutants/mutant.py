@@ -16,7 +16,8 @@ class Mutant:
     name: short, unique. breaks: the promise, as a user or DESIGN.md would say it. file: from the
     repository's root. old: occurs exactly once in it. new: what takes its place; it still compiles.
     killers: tests that must fail, from the tests folder: "model/test_x.py::test_y", with parameters
-    in brackets to run one case alone, or "cpp/kernels/x_test.cc::name of the test case".
+    in brackets to run one case alone, "python/test_x.py::TestY::test_z" in a class, or
+    "cpp/kernels/x_test.cc::name of the test case".
     """
 
     name: str
@@ -64,4 +65,9 @@ def exists(test: str, root: Path = ROOT) -> bool:
         text = re.sub(r'"\s*\n\s*"', "", text)  # a name on two lines
         macro = "(?:TEST_CASE|PAGER_TEST|DEVICE_TEST)"
         return re.search(rf'{macro}\(\s*"{re.escape(name)}"\s*\)', text) is not None
-    return re.search(rf"^def {re.escape(name.partition('[')[0])}\(", text, re.MULTILINE) is not None
+    scope, _, function = name.partition("[")[0].rpartition("::")
+    begin = re.search(rf"^class {re.escape(scope)}\b", text, re.MULTILINE) if scope else None
+    if scope and begin is None:
+        return False
+    line = rf"^{'    ' if scope else ''}def {re.escape(function)}\("
+    return re.compile(line, re.MULTILINE).search(text, begin.end() if begin else 0) is not None

@@ -74,6 +74,16 @@ def test_a_test_case_is_found_on_the_lines_after_its_macro(tree):
     assert not exists("x_test.cc::rows", tree)
 
 
+def test_a_test_in_a_class_is_found_in_that_class_alone(tree):
+    (tree / "tests" / "python" / "test_x.py").write_text(
+        "def test_y():\n    pass\n\n\nclass TestZ:\n    def test_w(self):\n        pass\n"
+    )
+    assert exists("python/test_x.py::TestZ::test_w[one::two]", tree)
+    assert not exists("python/test_x.py::test_w", tree)
+    assert not exists("python/test_x.py::TestZ::test_y", tree)
+    assert not exists("python/test_x.py::TestY::test_w", tree)
+
+
 def test_the_reports_of_pytest_are_read_case_by_case():
     report = ET.fromstring(
         """<testsuites><testsuite>
@@ -82,6 +92,7 @@ def test_the_reports_of_pytest_are_read_case_by_case():
         <testcase classname="tests.model.test_a" name="test_two"/>
         <testcase classname="tests.model.test_a" name="test_three"><skipped/></testcase>
         <testcase classname="tests.model.test_b" name="test_two"><error/></testcase>
+        <testcase classname="tests.model.test_b.TestC" name="test_two"/>
         </testsuite></testsuites>"""
     )
     nodes = [
@@ -91,8 +102,9 @@ def test_the_reports_of_pytest_are_read_case_by_case():
         "model/test_a.py::test_three",
         "model/test_b.py::test_two",
         "model/test_b.py::test_none",
+        "model/test_b.py::TestC::test_two",
     ]
-    expected = ["failed", "passed", "passed", "not found", "failed", "not found"]
+    expected = ["failed", "passed", "passed", "not found", "failed", "not found", "passed"]
     assert list(outcomes_in(report, nodes).values()) == expected
 
 

@@ -64,3 +64,25 @@ def spoken_model_dir(model_dir, tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def author():
+    """Makes contents to save, and checks what is read back."""
+    from small_store import Author
+
+    return Author()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where `store` is, or a store will be."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder):
+    """An empty directory store."""
+    from kvpager.stores import DirectoryStore
+
+    return DirectoryStore(folder)

@@ -14,11 +14,14 @@ import numpy as np
 from kvpager import _core
 from kvpager.config import PagerConfig
 from kvpager.pager import Layout, Pager, SnapshotInfo
+from kvpager.stores import DirectoryStore, SnapshotStore
 
 LAYERS, DIM, C = 2, 16, 16
 LAYOUT = Layout(LAYERS, 1, DIM, DIM, chunk_tokens=C)
 CHUNK = LAYOUT.chunk_bytes
 TOKENS = 256
+FRONT = 4096  # of a file that holds nothing yet
+SLACK = 2048  # by which a save asks for more room than it then takes
 _TABLE = np.random.default_rng(0).standard_normal((2, LAYERS, TOKENS, 1, DIM), dtype=np.float32)
 
 
@@ -94,6 +97,28 @@ class Author:
             assert got_k.numpy().tobytes() == k[layer].tobytes()
             assert got_v.numpy().tobytes() == v[layer].tobytes()
         sequence.close()
+
+
+def fill(author: Author, store: DirectoryStore, count: int, chunks: int = 4) -> None:
+    for n in range(count):
+        author.save(store, f"s{n}", text(chunks * C, seed=n))
+
+
+def one(author: Author, tmp_path: Path, chunks: int = 4) -> int:
+    """Bytes that a snapshot of so many chunks takes."""
+    store = DirectoryStore(tmp_path / "measured")
+    author.save(store, "s0", text(chunks * C))
+    return size(store.path)
+
+
+def names(store: SnapshotStore) -> list[str]:
+    return [entry.name for entry in store.entries()]
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def files(folder: Path | str) -> dict[str, int]:

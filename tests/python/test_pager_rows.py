@@ -108,6 +108,40 @@ def test_with_exactness_off_no_count_is_exact() -> None:
     assert found(pager, TOKENS) == 0
 
 
+@pytest.mark.parametrize("torch_tensors", [False, True])
+def test_what_a_forward_was_given_and_gave_is_the_callers_alone_between_layers_and_forwards(
+    torch_tensors: bool,
+) -> None:
+    layers, tokens = 3, TOKENS[:M]
+    layout = Layout(layers, KV_HEADS, DIM, DIM, chunk_tokens=C)
+    config = PagerConfig(8 * C, chunk_tokens=C, host_bytes="8MiB")
+    as_given = torch.from_numpy if torch_tensors else np.asarray
+
+    def run(shared: bool) -> tuple[list[bytes], list[bytes]]:
+        """Outputs and K/V; `shared`: q, k and v are refilled in place, over and over."""
+        pager = Pager(layout, config, rows=M, threads=1)
+        sequence = pager.sequence()
+        room = [np.empty((M, heads, DIM), dtype=np.float32) for heads in (4, 2, 2)]
+        outputs: list[Any] = []
+        for first in (0, M):
+            with begin(pager, sequence, tokens, M) as forward:
+                for layer in range(layers):
+                    for i, full in enumerate(room):
+                        seed = 100 * first + 10 * layer + i
+                        full[:] = rows_of(tokens, M, full.shape[1], seed)
+                    given = room if shared else [full.copy() for full in room]
+                    outputs.append(forward.attend(layer, *map(as_given, given), scaling=0.25))
+                    for full in room:
+                        full[:] = np.nan
+                forward.commit()
+        kept = [part.numpy() for layer in range(layers) for part in sequence.read_kv(layer, 0, 32)]
+        return [np.asarray(out).tobytes() for out in outputs], [part.tobytes() for part in kept]
+
+    apart, together = run(False), run(True)
+    assert together == apart
+    assert len(set(apart[0])) == 2 * layers  # no output was written over by a later one
+
+
 @pytest.mark.parametrize(
     ("counts", "words"),
     [

@@ -16,6 +16,7 @@
 #include "device/device.h"
 #include "device/tables.h"
 #include "doctest.h"
+#include "forward_tables.h"
 
 namespace kvpager::testing {
 
@@ -235,22 +236,7 @@ class DeviceForward {
     return testing::attend(shape_, sequences_, rows_);
   }
 
-  gpu::Shape kernel_shape() const {
-    gpu::Shape s;
-    s.layers = options_.layers;
-    s.kv_heads = shape_.kv_heads;
-    s.q_heads = q_heads();
-    s.chunk_tokens = shape_.tokens;
-    s.k_dim = shape_.k_dim;
-    s.v_dim = shape_.v_dim;
-    s.k_dtype = layout_.k_dtype;
-    s.v_dtype = layout_.v_dtype;
-    s.q_dtype = shape_.io();
-    s.k_tile_bytes = layout_.k_tile_bytes();
-    s.page_bytes = layout_.page_bytes();
-    s.slice_bytes = layout_.slice_bytes();
-    return s;
-  }
+  gpu::Shape kernel_shape() const { return kernel_shape_of(layout_, shape_.group, shape_.io()); }
   gpu::Tables tables() const {
     return tables_.tables(table_block_.data(), options_.staged_percent > 0 ? 0 : -1);
   }
@@ -258,8 +244,8 @@ class DeviceForward {
     if (options_.capture_counts) {
       return device::most_counts(bounds_, shape_.group, options_.small_queries);
     }
-    return {header_.rows, header_.parts, header_.small_tiles, header_.large_tiles,
-            header_.max_visible};
+    return {forward_.header.rows, forward_.header.parts, forward_.header.small_tiles,
+            forward_.header.large_tiles, forward_.header.max_visible};
   }
   gpu::AttendParams attend_params(gpu::Attention attention = gpu::Attention::kReference) const {
     gpu::AttendParams p;
@@ -300,14 +286,14 @@ class DeviceForward {
   const Shape& shape() const { return shape_; }
   const Layout& layout() const { return layout_; }
   const gpu::Bounds& bounds() const { return bounds_; }
-  const gpu::Header& header() const { return header_; }
-  const std::vector<gpu::Row>& kernel_rows() const { return kernel_rows_; }
-  const std::vector<gpu::Part>& parts() const { return parts_; }
+  const gpu::Header& header() const { return forward_.header; }
+  const std::vector<gpu::Row>& kernel_rows() const { return forward_.rows; }
+  const std::vector<gpu::Part>& parts() const { return forward_.parts; }
   // [entries] addresses in the tables: of chunks, and of summaries (0: none).
   const std::vector<uint64_t>& chunks() const { return chunks_; }
   const std::vector<uint64_t>& summaries() const { return summary_addresses_; }
   // The sequence of a part.
-  int sequence_of(int part) const { return part_sequences_[static_cast<size_t>(part)]; }
+  int sequence_of(int part) const { return forward_.sequences[static_cast<size_t>(part)]; }
   uint8_t* selected() const { return reinterpret_cast<uint8_t*>(selected_.data()); }
   int64_t selected_stride() const { return ((bounds_.chunks + 7) / 8 + 3) / 4 * 4; }
   int64_t summary_bytes() const {
@@ -374,48 +360,17 @@ class DeviceForward {
     return bounds;
   }
 
-  // Parts in the order in which their sequences come up in the rows.
   void fill_tables(const std::vector<char>& commit) {
-    kernel_rows_.clear();
-    parts_.clear();
-    part_sequences_.clear();
-    std::vector<int> part_of(sequences_.size(), -1);
-    for (const Row& row : rows_) {
-      gpu::Row r;
-      if (row.sequence >= 0) {
-        int& part = part_of[static_cast<size_t>(row.sequence)];
-        if (part < 0) {
-          part = static_cast<int>(parts_.size());
-          parts_.emplace_back();
-          part_sequences_.push_back(row.sequence);
-        }
-        r.part = part;
-        r.position = row.position;
-        gpu::Part& p = parts_[static_cast<size_t>(part)];
-        p.visible = std::max(p.visible, row.position / shape_.tokens + 1);
-        p.written = std::max(p.written, row.position + 1);
-      }
-      kernel_rows_.push_back(r);
-    }
-    header_ = {};
-    header_.rows = static_cast<int32_t>(rows_.size());
-    header_.parts = static_cast<int32_t>(parts_.size());
-    for (gpu::Part& p : parts_) {
-      p.first = header_.entries;
-      p.sealed = p.written / shape_.tokens;
-      header_.entries += p.visible;
-      header_.max_visible = std::max(header_.max_visible, p.visible);
-    }
+    forward_ = ForwardTables(rows_, shape_.tokens);
+    for (gpu::Part& p : forward_.parts) p.sealed = p.written / shape_.tokens;
     // What this forward writes to has no summary yet.
     for (size_t i = 0; i < commit.size(); ++i) {
-      if (commit[i] == 0 || kernel_rows_[i].part < 0) continue;
-      gpu::Part& p = parts_[static_cast<size_t>(kernel_rows_[i].part)];
-      p.sealed = std::min(p.sealed, kernel_rows_[i].position / shape_.tokens);
+      const gpu::Row& row = forward_.rows[i];
+      if (commit[i] == 0 || row.part < 0) continue;
+      gpu::Part& p = forward_.parts[static_cast<size_t>(row.part)];
+      p.sealed = std::min(p.sealed, row.position / shape_.tokens);
     }
-    device::arrange(kernel_rows_.data(), header_.rows, shape_.group, parts_.data(), header_.parts,
-                    &arrangement_, options_.small_queries);
-    header_.small_tiles = arrangement_.small_tiles;
-    header_.large_tiles = arrangement_.large_tiles;
+    forward_.arrange(shape_.group, options_.small_queries);
   }
 
   void poison_token(std::byte* slice, int64_t t) const {
@@ -443,16 +398,16 @@ class DeviceForward {
     staged_.clear();
     summary_addresses_.clear();
     std::vector<std::byte> slice(static_cast<size_t>(layout_.slice_bytes()));
-    for (int part = 0; part < header_.parts; ++part) {
-      const gpu::Part& p = parts_[static_cast<size_t>(part)];
+    for (int part = 0; part < forward_.header.parts; ++part) {
+      const gpu::Part& p = forward_.parts[static_cast<size_t>(part)];
       const Sequence& sequence = *sequences_[static_cast<size_t>(sequence_of(part))];
       std::vector<char> unwritten(static_cast<size_t>(p.visible * shape_.tokens));
       for (int64_t t = p.written; t < p.visible * shape_.tokens; ++t) {
         unwritten[static_cast<size_t>(t)] = 1;
       }
       for (size_t i = 0; i < commit.size(); ++i) {
-        if (commit[i] == 0 || kernel_rows_[i].part != part) continue;
-        unwritten[static_cast<size_t>(kernel_rows_[i].position)] = 1;
+        if (commit[i] == 0 || forward_.rows[i].part != part) continue;
+        unwritten[static_cast<size_t>(forward_.rows[i].position)] = 1;
       }
       for (int64_t c = 0; c < p.visible; ++c) {
         std::memcpy(slice.data(), sequence.table().slices[c], slice.size());
@@ -463,8 +418,8 @@ class DeviceForward {
         }
         bool written_to = false;
         for (size_t i = 0; i < commit.size(); ++i) {
-          written_to = written_to || (commit[i] != 0 && kernel_rows_[i].part == part &&
-                                      kernel_rows_[i].position / shape_.tokens == c);
+          written_to = written_to || (commit[i] != 0 && forward_.rows[i].part == part &&
+                                      forward_.rows[i].position / shape_.tokens == c);
         }
         const int64_t home = homes[chunks_.size()];
         // Chunks that rows are written to are in device memory, and not staged.
@@ -491,25 +446,18 @@ class DeviceForward {
 
   void finish_tables(const std::vector<char>& commit) {
     for (size_t i = 0; i < commit.size(); ++i) {
-      gpu::Row& row = kernel_rows_[i];
+      gpu::Row& row = forward_.rows[i];
       if (commit[i] == 0 || row.part < 0) continue;
-      const gpu::Part& part = parts_[static_cast<size_t>(row.part)];
+      const gpu::Part& part = forward_.parts[static_cast<size_t>(row.part)];
       row.write_offset = static_cast<int32_t>(row.position % shape_.tokens);
       row.write_chunk = chunks_[static_cast<size_t>(part.first + row.position / shape_.tokens)];
     }
-    std::vector<uint64_t> words(static_cast<size_t>(tables_.bytes() + 7) / 8,
-                                ~uint64_t{0});  // what a forward does not use is poison
-    auto* image = reinterpret_cast<std::byte*>(words.data());
-    const device::TableArrays arrays = tables_.arrays(image);
-    *arrays.header = header_;
-    std::copy(kernel_rows_.begin(), kernel_rows_.end(), arrays.rows);
-    std::copy(parts_.begin(), parts_.end(), arrays.parts);
-    std::copy(arrangement_.order.begin(), arrangement_.order.end(), arrays.order);
-    std::copy(arrangement_.tiles.begin(), arrangement_.tiles.end(), arrays.tiles);
-    std::copy(chunks_.begin(), chunks_.end(), arrays.chunks);
-    std::copy(summary_addresses_.begin(), summary_addresses_.end(), arrays.summaries);
-    std::copy(staged_.begin(), staged_.end(), arrays.staged[0]);
-    stream_.upload(table_block_.data(), image, tables_.bytes());
+    const TableImage image(tables_);
+    forward_.copy_to(image.arrays());
+    std::copy(chunks_.begin(), chunks_.end(), image.arrays().chunks);
+    std::copy(summary_addresses_.begin(), summary_addresses_.end(), image.arrays().summaries);
+    std::copy(staged_.begin(), staged_.end(), image.arrays().staged[0]);
+    stream_.upload(table_block_.data(), image.data(), tables_.bytes());
   }
 
   void load_tensors(const std::vector<char>& commit) {
@@ -578,11 +526,7 @@ class DeviceForward {
   std::mt19937 random_;
   std::vector<Row> rows_;
   bool selecting_ = false;
-  gpu::Header header_;
-  device::Arrangement arrangement_;
-  std::vector<gpu::Row> kernel_rows_;
-  std::vector<gpu::Part> parts_;
-  std::vector<int> part_sequences_;
+  ForwardTables forward_;
   std::vector<uint64_t> chunks_, staged_, summary_addresses_;
 };
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda/scorer_params.h"
+#include "forward_tables.h"
 #include "noise.h"
 #include "problem.h"
 
@@ -68,19 +69,19 @@ class SelectionRun {
     make_queries();
   }
 
-  const gpu::Header& header() const { return header_; }
+  const gpu::Header& header() const { return forward_.header; }
   int64_t selected_stride() const { return (most_chunks() + 7) / 8 / 4 * 4 + 8; }
   int64_t scores_stride() const { return (params_.counts.max_visible + 31) / 32 * 32; }
-  const std::vector<int32_t>& order() const { return arrangement_.order; }
-  const std::vector<gpu::Part>& parts() const { return parts_; }
-  const std::vector<gpu::Row>& kernel_rows() const { return rows_; }
+  const std::vector<int32_t>& order() const { return forward_.arrangement.order; }
+  const std::vector<gpu::Part>& parts() const { return forward_.parts; }
+  const std::vector<gpu::Row>& kernel_rows() const { return forward_.rows; }
   int heads() const { return problem_.layout.kv_heads; }
 
   Selected on_device() {
-    const int64_t lines = static_cast<int64_t>(rows_.size()) * heads();
+    const int64_t lines = static_cast<int64_t>(forward_.rows.size()) * heads();
     const device::Memory selected = guarded("selected", lines * selected_stride());
-    const device::Memory mass = guarded("mass", header_.entries * 8);
-    const device::Memory read = guarded("read", header_.entries);
+    const device::Memory mass = guarded("mass", forward_.header.entries * 8);
+    const device::Memory read = guarded("read", forward_.header.entries);
     const gpu::Shape shape = params_.shape;
     const int64_t slot = scores_stride() * heads() * 8;
     const int64_t scratch_bytes = problem_.scratch_slots < 0
@@ -88,9 +89,9 @@ class SelectionRun {
                                       : problem_.scratch_slots * slot;
     const device::Memory scratch = guarded("scratch", scratch_bytes);
     stream_.fill(scratch.data(), 0xFF, scratch_bytes);  // NaN
-    stream_.fill(read.data(), 0, header_.entries);
-    const std::vector<uint64_t> before(static_cast<size_t>(header_.entries), kMassBefore);
-    stream_.upload(mass.data(), before.data(), header_.entries * 8);
+    stream_.fill(read.data(), 0, forward_.header.entries);
+    const std::vector<uint64_t> before(static_cast<size_t>(forward_.header.entries), kMassBefore);
+    stream_.upload(mass.data(), before.data(), forward_.header.entries * 8);
 
     gpu::SelectParams params = params_;
     params.selected = problem_.selected ? reinterpret_cast<uint8_t*>(selected.data()) : nullptr;
@@ -103,8 +104,8 @@ class SelectionRun {
 
     Selected out;
     out.bits = download<uint8_t>(selected, lines * selected_stride());
-    out.mass = download<uint64_t>(mass, header_.entries);
-    out.read = download<uint8_t>(read, header_.entries);
+    out.mass = download<uint64_t>(mass, forward_.header.entries);
+    out.read = download<uint8_t>(read, forward_.header.entries);
     if (scratch_bytes >= static_cast<int64_t>(order().size()) * slot) {
       out.scores = download<double>(scratch, static_cast<int64_t>(order().size()) * slot / 8);
     } else {
@@ -116,15 +117,16 @@ class SelectionRun {
   Selected on_cpu() {
     const Layout& layout = problem_.layout;
     Selected out;
-    out.bits.assign(rows_.size() * static_cast<size_t>(heads() * selected_stride()), kPoison);
-    out.mass.assign(static_cast<size_t>(header_.entries), kMassBefore);
-    out.read.assign(static_cast<size_t>(header_.entries), 0);
+    out.bits.assign(forward_.rows.size() * static_cast<size_t>(heads() * selected_stride()),
+                    kPoison);
+    out.mass.assign(static_cast<size_t>(forward_.header.entries), kMassBefore);
+    out.read.assign(static_cast<size_t>(forward_.header.entries), 0);
     out.scores.assign(order().size() * static_cast<size_t>(heads() * scores_stride()), 0.0);
-    shares_.assign(static_cast<size_t>(header_.entries), 0.0);
+    shares_.assign(static_cast<size_t>(forward_.header.entries), 0.0);
     for (size_t i = 0; i < order().size(); ++i) {
       const int32_t row = order()[i];
-      const gpu::Row& at = rows_[static_cast<size_t>(row)];
-      const gpu::Part& part = parts_[static_cast<size_t>(at.part)];
+      const gpu::Row& at = forward_.rows[static_cast<size_t>(row)];
+      const gpu::Part& part = forward_.parts[static_cast<size_t>(at.part)];
       for (int head = 0; head < heads(); ++head) {
         const bool ledger = part.score_row == row && problem_.mass;
         CandidateRange range =
@@ -163,7 +165,7 @@ class SelectionRun {
 
   // Whether chunk's score was to be computed for the row, by the processor's ranges.
   bool is_scored(int32_t row, int64_t chunk) const {
-    const gpu::Row& at = rows_[static_cast<size_t>(row)];
+    const gpu::Row& at = forward_.rows[static_cast<size_t>(row)];
     const CandidateRange range =
         candidate_range(problem_.selection, problem_.layout.chunk_tokens, at.position);
     int64_t begin = range.begin;
@@ -174,7 +176,7 @@ class SelectionRun {
   }
 
  private:
-  int64_t most_chunks() const { return header_.max_visible + problem_.spare; }
+  int64_t most_chunks() const { return forward_.header.max_visible + problem_.spare; }
   int64_t q_head() const { return problem_.layout.k_dim + problem_.stride_padding; }
   int64_t q_row() const { return q_head() * heads() * problem_.group + problem_.stride_padding; }
   int64_t summary_bytes() const {
@@ -183,63 +185,29 @@ class SelectionRun {
 
   void fill_tables() {
     const Layout& layout = problem_.layout;
-    std::vector<int> part_of(problem_.lengths.size(), -1);
-    for (size_t i = 0; i < problem_.rows.size(); ++i) {
-      const SelectionRow& row = problem_.rows[i];
-      gpu::Row r;
-      if (row.sequence >= 0) {
-        int& part = part_of[static_cast<size_t>(row.sequence)];
-        if (part < 0) {
-          part = static_cast<int>(parts_.size());
-          parts_.emplace_back();
-          starts_.push_back(row.position);
-        }
-        r.part = part;
-        r.position = row.position;
-        gpu::Part& p = parts_[static_cast<size_t>(part)];
-        p.visible = std::max(p.visible, row.position / layout.chunk_tokens + 1);
-        p.written = std::max(p.written, row.position + 1);
-        p.score_row = static_cast<int32_t>(i);
-        int64_t& start = starts_[static_cast<size_t>(part)];
-        start = std::min(start, row.position);
+    forward_ = ForwardTables(problem_.rows, layout.chunk_tokens);
+    for (size_t i = 0; i < forward_.rows.size(); ++i) {
+      if (forward_.rows[i].part >= 0) {
+        forward_.parts[static_cast<size_t>(forward_.rows[i].part)].score_row =
+            static_cast<int32_t>(i);
       }
-      rows_.push_back(r);
     }
-    header_.rows = static_cast<int32_t>(rows_.size());
-    header_.parts = static_cast<int32_t>(parts_.size());
-    for (size_t p = 0; p < parts_.size(); ++p) {
-      parts_[p].first = header_.entries;
+    for (size_t p = 0; p < forward_.parts.size(); ++p) {
       // Sealed is what was complete before the forward's first row.
-      parts_[p].sealed = std::min(parts_[p].visible, starts_[p] / layout.chunk_tokens);
-      header_.entries += parts_[p].visible;
-      header_.max_visible = std::max(header_.max_visible, parts_[p].visible);
+      forward_.parts[p].sealed =
+          std::min(forward_.parts[p].visible, forward_.starts[p] / layout.chunk_tokens);
       if (p < problem_.score_rows.size() && problem_.score_rows[p] != -2) {
-        parts_[p].score_row = problem_.score_rows[p];
+        forward_.parts[p].score_row = problem_.score_rows[p];
       }
     }
-    device::arrange(rows_.data(), header_.rows, problem_.group, parts_.data(), header_.parts,
-                    &arrangement_);
-    header_.small_tiles = arrangement_.small_tiles;
-    header_.large_tiles = arrangement_.large_tiles;
+    forward_.arrange(problem_.group);
 
-    bounds_.rows = header_.rows + problem_.spare;
+    bounds_.rows = forward_.header.rows + problem_.spare;
     bounds_.chunks = most_chunks();
-    bounds_.entries = header_.entries + problem_.spare;
-    params_.counts = {header_.rows + problem_.spare, header_.parts + problem_.spare,
-                      header_.small_tiles, header_.large_tiles, most_chunks()};
-    gpu::Shape& shape = params_.shape;
-    shape.layers = layout.layers;
-    shape.kv_heads = layout.kv_heads;
-    shape.q_heads = layout.kv_heads * problem_.group;
-    shape.chunk_tokens = layout.chunk_tokens;
-    shape.k_dim = layout.k_dim;
-    shape.v_dim = layout.v_dim;
-    shape.k_dtype = layout.k_dtype;
-    shape.v_dtype = layout.v_dtype;
-    shape.q_dtype = problem_.q_dtype;
-    shape.k_tile_bytes = layout.k_tile_bytes();
-    shape.page_bytes = layout.page_bytes();
-    shape.slice_bytes = layout.slice_bytes();
+    bounds_.entries = forward_.header.entries + problem_.spare;
+    params_.counts = {forward_.header.rows + problem_.spare, forward_.header.parts + problem_.spare,
+                      forward_.header.small_tiles, forward_.header.large_tiles, most_chunks()};
+    params_.shape = kernel_shape_of(layout, problem_.group, problem_.q_dtype);
     params_.layer = problem_.layer;
     params_.scaling = problem_.scaling;
     params_.window = problem_.window;
@@ -263,7 +231,7 @@ class SelectionRun {
   // Distinct summaries, some in pinned memory, other layers' pages included; then the tables.
   void make_summaries() {
     const Layout& layout = problem_.layout;
-    const int64_t distinct = problem_.distinct > 0 ? problem_.distinct : header_.entries;
+    const int64_t distinct = problem_.distinct > 0 ? problem_.distinct : forward_.header.entries;
     image_.assign(static_cast<size_t>(distinct * summary_bytes()), std::byte{0xFF});
     std::vector<std::byte> tile(static_cast<size_t>(layout.k_tile_bytes()));
     for (int64_t i = 0; i < distinct; ++i) {
@@ -292,38 +260,33 @@ class SelectionRun {
     std::copy(image_.begin(), image_.end(), pinned_.data());
 
     const device::TableLayout tables(bounds_, problem_.group, 0);
-    std::vector<uint64_t> words(static_cast<size_t>(tables.bytes() + 7) / 8, ~uint64_t{0});
-    auto* bytes = reinterpret_cast<std::byte*>(words.data());
-    const device::TableArrays arrays = tables.arrays(bytes);
-    *arrays.header = header_;
-    std::copy(rows_.begin(), rows_.end(), arrays.rows);
-    std::copy(parts_.begin(), parts_.end(), arrays.parts);
-    std::copy(arrangement_.order.begin(), arrangement_.order.end(), arrays.order);
+    const TableImage image(tables);
+    forward_.copy_to(image.arrays());
     std::mt19937 random(problem_.seed);
-    for (const gpu::Part& part : parts_) {
+    for (const gpu::Part& part : forward_.parts) {
       for (int64_t c = 0; c < part.visible; ++c) {
         const int64_t which = problem_.distinct > 0 ? static_cast<int64_t>(random()) % distinct
                                                     : static_cast<int64_t>(which_.size());
         which_.push_back(which);
         const std::byte* at =
             (random() % 4 == 0 ? pinned_ : resident_).data() + which * summary_bytes();
-        arrays.summaries[which_.size() - 1] =
+        image.arrays().summaries[which_.size() - 1] =
             c < part.sealed ? reinterpret_cast<uint64_t>(at) : uint64_t{0};
       }
     }
     table_block_ = device_.allocate("tables", tables.bytes());
-    stream_.upload(table_block_.data(), bytes, tables.bytes());
+    stream_.upload(table_block_.data(), image.data(), tables.bytes());
     params_.tables = tables.tables(table_block_.data());
   }
 
   void make_queries() {
     const int64_t bytes =
-        static_cast<int64_t>(rows_.size()) * q_row() * dtype_bytes(problem_.q_dtype);
+        static_cast<int64_t>(forward_.rows.size()) * q_row() * dtype_bytes(problem_.q_dtype);
     std::vector<std::byte> image(static_cast<size_t>(bytes), std::byte{0xFF});
-    q_.resize(rows_.size());
+    q_.resize(forward_.rows.size());
     size_t turn = 0;
-    for (size_t row = 0; row < rows_.size(); ++row) {
-      if (rows_[row].part < 0) continue;
+    for (size_t row = 0; row < forward_.rows.size(); ++row) {
+      if (forward_.rows[row].part < 0) continue;
       for (int64_t h = 0; h < int64_t{heads()} * problem_.group; ++h) {
         for (int64_t d = 0; d < problem_.layout.k_dim; ++d) {
           float x = problem_.q_scale * noise(problem_.seed + 17, row, static_cast<uint64_t>(h),
@@ -351,7 +314,7 @@ class SelectionRun {
     const int64_t page = int64_t{problem_.layer} * heads() + head;
     for (int64_t c = range.begin; c < range.end; ++c) {
       const int64_t which =
-          which_[static_cast<size_t>(parts_[static_cast<size_t>(part)].first + c)];
+          which_[static_cast<size_t>(forward_.parts[static_cast<size_t>(part)].first + c)];
       pointers.push_back(image_.data() + which * summary_bytes() +
                          page * params_.scorer.summary_page_bytes);
     }
@@ -399,13 +362,9 @@ class SelectionRun {
   const Scorer& scorer_;
   TestStream stream_;
   gpu::SelectParams params_;
-  gpu::Header header_;
+  ForwardTables forward_;
   gpu::Bounds bounds_;
-  device::Arrangement arrangement_;
-  std::vector<gpu::Row> rows_;
-  std::vector<gpu::Part> parts_;
-  std::vector<int64_t> starts_;  // of each part's rows, the least position
-  std::vector<int64_t> which_;   // [entries] distinct summary
+  std::vector<int64_t> which_;  // [entries] distinct summary
   std::vector<std::byte> image_;
   std::vector<std::vector<float>> q_;
   std::vector<double> shares_;

@@ -1,7 +1,9 @@
 """Every mutant, in the order of the rooms."""
 
 from mutants.catalogue.attention import ATTENTION
+from mutants.catalogue.bookkeeping import BOOKKEEPING
 from mutants.catalogue.devices import DEVICES
+from mutants.catalogue.machine import MACHINE
 from mutants.catalogue.paging import PAGING
 from mutants.catalogue.probes import PROBES
 from mutants.catalogue.runtime import RUNTIME
@@ -9,4 +11,15 @@ from mutants.catalogue.sampling import SAMPLING
 from mutants.catalogue.selection import SELECTION
 from mutants.catalogue.snapshots import SNAPSHOTS
 
-CATALOGUE = (*ATTENTION, *SELECTION, *PAGING, *SNAPSHOTS, *PROBES, *RUNTIME, *SAMPLING, *DEVICES)
+CATALOGUE = (
+    *ATTENTION,
+    *SELECTION,
+    *PAGING,
+    *BOOKKEEPING,
+    *SNAPSHOTS,
+    *PROBES,
+    *RUNTIME,
+    *SAMPLING,
+    *DEVICES,
+    *MACHINE,
+)

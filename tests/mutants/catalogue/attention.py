@@ -6,6 +6,11 @@ ATTEND = "cpp/kernels/attend_test.cc::"
 IN_ORDER = (
     ATTEND + "attention equals the documented order in every bit and binary64 within tolerance"
 )
+ONE_ROW = ATTEND + "one row on many threads has its splits computed apart and the same bits"
+NEXT = (
+    "cpp/kernels/next_tile_test.cc::"
+    "the tile that is fetched ahead is the one that comes next, and each walk's last has none"
+)
 WAVES = ATTEND + "waves, block addresses and neighbours of other sequences change no bit"
 PLACEMENT = (
     "cpp/pager/residency_test.cc::"
@@ -73,7 +78,7 @@ ATTENTION = (
     done(i, states);
 """,
         new="""\
-    const size_t together = problem.params.rows > 8 && walk.pieces == 1 ? 2 : 1;
+    const size_t together = problem.params.rows > 8 && !walk.in_pieces() ? 2 : 1;
     if (i % together == 0) reset_states(problem, walk, states);
     walk_split(problem, walk, walk.splits[i], chunk_limit, states, scratch);
     if (i % together + 1 == together || i + 1 == piece.end) done(i, states);
@@ -88,11 +93,96 @@ ATTENTION = (
         name="partials-merged-backwards",
         breaks="7: splits are merged in ascending order on any number of threads",
         file="csrc/kernels/attend.cc",
-        old="for (size_t i = 0; i < walk.splits.size(); ++i) merge(problem, walk, states_of(i));",
-        new="for (size_t i = walk.splits.size(); i-- > 0;) merge(problem, walk, states_of(i));",
+        old="for (size_t i = impl.pieces[next].begin; i < impl.pieces[next].end; ++i) {",
+        new="for (size_t i = impl.pieces[next].end; i-- > impl.pieces[next].begin;) {",
+        killers=(ONE_ROW,),
+    ),
+    Mutant(
+        name="a-walk-drops-a-split-between-its-pieces",
+        breaks="7: every split of a walk is in one of its pieces, however many threads there are",
+        file="csrc/kernels/attend.cc",
+        old="      begin = end;\n    }\n    walk.end_piece",
+        new="      begin = end + 1;\n    }\n    walk.end_piece",
+        killers=(ONE_ROW,),
+    ),
+    Mutant(
+        name="pieces-are-merged-before-they-are-done",
+        breaks="7: splits are merged once they are done",
+        file="csrc/kernels/attend.cc",
+        old="next < walk.end_piece && impl.done[next].load(); ++next) {",
+        new="next < walk.end_piece; ++next) {",
         killers=(
-            ATTEND + "one row on many threads has its splits computed apart and the same bits",
+            "cpp/kernels/thread_count_test.cc::"
+            "splits that are done before those ahead of them wait to be merged",
         ),
+    ),
+    Mutant(
+        name="a-halved-wave-skips-a-split",
+        breaks="7: a wave that is taken in parts is taken as a whole",
+        file="csrc/kernels/attend.cc",
+        old="attend_wave(params, middle, split_end, workspace, pool);",
+        new="attend_wave(params, middle + 1, split_end, workspace, pool);",
+        killers=(
+            "cpp/kernels/thread_count_test.cc::"
+            "splits computed apart that would take too much memory are taken in parts, same bits",
+        ),
+    ),
+    Mutant(
+        name="factors-of-the-first-sixteen",
+        breaks="a query's state is rescaled by its own factor, also beyond the first sixteen",
+        file="csrc/kernels/attend_isa.cc",
+        old="soften(params, params.queries + i, count, scores + i * tokens, rescale + i);",
+        new="soften(params, params.queries + i, count, scores + i * tokens, rescale);",
+        killers=(
+            ATTEND
+            + "a row alone equals the row among sixty-four, in any order and on any number of "
+            "threads",
+        ),
+    ),
+    Mutant(
+        name="a-longer-row-is-rescaled-twice",
+        breaks="what a query sees beyond its block's common end is added to what it has",
+        file="csrc/kernels/attend_isa.cc",
+        old="add(q, 1, common_end, queries[q].end, Start::kContinue, 0);",
+        new="add(q, 1, common_end, queries[q].end, Start::kRescale, 0);",
+        killers=(
+            ATTEND
+            + "a row alone equals the row among sixty-four, in any order and on any number of "
+            "threads",
+        ),
+    ),
+    Mutant(
+        name="odd-elements-keep-their-neighbours-bits",
+        breaks="bfloat16 is widened exactly, in every tier",
+        file="csrc/kernels/vec_isa.h",
+        old="_mm256_castsi256_ps(_mm256_and_si256(pairs, high))};",
+        new="_mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(pairs, high), "
+        "_mm256_andnot_si256(high, pairs)))};",
+        killers=(ATTEND + "every instruction-set tier gives the same bits",),
+    ),
+    Mutant(
+        name="a-sum-is-continued-in-another-order",
+        breaks="an element of a sum stays in its lane from tile to tile",
+        file="csrc/kernels/attend_product_isa.h",
+        old="    Source::template place<kWidth>(sum[q]);\n",
+        new="",
+        killers=(ATTEND + "every instruction-set tier gives the same bits",),
+    ),
+    Mutant(
+        name="the-tile-after-the-next-is-fetched",
+        breaks="what is fetched ahead is the tile that comes next",
+        file="csrc/kernels/attend_walk.cc",
+        old="  int64_t next = c + 1;\n",
+        new="  int64_t next = c + 2;\n",
+        killers=(NEXT,),
+    ),
+    Mutant(
+        name="every-head-fetches-the-tile-of-the-first",
+        breaks="what is fetched ahead is the tile that comes next",
+        file="csrc/kernels/attend_walk.cc",
+        old="next == nullptr ? nullptr : next + layout.page_bytes() * walk.head;",
+        new="next;",
+        killers=(NEXT,),
     ),
     Mutant(
         name="unwritten-rows-times-zero",

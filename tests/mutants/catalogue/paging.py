@@ -24,6 +24,17 @@ PAGING = (
         ),
     ),
     Mutant(
+        name="an-address-outlives-what-lay-there",
+        breaks="7: a chunk that moves between two layers of a forward is read where it is then",
+        file="csrc/pager/host_attend.cc",
+        old="  if (returns != returns_) {\n",
+        new="  if (returns < returns_) {\n",
+        killers=(
+            "cpp/pager/residency_test.cc::"
+            "chunks that leave the pool between two layers of a forward are found elsewhere",
+        ),
+    ),
+    Mutant(
         name="write-through-misses-a-layer",
         breaks="4: a chunk comes back with the bytes it was sealed with",
         file="csrc/pager/host_bytes.cc",
@@ -70,8 +81,8 @@ PAGING = (
         name="what-is-lent-to-a-save-is-spilled",
         breaks="5: what is lent to a save stays where it is",
         file="csrc/pager/residency.cc",
-        old="record.borrows > 0 || host_read(record, readers)) return;",
-        new="host_read(record, readers)) return;",
+        old="record.borrows > 0 || host_read(record, readers);",
+        new="host_read(record, readers);",
         killers=(
             "cpp/pager/freeze_test.cc::"
             "a save in progress makes no forward wait for room, and nothing it reads moves",
@@ -93,7 +104,7 @@ PAGING = (
         name="a-failed-restore-keeps-its-references",
         breaks="12: a refused restore leaves the pager as it was",
         file="csrc/pager/restore.cc",
-        old="      if (planned.existing) release(*planned.existing);\n",
+        old="      if (planned.existing.value() >= 0) release(planned.existing);\n",
         new="",
         killers=(
             "cpp/pager/faults_test.cc::"
@@ -104,11 +115,8 @@ PAGING = (
         name="rejected-rows-become-positions",
         breaks="14: rows that were not accepted are as if they had never been",
         file="csrc/pager/commit.cc",
-        old="    accepted.push_back(static_cast<int64_t>(part.commit_rows.size()));\n"
-        "  }\n  commit(ids, accepted, provenance);",
-        new="    accepted.push_back(std::max<int64_t>("
-        "0, static_cast<int64_t>(part.commit_rows.size()) - 1));\n"
-        "  }\n  commit(ids, accepted, provenance);",
+        old="    count.push_back(part.commit_count);\n",
+        new="    count.push_back(std::max<int64_t>(0, part.commit_count - 1));\n",
         killers=(
             FORWARD + "rows become positions, chunk by chunk, whatever the split into forwards",
         ),
@@ -131,8 +139,10 @@ PAGING = (
         name="an-abort-keeps-the-forwards-blocks",
         breaks="14: an aborted forward leaves every sequence as it was",
         file="csrc/pager/forward.cc",
-        old="  for (ForwardPart& part : forward->parts) drop_surplus(part);\n  forward.reset();",
-        new="  forward.reset();",
+        old="  backend->end();\n  disband(&*forward);\n  forward.reset();\n  ++counters",
+        new="  backend->end();\n"
+        "  for (ForwardPart& part : forward->parts) part.sequence->part = -1;\n"
+        "  forward.reset();\n  ++counters",
         killers=(
             FORWARD + "an abort at any point leaves every sequence as it was, and a retry succeeds",
         ),

@@ -44,6 +44,31 @@ PROBES = (
         ),
     ),
     Mutant(
+        name="row-counts-of-the-head-unproven",
+        breaks="7: logits come from a number of head rows that gives the bits of the others",
+        file="python/kvpager/hf/prove.py",
+        old="""\
+        of_head, dropped_of_head = _settle(
+            [Part(model, head, HEAD_COUNTS[-1])], [] if small_rows == "fixed" else others, tuple
+        )
+""",
+        new="""\
+        of_head, dropped_of_head = ([] if small_rows == "fixed" else others), ()
+""",
+        killers=(COUNTS + "test_a_head_has_row_counts_of_its_own",),
+    ),
+    Mutant(
+        name="parts-are-tried-on-rows-that-lie-otherwise",
+        breaks="a part is tried on rows that lie in memory as those of a forward do",
+        file="python/kvpager/hf/replay.py",
+        old="_laid_out(next(fresh).movedim(0, dim), x)",
+        new="next(fresh).movedim(0, dim)",
+        killers=(
+            COUNTS
+            + "test_parts_are_tried_on_rows_that_lie_in_memory_as_those_of_a_forward_do[float32]",
+        ),
+    ),
+    Mutant(
         name="experts-that-share-a-product-accepted",
         breaks="an expert implementation that depends on neighbours is refused, with the remedy",
         file="python/kvpager/hf/support.py",

@@ -7,6 +7,17 @@ SESSIONS = "model/test_sessions.py::"
 
 RUNTIME = (
     Mutant(
+        name="experts-are-gathered-for-as-many-rows-as-any",
+        breaks="by default an engine's forwards have the rows that a plan of its model gives them",
+        file="python/kvpager/runtime/engine.py",
+        old="    return config.row_choices(device, partial(suits_experts, shape_of(model)))\n",
+        new="    return config.row_choices(device)\n",
+        killers=(
+            "model/test_row_counts.py::"
+            "test_by_default_models_with_experts_have_the_rows_that_a_plan_gives_them",
+        ),
+    ),
+    Mutant(
         name="a-restore-is-silently-prefilled-again",
         breaks="13: a restore that cannot be consumed raises at the first prefill",
         file="python/kvpager/runtime/prefill.py",
@@ -111,6 +122,17 @@ RUNTIME = (
         "self._owed\n",
         new="        twin._logits, twin._owed = self._logits, self._owed\n",
         killers=(SESSIONS + "test_a_fork_continues_alike_and_apart",),
+    ),
+    Mutant(
+        name="layers-share-an-output",
+        breaks="what a forward gave at one layer is not written over at the next",
+        file="python/kvpager/pager.py",
+        old="                else np.empty(shape, dtype=q.dtype)\n",
+        new='                else vars(self).setdefault("_out", np.empty(shape, dtype=q.dtype))\n',
+        killers=(
+            "python/test_pager_rows.py::test_what_a_forward_was_given_and_gave_is_the_callers_"
+            "alone_between_layers_and_forwards",
+        ),
     ),
     Mutant(
         name="logits-outlive-their-tokens",

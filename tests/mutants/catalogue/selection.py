@@ -10,6 +10,10 @@ PLACEMENT = (
     "cpp/pager/residency_test.cc::"
     "attention outputs have the same bits wherever chunks live and whatever was evicted"
 )
+SCAN = (
+    "cpp/pager/scan_test.cc::"
+    "a score is that of a row and a chunk alone, whatever rows and threads share a scan"
+)
 
 SELECTION = (
     Mutant(
@@ -111,6 +115,41 @@ SELECTION = (
         killers=(
             "python/test_pager_placement.py::"
             "test_top_k_takes_the_sinks_the_recent_window_always_and_the_best_of_the_rest",
+        ),
+    ),
+    Mutant(
+        name="every-piece-of-a-scan-has-the-room-of-the-first",
+        breaks="8: every candidate has the score of its own summary, however many there are",
+        file="csrc/pager/scan.cc",
+        old="first_[slot] + (item.begin - range.begin));",
+        new="first_[slot]);",
+        killers=(SCAN,),
+    ),
+    Mutant(
+        name="candidates-after-the-last-whole-piece-are-not-scored",
+        breaks="8: every candidate has the score of its own summary, however many there are",
+        file="csrc/pager/scan.cc",
+        old="begin < all.end; begin += kPiece",
+        new="begin + kPiece <= all.end; begin += kPiece",
+        killers=(SCAN,),
+    ),
+    Mutant(
+        name="rows-that-share-a-scan-share-its-beginning",
+        breaks="8: a row's candidates have the scores of their own summaries, in any company",
+        file="csrc/pager/scan.cc",
+        old="scores + std::max<int64_t>(0, rows[order_[i]].range.begin - all.begin);",
+        new="scores;",
+        killers=(SCAN,),
+    ),
+    Mutant(
+        name="the-next-forward-has-the-summaries-of-this-one",
+        breaks="9: a summary is found by its own sequence's forwards alone",
+        file="csrc/pager/host_attend.cc",
+        old="  parts_.assign(forward->parts.size(), {});\n",
+        new="  parts_.resize(forward->parts.size());\n",
+        killers=(
+            "cpp/pager/forward_test.cc::"
+            "what a forward looked up for its sequence is nothing to the next one's",
         ),
     ),
     Mutant(

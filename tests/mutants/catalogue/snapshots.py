@@ -4,6 +4,11 @@ from mutants.mutant import Mutant
 
 CORRUPTION = "cpp/snapshot/corruption_test.cc::"
 ROUND_TRIP = "cpp/snapshot/round_trip_test.cc::"
+DAMAGE = "cpp/pager/damage_test.cc::"
+PIECES = (
+    "cpp/snapshot/verify_test.cc::"
+    "DamageInTheFirstAndLastOfEachReadIsFoundAndWhatIsLeftForAShortLastReadToo"
+)
 
 SNAPSHOTS = (
     Mutant(
@@ -52,10 +57,8 @@ SNAPSHOTS = (
         name="hints-enter-the-digest",
         breaks="11: scores and ages are outside the logical digest",
         file="csrc/snapshot/metadata.cc",
-        old="  out.logical_digest = digest_of({part(kLayout), part(kFingerprint), part(kTokens), "
-        "part(kChunks)});\n",
-        new="  out.logical_digest = digest_of({part(kLayout), part(kFingerprint), part(kSession), "
-        "part(kTokens),\n                                  part(kChunks)});\n",
+        old="{encode_layout(meta), meta.fingerprint, encode_tokens(meta.tokens),",
+        new="{encode_layout(meta), meta.fingerprint, meta.session, encode_tokens(meta.tokens),",
         killers=(
             ROUND_TRIP + "TheLogicalDigestFollowsContentAndIgnoresHintsSessionAndUnknownParts",
         ),
@@ -75,8 +78,9 @@ SNAPSHOTS = (
         name="the-chain-is-not-proved",
         breaks="a restore proves that tokens, fingerprint and salt are those of the chunks",
         file="csrc/pager/restore.cc",
-        old="    if (!(file_parent == chunk.chain_hash)) {",
-        new="    if (false) {",
+        old="    if (!(chain_next(before, meta.tokens.data() + i * c, c, chunk.provenance) ==\n"
+        "          chunk.chain_hash)) {",
+        new="    if (before == chunk.chain_hash) {",
         killers=(
             "cpp/pager/restore_test.cc::"
             "another salt, fingerprint, layout or scorer is refused, naming what differs, and "
@@ -108,6 +112,101 @@ SNAPSHOTS = (
         killers=(
             "cpp/pager/freeze_test.cc::"
             "what is frozen stays as it was while the sequence goes on, is trimmed and closed",
+        ),
+    ),
+    Mutant(
+        name="a-short-last-read-is-not-verified",
+        breaks="verifying finds all damage there is, in the last layers of a chunk too",
+        file="csrc/snapshot/verify.cc",
+        old="for (int64_t layer = 0; layer < layout.layers; layer += most) {",
+        new="for (int64_t layer = 0; layer + most <= layout.layers; layer += most) {",
+        killers=(PIECES,),
+    ),
+    Mutant(
+        name="the-last-chunk-of-a-read-is-not-verified",
+        breaks="verifying finds all damage there is, in the last chunk of a read too",
+        file="csrc/snapshot/verify.cc",
+        old="""\
+        for (int64_t i = 0; i < piece.count; ++i) {
+          check_slices(""",
+        new="""\
+        for (int64_t i = 0; i < std::max<int64_t>(1, piece.count - 1); ++i) {
+          check_slices(""",
+        killers=(PIECES,),
+    ),
+    Mutant(
+        name="a-save-is-not-synced",
+        breaks="a snapshot that has its name is on the disk",
+        file="csrc/snapshot/output_file.cc",
+        old='  sync(file_.get(), "cannot sync the file to disk");\n',
+        new="",
+        killers=(
+            "cpp/snapshot/faults_test.cc::AFailureAtAnyStepLeavesNothingAndKeepsTheOldSnapshot",
+            "cpp/snapshot/faults_test.cc::"
+            "AFailureAtAnyStepOfWritingAContentLeavesNothingAndKeepsTheOldSnapshot",
+        ),
+    ),
+    Mutant(
+        name="a-healed-chunk-holds-on-to-the-snapshot",
+        breaks="no metadata is kept for the sake of a chunk that was computed anew",
+        file="csrc/pager/commit.cc",
+        old="      kept.tokens = std::move(seal.tokens);  // not the snapshot's any more\n",
+        new="",
+        killers=(
+            DAMAGE
+            + "chunks that were computed anew hold on to nothing of the snapshot that rotted",
+        ),
+    ),
+    Mutant(
+        name="a-chunk-of-a-copy-holds-on-to-the-rotten-file",
+        breaks="no metadata is kept for the sake of a chunk that is read from elsewhere",
+        file="csrc/pager/restore.cc",
+        old="""\
+        name_source(&record, reader, i);
+        record.damaged = false;
+""",
+        new="""\
+        record.source = reader;
+        record.source_chunk = i;
+        record.damaged = false;
+""",
+        killers=(
+            DAMAGE
+            + "chunks that are read from a sound copy hold on to nothing of the file that rotted",
+        ),
+    ),
+    Mutant(
+        name="a-name-heals-a-damaged-chunk",
+        breaks="10: a damaged chunk is read from another file only where the bytes are the same",
+        file="csrc/pager/restore.cc",
+        old="ledger[*found].checksums == chunk.slice_checksum)) {",
+        new="!ledger[*found].checksums.empty())) {",
+        killers=(
+            DAMAGE
+            + "a file with other bytes under the same names heals nothing and is itself restored",
+        ),
+    ),
+    Mutant(
+        name="a-dry-run-removes",
+        breaks="a dry run of a collection touches no file",
+        file="python/kvpager/stores/catalogue.py",
+        old="            self.spared.append(path)\n",
+        new="            self.spared.append(path)\n            remove(path)\n",
+        killers=(
+            "python/test_store_room.py::"
+            "test_a_dry_run_lists_the_files_that_a_collection_then_removes_and_touches_none",
+            "python/test_cli_store.py::test_gc_dry_run_lists_what_would_go_and_leaves_it",
+        ),
+    ),
+    Mutant(
+        name="a-writer-is-discarded-while-it-writes",
+        breaks="a call of a writer that is in use is refused and changes nothing",
+        file="csrc/bindings/snapshot.cc",
+        old="      if (busy_.test_and_set()) {\n",
+        new="      if (busy_.test_and_set() && false) {\n",
+        killers=(
+            "python/test_snapshot_writer.py::"
+            "test_a_writer_that_is_discarded_while_it_writes_refuses_and_finishes",
         ),
     ),
     Mutant(
