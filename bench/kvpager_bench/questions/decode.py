@@ -293,6 +293,7 @@ def main() -> None:
         COLUMNS,
         {
             "shapes": arguments.shapes,
+            "layers": LAYERS,  # of gqa8
             "chunks": CHUNKS,
             "pool_tokens": POOL_TOKENS,
             "scorer": DEFAULT_SCORER,

@@ -97,7 +97,7 @@ def of_decode(report: Report, paper: Paper) -> Iterator[Prediction]:
     """A decode step, and its parts."""
     for row in report.rows:
         name, at = str(row["shape"]), int(report.number(row, "context"))
-        shape = paper.shapes(name, int(report.settings.get("layers", 8)))
+        shape = paper.shapes(name, int(report.settings["layers"]))
         chunks = int(report.settings.get("chunks", 32))
         pool = int(report.settings.get("pool_tokens", 4096))
         run = paper.run(shape, TopK(chunks=chunks), pool)

@@ -1,8 +1,8 @@
 """A machine's rates, found out in about a second.
 
-Every figure is the best of a few runs: what else the machine was doing is nobody's property. No
-kernel of ours is timed but the scan of summaries and the attention of many rows follow from what
-the processor's memory and arithmetic give.
+Every figure is the best of a few runs: what else the machine was doing is nobody's property.
+Attention of many rows is timed on the processor; on a GPU it follows from what products achieve,
+and the scan of summaries from the memory's rate.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvpager.config import PagerConfig
+from kvpager.pager import ROW_COMMIT, Layout, Pager
 from kvpager.plan.machine import Machine, Products
 
 _MEMORY_BYTES = 128 << 20  # more than caches hold
 _DISK_BYTES = 32 << 20
+_WRITE_RUNS = 4
 _FRESH_BYTES = 16 << 20
 _FRESH_RUNS = 5
 _PIECE_BYTES = 128 << 10  # of a file, about a chunk: restores read chunks here and there,
@@ -34,8 +38,10 @@ _PRODUCT_ROWS = (1, 2, 4, 8, 16, 64, 256)
 _NORM_ROWS = 2048
 _FRAMEWORK_RUNS = 20
 _LAYERS = (2, 6)  # of two little models, whose difference is what a layer costs
-_SCAN_SHARE = 0.5  # of memory bandwidth, at which summaries are scored
-_ATTENTION_SHARE = 0.7  # of what float32 products achieve
+_SCAN_SHARE = 0.7  # of memory bandwidth, at which summaries are scored
+_ATTENTION_SHARE = 0.7  # of what float32 products achieve on a GPU
+_ATTENTION_TOKENS, _ATTENTION_ROWS, _ATTENTION_HEADS, _ATTENTION_DIM = 2048, 64, 8, 128
+_ATTENTION_GROUP = 2  # query heads to a kv head
 
 
 def measure(
@@ -61,8 +67,12 @@ def measure(
     if "bfloat16" in products:
         products.setdefault("float16", products["bfloat16"])
     write, read, cached, sync = _disk(Path(folder or tempfile.gettempdir()))
-    rows, seconds = products.get("float32", next(iter(products.values()))).points[-1]
     on_gpu = place.type == "cuda"
+    if on_gpu:
+        rows, seconds = products.get("float32", next(iter(products.values()))).points[-1]
+        attention = _ATTENTION_SHARE * 2 * rows / seconds
+    else:
+        attention = _attention()
     return Machine(
         name=torch.cuda.get_device_name(place) if on_gpu else "this machine",
         source=f"measured, {torch.get_num_threads()} threads",
@@ -70,7 +80,7 @@ def measure(
         bandwidth=bandwidth,
         copy=copy,
         products=MappingProxyType(products),
-        attention_flops=_ATTENTION_SHARE * 2 * rows / seconds,
+        attention_flops=attention,
         scan=_SCAN_SHARE * bandwidth,
         link=link,
         disk_write=write,
@@ -162,6 +172,34 @@ def _framework(place: torch.device) -> tuple[float, float]:
     return layer, max(1e-6, seconds[0] - _LAYERS[0] * layer)
 
 
+def _attention() -> float:
+    """Operations per second of rows that share their keys, in float32."""
+    layout = Layout(
+        layers=1,
+        kv_heads=_ATTENTION_HEADS // _ATTENTION_GROUP,
+        k_dim=_ATTENTION_DIM,
+        v_dim=_ATTENTION_DIM,
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, _ATTENTION_DIM, generator=generator)
+
+    config = PagerConfig(pool_tokens=2 * _ATTENTION_TOKENS, host_bytes=0, policy="lru")
+    threads = torch.get_num_threads()
+    with closing(Pager(layout, config, rows=_ATTENTION_ROWS, threads=threads)) as pager:
+        sequence = pager.sequence()
+        kv = random(1, _ATTENTION_TOKENS, layout.kv_heads)
+        sequence.append(np.zeros(_ATTENTION_TOKENS, dtype=np.int32), kv, kv)
+        q = random(_ATTENTION_ROWS, _ATTENTION_HEADS)
+        k = random(_ATTENTION_ROWS, layout.kv_heads)
+        spans = [(sequence, _ATTENTION_TOKENS, _ATTENTION_ROWS, ROW_COMMIT)]
+        with pager.begin_spans(spans, np.zeros(_ATTENTION_ROWS, dtype=np.int32)) as forward:
+            seconds = _best(partial(forward.attend, 0, q, k, k, scaling=_ATTENTION_DIM**-0.5), 5)
+    pairs = _ATTENTION_ROWS * (_ATTENTION_TOKENS + _ATTENTION_ROWS / 2)
+    return 4 * _ATTENTION_HEADS * _ATTENTION_DIM * pairs / seconds
+
+
 def _link(place: torch.device) -> float:
     pinned = torch.zeros(_MEMORY_BYTES // 4, pin_memory=True)
     target = torch.zeros(_MEMORY_BYTES // 4, device=place)
@@ -189,6 +227,20 @@ def _fresh() -> float:
     return _FRESH_BYTES / statistics.median(seconds)
 
 
+def _write(handle: int, data: bytes) -> float:
+    """Seconds in which a save would make so much last.
+
+    It has the system begin to write early, so that the shorter of copying and writing is hidden.
+    """
+    os.ftruncate(handle, 0)
+    os.lseek(handle, 0, os.SEEK_SET)
+    start = time.perf_counter()
+    os.write(handle, data)
+    written = time.perf_counter()
+    os.fsync(handle)
+    return max(written - start, time.perf_counter() - written)
+
+
 def _disk(folder: Path) -> tuple[float, float, float, float]:
     """Bytes per second written to last, read from the disk and from the page cache; a sync."""
     data = os.urandom(1 << 20) * (_DISK_BYTES >> 20)
@@ -199,11 +251,7 @@ def _disk(folder: Path) -> tuple[float, float, float, float]:
         start = time.perf_counter()
         os.fsync(handle)
         sync = time.perf_counter() - start
-        os.lseek(handle, 0, os.SEEK_SET)
-        start = time.perf_counter()
-        os.write(handle, data)
-        os.fsync(handle)
-        write = time.perf_counter() - start
+        write = min(_write(handle, data) for _ in range(_WRITE_RUNS))
 
         pieces = _DISK_BYTES // _PIECE_BYTES
         places = [i * 37 % pieces * _PIECE_BYTES for i in range(pieces)]
