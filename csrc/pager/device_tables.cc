@@ -111,10 +111,7 @@ void DeviceBackend::bring_in(const std::vector<RecordId>& missing) {
       timeline_.host_before_write(place);
       place = Place();
     }
-    for (const RecordId id : missing) {  // a cold disk reads many as fast as one
-      const ChunkRecord& record = pager_.ledger[id];
-      if (!record.on_disk()) record.source->will_need(record.source_chunk);
-    }
+    for (const RecordId id : missing) pager_.announce(pager_.ledger[id]);
     pager_.threads.run(static_cast<int64_t>(to_host.size()), [&](int64_t i, int) {
       const auto& [id, slot] = to_host[static_cast<size_t>(i)];
       pager_.read_chunk(pager_.ledger[id], host_.at(slot.value()));

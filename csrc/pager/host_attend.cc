@@ -221,10 +221,7 @@ void HostBackend::bring_in(const std::vector<RecordId>& missing) {
       arrivals.push_back({id, SlotId(), block, pool_.slot(block.value())});
     }
   }
-  for (const Arrival& arrival : arrivals) {  // a cold disk reads many as fast as one
-    const ChunkRecord& record = pager_.ledger[arrival.record];
-    if (!record.on_disk()) record.source->will_need(record.source_chunk);
-  }
+  for (const Arrival& arrival : arrivals) pager_.announce(pager_.ledger[arrival.record]);
   try {
     pager_.threads.run(static_cast<int64_t>(arrivals.size()), [&](int64_t i, int) {
       const Arrival& arrival = arrivals[static_cast<size_t>(i)];

@@ -145,7 +145,8 @@ struct Pager::Impl {
   void require_as_written(const ChunkRecord& record, int layer, const std::byte* slice) const;
   void read_chunk(const ChunkRecord& record, std::byte* out) const;
   void read_slice(const ChunkRecord& record, int layer, std::byte* out) const;
-  void promote(RecordId id);  // REQUIRES: a block can be had
+  void announce(const ChunkRecord& record) const;
+  void promote(const std::vector<RecordId>& ids);  // REQUIRES: blocks can be had
   bool drop_host_copy(HostReaders readers = HostReaders::kOfEither);
   void recall_ahead();
   int64_t evict_all();

@@ -342,21 +342,34 @@ void Pager::Impl::read_slice(const ChunkRecord& record, int layer, std::byte* ou
   require_as_written(record, layer, out);
 }
 
-void Pager::Impl::promote(RecordId id) {
-  const auto block = acquire_block();
-  if (!block) throw CapacityError(str("no block for chunk ", ledger[id].index));
-  ChunkRecord& record = ledger[id];
+// A cold disk reads many as fast as one.
+void Pager::Impl::announce(const ChunkRecord& record) const {
+  if (record.in_snapshot_only()) record.source->will_need(record.source_chunk);
+}
+
+// All or none.
+void Pager::Impl::promote(const std::vector<RecordId>& ids) {
+  std::vector<std::pair<RecordId, BlockId>> arrivals;
+  arrivals.reserve(ids.size());
   try {
-    backend->load(record, *block);
+    for (const RecordId id : ids) {
+      const auto block = acquire_block();
+      if (!block) throw CapacityError(str("no block for chunk ", ledger[id].index));
+      arrivals.emplace_back(id, *block);
+    }
+    backend->load_all(arrivals);
   } catch (...) {
-    free_block(*block);
+    for (const auto& [id, block] : arrivals) free_block(block);
     throw;
   }
-  record.block = *block;
-  may_leave(id);
-  ++record.recalled;
-  ++counters.chunks_recalled;
-  counters.bytes_paged_in += layout.chunk_bytes();
+  for (const auto& [id, block] : arrivals) {
+    ChunkRecord& record = ledger[id];
+    record.block = block;
+    may_leave(id);
+    ++record.recalled;
+    ++counters.chunks_recalled;
+    counters.bytes_paged_in += layout.chunk_bytes();
+  }
 }
 
 // The host copy that nobody has used for longest; none if all are in use.
@@ -418,7 +431,7 @@ void Pager::Impl::recall_ahead() {
       }
     }
     try {
-      promote(wanted[i].record);
+      promote({wanted[i].record});
     } catch (const PagerError&) {
       return;  // only ahead of need: whoever needs the chunk will meet the error
     }

@@ -271,9 +271,11 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
   };
   add(1);
   try {
+    std::vector<RecordId> missing;
     for (const RecordId record : fresh) {
-      if (!ledger[record].resident()) promote(record);
+      if (!ledger[record].resident()) missing.push_back(record);
     }
+    promote(missing);
     pins[next_pin] = range;
   } catch (...) {
     add(-1);

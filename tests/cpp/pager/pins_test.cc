@@ -178,7 +178,8 @@ PAGER_TEST("trimming drops the pins of what is gone and keeps those of what stay
   CHECK(pager.stats().pinned_blocks == 0);
 }
 
-PAGER_TEST("a pin whose chunk cannot be read is refused and nothing stays pinned") {
+PAGER_TEST(
+    "a pin whose chunk cannot be read is refused, nothing stays pinned and nothing came in") {
   const Disarm disarm;
   const Folder folder;
   Pager pager(small_options(8, 0, 32, folder.path()));
@@ -190,7 +191,8 @@ PAGER_TEST("a pin whose chunk cannot be read is refused and nothing stays pinned
         error_of<StorageError>(pager, [&] { pager.pin(sequence.id, 0, 48); });
     CHECK(contains(message, "cannot read"));
     CHECK(pinned(pager, sequence).empty());
-    pager.evict_all();
+    CHECK(resident(pager, sequence).empty());
+    pager.check_invariants();
   }
   pager.pin(sequence.id, 0, 48);
   CHECK(resident(pager, sequence) == std::vector<int64_t>{0, 1, 2});

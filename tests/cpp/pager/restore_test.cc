@@ -47,6 +47,30 @@ PAGER_TEST(
   }
 }
 
+PAGER_TEST(
+    "pinning a restored sequence reads each of its chunks once, in runs and alone, by any "
+    "threads") {
+  const Folder folder;
+  const std::string path = folder.file("turn.kvp");
+  const int64_t chunks = (int64_t{5} << 19) / kChunkBytes;  // two runs of a MiB and a half
+  Pager first(small_options(5, chunks + 8));
+  const Known saved = create(first, chunks * 16, 1);
+  save(first, saved.id, path, kKey);
+  for (const int threads : {1, 3}) {
+    PagerOptions options = small_options(chunks + 8, 0);
+    options.threads = threads;
+    Pager second(options);
+    const auto reader = SnapshotReader::open(path);
+    const Known restored{second.restore(reader, "", Provenance::kExact, kKey), saved.tokens};
+    second.pin(restored.id, 5 * 16, 6 * 16);  // the others do not follow one another any more
+    second.pin(restored.id, 0, chunks * 16);
+    CHECK(reader->payload_bytes_read() == chunks * kChunkBytes);
+    CHECK(second.stats().bytes_paged_in == chunks * kChunkBytes);
+    CHECK(same_bits(probe(second, restored), probe(first, saved)));
+    require_intact(second, restored);
+  }
+}
+
 PAGER_TEST("a restore reads the tail and nothing else until chunks are needed") {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
