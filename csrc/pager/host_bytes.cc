@@ -1,5 +1,4 @@
 // Chunks, seals and summaries in ordinary memory.
-#include <algorithm>
 #include <cstring>
 
 #include "kvpager/error.h"
@@ -7,19 +6,6 @@
 #include "pager/host_backend.h"
 
 namespace kvpager {
-namespace {
-
-// Bytes of chunks behind each other that one thread reads before another one's turn, so that the
-// system sees a stream and reads ahead of it. Asking it to do so costs a disk half its rate.
-constexpr int64_t kRunBytes = int64_t{1} << 20;
-
-// Whether one chunk's bytes follow the other's in a snapshot, and are nowhere else.
-bool follow(const ChunkRecord& before, const ChunkRecord& after) {
-  return before.in_snapshot_only() && after.in_snapshot_only() && before.source == after.source &&
-         before.source_chunk + 1 == after.source_chunk;
-}
-
-}  // namespace
 
 HostBackend::HostBackend(Pager::Impl& pager)
     : pager_(pager),
@@ -51,35 +37,10 @@ void HostBackend::load(const ChunkRecord& from, BlockId to) {
   }
 }
 
+// One after another: of a cold file two threads make two streams, which disks have read at a third of
+// the rate of one.
 void HostBackend::load_all(const std::vector<std::pair<RecordId, BlockId>>& arrivals) {
-  struct Run {
-    size_t first, end;
-  };
-  std::vector<Run> runs;
-  const auto most = static_cast<size_t>(std::max<int64_t>(1, kRunBytes / layout_.chunk_bytes()));
-  for (size_t i = 0; i < arrivals.size(); ++i) {
-    const bool goes_on =
-        !runs.empty() && i - runs.back().first < most &&
-        follow(pager_.ledger[arrivals[i - 1].first], pager_.ledger[arrivals[i].first]);
-    if (goes_on) {
-      runs.back().end = i + 1;
-    } else {
-      runs.push_back({i, i + 1});
-    }
-  }
-  for (const Run& run : runs) {
-    if (run.end - run.first == 1) pager_.announce(pager_.ledger[arrivals[run.first].first]);
-  }
-  const int64_t bytes = static_cast<int64_t>(arrivals.size()) * layout_.chunk_bytes();
-  pager_.threads.run(
-      static_cast<int64_t>(runs.size()),
-      [&](int64_t item, int) {
-        const Run& run = runs[static_cast<size_t>(item)];
-        for (size_t i = run.first; i < run.end; ++i) {
-          load(pager_.ledger[arrivals[i].first], arrivals[i].second);
-        }
-      },
-      pager_.threads.worth_waking(bytes / 8));
+  for (const auto& [id, block] : arrivals) load(pager_.ledger[id], block);
 }
 
 void HostBackend::load(const std::function<void(std::byte*)>& read, BlockId to) {

@@ -262,16 +262,4 @@ PAGING = (
             "test_a_flipped_bit_on_disk_is_named_with_its_chunk_and_layer",
         ),
     ),
-    Mutant(
-        name="the-last-chunk-of-a-run-is-not-loaded",
-        breaks="what is brought in together has every chunk's bytes",
-        file="csrc/pager/host_bytes.cc",
-        old="        for (size_t i = run.first; i < run.end; ++i) {",
-        new="        for (size_t i = run.first; i + 1 < run.end || i == run.first; ++i) {",
-        killers=(
-            "cpp/pager/restore_test.cc::"
-            "pinning a restored sequence reads each of its chunks once, in runs and alone, by any "
-            "threads",
-        ),
-    ),
 )
