@@ -62,9 +62,6 @@ struct ChunkRecord {
   bool cached = false;
   bool published = false;  // in the hash index
 
-  bool in_snapshot_only() const {
-    return source != nullptr && !resident() && !on_host() && !on_disk();
-  }
   bool resident() const { return block.value() >= 0; }
   bool on_host() const { return host.value() >= 0; }
   bool on_disk() const { return disk.value() >= 0; }

@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "core/ledger.h"
@@ -37,9 +36,6 @@ class Backend {
   virtual void freed(BlockId block) noexcept = 0;
   // A chunk's bytes, wherever they are, into a block.
   virtual void load(const ChunkRecord& from, BlockId to) = 0;
-  // Bytes of chunks below memory, or of any, into a block each; on an exception some blocks may have
-  // them.
-  virtual void load_all(const std::vector<std::pair<RecordId, BlockId>>& arrivals) = 0;
   // What `read` puts into the chunk it is given, into a block.
   virtual void load(const std::function<void(std::byte*)>& read, BlockId to) = 0;
   // Bytes from `offset` on of a chunk in memory, for the host; null: it is below memory. Good until

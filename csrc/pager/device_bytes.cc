@@ -91,20 +91,6 @@ void DeviceBackend::load(const ChunkRecord& from, BlockId to) {
   }
 }
 
-void DeviceBackend::load_all(const std::vector<std::pair<RecordId, BlockId>>& arrivals) {
-  std::vector<std::pair<RecordId, BlockId>> below;
-  for (const auto& [id, block] : arrivals) {
-    const ChunkRecord& record = pager_.ledger[id];
-    if (record.resident() || record.on_host()) {
-      load(record, block);
-    } else {
-      pager_.announce(record);
-      below.emplace_back(id, block);
-    }
-  }
-  load_batch(below);
-}
-
 void DeviceBackend::load(const std::function<void(std::byte*)>& read, BlockId to) {
   const Piece bounce = next_bounce();
   timeline_.host_before_write(*bounce.place);

@@ -35,7 +35,6 @@ class HostBackend final : public Backend {
 
   void freed(BlockId block) noexcept override;
   void load(const ChunkRecord& from, BlockId to) override;
-  void load_all(const std::vector<std::pair<RecordId, BlockId>>& arrivals) override;
   void load(const std::function<void(std::byte*)>& read, BlockId to) override;
   const std::byte* view(const ChunkRecord& record, int64_t offset, int64_t bytes) override;
   const std::byte* home(const ChunkRecord& record) override;

@@ -37,12 +37,6 @@ void HostBackend::load(const ChunkRecord& from, BlockId to) {
   }
 }
 
-// One after another: of a cold file two threads make two streams, which disks have read at a third of
-// the rate of one.
-void HostBackend::load_all(const std::vector<std::pair<RecordId, BlockId>>& arrivals) {
-  for (const auto& [id, block] : arrivals) load(pager_.ledger[id], block);
-}
-
 void HostBackend::load(const std::function<void(std::byte*)>& read, BlockId to) {
   read(pool_.slot(to.value()));
 }

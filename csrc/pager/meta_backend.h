@@ -23,7 +23,6 @@ class MetaBackend final : public Backend {
 
   void freed(BlockId) noexcept override {}
   void load(const ChunkRecord&, BlockId) override {}
-  void load_all(const std::vector<std::pair<RecordId, BlockId>>&) override {}
   void load(const std::function<void(std::byte*)>&, BlockId) override { refuse("load"); }
   const std::byte* view(const ChunkRecord&, int64_t, int64_t) override { refuse("read"); }
   const std::byte* home(const ChunkRecord&) override { refuse("read"); }

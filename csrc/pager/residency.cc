@@ -143,16 +143,29 @@ void Pager::Impl::may_leave(RecordId id) {
   if (!victims.stale() && evictable(ledger[id])) victims.add(facts(id));
 }
 
+namespace {
+
+// Notes everybody of whom may_leave(record) holds, as facts_of(id) has them.
+template <class MayLeave, class FactsOf>
+void note_all(const Ledger& ledger, LeaveOrder* order, const MayLeave& may_leave,
+              const FactsOf& facts_of) {
+  std::vector<VictimFacts> notes;
+  ledger.each([&](RecordId id, const ChunkRecord& record) {
+    if (may_leave(record)) notes.push_back(facts_of(id));
+  });
+  order->fill(std::move(notes));
+}
+
+}  // namespace
+
 // Every chunk that may leave the pool is noted, and what is sheltered is what it was noted by.
 void Pager::Impl::note_victims() const {
   if (!victims.stale()) return;
   sheltered = sheltered_records();
   spills.forget();  // noted by what was sheltered before
-  std::vector<VictimFacts> notes;
-  ledger.each([&](RecordId id, const ChunkRecord& record) {
-    if (evictable(record)) notes.push_back(facts(id));
-  });
-  victims.fill(std::move(notes));
+  note_all(
+      ledger, &victims, [&](const ChunkRecord& record) { return evictable(record); },
+      [&](RecordId id) { return facts(id); });
 }
 
 // A chunk whose home has not arrived yet would have to be waited for: it leaves after all others, and
@@ -261,11 +274,9 @@ bool host_read(const ChunkRecord& record, HostReaders readers) {
 std::optional<RecordId> Pager::Impl::next_to_spill(HostReaders readers) const {
   note_victims();  // by what is sheltered now
   if (spills.stale()) {
-    std::vector<VictimFacts> notes;
-    ledger.each([&](RecordId id, const ChunkRecord& record) {
-      if (record.home_on_host()) notes.push_back(facts(id));
-    });
-    spills.fill(std::move(notes));
+    note_all(
+        ledger, &spills, [](const ChunkRecord& record) { return record.home_on_host(); },
+        [&](RecordId id) { return facts(id); });
   }
   const auto found = spills.first([&](const VictimFacts& note) {
     const ChunkRecord& record = ledger[note.record];
@@ -342,12 +353,13 @@ void Pager::Impl::read_slice(const ChunkRecord& record, int layer, std::byte* ou
   require_as_written(record, layer, out);
 }
 
-// A cold disk reads many as fast as one.
+// Of a chunk below memory: a cold disk reads many as fast as one.
 void Pager::Impl::announce(const ChunkRecord& record) const {
-  if (record.in_snapshot_only()) record.source->will_need(record.source_chunk);
+  if (!record.on_disk()) record.source->will_need(record.source_chunk);
 }
 
-// All or none.
+// All or none. One after another: of a cold file two threads make two streams, which disks have read
+// at a third of the rate of one.
 void Pager::Impl::promote(const std::vector<RecordId>& ids) {
   std::vector<std::pair<RecordId, BlockId>> arrivals;
   arrivals.reserve(ids.size());
@@ -357,7 +369,7 @@ void Pager::Impl::promote(const std::vector<RecordId>& ids) {
       if (!block) throw CapacityError(str("no block for chunk ", ledger[id].index));
       arrivals.emplace_back(id, *block);
     }
-    backend->load_all(arrivals);
+    for (const auto& [id, block] : arrivals) backend->load(ledger[id], block);
   } catch (...) {
     for (const auto& [id, block] : arrivals) free_block(block);
     throw;
@@ -375,11 +387,9 @@ void Pager::Impl::promote(const std::vector<RecordId>& ids) {
 // The host copy that nobody has used for longest; none if all are in use.
 std::optional<RecordId> Pager::Impl::next_host_copy(HostReaders readers) const {
   if (host_copies.stale()) {
-    std::vector<VictimFacts> notes;
-    ledger.each([&](RecordId id, const ChunkRecord& record) {
-      if (record.host_copy()) notes.push_back(use_alone(id));
-    });
-    host_copies.fill(std::move(notes));
+    note_all(
+        ledger, &host_copies, [](const ChunkRecord& record) { return record.host_copy(); },
+        [&](RecordId id) { return use_alone(id); });
   }
   const auto found = host_copies.first([&](const VictimFacts& note) {
     const ChunkRecord& record = ledger[note.record];

@@ -47,12 +47,10 @@ PAGER_TEST(
   }
 }
 
-PAGER_TEST(
-    "pinning a restored sequence reads each of its chunks once, in runs and alone, by any "
-    "threads") {
+PAGER_TEST("pinning a restored sequence reads each of its chunks once") {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
-  const int64_t chunks = (int64_t{5} << 19) / kChunkBytes;  // two runs of a MiB and a half
+  const int64_t chunks = (int64_t{5} << 19) / kChunkBytes;  // 2.5 MiB
   Pager first(small_options(5, chunks + 8));
   const Known saved = create(first, chunks * 16, 1);
   save(first, saved.id, path, kKey);
@@ -62,7 +60,7 @@ PAGER_TEST(
     Pager second(options);
     const auto reader = SnapshotReader::open(path);
     const Known restored{second.restore(reader, "", Provenance::kExact, kKey), saved.tokens};
-    second.pin(restored.id, 5 * 16, 6 * 16);  // the others do not follow one another any more
+    second.pin(restored.id, 5 * 16, 6 * 16);
     second.pin(restored.id, 0, chunks * 16);
     CHECK(reader->payload_bytes_read() == chunks * kChunkBytes);
     CHECK(second.stats().bytes_paged_in == chunks * kChunkBytes);
