@@ -96,6 +96,8 @@ void bind_config(py::module_& m) {
       .def_readwrite("hysteresis", &PagerOptions::hysteresis)
       .def_readwrite("threads", &PagerOptions::threads)
       .def_readwrite("namespace_key", &PagerOptions::namespace_key)
+      .def_readwrite("window", &PagerOptions::window)
+      .def_readwrite("rewind", &PagerOptions::rewind)
       .def_readwrite("shuffle_seed", &PagerOptions::shuffle_seed)
       .def_readwrite("poison", &PagerOptions::poison)
       .def_readwrite("device", &PagerOptions::device)

@@ -5,7 +5,9 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <array>
 #include <optional>
+#include <tuple>
 
 #include "bindings/bind.h"
 #include "bindings/names.h"
@@ -164,6 +166,28 @@ py::typing::Tuple<py::array, py::array> read_kv(Pager& pager, int64_t sequence, 
   return py::make_tuple(k, v);
 }
 
+using Counts = std::array<int64_t, 3>;
+using Released = py::typing::Tuple<Array<TokenId>, Counts, py::int_>;
+
+std::optional<Released> released_text(const SnapshotContent& content) {
+  const ReleasedText& text = content.meta().before;
+  if (text.tokens.empty()) return std::nullopt;
+  const Array<TokenId> ids(static_cast<py::ssize_t>(text.tokens.size()), text.tokens.data());
+  return py::make_tuple(ids, text.provenance, text.window);
+}
+
+int64_t restore(Pager& pager, std::shared_ptr<SnapshotReader> reader, const std::string& salt,
+                const std::string& provenance, const std::string& file_namespace, int64_t upto,
+                const std::optional<std::tuple<Array<TokenId>, Counts, int64_t>>& before) {
+  const Provenance worth = provenance_from_name(provenance);
+  ReleasedText text;
+  if (before) {
+    text = {to_tokens(std::get<0>(*before)), std::get<1>(*before), std::get<2>(*before)};
+  }
+  const Release release;
+  return pager.restore(std::move(reader), salt, worth, file_namespace, upto, text).value();
+}
+
 // Arrays rather than objects: cheap enough to call after every forward.
 py::typing::Dict<py::str, py::array> residency(const Pager& pager, int64_t sequence) {
   std::vector<ChunkInfo> infos;
@@ -225,6 +249,7 @@ py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
   KVPAGER_STAT(chunks_sealed);
   KVPAGER_STAT(chunks_shared);
   KVPAGER_STAT(chunks_evicted);
+  KVPAGER_STAT(chunks_released);
   KVPAGER_STAT(chunks_forgotten);
   KVPAGER_STAT(chunks_recalled);
   KVPAGER_STAT(chunks_healed);
@@ -273,7 +298,9 @@ void bind_pager(py::module_& m) {
                              [](const ChunkInfo& c) { return (c.tiers & kTierDisk) != 0; })
       .def_property_readonly("in_snapshot",
                              [](const ChunkInfo& c) { return (c.tiers & kTierSnapshot) != 0; })
+      .def_readonly("released", &ChunkInfo::released)
       .def_readonly("damaged", &ChunkInfo::damaged)
+      .def_readwrite("checkpoint", &ChunkInfo::checkpoint)
       .def_property_readonly("block",
                              [](const ChunkInfo& c) -> std::optional<int32_t> {
                                if (c.block.value() < 0) return std::nullopt;
@@ -299,10 +326,13 @@ void bind_pager(py::module_& m) {
       .def_readonly("recalled", &ChunkInfo::recalled)
       .def("__repr__", [](const ChunkInfo& c) {
         return str("ChunkInfo(chunk=", c.chunk, ", positions=[", c.start, ", ", c.stop, "), ",
-                   c.sealed ? "sealed" : "open", (c.tiers & kTierResident) ? ", resident" : "",
+                   c.released ? "released"
+                   : c.sealed ? "sealed"
+                              : "open",
+                   (c.tiers & kTierResident) ? ", resident" : "",
                    (c.tiers & kTierHost) ? ", host" : "", (c.tiers & kTierDisk) ? ", disk" : "",
-                   (c.tiers & kTierSnapshot) ? ", snapshot" : "", ", ",
-                   provenance_name(c.provenance), ")");
+                   (c.tiers & kTierSnapshot) ? ", snapshot" : "",
+                   c.checkpoint ? ", checkpoint" : "", ", ", provenance_name(c.provenance), ")");
       });
 
   py::class_<Pager>(m, "Pager", "The native pager; kvpager.Pager wraps it.")
@@ -334,6 +364,12 @@ void bind_pager(py::module_& m) {
             return py::array_t<TokenId>(static_cast<py::ssize_t>(tokens.size()), tokens.data());
           },
           py::arg("sequence"))
+      .def(
+          "released", [](const Pager& p, int64_t s) { return p.released(SequenceId(s)); },
+          py::arg("sequence"), py::call_guard<Release>())
+      .def(
+          "earliest_trim", [](const Pager& p, int64_t s) { return p.earliest_trim(SequenceId(s)); },
+          py::arg("sequence"), py::call_guard<Release>())
       .def(
           "reserve", [](Pager& p, int64_t s, int64_t total) { p.reserve(SequenceId(s), total); },
           py::arg("sequence"), py::arg("total_tokens"), py::call_guard<Release>())
@@ -401,17 +437,9 @@ void bind_pager(py::module_& m) {
       .def(
           "freeze", [](Pager& p, int64_t s, int64_t upto) { return p.freeze(SequenceId(s), upto); },
           py::arg("sequence"), py::arg("upto") = -1, py::call_guard<Release>())
-      .def(
-          "restore",
-          [](Pager& p, std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-             const std::string& provenance, const std::string& file_namespace, int64_t upto) {
-            return p
-                .restore(std::move(reader), salt, provenance_from_name(provenance), file_namespace,
-                         upto)
-                .value();
-          },
-          py::arg("reader"), py::arg("salt"), py::arg("provenance"), py::arg("file_namespace"),
-          py::arg("upto") = -1, py::call_guard<Release>())
+      .def("restore", &restore, py::arg("reader"), py::arg("salt"), py::arg("provenance"),
+           py::arg("file_namespace"), py::arg("upto") = -1, py::arg("before") = std::nullopt,
+           "before: released_text() of what was saved.")
       .def(
           "chain_hashes",
           [](const Pager& p, const Array<TokenId>& tokens, const std::string& salt) {
@@ -428,6 +456,9 @@ void bind_pager(py::module_& m) {
       .def("residency", &residency, py::arg("sequence"))
       .def("stats", &stats)
       .def("check_invariants", &Pager::check_invariants, py::call_guard<Release>());
+  m.def("released_text", &released_text, py::arg("content"),
+        "Of a frozen sequence, what came before its first chunk: token ids, chunks by provenance "
+        "(exact, decode, approximate), window; or None.");
 }
 
 }  // namespace kvpager

@@ -12,6 +12,7 @@
 
 #include "bindings/bind.h"
 #include "kvpager/error.h"
+#include "snapshot/loose_content.h"
 
 namespace kvpager {
 
@@ -232,6 +233,47 @@ class Writer {
   mutable std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 };
 
+// A chunk's bytes where an array has them; the array lives until nobody needs them, on any thread.
+std::shared_ptr<const std::byte> kept(const py::array_t<uint8_t>& array) {
+  const auto drop = [](py::object* owner) {
+    const py::gil_scoped_acquire gil;
+    delete owner;
+  };
+  const std::shared_ptr<py::object> owner(new py::object(array), drop);
+  return {owner, reinterpret_cast<const std::byte*>(array.data())};
+}
+
+std::shared_ptr<SnapshotContent> loose_content(const Layout& layout, const Array<int32_t>& tokens,
+                                               const std::vector<py::bytes>& chain_hashes,
+                                               const std::vector<bool>& exact,
+                                               const std::vector<Array<uint8_t>>& payload) {
+  if (chain_hashes.size() != payload.size() || exact.size() != payload.size()) {
+    throw InvalidArgumentError(str("chain_hashes, exact, payload: ", chain_hashes.size(), ", ",
+                                   exact.size(), " and ", payload.size(),
+                                   " chunks, expected as many of each"));
+  }
+  std::vector<snapshot::LooseContent::Chunk> chunks;
+  for (size_t c = 0; c < payload.size(); ++c) {
+    const std::string hash = chain_hashes[c];
+    if (hash.size() != sizeof(Hash128)) {
+      throw InvalidArgumentError(
+          str("chain_hashes[", c, "]: ", hash.size(), " bytes, expected ", sizeof(Hash128)));
+    }
+    if (payload[c].size() != layout.chunk_bytes()) {
+      throw InvalidArgumentError(
+          str("payload[", c, "]: ", payload[c].size(), " bytes, expected ", layout.chunk_bytes()));
+    }
+    snapshot::LooseContent::Chunk chunk;
+    std::memcpy(&chunk.chain_hash, hash.data(), sizeof(Hash128));
+    chunk.provenance = exact[c] ? Provenance::kExact : Provenance::kApproximate;
+    chunk.payload = kept(payload[c]);
+    chunks.push_back(std::move(chunk));
+  }
+  std::vector<TokenId> ids(tokens.data(), tokens.data() + tokens.size());
+  const Release release;
+  return std::make_shared<snapshot::LooseContent>(layout, std::move(ids), std::move(chunks));
+}
+
 void bind_content(py::module_& m) {
   py::class_<SnapshotContent, std::shared_ptr<SnapshotContent>>(
       m, "SnapshotContent",
@@ -378,6 +420,10 @@ void bind_writer(py::module_& m) {
 
 void bind_snapshot(py::module_& m) {
   bind_content(m);
+  m.def("loose_content", &loose_content, py::arg("layout"), py::arg("tokens"),
+        py::arg("chain_hashes"), py::arg("exact"), py::arg("payload"),
+        "Sealed chunks to be written, from arrays [chunk_bytes] that must not change: 16 bytes of "
+        "hash and chunk_tokens ids each. exact: of provenance exact, or approximate.");
   bind_reader(m);
   bind_writer(m);
   m.def(

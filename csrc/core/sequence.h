@@ -2,6 +2,7 @@
 // knows of them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -19,31 +20,54 @@ struct ChunkUse {
   uint64_t selected = 0;
 };
 
+// Chunks of a sequence that were let go, of each Provenance. It never gets better along a sequence, so
+// that the counts say which chunks they are.
+using ProvenanceCounts = std::array<int64_t, 3>;
+
 //   positions  0        C        2C            length
 //              |--------|--------|---------------|- - - - -|
-//               sealed uses[0..s)   frontier[0..)   rows of a running forward
-//   s = floor(length / C); frontier[i] is chunk s + i, open, in a block.
+//               released  sealed[0..)  frontier[0..)  rows of a running forward
+//   sealed[i] is chunk released + i, frontier[i] is chunk floor(length / C) + i, open, in a block.
+//   What is released was let go: it is behind every window, and nobody here knows its bytes.
 struct Sequence {
   SequenceId id;
   std::string salt;
   Provenance provenance = Provenance::kExact;  // worst of its chunks: transitive
   Hash128 root;                                // chain hash before the first chunk
-  int64_t length = 0;                          // committed positions
-  TokenLog tokens;                             // [length]
+  int64_t released = 0;                        // chunks
+  ProvenanceCounts released_worth{};           // the same chunks, counted by what they were worth
+  Hash128 base;        // chain hash before sealed[0]: root, if none is released
+  int64_t length = 0;  // committed positions
+  TokenLog tokens;     // [length]
   std::vector<ChunkUse> sealed;
   std::vector<ChunkUse> frontier;
+  int64_t target = 0;            // positions that were reserved last
   int64_t reserved = 0;          // homes promised to chunks that are not sealed yet
   bool frozen = false;           // a save's view of another sequence; nobody else knows it
   int32_t part = -1;             // of the running forward, as a number in Forward::parts; -1: none
   bool summaries_loaded = true;  // false: some sealed chunk's summary is still in its snapshot
 
-  int64_t sealed_chunks() const { return static_cast<int64_t>(sealed.size()); }
+  // Chunks [0, sealed_chunks()) are full, of which [released, sealed_chunks()) are held.
+  int64_t sealed_chunks() const { return released + static_cast<int64_t>(sealed.size()); }
   int64_t chunks() const { return sealed_chunks() + static_cast<int64_t>(frontier.size()); }
+  // REQUIRES: released <= chunk < chunks().
   ChunkUse& use(int64_t chunk) {
-    return chunk < sealed_chunks() ? sealed[static_cast<size_t>(chunk)]
+    return chunk < sealed_chunks() ? sealed[static_cast<size_t>(chunk - released)]
                                    : frontier[static_cast<size_t>(chunk - sealed_chunks())];
   }
   const ChunkUse& use(int64_t chunk) const { return const_cast<Sequence*>(this)->use(chunk); }
+  // The worst of what was released.
+  Provenance released_provenance() const {
+    return released_worth[2] > 0   ? Provenance::kApproximate
+           : released_worth[1] > 0 ? Provenance::kDecode
+                                   : Provenance::kExact;
+  }
+  // Of a released chunk.
+  Provenance released_provenance(int64_t chunk) const {
+    return chunk < released_worth[0]                       ? Provenance::kExact
+           : chunk < released_worth[0] + released_worth[1] ? Provenance::kDecode
+                                                           : Provenance::kApproximate;
+  }
 };
 
 struct PinRange {

@@ -56,7 +56,9 @@ struct Row {
 
 // One sequence of the forward.
 struct Part {
-  int64_t first = 0;       // its chunk 0 in Tables::chunks, staged, summaries, read and mass
+  // Its chunk 0 in Tables::chunks, staged, summaries, read and mass, where chunks before `held` are
+  // not: this may be negative.
+  int64_t first = 0;
   int64_t visible = 0;     // chunks up to its furthest row
   int64_t sealed = 0;      // of these the first have a summary
   int64_t written = 0;     // positions [0, written) hold keys once this layer's rows are written;
@@ -64,7 +66,7 @@ struct Part {
   int32_t score_row = -1;  // the row whose scores the ledger keeps; -1: none
   int32_t first_row = 0;   // its rows are Tables::order[first_row, first_row + rows)
   int32_t rows = 0;
-  int32_t padding = 0;
+  int32_t held = 0;  // the first chunk that is there; no row sees one before it
 };
 
 // Queries [begin, end) of one part, for each kv head.

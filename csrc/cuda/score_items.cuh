@@ -68,9 +68,9 @@ struct Range {
 
 // What the ledger gets shares of: the window does not narrow it.
 KVP_DEVICE Range ledger_range(const SelectParams& p, const Part& part, int64_t position) {
-  if (p.kind == 0) return {0, least(part.sealed, position / p.shape.chunk_tokens)};
+  if (p.kind == 0) return {part.held, least(part.sealed, position / p.shape.chunk_tokens)};
   const Spans spans = spans_of(p, position);
-  return {least(spans.sinks_end, spans.recent_begin), spans.recent_begin};
+  return {least(most(spans.sinks_end, part.held), spans.recent_begin), spans.recent_begin};
 }
 
 KVP_DEVICE Range scored_range(const SelectParams& p, const Part& part, int32_t row,

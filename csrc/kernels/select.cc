@@ -107,14 +107,15 @@ void Selection::validate(int64_t chunk_tokens, int64_t rows) const {
   }
 }
 
-CandidateRange candidate_range(const Selection& selection, int64_t chunk_tokens, int64_t position) {
+CandidateRange candidate_range(const Selection& selection, int64_t chunk_tokens, int64_t position,
+                               int64_t held) {
   if (selection.kind != Selection::Kind::kTopK) return {};
   const Spans spans = spans_of(selection, chunk_tokens, position, 0);
-  return {std::min(spans.sinks_end, spans.recent_begin), spans.recent_begin};
+  return {std::min(std::max(spans.sinks_end, held), spans.recent_begin), spans.recent_begin};
 }
 
 void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t position,
-                   int64_t window, const double* scores, std::vector<int32_t>* out) {
+                   int64_t window, const double* scores, std::vector<int32_t>* out, int64_t held) {
   const Spans spans = spans_of(selection, chunk_tokens, position, window);
   const int64_t end = spans.own + 1;
   if (selection.kind == Selection::Kind::kDense) {
@@ -126,7 +127,7 @@ void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t pos
   const int64_t middle_begin = std::max(spans.low, sinks_end);
   const int64_t middle_end = std::max(middle_begin, spans.recent_begin);
   if (selection.kind == Selection::Kind::kTopK) {
-    const CandidateRange candidates = candidate_range(selection, chunk_tokens, position);
+    const CandidateRange candidates = candidate_range(selection, chunk_tokens, position, held);
     // Everything above the k-th order is in; of its equals, the first ones by id. Few orders are
     // ever kept: one that is not above the k-th best so far cannot raise it.
     const int64_t places = selection.chunks;

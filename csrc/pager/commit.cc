@@ -122,6 +122,10 @@ void Pager::Impl::commit_rows(const std::vector<int64_t>& count, Provenance prov
   }
   backend->end();
   disband(&*forward);
+  for (const ForwardPart& part : forward->parts) {
+    let_go(*part.sequence);
+    promise_again(*part.sequence);
+  }
   recall_ahead();
   forward.reset();
 }
@@ -154,10 +158,11 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
   const int64_t first = sequence.sealed_chunks();
   const int64_t last = (sequence.length + count) / c;
   if (first == last) return;
-  grow(&sequence.sealed, last);
+  grow(&sequence.sealed, last - sequence.released);
   grow(seals, static_cast<int64_t>(seals->size()) + last - first);
   const SharedArray<TokenId> ids = tokens_to_seal(part, first, last);
-  Hash128 parent = first == 0 ? sequence.root : ledger[sequence.sealed.back().record].hash;
+  Hash128 parent =
+      sequence.sealed.empty() ? sequence.base : ledger[sequence.sealed.back().record].hash;
   for (int64_t chunk = first; chunk < last; ++chunk) {
     Seal& seal = seals->emplace_back();
     seal.sequence = &sequence;
@@ -291,7 +296,7 @@ void Pager::Impl::advance(ForwardPart& part, int64_t count, Provenance provenanc
   // A moving average of each chunk's share of attention mass, for residency and for people.
   const double shares = static_cast<double>(scored_layers() * layout.kv_heads);
   const auto known = static_cast<int64_t>(part.read.size());  // none where nothing is computed
-  for (int64_t chunk = 0; chunk < std::min(known, sequence.chunks()); ++chunk) {
+  for (int64_t chunk = sequence.released; chunk < std::min(known, sequence.chunks()); ++chunk) {
     const size_t i = static_cast<size_t>(chunk);
     ChunkUse& use = sequence.use(chunk);
     if (part.scored) {

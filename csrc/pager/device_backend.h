@@ -111,7 +111,8 @@ class DeviceBackend final : public Backend {
     bool active = false;
     bool computing = false;  // tickets of what it reads and writes are still to be set
     gpu::HostCounts counts;
-    std::vector<int64_t> first;  // [parts] its chunk 0 in entries
+    std::vector<int64_t>
+        first;  // [parts] its chunk 0 in entries, which begin at the first held one
     std::vector<Entry> entries;
     std::vector<RecordId> held;    // records whose `readers` it has raised
     std::vector<SlotId> staged;    // host slots whose slices are staged

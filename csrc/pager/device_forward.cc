@@ -220,8 +220,8 @@ void DeviceBackend::take_results() {
       reinterpret_cast<const uint8_t*>(arrays_.results_host.data() + entry_offset(true));
   for (size_t p = 0; p < pager_.forward->parts.size(); ++p) {
     ForwardPart& part = pager_.forward->parts[p];
-    part.scored = !dense || part.sequence->sealed_chunks() > 0;
-    for (int64_t c = 0; c < part.visible; ++c) {
+    part.scored = !dense || part.sequence->sealed_chunks() > part.sequence->released;
+    for (int64_t c = part.sequence->released; c < part.visible; ++c) {
       const auto i = static_cast<size_t>(c);
       const auto entry = static_cast<size_t>(running_.first[p] + c);
       part.mass[i] += std::ldexp(static_cast<double>(mass[entry]), -40);

@@ -18,7 +18,7 @@ void DeviceBackend::begin(Forward* forward, void* stream) {
   int64_t entries = 0;
   int64_t most = 0;
   for (const ForwardPart& part : forward->parts) {
-    entries += part.visible;
+    entries += part.visible - part.sequence->released;
     most = std::max(most, part.visible);
   }
   grow(entries, most);
@@ -55,7 +55,7 @@ void DeviceBackend::begin(Forward* forward, void* stream) {
 // Chunks of the forward's sequences stay where they are from now on.
 void DeviceBackend::hold(const Forward& forward, std::vector<RecordId>* missing) {
   for (const ForwardPart& part : forward.parts) {
-    for (int64_t c = 0; c < part.visible; ++c) {
+    for (int64_t c = part.sequence->released; c < part.visible; ++c) {
       const RecordId id = part.sequence->use(c).record;
       running_.held.push_back(id);
       ChunkRecord& record = pager_.ledger[id];
@@ -159,9 +159,10 @@ void DeviceBackend::load_batch(const std::vector<std::pair<RecordId, BlockId>>& 
 // it is about to write.
 void DeviceBackend::find_entries(const Forward& forward) {
   for (const ForwardPart& part : forward.parts) {
-    running_.first.push_back(static_cast<int64_t>(running_.entries.size()));
+    const int64_t held = part.sequence->released;
+    running_.first.push_back(static_cast<int64_t>(running_.entries.size()) - held);
     const int64_t sealed = part.sequence->sealed_chunks();
-    for (int64_t c = 0; c < part.visible; ++c) {
+    for (int64_t c = held; c < part.visible; ++c) {
       Entry entry;
       entry.record = part.sequence->use(c).record;
       const ChunkRecord& record = pager_.ledger[entry.record];
@@ -194,7 +195,7 @@ void DeviceBackend::plan_staging(const Forward& forward, const device::TableArra
   std::unordered_map<int32_t, int32_t> slots;  // of records
   for (size_t p = 0; room > 0 && p < forward.parts.size(); ++p) {
     if (mode == "auto" && rows[p] * group <= device::kSmallQueries) continue;
-    for (int64_t c = 0; c < forward.parts[p].visible; ++c) {
+    for (int64_t c = forward.parts[p].sequence->released; c < forward.parts[p].visible; ++c) {
       Entry& entry = running_.entries[static_cast<size_t>(running_.first[p] + c)];
       if (!entry.pinned) continue;
       const auto known = slots.find(entry.record.value());
@@ -226,12 +227,13 @@ void DeviceBackend::fill_tables(const Forward& forward, const device::TableArray
     gpu::Part& out = arrays.parts[p];
     out = gpu::Part();
     out.first = running_.first[p];
+    out.held = static_cast<int32_t>(part.sequence->released);
     out.visible = part.visible;
     out.sealed = std::min(part.sequence->sealed_chunks(), part.visible);
     out.written = part.sequence->length + static_cast<int64_t>(part.commit_rows.size());
     out.score_row = part.score_row;
     header.max_visible = std::max(header.max_visible, part.visible);
-    for (int64_t chunk = 0; chunk < part.visible; ++chunk) {
+    for (int64_t chunk = part.sequence->released; chunk < part.visible; ++chunk) {
       const size_t i = static_cast<size_t>(out.first + chunk);
       const Entry& entry = running_.entries[i];
       const ChunkRecord& record = pager_.ledger[entry.record];

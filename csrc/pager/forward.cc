@@ -118,6 +118,9 @@ void Pager::Impl::enroll(const RowSpan& span, int64_t first_row, Forward* next) 
                                    span.position + bad, " of sequence ", sequence.id.value(),
                                    ", which holds ", sequence.length));
   }
+  require_held(sequence,
+               options.window == 0 ? 0 : std::max<int64_t>(0, span.position - options.window + 1),
+               str("row ", first_row, " at position ", span.position));
   part.score_row = static_cast<int32_t>(first_row + span.count - 1);
   const int64_t last = span.position + span.count - 1;
   part.visible = std::max(part.visible, last / layout.chunk_tokens + 1);
@@ -239,6 +242,12 @@ void Pager::Impl::attend(int layer, const TensorView& q, const TensorView& k, co
   if (attend_options.window < 0 || attend_options.softcap < 0) {
     throw InvalidArgumentError(str("window: ", attend_options.window, ", softcap: ",
                                    attend_options.softcap, "; expected 0 (none) or positive"));
+  }
+  if (options.window > 0 &&
+      (attend_options.window == 0 || attend_options.window > options.window)) {
+    throw InvalidArgumentError(str("window: ", attend_options.window, " of layer ", layer,
+                                   ", expected 1 to ", options.window,
+                                   ": this pager lets go of what is behind its own window"));
   }
   require_layer(layer, k, v);
   try {

@@ -72,7 +72,10 @@ class FrozenSequence final : public SnapshotContent {
     }
   }
 
-  RecordId record(int64_t chunk) const { return pager_->find(id_).use(chunk).record; }
+  RecordId record(int64_t chunk) const {
+    const Sequence& frozen = pager_->find(id_);
+    return frozen.use(frozen.released + chunk).record;
+  }
 
   void return_one(int64_t chunk) const {
     const auto found = borrowed_.find(chunk);
@@ -117,6 +120,13 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
     throw InvalidArgumentError(str("upto: ", upto, ", expected 1 to ", source.length,
                                    ", the positions this sequence holds, or -1 for all"));
   }
+  if (length < earliest_trim(source)) {
+    throw InvalidArgumentError(str("upto: ", upto, " of sequence ", id.value(),
+                                   ", whose positions [0, ", source.released * layout.chunk_tokens,
+                                   ") were let go behind the window of ", options.window,
+                                   " tokens; expected ", earliest_trim(source), " to ",
+                                   source.length, ", or -1 for all"));
+  }
   load_summaries(source);
   const int64_t sealed = length / layout.chunk_tokens;
   const auto valid = static_cast<int32_t>(length % layout.chunk_tokens);
@@ -124,9 +134,14 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
   meta->layout = layout;
   meta->scorer = options.scorer;
   meta->summary_page_bytes = summary_page_bytes;
-  meta->tokens = source.tokens.first(static_cast<size_t>(length));
-  meta->chunks.reserve(static_cast<size_t>(sealed) + 1);
-  for (int64_t c = 0; c < sealed + (valid > 0 ? 1 : 0); ++c) {
+  const SharedArray<TokenId> tokens(source.tokens.first(static_cast<size_t>(length)));
+  const auto released = static_cast<size_t>(source.released * layout.chunk_tokens);
+  meta->tokens = tokens.part(released, static_cast<size_t>(length) - released);
+  if (released > 0) {
+    meta->before = {tokens.first(released).to_vector(), source.released_worth, options.window};
+  }
+  meta->chunks.reserve(static_cast<size_t>(sealed - source.released) + 1);
+  for (int64_t c = source.released; c < sealed + (valid > 0 ? 1 : 0); ++c) {
     const ChunkUse& use = source.use(c);
     const ChunkRecord& record = ledger[use.record];
     if (c < sealed) {
@@ -153,14 +168,20 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
   }
 
   std::vector<ChunkUse> uses;
-  for (int64_t c = 0; c < sealed; ++c) uses.push_back({source.use(c).record, 0, 0, 0, 0});
+  for (int64_t c = source.released; c < sealed; ++c) {
+    uses.push_back({source.use(c).record, 0, 0, 0, 0});
+  }
   Sequence& frozen = create_sequence(source.salt);
   frozen.frozen = true;
   frozen.provenance = source.provenance;
   frozen.length = sealed * layout.chunk_tokens;
-  frozen.tokens = TokenLog(meta->tokens.first(static_cast<size_t>(frozen.length)));
+  frozen.released = source.released;
+  frozen.released_worth = source.released_worth;
+  frozen.base = source.base;
+  frozen.tokens = TokenLog(tokens.first(static_cast<size_t>(frozen.length)));
   frozen.sealed = std::move(uses);
   for (const ChunkUse& use : frozen.sealed) add_reference(use.record);
+  promise_again(source);  // what the save uses does not come free for a while
   return frozen.id;
 }
 

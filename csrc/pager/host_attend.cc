@@ -105,10 +105,11 @@ int64_t HostBackend::bytes_to_read() const {
   const Selection& selection = pager_.options.selection;
   int64_t chunks = 0;
   for (const ForwardPart& part : pager_.forward->parts) {
+    const int64_t held = part.visible - part.sequence->released;
     chunks += selection.kind == Selection::Kind::kDense
-                  ? part.visible
-                  : std::min(part.visible, selection.chunks + (selection.sinks + selection.recent) /
-                                                                  layout_.chunk_tokens);
+                  ? held
+                  : std::min(held, selection.chunks +
+                                       (selection.sinks + selection.recent) / layout_.chunk_tokens);
   }
   return chunks * layout_.slice_bytes();
 }
@@ -127,7 +128,7 @@ bool HostBackend::find_slices(int layer) {
   for (size_t p = 0; p < parts_.size(); ++p) {
     const Sequence& sequence = *pager_.forward->parts[p].sequence;
     Part& part = parts_[p];
-    for (size_t c = 0; c < part.slices.size(); ++c) {
+    for (auto c = static_cast<size_t>(sequence.released); c < part.slices.size(); ++c) {
       part.slices[c] = nullptr;
       if (!part.needed[c]) continue;
       const std::byte*& chunk = part.chunks[c];
@@ -178,7 +179,7 @@ void HostBackend::bring_in_missing() {
   };
   for (size_t p = 0; p < parts_.size(); ++p) {
     const ForwardPart& part = pager_.forward->parts[p];
-    for (int64_t c = 0; c < part.visible; ++c) {
+    for (int64_t c = part.sequence->released; c < part.visible; ++c) {
       if (!parts_[p].needed[static_cast<size_t>(c)]) continue;
       const RecordId id = part.sequence->use(c).record;
       ChunkRecord& record = pager_.ledger[id];

@@ -43,9 +43,9 @@ void HostBackend::find_summaries(size_t part) {
   const int64_t count = std::min(sequence.sealed_chunks(), pager_.forward->parts[part].visible);
   std::vector<const std::byte*>& bases = parts_[part].summaries;
   if (static_cast<int64_t>(bases.size()) == count) return;
-  bases.clear();
+  bases.assign(static_cast<size_t>(std::min(count, sequence.released)), nullptr);
   bases.reserve(static_cast<size_t>(count));
-  for (int64_t chunk = 0; chunk < count; ++chunk) {
+  for (int64_t chunk = sequence.released; chunk < count; ++chunk) {
     bases.push_back(summaries_.slot(pager_.ledger[sequence.use(chunk).record].summary.value()));
   }
 }
@@ -70,7 +70,9 @@ void HostBackend::select_rows(int layer, const TensorView& q, const AttendOption
       const int32_t p = forward.part_of_row[static_cast<size_t>(next)];
       if (p < 0) continue;
       const int64_t position = forward.rows[static_cast<size_t>(next)].position;
-      const CandidateRange range = candidate_range(selection, layout_.chunk_tokens, position);
+      const CandidateRange range =
+          candidate_range(selection, layout_.chunk_tokens, position,
+                          forward.parts[static_cast<size_t>(p)].sequence->released);
       scan_rows_.push_back({next, &parts_[static_cast<size_t>(p)].summaries, range});
       scores += heads * std::max<int64_t>(0, range.end - range.begin);
     }
@@ -87,7 +89,8 @@ void HostBackend::select_rows(int layer, const TensorView& q, const AttendOption
       }
       select_chunks(selection, layout_.chunk_tokens,
                     forward.rows[static_cast<size_t>(row.row)].position, attend_options.window,
-                    of_chunk, &chosen_[static_cast<size_t>(row.row * heads + h)]);
+                    of_chunk, &chosen_[static_cast<size_t>(row.row * heads + h)],
+                    forward.parts[p].sequence->released);
     };
     pager_.threads.run(static_cast<int64_t>(scan_rows_.size()) * heads, select,
                        pager_.threads.worth_waking(4 * scores));
@@ -106,14 +109,15 @@ void HostBackend::score_for_ledger(size_t p, int layer, const TensorView& q,
   const RowDescriptor& row = pager_.forward->rows[static_cast<size_t>(part.score_row)];
   const int64_t last =
       std::min(part.sequence->sealed_chunks(), row.position / layout_.chunk_tokens);
-  if (last == 0) return;
+  const CandidateRange range{part.sequence->released, last};
+  if (last <= range.begin) return;
   find_summaries(p);
-  scan_rows_.assign(1, {part.score_row, &parts_[p].summaries, {0, last}});
+  scan_rows_.assign(1, {part.score_row, &parts_[p].summaries, range});
   scan_.run({&pager_.scorer, &layout_, pager_.summary_page_bytes}, layer, q, scan_rows_,
             pager_.threads);
   for (int h = 0; h < layout_.kv_heads; ++h) {
     add_mass(&part,
-             shares_of(scan_.scores(0, h), {0, last}, scan_.scale(0, h) * attend_options.scaling));
+             shares_of(scan_.scores(0, h), range, scan_.scale(0, h) * attend_options.scaling));
   }
 }
 

@@ -1,5 +1,6 @@
 // The pager's state and the steps its public functions are made of. One file per group of steps:
-//   sequences.cc  create, fork, trim, reserve, adopt, pin
+//   sequences.cc  create, fork, trim, adopt, pin
+//   windows.cc    what is behind a window: let go, promise room again
 //   residency.cc  blocks, homes, victims, recalls
 //   forward.cc    begin, write, attend, abort
 //   commit.cc     rows become positions, full chunks are sealed
@@ -24,6 +25,7 @@
 #include "core/policy.h"
 #include "core/sequence.h"
 #include "core/slot_pool.h"
+#include "kvpager/error.h"
 #include "kvpager/pager.h"
 #include "kvpager/selection.h"
 #include "kvpager/thread_pool.h"
@@ -105,13 +107,22 @@ struct Pager::Impl {
   void destroy_sequence(SequenceId id);
   SequenceId fork(SequenceId id);
   void trim(SequenceId id, int64_t position);
-  void reserve(Sequence& sequence, int64_t total_tokens);
   int64_t adopt_prefix(SequenceId id, const std::vector<TokenId>& tokens);
   PinId pin(SequenceId id, int64_t start, int64_t stop);
   void unpin(PinId id);
   void add_reference(RecordId id);
   void release(RecordId id);  // drops the record when nothing will ask for it again
   void drop_use_pins(ChunkUse& use);
+
+  // --- windows.cc
+  int64_t behind(int64_t length, int64_t rewind) const;
+  int64_t earliest_trim(const Sequence& sequence) const;
+  void require_held(const Sequence& sequence, int64_t first, const std::string& what) const;
+  void let_go(Sequence& sequence);
+  void reserve(Sequence& sequence, int64_t total_tokens);
+  int64_t own_homes(const Sequence& sequence) const;
+  int64_t homes_to_promise(int64_t more, int64_t own) const;
+  void promise_again(Sequence& sequence);
 
   // --- residency.cc
   int64_t frontier_blocks()
@@ -196,7 +207,8 @@ struct Pager::Impl {
   int64_t read_or_rebuild(SnapshotReader* reader, int64_t first,
                           const std::vector<ChunkRecord*>& records, std::byte* out) const;
   SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-                     Provenance provenance, const std::string& file_namespace, int64_t upto);
+                     Provenance provenance, const std::string& file_namespace, int64_t upto,
+                     const ReleasedText& before);
 
   // --- inspect.cc
   std::vector<ChunkInfo> inspect(SequenceId id) const;
@@ -254,6 +266,10 @@ void require_shape(const char* name, const TensorView& tensor, int64_t rows, int
 // Throws InvalidArgumentError unless each element has memory of its own: rows and heads are written
 // by whichever thread comes to them.
 void require_apart(const char* name, const TensorView& tensor);
+
+// The same damage, to chunk `in_file` of a file, said of chunk `chunk` of the text it is from.
+CorruptSnapshotError damage_of_chunk(const CorruptSnapshotError& error, int64_t in_file,
+                                     int64_t chunk);
 
 // Marks the chunks a row at `position` sees through a window (0: none).
 void mark_window(int64_t position, int64_t window, int64_t chunk_tokens,

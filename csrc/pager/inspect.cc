@@ -30,7 +30,19 @@ std::vector<ChunkInfo> Pager::Impl::inspect(SequenceId id) const {
   const Sequence& sequence = find(id);
   std::vector<ChunkInfo> infos;
   infos.reserve(static_cast<size_t>(sequence.chunks()));
-  for (int64_t c = 0; c < sequence.chunks(); ++c) {
+  for (int64_t c = 0; c < sequence.released; ++c) {
+    ChunkInfo info;
+    info.chunk = c;
+    info.start = c * layout.chunk_tokens;
+    info.stop = info.start + layout.chunk_tokens;
+    info.sealed = true;
+    info.released = true;
+    info.k_dtype = layout.k_dtype;
+    info.v_dtype = layout.v_dtype;
+    info.provenance = sequence.released_provenance(c);
+    infos.push_back(info);
+  }
+  for (int64_t c = sequence.released; c < sequence.chunks(); ++c) {
     const ChunkUse& use = sequence.use(c);
     const ChunkRecord& record = ledger[use.record];
     ChunkInfo info;
@@ -97,6 +109,8 @@ void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop,
                                    "): expected 0 <= start <= stop <= ", sequence.length,
                                    ", the positions this sequence holds"));
   }
+  if (start == stop) return;
+  require_held(sequence, start, str("range [", start, ", ", stop, ")"));
   const int64_t c = layout.chunk_tokens;
   const int64_t k_element = dtype_bytes(layout.k_dtype);
   const int64_t v_element = dtype_bytes(layout.v_dtype);
@@ -142,18 +156,21 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
                                    "], expected [1, a multiple of ", layout.kv_heads, ", ",
                                    layout.k_dim, "]"));
   }
+  require_held(sequence, window > 0 ? std::max<int64_t>(0, position - window + 1) : 0,
+               str("a selection at position ", position, " (window=", window, ")"));
   load_summaries(sequence);
-  std::vector<const std::byte*> bases;
+  std::vector<const std::byte*> bases(static_cast<size_t>(sequence.released), nullptr);
   for (const ChunkUse& use : sequence.sealed) {
     bases.push_back(backend->summary(ledger[use.record].summary));
   }
-  const CandidateRange range = candidate_range(options.selection, layout.chunk_tokens, position);
+  const CandidateRange range =
+      candidate_range(options.selection, layout.chunk_tokens, position, sequence.released);
   std::vector<std::vector<int32_t>> result(static_cast<size_t>(layout.kv_heads));
   Scan scan;
   scan.run({&scorer, &layout, summary_page_bytes}, layer, q, {{0, &bases, range}}, threads);
   for (int h = 0; h < layout.kv_heads; ++h) {
     select_chunks(options.selection, layout.chunk_tokens, position, window, scan.scores(0, h),
-                  &result[static_cast<size_t>(h)]);
+                  &result[static_cast<size_t>(h)], sequence.released);
   }
   return result;
 }
@@ -289,7 +306,18 @@ void Pager::Impl::check_invariants() const {
       require(static_cast<int64_t>(sequence.frontier.size()) == (sequence.length % c == 0 ? 0 : 1),
               14, name + " keeps frontier chunks outside a forward");
     }
-    for (int64_t i = 0; i < sequence.chunks(); ++i) {
+    int64_t released = 0;
+    for (const int64_t of_one : sequence.released_worth) released += of_one;
+    require(sequence.released == 0 || sequence.frozen ||  // to which no row comes
+                (options.window > 0 && earliest_trim(sequence) <= sequence.length),
+            16, name + " has let go of what its window shows");
+    require(released == sequence.released && sequence.released_provenance() <= sequence.provenance,
+            10, name + " does not know what its released chunks were worth");
+    require(sequence.released > 0 || sequence.base == sequence.root, 10,
+            name + " begins at another hash than its root");
+    require(sequence.sealed.empty() || ledger[sequence.sealed[0].record].parent == sequence.base,
+            10, name + " does not continue what it has let go of");
+    for (int64_t i = sequence.released; i < sequence.chunks(); ++i) {
       const ChunkUse& use = sequence.use(i);
       const ChunkRecord& record = ledger[use.record];
       require(

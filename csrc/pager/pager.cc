@@ -15,6 +15,8 @@
 namespace kvpager {
 namespace {
 
+constexpr int64_t kMostWindow = int64_t{1} << 40;
+
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
@@ -67,6 +69,13 @@ const PagerOptions& validated(const PagerOptions& options) {
   if (options.disk_bytes > 0 && options.device == "meta") {
     throw InvalidArgumentError(
         str("disk_bytes: ", options.disk_bytes, ", expected 0 on device meta, which has no bytes"));
+  }
+  for (const auto& [name, tokens] :
+       {std::pair<const char*, int64_t>("window", options.window), {"rewind", options.rewind}}) {
+    if (tokens < 0 || tokens > kMostWindow) {
+      throw InvalidArgumentError(
+          str(name, ": ", tokens, ", expected 0 to ", kMostWindow, " tokens"));
+    }
   }
   if (options.recall_chunks < 0) {
     throw InvalidArgumentError(
@@ -168,6 +177,13 @@ std::vector<TokenId> Pager::tokens(SequenceId sequence) const {
     return tokens.first(tokens.size());
   });
 }
+int64_t Pager::released(SequenceId sequence) const {
+  return locked(*impl_,
+                [&] { return impl_->find(sequence).released * impl_->layout.chunk_tokens; });
+}
+int64_t Pager::earliest_trim(SequenceId sequence) const {
+  return locked(*impl_, [&] { return impl_->earliest_trim(impl_->find(sequence)); });
+}
 void Pager::reserve(SequenceId sequence, int64_t total_tokens) {
   locked(*impl_, [&] { impl_->reserve(impl_->find(sequence), total_tokens); });
 }
@@ -243,9 +259,10 @@ int64_t Pager::evict_all() {
   return locked(*impl_, [&] { return impl_->evict_all(); });
 }
 SequenceId Pager::restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-                          Provenance provenance, const std::string& file_namespace, int64_t upto) {
+                          Provenance provenance, const std::string& file_namespace, int64_t upto,
+                          const ReleasedText& before) {
   return locked(*impl_, [&] {
-    return impl_->restore(std::move(reader), salt, provenance, file_namespace, upto);
+    return impl_->restore(std::move(reader), salt, provenance, file_namespace, upto, before);
   });
 }
 std::vector<Hash128> Pager::chain_hashes(const std::vector<TokenId>& tokens,

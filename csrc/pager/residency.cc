@@ -114,8 +114,10 @@ std::vector<uint8_t> Pager::Impl::sheltered_records() const {
   for (const auto& [id, sequence] : sequences) {
     if (sequence.frozen) continue;
     const int64_t count = sequence.sealed_chunks();
-    for (int64_t i = 0; i < std::min(sinks, count); ++i) mark(sequence.use(i));
-    for (int64_t i = std::max<int64_t>(0, count - recent); i < count; ++i) mark(sequence.use(i));
+    for (int64_t i = sequence.released; i < std::min(sinks, count); ++i) mark(sequence.use(i));
+    for (int64_t i = std::max(sequence.released, count - recent); i < count; ++i) {
+      mark(sequence.use(i));
+    }
   }
   return records;
 }
@@ -316,6 +318,15 @@ void Pager::Impl::require_as_written(const ChunkRecord& record, int layer,
   }
 }
 
+// A snapshot without the beginning of a text numbers its chunks from 0 on.
+CorruptSnapshotError damage_of_chunk(const CorruptSnapshotError& error, int64_t in_file,
+                                     int64_t chunk) {
+  if (error.chunk < 0 || in_file == chunk) return error;
+  return CorruptSnapshotError(
+      str(error.what(), "; chunk ", in_file, " of the file is chunk ", chunk, " of the text"),
+      chunk, error.layer);
+}
+
 namespace {
 
 // Reads from a record's snapshot and remembers what was found there. Different records may be read at
@@ -324,9 +335,9 @@ template <class Read>
 void read_source(const ChunkRecord& record, const Read& read) {
   try {
     read();
-  } catch (const CorruptSnapshotError&) {
+  } catch (const CorruptSnapshotError& error) {
     record.damaged = true;
-    throw;
+    throw damage_of_chunk(error, record.source_chunk, record.index);
   }
 }
 
@@ -417,7 +428,8 @@ void Pager::Impl::recall_ahead() {
   std::vector<RecordId> missed;
   for (const ForwardPart& part : forward->parts) {
     if (std::find(part.read.begin(), part.read.end(), 1) == part.read.end()) continue;
-    for (int64_t c = 0; c < std::min<int64_t>(part.visible, part.sequence->sealed_chunks()); ++c) {
+    for (int64_t c = part.sequence->released;
+         c < std::min<int64_t>(part.visible, part.sequence->sealed_chunks()); ++c) {
       const RecordId id = part.sequence->use(c).record;
       if (part.read[static_cast<size_t>(c)] && !ledger[id].resident()) missed.push_back(id);
     }

@@ -12,6 +12,61 @@ namespace kvpager {
 
 namespace {
 
+// Throws unless `before` is the beginning of a text of which a pager with these options can do without
+// the chunks, given the `saved` positions behind it.
+void require_released(const ReleasedText& before, const PagerOptions& options, int64_t saved,
+                      const std::string& path) {
+  const auto count = static_cast<int64_t>(before.tokens.size());
+  if (count == 0) return;
+  const int64_t c = options.layout.chunk_tokens;
+  int64_t chunks = 0;
+  bool counts_sound = true;
+  for (const int64_t of_one : before.provenance) {
+    counts_sound = counts_sound && of_one >= 0 && of_one <= count / c;
+    chunks += counts_sound ? of_one : 0;
+  }
+  if (count % c != 0 || !counts_sound || chunks != count / c) {
+    throw InvalidArgumentError(str("released tokens of ", path, ": ", count,
+                                   ", expected whole chunks of ", c,
+                                   " tokens, as many as their provenance counts"));
+  }
+  for (const TokenId id : before.tokens) {
+    if (id < 0) throw InvalidArgumentError(str("released tokens of ", path, ": id ", id));
+  }
+  if (options.window == 0 || options.window > before.window) {
+    throw FingerprintMismatchError(
+        str("window: ", path, " holds no more than a window of ", before.window,
+            " tokens shows, this pager's is ", options.window, options.window == 0 ? " (none)" : "",
+            "; compute the text anew, or use a pager whose window is not wider"));
+  }
+  if (saved < options.window) {
+    throw FingerprintMismatchError(str("window: ", path, " holds ", saved, " positions behind the ",
+                                       count, " that were let go, expected at least the ",
+                                       options.window, " of this pager's window"));
+  }
+}
+
+// The counts of chunks that are worth `worst` at best.
+ProvenanceCounts at_best(const ProvenanceCounts& counts, Provenance worst) {
+  ProvenanceCounts lowered{};
+  for (size_t i = 0; i < counts.size(); ++i) {
+    lowered[std::max(i, static_cast<size_t>(worst))] += counts[i];
+  }
+  return lowered;
+}
+
+// The chain hash behind released tokens.
+Hash128 chain_over(Hash128 hash, const std::vector<TokenId>& tokens, const ProvenanceCounts& counts,
+                   int64_t c) {
+  const TokenId* ids = tokens.data();
+  for (size_t i = 0; i < counts.size(); ++i) {
+    for (int64_t n = counts[i]; n-- > 0; ids += c) {
+      hash = chain_next(hash, ids, c, static_cast<Provenance>(i));
+    }
+  }
+  return hash;
+}
+
 // Neighbours in one snapshot, whose summaries are one read.
 struct SummaryRun {
   SnapshotReader* reader;
@@ -116,14 +171,16 @@ int64_t Pager::Impl::read_or_rebuild(SnapshotReader* reader, int64_t first,
     std::byte* summary = out + static_cast<int64_t>(i) * each;
     try {
       reader->read_summaries(index, 1, summary);
-    } catch (const CorruptSnapshotError&) {
+    } catch (const CorruptSnapshotError& error) {
       read_chunk(*records[i], chunk.data());
       // One by one: this runs on a thread of the pool already.
       for (int64_t page = 0; page < int64_t{layout.layers} * layout.kv_heads; ++page) {
         summarize_page(chunk.data(), page, summary);
       }
       const auto& saved = reader->meta().chunks[static_cast<size_t>(index)];
-      if (slice_checksum(summary, each) != saved.summary_checksum) throw;
+      if (slice_checksum(summary, each) != saved.summary_checksum) {
+        throw damage_of_chunk(error, index, records[i]->index);
+      }
       ++rebuilt;
     }
   }
@@ -132,7 +189,7 @@ int64_t Pager::Impl::read_or_rebuild(SnapshotReader* reader, int64_t first,
 
 SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
                                 Provenance provenance, const std::string& file_namespace,
-                                int64_t upto) {
+                                int64_t upto, const ReleasedText& released_text) {
   const SnapshotMeta& meta = reader->meta();
   if (!(meta.layout == layout)) {
     throw FingerprintMismatchError(
@@ -144,12 +201,21 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
                                        " bytes), this pager uses '", options.scorer, "' (",
                                        summary_page_bytes, " bytes)"));
   }
-  const auto saved = static_cast<int64_t>(meta.tokens.size());
-  const int64_t length = upto < 0 ? saved : upto;
-  if (length > saved) {
-    throw InvalidArgumentError(str("upto: ", upto, ", expected 0 to ", saved, ", the positions in ",
-                                   reader->path(), ", or -1 for all"));
+  require_released(released_text, options, static_cast<int64_t>(meta.tokens.size()),
+                   reader->path());
+  // Nothing of the text: nothing came before it either.
+  const ReleasedText nothing;
+  const ReleasedText& before = upto == 0 ? nothing : released_text;
+  const auto released = static_cast<int64_t>(before.tokens.size());
+  const auto saved = released + static_cast<int64_t>(meta.tokens.size());
+  const int64_t earliest = released == 0 ? 0 : released + options.window;
+  if (upto > saved || (upto > 0 && upto < earliest)) {
+    throw InvalidArgumentError(str("upto: ", upto, ", expected ", earliest == 0 ? "" : "0 or ",
+                                   earliest, " to ", saved, ", the positions that ", reader->path(),
+                                   " can serve, or -1 for all"));
   }
+  // From here on chunks and positions are the file's own.
+  const int64_t length = (upto < 0 ? saved : upto) - released;
   const int64_t c = layout.chunk_tokens;
   const int64_t sealed = length / c;
   const bool partial = length % c != 0;  // of a chunk that is the file's tail, or sealed there
@@ -157,7 +223,8 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   // The chain proves that tokens, order, fingerprint and salt are those the chunks were computed
   // under. Each link is taken from the hash before it as the file has it, which the link before has
   // proved, so that none waits for another.
-  const Hash128 file_root = chain_root(file_namespace, salt);
+  const Hash128 file_root =
+      chain_over(chain_root(file_namespace, salt), before.tokens, before.provenance, c);
   for (int64_t i = 0; i < sealed; ++i) {
     const SnapshotChunk& chunk = meta.chunks[static_cast<size_t>(i)];
     const Hash128& before = i > 0 ? meta.chunks[static_cast<size_t>(i - 1)].chain_hash : file_root;
@@ -177,7 +244,9 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   std::vector<Planned> plan;
   // Under the file's own namespace and worth a hash is the one just verified; from chunk `own` on
   // they are others.
-  const Hash128 root = chain_root(options.namespace_key, salt);
+  const ProvenanceCounts released_worth = at_best(before.provenance, provenance);
+  const Hash128 root =
+      chain_over(chain_root(options.namespace_key, salt), before.tokens, released_worth, c);
   std::vector<Hash128> others;
   int64_t own = file_namespace == options.namespace_key ? sealed : 0;
   const auto hash_of = [&](int64_t i) -> const Hash128& {
@@ -186,6 +255,9 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
                    : others[static_cast<size_t>(i - own)];
   };
   Provenance worst = provenance;
+  for (size_t i = 0; i < released_worth.size(); ++i) {
+    if (released_worth[i] > 0) worst = std::max(worst, static_cast<Provenance>(i));
+  }
   int64_t fresh = 0;
   int64_t new_homes = 0;
   plan.reserve(static_cast<size_t>(sealed));
@@ -221,6 +293,13 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   }
   if (partial) require_blocks(1, "restore");
 
+  SharedArray<TokenId> tokens = meta.tokens.first(static_cast<size_t>(length));
+  if (released > 0) {
+    std::vector<TokenId> all = before.tokens;
+    all.insert(all.end(), tokens.begin(), tokens.end());
+    tokens = SharedArray(std::move(all));
+  }
+
   // References first, so that taking a block or a summary slot cannot forget what the plan shares.
   Sequence& sequence = create_sequence(salt);
   const SequenceId id = sequence.id;
@@ -231,7 +310,14 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     }
     if (partial) {
       tail_block = acquire_block();
-      backend->load([&](std::byte* out) { reader->read_chunk(sealed, out); }, *tail_block);
+      const auto read = [&](std::byte* out) {
+        try {
+          reader->read_chunk(sealed, out);
+        } catch (const CorruptSnapshotError& error) {
+          throw damage_of_chunk(error, sealed, released / c + sealed);
+        }
+      };
+      backend->load(read, *tail_block);
     }
   } catch (...) {
     if (tail_block) free_block(*tail_block);
@@ -243,8 +329,11 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   }
   ledger.expect(fresh + 1);
   sequence.sealed.reserve(static_cast<size_t>(sealed));
-  sequence.tokens = TokenLog(meta.tokens.first(static_cast<size_t>(length)));
-  sequence.length = length;
+  sequence.tokens = TokenLog(std::move(tokens));
+  sequence.length = released + length;
+  sequence.released = released / c;
+  sequence.released_worth = released_worth;
+  sequence.base = root;
   sequence.provenance =
       partial ? std::max(worst, meta.chunks[static_cast<size_t>(sealed)].provenance) : worst;
   for (int64_t i = 0; i < sealed; ++i) {
@@ -265,7 +354,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
       ChunkRecord& record = ledger[record_id];
       record.provenance = planned.provenance;
       record.references = 1;
-      record.index = i;
+      record.index = sequence.released + i;
       name_source(&record, reader, i);
       record.summary = summary;
       record.summary_pending = true;
@@ -282,7 +371,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   if (partial) {
     const RecordId tail = ledger.create(ChunkState::kOpen);
     ledger[tail].references = 1;
-    ledger[tail].index = sealed;
+    ledger[tail].index = sequence.released + sealed;
     ledger[tail].block = *tail_block;
     sequence.frontier.push_back({tail, 0, 0, 0, 0});
   }

@@ -31,6 +31,7 @@ Sequence& Pager::Impl::create_sequence(const std::string& salt) {
   sequence.id = id;
   sequence.salt = salt;
   sequence.root = chain_root(options.namespace_key, salt);
+  sequence.base = sequence.root;
   return sequence;
 }
 
@@ -51,7 +52,8 @@ void Pager::Impl::release(RecordId id) {
     record.last_use = clock;
     forget_orders();
     // Whoever lets a chain go begins at its end; what is forgotten first was let go first, so that
-    // a child never stays behind without its parent, where nobody could find it.
+    // a child never stays behind without its parent, where nobody could find it. Behind a window
+    // the first ones go first: nobody needs them to find the others.
     ledger.cache(id);
     return;
   }
@@ -66,7 +68,7 @@ void Pager::Impl::drop_use_pins(ChunkUse& use) {
 void Pager::Impl::destroy_sequence(SequenceId id) {
   Sequence& sequence = find(id);
   require_idle(sequence, "close");
-  for (int64_t c = sequence.chunks(); c-- > 0;) {
+  for (int64_t c = sequence.chunks(); c-- > sequence.released;) {
     drop_use_pins(sequence.use(c));
     release(sequence.use(c).record);
   }
@@ -79,12 +81,20 @@ void Pager::Impl::destroy_sequence(SequenceId id) {
 }
 
 SequenceId Pager::Impl::fork(SequenceId id) {
-  const Sequence& parent = find(id);
+  Sequence& parent = find(id);
   require_idle(parent, "fork");
   require_blocks(static_cast<int64_t>(parent.frontier.size()), "fork");
+  // What the two share comes free only when both have let go of it: the parent was promised more.
+  const int64_t more = parent.target / layout.chunk_tokens - parent.sealed_chunks();
+  const int64_t promised = homes_to_promise(std::max<int64_t>(0, more), 0);
+  const int64_t shared = options.window == 0 ? 0 : std::max<int64_t>(0, promised - parent.reserved);
+  if (shared > 0) require_homes(shared, "fork");
   Sequence& child = create_sequence(parent.salt);
   child.provenance = parent.provenance;
   child.summaries_loaded = parent.summaries_loaded;
+  child.released = parent.released;
+  child.released_worth = parent.released_worth;
+  child.base = parent.base;
   child.length = parent.length;
   child.tokens = parent.tokens;
   child.sealed.reserve(parent.sealed.size());
@@ -108,6 +118,8 @@ SequenceId Pager::Impl::fork(SequenceId id) {
     destroy_sequence(child.id);
     throw;
   }
+  parent.reserved += shared;
+  reserved_homes += shared;
   forget_orders();
   return child.id;
 }
@@ -122,6 +134,13 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
                                    "], the positions this sequence holds"));
   }
   if (position == sequence.length) return;
+  if (position > 0 && position < earliest_trim(sequence)) {
+    throw InvalidArgumentError(
+        str("trim position: ", position, " of sequence ", id.value(), ", whose positions [0, ",
+            sequence.released * layout.chunk_tokens, ") were let go behind the window of ",
+            options.window, " tokens (rewind=", options.rewind, "); expected 0 or ",
+            earliest_trim(sequence), " to ", sequence.length));
+  }
   const int64_t c = layout.chunk_tokens;
   const int64_t kept = position / c;       // chunks that stay sealed
   const bool partial = position % c != 0;  // chunk `kept` stays in part
@@ -149,17 +168,18 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
   }
   const int32_t tail_pins = partial ? sequence.use(kept).pins : 0;
   Provenance worst = partial && !tail ? sequence.provenance : Provenance::kExact;
-  for (int64_t chunk = 0; chunk < std::min(kept + (tail ? 1 : 0), sequence.sealed_chunks());
-       ++chunk) {
+  if (position > 0) worst = std::max(worst, sequence.released_provenance());
+  for (int64_t chunk = sequence.released;
+       chunk < std::min(kept + (tail ? 1 : 0), sequence.sealed_chunks()); ++chunk) {
     worst = std::max(worst, ledger[sequence.use(chunk).record].provenance);
   }
-  const int64_t first_gone = partial && !tail ? kept + 1 : kept;
+  const int64_t first_gone = std::max(partial && !tail ? kept + 1 : kept, sequence.released);
   for (int64_t chunk = sequence.chunks(); chunk-- > first_gone;) {
     drop_use_pins(sequence.use(chunk));
     release(sequence.use(chunk).record);
   }
   if (kept < sequence.sealed_chunks()) {
-    sequence.sealed.resize(static_cast<size_t>(kept));
+    sequence.sealed.resize(static_cast<size_t>(std::max<int64_t>(0, kept - sequence.released)));
     sequence.frontier.clear();
   } else {
     sequence.frontier.resize(partial ? 1 : 0);
@@ -167,6 +187,11 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
   if (tail) {
     sequence.frontier.push_back({*tail, 0, tail_pins, 0, 0});
     ledger.pin(*tail, tail_pins);
+  }
+  if (position == 0) {
+    sequence.released = 0;
+    sequence.released_worth = {};
+    sequence.base = sequence.root;
   }
   for (auto& [pin_id, range] : pins) {
     if (range.sequence == id) range.end = std::min(range.end, sequence.chunks());
@@ -177,22 +202,8 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
   forget_orders();
 }
 
-void Pager::Impl::reserve(Sequence& sequence, int64_t total_tokens) {
-  if (total_tokens < sequence.length) {
-    throw InvalidArgumentError(str("total_tokens: ", total_tokens, " is below the ",
-                                   sequence.length, " positions the sequence already holds"));
-  }
-  int64_t wanted = total_tokens / layout.chunk_tokens - sequence.sealed_chunks();
-  if (sequence.part >= 0) {
-    // What a running forward may seal stays promised, and is now the caller's to keep.
-    forward->parts[static_cast<size_t>(sequence.part)].promised = 0;
-    wanted = std::max(wanted, sequence.reserved);
-  }
-  if (wanted > sequence.reserved) require_homes(wanted - sequence.reserved, "reserve");
-  reserved_homes += wanted - sequence.reserved;
-  sequence.reserved = wanted;
-}
-
+// With a window only the chunks that the next rows see have to be there, and the chain hash vouches for
+// those before them: its tokens are the caller's.
 int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tokens) {
   Sequence& sequence = find(id);
   require_idle(sequence, "adopt a prefix for");
@@ -201,38 +212,68 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
                                    sequence.length, " positions; only an empty one can adopt"));
   }
   const int64_t c = layout.chunk_tokens;
+  struct Link {
+    RecordId record;  // -1: none
+    Hash128 hash;
+    int64_t run = 0;    // the first chunk from which on none is missing up to this one
+    int64_t homes = 0;  // that chunks up to this one would take: see below
+  };
+  std::vector<Link> chain;
+  chain.reserve(tokens.size() / static_cast<size_t>(c));
   Hash128 parent = sequence.root;
-  std::vector<ChunkUse> uses;
-  uses.reserve(tokens.size() / static_cast<size_t>(c));
-  int64_t new_homes = 0;
+  int64_t run = 0;
+  int64_t homes = 0;
   for (int64_t end = c; end <= static_cast<int64_t>(tokens.size()); end += c) {
     const TokenId* ids = tokens.data() + (end - c);
     const Hash128 hash = chain_next(parent, ids, c, Provenance::kExact);
-    const auto found = ledger.find(hash, parent, ids, c);
-    if (!found || ledger[*found].damaged) break;
-    const ChunkRecord& record = ledger[*found];
-    // A cached chunk that gains a reference can no longer be reclaimed for promises already made.
-    // It uses up one of this sequence's own.
-    if (record.references == 0 && record.needs_home()) {
-      const int64_t own = std::min(sequence.reserved, static_cast<int64_t>(uses.size()) + 1);
-      const int64_t taken = referenced_homes + new_homes + 1 + reserved_homes - own;
-      if (taken > home_capacity() || taken + restored_records > summary_slots.slots()) break;
-      ++new_homes;
+    auto found = ledger.find(hash, parent, ids, c);
+    if (found && ledger[*found].damaged) found.reset();
+    if (!found && options.window == 0) break;
+    if (!found) {
+      run = static_cast<int64_t>(chain.size()) + 1;
+    } else if (ledger[*found].references == 0 && ledger[*found].needs_home()) {
+      // A cached chunk that gains a reference can no longer be reclaimed for promises already made.
+      // It uses up one of this sequence's own.
+      ++homes;
     }
-    uses.push_back({*found, 0, 0, 0, 0});
+    chain.push_back({found.value_or(RecordId()), hash, run, homes});
     parent = hash;
   }
-  const int64_t used_promises = std::min(sequence.reserved, static_cast<int64_t>(uses.size()));
-  const int64_t reused = static_cast<int64_t>(uses.size()) * c;
+  int64_t first = 0;
+  auto last = static_cast<int64_t>(chain.size());
+  const auto can_adopt = [&] {
+    const Link& link = chain[static_cast<size_t>(last - 1)];
+    if (link.record.value() < 0 || link.run > behind(last * c, 0)) return false;
+    first = std::max(link.run, behind(last * c, options.rewind));
+    const int64_t more = link.homes - (first > 0 ? chain[static_cast<size_t>(first - 1)].homes : 0);
+    const int64_t own = std::min(sequence.reserved, last - first);
+    const int64_t taken = referenced_homes + more + reserved_homes - own;
+    return more == 0 ||
+           (taken <= home_capacity() && taken + restored_records <= summary_slots.slots());
+  };
+  while (last > 0 && !can_adopt()) --last;
+  if (last == 0) return 0;
+
+  std::vector<ChunkUse> uses;
+  uses.reserve(static_cast<size_t>(last - first));
+  for (int64_t chunk = first; chunk < last; ++chunk) {
+    uses.push_back({chain[static_cast<size_t>(chunk)].record, 0, 0, 0, 0});
+  }
+  const int64_t used_promises = std::min(sequence.reserved, last - first);
+  const int64_t reused = last * c;
   sequence.tokens.assign(tokens.begin(), tokens.begin() + reused);
   sequence.sealed = std::move(uses);
   for (const ChunkUse& use : sequence.sealed) {
     add_reference(use.record);
     if (ledger[use.record].summary_pending) sequence.summaries_loaded = false;
   }
+  sequence.released = first;
+  sequence.released_worth = {first, 0, 0};
+  sequence.base = first == 0 ? sequence.root : chain[static_cast<size_t>(first - 1)].hash;
   sequence.reserved -= used_promises;
   reserved_homes -= used_promises;
   sequence.length = reused;
+  promise_again(sequence);
   counters.prefix_tokens_reused += reused;
   forget_orders();
   return reused;
@@ -246,6 +287,7 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
                                    ", the positions this sequence holds"));
   }
   const int64_t c = layout.chunk_tokens;
+  require_held(sequence, start, str("pin range [", start, ", ", stop, ")"));
   const PinRange range{id, start / c, (stop + c - 1) / c};
   std::vector<RecordId> fresh;
   for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
@@ -296,6 +338,9 @@ void Pager::Impl::unpin(PinId id) {
     may_leave(sequence.use(chunk).record);
   }
   pins.erase(found);
+  if (sequence.part >= 0) return;
+  let_go(sequence);
+  promise_again(sequence);
 }
 
 }  // namespace kvpager

@@ -35,7 +35,9 @@ __all__: list[str] = [
     "attention_of",
     "disarm_faults",
     "isa_name",
+    "loose_content",
     "probe_device",
+    "released_text",
     "scorer_description",
     "scorer_names",
     "snapshot_file_bytes",
@@ -174,6 +176,10 @@ class PagerOptions:
     @recall_chunks.setter
     def recall_chunks(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     @property
+    def rewind(self) -> int: ...
+    @rewind.setter
+    def rewind(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
     def rows(self) -> int: ...
     @rows.setter
     def rows(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
@@ -195,6 +201,10 @@ class PagerOptions:
     def threads(self) -> int: ...
     @threads.setter
     def threads(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def window(self) -> int: ...
+    @window.setter
+    def window(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
 
 class SnapshotContent:
     """
@@ -348,6 +358,8 @@ class ChunkInfo:
     """
     What the ledger says of one chunk of one sequence; a copy.
     """
+
+    checkpoint: bool
     def __repr__(self) -> str: ...
     @property
     def block(self) -> int | None: ...
@@ -377,6 +389,8 @@ class ChunkInfo:
     def recalled(self) -> int: ...
     @property
     def references(self) -> int: ...
+    @property
+    def released(self) -> bool: ...
     @property
     def resident(self) -> bool: ...
     @property
@@ -447,6 +461,7 @@ class Pager:
     ) -> None: ...
     def create_sequence(self, salt: str) -> int: ...
     def destroy_sequence(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def earliest_trim(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def evict_all(self) -> int: ...
     def fork(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def forward_running(self) -> bool: ...
@@ -476,6 +491,7 @@ class Pager:
         start: typing.SupportsInt | typing.SupportsIndex,
         stop: typing.SupportsInt | typing.SupportsIndex,
     ) -> tuple[numpy.ndarray, numpy.ndarray]: ...
+    def released(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def reserve(
         self,
         sequence: typing.SupportsInt | typing.SupportsIndex,
@@ -491,7 +507,18 @@ class Pager:
         provenance: str,
         file_namespace: str,
         upto: typing.SupportsInt | typing.SupportsIndex = -1,
-    ) -> int: ...
+        before: tuple[
+            typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+            typing.Annotated[
+                collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], "FixedSize(3)"
+            ],
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+        | None = None,
+    ) -> int:
+        """
+        before: released_text() of what was saved.
+        """
     def select(
         self,
         sequence: typing.SupportsInt | typing.SupportsIndex,
@@ -547,9 +574,30 @@ def isa_name() -> str:
     Instruction-set tier in use: 'base', 'v3' or 'v4'.
     """
 
+def loose_content(
+    layout: Layout,
+    tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+    chain_hashes: collections.abc.Sequence[bytes],
+    exact: collections.abc.Sequence[bool],
+    payload: collections.abc.Sequence[typing.Annotated[numpy.typing.ArrayLike, numpy.uint8]],
+) -> SnapshotContent:
+    """
+    Sealed chunks to be written, from arrays [chunk_bytes] that must not change: 16 bytes of hash and chunk_tokens ids each. exact: of provenance exact, or approximate.
+    """
+
 def probe_device(kind: str) -> dict[str, typing.Any]:
     """
     What was found of "cuda" or "shim": kind, plugin (a path), why_not, devices.
+    """
+
+def released_text(
+    content: SnapshotContent,
+) -> (
+    tuple[numpy.typing.NDArray[numpy.int32], typing.Annotated[list[int], "FixedSize(3)"], int]
+    | None
+):
+    """
+    Of a frozen sequence, what came before its first chunk: token ids, chunks by provenance (exact, decode, approximate), window; or None.
     """
 
 def scorer_description(name: str) -> str:

@@ -31,6 +31,7 @@ KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = ("qk", "lru")
 ATTENTIONS = ("auto", "reference")
 MISSED_CHUNKS = ("auto", "direct", "staged")
+CHECKPOINT_POLICIES = ("smallest-gap", "lru")
 AUTO = "auto"
 AUTO_BYTES = -1  # of a budget: as much as the other budgets can ever need
 
@@ -345,6 +346,24 @@ class PagerConfig(_Validated):
     )
     hysteresis: float = _option(
         _number(0.0, 10.0), "by what fraction a recalled chunk must beat its victim", 0.1
+    )
+    rewind_tokens: int = _option(
+        _integer(0, _MANY),
+        "where all layers are windowed: tokens kept beyond the window, by which a text can be cut "
+        "without computing it anew",
+        1024,
+    )
+    checkpoint_chunks: int = _option(
+        _integer(1, 1 << 20), "recurrent layers: chunks from one checkpoint of state to the next", 4
+    )
+    checkpoint_bytes: int = _option(
+        _bytes(), "recurrent layers: memory for checkpoints, of all texts", 1 << 30
+    )
+    checkpoint_policy: str = _option(
+        _choice(CHECKPOINT_POLICIES),
+        "which checkpoint goes when memory is full: the one whose loss leaves the smallest gap, or "
+        "the one that nobody used for longest",
+        "smallest-gap",
     )
     kv_dtype: str = _option(_choice(KV_DTYPES), "dtype K/V are kept in; auto: the model's", "auto")
     device: str = _option(

@@ -36,6 +36,7 @@ from kvpager.errors import (
     InvalidArgumentError,
     locate_damage,
 )
+from kvpager.released import ReleasedText
 from kvpager.section_json import parse_section
 from kvpager.stores import FileStore, SaveReport
 
@@ -156,7 +157,8 @@ class SnapshotInfo:
         session: what the runtime keeps beside the K/V.
         layout: shape of its chunks.
         scorer: what made its summaries.
-        tokens: int32 ids of all committed positions.
+        tokens: int32 ids of all committed positions, also of those whose chunks were let go.
+        released: the beginning of the text that the file has no chunks of; None: it has all.
     """
 
     path: str
@@ -166,19 +168,26 @@ class SnapshotInfo:
     scorer: str
     tokens: np.ndarray[Any, Any]
     reader: _core.SnapshotReader
+    released: ReleasedText | None = None
 
     @classmethod
     def of(cls, reader: _core.SnapshotReader) -> SnapshotInfo:
         """What an opened reader says: of a file, of a store's manifest, or of gathered chunks.
 
         Raises:
-            CorruptSnapshotError: fingerprint or session are no JSON objects.
+            CorruptSnapshotError: fingerprint or session are no JSON objects, or the session says
+                of released tokens what no writer does.
         """
         native = reader.layout
+        session = parse_section(reader.session, reader.path, "session")
+        released = ReleasedText.of_session(session, reader.path, native.chunk_tokens)
+        tokens = reader.tokens
+        if released is not None:
+            tokens = np.concatenate([released.tokens, tokens])
         return cls(
             path=reader.path,
             fingerprint=parse_section(reader.fingerprint, reader.path, "fingerprint"),
-            session=parse_section(reader.session, reader.path, "session"),
+            session=session,
             layout=Layout(
                 layers=native.layers,
                 kv_heads=native.kv_heads,
@@ -189,9 +198,15 @@ class SnapshotInfo:
                 v_dtype=native.v_dtype,
             ),
             scorer=reader.scorer,
-            tokens=reader.tokens,
+            tokens=tokens,
             reader=reader,
+            released=released,
         )
+
+    @property
+    def released_tokens(self) -> np.ndarray[Any, Any]:
+        """int32 ids of the first positions, whose chunks were let go before the save."""
+        return np.zeros(0, dtype=np.int32) if self.released is None else self.released.tokens
 
     @property
     def logical_digest(self) -> str:
@@ -266,7 +281,8 @@ class Forward:
             k: [rows, kv_heads, k_dim]; rotary embedding already applied.
             v: [rows, kv_heads, v_dim].
             scaling: multiplies every dot product.
-            window: keys at positions > position - window only; None: all.
+            window: keys at positions > position - window only; None: all. Of a pager with a
+                window: not more than that.
             softcap: scores become softcap * tanh(score / softcap); None: unchanged.
             sinks: [q_heads] attention-sink logits, where q is.
             out: [rows, q_heads, v_dim] to write to; made when None.
@@ -392,10 +408,22 @@ class Sequence:
         """A copy of the token ids of all committed positions, int32 [length]."""
         return self._core.tokens(self.uid)
 
+    @property
+    def released(self) -> int:
+        """The first positions, whose chunks were let go behind the pager's window."""
+        return self._core.released(self.uid)
+
+    @property
+    def earliest_trim(self) -> int:
+        """The first position, 0 apart, that `trim` can go back to: 0 while nothing was let go."""
+        return self._core.earliest_trim(self.uid)
+
     def reserve(self, total_tokens: int) -> None:
         """Admission: holds lower-tier room to grow to `total_tokens` positions.
 
-        A later call replaces what an earlier one held.
+        A later call replaces what an earlier one held. With a window that is room for what the
+        sequence holds at a time. Of what it lets go, chunks that others go on using are replaced
+        while there is room for others; later a forward's `begin` asks for them.
 
         Raises:
             CapacityError: with the bytes needed; nothing is held.
@@ -405,7 +433,8 @@ class Sequence:
     def adopt_prefix(self, tokens: Iterable[int] | Tensor) -> int:
         """Shares the longest run of sealed, exact chunks the pager has for these tokens.
 
-        Only an empty sequence can. Returns the positions now held, a multiple of chunk_tokens.
+        Only an empty sequence can. Returns the positions now held, a multiple of chunk_tokens. With
+        a window the chunks before it need not be there any more.
         """
         return self._core.adopt_prefix(self.uid, _token_ids(tokens))
 
@@ -420,6 +449,9 @@ class Sequence:
             v: [layers, n, kv_heads, v_dim].
             provenance: what they are worth: "exact" only if they carry the bits an M-row forward
                 of these tokens gives; it makes the chunks shareable.
+
+        After an error the sequence is as it was; but one that has let go of what that would take
+        keeps the positions that were added by then.
         """
         ids = _token_ids(tokens)
         layout = self._pager.layout
@@ -450,8 +482,9 @@ class Sequence:
                         )
                     forward.commit(provenance=provenance)
         except BaseException:
-            self.trim(start)
-            self.reserve(start)
+            if start == 0 or start >= self.earliest_trim:
+                self.trim(start)
+            self.reserve(self.length)
             raise
 
     def select(
@@ -495,7 +528,12 @@ class Sequence:
             raise
 
     def trim(self, position: int) -> None:
-        """Forgets everything from `position` on."""
+        """Forgets everything from `position` on.
+
+        Raises:
+            InvalidArgumentError: not 0 .. length, or behind what a window has let go: between 0 and
+                `earliest_trim`. Nothing was changed.
+        """
         with _locating(self._pager.layout):
             self._core.trim(self.uid, position)
 
@@ -504,7 +542,7 @@ class Sequence:
         return Sequence(self._pager, self._core.fork(self.uid), self.salt)
 
     def ledger(self) -> list[ChunkInfo]:
-        """What the ledger says of each chunk, in logical order."""
+        """What the ledger says of each chunk, in logical order; `released` ones were let go."""
         return self._core.ledger(self.uid)
 
     def residency(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -515,9 +553,10 @@ class Sequence:
         """The first `upto` positions (None: all) as they are now, to be saved by any thread.
 
         Sealed chunks are shared, only an unsealed tail is copied; the sequence goes on meanwhile.
+        What was let go is not in it: `session_text` tells of those tokens.
 
         Raises:
-            InvalidArgumentError: `upto` is not 1 .. length.
+            InvalidArgumentError: `upto` is not 1 .. length, or before `earliest_trim`.
             CorruptSnapshotError: what has to be copied now is damaged in the snapshot it is in.
         """
         if upto is not None and not 1 <= upto <= self.length:
@@ -548,17 +587,30 @@ class Sequence:
             StorageError: the system refused; no file is left and an older one is untouched.
             CorruptSnapshotError: a chunk to be copied is damaged in the snapshot it is in.
         """
+        content = self.freeze(upto)
         return FileStore().save(
             os.fspath(path),
-            self.freeze(upto),
+            content,
             fingerprint=self._pager.fingerprint_json,
-            session=self.session_text(session),
+            session=self.session_text(session, content),
             progress=progress,
         )
 
-    def session_text(self, values: Mapping[str, object] | None = None) -> str:
-        """JSON text of a snapshot's session section: `values`, and what proves the salt."""
-        return _canonical("session", {**(values or {}), _SALT: _salt_digest(self.salt)})
+    def session_text(
+        self,
+        values: Mapping[str, object] | None = None,
+        content: _core.SnapshotContent | None = None,
+    ) -> str:
+        """JSON text of a snapshot's session section: `values`, and what a restore needs.
+
+        Args:
+            values: JSON-able, the caller's own.
+            content: what is saved, from `freeze`. Only without a window it can be left out: the
+                tokens that it has no chunks of are kept here.
+        """
+        before = None if content is None else ReleasedText.of_content(content)
+        released = {} if before is None else before.session_values()
+        return _canonical("session", {**(values or {}), _SALT: _salt_digest(self.salt), **released})
 
     def close(self) -> None:
         """Ends the sequence. Its exact chunks stay cached for prefix reuse while there is room."""
@@ -583,6 +635,9 @@ class Pager:
         fingerprint: flat JSON-able mapping of all that the bits of K/V depend on.
             Chunks and snapshots are shared only under an equal one. On a GPU what
             `attention_version` says belongs to it.
+        window: how far back any layer looks: no row sees keys at positions <= its own - window; 0:
+            some layer sees all. Chunks behind it are let go, but for `config.rewind_tokens` (at
+            least a chunk) by which a sequence can still be trimmed.
         threads: of our own kernels; torch's number by default. Never changes a bit.
         device: where the tensors are, in the place of `config.device`: "cuda:1", a torch.device ...
             "meta" keeps the books of chunks that have no bytes: a forward says
@@ -603,6 +658,7 @@ class Pager:
         rows: int,
         smaller_rows: SequenceOf[int] = (),
         fingerprint: Mapping[str, object] | None = None,
+        window: int = 0,
         threads: int | None = None,
         device: str | torch.device | None = None,
         q_heads: int | None = None,
@@ -641,6 +697,9 @@ class Pager:
         options.recall_chunks = config.recall_chunks
         options.hysteresis = config.hysteresis
         options.threads = threads if threads is not None else torch.get_num_threads()
+        options.window = window
+        # The rows since the last sealed chunk may be dropped at any time.
+        options.rewind = max(config.rewind_tokens, layout.chunk_tokens)
         options.namespace_key = self.fingerprint_json
         options.shuffle_seed = config.debug_shuffle_seed or 0
         options.poison = config.debug_poison
@@ -750,8 +809,10 @@ class Pager:
             upto: the first positions alone, 0 .. what the snapshot holds; None: all.
 
         Raises:
-            FingerprintMismatchError: naming the field; the pager is as it was.
-            InvalidArgumentError: the file is a pack of a store, or `upto` is out of range.
+            FingerprintMismatchError: naming the field; the pager is as it was. "window": this pager
+                would look behind what the saver has kept.
+            InvalidArgumentError: the file is a pack of a store, or `upto` is out of range, or
+                before `earliest_trim` of what was saved.
             CorruptSnapshotError: the tail is damaged.
             CapacityError: the summaries do not fit.
         """
@@ -776,6 +837,12 @@ class Pager:
                 f"salt: {snapshot.path} was saved under another salt; pass that one",
                 field="salt",
             )
+        released = snapshot.released
+        before = (
+            None
+            if released is None
+            else (released.tokens, list(released.provenance), released.window)
+        )
         try:
             with _locating(self.layout, len(snapshot.tokens)):
                 uid = self.core.restore(
@@ -784,6 +851,7 @@ class Pager:
                     provenance,
                     snapshot.reader.fingerprint,
                     -1 if upto is None else upto,
+                    before,
                 )
         except _core.FingerprintMismatchError as error:  # its message begins with the field
             field = str(error).partition(":")[0]

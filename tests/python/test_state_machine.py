@@ -8,6 +8,7 @@ evicted, saved, restored or retried after a fault.
 from __future__ import annotations
 
 import errno
+import gc
 import random
 import tempfile
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -97,6 +99,8 @@ class PagerAgainstDict(RuleBasedStateMachine):
         policy=st.sampled_from(["qk", "lru"]),
         recall=st.sampled_from([0, 4]),
         selection=st.sampled_from([Dense(), TopK(chunks=2, sinks=C, recent=C)]),
+        window=st.sampled_from([0, 0, 40]),
+        rewind=st.sampled_from([0, 40]),
         seed=st.integers(1, 1000),
     )
     def make_pager(
@@ -107,6 +111,8 @@ class PagerAgainstDict(RuleBasedStateMachine):
         policy: str,
         recall: int,
         selection: Any,
+        window: int,
+        rewind: int,
         seed: int,
     ) -> Any:
         self.folder = tempfile.TemporaryDirectory(prefix="kvpager-machine-")
@@ -120,11 +126,16 @@ class PagerAgainstDict(RuleBasedStateMachine):
             summary_bytes=2**20,
             policy=policy,
             recall_chunks=recall,
+            rewind_tokens=rewind,
             debug_shuffle_seed=seed,
             debug_poison=True,
         )
+        gc.collect()  # pagers of earlier examples, which frames of their errors may have kept
         mapped = _core.total_mapped_bytes()
-        self.pager = Pager(LAYOUT, config, rows=M, fingerprint={"model": "test"}, threads=1)
+        self.window = window
+        self.pager = Pager(
+            LAYOUT, config, rows=M, window=window, fingerprint={"model": "test"}, threads=1
+        )
         self.mapped = _core.total_mapped_bytes() - mapped
         self.mapped_before = mapped
         self.history = History()
@@ -220,7 +231,8 @@ class PagerAgainstDict(RuleBasedStateMachine):
                 tokens.append(token)
                 drafted[id(s)] += 1
             elif what < 0.75 and s.tokens:
-                rows.append((s, dice.randrange(len(s.tokens)), 0, ROW_READ))
+                first = max(0, s.handle.earliest_trim - 1)
+                rows.append((s, dice.randrange(first, len(s.tokens)), 0, ROW_READ))
             else:
                 rows.append((None, 0, 0, ROW_PADDING))
         if all(row[0] is None for row in rows):
@@ -251,7 +263,9 @@ class PagerAgainstDict(RuleBasedStateMachine):
                             qkv[i, HEADS:] = np.nan
                     q, k, v = np.split(qkv, (HEADS, HEADS + KV_HEADS), axis=1)
                     if attend:
-                        outputs[layer] = forward.attend(layer, q, k, v, scaling=0.25)
+                        outputs[layer] = forward.attend(
+                            layer, q, k, v, scaling=0.25, window=self.window or None
+                        )
                     else:
                         forward.write(layer, k, v)
                 if ending == "abort":
@@ -281,8 +295,17 @@ class PagerAgainstDict(RuleBasedStateMachine):
     @rule(s=sequences, share=st.floats(0, 1))
     def trim(self, s: Modelled, share: float) -> None:
         position = round(share * len(s.tokens))
-        if s.open and self.attempt(lambda: s.handle.trim(position)):
+        if not s.open:
+            return
+        if 0 < position < s.handle.earliest_trim:
+            self.refused(lambda: s.handle.trim(position))
+        elif self.attempt(lambda: s.handle.trim(position)):
             del s.tokens[position:]
+
+    def refused(self, step: Callable[[], Any]) -> None:
+        """`step` needs what a window has let go."""
+        with pytest.raises(InvalidArgumentError, match="were let go"):
+            step()
 
     @rule(
         target=sequences,
@@ -308,7 +331,9 @@ class PagerAgainstDict(RuleBasedStateMachine):
             return
         first = min(int(start * len(s.tokens)), len(s.tokens) - 1)
         stop = min(first + count, len(s.tokens))
-        if self.attempt(lambda: s.pins.append(s.handle.pin(first, stop))):
+        if first < s.handle.released:
+            self.refused(lambda: s.handle.pin(first, stop))
+        elif self.attempt(lambda: s.pins.append(s.handle.pin(first, stop))):
             for info in s.handle.ledger()[first // C : -(-stop // C)]:
                 assert info.resident
                 assert info.pins > 0
@@ -372,6 +397,9 @@ class PagerAgainstDict(RuleBasedStateMachine):
             return
         first = min(int(start * len(s.tokens)), len(s.tokens) - 1)
         stop = min(first + count, len(s.tokens))
+        if first < s.handle.released:
+            self.refused(lambda: s.handle.read_kv(layer, first, stop))
+            return
         result: list[Any] = []
         if not self.attempt(lambda: result.extend(s.handle.read_kv(layer, first, stop))):
             return
@@ -405,10 +433,10 @@ class PagerAgainstDict(RuleBasedStateMachine):
         if not hasattr(self, "pager"):
             return
         for s in list(self.live):
-            whole = len(s.tokens)
+            held = s.handle.released
             for layer in range(LAYERS):
-                k, _ = s.handle.read_kv(layer, 0, whole)
-                numbers = self.history.numbers(s.tokens)
+                k, _ = s.handle.read_kv(layer, held, len(s.tokens))
+                numbers = self.history.numbers(s.tokens)[held:]
                 rows = [self.history.row(n)[layer][HEADS : HEADS + KV_HEADS] for n in numbers]
                 assert k.numpy().tobytes() == b"".join(row.tobytes() for row in rows)
             s.handle.close()

@@ -20,9 +20,11 @@ struct ChunkInfo {
   int64_t start = 0;
   int64_t stop = 0;
   bool sealed = false;
-  bool damaged = false;  // its bytes in the snapshot are not what was saved; see Pager::restore
-  uint8_t tiers = 0;     // of Tier
-  BlockId block;         // value -1: not resident
+  bool released = false;    // let go behind a window: it has no bytes and no record
+  bool damaged = false;     // its bytes in the snapshot are not what was saved; see Pager::restore
+  bool checkpoint = false;  // whoever keeps recurrent states has one behind it; the pager has none
+  uint8_t tiers = 0;        // of Tier
+  BlockId block;            // value -1: not resident
   DType k_dtype = DType::kFloat32;
   DType v_dtype = DType::kFloat32;
   Provenance provenance = Provenance::kExact;

@@ -46,6 +46,11 @@ struct PagerOptions {
   double hysteresis = 0.1;    // a recall must beat its victim's score by this fraction
   int threads = 1;
   std::string namespace_key;  // fingerprint of all that bits depend on; enters every chain hash
+  // No row of any layer sees keys at positions <= its own - window; 0: some layer has no window. With
+  // one, a sequence lets go of sealed chunks that lie behind it, but for what trims by up to `rewind`
+  // tokens need. Both up to 2^40 tokens.
+  int64_t window = 0;
+  int64_t rewind = 0;
   uint64_t shuffle_seed = 0;  // not 0: blocks are handed out in a random order (tests)
   bool poison = false;        // free blocks are filled with NaN (tests)
 
@@ -125,6 +130,7 @@ struct PagerStats {
   int64_t sequences = 0, records = 0, cached_records = 0, reserved_chunks = 0, home_chunks = 0;
   int64_t forwards = 0, aborted_forwards = 0, rows_committed = 0;
   int64_t chunks_sealed = 0, chunks_shared = 0, chunks_evicted = 0, chunks_recalled = 0;
+  int64_t chunks_released = 0;    // let go by a sequence, behind its window
   int64_t chunks_forgotten = 0;   // cached ones that gave way; nobody finds them any more
   int64_t chunks_healed = 0;      // recomputed, bit for bit, because their snapshot was damaged
   int64_t summaries_rebuilt = 0;  // from verified payload, because their snapshot's was damaged
@@ -159,15 +165,24 @@ class Pager {
   SequenceId create_sequence(const std::string& salt);
   void destroy_sequence(SequenceId sequence);
   SequenceId fork(SequenceId sequence);
+  // To `position`: 0, or earliest_trim() to length.
   void trim(SequenceId sequence, int64_t position);
+  // Positions of the whole text, and their ids: also of what was let go.
   int64_t length(SequenceId sequence) const;
   std::vector<TokenId> tokens(SequenceId sequence) const;
+  // The first positions whose chunks were let go behind the window; their K/V are gone.
+  int64_t released(SequenceId sequence) const;
+  // The first position a trim can go back to, 0 apart, so that rows there and just before it see all
+  // that their window shows them.
+  int64_t earliest_trim(SequenceId sequence) const;
 
   // Admission: lower-tier room to grow to `total_tokens`, or CapacityError with the bytes needed.
-  // Replaces what an earlier call held.
+  // Replaces what an earlier call held. With a window that is room for what the sequence holds at a
+  // time. What others go on using of the chunks it lets go (a restored or adopted sequence, a save) is
+  // promised again as far as there is room; begin() asks for the rest.
   void reserve(SequenceId sequence, int64_t total_tokens);
   // REQUIRES: an empty sequence. Shares the longest chain of sealed exact chunks whose tokens these
-  // are.
+  // are; with a window, only those that it shows, and `rewind` tokens before it, have to be there.
   int64_t adopt_prefix(SequenceId sequence, const std::vector<TokenId>& tokens);
 
   // A forward: all M rows at once. The commit rows of a sequence hold length, length + 1, ... in
@@ -220,15 +235,18 @@ class Pager {
   // no bit.
   int64_t evict_all();
 
-  // The first `upto` positions (-1: all) as they are now, for saving while the sequence goes on.
+  // The first `upto` positions (-1: all) as they are now, without what was let go, for saving while
+  // the sequence goes on. REQUIRES: upto >= earliest_trim().
   // Sealed chunks are shared, only a tail is copied. Its chunks, and the pager's memory, stay until
   // it is destroyed; no room but theirs is taken.
   std::shared_ptr<SnapshotContent> freeze(SequenceId sequence, int64_t upto = -1);
   // Lazy: the first `upto` positions (-1: all) of a snapshot. `file_namespace` is the namespace_key
   // the file was written under; provenance other than kExact puts the chunks in a namespace of their
-  // own.
+  // own. `before`: what was let go before the snapshot's first position, which `upto` counts too;
+  // only a pager with a window that is not wider can do without them.
   SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-                     Provenance provenance, const std::string& file_namespace, int64_t upto = -1);
+                     Provenance provenance, const std::string& file_namespace, int64_t upto = -1,
+                     const ReleasedText& before = {});
   // The chain hash of every full chunk of these tokens under this pager's namespace_key.
   std::vector<Hash128> chain_hashes(const std::vector<TokenId>& tokens,
                                     const std::string& salt) const;

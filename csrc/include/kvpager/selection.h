@@ -71,19 +71,21 @@ std::vector<std::string> scorer_names();
 void register_scorer(std::unique_ptr<Scorer> scorer);
 
 // The candidates of a row, [begin, end) in chunks: after the sinks, before the recent window. Empty
-// for kDense and kWindow.
+// for kDense and kWindow. Chunks before `held` have no summary, and are left out.
 struct CandidateRange {
   int64_t begin = 0;
   int64_t end = 0;
 };
-CandidateRange candidate_range(const Selection& selection, int64_t chunk_tokens, int64_t position);
+CandidateRange candidate_range(const Selection& selection, int64_t chunk_tokens, int64_t position,
+                               int64_t held = 0);
 
 // Appends the ascending chunk ids row `position` attends to: sinks, always, recent and the `chunks`
 // best of the candidates by (score descending, id ascending). scores[i] belongs to candidate begin
 // + i and is read for kTopK only. A chunk of `always` takes no place among the k. window > 0 (a
 // sliding-window layer): chunks that lie wholly at or before position - window are left out, and do
-// not count among the k.
+// not count among the k. REQUIRES: the window leaves all chunks before `held` out.
 void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t position,
-                   int64_t window, const double* scores, std::vector<int32_t>* out);
+                   int64_t window, const double* scores, std::vector<int32_t>* out,
+                   int64_t held = 0);
 
 }  // namespace kvpager

@@ -10,6 +10,7 @@
 // part whenever it is read.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -62,6 +63,14 @@ struct SnapshotPacks {
   bool empty() const { return packs.empty(); }
 };
 
+// The beginning of a text whose chunks were let go behind a window: what a content does not have. Its
+// chain hashes are computed from this.
+struct ReleasedText {
+  std::vector<TokenId> tokens;          // a multiple of chunk_tokens
+  std::array<int64_t, 3> provenance{};  // chunks that were exact, decode and approximate
+  int64_t window = 0;                   // PagerOptions::window of who let them go
+};
+
 struct SnapshotMeta {
   Layout layout;
   std::string scorer;              // name; summaries below were made by it
@@ -69,6 +78,8 @@ struct SnapshotMeta {
   std::string fingerprint;  // UTF-8 JSON object, opaque here; compared field by field by the caller
   std::string session;      // UTF-8 JSON object, opaque here (pending token, sampler)
   SharedArray<TokenId> tokens;  // ids of all committed positions
+  // Of a frozen sequence: what came before these. Not written: whoever saves puts it into `session`.
+  ReleasedText before;
   std::vector<SnapshotChunk> chunks;
   SnapshotHints hints;
   SnapshotPacks packs;  // of a manifest; empty: self-contained

@@ -26,6 +26,7 @@ PagerOptions options_of(uint64_t seed, const std::string& folder) {
     options.selection.chunks = 2;
     options.selection.recent = 16;
   }
+  if (seed % 4 == 3) options.window = 40;
   return options;
 }
 

@@ -177,6 +177,7 @@ inline std::vector<float> run_layers(
     if (attend) {
       AttendOptions options;
       options.scaling = 0.25f;
+      options.window = pager.options().window;
       attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), options);
       outputs.insert(outputs.end(), t.out.data.begin(), t.out.data.end());
     } else {
@@ -244,25 +245,28 @@ inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) 
   return a.size() == b.size() && !a.empty() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
 }
 
-// The invariants hold, and the sequence has these tokens and every byte of their keys and values.
+// The invariants hold, and the sequence has these tokens and every byte of the keys and values it has
+// not let go of.
 inline void require_intact(Pager& pager, const Known& sequence) {
   pager.check_invariants();
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   REQUIRE(pager.length(sequence.id) == length);
   REQUIRE(pager.tokens(sequence.id) == sequence.tokens);
   const std::vector<uint64_t> history = histories(sequence.tokens);
-  std::vector<float> k(static_cast<size_t>(length * 32)), v(k.size());
+  const int64_t held = pager.released(sequence.id);
+  std::vector<float> k(static_cast<size_t>((length - held) * 32)), v(k.size());
   std::vector<float> expected(32);
   for (int layer = 0; layer < small_layout().layers; ++layer) {
-    pager.read_kv(sequence.id, layer, 0, length, reinterpret_cast<std::byte*>(k.data()),
+    pager.read_kv(sequence.id, layer, held, length, reinterpret_cast<std::byte*>(k.data()),
                   reinterpret_cast<std::byte*>(v.data()));
-    for (int64_t p = 0; p < length; ++p) {
+    for (int64_t p = held; p < length; ++p) {
       const uint64_t h = history[static_cast<size_t>(p)];
+      const int64_t at = (p - held) * 32;
       fill_row(h, layer, kKey, 32, expected.data());
-      REQUIRE_MESSAGE(std::memcmp(k.data() + p * 32, expected.data(), 128) == 0, "keys of layer ",
+      REQUIRE_MESSAGE(std::memcmp(k.data() + at, expected.data(), 128) == 0, "keys of layer ",
                       layer, " position ", p);
       fill_row(h, layer, kValue, 32, expected.data());
-      REQUIRE_MESSAGE(std::memcmp(v.data() + p * 32, expected.data(), 128) == 0, "values of layer ",
+      REQUIRE_MESSAGE(std::memcmp(v.data() + at, expected.data(), 128) == 0, "values of layer ",
                       layer, " position ", p);
     }
   }

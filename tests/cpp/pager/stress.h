@@ -65,10 +65,9 @@ class Life {
         if (known_.size() < kMostSequences) {  // and both go on from here
           const size_t parent = static_cast<size_t>(draw(known_.size()));
           known_.push_back({pager_.fork(known_[parent].id), known_[parent].tokens});
-          std::vector<TokenId>& tokens = known_[parent].tokens;
-          if (draw(2) == 0 && tokens.size() % 16 > 2) {  // rows the other keeps are written anew
-            tokens.resize(tokens.size() - 2);
-            pager_.trim(known_[parent].id, static_cast<int64_t>(tokens.size()));
+          const auto length = static_cast<int64_t>(known_[parent].tokens.size());
+          if (draw(2) == 0 && length % 16 > 2) {  // rows the other keeps are written anew
+            trim(known_[parent], length - 2);
           }
           append(known_[parent]);
           append(known_.back());
@@ -76,9 +75,7 @@ class Life {
         return;
       case 2: {
         Known& known = any();
-        const size_t length = static_cast<size_t>(draw(known.tokens.size() + 1));
-        pager_.trim(known.id, static_cast<int64_t>(length));
-        known.tokens.resize(length);
+        trim(known, static_cast<int64_t>(draw(known.tokens.size() + 1)));
         return append(known);
       }
       case 3: {
@@ -94,8 +91,9 @@ class Life {
         Known& known = any();
         if (known.tokens.empty()) return;
         pager_.evict_all();
-        const auto stop = static_cast<int64_t>(std::min<size_t>(known.tokens.size(), 48));
-        const PinId pin = pager_.pin(known.id, 0, stop);
+        const int64_t start = pager_.released(known.id);
+        const auto stop = std::min(static_cast<int64_t>(known.tokens.size()), start + 48);
+        const PinId pin = pager_.pin(known.id, start, stop);
         append(known);
         return pager_.unpin(pin);
       }
@@ -137,6 +135,7 @@ class Life {
       }
       AttendOptions options;
       options.scaling = 0.25f;
+      options.window = pager_.options().window;
       trace_.outputs.push_back(t.out.data);
       TensorView out = t.out.view();
       out.data = trace_.outputs.back().data();
@@ -166,16 +165,20 @@ class Life {
   }
 
   void append(Known& known) {
-    if (known.tokens.size() > kMostTokens) {
-      pager_.trim(known.id, 20);
-      known.tokens.resize(20);
-    }
+    if (known.tokens.size() > kMostTokens) trim(known, pager_.released(known.id) > 0 ? 0 : 20);
     std::vector<TokenId> all;
     const auto rows = begin(known, &all);
     layers(rows, all, 2);
     // Chunks that are not exact are forgotten with their last sequence, not kept for others.
     pager_.commit_all(draw(2) == 0 ? Provenance::kExact : Provenance::kDecode);
     known.tokens = std::move(all);
+  }
+
+  // As far as the window allows.
+  void trim(Known& known, int64_t length) {
+    if (length > 0) length = std::max(length, pager_.earliest_trim(known.id));
+    pager_.trim(known.id, length);
+    known.tokens.resize(static_cast<size_t>(length));
   }
 
   // A forward that is aborted, and another one at once.
@@ -190,9 +193,10 @@ class Life {
 
   void look(const Known& known) {
     const auto length = static_cast<int64_t>(known.tokens.size());
-    std::vector<std::byte> k(static_cast<size_t>(length * 128)), v(k.size());
+    const int64_t held = pager_.released(known.id);
+    std::vector<std::byte> k(static_cast<size_t>((length - held) * 128)), v(k.size());
     for (int layer = 0; layer < 2; ++layer) {
-      pager_.read_kv(known.id, layer, 0, length, k.data(), v.data());
+      pager_.read_kv(known.id, layer, held, length, k.data(), v.data());
       trace_.bytes.push_back(slice_checksum(k.data(), static_cast<int64_t>(k.size())));
       trace_.bytes.push_back(slice_checksum(v.data(), static_cast<int64_t>(v.size())));
     }
