@@ -4,29 +4,50 @@ from __future__ import annotations
 
 from kvpager.runtime.agreement import Agreement
 from kvpager.runtime.completion import Completion
+from kvpager.runtime.draft import DraftModel
 from kvpager.runtime.engine import Engine
+from kvpager.runtime.group import (
+    Cache,
+    CacheGroup,
+    NeedsCheckpoint,
+    Ok,
+    Refused,
+    TrimAnswer,
+    TrimCounters,
+    TrimReport,
+)
 from kvpager.runtime.prompt_lookup import PromptLookup
 from kvpager.runtime.request import Request
 from kvpager.runtime.sampling import Sampling
 from kvpager.runtime.saving import SaveHandle
 from kvpager.runtime.scheduler import Scheduler
 from kvpager.runtime.score import Score
-from kvpager.runtime.session import Session
+from kvpager.runtime.session import Reuse, Session
 from kvpager.runtime.speculation import Proposer, SpeculationStats
 from kvpager.runtime.stream import GeneratedToken
 
 __all__ = [
     "Agreement",
+    "Cache",
+    "CacheGroup",
     "Completion",
+    "DraftModel",
     "Engine",
     "GeneratedToken",
+    "NeedsCheckpoint",
+    "Ok",
     "PromptLookup",
     "Proposer",
+    "Refused",
     "Request",
+    "Reuse",
     "Sampling",
     "SaveHandle",
     "Scheduler",
     "Score",
     "Session",
     "SpeculationStats",
+    "TrimAnswer",
+    "TrimCounters",
+    "TrimReport",
 ]

@@ -54,8 +54,7 @@ class Cursor:
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
-        # Whether rows after the last sealed chunk may have come from a forward of any row count.
-        self.provisional = False
+        self._provisional: int | None = None  # see `provisional`; the first of such rows
         self._pending: tuple[int, int] | None = None  # (position, token)
         self._logits: tuple[int, torch.Tensor] | None = None  # (position of what they predict, ...)
         self._owed: tuple[int, TokenIds] | None = None  # (position of the first, tokens)
@@ -65,7 +64,7 @@ class Cursor:
         """The same place over a copy of the sequence."""
         assert self._ahead is None
         twin = Cursor(sequence)
-        twin.provisional = self.provisional
+        twin._provisional = self._provisional
         twin._pending, twin._logits, twin._owed = self._pending, self._logits, self._owed
         return twin
 
@@ -75,6 +74,21 @@ class Cursor:
         length = self.sequence.length
         ahead = self._ahead
         return length if ahead is None or length != ahead.end else ahead.start
+
+    @property
+    def provisional(self) -> bool:
+        """Whether rows after the last sealed chunk may have come from a forward of any row count.
+
+        Set before such a row is committed.
+        """
+        return self._provisional is not None
+
+    @provisional.setter
+    def provisional(self, value: bool) -> None:
+        if not value:
+            self._provisional = None
+        elif self._provisional is None or self._provisional > self.committed:
+            self._provisional = self.committed
 
     @property
     def owed(self) -> TokenIds:
@@ -168,17 +182,33 @@ class Cursor:
             self.sequence.trim(self.committed)
             self._ahead = None
 
-    def owe_provisional(self, chunk_tokens: int) -> None:
-        """Gives up the K/V of rows that must not be sealed; their tokens are owed from now on."""
-        if not self.provisional:
-            return
-        sealed = self.committed // chunk_tokens * chunk_tokens
-        # Before the trim this is nothing yet; after it, the tokens that were trimmed.
-        self._owed = (sealed, np.concatenate([self.sequence.tokens[sealed:], self.owed]))
-        self.sequence.trim(sealed)
-        self.provisional = False
+    def owe(self, text: TokenIds) -> None:
+        """What of a text follows the tokens held is owed."""
+        self._owed = (0, text)
 
-    def cut(self, position: int, chunk_tokens: int) -> None:
+    def owe_from(self, position: int) -> None:
+        """Gives up the K/V from `position` on; the tokens they were of are owed from now on."""
+        if position >= self.committed:
+            return
+        told = np.concatenate([self.sequence.tokens[position : self.committed], self.owed])
+        # Before the trim this is what was owed; after it, the tokens that were trimmed as well.
+        self._owed = (position, told)
+        self.sequence.trim(position)
+
+    def owe_provisional(self, chunk_tokens: int) -> None:
+        """Gives up the K/V of rows that must not be sealed; their tokens are owed from now on.
+
+        All of their chunk, where that can be: after a cut a window may have let go of what the
+        chunk's first rows need. Those before the first provisional one are exact.
+        """
+        if self._provisional is None:
+            return
+        boundary = self.committed // chunk_tokens * chunk_tokens
+        within_reach = boundary == 0 or boundary >= self.sequence.earliest_trim
+        self.owe_from(boundary if within_reach else self._provisional)
+        self._provisional = None
+
+    def cut(self, position: int) -> None:
         """Keeps the tokens [0, position) of the text; the pending one goes, unless it is one."""
         if position > self.told:
             return
@@ -186,8 +216,8 @@ class Cursor:
         if position < committed:
             self.sequence.trim(position)
             self._owed = None
-            if position <= committed // chunk_tokens * chunk_tokens:
-                self.provisional = False
+            if self._provisional is not None and position <= self._provisional:
+                self._provisional = None
         elif position < self.told:
             self._owed = (committed, self.owed[: position - committed])
         self._pending = None

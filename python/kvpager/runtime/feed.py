@@ -30,8 +30,9 @@ class Feed:
         self.session = session
         self.ids = ids
         self.served = 0
+        self._text = session.tokens
         self._total = len(ids)  # tokens that room is held for
-        self._fresh = not session.length  # no row of it has been computed
+        self._fresh = not session.committed  # no row of it has been computed
         # Tokens of whole chunks in common with other prompts.
         self._common: weakref.WeakKeyDictionary[Feed, int] = weakref.WeakKeyDictionary()
 
@@ -55,14 +56,17 @@ class Feed:
         self._total = len(self.ids) if total_tokens is None else total_tokens
         session.settle()
         self.adopt(engine)
-        if empty and engine.shares_chunks:
+        # K/V of a model with recurrent layers are of no use without a state after them.
+        if empty and engine.shares_chunks and engine.recurrence is None:
+            found = session.committed
             adopt_stored_prefix(engine, session, self.ids)
+            session.note_adopted(found, session.committed - found)
             self._fresh = self._fresh and not session.restored_tokens
         try:
             session.sequence.reserve(self._total)
         except BaseException:
             if empty:
-                session.hold(engine.pager.sequence(salt=engine.salt))
+                session.hold(engine.pager.sequence(salt=session.sequence.salt), text=self._text)
             raise
 
     def adopt(self, engine: Engine) -> None:
@@ -70,7 +74,7 @@ class Feed:
         if not self._fresh or not engine.shares_chunks:
             return
         if not self.done:
-            self.session.sequence.adopt_prefix(self.ids)
+            self.session.note_adopted(0, self.session.sequence.adopt_prefix(self.ids))
         elif self._common and max(self._common.values()) > self.done:
             self._adopt_more(engine)
 
@@ -102,7 +106,9 @@ class Feed:
         try:
             if longer.adopt_prefix(self.ids) > self.done:
                 longer.reserve(self._total)
+                done = self.done
                 self.session.hold(longer)
+                self.session.note_adopted(done, self.done - done)
                 return
         except CapacityError:  # both cannot hold their room at once: computing it is as good
             pass

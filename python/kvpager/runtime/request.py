@@ -149,12 +149,13 @@ class Request:
                 feed = Feed(session, np.append(self._prompt, self.tokens))
                 feed.admit(engine, len(feed.ids) + stream.remaining)
             else:
-                session.sequence.reserve(session.length + stream.remaining)
+                session.reserve(session.length + stream.remaining)
         except BaseException:
             if session is not self.given_session:
                 session.close()
             raise
         stream.session = session
+        session.generation_start = session.length if feed is None else self.prompt_tokens
         self._stream, self._feed, self._session = stream, feed, session
 
     def suspend(self) -> bool:

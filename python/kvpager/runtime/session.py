@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -14,14 +15,20 @@ import torch
 from kvpager import _core
 from kvpager.errors import InvalidArgumentError
 from kvpager.pager import ChunkInfo, Pin, Sequence
+from kvpager.released import ReleasedText
+from kvpager.runtime.companions import freeze_companions
 from kvpager.runtime.cursor import Cursor, Lookahead
+from kvpager.runtime.draft import DraftCompanion
+from kvpager.runtime.group import CacheGroup
 from kvpager.runtime.packing import read_logits
-from kvpager.runtime.progress import Progress, reporting_bytes
+from kvpager.runtime.primary import PrimaryCache
+from kvpager.runtime.progress import Progress, check_progress, reporting_bytes
+from kvpager.runtime.recurrent import StateCursor
 from kvpager.runtime.repair import Repairs, repairing
 from kvpager.runtime.sampling import Sampling
 from kvpager.runtime.saving import FrozenState, SaveHandle, Saves, destination
 from kvpager.runtime.speculation import Speculate, SpeculationStats
-from kvpager.runtime.stream import MODEL_EOS, EndTokens, GeneratedToken
+from kvpager.runtime.stream import MODEL_EOS, EndTokens, GeneratedToken, check_generation
 from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
 from kvpager.stores import SaveReport, SnapshotStore
 
@@ -29,8 +36,30 @@ if TYPE_CHECKING:
     from kvpager.runtime.engine import Engine
 
 SESSION_VERSION = 1  # of what a snapshot keeps beside the K/V
+RELEASED_VERSION = 2  # likewise, where chunks behind a window were let go
 
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What `Session.update` found to be there already.
+
+    Attributes:
+        total: tokens of the text.
+        computed: of those, tokens whose K/V had to be computed.
+        changed: position of the first token that was another one; the session's old length where
+            the new text merely goes on.
+    """
+
+    total: int
+    computed: int
+    changed: int
+
+    @property
+    def reused(self) -> int:
+        """Tokens that were not computed."""
+        return self.total - self.computed
 
 
 class Session:
@@ -59,7 +88,12 @@ class Session:
         self.sampling = sampling or Sampling()  # of the last generate(), or the restored one
         self.speculation = SpeculationStats()  # of all generate() calls that speculated
         self.repairs = repairs or Repairs()
+        self.tokens_computed = 0  # of prompts: rows that forwards committed, whatever they shared
+        self.generation_start: int | None = None  # where the last generate() began
         self._saves = Saves()
+        self.companions: list[DraftCompanion] = []  # other models' caches of the text
+        self.states: StateCursor | None = None  # of recurrent layers
+        self._reprefilled_to = 0  # up to where tokens are computed that a trim had kept
         self._take(sequence, restored_tokens)
 
     def _take(self, sequence: Sequence, restored_tokens: int) -> None:
@@ -71,6 +105,9 @@ class Session:
         # A session nobody holds gives its chunks up, as if closed.
         self._finalizer = weakref.finalize(self, sequence.close)
         self._finalizer.atexit = False
+        if self.states is not None:
+            self.states.close()
+        self.states = self.engine.states_of(sequence)
 
     @property
     def recomputed_tokens(self) -> int:
@@ -217,10 +254,10 @@ class Session:
             eos: token ids that end generation once produced; by default the model's; None for none.
             stop: sequences of token ids that end generation once produced, as produced by this
                 call.
-            speculate: "prompt-lookup", or a callable that returns a fresh `kvpager.Proposer`:
-                guesses that ride in the same forwards. The tokens, the state of the session after
-                each of them and every bit are the same; only the time is not. `speculation` says
-                what it was worth. Needs `exact="all"`.
+            speculate: "draft" (the engine's draft model), "prompt-lookup", or a callable that
+                returns a fresh `kvpager.Proposer`: guesses that ride in the same forwards. The
+                tokens, the state of the session after each of them and every bit are the same; only
+                the time is not. `speculation` says what it was worth. Needs `exact="all"`.
             logprobs: yield `GeneratedToken(id, logprob)` instead of ids.
 
         Raises:
@@ -245,16 +282,102 @@ class Session:
         return (token for _, token in stream)
 
     def trim(self, position: int) -> None:
-        """Keeps the tokens [0, position), 0 <= position <= length."""
+        """Keeps the tokens [0, position), 0 <= position <= length.
+
+        The text is cut there whatever the caches can do. What one of them cannot keep (a window has
+        let go of what lies behind it, a recurrent state was kept at fewer places, the pool has no
+        block for a part of a chunk) is computed again with the next forward, and a companion's loss
+        is its own: see `kvpager.CacheGroup`, and `Engine.stats` for what it cost.
+        """
         self.engine.check_session(self)
-        if isinstance(position, bool) or not 0 <= position <= self.length:
+        if type(position) is not int or not 0 <= position <= self.length:
             raise InvalidArgumentError(
-                f"position is {position}; expected 0 to {self.length}, the tokens the session holds"
+                f"position is {position!r}; expected 0 to {self.length}, the tokens the session "
+                "holds"
             )
-        if position < self.length:
-            self._cursor.drop_ahead()
-            self._repairing(lambda: self._cursor.cut(position, self.engine.layout.chunk_tokens))
-            self._restored_left = min(self._restored_left, position)
+        if position == self.length:
+            return
+        self._cursor.drop_ahead()
+        held = self.committed
+        group = CacheGroup(PrimaryCache(self), self.companions, self.engine.trims)
+        try:
+            self._repairing(lambda: group.trim(position))
+        finally:  # also where a companion failed: by then the primary cache has been cut
+            if self.committed <= position:
+                self._cut(position, held)
+
+    def regenerate(
+        self, max_new_tokens: int, *, from_position: int | None = None, **options: Any
+    ) -> Iterator[Any]:
+        """Drops what was generated last and yields tokens in its place, as `generate` does.
+
+        Args:
+            max_new_tokens: as for `generate`.
+            from_position: where the new text begins, 1 .. length; None: where the last call of
+                `generate` or `regenerate` began, also if it was before a save.
+            **options: of `generate`; another `seed` (with a temperature) gives another text.
+
+        Raises:
+            InvalidArgumentError: at the call, before anything is dropped: nothing was generated
+                since the session or its last trim, or an argument is out of range.
+            CapacityError: at the call, if max_new_tokens more do not fit below the pool; the
+                session's text is as it was.
+        """
+        self.engine.check_session(self)
+        start = self.generation_start if from_position is None else from_position
+        if start is None:
+            raise InvalidArgumentError(
+                "regenerate: the session has generated nothing since it began or was cut; give "
+                "from_position"
+            )
+        if type(start) is not int or not 1 <= start <= self.length:
+            raise InvalidArgumentError(
+                f"from_position is {start!r}; expected 1 to {self.length}, the tokens the session "
+                "holds"
+            )
+        if "stop" in options:  # both are read twice
+            options["stop"] = [list(part) for part in options["stop"]]
+        if isinstance(options.get("eos"), Iterator):
+            options["eos"] = list(options["eos"])
+        check_generation(self.engine, max_new_tokens, options)
+        self.reserve(start + max_new_tokens)
+        text, begun = self.tokens, self.generation_start
+        self.trim(start)
+        try:
+            return self.generate(max_new_tokens, **options)
+        except BaseException:  # chunks that others hold as well made no room
+            self._cursor.owe(text)
+            self.generation_start = begun
+            raise
+
+    def update(self, ids: TokenIdsLike, *, progress: Progress = None) -> Reuse:
+        """Makes the session hold exactly `ids`, whatever it held: the common beginning is kept.
+
+        For an edited message, reasoning that is dropped between turns, or a client that renders the
+        whole conversation anew each time. `prefill` is for those who are sure that the text only
+        grows, and says so where it does not.
+
+        Args:
+            ids: the whole text, [n] or [1, n].
+            progress: as for `prefill`.
+
+        Raises:
+            InvalidArgumentError: no tokens, not integers, or an id outside the vocabulary, or
+                progress is nothing to report to; nothing was changed.
+            CapacityError, CorruptSnapshotError: as for `prefill`; the common beginning is kept, and
+                calling it again goes on from there.
+        """
+        self.engine.check_session(self)
+        new = as_token_ids(ids, self.engine.vocab_size)
+        check_progress(progress)
+        held = self.tokens
+        common = min(len(held), len(new))
+        different = np.flatnonzero(held[:common] != new[:common])
+        changed = int(different[0]) if different.size else common
+        self.trim(changed)
+        before = self.tokens_computed
+        self.prefill(new, progress=progress)
+        return Reuse(total=len(new), computed=self.tokens_computed - before, changed=changed)
 
     def fork(self) -> Session:
         """Another session with the same tokens; sealed chunks are shared, the rest is its own."""
@@ -264,6 +387,11 @@ class Session:
             self.sequence.fork(), sampling=self.sampling, repairs=self.repairs.for_fork()
         )
         twin._cursor = self._cursor.over(twin.sequence)  # noqa: SLF001  # one of its own kind
+        twin.generation_start = self.generation_start
+        if self.states is not None:
+            twin.states = self.states.fork(twin.sequence)
+        for companion in self.companions:
+            twin.add_companion(companion.fork())
         return twin
 
     def pin(self, start: int, stop: int) -> Pin:
@@ -277,10 +405,18 @@ class Session:
         return self._repairing(lambda: self.sequence.pin(start, stop))
 
     def ledger(self) -> list[ChunkInfo]:
-        """What is known of each chunk, in logical order: where it is, its provenance, its score."""
+        """What is known of each chunk, in logical order: where it is, its provenance, its score.
+
+        With recurrent layers also whether the state behind it is kept (`checkpoint`).
+        """
         self.engine.check_session(self)
         self._cursor.drop_ahead()
-        return self.sequence.ledger()
+        chunks = self.sequence.ledger()
+        if self.states is not None:
+            kept = self.states.held(self.committed)
+            for chunk in chunks:
+                chunk.checkpoint = chunk.sealed and chunk.stop in kept
+        return chunks
 
     @overload
     def save(
@@ -327,8 +463,10 @@ class Session:
         """Saves the session as it is now, atomically: whole, or what had the name is as it was.
 
         Everything `Engine.restore` needs is saved: tokens, K/V, summaries, the pending token and
-        the sampler. With `wait=False` a thread writes while the session goes on; what is saved is
-        the session at the call, bit for bit, and `close` of the session or its engine waits for it.
+        the sampler; and beside it, under the name and `.draft` or `.states`, what a draft model and
+        recurrent layers hold of the text (`SaveReport.companions`). With `wait=False` a thread
+        writes while the session goes on; what is saved is the session at the call, bit for bit, and
+        `close` of the session or its engine waits for it.
 
         Args:
             name_or_path: the snapshot's name in `store`; without one, the path of a file.
@@ -354,19 +492,24 @@ class Session:
             raise InvalidArgumentError(
                 f"upto is {upto!r}; expected 1 to {self.length}, the tokens the session holds"
             )
+        content = self._freeze(min(upto, self._cursor.told))
+        released = ReleasedText.of_content(content)
+        values: dict[str, object] = {
+            "version": SESSION_VERSION if released is None else RELEASED_VERSION,
+            "pending": self.pending if upto == self.length else None,
+            "sampling": self.sampling.to_json(),
+        }
+        if self.generation_start is not None and self.generation_start <= upto:
+            values["generation_start"] = self.generation_start
         state = FrozenState(
             engine=self.engine,
-            content=self._freeze(min(upto, self._cursor.told)),
-            session=self.sequence.session_text(
-                {
-                    "version": SESSION_VERSION,
-                    "pending": self.pending if upto == self.length else None,
-                    "sampling": self.sampling.to_json(),
-                }
-            ),
+            content=content,
+            released=None if released is None else released.tokens,
+            session=self.sequence.session_text(values, content),
             repairs=self.repairs,
             name=name,
             store=target,
+            companions=freeze_companions(self, upto),
         )
         if wait:
             with reporting_bytes(progress, "save") as report:
@@ -378,6 +521,10 @@ class Session:
         self._saves.wait()
         if not self.closed:
             self.sequence.close()
+        if self.states is not None:
+            self.states.close()
+        for companion in self.companions:
+            companion.close()
 
     def __enter__(self) -> Session:
         return self
@@ -407,15 +554,50 @@ class Session:
         """Whether the next token can be chosen without a forward."""
         return self._cursor.ready
 
+    def add_companion(self, companion: DraftCompanion) -> None:
+        """From here on it is cut, forked, saved and closed with the session."""
+        self.companions.append(companion)
+
+    @property
+    def draft(self) -> DraftCompanion:
+        """What the engine's draft model holds of the text; empty where it was not needed yet."""
+        for companion in self.companions:
+            return companion
+        assert self.engine.drafting is not None
+        self.add_companion(DraftCompanion(self.engine.drafting))
+        return self.companions[-1]
+
     @property
     def must_settle(self) -> bool:
         """Whether tokens are owed, or the pending one would seal a chunk of provisional rows."""
         cursor = self._cursor
         if cursor.owed.size:
             return True
-        return cursor.pending is not None and (
-            (cursor.committed + 1) % self.engine.layout.chunk_tokens == 0
+        return (
+            self.engine.config.exact == "reuse"
+            and cursor.pending is not None
+            and (cursor.committed + 1) % self.engine.layout.chunk_tokens == 0
         )
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the session stands over its sequence."""
+        return self._cursor
+
+    def note_computed(self, start: int, count: int) -> None:
+        """A forward has committed `count` tokens of the text from `start` on."""
+        self.tokens_computed += count
+        if start + count >= self._reprefilled_to:
+            self._reprefilled_to = 0
+
+    def note_adopted(self, start: int, count: int) -> None:
+        """Chunks of others hold these tokens, so that they need not be computed again after all."""
+        found = max(0, min(start + count, self._reprefilled_to) - start)
+        self.engine.trims.tokens_reprefilled -= found
+
+    def reserve(self, total_tokens: int) -> None:
+        """Holds room to grow to so many tokens; what is ahead of the text may be more already."""
+        self.sequence.reserve(max(total_tokens, self.sequence.length))
 
     def keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Remembers, in a copy, the logits after the last committed token."""
@@ -455,11 +637,19 @@ class Session:
         """The committed token at a position."""
         return int(self.sequence.tokens[position])
 
-    def hold(self, sequence: Sequence, *, restored_tokens: int = 0) -> None:
-        """Goes on with another sequence in the place of its own, which is closed."""
+    def hold(
+        self, sequence: Sequence, *, restored_tokens: int = 0, text: TokenIds | None = None
+    ) -> None:
+        """Goes on with another sequence in the place of its own, which is closed.
+
+        text: what the session's text is from now on, of which the sequence has a beginning or more;
+            None: what it was.
+        """
+        text = self.tokens if text is None else text
         self._finalizer.detach()
         self.sequence.close()
         self._take(sequence, restored_tokens)
+        self._cursor.owe(text)
         self.engine.register(self)
 
     def keep_pending(self, token: int | None) -> None:
@@ -469,6 +659,16 @@ class Session:
     def note_used(self) -> None:
         """The K/V held so far have served in place of a prefill."""
         self.restored_tokens_consumed = self._restored_left
+
+    def _cut(self, position: int, held: int) -> None:
+        """Cuts the text at a position, now that no cache goes beyond. held: committed before."""
+        kept = self.committed
+        self._cursor.cut(position)
+        lost = min(held, position)
+        self._reprefilled_to = lost if kept < lost else min(self._reprefilled_to, position)
+        self._restored_left = min(self._restored_left, kept)
+        if self.generation_start is not None and self.generation_start > position:
+            self.generation_start = None
 
     def _freeze(self, upto: int) -> _core.SnapshotContent:
         """The first `upto` tokens as a snapshot has them; of provisional rows, in exact ones."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -73,7 +74,10 @@ class Generation:
                 for i, part in enumerate(stop)
             ),
             speculation=resolve_speculation(
-                speculate, vocab_size=engine.vocab_size, exact=engine.config.exact
+                speculate,
+                vocab_size=engine.vocab_size,
+                exact=engine.config.exact,
+                drafting=engine.drafting,
             ),
             logprobs=logprobs,
         )
@@ -134,6 +138,28 @@ class Stream:
             return token
         assert logits is not None
         return GeneratedToken(token, float(np.float32(log_probability(logits, token))))
+
+
+def check_generation(engine: Engine, max_new_tokens: int, options: Mapping[str, Any]) -> None:
+    """Raises what `Session.generate` would, before anything is done. `options`: by name."""
+    defaults: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "eos": MODEL_EOS,
+        "stop": (),
+        "speculate": None,
+        "logprobs": False,
+    }
+    unknown = sorted(options.keys() - defaults.keys() - {"seed"})
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], [*defaults, "seed"], n=1)
+        hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join([*defaults, "seed"])
+        raise InvalidArgumentError(f"generate has no option {unknown[0]!r}; {hint}")
+    chosen = defaults | {name: value for name, value in options.items() if name != "seed"}
+    generation = Generation.checked(engine, max_new_tokens, **chosen)
+    if options.get("seed") is not None:
+        generation.sampling_with(options["seed"])
 
 
 def seeds_of(seed: int | Iterable[int] | None, defaults: list[int]) -> list[int]:
