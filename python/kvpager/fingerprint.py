@@ -74,7 +74,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             remedy="set PagerConfig.chunk_tokens to the value it was saved with",
         ),
         "exact": Rule(
-            'what decided the row count of a forward: "rows" (one of those proven), or "none"',
+            'what decided the row count of a forward: "rows" (one of those proven), "aligned" (a '
+            'chunk of one sequence, of a model with recurrent layers), or "none"',
             waivable=True,
             remedy="set PagerConfig.exact to the mode it was saved with",
         ),
@@ -108,9 +109,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "torch_version": Rule("release of torch", waivable=True, remedy=_SAME_BUILD),
         "transformers_version": Rule("release of transformers", waivable=True, remedy=_SAME_BUILD),
         "processor": Rule(
-            "instruction sets, or the GPU, that torch's matrix products choose by",
+            "instruction sets, or the GPU, that torch's matrix products choose by; with recurrent "
+            "layers on the CPU also where weights begin within a cache line",
             waivable=True,
-            remedy="use a processor or GPU like the one it was saved on",
+            remedy="use a processor or GPU like the one it was saved on, and load the model alike",
         ),
         "threads": Rule(
             "threads of torch, on the CPU",
@@ -163,6 +165,7 @@ def describe(
     row_counts: RowCounts,
     kernel_version: int | str = _core.KERNEL_VERSION,
     salt: str,
+    aligned: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
     """The fingerprint of an engine: JSON-able, flat, and the same in every process.
@@ -176,6 +179,7 @@ def describe(
         row_counts: of its forwards.
         kernel_version: of the attention that the pager runs; see `attention_version`.
         salt: the tenant's.
+        aligned: a forward is a chunk of one sequence, from the state before it.
         progress: told the bytes of weights hashed, and of all.
     """
     device = model.device
@@ -197,7 +201,7 @@ def describe(
         "k_dtype": layout.k_dtype,
         "v_dtype": layout.v_dtype,
         "chunk_tokens": layout.chunk_tokens,
-        "exact": "none" if config.exact is False else "rows",
+        "exact": "none" if config.exact is False else "aligned" if aligned else "rows",
         "rows": row_counts.ladder[0],
         "head_rows": row_counts.head[0],
         "selection": describe_selection(config.selection),
@@ -208,13 +212,30 @@ def describe(
         "kernel_version": kernel_version,
         "torch_version": torch.__version__,
         "transformers_version": transformers.__version__,
-        "processor": numerics.describe_processor(device),
+        "processor": numerics.describe_processor(device)
+        + (_placement(model) if aligned and on_cpu else ""),
         # What the host computes with does not matter to a GPU.
         "threads": torch.get_num_threads() if on_cpu else 0,
         "mkl_cbwr": os.environ.get("MKL_CBWR", "") if on_cpu else "",
         "matmul_precision": torch.get_float32_matmul_precision() if on_cpu else "",
         **({} if on_cpu else _of_cuda(device)),
     }
+
+
+def _placement(model: Any) -> str:
+    """A digest of where weights begin within a cache line; empty where all begin with one.
+
+    Products of a single row in float32 differ by it, and a chunk that is computed alone may have
+    them: in experts that one token chose, or in every layer where forwards have one row.
+    """
+    line = 64
+    offsets = [
+        f"{name}\0{parameter.data_ptr() % line}"
+        for name, parameter in sorted(model.named_parameters())
+        if parameter.data_ptr() % line
+    ]
+    digest = xxhash.xxh3_64_hexdigest("\0".join(offsets).encode())
+    return f", weights at {digest}" if offsets else ""
 
 
 def _of_cuda(device: torch.device) -> dict[str, str]:

@@ -22,11 +22,12 @@ class Head:
     def __init__(self, model: Any, counts: Sequence[int] = (HEAD_ROWS,)) -> None:
         """`counts`: ascending row counts that give the same bits (`RowCounts.head`)."""
         self._project = model.get_output_embeddings()
+        self._dtype = self._project.weight.dtype
         self.finish = _finishing_step(model)  # of logits [..., vocab], element by element
         self._counts = tuple(counts)
 
     def __call__(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Logits [len(rows), vocab] of some rows of hidden [M, hidden_size], in its dtype."""
+        """Logits [len(rows), vocab], in the head's dtype, of rows of hidden [M, hidden_size]."""
         largest = self._counts[-1]
         parts = []
         for start in range(0, len(rows), largest):
@@ -34,6 +35,7 @@ class Head:
             count = self._counts[bisect_left(self._counts, len(wanted))]
             index = wanted + [wanted[0]] * (count - len(wanted))
             gathered = hidden.index_select(0, torch.tensor(index, device=hidden.device))
+            gathered = gathered.to(self._dtype)  # some decoders end in float32
             logits = self._project(gathered.unsqueeze(0))
             if self.finish is not None:
                 logits = self.finish(logits)
@@ -46,6 +48,8 @@ def _finishing_step(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None
     config = model.config
     if cap := getattr(config, "final_logit_softcapping", None):
         return lambda logits: torch.tanh(logits / cap) * cap
+    if (multiplier := getattr(config, "lm_head_multiplier", None)) is not None:
+        return lambda logits: logits * multiplier
     if (scale := getattr(model, "logit_scale", None)) is not None:
         return lambda logits: logits * scale
     if (scaling := getattr(config, "logits_scaling", None)) is not None:

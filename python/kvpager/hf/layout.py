@@ -10,21 +10,38 @@ from kvpager.errors import UnsupportedModelError
 from kvpager.hf.observe import Observation
 from kvpager.pager import Layout
 
+NO_KV_DIM = 16  # head_dim of the zeros that stand for the K/V of a model without attention
 
-def layout_of(model: Any, seen: Observation, *, chunk_tokens: int, kv_dtype: str) -> Layout:
+
+def layout_of(
+    model: Any, seen: Observation, *, chunk_tokens: int, kv_dtype: str, recurrent: bool = False
+) -> Layout:
     """The layout of the model's K/V.
+
+    A model without attention has none: its chunks are the least a pager can keep, and hold zeros.
 
     Args:
         model: the model that was observed.
         seen: a forward of it.
         chunk_tokens: tokens per chunk.
         kv_dtype: "auto" for the dtype of the model's keys and values, or the dtype to keep them in.
+        recurrent: some of its layers carry a state, and need not attend.
 
     Raises:
         UnsupportedModelError: a layer has no K/V of its own, or layers differ in shape.
     """
     name = type(model).__name__
-    layers = model.config.num_hidden_layers
+    if recurrent and not seen.layers:
+        return Layout(
+            layers=1,
+            kv_heads=1,
+            k_dim=NO_KV_DIM,
+            v_dim=NO_KV_DIM,
+            chunk_tokens=chunk_tokens,
+            k_dtype="float16",
+            v_dtype="float16",
+        )
+    layers = len(seen.layers) if recurrent else model.config.num_hidden_layers
     if sorted(seen.layers) != list(range(layers)):
         raise UnsupportedModelError(
             f"{name} has {layers} layers, but {len(seen.layers)} of them attended with K/V of "

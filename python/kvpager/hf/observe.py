@@ -45,6 +45,7 @@ class Recorder:
     """Stands in for a forward: notes q, k and v of each layer; rows attend to themselves."""
 
     calls: dict[int, LayerTensors] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
 
     def attend(
         self,
@@ -59,12 +60,13 @@ class Recorder:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Of v [M, Hkv, Dv]: its rows, one per head of q."""
-        del scaling, window, softcap, sinks
+        del scaling, softcap, sinks
         if layer in self.calls:
             raise UnsupportedModelError(
                 f"layer {layer} attends more than once; use a model with one attention per layer"
             )
         self.calls[layer] = (q, k, v)
+        self.windows[layer] = window
         return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(q.dtype)
 
 
@@ -87,6 +89,7 @@ class Observation:
         layers: q, k and v of each attention call, by layer.
         hidden: [M, hidden_size], the decoder's output.
         calls: of every distinct module without children, or with expert weights.
+        windows: how many positions back each attention call let a row see; None: all of them.
     """
 
     tokens: torch.Tensor
@@ -94,6 +97,7 @@ class Observation:
     layers: dict[int, LayerTensors]
     hidden: torch.Tensor
     calls: list[Call]
+    windows: dict[int, int | None] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -135,7 +139,8 @@ def observe(model: Any, rows: int) -> Observation:
                 "that is not known here; use an architecture with a plain, soft-capped or scaled "
                 "head"
             )
-    return Observation(tokens, positions, recorder.calls, seen.hidden, [*seen.calls.values()])
+    calls = [*seen.calls.values()]
+    return Observation(tokens, positions, recorder.calls, seen.hidden, calls, recorder.windows)
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpager.errors import UnsupportedModelError
+from kvpager.hf.recurrent import is_recurrent
 from kvpager.numerics import tunes_kernels
 
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")
@@ -17,10 +18,13 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_supported(model: Any, *, exact: bool = True) -> PreTrainedModel:
+def check_supported(
+    model: Any, *, exact: bool = True, one_at_a_time: bool = False
+) -> PreTrainedModel:
     """Returns the model, typed.
 
-    With `exact` False its experts may run in any way.
+    With `exact` False its experts may run in any way. With `one_at_a_time` a forward has tokens of
+    one sequence only if the model has recurrent layers, so that it may have them.
 
     Raises:
         UnsupportedModelError: the token at a position would not be a pure function of the tokens
@@ -37,18 +41,20 @@ def check_supported(model: Any, *, exact: bool = True) -> PreTrainedModel:
                 else ", as AutoModelForCausalLM.from_pretrained(...) returns"
             )
         )
-    if why_not := why_unsupported(model, exact=exact):
+    if why_not := why_unsupported(model, exact=exact, one_at_a_time=one_at_a_time):
         raise UnsupportedModelError(f"{type(model).__name__}: {why_not}")
     return model
 
 
-def why_unsupported(model: PreTrainedModel, *, exact: bool = True, loaded: bool = True) -> str:
+def why_unsupported(
+    model: PreTrainedModel, *, exact: bool = True, loaded: bool = True, one_at_a_time: bool = False
+) -> str:
     """Why `check_supported` refuses a model, and what to do; empty if it does not.
 
     With `loaded` False its weights may be nowhere: what is asked is whether it would be refused
     once they are in memory.
     """
-    problems = _problems(model, exact, loaded)
+    problems = _problems(model, exact, loaded, one_at_a_time)
     return next((f"{reason}; {remedy}" for reason, remedy in problems), "")
 
 
@@ -75,14 +81,24 @@ def require_known_experts(model: Any, modules: Iterable[torch.nn.Module]) -> Non
         )
 
 
-def _problems(model: PreTrainedModel, exact: bool, loaded: bool) -> Iterator[tuple[str, str]]:
+def _problems(
+    model: PreTrainedModel, exact: bool, loaded: bool, one_at_a_time: bool
+) -> Iterator[tuple[str, str]]:
     config = model.config
     yield from _kind_problems(model)
     if loaded:
         yield from _placement_problems(model)
-    layer_types = getattr(config, "layer_types", None) or ()
-    mixing = sorted(set(layer_types) - set(_PLAIN_LAYERS))
-    if mixing:
+    recurrent = is_recurrent(model)
+    mixing = sorted(set(getattr(config, "layer_types", None) or ()) - set(_PLAIN_LAYERS))
+    if recurrent and not one_at_a_time:
+        kinds = ", ".join(mixing) or "linear_attention"
+        yield (
+            f"layers of type {kinds} mix rows or keep state other than K/V, so that a row's bits "
+            "depend on what its forward holds",
+            'use exact="reuse", under which a forward holds tokens of one sequence, and states are '
+            "kept between chunks",
+        )
+    elif mixing and not recurrent:
         yield (
             f"layers of type {', '.join(mixing)} mix rows or keep state other than K/V",
             "use a model whose layer_types are full_attention and sliding_attention only",
@@ -94,7 +110,7 @@ def _problems(model: PreTrainedModel, exact: bool, loaded: bool) -> Iterator[tup
                 "the whole forward, so that a key depends on what else was in it",
                 'use "default", "linear", "llama3" or "yarn" in config.rope_parameters',
             )
-    if exact:
+    if exact and not recurrent:  # a chunk of a recurrent model is computed alone
         yield from _expert_problems(model)
 
 

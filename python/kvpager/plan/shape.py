@@ -184,10 +184,17 @@ def shape_of(
     """The shape of a transformers causal LM, whether or not its weights are in memory.
 
     Raises:
-        UnsupportedModelError: an engine would refuse it.
+        UnsupportedModelError: an engine would refuse it, or it has recurrent layers, of whose cost
+            nothing is known here.
     """
+    from kvpager.hf.recurrent import is_recurrent
     from kvpager.hf.support import why_unsupported
 
+    if is_recurrent(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: a plan knows no cost of layers that carry a state; try the "
+            'model itself, with Engine(model, exact="reuse", pool_tokens=...)'
+        )
     if why_not := why_unsupported(
         model.eval() if not loaded else model, exact=exact, loaded=loaded
     ):

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from kvpager.hf.state import EMPTY, RecurrentState
 from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Sequence, Span
 from kvpager.runtime.tokens import TokenIds
 
@@ -28,6 +29,8 @@ class Batch:
         exact: whether it runs with a row count that is proven to give the one set of bits, or with
             exactly `used` rows.
         accept: decides between the head and the commit what is kept; None: everything.
+        before: of a model with recurrent layers, the state before the first row.
+        after: the state its forward has left, once it is committed.
     """
 
     def __init__(self, capacity: int, *, exact: bool = True) -> None:
@@ -39,6 +42,8 @@ class Batch:
         self.used = 0
         self.exact = exact
         self.accept: Accept | None = None
+        self.before = EMPTY
+        self.after: RecurrentState | None = None
 
     @property
     def room(self) -> int:

@@ -20,6 +20,7 @@ from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, PagerError, damaged_chunk, explain_damage
 from kvpager.pager import Sequence, SnapshotInfo
 from kvpager.runtime.batch import Batch
+from kvpager.runtime.chunks import extend_from_states
 from kvpager.runtime.tokens import TokenIds
 from kvpager.stores import SnapshotStore
 
@@ -42,12 +43,13 @@ class Repairs:
     on_corrupt: str = RECOMPUTE  # a session that restored nothing must not fail for another's file
     store: SnapshotStore | None = None  # it was restored from, and
     reader: _core.SnapshotReader | None = None  # what of it
+    first: int = 0  # chunk of the text that is the first there
     tokens: int = 0  # computed again
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def for_fork(self) -> Repairs:
         """Those of a fork, which has done none yet."""
-        return Repairs(self.on_corrupt, self.store, self.reader)
+        return Repairs(self.on_corrupt, self.store, self.reader, self.first)
 
     def count(self, tokens: int) -> None:
         """Adds tokens that were computed again."""
@@ -60,7 +62,7 @@ class Repairs:
         if report is None:
             return
         try:
-            report(self.reader, chunk)
+            report(self.reader, chunk - self.first)
         except (PagerError, OSError) as error:
             _log.warning("the store cannot be told that chunk %d is damaged: %s", chunk, error)
 
@@ -160,7 +162,8 @@ def restore_without_tail(
     provenance: what the snapshot is worth to this engine.
     """
     worth = snapshot.reader.provenance[-1] if provenance == "exact" else provenance
-    require_repairable(error, RECOMPUTE, worth)
+    if engine.recurrence is None:  # which uses no saved tail, whatever it is worth
+        require_repairable(error, RECOMPUTE, worth)
     whole = snapshot.reader.sealed_chunks * engine.layout.chunk_tokens
     return engine.pager.restore(snapshot, salt=engine.salt, upto=whole)
 
@@ -170,6 +173,11 @@ def recompute_tail(
 ) -> None:
     """Computes the tokens after those the session holds, and compares them with what was saved."""
     tokens, start = snapshot.tokens, session.committed
+    if engine.recurrence is not None:
+        session.cursor.owe(tokens)
+        session.repairs.count(len(tokens) - start)
+        _log.warning("%s; tokens [%d, %d) will be computed again", error, start, len(tokens))
+        return
     extend(engine, session.sequence, tokens)
     saved = snapshot.reader.slice_checksums[-1]
     frozen = repairing(engine, [session.sequence], session.sequence.freeze)
@@ -184,12 +192,19 @@ def recompute_tail(
 
 def extend(engine: Engine, sequence: Sequence, tokens: TokenIds) -> None:
     """Makes a sequence hold all of `tokens`, of which it holds the first ones."""
-    _feed(sequence, tokens, engine.rows, lambda batch: run(engine, batch))
+    _feed(engine, sequence, tokens, lambda batch: run(engine, batch))
 
 
 def _feed(
-    sequence: Sequence, tokens: TokenIds, rows: int, forward: Callable[[Batch], object]
+    engine: Engine,
+    sequence: Sequence,
+    tokens: TokenIds,
+    forward: Callable[[Batch], torch.Tensor],
 ) -> None:
+    if engine.recurrence is not None:
+        extend_from_states(engine, sequence, tokens, forward)
+        return
+    rows = engine.rows
     sequence.reserve(len(tokens))
     while (start := sequence.length) < len(tokens):
         batch = Batch(rows)
@@ -207,7 +222,7 @@ def _compute_first_missing(engine: Engine, tokens: TokenIds) -> int:
         start = sequence.adopt_prefix(tokens)  # ends before the first chunk known to be damaged
         if start < len(tokens):
             chunk = tokens[: start + engine.layout.chunk_tokens]
-            _feed(sequence, chunk, engine.rows, engine.runner.run)
+            _feed(engine, sequence, chunk, engine.runner.run)
         return start
     finally:
         sequence.close()

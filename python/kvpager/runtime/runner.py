@@ -13,6 +13,10 @@ import torch
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.hf import Head, RowCounts, dummy_mask, packed_inputs, running
+from kvpager.hf.attention import RowAttention
+from kvpager.hf.layout import NO_KV_DIM
+from kvpager.hf.recurrent import Recurrence
+from kvpager.hf.state import RecurrentState
 from kvpager.numerics import settings, tunes_kernels
 from kvpager.pager import Forward, Pager
 from kvpager.runtime.batch import Batch
@@ -38,7 +42,15 @@ class _Timed:
 class Runner:
     """The only place where the model runs. One forward at a time; a failed one commits nothing."""
 
-    def __init__(self, model: Any, pager: Pager, row_counts: RowCounts) -> None:
+    def __init__(
+        self,
+        model: Any,
+        pager: Pager,
+        row_counts: RowCounts,
+        recurrence: Recurrence | None = None,
+    ) -> None:
+        """`recurrence`: how the model's recurrent layers are run, if it has any."""
+        self._recurrence = recurrence
         self._decoder = model.get_decoder()
         self._head = Head(model, row_counts.head)
         self._model = model
@@ -87,22 +99,63 @@ class Runner:
                 batch.padded_spans(rows), tokens.astype(np.int32)
             ) as forward:
                 timed = _Timed(forward)
-                inputs = packed_inputs(
-                    self._on_device(tokens), self._on_device(positions), self._mask
-                )
-                with running(timed):
-                    output = self._decoder(**inputs)
+                if self._recurrence is None:
+                    hidden = self._packed(timed, tokens, positions)
+                else:
+                    hidden, after = self._from_state(timed, batch, tokens, positions)
                 self.attention_seconds += timed.seconds
                 head_start = time.perf_counter()
-                arriving = self._to_host(self._logits(output[0][0], batch.wanted))
+                arriving = self._to_host(self._logits(hidden, batch.wanted))
                 self.head_seconds += time.perf_counter() - head_start
                 forward.commit(None if batch.accept is None else batch.accept(arriving()))
                 logits = arriving()
+                if self._recurrence is not None:
+                    batch.after = after
             self.forwards += 1
             self.rows += rows
             self.rows_used += batch.used
             self.seconds += time.perf_counter() - start
         return logits
+
+    def _packed(
+        self, forward: RowAttention, tokens: npt.NDArray[Any], positions: npt.NDArray[Any]
+    ) -> torch.Tensor:
+        """The decoder's output [rows, hidden_size] for rows of any sequences."""
+        inputs = packed_inputs(self._on_device(tokens), self._on_device(positions), self._mask)
+        with running(forward):
+            output = self._decoder(**inputs)
+        hidden: torch.Tensor = output[0][0]
+        return hidden
+
+    def _from_state(
+        self,
+        forward: RowAttention,
+        batch: Batch,
+        tokens: npt.NDArray[Any],
+        positions: npt.NDArray[Any],
+    ) -> tuple[torch.Tensor, RecurrentState]:
+        """The same for the rows after a state, of one sequence; and the state after them."""
+        assert self._recurrence is not None
+        assert len(batch.owners) == 1
+        assert batch.before.position == positions[0]
+        recurrence, rows = self._recurrence, len(tokens)
+        cache = recurrence.cache(batch.before)
+        inputs = recurrence.inputs(self._on_device(tokens), self._on_device(positions), cache)
+        with running(recurrence.attention(cache, forward)):
+            output = self._decoder(**inputs)
+        if not recurrence.layers:
+            nothing = torch.zeros(rows, 1, NO_KV_DIM, dtype=torch.float16, device=self._device)
+            forward.attend(0, nothing, nothing, nothing, scaling=1.0)
+        hidden = output[0][0]
+        return hidden, recurrence.taken(cache, batch.before.position + rows, hidden[-1])
+
+    def logits_after(self, state: RecurrentState) -> torch.Tensor:
+        """Logits [vocab] for the token after a state that is not of position 0: the same bits."""
+        self.check_unchanged()
+        with self._lock, torch.inference_mode():
+            hidden = state.hidden.to(self._device).unsqueeze(0)
+            arriving = self._to_host(self._logits(hidden, [0]))
+            return arriving()[0]
 
     def _on_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         tensor = torch.from_numpy(values)

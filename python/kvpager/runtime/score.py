@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.hf.state import EMPTY
 from kvpager.runtime.agreement import Agreement
 from kvpager.runtime.batch import Batch
+from kvpager.runtime.chunks import next_chunk
 from kvpager.runtime.progress import Progress, reporting
 from kvpager.runtime.repair import run
 from kvpager.runtime.sampling import log_probability
@@ -76,16 +78,21 @@ def score_tokens(engine: Engine, ids: TokenIds, progress: Progress) -> Score:
     logprobs = np.empty(len(ids) - 1, dtype=np.float32)
     fed = ids[:-1]  # the last token's own K/V are not needed to score it
     sequence = engine.pager.sequence(salt=engine.salt)
+    state = EMPTY
     try:
         sequence.reserve(len(fed))
         with reporting(progress, "score", len(fed)) as report:
-            for start in range(0, len(fed), engine.rows):
-                batch = Batch(engine.rows, exact=engine.config.exact is not False)
-                rows = batch.commit(sequence, start, fed[start : start + engine.rows])
-                batch.wanted.extend(rows)
+            while (start := sequence.length) < len(fed):
+                if engine.recurrence is not None:
+                    batch = next_chunk(engine, sequence, fed, start, state)
+                else:
+                    batch = Batch(engine.rows, exact=engine.config.exact is not False)
+                    batch.commit(sequence, start, fed[start : start + engine.rows])
+                batch.wanted.extend(range(batch.used))
                 for row, logits in enumerate(run(engine, batch)):
                     logprobs[start + row] = log_probability(logits, int(ids[start + row + 1]))
-                report(start + len(rows))
+                state = batch.after or EMPTY
+                report(start + batch.used)
     finally:
         sequence.close()
     return Score(tokens=ids, logprobs=logprobs)

@@ -12,6 +12,7 @@ from kvpager.verify.bits import Array, Comparison, Place, compare_bits
 
 if TYPE_CHECKING:
     from kvpager.runtime import Session
+    from kvpager.runtime.tokens import TokenIds
     from kvpager.verify.recording import Recording
 
 Status: TypeAlias = Literal["same", "differs", "failed", "not run", "does not apply"]
@@ -71,7 +72,9 @@ class Outcome:
 class Check:
     """Collects the comparisons of one relation; every one is made, whatever differed before."""
 
-    def __init__(self) -> None:
+    def __init__(self, cold_run: Callable[[TokenIds], Recording] | None = None) -> None:
+        """`cold_run`: of any text, where a longer text's is none of its beginning (subject.py)."""
+        self._cold_run = cold_run
         self.comparison = Comparison()
         self.cases = 0
         self.notes: list[str] = []
@@ -116,6 +119,7 @@ class Check:
         K/V come first, layer by layer, so that the first difference is told where it arose.
         """
         length = len(actual.tokens)
+        cold = self._of_length(cold, length)
         self.tokens(actual.tokens, np.asarray(cold.tokens[:length]))
         for layer, (keys, values) in enumerate(zip(actual.keys, actual.values)):
             for name, ours, theirs in (
@@ -123,14 +127,22 @@ class Check:
                 ("values", values, cold.values[layer]),
             ):
                 self.bits(ours, theirs[:length], _kv_place(name, layer))
+        whole = len(actual.logits) == length  # all of one run, rather than of some prompts' ends
         for position, logits in sorted(actual.logits.items()):
-            self.logits(logits, cold, position)
+            of = cold if whole else self._of_length(cold, position + 1)
+            self.logits(logits, of, position)
 
     def session(self, session: Session, cold: Recording) -> None:
         """Tokens, K/V of every layer, and the logits after the last committed token."""
         from kvpager.verify.recording import record
 
-        self.recording(record(session, {session.committed - 1: session.logits}), cold)
+        logits = session.logits  # computes first what is owed
+        self.recording(record(session, {session.committed - 1: logits}), cold)
+
+    def _of_length(self, cold: Recording, length: int) -> Recording:
+        if self._cold_run is None or length == len(cold.tokens):
+            return cold
+        return self._cold_run(cold.tokens[:length])
 
     def _placed(self, place: Place) -> Place:
         if not self._case:

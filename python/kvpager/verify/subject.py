@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvpager.runtime import Engine, Session
 
 _SALTS = itertools.count()  # of this process: no two runs of a harness share a chunk
+_EVERYTHING = 1 << 40  # tokens
 
 
 class Subject:
@@ -74,7 +75,8 @@ class Subject:
                 'PagerConfig.exact to "all" or "reuse"'
             )
         self.model = model
-        self.config = config
+        # Bits of all of a text are compared, also of what windows would let go.
+        self.config = config.replace(rewind_tokens=_EVERYTHING) if engine is None else config
         self.effort: Effort = effort
         self.seed = seed
         self._given_folder = None if folder is None else Path(folder)
@@ -93,8 +95,9 @@ class Subject:
 
     def _prepare(self) -> None:
         engine = self.engine()
-        # M follows the pool's size where it is left to the engine; here one M is meant.
-        self.config = self.config.replace(rows=engine.rows)
+        if engine.recurrence is None:
+            # M follows the pool's size where it is left to the engine; here one M is meant.
+            self.config = self.config.replace(rows=engine.rows)
         longest = getattr(self.model.config, "max_position_embeddings", None)
         self.sweep = Sweep.of(self.config, engine.row_counts.ladder, self.effort, longest)
         self.prompt = self._long_prompt(engine.vocab_size)
@@ -147,7 +150,12 @@ class Subject:
         return self._cold[key]
 
     def _longer(self, key: bytes) -> Recording | None:
-        """A cold run of a text that begins with these tokens serves as well, once proven so."""
+        """A cold run of a text that begins with these tokens serves as well, once proven so.
+
+        Not where layers are recurrent: there a text's tail is computed otherwise than its chunks.
+        """
+        if self.engine().recurrence is not None:
+            return None
         return next((run for ids, run in self._cold.items() if ids.startswith(key)), None)
 
     def forget(self) -> None:

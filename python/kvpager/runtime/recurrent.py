@@ -1,0 +1,218 @@
+"""The states of one session's recurrent layers: where it is, and where it can go back to."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvpager import fingerprint as fingerprints
+from kvpager import pager
+from kvpager.errors import CorruptSnapshotError
+from kvpager.hf.state import EMPTY, RecurrentState
+from kvpager.runtime.group import NeedsCheckpoint, Ok, TrimAnswer
+from kvpager.runtime.saved_states import SavedStates, freeze_states
+from kvpager.stores.companions import STATES, CompanionSnapshot
+
+if TYPE_CHECKING:
+    from kvpager.pager import SnapshotInfo
+    from kvpager.runtime.engine import Engine
+
+
+class StateCursor:
+    """What recurrent layers know of a session's text, beside a sequence that holds its K/V.
+
+        0        base             live
+        | chunks | rows of a tail |
+          ^ checkpoints, of all texts of the engine
+
+    The *base* is the exact state at the last chunk boundary that the session has passed, *live* the
+    one after its last committed row. Each holds for one position only and is void at any other, so
+    that a commit or a cut of the sequence, whenever an exception strikes, leaves nothing wrong: a
+    forward that fails has worked on a copy.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sequence: pager.Sequence,
+        *,
+        base: RecurrentState = EMPTY,
+        live: RecurrentState = EMPTY,
+        saved: SavedStates | None = None,
+        namespace: bytes = b"",
+    ) -> None:
+        """`namespace`: enters the name of each checkpoint; for states that are not exact."""
+        self._engine = engine
+        self._sequence = sequence
+        self._base = base
+        self._live = live
+        self._saved = saved
+        self._namespace = namespace
+        self.kind = STATES  # of companion, when it is saved
+
+    @property
+    def length(self) -> int:
+        """How far into the text it is."""
+        return self._live.position
+
+    def at(self, position: int) -> RecurrentState | None:
+        """The state after the first `position` committed tokens, if it is held anywhere.
+
+        One that a snapshot holds is read now. If it is damaged there, it is held no more.
+        """
+        for state in (EMPTY, self._live, self._base):
+            if state.position == position:
+                return state
+        hashes = self._hashes(position)
+        if not hashes or len(hashes) * self._engine.layout.chunk_tokens != position:
+            return None
+        found = self._engine.checkpoints.get(self, hashes[-1])
+        if found is None and self._saved is not None:
+            found = self._saved.read(hashes[-1])
+            if found is not None:
+                self._engine.checkpoints.note_restored()
+                self._engine.checkpoints.put(self, hashes, found)
+        if found is not None:
+            self._base = found
+        return found
+
+    def nearest(self, position: int) -> int:
+        """The greatest position up to this one at which a state is held; 0 always is one."""
+        return max(one for one in self.held(position) if one <= position)
+
+    def held(self, position: int) -> set[int]:
+        """Where states are held of the first `position` tokens, and maybe further on; 0 always."""
+        hashes = self._hashes(position)
+        held = {0, self._live.position, self._base.position}
+        held.update(self._engine.checkpoints.held(hashes))
+        if self._saved is not None:
+            held.update(self._saved.held(hashes))
+        return held
+
+    def trim(self, position: int) -> TrimAnswer:
+        """Ok where a state is held, and a row can go on; else the nearest place where one is."""
+        if position >= self.length:
+            return Ok()
+        nearest = self.nearest(position)
+        if nearest != position:
+            return NeedsCheckpoint(nearest)
+        self.rewind(position)
+        return Ok()
+
+    def rewind(self, position: int) -> None:
+        """Goes back to a position at which a state is held."""
+        if self._live.position > position:
+            self._live = self._base if self._base.position <= position else EMPTY
+        if self._base.position > position:
+            self._base = EMPTY
+
+    def reset(self) -> None:
+        """Forgets everything but what is kept for all texts."""
+        self._base = self._live = EMPTY
+
+    def advance(self, state: RecurrentState) -> None:
+        """A forward has committed rows and left this state.
+
+        At a chunk boundary it is exact, unless the text is not: no decoded row is sealed.
+        """
+        self._live = state
+        if state.position % self._engine.layout.chunk_tokens:
+            return
+        self._base = state
+        if self._engine.checkpoints.due(state.position):
+            self.keep_base()
+
+    def keep_base(self) -> None:
+        """Makes the base a checkpoint, as where a prompt ends that others may begin with."""
+        if self._base.position and self._base.position <= self._sequence.length:
+            self._engine.checkpoints.put(self, self._hashes(self._base.position), self._base)
+
+    def freeze(self, upto: int) -> CompanionSnapshot | None:
+        """What is held of the first `upto` tokens, for a save; None if that is nothing."""
+        hashes = self._hashes(min(upto, self._sequence.length))
+        size = self._engine.layout.chunk_tokens
+        found = self._engine.checkpoints.states(hashes)
+        if self._base.position and self._base.position <= len(hashes) * size:
+            found[hashes[self._base.position // size - 1]] = self._base
+        for key in hashes:
+            if key not in found and self._saved is not None:
+                saved = self._saved.read(key)
+                if saved is not None:
+                    found[key] = saved
+        kept = [(bare, found[key]) for key, bare in zip(hashes, self._bare(hashes)) if key in found]
+        if not kept:
+            return None
+        return freeze_states(
+            self._engine.state_format,
+            kept,
+            exact=not self._namespace,
+            fingerprint=self._engine.pager.fingerprint_json,
+        )
+
+    def attach(self, snapshot: SnapshotInfo, hashes: Sequence[bytes]) -> None:
+        """Goes back to what `freeze` kept as well, from now on.
+
+        Args:
+            snapshot: of the states.
+            hashes: chain hashes of the text's chunks as the primary's snapshot has them; under
+                another fingerprint they are others here.
+
+        Raises:
+            PagerError: it cannot be used; nothing was changed.
+        """
+        fingerprints.compare(
+            self._engine.fingerprint,
+            snapshot.fingerprint,
+            on_mismatch="approximate" if self._namespace else "refuse",
+            source=snapshot.path,
+        )
+        if not self._namespace and set(snapshot.reader.provenance) - {"exact"}:
+            raise CorruptSnapshotError(
+                f"{snapshot.path}: its states are not exact, and the text they are of is"
+            )
+        here = self._hashes(self._sequence.length)
+        names = dict(zip(hashes, here))
+        self._saved = SavedStates(self._engine.state_format, snapshot, names)
+
+    def fork(self, sequence: pager.Sequence) -> StateCursor:
+        """Those of a session with the same text; states are shared."""
+        return StateCursor(
+            self._engine,
+            sequence,
+            base=self._base,
+            live=self._live,
+            saved=self._saved,
+            namespace=self._namespace,
+        )
+
+    def close(self) -> None:
+        """The text is not in use any more."""
+        self._engine.checkpoints.forget_owner(self)
+        self.reset()
+        self._saved = None
+
+    def _hashes(self, position: int) -> list[bytes]:
+        """Names of the text's chunk boundaries up to a position that is committed."""
+        size = self._engine.layout.chunk_tokens
+        tokens = self._sequence.tokens[: position // size * size]
+        if not len(tokens):
+            return []
+        hashes = self._engine.pager.chain_hashes(tokens, self._sequence.salt)
+        return [one + self._namespace for one in hashes] if self._namespace else hashes
+
+    def _bare(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """The text's own chain hashes."""
+        end = -len(self._namespace) or None
+        return [one[:end] for one in hashes]
+
+
+def state_cursor(engine: Engine, sequence: pager.Sequence) -> StateCursor:
+    """Of a sequence at whose beginning alone, or after whose adopted chunks, a state is held.
+
+    States of a text that is not exact are its own: whoever shares them shares the sequence.
+    """
+    size = engine.layout.chunk_tokens
+    sealed = sequence.ledger()[: sequence.length // size]
+    exact = engine.shares_chunks and all(chunk.provenance == "exact" for chunk in sealed)
+    return StateCursor(engine, sequence, namespace=b"" if exact else uuid.uuid4().bytes)
