@@ -1,7 +1,8 @@
 """A directory store against a dict: whatever is done to it, it gives back what a dict would.
 
-Sequences grow, are cut, saved, restored and saved again; snapshots are deleted, pinned, left to
-expire and collected; bytes are compared raw. A save that finds no room changes nothing.
+Sequences grow, are cut, saved, restored and saved again, with companions or without; snapshots are
+deleted, pinned, left to expire and collected; bytes are compared raw. A save that finds no room
+changes nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvpager import _core
 from kvpager.errors import CapacityError, InvalidArgumentError, StorageError
 from kvpager.pager import SnapshotInfo
 from kvpager.stores import DirectoryStore
+from kvpager.stores.companions import CompanionSnapshot
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 SALTS = ("", "tenant")
@@ -36,6 +38,7 @@ class Kept:
     used: float
     pinned: bool = False
     ttl: float | None = None  # None: the store's
+    drafted: list[int] | None = None  # tokens of its companion, if it has one
 
 
 class StoreAgainstDict(RuleBasedStateMachine):
@@ -49,6 +52,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.ttl = ttl
         self.store = DirectoryStore(self.folder.name, byte_budget=self.budget, ttl=ttl)
         self.authors = {salt: Author(salt=salt) for salt in SALTS}
+        self.drafts = {salt: Author(salt=salt, fingerprint="draft") for salt in SALTS}
         self.tokens: dict[str, list[int]] = {salt: [] for salt in SALTS}  # of a sequence each
         self.kept: dict[str, Kept] = {}
         self.readers: list[tuple[_core.SnapshotReader, list[int], str]] = []
@@ -81,25 +85,29 @@ class StoreAgainstDict(RuleBasedStateMachine):
         tokens = self.tokens[salt]
         self.tokens[salt] = text(min(len(tokens) + more, 14 * C), seed=seed, start=tokens)
 
-    @rule(name=NAMES, salt=st.sampled_from(SALTS), more=st.integers(1, 5 * C))
-    def turn(self, name: str, salt: str, more: int) -> None:
+    @rule(
+        name=NAMES, salt=st.sampled_from(SALTS), more=st.integers(1, 5 * C), drafted=st.booleans()
+    )
+    def turn(self, name: str, salt: str, more: int, drafted: bool) -> None:
         """What stores are for: a session goes on and is saved again."""
         self.append(salt, more, 0)
-        self.save(name, salt)
+        self.save(name, salt, drafted)
 
     @rule(salt=st.sampled_from(SALTS), share=st.floats(0, 1))
     def trim(self, salt: str, share: float) -> None:
         del self.tokens[salt][round(share * len(self.tokens[salt])) :]
 
-    @rule(name=NAMES, salt=st.sampled_from(SALTS))
-    def save(self, name: str, salt: str) -> None:
+    @rule(name=NAMES, salt=st.sampled_from(SALTS), drafted=st.booleans())
+    def save(self, name: str, salt: str, drafted: bool) -> None:
         tokens = self.tokens[salt]
         if not tokens:
             return
         self.tick()
         before = self.visible().get(name)
         try:
-            report = self.authors[salt].save(self.store, name, tokens)
+            report = self.authors[salt].save(
+                self.store, name, tokens, companions=[self.beside(salt, tokens)] if drafted else []
+            )
         except CapacityError as error:
             assert self.budget is not None
             assert f"byte_budget is {self.budget}" in str(error)  # noqa: PT017
@@ -107,9 +115,19 @@ class StoreAgainstDict(RuleBasedStateMachine):
             return
         assert report.tokens == len(tokens)
         self.kept[name] = Kept(list(tokens), salt, self.clock)
+        if report.companions:
+            self.kept[name].drafted = list(tokens)
+        else:
+            assert not drafted or self.budget is not None
         if before is not None:
             self.kept[name].pinned, self.kept[name].ttl = before.pinned, before.ttl
         self.forget_evicted(spared=name)
+
+    def beside(self, salt: str, tokens: list[int]) -> CompanionSnapshot:
+        """What a draft model would hold of them."""
+        draft = self.drafts[salt]
+        content = draft.content(tokens)
+        return CompanionSnapshot("draft", content, draft.pager.fingerprint_json, "{}")
 
     @rule(name=NAMES, keep_open=st.booleans(), go_on=st.booleans())
     def restore(self, name: str, keep_open: bool, go_on: bool) -> None:
@@ -266,6 +284,10 @@ class StoreAgainstDict(RuleBasedStateMachine):
             )
             # Past the store, so that looking is no use.
             self.authors[kept.salt].check(_core.SnapshotReader.open(entry.path), kept.tokens)
+            assert entry.companions == (() if kept.drafted is None else (f"{name}.draft",))
+            if kept.drafted is not None:
+                path = entry.path.replace(f"{name}.kvsnap", f"{name}.draft.kvsnap")
+                self.drafts[kept.salt].check(_core.SnapshotReader.open(path), kept.drafted)
         total = size(self.folder.name)
         assert self.store.stats()["bytes"] == total
         assert self.budget is None or total <= self.budget

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.answer import Answer
-from kvpager.cli.failure import UsageError
+from kvpager.cli.failure import CliError, UsageError
 from kvpager.cli.models import (
     add_model_options,
     load_model,
@@ -26,7 +26,9 @@ from kvpager.cli.text import TextPieces
 if TYPE_CHECKING:
     from kvpager import Session
 
-PROPOSERS = ("prompt-lookup",)  # of kvpager.runtime.speculation, which needs torch
+# Of kvpager.runtime.speculation, which needs torch.
+PROPOSERS = ("prompt-lookup", "draft")
+DRAFT = PROPOSERS[1]
 
 
 def add(commands: Any, common: Parser) -> None:
@@ -60,8 +62,15 @@ def _add_generation_options(parser: Parser) -> None:
         const=PROPOSERS[0],
         choices=PROPOSERS,
         metavar="HOW",
-        help="the same tokens in fewer forwards, where the text repeats itself: "
-        f"{', '.join(PROPOSERS)} (default where only --speculate is given)",
+        help="the same tokens in fewer forwards: where the text repeats itself "
+        f"({PROPOSERS[0]}, default where only --speculate is given), or as the model of --draft "
+        f"guesses ({DRAFT})",
+    )
+    generation.add_argument(
+        "--draft",
+        metavar="PATH",
+        help="folder of a small model with the same vocabulary that guesses how the text goes on "
+        f"(--speculate {DRAFT}); what it holds of the text is saved and restored with the session",
     )
     generation.add_argument(
         "--logprobs",
@@ -78,6 +87,14 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     if prompt is None and args.restore is None:
         raise UsageError("a prompt is missing; give --prompt, --prompt-file, --ids or --restore")
+    if args.draft is not None and args.speculate is None:
+        args.speculate = DRAFT
+    if (args.draft is not None) != (args.speculate == DRAFT):
+        raise UsageError(
+            f"--draft has no meaning with --speculate {args.speculate}"
+            if args.draft is not None
+            else f"--speculate {DRAFT}: no draft model; give --draft PATH"
+        )
     config = pager_config(args)
     if args.speculate and config.exact != "all":
         raise UsageError(
@@ -87,19 +104,33 @@ def run(args: argparse.Namespace) -> int:
     places = session_places(args)
     check_writable("--output", args.output)
     model = load_model(args.model, args.dtype, config.device)
+    draft = None if args.draft is None else _load_draft(args, config.device)
     tokenizer = load_tokenizer(args.model)
     given = prompt_ids(args, prompt, tokenizer, special_tokens=args.restore is None)
 
     from kvpager import Engine
 
     with Engine(
-        model, config, threads=args.threads, store=places.store, progress=shows_progress(args)
+        model,
+        config,
+        threads=args.threads,
+        store=places.store,
+        draft=draft,
+        progress=shows_progress(args),
     ) as engine:
         start = time.perf_counter()
         session = places.restore(engine)
         answer = _answer(args, places, session, given, tokenizer, start)
     _report(args, answer)
     return 0
+
+
+def _load_draft(args: argparse.Namespace, device: str) -> Any:
+    """The model of --draft. Raises CliError, which names that option."""
+    try:
+        return load_model(args.draft, args.dtype, device)
+    except CliError as error:
+        raise CliError(str(error).replace("--model", "--draft", 1)) from error
 
 
 def _answer(

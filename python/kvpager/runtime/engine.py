@@ -6,9 +6,10 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -21,15 +22,30 @@ from kvpager.errors import (
     UnsupportedModelError,
     UnsupportedVersionError,
 )
-from kvpager.hf import Attachment, Observation, check_supported, layout_of, settle_rows
+from kvpager.hf import (
+    Attachment,
+    Observation,
+    RowProof,
+    check_supported,
+    layout_of,
+    settle_rows,
+)
+from kvpager.hf.aligned import settle_states
+from kvpager.hf.recurrent import Recurrence, is_recurrent
 from kvpager.hf.support import has_experts
 from kvpager.pager import Layout, Pager, Sequence, SnapshotInfo, attention_version
 from kvpager.plan import PoolChoice, choose_pool, shape_of
 from kvpager.plan.memory import suits_experts
+from kvpager.runtime.checkpoints import Checkpoints
+from kvpager.runtime.companions import restore_companions
 from kvpager.runtime.completion import Completion
 from kvpager.runtime.decode import decode
+from kvpager.runtime.draft import DraftModel, open_draft
+from kvpager.runtime.drafting import Drafting, draft_stats
+from kvpager.runtime.group import TrimCounters
 from kvpager.runtime.prefill import prefill_all
 from kvpager.runtime.progress import Progress, reporting_bytes, reporting_work
+from kvpager.runtime.recurrent import StateCursor, state_cursor
 from kvpager.runtime.repair import (
     ON_CORRUPT,
     RECOMPUTE,
@@ -40,10 +56,11 @@ from kvpager.runtime.repair import (
 from kvpager.runtime.request import OnToken
 from kvpager.runtime.runner import Runner
 from kvpager.runtime.sampling import Sampling
+from kvpager.runtime.saved_states import StateFormat
 from kvpager.runtime.saving import Saves, check_store, destination
 from kvpager.runtime.scheduler import Scheduler
 from kvpager.runtime.score import Score, score_tokens
-from kvpager.runtime.session import SESSION_VERSION, Session
+from kvpager.runtime.session import RELEASED_VERSION, SESSION_VERSION, Session
 from kvpager.runtime.speculation import Speculate, SpeculationStats
 from kvpager.runtime.stream import MODEL_EOS, EndTokens, GeneratedToken, Generation, seeds_of
 from kvpager.runtime.tokens import TokenIdsLike, as_token_ids
@@ -84,6 +101,7 @@ class Engine:
         salt: str = "",
         store: SnapshotStore | None = None,
         threads: int | None = None,
+        draft: DraftModel | Any = None,
         progress: Progress = None,
         verify: bool = False,
         **options: Any,
@@ -104,6 +122,9 @@ class Engine:
                 snapshots that were saved under this fingerprint and salt.
             threads: set torch's number of threads, for the whole process; by default it is left
                 alone.
+            draft: a small model of the same vocabulary that guesses how texts go on, for
+                `speculate="draft"`; or a `DraftModel`, which says how to page it. It has a pager of
+                its own, beside this one.
             progress: of hashing the weights: True for a bar on stderr, or a callable (bytes done,
                 bytes in all).
             verify: compare decoding, packing, speculation and reuse with a cold run, bit by bit,
@@ -119,7 +140,8 @@ class Engine:
         """
         self.config = _configuration(config, options)
         exact = self.config.exact is not False
-        self.model = check_supported(model, exact=exact)
+        one_at_a_time = self.config.exact != "all"
+        self.model = check_supported(model, exact=exact, one_at_a_time=one_at_a_time)
         self.place = resolve(self.config.device, self.model.device)
         choices = _row_choices(self.config, self.model, exact=exact)
         if not isinstance(salt, str):
@@ -137,17 +159,31 @@ class Engine:
         # By the sequence each holds.
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self.saves = Saves()
+        self.trims = TrimCounters()  # of all sessions
+        self.checkpoints = Checkpoints(
+            budget_bytes=self.config.checkpoint_bytes,
+            every=self.config.checkpoint_chunks,
+            chunk_tokens=self.config.chunk_tokens,
+            policy=self.config.checkpoint_policy,
+        )
+        self.drafting: Drafting | None = None
         self._speculation = SpeculationStats()
         self._attachment = Attachment(self.model)
         try:
-            seen, self.row_counts, self.row_proof = settle_rows(
-                self.model, choices, small_rows=self.config.small_rows, exact=exact
-            )
+            self.recurrence: Recurrence | None = None
+            if is_recurrent(self.model):
+                seen, self.row_counts, self.recurrence = settle_states(self.model, choices[0])
+                self.row_proof: RowProof | None = None
+            else:
+                seen, self.row_counts, self.row_proof = settle_rows(
+                    self.model, choices, small_rows=self.config.small_rows, exact=exact
+                )
             self.layout = layout_of(
                 self.model,
                 seen,
                 chunk_tokens=self.config.chunk_tokens,
                 kv_dtype=self.config.kv_dtype,
+                recurrent=self.recurrence is not None,
             )
             self.config, self.plan = _sized(
                 self.config, self.model, self.layout, self.rows, self.place
@@ -161,6 +197,7 @@ class Engine:
                     row_counts=self.row_counts,
                     kernel_version=kernel_version,
                     salt=salt,
+                    aligned=self.recurrence is not None,
                     progress=report,
                 )
             self.pager = Pager(
@@ -172,11 +209,14 @@ class Engine:
                 threads=threads,
                 device=self.place.name,
                 q_heads=q_heads,
+                window=_common_window(seen),
             )
+            if draft is not None:
+                self.drafting = open_draft(draft, self)
         except BaseException:
             self._attachment.release()
             raise
-        self.runner = Runner(self.model, self.pager, self.row_counts)
+        self.runner = Runner(self.model, self.pager, self.row_counts, self.recurrence)
         if verify:
             self._verify()
         _log.info(
@@ -213,6 +253,9 @@ class Engine:
         saved; `recomputed_tokens` of the session counts them, and a warning is logged. Damaged
         metadata fail always: nothing would prove the result.
 
+        What a draft model and recurrent layers held comes back too, where it was saved and is
+        sound; else it is computed again, with a warning.
+
         Args:
             name_or_path: the snapshot's name in `store`; without one, the path of a file.
             store: what it was saved to.
@@ -239,7 +282,7 @@ class Engine:
         provenance = fingerprints.compare(
             self.fingerprint, snapshot.fingerprint, on_mismatch=on_mismatch, source=snapshot.path
         )
-        pending, sampling = _session_state(snapshot.session, self.vocab_size, snapshot.path)
+        state = _SavedSession.of(snapshot, self.vocab_size)
         damage: CorruptSnapshotError | None = None
         try:
             sequence = self.pager.restore(snapshot, salt=self.salt, provenance=provenance)
@@ -250,14 +293,21 @@ class Engine:
             sequence = restore_without_tail(self, snapshot, error, provenance)
         session = self.adopt(
             sequence,
-            sampling=sampling,
+            sampling=state.sampling,
             restored_tokens=len(snapshot.tokens),
-            repairs=Repairs(on_corrupt, source, snapshot.reader),
+            repairs=Repairs(
+                on_corrupt,
+                source,
+                snapshot.reader,
+                first=len(snapshot.released_tokens) // self.layout.chunk_tokens,
+            ),
         )
         try:
             if damage is not None:
                 recompute_tail(self, session, snapshot, damage)
-            session.keep_pending(pending)
+            session.keep_pending(state.pending)
+            session.generation_start = state.generation_start
+            restore_companions(session, snapshot, name, source)
         except BaseException:
             session.close()
             raise
@@ -366,7 +416,9 @@ class Engine:
                     "generate: the session is empty; call prefill(ids) first"
                 )
         for session in sessions:
-            session.sequence.reserve(session.length + max_new_tokens)
+            session.reserve(session.length + max_new_tokens)
+        for session in sessions:
+            session.generation_start = session.length
         return decode(self, streams)
 
     def run(
@@ -490,7 +542,15 @@ class Engine:
             "seconds_forward": self.runner.seconds,
             "seconds_attention": self.runner.attention_seconds,
             "seconds_head": self.runner.head_seconds,
+            **asdict(self.trims),
+            **draft_stats(self.drafting),
+            **({} if self.recurrence is None else self.checkpoints.stats()),
         }
+
+    @property
+    def draft(self) -> Engine | None:
+        """The draft model's engine, with a pager of its own; None without a draft."""
+        return None if self.drafting is None else self.drafting.engine
 
     @property
     def rows(self) -> int:
@@ -503,7 +563,8 @@ class Engine:
         try:
             verify_engine(self)
             self.pager.reset()  # what it left behind
-            self.runner = Runner(self.model, self.pager, self.row_counts)
+            self.checkpoints.clear()
+            self.runner = Runner(self.model, self.pager, self.row_counts, self.recurrence)
             self._speculation = SpeculationStats()
         except BaseException:
             self.close()
@@ -528,6 +589,8 @@ class Engine:
             self.pager.close()
         finally:
             self._attachment.release()
+            if self.draft is not None:
+                self.draft.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -547,6 +610,16 @@ class Engine:
         session = Session(self, sequence, **state)
         self.register(session)
         return session
+
+    @property
+    def state_format(self) -> StateFormat:
+        """How a state of the model's recurrent layers is saved. REQUIRES: it has such layers."""
+        assert self.recurrence is not None
+        return StateFormat(self.recurrence.shape)
+
+    def states_of(self, sequence: Sequence) -> StateCursor | None:
+        """Where recurrent layers stand over a sequence; None for a model without such layers."""
+        return None if self.recurrence is None else state_cursor(self, sequence)
 
     def register(self, session: Session) -> None:
         """Remembers which session holds a sequence."""
@@ -598,6 +671,13 @@ def _configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> Pa
 def _row_choices(config: PagerConfig, model: Any, *, exact: bool) -> tuple[int, ...]:
     """What M may be, best first: what a plan would take, as far as the pool allows."""
     device = model.device.type
+    if is_recurrent(model):
+        if config.rows not in (None, config.chunk_tokens):
+            raise InvalidArgumentError(
+                f"rows is {config.rows}; a model with recurrent layers is run a chunk at a time: "
+                f"expected None or chunk_tokens, {config.chunk_tokens}"
+            )
+        return (config.chunk_tokens,)
     if not exact or not has_experts(model):
         return config.row_choices(device)
     return config.row_choices(device, partial(suits_experts, shape_of(model)))
@@ -626,6 +706,8 @@ def _attention(
     seen: Observation, layout: Layout, config: PagerConfig, place: Place
 ) -> tuple[int, int | str]:
     """Query heads of a model, and what decides the bits of its attention."""
+    if not seen.layers:  # the zeros of a model without attention
+        return 1, attention_version(layout, config, place, 1, torch.float16)
     queries = [q for q, _, _ in seen.layers.values()]
     heads = {q.shape[1] for q in queries}
     if place.kind != "cpu" and len(heads) != 1:
@@ -641,28 +723,55 @@ def _attention(
     return max(heads), known[0] if len(known) == 1 else ", ".join(map(str, known))
 
 
+def _common_window(seen: Observation) -> int:
+    """How far back any layer looks; 0 if one of them looks at everything."""
+    windows = list(seen.windows.values())
+    return 0 if None in windows else max(filter(None, windows), default=0)
+
+
 def _vocab_size(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def _session_state(
-    state: Mapping[str, Any], vocab_size: int, path: str
-) -> tuple[int | None, Sampling]:
-    """Pending token and sampler of a snapshot; a pager alone writes one without."""
-    version = state.get("version", SESSION_VERSION)
-    if version != SESSION_VERSION:
-        raise UnsupportedVersionError(
-            f"{path}: session.version is {version!r}; this release reads {SESSION_VERSION}"
-        )
-    pending = state.get("pending")
-    if pending is not None and (type(pending) is not int or not 0 <= pending < vocab_size):
-        raise CorruptSnapshotError(
-            f"{path}: session.pending is {pending!r}; expected a token id below {vocab_size}"
-        )
-    sampling = state.get("sampling", {})
-    if not isinstance(sampling, dict):
-        raise CorruptSnapshotError(f"{path}: session.sampling is {sampling!r}; expected an object")
-    try:
-        return pending, Sampling.from_json(sampling)
-    except InvalidArgumentError as error:
-        raise CorruptSnapshotError(f"{path}: session.sampling: {error}") from error
+class _SavedSession(NamedTuple):
+    """What a snapshot keeps beside the K/V; a pager alone writes one without.
+
+    Attributes:
+        pending: the sampled token that no forward has taken yet.
+        sampling: of the last generation.
+        generation_start: where that began; None where it was cut or there was none.
+    """
+
+    pending: int | None
+    sampling: Sampling
+    generation_start: int | None
+
+    @classmethod
+    def of(cls, snapshot: SnapshotInfo, vocab_size: int) -> _SavedSession:
+        """Raises CorruptSnapshotError, UnsupportedVersionError."""
+        state, path = snapshot.session, snapshot.path
+        version = state.get("version", SESSION_VERSION)
+        if version not in (SESSION_VERSION, RELEASED_VERSION):
+            raise UnsupportedVersionError(
+                f"{path}: session.version is {version!r}; this release reads {SESSION_VERSION} "
+                f"and {RELEASED_VERSION}"
+            )
+        pending = state.get("pending")
+        if pending is not None and (type(pending) is not int or not 0 <= pending < vocab_size):
+            raise CorruptSnapshotError(
+                f"{path}: session.pending is {pending!r}; expected a token id below {vocab_size}"
+            )
+        start, length = state.get("generation_start"), len(snapshot.tokens) + (pending is not None)
+        if start is not None and (type(start) is not int or not 0 <= start <= length):
+            raise CorruptSnapshotError(
+                f"{path}: session.generation_start is {start!r}; expected 0 to {length}"
+            )
+        sampling = state.get("sampling", {})
+        if not isinstance(sampling, dict):
+            raise CorruptSnapshotError(
+                f"{path}: session.sampling is {sampling!r}; expected an object"
+            )
+        try:
+            return cls(pending, Sampling.from_json(sampling), start)
+        except InvalidArgumentError as error:
+            raise CorruptSnapshotError(f"{path}: session.sampling: {error}") from error

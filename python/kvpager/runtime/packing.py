@@ -15,12 +15,15 @@ import numpy as np
 import torch
 
 from kvpager import pager
-from kvpager.errors import NonFiniteError
+from kvpager.errors import InvalidArgumentError, NonFiniteError
+from kvpager.runtime import aligned
 from kvpager.runtime.batch import Batch
 from kvpager.runtime.cursor import Lookahead
+from kvpager.runtime.drafting import Ask
 from kvpager.runtime.feed import Feed, runnable, share_rows
 from kvpager.runtime.repair import run
 from kvpager.runtime.sampling import Sampling
+from kvpager.runtime.speculation import Proposed, Speculation
 
 if TYPE_CHECKING:
     from kvpager.runtime.engine import Engine
@@ -49,6 +52,9 @@ def advance(
     Raises:
         PagerError: from the pager, a proposer or a closed session. Sessions are as they were.
     """
+    if engine.recurrence is not None:
+        aligned.advance(engine, streams, feeds)
+        return
     provisional = engine.config.exact == "reuse"
     decode = Packing(engine, exact=not provisional and engine.config.exact is not False)
     exact = Packing(engine, exact=True) if provisional else decode
@@ -59,7 +65,7 @@ def advance(
         if session.advance() or session.ready:
             continue
         session.drop_ahead()
-        if provisional and session.must_settle:
+        if session.must_settle:
             session.settle()
             settling.append(Feed(session, session.tokens))
         else:
@@ -76,6 +82,8 @@ def advance(
 
 def read_logits(engine: Engine, session: Session) -> torch.Tensor:
     """Logits after the session's last token that is not pending; what is pending stays so."""
+    if engine.recurrence is not None:
+        return aligned.read_logits(engine, session)
     session.settle()
     while (known := session.known_logits) is None:
         packing = Packing(engine, exact=engine.config.exact is not False)
@@ -84,7 +92,8 @@ def read_logits(engine: Engine, session: Session) -> torch.Tensor:
             packing.feed([Feed(session, session.tokens[: session.committed + len(owed)])], None)
         else:
             packing.read(session)
-        packing.run()
+        if packing.used:  # all that was owed may have been found with others
+            packing.run()
     return known
 
 
@@ -130,6 +139,8 @@ class Packing:
     def read(self, session: Session) -> None:
         """A row that reads: the logits after the session's last committed token."""
         last = session.committed - 1
+        if last < 0:  # its owner has cut it meanwhile
+            raise InvalidArgumentError("generate: the session is empty; call prefill(ids) first")
         row = self._batch.read(session.sequence, last, session.token_at(last))
         self._shares.append(_Share(session, row))
 
@@ -152,31 +163,69 @@ class Packing:
         They stay inside the chunk of the pending token and never fill it: so a guess takes no
         block, seals nothing, and can be dropped whenever that is needed.
         """
-        size = self._engine.layout.chunk_tokens
         guessing = [
             (share, share.stream, share.stream.speculation)
             for share in self._shares
             if share.stream is not None and share.stream.speculation is not None
         ]
-        for share, stream, speculation in sorted(guessing, key=lambda one: one[2].stats.proposed):
-            next_chunk = (share.position // size + 1) * size
-            room = min(self._batch.room, stream.remaining - 1, next_chunk - share.position - 2)
-            if room <= 0:
+        guessing.sort(key=lambda one: one[2].stats.proposed)
+        drafted = []
+        for share, stream, speculation in guessing:
+            if not isinstance(speculation, Proposed):
+                drafted.append((share, stream, speculation))
                 continue
-            share.guess = speculation.propose(
-                share.session.tokens,
-                room=room,
-                used=self._batch.used,
+            room = min(self._batch.room, self._most_guesses(share, stream))
+            if room > 0:
+                used, fit = self._batch.used, self._engine.row_counts.fit
+                text = share.session.tokens
+                self._guess(share, speculation.propose(text, room=room, used=used, fit=fit))
+        if drafted:
+            self._draft(drafted)
+
+    def _draft(self, drafted: Sequence[tuple[_Share, Stream, Speculation]]) -> None:
+        """Guesses of the draft model for all these at once, which share the room alike.
+
+        Then they need the fewest forwards of it: as many as the longest guess has tokens.
+        """
+        drafting = self._engine.drafting
+        assert drafting is not None
+        asks: list[tuple[_Share, Ask]] = []
+        held = paid = 0  # rows that are kept for guesses; guesses that the draft makes anyway
+        for number, (share, stream, speculation) in enumerate(drafted):
+            room = -(-(self._batch.room - held) // (len(drafted) - number))
+            count = speculation.choose(
+                room=min(room, self._most_guesses(share, stream)),
+                used=self._batch.used + held,
                 fit=self._engine.row_counts.fit,
+                paid=paid,
             )
-            if share.guess:
-                share.guess_rows = self._batch.commit(
-                    share.session.sequence,
-                    share.position + 1,
-                    np.array(share.guess, dtype=np.int32),
-                )
-                self._committed[share.session] += len(share.guess)
-                self._batch.accept = self._accept
+            if count:
+                paid = max(paid, count) if drafting.shares_forwards else 0
+                session = share.session
+                ask = Ask(session.draft, session.tokens, count, stream.sampling, stream.eos)
+                asks.append((share, ask))
+                held += count
+        if asks:
+            guesses = drafting.propose([ask for _, ask in asks])
+            for (share, _), guess in zip(asks, guesses):
+                self._guess(share, guess)
+
+    def _most_guesses(self, share: _Share, stream: Stream) -> int:
+        """How many may follow a pending token, were there room; none if it is not positive."""
+        size = self._engine.layout.chunk_tokens
+        next_chunk = (share.position // size + 1) * size
+        return min(stream.remaining - 1, next_chunk - share.position - 2)
+
+    def _guess(self, share: _Share, guess: list[int]) -> None:
+        """Rows for guesses at what follows a share's pending token."""
+        if not guess:
+            return
+        share.guess = guess
+        share.guess_rows = self._batch.commit(
+            share.session.sequence, share.position + 1, np.array(guess, dtype=np.int32)
+        )
+        self._committed[share.session] += len(guess)
+        self._batch.accept = self._accept
 
     def run(self) -> None:
         """Runs it. Whatever is raised, each session is as it was."""
@@ -189,7 +238,10 @@ class Packing:
                 session.note_provisional()
         for feed, _ in self._fed:
             feed.start()
-        logits = run(engine, batch)
+        try:
+            logits = run(engine, batch)
+        finally:
+            batch.accept = None  # it refers to this, and a session must not wait for a collector
         at = 0
         for share in self._shares:
             share.session.keep_logits(logits[at])
@@ -199,6 +251,7 @@ class Packing:
                 engine.note_speculation(share.session, len(share.guess), share.accepted)
         for feed, count in self._fed:
             feed.served += count
+            feed.session.note_computed(feed.done - count, count)
 
     def _accept(self, logits: torch.Tensor) -> Mapping[pager.Sequence, int]:
         """How many rows of each sequence are kept: of guesses, those that sampling confirms.

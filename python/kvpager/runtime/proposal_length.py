@@ -23,7 +23,9 @@ class ProposalLength:
     proposed but a trial now and then. A pure function of what was observed: no clock is read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guess_cost: float = 0.0) -> None:
+        """`guess_cost`: of making one guess, beside a forward that reads all weights."""
+        self._guess_cost = guess_cost
         self._accepted = self._refused = 1.0  # with no experience: every other one
         self._waited, self._wait = 0, _FIRST_WAIT
 
@@ -32,32 +34,35 @@ class ProposalLength:
         """The probability a."""
         return self._accepted / (self._accepted + self._refused)
 
-    def choose(self, *, room: int, used: int, fit: Callable[[int], int]) -> int:
+    def choose(self, *, room: int, used: int, fit: Callable[[int], int], paid: int = 0) -> int:
         """Tokens to propose now.
 
         Args:
             room: most there may be.
             used: rows that the forward has without them.
             fit: rows that a forward of so many used ones is run with.
+            paid: how many of them cost nothing to guess, since others guess beside them.
         """
         if room <= 0:
             return 0
-        best = self._best(min(room, _MOST), used, fit)
+        best = self._best(min(room, _MOST), used, fit, paid)
         if best or self._waited >= self._wait:
             return best or min(room, _TRIAL, max(1, fit(used) - used))
         self._waited += 1
         return 0
 
-    def _best(self, most: int, used: int, fit: Callable[[int], int]) -> int:
+    def _best(self, most: int, used: int, fit: Callable[[int], int], paid: int) -> int:
         best, best_rate = 0, used / (1 + _ROW_COST * fit(used))
-        expected, chance = float(used), 1.0
+        expected, chance, spent = float(used), 1.0, 0.0
         for count in range(1, most + 1):
             chance *= self.acceptance
             expected += chance
-            rate = expected / (1 + _ROW_COST * fit(used + count) + _TOKEN_COST * count)
+            cost = _TOKEN_COST + (self._guess_cost if count > paid else 0.0)
+            spent += cost
+            rate = expected / (1 + _ROW_COST * fit(used + count) + spent)
             if rate > best_rate:
                 best, best_rate = count, rate
-            if chance <= _TOKEN_COST * rate:  # from here on a token costs more than it gives
+            if chance <= cost * rate:  # from here on a token costs more than it gives
                 break
         return best
 

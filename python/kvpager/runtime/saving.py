@@ -14,7 +14,9 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvpager import _core
 from kvpager.errors import (
@@ -25,7 +27,9 @@ from kvpager.errors import (
 )
 from kvpager.runtime.progress import Progress, check_progress, reporting_bytes
 from kvpager.runtime.repair import Repairs, recompute_chunk, require_repairable
+from kvpager.runtime.tokens import TokenIds
 from kvpager.stores import FileStore, SaveReport, SnapshotStore
+from kvpager.stores.companions import CompanionSnapshot
 
 if TYPE_CHECKING:
     from kvpager.runtime.engine import Engine
@@ -43,6 +47,8 @@ class FrozenState:
     repairs: Repairs
     name: str
     store: SnapshotStore
+    companions: tuple[CompanionSnapshot, ...] = ()
+    released: TokenIds | None = None  # of the text, what comes before the content
 
     def write(self, report: Callable[[int, int], object]) -> SaveReport:
         """Saves it; chunks found to be damaged are computed again where the session allows."""
@@ -50,6 +56,7 @@ class FrozenState:
         def advance(done: int, total: int) -> None:
             report(done, total)
 
+        beside: dict[str, Any] = {"companions": self.companions} if self.companions else {}
         repaired: set[int] = set()
         while True:
             try:
@@ -59,16 +66,26 @@ class FrozenState:
                     fingerprint=self.engine.pager.fingerprint_json,
                     session=self.session,
                     progress=advance,
+                    **beside,
                 )
             except CorruptSnapshotError as error:  # noqa: PERF203  # once per damaged chunk
-                locate_damage(error, self.engine.layout.chunk_tokens, len(self.content.tokens))
+                text, first = self._text()
+                locate_damage(error, self.engine.layout.chunk_tokens, len(text))
                 chunk = damaged_chunk(error)
                 if chunk is None or chunk in repaired:
                     raise
                 self.repairs.tell_store(chunk)
-                require_repairable(error, self.repairs.on_corrupt, self.content.provenance[chunk])
-                self.repairs.count(recompute_chunk(self.engine, self.content.tokens, error))
+                provenance = self.content.provenance[chunk - first]
+                require_repairable(error, self.repairs.on_corrupt, provenance)
+                self.repairs.count(recompute_chunk(self.engine, text, error))
                 repaired.add(chunk)
+
+    def _text(self) -> tuple[TokenIds, int]:
+        """All token ids, and the number of chunks before the first of the content."""
+        if self.released is None:
+            return self.content.tokens, 0
+        first = len(self.released) // self.engine.layout.chunk_tokens
+        return np.concatenate([self.released, self.content.tokens]), first
 
 
 def destination(name_or_path: object, store: SnapshotStore | None) -> tuple[str, SnapshotStore]:

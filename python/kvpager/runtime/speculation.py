@@ -7,22 +7,30 @@ the same bits as one token after another, in fewer forwards.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.runtime.prompt_lookup import PromptLookup
 from kvpager.runtime.proposal_length import ProposalLength
 from kvpager.runtime.tokens import TokenIds
 
+if TYPE_CHECKING:
+    from kvpager.runtime.drafting import Drafting
+
 
 @runtime_checkable
 class Proposer(Protocol):
     """Guesses how a text goes on. One per session; it never decides what the text becomes.
+
+    One that takes time says so by an attribute `guess_cost`: the time of one guess beside that of a
+    forward of the model, 0 or more; without it, 0. It decides how many tokens are asked for.
 
     Example:
         >>> class Counting:
@@ -43,11 +51,12 @@ class Proposer(Protocol):
         ...
 
 
-# What `speculate=` takes: a name of PROPOSERS, a callable that returns a fresh Proposer for each
-# session, or None.
+# What `speculate=` takes: DRAFT, a name of PROPOSERS, a callable that returns a fresh Proposer for
+# each session, or None.
 Speculate: TypeAlias = str | Callable[[], Proposer] | None
 
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = MappingProxyType({"prompt-lookup": PromptLookup})
+DRAFT = "draft"  # the engine's draft model, which guesses for all sessions of a forward together
 
 
 @dataclass(frozen=True)
@@ -86,14 +95,53 @@ class SpeculationStats:
 
 
 class Speculation:
-    """One session's proposer, how much it is trusted, and its record."""
+    """One session's record, and how much its guesses are trusted; they come from elsewhere.
+
+    Attributes:
+        stats: what it was worth so far.
+    """
+
+    def __init__(self, guess_cost: float = 0.0) -> None:
+        """`guess_cost`: of one guess, beside a forward of the model."""
+        self.stats = SpeculationStats()
+        self._length = ProposalLength(guess_cost)
+
+    def choose(self, *, room: int, used: int, fit: Callable[[int], int], paid: int = 0) -> int:
+        """How many tokens to guess now; often none. See `ProposalLength.choose`."""
+        return self._length.choose(room=room, used=used, fit=fit, paid=paid)
+
+    def observe(self, proposed: int, accepted: int) -> None:
+        """Notes a forward that continued the text, and of its proposed rows how many were kept."""
+        assert 0 <= accepted <= proposed
+        self.stats += SpeculationStats(1, proposed, accepted, 1 + accepted)
+        self._length.observe(proposed, accepted)
+
+
+class Drafted(Speculation):
+    """Guesses by the engine's draft model; `Packing` asks it for many sessions at once."""
+
+    def __init__(self, drafting: Drafting) -> None:
+        super().__init__(drafting.guess_cost)
+        self.drafting = drafting
+
+
+class Proposed(Speculation):
+    """Guesses by a proposer of the session's own."""
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
-        self.stats = SpeculationStats()
         self._proposer = proposer
         self._name = type(proposer).__name__
         self._vocab_size = vocab_size
-        self._length = ProposalLength()
+        super().__init__(self._guess_cost())
+
+    def _guess_cost(self) -> float:
+        cost = getattr(self._proposer, "guess_cost", 0.0)
+        number = isinstance(cost, (int, float)) and not isinstance(cost, bool)
+        if not number or not 0 <= cost < math.inf:
+            raise InvalidArgumentError(
+                f"speculate: {self._name}.guess_cost is {cost!r}; expected a number, 0 or more"
+            )
+        return float(cost)
 
     def propose(
         self, tokens: TokenIds, *, room: int, used: int, fit: Callable[[int], int]
@@ -110,7 +158,7 @@ class Speculation:
             InvalidArgumentError: the proposer raised (that is the cause), or returned something
                 else than at most so many ids of the vocabulary.
         """
-        count = self._length.choose(room=room, used=used, fit=fit)
+        count = self.choose(room=room, used=used, fit=fit)
         if not count:
             return []
         text = tokens.view()
@@ -123,12 +171,6 @@ class Speculation:
                 "generate without it, or mend it"
             ) from error
         return self._checked(proposed, count)
-
-    def observe(self, proposed: int, accepted: int) -> None:
-        """Notes a forward that continued the text, and of its proposed rows how many were kept."""
-        assert 0 <= accepted <= proposed
-        self.stats += SpeculationStats(1, proposed, accepted, 1 + accepted)
-        self._length.observe(proposed, accepted)
 
     def _checked(self, proposed: Iterable[int], count: int) -> list[int]:
         said = f"speculate: {self._name}.propose returned"
@@ -158,9 +200,19 @@ class Speculation:
 
 
 def resolve_speculation(
-    speculate: Speculate, *, vocab_size: int, exact: str | bool
+    speculate: Speculate,
+    *,
+    vocab_size: int,
+    exact: str | bool,
+    drafting: Drafting | None = None,
 ) -> Callable[[], Speculation] | None:
     """A maker of one Speculation per session; None for None.
+
+    Args:
+        speculate: see `Speculate`.
+        vocab_size: ids that a proposer may return are below it.
+        exact: the engine's.
+        drafting: likewise, None without a draft model.
 
     Raises:
         InvalidArgumentError: `speculate` is something else than it may be, or the engine's rows
@@ -169,12 +221,20 @@ def resolve_speculation(
     """
     if speculate is None:
         return None
-    make = _maker(speculate)
+    drafts = isinstance(speculate, str) and speculate == DRAFT
+    make = None if drafts else _maker(speculate)
     if exact != "all":
         raise InvalidArgumentError(
             f"speculate is given, but PagerConfig.exact is {exact!r}, under which a token's bits "
             'depend on how many rows its forward has; use exact="all", or speculate=None'
         )
+    if make is None:
+        if drafting is None:
+            raise InvalidArgumentError(
+                f'speculate is "{DRAFT}", but the engine has no draft model; make it with '
+                "Engine(model, ..., draft=small_model), or use another proposer"
+            )
+        return partial(Drafted, drafting)
 
     def fresh() -> Speculation:
         proposer = make()
@@ -183,7 +243,7 @@ def resolve_speculation(
                 f"speculate returned {proposer!r}; expected an object with "
                 "propose(tokens, count), a kvpager.Proposer"
             )
-        return Speculation(proposer, vocab_size)
+        return Proposed(proposer, vocab_size)
 
     return fresh
 
@@ -193,7 +253,7 @@ def _maker(speculate: object) -> Callable[[], object]:
         return PROPOSERS[speculate]
     if callable(speculate):
         return speculate
-    names = ", ".join(f'"{name}"' for name in PROPOSERS)
+    names = ", ".join(f'"{name}"' for name in (*PROPOSERS, DRAFT))
     expected = f"expected {names}, a callable that returns a fresh Proposer, or None"
     if isinstance(speculate, Proposer):
         name = type(speculate).__name__

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvpager import _core
+from kvpager.errors import CorruptSnapshotError
+from kvpager.released import ReleasedText
+from kvpager.section_json import parse_section
+
+if TYPE_CHECKING:
+    from kvpager.stores.companions import CompanionSnapshot
 
 # Called now and then with the bytes done so far and in all; what it raises stops and undoes.
 ProgressCallback: TypeAlias = Callable[[int, int], None]
@@ -26,6 +32,7 @@ class SaveReport:
         bytes_shared: K/V bytes of the chunks the store had already.
         logical_digest: hex digest of layout, fingerprint, tokens, payload and provenance.
         seconds: from the call to the snapshot being in place.
+        companions: what was done for each companion that was saved with it.
     """
 
     name: str
@@ -37,6 +44,7 @@ class SaveReport:
     bytes_shared: int
     logical_digest: str
     seconds: float
+    companions: tuple[SaveReport, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class StoreEntry:
         path: its file; of a directory store, the manifest.
         tokens: positions it holds.
         chunks: chunks it holds, a tail included.
-        bytes_own: bytes on disk that only this snapshot needs.
+        bytes_own: bytes on disk that only this snapshot needs, its companions' included.
         bytes_shared: bytes on disk that other snapshots of the store need too.
         created: when it was saved, seconds since the epoch.
         last_used: when it was last saved or opened, likewise.
@@ -56,6 +64,8 @@ class StoreEntry:
         ttl_seconds: how long it lives after its last use; None: for ever.
         logical_digest: hex digest, as in `SaveReport`.
         error: why it cannot be used, or not without computing a part again; None where it is sound.
+        companions: names of the snapshots that belong to it.
+        companion_of: name of the snapshot that it belongs to; None for one of its own.
     """
 
     name: str
@@ -70,6 +80,8 @@ class StoreEntry:
     ttl_seconds: float | None = None
     logical_digest: str = ""
     error: str | None = None
+    companions: tuple[str, ...] = ()
+    companion_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,7 @@ class GcReport:
         bytes_freed: by which the store's files shrank in all.
         expired: names of snapshots whose time to live was over.
         evicted: names of snapshots that had to go because the store was over its budget.
+        orphans: names of companions that belonged to no snapshot, removed.
         temporaries: left-over files of writers that died, removed.
         packs_removed: packs that no snapshot needed any more.
         packs_compacted: packs of which less than half was needed, replaced by what was.
@@ -94,6 +107,7 @@ class GcReport:
     bytes_freed: int = 0
     expired: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
+    orphans: tuple[str, ...] = ()
     temporaries: int = 0
     packs_removed: int = 0
     packs_compacted: int = 0
@@ -103,6 +117,20 @@ class GcReport:
     damaged_removed: tuple[tuple[str, str], ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     would_remove: tuple[str, ...] = ()
+
+
+def tokens_of(content: _core.SnapshotContent, session: str) -> int:
+    """Tokens of the text that a snapshot is of: those it has chunks of, and those before them.
+
+    session: its JSON text; one that is none counts for nothing here.
+    """
+    held = len(content.tokens)
+    try:
+        values = parse_section(session, "the snapshot", "session")
+        released = ReleasedText.of_session(values, "the snapshot", content.layout.chunk_tokens)
+    except CorruptSnapshotError:  # reported to whoever restores it
+        return held
+    return held if released is None else held + len(released.tokens)
 
 
 class SnapshotStore(Protocol):
@@ -116,15 +144,19 @@ class SnapshotStore(Protocol):
         fingerprint: str,
         session: str,
         progress: ProgressCallback | None = None,
+        companions: Sequence[CompanionSnapshot] = (),
     ) -> SaveReport:
         """Keeps `content` under `name`, atomically, in the place of what had the name.
+
+        Companions are kept beside it, before it; one that cannot be is left out with a warning.
 
         Args:
             name: of the snapshot.
             content: a frozen sequence or an opened snapshot.
             fingerprint: what the bytes belong to, JSON text of an object.
             session: what a generation needs to go on, JSON text of an object.
-            progress: called with bytes written and bytes to write.
+            progress: called with bytes written and bytes to write, of each snapshot anew.
+            companions: what belongs to it; only given where there are some.
 
         Raises:
             InvalidArgumentError: a name the store cannot have.

@@ -19,30 +19,36 @@ class Tidied:
     """What `tidy` removed."""
 
     expired: tuple[str, ...]
+    orphans: tuple[str, ...]
     temporaries: int
     strays: int
     packs: int
 
 
 def tidy(catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> Tidied:
-    """Removes expired snapshots, what dead writers left, and packs nobody needs.
+    """Removes expired snapshots, what dead writers left, orphans, and packs nobody needs.
 
     Packs that nobody seems to need stay while there is a damaged manifest, which may have needed
     them.
     """
+    orphans = tuple(sorted(catalogue.orphans()))
+    owners = catalogue.owners()
     expired = tuple(
         sorted(
             name
             for name, snapshot in catalogue.snapshots.items()
-            if not snapshot.manifest.error and snapshot.expired(now_ns, settings.ttl_seconds)
+            if not snapshot.manifest.error
+            and name not in owners
+            and name not in orphans
+            and snapshot.expired(now_ns, settings.ttl_seconds)
         )
     )
     temporaries = removal.remove_temporaries(catalogue)
     strays = removal.remove_strays(catalogue)
-    packs = removal.remove_snapshots(catalogue, expired)
+    packs = removal.remove_snapshots(catalogue, [*orphans, *expired])
     if not catalogue.unreadable():
         packs += removal.remove_unneeded_packs(catalogue, catalogue.packs)
-    return Tidied(expired, temporaries, strays, len(packs))
+    return Tidied(expired, orphans, temporaries, strays, len(packs))
 
 
 def make_room(
@@ -59,7 +65,7 @@ def make_room(
         catalogue: of the store, tidied.
         settings: with the budget.
         needed: bytes about to be written.
-        kept: the snapshot this is done for, which must stay.
+        kept: the snapshot this is done for, which must stay, with its companions.
         wanted: packs that what is about to be written refers to.
 
     Raises:
@@ -89,6 +95,8 @@ def make_room(
 
 
 def _held(catalogue: Catalogue, kept: str | None) -> list[Held]:
+    """All snapshots, each with its companions, which go when it goes."""
+
     def fixed(name: str) -> str | None:
         snapshot = catalogue.snapshots[name]
         if name == kept:
@@ -97,7 +105,16 @@ def _held(catalogue: Catalogue, kept: str | None) -> list[Held]:
             return "pinned"
         return "unreadable, kept for gc(remove_damaged=True)" if snapshot.manifest.error else None
 
-    return [
-        Held(name, s.bytes, s.manifest.packs, s.last_used_ns, fixed(name))
-        for name, s in catalogue.snapshots.items()
-    ]
+    def held(name: str) -> Held:
+        snapshot = catalogue.snapshots[name]
+        parts = [snapshot, *(catalogue.snapshots[beside] for beside in catalogue.companions(name))]
+        return Held(
+            name,
+            sum(part.bytes for part in parts),
+            tuple(dict.fromkeys(pack for part in parts for pack in part.manifest.packs)),
+            snapshot.last_used_ns,
+            fixed(name),
+        )
+
+    owners = catalogue.owners()
+    return [held(name) for name in catalogue.snapshots if name not in owners]

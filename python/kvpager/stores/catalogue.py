@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvpager.stores import names
 from kvpager.stores.chunk_index import ChunkIndex, Place
+from kvpager.stores.companions import KINDS, companion_name
 from kvpager.stores.durable import SMALL_BYTES, read_json, remove
 from kvpager.stores.sidecar import Sidecar
 from kvpager.stores.tables import Manifest, Pack, Snapshot, Stamp
@@ -33,7 +34,8 @@ class Catalogue:
 
     Attributes:
         packs: by id, damaged ones included.
-        snapshots: by name, damaged and expired ones included.
+        snapshots: by name, damaged and expired ones included; companions have the notes and the
+            last use of the snapshot they belong to.
         temporaries: path and size of files being written, or left by a writer that died.
         strays: path and size of sidecars without a snapshot and lists of damage without a pack.
         bytes: size of all files, of whatever kind.
@@ -171,6 +173,13 @@ class Catalogue:
                 beside.bytes if beside else 0,
                 beside.mtime_ns if beside else stamp.mtime_ns,
             )
+        for companion, name in self.owners().items():
+            primary = self.snapshots[name]
+            self.snapshots[companion] = replace(
+                self.snapshots[companion],
+                sidecar=primary.sidecar,
+                last_used_ns=primary.last_used_ns,
+            )
         self._sidecars = {n: kept for n, kept in self._sidecars.items() if n in self.snapshots}
         for name, stamp in sidecars.items():
             self.strays[self.sidecar_path(name)] = stamp.bytes
@@ -223,6 +232,43 @@ class Catalogue:
     def is_sound(self, place: Place) -> bool:
         """Whether nothing is known against a chunk."""
         return place.chunk not in self.packs[place.pack].damaged
+
+    def companions(self, name: str) -> list[str]:
+        """Names of the snapshots that belong to this one: those it names that say so too.
+
+        Of one that cannot be read, the other half of the bond is believed.
+        """
+        manifest = self.snapshots[name].manifest
+        found: list[str] = []
+        if not manifest.companions and not manifest.error:
+            return found
+        for kind in KINDS:
+            beside = self.snapshots.get(companion_name(name, kind))
+            if beside is None:
+                continue
+            own, theirs = manifest.companions.get(kind), beside.manifest
+            if theirs.error:
+                bound = own is not None
+            else:
+                bound = theirs.companion_of == name and (
+                    manifest.error is not None or own == theirs.logical_digest
+                )
+            if bound:
+                found.append(theirs.name)
+        return found
+
+    def owners(self) -> dict[str, str]:
+        """Of each companion that belongs to a snapshot, that snapshot."""
+        return {beside: name for name in self.snapshots for beside in self.companions(name)}
+
+    def orphans(self) -> list[str]:
+        """Companions that belong to nothing: left by a writer that died, or replaced."""
+        owners = self.owners()
+        return [
+            name
+            for name, snapshot in self.snapshots.items()
+            if snapshot.manifest.companion_of is not None and name not in owners
+        ]
 
     def unreadable(self) -> list[Snapshot]:
         """Snapshots of which it is unknown which packs they need."""

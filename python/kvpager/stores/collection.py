@@ -90,6 +90,7 @@ class Collection:
         self.report = dataclasses.replace(
             self.report,
             expired=tidied.expired,
+            orphans=tidied.orphans,
             temporaries=tidied.temporaries,
             sidecars=tidied.strays,
             packs_removed=tidied.packs,

@@ -19,12 +19,13 @@ from kvpager.stores.base import GcReport, ProgressCallback, SaveReport, StoreEnt
 from kvpager.stores.budget import make_room, tidy
 from kvpager.stores.catalogue import Catalogue
 from kvpager.stores.collection import Collection
+from kvpager.stores.companions import CompanionSnapshot
 from kvpager.stores.creation import open_or_create
 from kvpager.stores.damage import check_places
+from kvpager.stores.group_saving import GroupSaving
 from kvpager.stores.lock import exclusive
 from kvpager.stores.names import check_name
 from kvpager.stores.prefix import longest_prefix
-from kvpager.stores.saving import Saving
 from kvpager.stores.settings import StoreSettings, parse_ttl
 from kvpager.stores.sidecar import SIDECAR_BYTES
 from kvpager.stores.tables import Snapshot
@@ -96,51 +97,43 @@ class DirectoryStore:
         fingerprint: str,
         session: str,
         progress: ProgressCallback | None = None,
+        companions: Sequence[CompanionSnapshot] = (),
     ) -> SaveReport:
         """Keeps `content` under `name`; writes only chunks that no snapshot of the store has.
 
         See `SnapshotStore.save`. A snapshot that has the name stays until the new one is in place;
-        its pin and its time to live go over to the new one.
+        its pin and its time to live go over to the new one. Companions get their names in the same
+        instant.
 
         Raises:
+            InvalidArgumentError: the name is that of another snapshot's companion.
             CapacityError: no room, whatever is evicted; says what is in the way. Nothing was
                 changed.
         """
         started = time.monotonic()
-        check_name(name)
-        with Saving(name, content, fingerprint, session) as saving:
-            with self._locked() as (catalogue, settings, now_ns):
-                saving.begin(catalogue, settings, now_ns)
-            saving.write(progress)
+        with GroupSaving(self._locked, name) as saving:
+            saving.write_companions(companions, progress)
+            saving.write(content, fingerprint, session, progress)
             try:
                 with self._locked() as (catalogue, settings, now_ns):
-                    replaced = catalogue.snapshots.get(name)
-                    saving.publish(catalogue, settings, now_ns)
+                    replaced = saving.publish(catalogue, settings, now_ns)
                     self._after_publishing(catalogue, name, replaced)
             except BaseException:
                 saving.release()
                 with contextlib.suppress(PagerError), self._locked() as (catalogue, _, _):
                     saving.undo(catalogue)
                 raise
-        return SaveReport(
-            name=name,
-            path=catalogue.manifest_path(name),
-            tokens=len(content.tokens),
-            chunks=content.chunks,
-            chunks_written=content.chunks - len(saving.plan.shared),
-            bytes_written=saving.bytes_written,
-            bytes_shared=len(saving.plan.shared) * content.layout.chunk_bytes,
-            logical_digest=saving.logical_digest,
-            seconds=time.monotonic() - started,
-        )
+            return saving.report(time.monotonic() - started)
 
-    def _after_publishing(self, catalogue: Catalogue, name: str, replaced: Snapshot | None) -> None:
-        """Marks the use and removes what only the old snapshot needed. It is saved already."""
+    def _after_publishing(self, catalogue: Catalogue, name: str, replaced: list[Snapshot]) -> None:
+        """Marks the use and removes what only the old snapshots needed. It is saved already."""
         self._touch(catalogue, name)
-        if replaced is not None:
+        if replaced:
             with contextlib.suppress(OSError, PagerError):  # the next save does it
                 catalogue.refresh()
-                removal.remove_unneeded_packs(catalogue, replaced.manifest.packs)
+                packs = [pack for snapshot in replaced for pack in snapshot.manifest.packs]
+                removal.remove_unneeded_packs(catalogue, dict.fromkeys(packs))
+                removal.remove_snapshots(catalogue, catalogue.orphans())
 
     def open(self, name: str) -> _core.SnapshotReader:
         """Opens a snapshot, whose bytes stay for as long as the reader lives. Counts as a use.
@@ -185,14 +178,20 @@ class DirectoryStore:
                 [(reader, chunk) for chunk in range(chunks)], f"prefix of {manifest.path}"
             )
 
-    def entries(self) -> list[StoreEntry]:
-        """All snapshots by name; damaged ones with their error, expired ones not at all."""
+    def entries(self, *, companions: bool = False) -> list[StoreEntry]:
+        """All snapshots by name; damaged ones with their error, expired ones not at all.
+
+        Args:
+            companions: whether they have entries of their own, beside their snapshots'.
+        """
         with self._locked() as (catalogue, settings, now_ns):
             shares = catalogue.chunk_references(catalogue.snapshots.values())
+            owners = catalogue.owners()
             return [
                 _entry(catalogue, snapshot, settings, shares)
-                for _, snapshot in sorted(catalogue.snapshots.items())
-                if snapshot.manifest.error or not snapshot.expired(now_ns, settings.ttl_seconds)
+                for name, snapshot in sorted(catalogue.snapshots.items())
+                if (companions or (name not in owners and snapshot.manifest.companion_of is None))
+                and (snapshot.manifest.error or not snapshot.expired(now_ns, settings.ttl_seconds))
             ]
 
     def delete(self, name: str) -> None:
@@ -286,20 +285,22 @@ class DirectoryStore:
     def stats(self) -> dict[str, int | float | None]:
         """What there is, in numbers.
 
-        bytes, byte_budget, snapshots, pinned, damaged, packs, pack_bytes, chunks (in packs),
-        chunks_needed (by any snapshot), chunks_referenced (the sum over snapshots), dedupe_ratio
-        (chunks_referenced / chunks_needed) and bytes_temporary (files being written).
+        bytes, byte_budget, snapshots, companions, pinned, damaged, packs, pack_bytes, chunks (in
+        packs), chunks_needed (by any snapshot), chunks_referenced (the sum over snapshots),
+        dedupe_ratio (chunks_referenced / chunks_needed) and bytes_temporary (files being written).
         """
         with self._locked() as (catalogue, _, _):
             snapshots = list(catalogue.snapshots.values())
+            own = [one for one in snapshots if one.manifest.companion_of is None]
             counts = catalogue.chunk_references(snapshots)
             needed = sum(int(np.count_nonzero(of_pack)) for of_pack in counts.values())
             referenced = sum(int(of_pack.sum()) for of_pack in counts.values())
             return {
                 "bytes": catalogue.bytes,
                 "byte_budget": self._settings().byte_budget,
-                "snapshots": len(snapshots),
-                "pinned": sum(snapshot.sidecar.pinned for snapshot in snapshots),
+                "snapshots": len(own),
+                "companions": len(snapshots) - len(own),
+                "pinned": sum(snapshot.sidecar.pinned for snapshot in own),
                 "damaged": sum(catalogue.error(snapshot) is not None for snapshot in snapshots),
                 "packs": len(catalogue.packs),
                 "pack_bytes": sum(table.bytes for table in catalogue.packs.values()),
@@ -353,6 +354,11 @@ class DirectoryStore:
     def _annotate(self, name: str, **changes: Any) -> None:
         with self._locked() as (catalogue, settings, now_ns):
             snapshot = self._visible(name, catalogue, settings, now_ns)
+            owner = catalogue.owners().get(name)
+            if owner is not None:
+                raise InvalidArgumentError(
+                    f"snapshot {name!r} belongs to {owner!r} and lives as long; name that one"
+                )
             tidy(catalogue, settings, now_ns)
             make_room(catalogue, settings, SIDECAR_BYTES, kept=name)
             sidecar = replace(snapshot.sidecar, error=None, **changes)
@@ -375,15 +381,11 @@ def _entry(
     catalogue: Catalogue, snapshot: Snapshot, settings: StoreSettings, shares: dict[str, Any]
 ) -> StoreEntry:
     manifest = snapshot.manifest
-    own = float(snapshot.bytes)
-    shared = 0.0
-    for pack, chunks in manifest.uses.items():
-        if pack not in shares or not len(shares[pack]):
-            continue
-        each = catalogue.packs[pack].bytes / len(shares[pack])
-        alone = int(np.count_nonzero(shares[pack][chunks] == 1))
-        own += alone * each
-        shared += (len(chunks) - alone) * each
+    companions = catalogue.companions(manifest.name)
+    own = shared = 0.0
+    for part in (snapshot, *(catalogue.snapshots[name] for name in companions)):
+        alone, others = _bytes_of(catalogue, part, shares)
+        own, shared = own + alone, shared + others
     return StoreEntry(
         name=manifest.name,
         path=manifest.path,
@@ -397,7 +399,24 @@ def _entry(
         ttl_seconds=snapshot.ttl(settings.ttl_seconds),
         logical_digest=manifest.logical_digest,
         error=catalogue.error(snapshot),
+        companions=tuple(companions),
+        companion_of=manifest.companion_of,
     )
+
+
+def _bytes_of(
+    catalogue: Catalogue, snapshot: Snapshot, shares: dict[str, Any]
+) -> tuple[float, float]:
+    """Bytes on disk that one manifest alone needs, and those that others need too."""
+    own, shared = float(snapshot.bytes), 0.0
+    for pack, chunks in snapshot.manifest.uses.items():
+        if pack not in shares or not len(shares[pack]):
+            continue
+        each = catalogue.packs[pack].bytes / len(shares[pack])
+        alone = int(np.count_nonzero(shares[pack][chunks] == 1))
+        own += alone * each
+        shared += (len(chunks) - alone) * each
+    return own, shared
 
 
 @contextlib.contextmanager

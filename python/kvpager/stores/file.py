@@ -1,16 +1,32 @@
-"""The file store: a snapshot is a file, whole in itself. For export, import and single sessions."""
+"""The file store: a snapshot is a file, whole in itself. For export, import and single sessions.
+
+Companions are files beside it: `chat.kvsnap.draft` belongs to `chat.kvsnap`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvpager import _core
 from kvpager.errors import InvalidArgumentError, PagerError, StorageError
-from kvpager.stores.base import ProgressCallback, SaveReport, StoreEntry
+from kvpager.stores.base import ProgressCallback, SaveReport, StoreEntry, tokens_of
+from kvpager.stores.companions import (
+    KINDS,
+    CompanionSnapshot,
+    companion_name,
+    links_of,
+    session_of_companion,
+    session_of_primary,
+)
 from kvpager.stores.names import SNAPSHOT_SUFFIX
+
+_log = logging.getLogger(__name__)
 
 
 class FileStore:
@@ -32,27 +48,76 @@ class FileStore:
         fingerprint: str,
         session: str,
         progress: ProgressCallback | None = None,
+        companions: Sequence[CompanionSnapshot] = (),
     ) -> SaveReport:
-        """Writes one file that holds everything, atomically. See `SnapshotStore.save`."""
+        """Writes one file that holds everything, atomically. See `SnapshotStore.save`.
+
+        Companions get files of their own, and their names in the instant before.
+        """
+        path = self._path(name)
+        with contextlib.ExitStack() as stack:
+            written = [
+                (companion.kind, part)
+                for companion in companions
+                if (part := self._write_companion(stack, name, companion, progress)) is not None
+            ]
+            beside = {kind: report for kind, (_, report) in written}
+            session = session_of_primary(session, beside)
+            writer, report = self._write(stack, name, content, fingerprint, session, progress)
+            stale = [old for old in _companions(path) if old.suffix[1:] not in beside]
+            for _, (companion_writer, _) in written:
+                companion_writer.publish()
+            writer.publish()
+        _remove(stale)
+        return replace(report, companions=tuple(beside.values()))
+
+    def _write_companion(
+        self,
+        stack: contextlib.ExitStack,
+        name: str,
+        companion: CompanionSnapshot,
+        progress: ProgressCallback | None,
+    ) -> tuple[_core.SnapshotWriter, SaveReport] | None:
+        """Like `_write`; None where it cannot be kept."""
+        owner = self._path(name)
+        beside = companion_name(os.fspath(name), companion.kind)
+        path = Path(self._path(beside))
+        try:
+            if os.path.exists(path) and path not in _companions(owner):  # noqa: PTH110  # of any length
+                raise InvalidArgumentError(f"{path} is there already and does not belong to {name}")
+            session = session_of_companion(companion.session, Path(owner).name)
+            return self._write(
+                stack, beside, companion.content, companion.fingerprint, session, progress
+            )
+        except PagerError as error:
+            _log.warning("%s is saved without its %s: %s", name, companion.kind, error)
+            return None
+
+    def _write(
+        self,
+        stack: contextlib.ExitStack,
+        name: str,
+        content: _core.SnapshotContent,
+        fingerprint: str,
+        session: str,
+        progress: ProgressCallback | None,
+    ) -> tuple[_core.SnapshotWriter, SaveReport]:
+        """A file that nobody sees before it is published, nor at all once `stack` is closed."""
         started = time.monotonic()
         path = self._path(name)
         chunks = list(range(content.chunks))
         writer = _core.SnapshotWriter(path, content.layout)
-        try:
-            written = writer.write_content(content, chunks, fingerprint, session, progress)
-            digest = writer.logical_digest
-            writer.publish()
-        finally:
-            writer.discard()
-        return SaveReport(
+        stack.callback(writer.discard)
+        written = writer.write_content(content, chunks, fingerprint, session, progress)
+        return writer, SaveReport(
             name=os.fspath(name),
             path=path,
-            tokens=len(content.tokens),
+            tokens=tokens_of(content, session),
             chunks=len(chunks),
             chunks_written=len(chunks),
             bytes_written=written,
             bytes_shared=0,
-            logical_digest=digest,
+            logical_digest=writer.logical_digest,
             seconds=time.monotonic() - started,
         )
 
@@ -81,12 +146,14 @@ class FileStore:
         return [_entry(file) for file in sorted(files)]
 
     def delete(self, name: str) -> None:
-        """Removes a file. See `SnapshotStore.delete`."""
+        """Removes a file and those of its companions. See `SnapshotStore.delete`."""
         path = self._path(name)
+        beside = _companions(path)
         try:
             Path(path).unlink()
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}") from error
+        _remove(beside)
 
     def _path(self, name: str | os.PathLike[str]) -> str:
         if not os.fspath(name):
@@ -97,20 +164,63 @@ class FileStore:
         return f"FileStore({'' if self.folder is None else repr(os.fspath(self.folder))})"
 
 
+def _companions(path: str) -> list[Path]:
+    """The companions of the file at `path`: those that it or that themselves say so.
+
+    Either will do: both may have been renamed, one be damaged, or the primary never published.
+    """
+    primary = _opened(path)
+    named = {} if primary is None else links_of(primary.session, path)[0]
+    found = []
+    for kind in KINDS:
+        beside = companion_name(path, kind)
+        if not os.path.isfile(beside):  # noqa: PTH113  # a name too long is nobody's
+            continue
+        companion = _opened(beside)
+        if companion is None:
+            bound = kind in named
+        else:
+            owner = links_of(companion.session, beside)[1]
+            bound = owner == Path(path).name or named.get(kind) == companion.logical_digest
+        if bound:
+            found.append(Path(beside))
+    return found
+
+
+def _opened(path: str) -> _core.SnapshotReader | None:
+    """A snapshot file, if it can be read."""
+    try:
+        return _core.SnapshotReader.open(path)
+    except PagerError:
+        return None
+
+
+def _remove(files: Iterable[Path]) -> None:
+    """Removes companions that belong to nothing any more."""
+    for file in files:
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:  # noqa: PERF203  # each by itself
+            _log.warning("%s, which belongs to nothing any more: %s", file, error.strerror)
+
+
 def _entry(file: Path) -> StoreEntry:
     path = os.fspath(file)
     try:
         status = file.stat()
         reader = _core.SnapshotReader.open(path)
+        beside = _companions(path)
+        size = status.st_size + sum(companion.stat().st_size for companion in beside)
     except (OSError, PagerError) as error:
         return StoreEntry(name=file.name, path=path, error=str(error))
     return StoreEntry(
         name=file.name,
         path=path,
-        tokens=len(reader.tokens),
+        tokens=tokens_of(reader, reader.session),
         chunks=reader.chunks,
-        bytes_own=status.st_size,
+        bytes_own=size,
         created=status.st_mtime,
         last_used=status.st_mtime,
         logical_digest=reader.logical_digest,
+        companions=tuple(companion.name for companion in beside),
     )

@@ -14,13 +14,14 @@ from kvpager.stores.lock import in_use
 
 
 def remove_snapshots(catalogue: Catalogue, names: Iterable[str]) -> list[str]:
-    """Removes snapshots, then those of their packs that nobody needs or holds.
+    """Removes snapshots and their companions, then those of their packs nobody needs or holds.
 
     Returns the ids of the packs that went.
     """
     packs: set[str] = set()
     gone = 0
-    for name in names:
+    wanted = [part for name in names for part in (name, *catalogue.companions(name))]
+    for name in dict.fromkeys(wanted):
         snapshot = catalogue.snapshots[name]
         catalogue.remove(catalogue.manifest_path(name))
         catalogue.remove(catalogue.sidecar_path(name))

@@ -6,8 +6,8 @@ import contextlib
 from types import TracebackType
 
 from kvpager import _core
-from kvpager.errors import PagerError
-from kvpager.stores.base import ProgressCallback
+from kvpager.errors import InvalidArgumentError, PagerError
+from kvpager.stores.base import ProgressCallback, SaveReport, tokens_of
 from kvpager.stores.budget import make_room, tidy
 from kvpager.stores.catalogue import Catalogue
 from kvpager.stores.chunk_index import Place
@@ -33,12 +33,21 @@ class Saving:
     plan: WritePlan
 
     def __init__(
-        self, name: str, content: _core.SnapshotContent, fingerprint: str, session: str
+        self,
+        name: str,
+        content: _core.SnapshotContent,
+        fingerprint: str,
+        session: str,
+        *,
+        owner: str | None = None,
     ) -> None:
+        """`owner`: of a companion, the snapshot it is saved for, whose notes are its own."""
         self.name = name
+        self.owner = owner
         self.pack_id = new_pack_id()
         self.bytes_written = 0
         self.logical_digest = ""
+        self._path = ""
         self._content = content
         self._fingerprint = fingerprint
         self._session = session
@@ -49,8 +58,14 @@ class Saving:
         self._summary_checksums: dict[int, int] = {}
 
     def begin(self, catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> None:
-        """Plans, makes room, takes it. REQUIRES: the store's lock."""
+        """Plans, makes room, takes it. REQUIRES: the store's lock.
+
+        Raises:
+            InvalidArgumentError: the name is that of somebody else's companion, or what is to be a
+                companion has that of a snapshot of its own.
+        """
         content = self._content
+        self._check_name(catalogue)
         self.plan = plan_write(content.chain_hashes, content.content_ids, catalogue.sound_places)
         shared_packs = frozenset(self.plan.shared_packs)
         self._hold.add(catalogue.pack_path(pack) for pack in sorted(shared_packs))
@@ -65,15 +80,29 @@ class Saving:
             catalogue,
             settings,
             pack_bytes + manifest_bytes + SIDECAR_BYTES,
-            kept=self.name,
+            kept=self.owner or self.name,
             wanted=shared_packs,
         )
         layout = content.layout
         if self.plan.write:
             path = catalogue.pack_path(self.pack_id)
             self._pack = _core.SnapshotWriter(path, layout, pack_bytes)
-        path = catalogue.manifest_path(self.name)
-        self._manifest = _core.SnapshotWriter(path, layout, manifest_bytes)
+        self._path = catalogue.manifest_path(self.name)
+        self._manifest = _core.SnapshotWriter(self._path, layout, manifest_bytes)
+
+    def _check_name(self, catalogue: Catalogue) -> None:
+        there = catalogue.snapshots.get(self.name)
+        if there is None or there.manifest.error:
+            return
+        owner = there.manifest.companion_of
+        if self.owner is not None and owner != self.owner:
+            raise InvalidArgumentError(
+                f"snapshot {self.name!r} is there already and does not belong to {self.owner!r}"
+            )
+        if self.owner is None and self.name in catalogue.owners():
+            raise InvalidArgumentError(
+                f"name is {self.name!r}, which belongs to snapshot {owner!r}; expected another name"
+            )
 
     def _bounds(self) -> tuple[int, int]:
         """Most bytes that pack and manifest can take."""
@@ -137,7 +166,7 @@ class Saving:
         before = catalogue.snapshots.get(self.name)
         if self._pack is not None:
             self._pack.publish()
-        if before is None or not before.sidecar_bytes:
+        if self.owner is None and (before is None or not before.sidecar_bytes):
             self._write_sidecar(catalogue, settings, now_ns)
         self._manifest.publish()
         self.release()
@@ -148,6 +177,22 @@ class Saving:
         budget = settings.byte_budget
         if budget is None or catalogue.bytes + SIDECAR_BYTES <= budget:
             Sidecar().write(catalogue.sidecar_path(self.name), now_ns)
+
+    def report(self, seconds: float, companions: tuple[SaveReport, ...] = ()) -> SaveReport:
+        """What was done, in so many seconds. REQUIRES: it was written."""
+        content = self._content
+        return SaveReport(
+            name=self.name,
+            path=self._path,
+            tokens=tokens_of(content, self._session),
+            chunks=content.chunks,
+            chunks_written=content.chunks - len(self.plan.shared),
+            bytes_written=self.bytes_written,
+            bytes_shared=len(self.plan.shared) * content.layout.chunk_bytes,
+            logical_digest=self.logical_digest,
+            seconds=seconds,
+            companions=companions,
+        )
 
     def undo(self, catalogue: Catalogue) -> None:
         """Removes what a failed `publish` may have left. REQUIRES: the store's lock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +15,9 @@ import numpy.typing as npt
 
 from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, PagerError
+from kvpager.stores.base import tokens_of
 from kvpager.stores.chunk_index import Place
+from kvpager.stores.companions import links_of
 from kvpager.stores.sidecar import Sidecar
 
 KNOWN_MINOR = 1  # newest format this store writes; a newer file is read and left as it is
@@ -86,6 +89,8 @@ class Manifest:
     """A snapshot's file. Replaced, never changed.
 
     Attributes:
+        companions: digests by kind of the companions it names.
+        companion_of: name of the snapshot that it says it belongs to.
         packs: ids of the packs it needs, in order of first use.
         pack_places: [sealed chunks, 2] pack number and chunk in it.
         error: why it cannot be opened; which packs it needs is unknown then.
@@ -99,6 +104,8 @@ class Manifest:
     chunks: int = 0
     minor_version: int = 0
     logical_digest: str = ""
+    companions: Mapping[str, str] = field(default_factory=dict)
+    companion_of: str | None = None
     packs: tuple[str, ...] = ()
     pack_places: npt.NDArray[np.uint32] = field(
         default_factory=lambda: np.zeros((0, 2), dtype=np.uint32)
@@ -127,14 +134,17 @@ class Manifest:
         """The table of the manifest at `path`."""
         try:
             reader = _core.SnapshotReader.open(path, packs_folder)
+            companions, owner = links_of(reader.session, path)
             return cls(
                 name,
                 path,
                 stamp,
-                tokens=len(reader.tokens),
+                tokens=tokens_of(reader, reader.session),
                 chunks=reader.chunks,
                 minor_version=reader.minor_version,
                 logical_digest=reader.logical_digest,
+                companions=companions,
+                companion_of=owner,
                 packs=tuple(pack for pack, _ in reader.packs),
                 pack_places=np.asarray(reader.places, dtype=np.uint32).reshape(-1, 2),
             )

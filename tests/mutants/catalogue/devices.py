@@ -20,8 +20,8 @@ DEVICES = (
         name="positions-stay-on-the-cpu",
         breaks="every tensor that meets the model is where the model is",
         file="python/kvpager/runtime/runner.py",
-        old="self._on_device(positions)",
-        new="torch.from_numpy(positions)",
+        old="packed_inputs(self._on_device(tokens), self._on_device(positions)",
+        new="packed_inputs(self._on_device(tokens), torch.from_numpy(positions)",
         killers=(MIXES,),
     ),
     Mutant(

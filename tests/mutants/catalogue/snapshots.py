@@ -93,8 +93,8 @@ SNAPSHOTS = (
         name="approximate-chunks-restored-as-exact",
         breaks="10: what is restored as approximate is never served as exact",
         file="csrc/pager/restore.cc",
-        old="  Provenance worst = provenance;\n  int64_t fresh = 0;",
-        new="  Provenance worst = Provenance::kExact;\n  int64_t fresh = 0;",
+        old="  Provenance worst = provenance;\n  for (size_t i",
+        new="  Provenance worst = Provenance::kExact;\n  for (size_t i",
         killers=(
             "cpp/pager/restore_test.cc::"
             "what is restored as approximate is never served as exact, nor what follows it",

@@ -64,7 +64,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(args: argparse.Namespace, report: GcReport) -> Iterator[str]:
     field = look(args).field
-    for name, names in (("expired", report.expired), ("evicted", report.evicted)):
+    for name, names in (
+        ("expired", report.expired),
+        ("evicted", report.evicted),
+        ("orphaned", report.orphans),
+    ):
         if names:
             yield field(name, ", ".join(names), wide=9, indent="  ")
     counts = (

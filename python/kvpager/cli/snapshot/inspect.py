@@ -13,6 +13,7 @@ import numpy as np
 from kvpager.cli.output import check_writable, emit, emit_json, write_file
 from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot.address import PACKS, find_snapshot
+from kvpager.cli.snapshot.companions import SOUND, companions_of
 from kvpager.cli.snapshot.fields import WAIVABLE, fingerprint_rules
 from kvpager.cli.snapshot.opened import MANIFEST, Opened
 from kvpager.cli.snapshot.options import add_snapshot
@@ -87,6 +88,18 @@ def describe(opened: Opened, table: ChunkTable) -> dict[str, Any]:
         "scorer": reader.scorer,
         "summary_bytes": sealed * opened.summary_bytes,
         "logical_digest": reader.logical_digest,
+        "companions": [
+            {
+                "kind": companion.kind,
+                "path": str(companion.address.path),
+                "state": companion.state,
+                "sound": companion.state == SOUND,
+                "tokens": None if found is None else len(found.reader.tokens),
+                "file_bytes": None if found is None else found.reader.file_bytes,
+            }
+            for companion in companions_of(opened)
+            for found in [companion.opened]
+        ],
         "session": dict(opened.session),
         "fingerprint": dict(opened.fingerprint),
         "fingerprint_rules": fingerprint_rules(opened.fingerprint),
@@ -172,6 +185,11 @@ def _facts(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     yield "scorer", f"{values['scorer']} ({byte_size(values['summary_bytes'])} of summaries)"
     yield "digest", values["logical_digest"]
+    for companion in values["companions"]:
+        told = companion["state"]
+        if companion["tokens"] is not None:
+            told = f"{companion['tokens']:,} tokens, {byte_size(companion['file_bytes'])}, {told}"
+        yield companion["kind"], f"{companion['path']}: {told}"
     if values["plot"]:
         yield "picture", values["plot"]
 

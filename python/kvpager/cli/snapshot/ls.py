@@ -49,6 +49,12 @@ def add(verbs: Any, common: Parser) -> None:
         default="name",
         help="by name (default), most tokens, largest size, oldest age, or last used first",
     )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="list companions too (what draft models and recurrent layers hold of a snapshot's "
+        "text), whose bytes are their snapshot's otherwise",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -58,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     folder = find_store(args.store)
     store = DirectoryStore(folder, create=False)
     key, descending = _ORDERS[args.sort]
-    entries = sorted(store.entries(), key=key, reverse=descending)
+    entries = sorted(store.entries(companions=args.all), key=key, reverse=descending)
     values = {
         "command": "snapshot ls",
         "store": str(folder),
@@ -94,10 +100,16 @@ def _table(shown: Look, folder: Path, entries: list[StoreEntry]) -> Table:
             span(now - entry.created),
             span(now - entry.last_used),
             "-" if entry.ttl_seconds is None else span(entry.ttl_seconds),
-            "pinned" if entry.pinned else "",
+            _mark(entry),
             "DAMAGED" if entry.error else entry.logical_digest[:_DIGITS],
         )
     return table
+
+
+def _mark(entry: StoreEntry) -> str:
+    """Pinned or not, and the kinds of its companions."""
+    kinds = [name.removeprefix(f"{entry.name}.") for name in entry.companions]
+    return " ".join([*(["pinned"] if entry.pinned else []), *(f"+{kind}" for kind in kinds)])
 
 
 def _footer(shown: Look, entries: list[StoreEntry], values: dict[str, Any]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from kvpager.cli.failure import CliError
 from kvpager.cli.output import emit, emit_json
+from kvpager.cli.snapshot.companions import sound_companions
 from kvpager.cli.snapshot.opened import Opened
 from kvpager.cli.snapshot.progress import byte_progress
 from kvpager.cli.terminal import look
@@ -17,13 +18,17 @@ from kvpager.words import byte_rate, byte_size, counted, duration
 def transfer(
     args: argparse.Namespace, label: str, opened: Opened, store: SnapshotStore, name: str
 ) -> SaveReport:
-    """Saves an opened snapshot under `name` and sees that its logical digest is what it was.
+    """Saves an opened snapshot under `name`, and what was saved with it.
+
+    The logical digests are seen to be what they were. A companion that the store cannot take is
+    left out with a warning.
 
     Raises:
         CorruptSnapshotError: a byte of it is not what was written; nothing was changed.
         CapacityError, StorageError: no room, or the system refused; likewise.
     """
     reader = opened.reader
+    companions = sound_companions(opened)
     with byte_progress(args, label) as progress:
         report = store.save(
             name,
@@ -31,12 +36,18 @@ def transfer(
             fingerprint=reader.fingerprint,
             session=reader.session,
             progress=progress,
+            companions=[companion.snapshot for companion in companions],
         )
-    if report.logical_digest != reader.logical_digest:
-        raise CliError(
-            f"{report.path}: its logical digest is {report.logical_digest}, that of "
-            f"{opened.address.text} is {reader.logical_digest}; do not use the copy"
-        )
+    digests = {companion.reader.logical_digest for companion in companions}
+    for copy, expected in (
+        (report, {reader.logical_digest}),
+        *((copy, digests) for copy in report.companions),
+    ):
+        if copy.logical_digest not in expected:
+            raise CliError(
+                f"{copy.path}: its logical digest is {copy.logical_digest}, that of "
+                f"{opened.address.text} is {', '.join(sorted(expected))}; do not use the copy"
+            )
     return report
 
 
@@ -62,5 +73,6 @@ def tell_transfer(args: argparse.Namespace, verb: str, opened: Opened, report: S
             wide=8,
         ),
         field("digest", f"{report.logical_digest}, as before", wide=8),
+        *(field("with", beside.path, wide=8) for beside in report.companions),
     ]
     emit(args, "\n".join(lines) + "\n")

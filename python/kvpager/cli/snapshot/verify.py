@@ -13,8 +13,9 @@ from kvpager.cli.output import check_writable, emit, emit_json
 from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot import damage as damages
 from kvpager.cli.snapshot.address import find_snapshot, is_store
+from kvpager.cli.snapshot.companions import companions_of
 from kvpager.cli.snapshot.damage import Damage
-from kvpager.cli.snapshot.opened import open_or_damaged
+from kvpager.cli.snapshot.opened import Opened, open_or_damaged
 from kvpager.cli.snapshot.options import DIFFERENT, add_threads, or_impossible
 from kvpager.cli.snapshot.progress import byte_progress
 from kvpager.cli.snapshot.verify_store import verify_store
@@ -34,7 +35,8 @@ def add(verbs: Any, common: Parser) -> None:
         "verify",
         parents=[common],
         help="read every byte and list all damage",
-        description="Reads every byte of a snapshot, or of a whole store, and checks it. Of a "
+        description="Reads every byte of a snapshot and its companions, or of a whole store, and "
+        "checks it. Of a "
         "store every pack is read once, however many snapshots share it, and the store remembers "
         "damage: the chunk is shared no more, and written again by the next save that has it.",
         epilog="Exit codes: 0 all is whole, 1 damage was found, 2 wrong command line, 3 it could "
@@ -106,6 +108,24 @@ def _check_snapshot(
     values["kind"] = opened.kind
     values["tokens"], values["chunks"] = len(reader.tokens), reader.chunks
     values["logical_digest"] = reader.logical_digest
+    found, read = _check_payload(args, opened, progress)
+    values["companions"] = []
+    for companion in companions_of(opened):
+        values["companions"].append({"kind": companion.kind, "state": companion.state})
+        if companion.damage is not None:
+            path, text = str(companion.address.path), companion.address.text
+            found.append(damages.whole_file(path, text, companion.damage))
+        elif companion.opened is not None:
+            more, more_read = _check_payload(args, companion.opened, progress)
+            found, read = found + more, read + more_read
+    return found, read
+
+
+def _check_payload(
+    args: argparse.Namespace, opened: Opened, progress: ProgressCallback | None
+) -> tuple[list[Damage], int]:
+    """Damage of an opened snapshot's chunks, which its store remembers, and bytes read."""
+    address, reader = opened.address, opened.reader
     bad = reader.verify(args.threads, progress)
     if address.store is not None and bad:
         store = DirectoryStore(address.store, create=False)
@@ -145,6 +165,8 @@ def _lines(args: argparse.Namespace, values: dict[str, Any], found: list[Damage]
     yield shown.field("read", f"{cost} with {counted(values['threads'], 'thread')}", wide=8)
     if values.get("logical_digest"):
         yield shown.field("digest", values["logical_digest"], wide=8)
+    for companion in values.get("companions", []):
+        yield shown.field(companion["kind"], companion["state"], wide=8)
     for name, value in values.get("file_digest", {}).items():
         yield shown.field(name, value, wide=8)
     if not found:
