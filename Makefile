@@ -38,7 +38,7 @@ NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc models/tin
 ASAN_SITE := $(abspath build/asan-site)
 FORMATTED = $(shell find csrc tests/cpp tests/fuzz -name third_party -prune -o \
   \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)
-PYTHON_SOURCES := $(wildcard python tests scripts models bench)
+PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -243,6 +243,63 @@ def draw_residency_traffic(report: Report, folder: Path, suffix: str) -> list[st
     return [save(figure, folder, f"residency-traffic{suffix}")]
 
 
+def draw_companions(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Prompt tokens computed and seconds taken, where what a draft refuses is kept or wiped."""
+    rows = [row for row in report.rows if row["draft"] != "none"]
+    if not rows:
+        return []
+    cells = list(dict.fromkeys((str(r["shape"]), str(r["draft"]), r["prefix"]) for r in rows))
+    names = [f"{shape}\n{draft} draft, {tokens_name(int(n))}" for shape, draft, n in cells]
+    figure, axes = plt.subplots(1, 2, figsize=(4.0 + 2.2 * len(cells), 3.6))
+    for axis, column, label in (
+        (axes[0], "computed", "prompt tokens computed"),
+        (axes[1], "prompt_s", "seconds for prompts"),
+    ):
+        for place, way in ((-0.2, "kept"), (0.2, "wiped")):
+            found = {(r["shape"], r["draft"], r["prefix"]): r for r in rows if r["way"] == way}
+            values = [report.number(found[cell], column) for cell in cells]
+            axis.bar([i + place for i in range(len(cells))], values, 0.4, label=way)
+        axis.set_xticks(range(len(cells)), names, fontsize=8)
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3, axis="y")
+    axes[0].legend(fontsize=8)
+    return [save(figure, folder, f"companions{suffix}")]
+
+
+def draw_hybrid_cost(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Memory for states and tokens that a cut computes again, against the chunks between states."""
+    context = max(report.number(row, "context") for row in report.rows)
+    rows = [row for row in report.rows if row["context"] == context]
+    x = [report.number(row, "every") for row in rows]
+    figure, memory = plt.subplots(figsize=(5.6, 3.6))
+    cost = memory.twinx()
+    lines = [
+        *memory.plot(
+            x, [report.number(row, "kib_per_token") for row in rows], "o-", label="states"
+        ),
+        *memory.plot(
+            x, [report.number(row, "kv_kib_per_token") for row in rows], "--", label="K/V"
+        ),
+        *cost.plot(
+            x, [report.number(row, "mean_back") for row in rows], "s-C2", label="a cut, on average"
+        ),
+        *cost.plot(
+            x, [report.number(row, "worst_back") for row in rows], "s:C2", label="a cut, at worst"
+        ),
+    ]
+    memory.set_xscale("log", base=2)
+    memory.set_xticks(x, [f"{every:g}" for every in x])
+    memory.minorticks_off()
+    memory.set_xlabel("chunks from state to state")
+    memory.set_ylabel("KiB per token")
+    memory.set_ylim(0)
+    cost.set_ylabel("tokens computed again")
+    cost.set_ylim(0)
+    memory.legend(handles=lines, fontsize=8, loc="upper center")
+    memory.grid(alpha=0.3)
+    return [save(figure, folder, f"hybrid-cost{suffix}")]
+
+
 DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
     "needles": draw_needles,
     "exactness": draw_exactness,
@@ -252,6 +309,8 @@ DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
     "snapshot_read": draw_snapshot_read,
     "decode": draw_decode,
     "residency_traffic": draw_residency_traffic,
+    "companions": draw_companions,
+    "hybrid_cost": draw_hybrid_cost,
 }
 
 # Of reports too long to print, the rows that are.

@@ -344,8 +344,10 @@ def test_no_test_is_skipped_for_want_of_a_model():
     for file in Path(__file__).parent.glob("*.py"):
         text = file.read_text(encoding="utf-8")
         skips = re.findall(r"^.*\bpytest\.(?:mark\.)?(?:skip|importorskip|xfail).*$", text, re.M)
-        # What a processor cannot do, and a device, are all that tests of models may lack.
-        allowed = ('pytest.skip("this processor', 'pytest.skip(f"{device}: ')
+        # What a processor cannot do, a device, and an architecture that another release of
+        # transformers has are all that tests of models may lack.
+        allowed = ('"this processor', 'f"{device}: ', '"this release of transformers has no ')
+        allowed += ('f"this release of transformers has no ',)
         lacking = [line for line in skips if not any(reason in line for reason in allowed)]
         assert file.name == Path(__file__).name or not lacking, f"{file.name}: {lacking}"
 

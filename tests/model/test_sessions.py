@@ -186,9 +186,10 @@ def test_a_restore_that_the_prompt_cannot_use_is_refused_not_computed_again(
 @pytest.mark.parametrize(
     ("state", "error", "message"),
     [
-        ({"version": 2}, kvpager.UnsupportedVersionError, "session.version is 2"),
+        ({"version": 3}, kvpager.UnsupportedVersionError, "session.version is 3"),
         ({"pending": VOCAB}, kvpager.CorruptSnapshotError, "session.pending is 300"),
         ({"pending": True}, kvpager.CorruptSnapshotError, "session.pending is True"),
+        ({"generation_start": 99}, kvpager.CorruptSnapshotError, "session.generation_start is 99"),
         ({"sampling": 3}, kvpager.CorruptSnapshotError, "session.sampling is 3"),
         ({"sampling": {"heat": 1}}, kvpager.CorruptSnapshotError, "session.sampling.*heat"),
         ({"sampling": {"top_p": 2}}, kvpager.CorruptSnapshotError, "session.sampling.*top_p"),

@@ -27,6 +27,7 @@ from small_store import Author, C, text
 from kvpager import _core
 from kvpager.errors import CapacityError, StorageError
 from kvpager.stores import DirectoryStore
+from kvpager.stores.companions import CompanionSnapshot
 
 PROMPT = text(6 * C, seed=1)
 OTHER_PROMPT = text(3 * C, seed=2)
@@ -184,8 +185,9 @@ def _work_until(
 
 
 def die_during(journal: Journal, folder: str, step: str, point: str, after: int) -> None:
-    """Does one step of `STEPS` and dies, as by SIGKILL, at the `after`-th visit of a point.
+    """Does one step and dies, as by SIGKILL, at the `after`-th visit of a point.
 
+    The step is one of `STEPS` or `PAIR_STEPS`.
     The point is one of the core's, or "python" for the calls that the store itself makes.
     """
     author, store = Author(), DirectoryStore(folder)
@@ -194,7 +196,7 @@ def die_during(journal: Journal, folder: str, step: str, point: str, after: int)
             stack.enter_context(Trap(after, lambda: os.kill(os.getpid(), signal.SIGKILL)))
         else:
             _core.arm_fault(point, after, -1)
-        STEPS[step](author, store)
+        (STEPS | PAIR_STEPS)[step](author, store)
     journal.write(survived=True)
 
 
@@ -231,6 +233,47 @@ def after_step(step: str) -> dict[str, list[int]]:
     elif step == "delete":
         del changed["c"]
     return changed
+
+
+# The same for snapshots with companions: see `prepare_pairs`.
+PAIRS_BEFORE = {"a": text(5 * C + 3, seed=31), "b": text(3 * C, seed=32)}
+PAIR_GROWN = text(8 * C + 1, seed=33, start=PAIRS_BEFORE["a"][: 5 * C])
+
+
+def save_pair(author: Author, store: DirectoryStore, name: str, tokens: list[int]) -> Any:
+    """A snapshot of these tokens, and a draft's of all but the last."""
+    draft = Author(fingerprint="draft")
+    companion = CompanionSnapshot(
+        "draft", draft.content(tokens[:-1]), draft.pager.fingerprint_json, "{}"
+    )
+    return author.save(store, name, tokens, companions=[companion])
+
+
+PAIR_STEPS: dict[str, Callable[[Author, DirectoryStore], object]] = {
+    "first pair": lambda author, store: save_pair(author, store, "new", NEW),
+    "next pair": lambda author, store: save_pair(author, store, "a", PAIR_GROWN),
+    "without": lambda author, store: author.save(store, "a", PAIR_GROWN),
+    "delete pair": lambda _, store: store.delete("a"),
+}
+
+
+def after_pair_step(step: str) -> dict[str, list[int]]:
+    """What the store holds once the step was done."""
+    changed = dict(PAIRS_BEFORE)
+    if step == "first pair":
+        changed["new"] = NEW
+    elif step == "delete pair":
+        del changed["a"]
+    else:
+        changed["a"] = PAIR_GROWN
+    return changed
+
+
+def prepare_pairs(folder: str) -> None:
+    """Makes a store with PAIRS_BEFORE in it."""
+    author, store = Author(), DirectoryStore(folder)
+    for name, tokens in PAIRS_BEFORE.items():
+        save_pair(author, store, name, tokens)
 
 
 def prepare(folder: str) -> None:

@@ -324,7 +324,7 @@ def test_the_proposers_of_the_command_line_are_those_of_the_runtime():
     from kvpager.cli import generate
     from kvpager.runtime import speculation
 
-    assert tuple(speculation.PROPOSERS) == generate.PROPOSERS
+    assert (*speculation.PROPOSERS, speculation.DRAFT) == generate.PROPOSERS
 
 
 def test_a_mistyped_proposer_names_the_closest_one(capsys, model_dir):

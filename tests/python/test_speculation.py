@@ -15,8 +15,8 @@ from kvpager.errors import InvalidArgumentError
 from kvpager.runtime.prompt_lookup import PromptLookup
 from kvpager.runtime.proposal_length import ProposalLength
 from kvpager.runtime.speculation import (
+    Proposed,
     Proposer,
-    Speculation,
     SpeculationStats,
     resolve_speculation,
 )
@@ -228,7 +228,7 @@ class Scripted:
 
 
 def speculation(answer):
-    return Speculation(Scripted(answer), VOCAB)
+    return Proposed(Scripted(answer), VOCAB)
 
 
 def propose(subject, tokens=(1, 2, 3), room=8):
@@ -302,14 +302,14 @@ def test_a_proposer_cannot_change_the_text_it_is_shown():
             return []
 
     with pytest.raises(InvalidArgumentError, match=r"Vandal\.propose raised ValueError"):
-        Speculation(Vandal(), VOCAB).propose(text, room=4, used=1, fit=padded_to(16))
+        Proposed(Vandal(), VOCAB).propose(text, room=4, used=1, fit=padded_to(16))
     assert text.tolist() == [1, 2, 3]
     text[0] = 5  # and its owner still can
 
 
 def test_a_proposer_is_not_asked_where_there_is_no_room():
     proposer = Scripted([4])
-    subject = Speculation(proposer, VOCAB)
+    subject = Proposed(proposer, VOCAB)
     assert propose(subject, room=0) == []
     assert proposer.asked == []
 
@@ -361,7 +361,10 @@ def test_a_class_or_a_function_makes_proposers(speculate):
 @pytest.mark.parametrize(
     ("speculate", "words"),
     [
-        ("prompt_lookup", "speculate is 'prompt_lookup'; expected \"prompt-lookup\", a callable"),
+        (
+            "prompt_lookup",
+            'speculate is \'prompt_lookup\'; expected "prompt-lookup", "draft", a callable',
+        ),
         (True, "speculate is True; expected"),
         (4, "speculate is 4; expected"),
         (PromptLookup(), r"an instance of PromptLookup, which sessions would share.*lambda:"),

@@ -10,31 +10,56 @@ a period. Neither "sampled" text, at temperature 1, nor that of a model with ran
 itself, and there speculation can only cost: by looking for what is not there (prompt lookup), or by
 proposing what is always wrong. A proposer that knows the text shows what the best one would reach.
 
+A draft model needs a target that is dearer than itself: "shipped-deep" is the shipped model with
+further layers that add nothing, which says the same and takes longer, and its draft is the shipped
+model, rounded to bfloat16.
+
 Each run is compared with plain decode by every bit of its tokens, log-probabilities and K/V.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
 
-from kvpager import Engine, PagerConfig, PromptLookup, Session, SpeculationStats, TopK
+from kvpager import (
+    Dense,
+    DraftModel,
+    Engine,
+    PagerConfig,
+    PromptLookup,
+    Session,
+    SpeculationStats,
+    TopK,
+)
 from kvpager.needles import END
+from kvpager.runtime.speculation import Speculate
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Subject
 
 CHUNKS = 32
 POOL_TOKENS = 4096
+DEEP = "shipped-deep"
+DEEP_LAYERS = 16
+DRAFT = "draft"
 SPEEDUP = 1.5  # of plain decode, that copy-heavy text has to reach
 COPY_HEAVY = 1.5  # accepted tokens per forward that copy-heavy text has to reach
 COPYING = ("questions", "loop")
-SHORT_RUNS = 5  # times as many runs of the shipped model, whose steps take a millisecond
+COMPARED = {  # proposers as figures name them, and what stands beside them
+    "prompt-lookup": ("prompt lookup", "plain decode"),
+    DRAFT: ("draft model", "the same without a draft"),
+}
+SPOKEN_BEFORE = 8  # tokens, so that a draft model has come to the end of the context
+RUNS = {subjects.SHIPPED: 5, DEEP: 2}  # times as many where a step takes milliseconds
 LEAST_SPEED = 0.9  # of plain decode's, where speculation can only cost
 
 COLUMNS = (
@@ -104,7 +129,28 @@ def continued(
     return Case(name, shape, ids[:-1], [ids[-1:].tolist()], new_tokens, temperature=temperature)
 
 
-def generate(base: Session, case: Case, speculate: Callable[[], Any] | None) -> Outcome:
+def deepened(model: Any, layers: int) -> Any:
+    """The same function by more layers: those that are added give back what they are given."""
+    config = copy.deepcopy(model.config)
+    more = layers - config.num_hidden_layers
+    config.update(
+        {
+            "num_hidden_layers": layers,
+            "layer_types": [*config.layer_types, *["full_attention"] * more],
+            "no_rope_layers": [*config.no_rope_layers, *[1] * more],
+        }
+    )
+    deep: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    deep.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in deep.model.layers[model.config.num_hidden_layers :]:
+            for out in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                for parameter in out.parameters():
+                    parameter.zero_()
+    return deep.eval()
+
+
+def generate(base: Session, case: Case, speculate: Speculate) -> Outcome:
     """Everything the case asks for, in a fork of a session that holds its context."""
     outcome = Outcome()
     with base.fork() as session:
@@ -140,12 +186,19 @@ def compare(outcome: Outcome, plain: Outcome) -> Comparison:
 
 def measure(case: Case, model: Any, runs: int, proposers: Sequence[str], report: Report) -> None:
     config = PagerConfig(pool_tokens=POOL_TOKENS, selection=TopK(chunks=CHUNKS))
-    with Engine(model, config) as engine, engine.session() as base:
+    draft = None
+    if DRAFT in proposers:
+        draft = DraftModel(subjects.load_model("shipped-bf16"), selection=Dense())
+    with Engine(model, config, draft=draft) as engine, engine.session() as base:
         base.prefill(case.context)
+        if draft is not None:  # what it holds of the context was there before the question
+            list(base.generate(SPOKEN_BEFORE, eos=None, speculate=DRAFT))
+            base.trim(len(case.context))
         plain = generate(base, case, None)
         for proposer in proposers:
             text = [*case.context, *case.prompts[0], *plain.tokens]
-            speculate: dict[str, Callable[[], Any]] = {
+            speculate: dict[str, Speculate] = {
+                DRAFT: DRAFT,
                 "prompt-lookup": PromptLookup,
                 "all right": partial(KnownText, text, right=True),
                 "all wrong": partial(KnownText, text, right=False),
@@ -177,13 +230,14 @@ def measure(case: Case, model: Any, runs: int, proposers: Sequence[str], report:
                 bits_compared=comparison.bits,
                 differing_bits=comparison.differing_bits,
             )
-            if proposer == "prompt-lookup":
+            if proposer in COMPARED:
+                called, peer = COMPARED[proposer]
                 tokens = harness.tokens_name(len(case.context))
                 report.compare(
-                    f"speculation (prompt lookup), {case.name} at {tokens}, {case.shape}",
+                    f"speculation ({called}), {case.name} at {tokens}, {case.shape}",
                     ours=count / timing["speculated"].median,
                     theirs=count / timing["plain"].median,
-                    peer="plain decode",
+                    peer=peer,
                     unit="tokens/s",
                     aim=SPEEDUP if case.name in COPYING else None,
                 )
@@ -240,6 +294,13 @@ def cases(arguments: argparse.Namespace) -> list[tuple[Case, Any, tuple[str, ...
     if "loop" in arguments.cases:
         case = continued("loop", subjects.SHIPPED, shipped, 1024, new_tokens, 0.0)
         chosen.append((case, shipped, ("prompt-lookup",)))
+    if DEEP in arguments.cases:
+        deep = deepened(shipped, DEEP_LAYERS)
+        pair = ("prompt-lookup", DRAFT)
+        case = questions(arguments.contexts[0], min(24, arguments.contexts[0] // 128), DEEP)
+        chosen.append((case, deep, pair))
+        chosen.append((continued("loop", DEEP, deep, 1024, new_tokens, 0.0), deep, pair))
+        chosen.append((continued("lightly sampled", DEEP, deep, 1024, new_tokens, 0.6), deep, pair))
     if "sampled" in arguments.cases:
         case = continued("sampled", subjects.SHIPPED, shipped, 1024, new_tokens, 1.0)
         chosen.append((case, shipped, every))
@@ -254,7 +315,7 @@ def cases(arguments: argparse.Namespace) -> list[tuple[Case, Any, tuple[str, ...
 def main() -> None:
     parser = harness.cli(__doc__)
     parser.add_argument(
-        "--cases", type=harness.parse_list, default=["questions", "loop", "sampled", "random"]
+        "--cases", type=harness.parse_list, default=["questions", "loop", DEEP, "sampled", "random"]
     )
     parser.add_argument("--shapes", type=harness.parse_list, help="with random weights")
     parser.add_argument("--layers", type=int, help="of them")
@@ -285,7 +346,7 @@ def main() -> None:
         record,
     )
     for case, model, proposers in cases(arguments):
-        runs = arguments.runs * (SHORT_RUNS if case.shape == subjects.SHIPPED else 1)
+        runs = arguments.runs * RUNS.get(case.shape, 1)
         measure(case, model, runs, proposers, report)
     judge(report)
     report.finish()

@@ -1,0 +1,250 @@
+"""What earlier systems got wrong about caches that belong together cannot happen here.
+
+Each row of TABLE is a defect that was seen, and the tests that would fail if it came back. Those
+that belong to no other file are below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from apart import alone, apart, ids_of
+from bits import assert_same_bits, assert_same_session
+from companion_models import CHUNK, member
+from drafts import Seen, drafted_engine
+from recurrent_models import make_recurrent_engine
+from reference_models import make_engine, prompt
+
+from kvpager import NeedsCheckpoint, Refused
+from kvpager.runtime.primary import PrimaryCache
+from mutants.mutant import exists
+
+HERE = "model/test_defects_companions.py"
+GROUP = "python/test_cache_group.py"
+REAL = "model/test_companions.py"
+TRIM = "model/test_trim_and_update.py"
+DRAFT = "model/test_draft_companion.py"
+RECURRENT = "model/test_recurrent.py"
+
+TABLE = {
+    "either trim failing wipes both caches, all checkpoints and the sampler": [
+        f"{HERE}::test_a_draft_that_refuses_costs_no_forward_of_the_target_and_no_draw",
+        f"{HERE}::test_a_companion_that_refuses_costs_a_recurrent_target_no_checkpoint",
+        f"{HERE}::test_a_target_that_refuses_keeps_its_text_its_sampler_and_chunks_of_others",
+        f"{GROUP}::test_a_trim_takes_from_each_cache_what_the_pair_of_answers_says",
+        f"{GROUP}::test_a_cache_that_refuses_holds_byte_for_byte_what_it_held",
+        f"{REAL}::test_target_and_draft_are_cut_as_far_as_each_can_be",
+        f"{TRIM}::test_a_refused_cut_costs_the_cache_and_not_the_text",
+        f"{DRAFT}::test_a_trim_behind_the_drafts_window_costs_the_draft_alone",
+    ],
+    "a companion that was wiped is never filled again for the prefix; acceptance drops": [
+        f"{HERE}::test_a_draft_that_was_emptied_is_filled_again_and_guesses_as_well_as_before",
+        f"{REAL}::test_where_no_state_of_the_draft_was_kept_the_draft_alone_begins_anew",
+        f"{DRAFT}::test_after_a_reset_guesses_are_right_again_within_one_chunk",
+        f"{DRAFT}::test_the_watermark_is_the_text_without_guesses",
+    ],
+    '"trim succeeded" while a recurrent state was not rewound': [
+        f"{HERE}::test_a_hybrid_that_was_cut_says_what_a_cold_one_says_and_not_what_its_state_was",
+        f"{HERE}::test_a_hybrid_that_has_no_state_at_the_cut_says_so_and_changes_nothing",
+        f"{GROUP}::test_a_success_that_left_the_state_where_it_was_is_not_believed",
+        f"{GROUP}::test_a_cache_that_needs_a_checkpoint_holds_what_it_held_until_it_is_told_to_go_"
+        "back",
+        f"{REAL}::test_a_recurrent_target_goes_back_to_the_state_before_the_cut_and_has_no_draft",
+        f"{RECURRENT}::test_a_text_that_was_cut_and_goes_on_otherwise_is_a_cold_runs",
+    ],
+    "nobody could reproduce one trim that succeeds beside one that fails": [
+        f"{GROUP}::test_a_trim_takes_from_each_cache_what_the_pair_of_answers_says",
+        f"{GROUP}::test_at_every_kind_of_position_nobody_is_beyond_it_and_all_go_on_as_cold_ones",
+        f"{GROUP}::test_a_companion_that_lags_loses_only_what_it_holds_beyond_the_cut",
+        f"{GROUP}::test_a_companion_that_is_further_than_the_primary_is_cut_all_the_same",
+        f"{GROUP}::test_a_cut_at_the_length_or_after_it_asks_nobody_and_changes_nothing",
+        f"{GROUP}::test_an_empty_cache_has_nothing_to_refuse",
+        f"{GROUP}::test_of_two_companions_only_the_one_that_refuses_begins_anew",
+        f"{REAL}::test_what_a_draft_answers_is_what_its_caches_can_do",
+    ],
+}
+
+
+@pytest.mark.parametrize("defect", TABLE)
+def test_every_defect_has_its_tests(defect):
+    for name in TABLE[defect]:
+        assert exists(name), name
+
+
+SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 7, "eos": None}
+PROMPT = 200
+CUT = 100
+
+
+@pytest.fixture(scope="module")
+def target():
+    return member("dense")
+
+
+@pytest.fixture(scope="module")
+def cold(target):
+    with make_engine(target, pool_tokens=2048) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def engine(target):
+    """Its draft sees 40 tokens back, and can be cut by 16 more."""
+    options = {"rewind_tokens": CHUNK}
+    with drafted_engine(target, member("windowed", layers=2), draft_options=options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    with make_recurrent_engine(member("recurrent"), pool_tokens=512) as engine:
+        yield engine
+
+
+class Refusing:
+    """A companion that has come as far as anybody, and cannot be cut."""
+
+    kind = "refusing"
+
+    def __init__(self, length):
+        self.length = length
+
+    def trim(self, position):
+        return Refused("it is not made for that")
+
+    def reset(self):
+        self.length = 0
+
+    def close(self):
+        pass
+
+
+def test_a_draft_that_refuses_costs_no_forward_of_the_target_and_no_draw(engine, cold):
+    """Seen: one trim of the two failed, and both caches and the sampler were made anew."""
+    session = apart(engine)
+    session.prefill(prompt(PROMPT))
+    told = list(session.generate(30, speculate="draft", **SAMPLED))
+    computed, sampling = session.tokens_computed, session.sampling
+    kv = [part.clone() for part in session.sequence.read_kv(1, 0, PROMPT + 5)]
+    with Seen(engine) as seen:
+        session.trim(PROMPT + 5)
+        assert session.draft.length == PROMPT + 5  # within reach
+        session.trim(CUT)
+    assert (seen.trim_primary_refused, seen.trim_companion_refused) == (0, 1)
+    assert seen.model_forwards == seen.draft_forwards == 0
+    assert (session.committed, session.draft.length) == (CUT, 0)
+    assert session.sampling == sampling
+    for now, was in zip(session.sequence.read_kv(1, 0, CUT), kv):
+        assert_same_bits(now, was[:CUT], "K/V of the target")
+    session.append(prompt(PROMPT)[CUT:])
+    assert list(session.generate(30, speculate="draft", **SAMPLED)) == told
+    assert session.tokens_computed - computed == PROMPT - CUT
+    _, expected = alone(cold, prompt(PROMPT), 30, **SAMPLED)
+    assert told == ids_of(expected)
+
+
+def test_a_companion_that_refuses_costs_a_recurrent_target_no_checkpoint(hybrid):
+    """Seen: the checkpoints of the target went with the cache of the draft."""
+    session = hybrid.session()
+    session.prefill(prompt(PROMPT, 1))
+    session.companions.append(Refusing(PROMPT))
+    held = session.states.nearest(CUT)
+    assert held > 0
+    before = hybrid.stats()
+    session.trim(CUT)
+    after = hybrid.stats()
+    assert session.companions[0].length == 0
+    assert session.committed == held
+    assert after["checkpoint_states"] == before["checkpoint_states"] > 1
+    assert after["tokens_reprefilled"] - before["tokens_reprefilled"] == 2 * CUT - held
+    session.companions.clear()
+    rows = hybrid.runner.rows_used
+    session.append([5])
+    assert hybrid.runner.rows_used - rows == CUT - held + 1
+
+
+def test_a_target_that_refuses_keeps_its_text_its_sampler_and_chunks_of_others(closing):
+    """Seen: after a reset everything was computed again, and drawn from another state."""
+    windowed = member("windowed")
+    engine = closing(make_engine(windowed, pool_tokens=512, rewind_tokens=CHUNK))
+    session, other = engine.session(), engine.session()
+    session.prefill(prompt(PROMPT))
+    other.prefill(prompt(CUT + 12))
+    told = list(session.generate(20, **SAMPLED))
+    trims = replace(engine.trims)
+    session.trim(CUT)
+    assert engine.trims.trim_primary_refused == trims.trim_primary_refused + 1
+    assert session.tokens.tolist() == prompt(CUT).tolist()
+    assert session.sampling.seed == SAMPLED["seed"]
+    computed = session.tokens_computed
+    session.append(prompt(PROMPT)[CUT:])
+    assert session.tokens_computed - computed <= PROMPT - CUT + CHUNK  # the rest was found
+    assert list(session.generate(20, **SAMPLED)) == told
+
+
+@pytest.mark.parametrize("kind", ["dense", "windowed", "recurrent"])
+def test_a_draft_that_was_emptied_is_filled_again_and_guesses_as_well_as_before(
+    target, cold, closing, kind
+):
+    """Seen: right tokens, and a draft that knew nothing of the prefix for the rest of its life."""
+    engine = closing(drafted_engine(target, member(kind, layers=2)))
+    session = apart(engine)
+    session.prefill(prompt(PROMPT))
+    list(session.generate(2 * CHUNK, eos=None, speculate="draft"))
+    level = session.speculation.acceptance
+    assert level > 0.4
+    session.draft.reset()
+    before = session.speculation
+    with Seen(engine) as seen:
+        list(session.generate(CHUNK, eos=None, speculate="draft"))
+    assert seen.draft_tokens_fed >= PROMPT
+    assert session.draft.length > PROMPT + 2 * CHUNK
+    assert session.speculation.accepted > before.accepted  # within one chunk
+    before = session.speculation
+    list(session.generate(2 * CHUNK, eos=None, speculate="draft"))
+    again = session.speculation
+    ratio = (again.accepted - before.accepted) / (again.proposed - before.proposed)
+    assert ratio > level - 0.25
+    whole = apart(cold)
+    whole.prefill(session.tokens)
+    session.prefill(session.tokens)
+    assert_same_session(session, whole, f"with a {kind} draft that was emptied")
+
+
+def test_a_hybrid_that_was_cut_says_what_a_cold_one_says_and_not_what_its_state_was(hybrid):
+    """Seen: K/V were cut, success was told, and the state still was that of the longer text."""
+    session = hybrid.session()
+    session.prefill(prompt(PROMPT, 2))
+    stale = session.states.at(PROMPT)
+    session.trim(CUT)
+    assert session.states.length <= CUT
+    with make_recurrent_engine(hybrid.model, pool_tokens=512) as other, other.session() as whole:
+        whole.prefill(prompt(PROMPT, 2)[:CUT])
+        assert_same_bits(session.logits, whole.logits, "logits after the cut")
+        assert not torch.equal(hybrid.runner.logits_after(stale), whole.logits)
+        new = prompt(2 * CHUNK, 3)
+        for one in (session, whole):
+            one.append(new)
+        assert_same_bits(session.logits, whole.logits, "logits of the text gone on")
+        ours, theirs = (one.states.at(CUT + 2 * CHUNK) for one in (session, whole))
+        for a, b in zip(ours.tensors, theirs.tensors):
+            assert_same_bits(a, b, "the state of the text gone on")
+
+
+def test_a_hybrid_that_has_no_state_at_the_cut_says_so_and_changes_nothing(hybrid):
+    """Seen: an answer of yes or no, where the truth was "from there on"."""
+    session = hybrid.session()
+    session.prefill(prompt(PROMPT, 4))
+    state, tokens = session.states.at(PROMPT), session.tokens.tolist()
+    before = [tensor.clone() for tensor in state.tensors]
+    kv = [part.clone() for part in session.sequence.read_kv(0, 0, PROMPT)]
+    answer = PrimaryCache(session).trim(CUT)
+    assert answer == NeedsCheckpoint(CUT // (4 * CHUNK) * 4 * CHUNK)
+    assert (session.committed, session.states.length) == (PROMPT, PROMPT)
+    assert session.tokens.tolist() == tokens
+    for now, was in zip(session.states.at(PROMPT).tensors, before):
+        assert_same_bits(now, was, "the state")
+    for now, was in zip(session.sequence.read_kv(0, 0, PROMPT), kv):
+        assert_same_bits(now, was, "K/V")
