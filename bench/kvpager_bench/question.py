@@ -123,7 +123,7 @@ QUESTIONS = {
         Question(
             "companions",
             "what passes over a long prefix cost when a draft model's trims are refused",
-            3,
+            4,
             ("wiping both caches",),
             ("companions", "companions_reset"),
             in_suite=True,
@@ -131,7 +131,7 @@ QUESTIONS = {
         Question(
             "hybrid",
             "what recurrent layers cost a text that is cut: tokens, bytes; bits compared",
-            2,
+            1,
             ("a forward of one chunk", "least recently used"),
             ("hybrid", "hybrid_cost", "hybrid_budget"),
             in_suite=True,
