@@ -383,3 +383,15 @@ def test_states_that_are_not_exact_are_refused_for_a_text_that_is(hybrid, closin
     info = SnapshotInfo.of(_core.SnapshotReader.open(path))
     with pytest.raises(CorruptSnapshotError, match="not exact"):
         session.states.attach(info, [b"a" * 16])
+
+
+def test_saving_a_part_of_a_text_counts_as_no_cut(hybrid, closing, tmp_path):
+    engine = closing(make(hybrid))
+    session = engine.session()
+    session.prefill(prompt(LENGTH))
+    list(session.generate(CHUNK, eos=None))
+    before = engine.stats()["tokens_reprefilled"]
+    session.save(tmp_path / "part.kvsnap", upto=session.committed - 1)
+    assert engine.stats()["tokens_reprefilled"] == before
+    session.trim(session.committed - 1)  # which is one
+    assert engine.stats()["tokens_reprefilled"] > before

@@ -19,7 +19,7 @@ from kvpager.released import ReleasedText
 from kvpager.runtime.companions import freeze_companions
 from kvpager.runtime.cursor import Cursor, Lookahead
 from kvpager.runtime.draft import DraftCompanion
-from kvpager.runtime.group import CacheGroup
+from kvpager.runtime.group import CacheGroup, TrimCounters
 from kvpager.runtime.packing import read_logits
 from kvpager.runtime.primary import PrimaryCache
 from kvpager.runtime.progress import Progress, check_progress, reporting_bytes
@@ -91,6 +91,7 @@ class Session:
         self.tokens_computed = 0  # of prompts: rows that forwards committed, whatever they shared
         self.generation_start: int | None = None  # where the last generate() began
         self._saves = Saves()
+        self._trims = engine.trims
         self.companions: list[DraftCompanion] = []  # other models' caches of the text
         self.states: StateCursor | None = None  # of recurrent layers
         self._reprefilled_to = 0  # up to where tokens are computed that a trim had kept
@@ -299,7 +300,7 @@ class Session:
             return
         self._cursor.drop_ahead()
         held = self.committed
-        group = CacheGroup(PrimaryCache(self), self.companions, self.engine.trims)
+        group = CacheGroup(PrimaryCache(self), self.companions, self._trims)
         try:
             self._repairing(lambda: group.trim(position))
         finally:  # also where a companion failed: by then the primary cache has been cut
@@ -382,14 +383,7 @@ class Session:
     def fork(self) -> Session:
         """Another session with the same tokens; sealed chunks are shared, the rest is its own."""
         self.engine.check_session(self)
-        self._cursor.drop_ahead()
-        twin = self.engine.adopt(
-            self.sequence.fork(), sampling=self.sampling, repairs=self.repairs.for_fork()
-        )
-        twin._cursor = self._cursor.over(twin.sequence)  # noqa: SLF001  # one of its own kind
-        twin.generation_start = self.generation_start
-        if self.states is not None:
-            twin.states = self.states.fork(twin.sequence)
+        twin = self._alone()
         for companion in self.companions:
             twin.add_companion(companion.fork())
         return twin
@@ -593,7 +587,7 @@ class Session:
     def note_adopted(self, start: int, count: int) -> None:
         """Chunks of others hold these tokens, so that they need not be computed again after all."""
         found = max(0, min(start + count, self._reprefilled_to) - start)
-        self.engine.trims.tokens_reprefilled -= found
+        self._trims.tokens_reprefilled -= found
 
     def reserve(self, total_tokens: int) -> None:
         """Holds room to grow to so many tokens; what is ahead of the text may be more already."""
@@ -670,13 +664,26 @@ class Session:
         if self.generation_start is not None and self.generation_start > position:
             self.generation_start = None
 
+    def _alone(self) -> Session:
+        """A fork without companions."""
+        self._cursor.drop_ahead()
+        twin = self.engine.adopt(
+            self.sequence.fork(), sampling=self.sampling, repairs=self.repairs.for_fork()
+        )
+        twin._cursor = self._cursor.over(twin.sequence)  # noqa: SLF001  # one of its own kind
+        twin.generation_start = self.generation_start
+        if self.states is not None:
+            twin.states = self.states.fork(twin.sequence)
+        return twin
+
     def _freeze(self, upto: int) -> _core.SnapshotContent:
         """The first `upto` tokens as a snapshot has them; of provisional rows, in exact ones."""
         self._cursor.drop_ahead()
         sealed = self.committed - self.committed % self.engine.layout.chunk_tokens
         if upto <= sealed or not (self._cursor.provisional or self._cursor.owed.size):
             return self._repairing(lambda: self.sequence.freeze(upto))
-        with self.fork() as settled:
+        with self._alone() as settled:
+            settled._trims = TrimCounters()  # noqa: SLF001  # nobody has cut anything
             settled.trim(upto)
             settled.prefill(settled.tokens)
             return settled._freeze(upto)  # noqa: SLF001  # one of its own kind
