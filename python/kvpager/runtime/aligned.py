@@ -20,6 +20,7 @@ from kvpager.errors import InvalidArgumentError
 from kvpager.runtime.batch import Batch
 from kvpager.runtime.chunks import next_chunk
 from kvpager.runtime.feed import Feed, runnable
+from kvpager.runtime.primary import PrimaryCache
 from kvpager.runtime.recurrent import StateCursor
 from kvpager.runtime.repair import run
 
@@ -134,7 +135,7 @@ def _return_to_state(engine: Engine, session: Session) -> None:
     states = _states(session)
     before = session.committed
     while states.at(session.committed) is None:
-        _go_back(session, states.nearest(session.committed))
+        PrimaryCache(session).rewind(states.nearest(session.committed))
     engine.checkpoints.note_recomputed(before - session.committed)
 
 
@@ -145,10 +146,4 @@ def _drop_tail(engine: Engine, session: Session) -> None:
     """
     size = engine.layout.chunk_tokens
     if engine.rows > 1 and session.committed % size:
-        _go_back(session, session.committed // size * size)
-
-
-def _go_back(session: Session, position: int) -> None:
-    session.cursor.owe_from(position)
-    session.cursor.provisional = False
-    _states(session).rewind(position)
+        PrimaryCache(session).rewind(session.committed // size * size)

@@ -30,7 +30,6 @@ class Feed:
         self.session = session
         self.ids = ids
         self.served = 0
-        self._text = session.tokens
         self._total = len(ids)  # tokens that room is held for
         self._fresh = not session.committed  # no row of it has been computed
         # Tokens of whole chunks in common with other prompts.
@@ -53,6 +52,7 @@ class Feed:
         """
         session = self.session
         empty = not self.done
+        text = session.tokens if empty else None
         self._total = len(self.ids) if total_tokens is None else total_tokens
         session.settle()
         self.adopt(engine)
@@ -66,7 +66,7 @@ class Feed:
             session.sequence.reserve(self._total)
         except BaseException:
             if empty:
-                session.hold(engine.pager.sequence(salt=session.sequence.salt), text=self._text)
+                session.hold(engine.pager.sequence(salt=session.sequence.salt), text=text)
             raise
 
     def adopt(self, engine: Engine) -> None:

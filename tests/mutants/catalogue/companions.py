@@ -264,8 +264,8 @@ COMPANIONS = (
         name="a-refused-admission-loses-what-is-owed",
         breaks="a prompt that does not fit leaves the session its text",
         file="python/kvpager/runtime/feed.py",
-        old="text=self._text)",
-        new="text=self._text[:0])",
+        old="text=text)",
+        new="text=self.ids[:0])",
         killers=(
             TRIM + "test_a_refused_cut_that_cannot_be_computed_for_want_of_room_still_has_its_text",
         ),
