@@ -12,13 +12,14 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -393,6 +394,43 @@ class Nursery:
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
+
+
+def copies(template: Path, folder: Path) -> Iterator[Path]:
+    """A fresh copy of the store each time, one after the other, times kept."""
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(template, folder)
+        yield folder
+
+
+def kill_at_steps(
+    nursery: Nursery,
+    template: Path,
+    room: Path,
+    step: str,
+    stride: int,
+    points: list[str],
+    check: Callable[[Path], object],
+) -> int:
+    """Kills a process at every `stride`-th visit of every point on its way; returns how many.
+
+    check: called with the store's folder after each.
+    """
+    kills = 0
+    for number, point in enumerate(["python", *points]):
+        for visit, folder in enumerate(copies(template, room / "store")):
+            after = number % stride + visit * stride
+            child = nursery.start(
+                "die_during", folder=os.fspath(folder), step=step, point=point, after=after
+            )
+            child.wait()
+            assert not any("error" in line for line in child.lines()), child.lines()
+            if any("survived" in line for line in child.lines()):
+                break
+            kills += 1
+            check(folder)
+    return kills
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ from store_children import (
     Nursery,
     Trap,
     after_pair_step,
+    copies,
+    kill_at_steps,
     prepare_pairs,
     save_pair,
 )
@@ -42,14 +43,6 @@ def template(tmp_path_factory):
 @pytest.fixture
 def draft():
     return Author(fingerprint="draft")
-
-
-def copies(template, folder):
-    """A fresh copy of the store each time, one after the other."""
-    while True:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(template, folder)
-        yield folder
 
 
 def held(author, draft, store):
@@ -89,28 +82,18 @@ def check_after_accident(author, draft, folder, allowed):
     assert held(author, draft, store)["a"] == PAIRS_BEFORE["a"]
 
 
-def kill_at_steps(nursery, author, draft, template, room, step, stride):
-    kills = 0
-    for number, point in enumerate(["python", *POINTS]):
-        for visit, folder in enumerate(copies(template, room / "store")):
-            after = number % stride + visit * stride
-            child = nursery.start(
-                "die_during", folder=os.fspath(folder), step=step, point=point, after=after
-            )
-            child.wait()
-            assert not any("error" in line for line in child.lines()), child.lines()
-            if any("survived" in line for line in child.lines()):
-                break
-            kills += 1
-            check_after_accident(author, draft, folder, [PAIRS_BEFORE, after_pair_step(step)])
-    return kills
+def kills_at_steps(nursery, author, draft, template, room, step, stride):
+    def check(folder):
+        check_after_accident(author, draft, folder, [PAIRS_BEFORE, after_pair_step(step)])
+
+    return kill_at_steps(nursery, template, room, step, stride, POINTS, check)
 
 
 @pytest.mark.parametrize("step", PAIR_STEPS)
 def test_killed_at_a_step_of_the_store_every_pair_agrees(
     nursery, author, draft, template, tmp_path, step
 ):
-    assert kill_at_steps(nursery, author, draft, template, tmp_path, step, stride=9) > 2
+    assert kills_at_steps(nursery, author, draft, template, tmp_path, step, stride=9) > 2
 
 
 @pytest.mark.slow
@@ -118,7 +101,7 @@ def test_killed_at_a_step_of_the_store_every_pair_agrees(
 def test_killed_at_any_step_of_the_store_every_pair_agrees(
     nursery, author, draft, template, tmp_path, step
 ):
-    assert kill_at_steps(nursery, author, draft, template, tmp_path, step, stride=1) > 20
+    assert kills_at_steps(nursery, author, draft, template, tmp_path, step, stride=1) > 20
 
 
 @pytest.mark.parametrize("step", PAIR_STEPS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,18 @@ from typing import Any
 
 import pytest
 from small_store import CHUNK, Author, files, size, text
-from store_children import BEFORE, STEPS, Child, Nursery, Trap, after_step, prepare, tokens_of
+from store_children import (
+    BEFORE,
+    STEPS,
+    Child,
+    Nursery,
+    Trap,
+    after_step,
+    copies,
+    kill_at_steps,
+    prepare,
+    tokens_of,
+)
 
 from kvpager import _core
 from kvpager.errors import CapacityError, StorageError
@@ -96,42 +106,23 @@ def check_after_accident(
     return found
 
 
-def copies(template: Path, folder: Path) -> Iterator[Path]:
-    """A fresh copy of the store each time, one after the other, times kept."""
-    while True:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(template, folder)
-        yield folder
-
-
 # Killed at every step.
 
 
-def kill_at_steps(
+def kills_at_steps(
     nursery: Nursery, author: Author, template: Path, room: Path, step: str, stride: int
 ) -> int:
-    """Kills a process at every `stride`-th visit of every point on its way; returns how many."""
-    kills = 0
-    for number, point in enumerate(["python", *POINTS]):
-        for visit, folder in enumerate(copies(template, room / "store")):
-            after = number % stride + visit * stride
-            child = nursery.start(
-                "die_during", folder=os.fspath(folder), step=step, point=point, after=after
-            )
-            child.wait()
-            assert not any("error" in line for line in child.lines()), child.lines()
-            if any("survived" in line for line in child.lines()):
-                break
-            kills += 1
-            check_after_accident(author, folder, [BEFORE, after_step(step)])
-    return kills
+    def check(folder: Path) -> None:
+        check_after_accident(author, folder, [BEFORE, after_step(step)])
+
+    return kill_at_steps(nursery, template, room, step, stride, POINTS, check)
 
 
 @pytest.mark.parametrize("step", CHANGING)
 def test_killed_at_a_step_of_the_store_everything_visible_is_whole(
     nursery: Nursery, author: Author, template: Path, room: Path, step: str
 ) -> None:
-    assert kill_at_steps(nursery, author, template, room, step, stride=9) > 2
+    assert kills_at_steps(nursery, author, template, room, step, stride=9) > 2
 
 
 @pytest.mark.slow
@@ -139,7 +130,7 @@ def test_killed_at_a_step_of_the_store_everything_visible_is_whole(
 def test_killed_at_any_step_of_the_store_everything_visible_is_whole(
     nursery: Nursery, author: Author, template: Path, room: Path, step: str
 ) -> None:
-    assert kill_at_steps(nursery, author, template, room, step, stride=1) > 20
+    assert kills_at_steps(nursery, author, template, room, step, stride=1) > 20
 
 
 # Failing at every step.
