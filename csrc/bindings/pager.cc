@@ -6,6 +6,7 @@
 #include <pybind11/typing.h>
 
 #include <array>
+#include <deque>
 #include <optional>
 #include <tuple>
 
@@ -63,7 +64,8 @@ uint64_t begin(Pager& pager, const Array<int64_t>& sequences, const Array<int64_
 using Span = py::typing::Tuple<py::int_, py::int_, py::int_, py::int_>;
 
 uint64_t begin_spans(Pager& pager, const py::typing::List<Span>& spans,
-                     const Array<TokenId>& tokens, uintptr_t stream) {
+                     const Array<TokenId>& tokens, uintptr_t stream, const Array<TokenId>& given,
+                     bool dense) {
   std::vector<RowSpan> rows;
   rows.reserve(spans.size());
   for (const py::handle item : spans) {
@@ -76,16 +78,36 @@ uint64_t begin_spans(Pager& pager, const py::typing::List<Span>& spans,
       numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(item.ptr(), i));
       if (numbers[i] == -1 && PyErr_Occurred()) throw py::error_already_set();
     }
-    if (numbers[3] < 0 || numbers[3] > static_cast<int64_t>(RowKind::kPadding)) {
+    if (numbers[3] < 0 || numbers[3] > static_cast<int64_t>(RowKind::kGiven)) {
       throw InvalidArgumentError(str("spans[", rows.size(), "]: kind ", numbers[3],
-                                     ", expected 0 (commit), 1 (read) or 2 (padding)"));
+                                     ", expected 0 (commit), 1 (read), 2 (padding) or 3 (given)"));
     }
     rows.push_back(
         {SequenceId(numbers[0]), numbers[1], numbers[2], static_cast<RowKind>(numbers[3])});
   }
   std::vector<TokenId> ids = to_tokens(tokens);
+  ForwardOptions options{to_tokens(given), dense, stream_of(stream)};
   const Release release;
-  return pager.begin(rows, std::move(ids), stream_of(stream));
+  return pager.begin(rows, std::move(ids), std::move(options));
+}
+
+// One tensor per layer of either.
+void give(Pager& pager, const py::typing::List<py::object>& k,
+          const py::typing::List<py::object>& v, uintptr_t stream) {
+  const DevicePlace place = pager.device_place();
+  std::deque<BorrowedTensor> borrowed;
+  const auto views = [&](const char* name, const py::list& layers) {
+    std::vector<TensorView> all;
+    for (const py::handle layer : layers) {
+      const std::string which = str(name, "[", all.size(), "]");
+      all.push_back(borrowed.emplace_back(which.c_str(), layer, place).view());
+    }
+    return all;
+  };
+  const std::vector<TensorView> keys = views("k", k);
+  const std::vector<TensorView> values = views("v", v);
+  const Release release;
+  pager.give(keys, values, stream_of(stream));
 }
 
 void attend(Pager& pager, int layer, py::handle q, py::handle k, py::handle v, py::handle out,
@@ -384,7 +406,10 @@ void bind_pager(py::module_& m) {
       .def("begin", &begin, py::arg("sequences"), py::arg("positions"), py::arg("tokens"),
            py::arg("kinds"), py::arg("stream") = 0)
       .def("begin_spans", &begin_spans, py::arg("spans"), py::arg("tokens"), py::arg("stream") = 0,
-           "A span is (uid, position, count, kind).")
+           py::arg("given") = Array<TokenId>(0), py::arg("dense") = false,
+           "A span is (uid, position, count, kind); given: ids of the positions of kind 3.")
+      .def("give", &give, py::arg("k"), py::arg("v"), py::arg("stream") = 0,
+           "Of each layer: [given, kv_heads, head_dim] of the pager's device.")
       .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
            py::arg("out"), py::arg("scaling"), py::arg("softcap") = 0.0f, py::arg("window") = 0,
            py::arg("sinks") = py::none(), py::arg("stream") = 0,

@@ -63,9 +63,15 @@ class Backend {
   // ForwardPart::read and ::mass have room; if not, all of these are empty.
   virtual bool computes() const { return true; }
 
+  // Whether what is launched on the caller's stream goes into a graph.
+  virtual bool capturing(void*) const { return false; }
+
   // --- A forward. Chunks of its parts stay where they are found by begin, as far as it needs that,
   // until end.
   virtual void begin(Forward* forward, void* stream) = 0;
+  // The keys and values of Forward::given, a tensor per layer.
+  virtual void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
+                    void* stream) = 0;
   virtual void write(int layer, const TensorView& k, const TensorView& v, void* stream) = 0;
   // After write() of the same layer.
   virtual void attend(int layer, const TensorView& q, const TensorView& out,

@@ -72,6 +72,11 @@ std::vector<int64_t> Pager::Impl::accepted_rows(const std::vector<SequenceId>& i
 }
 
 void Pager::Impl::require_layers_written() const {
+  if (forward->given_count > 0 && !forward->given_written) {
+    throw InvalidArgumentError(str("commit: the keys and values of ", forward->given_count,
+                                   " given positions are missing; hand them in with give"));
+  }
+  if (forward->row_count() == 0) return;
   for (int layer = 0; layer < layout.layers; ++layer) {
     if (!forward->layer_written[static_cast<size_t>(layer)]) {
       throw InvalidArgumentError(
@@ -80,9 +85,10 @@ void Pager::Impl::require_layers_written() const {
   }
 }
 
+// Without rows of the model there is nothing whose bits their number could change.
 bool Pager::Impl::exact_row_count(int64_t rows) const {
   return options.exact &&
-         (rows == options.rows ||
+         (rows == options.rows || rows == 0 ||
           std::binary_search(options.smaller_rows.begin(), options.smaller_rows.end(), rows));
 }
 
@@ -140,7 +146,7 @@ SharedArray<TokenId> Pager::Impl::tokens_to_seal(const ForwardPart& part, int64_
   sequence.tokens.copy(static_cast<size_t>(first * c), static_cast<size_t>(sequence.length),
                        ids.data());
   int64_t at = sequence.length;
-  for (const RowRange& rows : part.commits) {
+  for (const TokenRange& rows : part.commits) {
     const int64_t count = std::min(rows.count, stop - at);
     std::copy_n(forward->tokens.begin() + rows.first, count, ids.begin() + (at - first * c));
     at += count;
@@ -284,7 +290,7 @@ void Pager::Impl::apply_seal(Seal& seal, ChunkUse use) {
 void Pager::Impl::advance(ForwardPart& part, int64_t count, Provenance provenance) {
   Sequence& sequence = *part.sequence;
   int64_t left = count;
-  for (const RowRange& rows : part.commits) {
+  for (const TokenRange& rows : part.commits) {
     const int64_t more = std::min(rows.count, left);
     sequence.tokens.append(forward->tokens.data() + rows.first, static_cast<size_t>(more));
     left -= more;

@@ -171,7 +171,8 @@ DeviceBackend::Arrays DeviceBackend::allocate_arrays(const gpu::Bounds& bounds) 
   for (int64_t i = 0; i < kRing; ++i) {
     arrays.ring.push_back(device_->pin("forward tables", arrays.layout.bytes()));
   }
-  const int64_t results = aligned(8) + aligned(bounds.entries * 8) + aligned(bounds.entries);
+  const int64_t results =
+      aligned(kStatusBytes) + aligned(bounds.entries * 8) + aligned(bounds.entries);
   arrays.results = device_->allocate("forward results", results);
   arrays.results_host = device_->pin("forward results", results);
   int64_t scratch = 1;
@@ -209,8 +210,22 @@ void DeviceBackend::grow(int64_t entries, int64_t visible) {
   ++generation_;
 }
 
+void DeviceBackend::grow_given(int64_t rows) {
+  static_assert(sizeof(gpu::Header) <= kGivenRowsAt, "rows lie behind the header");
+  if (rows <= given_.rows) return;
+  GivenTables next;
+  for (next.rows = std::max<int64_t>(given_.rows, pager_.options.rows); next.rows < rows;) {
+    next.rows *= 2;
+  }
+  const int64_t bytes = aligned(kGivenRowsAt + next.rows * static_cast<int64_t>(sizeof(gpu::Row)));
+  next.host = device_->pin("given positions", bytes);
+  next.device = device_->allocate("given positions", bytes);
+  timeline_.finish();
+  given_ = std::move(next);
+}
+
 int64_t DeviceBackend::entry_offset(bool read) const {
-  return aligned(8) + (read ? aligned(arrays_.bounds.entries * 8) : 0);
+  return aligned(kStatusBytes) + (read ? aligned(arrays_.bounds.entries * 8) : 0);
 }
 
 void DeviceBackend::add_to(PagerStats* stats) const {
@@ -221,12 +236,14 @@ void DeviceBackend::add_to(PagerStats* stats) const {
   stats->summary_bytes = summaries_.memory.bytes();
   stats->staging_bytes = staging_.memory.bytes();
   stats->scratch_bytes = arrays_.scratch.bytes();
-  stats->table_bytes = arrays_.tables.bytes() + arrays_.results.bytes() + arrays_.selected.bytes();
+  stats->table_bytes = arrays_.tables.bytes() + arrays_.results.bytes() + arrays_.selected.bytes() +
+                       given_.device.bytes();
   stats->device_bytes = pool_.memory.bytes() + summaries_.memory.bytes() + staging_.memory.bytes() +
                         sinks_.memory.bytes() + always_.bytes() + stats->table_bytes +
                         arrays_.scratch.bytes();
   stats->pinned_bytes = host_.memory.bytes() + mirror_.memory.bytes() + bounce_.memory.bytes() +
-                        sinks_host_.bytes() + arrays_.results_host.bytes() + ring;
+                        sinks_host_.bytes() + arrays_.results_host.bytes() + given_.host.bytes() +
+                        ring;
 }
 
 void DeviceBackend::check_invariants() {

@@ -11,7 +11,7 @@
 //   device_backend.cc   memory and its growth, stats, invariants
 //   device_bytes.cc     chunks, seals and summaries
 //   device_tables.cc    begin: make every visible chunk readable, fill in the tables
-//   device_forward.cc   write, attend, stage, and what a forward found
+//   device_forward.cc   give, write, attend, stage, and what a forward found
 #pragma once
 
 #include <map>
@@ -54,7 +54,10 @@ class DeviceBackend final : public Backend {
   std::vector<std::byte*> summary_room(const std::vector<SlotId>& slots) override;
   void summaries_written(const std::vector<SlotId>& slots) override;
 
+  bool capturing(void* stream) const override;
   void begin(Forward* forward, void* stream) override;
+  void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
+            void* stream) override;
   void write(int layer, const TensorView& k, const TensorView& v, void* stream) override;
   void attend(int layer, const TensorView& q, const TensorView& out,
               const AttendOptions& attend_options) override;
@@ -100,6 +103,17 @@ class DeviceBackend final : public Backend {
     int64_t selected_stride = 0;
     device::Memory scratch;  // device
   };
+  // What results begin with: WriteParams::status of the rows, and of given positions.
+  static constexpr int kRowStatus = 0, kGivenStatus = 1;
+  static constexpr int64_t kStatusBytes = 2 * sizeof(uint64_t);
+  // Where given positions go: a header and rows as kernels read them, in pinned memory and on the
+  // device. They grow with the most there were; no graph refers to them.
+  static constexpr int64_t kGivenRowsAt = 64;  // bytes, behind the header
+  struct GivenTables {
+    int64_t rows = 0;
+    device::Memory host, device;
+    Place place;  // of both: from the time they are filled in until kernels have read them
+  };
   // A chunk that may be seen by the running forward, in the order of Tables::chunks.
   struct Entry {
     RecordId record;
@@ -124,8 +138,8 @@ class DeviceBackend final : public Backend {
   gpu::Shape shape(DType q_dtype) const;
   Arrays allocate_arrays(const gpu::Bounds& bounds) const;
   void grow(int64_t entries, int64_t visible);
+  void grow_given(int64_t rows);
   gpu::Attention attention(DType q_dtype) const;
-  bool capturing(void* stream) const;
   int64_t entry_offset(bool read) const;  // of mass, or of read, in results
 
   // device_bytes.cc
@@ -152,6 +166,7 @@ class DeviceBackend final : public Backend {
   // device_forward.cc
   // Where launches go. True: into a graph.
   bool to_stream(void* stream);
+  gpu::Tables upload_given();
   gpu::HostCounts counts(bool into_graph) const;
   const float* sinks_on_device(const AttendOptions& attend_options, void* stream, bool into_graph);
   void mark_dense(int64_t window);
@@ -175,6 +190,7 @@ class DeviceBackend final : public Backend {
   device::Memory sinks_host_;  // pinned
   device::Memory always_;      // device: Selection::always
   Arrays arrays_;
+  GivenTables given_;
   std::vector<Place> ring_places_;
   size_t ring_next_ = 0;
   int64_t bounce_next_ = 0;

@@ -34,6 +34,53 @@ gpu::HostCounts DeviceBackend::counts(bool into_graph) const {
                     : running_.counts;
 }
 
+// The chunks that given positions are written to are among those the forward writes: begin() has
+// ordered the caller's stream behind whoever still uses them.
+gpu::Tables DeviceBackend::upload_given() {
+  const Forward& forward = *pager_.forward;
+  grow_given(forward.given_count);
+  timeline_.host_before_write(given_.place);
+  gpu::Header header;
+  header.rows = static_cast<int32_t>(forward.given_count);
+  std::byte* const from = given_.host.data();
+  std::memcpy(from, &header, sizeof header);
+  auto* row = reinterpret_cast<gpu::Row*>(from + kGivenRowsAt);
+  for (const GivenPosition& given : forward.given) {
+    const Sequence& sequence = *forward.parts[static_cast<size_t>(given.part)].sequence;
+    const ChunkUse& use = sequence.use(given.position / layout_.chunk_tokens);
+    gpu::Row& out = *row++;
+    out = gpu::Row();
+    out.position = given.position;
+    out.write_offset = static_cast<int32_t>(given.position % layout_.chunk_tokens);
+    out.write_chunk = reinterpret_cast<uint64_t>(pool_.at(pager_.ledger[use.record].block.value()));
+  }
+  timeline_.compute_may_read(&given_.place);
+  std::byte* const to = given_.device.data();
+  move(Direction::kUp, timeline_.stream(Lane::kCompute), to, from,
+       kGivenRowsAt + forward.given_count * static_cast<int64_t>(sizeof(gpu::Row)));
+  gpu::Tables tables;
+  tables.header = reinterpret_cast<const gpu::Header*>(to);
+  tables.rows = reinterpret_cast<const gpu::Row*>(to + kGivenRowsAt);
+  return tables;
+}
+
+void DeviceBackend::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
+                         void* stream) {
+  timeline_.set_compute(stream);
+  gpu::WriteParams params;
+  params.shape = shape_;
+  params.tables = upload_given();
+  params.counts.rows = static_cast<int32_t>(pager_.forward->given_count);
+  params.status = reinterpret_cast<uint64_t*>(arrays_.results.data()) + kGivenStatus;
+  for (size_t layer = 0; layer < k.size(); ++layer) {
+    params.layer = static_cast<int32_t>(layer);
+    params.k = tensor(k[layer]);
+    params.v = tensor(v[layer]);
+    launch("writing given keys and values",
+           [&] { return api_.write_rows(device_->context(), &params, stream); });
+  }
+}
+
 void DeviceBackend::write(int layer, const TensorView& k, const TensorView& v, void* stream) {
   const bool into_graph = to_stream(stream);
   gpu::WriteParams params;
@@ -84,7 +131,7 @@ void DeviceBackend::attend(int layer, const TensorView& q, const TensorView& out
   void* const stream = attend_options.stream;
   const bool into_graph = to_stream(stream);
   const Selection& selection = pager_.options.selection;
-  const bool dense = selection.kind == Selection::Kind::kDense;
+  const bool dense = pager_.dense();
   const int half = layer % 2;
   const bool staged = !into_graph && !running_.staged.empty() && staged_layer_[half] == layer;
   const gpu::Tables tables = arrays_.layout.tables(arrays_.tables.data(), staged ? half : -1);
@@ -99,7 +146,7 @@ void DeviceBackend::attend(int layer, const TensorView& q, const TensorView& out
     params.q = tensor(q);
     params.scaling = attend_options.scaling;
     params.window = attend_options.window;
-    params.kind = static_cast<int32_t>(selection.kind);
+    params.kind = static_cast<int32_t>(dense ? Selection::Kind::kDense : selection.kind);
     params.k = selection.chunks;
     params.sinks = selection.sinks;
     params.recent = selection.recent;
@@ -158,9 +205,8 @@ void DeviceBackend::mark_dense(int64_t window) {
 
 void DeviceBackend::replayed(void* stream) {
   timeline_.set_compute(stream);
-  const bool dense = pager_.options.selection.kind == Selection::Kind::kDense;
   running_.scored = pager_.scored_layers() > 0;
-  if (dense) mark_dense(0);
+  if (pager_.dense()) mark_dense(0);
 }
 
 // From now on others may ask for what the forward has read and written.
@@ -189,7 +235,7 @@ void DeviceBackend::finish() {
     move(Direction::kDown, stream, arrays_.results_host.data() + offset,
          arrays_.results.data() + offset, bytes);
   };
-  fetch(0, static_cast<int64_t>(sizeof(gpu::kNoFailure)));
+  fetch(0, kStatusBytes);
   if (running_.scored) {
     fetch(entry_offset(false), entries * 8);
     fetch(entry_offset(true), entries);
@@ -206,14 +252,18 @@ void DeviceBackend::finish() {
 }
 
 void DeviceBackend::take_results() {
-  uint64_t status = 0;
-  std::memcpy(&status, arrays_.results_host.data(), sizeof status);
-  if (status != gpu::kNoFailure) {
-    pager_.refuse_non_finite(static_cast<int>(status >> 32),
-                             static_cast<int64_t>(status & 0xFFFFFFFFu));
+  uint64_t status[kStatusBytes / sizeof(uint64_t)];
+  std::memcpy(status, arrays_.results_host.data(), sizeof status);
+  const auto layer = [](uint64_t failure) { return static_cast<int>(failure >> 32); };
+  const auto row = [](uint64_t failure) { return static_cast<int64_t>(failure & 0xFFFFFFFFu); };
+  if (const uint64_t bad = status[kGivenStatus]; bad != gpu::kNoFailure) {
+    pager_.refuse_given(layer(bad), row(bad));
+  }
+  if (const uint64_t bad = status[kRowStatus]; bad != gpu::kNoFailure) {
+    pager_.refuse_row(layer(bad), row(bad));
   }
   if (!running_.scored) return;
-  const bool dense = pager_.options.selection.kind == Selection::Kind::kDense;
+  const bool dense = pager_.dense();
   const auto* mass =
       reinterpret_cast<const uint64_t*>(arrays_.results_host.data() + entry_offset(false));
   const auto* read =

@@ -172,7 +172,7 @@ void DeviceBackend::find_entries(const Forward& forward) {
       const Place& place =
           entry.pinned ? host_.place(record.host.value()) : pool_.place(record.block.value());
       timeline_.before_read(place, Lane::kCompute);
-      entry.written = c >= sealed && !part.commit_rows.empty();
+      entry.written = c >= sealed && part.commit_count > 0;
       if (entry.written) timeline_.before_write(place, Lane::kCompute);
       if (c < sealed) {
         timeline_.before_read(summaries_.place(record.summary.value()), Lane::kCompute);
@@ -230,7 +230,7 @@ void DeviceBackend::fill_tables(const Forward& forward, const device::TableArray
     out.held = static_cast<int32_t>(part.sequence->released);
     out.visible = part.visible;
     out.sealed = std::min(part.sequence->sealed_chunks(), part.visible);
-    out.written = part.sequence->length + static_cast<int64_t>(part.commit_rows.size());
+    out.written = part.sequence->length + part.commit_count;
     out.score_row = part.score_row;
     header.max_visible = std::max(header.max_visible, part.visible);
     for (int64_t chunk = part.sequence->released; chunk < part.visible; ++chunk) {
@@ -291,7 +291,7 @@ void DeviceBackend::upload(const device::TableLayout& layout, const std::byte* f
                    "clearing the results of a forward");
   };
   std::byte* const results = arrays_.results.data();
-  clear(results, 0xFF, static_cast<int64_t>(sizeof(gpu::kNoFailure)));
+  clear(results, 0xFF, kStatusBytes);
   clear(results + entry_offset(false), 0, entries * 8);
   clear(results + entry_offset(true), 0, entries);
 }

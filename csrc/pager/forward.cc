@@ -1,8 +1,9 @@
-// A forward as a transaction (invariant 14): begin, write, attend, abort. The rest is in commit.cc.
+// A forward as a transaction (invariant 14): begin, give, write, attend, abort. The rest is in
+// commit.cc.
 //
 //   idle --begin--> running --commit--> idle       rows are positions; full chunks were sealed
 //                     |  \--abort---> idle         nothing happened
-//                     +--error in attend/write--> idle (aborted)
+//                     +--error in give/attend/write--> idle (aborted)
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -47,36 +48,62 @@ void mark_window(int64_t position, int64_t window, int64_t chunk_tokens,
   std::fill(chunks->begin() + first, chunks->begin() + position / chunk_tokens + 1, 1);
 }
 
-void Pager::Impl::begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens, void* stream) {
+// Tokens of the rows come first, those of given positions after them: `row` and `given` are the next
+// of either.
+void Pager::Impl::begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens,
+                        ForwardOptions with) {
   if (forward)
     throw InvalidArgumentError("begin: a forward is already running; commit or abort it");
   Forward next;
   next.spans = std::move(spans);
   next.tokens = std::move(tokens);
-  if (next.row_count() < 1 || next.row_count() > options.rows) {
+  next.given_count = static_cast<int64_t>(with.given.size());
+  next.dense = with.dense;
+  next.tokens.insert(next.tokens.end(), with.given.begin(), with.given.end());
+  const int64_t rows = next.row_count();
+  if (rows > options.rows || (rows < 1 && next.given_count == 0)) {
+    throw InvalidArgumentError(str("rows: ", rows, " given, expected 1 to ", options.rows));
+  }
+  if (next.given_count > 0 && !next.dense && options.selection.kind != Selection::Kind::kDense) {
     throw InvalidArgumentError(
-        str("rows: ", next.row_count(), " given, expected 1 to ", options.rows));
+        "dense: false, but a forward with given positions has to be dense, because rows cannot "
+        "select among chunks that are not sealed yet");
   }
   next.layer_written.assign(static_cast<size_t>(layout.layers), 0);
   try {
     int64_t row = 0;
+    int64_t given = rows;
     for (const RowSpan& span : next.spans) {
-      if (span.count < 1 || span.count > next.row_count() - row) {
-        throw InvalidArgumentError(str("spans: ", span.count, " rows from row ", row,
-                                       " on, expected 1 to ", next.row_count() - row,
+      const bool is_given = span.kind == RowKind::kGiven;
+      int64_t& at = is_given ? given : row;
+      const int64_t left = (is_given ? rows + next.given_count : rows) - at;
+      if (span.count < 1 || span.count > left) {
+        throw InvalidArgumentError(str("spans: ", span.count, is_given ? " given" : "",
+                                       " rows from ", is_given ? "given " : "", "row ",
+                                       is_given ? at - rows : at, " on, expected 1 to ", left,
                                        ", the tokens left for them"));
       }
-      enroll(span, row, &next);
-      row += span.count;
+      enroll(span, at, &next);
+      at += span.count;
     }
-    if (row < next.row_count()) {
+    if (row < rows) {
       throw InvalidArgumentError(
-          str("spans: of ", row, " rows, expected as many as tokens, ", next.row_count()));
+          str("spans: of ", row, " rows, expected as many as tokens, ", rows));
+    }
+    if (given < rows + next.given_count) {
+      throw InvalidArgumentError(str("spans: of ", given - rows,
+                                     " given rows, expected as many as given tokens, ",
+                                     next.given_count));
     }
     if (next.parts.empty()) throw InvalidArgumentError("rows: every row is padding");
+    const auto parts = static_cast<int64_t>(next.parts.size());
+    if (parts > options.rows) {
+      throw InvalidArgumentError(
+          str("spans: of ", parts, " sequences, expected at most ", options.rows));
+    }
     take_frontier(&next);
     if (backend->computes()) describe_rows(&next);
-    backend->begin(&next, stream);
+    backend->begin(&next, with.stream);
   } catch (...) {
     disband(&next);
     throw;
@@ -87,53 +114,66 @@ void Pager::Impl::begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens,
   forward.emplace(std::move(next));
 }
 
-// Adds a span's rows to its sequence's part.
-void Pager::Impl::enroll(const RowSpan& span, int64_t first_row, Forward* next) {
+// Adds a span to its sequence's part.
+void Pager::Impl::enroll(const RowSpan& span, int64_t first_token, Forward* next) {
   if (span.kind == RowKind::kPadding) return;
+  const bool is_given = span.kind == RowKind::kGiven;
+  // As messages call entry `first_token + i` of the tokens.
+  const auto row_name = [&](int64_t i) {
+    return str(is_given ? "given row " : "row ",
+               first_token + i - (is_given ? next->row_count() : 0));
+  };
   Sequence& sequence = find(span.sequence);
   if (sequence.part < 0) {
     next->parts.emplace_back().sequence = &sequence;
     sequence.part = static_cast<int32_t>(next->parts.size()) - 1;
   }
   ForwardPart& part = next->parts[static_cast<size_t>(sequence.part)];
-  if (span.kind == RowKind::kCommit) {
+  if (span.kind != RowKind::kRead) {
     const int64_t expected = sequence.length + part.commit_count;
     if (span.position != expected) {
-      throw InvalidArgumentError(str("row ", first_row, ": position ", span.position,
-                                     " of sequence ", sequence.id.value(), ", expected ", expected,
+      throw InvalidArgumentError(str(row_name(0), ": position ", span.position, " of sequence ",
+                                     sequence.id.value(), ", expected ", expected,
                                      ": commit rows continue the sequence in order"));
     }
-    const auto first = next->tokens.begin() + first_row;
+    const auto first = next->tokens.begin() + first_token;
     const auto bad = std::find_if(first, first + span.count, [](TokenId id) { return id < 0; });
     if (bad != first + span.count) {
-      throw InvalidArgumentError(
-          str("row ", bad - next->tokens.begin(), ": token id ", *bad, " is negative"));
+      throw InvalidArgumentError(str(row_name(bad - first), ": token id ", *bad, " is negative"));
     }
-    part.commits.push_back({first_row, span.count});
+    part.commits.push_back({first_token, span.count});
     part.commit_count += span.count;
   } else if (span.position < 0 || span.position > sequence.length - span.count) {
     const bool none = span.position < 0 || span.position >= sequence.length;
     const int64_t bad = none ? 0 : sequence.length - span.position;
-    throw InvalidArgumentError(str("row ", first_row + bad, ": reads position ",
-                                   span.position + bad, " of sequence ", sequence.id.value(),
-                                   ", which holds ", sequence.length));
+    throw InvalidArgumentError(str(row_name(bad), ": reads position ", span.position + bad,
+                                   " of sequence ", sequence.id.value(), ", which holds ",
+                                   sequence.length));
   }
-  require_held(sequence,
-               options.window == 0 ? 0 : std::max<int64_t>(0, span.position - options.window + 1),
-               str("row ", first_row, " at position ", span.position));
-  part.score_row = static_cast<int32_t>(first_row + span.count - 1);
+  if (!is_given) {  // which sees nothing
+    require_held(sequence,
+                 options.window == 0 ? 0 : std::max<int64_t>(0, span.position - options.window + 1),
+                 str(row_name(0), " at position ", span.position));
+    part.score_row = static_cast<int32_t>(first_token + span.count - 1);
+  }
   const int64_t last = span.position + span.count - 1;
   part.visible = std::max(part.visible, last / layout.chunk_tokens + 1);
 }
 
-// What a backend that computes wants to know: each row for itself, and room for what is read.
+// What a backend that computes wants to know: each row and given position for itself, and room for
+// what is read.
 void Pager::Impl::describe_rows(Forward* next) const {
-  const size_t rows = next->tokens.size();
+  const auto rows = static_cast<size_t>(next->row_count());
   next->rows.reserve(rows);
   next->part_of_row.reserve(rows);
+  next->given.reserve(static_cast<size_t>(next->given_count));
   for (const RowSpan& span : next->spans) {
     const bool padding = span.kind == RowKind::kPadding;
     const int32_t part = padding ? -1 : find(span.sequence).part;
+    if (span.kind == RowKind::kGiven) {
+      for (int64_t i = 0; i < span.count; ++i) next->given.push_back({part, span.position + i});
+      continue;
+    }
     for (int64_t i = 0; i < span.count; ++i) {
       const auto row = static_cast<int32_t>(next->rows.size());
       next->rows.push_back({span.sequence, span.position + (padding ? 0 : i),
@@ -201,8 +241,53 @@ void Pager::Impl::disband(Forward* ended) {
   forget_orders();  // nothing is being read any more
 }
 
-void Pager::Impl::require_layer(int layer, const TensorView& k, const TensorView& v) const {
+void Pager::Impl::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
+                       void* stream) {
+  if (!forward) throw InvalidArgumentError("give: no forward is running; call begin first");
+  if (forward->given_count == 0) {
+    throw InvalidArgumentError("give: this forward has no given positions; name them in its spans");
+  }
+  if (forward->given_written) {
+    throw InvalidArgumentError("give: this forward has been given its keys and values already");
+  }
+  const auto layers = static_cast<size_t>(layout.layers);
+  if (k.size() != layers || v.size() != layers) {
+    throw InvalidArgumentError(str("give: keys of ", k.size(), " layers and values of ", v.size(),
+                                   ", expected ", layers, " of each"));
+  }
+  for (size_t layer = 0; layer < layers; ++layer) {
+    require_shape(str("k[", layer, "]").c_str(), k[layer], forward->given_count, layout.kv_heads,
+                  layout.k_dim);
+    require_shape(str("v[", layer, "]").c_str(), v[layer], forward->given_count, layout.kv_heads,
+                  layout.v_dim);
+  }
+  if (backend->capturing(stream)) {
+    throw InvalidArgumentError("give: stream is being captured; give before a capture");
+  }
+  try {
+    backend->give(k, v, stream);
+  } catch (...) {
+    abort();
+    throw;
+  }
+  forward->given_written = true;
+}
+
+// Whether rows of the forward that runs attend to more than the configured selection.
+bool Pager::Impl::dense_by_itself() const {
+  return forward->dense && options.selection.kind != Selection::Kind::kDense;
+}
+
+void Pager::Impl::require_rows() const {
   if (!forward) throw InvalidArgumentError("attend: no forward is running; call begin first");
+  if (forward->row_count() == 0) {
+    throw InvalidArgumentError(
+        "attend: this forward has given positions and no rows; call give, then commit");
+  }
+}
+
+void Pager::Impl::require_layer(int layer, const TensorView& k, const TensorView& v) const {
+  require_rows();
   if (layer < 0 || layer >= layout.layers) {
     throw InvalidArgumentError(str("layer: ", layer, " is not in [0, ", layout.layers, ")"));
   }
@@ -223,7 +308,12 @@ void Pager::Impl::write(int layer, const TensorView& k, const TensorView& v, voi
 
 void Pager::Impl::attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
                          const TensorView& out, const AttendOptions& attend_options) {
-  if (!forward) throw InvalidArgumentError("attend: no forward is running; call begin first");
+  require_rows();
+  if (forward->given_count > 0 && !forward->given_written) {
+    throw InvalidArgumentError(str("attend: the keys and values of ", forward->given_count,
+                                   " given positions, which rows may see, are missing; hand them "
+                                   "in with give first"));
+  }
   const int64_t rows = forward->row_count();
   if (q.heads <= 0 || q.heads % layout.kv_heads != 0) {
     throw InvalidArgumentError(
@@ -250,6 +340,11 @@ void Pager::Impl::attend(int layer, const TensorView& q, const TensorView& k, co
                                    ": this pager lets go of what is behind its own window"));
   }
   require_layer(layer, k, v);
+  if (dense_by_itself() && backend->capturing(attend_options.stream)) {
+    throw InvalidArgumentError(
+        "attend: this forward is dense, and a graph runs the configured selection; attend outside "
+        "of a capture");
+  }
   try {
     backend->write(layer, k, v, attend_options.stream);
     backend->attend(layer, q, out, attend_options);
@@ -260,12 +355,21 @@ void Pager::Impl::attend(int layer, const TensorView& q, const TensorView& k, co
   forget_orders();  // what the layer read and brought in may leave again
 }
 
-void Pager::Impl::refuse_non_finite(int layer, int64_t row) const {
+void Pager::Impl::refuse_row(int layer, int64_t row) const {
   const RowDescriptor& bad = forward->rows[static_cast<size_t>(row)];
-  throw NonFiniteError(str("layer ", layer, ": the key or value at position ", bad.position,
-                           " of sequence ", bad.sequence.value(),
-                           " is not finite (keys are kept in ", dtype_name(layout.k_dtype),
-                           ", values in ", dtype_name(layout.v_dtype),
+  refuse_non_finite(layer, bad.sequence, bad.position);
+}
+
+void Pager::Impl::refuse_given(int layer, int64_t index) const {
+  const GivenPosition& bad = forward->given[static_cast<size_t>(index)];
+  refuse_non_finite(layer, forward->parts[static_cast<size_t>(bad.part)].sequence->id,
+                    bad.position);
+}
+
+void Pager::Impl::refuse_non_finite(int layer, SequenceId sequence, int64_t position) const {
+  throw NonFiniteError(str("layer ", layer, ": the key or value at position ", position,
+                           " of sequence ", sequence.value(), " is not finite (keys are kept in ",
+                           dtype_name(layout.k_dtype), ", values in ", dtype_name(layout.v_dtype),
                            "); the forward was aborted and the sequence is as it was"));
 }
 
@@ -278,7 +382,13 @@ void Pager::Impl::mark_replayed(uint64_t generation, void* stream) {
             " of the pager's memory, which is now at ", backend->generation(),
             "; what it has computed is void: abort this forward and capture the graph again"));
   }
+  if (dense_by_itself() && backend->computes()) {
+    throw InvalidArgumentError(
+        "mark_replayed: this forward is dense, and a graph runs the configured selection; attend "
+        "outside of a graph");
+  }
   backend->replayed(stream);
+  if (!backend->computes()) forward->given_written = true;
   std::fill(forward->layer_written.begin(), forward->layer_written.end(), 1);
 }
 

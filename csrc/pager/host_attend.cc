@@ -18,21 +18,48 @@ void HostBackend::begin(Forward* forward, void*) {
   }
 }
 
+// Where a position that is not committed yet is written, at layer 0.
+WriteRow HostBackend::target(const ForwardPart& part, int64_t position) {
+  const ChunkUse& use = part.sequence->use(position / layout_.chunk_tokens);
+  return {pool_.slot(pager_.ledger[use.record].block.value()),
+          static_cast<int32_t>(position % layout_.chunk_tokens)};
+}
+
+void HostBackend::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void*) {
+  const ScopedTimer timer(&pager_.counters.seconds_write);
+  const Forward& forward = *pager_.forward;
+  give_targets_.clear();
+  for (const GivenPosition& given : forward.given) {
+    give_targets_.push_back(target(forward.parts[static_cast<size_t>(given.part)], given.position));
+  }
+  std::vector<int64_t> bad(k.size(), -1);
+  pager_.threads.run(layout_.layers, [&](int64_t layer, int) {
+    const auto i = static_cast<size_t>(layer);
+    std::vector<WriteRow> targets = give_targets_;
+    for (WriteRow& row : targets) row.slice += layout_.slice_offset(static_cast<int>(layer));
+    bad[i] = find_non_finite(layout_, k[i], v[i], targets.data(), forward.given_count);
+    if (bad[i] < 0) write_rows(layout_, k[i], v[i], targets.data(), forward.given_count);
+  });
+  for (int layer = 0; layer < layout_.layers; ++layer) {
+    if (bad[static_cast<size_t>(layer)] >= 0) {
+      pager_.refuse_given(layer, bad[static_cast<size_t>(layer)]);
+    }
+  }
+}
+
 void HostBackend::write(int layer, const TensorView& k, const TensorView& v, void*) {
   const ScopedTimer timer(&pager_.counters.seconds_write);
   write_targets_.assign(pager_.forward->rows.size(), {});
   for (const ForwardPart& part : pager_.forward->parts) {
     for (const int32_t row : part.commit_rows) {
-      const int64_t position = pager_.forward->rows[static_cast<size_t>(row)].position;
-      const ChunkUse& use = part.sequence->use(position / layout_.chunk_tokens);
-      write_targets_[static_cast<size_t>(row)] = {
-          pool_.slot(pager_.ledger[use.record].block.value()) + layout_.slice_offset(layer),
-          static_cast<int32_t>(position % layout_.chunk_tokens)};
+      WriteRow& to = write_targets_[static_cast<size_t>(row)];
+      to = target(part, pager_.forward->rows[static_cast<size_t>(row)].position);
+      to.slice += layout_.slice_offset(layer);
     }
   }
   const int64_t rows = k.rows;
   const int64_t bad = find_non_finite(layout_, k, v, write_targets_.data(), rows);
-  if (bad >= 0) pager_.refuse_non_finite(layer, bad);
+  if (bad >= 0) pager_.refuse_row(layer, bad);
   write_rows(layout_, k, v, write_targets_.data(), rows);
   pager_.forward->layer_written[static_cast<size_t>(layer)] = 1;
 }
@@ -49,7 +76,7 @@ void HostBackend::mark_needed(const AttendOptions& attend_options) {
     if (p < 0) continue;
     std::vector<uint8_t>& needed = parts_[static_cast<size_t>(p)].needed;
     const int64_t position = forward.rows[row].position;
-    if (pager_.options.selection.kind == Selection::Kind::kDense) {
+    if (pager_.dense()) {
       mark_window(position, attend_options.window, layout_.chunk_tokens, &needed);
     } else {
       for (int h = 0; h < layout_.kv_heads; ++h) {
@@ -68,9 +95,9 @@ void HostBackend::mark_needed(const AttendOptions& attend_options) {
 
 void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
                          const AttendOptions& attend_options) {
-  const Selection& selection = pager_.options.selection;
+  const bool dense = pager_.dense();
   const ThreadPool::Awake awake(pager_.threads, pager_.threads.worth_waking(bytes_to_read() / 16));
-  if (selection.kind != Selection::Kind::kDense) {
+  if (!dense) {
     select_rows(layer, q, attend_options);
   } else if (pager_.scores(layer)) {
     for (size_t p = 0; p < parts_.size(); ++p) score_for_ledger(p, layer, q, attend_options);
@@ -87,7 +114,7 @@ void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
   params.softcap = attend_options.softcap;
   params.window = attend_options.window;
   params.sinks = attend_options.sinks;
-  if (selection.kind != Selection::Kind::kDense) {
+  if (!dense) {
     chosen_flat_.clear();
     chosen_offsets_.assign(1, 0);
     for (const std::vector<int32_t>& chunks : chosen_) {
@@ -106,7 +133,7 @@ int64_t HostBackend::bytes_to_read() const {
   int64_t chunks = 0;
   for (const ForwardPart& part : pager_.forward->parts) {
     const int64_t held = part.visible - part.sequence->released;
-    chunks += selection.kind == Selection::Kind::kDense
+    chunks += pager_.dense()
                   ? held
                   : std::min(held, selection.chunks +
                                        (selection.sinks + selection.recent) / layout_.chunk_tokens);

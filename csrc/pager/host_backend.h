@@ -50,6 +50,8 @@ class HostBackend final : public Backend {
   void summaries_written(const std::vector<SlotId>&) override {}
 
   void begin(Forward* forward, void* stream) override;
+  void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
+            void* stream) override;
   void write(int layer, const TensorView& k, const TensorView& v, void* stream) override;
   void attend(int layer, const TensorView& q, const TensorView& out,
               const AttendOptions& attend_options) override;
@@ -70,6 +72,7 @@ class HostBackend final : public Backend {
     std::vector<uint8_t> needed;              // [visible] read at this layer
   };
 
+  WriteRow target(const ForwardPart& part, int64_t position);
   const std::byte* address(const ChunkRecord& record) const;  // null: on disk or in a snapshot only
   void find_summaries(size_t part);
   void select_rows(int layer, const TensorView& q, const AttendOptions& attend_options);
@@ -101,6 +104,7 @@ class HostBackend final : public Backend {
   std::vector<int32_t> chosen_flat_;
   std::vector<int64_t> chosen_offsets_;
   std::vector<WriteRow> write_targets_;
+  std::vector<WriteRow> give_targets_;
 };
 
 }  // namespace kvpager

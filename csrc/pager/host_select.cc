@@ -106,6 +106,7 @@ void HostBackend::score_for_ledger(size_t p, int layer, const TensorView& q,
                                    const AttendOptions& attend_options) {
   const ScopedTimer timer(&pager_.counters.seconds_scan);
   ForwardPart& part = pager_.forward->parts[p];
+  if (part.score_row < 0) return;
   const RowDescriptor& row = pager_.forward->rows[static_cast<size_t>(part.score_row)];
   const int64_t last =
       std::min(part.sequence->sealed_chunks(), row.position / layout_.chunk_tokens);

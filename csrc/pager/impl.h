@@ -2,7 +2,7 @@
 //   sequences.cc  create, fork, trim, adopt, pin
 //   windows.cc    what is behind a window: let go, promise room again
 //   residency.cc  blocks, homes, victims, recalls
-//   forward.cc    begin, write, attend, abort
+//   forward.cc    begin, give, write, attend, abort
 //   commit.cc     rows become positions, full chunks are sealed
 //   freeze.cc     what a save writes from
 //   restore.cc    sequences from snapshots, their summaries
@@ -34,8 +34,8 @@
 
 namespace kvpager {
 
-// Rows [first, first + count) of a forward.
-struct RowRange {
+// Entries [first, first + count) of Forward::tokens.
+struct TokenRange {
   int64_t first = 0;
   int64_t count = 0;
 };
@@ -43,27 +43,37 @@ struct RowRange {
 // One sequence's part in the running forward.
 struct ForwardPart {
   Sequence* sequence = nullptr;
-  std::vector<RowRange> commits;     // rows that commit, ascending
-  int64_t commit_count = 0;          // all of them
-  std::vector<int32_t> commit_rows;  // the same one by one, for a backend that computes
-  int32_t score_row = -1;            // the row whose scores the ledger keeps: the last one
-  int64_t visible = 0;               // chunks up to the furthest row
+  std::vector<TokenRange> commits;   // what continues the sequence, in order of position
+  int64_t commit_count = 0;          // all of it
+  std::vector<int32_t> commit_rows;  // the rows of it one by one, for a backend that computes
+  int32_t score_row = -1;            // the row whose scores the ledger keeps: the last one, if any
+  int64_t visible = 0;               // chunks up to the furthest row or given position
   int64_t promised = 0;              // homes begin() reserved; those not used go back when it ends
   bool scored = false;               // some layer filled `mass`
   std::vector<uint8_t> read;         // [visible] read at any layer of this forward
   std::vector<double> mass;          // [visible] softmax shares summed over layers and kv heads
 };
 
+// A position whose keys and values are given.
+struct GivenPosition {
+  int32_t part = 0;
+  int64_t position = 0;
+};
+
 struct Forward {
   std::vector<RowSpan> spans;
-  std::vector<TokenId> tokens;  // [rows]
+  std::vector<TokenId> tokens;  // [rows + given]: of the rows, then of the given positions
+  int64_t given_count = 0;
+  bool dense = false;  // every row attends to all before it
   std::vector<ForwardPart> parts;
   std::vector<uint8_t> layer_written;
+  bool given_written = false;  // at every layer
   // For a backend that computes:
   std::vector<RowDescriptor> rows;
   std::vector<int32_t> part_of_row;  // [rows], -1: padding
+  std::vector<GivenPosition> given;  // [given_count]
 
-  int64_t row_count() const { return static_cast<int64_t>(tokens.size()); }
+  int64_t row_count() const { return static_cast<int64_t>(tokens.size()) - given_count; }
 };
 
 // Where a sealed chunk's own lower-tier copy goes. Both empty: the block itself is the home.
@@ -129,6 +139,7 @@ struct Pager::Impl {
       const;  // most blocks one sequence's frontier needs while a forward runs
   int64_t home_capacity() const;
   void require_homes(int64_t more, const char* action) const;
+  bool dense() const;
   bool scores(int layer) const;
   int64_t scored_layers() const;
   bool evictable(const ChunkRecord& record) const;
@@ -163,16 +174,21 @@ struct Pager::Impl {
   int64_t evict_all();
 
   // --- forward.cc
-  void begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens, void* stream);
-  void enroll(const RowSpan& span, int64_t first_row, Forward* next);
+  void begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens, ForwardOptions with);
+  void enroll(const RowSpan& span, int64_t first_token, Forward* next);
   void describe_rows(Forward* next) const;
   void take_frontier(Forward* next);
   void disband(Forward* ended);
   void write(int layer, const TensorView& k, const TensorView& v, void* stream);
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const TensorView& out, const AttendOptions& attend_options);
+  void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream);
+  bool dense_by_itself() const;
+  void require_rows() const;
   void require_layer(int layer, const TensorView& k, const TensorView& v) const;
-  [[noreturn]] void refuse_non_finite(int layer, int64_t row) const;
+  [[noreturn]] void refuse_non_finite(int layer, SequenceId sequence, int64_t position) const;
+  [[noreturn]] void refuse_row(int layer, int64_t row) const;
+  [[noreturn]] void refuse_given(int layer, int64_t index) const;
   void mark_replayed(uint64_t generation, void* stream);
   void drop_surplus(
       ForwardPart& part);  // frontier chunks and promises that the forward did not use

@@ -41,6 +41,9 @@ class MetaBackend final : public Backend {
   bool computes() const override { return false; }
 
   void begin(Forward*, void*) override {}
+  void give(const std::vector<TensorView>&, const std::vector<TensorView>&, void*) override {
+    refuse("give");
+  }
   void write(int, const TensorView&, const TensorView&, void*) override { refuse("write"); }
   void attend(int, const TensorView&, const TensorView&, const AttendOptions&) override {
     refuse("attend");

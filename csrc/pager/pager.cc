@@ -195,6 +195,10 @@ uint64_t Pager::begin(const std::vector<RowDescriptor>& rows, void* stream) {
   std::vector<TokenId> tokens;
   tokens.reserve(rows.size());
   for (const RowDescriptor& row : rows) {
+    if (row.kind == RowKind::kGiven) {
+      throw InvalidArgumentError(
+          str("row ", tokens.size(), ": is given; name given positions in spans"));
+    }
     tokens.push_back(row.token);
     if (spans.empty() || !continues(spans.back(), row)) {
       spans.push_back({row.sequence, row.position, 0, row.kind});
@@ -205,10 +209,17 @@ uint64_t Pager::begin(const std::vector<RowDescriptor>& rows, void* stream) {
 }
 uint64_t Pager::begin(const std::vector<RowSpan>& spans, std::vector<TokenId> tokens,
                       void* stream) {
+  return begin(spans, std::move(tokens), ForwardOptions{{}, false, stream});
+}
+uint64_t Pager::begin(const std::vector<RowSpan>& spans, std::vector<TokenId> tokens,
+                      ForwardOptions forward_options) {
   return locked(*impl_, [&] {
-    impl_->begin(spans, std::move(tokens), stream);
+    impl_->begin(spans, std::move(tokens), std::move(forward_options));
     return impl_->clock;
   });
+}
+void Pager::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream) {
+  locked(*impl_, [&] { impl_->give(k, v, stream); });
 }
 void Pager::attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
                    const TensorView& out, const AttendOptions& attend_options) {

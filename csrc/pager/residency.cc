@@ -42,16 +42,21 @@ void Pager::Impl::require_homes(int64_t more, const char* action) const {
   }
 }
 
+// Whether the rows of the forward that runs attend to all before them.
+bool Pager::Impl::dense() const {
+  return options.selection.kind == Selection::Kind::kDense || (forward && forward->dense);
+}
+
 // Whether a layer's queries are held against key summaries. TopK does so at every layer to select.
 // Dense attention reads every chunk whatever it scores: the middle layer is enough for people and for
 // residency, and next to nothing in a model of many layers.
 bool Pager::Impl::scores(int layer) const {
-  if (options.selection.kind != Selection::Kind::kDense) return true;
+  if (!dense()) return true;
   return options.policy == Policy::kQk && layer == layout.layers / 2;
 }
 
 int64_t Pager::Impl::scored_layers() const {
-  if (options.selection.kind != Selection::Kind::kDense) return layout.layers;
+  if (!dense()) return layout.layers;
   return options.policy == Policy::kQk ? 1 : 0;
 }
 

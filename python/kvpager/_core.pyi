@@ -448,9 +448,11 @@ class Pager:
         spans: list[tuple[int, int, int, int]],
         tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
         stream: typing.SupportsInt | typing.SupportsIndex = 0,
+        given: typing.Annotated[numpy.typing.ArrayLike, numpy.int32] = ...,
+        dense: bool = False,
     ) -> int:
         """
-        A span is (uid, position, count, kind).
+        A span is (uid, position, count, kind); given: ids of the positions of kind 3.
         """
     def chain_hashes(
         self, tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32], salt: str
@@ -471,6 +473,15 @@ class Pager:
         upto: typing.SupportsInt | typing.SupportsIndex = -1,
     ) -> SnapshotContent: ...
     def generation(self) -> int: ...
+    def give(
+        self,
+        k: list[typing.Any],
+        v: list[typing.Any],
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None:
+        """
+        Of each layer: [given, kv_heads, head_dim] of the pager's device.
+        """
     def ledger(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> list[ChunkInfo]: ...
     def length(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def mark_replayed(

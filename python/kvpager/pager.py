@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,6 +35,13 @@ from kvpager.errors import (
     InvalidArgumentError,
     locate_damage,
 )
+from kvpager.forward import ROW_COMMIT as ROW_COMMIT
+from kvpager.forward import ROW_GIVEN as ROW_GIVEN
+from kvpager.forward import ROW_PADDING as ROW_PADDING
+from kvpager.forward import ROW_READ as ROW_READ
+from kvpager.forward import Forward as Forward
+from kvpager.forward import Span as Span
+from kvpager.forward import Tensor as Tensor
 from kvpager.released import ReleasedText
 from kvpager.section_json import parse_section
 from kvpager.stores import FileStore, SaveReport
@@ -47,22 +53,13 @@ if TYPE_CHECKING:
     from kvpager.config import PagerConfig
 
 ChunkInfo = _core.ChunkInfo
-Tensor: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
-
-ROW_COMMIT = 0  # writes its K/V at its position, may be committed
-ROW_READ = 1  # its K/V exist already; only attends
-ROW_PADDING = 2  # output is zeros
-
-# Rows of one sequence at positions position, position + 1, ...: (sequence, position, count, kind);
-# sequence None: padding.
-Span: TypeAlias = "tuple[Sequence | None, int, int, int]"
 
 _SALT = "salt_digest"  # in a snapshot's session section
 _PACK = "pack"  # likewise: the file keeps chunks of a directory store, of no one conversation
 
 TIER_RESIDENT, TIER_HOST, TIER_DISK, TIER_SNAPSHOT = 1, 2, 4, 8
 
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -226,168 +223,6 @@ class SnapshotInfo:
             )
 
 
-class Forward:
-    """One forward of the model as a transaction; made by `Pager.begin`.
-
-    Use it in a `with` block: an exception inside, or leaving without `commit`, aborts it, and every
-    sequence is as it was.
-
-    On a GPU `attend` and `write` can be captured into a CUDA graph, in which every later forward of
-    as many rows runs. `begin` and `commit` stay outside of it:
-
-        graph = torch.cuda.CUDAGraph()
-        with pager.begin(sequences, positions, tokens, kinds) as forward:
-            with torch.cuda.graph(graph):
-                for layer in range(layers):
-                    out[layer] = forward.attend(layer, q[layer], k[layer], v[layer], scaling=0.125)
-            captured = pager.generation
-            graph.replay()
-            forward.replayed(captured)
-            forward.commit()
-        with pager.begin(sequences, positions, tokens, kinds) as forward:
-            if pager.generation == captured:  # else capture again
-                graph.replay()
-                forward.replayed(captured)
-                forward.commit()
-    """
-
-    def __init__(
-        self, core: _core.Pager, number: int, layout: Layout, place: Place | None = None
-    ) -> None:
-        self._core = core
-        self._number = number
-        self._layout = layout
-        self._place = place
-        self._running = True
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scaling: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Any:
-        """Writes the rows' K/V at this layer and attends over everything they may see.
-
-        Args:
-            layer: 0-based layer.
-            q: [rows, q_heads, k_dim], float32, float16 or bfloat16, last dimension contiguous.
-            k: [rows, kv_heads, k_dim]; rotary embedding already applied.
-            v: [rows, kv_heads, v_dim].
-            scaling: multiplies every dot product.
-            window: keys at positions > position - window only; None: all. Of a pager with a
-                window: not more than that.
-            softcap: scores become softcap * tanh(score / softcap); None: unchanged.
-            sinks: [q_heads] attention-sink logits, where q is.
-            out: [rows, q_heads, v_dim] to write to; made when None.
-
-        Returns:
-            `out`, in q's dtype; zeros in padding rows.
-
-        Raises:
-            InvalidArgumentError: a tensor of another shape, dtype or device than expected.
-            NonFiniteError: a key or value is not finite; the forward was aborted. On a GPU `commit`
-                raises it.
-            StorageError: a chunk could not be read; the forward was aborted.
-            CorruptSnapshotError: a chunk's bytes are not what was saved; the forward was aborted.
-                `.chunk`, `.layer` and the token range [`.start`, `.stop`) say which.
-        """
-        self._require_running()
-        if out is None:
-            shape = (q.shape[0], q.shape[1], self._layout.v_dim)
-            out = (
-                torch.empty(shape, dtype=q.dtype, device=q.device)
-                if isinstance(q, torch.Tensor)
-                else np.empty(shape, dtype=q.dtype)
-            )
-        logits = None if sinks is None else _float32_column(sinks)
-        try:
-            self._core.attend(
-                layer,
-                q,
-                k,
-                v,
-                out,
-                scaling,
-                float(softcap or 0.0),
-                int(window or 0),
-                logits,
-                self._stream(),
-            )
-        except CorruptSnapshotError as error:
-            locate_damage(error, self._layout.chunk_tokens)
-            raise
-        return out
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes the rows' K/V at this layer without attending."""
-        self._require_running()
-        self._core.write(layer, k, v, self._stream())
-
-    def replayed(self, generation: int) -> None:
-        """Says that a CUDA graph was replayed, in which every layer of a forward was captured.
-
-        Call it on the stream of the replay, between `Pager.begin` and `commit`.
-
-        Args:
-            generation: `Pager.generation` as it was when the graph was captured.
-
-        Raises:
-            InvalidArgumentError: memory that the graph writes to was made anew since; abort this
-                forward, or capture it again.
-        """
-        self._require_running()
-        self._core.mark_replayed(generation, self._stream())
-
-    def commit(
-        self, accepted: Mapping[Sequence, int] | None = None, *, provenance: str = "exact"
-    ) -> None:
-        """Makes rows part of their sequences; chunks that fill up are sealed.
-
-        Args:
-            accepted: how many of each sequence's commit rows, from the first; None: all of all.
-            provenance: what these rows are worth at best: "exact" (in a forward of M rows, or of a
-                count proven to be its equal), "decode" or "approximate".
-        """
-        self._require_running()
-        if accepted is None:
-            self._core.commit(None, None, provenance)
-        else:
-            ids = [sequence.uid for sequence in accepted]
-            self._core.commit(ids, list(accepted.values()), provenance)
-        self._running = False
-
-    def abort(self) -> None:
-        """Ends the forward as if it had not begun."""
-        if self._running:
-            self._running = False
-            self._core.abort(self._number)
-
-    def _require_running(self) -> None:
-        if not self._running:
-            raise InvalidArgumentError("this forward has ended; begin another one")
-
-    def _stream(self) -> int:
-        return 0 if self._place is None else self._place.stream
-
-    def __enter__(self) -> Forward:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.abort()
-
-
 class Sequence:
     """An ordered list of chunks and a tail; made by a `Pager`. Closing it lets its chunks go."""
 
@@ -450,6 +285,11 @@ class Sequence:
             provenance: what they are worth: "exact" only if they carry the bits an M-row forward
                 of these tokens gives; it makes the chunks shareable.
 
+        Raises:
+            InvalidArgumentError: a tensor of another shape, dtype or device than expected.
+            NonFiniteError: a key or value is not finite.
+            CapacityError: no room for the chunks.
+
         After an error the sequence is as it was; but one that has let go of what that would take
         keeps the positions that were added by then.
         """
@@ -462,24 +302,15 @@ class Sequence:
                     f"{name}: shape {tuple(tensor.shape)}, expected {expected} "
                     "(layers, tokens, kv_heads, head_dim)"
                 )
-        rows = self._pager.rows
+        rows = self._pager.rows  # at a time: what every pool has open blocks for
         start = self.length
         self.reserve(start + len(ids))
         try:
             for first in range(0, len(ids), rows):
-                n = min(rows, len(ids) - first)
-                spans: list[Span] = [(self, start + first, n, ROW_COMMIT)]
-                if n < rows:
-                    spans.append((None, 0, rows - n, ROW_PADDING))
-                padded = np.zeros(rows, dtype=np.int32)
-                padded[:n] = ids[first : first + n]
-                with self._pager.begin_spans(spans, padded) as forward:
-                    for layer in range(layout.layers):
-                        forward.write(
-                            layer,
-                            _padded(k[layer][first : first + n], rows),
-                            _padded(v[layer][first : first + n], rows),
-                        )
+                part = slice(first, min(first + rows, len(ids)))
+                spans: list[Span] = [(self, start + first, part.stop - first, ROW_GIVEN)]
+                with self._pager.begin_spans(spans, (), given=ids[part], dense=True) as forward:
+                    forward.give(k[:, part], v[:, part])
                     forward.commit(provenance=provenance)
         except BaseException:
             if start == 0 or start >= self.earliest_trim:
@@ -511,8 +342,8 @@ class Sequence:
         with _locating(layout):
             k, v = self._core.read_kv(self.uid, layer, start, stop)
         return (
-            torch.from_numpy(k).view(_TORCH_DTYPES[layout.k_dtype]),
-            torch.from_numpy(v).view(_TORCH_DTYPES[layout.v_dtype]),
+            torch.from_numpy(k).view(TORCH_DTYPES[layout.k_dtype]),
+            torch.from_numpy(v).view(TORCH_DTYPES[layout.v_dtype]),
         )
 
     def pin(self, start: int, stop: int) -> Pin:
@@ -679,6 +510,7 @@ class Pager:
         self.layout = layout
         self.config = config
         self.rows = rows
+        self.window = window
         self.smaller_rows = tuple(smaller_rows)
         self.fingerprint = dict(fingerprint or {})
         self.fingerprint_json = _canonical("fingerprint", self.fingerprint)
@@ -761,22 +593,49 @@ class Pager:
         return Forward(self.core, number, self.layout, self.place)
 
     def begin_spans(
-        self, spans: Iterable[Span], tokens: SequenceOf[int] | np.ndarray[Any, Any]
+        self,
+        spans: Iterable[Span],
+        tokens: SequenceOf[int] | np.ndarray[Any, Any],
+        *,
+        given: SequenceOf[int] | np.ndarray[Any, Any] | None = None,
+        dense: bool = False,
     ) -> Forward:
         """`begin` for rows of which many follow each other: what it costs is per span, not per row.
 
             pager.begin_spans([(a, a.length, 40, ROW_COMMIT), (None, 0, 24, ROW_PADDING)], tokens)
 
+        Positions whose K/V exist somewhere take no row of the model. They are named in ROW_GIVEN
+        spans, and what they hold is handed in with `Forward.give`:
+
+            spans = [(a, 0, 500, ROW_GIVEN), (a, 500, 64, ROW_COMMIT), (a, 564, 100, ROW_GIVEN)]
+            with pager.begin_spans(spans, tokens, given=ids, dense=True) as forward:
+                forward.give(k, v)
+
         Args:
             spans: (sequence, position, count, kind), in the order of the rows; sequence None for
                 padding. `count` rows at positions position, position + 1, ...
-            tokens: [rows] ids, of all spans together.
+                ROW_GIVEN and ROW_COMMIT spans of a sequence continue it, in any order of kinds.
+            tokens: [rows] ids, of all spans but the given ones together. Empty if there are no
+                others: nothing attends then.
+            given: [given] ids, of the ROW_GIVEN spans together.
+            dense: rows of this forward attend to everything before them, whatever the
+                configuration's selection. Needed for given spans, unless that is dense: a row
+                cannot select among chunks that are not sealed yet.
 
         Raises:
-            CapacityError: no room for the rows' chunks; nothing was changed.
+            InvalidArgumentError: a span that does not continue its sequence, counts that do not
+                add up, or given spans without `dense`; nothing was changed.
+            CapacityError: no room for the chunks of rows and given positions, each of which is an
+                open block of the pool; nothing was changed.
         """
         named = [(-1 if s is None else s.uid, at, count, kind) for s, at, count, kind in spans]
-        number = self.core.begin_spans(named, _token_ids(tokens), self.place.stream)
+        number = self.core.begin_spans(
+            named,
+            _token_ids(tokens),
+            self.place.stream,
+            _token_ids(() if given is None else given),
+            dense,
+        )
         return Forward(self.core, number, self.layout, self.place)
 
     def open_snapshot(self, path: str | os.PathLike[str]) -> SnapshotInfo:
@@ -986,25 +845,3 @@ def _native_selection(config: PagerConfig) -> _core.Selection:
         recent=selection.recent,
         always=list(getattr(selection, "always", ())),
     )
-
-
-def _float32_column(values: Tensor) -> Tensor:
-    """[n] numbers as float32 [1, n, 1], where they are."""
-    if isinstance(values, torch.Tensor):
-        return values.detach().float().contiguous().view(1, -1, 1)
-    return np.ascontiguousarray(values, dtype=np.float32).reshape(1, -1, 1)
-
-
-def _padded(rows: Tensor, count: int) -> Tensor:
-    """`rows` with zero rows after it, up to `count`."""
-    if rows.shape[0] == count:
-        return rows
-    shape = (count, *rows.shape[1:])
-    padded: Tensor
-    if isinstance(rows, torch.Tensor):
-        padded = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
-        padded[: rows.shape[0]] = rows
-    else:
-        padded = np.zeros(shape, dtype=rows.dtype)
-        padded[: rows.shape[0]] = rows
-    return padded

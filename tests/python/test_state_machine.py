@@ -34,7 +34,18 @@ from hypothesis.stateful import (
 from kvpager import _core
 from kvpager.config import Dense, PagerConfig, TopK
 from kvpager.errors import CapacityError, InvalidArgumentError, StorageError
-from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Layout, Pager, Pin, Sequence
+from kvpager.pager import (
+    ROW_COMMIT,
+    ROW_GIVEN,
+    ROW_PADDING,
+    ROW_READ,
+    Forward,
+    Layout,
+    Pager,
+    Pin,
+    Sequence,
+    Span,
+)
 
 LAYERS, KV_HEADS, HEADS, DIM, C, M = 2, 1, 2, 16, 16, 16
 LAYOUT = Layout(LAYERS, KV_HEADS, DIM, DIM, chunk_tokens=C)
@@ -139,7 +150,8 @@ class PagerAgainstDict(RuleBasedStateMachine):
         self.mapped = _core.total_mapped_bytes() - mapped
         self.mapped_before = mapped
         self.history = History()
-        self.outputs: dict[int, bytes] = {}
+        self.dense = selection == Dense()
+        self.outputs: dict[tuple[int, bool], bytes] = {}
         self.live: list[Modelled] = []
         self.fault: tuple[str, int] | None = None
         self.files = 0
@@ -185,6 +197,7 @@ class PagerAgainstDict(RuleBasedStateMachine):
         ending=st.sampled_from(["commit", "commit", "accept some", "abort"]),
         provenance=st.sampled_from(["exact", "exact", "decode"]),
         attend=st.booleans(),
+        gifts=st.sampled_from([0.0, 0.07]),
     )
     def forward(
         self,
@@ -195,17 +208,34 @@ class PagerAgainstDict(RuleBasedStateMachine):
         ending: str,
         provenance: str,
         attend: bool,
+        gifts: float,
     ) -> None:
-        """Rows of up to two sequences in any order, among padding and read-only rows."""
+        """Rows of up to two sequences in any order, among padding, read-only rows and gifts."""
         owners = [s for s in ([a] if a is b else [a, b]) if s.open]
         if owners:
-            self.run_forward(random.Random(seed), owners, text, ending, provenance, attend)
+            dice = random.Random(seed)
+            self.run_forward(dice, owners, text, ending, provenance, attend, gifts=gifts)
 
     @rule(a=sequences, text=st.integers(0, 1), forwards=st.integers(1, 8))
     def prefill(self, a: Modelled, text: int, forwards: int) -> None:
         for _ in range(forwards):
             if a.open:
                 self.run_forward(random.Random(0), [a], text, "commit", "exact", True, full=True)
+
+    @rule(s=sequences, text=st.integers(0, 1), count=st.integers(1, 60))
+    def append(self, s: Modelled, text: int, count: int) -> None:
+        start = len(s.tokens)
+        more = TEXTS[text][start : min(start + count, 300)]
+        if not s.open or not more:
+            return
+        numbers = self.history.numbers(s.tokens + more)[start:]
+        _, k, v = np.split(
+            np.stack([self.history.row(n) for n in numbers], 1), (HEADS, HEADS + KV_HEADS), axis=2
+        )
+        self.attempt(lambda: s.handle.append(more, k, v, provenance="exact"))
+        added = s.handle.length - start  # a window may have let go of what an undo would take
+        assert added in (0, len(more)) or self.window
+        s.tokens += more[:added]
 
     def run_forward(
         self,
@@ -216,12 +246,22 @@ class PagerAgainstDict(RuleBasedStateMachine):
         provenance: str,
         attend: bool,
         full: bool = False,
+        gifts: float = 0.0,
     ) -> None:
         grown = {id(s): list(s.tokens) for s in owners}
         drafted = {id(s): 0 for s in owners}
         rows: list[tuple[Modelled | None, int, int, int]] = []
+        given: list[tuple[Modelled, int, int]] = []
+        spans: list[Span] = []
         for _ in range(M):
             s = dice.choice(owners)
+            if dice.random() < gifts:  # which takes no row
+                first, count = len(grown[id(s)]), dice.randint(1, 2 * C)
+                for position in range(first, min(first + count, 300)):
+                    given.append((s, position, TEXTS[text][position]))
+                    spans.append((s.handle, position, 1, ROW_GIVEN))
+                    grown[id(s)].append(given[-1][2])
+                    drafted[id(s)] += 1
             what = 0.0 if full else dice.random()
             tokens = grown[id(s)]
             if what < 0.6 and len(tokens) < 300:
@@ -235,7 +275,9 @@ class PagerAgainstDict(RuleBasedStateMachine):
                 rows.append((s, dice.randrange(first, len(s.tokens)), 0, ROW_READ))
             else:
                 rows.append((None, 0, 0, ROW_PADDING))
-        if all(row[0] is None for row in rows):
+            owner, position, _, kind = rows[-1]
+            spans.append((owner.handle if owner else None, position, 1, kind))
+        if not given and all(row[0] is None for row in rows):
             return
         numbers = {key: self.history.numbers(tokens) for key, tokens in grown.items()}
         accepted = {
@@ -243,13 +285,24 @@ class PagerAgainstDict(RuleBasedStateMachine):
             for s in owners
         }
 
-        def step() -> None:
-            with self.pager.begin(
+        def begin() -> Forward:
+            if given:
+                ids = [token for _, _, token in given]
+                tokens = [token for _, _, token, _ in rows]
+                return self.pager.begin_spans(spans, tokens, given=ids, dense=True)
+            return self.pager.begin(
                 [s.handle if s else None for s, *_ in rows],
                 [position for _, position, _, _ in rows],
                 [token for _, _, token, _ in rows],
                 [kind for *_, kind in rows],
-            ) as forward:
+            )
+
+        def step() -> None:
+            with begin() as forward:
+                if given:
+                    all_rows = [self.history.row(numbers[id(s)][at]) for s, at, _ in given]
+                    _, k, v = np.split(np.stack(all_rows, 1), (HEADS, HEADS + KV_HEADS), axis=2)
+                    forward.give(k, v)
                 outputs = np.zeros((LAYERS, M, HEADS, DIM), dtype=np.float32)
                 for layer in range(LAYERS):
                     if ending == "abort" and layer == dice.randint(0, LAYERS):
@@ -277,8 +330,10 @@ class PagerAgainstDict(RuleBasedStateMachine):
                             assert not any(bits)
                             continue
                         number = numbers[id(s)][position]
-                        assert self.outputs.setdefault(number, bits) == bits
-                named = {s.handle: accepted[id(s)] for s in owners if any(r[0] is s for r in rows)}
+                        key = (number, self.dense or bool(given))
+                        assert self.outputs.setdefault(key, bits) == bits
+                taking_part = {id(r[0]) for r in [*rows, *given]}
+                named = {s.handle: accepted[id(s)] for s in owners if id(s) in taking_part}
                 forward.commit(None if ending == "commit" else named, provenance=provenance)
 
         if self.attempt(step) and ending != "abort":

@@ -1,7 +1,7 @@
 // The facade: many sequences over one hard-bounded pool. Plans in core, copies in memory, commits
 // in core.
 //
-// Call order, as a regular expression per forward:  begin (write | attend)* (commit | abort)
+// Call order, as a regular expression per forward:  begin give? (write | attend)* (commit | abort)
 // Thread-safety: every public function takes the pager's lock; one forward at a time. Every mutator
 // is all-or-nothing (invariant 6) and restates the numbered invariants at its exit in checking
 // builds.
@@ -89,6 +89,7 @@ enum class RowKind : uint8_t {
   kCommit = 0,   // writes its K/V at `position`, may be committed
   kRead = 1,     // its K/V exist already; only attends
   kPadding = 2,  // output is zeros
+  kGiven = 3,  // commits like kCommit, but its K/V are handed in: no row of the model's. Spans only
 };
 
 struct RowDescriptor {
@@ -104,6 +105,15 @@ struct RowSpan {
   int64_t position = 0;
   int64_t count = 0;
   RowKind kind = RowKind::kPadding;
+};
+
+struct ForwardOptions {
+  // [given] ids of the kGiven spans' positions, in the order of these spans.
+  std::vector<TokenId> given;
+  // Every row attends to all before it, whatever `selection` says. Needed beside given positions,
+  // unless that is dense: a row would select among chunks that are not sealed yet.
+  bool dense = false;
+  void* stream = nullptr;  // as of begin()
 };
 
 // What attention needs of the model at one layer.
@@ -194,6 +204,19 @@ class Pager {
   // The same, rows that follow each other named at once. tokens [rows]: of all spans together.
   uint64_t begin(const std::vector<RowSpan>& spans, std::vector<TokenId> tokens,
                  void* stream = nullptr);
+  // The same, also with positions whose keys and values are given. kGiven and kCommit spans of a
+  // sequence continue it in order, one after the other as they like. A kGiven span takes no row of
+  // q, k and v and no entry of `tokens`, which may be empty: then nothing attends, and what is given
+  // is worth what commit() is told. Each position is a place in an open chunk, and each of these a
+  // block: as many as the pool can spare, or CapacityError.
+  uint64_t begin(const std::vector<RowSpan>& spans, std::vector<TokenId> tokens,
+                 ForwardOptions forward_options);
+  // The keys and values of all given positions: k[layer] [given, kv_heads, k_dim], v[layer] [given,
+  // kv_heads, v_dim], for each layer. Once, before the first attend. Rows of the model see them from
+  // then on, each those before it. Non-finite ones abort the forward (NonFiniteError: layer,
+  // position), on a device at commit. Not while `stream` is captured.
+  void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
+            void* stream = nullptr);
   // k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]; q [rows, q_heads, k_dim] -> out [rows,
   // q_heads, v_dim]. Non-finite keys or values of commit rows abort the forward (NonFiniteError:
   // layer, position).
@@ -205,10 +228,14 @@ class Pager {
   // outgrew it). A graph is worth replaying while this is what it was when it was captured.
   uint64_t generation() const;
   // Between begin and commit: the layers of this forward were run on `stream` by replaying a graph
-  // that was captured when generation() was `generation`, with as many rows.
+  // that was captured when generation() was `generation`, with as many rows. Not with
+  // ForwardOptions::dense where the configured selection, which the graph runs, is another one.
   void mark_replayed(uint64_t generation, void* stream = nullptr);
-  // accepted[i] rows of sequences[i] are committed (sequences not named: none of theirs). Every
-  // layer must have been written. provenance: what these rows are worth at best.
+  // accepted[i] rows of sequences[i] are committed (sequences not named: none of theirs), given
+  // positions and rows counted together. Every layer must have been written, and what is to be given
+  // given. provenance: what these rows are worth at best. Rows of the model can be exact in a forward
+  // of M of them, or of a number that is proven to be its equal. A forward without any has nothing
+  // that the number could change: what is given is then worth what the caller says.
   void commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,
               Provenance provenance = Provenance::kExact);
   void commit_all(Provenance provenance = Provenance::kExact);

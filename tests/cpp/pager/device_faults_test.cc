@@ -28,6 +28,36 @@ PagerOptions options_of(int64_t pool, int64_t host, int64_t disk = 0,
   return options;
 }
 
+// The first of `more` are given, the last one is a row of the model.
+void append_given(Pager& pager, Known* known, const std::vector<TokenId>& more) {
+  std::vector<TokenId> all = known->tokens;
+  all.insert(all.end(), more.begin(), more.end());
+  const auto start = static_cast<int64_t>(known->tokens.size());
+  const auto count = static_cast<int64_t>(more.size()) - 1;
+  const std::vector<uint64_t> history = histories(all);
+  std::vector<Rows> rows;
+  for (int layer = 0; layer < 2; ++layer) {
+    for (const What what : {kKey, kValue}) {
+      Rows& to = rows.emplace_back(count, 2, 16, 0.0f);
+      for (int64_t i = 0; i < count; ++i) {
+        fill_row(history[static_cast<size_t>(start + i)], layer, what, 32, to.row(i));
+      }
+    }
+  }
+  pager.begin(
+      {{known->id, start, count, RowKind::kGiven}, {known->id, start + count, 1, RowKind::kCommit}},
+      {more.back()}, {{more.begin(), more.end() - 1}, true, nullptr});
+  try {
+    give_on_device(pager, {rows[0].view(), rows[2].view()}, {rows[1].view(), rows[3].view()});
+    run_layers(pager, {{known->id, start + count, more.back(), RowKind::kCommit}}, all);
+    pager.commit_all();
+  } catch (const PagerError&) {
+    pager.abort();
+    throw;
+  }
+  known->tokens = std::move(all);
+}
+
 DEVICE_TEST(
     "a forward that fails anywhere on the device leaves lengths, ledger and budgets alone") {
   for (const char* point : kPoints) {
@@ -70,6 +100,40 @@ DEVICE_TEST(
     Pager plain(options_of(20, 40));
     Known same = create(plain, 9 * 16 + 12, 1);
     CHECK(same_bits(outputs, append(plain, &same, some_tokens(10, 3))));
+  }
+}
+
+DEVICE_TEST(
+    "a forward with given positions that fails anywhere on the device is as if never begun") {
+  const std::vector<TokenId> more = some_tokens(24, 3);
+  for (const char* point : kPoints) {
+    CAPTURE(point);
+    Pager pager(options_of(10, 40));
+    Known sequence = create(pager, 5 * 16 + 12, 1);
+    Known grown;
+    int64_t failures = 0;
+    const PagerStats before = pager.stats();
+    const int64_t visits = fail_at_every_visit(
+        point,
+        [&] {
+          grown = sequence;
+          append_given(pager, &grown, more);
+        },
+        [&] {
+          CHECK_FALSE(pager.forward_running());
+          if (pager.length(sequence.id) > static_cast<int64_t>(sequence.tokens.size())) {
+            pager.trim(sequence.id, static_cast<int64_t>(sequence.tokens.size()));
+            return;
+          }
+          ++failures;
+          require_intact(pager, sequence);
+          const PagerStats now = pager.stats();
+          CHECK(now.open_blocks == before.open_blocks);
+          CHECK(now.reserved_chunks == before.reserved_chunks);
+        });
+    CHECK(visits >= 1);
+    if (!may_be_survived(point)) CHECK(failures == visits);
+    require_intact(pager, grown);
   }
 }
 

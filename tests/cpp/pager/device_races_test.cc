@@ -203,6 +203,42 @@ TEST_CASE("a block that is cleared late does not lose the rows that were written
   });
 }
 
+// Gives an empty sequence its tokens' keys and values, all at once.
+void give_all(Pager& pager, const Known& known) {
+  Caller& caller = Caller::current();
+  const auto count = static_cast<int64_t>(known.tokens.size());
+  const std::vector<uint64_t> history = histories(known.tokens);
+  std::vector<TensorView> views[2];
+  for (int layer = 0; layer < 2; ++layer) {
+    for (const What what : {kKey, kValue}) {
+      Rows rows(count, 2, 16, 0.0f);
+      for (int64_t i = 0; i < count; ++i) {
+        fill_row(history[static_cast<size_t>(i)], layer, what, 32, rows.row(i));
+      }
+      views[what == kValue].push_back(caller.upload(rows.view()));
+    }
+  }
+  pager.begin({{known.id, 0, count, RowKind::kGiven}}, {}, {known.tokens, false, caller.stream()});
+  pager.give(views[0], views[1], caller.stream());
+  pager.commit_all();
+}
+
+TEST_CASE("blocks that are cleared late do not lose what was given meanwhile") {
+  require_needed({"compute reads after up", "compute writes after up wrote"}, [] {
+    Pager pager(small_options(3, 16));
+    pager.destroy_sequence(create(pager, 40, 1).id);
+    for (uint64_t round = 0; round < 8; ++round) {
+      const Known known{pager.create_sequence(""), some_tokens(40, 2 + round)};
+      give_all(pager, known);
+      testing::ShimHooks().drain();
+      if (!intact(pager, known)) return false;
+      Caller::current().finish();
+      pager.destroy_sequence(known.id);
+    }
+    return true;
+  });
+}
+
 TEST_CASE("the tables of a forward stay until they are on the device, however many are begun") {
   require_needed({"host writes after compute read"}, [] {
     std::vector<std::vector<float>> wanted;

@@ -26,7 +26,7 @@ inline bool same_trace(const Trace& a, const Trace& b) {
 class Life {
  public:
   Life(const PagerOptions& options, uint64_t seed, const std::string& snapshot)
-      : pager_(options), random_(seed), snapshot_(snapshot) {}
+      : pager_(options), random_(seed), gifts_(seed), snapshot_(snapshot) {}
 
   // The caller may be in the middle of things when an error comes.
   ~Life() {
@@ -160,8 +160,50 @@ class Life {
                             static_cast<int64_t>(more.size()));
     const bool change = draw(4) == 0;
     if (on_device() && change) Caller::current().change_stream();
-    pager_.begin(rows, on_device() ? Caller::current().stream() : nullptr);
+    if (gifts_() % 3 == 0) {
+      begin_given(&rows, *all);
+    } else {
+      pager_.begin(rows, stream());
+    }
     return rows;
+  }
+
+  static void* stream() { return on_device() ? Caller::current().stream() : nullptr; }
+
+  // About half of the rows are given: to the model they are padding.
+  void begin_given(std::vector<RowDescriptor>* rows, const std::vector<TokenId>& all) {
+    const std::vector<uint64_t> history = histories(all);
+    std::vector<RowSpan> spans;
+    std::vector<TokenId> tokens;
+    ForwardOptions with{{}, true, stream()};
+    std::vector<uint64_t> given;
+    for (RowDescriptor& row : *rows) {
+      if (row.kind == RowKind::kCommit && gifts_() % 2 == 0) {
+        spans.push_back({row.sequence, row.position, 1, RowKind::kGiven});
+        with.given.push_back(row.token);
+        given.push_back(history[static_cast<size_t>(row.position)]);
+        row = RowDescriptor();
+      }
+      spans.push_back({row.sequence, row.position, 1, row.kind});
+      tokens.push_back(row.token);
+    }
+    pager_.begin(spans, tokens, with);
+    if (given.empty()) return;
+    std::vector<Rows> k, v;
+    std::vector<TensorView> keys, values;
+    for (int layer = 0; layer < 2; ++layer) {
+      const auto fill = [&](What what, std::vector<Rows>* to, std::vector<TensorView>* views) {
+        Rows& all_rows = to->emplace_back(static_cast<int64_t>(given.size()), 2, 16, 0.0f);
+        for (size_t i = 0; i < given.size(); ++i) {
+          fill_row(given[i], layer, what, 32, all_rows.row(static_cast<int64_t>(i)));
+        }
+        const TensorView view = all_rows.view();
+        views->push_back(on_device() ? Caller::current().upload(view) : view);
+      };
+      fill(kKey, &k, &keys);
+      fill(kValue, &v, &values);
+    }
+    pager_.give(keys, values, stream());
   }
 
   void append(Known& known) {
@@ -223,6 +265,7 @@ class Life {
 
   Pager pager_;
   std::mt19937_64 random_;
+  std::mt19937_64 gifts_;  // what is given, of a life that is otherwise the same
   std::string snapshot_;
   std::deque<Known> known_;
   Trace trace_;

@@ -196,6 +196,21 @@ inline void attend_on_device(Pager& pager, int layer, const TensorView& q, const
   caller.finish();
 }
 
+// One tensor per layer of either.
+inline void give_on_device(Pager& pager, std::vector<TensorView> k, std::vector<TensorView> v) {
+  if (!on_device()) return pager.give(k, v);
+  Caller& caller = Caller::current();
+  try {
+    for (TensorView& layer : k) layer = caller.upload(layer);
+    for (TensorView& layer : v) layer = caller.upload(layer);
+    pager.give(k, v, caller.stream());
+  } catch (...) {
+    caller.finish();
+    throw;
+  }
+  caller.finish();
+}
+
 inline void write_on_device(Pager& pager, int layer, const TensorView& k, const TensorView& v) {
   if (!on_device()) return pager.write(layer, k, v);
   Caller& caller = Caller::current();

@@ -35,7 +35,7 @@ DEVICES = (
     Mutant(
         name="outputs-are-made-on-the-cpu",
         breaks="attention's output is where its queries are",
-        file="python/kvpager/pager.py",
+        file="python/kvpager/forward.py",
         old="torch.empty(shape, dtype=q.dtype, device=q.device)",
         new="torch.empty(shape, dtype=q.dtype)",
         killers=(

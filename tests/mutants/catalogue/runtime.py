@@ -9,7 +9,7 @@ RUNTIME = (
     Mutant(
         name="experts-are-gathered-for-as-many-rows-as-any",
         breaks="by default an engine's forwards have the rows that a plan of its model gives them",
-        file="python/kvpager/runtime/engine.py",
+        file="python/kvpager/runtime/opening.py",
         old="    return config.row_choices(device, partial(suits_experts, shape_of(model)))\n",
         new="    return config.row_choices(device)\n",
         killers=(
@@ -68,8 +68,8 @@ RUNTIME = (
         name="rejected-guesses-stay",
         breaks="14: rows of rejected guesses are as if they had never been",
         file="python/kvpager/runtime/runner.py",
-        old="forward.commit(None if batch.accept is None else batch.accept(arriving()))\n",
-        new="forward.commit(None if batch.accept is None else batch.accept(arriving()) and None)\n",
+        old="                forward.commit(accepted, provenance=batch.provenance)\n",
+        new="                forward.commit(None, provenance=batch.provenance)\n",
         killers=(DEFECTS + "test_speculated_text_is_the_text_of_plain_decoding",),
     ),
     Mutant(
@@ -126,7 +126,7 @@ RUNTIME = (
     Mutant(
         name="layers-share-an-output",
         breaks="what a forward gave at one layer is not written over at the next",
-        file="python/kvpager/pager.py",
+        file="python/kvpager/forward.py",
         old="                else np.empty(shape, dtype=q.dtype)\n",
         new='                else vars(self).setdefault("_out", np.empty(shape, dtype=q.dtype))\n',
         killers=(
