@@ -9,6 +9,7 @@ from kvpager.hf.head import HEAD_ROWS, Head
 from kvpager.hf.layout import layout_of
 from kvpager.hf.observe import Observation, dummy_mask, observe, packed_inputs
 from kvpager.hf.prove import Dropped, RowProof, prove
+from kvpager.hf.rotary import KeyMover, find_rotation
 from kvpager.hf.rows import RowCounts
 from kvpager.hf.shapes import ShapeReport, probe_shapes
 from kvpager.hf.start import settle_rows
@@ -20,12 +21,14 @@ __all__ = [
     "Attachment",
     "Dropped",
     "Head",
+    "KeyMover",
     "Observation",
     "RowCounts",
     "RowProof",
     "ShapeReport",
     "check_supported",
     "dummy_mask",
+    "find_rotation",
     "layout_of",
     "observe",
     "packed_inputs",

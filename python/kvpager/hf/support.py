@@ -58,6 +58,17 @@ def why_unsupported(
     return next((f"{reason}; {remedy}" for reason, remedy in problems), "")
 
 
+def rope_problems(config: Any) -> Iterator[tuple[str, str]]:
+    """Reason and remedy for every rope_type of a configuration that is none of a position alone."""
+    for rope_type in sorted(_rope_types(config)):
+        if rope_type in _MOVING_ROPE:
+            yield (
+                f"RoPE type {rope_type!r} computes its frequencies from the longest position of "
+                "the whole forward, so that a key depends on what else was in it",
+                'use "default", "linear", "llama3" or "yarn" in config.rope_parameters',
+            )
+
+
 def has_experts(model: Any) -> bool:
     """Whether rows choose among several experts."""
     return any((getattr(model.config, name, None) or 0) > 1 for name in _EXPERT_COUNTS)
@@ -103,13 +114,7 @@ def _problems(
             f"layers of type {', '.join(mixing)} mix rows or keep state other than K/V",
             "use a model whose layer_types are full_attention and sliding_attention only",
         )
-    for rope_type in sorted(_rope_types(config)):
-        if rope_type in _MOVING_ROPE:
-            yield (
-                f"RoPE type {rope_type!r} computes its frequencies from the longest position of "
-                "the whole forward, so that a key depends on what else was in it",
-                'use "default", "linear", "llama3" or "yarn" in config.rope_parameters',
-            )
+    yield from rope_problems(config)
     if exact and not recurrent:  # a chunk of a recurrent model is computed alone
         yield from _expert_problems(model)
 

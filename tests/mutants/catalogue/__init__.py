@@ -5,12 +5,16 @@ from mutants.catalogue.bookkeeping import BOOKKEEPING
 from mutants.catalogue.companions import COMPANIONS
 from mutants.catalogue.devices import DEVICES
 from mutants.catalogue.drafts import DRAFTS
+from mutants.catalogue.given import GIVEN_ROWS
 from mutants.catalogue.machine import MACHINE
 from mutants.catalogue.paging import PAGING
 from mutants.catalogue.probes import PROBES
 from mutants.catalogue.recurrent import RECURRENT
+from mutants.catalogue.rotary import ROTARY
 from mutants.catalogue.runtime import RUNTIME
 from mutants.catalogue.sampling import SAMPLING
+from mutants.catalogue.segment_commands import SEGMENT_COMMANDS
+from mutants.catalogue.segments import SEGMENT_MUTANTS
 from mutants.catalogue.selection import SELECTION
 from mutants.catalogue.snapshots import SNAPSHOTS
 from mutants.catalogue.windows import WINDOWS
@@ -20,9 +24,13 @@ CATALOGUE = (
     *SELECTION,
     *PAGING,
     *BOOKKEEPING,
+    *GIVEN_ROWS,
     *SNAPSHOTS,
     *WINDOWS,
     *PROBES,
+    *ROTARY,
+    *SEGMENT_MUTANTS,
+    *SEGMENT_COMMANDS,
     *RUNTIME,
     *SAMPLING,
     *COMPANIONS,
