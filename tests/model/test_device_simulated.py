@@ -16,7 +16,7 @@ from simulated_gpu import GPU, MAKERS, MixedDevicesError, SimulatedGpu, on_gpu, 
 from torch.overrides import TorchFunctionMode, resolve_name
 
 import kvpager
-from kvpager import PagerConfig, TopK
+from kvpager import Combined, Deviation, PagerConfig, QueryGuided, SegmentHead, TopK
 from kvpager.hf import Attachment, probe_shapes, settle_rows
 from kvpager.verify import RELATIONS, Subject, verify
 from kvpager.verify.peer import compare_with_transformers
@@ -49,6 +49,26 @@ def test_saving_scoring_and_packing_mix_no_devices(monkeypatch, tmp_path):
         assert np.isfinite(engine.score(prompt(40)).sum)
         completions = engine.run([prompt(20), prompt(30)], 3, eos=None, temperature=1.0)
         assert [completion.finish for completion in completions] == ["length", "length"]
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), MODELS, ids=str)
+def test_putting_a_text_together_from_segments_mixes_no_devices(architecture, dtype, monkeypatch):
+    pretend(monkeypatch)
+    model = build(architecture, dtype)
+    policy = Combined(SegmentHead(3), QueryGuided(0.1), Deviation(0.1))
+
+    def assemble(engine):
+        with engine:
+            engine.cache_segment(prompt(50, 1), name="a")
+            engine.cache_segment(prompt(41, 2), name="b")
+            session = engine.assemble([prompt(9, 3), "b", "a", prompt(7, 4)], repair=policy)
+            return session.assembly.rows, session.logits
+
+    rows, logits = assemble(make_engine(model))
+    with SimulatedGpu(model):
+        found_rows, found = assemble(make_engine(model))
+    assert found_rows == rows
+    assert torch.equal(found, logits)
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), MODELS, ids=str)

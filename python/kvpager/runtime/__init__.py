@@ -22,31 +22,59 @@ from kvpager.runtime.sampling import Sampling
 from kvpager.runtime.saving import SaveHandle
 from kvpager.runtime.scheduler import Scheduler
 from kvpager.runtime.score import Score
+from kvpager.runtime.segments import (
+    Assembly,
+    Combined,
+    Deviation,
+    FullRepair,
+    NoRepair,
+    Piece,
+    QueryGuided,
+    RepairPolicy,
+    SeamTail,
+    SegmentHead,
+    Stitched,
+)
+from kvpager.runtime.segments.segment import Segment
+from kvpager.runtime.segments.shelf import Segments
 from kvpager.runtime.session import Reuse, Session
 from kvpager.runtime.speculation import Proposer, SpeculationStats
 from kvpager.runtime.stream import GeneratedToken
 
 __all__ = [
     "Agreement",
+    "Assembly",
     "Cache",
     "CacheGroup",
+    "Combined",
     "Completion",
+    "Deviation",
     "DraftModel",
     "Engine",
+    "FullRepair",
     "GeneratedToken",
     "NeedsCheckpoint",
+    "NoRepair",
     "Ok",
+    "Piece",
     "PromptLookup",
     "Proposer",
+    "QueryGuided",
     "Refused",
+    "RepairPolicy",
     "Request",
     "Reuse",
     "Sampling",
     "SaveHandle",
     "Scheduler",
     "Score",
+    "SeamTail",
+    "Segment",
+    "SegmentHead",
+    "Segments",
     "Session",
     "SpeculationStats",
+    "Stitched",
     "TrimAnswer",
     "TrimCounters",
     "TrimReport",

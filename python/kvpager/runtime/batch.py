@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from kvpager.hf.state import EMPTY, RecurrentState
-from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Sequence, Span
+from kvpager.pager import ROW_COMMIT, ROW_GIVEN, ROW_PADDING, ROW_READ, Sequence, Span
 from kvpager.runtime.tokens import TokenIds
 
 PADDING_TOKEN = 0
 
 # Given the logits of the wanted rows: how many of each sequence's commit rows are to be kept.
 Accept: TypeAlias = Callable[[torch.Tensor], Mapping[Sequence, int]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """K/V that a forward commits without rows of the model, of all its given spans in order.
+
+    tokens: [g] int32. k: [layers, g, kv_heads, k_dim]. v: [layers, g, kv_heads, v_dim].
+    """
+
+    tokens: TokenIds
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 class Batch:
@@ -28,6 +41,9 @@ class Batch:
         wanted: rows whose logits are returned, in order.
         exact: whether it runs with a row count that is proven to give the one set of bits, or with
             exactly `used` rows.
+        given: what its given spans are filled with.
+        dense: whether its rows attend to everything before them, whatever is configured.
+        provenance: what its rows are worth at best.
         accept: decides between the head and the commit what is kept; None: everything.
         before: of a model with recurrent layers, the state before the first row.
         after: the state its forward has left, once it is committed.
@@ -41,6 +57,9 @@ class Batch:
         self.wanted: list[int] = []
         self.used = 0
         self.exact = exact
+        self.given: Given | None = None
+        self.dense = False
+        self.provenance = "exact"
         self.accept: Accept | None = None
         self.before = EMPTY
         self.after: RecurrentState | None = None
@@ -57,7 +76,7 @@ class Batch:
 
     def padded_spans(self, rows: int) -> list[Span]:
         """The spans of a forward of `rows` rows."""
-        padding = rows - sum(span[2] for span in self.spans)
+        padding = rows - self.used
         return [*self.spans, (None, 0, padding, ROW_PADDING)] if padding else self.spans
 
     def each_row(self) -> list[tuple[int, Sequence, int]]:
@@ -65,6 +84,8 @@ class Batch:
         rows = []
         first = 0
         for sequence, _, count, kind in self.spans:
+            if kind == ROW_GIVEN:
+                continue
             if sequence is not None:
                 rows += [(row, sequence, kind) for row in range(first, first + count)]
             first += count
@@ -81,6 +102,10 @@ class Batch:
         self.tokens[at] = tokens
         self.used = rows.stop
         return rows
+
+    def give(self, sequence: Sequence, start: int, count: int) -> None:
+        """Adds positions whose K/V are in `given`; they take no row."""
+        self.spans.append((sequence, start, count, ROW_GIVEN))
 
     def commit_one(self, sequence: Sequence, position: int, token: int) -> int:
         """`commit` of a single token; returns the row's index."""

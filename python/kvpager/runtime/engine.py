@@ -7,24 +7,20 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from kvpager import fingerprint as fingerprints
-from kvpager.config import PagerConfig, free_memory, known_options
-from kvpager.device import Place, resolve
+from kvpager.config import PagerConfig
+from kvpager.device import resolve
 from kvpager.errors import (
-    CorruptSnapshotError,
     InvalidArgumentError,
-    UnsupportedModelError,
-    UnsupportedVersionError,
 )
 from kvpager.hf import (
     Attachment,
-    Observation,
     RowProof,
     check_supported,
     layout_of,
@@ -32,35 +28,37 @@ from kvpager.hf import (
 )
 from kvpager.hf.aligned import settle_states
 from kvpager.hf.recurrent import Recurrence, is_recurrent
-from kvpager.hf.support import has_experts
-from kvpager.pager import Layout, Pager, Sequence, SnapshotInfo, attention_version
-from kvpager.plan import PoolChoice, choose_pool, shape_of
-from kvpager.plan.memory import suits_experts
+from kvpager.hf.rotary import KeyMover
+from kvpager.pager import Pager, Sequence
 from kvpager.runtime.checkpoints import Checkpoints
-from kvpager.runtime.companions import restore_companions
 from kvpager.runtime.completion import Completion
 from kvpager.runtime.decode import decode
 from kvpager.runtime.draft import DraftModel, open_draft
 from kvpager.runtime.drafting import Drafting, draft_stats
 from kvpager.runtime.group import TrimCounters
+from kvpager.runtime.opening import (
+    attention,
+    common_window,
+    configuration,
+    row_choices,
+    sized,
+    vocab_size,
+)
 from kvpager.runtime.prefill import prefill_all
 from kvpager.runtime.progress import Progress, reporting_bytes, reporting_work
 from kvpager.runtime.recurrent import StateCursor, state_cursor
-from kvpager.runtime.repair import (
-    ON_CORRUPT,
-    RECOMPUTE,
-    Repairs,
-    recompute_tail,
-    restore_without_tail,
-)
 from kvpager.runtime.request import OnToken
+from kvpager.runtime.restoring import restore_session
 from kvpager.runtime.runner import Runner
-from kvpager.runtime.sampling import Sampling
 from kvpager.runtime.saved_states import StateFormat
-from kvpager.runtime.saving import Saves, check_store, destination
+from kvpager.runtime.saving import Saves, check_store
 from kvpager.runtime.scheduler import Scheduler
 from kvpager.runtime.score import Score, score_tokens
-from kvpager.runtime.session import RELEASED_VERSION, SESSION_VERSION, Session
+from kvpager.runtime.segments import RepairPolicy
+from kvpager.runtime.segments.assemble import assemble
+from kvpager.runtime.segments.segment import Segment
+from kvpager.runtime.segments.shelf import Segments
+from kvpager.runtime.session import Session
 from kvpager.runtime.speculation import Speculate, SpeculationStats
 from kvpager.runtime.stream import MODEL_EOS, EndTokens, GeneratedToken, Generation, seeds_of
 from kvpager.runtime.tokens import TokenIdsLike, as_token_ids
@@ -138,12 +136,12 @@ class Engine:
             CapacityError: the memory asked for cannot be had.
             DeviceError: the model's device cannot be used; says what was found.
         """
-        self.config = _configuration(config, options)
+        self.config = configuration(config, options)
         exact = self.config.exact is not False
         one_at_a_time = self.config.exact != "all"
         self.model = check_supported(model, exact=exact, one_at_a_time=one_at_a_time)
         self.place = resolve(self.config.device, self.model.device)
-        choices = _row_choices(self.config, self.model, exact=exact)
+        choices = row_choices(self.config, self.model, exact=exact)
         if not isinstance(salt, str):
             raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
         self.salt = salt
@@ -155,11 +153,12 @@ class Engine:
             torch.set_num_threads(threads)
         check_store(store)
         self.store = store
-        self.vocab_size = _vocab_size(self.model)
+        self.vocab_size = vocab_size(self.model)
         # By the sequence each holds.
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self.saves = Saves()
         self.trims = TrimCounters()  # of all sessions
+        self.segments = Segments(self)
         self.checkpoints = Checkpoints(
             budget_bytes=self.config.checkpoint_bytes,
             every=self.config.checkpoint_chunks,
@@ -185,10 +184,10 @@ class Engine:
                 kv_dtype=self.config.kv_dtype,
                 recurrent=self.recurrence is not None,
             )
-            self.config, self.plan = _sized(
+            self.config, self.plan = sized(
                 self.config, self.model, self.layout, self.rows, self.place
             )
-            q_heads, kernel_version = _attention(seen, self.layout, self.config, self.place)
+            q_heads, kernel_version = attention(seen, self.layout, self.config, self.place)
             with reporting_bytes(progress, "hash weights") as report:
                 self.fingerprint: Mapping[str, Any] = fingerprints.describe(
                     self.model,
@@ -209,7 +208,7 @@ class Engine:
                 threads=threads,
                 device=self.place.name,
                 q_heads=q_heads,
-                window=_common_window(seen),
+                window=common_window(seen),
             )
             if draft is not None:
                 self.drafting = open_draft(draft, self)
@@ -272,46 +271,79 @@ class Engine:
             CapacityError: the session's summaries, or tokens to compute again, do not fit.
         """
         self.check_open()
-        if on_corrupt not in ON_CORRUPT:
-            raise InvalidArgumentError(
-                f'on_corrupt is {on_corrupt!r}; expected "fail" or "recompute"'
-            )
-        name, source = destination(name_or_path, store)
-        snapshot = SnapshotInfo.of(source.open(name))
-        snapshot.require_restorable()
-        provenance = fingerprints.compare(
-            self.fingerprint, snapshot.fingerprint, on_mismatch=on_mismatch, source=snapshot.path
-        )
-        state = _SavedSession.of(snapshot, self.vocab_size)
-        damage: CorruptSnapshotError | None = None
-        try:
-            sequence = self.pager.restore(snapshot, salt=self.salt, provenance=provenance)
-        except CorruptSnapshotError as error:  # of the tail, which alone is read now
-            if on_corrupt != RECOMPUTE:
-                raise
-            damage = error
-            sequence = restore_without_tail(self, snapshot, error, provenance)
-        session = self.adopt(
-            sequence,
-            sampling=state.sampling,
-            restored_tokens=len(snapshot.tokens),
-            repairs=Repairs(
-                on_corrupt,
-                source,
-                snapshot.reader,
-                first=len(snapshot.released_tokens) // self.layout.chunk_tokens,
-            ),
-        )
-        try:
-            if damage is not None:
-                recompute_tail(self, session, snapshot, damage)
-            session.keep_pending(state.pending)
-            session.generation_start = state.generation_start
-            restore_companions(session, snapshot, name, source)
-        except BaseException:
-            session.close()
-            raise
-        return session
+        return restore_session(self, name_or_path, store, on_mismatch, on_corrupt)
+
+    def cache_segment(
+        self, ids: TokenIdsLike, name: str | None = None, *, progress: Progress = None
+    ) -> Segment:
+        """Computes a text's K/V alone, once, to be used at any place of other texts (`assemble`).
+
+        A text that is cached already is returned as it is, and one whose chunks are in the engine's
+        store is not computed again. `segments` lists, saves, loads and removes them.
+
+        Args:
+            ids: the text, [n] or [1, n]; n may be 0.
+            name: to find it by: letters, digits, '.', '_' and '-'; by default its ids' digest.
+            progress: as for `Session.prefill`.
+
+        Raises:
+            UnsupportedModelError: K/V of this model cannot be moved: its keys do not move by a
+                rotation (learned positions, RoPE "dynamic" or "longrope"), it has recurrent layers,
+                or all of its layers have a window.
+            InvalidArgumentError: not integers, an id outside the vocabulary, or a name that another
+                text has.
+            CapacityError: the tiers below the pool cannot hold it.
+        """
+        return self.segments.cache(ids, name, progress=progress)
+
+    def assemble(
+        self,
+        parts: Iterable[TokenIdsLike | Segment | str],
+        *,
+        repair: RepairPolicy | None = None,
+        progress: Progress = None,
+    ) -> Session:
+        """A session whose text is these parts in this order, with K/V of segments where they go.
+
+        Ids at the beginning, or a segment at position 0, give the K/V a full prefill would. A
+        segment further on was computed without what is before it now: its keys are rotated to their
+        new positions, and the tokens that `repair` chooses are computed again, over everything
+        before them. So from the first moved token that is left as it is, the session is
+        *approximate*, and so is all that follows: its chunks say so, and are shared with nobody.
+        `Session.assembly` says what was done.
+
+        Example:
+            >>> engine.cache_segment(ids_a, name="a")
+            >>> engine.cache_segment(ids_b, name="b")
+            >>> session = engine.assemble([system, "b", "a", question])
+            >>> answer = list(session.generate(64))
+
+        Args:
+            parts: token ids, segments, or names of segments; those in the engine's store are
+                loaded. Ids after a segment are computed in place. Any part may be empty, not all.
+            repair: which tokens to compute again, such as `SegmentHead(16)`; None: the default,
+                which `docs/segments.md` compares with others.
+            progress: True for a bar on stderr, or a callable (tokens done, tokens in all).
+
+        Raises:
+            InvalidArgumentError: no tokens, a segment that is unknown or removed, ids as for
+                `Session.prefill`, or no policy.
+            UnsupportedModelError: as for `cache_segment`.
+            CapacityError: the tiers below the pool cannot hold the text, or the pool the chunks
+                that one forward of the repair opens.
+            CorruptSnapshotError: what a store has of a segment is damaged, and cannot be computed
+                again.
+        """
+        return assemble(self, parts, repair, progress)
+
+    @cached_property
+    def key_mover(self) -> KeyMover:
+        """How keys of this model are moved to other positions; found out when first asked for.
+
+        Raises:
+            UnsupportedModelError: they do not move by a rotation.
+        """
+        return self.runner.find_rotation()
 
     def prefill_many(
         self, prompts: Iterable[tuple[Session, TokenIdsLike]], *, progress: Progress = None
@@ -586,6 +618,7 @@ class Engine:
         try:
             for session in list(self._sessions.values()):
                 session.close()
+            self.segments.forget()
             self.pager.close()
         finally:
             self._attachment.release()
@@ -652,126 +685,3 @@ class Engine:
         """Raises InvalidArgumentError if the engine is closed."""
         if self.closed:
             raise InvalidArgumentError("the engine is closed; make a new Engine(model, ...)")
-
-
-def _configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> PagerConfig:
-    options = known_options(options)
-    if config is None:
-        if "pool_tokens" not in options:
-            raise InvalidArgumentError(
-                "pool_tokens is missing; give Engine(model, PagerConfig(pool_tokens=...)) or "
-                'Engine(model, pool_tokens=...), a number or "auto"'
-            )
-        return PagerConfig(**options)
-    if not isinstance(config, PagerConfig):
-        raise InvalidArgumentError(f"config is {config!r}; expected a PagerConfig")
-    return config.replace(**options) if options else config
-
-
-def _row_choices(config: PagerConfig, model: Any, *, exact: bool) -> tuple[int, ...]:
-    """What M may be, best first: what a plan would take, as far as the pool allows."""
-    device = model.device.type
-    if is_recurrent(model):
-        if config.rows not in (None, config.chunk_tokens):
-            raise InvalidArgumentError(
-                f"rows is {config.rows}; a model with recurrent layers is run a chunk at a time: "
-                f"expected None or chunk_tokens, {config.chunk_tokens}"
-            )
-        return (config.chunk_tokens,)
-    if not exact or not has_experts(model):
-        return config.row_choices(device)
-    return config.row_choices(device, partial(suits_experts, shape_of(model)))
-
-
-def _sized(
-    config: PagerConfig, model: Any, layout: Layout, rows: int, place: Place
-) -> tuple[PagerConfig, PoolChoice | None]:
-    """The configuration with a number of `pool_tokens`, and how it was come by if it was "auto"."""
-    if not config.pool_is_auto:
-        return config, None
-    free = torch.cuda.mem_get_info(place.tensors)[0] if place.kind == "cuda" else free_memory()
-    choice = choose_pool(
-        config,
-        layout.native(),
-        rows=rows,
-        max_positions=int(getattr(model.config, "max_position_embeddings", None) or 0),
-        free_bytes=free,
-        device=place.kind,
-    )
-    _log.info("%s", choice)
-    return config.replace(pool_tokens=choice.pool_tokens), choice
-
-
-def _attention(
-    seen: Observation, layout: Layout, config: PagerConfig, place: Place
-) -> tuple[int, int | str]:
-    """Query heads of a model, and what decides the bits of its attention."""
-    if not seen.layers:  # the zeros of a model without attention
-        return 1, attention_version(layout, config, place, 1, torch.float16)
-    queries = [q for q, _, _ in seen.layers.values()]
-    heads = {q.shape[1] for q in queries}
-    if place.kind != "cpu" and len(heads) != 1:
-        raise UnsupportedModelError(
-            f"its layers have {', '.join(map(str, sorted(heads)))} query heads, and on "
-            f"{place.name} all have to have as many; use the CPU"
-        )
-    versions = {
-        attention_version(layout, config, place, max(heads), dtype)
-        for dtype in {q.dtype for q in queries}
-    }
-    known = sorted(versions, key=str)
-    return max(heads), known[0] if len(known) == 1 else ", ".join(map(str, known))
-
-
-def _common_window(seen: Observation) -> int:
-    """How far back any layer looks; 0 if one of them looks at everything."""
-    windows = list(seen.windows.values())
-    return 0 if None in windows else max(filter(None, windows), default=0)
-
-
-def _vocab_size(model: Any) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])
-
-
-class _SavedSession(NamedTuple):
-    """What a snapshot keeps beside the K/V; a pager alone writes one without.
-
-    Attributes:
-        pending: the sampled token that no forward has taken yet.
-        sampling: of the last generation.
-        generation_start: where that began; None where it was cut or there was none.
-    """
-
-    pending: int | None
-    sampling: Sampling
-    generation_start: int | None
-
-    @classmethod
-    def of(cls, snapshot: SnapshotInfo, vocab_size: int) -> _SavedSession:
-        """Raises CorruptSnapshotError, UnsupportedVersionError."""
-        state, path = snapshot.session, snapshot.path
-        version = state.get("version", SESSION_VERSION)
-        if version not in (SESSION_VERSION, RELEASED_VERSION):
-            raise UnsupportedVersionError(
-                f"{path}: session.version is {version!r}; this release reads {SESSION_VERSION} "
-                f"and {RELEASED_VERSION}"
-            )
-        pending = state.get("pending")
-        if pending is not None and (type(pending) is not int or not 0 <= pending < vocab_size):
-            raise CorruptSnapshotError(
-                f"{path}: session.pending is {pending!r}; expected a token id below {vocab_size}"
-            )
-        start, length = state.get("generation_start"), len(snapshot.tokens) + (pending is not None)
-        if start is not None and (type(start) is not int or not 0 <= start <= length):
-            raise CorruptSnapshotError(
-                f"{path}: session.generation_start is {start!r}; expected 0 to {length}"
-            )
-        sampling = state.get("sampling", {})
-        if not isinstance(sampling, dict):
-            raise CorruptSnapshotError(
-                f"{path}: session.sampling is {sampling!r}; expected an object"
-            )
-        try:
-            return cls(pending, Sampling.from_json(sampling), start)
-        except InvalidArgumentError as error:
-            raise CorruptSnapshotError(f"{path}: session.sampling: {error}") from error

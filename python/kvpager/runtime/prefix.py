@@ -31,10 +31,10 @@ def adopt_stored_prefix(engine: Engine, session: Session, ids: TokenIds) -> None
     size = engine.layout.chunk_tokens
     if engine.store is None or len(ids) - session.committed < size:
         return
-    hashes = engine.pager.chain_hashes(ids, engine.salt)
+    hashes = engine.pager.chain_hashes(ids, session.sequence.salt)
     while len(hashes) * size > session.committed:
         try:
-            found = _restore(engine, hashes, ids, session.committed)
+            found = _restore(engine, session, hashes, ids)
         except (PagerError, OSError) as error:  # noqa: PERF203  # a shorter one each time
             chunk = damaged_chunk(error) if isinstance(error, CorruptSnapshotError) else None
             shorter = hashes[:chunk] if chunk is not None and chunk < len(hashes) else []
@@ -51,14 +51,14 @@ def adopt_stored_prefix(engine: Engine, session: Session, ids: TokenIds) -> None
 
 
 def _restore(
-    engine: Engine, hashes: list[bytes], ids: TokenIds, held: int
+    engine: Engine, session: Session, hashes: list[bytes], ids: TokenIds
 ) -> tuple[Sequence, _core.SnapshotReader] | None:
     """The longest prefix the store has, and where from; None if that is no more than is held."""
     assert engine.store is not None
     reader = engine.store.find_prefix(hashes)
-    if reader is None or len(reader.tokens) <= held:
+    if reader is None or len(reader.tokens) <= session.committed:
         return None
     tokens = reader.tokens
     if not np.array_equal(tokens, ids[: len(tokens)]):  # a hash finds, token ids decide
         raise CorruptSnapshotError(f"{reader.path}: its token ids are not those it was found by")
-    return engine.pager.restore(SnapshotInfo.of(reader), salt=engine.salt), reader
+    return engine.pager.restore(SnapshotInfo.of(reader), salt=session.sequence.salt), reader

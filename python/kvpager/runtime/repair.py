@@ -110,7 +110,9 @@ def require_repairable(error: CorruptSnapshotError, on_corrupt: str, provenance:
         ) from error
 
 
-def recompute_chunk(engine: Engine, tokens: TokenIds, error: CorruptSnapshotError) -> int:
+def recompute_chunk(
+    engine: Engine, tokens: TokenIds, error: CorruptSnapshotError, salt: str
+) -> int:
     """Computes the chunk that an error names, and every damaged one that this needs.
 
     Needs nothing of a session, so that any thread may do it.
@@ -119,6 +121,7 @@ def recompute_chunk(engine: Engine, tokens: TokenIds, error: CorruptSnapshotErro
         engine: whose model and pager.
         tokens: ids up to the chunk's end at least.
         error: what found the damage; it names a chunk.
+        salt: of the sequence it was found in.
 
     Returns:
         The number of tokens computed.
@@ -131,7 +134,7 @@ def recompute_chunk(engine: Engine, tokens: TokenIds, error: CorruptSnapshotErro
     found_below: set[int] = set()
     while True:
         try:
-            start = _compute_first_missing(engine, tokens[: (chunk + 1) * size])
+            start = _compute_first_missing(engine, tokens[: (chunk + 1) * size], salt)
         except CorruptSnapshotError as another:  # noqa: PERF203  # once per damaged chunk
             below = damaged_chunk(another)
             if below is None or below >= chunk or below in found_below:
@@ -212,12 +215,12 @@ def _feed(
         forward(batch)
 
 
-def _compute_first_missing(engine: Engine, tokens: TokenIds) -> int:
+def _compute_first_missing(engine: Engine, tokens: TokenIds, salt: str) -> int:
     """Computes the first of these full chunks that the pager has no sound copy of.
 
     Returns where it starts, or the number of tokens if none is missing.
     """
-    sequence = engine.pager.sequence(salt=engine.salt)
+    sequence = engine.pager.sequence(salt=salt)
     try:
         start = sequence.adopt_prefix(tokens)  # ends before the first chunk known to be damaged
         if start < len(tokens):
@@ -243,7 +246,7 @@ def _repair(engine: Engine, damaged: list[Sequence], error: CorruptSnapshotError
         except CorruptSnapshotError as refused:
             refusal = refused  # another one of these may be what was in the way
             continue
-        tokens = recompute_chunk(engine, sequence.tokens, error)
+        tokens = recompute_chunk(engine, sequence.tokens, error, sequence.salt)
         if _is_damaged(sequence, chunk):
             raise explain_damage(
                 error, "its tokens computed again are not what was saved either"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ from kvpager.hf import Head, RowCounts, dummy_mask, packed_inputs, running
 from kvpager.hf.attention import RowAttention
 from kvpager.hf.layout import NO_KV_DIM
 from kvpager.hf.recurrent import Recurrence
+from kvpager.hf.rotary import KeyMover, find_rotation
 from kvpager.hf.state import RecurrentState
 from kvpager.numerics import settings, tunes_kernels
 from kvpager.pager import Forward, Pager
@@ -36,6 +39,34 @@ class _Timed:
         start = time.perf_counter()
         out: torch.Tensor = self._forward.attend(layer, q, k, v, **call)
         self.seconds += time.perf_counter() - start
+        return out
+
+
+# Given (layer, q, k, v, how the layer attends): whether that was enough.
+Listener: TypeAlias = Callable[
+    [int, torch.Tensor, torch.Tensor, torch.Tensor, Mapping[str, Any]], bool
+]
+
+
+class _EnoughError(Exception):
+    """Ends a forward whose listener has heard enough."""
+
+
+class _Heard:
+    """A forward whose queries, keys and values somebody wants to see."""
+
+    def __init__(self, forward: Forward, listener: Listener) -> None:
+        self._forward = forward
+        self._listener = listener
+        self.layers = 0
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any
+    ) -> torch.Tensor:
+        if self._listener(layer, q, k, v, call):
+            raise _EnoughError
+        out: torch.Tensor = self._forward.attend(layer, q, k, v, **call)
+        self.layers += 1
         return out
 
 
@@ -95,9 +126,7 @@ class Runner:
             start = time.perf_counter()
             rows = self.count(batch)
             positions, tokens = batch.positions[:rows], batch.tokens[:rows]
-            with self._pager.begin_spans(
-                batch.padded_spans(rows), tokens.astype(np.int32)
-            ) as forward:
+            with self._begin(batch, rows) as forward:
                 timed = _Timed(forward)
                 if self._recurrence is None:
                     hidden = self._packed(timed, tokens, positions)
@@ -107,7 +136,8 @@ class Runner:
                 head_start = time.perf_counter()
                 arriving = self._to_host(self._logits(hidden, batch.wanted))
                 self.head_seconds += time.perf_counter() - head_start
-                forward.commit(None if batch.accept is None else batch.accept(arriving()))
+                accepted = None if batch.accept is None else batch.accept(arriving())
+                forward.commit(accepted, provenance=batch.provenance)
                 logits = arriving()
                 if self._recurrence is not None:
                     batch.after = after
@@ -116,6 +146,55 @@ class Runner:
             self.rows_used += batch.used
             self.seconds += time.perf_counter() - start
         return logits
+
+    def give(self, batch: Batch) -> None:
+        """Commits a batch that has no rows of the model, but K/V that it is given."""
+        with self._lock, self._begin(batch, 0) as forward:
+            forward.commit(provenance=batch.provenance)
+
+    def look(self, batch: Batch, listener: Listener) -> int:
+        """Runs the batch until the listener has heard enough, and commits nothing.
+
+        listener: called with (layer, q, k, v, call) before each layer's attention; True: enough.
+
+        Returns:
+            How many layers' attention was computed.
+        """
+        self.check_unchanged()
+        with self._lock, torch.inference_mode():
+            start = time.perf_counter()
+            rows = self.count(batch)
+            with self._begin(batch, rows) as forward:
+                heard = _Heard(forward, listener)
+                with suppress(_EnoughError):
+                    self._packed(heard, batch.tokens[:rows], batch.positions[:rows])
+            self.forwards += 1
+            self.rows += rows
+            self.rows_used += batch.used
+            self.seconds += time.perf_counter() - start
+        return heard.layers
+
+    def find_rotation(self) -> KeyMover:
+        """How position enters the model's keys, found out between two forwards."""
+        with self._lock, torch.inference_mode():
+            return find_rotation(self._model)
+
+    def _begin(self, batch: Batch, rows: int) -> Forward:
+        """The pager's forward for a batch of so many rows, with what it is given."""
+        given = batch.given
+        forward = self._pager.begin_spans(
+            batch.padded_spans(rows),
+            batch.tokens[:rows].astype(np.int32),
+            given=None if given is None else given.tokens,
+            dense=batch.dense,
+        )
+        if given is not None:
+            try:
+                forward.give(given.k.to(self._device), given.v.to(self._device))
+            except BaseException:
+                forward.abort()
+                raise
+        return forward
 
     def _packed(
         self, forward: RowAttention, tokens: npt.NDArray[Any], positions: npt.NDArray[Any]

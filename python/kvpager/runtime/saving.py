@@ -44,6 +44,7 @@ class FrozenState:
     engine: Engine
     content: _core.SnapshotContent
     session: str  # JSON text
+    salt: str  # of the chunks
     repairs: Repairs
     name: str
     store: SnapshotStore
@@ -77,7 +78,7 @@ class FrozenState:
                 self.repairs.tell_store(chunk)
                 provenance = self.content.provenance[chunk - first]
                 require_repairable(error, self.repairs.on_corrupt, provenance)
-                self.repairs.count(recompute_chunk(self.engine, text, error))
+                self.repairs.count(recompute_chunk(self.engine, text, error, self.salt))
                 repaired.add(chunk)
 
     def _text(self) -> tuple[TokenIds, int]:

@@ -27,6 +27,7 @@ from kvpager.runtime.recurrent import StateCursor
 from kvpager.runtime.repair import Repairs, repairing
 from kvpager.runtime.sampling import Sampling
 from kvpager.runtime.saving import FrozenState, SaveHandle, Saves, destination
+from kvpager.runtime.segments.report import Assembly
 from kvpager.runtime.speculation import Speculate, SpeculationStats
 from kvpager.runtime.stream import MODEL_EOS, EndTokens, GeneratedToken, check_generation
 from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
@@ -94,6 +95,8 @@ class Session:
         self._trims = engine.trims
         self.companions: list[DraftCompanion] = []  # other models' caches of the text
         self.states: StateCursor | None = None  # of recurrent layers
+        self.saved_beside: dict[str, object] = {}  # what else its snapshots say, JSON-able
+        self.assembly: Assembly | None = None  # how it was put together, if from segments
         self._reprefilled_to = 0  # up to where tokens are computed that a trim had kept
         self._take(sequence, restored_tokens)
 
@@ -492,6 +495,7 @@ class Session:
             "version": SESSION_VERSION if released is None else RELEASED_VERSION,
             "pending": self.pending if upto == self.length else None,
             "sampling": self.sampling.to_json(),
+            **self.saved_beside,
         }
         if self.generation_start is not None and self.generation_start <= upto:
             values["generation_start"] = self.generation_start
@@ -500,6 +504,7 @@ class Session:
             content=content,
             released=None if released is None else released.tokens,
             session=self.sequence.session_text(values, content),
+            salt=self.sequence.salt,
             repairs=self.repairs,
             name=name,
             store=target,
@@ -672,6 +677,7 @@ class Session:
         )
         twin._cursor = self._cursor.over(twin.sequence)  # noqa: SLF001  # one of its own kind
         twin.generation_start = self.generation_start
+        twin.assembly = self.assembly
         if self.states is not None:
             twin.states = self.states.fork(twin.sequence)
         return twin

@@ -10,6 +10,7 @@ from kvpager import _core
 from kvpager.errors import CorruptSnapshotError
 from kvpager.released import ReleasedText
 from kvpager.section_json import parse_section
+from kvpager.stores.segments import SegmentNote
 
 if TYPE_CHECKING:
     from kvpager.stores.companions import CompanionSnapshot
@@ -66,6 +67,7 @@ class StoreEntry:
         error: why it cannot be used, or not without computing a part again; None where it is sound.
         companions: names of the snapshots that belong to it.
         companion_of: name of the snapshot that it belongs to; None for one of its own.
+        segment: what it says of the segment that it is; None for a session.
     """
 
     name: str
@@ -82,6 +84,7 @@ class StoreEntry:
     error: str | None = None
     companions: tuple[str, ...] = ()
     companion_of: str | None = None
+    segment: SegmentNote | None = None
 
 
 @dataclass(frozen=True)

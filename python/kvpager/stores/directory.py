@@ -401,6 +401,7 @@ def _entry(
         error=catalogue.error(snapshot),
         companions=tuple(companions),
         companion_of=manifest.companion_of,
+        segment=manifest.segment,
     )
 
 

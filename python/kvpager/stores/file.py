@@ -25,6 +25,7 @@ from kvpager.stores.companions import (
     session_of_primary,
 )
 from kvpager.stores.names import SNAPSHOT_SUFFIX
+from kvpager.stores.segments import noted_segment
 
 _log = logging.getLogger(__name__)
 
@@ -223,4 +224,5 @@ def _entry(file: Path) -> StoreEntry:
         last_used=status.st_mtime,
         logical_digest=reader.logical_digest,
         companions=tuple(companion.name for companion in beside),
+        segment=noted_segment(reader.session, len(reader.tokens), path),
     )

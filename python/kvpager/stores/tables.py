@@ -18,6 +18,7 @@ from kvpager.errors import CorruptSnapshotError, PagerError
 from kvpager.stores.base import tokens_of
 from kvpager.stores.chunk_index import Place
 from kvpager.stores.companions import links_of
+from kvpager.stores.segments import SegmentNote, noted_segment
 from kvpager.stores.sidecar import Sidecar
 
 KNOWN_MINOR = 1  # newest format this store writes; a newer file is read and left as it is
@@ -91,6 +92,7 @@ class Manifest:
     Attributes:
         companions: digests by kind of the companions it names.
         companion_of: name of the snapshot that it says it belongs to.
+        segment: what it says of the segment that it is; None for a session.
         packs: ids of the packs it needs, in order of first use.
         pack_places: [sealed chunks, 2] pack number and chunk in it.
         error: why it cannot be opened; which packs it needs is unknown then.
@@ -106,6 +108,7 @@ class Manifest:
     logical_digest: str = ""
     companions: Mapping[str, str] = field(default_factory=dict)
     companion_of: str | None = None
+    segment: SegmentNote | None = None
     packs: tuple[str, ...] = ()
     pack_places: npt.NDArray[np.uint32] = field(
         default_factory=lambda: np.zeros((0, 2), dtype=np.uint32)
@@ -145,6 +148,7 @@ class Manifest:
                 logical_digest=reader.logical_digest,
                 companions=companions,
                 companion_of=owner,
+                segment=noted_segment(reader.session, len(reader.tokens), path),
                 packs=tuple(pack for pack, _ in reader.packs),
                 pack_places=np.asarray(reader.places, dtype=np.uint32).reshape(-1, 2),
             )

@@ -1,0 +1,99 @@
+"""A text whose K/V were computed alone, kept in chunks of its own namespace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xxhash
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.runtime.batch import PADDING_TOKEN
+from kvpager.runtime.repair import repairing
+from kvpager.runtime.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from kvpager.runtime.engine import Engine
+    from kvpager.runtime.session import Session
+
+
+class Segment:
+    """Made by `Engine.cache_segment`. Its K/V are of positions 0, 1, ...: as if a text began there.
+
+    They are kept in sealed chunks, which leave the pool like any others, so that a segment costs no
+    block while nobody uses it: the last chunk is filled up with padding, which no token before it
+    sees. Where the keys of its tokens belong in a text is decided by `Engine.assemble`.
+
+    Attributes:
+        name: what it is called, and found by.
+        digest: hex digest of its token ids, which it is found by as well.
+        tokens: its ids, int32 [n]; n may be 0.
+    """
+
+    def __init__(
+        self, engine: Engine, name: str, tokens: TokenIds, session: Session | None
+    ) -> None:
+        """session: holds the tokens and their padding; None for a segment without tokens."""
+        self._engine = engine
+        self._session = session
+        self.name = name
+        self.tokens = tokens
+        self.digest = digest_of(tokens)
+
+    @property
+    def closed(self) -> bool:
+        """Whether its chunks were given up, by `Segments.remove` or with its engine."""
+        return self._engine.closed or (self._session is not None and self._session.closed)
+
+    @property
+    def session(self) -> Session | None:
+        """What holds its chunks, padding included; None for a segment without tokens."""
+        return self._session
+
+    def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K/V of its tokens [start, stop) as they were computed; see `kvpager.Sequence.read_kv`.
+
+        Raises:
+            CorruptSnapshotError: a restored chunk is damaged, and cannot be computed again.
+        """
+        session = self._session
+        assert session is not None
+        sequence = session.sequence
+        return repairing(self._engine, [sequence], lambda: sequence.read_kv(layer, start, stop))
+
+    def check_open(self, engine: Engine) -> None:
+        """Raises InvalidArgumentError unless it is one of this engine, and was not removed."""
+        if self._engine is not engine:
+            raise InvalidArgumentError(f"{self!r} is no segment of this engine")
+        if self.closed:
+            raise InvalidArgumentError(
+                f"{self!r} was removed; cache it again with engine.cache_segment(ids)"
+            )
+
+    def close(self) -> None:
+        """Gives its chunks up. Sessions that were made with it keep their own."""
+        if self._session is not None:
+            self._session.close()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"Segment({self.name!r}, {len(self.tokens)} tokens)"
+
+
+def digest_of(tokens: TokenIds) -> str:
+    """Hex digest of token ids."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
+
+
+def padded(tokens: TokenIds, chunk_tokens: int) -> TokenIds:
+    """The ids, and padding up to the end of a chunk."""
+    missing = -len(tokens) % chunk_tokens
+    return np.concatenate([tokens, np.full(missing, PADDING_TOKEN, dtype=np.int32)])
+
+
+def namespace_of(salt: str) -> str:
+    """The salt that segments of an engine with this salt have: no prompt finds their chunks."""
+    return f"{salt}\0segment"
