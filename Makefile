@@ -34,7 +34,7 @@ export OMP_WAIT_POLICY ?= passive
 TOOLS_STAMP := $(VENV)/.kvpager-tools
 DEPS_STAMP := $(VENV)/.kvpager-deps
 BUILD_STAMP := $(VENV)/.kvpager-build
-NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc models/tiny-retriever -type f)
+NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc models/tiny-* -type f)
 ASAN_SITE := $(abspath build/asan-site)
 FORMATTED = $(shell find csrc tests/cpp tests/fuzz -name third_party -prune -o \
   \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)

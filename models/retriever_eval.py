@@ -54,11 +54,16 @@ def measure(
 
 
 @torch.no_grad()
-def prefill(model: SmolLM3ForCausalLM, ids: needles.Ids) -> DynamicCache:
-    """The full-attention cache of `ids`, computed in forwards of PREFILL_TOKENS tokens."""
+def prefill(model: SmolLM3ForCausalLM, ids: needles.Ids, start: int = 0) -> DynamicCache:
+    """The full-attention cache of `ids`, computed in forwards of PREFILL_TOKENS tokens.
+
+    start: position of the first token.
+    """
     cache = DynamicCache(config=model.config)
-    for chunk in torch.split(torch.from_numpy(ids), PREFILL_TOKENS):
-        model.model(input_ids=chunk[None], past_key_values=cache)
+    chunks = torch.split(torch.from_numpy(ids), PREFILL_TOKENS)
+    positions = torch.split(torch.arange(start, start + len(ids)), PREFILL_TOKENS)
+    for chunk, at in zip(chunks, positions, strict=True):
+        model.model(input_ids=chunk[None], position_ids=at[None], past_key_values=cache)
     return cache
 
 

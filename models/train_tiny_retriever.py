@@ -19,25 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from needle_batches import FILLER, VALUE, BatchSampler, TrainingBatch
+from needle_batches import FILLER, VALUE, BatchSampler
 from retriever_eval import BEST_CHUNKS, measure
 from retriever_init import initialise_retriever
 from torch import Tensor, nn
+from training import COLDEST_SOFTMAX, Average, Curriculum, adam, jump, rate_factor
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from kvpager import needles
 from kvpager.needles import NeedleTask
 
-LENGTHS = (96, 128, 192, 256, 384, 512, 768, 1024)
-ADVANCE_ACCURACY = 0.93  # smoothed token accuracy at which the curriculum takes the next length
-ADVANCE_STEPS = 30
-COLDEST_SOFTMAX = 0.5  # attention logits are scaled by a random factor from here to 1
 OFFSET_STRENGTH = 4.0  # of the structured start: see retriever_init.py
 MATCH_STRENGTH = 1.0
-JUMP_SHARE = 0.7  # of sequences get position jumps, up to JUMPS of at most LONGEST_JUMP tokens
-JUMPS = 3
-LONGEST_JUMP = 60_000
-SMOOTHING = 0.95  # of the averages that are reported and steer the curriculum
 
 # 526,208 parameters; K/V of 2 KiB per token in fp32.
 ARCHITECTURE: dict[str, Any] = {
@@ -94,7 +87,7 @@ class Trainer:
         self.model = model
         self.sampler = BatchSampler(NeedleTask(model.config.vocab_size, seed), value_tokens=(2, 7))
         self.rng = np.random.default_rng([seed, 1])
-        self.longest = LENGTHS[0]
+        self.curriculum = Curriculum(self.rng)
         self._retrieval_keys: list[Tensor] = []
         # The layer without RoPE retrieves: its raw keys are what is attended to.
         self._retriever = model.model.layers[1].self_attn
@@ -105,22 +98,20 @@ class Trainer:
         hook = self._retriever.k_proj.register_forward_hook(
             lambda _module, _inputs, output: self._retrieval_keys.append(output)
         )
-        optimiser = self._optimiser(stage)
+        optimiser = adam(self.model, stage.learning_rate)
         loss_average, accuracy_average = Average(), Average()
-        started, advanced = time.monotonic(), 0
+        started = time.monotonic()
+        self.curriculum.begin()
         for step in range(1, stage.steps + 1):
             for group in optimiser.param_groups:
                 group["lr"] = stage.learning_rate * rate_factor(step, stage.steps)
             loss, accuracy = self._step(stage, optimiser)
             loss_average.add(loss)
             accuracy_average.add(accuracy)
-            longer = [length for length in LENGTHS if self.longest < length <= stage.longest]
-            ready = step - advanced > ADVANCE_STEPS
-            if longer and ready and accuracy_average.value > ADVANCE_ACCURACY:
-                self.longest, advanced = longer[0], step
+            self.curriculum.advance(step, accuracy_average.value, stage.longest)
             if step % report_every == 0 or step == stage.steps:
                 print(
-                    f"{name} step {step}/{stage.steps} up to {self.longest} tokens: "
+                    f"{name} step {step}/{stage.steps} up to {self.curriculum.longest} tokens: "
                     f"loss {loss_average.value:.4f}, token accuracy {accuracy_average.value:.4f}, "
                     f"{time.monotonic() - started:.0f} s",
                     flush=True,
@@ -130,22 +121,15 @@ class Trainer:
             layer.self_attn.scaling = self._scaling
         return loss_average.value
 
-    def _optimiser(self, stage: Stage) -> torch.optim.AdamW:
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": 0.05},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=stage.learning_rate, betas=(0.9, 0.98))
-
     def _step(self, stage: Stage, optimiser: torch.optim.AdamW) -> tuple[float, float]:
         """One optimiser step; the answer loss and the token accuracy before it."""
-        tokens = self._draw_length()
+        tokens = self.curriculum.draw()
         batch = self.sampler.batch(max(4, stage.tokens_per_step // tokens), tokens)
         positions = np.tile(np.arange(tokens), (len(batch.ids), 1))
-        if self.longest > LENGTHS[0]:  # first the plain task, then what makes it reach far
-            self._jump(batch, positions)
+        if self.curriculum.has_begun:
+            for sequence, row in zip(batch.ids, positions, strict=True):
+                starts = np.flatnonzero((sequence == needles.KEY) | (sequence == needles.QUESTION))
+                jump(self.rng, row, starts)
             factor = self.rng.uniform(COLDEST_SOFTMAX, 1.0)
             for layer in self.model.model.layers:
                 layer.self_attn.scaling = self._scaling * factor
@@ -173,38 +157,6 @@ class Trainer:
         optimiser.step()
         accuracy = (logits.argmax(-1) == wanted).float().mean()
         return float(loss.detach()), float(accuracy)
-
-    def _draw_length(self) -> int:
-        """Mostly among the curriculum's last four lengths, otherwise its longest."""
-        reached = [length for length in LENGTHS if length <= self.longest]
-        return int(self.rng.choice(reached[-4:])) if self.rng.random() < 0.6 else reached[-1]
-
-    def _jump(self, batch: TrainingBatch, positions: needles.Ids) -> None:
-        """Moves some needles and questions, with all that follows, up to 60K positions further."""
-        for ids, row in zip(batch.ids, positions, strict=True):
-            if self.rng.random() >= JUMP_SHARE:
-                continue
-            starts = np.flatnonzero((ids == needles.KEY) | (ids == needles.QUESTION))
-            for start in self.rng.choice(starts, size=min(JUMPS, len(starts)), replace=False):
-                row[start:] += int(math.exp(self.rng.uniform(0, math.log(LONGEST_JUMP))))
-
-
-class Average:
-    """An exponential moving average that starts at its first value."""
-
-    def __init__(self) -> None:
-        self.value = math.nan
-
-    def add(self, value: float) -> None:
-        first = math.isnan(self.value)
-        self.value = value if first else SMOOTHING * self.value + (1 - SMOOTHING) * value
-
-
-def rate_factor(step: int, steps: int) -> float:
-    """Learning-rate factor of step 1..steps: 100 steps up, flat to the middle, cosine to 0.02."""
-    done = step / steps
-    late = 1.0 if done < 0.5 else 0.5 * (1 + math.cos(math.pi * (2 * done - 1)))
-    return min(1.0, step / 100) * max(0.02, late)
 
 
 def key_salience(keys: Tensor, roles: Tensor) -> Tensor:

@@ -184,22 +184,24 @@ class NeedleTask:
         return of[1], of[0]
 
 
-def shipped_model_path() -> Path:
-    """The directory of the tiny trained model that comes with kvpager.
+def shipped_model_path(name: str = "tiny-retriever") -> Path:
+    """The directory of a tiny trained model that comes with kvpager.
 
+    name: "tiny-retriever", trained on this task, or "tiny-two-hop", on that of `kvpager.two_hop`.
     Looks in the installed package, then in the repository that this file lies in.
     Raises FileNotFoundError, naming both places, if neither holds it.
     """
     here = Path(__file__).resolve()
     places = (
-        here.parent / "_models" / "tiny-retriever",
-        here.parents[2] / "models" / "tiny-retriever",
+        here.parent / "_models" / name,
+        here.parents[2] / "models" / name,
     )
     for place in places:
         if (place / "config.json").is_file() and (place / "model.safetensors").is_file():
             return place
     raise FileNotFoundError(
-        "the tiny retrieval model is in neither " + " nor ".join(str(place) for place in places)
+        f"the tiny retrieval model {name} is in neither "
+        + " nor ".join(str(place) for place in places)
     )
 
 
