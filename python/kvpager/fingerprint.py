@@ -250,6 +250,7 @@ def compare(
     found: Mapping[str, Any],
     *,
     on_mismatch: str = "refuse",
+    can_waive: bool = True,
     source: str = "the snapshot",
 ) -> str:
     """What K/V computed under `found` are worth under `expected`: "exact" or "approximate".
@@ -258,6 +259,7 @@ def compare(
         expected: the running engine's.
         found: the snapshot's.
         on_mismatch: "refuse", or "approximate" to waive the fields in WAIVABLE.
+        can_waive: whether whoever asks could have said so, for the message.
         source: what `found` is of, for the message.
 
     Raises:
@@ -274,13 +276,15 @@ def compare(
     for name in different:
         if name in WAIVABLE and on_mismatch == "approximate":
             continue
-        raise _mismatch(name, expected.get(name), found.get(name), source)
+        advice = f", {_WAIVE}" if can_waive and name in WAIVABLE else ""
+        raise _mismatch(name, expected.get(name), found.get(name), source, advice)
     return "approximate" if different else "exact"
 
 
-def _mismatch(name: str, expected: Any, found: Any, source: str) -> FingerprintMismatchError:
-    rule = RULES.get(name, _UNKNOWN)
-    remedy = f"{rule.remedy}, {_WAIVE}" if rule.waivable else rule.remedy
+def _mismatch(
+    name: str, expected: Any, found: Any, source: str, advice: str
+) -> FingerprintMismatchError:
+    remedy = RULES.get(name, _UNKNOWN).remedy + advice
     return FingerprintMismatchError(
         f"{source} was saved with {name} {found!r}, and this engine has {expected!r}; {remedy}",
         field=name,

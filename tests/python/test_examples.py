@@ -15,14 +15,24 @@ SMALL = ("--system-tokens", "512", "--turns", "2", "--draft", "none")
 ROW = re.compile(r" *(\d+|all)  (.*?) +([\d,]+) +([\d,]+) +([\d,]+) +(\d+) +[\d.]+ +([\d,]+)")
 
 
-@pytest.fixture(scope="module")
-def agent_loop():
-    spec = importlib.util.spec_from_file_location("agent_loop", EXAMPLES / "agent_loop.py")
+def loaded(name):
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["agent_loop"] = module  # dataclasses look there
+    sys.modules[name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["agent_loop"]
+    del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def agent_loop():
+    yield from loaded("agent_loop")
+
+
+@pytest.fixture(scope="module")
+def rag():
+    yield from loaded("rag")
 
 
 @pytest.fixture
@@ -154,6 +164,124 @@ def test_a_wrong_command_line_is_refused_before_anything_is_loaded(
     assert told.value.code == 2
     assert words in capsys.readouterr().err
 
+
+# Retrieved documents.
+
+FEW = (
+    *("--documents", "8", "--document-tokens", "128", "--retrieved", "4"),
+    *("--questions", "4", "--system-tokens", "64", "--threads", "1"),
+)
+QUESTION = re.compile(r"(\d+) +((?:\d+ )+) *([\d,]+)" + r" +(yes|no) +([\d,]+) +\d+" * 3)
+
+
+def questions_of(text):
+    """Of each question: the documents' numbers, tokens, and of each way (right, computed)."""
+    rows = []
+    for line in text.splitlines():
+        if found := QUESTION.fullmatch(line):
+            numbers = [int(found[i].replace(",", "")) for i in (3, 5, 7, 9)]
+            rights = [found[i] == "yes" for i in (4, 6, 8)]
+            documents = [int(number) for number in found[2].split()]
+            rows.append((documents, numbers[0], list(zip(rights, numbers[1:]))))
+    return rows
+
+
+def test_stitched_documents_answer_as_a_full_prefill_does_for_fewer_tokens(rag, capsys, scratch):
+    assert rag.main(FEW) == 0
+    out = capsys.readouterr().out
+    rows = questions_of(out)
+    assert len(rows) == 4
+    assert len({tuple(documents) for documents, _, _ in rows}) == 4
+    for documents, tokens, (cold, prefix, stitched) in rows:
+        assert len(set(documents)) == 4
+        assert tokens == 64 + 4 * 128 + 4
+        assert cold == (True, tokens)
+        assert prefix[1] <= tokens - 64 or documents == rows[0][0]
+        assert stitched[1] < tokens / 3
+    stitched_right = sum(ways[2][0] for _, _, ways in rows)
+    assert f"stitched:  {stitched_right:>2} of 4 right" in out
+    assert stitched_right == 4
+    assert "read once: 1,024 tokens" in out
+    assert "cold and prefix said the same" in out
+    assert not list(scratch.iterdir())
+
+
+def test_without_repair_what_documents_say_of_one_another_is_lost(rag, capsys, scratch):
+    picture = scratch / "rag.png"
+    assert rag.main([*FEW, "--repair", "none", "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert [ways[2][0] for _, _, ways in questions_of(out)] == [False] * 4
+    assert "repair: 0 of 2,048 moved tokens, by NoRepair()" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_retrieved_is_named_and_referred_to_and_in_that_order(rag):
+    from kvpager.two_hop import TwoHopTask
+
+    drawn = TwoHopTask(seed=4).text([128] * 8, facts=6, system=16)
+    corpus, orders = rag.Corpus(drawn.documents), set()
+    for seed, fact in enumerate(drawn.facts):
+        rng = rag.np.random.default_rng(seed)
+        numbers = corpus.retrieve(fact.key, 4, rng)
+        assert numbers.index(fact.definition[0]) < numbers.index(fact.reference[0])
+        assert len(set(numbers)) == 4
+        orders.add(tuple(numbers))
+    assert len(orders) > 3
+
+
+def test_exact_ways_that_differ_are_a_failure(rag, capsys, monkeypatch):
+    prefix = rag.Reader.prefix
+
+    def wrong(self, text):
+        session = prefix(self, text)
+        if len(session.tokens) != session.tokens_computed:  # something was there already
+            session.append([9])
+        return session
+
+    monkeypatch.setattr(rag.Reader, "prefix", wrong)
+    assert rag.main(FEW) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_reading_with_one_line(rag, capsys, monkeypatch, scratch):
+    def interrupted(self, text):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rag.Reader, "stitched", interrupted)
+    assert rag.main(FEW) == 130
+    assert capsys.readouterr() == ("", "rag: interrupted\n")
+    assert not list(scratch.iterdir())
+
+
+def test_a_model_without_a_folder_is_one_line_on_stderr(rag, capsys):
+    assert rag.main([*FEW, "--model", "no/such/folder"]) == 1
+    assert capsys.readouterr() == (
+        "",
+        "rag: no/such/folder has no config.json; expected the folder of a causal LM\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--documents", "1"), "--documents is 1; expected 2 or more"),
+        (("--document-tokens", "64"), "--document-tokens is 64; expected 128 or more"),
+        (("--retrieved", "9"), "--retrieved is 9; expected at most the 8 that there are"),
+        (("--repair", "hed:4"), "--repair is 'hed:4': there is no policy 'hed'"),
+        (("--plot", "no/such/folder/x.png"), "its folder does not exist"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(
+    rag, capsys, monkeypatch, arguments, words
+):
+    monkeypatch.setattr(rag, "load", None)
+    with pytest.raises(SystemExit) as told:
+        rag.main([*FEW, *arguments])
+    assert told.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+# The guide to several caches.
 
 GUIDE = (EXAMPLES.parent / "docs" / "companions.md").read_text(encoding="utf-8")
 

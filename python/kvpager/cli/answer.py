@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvpager.cli.failure import CliError
 
 if TYPE_CHECKING:
-    from kvpager import SpeculationStats
+    from kvpager import Assembly, SpeculationStats
 
 COMMAND = "generate"
 
@@ -24,7 +24,7 @@ class Answer:
     """What was generated, and what it cost.
 
     prompt_ids: all tokens before the generated ones. logprobs: one per generated token, each
-    exactly a float32; None unless asked for, as speculation.
+    exactly a float32; None unless asked for, as speculation. assembly: of a text with segments.
     """
 
     prompt_ids: list[int]
@@ -34,6 +34,7 @@ class Answer:
     speculation: SpeculationStats | None
     reused_tokens: int
     prefilled_tokens: int
+    assembly: Assembly | None
     time_to_first_token_s: float
     generate_s: float
     restored_tokens: int
@@ -45,8 +46,10 @@ class Answer:
     fingerprint: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object, but for speculation and the fingerprint."""
+        """One flat object, but for speculation, the assembly and the fingerprint."""
         values = {"command": COMMAND, **vars(self), "fingerprint": dict(self.fingerprint)}
+        if self.assembly is not None:
+            values["assembly"] = asdict(self.assembly)
         stats = self.speculation
         if stats is not None:
             values["speculation"] = asdict(stats) | {
@@ -61,6 +64,11 @@ class Answer:
 
     def _facts(self) -> Iterator[str]:
         yield f"{self.reused_tokens:,} tokens reused, {self.prefilled_tokens:,} prefilled"
+        if (made := self.assembly) is not None:
+            yield (
+                f"{made.exact:,} tokens exact, {made.moved:,} moved, {made.recomputed:,} "
+                f"recomputed, {made.fresh:,} new"
+            )
         if self.restored_tokens:
             consumed, restored = self.restored_tokens_consumed, self.restored_tokens
             yield f"{consumed:,} of {restored:,} restored tokens consumed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpager.cli.answer import Answer
 from kvpager.cli.failure import CliError, UsageError
@@ -20,11 +20,12 @@ from kvpager.cli.output import check_writable, emit, emit_json, note, shows_prog
 from kvpager.cli.pager_options import ALIASES, DEFAULTS, add_pager_options, pager_config
 from kvpager.cli.parser import Parser
 from kvpager.cli.prompts import add_prompt_options, prompt_ids, read_prompt
+from kvpager.cli.segment_parts import SegmentParts, add_segment_options, segment_parts
 from kvpager.cli.session_places import SessionPlaces, add_session_options, session_places
 from kvpager.cli.text import TextPieces
 
 if TYPE_CHECKING:
-    from kvpager import Session
+    from kvpager import Engine, Session
 
 # Of kvpager.runtime.speculation, which needs torch.
 PROPOSERS = ("prompt-lookup", "draft")
@@ -39,6 +40,7 @@ def add(commands: Any, common: Parser) -> None:
     add_model_options(parser, default="none: it has to be given")
     add_prompt_options(parser, "One of these; with --restore it is appended, and may be left out.")
     add_session_options(parser)
+    add_segment_options(parser)
     _add_generation_options(parser)
     add_pager_options(parser, DEFAULTS, ALIASES)
     parser.set_defaults(run=run, parser=parser)
@@ -101,12 +103,14 @@ def run(args: argparse.Namespace) -> int:
             f"--speculate: --exact is {config.exact!r}, under which a token's bits depend on how "
             "many rows its forward has; use --exact all, or no --speculate"
         )
+    segments = segment_parts(args)
     places = session_places(args)
     check_writable("--output", args.output)
     model = load_model(args.model, args.dtype, config.device)
     draft = None if args.draft is None else _load_draft(args, config.device)
     tokenizer = load_tokenizer(args.model)
-    given = prompt_ids(args, prompt, tokenizer, special_tokens=args.restore is None)
+    begins = args.restore is None and segments is None
+    given = prompt_ids(args, prompt, tokenizer, special_tokens=begins)
 
     from kvpager import Engine
 
@@ -119,8 +123,8 @@ def run(args: argparse.Namespace) -> int:
         progress=shows_progress(args),
     ) as engine:
         start = time.perf_counter()
-        session = places.restore(engine)
-        answer = _answer(args, places, session, given, tokenizer, start)
+        begun = _begin(args, places, segments, engine, given, tokenizer)
+        answer = _answer(args, places, begun, tokenizer, start)
     _report(args, answer)
     return 0
 
@@ -133,19 +137,46 @@ def _load_draft(args: argparse.Namespace, device: str) -> Any:
         raise CliError(str(error).replace("--model", "--draft", 1)) from error
 
 
-def _answer(
+class _Begun(NamedTuple):
+    """A session that holds the prompt, and how many of its tokens were there or computed."""
+
+    session: Session
+    reused: int
+    prefilled: int
+
+
+def _begin(
     args: argparse.Namespace,
     places: SessionPlaces,
-    session: Session,
+    segments: SegmentParts | None,
+    engine: Engine,
     given: list[int] | None,
     tokenizer: Any | None,
-    start: float,
-) -> Answer:
+) -> _Begun:
+    if segments is not None:
+        assert given is not None
+        session = segments.assemble(args, engine, given, tokenizer)
+        assert session.assembly is not None
+        rows = session.assembly.rows
+        return _Begun(session, reused=session.assembly.tokens - rows, prefilled=rows)
+    session = places.restore(engine)
     reused = session.length
     if given is not None:
         session.append(given, progress=not args.quiet)
-    if args.restore is None:  # what a store knew of the prompt
-        reused = session.restored_tokens
+    if args.restore is not None:
+        return _Begun(session, reused, prefilled=len(given or ()))
+    reused = session.restored_tokens  # what a store knew of the prompt
+    return _Begun(session, reused, prefilled=len(given or ()) - reused)
+
+
+def _answer(
+    args: argparse.Namespace,
+    places: SessionPlaces,
+    begun: _Begun,
+    tokenizer: Any | None,
+    start: float,
+) -> Answer:
+    session = begun.session
     before = session.tokens.tolist()
     stream = session.generate(
         args.max_new_tokens,
@@ -182,8 +213,9 @@ def _answer(
         text=None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True),
         logprobs=logprobs if args.logprobs else None,
         speculation=session.speculation if args.speculate else None,
-        reused_tokens=reused,
-        prefilled_tokens=len(given or ()) - (reused if args.restore is None else 0),
+        reused_tokens=begun.reused,
+        prefilled_tokens=begun.prefilled,
+        assembly=session.assembly,
         time_to_first_token_s=first - start,
         generate_s=generated - first,
         restored_tokens=session.restored_tokens,

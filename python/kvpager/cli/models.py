@@ -98,14 +98,14 @@ def load_tokenizer(path: str | Path) -> Any | None:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
 
 
-def parse_ids(text: str) -> list[int]:
+def parse_ids(text: str, option: str = "--ids") -> list[int]:
     """Token ids from "1,2,3" or "1 2 3". Raises UsageError for anything else."""
     words: Sequence[str] = text.replace(",", " ").split()
     for word in words:
         if not word.isascii() or not word.isdigit():
-            raise UsageError(f'--ids: {word!r} is no token id; expected such as "1,2,3"')
+            raise UsageError(f'{option}: {word!r} is no token id; expected such as "1,2,3"')
     if not words:
-        raise UsageError('--ids is empty; expected such as "1,2,3"')
+        raise UsageError(f'{option} is empty; expected such as "1,2,3"')
     return [int(word) for word in words]
 
 

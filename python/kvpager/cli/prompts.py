@@ -30,15 +30,20 @@ def read_prompt(args: argparse.Namespace) -> str | list[int] | None:
     """
     if args.ids is not None:
         return parse_ids(args.ids)
-    if args.prompt_file is None:
-        text: str | None = args.prompt
-        return text
+    if args.prompt_file is not None:
+        return read_text("--prompt-file", args.prompt_file)
+    text: str | None = args.prompt
+    return text
+
+
+def read_text(option: str, path: str) -> str:
+    """What a UTF-8 file holds. Raises CliError, which names the option."""
     try:
-        return Path(args.prompt_file).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise CliError(f"--prompt-file {args.prompt_file}: {error.strerror}") from error
+        raise CliError(f"{option} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise CliError(f"--prompt-file {args.prompt_file}: not UTF-8 ({error.reason})") from error
+        raise CliError(f"{option} {path}: not UTF-8 ({error.reason})") from error
 
 
 def prompt_ids(

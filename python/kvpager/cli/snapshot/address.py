@@ -52,7 +52,7 @@ def find_snapshot(text: str) -> Address:
     if is_store(path):
         raise CliError(
             f"{text}: a whole store; expected one snapshot of it, {text.rstrip('/')}/NAME"
-            + _offer("", stored_names(path))
+            + offer("", stored_names(path))
         )
     if path.is_dir():
         raise CliError(f"{text}: a folder, and no store; expected a snapshot file or STORE/NAME")
@@ -128,25 +128,7 @@ def stored_names(store: Path) -> list[str]:
     return sorted(filter(None, (snapshot_of(entry.name) for entry in folder.iterdir())))
 
 
-def _in_store(text: str, store: Path, name: str) -> Address:
-    path = store / SNAPSHOTS / (name + SNAPSHOT_SUFFIX)
-    if not path.is_file():
-        names = stored_names(store)
-        raise CliError(f"{text}: no snapshot {name!r} in the store {store}" + _offer(name, names))
-    return Address(text, path, store, name)
-
-
-def _missing(text: str, path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"{text}: no such file, and there is no folder {path.parent}"
-    try:
-        files = [entry.name for entry in path.parent.iterdir() if snapshot_of(entry.name)]
-    except OSError:
-        files = []
-    return f"{text}: no such file" + _offer(path.name, files, closest_only=True)
-
-
-def _offer(name: str, names: Iterable[str], *, closest_only: bool = False) -> str:
+def offer(name: str, names: Iterable[str], *, closest_only: bool = False) -> str:
     """The end of a refusal: the closest names, or those there are."""
     known = sorted(names)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5) if name else []
@@ -158,3 +140,21 @@ def _offer(name: str, names: Iterable[str], *, closest_only: bool = False) -> st
         return "; it has none"
     more = f" and {len(known) - _SHOWN:,} more" if len(known) > _SHOWN else ""
     return "; it has " + ", ".join(known[:_SHOWN]) + more
+
+
+def _in_store(text: str, store: Path, name: str) -> Address:
+    path = store / SNAPSHOTS / (name + SNAPSHOT_SUFFIX)
+    if not path.is_file():
+        names = stored_names(store)
+        raise CliError(f"{text}: no snapshot {name!r} in the store {store}" + offer(name, names))
+    return Address(text, path, store, name)
+
+
+def _missing(text: str, path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"{text}: no such file, and there is no folder {path.parent}"
+    try:
+        files = [entry.name for entry in path.parent.iterdir() if snapshot_of(entry.name)]
+    except OSError:
+        files = []
+    return f"{text}: no such file" + offer(path.name, files, closest_only=True)

@@ -107,9 +107,10 @@ def _table(shown: Look, folder: Path, entries: list[StoreEntry]) -> Table:
 
 
 def _mark(entry: StoreEntry) -> str:
-    """Pinned or not, and the kinds of its companions."""
+    """Pinned or not, a segment or not, and the kinds of its companions."""
     kinds = [name.removeprefix(f"{entry.name}.") for name in entry.companions]
-    return " ".join([*(["pinned"] if entry.pinned else []), *(f"+{kind}" for kind in kinds)])
+    words = ["pinned"] * entry.pinned + ["segment"] * (entry.segment is not None)
+    return " ".join([*words, *(f"+{kind}" for kind in kinds)])
 
 
 def _footer(shown: Look, entries: list[StoreEntry], values: dict[str, Any]) -> Iterator[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpager.cli.failure import CliError
 from kvpager.cli.output import check_writable, emit, emit_json
 from kvpager.cli.parser import Parser
-from kvpager.cli.snapshot.address import find_entry
+from kvpager.cli.snapshot.address import Address, find_entry
 from kvpager.stores import DirectoryStore
 from kvpager.words import byte_size, counted
 
@@ -32,6 +32,23 @@ def run(args: argparse.Namespace) -> int:
     """Runs the verb."""
     check_writable("--output", args.output)
     addresses = [find_entry(text) for text in args.snapshots]  # all are there, or none is removed
+    freed = remove(addresses, force=args.force)
+    if args.format == "json":
+        emit_json(args, {"command": "snapshot rm", "removed": args.snapshots, "bytes_freed": freed})
+    else:
+        emit(
+            args, f"removed {counted(len(args.snapshots), 'snapshot')}, {byte_size(freed)} freed\n"
+        )
+    return 0
+
+
+def remove(addresses: Sequence[Address], *, force: bool) -> int:
+    """Takes snapshots out of their stores; returns the bytes by which these shrank.
+
+    Raises:
+        CliError: one is pinned, without `force`; nothing was removed.
+        StorageError: the system refused.
+    """
     stores = {
         str(address.store): DirectoryStore(str(address.store), create=False)
         for address in addresses
@@ -43,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         if entry.pinned
     }
     for address in addresses:
-        if (str(address.store), address.name) in pinned and not args.force:
+        if (str(address.store), address.name) in pinned and not force:
             raise CliError(
                 f"{address.text}: it is pinned; unpin it, or give --force. Nothing was removed"
             )
@@ -52,14 +69,7 @@ def run(args: argparse.Namespace) -> int:
         if (folder, name) in pinned:
             stores[folder].unpin(name)
         stores[folder].delete(name)
-    freed = before - _bytes(stores)
-    if args.format == "json":
-        emit_json(args, {"command": "snapshot rm", "removed": args.snapshots, "bytes_freed": freed})
-    else:
-        emit(
-            args, f"removed {counted(len(args.snapshots), 'snapshot')}, {byte_size(freed)} freed\n"
-        )
-    return 0
+    return before - _bytes(stores)
 
 
 def _bytes(stores: Mapping[str, DirectoryStore]) -> int:

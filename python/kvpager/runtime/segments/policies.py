@@ -273,4 +273,4 @@ def _check_fraction(value: object) -> None:
         raise InvalidArgumentError(f"fraction is {value!r}; expected a number from 0 to 1")
 
 
-DEFAULT_REPAIR: RepairPolicy = Combined(SegmentHead(4), QueryGuided(0.12))
+DEFAULT_REPAIR: RepairPolicy = Combined(SegmentHead(4), QueryGuided(0.1))
