@@ -37,6 +37,7 @@ TABLE = {
     "keys are never rotated again when a segment moves": [
         f"{HERE}::test_a_segment_that_moves_has_its_keys_rotated",
         f"{SEGMENTS}::test_what_nothing_repairs_is_the_segment_with_rotated_keys",
+        f"{ROTARY}::test_attention_to_a_moved_segment_is_that_of_relative_positions",
     ],
     "scattered rows attend to the future": [
         f"{HERE}::test_a_scattered_row_never_sees_what_comes_after_it",
@@ -44,7 +45,12 @@ TABLE = {
         "test_a_change_to_a_later_segment_leaves_what_was_recomputed_before_it_as_it_is",
         f"{SEGMENTS}::test_each_recomputed_token_is_what_transformers_computes_over_the_merged_kv",
     ],
-    "a time to the first token leaves out the look-up, after a warm-up with the prompt": [],
+    "a time to the first token leaves out the look-up, after a warm-up with the prompt": [
+        f"{BENCH}::TestFirstToken::test_every_repetition_has_documents_and_a_question_of_its_own",
+        f"{BENCH}::TestFirstToken::test_no_way_finds_what_another_one_has_computed",
+        f"{BENCH}::TestFirstToken::"
+        "test_the_parts_of_a_turn_are_within_it_and_only_a_policy_that_measures_probes",
+    ],
 }
 
 

@@ -7,11 +7,11 @@ import json
 import pytest
 from bench_reports import decode_report, environment, make_report, warm_report, whole_suite
 
-from kvpager_bench import headline, places, tables
+from kvpager_bench import headline, pages, places, tables
 from kvpager_bench.report import MissingNumberError
 from kvpager_bench.suite import SUITE_FILE
 
-README = f"# A project\n\nBefore.\n\n{tables.BEGIN}\nold\n{tables.END}\n\nAfter.\n"
+README = f"# A project\n\nBefore.\n\n{pages.BEGIN}\nold\n{pages.END}\n\nAfter.\n"
 FIGURES = {
     "bench-first-token.png",
     "bench-decode-speed.png",
@@ -125,8 +125,8 @@ class TestReadme:
     def test_promised_comparisons_replace_what_stood_between_the_markers(self, checkout, results):
         written = tables.write_all(results, "")
         text = (checkout / "README.md").read_text()
-        assert text.startswith(f"# A project\n\nBefore.\n\n{tables.BEGIN}\n| figure ")
-        assert text.endswith(f"{tables.END}\n\nAfter.\n")
+        assert text.startswith(f"# A project\n\nBefore.\n\n{pages.BEGIN}\n| figure ")
+        assert text.endswith(f"{pages.END}\n\nAfter.\n")
         assert "\nold\n" not in text
         assert "decode at 128K, bfloat16" in text
         assert "](docs/results/bench.md)" in text
@@ -157,7 +157,7 @@ class TestReadme:
 
     @pytest.mark.parametrize(
         "text",
-        ["no markers", tables.BEGIN, f"{tables.END}\n{tables.BEGIN}", README + tables.BEGIN],
+        ["no markers", pages.BEGIN, f"{pages.END}\n{pages.BEGIN}", README + pages.BEGIN],
     )
     def test_a_readme_without_its_markers_is_left_alone_and_told(self, checkout, results, text):
         (checkout / "README.md").write_text(text)
@@ -188,8 +188,9 @@ class TestReadme:
         assert (checkout / "README.md").read_text() == README
 
 
-def test_the_readme_of_this_checkout_has_the_markers():
+@pytest.mark.parametrize("page", ["README.md", "docs/segments.md"])
+def test_a_page_of_this_checkout_has_the_markers(page):
     if places.CHECKOUT is None:
         pytest.skip("no checkout")
-    text = (places.CHECKOUT / "README.md").read_text(encoding="utf-8")
-    assert (text.count(tables.BEGIN), text.count(tables.END)) == (1, 1)
+    text = (places.CHECKOUT / page).read_text(encoding="utf-8")
+    assert (text.count(pages.BEGIN), text.count(pages.END)) == (1, 1)

@@ -188,6 +188,30 @@ def test_a_device_gives_the_processors_bits(at: str) -> None:
     pager.check_invariants()
 
 
+@pytest.mark.parametrize("at", ["cpu", *DEVICES])
+def test_a_forward_that_is_to_be_dense_sees_all_though_the_pager_selects(at: str) -> None:
+    text = Text()
+    expected, _ = text.computed()
+    device = at if at == "cpu" else require(at)
+    pager = text.pager(device=device, selection=TOPK, attention="reference")
+    where = str(pager.device)
+    sequence = pager.sequence()
+    stop = LENGTH - 1
+    sequence.append(text.ids[:stop], text.k[:, :stop].to(where), text.v[:, :stop].to(where))
+    seen = []
+    for dense in (True, False, True):
+        with pager.begin_spans(
+            [(sequence, stop, 1, ROW_COMMIT)], text.ids[stop:], dense=dense
+        ) as forward:
+            seen.append(text.attend(forward, np.array([stop]), at=where))
+            forward.commit()
+        sequence.trim(stop)
+    assert same(seen[0], expected[:, stop:])
+    assert not same(seen[1], seen[0])
+    assert same(seen[2], seen[0])
+    pager.check_invariants()
+
+
 def test_what_comes_after_a_row_is_nothing_to_it_nor_to_the_chunks_before() -> None:
     text = Text()
     rows = np.zeros(LENGTH, dtype=bool)

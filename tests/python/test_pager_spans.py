@@ -90,7 +90,7 @@ def test_what_is_no_span_is_refused_and_names_itself(pager: Pager) -> None:
     sequence = pager.sequence()
     good = (sequence, 0, 4, ROW_COMMIT)
     for spans, message in (
-        ([(sequence, 0, 4, 3)], r"spans\[0\]: kind 3, expected 0 \(commit\)"),
+        ([(sequence, 0, 4, 4)], r"spans\[0\]: kind 4, expected 0 \(commit\)"),
         ([good, (sequence, 4, 1, -1)], r"spans\[1\]: kind -1"),
         ([(sequence, 0, 5, ROW_COMMIT)], "spans: 5 rows from row 0 on, expected 1 to 4"),
         ([(sequence, 0, 3, ROW_COMMIT)], "of 3 rows, expected as many as tokens, 4"),

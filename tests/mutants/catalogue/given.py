@@ -46,7 +46,10 @@ GIVEN_ROWS = (
         file="csrc/pager/residency.cc",
         old=" || (forward && forward->dense);",
         new=";",
-        killers=(AMONG, ANYWHERE + "[float32-topk-roomy-plain]"),
+        killers=(
+            PYTHON + "test_a_forward_that_is_to_be_dense_sees_all_though_the_pager_selects[cpu]",
+            PYTHON + "test_a_forward_that_is_to_be_dense_sees_all_though_the_pager_selects[shim]",
+        ),
     ),
     Mutant(
         name="rows-attend-before-what-they-see-is-there",
@@ -101,14 +104,14 @@ GIVEN_ROWS = (
         ),
     ),
     Mutant(
-        name="a-block-of-given-positions-is-written-while-it-is-cleared",
-        breaks="5: what a forward is given waits for whoever still uses its blocks",
-        file="csrc/pager/device_tables.cc",
-        old="entry.written = c >= sealed && part.commit_count > 0;",
-        new="entry.written = c >= sealed && !part.commit_rows.empty();",
+        name="a-row-sees-what-is-given-next",
+        breaks="a row sees nothing after its own position, however it came there",
+        file="csrc/pager/host_attend.cc",
+        old="row[i] = {pager_.forward->rows[i].position, ",
+        new="row[i] = {pager_.forward->rows[i].position + 1, ",
         killers=(
-            "cpp/pager/device_races_test.cc::"
-            "blocks that are cleared late do not lose what was given meanwhile",
+            GIVEN + "what is given after a row is nothing to the row, nor to a chunk before it",
+            PYTHON + "test_what_comes_after_a_row_is_nothing_to_it_nor_to_the_chunks_before",
         ),
     ),
 )
