@@ -13,7 +13,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 # The backend comes before anything that draws.
-from kvpager_bench.labels import AGREE, INDEPENDENT, PRINTED_POOL
+from kvpager_bench.labels import AGREE, INDEPENDENT, NO_REPAIR, PRINTED_POOL
 from kvpager_bench.report import NOT_APPLICABLE, Report, tokens_name
 
 COLOURS = {
@@ -300,6 +300,54 @@ def draw_hybrid_cost(report: Report, folder: Path, suffix: str) -> list[str]:
     return [save(figure, folder, f"hybrid-cost{suffix}")]
 
 
+def draw_segments(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Exact match and error against the tokens recomputed and against all rows spent."""
+    context = report.rows[0]["context"]
+    rows = [row for row in report.rows if row["context"] == context]
+    (none,) = (row for row in rows if row["policy"] == NO_REPAIR)
+    families = list(dict.fromkeys(r["policy"] for r in rows if r["share"] != NOT_APPLICABLE))
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8))
+    for axis, x, y, label in (
+        (axes[0], "recomputed", "exact_match", "exact match [%]"),
+        (axes[1], "cost", "exact_match", "exact match [%]"),
+        (axes[2], "recomputed", "mean_error", "mean error of logits"),
+    ):
+        for family in families:
+            mine = [none, *(row for row in rows if row["policy"] == family)]
+            axis.errorbar(
+                *([report.number(row, name) for row in mine] for name in (x, y)),
+                yerr=[report.number(row, f"{y}_se") for row in mine],
+                fmt="o-",
+                markersize=4,
+                capsize=2,
+                label=str(family),
+            )
+        axis.set_xlabel(
+            "tokens recomputed [%]" if x == "recomputed" else "rows, probes too [% of full prefill]"
+        )
+        axis.set_ylabel(label)
+        axis.set_ylim(0)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    return [save(figure, folder, f"segments{suffix}")]
+
+
+def draw_segments_first_token(report: Report, folder: Path, suffix: str) -> list[str]:
+    """Time to the first token in each way; one panel per shape and length."""
+    cells = list(dict.fromkeys((str(row["shape"]), row["context"]) for row in report.rows))
+    figure, axes = plt.subplots(1, len(cells), figsize=(3.2 * len(cells), 3.8), squeeze=False)
+    for axis, (shape, context) in zip(axes.flat, cells):
+        rows = [row for row in report.rows if (row["shape"], row["context"]) == (shape, context)]
+        names = [str(row["way"]).replace(", ", ",\n") for row in rows]
+        bars = axis.bar(names, [report.number(row, "first_token_ms") for row in rows])
+        axis.bar_label(bars, [f"{report.number(row, 'faster'):.1f}x" for row in rows], fontsize=8)
+        axis.set_title(f"{shape}, {tokens_name(int(context))}", fontsize=10)
+        axis.tick_params(axis="x", rotation=45, labelsize=8)
+        axis.margins(y=0.12)
+    axes.flat[0].set_ylabel("time to first token [ms]")
+    return [save(figure, folder, f"segments-first-token{suffix}")]
+
+
 DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
     "needles": draw_needles,
     "exactness": draw_exactness,
@@ -311,6 +359,8 @@ DRAWINGS: dict[str, Callable[[Report, Path, str], list[str]]] = {
     "residency_traffic": draw_residency_traffic,
     "companions": draw_companions,
     "hybrid_cost": draw_hybrid_cost,
+    "segments": draw_segments,
+    "segments_first_token": draw_segments_first_token,
 }
 
 # Of reports too long to print, the rows that are.

@@ -59,7 +59,7 @@ QUESTIONS = {
         Question(
             "warm",
             "how long a saved turn takes to answer again in a fresh process",
-            7,
+            5,
             ("transformers", "safetensors", "torch.save", "llama.cpp", "LMCache"),
             ("warm", "warm_state"),
             in_suite=True,
@@ -75,7 +75,7 @@ QUESTIONS = {
         Question(
             "paging",
             "how fast chunks move between pool, host and disk",
-            1,
+            0.5,
             ("memcpy",),
             ("paging", "paging_seal"),
             in_suite=True,
@@ -83,7 +83,7 @@ QUESTIONS = {
         Question(
             "bookkeeping",
             "what a chunk operation costs beside moving its bytes",
-            1,
+            0.5,
             ("vLLM",),
             ("bookkeeping",),
             in_suite=True,
@@ -99,7 +99,7 @@ QUESTIONS = {
         Question(
             "overhead",
             "what the engine adds to the bare forwards of the same model",
-            3,
+            2,
             ("bare forward", "transformers"),
             ("overhead", "overhead_warm"),
             in_suite=True,
@@ -107,7 +107,7 @@ QUESTIONS = {
         Question(
             "dense_pool",
             "what a small pool costs dense attention; bits compared",
-            2,
+            1,
             ("transformers",),
             ("dense_pool",),
             in_suite=True,
@@ -137,9 +137,17 @@ QUESTIONS = {
             in_suite=True,
         ),
         Question(
+            "segments",
+            "what repairing stitched documents is worth; first token over cached documents",
+            5,
+            ("full prefill", "prefix caching", "seam tail"),
+            ("segments", "segments_first_token"),
+            in_suite=True,
+        ),
+        Question(
             "plan",
             "does the model on paper predict what was measured?",
-            1,
+            0.5,
             (),
             ("plan",),
             in_suite=True,

@@ -3,6 +3,7 @@
     bench.md      the one table of all comparisons, what fell short, figures
     results.md    every question in full
     README.md     the promised comparisons, between its two markers; in a checkout alone
+    segments.md   what the question `segments` came to, between two such markers; likewise
 
 Figures of a checkout's own folder of results go to docs/results. Others, and those of quick and
 full runs, go beside what they were made from. A result that is missing is left out and named; one
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpager_bench import headline, places
+from kvpager_bench.pages import replace_between, segments_text
 from kvpager_bench.places import write_text
 from kvpager_bench.plots import DRAWINGS, PRINTED
 from kvpager_bench.question import QUESTIONS
@@ -33,7 +35,6 @@ from kvpager_bench.report import (
 )
 from kvpager_bench.suite import SUITE_FILE, shortfalls
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 ORDER = (
     *(name for question in QUESTIONS.values() for name in question.reports),
     *("profile", "profile_moving", "verify_all"),  # of programs that are no questions
@@ -63,9 +64,16 @@ def write_all(source: Path, suffix: str) -> Written:
     kept = places.CHECKOUT is not None and source == places.RESULTS_DIR.resolve() and not suffix
     folder = places.DOCS_DIR if kept else source / f"tables{suffix}"
     written = render(source, folder, suffix)
-    readme = places.CHECKOUT / "README.md" if kept and places.CHECKOUT else None
-    if readme is not None and update_readme(readme, load_all(source, suffix)):
-        written = replace(written, files=(*written.files, readme))
+    if kept and places.CHECKOUT:
+        reports = load_all(source, suffix)
+        pages = {
+            places.CHECKOUT / "README.md": promises(reports),
+            places.CHECKOUT / "docs" / "segments.md": segments_text(reports),
+        }
+        told = {path: text for path, text in pages.items() if text is not None}
+        for path, text in told.items():
+            replace_between(path, text)
+        written = replace(written, files=(*written.files, *told))
     return written
 
 
@@ -192,20 +200,14 @@ def section(report: Report, figures: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def update_readme(path: Path, reports: dict[str, Report]) -> bool:
-    """Replaces what stands between the markers; returns whether anything was promised at all.
+def promises(reports: dict[str, Report]) -> str | None:
+    """What the README says: the promised comparisons; None where nothing was promised.
 
     Of every question the last promise per peer is shown, which is the one at the largest size.
-
-    Raises MissingNumberError when the markers are not there, once each and in order.
     """
     promised = [c for report in reports.values() for c in report.comparisons if c.aim is not None]
     if not promised:
-        return False
-    text = path.read_text(encoding="utf-8")
-    begin, end = text.find(BEGIN), text.find(END)
-    if begin < 0 or end < begin or text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise MissingNumberError(f"{path.name} lacks the markers {BEGIN} and {END}, once each")
+        return None
     columns = tuple(
         Column(name, text=name in ("figure", "peer"))
         for name in ("figure", "kvpager", "peer", "beside it", "ratio", "aim")
@@ -225,6 +227,4 @@ def update_readme(path: Path, reports: dict[str, Report]) -> bool:
         f"{_score(promised)} [All comparisons, figures and what fell short]"
         "(docs/results/bench.md); written by `make bench`."
     )
-    between = f"\n{markdown_table(columns, rows)}\n\n{link}\n"
-    write_text(path, text[: begin + len(BEGIN)] + between + text[end:])
-    return True
+    return f"{markdown_table(columns, rows)}\n\n{link}"

@@ -1,0 +1,141 @@
+"""Results inside pages that people write: what stands between two markers is replaced.
+
+README.md has the promised comparisons (tables.py), docs/segments.md what repair is worth and how
+soon stitched text answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvpager_bench.places import write_text
+from kvpager_bench.report import (
+    NOT_APPLICABLE,
+    Cell,
+    Column,
+    MissingNumberError,
+    Report,
+    markdown_table,
+    significant,
+    tokens_name,
+)
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+SHOWN_SHARES = (5.0, 15.0, 50.0)  # percent, of the policies that take a share
+
+
+def replace_between(path: Path, between: str) -> None:
+    """Puts `between` where the page has its markers.
+
+    Raises MissingNumberError when the markers are not there, once each and in order.
+    """
+    text = path.read_text(encoding="utf-8")
+    begin, end = text.find(BEGIN), text.find(END)
+    if begin < 0 or end < begin or text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise MissingNumberError(f"{path.name} lacks the markers {BEGIN} and {END}, once each")
+    write_text(path, f"{text[: begin + len(BEGIN)]}\n{between}\n{text[end:]}")
+
+
+def segments_text(reports: Mapping[str, Report]) -> str | None:
+    """What docs/segments.md says of the question `segments`; None if it was not measured."""
+    quality, times = reports.get("segments"), reports.get("segments_first_token")
+    if quality is None or times is None:
+        return None
+    context = quality.rows[0]["context"]
+    rows = [row for row in quality.rows if row["context"] == context]
+    prompts = f"{tokens_name(int(context))} tokens, {rows[0]['prompts']} prompts"
+    return "\n\n".join(
+        [
+            f"{_machine(quality)} {prompts}; ± is the standard error.",
+            _quality_table(quality, rows),
+            "![error and exact match by tokens recomputed](results/segments.png)",
+            *_fell_short(quality),
+            f"{_machine(times)} Medians of {times.rows[0]['runs']} texts, each with documents and "
+            "a question of its own.",
+            _time_table(times),
+            "![time to the first token](results/segments-first-token.png)",
+            *_fell_short(times),
+        ]
+    )
+
+
+def _machine(report: Report) -> str:
+    machine = report.environment
+    return f"{machine['cpu']}, {machine['threads']} threads, {str(machine['date'])[:10]}."
+
+
+def _quality_table(report: Report, rows: Sequence[Mapping[str, Cell]]) -> str:
+    columns = (
+        Column("policy", text=True),
+        *(Column(name) for name in ("recomputed", "rows of a full prefill", "exact match")),
+        *(Column(name) for name in ("of the gap", "KL [nats]", "mean error", "largest error")),
+    )
+    shown = [row for row in rows if row["share"] in (NOT_APPLICABLE, *SHOWN_SHARES)]
+    return markdown_table(
+        columns,
+        [
+            [
+                _policy(row),
+                f"{report.number(row, 'recomputed'):.1f}%",
+                f"{report.number(row, 'cost'):.1f}%",
+                f"{report.number(row, 'exact_match'):.1f} ± "
+                f"{report.number(row, 'exact_match_se'):.1f}%",
+                ""
+                if row["recovered"] == NOT_APPLICABLE
+                else f"{report.number(row, 'recovered'):.0f}%",
+                _with_error(report, row, "kl"),
+                _with_error(report, row, "mean_error"),
+                significant(report.number(row, "max_error"), 2),
+            ]
+            for row in shown
+        ],
+    )
+
+
+def _policy(row: Mapping[str, Cell]) -> str:
+    share = row["share"]
+    return f"{row['policy']}, {share:g}%" if isinstance(share, float) else str(row["policy"])
+
+
+def _with_error(report: Report, row: Mapping[str, Cell], name: str) -> str:
+    value, error = (report.number(row, column) for column in (name, f"{name}_se"))
+    return f"{significant(value, 2)} ± {significant(error, 1)}"
+
+
+def _time_table(report: Report) -> str:
+    columns = (
+        *(Column(name, text=True) for name in ("model", "text", "way")),
+        *(Column(name) for name in ("first token", "fastest to slowest", "of that, the choice")),
+        *(Column(name) for name in ("rows", "beside full prefill")),
+    )
+
+    def spelled(row: Mapping[str, Cell], name: str) -> str:
+        return significant(report.number(row, name), 3)
+
+    return markdown_table(
+        columns,
+        [
+            [
+                str(row["shape"]),
+                tokens_name(int(report.number(row, "context"))),
+                str(row["way"]),
+                f"{spelled(row, 'first_token_ms')} ms",
+                f"{spelled(row, 'fastest_ms')} to {spelled(row, 'slowest_ms')} ms",
+                f"{spelled(row, 'probe_ms')} ms" if report.number(row, "probe_rows") else "",
+                f"{report.number(row, 'rows') + report.number(row, 'probe_rows'):.0f}",
+                f"{report.number(row, 'faster'):.2f}x",
+            ]
+            for row in report.rows
+        ],
+    )
+
+
+def _fell_short(report: Report) -> list[str]:
+    lines = [f"- {v.claim}: {v.evidence}" for v in report.verdicts if not v.holds]
+    lines += [
+        f"- {c.figure}: {c.ratio:.2f}x {c.peer}, {c.aim:g}x aimed at"
+        for c in report.comparisons
+        if c.aim is not None and not c.holds
+    ]
+    return ["Short of what was claimed or aimed at:\n\n" + "\n".join(lines)] if lines else []
