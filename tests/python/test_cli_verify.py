@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,7 +95,8 @@ def test_a_table_a_verdict_and_progress_are_shown(capsys, quick):
     assert code == 0
     lines = [line.split() for line in out.splitlines()]
     assert any(line[:1] == ["trimmed"] and "same" in line for line in lines)
-    assert "1 | 2 | 4-" in out  # row counts of equal bits of a float32 product
+    # Row counts of equal bits of a float32 product; which ones depends on the processor.
+    assert re.search(r"  1 \| (\d+(-\d+)? \| )*\d+-64  ", out)
     assert out.splitlines()[-1].startswith("kept: ")
     assert "dense(): trimmed" in err
 

@@ -19,7 +19,7 @@ from kvpager.config import free_memory, physical_memory
 from kvpager.config_json import config_from_json, config_to_json
 from kvpager.errors import CapacityError, InvalidArgumentError
 from kvpager.plan import choose_pool
-from kvpager.runtime import engine as engine_module
+from kvpager.runtime import opening
 
 MIB = 1 << 20
 AUTO = PagerConfig(pool_tokens="auto")
@@ -53,7 +53,7 @@ def model(model_dir):
 
 
 def with_free(monkeypatch, count):
-    monkeypatch.setattr(engine_module, "free_memory", lambda: count)
+    monkeypatch.setattr(opening, "free_memory", lambda: count)
 
 
 class TestChoice:

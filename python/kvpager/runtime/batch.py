@@ -76,7 +76,7 @@ class Batch:
 
     def padded_spans(self, rows: int) -> list[Span]:
         """The spans of a forward of `rows` rows."""
-        padding = rows - self.used
+        padding = rows - sum(count for _, _, count, kind in self.spans if kind != ROW_GIVEN)
         return [*self.spans, (None, 0, padding, ROW_PADDING)] if padding else self.spans
 
     def each_row(self) -> list[tuple[int, Sequence, int]]:
