@@ -120,7 +120,7 @@ def watched(engine):
     """
     begin, seen = engine.pager.begin_spans, []
 
-    def watch(spans, tokens):
+    def watch(spans, tokens, **options):
         rows = [
             (sequence.uid, at)
             for sequence, position, count, kind in spans
@@ -128,7 +128,7 @@ def watched(engine):
             for at in range(position, position + count)
         ]
         seen.append((len(tokens), rows))
-        return begin(spans, tokens)
+        return begin(spans, tokens, **options)
 
     with mock.patch.object(engine.pager, "begin_spans", watch):
         yield seen

@@ -276,8 +276,8 @@ def test_a_head_that_runs_on_the_wanted_rows_alone_is_found(subject, monkeypatch
 def test_attention_that_depends_on_where_blocks_are_is_found(subject, monkeypatch):
     begin = Pager.begin_spans
 
-    def told(self, spans, tokens):
-        forward = begin(self, spans, tokens)
+    def told(self, spans, tokens, **options):
+        forward = begin(self, spans, tokens, **options)
         attend = forward.attend
         owners = [span[0] for span in spans if span[0] is not None]
 
