@@ -460,6 +460,26 @@ def test_a_policy_that_answers_with_something_else_leaves_nothing_behind(engine)
     assert engine.pager.stats()["sequences"] == before
 
 
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_an_interruption_while_a_text_is_put_together_leaves_nothing_behind(engine, call):
+    seen = []
+
+    def interrupt(done, total):
+        seen.append((done, total))
+        if len(seen) == call:
+            raise KeyboardInterrupt
+
+    before = engine.pager.stats()
+    with pytest.raises(KeyboardInterrupt):
+        engine.assemble(
+            PARTS, repair=Combined(SegmentHead(3), QueryGuided(0.1)), progress=interrupt
+        )
+    after = engine.pager.stats()
+    for name in ("sequences", "open_blocks", "reserved_chunks"):
+        assert after[name] == before[name], name
+    engine.pager.check_invariants()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
