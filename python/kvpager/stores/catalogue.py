@@ -21,6 +21,7 @@ from kvpager.stores import names
 from kvpager.stores.chunk_index import ChunkIndex, Place
 from kvpager.stores.companions import KINDS, companion_name
 from kvpager.stores.durable import SMALL_BYTES, read_json, remove
+from kvpager.stores.own_name import misnamed
 from kvpager.stores.sidecar import Sidecar
 from kvpager.stores.tables import Manifest, Pack, Snapshot, Stamp
 
@@ -196,6 +197,8 @@ class Catalogue:
         manifest = snapshot.manifest
         if manifest.error:
             return manifest.error
+        if (why := misnamed(manifest.path, manifest.saved_as, manifest.name)) is not None:
+            return why
         for pack, chunks in manifest.uses.items():
             table = self.packs.get(pack)
             if table is None:

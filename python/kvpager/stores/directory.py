@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvpager import _core
-from kvpager.errors import InvalidArgumentError, PagerError, StorageError
+from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, PagerError, StorageError
 from kvpager.stores import removal
 from kvpager.stores.base import GcReport, ProgressCallback, SaveReport, StoreEntry
 from kvpager.stores.budget import make_room, tidy
@@ -25,6 +25,7 @@ from kvpager.stores.damage import check_places
 from kvpager.stores.group_saving import GroupSaving
 from kvpager.stores.lock import exclusive
 from kvpager.stores.names import check_name
+from kvpager.stores.own_name import misnamed, name_in
 from kvpager.stores.prefix import longest_prefix
 from kvpager.stores.settings import StoreSettings, parse_ttl
 from kvpager.stores.sidecar import SIDECAR_BYTES
@@ -140,11 +141,16 @@ class DirectoryStore:
 
         Raises:
             StorageError: there is none of this name, its time is over, or it cannot be read.
-            CorruptSnapshotError, UnsupportedVersionError: it is not what was written.
+            CorruptSnapshotError, UnsupportedVersionError: it is not what was written, or was saved
+                under another name.
         """
         with self._locked() as (catalogue, settings, now_ns):
             snapshot = self._visible(name, catalogue, settings, now_ns)
-            reader = _core.SnapshotReader.open(snapshot.manifest.path, catalogue.packs_folder)
+            manifest = snapshot.manifest
+            reader = _core.SnapshotReader.open(manifest.path, catalogue.packs_folder)
+            why = misnamed(manifest.path, name_in(reader.session, manifest.path), name)
+            if why is not None:
+                raise CorruptSnapshotError(why)
             self._touch(catalogue, name)
             return reader
 

@@ -13,6 +13,7 @@ from kvpager.stores.catalogue import Catalogue
 from kvpager.stores.chunk_index import Place
 from kvpager.stores.lock import Hold
 from kvpager.stores.names import new_pack_id
+from kvpager.stores.own_name import with_name
 from kvpager.stores.plan import PackTable, WritePlan, plan_write, table_of
 from kvpager.stores.removal import remove_strays, remove_unneeded_packs
 from kvpager.stores.settings import StoreSettings
@@ -50,7 +51,7 @@ class Saving:
         self._path = ""
         self._content = content
         self._fingerprint = fingerprint
-        self._session = session
+        self._session = with_name(session, name)
         self._hold = Hold()
         self._pack: _core.SnapshotWriter | None = None
         self._manifest: _core.SnapshotWriter | None = None

@@ -18,6 +18,7 @@ from kvpager.errors import CorruptSnapshotError, PagerError
 from kvpager.stores.base import tokens_of
 from kvpager.stores.chunk_index import Place
 from kvpager.stores.companions import links_of
+from kvpager.stores.own_name import name_in
 from kvpager.stores.segments import SegmentNote, noted_segment
 from kvpager.stores.sidecar import Sidecar
 
@@ -93,6 +94,7 @@ class Manifest:
         companions: digests by kind of the companions it names.
         companion_of: name of the snapshot that it says it belongs to.
         segment: what it says of the segment that it is; None for a session.
+        saved_as: the name that it says it has; None where it does not say.
         packs: ids of the packs it needs, in order of first use.
         pack_places: [sealed chunks, 2] pack number and chunk in it.
         error: why it cannot be opened; which packs it needs is unknown then.
@@ -109,6 +111,7 @@ class Manifest:
     companions: Mapping[str, str] = field(default_factory=dict)
     companion_of: str | None = None
     segment: SegmentNote | None = None
+    saved_as: str | None = None
     packs: tuple[str, ...] = ()
     pack_places: npt.NDArray[np.uint32] = field(
         default_factory=lambda: np.zeros((0, 2), dtype=np.uint32)
@@ -149,6 +152,7 @@ class Manifest:
                 companions=companions,
                 companion_of=owner,
                 segment=noted_segment(reader.session, len(reader.tokens), path),
+                saved_as=name_in(reader.session, path),
                 packs=tuple(pack for pack, _ in reader.packs),
                 pack_places=np.asarray(reader.places, dtype=np.uint32).reshape(-1, 2),
             )

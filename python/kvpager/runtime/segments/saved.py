@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpager.errors import CorruptSnapshotError
+from kvpager.runtime.segments.segment import digest_of, old_digest_of
 from kvpager.runtime.tokens import TokenIds
 from kvpager.stores.segments import SegmentNote
 
@@ -19,15 +21,27 @@ class SavedSegment(NamedTuple):
     tokens: TokenIds
 
     @classmethod
-    def of(cls, session: Mapping[str, Any], tokens: TokenIds, path: str) -> SavedSegment:
-        """From a snapshot's session section and its ids, padding included.
+    def of(cls, session: Mapping[str, Any], tokens: TokenIds, path: str, name: str) -> SavedSegment:
+        """From a snapshot's session section and its ids, padding included, found under a name.
 
         Raises:
             InvalidArgumentError: it is no segment.
-            CorruptSnapshotError, UnsupportedVersionError: it says what no writer does.
+            CorruptSnapshotError, UnsupportedVersionError: it says what no writer does, or is the
+                segment of another name.
         """
         note = SegmentNote.of(session, len(tokens), path)
-        return cls(note.name, tokens[: note.tokens])
+        if note.name != name:
+            raise CorruptSnapshotError(
+                f"{path} holds segment {note.name!r}; expected {name!r}: its file was renamed, or "
+                "put in another's place"
+            )
+        ids = tokens[: note.tokens]
+        if note.digest not in (digest_of(ids), old_digest_of(ids)):
+            raise CorruptSnapshotError(
+                f"{path}: session.segment.digest is {note.digest}, and that of its token ids is "
+                f"{digest_of(ids)}"
+            )
+        return cls(note.name, ids)
 
 
 def segment_note(segment: Segment) -> dict[str, object]:

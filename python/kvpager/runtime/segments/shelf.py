@@ -59,7 +59,7 @@ class Segments:
         if segment is None:
             segment = Segment(engine, name, tokens, self._computed(name, tokens, progress))
             self._by_name[name] = segment
-        elif segment.digest != digest:
+        elif not np.array_equal(segment.tokens, tokens):
             raise InvalidArgumentError(
                 f"name is {name!r}, which is another text of {len(segment)} tokens; call "
                 f"engine.segments.remove({name!r}) first, or use another name"
@@ -101,7 +101,8 @@ class Segments:
         Raises:
             StorageError: the store has none of this name.
             FingerprintMismatchError: it is of another model, or of other numerics.
-            CorruptSnapshotError, UnsupportedVersionError: it cannot be used.
+            CorruptSnapshotError, UnsupportedVersionError: it cannot be used, or is the segment of
+                another name.
             CapacityError: its summaries do not fit.
             InvalidArgumentError: another text has this name here, or there is no store.
         """
@@ -114,10 +115,10 @@ class Segments:
         fingerprints.compare(
             engine.fingerprint, snapshot.fingerprint, can_waive=False, source=snapshot.path
         )
-        saved = SavedSegment.of(snapshot.session, snapshot.tokens, snapshot.path)
+        saved = SavedSegment.of(snapshot.session, snapshot.tokens, snapshot.path, name)
         known = self._by_name.get(saved.name)
         if known is not None:
-            if known.digest == digest_of(saved.tokens):
+            if np.array_equal(known.tokens, saved.tokens):
                 return known
             raise InvalidArgumentError(
                 f"name is {saved.name!r}, which is another text here than in the store; call "
