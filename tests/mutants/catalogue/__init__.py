@@ -6,6 +6,7 @@ from mutants.catalogue.companions import COMPANIONS
 from mutants.catalogue.devices import DEVICES
 from mutants.catalogue.drafts import DRAFTS
 from mutants.catalogue.given import GIVEN_ROWS
+from mutants.catalogue.identity import IDENTITY
 from mutants.catalogue.machine import MACHINE
 from mutants.catalogue.paging import PAGING
 from mutants.catalogue.probes import PROBES
@@ -26,6 +27,7 @@ CATALOGUE = (
     *BOOKKEEPING,
     *GIVEN_ROWS,
     *SNAPSHOTS,
+    *IDENTITY,
     *WINDOWS,
     *PROBES,
     *ROTARY,
