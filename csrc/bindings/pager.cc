@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "bindings/bind.h"
+#include "bindings/handles.h"
 #include "bindings/names.h"
 #include "bindings/tensor.h"
 #include "kvpager/error.h"
@@ -24,6 +25,7 @@ namespace {
 using Release = py::gil_scoped_release;
 template <class T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+using NewForward = std::unique_ptr<ForwardHandle>;
 
 std::vector<TokenId> to_tokens(const Array<TokenId>& ids) {
   return std::vector<TokenId>(ids.data(), ids.data() + ids.size());
@@ -40,9 +42,46 @@ Provenance provenance_from_name(const std::string& name) {
 // The caller's stream: a handle as torch.cuda.Stream.cuda_stream has it, 0 for the default one.
 void* stream_of(uintptr_t handle) { return reinterpret_cast<void*>(handle); }
 
-uint64_t begin(Pager& pager, const Array<int64_t>& sequences, const Array<int64_t>& positions,
-               const Array<TokenId>& tokens, const Array<uint8_t>& kinds, uintptr_t stream) {
-  const py::ssize_t rows = sequences.size();
+// Owned from the moment it runs.
+template <class Begin>
+NewForward new_forward(const PagerPointer& pager, py::object owner, const Begin& begin) {
+  auto forward = std::make_unique<ForwardHandle>(pager, std::move(owner));
+  const Release release;
+  forward->began(begin());
+  return forward;
+}
+
+// Of a Sequence or None (no sequence). InvalidArgumentError that names `name`.
+template <class Name>
+SequenceId sequence_id(const Pager& pager, py::handle sequence, const Name& name) {
+  if (sequence.is_none()) return SequenceId(-1);
+  if (!py::isinstance<SequenceHandle>(sequence)) {
+    throw InvalidArgumentError(str(name(), ": ",
+                                   py::cast<std::string>(py::str(py::type::of(sequence))),
+                                   ", expected a Sequence of this pager, or None"));
+  }
+  return py::cast<const SequenceHandle&>(sequence).id_in(pager);
+}
+
+// Numbers of sequences, or the sequences.
+std::vector<SequenceId> row_sequences(const Pager& pager, const py::object& sequences) {
+  std::vector<SequenceId> ids;
+  if (py::isinstance<py::array>(sequences)) {
+    const auto numbers = py::cast<Array<int64_t>>(sequences);
+    for (py::ssize_t i = 0; i < numbers.size(); ++i) ids.emplace_back(numbers.data()[i]);
+    return ids;
+  }
+  for (const py::handle item : sequences) {
+    ids.push_back(sequence_id(pager, item, [&] { return str("sequences[", ids.size(), "]"); }));
+  }
+  return ids;
+}
+
+NewForward begin(const PagerPointer& pager, py::object owner, const py::object& sequences,
+                 const Array<int64_t>& positions, const Array<TokenId>& tokens,
+                 const Array<uint8_t>& kinds, uintptr_t stream) {
+  const std::vector<SequenceId> ids = row_sequences(*pager, sequences);
+  const auto rows = static_cast<py::ssize_t>(ids.size());
   if (positions.size() != rows || tokens.size() != rows || kinds.size() != rows) {
     throw InvalidArgumentError(str("rows: ", rows, " sequences, ", positions.size(), " positions, ",
                                    tokens.size(), " tokens and ", kinds.size(),
@@ -54,27 +93,30 @@ uint64_t begin(Pager& pager, const Array<int64_t>& sequences, const Array<int64_
       throw InvalidArgumentError(str("kinds[", i, "]: ", static_cast<int>(kinds.data()[i]),
                                      ", expected 0 (commit), 1 (read) or 2 (padding)"));
     }
-    descriptors[static_cast<size_t>(i)] = {SequenceId(sequences.data()[i]), positions.data()[i],
+    descriptors[static_cast<size_t>(i)] = {ids[static_cast<size_t>(i)], positions.data()[i],
                                            tokens.data()[i], static_cast<RowKind>(kinds.data()[i])};
   }
-  const Release release;
-  return pager.begin(descriptors, stream_of(stream));
+  return new_forward(pager, std::move(owner),
+                     [&] { return pager->begin(descriptors, stream_of(stream)); });
 }
 
-using Span = py::typing::Tuple<py::int_, py::int_, py::int_, py::int_>;
+using Span = py::typing::Tuple<py::object, py::int_, py::int_, py::int_>;
 
-uint64_t begin_spans(Pager& pager, const py::typing::List<Span>& spans,
-                     const Array<TokenId>& tokens, uintptr_t stream, const Array<TokenId>& given,
-                     bool dense) {
+NewForward begin_spans(const PagerPointer& pager, py::object owner,
+                       const py::typing::List<Span>& spans, const Array<TokenId>& tokens,
+                       uintptr_t stream, const Array<TokenId>& given, bool dense) {
   std::vector<RowSpan> rows;
   rows.reserve(spans.size());
   for (const py::handle item : spans) {
     if (!PyTuple_Check(item.ptr()) || PyTuple_GET_SIZE(item.ptr()) != 4) {
       throw InvalidArgumentError(
-          str("spans[", rows.size(), "]: expected a tuple of (uid, position, count, kind)"));
+          str("spans[", rows.size(), "]: expected a tuple of (sequence, position, count, kind)"));
     }
+    const py::handle sequence = PyTuple_GET_ITEM(item.ptr(), 0);
+    const SequenceId id =
+        sequence_id(*pager, sequence, [&] { return str("spans[", rows.size(), "]"); });
     int64_t numbers[4];
-    for (py::ssize_t i = 0; i < 4; ++i) {
+    for (py::ssize_t i = 1; i < 4; ++i) {
       numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(item.ptr(), i));
       if (numbers[i] == -1 && PyErr_Occurred()) throw py::error_already_set();
     }
@@ -82,13 +124,12 @@ uint64_t begin_spans(Pager& pager, const py::typing::List<Span>& spans,
       throw InvalidArgumentError(str("spans[", rows.size(), "]: kind ", numbers[3],
                                      ", expected 0 (commit), 1 (read), 2 (padding) or 3 (given)"));
     }
-    rows.push_back(
-        {SequenceId(numbers[0]), numbers[1], numbers[2], static_cast<RowKind>(numbers[3])});
+    rows.push_back({id, numbers[1], numbers[2], static_cast<RowKind>(numbers[3])});
   }
   std::vector<TokenId> ids = to_tokens(tokens);
   ForwardOptions options{to_tokens(given), dense, stream_of(stream)};
-  const Release release;
-  return pager.begin(rows, std::move(ids), std::move(options));
+  return new_forward(pager, std::move(owner),
+                     [&] { return pager->begin(rows, std::move(ids), std::move(options)); });
 }
 
 // One tensor per layer of either.
@@ -147,21 +188,6 @@ void write(Pager& pager, int layer, py::handle k, py::handle v, uintptr_t stream
   pager.write(layer, k_view.view(), v_view.view(), stream_of(stream));
 }
 
-void commit(Pager& pager, const py::object& sequences, const py::object& accepted,
-            const std::string& provenance) {
-  const Provenance worth = provenance_from_name(provenance);
-  if (sequences.is_none()) {
-    const Release release;
-    pager.commit_all(worth);
-    return;
-  }
-  std::vector<SequenceId> ids;
-  for (const int64_t id : py::cast<std::vector<int64_t>>(sequences)) ids.emplace_back(id);
-  const auto counts = py::cast<std::vector<int64_t>>(accepted);
-  const Release release;
-  pager.commit(ids, counts, worth);
-}
-
 py::typing::Tuple<py::array, py::array> read_kv(Pager& pager, int64_t sequence, int layer,
                                                 int64_t start, int64_t stop) {
   const Layout& layout = pager.options().layout;
@@ -198,16 +224,19 @@ std::optional<Released> released_text(const SnapshotContent& content) {
   return py::make_tuple(ids, text.provenance, text.window);
 }
 
-int64_t restore(Pager& pager, std::shared_ptr<SnapshotReader> reader, const std::string& salt,
-                const std::string& provenance, const std::string& file_namespace, int64_t upto,
-                const std::optional<std::tuple<Array<TokenId>, Counts, int64_t>>& before) {
+std::unique_ptr<SequenceHandle> restore(
+    const PagerPointer& pager, py::object owner, std::shared_ptr<SnapshotReader> reader,
+    const std::string& salt, const std::string& provenance, const std::string& file_namespace,
+    int64_t upto, const std::optional<std::tuple<Array<TokenId>, Counts, int64_t>>& before) {
   const Provenance worth = provenance_from_name(provenance);
   ReleasedText text;
   if (before) {
     text = {to_tokens(std::get<0>(*before)), std::get<1>(*before), std::get<2>(*before)};
   }
+  auto sequence = std::make_unique<SequenceHandle>(pager, std::move(owner), SequenceId(), salt);
   const Release release;
-  return pager.restore(std::move(reader), salt, worth, file_namespace, upto, text).value();
+  sequence->holds(pager->restore(std::move(reader), salt, worth, file_namespace, upto, text));
+  return sequence;
 }
 
 // Arrays rather than objects: cheap enough to call after every forward.
@@ -303,6 +332,58 @@ py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
   return d;
 }
 
+void bind_handles(py::module_& m) {
+  py::class_<SequenceHandle>(m, "OwnedSequence",
+                             "Owns a sequence of a pager; kvpager.Sequence adds what it can do.")
+      .def(py::init<const PagerPointer&, py::object, std::string>(), py::arg("core"),
+           py::arg("owner"), py::arg("salt"))
+      .def(py::init<const PagerPointer&, py::object, const SequenceHandle&>(), py::arg("core"),
+           py::arg("owner"), py::arg("fork_of"))
+      .def(py::init(&restore), py::arg("core"), py::arg("owner"), py::arg("reader"),
+           py::arg("salt"), py::arg("provenance"), py::arg("file_namespace"), py::arg("upto") = -1,
+           py::arg("before") = std::nullopt, "before: released_text() of what was saved.")
+      .def_property_readonly("core", &SequenceHandle::pager, "InvalidArgumentError once closed.")
+      .def_property_readonly("pager", &SequenceHandle::owner)
+      .def_property_readonly("uid", &SequenceHandle::uid, "Of no other sequence of the process.")
+      .def_property_readonly("salt", &SequenceHandle::salt)
+      .def_property_readonly("closed", &SequenceHandle::closed)
+      .def("close", &SequenceHandle::close,
+           "Ends the sequence. Its exact chunks stay cached for prefix reuse while there is room.");
+  py::class_<PinHandle>(
+      m, "OwnedPin",
+      "Keeps a range of positions resident until released; changes no result. A context manager.")
+      .def(py::init<const SequenceHandle&, int64_t, int64_t>(), py::arg("sequence"),
+           py::arg("start"), py::arg("stop"))
+      .def("release", &PinHandle::release, "Lets the chunks go again. Releasing twice is allowed.")
+      .def("__enter__", [](py::object pin) { return pin; })
+      .def("__exit__", [](PinHandle& pin, const py::object&, const py::object&, const py::object&) {
+        pin.release();
+      });
+  py::class_<ForwardHandle>(
+      m, "OwnedForward",
+      "Owns the running forward of a pager; kvpager.Forward adds what it can do.")
+      .def(py::init(&begin), py::arg("core"), py::arg("owner"), py::kw_only(), py::arg("sequences"),
+           py::arg("positions"), py::arg("tokens"), py::arg("kinds"), py::arg("stream") = 0,
+           "sequences: of each row, or None; or an array of their uids and -1.")
+      .def(py::init(&begin_spans), py::arg("core"), py::arg("owner"), py::arg("spans"),
+           py::arg("tokens"), py::arg("stream") = 0, py::arg("given") = Array<TokenId>(0),
+           py::arg("dense") = false,
+           "A span is (sequence, position, count, kind); given: ids of the positions of kind 3.")
+      .def_property_readonly("core", &ForwardHandle::pager, "InvalidArgumentError once it ended.")
+      .def_property_readonly("pager", &ForwardHandle::owner)
+      .def(
+          "commit_rows",
+          [](ForwardHandle& forward, const py::object& sequences,
+             const std::vector<int64_t>& accepted, const std::string& provenance) {
+            forward.commit(sequences, accepted, provenance_from_name(provenance));
+          },
+          py::arg("sequences"), py::arg("accepted"), py::arg("provenance"))
+      .def("abort", &ForwardHandle::abort, "Ends the forward as if it had not begun.")
+      .def("__enter__", [](py::object forward) { return forward; })
+      .def("__exit__", [](ForwardHandle& forward, const py::object&, const py::object&,
+                          const py::object&) { forward.abort(); });
+}
+
 }  // namespace
 
 void bind_pager(py::module_& m) {
@@ -357,18 +438,8 @@ void bind_pager(py::module_& m) {
                    c.checkpoint ? ", checkpoint" : "", ", ", provenance_name(c.provenance), ")");
       });
 
-  py::class_<Pager>(m, "Pager", "The native pager; kvpager.Pager wraps it.")
+  py::class_<Pager, PagerPointer>(m, "Pager", "The native pager; kvpager.Pager wraps it.")
       .def(py::init<const PagerOptions&>(), py::arg("options"), py::call_guard<Release>())
-      .def(
-          "create_sequence",
-          [](Pager& p, const std::string& salt) { return p.create_sequence(salt).value(); },
-          py::arg("salt"), py::call_guard<Release>())
-      .def(
-          "destroy_sequence", [](Pager& p, int64_t s) { p.destroy_sequence(SequenceId(s)); },
-          py::arg("sequence"), py::call_guard<Release>())
-      .def(
-          "fork", [](Pager& p, int64_t s) { return p.fork(SequenceId(s)).value(); },
-          py::arg("sequence"), py::call_guard<Release>())
       .def(
           "trim", [](Pager& p, int64_t s, int64_t position) { p.trim(SequenceId(s), position); },
           py::arg("sequence"), py::arg("position"), py::call_guard<Release>())
@@ -403,11 +474,6 @@ void bind_pager(py::module_& m) {
             return p.adopt_prefix(SequenceId(s), ids);
           },
           py::arg("sequence"), py::arg("tokens"))
-      .def("begin", &begin, py::arg("sequences"), py::arg("positions"), py::arg("tokens"),
-           py::arg("kinds"), py::arg("stream") = 0)
-      .def("begin_spans", &begin_spans, py::arg("spans"), py::arg("tokens"), py::arg("stream") = 0,
-           py::arg("given") = Array<TokenId>(0), py::arg("dense") = false,
-           "A span is (uid, position, count, kind); given: ids of the positions of kind 3.")
       .def("give", &give, py::arg("k"), py::arg("v"), py::arg("stream") = 0,
            "Of each layer: [given, kv_heads, head_dim] of the pager's device.")
       .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
@@ -433,10 +499,6 @@ void bind_pager(py::module_& m) {
           },
           py::arg("q_dtype"), py::call_guard<Release>(),
           "What attend runs for queries of a dtype, \"reference\" or \"tensor\", and its version.")
-      .def("commit", &commit, py::arg("sequences") = py::none(), py::arg("accepted") = py::none(),
-           py::arg("provenance") = "exact")
-      .def("abort", py::overload_cast<uint64_t>(&Pager::abort), py::arg("number"),
-           py::call_guard<Release>())
       .def("forward_running", &Pager::forward_running, py::call_guard<Release>())
       .def(
           "select",
@@ -449,22 +511,10 @@ void bind_pager(py::module_& m) {
           py::arg("window") = 0)
       .def("read_kv", &read_kv, py::arg("sequence"), py::arg("layer"), py::arg("start"),
            py::arg("stop"))
-      .def(
-          "pin",
-          [](Pager& p, int64_t s, int64_t start, int64_t stop) {
-            return p.pin(SequenceId(s), start, stop).value();
-          },
-          py::arg("sequence"), py::arg("start"), py::arg("stop"), py::call_guard<Release>())
-      .def(
-          "unpin", [](Pager& p, int64_t pin) { p.unpin(PinId(pin)); }, py::arg("pin"),
-          py::call_guard<Release>())
       .def("evict_all", &Pager::evict_all, py::call_guard<Release>())
       .def(
           "freeze", [](Pager& p, int64_t s, int64_t upto) { return p.freeze(SequenceId(s), upto); },
           py::arg("sequence"), py::arg("upto") = -1, py::call_guard<Release>())
-      .def("restore", &restore, py::arg("reader"), py::arg("salt"), py::arg("provenance"),
-           py::arg("file_namespace"), py::arg("upto") = -1, py::arg("before") = std::nullopt,
-           "before: released_text() of what was saved.")
       .def(
           "chain_hashes",
           [](const Pager& p, const Array<TokenId>& tokens, const std::string& salt) {
@@ -481,6 +531,7 @@ void bind_pager(py::module_& m) {
       .def("residency", &residency, py::arg("sequence"))
       .def("stats", &stats)
       .def("check_invariants", &Pager::check_invariants, py::call_guard<Release>());
+  bind_handles(m);
   m.def("released_text", &released_text, py::arg("content"),
         "Of a frozen sequence, what came before its first chunk: token ids, chunks by provenance "
         "(exact, decode, approximate), window; or None.");

@@ -45,6 +45,7 @@ struct Sequence {
   int64_t reserved = 0;          // homes promised to chunks that are not sealed yet
   bool frozen = false;           // a save's view of another sequence; nobody else knows it
   int32_t part = -1;             // of the running forward, as a number in Forward::parts; -1: none
+  bool dropped = false;          // nobody owns it: it goes when the running forward ends
   bool summaries_loaded = true;  // false: some sealed chunk's summary is still in its snapshot
 
   // Chunks [0, sealed_chunks()) are full, of which [released, sealed_chunks()) are held.

@@ -133,7 +133,9 @@ void Pager::Impl::commit_rows(const std::vector<int64_t>& count, Provenance prov
     promise_again(*part.sequence);
   }
   recall_ahead();
+  destroy_dropped(*forward);
   forward.reset();
+  running = 0;
 }
 
 // The ids of chunks [first, last) of a part that commits: positions before its rows, then theirs.

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "core/unique_number.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
 
@@ -111,7 +112,9 @@ void Pager::Impl::begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens,
   forget_orders();  // whom the backend has brought in nobody has noted
   ++clock;
   ++counters.forwards;
+  next.number = static_cast<uint64_t>(unique_number());
   forward.emplace(std::move(next));
+  running = forward->number;
 }
 
 // Adds a span to its sequence's part.
@@ -410,7 +413,9 @@ void Pager::Impl::abort() {
   if (!forward) return;
   backend->end();
   disband(&*forward);
+  destroy_dropped(*forward);
   forward.reset();
+  running = 0;
   ++counters.aborted_forwards;
 }
 

@@ -13,6 +13,7 @@
 //   device_*.cc   on a device
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -61,6 +62,7 @@ struct GivenPosition {
 };
 
 struct Forward {
+  uint64_t number = 0;  // of no other forward of the process
   std::vector<RowSpan> spans;
   std::vector<TokenId> tokens;  // [rows + given]: of the rows, then of the given positions
   int64_t given_count = 0;
@@ -115,6 +117,8 @@ struct Pager::Impl {
   void require_idle(const Sequence& sequence, const char* action) const;
   Sequence& create_sequence(const std::string& salt);
   void destroy_sequence(SequenceId id);
+  void drop_sequence(SequenceId id);
+  void destroy_dropped(const Forward& ended);
   SequenceId fork(SequenceId id);
   void trim(SequenceId id, int64_t position);
   int64_t adopt_prefix(SequenceId id, const std::vector<TokenId>& tokens);
@@ -264,14 +268,13 @@ struct Pager::Impl {
   mutable std::vector<uint8_t> sheltered;  // [records], as far as marked; of the two orders' notes
   std::map<int64_t, Sequence> sequences;
   std::map<int64_t, PinRange> pins;
-  int64_t next_sequence = 0;
-  int64_t next_pin = 0;
   int64_t reserved_homes = 0;    // sum over sequences
   int64_t referenced_homes = 0;  // records that need a home and are used by a sequence
   int64_t restored_records = 0;  // records backed by a snapshot
   uint64_t clock = 0;            // forwards begun
 
   std::optional<Forward> forward;
+  std::atomic<uint64_t> running{0};  // its number, for those who do not hold the lock; 0: none
 };
 
 // Throws InvalidArgumentError naming the tensor unless it is [rows, heads, dim] of a supported

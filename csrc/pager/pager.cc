@@ -162,6 +162,12 @@ SequenceId Pager::create_sequence(const std::string& salt) {
 void Pager::destroy_sequence(SequenceId sequence) {
   locked(*impl_, [&] { impl_->destroy_sequence(sequence); });
 }
+void Pager::drop_sequence(SequenceId sequence) noexcept {
+  try {
+    locked(*impl_, [&] { impl_->drop_sequence(sequence); });
+  } catch (const InvalidArgumentError&) {  // in a forked child: nothing of it is here
+  }
+}
 SequenceId Pager::fork(SequenceId sequence) {
   return locked(*impl_, [&] { return impl_->fork(sequence); });
 }
@@ -215,7 +221,7 @@ uint64_t Pager::begin(const std::vector<RowSpan>& spans, std::vector<TokenId> to
                       ForwardOptions forward_options) {
   return locked(*impl_, [&] {
     impl_->begin(spans, std::move(tokens), std::move(forward_options));
-    return impl_->clock;
+    return impl_->forward->number;
   });
 }
 void Pager::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream) {
@@ -246,9 +252,10 @@ void Pager::abort() {
 }
 void Pager::abort(uint64_t number) {
   locked(*impl_, [&] {
-    if (impl_->clock == number) impl_->abort();
+    if (impl_->forward && impl_->forward->number == number) impl_->abort();
   });
 }
+uint64_t Pager::running_forward() const { return impl_->running; }
 bool Pager::forward_running() const {
   return locked(*impl_, [&] { return impl_->forward.has_value(); });
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "core/chain_hash.h"
+#include "core/unique_number.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
 
@@ -25,9 +26,8 @@ void Pager::Impl::require_idle(const Sequence& sequence, const char* action) con
 }
 
 Sequence& Pager::Impl::create_sequence(const std::string& salt) {
-  const SequenceId id(next_sequence);
+  const SequenceId id(unique_number());
   Sequence& sequence = sequences[id.value()];
-  ++next_sequence;
   sequence.id = id;
   sequence.salt = salt;
   sequence.root = chain_root(options.namespace_key, salt);
@@ -78,6 +78,23 @@ void Pager::Impl::destroy_sequence(SequenceId id) {
   }
   sequences.erase(id.value());
   forget_orders();
+}
+
+// A sequence of the running forward stays until that has ended.
+void Pager::Impl::drop_sequence(SequenceId id) {
+  const auto found = sequences.find(id.value());
+  if (found == sequences.end()) return;
+  if (found->second.part >= 0) {
+    found->second.dropped = true;
+  } else {
+    destroy_sequence(id);
+  }
+}
+
+void Pager::Impl::destroy_dropped(const Forward& ended) {
+  for (const ForwardPart& part : ended.parts) {
+    if (part.sequence->dropped) destroy_sequence(part.sequence->id);
+  }
 }
 
 SequenceId Pager::Impl::fork(SequenceId id) {
@@ -311,6 +328,7 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
       ledger.pin(sequence.use(chunk).record, amount);
     }
   };
+  const PinId number(unique_number());
   add(1);
   try {
     std::vector<RecordId> missing;
@@ -318,13 +336,13 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
       if (!ledger[record].resident()) missing.push_back(record);
     }
     promote(missing);
-    pins[next_pin] = range;
+    pins[number.value()] = range;
   } catch (...) {
     add(-1);
     forget_orders();
     throw;
   }
-  return PinId(next_pin++);
+  return number;
 }
 
 void Pager::Impl::unpin(PinId id) {

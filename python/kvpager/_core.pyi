@@ -21,6 +21,9 @@ __all__: list[str] = [
     "KERNEL_VERSION",
     "Layout",
     "NonFiniteError",
+    "OwnedForward",
+    "OwnedPin",
+    "OwnedSequence",
     "Pager",
     "PagerError",
     "PagerOptions",
@@ -409,7 +412,6 @@ class Pager:
     The native pager; kvpager.Pager wraps it.
     """
     def __init__(self, options: PagerOptions) -> None: ...
-    def abort(self, number: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def adopt_prefix(
         self,
         sequence: typing.SupportsInt | typing.SupportsIndex,
@@ -435,37 +437,12 @@ class Pager:
         """
         What attend runs for queries of a dtype, "reference" or "tensor", and its version.
         """
-    def begin(
-        self,
-        sequences: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
-        positions: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
-        tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
-        kinds: typing.Annotated[numpy.typing.ArrayLike, numpy.uint8],
-        stream: typing.SupportsInt | typing.SupportsIndex = 0,
-    ) -> int: ...
-    def begin_spans(
-        self,
-        spans: list[tuple[int, int, int, int]],
-        tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
-        stream: typing.SupportsInt | typing.SupportsIndex = 0,
-        given: typing.Annotated[numpy.typing.ArrayLike, numpy.int32] = ...,
-        dense: bool = False,
-    ) -> int:
-        """
-        A span is (uid, position, count, kind); given: ids of the positions of kind 3.
-        """
     def chain_hashes(
         self, tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32], salt: str
     ) -> list[bytes]: ...
     def check_invariants(self) -> None: ...
-    def commit(
-        self, sequences: typing.Any = None, accepted: typing.Any = None, provenance: str = "exact"
-    ) -> None: ...
-    def create_sequence(self, salt: str) -> int: ...
-    def destroy_sequence(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def earliest_trim(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def evict_all(self) -> int: ...
-    def fork(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def forward_running(self) -> bool: ...
     def freeze(
         self,
@@ -489,12 +466,6 @@ class Pager:
         generation: typing.SupportsInt | typing.SupportsIndex,
         stream: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
-    def pin(
-        self,
-        sequence: typing.SupportsInt | typing.SupportsIndex,
-        start: typing.SupportsInt | typing.SupportsIndex,
-        stop: typing.SupportsInt | typing.SupportsIndex,
-    ) -> int: ...
     def read_kv(
         self,
         sequence: typing.SupportsInt | typing.SupportsIndex,
@@ -511,25 +482,6 @@ class Pager:
     def residency(
         self, sequence: typing.SupportsInt | typing.SupportsIndex
     ) -> dict[str, numpy.ndarray]: ...
-    def restore(
-        self,
-        reader: SnapshotReader,
-        salt: str,
-        provenance: str,
-        file_namespace: str,
-        upto: typing.SupportsInt | typing.SupportsIndex = -1,
-        before: tuple[
-            typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
-            typing.Annotated[
-                collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], "FixedSize(3)"
-            ],
-            typing.SupportsInt | typing.SupportsIndex,
-        ]
-        | None = None,
-    ) -> int:
-        """
-        before: released_text() of what was saved.
-        """
     def select(
         self,
         sequence: typing.SupportsInt | typing.SupportsIndex,
@@ -547,7 +499,6 @@ class Pager:
         sequence: typing.SupportsInt | typing.SupportsIndex,
         position: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
-    def unpin(self, pin: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def write(
         self,
         layer: typing.SupportsInt | typing.SupportsIndex,
@@ -560,6 +511,127 @@ class Pager:
         """
         "cpu", or the opened device with its number, such as "cuda:0".
         """
+
+class OwnedSequence:
+    """
+    Owns a sequence of a pager; kvpager.Sequence adds what it can do.
+    """
+    @typing.overload
+    def __init__(self, core: Pager, owner: typing.Any, salt: str) -> None: ...
+    @typing.overload
+    def __init__(self, core: Pager, owner: typing.Any, fork_of: OwnedSequence) -> None: ...
+    @typing.overload
+    def __init__(
+        self,
+        core: Pager,
+        owner: typing.Any,
+        reader: SnapshotReader,
+        salt: str,
+        provenance: str,
+        file_namespace: str,
+        upto: typing.SupportsInt | typing.SupportsIndex = -1,
+        before: tuple[
+            typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+            typing.Annotated[
+                collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], "FixedSize(3)"
+            ],
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+        | None = None,
+    ) -> None:
+        """
+        before: released_text() of what was saved.
+        """
+    def close(self) -> None:
+        """
+        Ends the sequence. Its exact chunks stay cached for prefix reuse while there is room.
+        """
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def core(self) -> Pager:
+        """
+        InvalidArgumentError once closed.
+        """
+    @property
+    def pager(self) -> typing.Any: ...
+    @property
+    def salt(self) -> str: ...
+    @property
+    def uid(self) -> int:
+        """
+        Of no other sequence of the process.
+        """
+
+class OwnedPin:
+    """
+    Keeps a range of positions resident until released; changes no result. A context manager.
+    """
+    def __enter__(self) -> typing.Any: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(
+        self,
+        sequence: OwnedSequence,
+        start: typing.SupportsInt | typing.SupportsIndex,
+        stop: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def release(self) -> None:
+        """
+        Lets the chunks go again. Releasing twice is allowed.
+        """
+
+class OwnedForward:
+    """
+    Owns the running forward of a pager; kvpager.Forward adds what it can do.
+    """
+    def __enter__(self) -> typing.Any: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    @typing.overload
+    def __init__(
+        self,
+        core: Pager,
+        owner: typing.Any,
+        *,
+        sequences: typing.Any,
+        positions: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
+        tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+        kinds: typing.Annotated[numpy.typing.ArrayLike, numpy.uint8],
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None:
+        """
+        sequences: of each row, or None; or an array of their uids and -1.
+        """
+    @typing.overload
+    def __init__(
+        self,
+        core: Pager,
+        owner: typing.Any,
+        spans: list[tuple[typing.Any, int, int, int]],
+        tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+        given: typing.Annotated[numpy.typing.ArrayLike, numpy.int32] = ...,
+        dense: bool = False,
+    ) -> None:
+        """
+        A span is (sequence, position, count, kind); given: ids of the positions of kind 3.
+        """
+    def abort(self) -> None:
+        """
+        Ends the forward as if it had not begun.
+        """
+    def commit_rows(
+        self,
+        sequences: typing.Any,
+        accepted: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        provenance: str,
+    ) -> None: ...
+    @property
+    def core(self) -> Pager:
+        """
+        InvalidArgumentError once it ended.
+        """
+    @property
+    def pager(self) -> typing.Any: ...
 
 def arm_fault(
     point: str,

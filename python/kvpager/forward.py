@@ -8,15 +8,13 @@ import numpy as np
 import torch
 
 from kvpager import _core
-from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, locate_damage
+from kvpager.errors import CorruptSnapshotError, locate_damage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as SequenceOf
-    from types import TracebackType
 
-    from kvpager.device import Place
-    from kvpager.pager import Layout, Sequence
+    from kvpager.pager import Sequence
 
 Tensor: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 
@@ -24,18 +22,17 @@ ROW_COMMIT = 0  # writes its K/V at its position, may be committed
 ROW_READ = 1  # its K/V exist already; only attends
 ROW_PADDING = 2  # output is zeros
 ROW_GIVEN = 3  # commits K/V that are handed in: no row of the model's; in spans only
-ROW_GIVEN = 3  # its K/V are handed in, and it needs no row of the model
 
 # Rows of one sequence at positions position, position + 1, ...: (sequence, position, count, kind);
 # sequence None: padding.
 Span: TypeAlias = "tuple[Sequence | None, int, int, int]"
 
 
-class Forward:
+class Forward(_core.OwnedForward):
     """One forward of the model as a transaction; made by `Pager.begin`.
 
     Use it in a `with` block: an exception inside, or leaving without `commit`, aborts it, and every
-    sequence is as it was.
+    sequence is as it was. One that nobody holds any more is aborted, too.
 
     On a GPU `attend` and `write` can be captured into a CUDA graph, in which every later forward of
     as many rows runs. `begin` and `commit` stay outside of it:
@@ -56,14 +53,9 @@ class Forward:
                 forward.commit()
     """
 
-    def __init__(
-        self, core: _core.Pager, number: int, layout: Layout, place: Place | None = None
-    ) -> None:
-        self._core = core
-        self._number = number
-        self._layout = layout
-        self._place = place
-        self._running = True
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Forward: ...
 
     def attend(
         self,
@@ -103,9 +95,9 @@ class Forward:
             CorruptSnapshotError: a chunk's bytes are not what was saved; the forward was aborted.
                 `.chunk`, `.layer` and the token range [`.start`, `.stop`) say which.
         """
-        self._require_running()
+        core, pager = self.core, self.pager
         if out is None:
-            shape = (q.shape[0], q.shape[1], self._layout.v_dim)
+            shape = (q.shape[0], q.shape[1], pager.layout.v_dim)
             out = (
                 torch.empty(shape, dtype=q.dtype, device=q.device)
                 if isinstance(q, torch.Tensor)
@@ -113,7 +105,7 @@ class Forward:
             )
         logits = None if sinks is None else _float32_column(sinks)
         try:
-            self._core.attend(
+            core.attend(
                 layer,
                 q,
                 k,
@@ -123,10 +115,10 @@ class Forward:
                 float(softcap or 0.0),
                 int(window or 0),
                 logits,
-                self._stream(),
+                pager.place.stream,
             )
         except CorruptSnapshotError as error:
-            locate_damage(error, self._layout.chunk_tokens)
+            locate_damage(error, pager.layout.chunk_tokens)
             raise
         return out
 
@@ -147,13 +139,11 @@ class Forward:
             NonFiniteError: a key or value is not finite; the forward was aborted. On a GPU `commit`
                 raises it.
         """
-        self._require_running()
-        self._core.give(list(k), list(v), self._stream())
+        self.core.give(list(k), list(v), self.pager.place.stream)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes the rows' K/V at this layer without attending."""
-        self._require_running()
-        self._core.write(layer, k, v, self._stream())
+        self.core.write(layer, k, v, self.pager.place.stream)
 
     def replayed(self, generation: int) -> None:
         """Says that a CUDA graph was replayed, in which every layer of a forward was captured.
@@ -167,8 +157,7 @@ class Forward:
             InvalidArgumentError: memory that the graph writes to was made anew since; abort this
                 forward, or capture it again.
         """
-        self._require_running()
-        self._core.mark_replayed(generation, self._stream())
+        self.core.mark_replayed(generation, self.pager.place.stream)
 
     def commit(
         self, accepted: Mapping[Sequence, int] | None = None, *, provenance: str = "exact"
@@ -187,37 +176,10 @@ class Forward:
             InvalidArgumentError: a layer was not written, or what is given was not handed in.
             NonFiniteError: on a GPU, a key or value is not finite; the forward was aborted.
         """
-        self._require_running()
         if accepted is None:
-            self._core.commit(None, None, provenance)
+            self.commit_rows(None, (), provenance)
         else:
-            ids = [sequence.uid for sequence in accepted]
-            self._core.commit(ids, list(accepted.values()), provenance)
-        self._running = False
-
-    def abort(self) -> None:
-        """Ends the forward as if it had not begun."""
-        if self._running:
-            self._running = False
-            self._core.abort(self._number)
-
-    def _require_running(self) -> None:
-        if not self._running:
-            raise InvalidArgumentError("this forward has ended; begin another one")
-
-    def _stream(self) -> int:
-        return 0 if self._place is None else self._place.stream
-
-    def __enter__(self) -> Forward:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.abort()
+            self.commit_rows(accepted, list(accepted.values()), provenance)
 
 
 def _float32_column(values: Tensor) -> Tensor:

@@ -120,28 +120,15 @@ class Layout:
         return self.native().token_bytes
 
 
-class Pin:
-    """Keeps a range of positions resident until released; changes no result. A context manager."""
+class Pin(_core.OwnedPin):
+    """Keeps a range of positions resident until released; changes no result. A context manager.
 
-    def __init__(self, core: _core.Pager, number: int) -> None:
-        self._core = core
-        self._number: int | None = number
+    Made by `Sequence.pin`; one that nobody holds any more is released.
+    """
 
-    def release(self) -> None:
-        """Lets the chunks go again. Releasing twice is allowed."""
-        number, self._number = self._number, None
-        if number is not None:
-            self._core.unpin(number)
+    if TYPE_CHECKING:
 
-    def __enter__(self) -> Pin:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        if getattr(self, "_number", None) is not None:
-            self.release()
+        def __enter__(self) -> Pin: ...
 
 
 @dataclass(frozen=True)
@@ -223,35 +210,38 @@ class SnapshotInfo:
             )
 
 
-class Sequence:
-    """An ordered list of chunks and a tail; made by a `Pager`. Closing it lets its chunks go."""
+class Sequence(_core.OwnedSequence):
+    """An ordered list of chunks and a tail; made by a `Pager`. Closing it lets its chunks go.
 
-    def __init__(self, pager: Pager, uid: int, salt: str) -> None:
-        self._pager = pager
-        self._core = pager.core
-        self.uid = uid
-        self.salt = salt
-        self.closed = False
+    One that nobody holds any more is closed. Only the pager that made it takes it: another one, or
+    this one once it was closed or reset, raises InvalidArgumentError.
+
+    Attributes:
+        pager: the `Pager` that made it.
+        uid: its number, which no other sequence of the process has.
+        salt: of its chunks.
+        closed: whether it was closed, or its pager closed or reset.
+    """
 
     @property
     def length(self) -> int:
         """Committed positions."""
-        return self._core.length(self.uid)
+        return self.core.length(self.uid)
 
     @property
     def tokens(self) -> np.ndarray[Any, Any]:
         """A copy of the token ids of all committed positions, int32 [length]."""
-        return self._core.tokens(self.uid)
+        return self.core.tokens(self.uid)
 
     @property
     def released(self) -> int:
         """The first positions, whose chunks were let go behind the pager's window."""
-        return self._core.released(self.uid)
+        return self.core.released(self.uid)
 
     @property
     def earliest_trim(self) -> int:
         """The first position, 0 apart, that `trim` can go back to: 0 while nothing was let go."""
-        return self._core.earliest_trim(self.uid)
+        return self.core.earliest_trim(self.uid)
 
     def reserve(self, total_tokens: int) -> None:
         """Admission: holds lower-tier room to grow to `total_tokens` positions.
@@ -263,7 +253,7 @@ class Sequence:
         Raises:
             CapacityError: with the bytes needed; nothing is held.
         """
-        self._core.reserve(self.uid, total_tokens)
+        self.core.reserve(self.uid, total_tokens)
 
     def adopt_prefix(self, tokens: Iterable[int] | Tensor) -> int:
         """Shares the longest run of sealed, exact chunks the pager has for these tokens.
@@ -271,7 +261,7 @@ class Sequence:
         Only an empty sequence can. Returns the positions now held, a multiple of chunk_tokens. With
         a window the chunks before it need not be there any more.
         """
-        return self._core.adopt_prefix(self.uid, _token_ids(tokens))
+        return self.core.adopt_prefix(self.uid, _token_ids(tokens))
 
     def append(
         self, tokens: Iterable[int] | Tensor, k: Tensor, v: Tensor, *, provenance: str = "decode"
@@ -294,7 +284,7 @@ class Sequence:
         keeps the positions that were added by then.
         """
         ids = _token_ids(tokens)
-        layout = self._pager.layout
+        layout = self.pager.layout
         for name, tensor, dim in (("k", k, layout.k_dim), ("v", v, layout.v_dim)):
             expected = (layout.layers, len(ids), layout.kv_heads, dim)
             if tuple(tensor.shape) != expected:
@@ -302,14 +292,14 @@ class Sequence:
                     f"{name}: shape {tuple(tensor.shape)}, expected {expected} "
                     "(layers, tokens, kv_heads, head_dim)"
                 )
-        rows = self._pager.rows  # at a time: what every pool has open blocks for
+        rows = self.pager.rows  # at a time: what every pool has open blocks for
         start = self.length
         self.reserve(start + len(ids))
         try:
             for first in range(0, len(ids), rows):
                 part = slice(first, min(first + rows, len(ids)))
                 spans: list[Span] = [(self, start + first, part.stop - first, ROW_GIVEN)]
-                with self._pager.begin_spans(spans, (), given=ids[part], dense=True) as forward:
+                with self.pager.begin_spans(spans, (), given=ids[part], dense=True) as forward:
                     forward.give(k[:, part], v[:, part])
                     forward.commit(provenance=provenance)
         except BaseException:
@@ -329,8 +319,8 @@ class Sequence:
         at = self.length if position is None else position
         if isinstance(q, torch.Tensor):
             q = q.detach().cpu()
-        with _locating(self._pager.layout):
-            return self._core.select(self.uid, layer, q[None], at, int(window or 0))
+        with _locating(self.pager.layout):
+            return self.core.select(self.uid, layer, q[None], at, int(window or 0))
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Raw keys and values of positions [start, stop) at one layer, in the layout's dtypes.
@@ -338,9 +328,9 @@ class Sequence:
         Returns:
             k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies on the CPU, bit for bit.
         """
-        layout = self._pager.layout
+        layout = self.pager.layout
         with _locating(layout):
-            k, v = self._core.read_kv(self.uid, layer, start, stop)
+            k, v = self.core.read_kv(self.uid, layer, start, stop)
         return (
             torch.from_numpy(k).view(TORCH_DTYPES[layout.k_dtype]),
             torch.from_numpy(v).view(TORCH_DTYPES[layout.v_dtype]),
@@ -353,9 +343,9 @@ class Sequence:
             CapacityError: too many pins; says how many chunks are free to pin.
         """
         try:
-            return Pin(self._core, self._core.pin(self.uid, start, stop))
+            return Pin(self, start, stop)
         except CorruptSnapshotError as error:
-            locate_damage(error, self._pager.layout.chunk_tokens)
+            locate_damage(error, self.pager.layout.chunk_tokens)
             raise
 
     def trim(self, position: int) -> None:
@@ -365,20 +355,20 @@ class Sequence:
             InvalidArgumentError: not 0 .. length, or behind what a window has let go: between 0 and
                 `earliest_trim`. Nothing was changed.
         """
-        with _locating(self._pager.layout):
-            self._core.trim(self.uid, position)
+        with _locating(self.pager.layout):
+            self.core.trim(self.uid, position)
 
     def fork(self) -> Sequence:
         """A sequence with the same positions; sealed chunks are shared, the tail is copied."""
-        return Sequence(self._pager, self._core.fork(self.uid), self.salt)
+        return Sequence(self.core, self.pager, self)
 
     def ledger(self) -> list[ChunkInfo]:
         """What the ledger says of each chunk, in logical order; `released` ones were let go."""
-        return self._core.ledger(self.uid)
+        return self.core.ledger(self.uid)
 
     def residency(self) -> dict[str, np.ndarray[Any, Any]]:
         """The ledger as arrays [chunks]: tiers (TIER_* bits), selected, recalled, qk_score."""
-        return self._core.residency(self.uid)
+        return self.core.residency(self.uid)
 
     def freeze(self, upto: int | None = None) -> _core.SnapshotContent:
         """The first `upto` positions (None: all) as they are now, to be saved by any thread.
@@ -394,8 +384,8 @@ class Sequence:
             raise InvalidArgumentError(
                 f"upto is {upto}; expected 1 to {self.length}, the positions the sequence holds"
             )
-        with _locating(self._pager.layout):
-            return self._core.freeze(self.uid, -1 if upto is None else upto)
+        with _locating(self.pager.layout):
+            return self.core.freeze(self.uid, -1 if upto is None else upto)
 
     def save(
         self,
@@ -422,7 +412,7 @@ class Sequence:
         return FileStore().save(
             os.fspath(path),
             content,
-            fingerprint=self._pager.fingerprint_json,
+            fingerprint=self.pager.fingerprint_json,
             session=self.session_text(session, content),
             progress=progress,
         )
@@ -442,12 +432,6 @@ class Sequence:
         before = None if content is None else ReleasedText.of_content(content)
         released = {} if before is None else before.session_values()
         return _canonical("session", {**(values or {}), _SALT: _salt_digest(self.salt), **released})
-
-    def close(self) -> None:
-        """Ends the sequence. Its exact chunks stay cached for prefix reuse while there is room."""
-        if not self.closed:
-            self.closed = True
-            self._core.destroy_sequence(self.uid)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"length={self.length}"
@@ -557,7 +541,7 @@ class Pager:
 
     def sequence(self, *, salt: str = "") -> Sequence:
         """An empty sequence. `salt` separates tenants: it enters every chunk's hash."""
-        return Sequence(self, self.core.create_sequence(salt), salt)
+        return Sequence(self.core, self, salt)
 
     def begin(
         self,
@@ -576,21 +560,21 @@ class Pager:
             kinds: ROW_COMMIT, ROW_READ or ROW_PADDING.
 
         Raises:
+            InvalidArgumentError: another forward runs, a row does not continue its sequence, or a
+                sequence is closed or another pager's; nothing was changed.
             CapacityError: no room for the rows' chunks; nothing was changed.
         """
-        uids = (
-            sequences.astype(np.int64, casting="safe", copy=False)
-            if isinstance(sequences, np.ndarray)
-            else np.array([-1 if s is None else s.uid for s in sequences], dtype=np.int64)
+        if isinstance(sequences, np.ndarray):
+            sequences = sequences.astype(np.int64, casting="safe", copy=False)
+        return Forward(  # nothing of Python is between the begin and its owner
+            self.core,
+            self,
+            sequences=sequences,
+            positions=np.asarray(positions, dtype=np.int64),
+            tokens=_token_ids(tokens),
+            kinds=np.asarray(kinds, dtype=np.uint8),
+            stream=self.place.stream,
         )
-        number = self.core.begin(
-            uids,
-            np.asarray(positions, dtype=np.int64),
-            _token_ids(tokens),
-            np.asarray(kinds, dtype=np.uint8),
-            self.place.stream,
-        )
-        return Forward(self.core, number, self.layout, self.place)
 
     def begin_spans(
         self,
@@ -624,19 +608,20 @@ class Pager:
 
         Raises:
             InvalidArgumentError: a span that does not continue its sequence, counts that do not
-                add up, or given spans without `dense`; nothing was changed.
+                add up, given spans without `dense`, or a sequence that is closed or another
+                pager's; nothing was changed.
             CapacityError: no room for the chunks of rows and given positions, each of which is an
                 open block of the pool; nothing was changed.
         """
-        named = [(-1 if s is None else s.uid, at, count, kind) for s, at, count, kind in spans]
-        number = self.core.begin_spans(
-            named,
+        return Forward(
+            self.core,
+            self,
+            list(spans),
             _token_ids(tokens),
             self.place.stream,
             _token_ids(() if given is None else given),
             dense,
         )
-        return Forward(self.core, number, self.layout, self.place)
 
     def open_snapshot(self, path: str | os.PathLike[str]) -> SnapshotInfo:
         """Opens a snapshot: metadata only.
@@ -704,7 +689,9 @@ class Pager:
         )
         try:
             with _locating(self.layout, len(snapshot.tokens)):
-                uid = self.core.restore(
+                return Sequence(
+                    self.core,
+                    self,
                     snapshot.reader,
                     salt,
                     provenance,
@@ -715,7 +702,6 @@ class Pager:
         except _core.FingerprintMismatchError as error:  # its message begins with the field
             field = str(error).partition(":")[0]
             raise FingerprintMismatchError(str(error), field=field) from error
-        return Sequence(self, uid, salt)
 
     def chain_hashes(self, tokens: Iterable[int] | Tensor, salt: str = "") -> list[bytes]:
         """The name (16 bytes) of each full chunk of these tokens, by which a store finds it.

@@ -171,7 +171,7 @@ def test_inspect_draws_scores_that_a_session_really_had(capsys, tmp_path):
     """Scores come from attention, so that a sequence that attended has them."""
     path = tmp_path / "scored.kvsnap"
     with sequence(48) as made:
-        pager = made._pager
+        pager = made.pager
         random = np.random.default_rng(1)
         ids = np.arange(C)
         with pager.begin([made] * C, range(48, 64), ids, [0] * C) as forward:

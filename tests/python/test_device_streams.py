@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kvpager import _core
+from kvpager.config import PagerConfig
 from kvpager.device import Place
 from kvpager.pager import Forward, Layout, Pager
 
@@ -15,27 +19,30 @@ LAYOUT = Layout(1, 1, 16, 16, chunk_tokens=16)
 GPU = torch.device("cuda", 0)
 
 
-class Core:
-    """Notes the stream each call was given."""
+@pytest.fixture
+def streams(monkeypatch):
+    """(call, stream it was given) of each call of the native pager."""
+    heard: list[tuple[str, int]] = []
 
-    def __init__(self) -> None:
-        self.streams: list[tuple[str, int]] = []
+    def listen(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def heard_call(*arguments: Any, **named: Any) -> Any:
+            heard.append((name, named.get("stream", arguments[-1])))
+            return call(*arguments, **named)
 
-    def begin(self, *arguments: object) -> int:
-        self.streams.append(("begin", arguments[-1]))
-        return 1
+        return heard_call
 
-    def attend(self, *arguments: object) -> None:
-        self.streams.append(("attend", arguments[-1]))
+    monkeypatch.setattr("kvpager.pager.Forward", listen("begin", Forward))
+    for name in ("attend", "write"):
+        monkeypatch.setattr(_core.Pager, name, listen(name, getattr(_core.Pager, name)))
+    monkeypatch.setattr(_core.Pager, "mark_replayed", listen("mark_replayed", lambda *_: None))
+    return heard
 
-    def write(self, *arguments: object) -> None:
-        self.streams.append(("write", arguments[-1]))
 
-    def mark_replayed(self, *arguments: object) -> None:
-        self.streams.append(("mark_replayed", arguments[-1]))
-
-    def abort(self, number: int) -> None:
-        pass
+def a_pager(place: Place) -> Pager:
+    """A pager on the CPU that takes itself to be elsewhere."""
+    pager = Pager(LAYOUT, PagerConfig(4 * 16, chunk_tokens=16), rows=1, threads=1)
+    pager.place = place
+    return pager
 
 
 @pytest.fixture
@@ -51,25 +58,25 @@ def current(monkeypatch):
     return stream
 
 
-def test_each_call_takes_the_stream_that_is_current(current):
-    core, pager = Core(), object.__new__(Pager)
-    pager._core, pager.place, pager.layout = core, Place("cuda:0", GPU), LAYOUT
+def test_each_call_takes_the_stream_that_is_current(current, streams):
+    pager = a_pager(Place("cuda:0", GPU))
     rows = np.zeros((1, 1, 16), dtype=np.float32)
     current.cuda_stream = 11
-    forward = pager.begin([None], [0], [0], [2])
+    forward = pager.begin([pager.sequence()], [0], [0], [0])
     current.cuda_stream = 22  # as inside torch.cuda.graph
     forward.attend(0, rows, rows, rows, scaling=1.0)
     current.cuda_stream = 33
     forward.write(0, rows, rows)
     current.cuda_stream = 44
     forward.replayed(7)
-    assert core.streams == [("begin", 11), ("attend", 22), ("write", 33), ("mark_replayed", 44)]
+    assert streams == [("begin", 11), ("attend", 22), ("write", 33), ("mark_replayed", 44)]
 
 
-def test_there_is_no_stream_on_the_cpu(current):
-    core = Core()
+def test_there_is_no_stream_on_the_cpu(current, streams):
     rows = np.zeros((1, 1, 16), dtype=np.float32)
-    for place in (None, Place("cpu", torch.device("cpu")), Place("shim", torch.device("cpu"))):
+    for place in (Place("cpu", torch.device("cpu")), Place("shim", torch.device("cpu"))):
         current.cuda_stream = 5
-        Forward(core, 1, LAYOUT, place).attend(0, rows, rows, rows, scaling=1.0)
-    assert core.streams == [("attend", 0)] * 3
+        pager = a_pager(place)
+        with pager.begin([pager.sequence()], [0], [0], [0]) as forward:
+            forward.attend(0, rows, rows, rows, scaling=1.0)
+    assert streams == [("begin", 0), ("attend", 0)] * 2

@@ -348,7 +348,7 @@ def test_a_forward_that_does_not_come_to_its_end_leaves_the_sequence_as_it_was()
         with unchanged(pager, sequence), begin() as forward:
             with pytest.raises(NonFiniteError, match=rf"layer {layer}: .* position {given[37]} of"):
                 forward.give(k, v)
-            with pytest.raises(InvalidArgumentError, match="no forward is running"):
+            with pytest.raises(InvalidArgumentError, match="this forward has ended"):
                 forward.commit()
     with unchanged(pager, sequence), begin() as forward:
         text.hand_in(forward, given)

@@ -115,7 +115,7 @@ def check_on_device(
 
     from kvpager.pager import ROW_COMMIT
 
-    pager = sequence._pager
+    pager = sequence.pager
     while (start := sequence.length) < stop:
         positions = list(range(start, min(start + rows, stop)))
         n = len(positions)

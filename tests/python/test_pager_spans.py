@@ -94,7 +94,7 @@ def test_what_is_no_span_is_refused_and_names_itself(pager: Pager) -> None:
         ([good, (sequence, 4, 1, -1)], r"spans\[1\]: kind -1"),
         ([(sequence, 0, 5, ROW_COMMIT)], "spans: 5 rows from row 0 on, expected 1 to 4"),
         ([(sequence, 0, 3, ROW_COMMIT)], "of 3 rows, expected as many as tokens, 4"),
-        ([(sequence, 1, 4, ROW_COMMIT)], "position 1 of sequence 0, expected 0"),
+        ([(sequence, 1, 4, ROW_COMMIT)], f"position 1 of sequence {sequence.uid}, expected 0"),
         ([(sequence, 0, 4, ROW_READ)], "row 0: reads position 0"),
         ([], "of 0 rows, expected as many"),
     ):

@@ -334,7 +334,7 @@ def test_a_note_that_no_release_has_written_is_a_problem_and_not_a_crash(capsys,
         DirectoryStore(store).save(
             "segment-c",
             made.freeze(),
-            fingerprint=made._pager.fingerprint_json,
+            fingerprint=made.pager.fingerprint_json,
             session=json.dumps(saved),
         )
     problem = listed(capsys, store)["c"]["problem"]

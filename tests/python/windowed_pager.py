@@ -80,7 +80,7 @@ class Text:
 
 def run(sequence: Sequence, text: Text, positions: list[int], kind: int) -> np.ndarray[Any, Any]:
     """[layers, rows, HEADS, DIM]: one forward of these rows, committed if they are to be."""
-    pager = sequence._pager
+    pager = sequence.pager
     padding = M - len(positions)
     with pager.begin(
         [sequence] * len(positions) + [None] * padding,
@@ -103,7 +103,7 @@ def grow(sequence: Sequence, text: Text, stop: int, rows: int = M) -> np.ndarray
         start = sequence.length
         positions = list(range(start, min(start + rows, stop)))
         outputs.append(run(sequence, text, positions, ROW_COMMIT))
-    sequence._pager.check_invariants()
+    sequence.pager.check_invariants()
     return np.concatenate(outputs, axis=1)
 
 
@@ -124,7 +124,7 @@ def kv(sequence: Sequence, start: int | None = None) -> list[bytes]:
 
 def state(sequence: Sequence) -> list[Any]:
     """All that can be seen of a sequence and its pager, times apart."""
-    stats = sequence._pager.stats()
+    stats = sequence.pager.stats()
     return [
         [str(info) + str((info.references, info.pins, info.block)) for info in sequence.ledger()],
         {name: value for name, value in stats.items() if not name.startswith("seconds")},

@@ -171,9 +171,13 @@ class Pager {
   const char* attention_name(DType q_dtype) const;
   int attention_version(DType q_dtype) const;
 
-  // Sequences. `salt` separates tenants: it enters every chain hash.
+  // Sequences. `salt` separates tenants: it enters every chain hash. No two sequences, pins and
+  // forwards of a process have equal numbers, so that those of another pager are unknown to this one.
   SequenceId create_sequence(const std::string& salt);
   void destroy_sequence(SequenceId sequence);
+  // The same for an owner that goes: a sequence of the running forward ends with it, and one that is
+  // gone already is no error.
+  void drop_sequence(SequenceId sequence) noexcept;
   SequenceId fork(SequenceId sequence);
   // To `position`: 0, or earliest_trim() to length.
   void trim(SequenceId sequence, int64_t position);
@@ -244,6 +248,8 @@ class Pager {
   void abort();
   void abort(uint64_t number);
   bool forward_running() const;
+  // The number of the running forward, 0: none. Waits for nobody.
+  uint64_t running_forward() const;
 
   // The chunks a row with these queries at `position` would attend to, per kv head. q [1, q_heads,
   // k_dim].

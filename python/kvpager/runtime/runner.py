@@ -127,6 +127,7 @@ class Runner:
             rows = self.count(batch)
             positions, tokens = batch.positions[:rows], batch.tokens[:rows]
             with self._begin(batch, rows) as forward:
+                self._give(forward, batch)
                 timed = _Timed(forward)
                 if self._recurrence is None:
                     hidden = self._packed(timed, tokens, positions)
@@ -150,6 +151,7 @@ class Runner:
     def give(self, batch: Batch) -> None:
         """Commits a batch that has no rows of the model, but K/V that it is given."""
         with self._lock, self._begin(batch, 0) as forward:
+            self._give(forward, batch)
             forward.commit(provenance=batch.provenance)
 
     def look(self, batch: Batch, listener: Listener) -> int:
@@ -165,6 +167,7 @@ class Runner:
             start = time.perf_counter()
             rows = self.count(batch)
             with self._begin(batch, rows) as forward:
+                self._give(forward, batch)
                 heard = _Heard(forward, listener)
                 with suppress(_EnoughError):
                     self._packed(heard, batch.tokens[:rows], batch.positions[:rows])
@@ -180,21 +183,17 @@ class Runner:
             return find_rotation(self._model)
 
     def _begin(self, batch: Batch, rows: int) -> Forward:
-        """The pager's forward for a batch of so many rows, with what it is given."""
-        given = batch.given
-        forward = self._pager.begin_spans(
+        """The pager's forward for a batch of so many rows. It has yet to be given what it is."""
+        return self._pager.begin_spans(
             batch.padded_spans(rows),
             batch.tokens[:rows].astype(np.int32),
-            given=None if given is None else given.tokens,
+            given=None if batch.given is None else batch.given.tokens,
             dense=batch.dense,
         )
-        if given is not None:
-            try:
-                forward.give(given.k.to(self._device), given.v.to(self._device))
-            except BaseException:
-                forward.abort()
-                raise
-        return forward
+
+    def _give(self, forward: Forward, batch: Batch) -> None:
+        if batch.given is not None:
+            forward.give(batch.given.k.to(self._device), batch.given.v.to(self._device))
 
     def _packed(
         self, forward: RowAttention, tokens: npt.NDArray[Any], positions: npt.NDArray[Any]

@@ -90,7 +90,7 @@ PAGER_TEST("rows that do not continue their sequence in order are refused and no
   CHECK(contains(refusal({commit(20, -1)}), "token id -1 is negative"));
   CHECK(contains(refusal({{a.id, 20, 0, RowKind::kRead}}), "which holds 20"));
   CHECK(contains(refusal({{a.id, -1, 0, RowKind::kRead}}), "reads position -1"));
-  CHECK(contains(refusal({{SequenceId(9), 0, 0, RowKind::kCommit}}), "sequence 9 does not exist"));
+  CHECK(contains(refusal({{SequenceId(-9), 0, 0, RowKind::kCommit}}), "sequence -9 does not exist"));
   CHECK(contains(refusal({}), "rows: 0 given, expected 1 to 16"));
   CHECK(contains(refusal(std::vector<RowDescriptor>(17)), "rows: 17 given"));
   CHECK(contains(refusal(std::vector<RowDescriptor>(16)), "every row is padding"));
@@ -127,7 +127,7 @@ PAGER_TEST("calls out of order are refused and change nothing") {
   CHECK(is_refused([&] { pager.commit({a.id}, {5}); }));
   CHECK(is_refused([&] { pager.commit({a.id}, {-1}); }));
   CHECK(is_refused([&] { pager.commit({a.id}, {}); }));
-  CHECK(is_refused([&] { pager.commit({SequenceId(7)}, {0}); }));
+  CHECK(is_refused([&] { pager.commit({SequenceId(-7)}, {0}); }));
   CHECK(pager.forward_running());
   pager.commit({a.id}, {4});
   a.tokens = all;

@@ -48,7 +48,7 @@ PAGER_TEST("ranges outside the sequence are refused") {
     CHECK(contains(error_of<InvalidArgumentError>(pager, [&] { pager.pin(sequence.id, a, b); }),
                    "pin range"));
   }
-  CHECK_THROWS_AS(pager.pin(SequenceId(5), 0, 1), InvalidArgumentError);
+  CHECK_THROWS_AS(pager.pin(SequenceId(-5), 0, 1), InvalidArgumentError);
 }
 
 PAGER_TEST("pinned chunks stay under every policy, through eviction storms and pressure") {

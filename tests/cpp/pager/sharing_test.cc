@@ -132,7 +132,7 @@ PAGER_TEST("adopting needs an empty, existing sequence") {
   const Known held = create(pager, 5, 1);
   CHECK(contains(error_of<InvalidArgumentError>(pager, [&] { pager.adopt_prefix(held.id, {1}); }),
                  "already holds 5"));
-  CHECK_THROWS_AS(pager.adopt_prefix(SequenceId(44), {1}), InvalidArgumentError);
+  CHECK_THROWS_AS(pager.adopt_prefix(SequenceId(-44), {1}), InvalidArgumentError);
 }
 
 PAGER_TEST("chunks that two sequences compute alike are kept once") {

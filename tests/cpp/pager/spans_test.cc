@@ -143,7 +143,7 @@ PAGER_TEST(
   CHECK(contains(refusal({{a.id, INT64_MAX, 3, RowKind::kRead}}, 3), "row 0: reads position"));
   CHECK(contains(refusal({{a.id, -2, 3, RowKind::kRead}}, 3), "row 0: reads position -2"));
   CHECK(contains(refusal({}, 0), "rows: 0 given"));
-  CHECK(contains(refusal({{SequenceId(99), 0, 1, RowKind::kCommit}}, 1), "does not exist"));
+  CHECK(contains(refusal({{SequenceId(-99), 0, 1, RowKind::kCommit}}, 1), "does not exist"));
   CHECK(contains(refusal({{SequenceId(), 0, 4, RowKind::kPadding}}, 4), "every row is padding"));
   CHECK(pager.stats().open_blocks == before.open_blocks);
   CHECK(pager.stats().forwards == before.forwards);

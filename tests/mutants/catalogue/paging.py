@@ -139,10 +139,11 @@ PAGING = (
         name="an-abort-keeps-the-forwards-blocks",
         breaks="14: an aborted forward leaves every sequence as it was",
         file="csrc/pager/forward.cc",
-        old="  backend->end();\n  disband(&*forward);\n  forward.reset();\n  ++counters",
+        old="  backend->end();\n  disband(&*forward);\n  destroy_dropped(*forward);\n"
+        "  forward.reset();\n  running = 0;\n  ++counters",
         new="  backend->end();\n"
         "  for (ForwardPart& part : forward->parts) part.sequence->part = -1;\n"
-        "  forward.reset();\n  ++counters",
+        "  forward.reset();\n  running = 0;\n  ++counters",
         killers=(
             FORWARD + "an abort at any point leaves every sequence as it was, and a retry succeeds",
         ),

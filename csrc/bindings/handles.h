@@ -1,0 +1,96 @@
+// Python objects that own what they took of a pager: a sequence, a pin, the running forward. Whoever
+// drops one gives it back, so that an exception between two instructions of Python, such as an
+// interrupt, leaves nothing behind. The constructor takes, and __enter__ and __exit__ are native:
+// there is no instruction of Python between taking and owning.
+//
+// They know their pager by identity and keep it from nobody: once it is closed or reset they are of
+// no use, and say so.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvpager/pager.h"
+
+namespace kvpager {
+
+using PagerPointer = std::shared_ptr<Pager>;
+
+// `owner` is the pager as Python knows it.
+class SequenceHandle {
+ public:
+  SequenceHandle(const PagerPointer& pager, pybind11::object owner, std::string salt);
+  // Of a fork of `other`.
+  SequenceHandle(const PagerPointer& pager, pybind11::object owner, const SequenceHandle& other);
+  // Of one to come, which holds() names: until then it is unknown to every pager.
+  SequenceHandle(const PagerPointer& pager, pybind11::object owner, SequenceId id,
+                 std::string salt);
+  ~SequenceHandle();
+  SequenceHandle(const SequenceHandle&) = delete;
+  SequenceHandle& operator=(const SequenceHandle&) = delete;
+
+  void holds(SequenceId id) { id_ = id; }
+  int64_t uid() const { return id_.value(); }
+  const std::string& salt() const { return salt_; }
+  const pybind11::object& owner() const { return owner_; }
+  bool closed() const { return closed_ || pager_.expired(); }
+  // Its pager. InvalidArgumentError if it is closed, or the pager is.
+  PagerPointer pager() const;
+  // Its number in `pager`. InvalidArgumentError if it is closed, or another pager's.
+  SequenceId id_in(const Pager& pager) const;
+  // Closing twice is allowed. InvalidArgumentError while it is in a running forward: it stays open.
+  void close();
+
+ private:
+  std::weak_ptr<Pager> pager_;
+  pybind11::object owner_;
+  std::string salt_;
+  SequenceId id_;
+  bool closed_ = false;
+};
+
+class PinHandle {
+ public:
+  PinHandle(const SequenceHandle& sequence, int64_t start, int64_t stop);
+  ~PinHandle() { release(); }
+  PinHandle(const PinHandle&) = delete;
+  PinHandle& operator=(const PinHandle&) = delete;
+
+  // Releasing twice is allowed.
+  void release();
+
+ private:
+  std::weak_ptr<Pager> pager_;
+  PinId id_;
+  bool held_ = true;
+};
+
+class ForwardHandle {
+ public:
+  // Of a forward to come, which began() names.
+  ForwardHandle(const PagerPointer& pager, pybind11::object owner)
+      : pager_(pager), owner_(std::move(owner)) {}
+  ~ForwardHandle() { abort(); }
+  ForwardHandle(const ForwardHandle&) = delete;
+  ForwardHandle& operator=(const ForwardHandle&) = delete;
+
+  void began(uint64_t number) { number_ = number; }
+  const pybind11::object& owner() const { return owner_; }
+  // Its pager. InvalidArgumentError unless this is the forward that runs there.
+  PagerPointer pager() const;
+  // accepted[i] rows of sequences[i]; None: all rows of all.
+  void commit(const pybind11::object& sequences, const std::vector<int64_t>& accepted,
+              Provenance provenance);
+  void abort();
+
+ private:
+  std::weak_ptr<Pager> pager_;
+  pybind11::object owner_;
+  uint64_t number_ = 0;  // 0: of none
+  bool ended_ = false;
+};
+
+}  // namespace kvpager

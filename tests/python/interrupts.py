@@ -1,0 +1,134 @@
+"""Ctrl-C at every instant of an operation.
+
+Python raises KeyboardInterrupt between two of its instructions. Whatever native code has just
+returned may then be lost: these helpers raise at each return from C, and at each return of a
+function of kvpager's, one after the other, each in a fresh run of the operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import kvpager
+
+State = TypeVar("State")
+
+# What runs in the frames of these files is ours, or is done for us between two calls of ours.
+OURS = (str(Path(kvpager.__file__).parent), str(Path(__file__).parent.parent))
+BETWEEN = {contextlib.__file__, threading.__file__, weakref.__file__}
+
+
+def is_ours(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return (file.startswith(OURS) and file != __file__) or (
+        file in BETWEEN and frame.f_back is not None and is_ours(frame.f_back)
+    )
+
+
+class Interrupter:
+    """Counts instants; raises KeyboardInterrupt at number `at` (None: never)."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.seen = 0
+        self.where = "nowhere"
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event not in ("c_return", "return") or not is_ours(frame):
+            return
+        if frame.f_code.co_name in ("__del__", "<module>"):
+            return  # what is raised there is not passed on
+        number, self.seen = self.seen, self.seen + 1
+        if number == self.at:
+            name = getattr(argument, "__qualname__", argument) if event == "c_return" else ""
+            del argument  # what a function has returned: nobody holds it but we
+            self.where = f"{event} {name} in {frame.f_code.co_name}, line {frame.f_lineno}"
+            raise KeyboardInterrupt(self.where)
+
+    def run(self, operation: Callable[[], object]) -> KeyboardInterrupt | None:
+        """Runs the operation; returns the interrupt, with all its frames, or None."""
+        sys.setprofile(self)
+        try:
+            operation()
+        except KeyboardInterrupt as interrupt:
+            return interrupt
+        finally:
+            sys.setprofile(None)
+        return None
+
+
+def count_instants(operation: Callable[[], object]) -> int:
+    """How many instants one run of the operation has."""
+    counter = Interrupter()
+    counter.run(operation)
+    return counter.seen
+
+
+def some(count: int, most: int | None, seed: int = 0) -> Iterable[int]:
+    """All of `count` instants, or a sample of `most` of them: the first, the last and others."""
+    if most is None or count <= most:
+        return range(count)
+    others = random.Random(seed).sample(range(1, count - 1), most - 2)
+    return sorted({0, count - 1, *others})
+
+
+def at_every_instant(
+    prepare: Callable[[], State],
+    operate: Callable[[State], object],
+    check: Callable[[State, bool], object],
+    finish: Callable[[State], object],
+    *,
+    most: int | None = None,
+) -> int:
+    """Interrupts an operation at each of its instants; returns how often that was.
+
+    Args:
+        prepare: makes what is operated on, anew for each instant.
+        operate: the operation.
+        check: (state, interrupted); called while somebody still holds the interrupt and with it
+            every frame it went through, as a notebook does.
+        finish: called when nobody does any more: closes the state and looks for leaks.
+        most: instants to try, a sample of all; None: all.
+    """
+    state = prepare()
+    count = count_instants(lambda: operate(state))
+    check(state, False)
+    finish(state)
+    gc.collect()
+    gc.freeze()  # what is here already costs no time
+    interrupted = 0
+    for instant in some(count, most):
+        state = prepare()
+        interrupter = Interrupter(instant)
+        interrupt = interrupter.run(partial(operate, state))
+        try:
+            check(state, interrupt is not None)
+            interrupted += interrupt is not None
+            del interrupt
+            gc.collect()  # frames of contextlib and the exceptions that pass them hold each other
+            finish(state)
+        except Exception as error:
+            where = f"instant {instant} of {count}: {interrupter.where}"
+            raise AssertionError(f"{where}: {error!r}") from error
+    gc.unfreeze()
+    assert interrupted > 0.9 * len(list(some(count, most)))
+    return interrupted
+
+
+def open_files() -> set[str]:
+    """What this process has open: files and sockets by their names, not by their numbers."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(str(entry.readlink()))
+    return {name for name in found if not name.startswith("/proc/")}
