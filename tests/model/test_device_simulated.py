@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 import kvpager
 from kvpager import Combined, Deviation, PagerConfig, QueryGuided, SegmentHead, TopK
-from kvpager.hf import Attachment, probe_shapes, settle_rows
+from kvpager.hf import attach, probe_shapes, settle_rows
 from kvpager.verify import RELATIONS, Subject, verify
 from kvpager.verify.peer import compare_with_transformers
 
@@ -92,15 +92,12 @@ def test_an_engine_of_a_model_on_a_gpu_mixes_no_devices(architecture, dtype, mon
 def test_the_row_proof_and_the_table_of_shapes_run_where_the_model_is(monkeypatch):
     model = build("qwen3_moe", "bfloat16")
     with SimulatedGpu(model):
-        attachment = Attachment(model)
+        attach(model)
         seen, counts, _ = settle_rows(model, (32,))
-        attachment.release()
         assert all(on_gpu(x) for x in (seen.tokens, seen.hidden, *seen.layers[0]))
         reports = probe_shapes(model, 32)
     assert reports
-    attachment = Attachment(model)
     assert settle_rows(model, (32,))[1] == counts
-    attachment.release()
 
 
 def test_many_rows_are_worth_having_alone_on_a_gpu(monkeypatch):

@@ -17,7 +17,7 @@ from recurrent_models import (
 from reference_models import build, make_engine, prompt
 
 from kvpager import Engine, UnsupportedModelError, VerificationError
-from kvpager.hf import Attachment, observe
+from kvpager.hf import attach, observe
 from kvpager.hf.aligned import settle_states
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.state import EMPTY
@@ -261,21 +261,15 @@ def test_an_attention_that_cannot_be_paged_is_refused():
 
 def test_a_recurrent_model_given_to_the_lower_level_is_settled_alone():
     model = build_recurrent("mamba2")
-    attachment = Attachment(model)
-    try:
-        seen, counts, recurrence = settle_states(model, CHUNK)
-    finally:
-        attachment.release()
+    attach(model)
+    seen, counts, recurrence = settle_states(model, CHUNK)
     assert (seen.rows, counts.ladder, recurrence.layers) == (CHUNK, (CHUNK,), {})
 
 
 def test_windows_of_attention_are_noted():
     model = build("mistral")
-    attachment = Attachment(model)
-    try:
-        assert observe(model, 16).windows == {0: 40, 1: 40, 2: 40}
-    finally:
-        attachment.release()
+    attach(model)
+    assert observe(model, 16).windows == {0: 40, 1: 40, 2: 40}
     with make_engine(build("llama")) as engine:
         assert engine.recurrence is None
         assert "checkpoint_states" not in engine.stats()

@@ -226,22 +226,3 @@ def test_attention_to_later_tokens_is_refused():
     model = build("llama")
     model.model.layers[0].self_attn.is_causal = False
     refused(model, "is_causal=False")
-
-
-def test_calling_the_model_while_an_engine_is_open_says_what_to_do():
-    model = build("llama")
-    with make_engine(model), pytest.raises(InvalidArgumentError, match=r"Engine\.close\(\)"):
-        model(torch.tensor([[1, 2, 3]]))
-    model(torch.tensor([[1, 2, 3]]))
-
-
-def test_the_model_gets_its_attention_back_from_the_last_engine():
-    model = build("llama")
-    model.set_attn_implementation("eager")
-    first, second = make_engine(model), make_engine(model)
-    first.close()
-    with second.session() as session:
-        session.prefill(prompt(40))
-    assert model.config._attn_implementation == "kvpager"
-    second.close()
-    assert model.config._attn_implementation == "eager"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +11,7 @@ import transformers
 from reference_models import COMMON, VOCAB, build
 
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
-from kvpager.hf import Attachment, find_rotation, packed_inputs, running, same_bits
+from kvpager.hf import attach, find_rotation, packed_inputs, running, same_bits
 from kvpager.hf.observe import Recorder
 from kvpager.hf.rotation import Rotation
 
@@ -76,18 +75,9 @@ def shaped(name, dtype="float32", **changes):
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-@contextmanager
-def attached(model):
-    attachment = Attachment(model)
-    try:
-        yield
-    finally:
-        attachment.release()
-
-
 def mover_of(model):
-    with attached(model):
-        return find_rotation(model)
+    attach(model)
+    return find_rotation(model)
 
 
 def own_keys(model, tokens, positions):
@@ -101,7 +91,8 @@ def own_keys(model, tokens, positions):
 def seen_by_attention(model, tokens, positions):
     """q, k and v of each layer, [n, heads, dim], for tokens [n], each alone."""
     seen = Recorder()
-    with attached(model), torch.no_grad(), running(seen):
+    attach(model)
+    with torch.no_grad(), running(seen):
         model.get_decoder()(**packed_inputs(tokens, positions))
     return seen.calls
 
@@ -315,7 +306,8 @@ def test_layers_of_the_same_frequencies_share_their_angles(name, tables, monkeyp
 
 
 def refused(model, *words):
-    with attached(model), pytest.raises(UnsupportedModelError) as error:
+    attach(model)
+    with pytest.raises(UnsupportedModelError) as error:
         find_rotation(model)
     for word in (type(model).__name__, *words):
         assert word in str(error.value)

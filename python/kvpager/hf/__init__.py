@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpager.hf.attach import Attachment
+from kvpager.hf.attach import attach
 from kvpager.hf.attention import NAME, running
 from kvpager.hf.bits import same_bits
 from kvpager.hf.head import HEAD_ROWS, Head
@@ -18,7 +18,6 @@ from kvpager.hf.support import check_supported
 __all__ = [
     "HEAD_ROWS",
     "NAME",
-    "Attachment",
     "Dropped",
     "Head",
     "KeyMover",
@@ -26,6 +25,7 @@ __all__ = [
     "RowCounts",
     "RowProof",
     "ShapeReport",
+    "attach",
     "check_supported",
     "dummy_mask",
     "find_rotation",

@@ -18,6 +18,7 @@ from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf.attention import running
 from kvpager.hf.bits import same_bits
 from kvpager.hf.head import HEAD_ROWS, Head
+from kvpager.hf.hooks import Watch
 from kvpager.hf.observe import Observation, Recorder
 from kvpager.hf.recurrent import Recurrence
 from kvpager.hf.rows import RowCounts
@@ -33,7 +34,7 @@ def settle_states(model: Any, chunk_tokens: int) -> tuple[Observation, RowCounts
     A forward has a chunk's rows. Where layers go on from a state with one row only, it has one.
 
     Args:
-        model: a causal LM that `check_supported` accepted and whose attention is kvpager's.
+        model: a causal LM that `check_supported` accepted and `attach` knows.
         chunk_tokens: rows of a chunk.
 
     Raises:
@@ -127,14 +128,9 @@ class _Trial:
             hidden: torch.Tensor = self.model.get_decoder()(**inputs)[0][0]
             return hidden
         seen: list[torch.Tensor] = []
-        handle = self.model.get_decoder().register_forward_hook(
-            lambda module, arguments, output: seen.append(output[0][0])
-        )
         keep = torch.arange(HEAD_ROWS, device=self.model.device) % rows
-        try:
+        with Watch(self.model.get_decoder(), lambda _, args, out: seen.append(out[0][0])):
             logits = self.model(**inputs, logits_to_keep=keep).logits[0]
-        finally:
-            handle.remove()
         ours = Head(self.model)(seen[0], keep.tolist())
         if not same_bits(logits, ours.to(logits.dtype)):
             raise UnsupportedModelError(

@@ -57,6 +57,11 @@ def running(forward: RowAttention) -> Iterator[None]:
         _running.reset(token)
 
 
+def is_running() -> bool:
+    """Whether attention calls in this context belong to a forward of an engine, or to a probe."""
+    return _running.get() is not None
+
+
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -87,8 +92,9 @@ def attention(
     forward = _running.get()
     if forward is None:
         raise InvalidArgumentError(
-            'attention implementation "kvpager" was called outside an engine\'s forward; use '
-            'Engine(model).session(), or model.set_attn_implementation("sdpa") after Engine.close()'
+            f'the configuration of {_name(module)} names attention implementation "{NAME}", which '
+            "works inside an engine's forward alone and needs no such name; call "
+            'model.set_attn_implementation("sdpa")'
         )
     _check_call(module, query, dropout, kwargs)
     out = forward.attend(

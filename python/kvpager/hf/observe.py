@@ -14,6 +14,7 @@ from kvpager.hf.attention import running
 from kvpager.hf.bits import same_bits
 from kvpager.hf.cancelling import line_bytes
 from kvpager.hf.head import HEAD_ROWS, Head
+from kvpager.hf.hooks import Watch
 from kvpager.hf.support import has_expert_weights
 
 LayerTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -108,7 +109,7 @@ class Observation:
 def observe(model: Any, rows: int) -> Observation:
     """One forward of `rows` rows through the model's own head, which is compared with ours.
 
-    The model's attention must be kvpager's (see attach.py).
+    REQUIRES: `attach(model)`. Other threads may run the model meanwhile.
 
     Raises:
         UnsupportedModelError: the model does not run on packed rows, or does something between its
@@ -165,17 +166,13 @@ def _watched(model: Any) -> Iterator[_Seen]:
             seen.calls[key] = Call(module, _kept(args), _kept(kwargs))
         seen.calls[key].names.append(names[id(module)])
 
-    handles = [decoder.register_forward_hook(note_hidden)]
-    handles += [
-        module.register_forward_pre_hook(note_call, with_kwargs=True)
+    modules = [
+        module
         for module in decoder.modules()
         if not any(module.children()) or has_expert_weights(module)
     ]
-    try:
+    with Watch(decoder, note_hidden, modules, note_call):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -51,7 +51,7 @@ def prove(model: Any, seen: Observation, small_rows: str | tuple[int, ...] = "pr
     """The row counts that forwards may have beside that of the one that was observed, M.
 
     Args:
-        model: a causal LM whose attention is kvpager's (see attach.py).
+        model: a causal LM that `attach` knows.
         seen: a forward of M rows of it.
         small_rows: "proven" for a few counts of those that can be proven, "fixed" for none, or
             the counts to prove.

@@ -110,7 +110,7 @@ def find_rotation(model: Any) -> KeyMover:
     and of options are not believed.
 
     Args:
-        model: a causal LM that `check_supported` accepted and whose attention is kvpager's. No
+        model: a causal LM that `check_supported` accepted and `attach` knows. No
             other forward may run meanwhile.
 
     Raises:

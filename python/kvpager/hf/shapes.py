@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvpager.hf.attach import Attachment
+from kvpager.hf.attach import attach
 from kvpager.hf.observe import observe
 from kvpager.hf.rows import HEAD_COUNTS
 from kvpager.hf.rowwise import RowwiseProbe, Sample
@@ -63,15 +63,12 @@ def probe_shapes(model: Any, rows: int, *, thread_counts: Sequence[int] = ()) ->
     Raises:
         UnsupportedModelError: the model does not run on packed rows at all.
     """
-    attachment = Attachment(model)
-    try:
-        seen = observe(model, rows)
-        with torch.inference_mode():
-            reports = [_report(unit, _counts(unit, rows), thread_counts) for unit in units_of(seen)]
-            head = head_unit(model, seen)
-            reports.append(_report(head, HEAD_COUNTS, thread_counts))
-    finally:
-        attachment.release()
+    attach(model)
+    seen = observe(model, rows)
+    with torch.inference_mode():
+        reports = [_report(unit, _counts(unit, rows), thread_counts) for unit in units_of(seen)]
+        head = head_unit(model, seen)
+        reports.append(_report(head, HEAD_COUNTS, thread_counts))
     return reports
 
 

@@ -29,7 +29,7 @@ def settle_rows(
     """Runs the model on made-up tokens; returns that forward and the row counts to use.
 
     Args:
-        model: a causal LM that `check_supported` accepted and whose attention is kvpager's.
+        model: a causal LM that `check_supported` accepted and `attach` knows.
         choices: what M may be, best first; the last is taken for want of a better.
         small_rows: as in `PagerConfig`.
         exact: False: nothing is proven, M is the first choice.

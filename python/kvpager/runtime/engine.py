@@ -20,8 +20,8 @@ from kvpager.errors import (
     InvalidArgumentError,
 )
 from kvpager.hf import (
-    Attachment,
     RowProof,
+    attach,
     check_supported,
     layout_of,
     settle_rows,
@@ -79,9 +79,10 @@ class Engine:
     A model on a GPU (`model.to("cuda")`) is paged there, on torch's current stream; logits come to
     the CPU once per forward, where tokens are chosen.
 
-    While an engine is open the model's attention is kvpager's, and its weights must not change;
-    `close` (or leaving the `with` block) gives the model back as it was. One thread at a time per
-    session; forwards of different sessions take turns.
+    The model stays its owner's: `model()` and `model.generate` are what they were, also while an
+    engine is open and in other threads; only its weights must not change. `close` (or leaving the
+    `with` block) ends the sessions and frees the pool. One thread at a time per session; forwards
+    of different sessions take turns.
 
     Example:
         >>> engine = Engine(model, PagerConfig(pool_tokens=2048, selection=TopK(chunks=32)))
@@ -145,12 +146,8 @@ class Engine:
         if not isinstance(salt, str):
             raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
         self.salt = salt
-        if threads is not None:
-            if type(threads) is not int or threads < 1:
-                raise InvalidArgumentError(
-                    f"threads is {threads!r}; expected an integer, 1 or more"
-                )
-            torch.set_num_threads(threads)
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise InvalidArgumentError(f"threads is {threads!r}; expected an integer, 1 or more")
         check_store(store)
         self.store = store
         self.vocab_size = vocab_size(self.model)
@@ -167,8 +164,12 @@ class Engine:
         )
         self.drafting: Drafting | None = None
         self._speculation = SpeculationStats()
-        self._attachment = Attachment(self.model)
+        self._closed = False
+        attach(self.model)
+        threads_before = torch.get_num_threads()
         try:
+            if threads is not None:
+                torch.set_num_threads(threads)
             self.recurrence: Recurrence | None = None
             if is_recurrent(self.model):
                 seen, self.row_counts, self.recurrence = settle_states(self.model, choices[0])
@@ -213,7 +214,8 @@ class Engine:
             if draft is not None:
                 self.drafting = open_draft(draft, self)
         except BaseException:
-            self._attachment.release()
+            if threads is not None:
+                torch.set_num_threads(threads_before)
             raise
         self.runner = Runner(self.model, self.pager, self.row_counts, self.recurrence)
         if verify:
@@ -605,10 +607,10 @@ class Engine:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._attachment.released
+        return self._closed
 
     def close(self) -> None:
-        """Closes every session and the pager, and gives the model its own attention back.
+        """Closes every session and the pager.
 
         Saves that still run are waited for.
         """
@@ -621,7 +623,7 @@ class Engine:
             self.segments.forget()
             self.pager.close()
         finally:
-            self._attachment.release()
+            self._closed = True
             if self.draft is not None:
                 self.draft.close()
 

@@ -7,6 +7,7 @@ from mutants.catalogue.devices import DEVICES
 from mutants.catalogue.drafts import DRAFTS
 from mutants.catalogue.given import GIVEN_ROWS
 from mutants.catalogue.identity import IDENTITY
+from mutants.catalogue.lifetimes import LIFETIMES
 from mutants.catalogue.machine import MACHINE
 from mutants.catalogue.paging import PAGING
 from mutants.catalogue.probes import PROBES
@@ -34,6 +35,7 @@ CATALOGUE = (
     *SEGMENT_MUTANTS,
     *SEGMENT_COMMANDS,
     *RUNTIME,
+    *LIFETIMES,
     *SAMPLING,
     *COMPANIONS,
     *DRAFTS,

@@ -1,0 +1,99 @@
+"""Hooks on a live model that only see the calls of whoever put them there.
+
+Other threads may be running the same modules meanwhile: their calls pass by, and neither see nor
+break anything. What a `with` block put there is gone after it, whatever interrupted it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+
+# (module, args, kwargs) before a call; (module, args, output) after it.
+Note: TypeAlias = Callable[[torch.nn.Module, Any, Any], None]
+
+_watching: ContextVar[object] = ContextVar("kvpager_watching", default=None)
+# Where torch keeps a module's hooks, by number.
+_PLACES = ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+
+
+class OwnHook:
+    """A hook of kvpager, there for one forward; whoever compares a model's hooks leaves it out."""
+
+    def __init__(self, watch: object, note: Note) -> None:
+        self._watch = watch
+        self._note = note
+
+    def __call__(self, module: torch.nn.Module, args: Any, rest: Any = None) -> None:
+        """`rest` is missing where a thread was about to call the hook as it was removed."""
+        if _watching.get() is self._watch:
+            self._note(module, args, rest)
+
+
+class Watch:
+    """While entered, notes calls of modules in this thread (context).
+
+    before: told of each call of `modules`, with its arguments. after: told of each output of
+    `whole`.
+    """
+
+    def __init__(
+        self,
+        whole: torch.nn.Module,
+        after: Note,
+        modules: Iterable[torch.nn.Module] = (),
+        before: Note | None = None,
+    ) -> None:
+        self._whole = whole
+        self._modules = list(modules)
+        mark = object()  # hooks are kept by modules, and must not keep this alive
+        self._mark = mark
+        self._after = OwnHook(mark, after)
+        self._before = None if before is None else OwnHook(mark, before)
+        self._token: Token[object] | None = None
+        hooks = [hook for hook in (self._after, self._before) if hook is not None]
+        # An interruption may strike in the middle of entering or of leaving.
+        self._removal = weakref.finalize(self, _remove, [whole, *self._modules], hooks)
+        self._removal.atexit = False
+
+    def __enter__(self) -> Watch:
+        try:
+            self._token = _watching.set(self._mark)
+            self._whole.register_forward_hook(self._after)
+            if self._before is not None:
+                for module in self._modules:
+                    module.register_forward_pre_hook(self._before, with_kwargs=True)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._token is not None:
+            _watching.reset(self._token)
+            self._token = None
+        self._removal()
+
+
+def _remove(modules: list[torch.nn.Module], hooks: list[OwnHook]) -> None:
+    """Takes hooks off, wherever registering them had come."""
+    for module in modules:
+        for place in _PLACES:
+            own: dict[int, Any] = getattr(module, place)
+            numbers = [number for number, hook in list(own.items()) if hook in hooks]
+            for number in numbers:
+                for other in _PLACES:
+                    getattr(module, other).pop(number, None)

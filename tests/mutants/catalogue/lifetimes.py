@@ -1,0 +1,51 @@
+"""What is taken is given back on every path: models, hooks, room, requests, seeds."""
+
+from mutants.mutant import Mutant
+
+BESIDE = "model/test_model_beside_engines.py::"
+
+LIFETIMES = (
+    Mutant(
+        name="open-models-attend-through-kvpager",
+        breaks="outside an engine's forward a model attends as its owner had it",
+        file="python/kvpager/hf/attach.py",
+        old="            return NAME if is_running() and id(config) in _known else told(config)\n",
+        new="            return NAME if id(config) in _known else told(config)\n",
+        killers=(
+            BESIDE + "test_a_model_answers_with_the_same_bits_while_engines_are_open[llama-sdpa]",
+            BESIDE + "test_an_engine_that_nobody_closed_is_collected_and_harms_nobody",
+        ),
+    ),
+    Mutant(
+        name="a-forward-takes-every-models-attention",
+        breaks="a forward of an engine changes the attention of its own model alone",
+        file="python/kvpager/hf/attach.py",
+        old="            return NAME if is_running() and id(config) in _known else told(config)\n",
+        new="            return NAME if is_running() else told(config)\n",
+        killers=(BESIDE + "test_a_model_that_is_run_inside_a_forward_has_its_own_attention",),
+    ),
+    Mutant(
+        name="compiled-models-ask-what-runs",
+        breaks="a model can be compiled by its owner while an engine is open",
+        file="python/kvpager/hf/attach.py",
+        old="            if torch.compiler.is_compiling():",
+        new="            if config is None:",
+        killers=(BESIDE + "test_a_compiled_copy_of_the_model_works_beside_an_engine",),
+    ),
+    Mutant(
+        name="a-start-watches-every-thread",
+        breaks="an engine's start sees its own calls of the model's modules, and no other thread's",
+        file="python/kvpager/hf/hooks.py",
+        old="        if _watching.get() is self._watch:\n",
+        new="        if self._watch is not None:\n",
+        killers=(BESIDE + "test_engines_are_made_beside_threads_that_run_the_model",),
+    ),
+    Mutant(
+        name="an-interrupted-start-leaves-its-hooks",
+        breaks="a model has no hooks of an engine's start after it, whatever interrupted it",
+        file="python/kvpager/hf/hooks.py",
+        old="        self._removal()\n",
+        new="        self._removal.detach()\n",
+        killers=(BESIDE + "test_engines_are_made_beside_threads_that_run_the_model",),
+    ),
+)
