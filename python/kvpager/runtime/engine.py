@@ -32,7 +32,7 @@ from kvpager.hf.rotary import KeyMover
 from kvpager.pager import Pager, Sequence
 from kvpager.runtime.checkpoints import Checkpoints
 from kvpager.runtime.completion import Completion
-from kvpager.runtime.decode import decode
+from kvpager.runtime.decode import TokenIterator
 from kvpager.runtime.draft import DraftModel, open_draft
 from kvpager.runtime.drafting import Drafting, draft_stats
 from kvpager.runtime.group import TrimCounters
@@ -60,7 +60,14 @@ from kvpager.runtime.segments.segment import Segment
 from kvpager.runtime.segments.shelf import Segments
 from kvpager.runtime.session import Session
 from kvpager.runtime.speculation import Speculate, SpeculationStats
-from kvpager.runtime.stream import MODEL_EOS, EndTokens, GeneratedToken, Generation, seeds_of
+from kvpager.runtime.stream import (
+    MODEL_EOS,
+    EndTokens,
+    GeneratedToken,
+    Generation,
+    Stream,
+    seeds_of,
+)
 from kvpager.runtime.tokens import TokenIdsLike, as_token_ids
 from kvpager.stores import SnapshotStore
 
@@ -426,21 +433,40 @@ class Engine:
         that share a seed draw alike. The other arguments are those of `Session.generate`, for each
         session.
         """
-        self.check_open()
-        sessions = list(sessions)
-        if len({id(session) for session in sessions}) != len(sessions):
-            raise InvalidArgumentError("a session is named twice; expected each once")
-        generation = Generation.checked(
-            self,
+        streams = self._begin(
+            list(sessions),
             max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            seed=seed,
             eos=eos,
             stop=stop,
             speculate=speculate,
             logprobs=logprobs,
         )
+        return TokenIterator(self, streams, lambda step: step)
+
+    def generate_alone(
+        self, session: Session, max_new_tokens: int, **options: Any
+    ) -> Iterator[Any]:
+        """See `Session.generate`."""
+        streams = self._begin([session], max_new_tokens, **options)
+        return TokenIterator(self, streams, lambda step: step[1])
+
+    def _begin(
+        self,
+        sessions: list[Session],
+        max_new_tokens: int,
+        *,
+        seed: int | Iterable[int] | None,
+        **options: Any,
+    ) -> list[Stream]:
+        """The streams of a generation, with room for all of it. Options: as for `generate`."""
+        self.check_open()
+        if len({id(session) for session in sessions}) != len(sessions):
+            raise InvalidArgumentError("a session is named twice; expected each once")
+        generation = Generation.checked(self, max_new_tokens, **options)
         seeds = seeds_of(seed, [session.sampling.seed for session in sessions])
         streams = [generation.stream(session, seed) for session, seed in zip(sessions, seeds)]
         for session in sessions:
@@ -449,11 +475,16 @@ class Engine:
                 raise InvalidArgumentError(
                     "generate: the session is empty; call prefill(ids) first"
                 )
-        for session in sessions:
-            session.reserve(session.length + max_new_tokens)
+        try:
+            for stream in streams:
+                stream.reserve()
+        except BaseException:
+            for stream in streams:
+                stream.leave()
+            raise
         for session in sessions:
             session.generation_start = session.length
-        return decode(self, streams)
+        return streams
 
     def run(
         self,

@@ -15,6 +15,7 @@ from kvpager.runtime.tokens import TokenIds
 
 if TYPE_CHECKING:
     from kvpager.runtime.engine import Engine
+    from kvpager.runtime.room import Room
     from kvpager.runtime.session import Session
 
 
@@ -30,7 +31,7 @@ class Feed:
         self.session = session
         self.ids = ids
         self.served = 0
-        self._total = len(ids)  # tokens that room is held for
+        self._room: Room | None = None
         self._fresh = not session.committed  # no row of it has been computed
         # Tokens of whole chunks in common with other prompts.
         self._common: weakref.WeakKeyDictionary[Feed, int] = weakref.WeakKeyDictionary()
@@ -48,12 +49,13 @@ class Feed:
     def admit(self, engine: Engine, total_tokens: int | None = None) -> None:
         """Holds lower-tier room for the whole prompt, less what is shared; or changes nothing.
 
+        REQUIRES: `leave` is called some time, if this returns.
+
         total_tokens: hold room for so many instead.
         """
         session = self.session
         empty = not self.done
         text = session.tokens if empty else None
-        self._total = len(self.ids) if total_tokens is None else total_tokens
         session.settle()
         self.adopt(engine)
         # K/V of a model with recurrent layers are of no use without a state after them.
@@ -63,11 +65,17 @@ class Feed:
             session.note_adopted(found, session.committed - found)
             self._fresh = self._fresh and not session.restored_tokens
         try:
-            session.sequence.reserve(self._total)
+            self._room = session.reserve(len(self.ids) if total_tokens is None else total_tokens)
         except BaseException:
             if empty:
                 session.hold(engine.pager.sequence(salt=session.sequence.salt), text=text)
             raise
+
+    def leave(self) -> None:
+        """Gives the room back that is left of what was held. Twice is harmless."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.release()
 
     def adopt(self, engine: Engine) -> None:
         """Before a session's first row: shares what the pager holds of its prompt by now."""
@@ -105,7 +113,7 @@ class Feed:
         longer = engine.pager.sequence(salt=self.session.sequence.salt)
         try:
             if longer.adopt_prefix(self.ids) > self.done:
-                longer.reserve(self._total)
+                longer.reserve(len(self.ids) if self._room is None else self._room.total_tokens)
                 done = self.done
                 self.session.hold(longer)
                 self.session.note_adopted(done, self.done - done)

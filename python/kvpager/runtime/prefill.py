@@ -35,16 +35,20 @@ def prefill_all(
         check_extends(feed.session, feed.ids)
     total = sum(len(feed.ids) for feed in feeds)
     with reporting(progress, "prefill", total) as report:
-        for feed in feeds:
-            feed.admit(engine)
-        report(sum(feed.done for feed in feeds))
-        while pending := [feed for feed in feeds if feed.left]:
-            try:
-                advance(engine, feeds=pending)
-            except CapacityError:
-                if not _advance_one(engine, pending):
-                    raise
+        try:
+            for feed in feeds:
+                feed.admit(engine)
             report(sum(feed.done for feed in feeds))
+            while pending := [feed for feed in feeds if feed.left]:
+                try:
+                    advance(engine, feeds=pending)
+                except CapacityError:
+                    if not _advance_one(engine, pending):
+                        raise
+                report(sum(feed.done for feed in feeds))
+        finally:
+            for feed in feeds:
+                feed.leave()
     for feed in feeds:
         feed.session.note_used()  # also where the prompt was held already and nothing ran
 

@@ -66,6 +66,7 @@ class Request:
         self._done = 0  # tokens computed, once it is finished
         self._session: Session | None = None
         self._feed: Feed | None = None
+        self._fed: Feed | None = None  # the same when it is done: it holds the room
         self._stream: Stream | None = None
         if isinstance(prompt, np.ndarray):
             self.prompt_tokens = len(prompt)
@@ -149,7 +150,8 @@ class Request:
                 feed = Feed(session, np.append(self._prompt, self.tokens))
                 feed.admit(engine, len(feed.ids) + stream.remaining)
             else:
-                session.reserve(session.length + stream.remaining)
+                stream.session = session
+                stream.reserve()
         except BaseException:
             if session is not self.given_session:
                 session.close()
@@ -163,13 +165,14 @@ class Request:
         if self._session is None or self.given_session is not None:
             return False
         self._session.close()
+        self._leave()
         self._session = self._feed = None
         return True
 
     def fed(self) -> None:
         """The prompt is in the session: tokens follow."""
         self.feed.session.note_used()
-        self._feed = None
+        self._fed, self._feed = self._feed, None
 
     def sample(self) -> Token:
         """Produces the next token, remembers and tells it. REQUIRES: the session is ready."""
@@ -189,11 +192,10 @@ class Request:
         """Ends it: a session made for it is closed unless it is to be kept."""
         self._done = self.done
         session = self._session
-        if session is not None and not session.closed:
-            if self.given_session is None and (error is not None or not self._keep):
-                session.close()
-            else:
-                session.sequence.reserve(session.sequence.length)  # what was held is given back
+        unwanted = self.given_session is None and (error is not None or not self._keep)
+        if session is not None and unwanted:
+            session.close()
+        self._leave()
         kept = session if session is not None and not session.closed else self.given_session
         speculation = self._stream.speculation if self._stream is not None else None
         now = time.perf_counter()
@@ -214,7 +216,13 @@ class Request:
             total_s=now - self._submitted,
         )
         # A session holds logits, and requests may be many.
-        self._session = self._feed = self._stream = None
+        self._session = self._feed = self._fed = self._stream = None
+
+    def _leave(self) -> None:
+        """Gives back the room that was held for it."""
+        for holder in (self._feed, self._fed, self._stream):
+            if holder is not None:
+                holder.leave()
 
     def discard(self) -> None:
         """Closes the session that was made for it, kept or not."""

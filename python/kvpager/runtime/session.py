@@ -25,6 +25,7 @@ from kvpager.runtime.primary import PrimaryCache
 from kvpager.runtime.progress import Progress, check_progress, reporting_bytes
 from kvpager.runtime.recurrent import StateCursor
 from kvpager.runtime.repair import Repairs, repairing
+from kvpager.runtime.room import Room, Rooms
 from kvpager.runtime.sampling import Sampling
 from kvpager.runtime.saving import FrozenState, SaveHandle, Saves, destination
 from kvpager.runtime.segments.report import Assembly
@@ -92,6 +93,7 @@ class Session:
         self.tokens_computed = 0  # of prompts: rows that forwards committed, whatever they shared
         self.generation_start: int | None = None  # where the last generate() began
         self._saves = Saves()
+        self._rooms = Rooms(sequence)
         self._trims = engine.trims
         self.companions: list[DraftCompanion] = []  # other models' caches of the text
         self.states: StateCursor | None = None  # of recurrent layers
@@ -102,6 +104,7 @@ class Session:
 
     def _take(self, sequence: Sequence, restored_tokens: int) -> None:
         self.sequence = sequence
+        self._rooms.sequence = sequence
         self._cursor = Cursor(sequence)
         self.restored_tokens = restored_tokens  # positions that came from a snapshot or store
         self.restored_tokens_consumed = 0  # of those, how many have served in place of a prefill
@@ -271,8 +274,8 @@ class Session:
             NonFiniteError: from the iterator.
             CorruptSnapshotError: from the iterator, as for `prefill`; generate again to go on.
         """
-        stream = self.engine.generate_many(
-            [self],
+        return self.engine.generate_alone(
+            self,
             max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -283,7 +286,6 @@ class Session:
             speculate=speculate,
             logprobs=logprobs,
         )
-        return (token for _, token in stream)
 
     def trim(self, position: int) -> None:
         """Keeps the tokens [0, position), 0 <= position <= length.
@@ -344,15 +346,15 @@ class Session:
         if isinstance(options.get("eos"), Iterator):
             options["eos"] = list(options["eos"])
         check_generation(self.engine, max_new_tokens, options)
-        self.reserve(start + max_new_tokens)
-        text, begun = self.tokens, self.generation_start
-        self.trim(start)
-        try:
-            return self.generate(max_new_tokens, **options)
-        except BaseException:  # chunks that others hold as well made no room
-            self._cursor.owe(text)
-            self.generation_start = begun
-            raise
+        with self.reserve(start + max_new_tokens):
+            text, begun = self.tokens, self.generation_start
+            self.trim(start)
+            try:
+                return self.generate(max_new_tokens, **options)
+            except BaseException:  # chunks that others hold as well made no room
+                self._cursor.owe(text)
+                self.generation_start = begun
+                raise
 
     def update(self, ids: TokenIdsLike, *, progress: Progress = None) -> Reuse:
         """Makes the session hold exactly `ids`, whatever it held: the common beginning is kept.
@@ -594,9 +596,9 @@ class Session:
         found = max(0, min(start + count, self._reprefilled_to) - start)
         self._trims.tokens_reprefilled -= found
 
-    def reserve(self, total_tokens: int) -> None:
-        """Holds room to grow to so many tokens; what is ahead of the text may be more already."""
-        self.sequence.reserve(max(total_tokens, self.sequence.length))
+    def reserve(self, total_tokens: int) -> Room:
+        """Holds room to grow to so many tokens, until what is returned is released."""
+        return self._rooms.claim(total_tokens)
 
     def keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Remembers, in a copy, the logits after the last committed token."""

@@ -16,6 +16,7 @@ from kvpager.runtime.tokens import as_token_ids
 
 if TYPE_CHECKING:
     from kvpager.runtime.engine import Engine
+    from kvpager.runtime.room import Room
     from kvpager.runtime.session import Session
 
 MODEL_EOS = "model"
@@ -111,6 +112,17 @@ class Stream:
     speculation: Speculation | None
     logprobs: bool
     produced: list[int] = field(default_factory=list)
+    room: Room | None = None  # for all it may produce
+
+    def reserve(self) -> None:
+        """Holds room for what is left of its budget, until `leave`. Raises CapacityError."""
+        self.room = self.session.reserve(self.session.length + self.remaining)
+
+    def leave(self) -> None:
+        """Gives its room back; what it produced stays. Twice is harmless."""
+        room, self.room = self.room, None
+        if room is not None:
+            room.release()
 
     @property
     def finish(self) -> str | None:

@@ -273,9 +273,9 @@ COMPANIONS = (
     Mutant(
         name="what-is-ahead-must-fit-into-what-is-asked-for",
         breaks="an abandoned stream leaves nothing that a shorter generation would notice",
-        file="python/kvpager/runtime/session.py",
-        old="self.sequence.reserve(max(total_tokens, self.sequence.length))",
-        new="self.sequence.reserve(total_tokens)",
+        file="python/kvpager/runtime/room.py",
+        old="max([self.sequence.length, *(claim.total_tokens for claim in self._claims)])",
+        new="max(claim.total_tokens for claim in self._claims)",
         killers=(TRIM + "test_less_may_be_generated_than_an_abandoned_stream_has_ahead",),
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from mutants.mutant import Mutant
 
+ROOM = "model/test_room.py::"
 BESIDE = "model/test_model_beside_engines.py::"
 
 LIFETIMES = (
@@ -47,5 +48,45 @@ LIFETIMES = (
         old="        self._removal()\n",
         new="        self._removal.detach()\n",
         killers=(BESIDE + "test_engines_are_made_beside_threads_that_run_the_model",),
+    ),
+    Mutant(
+        name="a-text-that-ended-keeps-its-room",
+        breaks="room held for a text is given back with its last token",
+        file="python/kvpager/runtime/decode.py",
+        old="                if stream.finish is not None:\n                    stream.leave()\n",
+        new="",
+        killers=(ROOM + "test_room_is_given_back_with_the_last_token_not_after_it",),
+    ),
+    Mutant(
+        name="an-abandoned-text-keeps-its-room",
+        breaks="room held for a text is given back when nobody holds its iterator any more",
+        file="python/kvpager/runtime/decode.py",
+        old="        self._finalizer = weakref.finalize(self, _end, streams)\n",
+        new="        self._finalizer = weakref.finalize(self._steps, _end, [])\n",
+        killers=(ROOM + "test_an_abandoned_stream_holds_no_room[dropped-0]",),
+    ),
+    Mutant(
+        name="the-room-of-one-stream-is-anothers",
+        breaks="the end of one iterator gives back no room that another one holds",
+        file="python/kvpager/runtime/room.py",
+        old="                self.sequence.reserve(self._wanted())\n",
+        new="                self.sequence.reserve(self.sequence.length)\n",
+        killers=(ROOM + "test_a_stream_that_replaces_another_keeps_its_own_room",),
+    ),
+    Mutant(
+        name="a-failed-prefill-keeps-its-room",
+        breaks="a prefill that fails holds no room",
+        file="python/kvpager/runtime/prefill.py",
+        old="                feed.leave()\n",
+        new="                feed.done  # noqa: B018\n",
+        killers=(ROOM + "test_a_prefill_that_fails_holds_nothing",),
+    ),
+    Mutant(
+        name="a-finished-request-keeps-its-room",
+        breaks="a request that ends holds no room",
+        file="python/kvpager/runtime/request.py",
+        old="                holder.leave()\n",
+        new="                holder.session.length  # noqa: B018\n",
+        killers=(ROOM + "test_requests_that_end_early_hold_nothing",),
     ),
 )

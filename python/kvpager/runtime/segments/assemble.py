@@ -82,7 +82,11 @@ class _Assembling:
     def run(self, start: float) -> Assembly:
         """Fills the session. start: when the call began, of `time.perf_counter`."""
         session, text = self._session, self._text
-        session.reserve(len(text))  # refused before anything is computed
+        with session.reserve(len(text)):  # refused before anything is computed
+            return self._run(start)
+
+    def _run(self, start: float) -> Assembly:
+        session, text = self._session, self._text
         self._compute_prefix()
         chosen, probe_rows, probe_forwards = self._choose()
         live = chosen | ~self._moved
@@ -92,8 +96,8 @@ class _Assembling:
         self._prefill(exact)
         shared = exact - session.tokens_computed
         if exact < self._question:
-            session.reserve(len(text))
-            self._stitcher.extend(session.sequence, self._question, live, report=self._report)
+            with session.reserve(len(text)):  # prefill may have taken another sequence
+                self._stitcher.extend(session.sequence, self._question, live, report=self._report)
         self._prefill(len(text))
         report = Assembly(
             tokens=len(text),
