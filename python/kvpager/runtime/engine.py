@@ -27,8 +27,10 @@ from kvpager.hf import (
     settle_rows,
 )
 from kvpager.hf.aligned import settle_states
+from kvpager.hf.behaviour import behaviour_digest, behaviour_seen
 from kvpager.hf.recurrent import Recurrence, is_recurrent
 from kvpager.hf.rotary import KeyMover
+from kvpager.hf.watch import ModelWatch
 from kvpager.pager import Pager, Sequence
 from kvpager.runtime.checkpoints import Checkpoints
 from kvpager.runtime.completion import Completion
@@ -69,6 +71,7 @@ from kvpager.runtime.stream import (
     seeds_of,
 )
 from kvpager.runtime.tokens import TokenIdsLike, as_token_ids
+from kvpager.runtime.unchanged import Unchanged
 from kvpager.stores import SnapshotStore
 
 _log = logging.getLogger(__name__)
@@ -177,6 +180,7 @@ class Engine:
         try:
             if threads is not None:
                 torch.set_num_threads(threads)
+            self._watch = ModelWatch(self.model)
             self.recurrence: Recurrence | None = None
             if is_recurrent(self.model):
                 seen, self.row_counts, self.recurrence = settle_states(self.model, choices[0])
@@ -205,8 +209,13 @@ class Engine:
                     kernel_version=kernel_version,
                     salt=salt,
                     aligned=self.recurrence is not None,
+                    behaviour=behaviour_seen(self.model, seen)
+                    if self.recurrence is not None
+                    else behaviour_digest(self.model, self.row_counts),
                     progress=report,
                 )
+            self._watch.learn()
+            self._watch.check(thorough=True)
             self.pager = Pager(
                 self.layout,
                 self.config,
@@ -224,7 +233,7 @@ class Engine:
             if threads is not None:
                 torch.set_num_threads(threads_before)
             raise
-        self.runner = Runner(self.model, self.pager, self.row_counts, self.recurrence)
+        self.runner = self._runner()
         if verify:
             self._verify()
         _log.info(
@@ -622,6 +631,10 @@ class Engine:
         """M, the most rows of a forward."""
         return self.row_counts.rows
 
+    def _runner(self) -> Runner:
+        unchanged = Unchanged(self.model, self._watch)
+        return Runner(self.model, self.pager, self.row_counts, unchanged, self.recurrence)
+
     def _verify(self) -> None:
         from kvpager.verify.start import verify_engine  # which imports this module
 
@@ -629,7 +642,7 @@ class Engine:
             verify_engine(self)
             self.pager.reset()  # what it left behind
             self.checkpoints.clear()
-            self.runner = Runner(self.model, self.pager, self.row_counts, self.recurrence)
+            self.runner = self._runner()
             self._speculation = SpeculationStats()
         except BaseException:
             self.close()

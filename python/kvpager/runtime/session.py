@@ -491,6 +491,7 @@ class Session:
             raise InvalidArgumentError(
                 f"upto is {upto!r}; expected 1 to {self.length}, the tokens the session holds"
             )
+        self.engine.runner.unchanged.check_model(thorough=True)
         content = self._freeze(min(upto, self._cursor.told))
         released = ReleasedText.of_content(content)
         values: dict[str, object] = {

@@ -3,6 +3,8 @@
 from mutants.mutant import Mutant
 
 NAMES = "model/test_segment_names.py::"
+CHANGED = "model/test_changed_models.py::"
+NOTICED = CHANGED + "test_a_changed_model_is_noticed_before_anything_is_adopted_saved_or_committed"
 
 IDENTITY = (
     Mutant(
@@ -40,6 +42,103 @@ IDENTITY = (
         killers=(
             NAMES + "test_a_snapshot_under_anothers_name_in_a_directory_store_is_refused",
             NAMES + "test_a_segment_under_anothers_name_is_refused_and_never_assembled",
+        ),
+    ),
+    Mutant(
+        name="hooks-may-be-added-under-an-engine",
+        breaks="a hook that is added under an open engine is noticed",
+        file="python/kvpager/hf/structure.py",
+        old='        if kind == "hooks":\n',
+        new='        if kind == "hooks":\n            return None\n        if kind == "hooks":\n',
+        killers=(f"{NOTICED}[hook added]", f"{NOTICED}[pre-hook added]"),
+    ),
+    Mutant(
+        name="adapters-settings-are-not-looked-into",
+        breaks="another scaling of an adapter is noticed",
+        file="python/kvpager/hf/structure.py",
+        old="        if depth == 0 or not isinstance(value, (dict, list)):\n",
+        new="        if depth or not isinstance(value, (dict, list)):\n",
+        killers=(f"{NOTICED}[another scaling]",),
+    ),
+    Mutant(
+        name="data-may-be-put-in-the-place-of-others",
+        breaks="a parameter with other memory is noticed",
+        file="python/kvpager/hf/watch.py",
+        old="        if list(map(_ADDRESS, self._tensors)) != self._addresses:\n",
+        new="        if False:\n",
+        killers=(f"{NOTICED}[data replaced]",),
+    ),
+    Mutant(
+        name="weights-are-not-read-again",
+        breaks="weights that are written through .data are noticed",
+        file="python/kvpager/hf/contents.py",
+        old="        found = self._watch.sample(_THOROUGH if thorough else 1)\n",
+        new="        found = -1\n",
+        killers=(f"{NOTICED}[data of one tensor written]", f"{NOTICED}[weights synchronised]"),
+    ),
+    Mutant(
+        name="nothing-is-read-in-turns",
+        breaks="one element of a weight that is written through .data is seen within a round",
+        file="python/kvpager/hf/contents.py",
+        old="            found = self._watch.sweep(self._bytes)\n",
+        new="            found = self._watch.sweep(0)\n",
+        killers=(CHANGED + "test_one_element_is_seen_within_a_round_of_forwards",),
+    ),
+    Mutant(
+        name="the-model-is-not-looked-at-after-a-forward",
+        breaks="what a changed model computes is not committed",
+        file="python/kvpager/runtime/runner.py",
+        old="                self.unchanged.check_model()\n                accepted",
+        new="                accepted",
+        killers=(
+            CHANGED
+            + "test_a_change_by_another_thread_while_a_forward_runs_is_not_committed[hook added]",
+        ),
+    ),
+    Mutant(
+        name="chunks-of-the-model-before-are-adopted",
+        breaks="nothing is adopted under a changed model",
+        file="python/kvpager/runtime/feed.py",
+        old="        engine.runner.unchanged.check_model(thorough=True)\n",
+        new="",
+        killers=(f"{NOTICED}[hook added]",),
+    ),
+    Mutant(
+        name="a-changed-model-is-saved-under-its-old-name",
+        breaks="nothing is saved under a changed model",
+        file="python/kvpager/runtime/session.py",
+        old="        self.engine.runner.unchanged.check_model(thorough=True)\n",
+        new="",
+        killers=(f"{NOTICED}[hook added]",),
+    ),
+    Mutant(
+        name="adapters-are-no-part-of-the-fingerprint",
+        breaks="another active adapter is another fingerprint",
+        file="python/kvpager/hf/additions.py",
+        old="    if not found:\n",
+        new="    if found:\n",
+        killers=(
+            CHANGED + "test_adapters_have_fingerprints_of_their_own_that_every_process_gives",
+        ),
+    ),
+    Mutant(
+        name="what-a-model-does-is-not-looked-at",
+        breaks="two models that differ in what a hook does have two fingerprints",
+        file="python/kvpager/hf/behaviour.py",
+        old="        _add(summary, (hidden[:used], logits))\n",
+        new="",
+        killers=(
+            CHANGED + "test_a_hook_with_the_same_name_and_another_effect_is_seen_by_what_it_does",
+        ),
+    ),
+    Mutant(
+        name="another-behaviour-alone-is-waived",
+        breaks="behaviour is waived only with the numerics it follows",
+        file="python/kvpager/fingerprint.py",
+        old="waivable = name in WAIVABLE or (numerics and name in _FOLLOWING)",
+        new="waivable = name in WAIVABLE or name in _FOLLOWING",
+        killers=(
+            "model/test_fingerprint.py::test_behaviour_is_waived_with_numerics_and_never_alone",
         ),
     ),
 )
