@@ -61,9 +61,14 @@ class ModelWatch:
                 what=what,
             )
 
-    def objects_changed(self) -> bool:
-        """Whether something was changed that can be seen without reading bytes."""
-        return self._objects_changed() is not None
+    def same_places(self) -> bool:
+        """Whether nothing but the values of weights can have changed."""
+        return (
+            self._structure.changed() is None
+            and list(map(_ADDRESS, self._tensors)) == self._addresses
+            and list(map(_STRIDES, self._tensors)) == self._strides
+            and list(map(kind_of, self._tensors)) == self._kinds
+        )
 
     def _objects_changed(self) -> str | None:
         what = self._structure.changed()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -174,6 +174,12 @@ class Runner:
             self.rows_used += batch.used
             self.seconds += time.perf_counter() - start
         return heard.layers
+
+    @contextmanager
+    def between_forwards(self) -> Iterator[None]:
+        """Keeps forwards from beginning, once the running one has ended."""
+        with self._lock:
+            yield
 
     def find_rotation(self) -> KeyMover:
         """How position enters the model's keys, found out between two forwards."""

@@ -654,6 +654,13 @@ class Session:
         self._cursor.owe(text)
         self.engine.register(self)
 
+    def begin_anew(self, sequence: Sequence, text: TokenIds, pending: int | None) -> None:
+        """Goes on over an empty sequence, with all of its text owed: what it held is of no use."""
+        self.hold(sequence, text=text)
+        self.keep_pending(pending)
+        self.repairs = Repairs(tokens=self.repairs.tokens)
+        self.assembly = None
+
     def keep_pending(self, token: int | None) -> None:
         """Makes a token the pending one: sampled after the committed ones, but not here."""
         self._cursor.keep_pending(token)

@@ -3,6 +3,7 @@
 from mutants.mutant import Mutant
 
 NAMES = "model/test_segment_names.py::"
+RENEWED = "model/test_weights_changed.py::"
 CHANGED = "model/test_changed_models.py::"
 NOTICED = CHANGED + "test_a_changed_model_is_noticed_before_anything_is_adopted_saved_or_committed"
 
@@ -140,5 +141,45 @@ IDENTITY = (
         killers=(
             "model/test_fingerprint.py::test_behaviour_is_waived_with_numerics_and_never_alone",
         ),
+    ),
+    Mutant(
+        name="what-was-computed-of-the-old-model-stays",
+        breaks="after weights_changed nothing of the old model is used",
+        file="python/kvpager/runtime/renewal.py",
+        old="    engine.open_pager()\n    for session, (text, pending) in zip(sessions, texts):\n",
+        new="    for session, (text, pending) in zip(sessions, texts):\n",
+        killers=(RENEWED + "test_nothing_of_the_old_model_is_found_again",),
+    ),
+    Mutant(
+        name="states-of-the-old-model-stay",
+        breaks="after weights_changed no checkpoint of the old model is used",
+        file="python/kvpager/runtime/renewal.py",
+        old="    engine.checkpoints.clear()\n",
+        new="",
+        killers=(RENEWED + "test_recurrent_states_are_forgotten_with_the_chunks",),
+    ),
+    Mutant(
+        name="row-counts-of-the-old-model-stay",
+        breaks="after weights_changed an engine has the row counts and the layout of a new one",
+        file="python/kvpager/runtime/renewal.py",
+        old='        engine.identify(progress, proven=before["_watch"].same_places())\n',
+        new="        engine.identify(progress, proven=True)\n",
+        killers=(f"{RENEWED}test_everything_after_it_has_the_bits_of_a_new_engine[another dtype]",),
+    ),
+    Mutant(
+        name="a-refused-model-is-half-known",
+        breaks="a weights_changed that fails leaves the engine as it was",
+        file="python/kvpager/runtime/renewal.py",
+        old="            setattr(engine, name, value)\n        raise\n",
+        new="            break\n        raise\n",
+        killers=(RENEWED + "test_another_vocabulary_than_the_drafts_is_refused",),
+    ),
+    Mutant(
+        name="segments-keep-no-text",
+        breaks="a segment is computed again when it is used after weights_changed",
+        file="python/kvpager/runtime/segments/segment.py",
+        old="        if self._session is not None and self._session.owed.size:\n",
+        new="        if False:\n",
+        killers=(RENEWED + "test_segments_are_computed_again_when_they_are_used",),
     ),
 )
