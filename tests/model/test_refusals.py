@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import transformers
 from reference_models import COMMON, build, make_engine, prompt
 
 from kvpager import InvalidArgumentError, UnsupportedModelError
+from kvpager.hf.support import check_supported, has_experts
 
 
 def refused(model, *words):
@@ -111,6 +114,154 @@ def test_dtypes_without_a_kernel_are_refused():
     refused(build("llama").double(), "float64", "bfloat16")
 
 
+def test_a_weight_of_another_dtype_is_named():
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.double()
+    refused(model, "model.layers.1.mlp.up_proj.weight is float64", "dtype=torch.float32")
+
+
+def test_norms_in_float32_beside_a_model_of_sixteen_bits_are_accepted():
+    model = build("llama", "bfloat16")
+    check_supported(model)
+    model.model.norm.float()
+    check_supported(model)
+
+
+class Packed(torch.Tensor):
+    """A weight that says it is float32 and is kept otherwise, as libraries of quantisation do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_weights_of_another_kind_of_tensor_are_refused_and_named():
+    model = build("llama")
+    projection = model.model.layers[0].self_attn.q_proj
+    packed = projection.weight.detach().as_subclass(Packed)
+    projection.weight = torch.nn.Parameter(packed, requires_grad=False)
+    refused(model, "layers.0.self_attn.q_proj.weight is a Packed", "quantise")
+
+
+def test_weights_of_torchao_are_refused_and_named():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = build("llama")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    refused(model, "layers.0.self_attn.q_proj.weight is a ", "quantise")
+
+
+def test_integer_weights_are_refused_and_named():
+    model = build("llama")
+    weight = model.model.layers[2].mlp.down_proj.weight
+    whole = torch.nn.Parameter(weight.detach().to(torch.int8), requires_grad=False)
+    model.model.layers[2].mlp.down_proj.weight = whole
+    refused(model, "layers.2.mlp.down_proj.weight is int8", "quantise")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_modules_that_hold_quantised_weights_are_refused_and_named():
+    model = build("llama")
+    dynamic = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    refused(dynamic, "quantise")
+
+
+@pytest.mark.parametrize("part", ["model", "layer", "wrapped layer", "forward"])
+def test_a_compiled_model_is_refused_at_once_and_accepted_once_loaded_again(part):
+    model = build("llama")
+    layers = model.model.layers
+    if part == "model":
+        model.compile(backend="eager")
+    elif part == "layer":
+        layers[1].compile(backend="eager")
+    elif part == "wrapped layer":
+        layers[1] = torch.compile(layers[1], backend="eager")
+    else:
+        layers[1].forward = torch.compile(layers[1].forward, backend="eager")
+    start = time.monotonic()
+    refused(model, "it is compiled" if part == "model" else "model.layers.1", "torch.compile")
+    assert time.monotonic() - start < 1
+    make_engine(build("llama")).close()
+
+
+def test_what_torch_compile_returns_is_refused_and_what_it_wraps_is_accepted():
+    model = build("llama")
+    compiled = torch.compile(model, backend="eager")
+    refused(compiled, "_orig_mod")
+    check_supported(compiled._orig_mod)
+
+
+def test_a_model_whose_dtype_changes_later_is_told_of_its_dtype(closing):
+    model = build("llama")
+    session = closing(make_engine(model)).session()
+    model.half()
+    with pytest.raises(InvalidArgumentError, match=r"dtype is torch\.float16, but"):
+        session.prefill(prompt(5))
+
+
+# What a refusal says to do has to help; where nothing does, it says none.
+
+
+def test_experts_without_another_implementation_are_refused_without_a_remedy():
+    options = {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 32}
+    del options["head_dim"]
+    config = transformers.JetMoeConfig(**options)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError) as error:
+        make_engine(model)
+    assert "no other way to run the experts of this architecture" in str(error.value)
+    assert "batched_mm" not in str(error.value)
+
+
+def test_a_configuration_that_counts_experts_a_model_does_not_have_is_no_mixture():
+    model = transformers.AutoModelForCausalLM.from_config(transformers.DogeConfig(**COMMON))
+    assert model.config.num_experts > 1
+    assert not has_experts(model)
+    config = transformers.DogeConfig(**COMMON, is_moe=True, num_experts=16)
+    assert has_experts(transformers.AutoModelForCausalLM.from_config(config))
+    assert has_experts(build("qwen3_moe"))
+
+
+def test_layers_with_a_state_are_refused_until_forwards_are_of_one_sequence():
+    options = {**COMMON, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    config = transformers.Qwen3NextConfig(**options, num_experts=0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    refused(model, 'exact="reuse"')
+    make_engine(model, exact="reuse", rows=None).close()
+
+
+def test_layers_of_an_unknown_type_are_refused_without_a_remedy():
+    config = transformers.Llama4TextConfig(
+        **{**COMMON, "num_hidden_layers": 4}, intermediate_size_mlp=64, num_local_experts=2
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match=r"stretch of 8192 positions") as error:
+        make_engine(model)
+    assert ";" not in str(error.value)
+
+
+# Errors of architectures while they are watched.
+
+
+def test_an_architecture_that_calls_its_head_a_decoder_is_refused_for_what_its_head_does():
+    sizes = {name: COMMON[name] for name in ("vocab_size", "num_hidden_layers", "pad_token_id")}
+    config = transformers.ModernBertDecoderConfig(
+        **sizes, hidden_size=64, intermediate_size=96, num_attention_heads=4
+    )
+    refused(transformers.AutoModelForCausalLM.from_config(config).eval(), "its logits", "head")
+
+
+def test_heads_of_another_size_in_some_layers_are_refused_and_not_raised():
+    config = transformers.Gemma4TextConfig(
+        **{**COMMON, "num_hidden_layers": 4},
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=COMMON["vocab_size"],
+        global_head_dim=64,
+        num_kv_shared_layers=0,
+    )
+    refused(transformers.AutoModelForCausalLM.from_config(config).eval(), "2 shapes")
+
+
 def test_quantised_weights_are_refused():
     model = build("llama")
     model.config.quantization_config = {"quant_method": "made up"}
@@ -122,6 +273,7 @@ def test_layers_of_different_shapes_are_refused():
     attention = model.model.layers[1].self_attn
     attention.k_proj = torch.nn.Linear(256, 64, bias=False)
     attention.v_proj = torch.nn.Linear(256, 64, bias=False)
+    attention.num_key_value_groups = 4
     refused(model, "2 shapes", "one shape in all layers")
 
 

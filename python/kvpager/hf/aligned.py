@@ -17,6 +17,7 @@ import torch
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf.attention import running
 from kvpager.hf.bits import same_bits
+from kvpager.hf.decoder import decoder_of
 from kvpager.hf.head import HEAD_ROWS, Head
 from kvpager.hf.hooks import Watch
 from kvpager.hf.observe import Observation, Recorder
@@ -125,17 +126,17 @@ class _Trial:
 
     def _hidden(self, inputs: dict[str, Any], rows: int, head: bool) -> torch.Tensor:
         if not head:
-            hidden: torch.Tensor = self.model.get_decoder()(**inputs)[0][0]
+            hidden: torch.Tensor = decoder_of(self.model)(**inputs)[0][0]
             return hidden
         seen: list[torch.Tensor] = []
         keep = torch.arange(HEAD_ROWS, device=self.model.device) % rows
-        with Watch(self.model.get_decoder(), lambda _, args, out: seen.append(out[0][0])):
+        with Watch(decoder_of(self.model), lambda _, args, out: seen.append(out[0][0])):
             logits = self.model(**inputs, logits_to_keep=keep).logits[0]
         ours = Head(self.model)(seen[0], keep.tolist())
         if not same_bits(logits, ours.to(logits.dtype)):
             raise UnsupportedModelError(
-                f"{self._name} does something to its logits after the output embeddings that is "
-                "not known here; use an architecture with a plain, soft-capped or scaled head"
+                f"{self._name} does more between its decoder and its logits than a head that is "
+                "plain, soft-capped or scaled"
             )
         return seen[0]
 

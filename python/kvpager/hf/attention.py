@@ -15,6 +15,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
+from kvpager.hf.mask_windows import mask_window
 
 NAME = "kvpager"
 
@@ -44,11 +45,31 @@ class RowAttention(Protocol):
         """Of q [M, Hq, Dk], k [M, Hkv, Dk] and v [M, Hkv, Dv]: [M, Hq, Dv] in q's dtype."""
 
 
-_running: ContextVar[RowAttention | None] = ContextVar("kvpager_forward", default=None)
+class CallProbe:
+    """Answers attention calls as they are, with masks that the model builds. See own_attention."""
+
+    def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """A mask, as transformers asks an implementation of attention for one."""
+        raise NotImplementedError
+
+    def called(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Of [1, heads, n, dim] tensors, a mask and all keywords: [1, n, q_heads, v_dim]."""
+        raise NotImplementedError
+
+
+_running: ContextVar[RowAttention | CallProbe | None] = ContextVar("kvpager_forward", default=None)
 
 
 @contextmanager
-def running(forward: RowAttention) -> Iterator[None]:
+def running(forward: RowAttention | CallProbe) -> Iterator[None]:
     """Makes `forward` the one that attention calls in this context belong to."""
     token = _running.set(forward)
     try:
@@ -82,7 +103,8 @@ def attention(
 
     The mask is not read: the running forward knows every row's sequence and position. Window, soft
     cap and sinks are what this call says, never what the configuration says (some configurations
-    name a soft cap that their model does not apply).
+    name a soft cap that their model does not apply); a window that only the mask has was found when
+    the engine started (own_attention.py).
 
     Raises:
         InvalidArgumentError: no engine is running a forward.
@@ -97,6 +119,17 @@ def attention(
             'model.set_attn_implementation("sdpa")'
         )
     _check_call(module, query, dropout, kwargs)
+    if isinstance(forward, CallProbe):
+        options: dict[str, Any] = {
+            "scaling": scaling,
+            "sliding_window": sliding_window,
+            "softcap": softcap,
+        }
+        options["s_aux"] = s_aux
+        given = {name: option for name, option in options.items() if option is not None}
+        return forward.called(module, query, key, value, attention_mask, {**given, **kwargs}), None
+    if sliding_window is None:
+        sliding_window = mask_window(module)
     out = forward.attend(
         module.layer_idx,  # type: ignore[arg-type]  # an int, by transformers' convention
         query[0].transpose(0, 1),
@@ -139,8 +172,10 @@ def _name(module: torch.nn.Module) -> str:
     return type(module).__name__
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def _no_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """No mask over the positions of one batch entry exists where it packs many sequences."""
+    forward = _running.get()
+    return forward.mask(*args, **kwargs) if isinstance(forward, CallProbe) else None
 
 
 def register() -> None:

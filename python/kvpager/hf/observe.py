@@ -13,6 +13,7 @@ from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf.attention import running
 from kvpager.hf.bits import same_bits
 from kvpager.hf.cancelling import line_bytes
+from kvpager.hf.decoder import decoder_of
 from kvpager.hf.head import HEAD_ROWS, Head
 from kvpager.hf.hooks import Watch
 from kvpager.hf.support import has_expert_weights
@@ -126,19 +127,17 @@ def observe(model: Any, rows: int) -> Observation:
     with torch.inference_mode(), _watched(model) as seen, running(recorder):
         try:
             output = model(**packed_inputs(tokens, positions), logits_to_keep=keep)
-        except InvalidArgumentError:
+        except (InvalidArgumentError, UnsupportedModelError):
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not run on packed rows "
-                f"({type(error).__name__}: {error}); use a decoder-only causal LM that takes "
-                "position_ids and logits_to_keep"
+                f"{type(model).__name__} does not run on packed rows, as a decoder does that takes "
+                f"position_ids and logits_to_keep ({type(error).__name__}: {error})"
             ) from error
         if not same_bits(output.logits[0], Head(model)(seen.hidden, keep.tolist())):
             raise UnsupportedModelError(
-                f"{type(model).__name__} does something to its logits after the output embeddings "
-                "that is not known here; use an architecture with a plain, soft-capped or scaled "
-                "head"
+                f"{type(model).__name__} does more between its decoder and its logits than a head "
+                "that is plain, soft-capped or scaled"
             )
     calls = [*seen.calls.values()]
     return Observation(tokens, positions, recorder.calls, seen.hidden, calls, recorder.windows)
@@ -154,7 +153,7 @@ class _Seen:
 def _watched(model: Any) -> Iterator[_Seen]:
     """While open, notes the decoder's hidden states, and the calls of its modules."""
     seen = _Seen()
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     names = {id(module): name for name, module in model.named_modules()}
 
     def note_hidden(module: torch.nn.Module, arguments: Any, output: Any) -> None:

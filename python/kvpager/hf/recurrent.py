@@ -17,6 +17,7 @@ from transformers import DynamicCache, cache_utils
 
 from kvpager.errors import UnsupportedModelError
 from kvpager.hf.attention import RowAttention
+from kvpager.hf.decoder import decoder_of
 from kvpager.hf.state import RecurrentState, Slot, StateShape, require_finite
 from kvpager.hf.state_cache import (
     AttentionAndStateLayer,
@@ -47,7 +48,7 @@ class Recurrence:
 
     def __init__(self, model: Any) -> None:
         """Raises UnsupportedModelError where the decoder takes no cache."""
-        taken = inspect.signature(model.get_decoder().forward).parameters
+        taken = inspect.signature(decoder_of(model).forward).parameters
         argument = next((name for name in _ARGUMENTS if name in taken), None)
         if argument is None:
             raise UnsupportedModelError(

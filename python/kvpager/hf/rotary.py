@@ -10,6 +10,7 @@ import torch
 
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf.attention import running
+from kvpager.hf.decoder import decoder_of
 from kvpager.hf.observe import LayerTensors, Recorder, packed_inputs
 from kvpager.hf.rotation import Rotation
 from kvpager.hf.support import rope_problems
@@ -146,7 +147,7 @@ def _seen_at(model: Any, position: int) -> dict[int, LayerTensors]:
     tokens = torch.randint(vocab, (_ROWS,), generator=generator, device="cpu").to(model.device)
     recorder = Recorder()
     with torch.inference_mode(), running(recorder):
-        model.get_decoder()(**packed_inputs(tokens, torch.full_like(tokens, position)))
+        decoder_of(model)(**packed_inputs(tokens, torch.full_like(tokens, position)))
     return recorder.calls
 
 

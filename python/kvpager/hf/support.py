@@ -10,12 +10,13 @@ from transformers import PreTrainedModel
 
 from kvpager.errors import UnsupportedModelError
 from kvpager.hf.recurrent import is_recurrent
+from kvpager.hf.weights import compiled_part, weight_problems
 from kvpager.numerics import tunes_kernels
 
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")
 _MOVING_ROPE = ("dynamic", "longrope")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_EXPERT_WORDS = ("expert", "moe", "router")  # of names of modules and of their classes
 
 
 def check_supported(
@@ -31,15 +32,13 @@ def check_supported(
             before it, or the model is not of a kind that is run here. Says why and what to do.
     """
     if not isinstance(model, PreTrainedModel):
-        wrapped = hasattr(model, "get_base_model") or hasattr(model, "_orig_mod")
+        remedy = ", as AutoModelForCausalLM.from_pretrained(...) returns"
+        if hasattr(model, "_orig_mod"):
+            remedy = ", and this one is compiled: pass its _orig_mod"
+        elif hasattr(model, "get_base_model"):
+            remedy = ": pass its get_base_model(), which keeps the adapter active"
         raise UnsupportedModelError(
-            f"model is a {type(model).__name__}; expected a transformers causal LM"
-            + (
-                ": pass what it wraps (get_base_model() of an adapter keeps the adapter active, "
-                "_orig_mod of a compiled model)"
-                if wrapped
-                else ", as AutoModelForCausalLM.from_pretrained(...) returns"
-            )
+            f"model is a {type(model).__name__}; expected a transformers causal LM{remedy}"
         )
     if why_not := why_unsupported(model, exact=exact, one_at_a_time=one_at_a_time):
         raise UnsupportedModelError(f"{type(model).__name__}: {why_not}")
@@ -55,7 +54,7 @@ def why_unsupported(
     once they are in memory.
     """
     problems = _problems(model, exact, loaded, one_at_a_time)
-    return next((f"{reason}; {remedy}" for reason, remedy in problems), "")
+    return next(("; ".join(filter(None, problem)) for problem in problems), "")
 
 
 def rope_problems(config: Any) -> Iterator[tuple[str, str]]:
@@ -70,8 +69,18 @@ def rope_problems(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def has_experts(model: Any) -> bool:
-    """Whether rows choose among several experts."""
-    return any((getattr(model.config, name, None) or 0) > 1 for name in _EXPERT_COUNTS)
+    """Whether rows choose among several experts.
+
+    Some configurations number experts, and a switch beside that number leaves them out.
+    """
+    if not any((getattr(model.config, name, None) or 0) > 1 for name in _EXPERT_COUNTS):
+        return False
+    return any(
+        has_expert_weights(module)
+        or any(word in f"{name} {type(module).__name__}".lower() for word in _EXPERT_WORDS)
+        for name, module in model.named_modules()
+        if name
+    )
 
 
 def has_expert_weights(module: torch.nn.Module) -> bool:
@@ -110,13 +119,24 @@ def _problems(
             "kept between chunks",
         )
     elif mixing and not recurrent:
-        yield (
-            f"layers of type {', '.join(mixing)} mix rows or keep state other than K/V",
-            "use a model whose layer_types are full_attention and sliding_attention only",
-        )
+        yield (_layer_problem(config, mixing), "")
     yield from rope_problems(config)
     if exact and not recurrent:  # a chunk of a recurrent model is computed alone
         yield from _expert_problems(model)
+
+
+def _layer_problem(config: Any, kinds: list[str]) -> str:
+    chunk = getattr(config, "attention_chunk_size", None)
+    if kinds == ["chunked_attention"]:
+        return (
+            f"layers of type chunked_attention let a row see its own stretch of {chunk} positions "
+            "alone, and attention here is over every key up to a row's own, or over the last ones "
+            "of a window"
+        )
+    return (
+        f"layers of type {', '.join(kinds)} are not known here: what they attend to, or keep "
+        "beside K/V, would be lost"
+    )
 
 
 def _kind_problems(model: Any) -> Iterator[tuple[str, str]]:
@@ -135,11 +155,13 @@ def _kind_problems(model: Any) -> Iterator[tuple[str, str]]:
         )
     if not getattr(config, "is_causal", True):
         yield "its attention is not causal", "use a causal LM"
-    if getattr(config, "quantization_config", None) is not None:
+    if compiled := compiled_part(model):
         yield (
-            "its weights are quantised, which neither the weights digest nor the row checks cover",
-            "load it without quantization_config",
+            f"{compiled} is compiled (torch.compile, model.compile()), and what a compiler makes "
+            "of it depends on the row count and cannot be watched",
+            "load the model again and leave it uncompiled",
         )
+    yield from weight_problems(model)
     if model.training:
         yield "it is in training mode (dropout is random)", "call model.eval() first"
 
@@ -166,16 +188,20 @@ def _placement_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             "on the run",
             "call torch.cuda.tunable.enable(False), or unset PYTORCH_TUNABLEOP_ENABLED",
         )
-    if model.dtype not in _DTYPES:
-        yield (
-            f"its dtype is {model.dtype}",
-            "load it with dtype=torch.float32, torch.bfloat16 or torch.float16",
-        )
 
 
 def _expert_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     implementation = getattr(model.config, "_experts_implementation", None)
-    if has_experts(model) and implementation != "batched_mm":
+    if not has_experts(model) or implementation == "batched_mm":
+        return
+    settable: Any = getattr(type(model), "_can_set_experts_implementation", None)
+    if settable is not None and not settable():
+        yield (
+            "rows that share an expert change one another's results, and transformers has no other "
+            "way to run the experts of this architecture",
+            "",
+        )
+    else:
         yield (
             f"its experts run with {implementation or 'eager'!r}, where rows that share an expert "
             "change one another's results",

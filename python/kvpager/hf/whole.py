@@ -10,6 +10,7 @@ import torch
 from kvpager.errors import UnsupportedModelError
 from kvpager.hf.attention import running
 from kvpager.hf.bits import same_bits
+from kvpager.hf.decoder import decoder_of
 from kvpager.hf.observe import Observation, Recorder, packed_inputs
 
 _TILE = 16  # rows; every tile of a GPU's kernels is a multiple
@@ -74,7 +75,7 @@ class WholeModel:
         tokens[place], positions[place] = seen.tokens[source], seen.positions[source]
         again = Recorder()
         with running(again):
-            hidden = self._model.get_decoder()(**packed_inputs(tokens, positions))[0][0]
+            hidden = decoder_of(self._model)(**packed_inputs(tokens, positions))[0][0]
         for layer, tensors in sorted(seen.layers.items()):
             for label, before, after in zip(
                 ("queries", "keys", "values"), tensors, again.calls[layer]

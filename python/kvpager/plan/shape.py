@@ -6,6 +6,7 @@ that what is counted is what transformers would load, whatever the architecture.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -199,7 +200,9 @@ def shape_of(
         model.eval() if not loaded else model, exact=exact, loaded=loaded
     ):
         raise UnsupportedModelError(f"{type(model).__name__}: {why_not}")
-    config = model.config
+    config = copy.copy(model.config)
+    # What differs from layer to layer is taken as the configuration has it for all of them.
+    config.allow_global_per_layer_attribute_access = True
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     experts = [
         parameter

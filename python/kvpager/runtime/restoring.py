@@ -35,7 +35,6 @@ def restore_session(
     """See `Engine.restore`."""
     if on_corrupt not in ON_CORRUPT:
         raise InvalidArgumentError(f'on_corrupt is {on_corrupt!r}; expected "fail" or "recompute"')
-    engine.runner.unchanged.check_model(thorough=True)
     name, source = destination(name_or_path, store)
     snapshot = SnapshotInfo.of(source.open(name))
     snapshot.require_restorable()

@@ -14,7 +14,6 @@ from kvpager.errors import (
     CapacityError,
     CorruptSnapshotError,
     InvalidArgumentError,
-    ModelChangedError,
     NonFiniteError,
     PagerError,
     StorageError,
@@ -200,7 +199,7 @@ class Scheduler:
                 again goes on.
         """
         with self._alone():
-            self._engine.runner.unchanged.check_settings()
+            self._engine.runner.check_unchanged()
             self._reap()
             self._admit()
             turn = list(islice(self._decoding, self._engine.rows))
@@ -265,8 +264,6 @@ class Scheduler:
                 if running:
                     return
                 self._finish(request, "error", error)
-            except ModelChangedError:
-                raise
             except _ITS_OWN as error:
                 self._finish(request, "error", error)
             else:
@@ -297,7 +294,7 @@ class Scheduler:
                 return self._forward([], prompts, self._engine.layout.chunk_tokens)
             self._blocked.append(((decoding or prompts)[0], error))
             return False
-        except (ModelChangedError, UnsupportedModelError):
+        except UnsupportedModelError:
             raise
         except _ITS_OWN as error:
             if len(decoding) + len(prompts) > 1:

@@ -491,7 +491,6 @@ class Session:
             raise InvalidArgumentError(
                 f"upto is {upto!r}; expected 1 to {self.length}, the tokens the session holds"
             )
-        self.engine.runner.unchanged.check_model(thorough=True)
         content = self._freeze(min(upto, self._cursor.told))
         released = ReleasedText.of_content(content)
         values: dict[str, object] = {
@@ -653,13 +652,6 @@ class Session:
         self._take(sequence, restored_tokens)
         self._cursor.owe(text)
         self.engine.register(self)
-
-    def begin_anew(self, sequence: Sequence, text: TokenIds, pending: int | None) -> None:
-        """Goes on over an empty sequence, with all of its text owed: what it held is of no use."""
-        self.hold(sequence, text=text)
-        self.keep_pending(pending)
-        self.repairs = Repairs(tokens=self.repairs.tokens)
-        self.assembly = None
 
     def keep_pending(self, token: int | None) -> None:
         """Makes a token the pending one: sampled after the committed ones, but not here."""

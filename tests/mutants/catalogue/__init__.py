@@ -9,6 +9,7 @@ from mutants.catalogue.given import GIVEN_ROWS
 from mutants.catalogue.identity import IDENTITY
 from mutants.catalogue.lifetimes import LIFETIMES
 from mutants.catalogue.machine import MACHINE
+from mutants.catalogue.own_attention import OWN_ATTENTION
 from mutants.catalogue.paging import PAGING
 from mutants.catalogue.probes import PROBES
 from mutants.catalogue.recurrent import RECURRENT
@@ -31,6 +32,7 @@ CATALOGUE = (
     *IDENTITY,
     *WINDOWS,
     *PROBES,
+    *OWN_ATTENTION,
     *ROTARY,
     *SEGMENT_MUTANTS,
     *SEGMENT_COMMANDS,

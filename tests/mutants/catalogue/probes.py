@@ -72,8 +72,8 @@ PROBES = (
         name="experts-that-share-a-product-accepted",
         breaks="an expert implementation that depends on neighbours is refused, with the remedy",
         file="python/kvpager/hf/support.py",
-        old='    if has_experts(model) and implementation != "batched_mm":\n',
-        new='    if has_experts(model) and implementation == "unknown":\n',
+        old='    if not has_experts(model) or implementation == "batched_mm":\n',
+        new='    if implementation != "unknown":\n',
         killers=(
             REFUSALS + "test_experts_that_share_a_matrix_product_are_refused_until_they_do_not",
         ),
@@ -131,9 +131,9 @@ PROBES = (
     Mutant(
         name="weights-may-change-under-an-engine",
         breaks="an engine refuses to go on with weights that are not those of its fingerprint",
-        file="python/kvpager/hf/watch.py",
-        old="        if sum(map(_VERSION, self._counted)) != self._versions:\n",
-        new="        if self._versions < 0:\n",
+        file="python/kvpager/runtime/runner.py",
+        old="        if sum(map(_VERSION, self._weights)) != self._weights_version:\n",
+        new="        if not self._weights:\n",
         killers=(
             "model/test_sessions.py::test_weights_that_are_trained_under_an_engine_are_refused",
         ),
@@ -141,7 +141,7 @@ PROBES = (
     Mutant(
         name="threads-may-change-under-an-engine",
         breaks="an engine refuses to go on with another number of threads",
-        file="python/kvpager/runtime/unchanged.py",
+        file="python/kvpager/runtime/runner.py",
         old='        if threads != self._threads and self._device.type == "cpu":\n',
         new="        if threads < 1:\n",
         killers=(

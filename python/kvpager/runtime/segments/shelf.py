@@ -109,7 +109,6 @@ class Segments:
         engine = self._engine
         engine.check_open()
         require_segments(engine)
-        engine.runner.unchanged.check_model(thorough=True)
         source = self._store(store)
         snapshot = SnapshotInfo.of(source.open(stored_name(name)))
         snapshot.require_restorable()
