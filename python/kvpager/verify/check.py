@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from kvpager.runtime.tokens import TokenIds
     from kvpager.verify.recording import Recording
 
-Status: TypeAlias = Literal["same", "differs", "failed", "not run", "does not apply"]
+Status: TypeAlias = Literal["same", "within", "differs", "failed", "not run", "does not apply"]
 
 SAME: Status = "same"
+WITHIN: Status = "within"
 DIFFERS: Status = "differs"
 FAILED: Status = "failed"
 NOT_RUN: Status = "not run"
@@ -33,6 +34,36 @@ class DoesNotApplyError(Exception):
 
 
 @dataclass(frozen=True)
+class Measure:
+    """How far apart two ways are where bits are not promised.
+
+    Attributes:
+        what: "logits", "keys".
+        apart: the largest difference.
+        bound: what is allowed.
+        unit: of both, such as "of their standard deviation".
+        place: of the largest difference.
+    """
+
+    what: str
+    apart: float
+    bound: float
+    unit: str
+    place: str
+
+    @property
+    def within(self) -> bool:
+        """Whether it is allowed; a NaN is not."""
+        return self.apart <= self.bound
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} at most {self.apart:.2g} {self.unit} apart ({self.place}), "
+            f"allowed {self.bound:.2g}"
+        )
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What became of one relation under one selection.
 
@@ -40,13 +71,15 @@ class Outcome:
         relation: its name.
         statement: what it says, in one line.
         selection: what rows attended to, in one line.
-        status: "same"; "differs" in some bit; "failed" with an error, or with other work than
-            promised; "not run"; or "does not apply".
+        status: "same"; "within" a bound, where bits are not promised; "differs" in some bit;
+            "failed" with an error, beyond a bound, or with other work than promised; "not run"; or
+            "does not apply".
         reason: what else there is to say of it, in a line; `comparison.first` is what differs.
         comparison: of all bits compared.
         cases: situations in which they were.
         notes: figures beside the bits.
         seconds: it took.
+        measures: what is within a bound, or not.
     """
 
     relation: str
@@ -58,15 +91,21 @@ class Outcome:
     cases: int
     notes: tuple[str, ...]
     seconds: float
+    measures: tuple[Measure, ...] = ()
 
     @property
     def kept(self) -> bool:
-        """Whether nothing speaks against the promise: the same bits, or nothing was promised."""
-        return self.status in (SAME, NOT_APPLICABLE)
+        """Whether nothing speaks against the promise: same, within, or nothing was promised."""
+        return self.status in (SAME, WITHIN, NOT_APPLICABLE)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able."""
-        return {**vars(self), "comparison": self.comparison.to_json(), "notes": list(self.notes)}
+        return {
+            **vars(self),
+            "comparison": self.comparison.to_json(),
+            "notes": list(self.notes),
+            "measures": [vars(measure) for measure in self.measures],
+        }
 
 
 class Check:
@@ -78,6 +117,7 @@ class Check:
         self.comparison = Comparison()
         self.cases = 0
         self.notes: list[str] = []
+        self.measures: list[Measure] = []
         self.broken = ""  # the first thing that is not as required
         self._case = ""
 
@@ -89,6 +129,12 @@ class Check:
     def bits(self, actual: Array, expected: Array, place: Place) -> None:
         """Compares two arrays; `place` as for `compare_bits`."""
         self.comparison += compare_bits(actual, expected, self._placed(place))
+
+    def close(self, what: str, apart: float, bound: float, unit: str, place: str) -> None:
+        """What is not promised to the bit: the largest difference, and how large it may be."""
+        measure = Measure(what, apart, bound, unit, place)
+        self.measures.append(measure)
+        self.require(measure.within, str(measure))
 
     def require(self, condition: bool, otherwise: str) -> None:
         """What must hold beside the bits, such as how much was computed."""

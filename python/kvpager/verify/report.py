@@ -25,6 +25,7 @@ class Report:
         refusal: why an engine refuses the model, so that nothing was checked; else empty.
         peer: the same prompts through plain transformers; None if that was not asked for.
         seconds: it took.
+        lengths: of the texts that were compared with a cold run, in tokens, ascending.
     """
 
     about: dict[str, Any]
@@ -34,6 +35,7 @@ class Report:
     refusal: str = ""
     peer: PeerReport | None = None
     seconds: float = 0.0
+    lengths: list[int] = field(default_factory=list)
 
     @property
     def kept(self) -> bool:
@@ -95,5 +97,6 @@ class Report:
             "shapes": [shape.to_json() for shape in self.shapes],
             "peer": None if self.peer is None else self.peer.to_json(),
             "advice": self.advice,
+            "lengths": self.lengths,
             "seconds": self.seconds,
         }

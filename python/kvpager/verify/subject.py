@@ -47,6 +47,7 @@ class Subject:
         effort: Effort = "short",
         seed: int = 0,
         engine: Engine | None = None,
+        label: str = "",
     ) -> None:
         """Opens the first engine, which checks the model.
 
@@ -60,6 +61,7 @@ class Subject:
             effort: "start", "short" or "full": how much is tried.
             seed: of made-up prompts and of disturbances.
             engine: one that is open already and stays so; `model` and `config` are then its own.
+            label: told with the selection, where one model is verified more than once.
 
         Raises:
             InvalidArgumentError: `config.exact` is False, which promises nothing.
@@ -79,6 +81,8 @@ class Subject:
         self.config = config.replace(rewind_tokens=_EVERYTHING) if engine is None else config
         self.effort: Effort = effort
         self.seed = seed
+        self.lengths: set[int] = set()  # of texts that were compared, in tokens
+        self._label = label
         self._given_folder = None if folder is None else Path(folder)
         self._given_prompts = list(prompts or ())
         self._stack = ExitStack()
@@ -105,7 +109,7 @@ class Subject:
     @property
     def selection(self) -> str:
         """What rows attend to, in one line."""
-        return describe_selection(self.config.selection)
+        return ", ".join(filter(None, (describe_selection(self.config.selection), self._label)))
 
     @property
     def device(self) -> str:
@@ -144,6 +148,7 @@ class Subject:
     def cold(self, ids: TokenIds) -> Recording:
         """What a cold run of these tokens gives; computed once."""
         key = np.asarray(ids, dtype=np.int32).tobytes()
+        self.lengths.add(len(ids))
         if key not in self._cold:
             longer = self._longer(key)
             self._cold[key] = longer or cold_run(self.engine(), ids, new_salt())
@@ -177,6 +182,18 @@ class Subject:
             prompts=self._given_prompts,
             effort=self.effort,
             seed=self.seed,
+        )
+
+    def again(self, label: str) -> Subject:
+        """Another subject: the same model and configuration, other made-up tokens."""
+        return Subject(
+            self.model,
+            self.config,
+            folder=self._given_folder,
+            prompts=self._given_prompts,
+            effort=self.effort,
+            seed=self.seed + 1,
+            label=label,
         )
 
     @property

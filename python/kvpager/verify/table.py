@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from kvpager.verify.check import NOT_APPLICABLE, SAME, Outcome
+from kvpager.verify.check import NOT_APPLICABLE, SAME, WITHIN, Outcome
 from kvpager.verify.report import Report
 
 if TYPE_CHECKING:
@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
     from kvpager.hf.shapes import ShapeReport
 
-_COLOURS = {"same": "green", "differs": "bold red", "failed": "bold red", "not run": "yellow"}
+_COLOURS = {
+    "same": "green",
+    "within": "green",
+    "differs": "bold red",
+    "failed": "bold red",
+    "not run": "yellow",
+}
+_LENGTHS = 24  # told one by one
 _PARTS_OF_A_NAME = 2  # self_attn.q_proj: the layer's number says nothing of a shape
 
 
@@ -33,6 +40,8 @@ def parts(report: Report, make: Callable[[str], Table]) -> Iterator[RenderableTy
         yield f"advice: {sentence}"
     if report.advice:
         yield ""
+    if report.lengths:
+        yield f"lengths tried: {_told(report.lengths)} tokens"
     yield report.verdict()
 
 
@@ -67,7 +76,7 @@ def _explanations(report: Report) -> Iterator[str]:
     said = False
     for outcome in report.outcomes:
         first = outcome.comparison.first
-        if outcome.status not in (SAME, NOT_APPLICABLE):
+        if outcome.status not in (SAME, WITHIN, NOT_APPLICABLE):
             said = True
             yield f"{outcome.relation} ({outcome.statement}): {outcome.status}"
             if first is not None:
@@ -126,6 +135,12 @@ def _peer(report: Report, table: Table) -> Table:
             f"{route.forks} of {route.prompts} prompts",
         )
     return table
+
+
+def _told(lengths: list[int]) -> str:
+    if len(lengths) <= _LENGTHS:
+        return ", ".join(map(str, lengths))
+    return f"{len(lengths)}, from {lengths[0]} to {lengths[-1]}"
 
 
 def _ranges(classes: tuple[tuple[int, ...], ...]) -> Iterator[str]:

@@ -24,6 +24,7 @@ class Relation:
         processes: whether it starts fresh processes.
         at_start: whether `Engine(verify=True)` checks it.
         of_kernels: about our kernels rather than what rows attend to: checked once.
+        up_to_rounding: compared with transformers, whose rows attend to everything: checked once.
     """
 
     name: str
@@ -33,3 +34,4 @@ class Relation:
     processes: bool = False
     at_start: bool = False
     of_kernels: bool = False
+    up_to_rounding: bool = False

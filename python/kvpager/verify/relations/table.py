@@ -11,6 +11,7 @@ from kvpager.verify.relations.prefill import cold_again, warm
 from kvpager.verify.relations.processes import kernel_tiers, rescored, restored
 from kvpager.verify.relations.sessions import forked, paged, trimmed
 from kvpager.verify.relations.speculation import speculated
+from kvpager.verify.relations.stock import equal_to_transformers
 
 RELATIONS: tuple[Relation, ...] = (
     Relation(
@@ -18,6 +19,12 @@ RELATIONS: tuple[Relation, ...] = (
         "a cold run gives the bits of another cold run",
         cold_again,
         at_start=True,
+    ),
+    Relation(
+        "equal to transformers",
+        "a cold run is, up to rounding, the forward of transformers with its own attention",
+        equal_to_transformers,
+        up_to_rounding=True,
     ),
     Relation(
         "warm",

@@ -1,0 +1,136 @@
+"""What an engine computes is what transformers computes with the model's own attention.
+
+Bits are not promised here: the two sum in other orders. How far they may be apart is measured, not
+chosen: transformers runs the prompt again with every module's result moved by one rounding, and the
+engine may be a few times as far from it as that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvpager.config import TopK
+from kvpager.hf.mask_windows import mask_windows
+from kvpager.hf.support import has_experts
+from kvpager.verify.check import Check, DoesNotApplyError, NotRunError
+from kvpager.verify.stock import StockRun, stock_run
+
+if TYPE_CHECKING:
+    from kvpager.runtime.tokens import TokenIds
+    from kvpager.verify.recording import Recording
+    from kvpager.verify.subject import Subject
+
+_TIMES = 4.0  # what one rounding of every module does; measured is up to 1
+_MOST = 0.5  # standard deviations of a logit; a bound beyond tells nothing
+_LONGEST = 8192  # tokens, so that windows up to about 5,000 are crossed
+_SEEDS = (11, 12)
+
+
+def equal_to_transformers(subject: Subject, check: Check) -> None:
+    """Logits at every position and K/V of every layer, beyond chunks and short windows."""
+    if isinstance(subject.config.selection, TopK):
+        raise DoesNotApplyError("rows attend to chosen chunks alone, and in transformers to all")
+    ids = _prompt(subject, check)
+    cold = subject.cold(ids)
+    recurrent = subject.engine().recurrence is not None
+    stock = stock_run(subject.model, ids, cached=not recurrent)
+    rounding = _rounding(subject)
+    moved = [
+        stock_run(subject.model, ids, rounding=rounding, seed=seed, cached=not recurrent)
+        for seed in _SEEDS
+    ]
+    if not recurrent:
+        _compare_kv(subject, check, cold, stock, moved)
+    _compare_logits(subject, check, cold, stock, moved)
+    subject.forget()
+
+
+def _prompt(subject: Subject, check: Check) -> TokenIds:
+    """The long prompt, made longer than every window there is room for."""
+    windows = [window for window in mask_windows(subject.model) if window]
+    longest = getattr(subject.model.config, "max_position_embeddings", None) or _LONGEST
+    wanted = [window + max(window // 2, subject.sweep.chunk + 5) for window in windows]
+    crossed = max((tokens for tokens in wanted if tokens <= min(longest, _LONGEST)), default=0)
+    ids = subject.prompt
+    if crossed > len(ids):
+        ids = np.concatenate([ids, subject.ids(crossed - len(ids), seed=900)])
+    too_long = sorted({window for window in windows if window >= len(ids)})
+    check.note(f"{len(ids)} tokens")
+    if too_long:
+        check.note(
+            f"windows of {', '.join(map(str, too_long))} are longer, and were compared as masks "
+            "when the engine started"
+        )
+    return ids
+
+
+def _rounding(subject: Subject) -> float:
+    """Half a unit in the last place of the model's dtype, or of the one that K/V are kept in."""
+    layout = subject.engine().layout
+    dtypes = [
+        subject.model.dtype,
+        *(getattr(torch, d, None) for d in (layout.k_dtype, layout.v_dtype)),
+    ]
+    known = [d for d in dtypes if d is not None and d.is_floating_point]
+    return max(torch.finfo(d).eps for d in known) / 2
+
+
+def _compare_logits(
+    subject: Subject, check: Check, cold: Recording, stock: StockRun, moved: list[StockRun]
+) -> None:
+    ours = torch.stack([cold.logits[i].float().cpu() for i in range(len(cold.tokens))])
+    spread = stock.logits.std(dim=-1).clamp_min(1e-30)
+    found = _rms(ours - stock.logits) / spread
+    allowed = max(_worst(subject, _rms(run.logits - stock.logits) / spread) for run in moved)
+    if not _TIMES * allowed <= _MOST:
+        said = (
+            f"one rounding of each module moves this model's logits by {allowed:.2g} of their "
+            "standard deviation, so that they tell nothing in this dtype"
+        )
+        if not check.measures:
+            raise NotRunError(f"{said}; use float32 (--dtype)")
+        check.note(said)
+        return
+    where = f"position {int(found.argmax())}"
+    unit = "of their standard deviation"
+    check.close("logits", _worst(subject, found), _TIMES * allowed, unit, where)
+
+
+def _compare_kv(
+    subject: Subject, check: Check, cold: Recording, stock: StockRun, moved: list[StockRun]
+) -> None:
+    for what in ("keys", "values"):
+        kept, theirs = getattr(cold, what), getattr(stock, what)
+        if [tuple(x.shape) for x in kept] != [tuple(x.shape) for x in theirs]:
+            check.note(f"{what} of transformers' cache are of other layers or shapes: not compared")
+            continue
+        layers = []
+        for layer, (ours, own) in enumerate(zip(kept, theirs)):
+            size = _rms(own.float().flatten()).clamp_min(1e-30)
+            found = _rms((ours.cpu().float() - own.float()).flatten(1)) / size
+            others = [getattr(run, what)[layer].float() - own.float() for run in moved]
+            allowed = max(_worst(subject, _rms(x.flatten(1)) / size) for x in others)
+            where = f"layer {layer}, position {int(found.argmax())}"
+            if _TIMES * allowed <= _MOST:
+                layers.append((_worst(subject, found), _TIMES * allowed, where))
+        if not layers:
+            continue
+        apart, bound, where = max(layers, key=lambda layer: layer[0] / max(layer[1], 1e-30))
+        check.close(what, apart, bound, "of their root mean square", where)
+
+
+def _rms(x: torch.Tensor) -> torch.Tensor:
+    return x.square().mean(dim=-1).sqrt()
+
+
+def _worst(subject: Subject, apart: torch.Tensor) -> float:
+    """The largest of a value per position; of experts in 16 bits the one that 3 of 4 are below.
+
+    There a near tie of a router sends a row to another expert, and nothing of it is alike.
+    """
+    if has_experts(subject.model) and subject.model.dtype != torch.float32:
+        return float(apart.quantile(0.75))
+    return float(apart.amax())
