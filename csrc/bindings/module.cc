@@ -16,5 +16,4 @@ PYBIND11_MODULE(_core, m) {
   kvpager::bind_pager(m);
   kvpager::bind_device(m);
   kvpager::bind_testing(m);
-  kvpager::bind_watch(m);
 }

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         FingerprintMismatchError,
         InvalidArgumentError,
         InvariantError,
-        ModelChangedError,
         NonFiniteError,
         PagerError,
         PrefixMismatchError,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
         UnsupportedVersionError,
         VerificationError,
     )
-    from kvpager.hf.looks import only_looks
     from kvpager.pager import (
         ROW_COMMIT,
         ROW_GIVEN,
@@ -109,7 +107,6 @@ _ROOMS = {
         "FingerprintMismatchError",
         "InvalidArgumentError",
         "InvariantError",
-        "ModelChangedError",
         "NonFiniteError",
         "PagerError",
         "PrefixMismatchError",
@@ -119,7 +116,6 @@ _ROOMS = {
         "UnsupportedVersionError",
         "VerificationError",
     ),
-    "kvpager.hf.looks": ("only_looks",),
     "kvpager.pager": (
         "ROW_COMMIT",
         "ROW_GIVEN",
@@ -224,7 +220,6 @@ __all__ = [
     "InvalidArgumentError",
     "InvariantError",
     "Layout",
-    "ModelChangedError",
     "NeedsCheckpoint",
     "NoRepair",
     "NonFiniteError",
@@ -269,7 +264,6 @@ __all__ = [
     "VerificationError",
     "Window",
     "__version__",
-    "only_looks",
     "open_snapshot",
 ]
 

@@ -1,0 +1,1 @@
+"""What kvpager does with every text architecture of the installed transformers."""

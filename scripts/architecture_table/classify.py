@@ -1,0 +1,106 @@
+"""What an engine does with a model: accepts it, under which options, or refuses it, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from architecture_table.build import NotBuiltError, build
+from kvpager import PagerConfig, PagerError
+from kvpager.hf.recurrent import is_recurrent
+from kvpager.hf.support import has_experts
+from kvpager.verify import Subject, relation, verify
+
+ACCEPTED, UNDER, REFUSED, WRONG, NOT_BUILT, ERROR = (
+    "equal",
+    "equal with options",
+    "refused",
+    "WRONG",
+    "not built",
+    "ERROR",
+)
+_CHUNK, _ROWS = 16, 32
+_RELATIONS = ("equal to transformers", "warm", "decoded", "packed")
+_EXPERTS = "batched_mm"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture.
+
+    Attributes:
+        architecture: its model_type.
+        model: class of the model.
+        verdict: one of this module's words.
+        options: what it takes to be accepted.
+        reason: why it is refused, wrong or not built, in one line.
+        figures: how far it is from transformers, and how far it may be.
+    """
+
+    architecture: str
+    model: str
+    verdict: str
+    options: str = ""
+    reason: str = ""
+    figures: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def classify(model_type: str) -> Row:
+    """Builds a tiny model of an architecture, opens engines over it and verifies it."""
+    try:
+        model = build(model_type)
+    except NotBuiltError as error:
+        return Row(model_type, "", NOT_BUILT, reason=one_line(error))
+    name = type(model).__name__
+    reason = ""
+    for options, changes in _ways(model):
+        try:
+            return _verified(model_type, model, options, changes)
+        except PagerError as error:  # noqa: PERF203
+            reason = one_line(error)
+        except Exception as error:  # which no engine may let through
+            return Row(
+                model_type, name, ERROR, options, one_line(f"{type(error).__name__}: {error}")
+            )
+    return Row(model_type, name, REFUSED, reason=reason.removeprefix(f"{name}: "))
+
+
+def _ways(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Options to try, the most that is promised first."""
+    yield "", {}
+    experts = ""
+    if has_experts(model):
+        try:
+            model.set_experts_implementation(_EXPERTS)
+            experts = f"experts {_EXPERTS}"
+            yield experts, {}
+        except Exception:  # transformers does not say of which kind
+            experts = ""
+    reuse = 'exact="reuse"'
+    yield f"{experts}, {reuse}" if experts else reuse, {"exact": "reuse"}
+
+
+def _verified(model_type: str, model: Any, options: str, changes: dict[str, Any]) -> Row:
+    rows = None if is_recurrent(model) else _ROWS
+    config = PagerConfig(
+        pool_tokens=16 * _CHUNK, chunk_tokens=_CHUNK, rows=rows, host_bytes="64MiB", **changes
+    )
+    name = type(model).__name__
+    with Subject(model, config, effort="start") as subject:
+        report = verify(subject, [relation(each) for each in _RELATIONS])
+    stock = report.outcome("equal to transformers")
+    figures = "; ".join(str(measure) for measure in stock.measures)
+    if not report.kept:
+        return Row(model_type, name, WRONG, options, one_line(report.verdict()), figures)
+    return Row(model_type, name, UNDER if options else ACCEPTED, options, "", figures)
+
+
+def one_line(what: object) -> str:
+    """Without line breaks, and not longer than a table bears."""
+    words = " ".join(str(what).split())
+    return words if len(words) <= 400 else words[:397] + "..."
