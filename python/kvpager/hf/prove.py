@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from kvpager.errors import UnsupportedModelError
+from kvpager.hf.between import Between, decoder_run, finishing_run
 from kvpager.hf.observe import Observation
 from kvpager.hf.part import Part
 from kvpager.hf.rows import HEAD_COUNTS, RowCounts, counts_below, spread
@@ -64,13 +65,18 @@ def prove(model: Any, seen: Observation, small_rows: str | tuple[int, ...] = "pr
     candidates, choose = _candidates(small_rows, seen.rows)
     with torch.inference_mode():
         parts = [Part(model, unit, unit.base) for unit in units_of(seen)]
-        smaller, dropped = _settle([*parts, WholeModel(model, seen)], candidates, choose)
+        between = Between(model, decoder_run(model, seen), seen.rows, seen)
+        subjects: list[_Subject] = [*parts, between, WholeModel(model, seen)]
+        smaller, dropped = _settle(subjects, candidates, choose)
         if dropped and not isinstance(small_rows, str):
             raise _refused(model, seen.rows, small_rows, dropped[0])
         head = head_unit(model, seen)
         others = [count for count in HEAD_COUNTS if count != head.base]
+        after = Between(model, finishing_run(model, seen), head.base, seen)
         of_head, dropped_of_head = _settle(
-            [Part(model, head, HEAD_COUNTS[-1])], [] if small_rows == "fixed" else others, tuple
+            [Part(model, head, HEAD_COUNTS[-1]), after],
+            [] if small_rows == "fixed" else others,
+            tuple,
         )
     counts = RowCounts(seen.rows, smaller, tuple(sorted((head.base, *of_head))))
     return RowProof(counts, (*dropped, *dropped_of_head))

@@ -6,7 +6,7 @@ library cannot tell apart by shape count once. Attention is not among them: it i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from kvpager.errors import UnsupportedModelError
 from kvpager.hf.cancelling import cancelling_product
 from kvpager.hf.experts import affordable_rows, expert_samples
 from kvpager.hf.head import HEAD_ROWS, Head
-from kvpager.hf.observe import Call, Observation
+from kvpager.hf.observe import Call, Observation, tensors_in
 from kvpager.hf.replay import Replay
 from kvpager.hf.rowwise import Sample
 from kvpager.hf.support import has_expert_weights
@@ -88,6 +88,16 @@ def head_unit(model: Any, seen: Observation) -> Unit:
     return _unit(replay, HEAD_ROWS, samples)
 
 
+def tried_products(model: Any, seen: Observation) -> frozenset[int]:
+    """Addresses of the weights whose products are tried with the part they belong to."""
+    return frozenset(
+        model.get_submodule(name).weight.data_ptr()
+        for call in seen.calls
+        if _multiplies(call.module, [*tensors_in((call.args, call.kwargs))])
+        for name in call.names
+    )
+
+
 def _unit(replay: Replay, base: int, samples: Callable[[int], list[Sample]]) -> Unit:
     weights = [*replay.module.parameters(recurse=False)]
     return Unit(
@@ -143,13 +153,12 @@ def _samples(replay: Replay, rows: int) -> list[Sample]:
 
 def _products(replay: Replay, rows: int) -> list[Sample]:
     """A product that cancels, if a module multiplies its only argument by a matrix."""
-    weight, bias = (getattr(replay.module, name, None) for name in ("weight", "bias"))
-    summed = 0 if isinstance(replay.module, Conv1D) else 1
-    if len(replay.inputs) != 1 or not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+    if not _multiplies(replay.module, replay.inputs):
         return []
+    weight: Any = replay.module.weight
+    bias: Any = getattr(replay.module, "bias", None)
+    summed = _summed(replay.module)
     given = replay.inputs[0]
-    if given.dtype != weight.dtype or given.shape[-1] != weight.shape[summed]:
-        return []
     generator = torch.Generator("cpu").manual_seed(0)
     vectors = rows * given[0].numel() // given.shape[-1]
     made, inputs = cancelling_product(weight, vectors, generator, summed=summed)
@@ -158,6 +167,19 @@ def _products(replay: Replay, rows: int) -> list[Sample]:
         drawn = torch.randn(bias.shape, generator=generator, device="cpu") * 2**-18
         weights["bias"] = drawn.to(bias.dtype).to(bias.device)
     return [Sample(partial(replay, weights=weights), [inputs.view(rows, *given.shape[1:])])]
+
+
+def _multiplies(module: Any, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a module is a product of its only argument and its weight, as far as shapes tell."""
+    weight = getattr(module, "weight", None)
+    if len(inputs) != 1 or not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        return False
+    return inputs[0].dtype == weight.dtype and inputs[0].shape[-1] == weight.shape[_summed(module)]
+
+
+def _summed(module: Any) -> int:
+    """The dimension of a weight that a product adds up over."""
+    return 0 if isinstance(module, Conv1D) else 1
 
 
 def _as_many(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from mutants.mutant import Mutant
 REFUSALS = "model/test_refusals.py::"
 COUNTS = "model/test_row_counts.py::"
 DEFECTS = "model/test_defects_exact.py::"
+BETWEEN = "model/test_operations_between_modules.py::"
 
 PROBES = (
     Mutant(
@@ -49,7 +50,9 @@ PROBES = (
         file="python/kvpager/hf/prove.py",
         old="""\
         of_head, dropped_of_head = _settle(
-            [Part(model, head, HEAD_COUNTS[-1])], [] if small_rows == "fixed" else others, tuple
+            [Part(model, head, HEAD_COUNTS[-1]), after],
+            [] if small_rows == "fixed" else others,
+            tuple,
         )
 """,
         new="""\
@@ -147,5 +150,42 @@ PROBES = (
         killers=(
             "model/test_sessions.py::test_changing_torchs_threads_under_an_engine_is_refused",
         ),
+    ),
+    Mutant(
+        name="operations-between-modules-untried",
+        breaks="what a model does between its modules is tried in every row count",
+        file="python/kvpager/hf/prove.py",
+        old="[*parts, between, WholeModel(model, seen)]",
+        new="[*parts, WholeModel(model, seen)]",
+        killers=(
+            BETWEEN + "test_a_mixture_with_a_gate_of_one_number_per_row_scores_what_it_generated",
+            BETWEEN + "test_rows_at_the_end_of_m_that_fill_no_vector_are_refused",
+        ),
+    ),
+    Mutant(
+        name="element-wise-functions-tried-on-any-numbers",
+        breaks="an element-wise function is tried on numbers that tell its code paths apart",
+        file="python/kvpager/hf/telling.py",
+        old="    return found if any(x.ndim and len(x) for x in found) else []\n",
+        new="    return []\n",
+        killers=(
+            BETWEEN + "test_numbers_are_found_that_tell_one_path_of_an_operation_from_another",
+        ),
+    ),
+    Mutant(
+        name="rows-of-m-not-compared-in-an-operation",
+        breaks="a row keeps its bits at every place of an operation of M rows",
+        file="python/kvpager/hf/operation_trial.py",
+        old="found.append((row, agree(made, row).all()))",
+        new="found.append((row, agree(row, row).all()))",
+        killers=(BETWEEN + "test_rows_at_the_end_of_m_that_fill_no_vector_are_refused",),
+    ),
+    Mutant(
+        name="unknown-operations-accepted",
+        breaks="an operation that nothing is known of leaves M as the only row count",
+        file="python/kvpager/hf/between.py",
+        old="            if pair.whole.kind == UNKNOWN and pair.has_rows:\n",
+        new="            if pair.whole.kind == UNKNOWN and not pair.has_rows:\n",
+        killers=(BETWEEN + "test_an_operation_that_nothing_is_known_of_leaves_m_alone",),
     ),
 )
