@@ -57,7 +57,8 @@ SequenceId SequenceHandle::id_in(const Pager& other) const {
 void SequenceHandle::close() {
   if (closed_) return;
   const Release release;
-  if (const PagerPointer pager = pager_.lock()) pager->destroy_sequence(id_);
+  const PagerPointer pager = pager_.lock();
+  if (pager != nullptr && !pager->forked()) pager->destroy_sequence(id_);
   closed_ = true;
 }
 
@@ -72,7 +73,8 @@ PinHandle::PinHandle(const SequenceHandle& sequence, int64_t start, int64_t stop
 void PinHandle::release() {
   if (!std::exchange(held_, false)) return;
   const Release release;
-  if (const PagerPointer pager = pager_.lock()) pager->unpin(id_);
+  const PagerPointer pager = pager_.lock();
+  if (pager != nullptr && !pager->forked()) pager->unpin(id_);
 }
 
 PagerPointer ForwardHandle::pager() const {
@@ -104,7 +106,8 @@ void ForwardHandle::commit(const py::object& sequences, const std::vector<int64_
 void ForwardHandle::abort() {
   if (std::exchange(ended_, true)) return;
   const Release release;
-  if (const PagerPointer pager = pager_.lock()) pager->abort(number_);
+  const PagerPointer pager = pager_.lock();
+  if (pager != nullptr && !pager->forked()) pager->abort(number_);
 }
 
 }  // namespace kvpager

@@ -3,6 +3,8 @@
 // interrupt, leaves nothing behind. The constructor takes, and __enter__ and __exit__ are native:
 // there is no instruction of Python between taking and owning.
 //
+// In a forked child they give nothing back: what they took is the parent's.
+//
 // They know their pager by identity and keep it from nobody: once it is closed or reset they are of
 // no use, and say so.
 #pragma once

@@ -121,6 +121,10 @@ struct WriteParams {
   int32_t layer = 0;
   Tensor k, v;                 // [rows, kv_heads, k_dim], [rows, kv_heads, v_dim]
   uint64_t* status = nullptr;  // device
+  // Looked at and not written: a query of a row with a part that is not finite lowers *query_status
+  // in the same way. Without data there are none.
+  Tensor q;                          // [rows, q_heads, k_dim]
+  uint64_t* query_status = nullptr;  // device
 };
 
 // Summaries of whole chunks, every layer and kv head: what Scorer::summarize makes, bit for bit.

@@ -1,5 +1,5 @@
-// New keys and values into their chunks, one launch per layer: a block takes kTileRows rows of one kv
-// head. Keys are turned in shared memory, so that the tokens of a chunk, which lie side by side in
+// New keys and values into their chunks, one launch per layer, which looks at the queries too: a block
+// takes kTileRows rows of one head. Keys are turned in shared memory, so that the tokens of a chunk, which lie side by side in
 // the K tile, are written side by side.
 #include <cstring>
 
@@ -217,8 +217,51 @@ struct Keys {
   }
 };
 
+// The first row of the tile, of those that are no padding, with a query in this head of which this
+// thread met an element that is not finite.
+template <DType dtype>
+KVP_DEVICE int bad_query(const Source& source, const Row* rows, int count, int dim) {
+  const int units = dim / kUnit;
+  int failed = kTileRows;
+  for (int i = thread_index(); i < count * units; i += kThreads) {
+    const int row = i / units;
+    if (rows[row].part < 0 || row >= failed) continue;
+    const int column = (i - row * units) * kUnit;
+    uint32_t words[kUnit * sizeof(Element<dtype>) / 4];
+    const unsigned char* at =
+        source.data + row * source.row_bytes + column * static_cast<int>(sizeof(Element<dtype>));
+    if (!convert<dtype, dtype>(at, source.wide, words)) failed = row;
+  }
+  return failed;
+}
+
+KVP_DEVICE void look_at_queries(const WriteParams& p, int64_t block) {
+  const int head = static_cast<int>(block % p.q.heads);
+  const int64_t first = block / p.q.heads * kTileRows;
+  const int64_t left = p.tables.header->rows - first;
+  if (left <= 0) return;
+  const int count = left < kTileRows ? static_cast<int>(left) : kTileRows;
+  const Source source = source_of(p.q, head, first);
+  const Row* rows = p.tables.rows + first;
+  int failed = 0;
+  if (p.q.dtype == DType::kFloat32) {
+    failed = bad_query<DType::kFloat32>(source, rows, count, p.q.dim);
+  } else if (p.q.dtype == DType::kFloat16) {
+    failed = bad_query<DType::kFloat16>(source, rows, count, p.q.dim);
+  } else {
+    failed = bad_query<DType::kBFloat16>(source, rows, count, p.q.dim);
+  }
+  if (failed < kTileRows) {
+    atomic_min(p.query_status,
+               static_cast<uint64_t>(p.layer) << 32 | static_cast<uint64_t>(first + failed));
+  }
+}
+
+// Blocks of keys and values come first, those of queries after them.
 KVP_KERNEL KVP_BOUNDS(kThreads, 2) write_rows_kernel(const WriteParams p) {
   const Shape& shape = p.shape;
+  const int64_t writing = int64_t{(p.counts.rows + kTileRows - 1) / kTileRows} * shape.kv_heads;
+  if (block_index() >= writing) return look_at_queries(p, block_index() - writing);
   const int head = static_cast<int>(block_index() % shape.kv_heads);
   const int64_t first = block_index() / shape.kv_heads * kTileRows;
   const int64_t left = p.tables.header->rows - first;
@@ -254,7 +297,9 @@ int write_rows(const WriteParams& params, void* stream) {
   const bool wide_keys = params.shape.k_dtype == DType::kFloat32;
   const int words = wide_keys ? kSlabWords<uint32_t> : kSlabWords<uint16_t>;
   Grid grid;
-  grid.blocks = int64_t{(params.counts.rows + kTileRows - 1) / kTileRows} * params.shape.kv_heads;
+  const int64_t queries = params.q.data == nullptr ? 0 : params.q.heads;
+  grid.blocks =
+      int64_t{(params.counts.rows + kTileRows - 1) / kTileRows} * (params.shape.kv_heads + queries);
   grid.threads = kThreads;
   grid.shared_bytes = static_cast<int64_t>(sizeof(Places)) + kTileRows * words * 4;
   grid.stream = stream;

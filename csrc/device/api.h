@@ -13,7 +13,7 @@
 
 namespace kvpager::device {
 
-inline constexpr uint32_t kAbi = 1;  // raised with any change of this file or of cuda/params.h
+inline constexpr uint32_t kAbi = 2;  // raised with any change of this file or of cuda/params.h
 inline constexpr char kEntryPoint[] = "kvpager_device_api";
 
 inline constexpr int kOk = 0;

@@ -77,6 +77,14 @@ int64_t find_non_finite(const Layout& layout, const TensorView& k, const TensorV
   return -1;
 }
 
+int64_t find_non_finite(const TensorView& tensor, const int32_t* part) {
+  const KernelTable& table = kernels();
+  for (int64_t row = 0; row < tensor.rows; ++row) {
+    if (part[row] >= 0 && !row_fits(table, tensor, tensor.dtype, row)) return row;
+  }
+  return -1;
+}
+
 void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
                 const WriteRow* rows, int64_t count) {
   check_rows(layout, k, v, count);

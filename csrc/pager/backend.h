@@ -72,8 +72,10 @@ class Backend {
   // The keys and values of Forward::given, a tensor per layer.
   virtual void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
                     void* stream) = 0;
-  virtual void write(int layer, const TensorView& k, const TensorView& v, void* stream) = 0;
-  // After write() of the same layer.
+  // Without queries (null) the layer is not attended to. All-or-nothing, where it is done at once.
+  virtual void write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
+                     void* stream) = 0;
+  // After write() of the same layer and queries.
   virtual void attend(int layer, const TensorView& q, const TensorView& out,
                       const AttendOptions& attend_options) = 0;
   virtual uint64_t generation() const = 0;

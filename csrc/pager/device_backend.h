@@ -58,7 +58,8 @@ class DeviceBackend final : public Backend {
   void begin(Forward* forward, void* stream) override;
   void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
             void* stream) override;
-  void write(int layer, const TensorView& k, const TensorView& v, void* stream) override;
+  void write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
+             void* stream) override;
   void attend(int layer, const TensorView& q, const TensorView& out,
               const AttendOptions& attend_options) override;
   uint64_t generation() const override { return generation_; }
@@ -103,9 +104,10 @@ class DeviceBackend final : public Backend {
     int64_t selected_stride = 0;
     device::Memory scratch;  // device
   };
-  // What results begin with: WriteParams::status of the rows, and of given positions.
-  static constexpr int kRowStatus = 0, kGivenStatus = 1;
-  static constexpr int64_t kStatusBytes = 2 * sizeof(uint64_t);
+  // What results begin with: WriteParams::status of the rows, of given positions, and
+  // query_status.
+  static constexpr int kRowStatus = 0, kGivenStatus = 1, kQueryStatus = 2;
+  static constexpr int64_t kStatusBytes = 3 * sizeof(uint64_t);
   // Where given positions go: a header and rows as kernels read them, in pinned memory and on the
   // device. They grow with the most there were; no graph refers to them.
   static constexpr int64_t kGivenRowsAt = 64;  // bytes, behind the header

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "kvpager/error.h"
 #include "pager/device_backend.h"
@@ -81,7 +82,8 @@ void DeviceBackend::give(const std::vector<TensorView>& k, const std::vector<Ten
   }
 }
 
-void DeviceBackend::write(int layer, const TensorView& k, const TensorView& v, void* stream) {
+void DeviceBackend::write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
+                          void* stream) {
   const bool into_graph = to_stream(stream);
   gpu::WriteParams params;
   params.shape = shape_;
@@ -90,7 +92,11 @@ void DeviceBackend::write(int layer, const TensorView& k, const TensorView& v, v
   params.layer = layer;
   params.k = tensor(k);
   params.v = tensor(v);
-  params.status = reinterpret_cast<uint64_t*>(arrays_.results.data());
+  params.status = reinterpret_cast<uint64_t*>(arrays_.results.data()) + kRowStatus;
+  if (q != nullptr) {
+    params.q = tensor(*q);
+    params.query_status = reinterpret_cast<uint64_t*>(arrays_.results.data()) + kQueryStatus;
+  }
   launch("writing keys and values",
          [&] { return api_.write_rows(device_->context(), &params, stream); });
   if (!into_graph) pager_.forward->layer_written[static_cast<size_t>(layer)] = 1;
@@ -254,14 +260,21 @@ void DeviceBackend::finish() {
 void DeviceBackend::take_results() {
   uint64_t status[kStatusBytes / sizeof(uint64_t)];
   std::memcpy(status, arrays_.results_host.data(), sizeof status);
-  const auto layer = [](uint64_t failure) { return static_cast<int>(failure >> 32); };
+  const auto layer = [](uint64_t failure) {
+    return failure == gpu::kNoFailure ? std::numeric_limits<int>::max()
+                                      : static_cast<int>(failure >> 32);
+  };
   const auto row = [](uint64_t failure) { return static_cast<int64_t>(failure & 0xFFFFFFFFu); };
   if (const uint64_t bad = status[kGivenStatus]; bad != gpu::kNoFailure) {
     pager_.refuse_given(layer(bad), row(bad));
   }
-  if (const uint64_t bad = status[kRowStatus]; bad != gpu::kNoFailure) {
-    pager_.refuse_row(layer(bad), row(bad));
+  // What was not finite first made all after it so. The queries of a layer are looked at first.
+  const uint64_t bad_query = status[kQueryStatus];
+  const uint64_t bad_row = status[kRowStatus];
+  if (bad_query != gpu::kNoFailure && layer(bad_query) <= layer(bad_row)) {
+    pager_.refuse_query(layer(bad_query), row(bad_query));
   }
+  if (bad_row != gpu::kNoFailure) pager_.refuse_row(layer(bad_row), row(bad_row));
   if (!running_.scored) return;
   const bool dense = pager_.dense();
   const auto* mass =

@@ -302,7 +302,7 @@ void Pager::Impl::require_layer(int layer, const TensorView& k, const TensorView
 void Pager::Impl::write(int layer, const TensorView& k, const TensorView& v, void* stream) {
   require_layer(layer, k, v);
   try {
-    backend->write(layer, k, v, stream);
+    backend->write(layer, nullptr, k, v, stream);
   } catch (...) {
     abort();
     throw;
@@ -349,13 +349,21 @@ void Pager::Impl::attend(int layer, const TensorView& q, const TensorView& k, co
         "of a capture");
   }
   try {
-    backend->write(layer, k, v, attend_options.stream);
+    backend->write(layer, &q, k, v, attend_options.stream);
     backend->attend(layer, q, out, attend_options);
   } catch (...) {
     abort();
     throw;
   }
   forget_orders();  // what the layer read and brought in may leave again
+}
+
+void Pager::Impl::refuse_query(int layer, int64_t row) const {
+  const RowDescriptor& bad = forward->rows[static_cast<size_t>(row)];
+  throw NonFiniteError(
+      str("layer ", layer, ": the query at position ", bad.position, " of sequence ",
+          bad.sequence.value(),
+          " is not finite; the forward was aborted and the sequence is as it was"));
 }
 
 void Pager::Impl::refuse_row(int layer, int64_t row) const {

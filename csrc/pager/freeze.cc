@@ -19,6 +19,7 @@ class FrozenSequence final : public SnapshotContent {
       : pager_(std::move(pager)), id_(id), meta_(std::move(meta)), tail_(std::move(tail)) {}
 
   ~FrozenSequence() override {
+    if (pager_->process.forked()) return;  // it is the parent's
     const std::lock_guard<std::mutex> lock(pager_->mutex);
     while (!borrowed_.empty()) return_one(borrowed_.begin()->first);
     pager_->destroy_sequence(id_);
@@ -29,6 +30,7 @@ class FrozenSequence final : public SnapshotContent {
   const SnapshotMeta& meta() const override { return meta_; }
 
   const std::byte* borrow_chunk(int64_t chunk, std::byte* scratch) const override {
+    pager_->process.require("frozen sequence");
     require_chunk(chunk, static_cast<int64_t>(meta_.chunks.size()));
     if (chunk == meta_.sealed_chunks()) return tail_.data();
     ChunkRecord below;  // a copy: the ledger may move while we read without the lock
@@ -53,11 +55,13 @@ class FrozenSequence final : public SnapshotContent {
   }
 
   void give_back_chunk(int64_t chunk) const override {
+    if (pager_->process.forked()) return;
     const std::lock_guard<std::mutex> lock(pager_->mutex);
     if (borrowed_.count(chunk) != 0) return_one(chunk);
   }
 
   void read_summary(int64_t chunk, std::byte* out) const override {
+    pager_->process.require("frozen sequence");
     require_chunk(chunk, meta_.sealed_chunks());
     const std::lock_guard<std::mutex> lock(pager_->mutex);
     std::memcpy(out, pager_->backend->summary(pager_->ledger[record(chunk)].summary),

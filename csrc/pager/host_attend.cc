@@ -47,7 +47,8 @@ void HostBackend::give(const std::vector<TensorView>& k, const std::vector<Tenso
   }
 }
 
-void HostBackend::write(int layer, const TensorView& k, const TensorView& v, void*) {
+void HostBackend::write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
+                        void*) {
   const ScopedTimer timer(&pager_.counters.seconds_write);
   write_targets_.assign(pager_.forward->rows.size(), {});
   for (const ForwardPart& part : pager_.forward->parts) {
@@ -58,6 +59,10 @@ void HostBackend::write(int layer, const TensorView& k, const TensorView& v, voi
     }
   }
   const int64_t rows = k.rows;
+  if (q != nullptr) {
+    const int64_t bad = find_non_finite(*q, pager_.forward->part_of_row.data());
+    if (bad >= 0) pager_.refuse_query(layer, bad);
+  }
   const int64_t bad = find_non_finite(layout_, k, v, write_targets_.data(), rows);
   if (bad >= 0) pager_.refuse_row(layer, bad);
   write_rows(layout_, k, v, write_targets_.data(), rows);

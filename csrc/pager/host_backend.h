@@ -52,7 +52,8 @@ class HostBackend final : public Backend {
   void begin(Forward* forward, void* stream) override;
   void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
             void* stream) override;
-  void write(int layer, const TensorView& k, const TensorView& v, void* stream) override;
+  void write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
+             void* stream) override;
   void attend(int layer, const TensorView& q, const TensorView& out,
               const AttendOptions& attend_options) override;
   uint64_t generation() const override { return 0; }

@@ -28,6 +28,7 @@
 #include "core/slot_pool.h"
 #include "kvpager/error.h"
 #include "kvpager/pager.h"
+#include "kvpager/process.h"
 #include "kvpager/selection.h"
 #include "kvpager/thread_pool.h"
 #include "memory/disk_spill.h"
@@ -191,6 +192,7 @@ struct Pager::Impl {
   void require_rows() const;
   void require_layer(int layer, const TensorView& k, const TensorView& v) const;
   [[noreturn]] void refuse_non_finite(int layer, SequenceId sequence, int64_t position) const;
+  [[noreturn]] void refuse_query(int layer, int64_t row) const;
   [[noreturn]] void refuse_row(int layer, int64_t row) const;
   [[noreturn]] void refuse_given(int layer, int64_t index) const;
   void mark_replayed(uint64_t generation, void* stream);
@@ -239,6 +241,8 @@ struct Pager::Impl {
   std::vector<std::vector<int32_t>> select(SequenceId id, int layer, const TensorView& q,
                                            int64_t position, int64_t window);
 
+  // Not this process's: refused by locked(), and never destroyed.
+  const MadeIn process;
   const PagerOptions options;
   const Layout layout;
   const Scorer& scorer;

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "kernels/half.h"
+#include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
 #include "pager/scan.h"
@@ -155,6 +156,10 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
     throw InvalidArgumentError(str("q: shape [", q.rows, ", ", q.heads, ", ", q.dim,
                                    "], expected [1, a multiple of ", layout.kv_heads, ", ",
                                    layout.k_dim, "]"));
+  }
+  if (constexpr int32_t kPart = 0; find_non_finite(q, &kPart) >= 0) {
+    throw NonFiniteError(str("layer ", layer, ": the query at position ", position, " of sequence ",
+                             id.value(), " is not finite, so that it selects nothing"));
   }
   require_held(sequence, window > 0 ? std::max<int64_t>(0, position - window + 1) : 0,
                str("a selection at position ", position, " (window=", window, ")"));

@@ -12,6 +12,7 @@ namespace kvpager {
 // a failed step must leave a pager as sound as a successful one.
 template <class Step>
 auto locked(Pager::Impl& impl, const Step& step) {
+  impl.process.require("pager");  // first: a thread the child has not may hold the lock for ever
   const std::lock_guard<std::mutex> lock(impl.mutex);
 #ifdef KVPAGER_CHECK_INVARIANTS
   struct Check {

@@ -44,7 +44,9 @@ class MetaBackend final : public Backend {
   void give(const std::vector<TensorView>&, const std::vector<TensorView>&, void*) override {
     refuse("give");
   }
-  void write(int, const TensorView&, const TensorView&, void*) override { refuse("write"); }
+  void write(int, const TensorView*, const TensorView&, const TensorView&, void*) override {
+    refuse("write");
+  }
   void attend(int, const TensorView&, const TensorView&, const AttendOptions&) override {
     refuse("attend");
   }

@@ -144,7 +144,11 @@ Pager::Impl::Impl(const PagerOptions& given)
       spills(options.policy),
       host_copies(Policy::kLru) {}
 
-Pager::Pager(const PagerOptions& options) : impl_(std::make_shared<Impl>(options)) {}
+// A forked child has the memory, but not the threads that would have to end, and shares the files.
+Pager::Pager(const PagerOptions& options)
+    : impl_(new Impl(options), [](Impl* impl) {
+        if (!impl->process.forked()) delete impl;
+      }) {}
 Pager::~Pager() = default;
 
 const PagerOptions& Pager::options() const { return impl_->options; }
@@ -165,7 +169,7 @@ void Pager::destroy_sequence(SequenceId sequence) {
 void Pager::drop_sequence(SequenceId sequence) noexcept {
   try {
     locked(*impl_, [&] { impl_->drop_sequence(sequence); });
-  } catch (const InvalidArgumentError&) {  // in a forked child: nothing of it is here
+  } catch (const InvalidArgumentError&) {  // in a forked child: it is the parent's
   }
 }
 SequenceId Pager::fork(SequenceId sequence) {
@@ -255,6 +259,7 @@ void Pager::abort(uint64_t number) {
     if (impl_->forward && impl_->forward->number == number) impl_->abort();
   });
 }
+bool Pager::forked() const noexcept { return impl_->process.forked(); }
 uint64_t Pager::running_forward() const { return impl_->running; }
 bool Pager::forward_running() const {
   return locked(*impl_, [&] { return impl_->forward.has_value(); });
@@ -301,6 +306,7 @@ PagerStats Pager::stats() const {
   return locked(*impl_, [&] { return impl_->stats(); });
 }
 void Pager::check_invariants() const {
+  impl_->process.require("pager");
   const std::lock_guard<std::mutex> lock(impl_->mutex);
   impl_->check_invariants();
 }

@@ -36,38 +36,43 @@ ChunkFeed::ChunkFeed(const SnapshotContent& content, const std::vector<int64_t>&
   }
   if (count_ < 2) return;
   try {
-    worker_ = std::thread([this] { work(); });
+    meeting_->worker = std::thread([this] { work(); });
   } catch (const std::system_error&) {
     // No thread to be had: next() prepares, one group at a time.
   }
 }
 
 ChunkFeed::~ChunkFeed() {
+  if (process_.forked()) {
+    static_cast<void>(meeting_.release());
+    return;
+  }
   stop();
   for (Group& group : groups_) give_back(&group);
 }
 
 void ChunkFeed::stop() noexcept {
-  if (!worker_.joinable()) return;
+  if (!meeting_->worker.joinable()) return;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(meeting_->mutex);
     stopping_ = true;
   }
-  changed_.notify_all();
-  worker_.join();
+  meeting_->changed.notify_all();
+  meeting_->worker.join();
 }
 
 const std::vector<const std::byte*>& ChunkFeed::next() {
+  process_.require("snapshot writer");
   if (taken_ > emptied_) {
     give_back(&group(emptied_));
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(meeting_->mutex);
     ++emptied_;
   }
-  changed_.notify_all();
+  meeting_->changed.notify_all();
   if (taken_ == count_) return none_;
-  if (worker_.joinable()) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return filled_ > taken_; });
+  if (meeting_->worker.joinable()) {
+    std::unique_lock<std::mutex> lock(meeting_->mutex);
+    meeting_->changed.wait(lock, [this] { return filled_ > taken_; });
   } else {
     fill(taken_);
   }
@@ -80,17 +85,17 @@ const std::vector<const std::byte*>& ChunkFeed::next() {
 void ChunkFeed::work() {
   for (size_t number = 0; number < count_; ++number) {
     {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [&] { return stopping_ || number < emptied_ + kGroups; });
+      std::unique_lock<std::mutex> lock(meeting_->mutex);
+      meeting_->changed.wait(lock, [&] { return stopping_ || number < emptied_ + kGroups; });
       if (stopping_) return;
     }
     fill(number);
     const bool failed = group(number).error != nullptr;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard<std::mutex> lock(meeting_->mutex);
       filled_ = number + 1;
     }
-    changed_.notify_all();
+    meeting_->changed.notify_all();
     if (failed) return;
   }
 }

@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "kvpager/process.h"
 #include "kvpager/snapshot.h"
 
 namespace kvpager::snapshot {
@@ -69,13 +70,19 @@ class ChunkFeed {
   Group groups_[kGroups];
   std::vector<const std::byte*> none_;
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  size_t filled_ = 0;   // groups [taken_, filled_) wait for next(); guarded by mutex_, as all below
+  // A forked child has no such thread, and cannot even end what it may have waited for.
+  struct Meeting {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::thread worker;
+  };
+  const MadeIn process_;
+  std::unique_ptr<Meeting> meeting_ = std::make_unique<Meeting>();
+  size_t filled_ =
+      0;  // groups [taken_, filled_) wait for next(); guarded by the mutex, as all below
   size_t taken_ = 0;    // groups handed out; the last one of these is still the caller's
   size_t emptied_ = 0;  // groups given back
   bool stopping_ = false;
-  std::thread worker_;
 };
 
 }  // namespace kvpager::snapshot

@@ -147,6 +147,7 @@ void OutputFile::lock() {
 }
 
 void OutputFile::reserve(uint64_t bytes) {
+  process_.require("snapshot writer");
   if (bytes <= reserved_) return;
   const auto size = static_cast<off_t>(bytes);
   int error = error_of("snapshot.reserve", [&] { return ::fallocate(file_.get(), 0, 0, size); });
@@ -158,6 +159,7 @@ void OutputFile::reserve(uint64_t bytes) {
 }
 
 void OutputFile::write_at(uint64_t offset, std::vector<iovec> parts) {
+  process_.require("snapshot writer");
   uint64_t left = total_bytes(parts);
   while (left > 0) {
     const auto allowed = fault::visit_transfer("snapshot.write", static_cast<int64_t>(left));
@@ -199,6 +201,7 @@ void OutputFile::sync(int fd, const std::string& what) {
 }
 
 void OutputFile::seal(uint64_t bytes) {
+  process_.require("snapshot writer");
   if (reserved_ > bytes) {
     const int error = error_of("snapshot.truncate",
                                [&] { return ::ftruncate(file_.get(), static_cast<off_t>(bytes)); });
@@ -209,6 +212,7 @@ void OutputFile::seal(uint64_t bytes) {
 }
 
 void OutputFile::publish() {
+  process_.require("snapshot writer");
   rename_into_place();
   const int error = error_of("snapshot.fsync", [&] { return ::fsync(folder_.get()); });
   if (error != 0 && error != EINVAL) {  // EINVAL: a file system without folders to sync
@@ -256,7 +260,7 @@ bool OutputFile::holds_our_file(const std::string& name) const noexcept {
 }
 
 void OutputFile::discard() noexcept {
-  if (!temporary_.empty()) ::unlinkat(folder_.get(), temporary_.c_str(), 0);
+  if (!temporary_.empty() && !process_.forked()) ::unlinkat(folder_.get(), temporary_.c_str(), 0);
   temporary_.clear();
   file_.reset();
   state_ = State::kGone;

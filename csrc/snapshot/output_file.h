@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "kvpager/process.h"
 #include "snapshot/descriptor.h"
 
 namespace kvpager::snapshot {
@@ -65,6 +66,7 @@ class OutputFile {
   Descriptor folder_;
   Descriptor file_;
   State state_ = State::kWriting;
+  MadeIn process_;  // a forked child neither writes to the file nor removes it
   uint64_t reserved_ = 0;
   bool replaced_ = false;   // the rename took the place of an existing file
   bool exchanged_ = false;  // ... which now has the temporary name

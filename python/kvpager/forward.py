@@ -89,8 +89,9 @@ class Forward(_core.OwnedForward):
 
         Raises:
             InvalidArgumentError: a tensor of another shape, dtype or device than expected.
-            NonFiniteError: a key or value is not finite; the forward was aborted. On a GPU `commit`
-                raises it.
+            NonFiniteError: a query, key or value of a row that is no padding is not finite; the
+                forward was aborted. On a GPU `commit` raises it. A row that reads brings no keys
+                and values.
             StorageError: a chunk could not be read; the forward was aborted.
             CorruptSnapshotError: a chunk's bytes are not what was saved; the forward was aborted.
                 `.chunk`, `.layer` and the token range [`.start`, `.stop`) say which.
@@ -174,7 +175,7 @@ class Forward(_core.OwnedForward):
 
         Raises:
             InvalidArgumentError: a layer was not written, or what is given was not handed in.
-            NonFiniteError: on a GPU, a key or value is not finite; the forward was aborted.
+            NonFiniteError: on a GPU, a query, key or value is not finite; the forward was aborted.
         """
         if accepted is None:
             self.commit_rows(None, (), provenance)

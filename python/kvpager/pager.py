@@ -314,7 +314,7 @@ class Sequence(_core.OwnedSequence):
         """The chunks a row with queries q [q_heads, k_dim] would attend to, per kv head, ascending.
 
         `position` is the row's own; by default the next one. q may be on the CPU, or where the
-        pager is.
+        pager is. Raises NonFiniteError if it is not finite.
         """
         at = self.length if position is None else position
         if isinstance(q, torch.Tensor):

@@ -103,6 +103,9 @@ struct WriteRow {
 int64_t find_non_finite(const Layout& layout, const TensorView& k, const TensorView& v,
                         const WriteRow* rows, int64_t count);
 
+// Index of the first row with part[row] >= 0 that holds a number that is not finite; -1: none.
+int64_t find_non_finite(const TensorView& tensor, const int32_t* part);
+
 // Writes rows into tails, converting to the layout's dtypes (round to nearest even). k is
 // [count, kv_heads, k_dim], v is [count, kv_heads, v_dim].
 void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,

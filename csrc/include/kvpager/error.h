@@ -26,7 +26,7 @@ class InvalidArgumentError : public PagerError {
   using PagerError::PagerError;
 };
 
-// Keys or values that are not finite; the forward was aborted.
+// Queries, keys or values that are not finite; a forward with them was aborted.
 class NonFiniteError : public PagerError {
  public:
   using PagerError::PagerError;

@@ -171,6 +171,8 @@ class Pager {
   const char* attention_name(DType q_dtype) const;
   int attention_version(DType q_dtype) const;
 
+  // In a child that was forked since, every call but the destructor raises InvalidArgumentError.
+
   // Sequences. `salt` separates tenants: it enters every chain hash. No two sequences, pins and
   // forwards of a process have equal numbers, so that those of another pager are unknown to this one.
   SequenceId create_sequence(const std::string& salt);
@@ -222,8 +224,8 @@ class Pager {
   void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
             void* stream = nullptr);
   // k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]; q [rows, q_heads, k_dim] -> out [rows,
-  // q_heads, v_dim]. Non-finite keys or values of commit rows abort the forward (NonFiniteError:
-  // layer, position).
+  // q_heads, v_dim]. Non-finite keys or values of commit rows, and queries of rows that are no
+  // padding, abort the forward (NonFiniteError: layer, position), on a device at commit.
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const TensorView& out, const AttendOptions& attend_options);
   // K/V without attention: rows computed elsewhere.
@@ -248,11 +250,13 @@ class Pager {
   void abort();
   void abort(uint64_t number);
   bool forward_running() const;
+  // Whether this is a forked child of the process that made it.
+  bool forked() const noexcept;
   // The number of the running forward, 0: none. Waits for nobody.
   uint64_t running_forward() const;
 
   // The chunks a row with these queries at `position` would attend to, per kv head. q [1, q_heads,
-  // k_dim].
+  // k_dim], finite.
   std::vector<std::vector<int32_t>> select(SequenceId sequence, int layer, const TensorView& q,
                                            int64_t position, int64_t window);
   // Raw rows [start, stop) of one layer: k [n, kv_heads, k_dim] and v in the layout's dtypes,

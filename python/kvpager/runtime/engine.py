@@ -31,6 +31,7 @@ from kvpager.hf.own_attention import require_own_attention
 from kvpager.hf.recurrent import Recurrence, is_recurrent
 from kvpager.hf.rotary import KeyMover
 from kvpager.pager import Pager, Sequence
+from kvpager.process import MadeIn
 from kvpager.runtime.checkpoints import Checkpoints
 from kvpager.runtime.completion import Completion
 from kvpager.runtime.decode import TokenIterator
@@ -173,6 +174,7 @@ class Engine:
         self.drafting: Drafting | None = None
         self._speculation = SpeculationStats()
         self._closed = False
+        self.made_in = MadeIn()
         attach(self.model)
         threads_before = torch.get_num_threads()
         try:
@@ -646,9 +648,9 @@ class Engine:
     def close(self) -> None:
         """Closes every session and the pager.
 
-        Saves that still run are waited for.
+        Saves that still run are waited for. In a forked child nothing is done: all is the parent's.
         """
-        if self.closed:
+        if self.closed or self.made_in.forked:
             return
         self.saves.wait()
         try:
@@ -718,6 +720,7 @@ class Engine:
             raise InvalidArgumentError("the session is closed; use engine.session() or restore()")
 
     def check_open(self) -> None:
-        """Raises InvalidArgumentError if the engine is closed."""
+        """Raises InvalidArgumentError if the engine is closed, or another process's."""
+        self.made_in.require("this engine")
         if self.closed:
             raise InvalidArgumentError("the engine is closed; make a new Engine(model, ...)")

@@ -98,6 +98,11 @@ class Sampling:
             raise InvalidArgumentError(f"sampling is {dict(values)!r}: {error}") from error
 
 
+def check_logits(logits: torch.Tensor, position: int) -> None:
+    """Raises NonFiniteError unless logits [vocab] are of some distribution at `position`."""
+    _require_finite(float(logits.max()), position)  # a NaN is the largest of all
+
+
 def _require_finite(largest: float, position: int) -> None:
     if not math.isfinite(largest):
         raise NonFiniteError(

@@ -25,6 +25,7 @@ from kvpager.errors import (
     damaged_chunk,
     locate_damage,
 )
+from kvpager.process import MadeIn
 from kvpager.runtime.progress import Progress, check_progress, reporting_bytes
 from kvpager.runtime.repair import Repairs, recompute_chunk, require_repairable
 from kvpager.runtime.tokens import TokenIds
@@ -117,6 +118,7 @@ class _Job:
     report: SaveReport | None = None
     error: BaseException | None = None
     abandoned: bool = False  # nobody can ask for the error any more
+    made_in: MadeIn = field(default_factory=MadeIn)  # where the thread is
 
     def run(self, state: FrozenState, progress: Progress) -> None:
         try:
@@ -142,6 +144,8 @@ class _Job:
 
     def abandon(self) -> None:
         """Nobody has the handle any more."""
+        if self.made_in.forked:
+            return
         with self.lock:
             self.abandoned = True
             failed = self.error is not None
@@ -186,6 +190,7 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
+        self._job.made_in.require("this save")
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -217,6 +222,7 @@ class SaveHandle:
         Returns:
             True if nothing is saved, False if it was too late: see `result`.
         """
+        self._job.made_in.require("this save")
         self._job.stop.set()
         if self._thread is threading.current_thread():
             return True  # seen as soon as the callback returns
@@ -224,7 +230,11 @@ class SaveHandle:
         return isinstance(self._job.error, CancelledError)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for the end, whatever it is. Raises TimeoutError."""
+        """Waits for the end, whatever it is. Raises TimeoutError.
+
+        Raises InvalidArgumentError in a forked child: the save runs in its parent.
+        """
+        self._job.made_in.require("this save")
         _join(self._thread, timeout)
         if self._thread.is_alive():
             done, total = self._job.bytes
@@ -234,7 +244,9 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         job = self._job
-        if not self.done():
+        if job.made_in.forked:
+            state = "of another process"
+        elif not self.done():
             state = f"{job.bytes[0]} of {job.bytes[1]} bytes"
         else:
             state = "saved" if job.error is None else f"failed: {job.error}"

@@ -219,6 +219,8 @@ class Scheduler:
 
     def close(self) -> None:
         """Cancels what is not finished; sessions that were made for it are closed."""
+        if self._engine.made_in.forked:
+            return
         for request in list(self._unfinished.values()):
             self._finish(request, "cancelled")
 

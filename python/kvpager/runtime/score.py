@@ -15,7 +15,7 @@ from kvpager.runtime.batch import Batch
 from kvpager.runtime.chunks import next_chunk
 from kvpager.runtime.progress import Progress, reporting
 from kvpager.runtime.repair import run
-from kvpager.runtime.sampling import log_probability
+from kvpager.runtime.sampling import check_logits, log_probability
 from kvpager.runtime.tokens import TokenIds
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def score_tokens(engine: Engine, ids: TokenIds, progress: Progress) -> Score:
                     batch.commit(sequence, start, fed[start : start + engine.rows])
                 batch.wanted.extend(range(batch.used))
                 for row, logits in enumerate(run(engine, batch)):
+                    check_logits(logits, start + row + 1)
                     logprobs[start + row] = log_probability(logits, int(ids[start + row + 1]))
                 state = batch.after or EMPTY
                 report(start + batch.used)

@@ -518,7 +518,12 @@ class Session:
         return SaveHandle(state, progress).start(self._saves, self.engine.saves)
 
     def close(self) -> None:
-        """Gives the session's chunks up, once its saves have ended. Twice is harmless."""
+        """Gives the session's chunks up, once its saves have ended. Twice is harmless.
+
+        In a forked child nothing is done.
+        """
+        if self.engine.made_in.forked:
+            return
         self._saves.wait()
         if not self.closed:
             self.sequence.close()

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from kvpager.errors import StorageError
+from kvpager.process import MadeIn
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -25,7 +26,7 @@ def exclusive(path: str) -> Iterator[None]:
     Raises:
         StorageError: the file cannot be had, or its file system has no flock().
     """
-    descriptor = _open_lock(path)
+    descriptor, made_in = _open_lock(path), MadeIn()
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -37,13 +38,18 @@ def exclusive(path: str) -> Iterator[None]:
         try:
             yield
         finally:
-            _unlock(descriptor)
+            _unlock(descriptor, made_in)
     finally:
         os.close(descriptor)
 
 
-def _unlock(descriptor: int) -> None:
-    """Takes a lock back from forked children too, who have a copy of the descriptor."""
+def _unlock(descriptor: int, made_in: MadeIn) -> None:
+    """Takes a lock back from forked children too, who have a copy of the descriptor.
+
+    A child that ends a block it was forked in does not take it from its parent.
+    """
+    if made_in.forked:
+        return
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
@@ -82,6 +88,7 @@ class Hold:
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []
+        self._made_in = MadeIn()
 
     def add(self, paths: Iterable[str]) -> None:
         """Holds these files too. REQUIRES: the store's lock, so that none is being removed."""
@@ -94,7 +101,7 @@ class Hold:
         """Lets all of them go. Doing so twice is harmless."""
         while self._descriptors:
             descriptor = self._descriptors.pop()
-            _unlock(descriptor)
+            _unlock(descriptor, self._made_in)
             os.close(descriptor)
 
     def __enter__(self) -> Hold:

@@ -10,6 +10,7 @@ from mutants.catalogue.identity import IDENTITY
 from mutants.catalogue.lifetimes import LIFETIMES
 from mutants.catalogue.machine import MACHINE
 from mutants.catalogue.own_attention import OWN_ATTENTION
+from mutants.catalogue.ownership import OWNERSHIP
 from mutants.catalogue.paging import PAGING
 from mutants.catalogue.probes import PROBES
 from mutants.catalogue.recurrent import RECURRENT
@@ -27,6 +28,7 @@ CATALOGUE = (
     *SELECTION,
     *PAGING,
     *BOOKKEEPING,
+    *OWNERSHIP,
     *GIVEN_ROWS,
     *SNAPSHOTS,
     *IDENTITY,

@@ -1,0 +1,29 @@
+"""Which process something was made in, for what a forked child must leave alone."""
+
+from __future__ import annotations
+
+import os
+
+from kvpager.errors import InvalidArgumentError
+
+
+class MadeIn:
+    """The process in which it was made. A forked child has neither its threads nor their locks."""
+
+    def __init__(self) -> None:
+        self._number = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child, forked since."""
+        return os.getpid() != self._number
+
+    def require(self, what: str) -> None:
+        """Raises InvalidArgumentError in a forked child; `what` is what its parent has made."""
+        if self.forked:
+            raise InvalidArgumentError(
+                f"{what} was made by process {self._number}, and this is process {os.getpid()}, "
+                "forked from it, which has neither its threads nor a share in its files; make an "
+                'Engine of its own after the fork, or start the process by "spawn" '
+                "(multiprocessing)"
+            )

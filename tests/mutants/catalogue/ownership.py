@@ -1,0 +1,111 @@
+"""Who owns what a pager gave, in which process, and numbers that are not finite."""
+
+from mutants.mutant import Mutant
+
+INTERRUPTS = "python/test_pager_interrupts.py::"
+IDENTITY = "python/test_pager_identity.py::"
+FINITE = "python/test_non_finite.py::"
+FORK = "python/test_fork.py::test_a_forked_child_is_refused_ends_and_changes_nothing"
+EVERYWHERE = FINITE + "test_no_tier_takes_a_number_that_is_not_finite_at_any_offset[two]"
+
+OWNERSHIP = (
+    Mutant(
+        name="a-dropped-forward-goes-on",
+        breaks="19: a forward that nobody holds is aborted",
+        file="csrc/bindings/handles.h",
+        old="  ~ForwardHandle() { abort(); }",
+        new="  ~ForwardHandle() {}",
+        killers=(
+            INTERRUPTS + "test_an_interrupt_at_any_return_leaves_nothing_behind[rows]",
+            IDENTITY + "test_what_nobody_holds_goes_back",
+        ),
+    ),
+    Mutant(
+        name="a-dropped-pin-holds",
+        breaks="19: a pin that nobody holds is released",
+        file="csrc/bindings/handles.h",
+        old="  ~PinHandle() { release(); }",
+        new="  ~PinHandle() {}",
+        killers=(IDENTITY + "test_what_nobody_holds_goes_back",),
+    ),
+    Mutant(
+        name="a-sequence-of-a-running-forward-is-never-dropped",
+        breaks="19: a sequence that is dropped while its forward runs goes with it",
+        file="csrc/pager/sequences.cc",
+        old="    found->second.dropped = true;\n",
+        new="",
+        killers=(IDENTITY + "test_a_sequence_that_is_dropped_while_its_forward_runs_goes_with_it",),
+    ),
+    Mutant(
+        name="a-sequence-of-any-pager-will-do",
+        breaks="19: a pager takes its own sequences alone",
+        file="csrc/bindings/handles.cc",
+        old="  if (pager().get() != &other) {",
+        new="  if (pager() == nullptr) {",
+        killers=(IDENTITY + "test_a_forward_with_a_sequence_of_another_pager_is_refused",),
+    ),
+    Mutant(
+        name="a-forward-that-ended-speaks-for-the-next",
+        breaks="19: a forward is told by its number, not by there being one",
+        file="csrc/bindings/handles.cc",
+        old="pager->running_forward() != number_",
+        new="pager->running_forward() == 0",
+        killers=(IDENTITY + "test_a_forward_that_failed_does_not_speak_for_the_next_one",),
+    ),
+    Mutant(
+        name="queries-are-not-looked-at",
+        breaks="14: a query that is not finite aborts the forward",
+        file="csrc/pager/host_attend.cc",
+        old="    if (bad >= 0) pager_.refuse_query(layer, bad);",
+        new="    static_cast<void>(bad);",
+        killers=(EVERYWHERE,),
+    ),
+    Mutant(
+        name="queries-of-padding-are-looked-at",
+        breaks="14: what is in a padding row is nobody's affair",
+        file="csrc/kernels/rows.cc",
+        old="    if (part[row] >= 0 && !row_fits",
+        new="    if (part[row] >= -1 && !row_fits",
+        killers=(EVERYWHERE,),
+    ),
+    Mutant(
+        name="select-takes-any-query",
+        breaks="14: a query that is not finite selects nothing",
+        file="csrc/pager/inspect.cc",
+        old="find_non_finite(q, &kPart) >= 0) {",
+        new="find_non_finite(q, &kPart) >= q.rows) {",
+        killers=(EVERYWHERE,),
+    ),
+    Mutant(
+        name="a-device-looks-at-no-queries",
+        breaks="14: on a device too, a query that is not finite aborts the forward",
+        file="csrc/cuda/write_rows.cu",
+        old="    if (rows[row].part < 0 || row >= failed) continue;",
+        new="    if (rows[row].part < 0 || row >= 0) continue;",
+        killers=(FINITE + "test_no_device_takes_a_number_that_is_not_finite",),
+    ),
+    Mutant(
+        name="a-forked-child-is-let-in",
+        breaks="6: a forked child changes nothing of its parent's",
+        file="csrc/pager/locked.h",
+        old='  impl.process.require("pager");',
+        new="  static_cast<void>(impl.process);",
+        killers=(FORK + "[pager_in_child]",),
+    ),
+    Mutant(
+        name="a-forked-child-removes-its-parents-file",
+        breaks="6: a forked child removes no file that its parent writes",
+        file="csrc/snapshot/output_file.cc",
+        old="  if (!temporary_.empty() && !process_.forked())",
+        new="  if (!temporary_.empty())",
+        killers=(FORK + "[fork_while_writing]",),
+    ),
+    Mutant(
+        name="a-forked-child-takes-a-lock-back",
+        breaks="6: a forked child takes back no lock of its parent's",
+        file="python/kvpager/stores/lock.py",
+        old="    if made_in.forked:\n        return\n",
+        new="",
+        killers=(FORK + "[fork_while_writing]",),
+    ),
+)
