@@ -16,4 +16,5 @@ PYBIND11_MODULE(_core, m) {
   kvpager::bind_pager(m);
   kvpager::bind_device(m);
   kvpager::bind_testing(m);
+  kvpager::bind_watch(m);
 }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         FingerprintMismatchError,
         InvalidArgumentError,
         InvariantError,
+        ModelChangedError,
         NonFiniteError,
         PagerError,
         PrefixMismatchError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         UnsupportedVersionError,
         VerificationError,
     )
+    from kvpager.hf.looks import only_looks
     from kvpager.pager import (
         ROW_COMMIT,
         ROW_GIVEN,
@@ -107,6 +109,7 @@ _ROOMS = {
         "FingerprintMismatchError",
         "InvalidArgumentError",
         "InvariantError",
+        "ModelChangedError",
         "NonFiniteError",
         "PagerError",
         "PrefixMismatchError",
@@ -116,6 +119,7 @@ _ROOMS = {
         "UnsupportedVersionError",
         "VerificationError",
     ),
+    "kvpager.hf.looks": ("only_looks",),
     "kvpager.pager": (
         "ROW_COMMIT",
         "ROW_GIVEN",
@@ -220,6 +224,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvariantError",
     "Layout",
+    "ModelChangedError",
     "NeedsCheckpoint",
     "NoRepair",
     "NonFiniteError",
@@ -264,6 +269,7 @@ __all__ = [
     "VerificationError",
     "Window",
     "__version__",
+    "only_looks",
     "open_snapshot",
 ]
 

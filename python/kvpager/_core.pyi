@@ -9,6 +9,7 @@ import numpy.typing
 import typing
 
 __all__: list[str] = [
+    "ByteWatch",
     "CHECKS_INVARIANTS",
     "CHUNKS_PER_SPLIT",
     "CapacityError",
@@ -21,6 +22,7 @@ __all__: list[str] = [
     "KERNEL_VERSION",
     "Layout",
     "NonFiniteError",
+    "ObjectTable",
     "OwnedForward",
     "OwnedPin",
     "OwnedSequence",
@@ -632,6 +634,61 @@ class OwnedForward:
         """
     @property
     def pager(self) -> typing.Any: ...
+
+class ObjectTable:
+    """
+    Dictionaries and lists as they were. Whoever makes one keeps them, and all that was in them, alive.
+    """
+    def __init__(self) -> None: ...
+    def add(self, container: typing.Any) -> None:
+        """
+        Remembers what is in it now.
+        """
+    def add_type(self, object: typing.Any) -> None:
+        """
+        Remembers its type.
+        """
+    def changed(self) -> list[int]:
+        """
+        Numbers of the containers whose keys or values are other objects, or in another order.
+        """
+    def changed_types(self) -> list[int]:
+        """
+        Numbers of the objects that have another type.
+        """
+    def refresh(self, index: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Remembers it anew.
+        """
+
+class ByteWatch:
+    """
+    Whether memory still holds what it held: ranges of (address, bytes) that whoever makes one keeps readable.
+    """
+
+    block_bytes: typing.ClassVar[int] = 1024
+    def __init__(
+        self,
+        ranges: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex
+            ]
+        ],
+        threads: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def sample(self, blocks: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        Reads so many blocks of each range again, at random places; returns the number of a range that was found changed, or -1.
+        """
+    def sweep(self, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        Reads about so many bytes again from where the last call ended; returns likewise.
+        """
+    @property
+    def total_bytes(self) -> int:
+        """
+        Of all ranges.
+        """
 
 def arm_fault(
     point: str,

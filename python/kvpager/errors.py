@@ -31,6 +31,7 @@ __all__ = [
     "FingerprintMismatchError",
     "InvalidArgumentError",
     "InvariantError",
+    "ModelChangedError",
     "NonFiniteError",
     "PagerError",
     "PrefixMismatchError",
@@ -93,6 +94,18 @@ def explain_damage(error: CorruptSnapshotError, why: str) -> CorruptSnapshotErro
 
 class UnsupportedModelError(InvalidArgumentError):
     """The model, as configured, cannot keep the promise; the message says why and what to do."""
+
+
+class ModelChangedError(InvalidArgumentError):
+    """The model is not the one the engine was made for any more; see `Engine.weights_changed`.
+
+    Attributes:
+        what: what was changed, such as "parameter lm_head.weight was replaced".
+    """
+
+    def __init__(self, message: str, *, what: str = "") -> None:
+        super().__init__(message)
+        self.what = what
 
 
 class VerificationError(PagerError):

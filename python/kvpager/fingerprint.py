@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +20,10 @@ from kvpager import _core, numerics
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.errors import FingerprintMismatchError, InvalidArgumentError
 from kvpager.hf import RowCounts
+from kvpager.hf.additions import additions_digest
 from kvpager.pager import Layout
+from kvpager.salts import salt_digest, stretched
+from kvpager.weights import weights_digest
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,14 @@ class Rule:
             is ever shared as exact.
         remedy: what to do about a mismatch.
         only_on: the kind of device whose fingerprints have it; empty: all.
+        follows: it differs as soon as a waivable field does, and is waived with that; alone, never.
     """
 
     meaning: str
     waivable: bool = False
     remedy: str = "load the model and settings it was saved with"
     only_on: str = ""
+    follows: bool = False
 
     @property
     def on_mismatch(self) -> str:
@@ -59,6 +63,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "weights": Rule(
             "digest of every parameter and buffer as it is in memory, adapters included",
             remedy="load the weights (and adapters) it was saved with",
+        ),
+        "additions": Rule(
+            "digest of what was added to the model: adapters and their settings, custom modules, "
+            "hooks, replaced methods; empty for none",
+            remedy="activate the adapters it was saved with, as they were, without other hooks",
         ),
         "model_config": Rule("digest of what the model's configuration changes", remedy=_MODEL),
         "model_dtype": Rule("dtype the model computes in", remedy=_MODEL),
@@ -94,7 +103,15 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             remedy="set PagerConfig.selection to the one it was saved with",
         ),
         "scorer": Rule("what made the summaries", remedy="set the scorer it was saved with"),
-        "salt": Rule("digest of the tenant's salt", remedy="use the salt it was saved under"),
+        "salt": Rule(
+            "digest of the tenant's salt, made slowly; empty for none",
+            remedy="use the salt it was saved under",
+        ),
+        "behaviour": Rule(
+            "digest of what a forward of made-up tokens gives",
+            follows=True,
+            remedy="load the model as it was, with its adapters, hooks and patches",
+        ),
         "device": Rule(
             "kind of device that computed it",
             waivable=True,
@@ -145,10 +162,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 )
 # Numerics: another value may change last bits, and a caller may accept that.
 WAIVABLE = tuple(name for name, rule in RULES.items() if rule.waivable)
+_FOLLOWING = tuple(name for name, rule in RULES.items() if rule.follows)
 
 _WAIVE = 'or pass on_mismatch="approximate" to accept results that may differ in their last bits'
 _UNKNOWN = Rule("a field this release does not know")
-_DIGEST_BLOCK = 64 << 20  # bytes per task, so that one large embedding keeps all threads busy
 # Of a model's configuration: says where it came from or how it is used, not what it computes.
 _INCIDENTAL = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -165,6 +182,7 @@ def describe(
     row_counts: RowCounts,
     kernel_version: int | str = _core.KERNEL_VERSION,
     salt: str,
+    behaviour: str,
     aligned: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
@@ -179,6 +197,7 @@ def describe(
         row_counts: of its forwards.
         kernel_version: of the attention that the pager runs; see `attention_version`.
         salt: the tenant's.
+        behaviour: digest of what a forward of it gives; see kvpager.hf.behaviour.
         aligned: a forward is a chunk of one sequence, from the state before it.
         progress: told the bytes of weights hashed, and of all.
     """
@@ -191,6 +210,7 @@ def describe(
     return {
         "architecture": type(model).__name__,
         "weights": weights_digest(model, progress),
+        "additions": additions_digest(model),
         "model_config": _digest_json(plain),
         "model_dtype": str(model.dtype).removeprefix("torch."),
         "rope": _canonical({key: values[key] for key in _ROPE if key in values}),
@@ -206,7 +226,8 @@ def describe(
         "head_rows": row_counts.head[0],
         "selection": describe_selection(config.selection),
         "scorer": config.scorer_name,
-        "salt": xxhash.xxh3_128_hexdigest(b"kvpager salt\0" + salt.encode()),
+        "salt": salt_digest(stretched(salt)),
+        "behaviour": behaviour,
         "device": device.type,
         "chunks_per_split": _core.CHUNKS_PER_SPLIT,
         "kernel_version": kernel_version,
@@ -272,11 +293,14 @@ def compare(
         )
     names = [*expected, *(name for name in found if name not in expected)]
     different = [name for name in names if expected.get(name) != found.get(name)]
-    different.sort(key=lambda name: name in WAIVABLE)
+    numerics = any(name in WAIVABLE for name in different)
+    if numerics:
+        different.sort(key=lambda name: 2 if name in _FOLLOWING else name in WAIVABLE)
     for name in different:
-        if name in WAIVABLE and on_mismatch == "approximate":
+        waivable = name in WAIVABLE or (numerics and name in _FOLLOWING)
+        if waivable and on_mismatch == "approximate":
             continue
-        advice = f", {_WAIVE}" if can_waive and name in WAIVABLE else ""
+        advice = f", {_WAIVE}" if can_waive and waivable else ""
         raise _mismatch(name, expected.get(name), found.get(name), source, advice)
     return "approximate" if different else "exact"
 
@@ -291,51 +315,6 @@ def _mismatch(
         expected=expected,
         found=found,
     )
-
-
-def weights_digest(model: Any, progress: Callable[[int, int], object] | None = None) -> str:
-    """XXH3-128 over name, shape, dtype and bytes of every live parameter and buffer, in hex.
-
-    Live tensors, not files: an adapter that is active in memory is part of it. Several GB/s.
-
-    Args:
-        model: the model.
-        progress: called with (bytes hashed, bytes in all), from this thread.
-    """
-    tensors = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0])
-    total = sum(tensor.nbytes for _, tensor in tensors)
-    report = progress or (lambda done, total: None)
-    summary = xxhash.xxh3_128()
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        hashed = [
-            (name, tensor, [pool.submit(_digest_block, part) for part in _blocks(tensor)])
-            for name, tensor in tensors
-        ]
-        done = 0
-        report(done, total)
-        for part in as_completed([part for _, _, parts in hashed for part in parts]):
-            done += part.result()[1]
-            report(done, total)
-        for name, tensor, parts in hashed:
-            summary.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
-            for part in parts:
-                summary.update(part.result()[0])
-    return summary.hexdigest()
-
-
-def _digest_block(block: torch.Tensor) -> tuple[bytes, int]:
-    if block.is_cuda:
-        host = torch.empty(len(block), dtype=torch.uint8, device="cpu", pin_memory=True)
-        block = host.copy_(block)
-    raw: Any = block.numpy()
-    return xxhash.xxh3_128_digest(raw), len(block)
-
-
-def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor's bytes in logical order, in blocks; copied only if it is not contiguous."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    for start in range(0, max(1, len(raw)), _DIGEST_BLOCK):
-        yield raw[start : start + _DIGEST_BLOCK]
 
 
 def _canonical(value: Any) -> str:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xxhash
 
 from kvpager import _core
 from kvpager.device import Place, resolve
@@ -43,6 +42,7 @@ from kvpager.forward import Forward as Forward
 from kvpager.forward import Span as Span
 from kvpager.forward import Tensor as Tensor
 from kvpager.released import ReleasedText
+from kvpager.salts import is_of, salt_digest
 from kvpager.section_json import parse_section
 from kvpager.stores import FileStore, SaveReport
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 ChunkInfo = _core.ChunkInfo
 
-_SALT = "salt_digest"  # in a snapshot's session section
+SALT_FIELD = "salt_digest"  # in a snapshot's session section
 _PACK = "pack"  # likewise: the file keeps chunks of a directory store, of no one conversation
 
 TIER_RESIDENT, TIER_HOST, TIER_DISK, TIER_SNAPSHOT = 1, 2, 4, 8
@@ -431,7 +431,9 @@ class Sequence(_core.OwnedSequence):
         """
         before = None if content is None else ReleasedText.of_content(content)
         released = {} if before is None else before.session_values()
-        return _canonical("session", {**(values or {}), _SALT: _salt_digest(self.salt), **released})
+        return _canonical(
+            "session", {**(values or {}), SALT_FIELD: salt_digest(self.salt), **released}
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"length={self.length}"
@@ -540,7 +542,10 @@ class Pager:
         return self.core.generation()
 
     def sequence(self, *, salt: str = "") -> Sequence:
-        """An empty sequence. `salt` separates tenants: it enters every chunk's hash."""
+        """An empty sequence. `salt` separates tenants: it enters every chunk's name.
+
+        It should be hard to guess: names can be computed for guesses. `Engine` stretches its own.
+        """
         return Sequence(self.core, self, salt)
 
     def begin(
@@ -676,7 +681,7 @@ class Pager:
                 found=snapshot.layout,
             )
         # The chain hashes prove the salt, but a snapshot without a full chunk has none.
-        if snapshot.session.get(_SALT, _salt_digest(salt)) != _salt_digest(salt):
+        if SALT_FIELD in snapshot.session and not is_of(salt, snapshot.session[SALT_FIELD]):
             raise FingerprintMismatchError(
                 f"salt: {snapshot.path} was saved under another salt; pass that one",
                 field="salt",
@@ -779,10 +784,6 @@ def _token_ids(tokens: Any) -> np.ndarray[Any, Any]:
             f"tokens: ids from {ids.min()} to {ids.max()}, expected 0 to {np.iinfo(np.int32).max}"
         )
     return ids.astype(np.int32)
-
-
-def _salt_digest(salt: str) -> str:
-    return xxhash.xxh3_128_hexdigest(salt.encode())
 
 
 def _canonical(name: str, values: Mapping[str, object]) -> str:

@@ -17,8 +17,9 @@ from reference_models import build, make_engine, prompt, stock_logits
 
 from kvpager import Engine, FingerprintMismatchError, InvalidArgumentError, PagerConfig, TopK
 from kvpager.errors import UnsupportedModelError
-from kvpager.fingerprint import RULES, weights_digest
+from kvpager.fingerprint import RULES
 from kvpager.verify import RELATIONS, Subject, verify
+from kvpager.weights import weights_digest
 
 pytestmark = pytest.mark.cuda
 

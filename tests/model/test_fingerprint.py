@@ -10,7 +10,8 @@ from bits import assert_same_session
 from reference_models import build, make_engine, prompt
 
 from kvpager import FingerprintMismatchError, InvalidArgumentError, TopK
-from kvpager.fingerprint import RULES, WAIVABLE, compare, weights_digest
+from kvpager.fingerprint import RULES, WAIVABLE, compare
+from kvpager.weights import weights_digest
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,18 @@ def test_numerics_are_refused_unless_approximate_results_are_accepted(field):
     assert (refused.value.field, refused.value.expected, refused.value.found) == (field, 1, 2)
     assert compare(expected, found, on_mismatch="approximate") == "approximate"
     assert compare(expected, expected, on_mismatch="approximate") == "exact"
+
+
+def test_behaviour_is_waived_with_numerics_and_never_alone():
+    expected = {"weights": "abc", "threads": 1, "behaviour": "x"}
+    with pytest.raises(FingerprintMismatchError, match="behaviour") as refused:
+        compare(expected, {**expected, "behaviour": "y"}, on_mismatch="approximate")
+    assert "approximate" not in str(refused.value)
+    both = {**expected, "threads": 2, "behaviour": "y"}
+    with pytest.raises(FingerprintMismatchError, match="approximate") as refused:
+        compare(expected, both)
+    assert refused.value.field == "threads"
+    assert compare(expected, both, on_mismatch="approximate") == "approximate"
 
 
 def test_every_field_has_its_rule_in_the_order_they_are_written(model, closing):

@@ -11,7 +11,7 @@ import transformers
 from bits import assert_same_bits
 from reference_models import DTYPES, build, make_engine, prompt
 
-from kvpager import Engine, InvalidArgumentError, UnsupportedModelError
+from kvpager import Engine, InvalidArgumentError, UnsupportedModelError, only_looks
 from kvpager.hf import Head, RowCounts, probe_shapes, same_bits
 from kvpager.hf.cancelling import cancelling_product, like
 from kvpager.hf.rows import counts_below, spread
@@ -60,7 +60,7 @@ def counted(model):
     def note(module, args, kwargs):
         seen.add(kwargs["input_ids"].shape[1])
 
-    handle = model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    handle = model.get_decoder().register_forward_pre_hook(only_looks(note), with_kwargs=True)
     yield seen
     handle.remove()
 

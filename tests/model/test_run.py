@@ -10,7 +10,7 @@ from apart import Oracle, alone, apart, ids_of, logprob_bits
 from bits import assert_same_session
 from reference_models import CHUNK, VOCAB, build, make_engine, prompt
 
-from kvpager import CapacityError, InvalidArgumentError, NonFiniteError
+from kvpager import CapacityError, InvalidArgumentError, NonFiniteError, only_looks
 
 LENGTHS = (5, 70, 1, 121, 33, 16, 48, 90)
 NEW = 12
@@ -244,7 +244,7 @@ def test_an_interruption_in_the_middle_of_a_forward_leaves_nothing_behind(model,
         if len(calls) == 5:
             raise KeyboardInterrupt
 
-    handle = model.model.layers[1].mlp.register_forward_hook(interrupt)
+    handle = model.model.layers[1].mlp.register_forward_hook(only_looks(interrupt))
     try:
         with pytest.raises(KeyboardInterrupt):
             run(engine, prompts)
@@ -270,7 +270,7 @@ def test_keys_that_are_not_finite_end_the_request_they_belong_to(
     asked = [prompts[i].copy() for i in chosen]
     asked[2][60] = poisoned
     assert not any((ids == poisoned).any() for i, ids in enumerate(asked) if i != 2)
-    handle = embedding.register_forward_hook(poison)
+    handle = embedding.register_forward_hook(only_looks(poison))
     try:
         completions = run(engine, asked, seed=chosen)
     finally:

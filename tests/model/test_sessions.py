@@ -9,7 +9,7 @@ from bits import assert_same_bits, assert_same_session
 from reference_models import VOCAB, build, make_engine, prompt
 
 import kvpager
-from kvpager import Engine, InvalidArgumentError, PagerConfig, PrefixMismatchError
+from kvpager import Engine, InvalidArgumentError, PagerConfig, PrefixMismatchError, only_looks
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_an_exception_in_the_middle_of_a_forward_leaves_the_session_as_it_was(
     def interrupt(*_):
         raise interruption
 
-    handle = model.model.layers[1].mlp.register_forward_hook(interrupt)
+    handle = model.model.layers[1].mlp.register_forward_hook(only_looks(interrupt))
     try:
         with pytest.raises(interruption):
             session.append([7, 8, 9])
@@ -251,7 +251,7 @@ def test_a_non_finite_key_aborts_the_forward_and_names_layer_and_position(model,
         output[0, 1, 0] = float("nan")
         return output
 
-    handle = model.model.layers[2].self_attn.k_proj.register_forward_hook(poison)
+    handle = model.model.layers[2].self_attn.k_proj.register_forward_hook(only_looks(poison))
     try:
         with pytest.raises(kvpager.NonFiniteError, match=r"layer 2.*position 51"):
             session.append([7, 8, 9])
@@ -270,7 +270,7 @@ def test_a_prefill_that_fails_midway_goes_on_from_its_last_forward(model, engine
         if len(calls) == 3:
             raise ModelError
 
-    handle = model.model.layers[0].register_forward_hook(fail_third)
+    handle = model.model.layers[0].register_forward_hook(only_looks(fail_third))
     ids = prompt(5 * engine.rows)
     try:
         with pytest.raises(ModelError):
@@ -295,7 +295,7 @@ def test_logits_are_not_taken_for_those_of_other_tokens_after_a_failure(
             raise ModelError
 
     session.trim(trimmed)
-    handle = model.model.layers[0].register_forward_hook(fail_second)
+    handle = model.model.layers[0].register_forward_hook(only_looks(fail_second))
     try:
         with pytest.raises(ModelError):
             session.append(prompt(engine.rows + 1, seed=6))

@@ -22,7 +22,6 @@ from kvpager import (
     TopK,
     VerificationError,
 )
-from kvpager.fingerprint import weights_digest
 from kvpager.hf.head import Head
 from kvpager.pager import Forward, Sequence
 from kvpager.runtime import packing
@@ -40,6 +39,7 @@ from kvpager.verify import (
     verify_selections,
 )
 from kvpager.verify.moved import moved_order
+from kvpager.weights import weights_digest
 
 HERE = [each for each in RELATIONS if not each.processes]
 CONFIG = PagerConfig(pool_tokens=8 * CHUNK, rows=ROWS, chunk_tokens=CHUNK, host_bytes="256MiB")

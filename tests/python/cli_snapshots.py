@@ -82,7 +82,7 @@ def save_in(store: DirectoryStore, name: str, length: int, **options):
         return store.save(
             name,
             made.freeze(),
-            fingerprint=made._pager.fingerprint_json,
+            fingerprint=made.pager.fingerprint_json,
             session=made.session_text({"pending": 7}),
         )
 

@@ -24,7 +24,7 @@ from typing import Any
 import xxhash
 
 from kvpager import Dense, Engine, PagerConfig, Session, TopK, Window
-from kvpager.fingerprint import weights_digest
+from kvpager.weights import weights_digest
 from kvpager_bench import harness
 from kvpager_bench.hard_keys import TRAINED, VARIANTS, load_with_keys
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report

@@ -14,6 +14,7 @@ from kvpager.errors import InvalidArgumentError, PagerError
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.runtime.drafting import Drafting
 from kvpager.runtime.group import Cache, NeedsCheckpoint, Ok, Refused, TrimAnswer
+from kvpager.runtime.older import in_todays_terms, salt_of
 from kvpager.runtime.primary import PrimaryCache
 from kvpager.runtime.repair import RECOMPUTE, Repairs
 from kvpager.runtime.tokens import TokenIds
@@ -253,6 +254,7 @@ class DraftCompanion:
             PagerError: it cannot be used; nothing was changed.
         """
         engine = self._drafting.engine
+        snapshot = in_todays_terms(engine, snapshot)
         provenance = fingerprints.compare(
             engine.fingerprint,
             snapshot.fingerprint,
@@ -260,7 +262,8 @@ class DraftCompanion:
             source=snapshot.path,
         )
         with self._drafting.lock:
-            sequence = engine.pager.restore(snapshot, salt=engine.salt, provenance=provenance)
+            salt = salt_of(engine, snapshot)
+            sequence = engine.pager.restore(snapshot, salt=salt, provenance=provenance)
             self.session.close()
             first = len(snapshot.released_tokens) // engine.layout.chunk_tokens
             repairs = Repairs(RECOMPUTE, source, snapshot.reader, first)

@@ -27,9 +27,11 @@ from kvpager.hf import (
     settle_rows,
 )
 from kvpager.hf.aligned import settle_states
+from kvpager.hf.behaviour import behaviour_digest, behaviour_seen
 from kvpager.hf.own_attention import require_own_attention
 from kvpager.hf.recurrent import Recurrence, is_recurrent
 from kvpager.hf.rotary import KeyMover
+from kvpager.hf.watch import ModelWatch
 from kvpager.pager import Pager, Sequence
 from kvpager.process import MadeIn
 from kvpager.runtime.checkpoints import Checkpoints
@@ -39,6 +41,7 @@ from kvpager.runtime.draft import DraftModel, open_draft
 from kvpager.runtime.drafting import Drafting, draft_stats
 from kvpager.runtime.group import TrimCounters
 from kvpager.runtime.opening import (
+    Numerics,
     attention,
     common_window,
     configuration,
@@ -49,6 +52,7 @@ from kvpager.runtime.opening import (
 from kvpager.runtime.prefill import prefill_all
 from kvpager.runtime.progress import Progress, reporting_bytes, reporting_work
 from kvpager.runtime.recurrent import StateCursor, state_cursor
+from kvpager.runtime.renewal import renew
 from kvpager.runtime.request import OnToken
 from kvpager.runtime.restoring import restore_session
 from kvpager.runtime.runner import Runner
@@ -71,7 +75,10 @@ from kvpager.runtime.stream import (
     seeds_of,
 )
 from kvpager.runtime.tokens import TokenIdsLike, as_token_ids
-from kvpager.stores import SnapshotStore
+from kvpager.runtime.unchanged import Unchanged
+from kvpager.salts import stretched
+from kvpager.stores import SnapshotStore, StoreEntry
+from kvpager.stores.belonging import is_under
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +132,8 @@ class Engine:
             config: how to page; or give its options by name, which also override it. With
                 `pool_tokens="auto"` the pool holds the model's longest context as far as free
                 memory goes; `plan` says what was chosen and why, and no bit depends on it.
-            salt: separates tenants: no chunk and no snapshot is shared between different salts.
+            salt: separates tenants: no chunk and no snapshot is shared between different salts. It
+                is no password: see docs/stores.md. A guess at it from files costs some 50 ms.
             store: where a prefill of an empty session looks for the beginning of its prompt, in all
                 snapshots that were saved under this fingerprint and salt.
             threads: set torch's number of threads, for the whole process; by default it is left
@@ -151,10 +159,11 @@ class Engine:
         one_at_a_time = self.config.exact != "all"
         self.model = check_supported(model, exact=exact, one_at_a_time=one_at_a_time)
         self.place = resolve(self.config.device, self.model.device)
-        choices = row_choices(self.config, self.model, exact=exact)
+        self._choices = row_choices(self.config, self.model, exact=exact)
         if not isinstance(salt, str):
             raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
         self.salt = salt
+        self.namespace = stretched(salt)  # what chunks are under
         if threads is not None and (type(threads) is not int or threads < 1):
             raise InvalidArgumentError(f"threads is {threads!r}; expected an integer, 1 or more")
         check_store(store)
@@ -175,61 +184,22 @@ class Engine:
         self._speculation = SpeculationStats()
         self._closed = False
         self.made_in = MadeIn()
+        self.pager: Pager
+        self.runner: Runner
+        self._threads = threads
         attach(self.model)
         threads_before = torch.get_num_threads()
         try:
             if threads is not None:
                 torch.set_num_threads(threads)
-            self.recurrence: Recurrence | None = None
-            recurrent = is_recurrent(self.model)
-            require_own_attention(self.model, self.config.chunk_tokens, packed=not recurrent)
-            if recurrent:
-                seen, self.row_counts, self.recurrence = settle_states(self.model, choices[0])
-                self.row_proof: RowProof | None = None
-            else:
-                seen, self.row_counts, self.row_proof = settle_rows(
-                    self.model, choices, small_rows=self.config.small_rows, exact=exact
-                )
-            self.layout = layout_of(
-                self.model,
-                seen,
-                chunk_tokens=self.config.chunk_tokens,
-                kv_dtype=self.config.kv_dtype,
-                recurrent=self.recurrence is not None,
-            )
-            self.config, self.plan = sized(
-                self.config, self.model, self.layout, self.rows, self.place
-            )
-            q_heads, kernel_version = attention(seen, self.layout, self.config, self.place)
-            with reporting_bytes(progress, "hash weights") as report:
-                self.fingerprint: Mapping[str, Any] = fingerprints.describe(
-                    self.model,
-                    self.config,
-                    self.layout,
-                    row_counts=self.row_counts,
-                    kernel_version=kernel_version,
-                    salt=salt,
-                    aligned=self.recurrence is not None,
-                    progress=report,
-                )
-            self.pager = Pager(
-                self.layout,
-                self.config,
-                rows=self.rows,
-                smaller_rows=self.row_counts.smaller,
-                fingerprint=self.fingerprint,
-                threads=threads,
-                device=self.place.name,
-                q_heads=q_heads,
-                window=common_window(seen),
-            )
+            self.identify(progress)
+            self.open_pager()
             if draft is not None:
                 self.drafting = open_draft(draft, self)
         except BaseException:
             if threads is not None:
                 torch.set_num_threads(threads_before)
             raise
-        self.runner = Runner(self.model, self.pager, self.row_counts, self.recurrence)
         if verify:
             self._verify()
         _log.info(
@@ -243,7 +213,7 @@ class Engine:
     def session(self) -> Session:
         """A new, empty session."""
         self.check_open()
-        return self.adopt(self.pager.sequence(salt=self.salt))
+        return self.adopt(self.pager.sequence(salt=self.namespace))
 
     def restore(
         self,
@@ -599,6 +569,51 @@ class Engine:
         self.check_open()
         return score_tokens(self, as_token_ids(ids, self.vocab_size), progress)
 
+    def snapshots(self, store: SnapshotStore | None = None) -> list[StoreEntry]:
+        """What a store has of this engine's salt, by name; of others nothing is told.
+
+        Sessions and segments, of whatever model. This is order, not protection: whoever has the
+        store can list all of it (`store.entries()`).
+
+        Args:
+            store: by default the engine's.
+
+        Raises:
+            InvalidArgumentError: there is no store.
+        """
+        check_store(store)
+        chosen = self.store if store is None else store
+        if chosen is None:
+            raise InvalidArgumentError(
+                "store is None, and so is the engine's; give one here, or Engine(..., store=...)"
+            )
+        return [entry for entry in chosen.entries() if is_under(self.salt, entry.salt_digest)]
+
+    def weights_changed(self, *, progress: Progress = None) -> None:
+        """Goes on with the model as it is now; to be called after weights or adapters were changed.
+
+        The engine gets another fingerprint, as a new `Engine` would. Sessions keep their text,
+        their pending token and what they have of sampling; their K/V are computed again with their
+        next forward, and have the bits of a new engine. Chunks, segments' K/V, checkpoints of
+        recurrent states and whatever else was computed of the old model are forgotten; segments
+        are computed again when they are next used. A draft model's cache stays. What was saved
+        stays what it is, a snapshot of the old model.
+
+        Row counts are proven again where more than the values of weights has changed. To be called
+        while no other thread uses the engine. Saves that still run are waited for.
+
+        Args:
+            progress: of hashing the weights: True for a bar on stderr, or a callable (bytes done,
+                bytes in all).
+
+        Raises:
+            UnsupportedModelError: the model as it is now cannot keep the promise; the engine is as
+                it was.
+            InvalidArgumentError: its vocabulary is not its draft's any more; likewise.
+            CapacityError: the memory asked for cannot be had again; the engine is closed.
+        """
+        renew(self, progress)
+
     def stats(self) -> dict[str, Any]:
         """The pager's counters, and the runtime's: forwards run, and where their seconds went."""
         self.check_open()
@@ -634,7 +649,7 @@ class Engine:
             verify_engine(self)
             self.pager.reset()  # what it left behind
             self.checkpoints.clear()
-            self.runner = Runner(self.model, self.pager, self.row_counts, self.recurrence)
+            self._make_runner()
             self._speculation = SpeculationStats()
         except BaseException:
             self.close()
@@ -675,6 +690,81 @@ class Engine:
         self.close()
 
     # For the runtime.
+
+    def identify(self, progress: Progress, *, proven: bool = False) -> None:
+        """Finds out what the model is and gives it a name: row counts, layout, fingerprint.
+
+        proven: what was found out about row counts and the layout still holds.
+        """
+        watch = ModelWatch(self.model)
+        recurrent = is_recurrent(self.model)
+        if recurrent or not proven:
+            self._settle()
+        with reporting_bytes(progress, "hash weights") as report:
+            self.fingerprint: Mapping[str, Any] = fingerprints.describe(
+                self.model,
+                self.config,
+                self.layout,
+                row_counts=self.row_counts,
+                kernel_version=self._numerics.kernel_version,
+                salt=self.salt,
+                aligned=recurrent,
+                behaviour=self._numerics.behaviour or behaviour_digest(self.model, self.row_counts),
+                progress=report,
+            )
+        watch.learn()
+        watch.check(thorough=True)
+        self._watch = watch
+
+    def _settle(self) -> None:
+        exact = self.config.exact is not False
+        self.recurrence: Recurrence | None = None
+        self.row_proof: RowProof | None = None
+        recurrent = is_recurrent(self.model)
+        require_own_attention(self.model, self.config.chunk_tokens, packed=not recurrent)
+        if recurrent:
+            seen, self.row_counts, self.recurrence = settle_states(self.model, self._choices[0])
+        else:
+            seen, self.row_counts, self.row_proof = settle_rows(
+                self.model, self._choices, small_rows=self.config.small_rows, exact=exact
+            )
+        self.layout = layout_of(
+            self.model,
+            seen,
+            chunk_tokens=self.config.chunk_tokens,
+            kv_dtype=self.config.kv_dtype,
+            recurrent=self.recurrence is not None,
+        )
+        self.config, self.plan = sized(self.config, self.model, self.layout, self.rows, self.place)
+        q_heads, kernel_version = attention(seen, self.layout, self.config, self.place)
+        behaviour = "" if self.recurrence is None else behaviour_seen(self.model, seen)
+        self._numerics = Numerics(q_heads, kernel_version, common_window(seen), behaviour)
+
+    def open_pager(self) -> None:
+        """A pager for the model as it is known, and what runs it; an older one is closed first."""
+        if hasattr(self, "pager"):
+            self.pager.close()
+        self.pager = Pager(
+            self.layout,
+            self.config,
+            rows=self.rows,
+            smaller_rows=self.row_counts.smaller,
+            fingerprint=self.fingerprint,
+            threads=self._threads,
+            device=self.place.name,
+            q_heads=self._numerics.q_heads,
+            window=self._numerics.window,
+        )
+        vars(self).pop("key_mover", None)
+        self._make_runner()
+
+    def _make_runner(self) -> None:
+        unchanged = Unchanged(self.model, self._watch)
+        self.runner = Runner(self.model, self.pager, self.row_counts, unchanged, self.recurrence)
+
+    def sessions(self) -> list[Session]:
+        """Those that somebody holds."""
+        return list(self._sessions.values())
 
     def adopt(self, sequence: Sequence, **state: Any) -> Session:
         """A session of this engine over `sequence`."""

@@ -57,6 +57,7 @@ class Feed:
         empty = not self.done
         text = session.tokens if empty else None
         session.settle()
+        engine.runner.unchanged.check_model(thorough=True)
         self.adopt(engine)
         # K/V of a model with recurrent layers are of no use without a state after them.
         if empty and engine.shares_chunks and engine.recurrence is None:

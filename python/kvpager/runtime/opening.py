@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,22 @@ from kvpager.plan import PoolChoice, choose_pool, shape_of
 from kvpager.plan.memory import suits_experts
 
 _log = logging.getLogger(__name__)
+
+
+class Numerics(NamedTuple):
+    """What is known of a model's attention, for a pager and its fingerprint.
+
+    Attributes:
+        q_heads: of every layer.
+        kernel_version: what decides the bits of its attention.
+        window: how far back any layer looks; 0: one looks at everything.
+        behaviour: digest of a forward that depends on the length of a chunk; empty: there is none.
+    """
+
+    q_heads: int
+    kernel_version: int | str
+    window: int
+    behaviour: str
 
 
 def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> PagerConfig:

@@ -11,6 +11,7 @@ from kvpager import pager
 from kvpager.errors import CorruptSnapshotError
 from kvpager.hf.state import EMPTY, RecurrentState
 from kvpager.runtime.group import NeedsCheckpoint, Ok, TrimAnswer
+from kvpager.runtime.older import in_todays_terms
 from kvpager.runtime.saved_states import SavedStates, freeze_states
 from kvpager.stores.companions import STATES, CompanionSnapshot
 
@@ -161,6 +162,7 @@ class StateCursor:
         Raises:
             PagerError: it cannot be used; nothing was changed.
         """
+        snapshot = in_todays_terms(self._engine, snapshot)
         fingerprints.compare(
             self._engine.fingerprint,
             snapshot.fingerprint,

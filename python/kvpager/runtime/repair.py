@@ -21,6 +21,7 @@ from kvpager.errors import CorruptSnapshotError, PagerError, damaged_chunk, expl
 from kvpager.pager import Sequence, SnapshotInfo
 from kvpager.runtime.batch import Batch
 from kvpager.runtime.chunks import extend_from_states
+from kvpager.runtime.older import salt_of
 from kvpager.runtime.tokens import TokenIds
 from kvpager.stores import SnapshotStore
 
@@ -168,7 +169,7 @@ def restore_without_tail(
     if engine.recurrence is None:  # which uses no saved tail, whatever it is worth
         require_repairable(error, RECOMPUTE, worth)
     whole = snapshot.reader.sealed_chunks * engine.layout.chunk_tokens
-    return engine.pager.restore(snapshot, salt=engine.salt, upto=whole)
+    return engine.pager.restore(snapshot, salt=salt_of(engine, snapshot), upto=whole)
 
 
 def recompute_tail(

@@ -9,6 +9,7 @@ from kvpager import fingerprint as fingerprints
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, UnsupportedVersionError
 from kvpager.pager import SnapshotInfo
 from kvpager.runtime.companions import restore_companions
+from kvpager.runtime.older import in_todays_terms, salt_of
 from kvpager.runtime.repair import (
     ON_CORRUPT,
     RECOMPUTE,
@@ -35,8 +36,9 @@ def restore_session(
     """See `Engine.restore`."""
     if on_corrupt not in ON_CORRUPT:
         raise InvalidArgumentError(f'on_corrupt is {on_corrupt!r}; expected "fail" or "recompute"')
+    engine.runner.unchanged.check_model(thorough=True)
     name, source = destination(name_or_path, store)
-    snapshot = SnapshotInfo.of(source.open(name))
+    snapshot = in_todays_terms(engine, SnapshotInfo.of(source.open(name)))
     snapshot.require_restorable()
     provenance = fingerprints.compare(
         engine.fingerprint, snapshot.fingerprint, on_mismatch=on_mismatch, source=snapshot.path
@@ -44,7 +46,8 @@ def restore_session(
     state = SavedSession.of(snapshot, engine.vocab_size)
     damage: CorruptSnapshotError | None = None
     try:
-        sequence = engine.pager.restore(snapshot, salt=engine.salt, provenance=provenance)
+        salt = salt_of(engine, snapshot)
+        sequence = engine.pager.restore(snapshot, salt=salt, provenance=provenance)
     except CorruptSnapshotError as error:  # of the tail, which alone is read now
         if on_corrupt != RECOMPUTE:
             raise

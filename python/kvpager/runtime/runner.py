@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpager.errors import InvalidArgumentError
 from kvpager.hf import Head, RowCounts, dummy_mask, packed_inputs, running
 from kvpager.hf.attention import RowAttention
 from kvpager.hf.decoder import decoder_of
@@ -21,10 +19,10 @@ from kvpager.hf.layout import NO_KV_DIM
 from kvpager.hf.recurrent import Recurrence
 from kvpager.hf.rotary import KeyMover, find_rotation
 from kvpager.hf.state import RecurrentState
-from kvpager.numerics import settings, tunes_kernels
 from kvpager.pager import Forward, Pager
 from kvpager.runtime.batch import Batch
 from kvpager.runtime.to_host import ToHost
+from kvpager.runtime.unchanged import Unchanged
 
 
 class _Timed:
@@ -79,9 +77,11 @@ class Runner:
         model: Any,
         pager: Pager,
         row_counts: RowCounts,
+        unchanged: Unchanged,
         recurrence: Recurrence | None = None,
     ) -> None:
         """`recurrence`: how the model's recurrent layers are run, if it has any."""
+        self.unchanged = unchanged
         self._recurrence = recurrence
         self._decoder = decoder_of(model)
         self._head = Head(model, row_counts.head)
@@ -89,18 +89,8 @@ class Runner:
         self._pager = pager
         self._counts = row_counts
         self._device = model.device
-        self._threads = torch.get_num_threads()
-        self._settings = settings(self._device)
         self._mask = dummy_mask(self._device)
         self._to_host = ToHost(self._device)
-        self._weights = [
-            tensor
-            for tensor in (*model.parameters(), *model.buffers())
-            if not tensor.is_inference()  # those have no version
-        ]
-        self._placed, self._placed_name = _first_parameter(model)
-        self._dtype = self._placed[self._placed_name].dtype
-        self._weights_version = sum(map(_VERSION, self._weights))
         self._lock = threading.Lock()
         self.forwards = 0
         self.rows = 0  # of all forwards, padding included
@@ -120,10 +110,10 @@ class Runner:
 
         Raises:
             InvalidArgumentError: something that bits depend on was changed since the engine was
-                made.
+                made; the model itself: ModelChangedError.
             NonFiniteError, CapacityError, StorageError: from the pager. Nothing was committed.
         """
-        self.check_unchanged()
+        self.unchanged.check_settings()
         with self._lock, torch.inference_mode():
             start = time.perf_counter()
             rows = self.count(batch)
@@ -131,14 +121,19 @@ class Runner:
             with self._begin(batch, rows) as forward:
                 self._give(forward, batch)
                 timed = _Timed(forward)
-                if self._recurrence is None:
-                    hidden = self._packed(timed, tokens, positions)
-                else:
-                    hidden, after = self._from_state(timed, batch, tokens, positions)
-                self.attention_seconds += timed.seconds
-                head_start = time.perf_counter()
-                arriving = self._to_host(self._logits(hidden, batch.wanted))
-                self.head_seconds += time.perf_counter() - head_start
+                try:
+                    if self._recurrence is None:
+                        hidden = self._packed(timed, tokens, positions)
+                    else:
+                        hidden, after = self._from_state(timed, batch, tokens, positions)
+                    self.attention_seconds += timed.seconds
+                    head_start = time.perf_counter()
+                    arriving = self._to_host(self._logits(hidden, batch.wanted))
+                    self.head_seconds += time.perf_counter() - head_start
+                except Exception as error:
+                    self.unchanged.explain(error)
+                    raise
+                self.unchanged.check_model()
                 accepted = None if batch.accept is None else batch.accept(arriving())
                 forward.commit(accepted, provenance=batch.provenance)
                 logits = arriving()
@@ -154,6 +149,7 @@ class Runner:
         """Commits a batch that has no rows of the model, but K/V that it is given."""
         with self._lock, self._begin(batch, 0) as forward:
             self._give(forward, batch)
+            self.unchanged.check_model(thorough=True)
             forward.commit(provenance=batch.provenance)
 
     def look(self, batch: Batch, listener: Listener) -> int:
@@ -164,7 +160,7 @@ class Runner:
         Returns:
             How many layers' attention was computed.
         """
-        self.check_unchanged()
+        self.unchanged.check_settings()
         with self._lock, torch.inference_mode():
             start = time.perf_counter()
             rows = self.count(batch)
@@ -173,11 +169,18 @@ class Runner:
                 heard = _Heard(forward, listener)
                 with suppress(_EnoughError):
                     self._packed(heard, batch.tokens[:rows], batch.positions[:rows])
+                self.unchanged.check_model()
             self.forwards += 1
             self.rows += rows
             self.rows_used += batch.used
             self.seconds += time.perf_counter() - start
         return heard.layers
+
+    @contextmanager
+    def between_forwards(self) -> Iterator[None]:
+        """Keeps forwards from beginning, once the running one has ended."""
+        with self._lock:
+            yield
 
     def find_rotation(self) -> KeyMover:
         """How position enters the model's keys, found out between two forwards."""
@@ -231,10 +234,11 @@ class Runner:
 
     def logits_after(self, state: RecurrentState) -> torch.Tensor:
         """Logits [vocab] for the token after a state that is not of position 0: the same bits."""
-        self.check_unchanged()
+        self.unchanged.check_settings()
         with self._lock, torch.inference_mode():
             hidden = state.hidden.to(self._device).unsqueeze(0)
             arriving = self._to_host(self._logits(hidden, [0]))
+            self.unchanged.check_model()
             return arriving()[0]
 
     def _on_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -243,65 +247,3 @@ class Runner:
 
     def _logits(self, hidden: torch.Tensor, wanted: list[int]) -> torch.Tensor:
         return self._head(hidden, wanted) if wanted else hidden.new_empty(0)
-
-    def check_unchanged(self) -> None:
-        """Raises InvalidArgumentError if something bits depend on is not as it was at the start.
-
-        Weights that are changed in place are noticed by torch's own version counters; a change
-        through `.data` or a tensor put in another's place is not.
-        """
-        threads = torch.get_num_threads()
-        if threads != self._threads and self._device.type == "cpu":
-            raise InvalidArgumentError(
-                f"torch runs {threads} threads, but ran {self._threads} when the engine was made, "
-                "and bits depend on it; call "
-                f"torch.set_num_threads({self._threads}), or make a new Engine"
-            )
-        if self._placed[self._placed_name].device != self._device:
-            raise InvalidArgumentError(
-                f"the model is on {self._model.device}, but was on {self._device} when the engine "
-                "was made; move it back, or close the engine and make a new one"
-            )
-        if self._placed[self._placed_name].dtype != self._dtype:
-            raise InvalidArgumentError(
-                f"the model's dtype is {self._model.dtype}, but was {self._dtype} when the engine "
-                "was made; close the engine, load the model again and make a new one"
-            )
-        if self._model.training:
-            raise InvalidArgumentError("the model is in training mode; call model.eval()")
-        for (name, value), then in zip(settings(self._device).items(), self._settings.values()):
-            if value != then:
-                raise InvalidArgumentError(
-                    f"{name} is {value!r}, but was {then!r} when the engine was made, and bits "
-                    "depend on it; set it back, or make a new Engine"
-                )
-        kind = self._device.type
-        if torch.is_autocast_enabled(kind):
-            raise InvalidArgumentError(
-                "autocast is on, and under it the model computes other bits; leave the "
-                f'`torch.autocast("{kind}")` block, or use torch.autocast("{kind}", enabled=False) '
-                "inside"
-            )
-        if kind != "cpu" and tunes_kernels():
-            raise InvalidArgumentError(
-                "torch.cuda.tunable was enabled, under which bits depend on the run; call "
-                "torch.cuda.tunable.enable(False)"
-            )
-        if sum(map(_VERSION, self._weights)) != self._weights_version:
-            raise InvalidArgumentError(
-                "the model's weights were changed since the engine was made, and its K/V and "
-                "fingerprint are of the old ones; close it and make a new Engine(model, ...)"
-            )
-
-
-def _first_parameter(model: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """Where a model keeps a parameter, whose device is the model's; looked up at each forward."""
-    module, name = next(
-        (module, name)
-        for module in model.modules()
-        for name, _ in module.named_parameters(recurse=False)
-    )
-    return vars(module)["_parameters"], name
-
-
-_VERSION = operator.attrgetter("_version")  # bumped by every change in place

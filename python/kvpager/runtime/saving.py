@@ -50,6 +50,7 @@ class FrozenState:
     name: str
     store: SnapshotStore
     companions: tuple[CompanionSnapshot, ...] = ()
+    overwrite: bool = False
     released: TokenIds | None = None  # of the text, what comes before the content
 
     def write(self, report: Callable[[int, int], object]) -> SaveReport:
@@ -59,6 +60,8 @@ class FrozenState:
             report(done, total)
 
         beside: dict[str, Any] = {"companions": self.companions} if self.companions else {}
+        if self.overwrite:
+            beside["overwrite"] = True
         repaired: set[int] = set()
         while True:
             try:

@@ -14,6 +14,7 @@ from kvpager.errors import (
     CapacityError,
     CorruptSnapshotError,
     InvalidArgumentError,
+    ModelChangedError,
     NonFiniteError,
     PagerError,
     StorageError,
@@ -199,7 +200,7 @@ class Scheduler:
                 again goes on.
         """
         with self._alone():
-            self._engine.runner.check_unchanged()
+            self._engine.runner.unchanged.check_settings()
             self._reap()
             self._admit()
             turn = list(islice(self._decoding, self._engine.rows))
@@ -266,6 +267,8 @@ class Scheduler:
                 if running:
                     return
                 self._finish(request, "error", error)
+            except ModelChangedError:
+                raise
             except _ITS_OWN as error:
                 self._finish(request, "error", error)
             else:
@@ -296,7 +299,7 @@ class Scheduler:
                 return self._forward([], prompts, self._engine.layout.chunk_tokens)
             self._blocked.append(((decoding or prompts)[0], error))
             return False
-        except UnsupportedModelError:
+        except (ModelChangedError, UnsupportedModelError):
             raise
         except _ITS_OWN as error:
             if len(decoding) + len(prompts) > 1:

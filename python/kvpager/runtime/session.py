@@ -424,6 +424,7 @@ class Session:
         *,
         store: SnapshotStore | None = None,
         upto: int | None = None,
+        overwrite: bool = False,
         wait: Literal[True] = True,
         progress: Progress = None,
     ) -> SaveReport: ...
@@ -435,6 +436,7 @@ class Session:
         *,
         store: SnapshotStore | None = None,
         upto: int | None = None,
+        overwrite: bool = False,
         wait: Literal[False],
         progress: Progress = None,
     ) -> SaveHandle: ...
@@ -446,6 +448,7 @@ class Session:
         *,
         store: SnapshotStore | None = None,
         upto: int | None = None,
+        overwrite: bool = False,
         wait: bool,
         progress: Progress = None,
     ) -> SaveReport | SaveHandle: ...
@@ -456,6 +459,7 @@ class Session:
         *,
         store: SnapshotStore | None = None,
         upto: int | None = None,
+        overwrite: bool = False,
         wait: bool = True,
         progress: Progress = None,
     ) -> SaveReport | SaveHandle:
@@ -472,6 +476,8 @@ class Session:
             store: where to, such as a DirectoryStore, which writes only chunks it does not have.
             upto: the first tokens alone, 1 .. length; None: all, the pending one included. With
                 fewer, the restored session has no pending token.
+            overwrite: replace what has the name in a directory store also where that was saved
+                under another salt or by another model.
             wait: whether to return when it is saved, or a handle at once.
             progress: True for a bar on stderr, or a callable (bytes done, bytes in all); with
                 `wait=False` it is called from the writing thread. What it raises stops the save.
@@ -491,6 +497,7 @@ class Session:
             raise InvalidArgumentError(
                 f"upto is {upto!r}; expected 1 to {self.length}, the tokens the session holds"
             )
+        self.engine.runner.unchanged.check_model(thorough=True)
         content = self._freeze(min(upto, self._cursor.told))
         released = ReleasedText.of_content(content)
         values: dict[str, object] = {
@@ -511,6 +518,7 @@ class Session:
             name=name,
             store=target,
             companions=freeze_companions(self, upto),
+            overwrite=overwrite,
         )
         if wait:
             with reporting_bytes(progress, "save") as report:
@@ -657,6 +665,13 @@ class Session:
         self._take(sequence, restored_tokens)
         self._cursor.owe(text)
         self.engine.register(self)
+
+    def begin_anew(self, sequence: Sequence, text: TokenIds, pending: int | None) -> None:
+        """Goes on over an empty sequence, with all of its text owed: what it held is of no use."""
+        self.hold(sequence, text=text)
+        self.keep_pending(pending)
+        self.repairs = Repairs(tokens=self.repairs.tokens)
+        self.assembly = None
 
     def keep_pending(self, token: int | None) -> None:
         """Makes a token the pending one: sampled after the committed ones, but not here."""

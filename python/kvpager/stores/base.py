@@ -68,6 +68,8 @@ class StoreEntry:
         companions: names of the snapshots that belong to it.
         companion_of: name of the snapshot that it belongs to; None for one of its own.
         segment: what it says of the segment that it is; None for a session.
+        salt_digest: digest of the salt it was saved under, empty for none; None where it does not
+            say.
     """
 
     name: str
@@ -85,6 +87,7 @@ class StoreEntry:
     companions: tuple[str, ...] = ()
     companion_of: str | None = None
     segment: SegmentNote | None = None
+    salt_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,10 @@ def tokens_of(content: _core.SnapshotContent, session: str) -> int:
 
 
 class SnapshotStore(Protocol):
-    """Keeps snapshots by name. Safe for several threads and processes at once."""
+    """Keeps snapshots by name. Safe for several threads and processes at once.
+
+    A store is no access control: whoever can use it can list, read, replace and delete all it has.
+    """
 
     def save(
         self,
@@ -148,6 +154,7 @@ class SnapshotStore(Protocol):
         session: str,
         progress: ProgressCallback | None = None,
         companions: Sequence[CompanionSnapshot] = (),
+        overwrite: bool = ...,
     ) -> SaveReport:
         """Keeps `content` under `name`, atomically, in the place of what had the name.
 
@@ -160,6 +167,8 @@ class SnapshotStore(Protocol):
             session: what a generation needs to go on, JSON text of an object.
             progress: called with bytes written and bytes to write, of each snapshot anew.
             companions: what belongs to it; only given where there are some.
+            overwrite: replace also what another salt or model has saved; only given where that is
+                wanted. A store without such a distinction may ignore it.
 
         Raises:
             InvalidArgumentError: a name the store cannot have.

@@ -16,6 +16,7 @@ from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, PagerError, StorageError
 from kvpager.stores import removal
 from kvpager.stores.base import GcReport, ProgressCallback, SaveReport, StoreEntry
+from kvpager.stores.belonging import is_under
 from kvpager.stores.budget import make_room, tidy
 from kvpager.stores.catalogue import Catalogue
 from kvpager.stores.collection import Collection
@@ -35,6 +36,7 @@ from kvpager.stores.tables import Snapshot
 class DirectoryStore:
     """A folder of snapshots. Successive turns, and sessions with a common beginning, share bytes.
 
+    It is no access control: who may use the folder may list, read, replace and delete all of it.
     Any number of threads and processes may use one folder at once, each with a store object of its
     own or with a shared one. A process that is killed loses nothing that was reported saved. See
     docs/stores.md.
@@ -99,6 +101,7 @@ class DirectoryStore:
         session: str,
         progress: ProgressCallback | None = None,
         companions: Sequence[CompanionSnapshot] = (),
+        overwrite: bool = False,
     ) -> SaveReport:
         """Keeps `content` under `name`; writes only chunks that no snapshot of the store has.
 
@@ -106,13 +109,16 @@ class DirectoryStore:
         its pin and its time to live go over to the new one. Companions get their names in the same
         instant.
 
+        A snapshot of another salt or model is not replaced, unless `overwrite` says so.
+
         Raises:
-            InvalidArgumentError: the name is that of another snapshot's companion.
+            InvalidArgumentError: the name is that of another snapshot's companion, or of a snapshot
+                of another salt or model.
             CapacityError: no room, whatever is evicted; says what is in the way. Nothing was
                 changed.
         """
         started = time.monotonic()
-        with GroupSaving(self._locked, name) as saving:
+        with GroupSaving(self._locked, name, overwrite=overwrite) as saving:
             saving.write_companions(companions, progress)
             saving.write(content, fingerprint, session, progress)
             try:
@@ -200,17 +206,27 @@ class DirectoryStore:
                 and (snapshot.manifest.error or not snapshot.expired(now_ns, settings.ttl_seconds))
             ]
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, salt: str = "", force: bool = False) -> None:
         """Forgets a snapshot and what only it needed. Those who have it open can read on.
+
+        Args:
+            name: of the snapshot.
+            salt: of the engine that saved it.
+            force: whatever its salt is.
 
         Raises:
             StorageError: there is none of this name, or the system refused.
-            InvalidArgumentError: it is pinned.
+            InvalidArgumentError: it is pinned, or was saved under another salt.
         """
         with self._locked() as (catalogue, settings, now_ns):
             snapshot = self._visible(name, catalogue, settings, now_ns)
             if snapshot.sidecar.pinned and not snapshot.sidecar.error:
                 raise InvalidArgumentError(f"snapshot {name!r} is pinned; unpin it first")
+            belonging = snapshot.manifest.belonging
+            if not force and belonging is not None and not is_under(salt, belonging.salt):
+                raise InvalidArgumentError(
+                    f"snapshot {name!r} was saved under another salt; give that one, or force=True"
+                )
             removal.remove_snapshots(catalogue, [name])
 
     def pin(self, name: str) -> None:
@@ -408,6 +424,7 @@ def _entry(
         companions=tuple(companions),
         companion_of=manifest.companion_of,
         segment=manifest.segment,
+        salt_digest=None if manifest.belonging is None else manifest.belonging.salt,
     )
 
 

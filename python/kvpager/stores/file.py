@@ -16,6 +16,7 @@ from pathlib import Path
 from kvpager import _core
 from kvpager.errors import InvalidArgumentError, PagerError, StorageError
 from kvpager.stores.base import ProgressCallback, SaveReport, StoreEntry, tokens_of
+from kvpager.stores.belonging import Belonging
 from kvpager.stores.companions import (
     KINDS,
     CompanionSnapshot,
@@ -50,11 +51,15 @@ class FileStore:
         session: str,
         progress: ProgressCallback | None = None,
         companions: Sequence[CompanionSnapshot] = (),
+        overwrite: bool = True,
     ) -> SaveReport:
         """Writes one file that holds everything, atomically. See `SnapshotStore.save`.
 
+        A file belongs to whoever names its path: what is there is replaced, whatever it is.
+
         Companions get files of their own, and their names in the instant before.
         """
+        del overwrite
         path = self._path(name)
         with contextlib.ExitStack() as stack:
             written = [
@@ -225,4 +230,5 @@ def _entry(file: Path) -> StoreEntry:
         logical_digest=reader.logical_digest,
         companions=tuple(companion.name for companion in beside),
         segment=noted_segment(reader.session, len(reader.tokens), path),
+        salt_digest=Belonging.of(reader.fingerprint, reader.session, path).salt,
     )

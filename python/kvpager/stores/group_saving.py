@@ -36,8 +36,12 @@ class GroupSaving:
     warning is logged.
     """
 
-    def __init__(self, locked: Locked, name: str) -> None:
-        """Raises InvalidArgumentError for a name that no snapshot can have."""
+    def __init__(self, locked: Locked, name: str, *, overwrite: bool = False) -> None:
+        """`overwrite`: also what is of another salt or model, which has the name.
+
+        Raises InvalidArgumentError for a name that no snapshot can have.
+        """
+        self._overwrite = overwrite
         self._locked = locked
         self._name = check_name(name)
         self._companions: dict[str, Saving] = {}  # by kind
@@ -76,7 +80,13 @@ class GroupSaving:
                 kind: saving.report(self._seconds[saving.name])
                 for kind, saving in self._companions.items()
             }
-            return Saving(self._name, content, fingerprint, session_of_primary(session, reports))
+            return Saving(
+                self._name,
+                content,
+                fingerprint,
+                session_of_primary(session, reports),
+                overwrite=self._overwrite,
+            )
 
         self._primary = primary()
         try:

@@ -8,6 +8,7 @@ from types import TracebackType
 from kvpager import _core
 from kvpager.errors import InvalidArgumentError, PagerError
 from kvpager.stores.base import ProgressCallback, SaveReport, tokens_of
+from kvpager.stores.belonging import Belonging
 from kvpager.stores.budget import make_room, tidy
 from kvpager.stores.catalogue import Catalogue
 from kvpager.stores.chunk_index import Place
@@ -41,8 +42,13 @@ class Saving:
         session: str,
         *,
         owner: str | None = None,
+        overwrite: bool = False,
     ) -> None:
-        """`owner`: of a companion, the snapshot it is saved for, whose notes are its own."""
+        """`owner`: of a companion, the snapshot it is saved for, whose notes are its own.
+
+        overwrite: also what is of another salt or model, which has the name.
+        """
+        self._overwrite = overwrite
         self.name = name
         self.owner = owner
         self.pack_id = new_pack_id()
@@ -63,7 +69,8 @@ class Saving:
 
         Raises:
             InvalidArgumentError: the name is that of somebody else's companion, or what is to be a
-                companion has that of a snapshot of its own.
+                companion has that of a snapshot of its own, or what has it is of another salt or
+                model and is not to be replaced.
         """
         content = self._content
         self._check_name(catalogue)
@@ -96,6 +103,13 @@ class Saving:
         if there is None or there.manifest.error:
             return
         owner = there.manifest.companion_of
+        if self.owner is None and not self._overwrite and there.manifest.belonging is not None:
+            own = Belonging.of(self._fingerprint, self._session, self.name)
+            if (what := there.manifest.belonging.differs_from(own)) is not None:
+                raise InvalidArgumentError(
+                    f"name is {self.name!r}, and the snapshot that has it was saved under {what}; "
+                    "expected another name, or overwrite=True to replace it"
+                )
         if self.owner is not None and owner != self.owner:
             raise InvalidArgumentError(
                 f"snapshot {self.name!r} is there already and does not belong to {self.owner!r}"

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, PagerError
 from kvpager.stores.base import tokens_of
+from kvpager.stores.belonging import Belonging
 from kvpager.stores.chunk_index import Place
 from kvpager.stores.companions import links_of
 from kvpager.stores.own_name import name_in
@@ -95,6 +96,7 @@ class Manifest:
         companion_of: name of the snapshot that it says it belongs to.
         segment: what it says of the segment that it is; None for a session.
         saved_as: the name that it says it has; None where it does not say.
+        belonging: what it was saved under; None where it cannot be read.
         packs: ids of the packs it needs, in order of first use.
         pack_places: [sealed chunks, 2] pack number and chunk in it.
         error: why it cannot be opened; which packs it needs is unknown then.
@@ -112,6 +114,7 @@ class Manifest:
     companion_of: str | None = None
     segment: SegmentNote | None = None
     saved_as: str | None = None
+    belonging: Belonging | None = None
     packs: tuple[str, ...] = ()
     pack_places: npt.NDArray[np.uint32] = field(
         default_factory=lambda: np.zeros((0, 2), dtype=np.uint32)
@@ -153,6 +156,7 @@ class Manifest:
                 companion_of=owner,
                 segment=noted_segment(reader.session, len(reader.tokens), path),
                 saved_as=name_in(reader.session, path),
+                belonging=Belonging.of(reader.fingerprint, reader.session, path),
                 packs=tuple(pack for pack, _ in reader.packs),
                 pack_places=np.asarray(reader.places, dtype=np.uint32).reshape(-1, 2),
             )

@@ -60,8 +60,8 @@ def _load(job: Mapping[str, Any]) -> Any:
     from transformers.utils import logging
 
     from kvpager.errors import InvalidArgumentError
-    from kvpager.fingerprint import weights_digest
     from kvpager.verify.buffers import load_buffers
+    from kvpager.weights import weights_digest
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(job["threads"])

@@ -3,6 +3,11 @@
 from mutants.mutant import Mutant
 
 NAMES = "model/test_segment_names.py::"
+TENANTS = "model/test_tenants.py::"
+SALTS = "model/test_salts.py::"
+RENEWED = "model/test_weights_changed.py::"
+CHANGED = "model/test_changed_models.py::"
+NOTICED = CHANGED + "test_a_changed_model_is_noticed_before_anything_is_adopted_saved_or_committed"
 
 IDENTITY = (
     Mutant(
@@ -41,5 +46,195 @@ IDENTITY = (
             NAMES + "test_a_snapshot_under_anothers_name_in_a_directory_store_is_refused",
             NAMES + "test_a_segment_under_anothers_name_is_refused_and_never_assembled",
         ),
+    ),
+    Mutant(
+        name="hooks-may-be-added-under-an-engine",
+        breaks="a hook that is added under an open engine is noticed",
+        file="python/kvpager/hf/structure.py",
+        old='        if kind == "hooks":\n',
+        new='        if kind == "hooks":\n            return None\n        if kind == "hooks":\n',
+        killers=(f"{NOTICED}[hook added]", f"{NOTICED}[pre-hook added]"),
+    ),
+    Mutant(
+        name="adapters-settings-are-not-looked-into",
+        breaks="another scaling of an adapter is noticed",
+        file="python/kvpager/hf/structure.py",
+        old="        if depth == 0 or not isinstance(value, (dict, list)):\n",
+        new="        if depth or not isinstance(value, (dict, list)):\n",
+        killers=(f"{NOTICED}[another scaling]",),
+    ),
+    Mutant(
+        name="data-may-be-put-in-the-place-of-others",
+        breaks="a parameter with other memory is noticed",
+        file="python/kvpager/hf/watch.py",
+        old="        if list(map(_ADDRESS, self._tensors)) != self._addresses:\n",
+        new="        if False:\n",
+        killers=(f"{NOTICED}[data replaced]",),
+    ),
+    Mutant(
+        name="weights-are-not-read-again",
+        breaks="weights that are written through .data are noticed",
+        file="python/kvpager/hf/contents.py",
+        old="        found = self._watch.sample(_THOROUGH if thorough else 1)\n",
+        new="        found = -1\n",
+        killers=(f"{NOTICED}[data of one tensor written]", f"{NOTICED}[weights synchronised]"),
+    ),
+    Mutant(
+        name="nothing-is-read-in-turns",
+        breaks="one element of a weight that is written through .data is seen within a round",
+        file="python/kvpager/hf/contents.py",
+        old="            found = self._watch.sweep(self._bytes)\n",
+        new="            found = self._watch.sweep(0)\n",
+        killers=(CHANGED + "test_one_element_is_seen_within_a_round_of_forwards",),
+    ),
+    Mutant(
+        name="the-model-is-not-looked-at-after-a-forward",
+        breaks="what a changed model computes is not committed",
+        file="python/kvpager/runtime/runner.py",
+        old="                self.unchanged.check_model()\n                accepted",
+        new="                accepted",
+        killers=(
+            CHANGED
+            + "test_a_change_by_another_thread_while_a_forward_runs_is_not_committed[hook added]",
+        ),
+    ),
+    Mutant(
+        name="chunks-of-the-model-before-are-adopted",
+        breaks="nothing is adopted under a changed model",
+        file="python/kvpager/runtime/feed.py",
+        old="        engine.runner.unchanged.check_model(thorough=True)\n",
+        new="",
+        killers=(f"{NOTICED}[hook added]",),
+    ),
+    Mutant(
+        name="a-changed-model-is-saved-under-its-old-name",
+        breaks="nothing is saved under a changed model",
+        file="python/kvpager/runtime/session.py",
+        old="        self.engine.runner.unchanged.check_model(thorough=True)\n",
+        new="",
+        killers=(f"{NOTICED}[hook added]",),
+    ),
+    Mutant(
+        name="adapters-are-no-part-of-the-fingerprint",
+        breaks="another active adapter is another fingerprint",
+        file="python/kvpager/hf/additions.py",
+        old="    if not found:\n",
+        new="    if found:\n",
+        killers=(
+            CHANGED + "test_adapters_have_fingerprints_of_their_own_that_every_process_gives",
+        ),
+    ),
+    Mutant(
+        name="what-a-model-does-is-not-looked-at",
+        breaks="two models that differ in what a hook does have two fingerprints",
+        file="python/kvpager/hf/behaviour.py",
+        old="        _add(summary, (hidden[:used], logits))\n",
+        new="",
+        killers=(
+            CHANGED + "test_a_hook_with_the_same_name_and_another_effect_is_seen_by_what_it_does",
+        ),
+    ),
+    Mutant(
+        name="another-behaviour-alone-is-waived",
+        breaks="behaviour is waived only with the numerics it follows",
+        file="python/kvpager/fingerprint.py",
+        old="waivable = name in WAIVABLE or (numerics and name in _FOLLOWING)",
+        new="waivable = name in WAIVABLE or name in _FOLLOWING",
+        killers=(
+            "model/test_fingerprint.py::test_behaviour_is_waived_with_numerics_and_never_alone",
+        ),
+    ),
+    Mutant(
+        name="what-was-computed-of-the-old-model-stays",
+        breaks="after weights_changed nothing of the old model is used",
+        file="python/kvpager/runtime/renewal.py",
+        old="    engine.open_pager()\n    for session, (text, pending) in zip(sessions, texts):\n",
+        new="    for session, (text, pending) in zip(sessions, texts):\n",
+        killers=(RENEWED + "test_nothing_of_the_old_model_is_found_again",),
+    ),
+    Mutant(
+        name="states-of-the-old-model-stay",
+        breaks="after weights_changed no checkpoint of the old model is used",
+        file="python/kvpager/runtime/renewal.py",
+        old="    engine.checkpoints.clear()\n",
+        new="",
+        killers=(RENEWED + "test_recurrent_states_are_forgotten_with_the_chunks",),
+    ),
+    Mutant(
+        name="row-counts-of-the-old-model-stay",
+        breaks="after weights_changed an engine has the row counts and the layout of a new one",
+        file="python/kvpager/runtime/renewal.py",
+        old='        engine.identify(progress, proven=before["_watch"].same_places())\n',
+        new="        engine.identify(progress, proven=True)\n",
+        killers=(f"{RENEWED}test_everything_after_it_has_the_bits_of_a_new_engine[another dtype]",),
+    ),
+    Mutant(
+        name="a-refused-model-is-half-known",
+        breaks="a weights_changed that fails leaves the engine as it was",
+        file="python/kvpager/runtime/renewal.py",
+        old="            setattr(engine, name, value)\n        raise\n",
+        new="            break\n        raise\n",
+        killers=(RENEWED + "test_another_vocabulary_than_the_drafts_is_refused",),
+    ),
+    Mutant(
+        name="segments-keep-no-text",
+        breaks="a segment is computed again when it is used after weights_changed",
+        file="python/kvpager/runtime/segments/segment.py",
+        old="        if self._session is not None and self._session.owed.size:\n",
+        new="        if False:\n",
+        killers=(RENEWED + "test_segments_are_computed_again_when_they_are_used",),
+    ),
+    Mutant(
+        name="salts-are-not-stretched",
+        breaks="a guess at a salt costs a slow function",
+        file="python/kvpager/runtime/engine.py",
+        old="        self.namespace = stretched(salt)",
+        new="        self.namespace = salt",
+        killers=(SALTS + "test_a_guess_at_a_salt_cannot_be_tried_on_a_file_without_stretching_it",),
+    ),
+    Mutant(
+        name="weights-of-older-snapshots-are-taken-for-ours",
+        breaks="the weights of an older snapshot are compared by the digest it has",
+        file="python/kvpager/runtime/older.py",
+        old='    if found["weights"] == old_weights_digest(engine.model):\n',
+        new='    if found["weights"]:\n',
+        killers=(
+            SALTS + "test_a_snapshot_of_an_older_release_of_another_model_or_tenant_is_refused",
+        ),
+    ),
+    Mutant(
+        name="older-snapshots-are-of-any-adapter",
+        breaks="an older snapshot, which told of no adapter or hook, is one without any",
+        file="python/kvpager/runtime/older.py",
+        old='    told = {**found, "additions": ""}\n',
+        new='    told = {**found, **{name: here[name] for name in ("additions", "behaviour")}}\n',
+        killers=(SALTS + "test_what_an_older_release_did_not_tell_is_taken_for_no_additions",),
+    ),
+    Mutant(
+        name="anybodys-snapshot-is-replaced",
+        breaks="a snapshot of another salt or model is not replaced unasked",
+        file="python/kvpager/stores/saving.py",
+        old="        if self.owner is None and not self._overwrite and there.manifest.belonging",
+        new="        if self.owner and not self._overwrite and there.manifest.belonging",
+        killers=(
+            TENANTS + "test_a_snapshot_of_another_salt_is_not_overwritten_unasked",
+            TENANTS + "test_a_snapshot_of_another_model_is_not_overwritten_unasked",
+        ),
+    ),
+    Mutant(
+        name="everybodys-snapshots-are-listed",
+        breaks="an engine lists what its own salt has saved",
+        file="python/kvpager/stores/belonging.py",
+        old="    return digest is None or any(",
+        new="    return digest is not None or any(",
+        killers=(TENANTS + "test_an_engine_lists_what_its_own_salt_has_saved",),
+    ),
+    Mutant(
+        name="anybodys-snapshot-is-deleted",
+        breaks="a snapshot of another salt is not deleted unasked",
+        file="python/kvpager/stores/directory.py",
+        old="            if not force and belonging is not None and",
+        new="            if force and belonging is not None and",
+        killers=(TENANTS + "test_a_snapshot_of_another_salt_is_not_deleted_unasked",),
     ),
 )

@@ -134,9 +134,9 @@ PROBES = (
     Mutant(
         name="weights-may-change-under-an-engine",
         breaks="an engine refuses to go on with weights that are not those of its fingerprint",
-        file="python/kvpager/runtime/runner.py",
-        old="        if sum(map(_VERSION, self._weights)) != self._weights_version:\n",
-        new="        if not self._weights:\n",
+        file="python/kvpager/hf/watch.py",
+        old="        if sum(map(_VERSION, self._counted)) != self._versions:\n",
+        new="        if self._versions < 0:\n",
         killers=(
             "model/test_sessions.py::test_weights_that_are_trained_under_an_engine_are_refused",
         ),
@@ -144,7 +144,7 @@ PROBES = (
     Mutant(
         name="threads-may-change-under-an-engine",
         breaks="an engine refuses to go on with another number of threads",
-        file="python/kvpager/runtime/runner.py",
+        file="python/kvpager/runtime/unchanged.py",
         old='        if threads != self._threads and self._device.type == "cpu":\n',
         new="        if threads < 1:\n",
         killers=(

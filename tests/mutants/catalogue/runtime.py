@@ -25,7 +25,7 @@ RUNTIME = (
         new="        try:\n"
         "            check_extends(feed.session, feed.ids)\n"
         "        except RestoreNotConsumedError:\n"
-        "            feed.session.hold(engine.pager.sequence(salt=engine.salt))\n",
+        "            feed.session.hold(engine.pager.sequence(salt=engine.namespace))\n",
         killers=(
             SESSIONS + "test_a_restore_that_the_prompt_cannot_use_is_refused_not_computed_again",
             "model/test_defects_snapshots.py::"

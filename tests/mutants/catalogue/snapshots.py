@@ -212,7 +212,7 @@ SNAPSHOTS = (
     Mutant(
         name="weights-digest-without-buffers",
         breaks="equal fingerprint means equal weights: buffers are weights too",
-        file="python/kvpager/fingerprint.py",
+        file="python/kvpager/weights.py",
         old="sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0])",
         new="sorted([*model.named_parameters()], key=lambda item: item[0])",
         killers=(

@@ -78,7 +78,7 @@ def _compare(engine: Any, whole: Any, path: Path, turn: int) -> Difference:
     config = engine.config.replace(device="cpu")  # nothing is computed there
     other = Pager(engine.layout, config, rows=engine.rows, fingerprint=engine.fingerprint)
     try:
-        saved = other.restore(open_snapshot(path), salt=engine.salt)
+        saved = other.restore(open_snapshot(path), salt=engine.namespace)
         difference = differing_kv(saved, whole, engine.layout.layers, f"turn {turn}")
         saved.close()
     finally:

@@ -14,6 +14,7 @@ from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot.address import find_store
 from kvpager.cli.terminal import Look, look
 from kvpager.stores import DirectoryStore
+from kvpager.stores.belonging import is_under
 from kvpager.words import byte_size, counted, span
 
 if TYPE_CHECKING:
@@ -55,6 +56,13 @@ def add(verbs: Any, common: Parser) -> None:
         help="list companions too (what draft models and recurrent layers hold of a snapshot's "
         "text), whose bytes are their snapshot's otherwise",
     )
+    parser.add_argument(
+        "--salt",
+        default="",
+        metavar="SALT",
+        help="list what engines with this salt saved, in the place of those without one",
+    )
+    parser.add_argument("--every-salt", action="store_true", help="list what any engine saved")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -64,11 +72,14 @@ def run(args: argparse.Namespace) -> int:
     folder = find_store(args.store)
     store = DirectoryStore(folder, create=False)
     key, descending = _ORDERS[args.sort]
-    entries = sorted(store.entries(companions=args.all), key=key, reverse=descending)
+    every = store.entries(companions=args.all)
+    shown = [one for one in every if args.every_salt or is_under(args.salt, one.salt_digest)]
+    entries = sorted(shown, key=key, reverse=descending)
     values = {
         "command": "snapshot ls",
         "store": str(folder),
         "snapshots": [asdict(entry) for entry in entries],
+        "of_other_salts": len(every) - len(shown),
         "totals": store.stats(),
     }
     if args.format == "json":
@@ -117,6 +128,8 @@ def _footer(shown: Look, entries: list[StoreEntry], values: dict[str, Any]) -> I
     used, budget = byte_size(values["totals"]["bytes"]), values["totals"]["byte_budget"]
     limit = ", no budget" if budget is None else f" of a budget of {byte_size(budget)}"
     yield f"{counted(len(entries), 'snapshot')}, {used} on disk{limit}"
+    if others := values["of_other_salts"]:
+        yield f"{counted(others, 'snapshot')} of other salts: see --salt and --every-salt"
     for entry in entries:
         if entry.error:
             yield shown.field(f"{entry.name}:", entry.error, wide=len(entry.name) + 1)

@@ -21,10 +21,13 @@ def add(verbs: Any, common: Parser) -> None:
         parents=[common],
         help="take snapshots out of a store",
         description="Takes snapshots out of a store, and those of their bytes that no other "
-        "snapshot needs. A pinned one is refused without --force.",
+        "snapshot needs. One that is pinned, or of an engine with a salt, is refused without "
+        "--force.",
     )
     parser.add_argument("snapshots", metavar="STORE/NAME", nargs="+")
-    parser.add_argument("--force", action="store_true", help="pinned ones as well")
+    parser.add_argument(
+        "--force", action="store_true", help="pinned ones, and those of any salt, as well"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -68,7 +71,7 @@ def remove(addresses: Sequence[Address], *, force: bool) -> int:
     for folder, name in dict.fromkeys((str(a.store), str(a.name)) for a in addresses):
         if (folder, name) in pinned:
             stores[folder].unpin(name)
-        stores[folder].delete(name)
+        stores[folder].delete(name, force=force)
     return before - _bytes(stores)
 
 

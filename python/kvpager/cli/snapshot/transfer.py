@@ -37,6 +37,7 @@ def transfer(
             session=reader.session,
             progress=progress,
             companions=[companion.snapshot for companion in companions],
+            overwrite=True,  # the command has asked
         )
     digests = {companion.reader.logical_digest for companion in companions}
     for copy, expected in (

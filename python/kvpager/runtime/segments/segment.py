@@ -49,7 +49,12 @@ class Segment:
 
     @property
     def session(self) -> Session | None:
-        """What holds its chunks, padding included; None for a segment without tokens."""
+        """What holds its chunks, padding included; None for a segment without tokens.
+
+        They are computed again where the engine has forgotten them.
+        """
+        if self._session is not None and self._session.owed.size:
+            self._session.prefill(self._session.tokens)
         return self._session
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +63,7 @@ class Segment:
         Raises:
             CorruptSnapshotError: a restored chunk is damaged, and cannot be computed again.
         """
-        session = self._session
+        session = self.session
         assert session is not None
         sequence = session.sequence
         return repairing(self._engine, [sequence], lambda: sequence.read_kv(layer, start, stop))

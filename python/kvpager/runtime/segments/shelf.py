@@ -15,6 +15,7 @@ from kvpager.errors import (
     UnsupportedModelError,
 )
 from kvpager.pager import SnapshotInfo
+from kvpager.runtime.older import in_todays_terms, salt_of
 from kvpager.runtime.progress import Progress
 from kvpager.runtime.repair import RECOMPUTE, Repairs
 from kvpager.runtime.saving import check_store
@@ -109,8 +110,9 @@ class Segments:
         engine = self._engine
         engine.check_open()
         require_segments(engine)
+        engine.runner.unchanged.check_model(thorough=True)
         source = self._store(store)
-        snapshot = SnapshotInfo.of(source.open(stored_name(name)))
+        snapshot = in_todays_terms(engine, SnapshotInfo.of(source.open(stored_name(name))))
         snapshot.require_restorable()
         fingerprints.compare(
             engine.fingerprint, snapshot.fingerprint, can_waive=False, source=snapshot.path
@@ -124,7 +126,7 @@ class Segments:
                 f"name is {saved.name!r}, which is another text here than in the store; call "
                 f"engine.segments.remove({saved.name!r}) first"
             )
-        sequence = engine.pager.restore(snapshot, salt=namespace_of(engine.salt))
+        sequence = engine.pager.restore(snapshot, salt=salt_of(engine, snapshot, namespace_of))
         session = engine.adopt(
             sequence,
             restored_tokens=sequence.length,
@@ -179,7 +181,7 @@ class Segments:
         if not len(tokens):
             return None
         engine = self._engine
-        session = engine.adopt(engine.pager.sequence(salt=namespace_of(engine.salt)))
+        session = engine.adopt(engine.pager.sequence(salt=namespace_of(engine.namespace)))
         try:
             session.prefill(padded(tokens, engine.layout.chunk_tokens), progress=progress)
         except BaseException:

@@ -1,0 +1,86 @@
+#include "snapshot/byte_watch.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "snapshot/checksum.h"
+
+namespace kvpager::snapshot {
+
+ByteWatch::ByteWatch(std::vector<Region> regions, int threads) : regions_(std::move(regions)) {
+  size_t blocks = 0;
+  for (const Region& region : regions_) {
+    first_.push_back(blocks);
+    blocks += static_cast<size_t>(blocks_of(region));
+    total_bytes_ += region.bytes;
+  }
+  checksums_.resize(blocks);
+  // Each thread takes every so-many-th stretch of blocks, so that one large region keeps all busy.
+  constexpr size_t kStretch = 4096;
+  const auto read = [&](size_t thread, size_t count) {
+    for (size_t begin = thread * kStretch; begin < blocks; begin += count * kStretch) {
+      const size_t end = std::min(blocks, begin + kStretch);
+      size_t region = static_cast<size_t>(std::upper_bound(first_.begin(), first_.end(), begin) -
+                                          first_.begin()) -
+                      1;
+      for (size_t i = begin; i < end; ++i) {
+        while (region + 1 < first_.size() && first_[region + 1] <= i) ++region;
+        checksums_[i] = checksum(regions_[region], static_cast<int64_t>(i - first_[region]));
+      }
+    }
+  };
+  const size_t count = static_cast<size_t>(std::max(1, threads));
+  std::vector<std::thread> others;
+  for (size_t thread = 1; thread < count; ++thread) others.emplace_back(read, thread, count);
+  read(0, count);
+  for (std::thread& other : others) other.join();
+}
+
+int64_t ByteWatch::sample(int64_t blocks) {
+  for (size_t i = 0; i < regions_.size(); ++i) {
+    const auto held = static_cast<uint64_t>(blocks_of(regions_[i]));
+    for (int64_t n = 0; n < blocks && held > 0; ++n) {
+      // xorshift64 (Marsaglia 2003), scaled to the region by its upper half.
+      random_ ^= random_ << 13;
+      random_ ^= random_ >> 7;
+      random_ ^= random_ << 17;
+      const auto block = static_cast<int64_t>(((random_ >> 32) * held) >> 32);
+      if (!same(i, block)) return static_cast<int64_t>(i);
+    }
+  }
+  return -1;
+}
+
+int64_t ByteWatch::sweep(int64_t bytes) {
+  if (total_bytes_ == 0) return -1;
+  for (int64_t left = std::min(bytes, total_bytes_); left > 0;) {
+    const Region& region = regions_[sweep_region_];
+    if (sweep_block_ >= blocks_of(region)) {
+      sweep_region_ = (sweep_region_ + 1) % regions_.size();
+      sweep_block_ = 0;
+      continue;
+    }
+    if (!same(sweep_region_, sweep_block_)) return static_cast<int64_t>(sweep_region_);
+    left -= std::min(kBlockBytes, region.bytes - sweep_block_ * kBlockBytes);
+    ++sweep_block_;
+  }
+  return -1;
+}
+
+int64_t ByteWatch::blocks_of(const Region& region) const {
+  return (region.bytes + kBlockBytes - 1) / kBlockBytes;
+}
+
+uint32_t ByteWatch::checksum(const Region& region, int64_t block) const {
+  const int64_t begin = block * kBlockBytes;
+  const int64_t bytes = std::min(kBlockBytes, region.bytes - begin);
+  return static_cast<uint32_t>(xxh3_64(region.data + begin, static_cast<size_t>(bytes)));
+}
+
+bool ByteWatch::same(size_t region, int64_t block) const {
+  return checksum(regions_[region], block) ==
+         checksums_[first_[region] + static_cast<size_t>(block)];
+}
+
+}  // namespace kvpager::snapshot

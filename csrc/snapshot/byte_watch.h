@@ -1,0 +1,51 @@
+// Tells whether memory that belongs to others still holds what it held: the weights of a model. Reads
+// all of it once, and then a little of it again whenever asked. Not thread-safe.
+//
+// Memory is taken in blocks of kBlockBytes, each known by a 32-bit checksum: an accident or a program
+// that does not know of this is found by it, somebody who wants to hide a change is not.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvpager::snapshot {
+
+class ByteWatch {
+ public:
+  static constexpr int64_t kBlockBytes = 1024;
+
+  // A range [data, data + bytes). REQUIRES: it stays readable while the watch lives.
+  struct Region {
+    const std::byte* data;
+    int64_t bytes;
+  };
+
+  // Reads every region, on up to `threads` threads.
+  ByteWatch(std::vector<Region> regions, int threads);
+
+  // Reads `blocks` blocks of each region again, at random places; returns the number of the first
+  // region that was found changed, -1 if none was.
+  int64_t sample(int64_t blocks);
+
+  // Reads about `bytes` again from where the last call ended, round and round; returns as `sample`.
+  // Calls whose bytes add up to total_bytes() and a block per call have read everything.
+  int64_t sweep(int64_t bytes);
+
+  int64_t total_bytes() const { return total_bytes_; }
+
+ private:
+  int64_t blocks_of(const Region& region) const;
+  uint32_t checksum(const Region& region, int64_t block) const;
+  bool same(size_t region, int64_t block) const;
+
+  std::vector<Region> regions_;
+  std::vector<size_t> first_;  // of each region, where its blocks begin in checksums_
+  std::vector<uint32_t> checksums_;
+  int64_t total_bytes_ = 0;
+  size_t sweep_region_ = 0;
+  int64_t sweep_block_ = 0;
+  uint64_t random_ = 0x9E3779B97F4A7C15;
+};
+
+}  // namespace kvpager::snapshot
