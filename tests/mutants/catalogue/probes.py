@@ -5,6 +5,7 @@ from mutants.mutant import Mutant
 REFUSALS = "model/test_refusals.py::"
 COUNTS = "model/test_row_counts.py::"
 DEFECTS = "model/test_defects_exact.py::"
+SEAM = "model/test_checks_of_the_seam.py::"
 BETWEEN = "model/test_operations_between_modules.py::"
 
 PROBES = (
@@ -187,5 +188,63 @@ PROBES = (
         old="            if pair.whole.kind == UNKNOWN and pair.has_rows:\n",
         new="            if pair.whole.kind == UNKNOWN and not pair.has_rows:\n",
         killers=(BETWEEN + "test_an_operation_that_nothing_is_known_of_leaves_m_alone",),
+    ),
+    Mutant(
+        name="threads-not-in-the-fingerprint",
+        breaks="another number of threads is another fingerprint",
+        file="python/kvpager/fingerprint.py",
+        old='"threads": torch.get_num_threads() if on_cpu else 0',
+        new='"threads": 0',
+        killers=(SEAM + "test_another_number_of_threads_is_another_fingerprint",),
+    ),
+    Mutant(
+        name="whole-model-compared-in-one-row",
+        breaks="the whole model is compared in most rows of a count",
+        file="python/kvpager/hf/whole.py",
+        old="kept=count - count // 4)",
+        new="kept=1)",
+        killers=(SEAM + "test_the_whole_model_is_compared_in_many_rows_of_a_count",),
+    ),
+    Mutant(
+        name="attention-dropout-accepted",
+        breaks="attention with dropout is refused",
+        file="python/kvpager/hf/attention.py",
+        old="    if dropout:\n",
+        new="    if dropout is None:\n",
+        killers=(SEAM + "test_attention_with_dropout_is_refused_and_without_is_not",),
+    ),
+    Mutant(
+        name="several-batch-entries-accepted",
+        breaks="a forward is one batch entry",
+        file="python/kvpager/hf/attention.py",
+        old="    if query.shape[0] != 1:\n",
+        new="    if query.shape[0] > 99:\n",
+        killers=(SEAM + "test_attention_over_several_batch_entries_is_refused[2]",),
+    ),
+    Mutant(
+        name="layers-may-attend-twice",
+        breaks="a layer that attends twice is refused",
+        file="python/kvpager/hf/observe.py",
+        old="        if layer in self.calls:\n",
+        new="        if layer is None:\n",
+        killers=(SEAM + "test_a_layer_that_attends_twice_is_refused_by_its_number",),
+    ),
+    Mutant(
+        name="hidden-states-not-rounded-for-the-head",
+        breaks="hidden states of another dtype are rounded to the head's",
+        file="python/kvpager/hf/head.py",
+        old="            gathered = gathered.to(self._dtype)  # some decoders end in float32\n",
+        new="",
+        killers=(SEAM + "test_hidden_states_of_another_dtype_are_rounded_to_the_heads",),
+    ),
+    Mutant(
+        name="repairs-share-rounded-down",
+        breaks="a repair's share of tokens is rounded up",
+        file="python/kvpager/runtime/segments/policies.py",
+        old="math.ceil(",
+        new="math.floor(",
+        killers=(
+            "python/test_repair_shares.py::test_the_share_of_each_segments_deviating_tokens_is_rounded_up",
+        ),
     ),
 )
