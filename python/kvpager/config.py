@@ -365,6 +365,11 @@ class PagerConfig(_Validated):
         "the one that nobody used for longest",
         "smallest-gap",
     )
+    beyond_max_positions: bool = _option(
+        ("True or False", _flag),
+        "texts longer than the model's max_position_embeddings; never with learned positions",
+        False,
+    )
     kv_dtype: str = _option(_choice(KV_DTYPES), "dtype K/V are kept in; auto: the model's", "auto")
     device: str = _option(
         ('"auto", "cpu", "cuda", "cuda:N" or "shim"', _device),

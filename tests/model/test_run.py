@@ -197,7 +197,7 @@ def test_a_request_cancelled_in_the_middle_of_a_burst_ends_with_that_token(
 
 
 @pytest.mark.parametrize("keep_sessions", [False, True])
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_leaves_nothing_behind(engine, prompts, interruption, keep_sessions):
     before = engine.stats()
     session = apart(engine)

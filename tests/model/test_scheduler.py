@@ -168,7 +168,7 @@ def test_what_can_never_fit_fails_alone_and_says_what_it_needs(model, closing):
     with engine.scheduler() as scheduler:
         requests = [
             scheduler.submit(ids, new, eos=None)
-            for ids, new in ((prompt(20), 4), (prompt(9), 5000), (prompt(30), 4))
+            for ids, new in ((prompt(20), 4), (prompt(9), 4000), (prompt(30), 4))
         ]
         finish(scheduler)
     assert [request.completion.finish for request in requests] == ["length", "error", "length"]
@@ -273,18 +273,18 @@ def test_closing_a_scheduler_cancels_what_is_left(engine):
     assert engine.stats()["sequences"] == 0
 
 
-def test_an_exception_of_on_token_comes_through_and_stepping_goes_on(engine, scheduler):
+def test_an_interruption_of_on_token_comes_through_and_stepping_goes_on(engine, scheduler):
     told = []
 
     def fail_once(request, token):
         told.append(token)
         if len(told) == 5:
-            raise ZeroDivisionError
+            raise KeyboardInterrupt
 
     requests = [
         scheduler.submit(prompt(9, seed), 6, eos=None, on_token=fail_once) for seed in range(3)
     ]
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(KeyboardInterrupt):
         finish(scheduler)
     finish(scheduler)
     assert len(told) == 18
@@ -292,12 +292,12 @@ def test_an_exception_of_on_token_comes_through_and_stepping_goes_on(engine, sch
         assert request.completion.tokens.tolist() == ids_of(alone(engine, prompt(9, seed), 6)[1])
 
 
-def test_the_last_token_told_ends_a_request_though_its_callback_raised(scheduler):
+def test_the_last_token_told_ends_a_request_though_its_callback_was_interrupted(scheduler):
     def fail(request, token):
-        raise ZeroDivisionError
+        raise KeyboardInterrupt
 
     request = scheduler.submit(prompt(9), 1, eos=None, on_token=fail)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(KeyboardInterrupt):
         scheduler.step()
     scheduler.step()
     assert request.completion.finish == "length"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.errors import PagerError
 from kvpager.runtime.speculation import SpeculationStats
 from kvpager.runtime.tokens import TokenIds
 
@@ -25,7 +24,7 @@ class Completion:
         prompt_tokens: tokens of the prompt.
         tokens: what was produced, [n] int32.
         logprobs: their log-probabilities, [n] float32, where they were asked for.
-        finish: "eos", "stop", "length", "cancelled" or "error".
+        finish: "eos", "stop", "length", "cancelled", "closed" (its engine was) or "error".
         error: why, where finish is "error".
         session: the one given as prompt, or the one made for it where that was to be kept.
         speculation: what speculation was worth to this request.
@@ -38,7 +37,7 @@ class Completion:
     tokens: TokenIds
     logprobs: npt.NDArray[np.float32] | None
     finish: str
-    error: PagerError | None
+    error: Exception | None
     session: Session | None
     speculation: SpeculationStats
     first_token_s: float | None

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpager.errors import (
     CapacityError,
     CorruptSnapshotError,
-    NonFiniteError,
-    PagerError,
-    StorageError,
+    ModelChangedError,
 )
 from kvpager.runtime.feed import Feed
 from kvpager.runtime.group import TrimCounters
@@ -32,9 +30,6 @@ _log = logging.getLogger(__name__)
 # may take to catch up before the text goes on without its guesses. With 64 rows a text of 32,768
 # tokens is caught up within the 64 of one chunk.
 _CATCHING_UP = 8
-
-# What a text, or where its cache lies, can be the cause of: it is left without guesses.
-_ITS_OWN = (CapacityError, CorruptSnapshotError, NonFiniteError, StorageError)
 
 
 class Ask(NamedTuple):
@@ -109,7 +104,11 @@ class Drafting:
         """Guesses for these of a group, or for each half where something is wrong with one."""
         try:
             return self._guess(asks)
-        except _ITS_OWN as error:
+        except ModelChangedError:
+            raise
+        except Exception as error:  # the text goes on without guesses
+            if self.engine.closed:
+                return [[] for _ in asks]
             if isinstance(error, CapacityError) and self._make_room(group):
                 return self._together(asks, group)
             if len(asks) > 1:
@@ -122,7 +121,7 @@ class Drafting:
     def _guess(self, asks: Sequence[Ask]) -> list[list[int]]:
         from kvpager.runtime.packing import advance  # which imports this module
 
-        seats = [_Seat(ask) for ask in asks if not ask.companion.refuses(ask.text)]
+        seats = [_Seat(ask) for ask in asks if self._fits(ask)]
         longest = max((seat.ask.most for seat in seats), default=0)
         catching_up = 0  # forwards in which nobody guessed
         for _ in range(_CATCHING_UP + longest):
@@ -140,6 +139,12 @@ class Drafting:
             seat.take()
             by_companion[seat.ask.companion] = seat.guess
         return [by_companion.get(ask.companion, []) for ask in asks]
+
+    def _fits(self, ask: Ask) -> bool:
+        """Whether the draft has positions for the text and its guesses, and has not given it up."""
+        most = self.engine.positions.most
+        within = most is None or len(ask.text) + ask.most - 1 <= most
+        return within and not ask.companion.refuses(ask.text)
 
     def _make_room(self, asks: Sequence[Ask]) -> bool:
         """Empties the one that guessed least recently and is none of these, if there is one.
@@ -208,7 +213,7 @@ class _Seat:
             self.stream.sample()
 
 
-def _give_up(ask: Ask, error: PagerError) -> None:
+def _give_up(ask: Ask, error: Exception) -> None:
     """Leaves a text without guesses, or without what was restored of them where that is damaged."""
     if isinstance(error, CorruptSnapshotError):
         _log.warning("the draft model computes a text again: %s", error)

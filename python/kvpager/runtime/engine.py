@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cached_property
 from types import TracebackType
@@ -49,6 +51,7 @@ from kvpager.runtime.opening import (
     sized,
     vocab_size,
 )
+from kvpager.runtime.positions import Positions
 from kvpager.runtime.prefill import prefill_all
 from kvpager.runtime.progress import Progress, reporting_bytes, reporting_work
 from kvpager.runtime.recurrent import StateCursor, state_cursor
@@ -75,6 +78,7 @@ from kvpager.runtime.stream import (
     seeds_of,
 )
 from kvpager.runtime.tokens import TokenIdsLike, as_token_ids
+from kvpager.runtime.turns import Turns
 from kvpager.runtime.unchanged import Unchanged
 from kvpager.salts import stretched
 from kvpager.stores import SnapshotStore, StoreEntry
@@ -169,9 +173,13 @@ class Engine:
         check_store(store)
         self.store = store
         self.vocab_size = vocab_size(self.model)
+        self.positions = Positions(self.model, beyond=self.config.beyond_max_positions)
         # By the sequence each holds.
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self.saves = Saves()
+        self._schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+        self._closing = threading.Lock()
+        self.turns = Turns()  # of forwards
         self.trims = TrimCounters()  # of all sessions
         self.segments = Segments(self)
         self.checkpoints = Checkpoints(
@@ -450,6 +458,7 @@ class Engine:
                 raise InvalidArgumentError(
                     "generate: the session is empty; call prefill(ids) first"
                 )
+            self.positions.check(session.length + max_new_tokens, "the text with max_new_tokens")
         try:
             for stream in streams:
                 stream.reserve()
@@ -505,15 +514,16 @@ class Engine:
             InvalidArgumentError: at the call, for an argument out of range, before anything is
                 computed.
 
-        Whatever else is raised (by `on_token`, the model, or Ctrl-C): the sessions made here are
-        closed, and those given are as far as they had come.
+        What is no Exception (Ctrl-C): the sessions made here are closed, and those given are as far
+        as they had come. Where another thread closes the engine, what is not finished ends with
+        finish "closed".
         """
         self.check_open()
         prompts = list(prompts)
         seeds: list[int] | list[None] = [None] * len(prompts)
         if seed is not None:
             seeds = seeds_of(seed, [0] * len(prompts))
-        scheduler = Scheduler(self, max_sessions)
+        scheduler = self.scheduler(max_sessions)
         generation = Generation.checked(
             self,
             max_new_tokens,
@@ -540,7 +550,7 @@ class Engine:
             with scheduler, reporting_work(progress, "run") as report:
                 report(*scheduler.work)
                 while not scheduler.idle:
-                    scheduler.step()
+                    scheduler.step_if_open()
                     report(*scheduler.work)
         except BaseException:
             for request in requests:
@@ -554,7 +564,9 @@ class Engine:
         max_sessions: most requests that run at once; by default one per row of a forward.
         """
         self.check_open()
-        return Scheduler(self, max_sessions)
+        scheduler = Scheduler(self, max_sessions)
+        self._schedulers.add(scheduler)
+        return scheduler
 
     def score(self, ids: TokenIdsLike, *, progress: Progress = None) -> Score:
         """Log-probabilities of given tokens, teacher-forced in a sequence of its own.
@@ -661,22 +673,40 @@ class Engine:
         return self._closed
 
     def close(self) -> None:
-        """Closes every session and the pager.
+        """Ends all that the engine owns, and frees it; or changes nothing. Twice is harmless.
 
-        Saves that still run are waited for. In a forked child nothing is done: all is the parent's.
+        Any thread may call it. A forward that runs in another one is waited for, and so are saves;
+        requests that are not finished end with finish "closed" (those of a scheduler that another
+        thread steps, when that step returns), iterators of tokens raise at their next token. In a
+        forked child nothing is done: all is the parent's.
+
+        Raises:
+            InvalidArgumentError: called inside a forward (from a hook or a proposer), or from the
+                progress callback of a save, either of which it would have to wait for.
         """
-        if self.closed or self.made_in.forked:
+        if self.made_in.forked:
             return
+        for engine in filter(None, (self, self.draft)):
+            if engine.turns.held_here:
+                raise InvalidArgumentError(
+                    "close: called inside a forward of the engine, which cannot end before its "
+                    "caller does; close it when the forward has returned"
+                )
         self.saves.wait()
-        try:
-            for session in list(self._sessions.values()):
-                session.close()
-            self.segments.forget()
-            self.pager.close()
-        finally:
+        with self._closing:
+            if self._closed:
+                return
+            self.turns.end()
             self._closed = True
-            if self.draft is not None:
-                self.draft.close()
+            with ExitStack() as ending:
+                if self.draft is not None:
+                    ending.callback(self.draft.close)
+                ending.callback(self.pager.close)
+                ending.callback(self.segments.forget)
+                for session in list(self._sessions.values()):
+                    ending.callback(session.close)
+                for scheduler in list(self._schedulers):
+                    ending.callback(scheduler.end, "closed")
 
     def __enter__(self) -> Engine:
         return self
@@ -760,7 +790,9 @@ class Engine:
 
     def _make_runner(self) -> None:
         unchanged = Unchanged(self.model, self._watch)
-        self.runner = Runner(self.model, self.pager, self.row_counts, unchanged, self.recurrence)
+        self.runner = Runner(
+            self.model, self.pager, self.row_counts, unchanged, self.recurrence, self.turns
+        )
 
     def sessions(self) -> list[Session]:
         """Those that somebody holds."""

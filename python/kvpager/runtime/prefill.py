@@ -32,6 +32,7 @@ def prefill_all(
         raise InvalidArgumentError("a session is named twice; expected one prompt per session")
     for feed in feeds:
         engine.check_session(feed.session)
+        engine.positions.check(len(feed.ids), "ids")
         check_extends(feed.session, feed.ids)
     total = sum(len(feed.ids) for feed in feeds)
     with reporting(progress, "prefill", total) as report:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from kvpager.errors import PagerError
 from kvpager.runtime.completion import Completion
 from kvpager.runtime.feed import Feed
 from kvpager.runtime.speculation import SpeculationStats
@@ -188,7 +187,7 @@ class Request:
         if self._on_token is not None:
             self._on_token(self, token)
 
-    def finish(self, reason: str, error: PagerError | None = None) -> None:
+    def finish(self, reason: str, error: Exception | None = None) -> None:
         """Ends it: a session made for it is closed unless it is to be kept."""
         self._done = self.done
         session = self._session

@@ -6,7 +6,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvpager.errors import CapacityError
+from kvpager.errors import PagerError
 
 if TYPE_CHECKING:
     from kvpager.pager import Sequence
@@ -66,8 +66,9 @@ class Rooms:
             return
         self._claims.remove(room)
         if not self.sequence.closed:
-            # Of another sequence than the claims were made for: it has what it could have.
-            with suppress(CapacityError):
+            # Of another sequence than the claims were made for, it has what it could have; closed
+            # by another thread meanwhile or inherited by a forked child, it has nothing to give.
+            with suppress(PagerError):
                 self.sequence.reserve(self._wanted())
 
     def _wanted(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from kvpager.hf.state import RecurrentState
 from kvpager.pager import Forward, Pager
 from kvpager.runtime.batch import Batch
 from kvpager.runtime.to_host import ToHost
+from kvpager.runtime.turns import Turns
 from kvpager.runtime.unchanged import Unchanged
 
 
@@ -79,8 +79,10 @@ class Runner:
         row_counts: RowCounts,
         unchanged: Unchanged,
         recurrence: Recurrence | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """`recurrence`: how the model's recurrent layers are run, if it has any."""
+        """`recurrence`: how the model's recurrent layers are run, if it has any. `turns`: its own,
+        unless others take turns with its forwards."""
         self.unchanged = unchanged
         self._recurrence = recurrence
         self._decoder = decoder_of(model)
@@ -91,7 +93,7 @@ class Runner:
         self._device = model.device
         self._mask = dummy_mask(self._device)
         self._to_host = ToHost(self._device)
-        self._lock = threading.Lock()
+        self.turns = turns or Turns()
         self.forwards = 0
         self.rows = 0  # of all forwards, padding included
         self.rows_used = 0
@@ -114,7 +116,7 @@ class Runner:
             NonFiniteError, CapacityError, StorageError: from the pager. Nothing was committed.
         """
         self.unchanged.check_settings()
-        with self._lock, torch.inference_mode():
+        with self.turns, torch.inference_mode():
             start = time.perf_counter()
             rows = self.count(batch)
             positions, tokens = batch.positions[:rows], batch.tokens[:rows]
@@ -147,7 +149,7 @@ class Runner:
 
     def give(self, batch: Batch) -> None:
         """Commits a batch that has no rows of the model, but K/V that it is given."""
-        with self._lock, self._begin(batch, 0) as forward:
+        with self.turns, self._begin(batch, 0) as forward:
             self._give(forward, batch)
             self.unchanged.check_model(thorough=True)
             forward.commit(provenance=batch.provenance)
@@ -161,7 +163,7 @@ class Runner:
             How many layers' attention was computed.
         """
         self.unchanged.check_settings()
-        with self._lock, torch.inference_mode():
+        with self.turns, torch.inference_mode():
             start = time.perf_counter()
             rows = self.count(batch)
             with self._begin(batch, rows) as forward:
@@ -179,12 +181,12 @@ class Runner:
     @contextmanager
     def between_forwards(self) -> Iterator[None]:
         """Keeps forwards from beginning, once the running one has ended."""
-        with self._lock:
+        with self.turns:
             yield
 
     def find_rotation(self) -> KeyMover:
         """How position enters the model's keys, found out between two forwards."""
-        with self._lock, torch.inference_mode():
+        with self.turns, torch.inference_mode():
             return find_rotation(self._model)
 
     def _begin(self, batch: Batch, rows: int) -> Forward:
@@ -235,7 +237,7 @@ class Runner:
     def logits_after(self, state: RecurrentState) -> torch.Tensor:
         """Logits [vocab] for the token after a state that is not of position 0: the same bits."""
         self.unchanged.check_settings()
-        with self._lock, torch.inference_mode():
+        with self.turns, torch.inference_mode():
             hidden = state.hidden.to(self._device).unsqueeze(0)
             arriving = self._to_host(self._logits(hidden, [0]))
             self.unchanged.check_model()

@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvpager.errors import (
     CapacityError,
-    CorruptSnapshotError,
     InvalidArgumentError,
     ModelChangedError,
-    NonFiniteError,
-    PagerError,
-    StorageError,
-    UnsupportedModelError,
 )
 from kvpager.runtime.feed import runnable
 from kvpager.runtime.packing import advance
@@ -31,9 +26,6 @@ from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
 if TYPE_CHECKING:
     from kvpager.runtime.engine import Engine
 
-# What one request can be the cause of, so that it alone ends with it.
-_ITS_OWN = (NonFiniteError, CorruptSnapshotError, StorageError, InvalidArgumentError)
-
 
 class Scheduler:
     """Runs requests together, a forward at a time; made by `Engine.scheduler`.
@@ -44,7 +36,10 @@ class Scheduler:
     can hold all that they may produce, and the pool their unsealed chunks; one whose tokens do not
     fit even alone ends with CapacityError.
 
-    `submit` and `Request.cancel` may be called from any thread, `step` by one at a time.
+    `submit`, `close` and `Request.cancel` may be called from any thread, `step` by one at a time.
+    What fails with a request in a forward and goes well without it is that request's fault,
+    whatever it is: it alone ends, with finish "error". What fails alone with every one of them ends
+    every one.
 
     Example:
         >>> with engine.scheduler() as scheduler:
@@ -74,6 +69,7 @@ class Scheduler:
         self._planned = 0  # tokens that the others may take
         self._cancelled: deque[Request] = deque()
         self._blocked: list[tuple[Request, CapacityError]] = []  # of this step
+        self._ending: str | None = None  # why nothing is taken any more
         self._stepping = threading.Lock()
         self._queues = threading.Lock()  # others submit while one steps
 
@@ -155,7 +151,16 @@ class Scheduler:
             raise InvalidArgumentError(
                 f"on_token is {on_token!r}; expected a callable (request, token)"
             )
+        engine.positions.check(
+            (checked.length if isinstance(checked, Session) else len(checked))
+            + generation.max_new_tokens,
+            f"{name} with max_new_tokens",
+        )
         with self._queues:
+            if self._ending is not None:
+                raise InvalidArgumentError(
+                    "the scheduler is closed; make another with engine.scheduler()"
+                )
             if isinstance(checked, Session) and any(
                 request.given_session is checked for request in self._unfinished.values()
             ):
@@ -185,45 +190,95 @@ class Scheduler:
     @property
     def work(self) -> tuple[int, int]:
         """Tokens done and tokens in all, prompts included, of everything submitted so far."""
-        running = sum(request.done for request in (*self._prefilling, *self._decoding))
+        try:
+            running = sum(request.done for request in (*self._prefilling, *self._decoding))
+        except InvalidArgumentError:  # sessions that are being closed right now
+            if not self._is_over():
+                raise
+            running = 0
         return self._past + running, self._past + self._planned
 
     def step(self) -> list[tuple[Request, Token]]:
         """One forward and what goes with it; returns the tokens it brought, in order.
 
         With speculation a request may have several. What is one request's fault ends that request,
-        with finish "error". Requests that end have a `completion` when this returns.
+        with finish "error"; so is an Exception of the model, a proposer or `on_token`. Requests
+        that end have a `completion` when this returns.
 
         Raises:
-            InvalidArgumentError: the engine is closed, torch's threads were changed, or another
-                step runs. Exceptions of the model and of `on_token` come through as well. Stepping
-                again goes on.
+            InvalidArgumentError: the scheduler or the engine is closed, something that bits depend
+                on was changed (torch's threads, for example), or another step runs. Stepping again
+                goes on.
         """
+        self._engine.check_open()
+        if self._ending is not None:
+            raise InvalidArgumentError(
+                "the scheduler is closed; make another with engine.scheduler()"
+            )
+        return self.step_if_open()
+
+    def step_if_open(self) -> list[tuple[Request, Token]]:
+        """`step`, which brings nothing where somebody has closed the scheduler or its engine."""
         with self._alone():
-            self._engine.runner.unchanged.check_settings()
-            self._reap()
-            self._admit()
-            turn = list(islice(self._decoding, self._engine.rows))
-            self._decoding.rotate(-len(turn))
-            size = self._engine.layout.chunk_tokens
-            chosen = runnable((request.feed for request in self._prefilling), size)
-            prompts = [request for request in self._prefilling if request.feed in chosen]
-            self._blocked.clear()
-            if (turn or prompts) and not self._forward(turn, prompts):
-                self._make_room()
-            for request in [request for request in self._prefilling if not request.feed.left]:
-                self._prefilling.remove(request)
-                request.fed()
-                self._decoding.append(request)
-                turn.append(request)
-            return [(request, token) for request in turn for token in self._tell(request)]
+            try:
+                return [] if self._is_over() else self._step()
+            except InvalidArgumentError:  # sessions that are being closed right now
+                if self._is_over():
+                    return []
+                raise
+
+    def _step(self) -> list[tuple[Request, Token]]:
+        self._engine.runner.unchanged.check_settings()
+        self._reap()
+        self._admit()
+        turn = list(islice(self._decoding, self._engine.rows))
+        self._decoding.rotate(-len(turn))
+        size = self._engine.layout.chunk_tokens
+        chosen = runnable((request.feed for request in self._prefilling), size)
+        prompts = [request for request in self._prefilling if request.feed in chosen]
+        self._blocked.clear()
+        if (turn or prompts) and not self._forward(turn, prompts):
+            self._make_room()
+        if self._is_over():
+            return []
+        for request in [request for request in self._prefilling if not request.feed.left]:
+            self._prefilling.remove(request)
+            request.fed()
+            self._decoding.append(request)
+            turn.append(request)
+        return [(request, token) for request in turn for token in self._tell(request)]
 
     def close(self) -> None:
-        """Cancels what is not finished; sessions that were made for it are closed."""
+        """Cancels what is not finished; sessions that were made for it are closed.
+
+        Nothing can be submitted any more. Where a step runs, its requests end when it returns.
+        """
+        self.end("cancelled")
+
+    def end(self, reason: str) -> None:
+        """`close`, with another finish than "cancelled"."""
         if self._engine.made_in.forked:
             return
-        for request in list(self._unfinished.values()):
-            self._finish(request, "cancelled")
+        with self._queues:
+            self._ending = self._ending or reason
+        self._end_if_idle()
+
+    def _is_over(self) -> bool:
+        """Whether the scheduler or its engine was closed, perhaps by another thread, just now."""
+        if self._ending is None and self._engine.turns.ended:
+            with self._queues:
+                self._ending = self._ending or "closed"
+        return self._ending is not None
+
+    def _end_if_idle(self) -> None:
+        """Ends what is not finished, unless a step runs, which does it when it returns."""
+        if self._ending is None or not self._stepping.acquire(blocking=False):
+            return
+        try:
+            for request in list(self._unfinished.values()):
+                self._finish(request, self._ending)
+        finally:
+            self._stepping.release()
 
     def __enter__(self) -> Scheduler:
         return self
@@ -238,13 +293,13 @@ class Scheduler:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        self._engine.check_open()
         if not self._stepping.acquire(blocking=False):
             raise InvalidArgumentError("step: another step of this scheduler is running")
         try:
             yield
         finally:
             self._stepping.release()
+            self._end_if_idle()
 
     def _reap(self) -> None:
         """Ends what was cancelled, or was told its last token when something interrupted."""
@@ -269,7 +324,9 @@ class Scheduler:
                 self._finish(request, "error", error)
             except ModelChangedError:
                 raise
-            except _ITS_OWN as error:
+            except Exception as error:  # whatever it is, it is this request's
+                if self._is_over():
+                    return
                 self._finish(request, "error", error)
             else:
                 self._waiting.popleft()
@@ -299,9 +356,11 @@ class Scheduler:
                 return self._forward([], prompts, self._engine.layout.chunk_tokens)
             self._blocked.append(((decoding or prompts)[0], error))
             return False
-        except (ModelChangedError, UnsupportedModelError):
+        except ModelChangedError:
             raise
-        except _ITS_OWN as error:
+        except Exception as error:  # whatever it is, it belongs to one of these
+            if self._is_over():
+                return True  # all of them end when the step does
             if len(decoding) + len(prompts) > 1:
                 return self._apart(decoding, prompts)
             self._finish((decoding or prompts)[0], "error", error)
@@ -344,17 +403,20 @@ class Scheduler:
                 break
             try:
                 token = request.sample()
-            except NonFiniteError as error:
-                self._finish(request, "error", error)
+                request.tell(token)
+            except Exception as error:  # of its sampling, or of its owner
+                if not self._is_over():
+                    self._finish(request, "error", error)
                 return
-            request.tell(token)
             yield token
+            if self._is_over():
+                return
             if request.stream.live and not session.closed:
                 session.advance()
         if request.state == "decoding":
             self._finish(request, request.stream.finish or "cancelled")
 
-    def _finish(self, request: Request, reason: str, error: PagerError | None = None) -> None:
+    def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
         if request.completion is not None:
             return
         with self._queues:

@@ -76,6 +76,7 @@ def score_tokens(engine: Engine, ids: TokenIds, progress: Progress) -> Score:
     if len(ids) < 2:
         raise InvalidArgumentError("ids has 1 token; expected at least 2: the first is not scored")
     logprobs = np.empty(len(ids) - 1, dtype=np.float32)
+    engine.positions.check(len(ids) - 1, "ids")
     fed = ids[:-1]  # the last token's own K/V are not needed to score it
     sequence = engine.pager.sequence(salt=engine.namespace)
     state = EMPTY

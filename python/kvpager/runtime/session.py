@@ -346,6 +346,7 @@ class Session:
         if isinstance(options.get("eos"), Iterator):
             options["eos"] = list(options["eos"])
         check_generation(self.engine, max_new_tokens, options)
+        self.engine.positions.check(start + max_new_tokens, "the text with max_new_tokens")
         with self.reserve(start + max_new_tokens):
             text, begun = self.tokens, self.generation_start
             self.trim(start)
@@ -376,6 +377,7 @@ class Session:
         self.engine.check_session(self)
         new = as_token_ids(ids, self.engine.vocab_size)
         check_progress(progress)
+        self.engine.positions.check(len(new), "ids")
         held = self.tokens
         common = min(len(held), len(new))
         different = np.flatnonzero(held[:common] != new[:common])

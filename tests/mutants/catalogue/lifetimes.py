@@ -2,6 +2,8 @@
 
 from mutants.mutant import Mutant
 
+CLOSING = "model/test_closing.py::"
+FAILING = "model/test_requests_that_fail.py::"
 ROOM = "model/test_room.py::"
 BESIDE = "model/test_model_beside_engines.py::"
 
@@ -88,5 +90,74 @@ LIFETIMES = (
         old="                holder.leave()\n",
         new="                holder.session.length  # noqa: B018\n",
         killers=(ROOM + "test_requests_that_end_early_hold_nothing",),
+    ),
+    Mutant(
+        name="only-known-errors-are-a-requests-own",
+        breaks="whatever fails with a request ends it alone, and nothing loops",
+        file="python/kvpager/runtime/scheduler.py",
+        old="        except Exception as error:  # whatever it is, it belongs to one of these\n",
+        new="        except InvalidArgumentError as error:\n",
+        killers=(
+            FAILING + "test_a_forward_that_fails_is_found_by_halving_and_the_others_go_on",
+            FAILING + "test_what_fails_for_everyone_ends_everyone[IndexError]",
+        ),
+    ),
+    Mutant(
+        name="a-callback-takes-the-batch-with-it",
+        breaks="a callback that raises ends its own request",
+        file="python/kvpager/runtime/scheduler.py",
+        old="            except Exception as error:  # of its sampling, or of its owner\n",
+        new="            except CapacityError as error:\n",
+        killers=(FAILING + "test_a_callback_that_raises_ends_its_request",),
+    ),
+    Mutant(
+        name="learned-positions-have-no-end",
+        breaks="a text beyond learned positions is refused, whatever the options say",
+        file="python/kvpager/runtime/positions.py",
+        old="        self._beyond = beyond and not self.learned\n",
+        new="        self._beyond = beyond\n",
+        killers=(FAILING + "test_learned_positions_have_an_end[True]",),
+    ),
+    Mutant(
+        name="a-draft-goes-beyond-its-positions",
+        breaks="drafting stops where the draft model's positions end",
+        file="python/kvpager/runtime/drafting.py",
+        old="        within = most is None or len(ask.text) + ask.most - 1 <= most\n",
+        new="        within = True\n",
+        killers=(FAILING + "test_a_draft_stops_where_its_positions_end",),
+    ),
+    Mutant(
+        name="closing-does-not-wait-for-a-forward",
+        breaks="close waits for the forward of another thread",
+        file="python/kvpager/runtime/engine.py",
+        old="            self.turns.end()\n",
+        new="            self.turns._ended = True\n",
+        killers=(
+            CLOSING + "test_closing_waits_for_the_forward_of_another_thread_and_frees_everything",
+        ),
+    ),
+    Mutant(
+        name="closing-inside-a-forward-hangs-or-half-closes",
+        breaks="close inside a forward is refused and changes nothing",
+        file="python/kvpager/runtime/engine.py",
+        old="            if engine.turns.held_here:\n",
+        new="            if engine is None:\n",
+        killers=(CLOSING + "test_closing_inside_a_forward_is_refused_and_changes_nothing",),
+    ),
+    Mutant(
+        name="requests-outlive-their-engine",
+        breaks="requests of a closed engine end as closed",
+        file="python/kvpager/runtime/engine.py",
+        old='                    ending.callback(scheduler.end, "closed")\n',
+        new="                    ending.callback(scheduler._queues.locked)\n",
+        killers=(CLOSING + "test_requests_of_a_closed_engine_end_as_closed",),
+    ),
+    Mutant(
+        name="a-closed-scheduler-takes-requests",
+        breaks="nothing is submitted to a closed scheduler",
+        file="python/kvpager/runtime/scheduler.py",
+        old="            if self._ending is not None:\n                raise",
+        new="            if self._queues is None:\n                raise",
+        killers=(CLOSING + "test_nothing_is_submitted_to_a_closed_scheduler",),
     ),
 )

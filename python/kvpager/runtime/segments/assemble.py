@@ -44,6 +44,7 @@ def assemble(
     if any(piece.segment is not None for piece in pieces):
         require_segments(engine)
     text = np.concatenate([piece.tokens for piece in pieces])
+    engine.positions.check(len(text), "parts")
     session = engine.session()
     try:
         with reporting(progress, "assemble", len(text)) as report:
