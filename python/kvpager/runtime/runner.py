@@ -81,8 +81,7 @@ class Runner:
         recurrence: Recurrence | None = None,
         turns: Turns | None = None,
     ) -> None:
-        """`recurrence`: how the model's recurrent layers are run, if it has any. `turns`: its own,
-        unless others take turns with its forwards."""
+        """`recurrence`: of the model's recurrent layers, if any. `turns`: None for its own."""
         self.unchanged = unchanged
         self._recurrence = recurrence
         self._decoder = decoder_of(model)
