@@ -24,13 +24,15 @@ class Answer:
     """What was generated, and what it cost.
 
     prompt_ids: all tokens before the generated ones. logprobs: one per generated token, each
-    exactly a float32; None unless asked for, as speculation. assembly: of a text with segments.
+    exactly a float32; None unless asked for, as speculation. seed: of the draws; None where the
+    text is greedy. assembly: of a text with segments.
     """
 
     prompt_ids: list[int]
     ids: list[int]
     text: str | None
     logprobs: list[float] | None
+    seed: int | None
     speculation: SpeculationStats | None
     reused_tokens: int
     prefilled_tokens: int
@@ -82,6 +84,8 @@ class Answer:
                 f"{stats.tokens_per_forward:.2f} tokens per forward, {stats.accepted:,} of "
                 f"{stats.proposed:,} proposed ones accepted"
             )
+        if self.seed is not None:
+            yield f"--seed {self.seed}"
         if self.logprobs:
             yield f"mean log-probability {sum(self.logprobs) / len(self.logprobs):.4f}"
         if self.saved_to:

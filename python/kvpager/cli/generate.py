@@ -55,7 +55,11 @@ def _add_generation_options(parser: Parser) -> None:
     sampling.add_argument("--top-k", type=natural, default=0, metavar="K", help="0 (default): off")
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 (default): off")
     sampling.add_argument(
-        "--seed", type=natural, metavar="N", help="of the draws (default: the session's, or 0)"
+        "--seed",
+        type=natural,
+        metavar="N",
+        help="of the draws (default: a fresh one, or what follows from a restored session's; "
+        "printed)",
     )
     generation = parser.add_argument_group("generation")
     generation.add_argument(
@@ -212,6 +216,7 @@ def _answer(
         ids=ids,
         text=None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True),
         logprobs=logprobs if args.logprobs else None,
+        seed=session.sampling.seed if args.temperature else None,
         speculation=session.speculation if args.speculate else None,
         reused_tokens=begun.reused,
         prefilled_tokens=begun.prefilled,

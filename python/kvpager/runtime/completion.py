@@ -25,6 +25,7 @@ class Completion:
         tokens: what was produced, [n] int32.
         logprobs: their log-probabilities, [n] float32, where they were asked for.
         finish: "eos", "stop", "length", "cancelled", "closed" (its engine was) or "error".
+        seed: of the draws: given again, it gives the same tokens.
         error: why, where finish is "error".
         session: the one given as prompt, or the one made for it where that was to be kept.
         speculation: what speculation was worth to this request.
@@ -37,6 +38,7 @@ class Completion:
     tokens: TokenIds
     logprobs: npt.NDArray[np.float32] | None
     finish: str
+    seed: int
     error: Exception | None
     session: Session | None
     speculation: SpeculationStats

@@ -412,9 +412,9 @@ class Engine:
     ) -> Iterator[tuple[Session, Any]]:
         """`Session.generate` for several sessions at once; yields (session, token) as they come.
 
-        Each session's tokens are those it would produce alone. `seed` may be one per session; forks
-        that share a seed draw alike. The other arguments are those of `Session.generate`, for each
-        session.
+        Each session's tokens are those it would produce alone. `seed` may be one per session;
+        sessions of the same tokens that share a seed draw alike. The other arguments are those of
+        `Session.generate`, for each session.
         """
         streams = self._begin(
             list(sessions),
@@ -450,7 +450,7 @@ class Engine:
         if len({id(session) for session in sessions}) != len(sessions):
             raise InvalidArgumentError("a session is named twice; expected each once")
         generation = Generation.checked(self, max_new_tokens, **options)
-        seeds = seeds_of(seed, [session.sampling.seed for session in sessions])
+        seeds = seeds_of(seed, [session.seed_for(generation.sampling) for session in sessions])
         streams = [generation.stream(session, seed) for session, seed in zip(sessions, seeds)]
         for session in sessions:
             self.check_session(session)
@@ -499,7 +499,8 @@ class Engine:
             temperature: likewise.
             top_k: likewise.
             top_p: likewise.
-            seed: likewise, for all or one each; by default a given session's, or 0.
+            seed: likewise, for all or one each; by default a given session's as in `generate`, and
+                a fresh one for every other prompt. `Completion.seed` says which it was.
             eos: likewise.
             stop: likewise.
             speculate: likewise.

@@ -35,6 +35,7 @@ class Request:
     Attributes:
         index: number of the submission, from 0.
         prompt_tokens: tokens of the prompt.
+        seed: of its draws.
         completion: what became of it; None until it is finished.
     """
 
@@ -54,7 +55,7 @@ class Request:
         self.completion: Completion | None = None
         self._prompt = prompt
         self._generation = generation
-        self._seed = seed
+        self.seed = seed
         self._keep = keep_session
         self._on_token = on_token
         self._logprobs: list[float] = []
@@ -143,7 +144,7 @@ class Request:
         """
         session = self.given_session or engine.session()
         try:
-            stream = self._stream or self._generation.stream(session, self._seed)
+            stream = self._stream or self._generation.stream(session, self.seed)
             feed = None
             if isinstance(self._prompt, np.ndarray):
                 feed = Feed(session, np.append(self._prompt, self.tokens))
@@ -206,6 +207,7 @@ class Request:
                 np.array(self._logprobs, dtype=np.float32) if self._generation.logprobs else None
             ),
             finish=reason,
+            seed=self.seed,
             error=error,
             session=kept,
             speculation=SpeculationStats() if speculation is None else speculation.stats,

@@ -7,6 +7,7 @@ interrupted, or on how many numbers were drawn before: u = Philox(seed, absolute
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from kvpager.errors import InvalidArgumentError, NonFiniteError
 
 Logits = npt.NDArray[np.float64]
+
+_BEYOND_POSITIONS = 1 << 128  # a counter of Philox that is no position
 
 _NUMPY_DTYPES = (torch.float32, torch.float64)
 
@@ -101,6 +104,20 @@ class Sampling:
 def check_logits(logits: torch.Tensor, position: int) -> None:
     """Raises NonFiniteError unless logits [vocab] are of some distribution at `position`."""
     _require_finite(float(logits.max()), position)  # a NaN is the largest of all
+
+
+def fresh_seed() -> int:
+    """A seed nobody has drawn before: 63 bits of the system's entropy."""
+    return secrets.randbits(63)
+
+
+def seed_after(seed: int) -> int:
+    """The seed of the generation that follows one with `seed`, where none is given: 63 bits.
+
+    So a conversation has other draws in every turn, and can be repeated by its first seed.
+    """
+    follower = np.random.Philox(key=seed, counter=_BEYOND_POSITIONS)
+    return int(follower.random_raw()) >> 1
 
 
 def _require_finite(largest: float, position: int) -> None:

@@ -18,6 +18,7 @@ from kvpager.errors import (
 from kvpager.runtime.feed import runnable
 from kvpager.runtime.packing import advance
 from kvpager.runtime.request import OnToken, Request, Token
+from kvpager.runtime.sampling import fresh_seed
 from kvpager.runtime.session import Session
 from kvpager.runtime.speculation import Speculate
 from kvpager.runtime.stream import MODEL_EOS, EndTokens, Generation
@@ -97,7 +98,7 @@ class Scheduler:
             temperature: likewise.
             top_k: likewise.
             top_p: likewise.
-            seed: likewise; by default a given session's, or 0.
+            seed: likewise; by default a fresh one for token ids. `Request.seed` says which.
             eos: likewise.
             stop: likewise.
             speculate: likewise.
@@ -140,11 +141,11 @@ class Scheduler:
                 raise InvalidArgumentError(
                     f"{name}: the session is empty; give token ids, or call prefill(ids) first"
                 )
-            seed = prompt.sampling.seed if seed is None else seed
+            seed = prompt.seed_for(generation.sampling) if seed is None else seed
             checked = prompt
         else:
             engine.check_open()
-            seed = 0 if seed is None else seed
+            seed = fresh_seed() if seed is None else seed
             checked = as_token_ids(prompt, engine.vocab_size, name)
         generation.sampling_with(seed)  # refuses a seed that cannot be
         if on_token is not None and not callable(on_token):

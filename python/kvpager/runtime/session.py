@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -26,7 +26,7 @@ from kvpager.runtime.progress import Progress, check_progress, reporting_bytes
 from kvpager.runtime.recurrent import StateCursor
 from kvpager.runtime.repair import Repairs, repairing
 from kvpager.runtime.room import Room, Rooms
-from kvpager.runtime.sampling import Sampling
+from kvpager.runtime.sampling import Sampling, fresh_seed, seed_after
 from kvpager.runtime.saving import FrozenState, SaveHandle, Saves, destination
 from kvpager.runtime.segments.report import Assembly
 from kvpager.runtime.speculation import Speculate, SpeculationStats
@@ -87,7 +87,8 @@ class Session:
         repairs: Repairs | None = None,
     ) -> None:
         self.engine = engine
-        self.sampling = sampling or Sampling()  # of the last generate(), or the restored one
+        # Of the last generate(), or the restored one; before the first one, its seed alone counts.
+        self.sampling = sampling or Sampling(seed=fresh_seed())
         self.speculation = SpeculationStats()  # of all generate() calls that speculated
         self.repairs = repairs or Repairs()
         self.tokens_computed = 0  # of prompts: rows that forwards committed, whatever they shared
@@ -256,8 +257,10 @@ class Session:
             temperature: 0 for greedy decoding.
             top_k: choose among this many most likely tokens; 0 for all.
             top_p: choose among the most likely tokens that together reach this probability.
-            seed: of the draws; by default the session's (that of its last generation, saved with
-                it, or 0).
+            seed: of the draws. By default a text that was left in the middle goes on with its own
+                (also after a save), and every other call has a new one, which follows from the last
+                and so, over all calls, from one that a new session or fork takes from the system.
+                `sampling.seed` says which it was: given again, it gives the same text.
             eos: token ids that end generation once produced; by default the model's; None for none.
             stop: sequences of token ids that end generation once produced, as produced by this
                 call.
@@ -321,7 +324,8 @@ class Session:
             max_new_tokens: as for `generate`.
             from_position: where the new text begins, 1 .. length; None: where the last call of
                 `generate` or `regenerate` began, also if it was before a save.
-            **options: of `generate`; another `seed` (with a temperature) gives another text.
+            **options: of `generate`; with a temperature each call draws another text, unless a
+                `seed` is given.
 
         Raises:
             InvalidArgumentError: at the call, before anything is dropped: nothing was generated
@@ -388,9 +392,13 @@ class Session:
         return Reuse(total=len(new), computed=self.tokens_computed - before, changed=changed)
 
     def fork(self) -> Session:
-        """Another session with the same tokens; sealed chunks are shared, the rest is its own."""
+        """Another session with the same tokens; sealed chunks are shared, the rest is its own.
+
+        What it draws is its own as well, unless `generate` is given a seed.
+        """
         self.engine.check_session(self)
         twin = self._alone()
+        twin.sampling = replace(self.sampling, seed=fresh_seed())
         for companion in self.companions:
             twin.add_companion(companion.fork())
         return twin
@@ -582,6 +590,11 @@ class Session:
         assert self.engine.drafting is not None
         self.add_companion(DraftCompanion(self.engine.drafting))
         return self.companions[-1]
+
+    def seed_for(self, sampling: Sampling) -> int:
+        """Of a generation that was given none: see `generate`."""
+        own = self.sampling.seed
+        return own if self.pending is not None or sampling.temperature == 0 else seed_after(own)
 
     @property
     def must_settle(self) -> bool:

@@ -2,6 +2,7 @@
 
 from mutants.mutant import Mutant
 
+SEEDS = "model/test_seeds.py::"
 CLOSING = "model/test_closing.py::"
 FAILING = "model/test_requests_that_fail.py::"
 ROOM = "model/test_room.py::"
@@ -159,5 +160,47 @@ LIFETIMES = (
         old="            if self._ending is not None:\n                raise",
         new="            if self._queues is None:\n                raise",
         killers=(CLOSING + "test_nothing_is_submitted_to_a_closed_scheduler",),
+    ),
+    Mutant(
+        name="runs-of-one-prompt-draw-alike",
+        breaks="without a seed every request draws afresh",
+        file="python/kvpager/runtime/scheduler.py",
+        old="            seed = fresh_seed() if seed is None else seed\n",
+        new="            seed = 0 if seed is None else seed\n",
+        killers=(SEEDS + "test_sampled_runs_of_one_prompt_differ_and_each_can_be_repeated",),
+    ),
+    Mutant(
+        name="new-sessions-share-a-seed",
+        breaks="sessions draw differently from each other unless given a seed",
+        file="python/kvpager/runtime/session.py",
+        old="        self.sampling = sampling or Sampling(seed=fresh_seed())\n",
+        new="        self.sampling = sampling or Sampling()\n",
+        killers=(SEEDS + "test_sessions_draw_differently_and_record_their_seed",),
+    ),
+    Mutant(
+        name="forks-draw-alike",
+        breaks="forks draw differently from each other unless given a seed",
+        file="python/kvpager/runtime/session.py",
+        old="        twin.sampling = replace(self.sampling, seed=fresh_seed())\n",
+        new="",
+        killers=(SEEDS + "test_forks_draw_differently_unless_given_a_seed",),
+    ),
+    Mutant(
+        name="a-text-regenerated-draws-the-same",
+        breaks="each generation draws afresh, in a way that its session's seed decides",
+        file="python/kvpager/runtime/session.py",
+        old="        return own if self.pending is not None or sampling.temperature == 0 else "
+        "seed_after(own)\n",
+        new="        return own\n",
+        killers=(SEEDS + "test_regenerated_text_is_another",),
+    ),
+    Mutant(
+        name="an-interrupted-text-goes-on-with-other-draws",
+        breaks="a text that was left in the middle goes on with its own draws, restored or not",
+        file="python/kvpager/runtime/session.py",
+        old="        return own if self.pending is not None or sampling.temperature == 0 else "
+        "seed_after(own)\n",
+        new="        return own if sampling.temperature == 0 else seed_after(own)\n",
+        killers=(SEEDS + "test_an_interrupted_text_goes_on_with_its_draws",),
     ),
 )

@@ -1,0 +1,117 @@
+"""Draws are fresh unless a seed is given, and any can be repeated by the seed that was recorded."""
+
+from __future__ import annotations
+
+import pytest
+from reference_models import build, make_engine, prompt
+
+IDS = prompt(30)
+HOT = {"temperature": 1.0, "eos": None}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture
+def engine(model, closing):
+    return closing(make_engine(model, pool_tokens=512))
+
+
+def begun(engine, ids=IDS):
+    session = engine.session()
+    session.prefill(ids)
+    return session
+
+
+def test_sampled_runs_of_one_prompt_differ_and_each_can_be_repeated(engine):
+    runs = engine.run([IDS] * 6, 12, **HOT)
+    texts = [tuple(completion.tokens.tolist()) for completion in runs]
+    seeds = [completion.seed for completion in runs]
+    assert len(set(texts)) == len(set(seeds)) == 6
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    again = engine.run([IDS] * 6, 12, seed=seeds, **HOT)
+    assert [tuple(completion.tokens.tolist()) for completion in again] == texts
+
+
+def test_sessions_draw_differently_and_record_their_seed(engine):
+    sessions = [begun(engine) for _ in range(4)]
+    texts = [list(session.generate(12, **HOT)) for session in sessions]
+    assert len(set(map(tuple, texts))) == 4
+    seeded = [list(begun(engine).generate(12, seed=s.sampling.seed, **HOT)) for s in sessions]
+    assert seeded == texts
+
+
+def test_requests_say_their_seed_before_they_run(engine):
+    with engine.scheduler() as scheduler:
+        fresh, given = scheduler.submit(IDS, 5, **HOT), scheduler.submit(IDS, 5, seed=7, **HOT)
+        assert fresh.seed != 7 == given.seed
+
+
+def test_greedy_text_is_the_same_whatever_the_seed(engine):
+    assert len({tuple(c.tokens.tolist()) for c in engine.run([IDS] * 3, 8, eos=None)}) == 1
+
+
+def test_regenerated_text_is_another(engine):
+    session = begun(engine)
+    first = list(session.generate(12, **HOT))
+    texts = {tuple(first)} | {tuple(session.regenerate(12, **HOT)) for _ in range(4)}
+    assert len(texts) == 5
+    last = session.tokens.tolist()[len(IDS) :]
+    assert list(session.regenerate(12, seed=session.sampling.seed, **HOT)) == last
+
+
+def test_an_interrupted_text_goes_on_with_its_draws(engine):
+    whole = list(begun(engine).generate(12, seed=11, **HOT))
+    session = begun(engine)
+    stream = session.generate(12, seed=11, **HOT)
+    first = [next(stream) for _ in range(5)]
+    assert first + list(session.generate(7, **HOT)) == whole
+
+
+def test_forks_draw_differently_unless_given_a_seed(engine):
+    session = begun(engine)
+    list(session.generate(4, seed=3, **HOT))
+    forks = [session.fork() for _ in range(3)]
+    assert len({tuple(fork.generate(12, **HOT)) for fork in (session, *forks)}) == 4
+    session = begun(engine)
+    streams = [session, session.fork(), session.fork()]
+    told = {one: [] for one in streams}
+    for one, token in engine.generate_many(streams, 12, **HOT):
+        told[one].append(token)
+    assert len(set(map(tuple, told.values()))) == 3
+    same = [session.fork() for _ in range(2)]
+    assert len({tuple(fork.generate(6, seed=5, **HOT)) for fork in same}) == 1
+
+
+@pytest.mark.parametrize("seed", [None, 21])
+def test_what_a_restored_session_draws_is_what_the_uninterrupted_one_does(engine, tmp_path, seed):
+    """In the middle of a text, in the turns after it, and where text is dropped and drawn again."""
+    session = begun(engine)
+    list(session.generate(9, seed=seed, **HOT))
+    session.save(tmp_path / "saved")
+    restored = engine.restore(tmp_path / "saved")
+    for turn in range(3):
+        ours, theirs = (list(one.generate(6, **HOT)) for one in (session, restored))
+        assert ours == theirs
+        assert session.sampling == restored.sampling
+        for one in (session, restored):
+            one.append(prompt(5, seed=turn))
+    assert list(session.regenerate(6, from_position=40, **HOT)) == list(
+        restored.regenerate(6, from_position=40, **HOT)
+    )
+
+
+def test_turns_of_a_conversation_have_seeds_of_their_own(engine):
+    session = begun(engine)
+    seeds = []
+    for turn in range(3):
+        list(session.generate(4, **HOT))
+        seeds.append(session.sampling.seed)
+        session.append(prompt(3, seed=turn))
+    assert len(set(seeds)) == 3
+    list(session.generate(4, seed=seeds[0], **HOT))
+    session.append(prompt(3, seed=0))
+    list(session.generate(4, **HOT))
+    assert session.sampling.seed == seeds[1]  # a conversation can be repeated by its first seed
