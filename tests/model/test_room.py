@@ -145,7 +145,7 @@ def test_a_text_regenerated_or_scored_or_refused_holds_nothing(engine, session):
     gc.collect()
     assert held(engine) == 0
     engine.score(prompt(60))
-    with pytest.raises(CapacityError):
+    with pytest.raises(PagerError):
         session.regenerate(10**6)
     assert held(engine) == 0
 
