@@ -41,7 +41,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("kind", CHANGES)
+SLOW = ("merged", "more tokens")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in CHANGES],
+)
 def test_everything_after_it_has_the_bits_of_a_new_engine(kind, tmp_path, closing):
     make, change = CHANGES[kind]
     model = make()
