@@ -28,7 +28,12 @@ class Unchanged:
         self._placed, self._placed_name = _first_parameter(model)
 
     def check_model(self, *, thorough: bool = False) -> None:
-        """Raises ModelChangedError if the model is not the one the engine was made for."""
+        """Raises ModelChangedError if the model is not the one the engine was made for.
+
+        Training mode is named for what it is: an InvalidArgumentError.
+        """
+        if self._model.training:
+            raise InvalidArgumentError("the model is in training mode; call model.eval()")
         self._watch.check(thorough=thorough)
 
     def explain(self, error: Exception) -> None:
