@@ -15,6 +15,7 @@ import torch
 from kvpager import numerics
 from kvpager.errors import UnsupportedModelError
 from kvpager.hf.attention import running
+from kvpager.hf.decoder import decoder_of
 from kvpager.hf.head import Head
 from kvpager.hf.observe import Observation, Recorder, packed_inputs
 from kvpager.hf.operation_trial import OperationTrial, Pair, trial_of
@@ -136,7 +137,7 @@ def decoder_run(model: Any, seen: Observation) -> Callable[[int], None]:
     def run(count: int) -> None:
         index = torch.arange(count, device=seen.tokens.device) % seen.rows
         with running(Recorder()):
-            model.get_decoder()(**packed_inputs(seen.tokens[index], seen.positions[index]))
+            decoder_of(model)(**packed_inputs(seen.tokens[index], seen.positions[index]))
 
     return run
 
