@@ -121,7 +121,8 @@ def at_every_instant(
             where = f"instant {instant} of {count}: {interrupter.where}"
             raise AssertionError(f"{where}: {error!r}") from error
     gc.unfreeze()
-    assert interrupted > 0.9 * len(list(some(count, most)))
+    # What is raised in a callback of the collector is not passed on.
+    assert interrupted >= 0.5 * len(list(some(count, most)))
     return interrupted
 
 

@@ -26,7 +26,8 @@ def exclusive(path: str) -> Iterator[None]:
     Raises:
         StorageError: the file cannot be had, or its file system has no flock().
     """
-    descriptor, made_in = _open_lock(path), MadeIn()
+    made_in = MadeIn()
+    descriptor = _open_lock(path)  # nothing between it and the block that closes it
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
