@@ -176,9 +176,9 @@ PROBES = (
     Mutant(
         name="rows-of-m-not-compared-in-an-operation",
         breaks="a row keeps its bits at every place of an operation of M rows",
-        file="python/kvpager/hf/operation_trial.py",
-        old="found.append((row, agree(made, row).all()))",
-        new="found.append((row, agree(row, row).all()))",
+        file="python/kvpager/hf/between.py",
+        old="            if not self._keeps_rows(pair):\n",
+        new="            if pair is None:\n",
         killers=(BETWEEN + "test_rows_at_the_end_of_m_that_fill_no_vector_are_refused",),
     ),
     Mutant(
