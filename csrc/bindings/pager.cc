@@ -384,6 +384,15 @@ void bind_handles(py::module_& m) {
                           const py::object&) { forward.abort(); });
 }
 
+template <class Name>
+py::typing::List<py::bytes> bytes_of_each(const std::vector<Name>& names) {
+  py::typing::List<py::bytes> out;
+  for (const Name& name : names) {
+    out.append(py::bytes(reinterpret_cast<const char*>(&name), sizeof name));
+  }
+  return out;
+}
+
 }  // namespace
 
 void bind_pager(py::module_& m) {
@@ -415,11 +424,16 @@ void bind_pager(py::module_& m) {
                              [](const ChunkInfo& c) { return provenance_name(c.provenance); })
       .def_property_readonly("chain_hash",
                              [](const ChunkInfo& c) {
-                               char text[33];
-                               std::snprintf(text, sizeof text, "%016llx%016llx",
-                                             static_cast<unsigned long long>(c.chain_hash.high),
-                                             static_cast<unsigned long long>(c.chain_hash.low));
-                               return std::string(text);
+                               std::string text;
+                               const auto& words = c.chain_hash.words;
+                               const auto* bytes =
+                                   reinterpret_cast<const unsigned char*>(words.data());
+                               for (size_t i = 0; i < sizeof words; ++i) {
+                                 for (const int digit : {bytes[i] >> 4, bytes[i] & 15}) {
+                                   text += "0123456789abcdef"[digit];
+                                 }
+                               }
+                               return text;
                              })
       .def_readonly("references", &ChunkInfo::references)
       .def_readonly("pins", &ChunkInfo::pins)
@@ -518,13 +532,16 @@ void bind_pager(py::module_& m) {
       .def(
           "chain_hashes",
           [](const Pager& p, const Array<TokenId>& tokens, const std::string& salt) {
-            py::typing::List<py::bytes> names;
-            for (const Hash128& hash : p.chain_hashes(to_tokens(tokens), salt)) {
-              names.append(py::bytes(reinterpret_cast<const char*>(&hash), sizeof hash));
-            }
-            return names;
+            return bytes_of_each(p.chain_hashes(to_tokens(tokens), salt));
           },
-          py::arg("tokens"), py::arg("salt"))
+          py::arg("tokens"), py::arg("salt"), "Names of the full chunks, 32 bytes each.")
+      .def(
+          "legacy_chain_hashes",
+          [](const Pager& p, const Array<TokenId>& tokens, const std::string& salt) {
+            return bytes_of_each(p.legacy_chain_hashes(to_tokens(tokens), salt));
+          },
+          py::arg("tokens"), py::arg("salt"),
+          "What snapshots of 1.0 and 1.1 call the full chunks, 16 bytes each.")
       .def(
           "ledger", [](const Pager& p, int64_t s) { return p.ledger(SequenceId(s)); },
           py::arg("sequence"), py::call_guard<Release>())

@@ -84,12 +84,17 @@ Hash128 hash_from_hex(const std::string& text) {
   return hash;
 }
 
+py::bytes bytes_of(const ChunkName& name, bool legacy) {
+  return py::bytes(reinterpret_cast<const char*>(name.words.data()),
+                   legacy ? sizeof(Hash128) : sizeof name.words);
+}
+
 template <class Read>
 py::typing::List<py::bytes> sealed_bytes(const SnapshotContent& content, const Read& read) {
   const SnapshotMeta& meta = content.meta();
   py::typing::List<py::bytes> out;
   for (int64_t c = 0; c < meta.sealed_chunks(); ++c) {
-    out.append(bytes_of(read(meta.chunks[static_cast<size_t>(c)])));
+    out.append(read(meta.chunks[static_cast<size_t>(c)]));
   }
   return out;
 }
@@ -255,16 +260,16 @@ std::shared_ptr<SnapshotContent> loose_content(const Layout& layout, const Array
   std::vector<snapshot::LooseContent::Chunk> chunks;
   for (size_t c = 0; c < payload.size(); ++c) {
     const std::string hash = chain_hashes[c];
-    if (hash.size() != sizeof(Hash128)) {
+    if (hash.size() != sizeof(ChunkName)) {
       throw InvalidArgumentError(
-          str("chain_hashes[", c, "]: ", hash.size(), " bytes, expected ", sizeof(Hash128)));
+          str("chain_hashes[", c, "]: ", hash.size(), " bytes, expected ", sizeof(ChunkName)));
     }
     if (payload[c].size() != layout.chunk_bytes()) {
       throw InvalidArgumentError(
           str("payload[", c, "]: ", payload[c].size(), " bytes, expected ", layout.chunk_bytes()));
     }
     snapshot::LooseContent::Chunk chunk;
-    std::memcpy(&chunk.chain_hash, hash.data(), sizeof(Hash128));
+    std::memcpy(chunk.chain_hash.words.data(), hash.data(), sizeof(ChunkName));
     chunk.provenance = exact[c] ? Provenance::kExact : Provenance::kApproximate;
     chunk.payload = kept(payload[c]);
     chunks.push_back(std::move(chunk));
@@ -302,13 +307,20 @@ void bind_content(py::module_& m) {
       .def_property_readonly(
           "chain_hashes",
           [](const SnapshotContent& c) {
-            return sealed_bytes(c, [](const SnapshotChunk& chunk) { return chunk.chain_hash; });
+            const bool legacy = c.meta().legacy_names;
+            return sealed_bytes(c, [legacy](const SnapshotChunk& chunk) {
+              return bytes_of(chunk.chain_hash, legacy);
+            });
           },
-          "Of the sealed chunks, 16 bytes each: low half, high half.")
+          "Names of the sealed chunks, 32 bytes each; 16 where legacy_names.")
+      .def_property_readonly(
+          "legacy_names", [](const SnapshotContent& c) { return c.meta().legacy_names; },
+          "Of before version 1.2: chunks have the XXH3-128 hashes of then, by which none is found.")
       .def_property_readonly(
           "content_ids",
           [](const SnapshotContent& c) {
-            return sealed_bytes(c, [](const SnapshotChunk& chunk) { return chunk.content_id(); });
+            return sealed_bytes(
+                c, [](const SnapshotChunk& chunk) { return bytes_of(chunk.content_id()); });
           },
           "Of the sealed chunks: equal for equal payload, chain hash and provenance.")
       .def_property_readonly("provenance",
@@ -410,7 +422,7 @@ void bind_writer(py::module_& m) {
         return w.use([](SnapshotWriter& writer) {
           const std::vector<SnapshotChunk>& written = writer.written();
           int64_t sealed = static_cast<int64_t>(written.size());
-          if (sealed > 0 && written.back().chain_hash == Hash128{}) --sealed;  // the tail
+          if (sealed > 0 && written.back().chain_hash.empty()) --sealed;  // the tail
           return summary_checksums(written, sealed);
         });
       });
@@ -422,7 +434,7 @@ void bind_snapshot(py::module_& m) {
   bind_content(m);
   m.def("loose_content", &loose_content, py::arg("layout"), py::arg("tokens"),
         py::arg("chain_hashes"), py::arg("exact"), py::arg("payload"),
-        "Sealed chunks to be written, from arrays [chunk_bytes] that must not change: 16 bytes of "
+        "Sealed chunks to be written, from arrays [chunk_bytes] that must not change: 32 bytes of "
         "hash and chunk_tokens ids each. exact: of provenance exact, or approximate.");
   bind_reader(m);
   bind_writer(m);

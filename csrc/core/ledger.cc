@@ -22,6 +22,7 @@ RecordId Ledger::create(ChunkState state) {
   }
   ChunkRecord& record = (*this)[id];
   record.state = state;
+  record.serial = next_serial_++;
   held_ += record.held() ? 1 : 0;
   ++live_;
   return id;
@@ -79,13 +80,13 @@ std::optional<RecordId> Ledger::oldest_cached() const {
   return oldest_;
 }
 
-size_t Ledger::place_of(const Hash128& hash) const {
-  const uint32_t tag = tag_of(hash);
+size_t Ledger::place_of(const ChunkName& name) const {
+  const uint32_t tag = tag_of(name);
   size_t place = home_of(tag);
   for (;; place = after(place)) {
     const Entry& entry = index_[place];
     if (entry.record.value() < 0) return place;
-    if (entry.tag == tag && (*this)[entry.record].hash == hash) return place;
+    if (entry.tag == tag && (*this)[entry.record].name == name) return place;
   }
 }
 
@@ -106,16 +107,16 @@ void Ledger::make_room(size_t published) {
 void Ledger::publish(RecordId id) {
   make_room(published_ + 1);
   ChunkRecord& record = (*this)[id];
-  Entry& entry = index_[place_of(record.hash)];
+  Entry& entry = index_[place_of(record.name)];
   if (entry.record.value() >= 0) return;
-  entry = {id, tag_of(record.hash)};
+  entry = {id, tag_of(record.name)};
   record.published = true;
   ++published_;
 }
 
 // Whoever was pushed past the place that becomes empty moves into it, so that no search ends early.
 void Ledger::withdraw(const ChunkRecord& record) {
-  size_t hole = place_of(record.hash);
+  size_t hole = place_of(record.name);
   for (size_t place = after(hole); index_[place].record.value() >= 0; place = after(place)) {
     const size_t home = home_of(index_[place].tag);
     const size_t mask = index_.size() - 1;
@@ -127,13 +128,13 @@ void Ledger::withdraw(const ChunkRecord& record) {
   --published_;
 }
 
-std::optional<RecordId> Ledger::find(const Hash128& hash, const Hash128& parent,
-                                     const TokenId* tokens, int64_t count) const {
+std::optional<RecordId> Ledger::find(const ChunkName& name, const TokenId* tokens,
+                                     int64_t count) const {
   if (index_.empty()) return std::nullopt;
-  const RecordId found = index_[place_of(hash)].record;
+  const RecordId found = index_[place_of(name)].record;
   if (found.value() < 0) return std::nullopt;
   const ChunkRecord& record = (*this)[found];
-  if (!(record.parent == parent) || static_cast<int64_t>(record.tokens.size()) != count ||
+  if (static_cast<int64_t>(record.tokens.size()) != count ||
       !std::equal(tokens, tokens + count, record.tokens.begin())) {
     return std::nullopt;
   }

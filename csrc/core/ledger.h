@@ -7,8 +7,8 @@
 //                   +------------------------------> (none)
 //
 //   open    private to one sequence, in a block, rows may still change; never a victim
-//   sealed  bytes never change again; hash, checksums and summary are set; may be in any set of
-//           tiers, at least one of them; in the hash index when exact
+//   sealed  bytes never change again; name, checksums and summary are set; may be in any set of
+//           tiers, at least one of them; in the index of names when exact
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,12 @@ namespace kvpager {
 
 enum class ChunkState : uint8_t { kFree, kOpen, kSealed };
 
+// A record, and not another one that took its place since.
+struct RecordRef {
+  RecordId id;
+  uint64_t serial = 0;  // 0: no record
+};
+
 struct ChunkRecord {
   ChunkState state = ChunkState::kFree;
   Provenance provenance = Provenance::kExact;
@@ -32,6 +38,9 @@ struct ChunkRecord {
   int32_t readers = 0;     // attention calls reading it now: its block is in flight, never a victim
   int32_t borrows = 0;     // saves writing from its home, which stays where it is
   int64_t index = 0;       // logical chunk index, the same in every sequence that shares it
+  // Of the text that this chunk ends. Two records have one serial only where they were seen to follow
+  // the same serial with the same token ids; none is used again within this ledger.
+  uint64_t serial = 0;
 
   BlockId block;                           // resident copy
   SlotId host;                             // host copy
@@ -43,8 +52,9 @@ struct ChunkRecord {
   SlotId summary;                // slot of the summary slab; sealed records only
   bool summary_pending = false;  // still in `source`; loaded before any row can score it
 
-  Hash128 hash;    // of the chain up to this chunk's end
-  Hash128 parent;  // of the chain up to its start
+  ChunkName name;      // sealed records only
+  RecordRef previous;  // of the chunk before, with which this one was computed; none: not known any
+                       // more, or this is a text's first
   // Sealed: chunk_tokens ids. A restored record's, like its checksums, are the snapshot's own, which
   // `source` keeps: who resets or replaces that replaces these, and nobody takes them along.
   SharedArray<TokenId> tokens;
@@ -60,7 +70,7 @@ struct ChunkRecord {
   RecordId older;
   RecordId newer;
   bool cached = false;
-  bool published = false;  // in the hash index
+  bool published = false;  // in the index of names
 
   bool resident() const { return block.value() >= 0; }
   bool on_host() const { return host.value() >= 0; }
@@ -93,12 +103,32 @@ class Ledger {
     return records_[static_cast<size_t>(id.value())];
   }
 
-  // Makes an exact sealed record findable by its hash. An equal hash already there stays (first
+  // Makes an exact sealed record findable by its name. An equal name already there stays (first
   // come).
   void publish(RecordId id);
-  // A sealed exact record with this hash, parent and these tokens.
-  std::optional<RecordId> find(const Hash128& hash, const Hash128& parent, const TokenId* tokens,
-                               int64_t count) const;
+  // A published record with this name and these tokens. What it was computed after is asked of
+  // `follows`.
+  std::optional<RecordId> find(const ChunkName& name, const TokenId* tokens, int64_t count) const;
+
+  RecordRef ref(RecordId id) const { return {id, (*this)[id].serial}; }
+  // Whether a chunk was computed after the text that ends with `previous` (none: at the beginning).
+  // This is known by identity, whatever the names say.
+  bool follows(RecordId id, RecordId previous) const {
+    const ChunkRecord& record = (*this)[id];
+    if (previous.value() < 0) return record.index == 0;
+    return record.previous.serial != 0 && record.previous.serial == (*this)[previous].serial;
+  }
+  // Whether the record that a chunk was computed after does not exist any more.
+  bool orphaned(RecordId id) const {
+    const ChunkRecord& record = (*this)[id];
+    const RecordRef& previous = record.previous;
+    return record.index > 0 &&
+           (previous.serial == 0 || (*this)[previous.id].serial != previous.serial);
+  }
+  // Says what an orphaned chunk follows; of any other one that is known. REQUIRES: it does.
+  void adopt_orphan(RecordId id, RecordId previous) {
+    if (orphaned(id)) (*this)[id].previous = ref(previous);
+  }
   bool published(RecordId id) const { return (*this)[id].published; }
 
   // Cached records: sealed ones that no sequence uses, kept for prefix reuse. Oldest first is the
@@ -119,28 +149,29 @@ class Ledger {
   }
 
  private:
-  // A place of the index. The tag is a part of the hash: where the search begins, and most of the
+  // A place of the index. The tag is a part of the name: where the search begins, and most of the
   // comparison, without a look at the record.
   struct Entry {
     RecordId record;  // -1: empty
     uint32_t tag = 0;
   };
 
-  static uint32_t tag_of(const Hash128& hash) { return static_cast<uint32_t>(hash.low); }
+  static uint32_t tag_of(const ChunkName& name) { return static_cast<uint32_t>(name.words[0]); }
   // Where the search for a tag begins. REQUIRES: index_ is not empty.
   size_t home_of(uint32_t tag) const { return tag & (index_.size() - 1); }
   size_t after(size_t place) const { return (place + 1) & (index_.size() - 1); }
-  // The place of the record with this hash, or the empty one at which the search for it ends.
-  size_t place_of(const Hash128& hash) const;
+  // The place of the record with this name, or the empty one at which the search for it ends.
+  size_t place_of(const ChunkName& name) const;
   void make_room(size_t published);
   void withdraw(const ChunkRecord& record);
 
   std::vector<ChunkRecord> records_;
   std::vector<RecordId> free_;
-  // Published records by the hash in the record, which is as good as random: open addressing, at
+  // Published records by the name in the record, which is as good as random: open addressing, at
   // most half full, a power of two long. Nothing is allocated for a record.
   std::vector<Entry> index_;
   size_t published_ = 0;
+  uint64_t next_serial_ = 1;
   int64_t live_ = 0;
   int64_t held_ = 0;
   RecordId oldest_, newest_;

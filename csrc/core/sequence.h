@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/chunk_namer.h"
 #include "core/token_log.h"
 #include "kvpager/types.h"
 
@@ -30,13 +31,15 @@ using ProvenanceCounts = std::array<int64_t, 3>;
 //   sealed[i] is chunk released + i, frontier[i] is chunk floor(length / C) + i, open, in a block.
 //   What is released was let go: it is behind every window, and nobody here knows its bytes.
 struct Sequence {
+  explicit Sequence(const ChunkNamer& of_its_chunks) : namer(of_its_chunks) {}
+
   SequenceId id;
   std::string salt;
+  ChunkNamer namer;
   Provenance provenance = Provenance::kExact;  // worst of its chunks: transitive
-  Hash128 root;                                // chain hash before the first chunk
   int64_t released = 0;                        // chunks
   ProvenanceCounts released_worth{};           // the same chunks, counted by what they were worth
-  Hash128 base;        // chain hash before sealed[0]: root, if none is released
+  ChunkName base;      // name of the chunk before sealed[0]; none, if none is released
   int64_t length = 0;  // committed positions
   TokenLog tokens;     // [length]
   std::vector<ChunkUse> sealed;
@@ -51,6 +54,8 @@ struct Sequence {
   // Chunks [0, sealed_chunks()) are full, of which [released, sealed_chunks()) are held.
   int64_t sealed_chunks() const { return released + static_cast<int64_t>(sealed.size()); }
   int64_t chunks() const { return sealed_chunks() + static_cast<int64_t>(frontier.size()); }
+  // The record of the last one held; none without one.
+  RecordId last_sealed() const { return sealed.empty() ? RecordId() : sealed.back().record; }
   // REQUIRES: released <= chunk < chunks().
   ChunkUse& use(int64_t chunk) {
     return chunk < sealed_chunks() ? sealed[static_cast<size_t>(chunk - released)]

@@ -2,7 +2,7 @@
 // for all chunks before the first is applied (invariant 6).
 #include <algorithm>
 
-#include "core/chain_hash.h"
+#include "core/chunk_namer.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
 
@@ -169,29 +169,31 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
   grow(&sequence.sealed, last - sequence.released);
   grow(seals, static_cast<int64_t>(seals->size()) + last - first);
   const SharedArray<TokenId> ids = tokens_to_seal(part, first, last);
-  Hash128 parent =
-      sequence.sealed.empty() ? sequence.base : ledger[sequence.sealed.back().record].hash;
+  RecordId previous = sequence.last_sealed();
+  ChunkName name = previous.value() < 0 ? sequence.base : ledger[previous].name;
   for (int64_t chunk = first; chunk < last; ++chunk) {
     Seal& seal = seals->emplace_back();
     seal.sequence = &sequence;
     seal.open = sequence.use(chunk).record;
     seal.tokens = ids.part(static_cast<size_t>((chunk - first) * c), static_cast<size_t>(c));
     seal.provenance = std::max(sequence.provenance, provenance);
-    seal.parent = parent;
-    seal.hash = chain_next(parent, seal.tokens.data(), c, seal.provenance);
-    parent = seal.hash;
+    name = sequence.namer.next(name, seal.tokens.data(), c, seal.provenance);
+    seal.name = name;
     const BlockId block = ledger[seal.open].block;
     backend->checksum(&seal, block);
     if (seal.provenance == Provenance::kExact) {
-      const auto found = ledger.find(seal.hash, seal.parent, seal.tokens.data(), c);
+      const auto found = ledger.find(seal.name, seal.tokens.data(), c);
+      const bool same_text =
+          found && (continues(*found, chunk, previous) || ledger.orphaned(*found));
       // One name, other bytes: some forward was not what it claimed. Nobody's K/V is swapped.
-      if (found && checksums(*found) == checksums(&seal)) {
+      if (same_text && checksums(*found) == checksums(&seal)) {
         add_reference(*found);  // so that making room for the next chunk cannot forget it
         seal.existing = found;
         seal.heals = ledger[*found].damaged;
-        if (!seal.heals) continue;
       }
     }
+    previous = seal.existing.value_or(seal.open);
+    if (seal.existing && !seal.heals) continue;
     if (!seal.heals) {
       seal.summary = take_summary_slot();
       backend->summarize(block, seal.summary);
@@ -236,6 +238,7 @@ void Pager::Impl::apply_seal(Seal& seal, ChunkUse use) {
     --sequence.reserved;
     --reserved_homes;
   }
+  const RecordId previous = sequence.last_sealed();
   if (seal.existing) {
     // Somebody computed the same chunk, bit for bit. Keep their record; if its bytes are not
     // resident, this block becomes its resident copy, so that what is pinned stays where it is.
@@ -264,6 +267,7 @@ void Pager::Impl::apply_seal(Seal& seal, ChunkUse use) {
     }
     drop_record(use.record);
     use.record = *seal.existing;
+    if (previous.value() >= 0) ledger.adopt_orphan(use.record, previous);
     ledger.pin(use.record, use.pins);
     if (kept.summary_pending) sequence.summaries_loaded = false;
     ++counters.chunks_shared;
@@ -274,18 +278,31 @@ void Pager::Impl::apply_seal(Seal& seal, ChunkUse use) {
     record.host = seal.home.host;
     record.disk = seal.home.disk;
     record.summary = seal.summary;
-    record.hash = seal.hash;
-    record.parent = seal.parent;
+    record.name = seal.name;
+    if (previous.value() >= 0) record.previous = ledger.ref(previous);
     record.tokens = std::move(seal.tokens);
     record.checksums = std::move(seal.checksums);
     record.last_use = clock;
     ++referenced_homes;
-    if (seal.provenance == Provenance::kExact) ledger.publish(seal.open);
+    if (seal.provenance == Provenance::kExact) publish(seal.open, previous);
     if (record.has_lower_copy()) counters.bytes_written_through += layout.chunk_bytes();
     ++counters.chunks_sealed;
   }
   use.last_use = clock;
   sequence.sealed.push_back(use);
+}
+
+// Of sequences that seal the same text in one forward, each has a record of its own, and the first one's
+// is found. The others' are told to be of the same text, so that what is sealed behind them is found too.
+void Pager::Impl::publish(RecordId id, RecordId previous) {
+  ledger.publish(id);
+  if (ledger.published(id)) return;
+  ChunkRecord& record = ledger[id];
+  const auto found = ledger.find(record.name, record.tokens.data(), layout.chunk_tokens);
+  if (!found || !continues(*found, record.index, previous)) return;
+  const SharedArray<uint64_t>& theirs = ledger[*found].checksums;
+  const bool known = !theirs.empty() && !record.checksums.empty();
+  if (!known || theirs == record.checksums) record.serial = ledger[*found].serial;
 }
 
 // Rows become positions; what the forward read and scored goes into the ledger.

@@ -149,7 +149,7 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
     const ChunkUse& use = source.use(c);
     const ChunkRecord& record = ledger[use.record];
     if (c < sealed) {
-      meta->chunks.push_back({layout.chunk_tokens, record.provenance, record.hash,
+      meta->chunks.push_back({layout.chunk_tokens, record.provenance, record.name,
                               checksums(use.record).to_vector(), 0});
     } else {  // the rows of an open chunk, or the first ones of a sealed chunk
       const bool open = record.state == ChunkState::kOpen;

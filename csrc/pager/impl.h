@@ -90,8 +90,7 @@ struct Seal {
   Sequence* sequence = nullptr;
   RecordId open;
   SharedArray<TokenId> tokens;
-  Hash128 parent;
-  Hash128 hash;
+  ChunkName name;
   Provenance provenance = Provenance::kExact;
   std::optional<RecordId> existing;  // an identical chunk, referenced
   bool heals = false;                // ... whose snapshot is damaged: it takes the home
@@ -122,10 +121,12 @@ struct Pager::Impl {
   void destroy_dropped(const Forward& ended);
   SequenceId fork(SequenceId id);
   void trim(SequenceId id, int64_t position);
+  bool continues(RecordId found, int64_t chunk, RecordId previous) const;
   int64_t adopt_prefix(SequenceId id, const std::vector<TokenId>& tokens);
   PinId pin(SequenceId id, int64_t start, int64_t stop);
   void unpin(PinId id);
   void add_reference(RecordId id);
+  void publish(RecordId id, RecordId previous);
   void release(RecordId id);  // drops the record when nothing will ask for it again
   void drop_use_pins(ChunkUse& use);
 

@@ -59,7 +59,7 @@ std::vector<ChunkInfo> Pager::Impl::inspect(SequenceId id) const {
     info.k_dtype = layout.k_dtype;
     info.v_dtype = layout.v_dtype;
     info.provenance = info.sealed ? record.provenance : sequence.provenance;
-    info.chain_hash = record.hash;
+    info.chain_hash = record.name;
     info.references = record.references;
     info.pins = use.pins;
     info.qk_score = use.qk_score;
@@ -318,10 +318,9 @@ void Pager::Impl::check_invariants() const {
             16, name + " has let go of what its window shows");
     require(released == sequence.released && sequence.released_provenance() <= sequence.provenance,
             10, name + " does not know what its released chunks were worth");
-    require(sequence.released > 0 || sequence.base == sequence.root, 10,
-            name + " begins at another hash than its root");
-    require(sequence.sealed.empty() || ledger[sequence.sealed[0].record].parent == sequence.base,
-            10, name + " does not continue what it has let go of");
+    require(sequence.released > 0 || sequence.base.empty(), 10,
+            name + " begins after a chunk that it never had");
+    ChunkName chain = sequence.base;
     for (int64_t i = sequence.released; i < sequence.chunks(); ++i) {
       const ChunkUse& use = sequence.use(i);
       const ChunkRecord& record = ledger[use.record];
@@ -338,6 +337,15 @@ void Pager::Impl::check_invariants() const {
               10, str(name, " chunk ", i, " holds other tokens"));
       require(i >= sequence.sealed_chunks() || record.provenance <= sequence.provenance, 10,
               str(name, " chunk ", i, " is worth less than its sequence says"));
+      if (i < sequence.sealed_chunks()) {
+        chain = sequence.namer.next(chain, record.tokens.data(), c, record.provenance);
+        require(record.name == chain, 10,
+                str(name, " chunk ", i,
+                    " has another name than its tokens and the chunks before give"));
+        require(
+            i == sequence.released || ledger.follows(use.record, sequence.use(i - 1).record), 10,
+            str(name, " chunk ", i, " was computed after another record than the one before it"));
+      }
       ++references[use.record.value()];
       pin_counts[use.record.value()] += use.pins;
     }

@@ -6,7 +6,8 @@
 #include <cmath>
 #include <utility>
 
-#include "core/chain_hash.h"
+#include "core/chunk_namer.h"
+#include "core/legacy_chain.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
@@ -288,13 +289,26 @@ SequenceId Pager::restore(std::shared_ptr<SnapshotReader> reader, const std::str
     return impl_->restore(std::move(reader), salt, provenance, file_namespace, upto, before);
   });
 }
-std::vector<Hash128> Pager::chain_hashes(const std::vector<TokenId>& tokens,
-                                         const std::string& salt) const {
+std::vector<ChunkName> Pager::chain_hashes(const std::vector<TokenId>& tokens,
+                                           const std::string& salt) const {
+  const int64_t c = impl_->layout.chunk_tokens;
+  const ChunkNamer namer(impl_->options.namespace_key, salt);
+  std::vector<ChunkName> names;
+  names.reserve(tokens.size() / static_cast<size_t>(c));
+  ChunkName name;
+  for (int64_t end = c; end <= static_cast<int64_t>(tokens.size()); end += c) {
+    name = namer.next(name, tokens.data() + (end - c), c, Provenance::kExact);
+    names.push_back(name);
+  }
+  return names;
+}
+std::vector<Hash128> Pager::legacy_chain_hashes(const std::vector<TokenId>& tokens,
+                                                const std::string& salt) const {
   const int64_t c = impl_->layout.chunk_tokens;
   std::vector<Hash128> hashes;
-  Hash128 hash = chain_root(impl_->options.namespace_key, salt);
+  Hash128 hash = legacy_root(impl_->options.namespace_key, salt);
   for (int64_t end = c; end <= static_cast<int64_t>(tokens.size()); end += c) {
-    hash = chain_next(hash, tokens.data() + (end - c), c, Provenance::kExact);
+    hash = legacy_next(hash, tokens.data() + (end - c), c, Provenance::kExact);
     hashes.push_back(hash);
   }
   return hashes;

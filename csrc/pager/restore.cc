@@ -4,7 +4,8 @@
 #include <atomic>
 #include <cstring>
 
-#include "core/chain_hash.h"
+#include "core/chunk_namer.h"
+#include "core/legacy_chain.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
 
@@ -55,16 +56,62 @@ ProvenanceCounts at_best(const ProvenanceCounts& counts, Provenance worst) {
   return lowered;
 }
 
-// The chain hash behind released tokens.
-Hash128 chain_over(Hash128 hash, const std::vector<TokenId>& tokens, const ProvenanceCounts& counts,
-                   int64_t c) {
+// The name or hash of the last released chunk. next(before, ids, provenance) makes each from the one
+// before.
+template <class Name, class Next>
+Name chain_over(Name name, const std::vector<TokenId>& tokens, const ProvenanceCounts& counts,
+                int64_t c, const Next& next) {
   const TokenId* ids = tokens.data();
   for (size_t i = 0; i < counts.size(); ++i) {
     for (int64_t n = counts[i]; n-- > 0; ids += c) {
-      hash = chain_next(hash, ids, c, static_cast<Provenance>(i));
+      name = next(name, ids, static_cast<Provenance>(i));
     }
   }
-  return hash;
+  return name;
+}
+
+[[noreturn]] void refuse_link(const SnapshotReader& reader, int64_t chunk) {
+  throw FingerprintMismatchError(
+      str("salt: chunk ", chunk, " of ", reader.path(),
+          " has a chain hash that this fingerprint, salt and its token ids do not give"));
+}
+
+// The chain proves that tokens, order, fingerprint and salt are those the first `sealed` chunks were
+// computed under. Each link is taken from the name before it as the file has it, which the link before
+// has proved, so that none waits for another.
+void verify_names(const SnapshotReader& reader, int64_t sealed, const ChunkName& base,
+                  const ChunkNamer& namer) {
+  constexpr int64_t kMost = 4;
+  const SnapshotMeta& meta = reader.meta();
+  const int64_t c = meta.layout.chunk_tokens;
+  const auto name = [&](int64_t i) -> const ChunkName& {
+    return i < 0 ? base : meta.chunks[static_cast<size_t>(i)].chain_hash;
+  };
+  for (int64_t first = 0; first < sealed; first += kMost) {
+    const int64_t count = std::min(kMost, sealed - first);
+    ChunkNamer::Link links[kMost];
+    ChunkName names[kMost];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t chunk = first + i;
+      links[i] = {&name(chunk - 1), meta.tokens.data() + chunk * c,
+                  meta.chunks[static_cast<size_t>(chunk)].provenance};
+    }
+    namer.next_of_each(links, static_cast<size_t>(count), c, names);
+    for (int64_t i = 0; i < count; ++i) {
+      if (names[i] != name(first + i)) refuse_link(reader, first + i);
+    }
+  }
+}
+
+// The same of a file of before version 1.2.
+void verify_hashes(const SnapshotReader& reader, int64_t sealed, Hash128 hash) {
+  const SnapshotMeta& meta = reader.meta();
+  const int64_t c = meta.layout.chunk_tokens;
+  for (int64_t i = 0; i < sealed; ++i) {
+    const SnapshotChunk& chunk = meta.chunks[static_cast<size_t>(i)];
+    hash = legacy_next(hash, meta.tokens.data() + i * c, c, chunk.provenance);
+    if (!(hash == legacy_hash(chunk.chain_hash))) refuse_link(reader, i);
+  }
 }
 
 // Neighbours in one snapshot, whose summaries are one read.
@@ -220,20 +267,23 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   const int64_t sealed = length / c;
   const bool partial = length % c != 0;  // of a chunk that is the file's tail, or sealed there
 
-  // The chain proves that tokens, order, fingerprint and salt are those the chunks were computed
-  // under. Each link is taken from the hash before it as the file has it, which the link before has
-  // proved, so that none waits for another.
-  const Hash128 file_root =
-      chain_over(chain_root(file_namespace, salt), before.tokens, before.provenance, c);
-  for (int64_t i = 0; i < sealed; ++i) {
-    const SnapshotChunk& chunk = meta.chunks[static_cast<size_t>(i)];
-    const Hash128& before = i > 0 ? meta.chunks[static_cast<size_t>(i - 1)].chain_hash : file_root;
-    if (!(chain_next(before, meta.tokens.data() + i * c, c, chunk.provenance) ==
-          chunk.chain_hash)) {
-      throw FingerprintMismatchError(
-          str("salt: chunk ", i, " of ", reader->path(),
-              " has a chain hash that this fingerprint, salt and its token ids do not give"));
-    }
+  const ChunkNamer namer(options.namespace_key, salt);
+  const auto named_by = [c](const ChunkNamer& by) {
+    return [&by, c](const ChunkName& name, const TokenId* ids, Provenance worth) {
+      return by.next(name, ids, c, worth);
+    };
+  };
+  if (meta.legacy_names) {
+    const auto next = [c](const Hash128& hash, const TokenId* ids, Provenance worth) {
+      return legacy_next(hash, ids, c, worth);
+    };
+    const Hash128 root = legacy_root(file_namespace, salt);
+    verify_hashes(*reader, sealed, chain_over(root, before.tokens, before.provenance, c, next));
+  } else {
+    const ChunkNamer theirs(file_namespace, salt);
+    const ChunkName base =
+        chain_over(ChunkName(), before.tokens, before.provenance, c, named_by(theirs));
+    verify_names(*reader, sealed, base, theirs);
   }
 
   // Chunks the ledger already has are shared; the others become records that live in the file.
@@ -242,15 +292,14 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     Provenance provenance;
   };
   std::vector<Planned> plan;
-  // Under the file's own namespace and worth a hash is the one just verified; from chunk `own` on
-  // they are others.
+  // Under the file's own namespace and worth a name is the one just verified; from chunk `own` on
+  // they are others, as are all of a file of an earlier version.
   const ProvenanceCounts released_worth = at_best(before.provenance, provenance);
-  const Hash128 root =
-      chain_over(chain_root(options.namespace_key, salt), before.tokens, released_worth, c);
-  std::vector<Hash128> others;
-  int64_t own = file_namespace == options.namespace_key ? sealed : 0;
-  const auto hash_of = [&](int64_t i) -> const Hash128& {
-    if (i < 0) return root;
+  const ChunkName base = chain_over(ChunkName(), before.tokens, released_worth, c, named_by(namer));
+  std::vector<ChunkName> others;
+  int64_t own = file_namespace == options.namespace_key && !meta.legacy_names ? sealed : 0;
+  const auto name_of = [&](int64_t i) -> const ChunkName& {
+    if (i < 0) return base;
     return i < own ? meta.chunks[static_cast<size_t>(i)].chain_hash
                    : others[static_cast<size_t>(i - own)];
   };
@@ -258,6 +307,16 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   for (size_t i = 0; i < released_worth.size(); ++i) {
     if (released_worth[i] > 0) worst = std::max(worst, static_cast<Provenance>(i));
   }
+  // What follows a chunk that is new here is another's, unless nobody has the one before and the bytes
+  // are the file's. One name, other bytes: a damaged chunk is healed by none but its own.
+  const auto may_share = [&](RecordId found, int64_t i) {
+    const RecordId previous = i > 0 ? plan.back().existing : RecordId();
+    const bool known = i == 0 || previous.value() >= 0;
+    const bool follows = known && continues(found, released / c + i, previous);
+    if (!follows && !(i > 0 && ledger.orphaned(found))) return false;
+    if (follows && !ledger[found].damaged) return true;
+    return checksums(found) == meta.chunks[static_cast<size_t>(i)].slice_checksum;
+  };
   int64_t fresh = 0;
   int64_t new_homes = 0;
   plan.reserve(static_cast<size_t>(sealed));
@@ -266,14 +325,11 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     const TokenId* ids = meta.tokens.data() + i * c;
     worst = std::max(worst, chunk.provenance);
     if (chunk.provenance != worst) own = std::min(own, i);
-    if (i >= own) others.push_back(chain_next(hash_of(i - 1), ids, c, worst));
+    if (i >= own) others.push_back(namer.next(name_of(i - 1), ids, c, worst));
     Planned planned{RecordId(), worst};
     if (worst == Provenance::kExact) {
-      const auto found = ledger.find(hash_of(i), hash_of(i - 1), ids, c);
-      // One name, other bytes: a damaged chunk is healed by none but its own.
-      if (found && (!ledger[*found].damaged || ledger[*found].checksums == chunk.slice_checksum)) {
-        planned.existing = *found;
-      }
+      const auto found = ledger.find(name_of(i), ids, c);
+      if (found && may_share(*found, i)) planned.existing = *found;
     }
     if (planned.existing.value() >= 0) {
       const ChunkRecord& record = ledger[planned.existing];
@@ -333,13 +389,14 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   sequence.length = released + length;
   sequence.released = released / c;
   sequence.released_worth = released_worth;
-  sequence.base = root;
+  sequence.base = base;
   sequence.provenance =
       partial ? std::max(worst, meta.chunks[static_cast<size_t>(sealed)].provenance) : worst;
   for (int64_t i = 0; i < sealed; ++i) {
     const Planned& planned = plan[static_cast<size_t>(i)];
     const double score =
         meta.hints.qk_score.empty() ? 0 : meta.hints.qk_score[static_cast<size_t>(i)];
+    const RecordId previous = sequence.last_sealed();
     RecordId record_id = planned.existing;
     if (record_id.value() >= 0) {
       ChunkRecord& record = ledger[record_id];
@@ -347,6 +404,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
         name_source(&record, reader, i);
         record.damaged = false;
       }
+      if (i > 0) ledger.adopt_orphan(record_id, previous);
     } else {
       const auto free_slot = summary_slots.take();
       const SlotId summary = free_slot ? *free_slot : take_summary_slot();
@@ -358,11 +416,11 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
       name_source(&record, reader, i);
       record.summary = summary;
       record.summary_pending = true;
-      record.hash = hash_of(i);
-      record.parent = hash_of(i - 1);
+      record.name = name_of(i);
+      if (i > 0) record.previous = ledger.ref(previous);
       record.score = score;
       ++restored_records;
-      if (planned.provenance == Provenance::kExact) ledger.publish(record_id);
+      if (planned.provenance == Provenance::kExact) publish(record_id, previous);
     }
     const ChunkRecord& record = ledger[record_id];
     if (record.summary_pending) sequence.summaries_loaded = false;

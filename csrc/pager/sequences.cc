@@ -1,7 +1,7 @@
 // Sequences: creation, sharing, trimming, admission, pins.
 #include <algorithm>
 
-#include "core/chain_hash.h"
+#include "core/chunk_namer.h"
 #include "core/unique_number.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
@@ -27,11 +27,10 @@ void Pager::Impl::require_idle(const Sequence& sequence, const char* action) con
 
 Sequence& Pager::Impl::create_sequence(const std::string& salt) {
   const SequenceId id(unique_number());
-  Sequence& sequence = sequences[id.value()];
+  const ChunkNamer namer(options.namespace_key, salt);
+  Sequence& sequence = sequences.emplace(id.value(), namer).first->second;
   sequence.id = id;
   sequence.salt = salt;
-  sequence.root = chain_root(options.namespace_key, salt);
-  sequence.base = sequence.root;
   return sequence;
 }
 
@@ -208,7 +207,7 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
   if (position == 0) {
     sequence.released = 0;
     sequence.released_worth = {};
-    sequence.base = sequence.root;
+    sequence.base = ChunkName();
   }
   for (auto& [pin_id, range] : pins) {
     if (range.sequence == id) range.end = std::min(range.end, sequence.chunks());
@@ -219,8 +218,23 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
   forget_orders();
 }
 
-// With a window only the chunks that the next rows see have to be there, and the chain hash vouches for
-// those before them: its tokens are the caller's.
+// Whether a chunk that was found by its name, at its place in a text, may be shared there. `previous` is
+// the record that the text has for the chunk before it, or none where there is none.
+//
+// Names find, and identity decides: the chunk must have been computed after that very record, and so on
+// to the beginning, so that all token ids before it were compared. With a window the chunks before may be
+// gone, in the text or in the ledger. There the name alone says what they were, which is sound as far as
+// BLAKE2b has no collisions.
+bool Pager::Impl::continues(RecordId found, int64_t chunk, RecordId previous) const {
+  if (ledger[found].index != chunk) return false;
+  if (chunk == 0 || previous.value() >= 0) {
+    if (ledger.follows(found, previous)) return true;
+    return chunk > 0 && options.window > 0 && ledger.orphaned(found);
+  }
+  return options.window > 0;
+}
+
+// With a window only the chunks that the next rows see have to be there.
 int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tokens) {
   Sequence& sequence = find(id);
   require_idle(sequence, "adopt a prefix for");
@@ -231,19 +245,22 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
   const int64_t c = layout.chunk_tokens;
   struct Link {
     RecordId record;  // -1: none
-    Hash128 hash;
+    ChunkName name;
     int64_t run = 0;    // the first chunk from which on none is missing up to this one
     int64_t homes = 0;  // that chunks up to this one would take: see below
   };
   std::vector<Link> chain;
   chain.reserve(tokens.size() / static_cast<size_t>(c));
-  Hash128 parent = sequence.root;
+  ChunkName name;
+  RecordId previous;
   int64_t run = 0;
   int64_t homes = 0;
   for (int64_t end = c; end <= static_cast<int64_t>(tokens.size()); end += c) {
     const TokenId* ids = tokens.data() + (end - c);
-    const Hash128 hash = chain_next(parent, ids, c, Provenance::kExact);
-    auto found = ledger.find(hash, parent, ids, c);
+    name = sequence.namer.next(name, ids, c, Provenance::kExact);
+    auto found = ledger.find(name, ids, c);
+    if (found && !continues(*found, end / c - 1, previous)) found.reset();
+    previous = found.value_or(RecordId());
     if (found && ledger[*found].damaged) found.reset();
     if (!found && options.window == 0) break;
     if (!found) {
@@ -253,8 +270,7 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
       // It uses up one of this sequence's own.
       ++homes;
     }
-    chain.push_back({found.value_or(RecordId()), hash, run, homes});
-    parent = hash;
+    chain.push_back({found.value_or(RecordId()), name, run, homes});
   }
   int64_t first = 0;
   auto last = static_cast<int64_t>(chain.size());
@@ -280,13 +296,15 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
   const int64_t reused = last * c;
   sequence.tokens.assign(tokens.begin(), tokens.begin() + reused);
   sequence.sealed = std::move(uses);
-  for (const ChunkUse& use : sequence.sealed) {
-    add_reference(use.record);
-    if (ledger[use.record].summary_pending) sequence.summaries_loaded = false;
+  for (size_t i = 0; i < sequence.sealed.size(); ++i) {
+    const RecordId record = sequence.sealed[i].record;
+    add_reference(record);
+    if (i > 0) ledger.adopt_orphan(record, sequence.sealed[i - 1].record);
+    if (ledger[record].summary_pending) sequence.summaries_loaded = false;
   }
   sequence.released = first;
   sequence.released_worth = {first, 0, 0};
-  sequence.base = first == 0 ? sequence.root : chain[static_cast<size_t>(first - 1)].hash;
+  sequence.base = first == 0 ? ChunkName() : chain[static_cast<size_t>(first - 1)].name;
   sequence.reserved -= used_promises;
   reserved_homes -= used_promises;
   sequence.length = reused;

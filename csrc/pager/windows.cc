@@ -42,7 +42,7 @@ void Pager::Impl::let_go(Sequence& sequence) {
          sequence.sealed[static_cast<size_t>(count)].pins == 0) {
     const RecordId id = sequence.sealed[static_cast<size_t>(count)].record;
     ++sequence.released_worth[static_cast<size_t>(ledger[id].provenance)];
-    sequence.base = ledger[id].hash;
+    sequence.base = ledger[id].name;
     release(id);
     ++count;
   }

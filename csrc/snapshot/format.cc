@@ -62,7 +62,7 @@ void check_known(const SectionEntry& entry, const std::string& name, const std::
   }
   const bool always = entry.type <= kRequiredSections;
   const bool must = always || entry.type == kPacks;
-  if (always && entry.version != kSectionVersion) {
+  if (always && !entry.known()) {
     corrupt(path, name + ".version", int{entry.version}, int{kSectionVersion});
   }
   if (entry.known() && entry.required() != must) {
@@ -88,12 +88,17 @@ std::string section_name(uint16_t type) {
   return str("section ", type);
 }
 
-uint16_t minor_version_of(const std::vector<SectionEntry>& entries) {
+bool has_packs(const std::vector<SectionEntry>& entries) {
   const auto packs = [](const SectionEntry& e) { return e.type == kPacks && e.known(); };
-  return std::any_of(entries.begin(), entries.end(), packs) ? kPacksMinor : 0;
+  return std::any_of(entries.begin(), entries.end(), packs);
 }
 
-bool Front::manifest() const { return minor_version_of(entries) >= kPacksMinor; }
+uint16_t minor_version_of(const std::vector<SectionEntry>& entries) {
+  if (entries[kChunks - 1].version == kChunksVersion) return kNamesMinor;
+  return has_packs(entries) ? kPacksMinor : 0;
+}
+
+bool Front::manifest() const { return has_packs(entries); }
 
 std::string encode_front(const std::vector<SectionEntry>& entries) {
   std::string front(kFrontBytes, '\0');

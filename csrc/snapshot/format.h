@@ -50,7 +50,9 @@ enum SectionType : uint16_t {
 };
 inline constexpr uint16_t kRequiredSections = 7;
 inline constexpr uint16_t kPacksMinor = 1;     // the minor version that brought section kPacks
-inline constexpr uint8_t kSectionVersion = 1;  // of every section above
+inline constexpr uint16_t kNamesMinor = 2;     // that brought names of 32 bytes
+inline constexpr uint8_t kSectionVersion = 1;  // of every section above but
+inline constexpr uint8_t kChunksVersion = 2;   // of kChunks; 1: with the hashes of 1.0 and 1.1
 inline constexpr uint8_t kFlagRequired = 1;
 
 struct SectionEntry {
@@ -62,7 +64,10 @@ struct SectionEntry {
   uint64_t checksum = 0;
 
   bool required() const { return (flags & kFlagRequired) != 0; }
-  bool known() const { return type <= kPacks && version == kSectionVersion; }
+  bool known() const {
+    return type <= kPacks &&
+           (version == kSectionVersion || (type == kChunks && version == kChunksVersion));
+  }
   // Type, version and flags as the table's first four bytes: what identifies a section this version
   // does not know.
   uint32_t tag() const {
@@ -83,7 +88,8 @@ template <class Value, class... Expected>
       str(path, ": corrupt snapshot: ", field, " is ", value, ", expected ", expected...));
 }
 
-// The lowest minor version that can express these sections: the one a writer stamps.
+// The lowest minor version that can express these sections: the one a writer stamps. REQUIRES: they
+// begin with those that every file has.
 uint16_t minor_version_of(const std::vector<SectionEntry>& entries);
 
 // Writes header and table of entries that already carry offset, size and checksum. kFrontBytes

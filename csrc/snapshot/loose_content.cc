@@ -25,7 +25,7 @@ LooseContent::LooseContent(const Layout& layout, std::vector<TokenId> tokens,
   meta_.tokens = std::move(tokens);
   for (size_t c = 0; c < chunks.size(); ++c) {
     Chunk& given = chunks[c];
-    if (given.chain_hash == Hash128{}) {
+    if (given.chain_hash.empty()) {
       throw InvalidArgumentError(str("chunks[", c, "].chain_hash: zero, which is a tail's"));
     }
     if (given.payload == nullptr) {

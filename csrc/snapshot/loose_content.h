@@ -14,7 +14,7 @@ namespace kvpager::snapshot {
 class LooseContent final : public SnapshotContent {
  public:
   struct Chunk {
-    Hash128 chain_hash;  // by which it is found; not zero
+    ChunkName chain_hash;  // by which it is found; not zero
     Provenance provenance = Provenance::kExact;
     std::shared_ptr<const std::byte> payload;  // [layout.chunk_bytes()]
   };

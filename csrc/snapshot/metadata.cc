@@ -22,11 +22,17 @@ constexpr size_t kScorerBytesAt = 22;
 constexpr size_t kSummaryPageBytesAt = 24;
 constexpr size_t kLayoutFixedBytes = 32;
 
-// Chunk table entry: fixed fields, then a checksum per layer.
+// Chunk table entry: fixed fields, then a checksum per layer. Before version 2 of the section a name
+// has 16 bytes.
 constexpr size_t kProvenanceAt = 4;
-constexpr size_t kChainHashAt = 8;
-constexpr size_t kSummaryChecksumAt = 24;
-constexpr size_t kChunkFixedBytes = 32;
+constexpr size_t kNameAt = 8;
+constexpr size_t kNameBytes = 32;
+constexpr size_t kLegacyNameBytes = 16;
+
+constexpr size_t name_bytes(bool legacy) { return legacy ? kLegacyNameBytes : kNameBytes; }
+constexpr size_t chunk_fixed_bytes(bool legacy) {
+  return kNameAt + name_bytes(legacy) + sizeof(uint64_t);
+}
 
 constexpr size_t kHintsFixedBytes = 8;
 
@@ -134,7 +140,9 @@ uint64_t checked_product(uint64_t a, uint64_t b, const std::string& what, const 
 void decode_chunks(const Section& section, const std::shared_ptr<const std::byte>& bytes,
                    SnapshotMeta* meta, const std::string& path) {
   const auto count = static_cast<uint64_t>(chunk_count(meta->layout, meta->tokens.size()));
-  const uint64_t stride = chunk_entry_bytes(meta->layout);
+  meta->legacy_names = section.entry.version < kChunksVersion;
+  const bool legacy = meta->legacy_names;
+  const uint64_t stride = chunk_entry_bytes(meta->layout, legacy);
   expect_size(section, checked_product(count, stride, "chunks.size", path),
               str(count, " chunks for ", meta->tokens.size(), " tokens, ", stride, " bytes each"),
               path);
@@ -146,13 +154,12 @@ void decode_chunks(const Section& section, const std::shared_ptr<const std::byte
     SnapshotChunk& chunk = meta->chunks[c];
     chunk.valid = load<int32_t>(from);
     chunk.provenance = static_cast<Provenance>(load<uint8_t>(from + kProvenanceAt));
-    chunk.chain_hash.low = load<uint64_t>(from + kChainHashAt);
-    chunk.chain_hash.high = load<uint64_t>(from + kChainHashAt + 8);
-    chunk.slice_checksum = part_of<uint64_t>(bytes, from + kChunkFixedBytes, layers);
-    if (!all_zero(from + kProvenanceAt + 1, kChainHashAt - kProvenanceAt - 1)) {
+    std::memcpy(chunk.chain_hash.words.data(), from + kNameAt, name_bytes(legacy));
+    chunk.slice_checksum = part_of<uint64_t>(bytes, from + chunk_fixed_bytes(legacy), layers);
+    if (!all_zero(from + kProvenanceAt + 1, kNameAt - kProvenanceAt - 1)) {
       corrupt(path, str("chunks[", c, "].reserved"), "not zero", "zero");
     }
-    chunk.summary_checksum = load<uint64_t>(from + kSummaryChecksumAt);
+    chunk.summary_checksum = load<uint64_t>(from + kNameAt + name_bytes(legacy));
     if (c >= sealed && chunk.summary_checksum != 0) {
       corrupt(path, str("chunks[", c, "].summary_checksum"), chunk.summary_checksum,
               "0 (a tail has no summary)");
@@ -264,10 +271,10 @@ std::optional<Problem> check_chunks(const Layout& layout, uint64_t tokens,
     if (static_cast<uint8_t>(chunk.provenance) > static_cast<uint8_t>(Provenance::kApproximate)) {
       return problem("provenance", str(int(chunk.provenance)), "0..2");
     }
-    if (sealed && chunk.chain_hash == Hash128{}) {
+    if (sealed && chunk.chain_hash.empty()) {
       return problem("chain_hash", "zero", "the hash of a sealed chunk");
     }
-    if (!sealed && !(chunk.chain_hash == Hash128{})) {
+    if (!sealed && !chunk.chain_hash.empty()) {
       return problem("chain_hash", "not zero", "zero (a tail has no hash)");
     }
     if (static_cast<int64_t>(chunk.slice_checksum.size()) != layout.layers) {
@@ -358,8 +365,8 @@ uint64_t summary_bytes_per_chunk(const Layout& layout, int64_t summary_page_byte
          static_cast<uint64_t>(summary_page_bytes);
 }
 
-uint64_t chunk_entry_bytes(const Layout& layout) {
-  return kChunkFixedBytes + sizeof(uint64_t) * static_cast<uint64_t>(layout.layers);
+uint64_t chunk_entry_bytes(const Layout& layout, bool legacy_names) {
+  return chunk_fixed_bytes(legacy_names) + sizeof(uint64_t) * static_cast<uint64_t>(layout.layers);
 }
 
 std::string encode_layout(const SnapshotMeta& meta) {
@@ -381,17 +388,17 @@ std::string encode_tokens(const SharedArray<TokenId>& tokens) {
   return std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(TokenId));
 }
 
-std::string encode_chunks(const std::vector<SnapshotChunk>& chunks) {
+std::string encode_chunks(const std::vector<SnapshotChunk>& chunks, bool legacy_names) {
   std::string out;
   if (!chunks.empty()) {
-    out.reserve(chunks.size() *
-                (kChunkFixedBytes + chunks[0].slice_checksum.size() * sizeof(uint64_t)));
+    out.reserve(chunks.size() * (chunk_fixed_bytes(legacy_names) +
+                                 chunks[0].slice_checksum.size() * sizeof(uint64_t)));
   }
   for (const SnapshotChunk& chunk : chunks) {
     append(&out, chunk.valid);
     append(&out, static_cast<uint32_t>(chunk.provenance));
-    append(&out, chunk.chain_hash.low);
-    append(&out, chunk.chain_hash.high);
+    out.append(reinterpret_cast<const char*>(chunk.chain_hash.words.data()),
+               name_bytes(legacy_names));
     append(&out, chunk.summary_checksum);
     out.append(reinterpret_cast<const char*>(chunk.slice_checksum.data()),
                chunk.slice_checksum.size() * sizeof(uint64_t));
@@ -448,7 +455,8 @@ Hash128 logical_digest(const SnapshotMeta& meta, const std::vector<SnapshotChunk
   Digest128 digest;
   digest.add("kvpager snapshot 1", 18);
   for (const std::string& section :
-       {encode_layout(meta), meta.fingerprint, encode_tokens(meta.tokens), encode_chunks(chunks)}) {
+       {encode_layout(meta), meta.fingerprint, encode_tokens(meta.tokens),
+        encode_chunks(chunks, meta.legacy_names)}) {
     digest.add(section.data(), section.size());
   }
   return digest.value();
@@ -505,9 +513,14 @@ SnapshotMeta decode_metadata(const std::vector<Section>& sections,
 
 Hash128 SnapshotChunk::content_id() const {
   snapshot::Digest128 digest;
-  digest.add("kvpager chunk 1", 15);
-  const uint64_t fields[] = {static_cast<uint64_t>(valid), static_cast<uint64_t>(provenance),
-                             chain_hash.low, chain_hash.high};
+  digest.add("kvpager chunk 2", 15);
+  const auto& name = chain_hash.words;
+  const uint64_t fields[] = {static_cast<uint64_t>(valid),
+                             static_cast<uint64_t>(provenance),
+                             name[0],
+                             name[1],
+                             name[2],
+                             name[3]};
   digest.add(fields, sizeof(fields));
   digest.add(slice_checksum.data(), slice_checksum.size() * sizeof(uint64_t));
   return digest.value();

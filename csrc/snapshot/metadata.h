@@ -36,7 +36,7 @@ std::optional<Problem> check_packs(const SnapshotPacks& packs, int64_t sealed);
 int64_t chunk_count(const Layout& layout, uint64_t tokens);
 // Of one chunk's summary, all layers and heads.
 uint64_t summary_bytes_per_chunk(const Layout& layout, int64_t summary_page_bytes);
-uint64_t chunk_entry_bytes(const Layout& layout);
+uint64_t chunk_entry_bytes(const Layout& layout, bool legacy_names);
 
 // The chunks whose payload and summaries the file itself holds: of a manifest the tail alone.
 struct OwnChunks {
@@ -47,7 +47,7 @@ OwnChunks own_chunks(const SnapshotMeta& meta);
 
 std::string encode_layout(const SnapshotMeta& meta);
 std::string encode_tokens(const SharedArray<TokenId>& tokens);
-std::string encode_chunks(const std::vector<SnapshotChunk>& chunks);
+std::string encode_chunks(const std::vector<SnapshotChunk>& chunks, bool legacy_names);
 std::string encode_hints(const SnapshotHints& hints);
 std::string encode_packs(const SnapshotPacks& packs);
 

@@ -107,11 +107,18 @@ std::shared_ptr<SnapshotReader> SnapshotReader::gather(
       meta.summary_page_bytes = theirs.summary_page_bytes;
       meta.fingerprint = theirs.fingerprint;
       meta.session = "{}";
+      meta.legacy_names = theirs.legacy_names;
     }
     if (!(meta.layout == theirs.layout) || meta.scorer != theirs.scorer ||
         meta.summary_page_bytes != theirs.summary_page_bytes) {
       throw InvalidArgumentError(str(name, ": ", source.name, " has another layout or scorer than ",
                                      chunks[0].first->path(), ", expected the same"));
+    }
+    if (meta.legacy_names != theirs.legacy_names) {
+      throw InvalidArgumentError(
+          str(name, ": ", source.name, " and ", chunks[0].first->path(),
+              " are of before and since version 1.2, whose chunks have other "
+              "names; expected files of one kind"));
     }
     require_range(source.name, "chunk", chunk, theirs.sealed_chunks());
     const ChunkSource::Place& place = source.place(chunk);

@@ -37,6 +37,12 @@ uint32_t required_tag(SectionType type) {
   return entry.tag();
 }
 
+uint32_t chunks_tag(bool legacy_names) {
+  SectionEntry entry = SectionEntry::from_tag(required_tag(kChunks));
+  if (!legacy_names) entry.version = kChunksVersion;
+  return entry.tag();
+}
+
 // The sections that not every file has, ascending by type.
 std::vector<std::pair<uint32_t, std::string>> further_sections(const SnapshotMeta& meta) {
   auto sections = meta.unknown;
@@ -126,6 +132,7 @@ SnapshotMeta meta_of(const SnapshotMeta& content, const std::vector<int64_t>& wh
   out.fingerprint = fingerprint;
   out.session = session;
   out.chunks = pick(content.chunks, which);
+  out.legacy_names = content.legacy_names;
   out.hints.qk_score = pick(content.hints.qk_score, which);
   out.hints.last_use = pick(content.hints.last_use, which);
   std::vector<TokenId> tokens;
@@ -304,7 +311,7 @@ Sections SnapshotWriter::Impl::lay_out(const SnapshotMeta& meta,
   out.add(required_tag(kFingerprint), meta.fingerprint);
   out.add(required_tag(kSession), meta.session);
   out.add(required_tag(kTokens), encode_tokens(meta.tokens));
-  out.add(required_tag(kChunks), encode_chunks(chunks));
+  out.add(chunks_tag(meta.legacy_names), encode_chunks(chunks, meta.legacy_names));
   for (const auto& [tag, bytes] : further) out.add(tag, bytes);
   return out;
 }
@@ -456,7 +463,7 @@ int64_t snapshot_file_bytes(const SnapshotMeta& meta, int64_t sealed, bool tail,
                             int64_t packs) {
   const int64_t chunks = sealed + (tail ? 1 : 0);
   const int64_t own_sealed = packs > 0 ? 0 : sealed;
-  const auto each_record = static_cast<int64_t>(chunk_entry_bytes(meta.layout));
+  const auto each_record = static_cast<int64_t>(chunk_entry_bytes(meta.layout, meta.legacy_names));
   const int64_t sections[] = {
       (own_sealed + (tail ? 1 : 0)) * meta.layout.chunk_bytes(),
       own_sealed * meta.summary_bytes_per_chunk(),

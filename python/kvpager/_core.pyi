@@ -218,7 +218,7 @@ class SnapshotContent:
     @property
     def chain_hashes(self) -> list[bytes]:
         """
-        Of the sealed chunks, 16 bytes each: low half, high half.
+        Names of the sealed chunks, 32 bytes each; 16 where legacy_names.
         """
     @property
     def chunks(self) -> int: ...
@@ -234,6 +234,11 @@ class SnapshotContent:
         """
     @property
     def layout(self) -> Layout: ...
+    @property
+    def legacy_names(self) -> bool:
+        """
+        Of before version 1.2: chunks have the XXH3-128 hashes of then, by which none is found.
+        """
     @property
     def provenance(self) -> list[str]: ...
     @property
@@ -441,7 +446,10 @@ class Pager:
         """
     def chain_hashes(
         self, tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32], salt: str
-    ) -> list[bytes]: ...
+    ) -> list[bytes]:
+        """
+        Names of the full chunks, 32 bytes each.
+        """
     def check_invariants(self) -> None: ...
     def earliest_trim(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def evict_all(self) -> int: ...
@@ -462,6 +470,12 @@ class Pager:
         Of each layer: [given, kv_heads, head_dim] of the pager's device.
         """
     def ledger(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> list[ChunkInfo]: ...
+    def legacy_chain_hashes(
+        self, tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32], salt: str
+    ) -> list[bytes]:
+        """
+        What snapshots of 1.0 and 1.1 call the full chunks, 16 bytes each.
+        """
     def length(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def mark_replayed(
         self,
@@ -722,7 +736,7 @@ def loose_content(
     payload: collections.abc.Sequence[typing.Annotated[numpy.typing.ArrayLike, numpy.uint8]],
 ) -> SnapshotContent:
     """
-    Sealed chunks to be written, from arrays [chunk_bytes] that must not change: 16 bytes of hash and chunk_tokens ids each. exact: of provenance exact, or approximate.
+    Sealed chunks to be written, from arrays [chunk_bytes] that must not change: 32 bytes of hash and chunk_tokens ids each. exact: of provenance exact, or approximate.
     """
 
 def probe_device(kind: str) -> dict[str, typing.Any]:
@@ -785,5 +799,5 @@ def total_pinned_bytes() -> int:
 CHECKS_INVARIANTS: bool = False
 CHUNKS_PER_SPLIT: int = 8
 KERNEL_VERSION: int = 1
-SNAPSHOT_VERSION: tuple[int, int] = (1, 1)
+SNAPSHOT_VERSION: tuple[int, int] = (1, 2)
 __version__: str = "0.1.0"

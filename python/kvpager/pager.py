@@ -709,11 +709,18 @@ class Pager:
             raise FingerprintMismatchError(str(error), field=field) from error
 
     def chain_hashes(self, tokens: Iterable[int] | Tensor, salt: str = "") -> list[bytes]:
-        """The name (16 bytes) of each full chunk of these tokens, by which a store finds it.
+        """The name (32 bytes) of each full chunk of these tokens, by which a store finds it.
 
         Each covers all tokens before its chunk's end, the pager's fingerprint and the salt.
         """
         return self.core.chain_hashes(_token_ids(tokens), salt)
+
+    def legacy_chain_hashes(self, tokens: Iterable[int] | Tensor, salt: str = "") -> list[bytes]:
+        """What snapshots of format 1.0 and 1.1 call the same chunks (16 bytes each).
+
+        Two texts can be made to have one of them, so whoever finds by them compares all token ids.
+        """
+        return self.core.legacy_chain_hashes(_token_ids(tokens), salt)
 
     def evict_all(self) -> int:
         """Moves every chunk that may leave out of the pool; returns how many. Changes no result."""

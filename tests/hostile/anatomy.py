@@ -63,8 +63,8 @@ RECORD_FIELDS = {
     "valid": (0, "i"),
     "provenance": (4, "B"),
     "reserved": (5, "3s"),
-    "chain_hash": (8, "16s"),
-    "summary_checksum": (24, "Q"),
+    "chain_hash": (8, "32s"),
+    "summary_checksum": (40, "Q"),
 }
 
 
@@ -143,7 +143,7 @@ class Geometry:
 
     @property
     def record_bytes(self):
-        return 32 + 8 * self.layers
+        return 48 + 8 * self.layers
 
 
 def get(raw, fields, name, base=0):
@@ -183,9 +183,9 @@ def _bulk_checksums(parts):
         sealed = get(record, RECORD_FIELDS, "valid") == geometry.chunk_tokens
         if parts.has(PACKS) and sealed:
             continue
-        own_slices.append(record[32:])
+        own_slices.append(record[48:])
         if sealed:
-            own_summaries.append(record[24:32])
+            own_summaries.append(record[40:48])
     return {
         PAYLOAD: checksum_of(b"".join(own_slices)),
         SUMMARIES: checksum_of(b"".join(own_summaries)),

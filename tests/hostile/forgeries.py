@@ -224,7 +224,7 @@ def chunk_records_that_contradict_the_tokens(raw):
         yield f"chunks[{c}].reserved", record("reserved", b"\0\0\1"), rf"chunks\[{c}\].reserved"
         yield (
             f"chunks[{c}].chain_hash",
-            record("chain_hash", bytes(16) if sealed else b"\1" * 16),
+            record("chain_hash", bytes(32) if sealed else b"\1" * 32),
             rf"chunks\[{c}\].chain_hash",
         )
         if not sealed:
@@ -342,9 +342,10 @@ def flags_versions_and_reserved_bits(raw):
             label = f"{section.name} flags {flags}"
             yield label, _entry(raw, i, "flags", flags), f"{section.name}|minor"
         if section.flags & 1:
-            for version in (0, 2, 255):
+            for version in (0, 3 - section.version, 255):
                 label = f"{section.name} version {version}"
-                yield label, _entry(raw, i, "version", version), f"{section.name}.version"
+                words = f"{section.name}.version|header.minor"
+                yield label, _entry(raw, i, "version", version), words
 
 
 @forgery(31)
@@ -366,8 +367,8 @@ def another_major_version(raw):
 @forgery(33)
 def a_minor_version_that_is_not_the_lowest(raw):
     """One content has one encoding: a known minor is stamped only by files that need it."""
-    minor = get(raw, HEADER_FIELDS, "minor")
-    yield f"minor {1 - minor}", _header(raw, "minor", 1 - minor), "header.minor"
+    for minor in {0, 1, 2} - {get(raw, HEADER_FIELDS, "minor")}:
+        yield f"minor {minor}", _header(raw, "minor", minor), "header.minor"
 
 
 def _packs(parts):
@@ -492,7 +493,7 @@ def a_packs_section_in_a_file_that_has_its_chunks(raw):
         parts.minor = minor
         parts.sections.append(Section(PACKS, packs_section([(b"\x11" * 16, n)], places)))
 
-    for minor in (0, 1):
+    for minor in (0, 1, 2):
         yield f"minor {minor}", _with(raw, lambda p, m=minor: add(p, m)), "size|minor"
 
 

@@ -277,10 +277,11 @@ def a_state(position, seed=0):
 
 
 def saved(tmp_path, states, **changes):
-    frozen = freeze_states(StateFormat(SHAPE), states, exact=True, fingerprint="{}")
+    version = changes.get("version", 2)
+    frozen = freeze_states(StateFormat(SHAPE, version), states, exact=True, fingerprint="{}")
     path = str(tmp_path / "x.kvsnap")
     writer = _core.SnapshotWriter(path, frozen.content.layout)
-    session = changes.get("session", frozen.session)
+    session = changes.get("session", frozen.session.replace('"version":2', f'"version":{version}'))
     which = list(range(frozen.content.chunks))
     writer.write_content(frozen.content, which, frozen.fingerprint, session)
     writer.publish()
@@ -302,17 +303,20 @@ def test_large_states_have_a_layout_too():
     assert layout.chunk_bytes == 2 * slot.nbytes
 
 
-def test_saved_states_are_found_by_hash(tmp_path):
-    keys = [bytes([i]) * 16 for i in range(3)]
-    info = saved(tmp_path, [(key, a_state(16 * (i + 1), i)) for i, key in enumerate(keys)])
-    states = SavedStates(StateFormat(SHAPE), info, {key: key for key in keys})
-    assert states.held([keys[0], b"?" * 16, keys[2]]) == [16, 48]
-    assert states.read(b"?" * 16) is None
-    assert_same_bits(states.read(keys[2]).hidden, a_state(48, 2).hidden, "a saved state")
+@pytest.mark.parametrize(("version", "size"), [(1, 16), (2, 32)])
+def test_saved_states_are_found_by_name_in_every_version(tmp_path, version, size):
+    keys = [bytes([i]) * size for i in range(3)]
+    states = [(key, a_state(16 * (i + 1), i)) for i, key in enumerate(keys)]
+    info = saved(tmp_path, states, version=version)
+    here = [bytes([i]) * 32 for i in range(3)]  # what the text is called where they are read
+    states = SavedStates(StateFormat(SHAPE), info, dict(zip(keys, here)))
+    assert states.held([here[0], b"?" * 32, here[2]]) == [16, 48]
+    assert states.read(b"?" * 32) is None
+    assert_same_bits(states.read(here[2]).hidden, a_state(48, 2).hidden, "a saved state")
 
 
 def test_states_of_another_shape_are_refused(tmp_path):
-    info = saved(tmp_path, [(b"a" * 16, a_state(16))])
+    info = saved(tmp_path, [(b"a" * 32, a_state(16))])
     other = StateShape(SHAPE.slots[:2], SHAPE.hidden)
     with pytest.raises(FingerprintMismatchError) as error:
         SavedStates(StateFormat(other), info, {})
@@ -322,21 +326,21 @@ def test_states_of_another_shape_are_refused(tmp_path):
 @pytest.mark.parametrize("positions", ["[16,32]", "[]", "16", "[-16]", '["16"]', "null", "[true]"])
 def test_positions_that_are_not_one_for_each_state_are_refused(tmp_path, positions):
     frozen = freeze_states(
-        StateFormat(SHAPE), [(b"a" * 16, a_state(16))], exact=True, fingerprint="{}"
+        StateFormat(SHAPE), [(b"a" * 32, a_state(16))], exact=True, fingerprint="{}"
     )
     session = frozen.session.replace('"positions":[16]', f'"positions":{positions}')
-    info = saved(tmp_path, [(b"a" * 16, a_state(16))], session=session)
+    info = saved(tmp_path, [(b"a" * 32, a_state(16))], session=session)
     with pytest.raises(CorruptSnapshotError, match=r"session\.positions"):
         SavedStates(StateFormat(SHAPE), info, {})
 
 
 def test_a_format_of_the_future_is_refused(tmp_path):
     frozen = freeze_states(
-        StateFormat(SHAPE), [(b"a" * 16, a_state(16))], exact=True, fingerprint="{}"
+        StateFormat(SHAPE), [(b"a" * 32, a_state(16))], exact=True, fingerprint="{}"
     )
-    session = frozen.session.replace('"version":1', '"version":2')
-    info = saved(tmp_path, [(b"a" * 16, a_state(16))], session=session)
-    with pytest.raises(CorruptSnapshotError, match=r"session\.version is 2"):
+    session = frozen.session.replace('"version":2', '"version":3')
+    info = saved(tmp_path, [(b"a" * 32, a_state(16))], session=session)
+    with pytest.raises(CorruptSnapshotError, match=r"session\.version is 3"):
         SavedStates(StateFormat(SHAPE), info, {})
 
 

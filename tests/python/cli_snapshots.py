@@ -135,13 +135,13 @@ def reseal(path: Path, layout: Layout) -> None:
         + _tile(layout.v_dim, layout.v_dtype, layout.chunk_tokens)
     )
     _, chunks_at, chunks_size = table[7]
-    record = 32 + 8 * layout.layers
+    record = 48 + 8 * layout.layers
     sums = b""
     for chunk in range(chunks_size // record):
         for layer in range(layout.layers):
             start = FRONT + (chunk * layout.layers + layer) * slice_bytes
             value = struct.pack("<Q", _xxh3(data[start : start + slice_bytes]))
-            at = chunks_at + chunk * record + 32 + 8 * layer
+            at = chunks_at + chunk * record + 48 + 8 * layer
             data[at : at + 8] = value
             sums += value
     struct.pack_into("<Q", data, table[1][0] + 24, _xxh3(sums))

@@ -123,7 +123,7 @@ def test_help_of_every_verb_is_there_and_the_command_says_its_exit_codes(capsys)
 
 def test_inspect_tells_a_files_sizes_layout_ledger_and_rules(capsys, file):
     values = told_json(capsys, "snapshot", "inspect", file)
-    assert (values["kind"], values["format"]) == ("self-contained", "1.0")
+    assert (values["kind"], values["format"]) == ("self-contained", "1.2")
     assert (values["tokens"], values["sealed_chunks"], values["tail_tokens"]) == (50, 3, 2)
     assert (values["file_bytes"], values["shared_bytes"]) == (file.stat().st_size, 0)
     assert values["layout"] == {
@@ -152,7 +152,7 @@ def test_inspect_tells_a_files_sizes_layout_ledger_and_rules(capsys, file):
 
 def test_inspect_tells_what_a_snapshot_shares_with_others(capsys, store):
     values = told_json(capsys, "snapshot", "inspect", f"{store.path}/turn2")
-    assert (values["kind"], values["format"]) == ("manifest", "1.1")
+    assert (values["kind"], values["format"]) == ("manifest", "1.2")
     assert [(pack["used"], pack["chunks"]) for pack in values["packs"]] == [(3, 3), (2, 2)]
     for pack in values["packs"]:
         path = store_path(store) / "packs" / f"{pack['id']}.kvsnap"
@@ -261,7 +261,9 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 def test_files_of_every_format_ever_written_are_read(capsys, path):
     told(capsys, "snapshot", "verify", path)
     values = told_json(capsys, "snapshot", "inspect", path)
-    assert values["format"] == ("1.1" if path.parent.name == "snapshots" else "1.0")
+    versions = {"snapshots": "1.1"} if "store-1.2" not in path.parts else {}
+    newest = "1.2" if "store-1.2" in path.parts else "1.0"
+    assert values["format"] == versions.get(path.parent.name, newest)
     assert values["kind"] in ("self-contained", "manifest", "pack")
 
 

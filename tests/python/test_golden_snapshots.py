@@ -1,7 +1,7 @@
 """Every snapshot ever written stays readable: one file per version, never made again.
 
 `tests/golden/expected.json` was written beside the files of format 1.0 by the code of that time,
-`store-1.1/expected.json` when manifests came.
+`store-1.1/expected.json` when manifests came, `store-1.2/expected.json` with the names of 1.2.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 
-from kvpager import PagerConfig, TopK, _core
+from kvpager import FingerprintMismatchError, PagerConfig, TopK, _core
 from kvpager.pager import Pager, SnapshotInfo, open_snapshot
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-FOLDERS = (GOLDEN, GOLDEN / "store-1.1")
+FOLDERS = (GOLDEN, GOLDEN / "store-1.1", GOLDEN / "store-1.2")
 FILES = {
     f"{folder.name}/{name}": (folder / name, expected)
     for folder in FOLDERS
@@ -46,6 +48,10 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def _xxh3(data: bytes | bytearray) -> int:
+    return xxhash.xxh3_64_intdigest(bytes(data))
+
+
 def rewritten(reader: _core.SnapshotReader, path: Path) -> bytes:
     writer = _core.SnapshotWriter(str(path), reader.layout)
     if reader.packs:
@@ -65,12 +71,16 @@ def rewritten(reader: _core.SnapshotReader, path: Path) -> bytes:
     return path.read_bytes()
 
 
+def packs_of(version: str) -> list[Path]:
+    return sorted((GOLDEN / f"store-{version}" / "packs").iterdir())
+
+
 def test_no_golden_file_is_without_its_expectation() -> None:
     described = {path for path, _ in FILES.values()}
-    packs = set((GOLDEN / "store-1.1" / "packs").iterdir())
+    packs = {path for version in ("1.1", "1.2") for path in packs_of(version)}
     assert set(GOLDEN.rglob("*.kvsnap")) == described | packs
-    assert len(described) == 3
-    assert len(packs) == 2
+    assert len(described) == 5
+    assert len(packs) == 3
 
 
 def test_every_field_is_what_was_saved(golden: tuple[Path, dict[str, Any]]) -> None:
@@ -86,6 +96,8 @@ def test_every_field_is_what_was_saved(golden: tuple[Path, dict[str, Any]]) -> N
     assert reader.minor_version == expected.get("minor_version", 0)
     assert reader.packs == [tuple(pack) for pack in expected.get("packs", [])]
     assert reader.places.tolist() == expected.get("places", [])
+    if "chain_hashes" in expected:
+        assert [name.hex() for name in reader.chain_hashes] == expected["chain_hashes"]
     assert reader.verify(2) == []
 
 
@@ -111,10 +123,11 @@ def test_reading_and_writing_gives_the_same_bytes(
     assert rewritten(reader, tmp_path / "again.kvsnap") == path.read_bytes()
 
 
-def test_packs_are_ordinary_files_of_the_first_version(tmp_path: Path) -> None:
-    for path in sorted((GOLDEN / "store-1.1" / "packs").iterdir()):
+@pytest.mark.parametrize(("version", "minor"), [("1.1", 0), ("1.2", 2)])
+def test_packs_are_ordinary_files(version: str, minor: int, tmp_path: Path) -> None:
+    for path in packs_of(version):
         reader = _core.SnapshotReader.open(str(path))
-        assert reader.minor_version == 0
+        assert reader.minor_version == minor
         assert json.loads(reader.session) == {"pack": True}
         assert reader.tail_tokens == 0
         assert reader.verify(1) == []
@@ -133,8 +146,50 @@ def test_a_restored_golden_snapshot_is_saved_with_the_same_content(
     writer.write_content(frozen, np.arange(frozen.chunks), reader.fingerprint, reader.session)
     writer.publish()
     saved = _core.SnapshotReader.open(str(tmp_path / "saved.kvsnap"))
-    assert saved.logical_digest == expected["logical_digest"]
-    assert saved.content_ids == reader.content_ids
+    assert saved.minor_version == 2
+    assert saved.chain_hashes == pager.chain_hashes(expected["tokens"], expected["salt"])
+    assert saved.provenance == reader.provenance
+    assert np.array_equal(saved.slice_checksums, reader.slice_checksums)
+    if not reader.legacy_names:  # else every chunk has another name
+        assert saved.logical_digest == expected["logical_digest"]
+        assert saved.content_ids == reader.content_ids
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_the_chain_of_hashes_of_an_old_snapshot_is_still_verified(
+    damaged: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "old.kvsnap"
+    data = bytearray((GOLDEN / "snapshot-1.0.kvsnap").read_bytes())
+    snapshot = open_snapshot(GOLDEN / "snapshot-1.0.kvsnap")
+    expected = FILES["golden/snapshot-1.0.kvsnap"][1]
+    entry = 64 + 32 * 6  # of the chunk table
+    at, size = struct.unpack_from("<QQ", data, entry + 8)
+    data[at + damaged * size // snapshot.reader.chunks + 8] ^= 1  # the hash of one chunk
+    struct.pack_into("<Q", data, entry + 24, _xxh3(data[at : at + size]))
+    struct.pack_into("<Q", data, 32, _xxh3(data[64 : 64 + 32 * data[16]]))
+    struct.pack_into("<Q", data, 56, _xxh3(data[:56]))
+    path.write_bytes(data)
+    pager = pager_of(snapshot)
+    with pytest.raises(FingerprintMismatchError, match=f"chunk {damaged} of"):
+        pager.restore(open_snapshot(path), salt=expected["salt"])
+
+
+def test_what_was_renamed_as_it_was_read_is_found_by_its_new_names() -> None:
+    path, expected = FILES["golden/snapshot-1.0.kvsnap"]
+    snapshot = open_snapshot(path)
+    pager = pager_of(snapshot)
+    restored = pager.restore(snapshot, salt=expected["salt"])
+    whole = restored.length // 16 * 16
+    other = pager.sequence(salt=expected["salt"])
+    assert other.adopt_prefix(expected["tokens"][:whole]) == whole
+    for layer in range(snapshot.layout.layers):
+        ours, theirs = (one.read_kv(layer, 0, whole) for one in (other, restored))
+        assert [raw(part) for part in ours] == [raw(part) for part in theirs]
+    pager.check_invariants()
+    assert set(snapshot.reader.chain_hashes) == set(
+        pager.legacy_chain_hashes(expected["tokens"], expected["salt"])
+    )
 
 
 def test_a_manifest_and_the_file_it_was_made_from_are_one_content() -> None:

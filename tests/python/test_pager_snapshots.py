@@ -167,7 +167,7 @@ def test_chain_hashes_name_the_full_chunks_and_depend_on_all_before(path: Path) 
     tokens = fill(pager).tokens
     hashes = pager.chain_hashes(tokens)
     assert hashes == list(open_snapshot(path).reader.chain_hashes)
-    assert [len(name) for name in hashes] == [16] * 5
+    assert [len(name) for name in hashes] == [32] * 5
     other = tokens.copy()
     other[2 * C] += 1
     changed = pager.chain_hashes(other.tolist())

@@ -50,7 +50,7 @@ def test_a_span_seals_the_chunks_it_fills_whole_and_under_their_own_names(
     assert sequence.tokens.tolist() == text.tolist()
     infos = sequence.ledger()
     assert [info.sealed for info in infos].count(True) == len(text) // C
-    names = [bytes.fromhex(info.chain_hash)[::-1] for info in infos if info.sealed]
+    names = [bytes.fromhex(info.chain_hash) for info in infos if info.sealed]
     assert names == pager.chain_hashes(text)
     pager.check_invariants()
     assert pager.sequence().adopt_prefix(text) == len(text) // C * C

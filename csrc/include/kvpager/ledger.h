@@ -28,7 +28,7 @@ struct ChunkInfo {
   DType k_dtype = DType::kFloat32;
   DType v_dtype = DType::kFloat32;
   Provenance provenance = Provenance::kExact;
-  Hash128 chain_hash;      // zero while unsealed
+  ChunkName chain_hash;    // none while unsealed
   int32_t references = 0;  // sequences that use this record
   int32_t pins = 0;        // of this sequence
   // Moving average of this chunk's share of attention mass, [0, 1]; of dense attention one layer's.

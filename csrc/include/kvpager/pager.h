@@ -284,9 +284,13 @@ class Pager {
   SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
                      Provenance provenance, const std::string& file_namespace, int64_t upto = -1,
                      const ReleasedText& before = {});
-  // The chain hash of every full chunk of these tokens under this pager's namespace_key.
-  std::vector<Hash128> chain_hashes(const std::vector<TokenId>& tokens,
-                                    const std::string& salt) const;
+  // The name of every full chunk of these tokens under this pager's namespace_key.
+  std::vector<ChunkName> chain_hashes(const std::vector<TokenId>& tokens,
+                                      const std::string& salt) const;
+  // What snapshots of 1.0 and 1.1 call the same chunks. Nothing may be served by these alone: whoever
+  // chooses token ids can make two texts of one hash.
+  std::vector<Hash128> legacy_chain_hashes(const std::vector<TokenId>& tokens,
+                                           const std::string& salt) const;
 
   std::vector<ChunkInfo> ledger(SequenceId sequence) const;
   PagerStats stats() const;

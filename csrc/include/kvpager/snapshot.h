@@ -27,19 +27,23 @@ namespace kvpager {
 
 inline constexpr uint16_t kSnapshotMajor = 1;
 inline constexpr uint16_t kSnapshotMinor =
-    1;  // newest that is written; the oldest that suffices is
+    2;  // newest that is written; the oldest that suffices is
 
 // What the file says of one chunk. The last one may be partial (the tail): valid < chunk_tokens.
 struct SnapshotChunk {
   int32_t valid = 0;  // committed rows, 1..chunk_tokens; the rest of the payload is zero
   Provenance provenance = Provenance::kExact;
-  Hash128 chain_hash;                    // of a sealed chunk; zero for the tail
+  ChunkName chain_hash;                  // of a sealed chunk; zero for the tail
   SharedArray<uint64_t> slice_checksum;  // [layers] XXH3-64 of each layer's slice
   uint64_t summary_checksum = 0;         // XXH3-64 of the summary; zero for the tail
 
   // Content address: equal for equal payload bytes, chain hash, provenance and valid rows.
   Hash128 content_id() const;
 };
+
+// Of a chunk whose meta says legacy_names: low and high half of the hash are the name's first words, and
+// the others are zero.
+inline Hash128 legacy_hash(const ChunkName& name) { return {name.words[0], name.words[1]}; }
 
 // Optional, outside the logical digest: what residency would like to know.
 struct SnapshotHints {
@@ -81,6 +85,9 @@ struct SnapshotMeta {
   // Of a frozen sequence: what came before these. Not written: whoever saves puts it into `session`.
   ReleasedText before;
   std::vector<SnapshotChunk> chunks;
+  // The chunks' names are the XXH3-128 chain hashes of versions 1.0 and 1.1, and the file is written as
+  // one of those: new names need the salt, which nobody knows here.
+  bool legacy_names = false;
   SnapshotHints hints;
   SnapshotPacks packs;  // of a manifest; empty: self-contained
   // Sections this version does not know, kept byte for byte so that write(read(x)) == x.

@@ -1,6 +1,7 @@
 // Small value types every room shares: index types that cannot be mixed up, dtypes, provenance.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -55,6 +56,17 @@ enum class Provenance : uint8_t {
 };
 const char* provenance_name(Provenance provenance);
 
+// What a sealed chunk is found by: a digest of all token ids up to its end, and of what they were
+// computed under. All zero: none. See core/chunk_namer.h.
+struct ChunkName {
+  std::array<uint64_t, 4> words{};  // little-endian
+
+  bool empty() const { return (words[0] | words[1] | words[2] | words[3]) == 0; }
+  friend bool operator==(const ChunkName& a, const ChunkName& b) { return a.words == b.words; }
+  friend bool operator!=(const ChunkName& a, const ChunkName& b) { return !(a == b); }
+};
+
+// XXH3-128: of contents, never of what somebody may choose.
 struct Hash128 {
   uint64_t low = 0;
   uint64_t high = 0;
@@ -64,10 +76,3 @@ struct Hash128 {
 };
 
 }  // namespace kvpager
-
-template <>
-struct std::hash<kvpager::Hash128> {
-  size_t operator()(const kvpager::Hash128& h) const noexcept {
-    return static_cast<size_t>(h.low ^ (h.high * 0x9E3779B97F4A7C15ull));
-  }
-};

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvpager.pager import Sequence
     from kvpager.runtime.engine import Engine
     from kvpager.runtime.session import Session
+    from kvpager.stores import SnapshotStore
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 def adopt_stored_prefix(engine: Engine, session: Session, ids: TokenIds) -> None:
     """Makes a session start from what the engine's store has of its prompt, if it has more.
 
-    A chunk's hash covers fingerprint and salt, so that what is found is this engine's own. Nothing
+    A chunk's name covers fingerprint and salt, so that what is found is this engine's own. Nothing
     that is wrong with the store is an error: it costs a warning and some tokens to compute. Chunks
     that turn out to be damaged when they are read are computed again.
     """
@@ -50,15 +51,29 @@ def adopt_stored_prefix(engine: Engine, session: Session, ids: TokenIds) -> None
             return
 
 
+def _longest(
+    store: SnapshotStore, engine: Engine, session: Session, hashes: list[bytes], ids: TokenIds
+) -> _core.SnapshotReader | None:
+    """The longest prefix of so many chunks, by their names, or by those of earlier formats."""
+    found = store.find_prefix(hashes)
+    if found is not None and found.sealed_chunks == len(hashes):
+        return found
+    text = ids[: len(hashes) * engine.layout.chunk_tokens]
+    older = store.find_prefix(engine.pager.legacy_chain_hashes(text, session.sequence.salt))
+    if found is None or (older is not None and older.sealed_chunks > found.sealed_chunks):
+        return older
+    return found
+
+
 def _restore(
     engine: Engine, session: Session, hashes: list[bytes], ids: TokenIds
 ) -> tuple[Sequence, _core.SnapshotReader] | None:
     """The longest prefix the store has, and where from; None if that is no more than is held."""
     assert engine.store is not None
-    reader = engine.store.find_prefix(hashes)
+    reader = _longest(engine.store, engine, session, hashes, ids)
     if reader is None or len(reader.tokens) <= session.committed:
         return None
     tokens = reader.tokens
-    if not np.array_equal(tokens, ids[: len(tokens)]):  # a hash finds, token ids decide
+    if not np.array_equal(tokens, ids[: len(tokens)]):  # a name finds, token ids decide
         raise CorruptSnapshotError(f"{reader.path}: its token ids are not those it was found by")
     return engine.pager.restore(SnapshotInfo.of(reader), salt=session.sequence.salt), reader

@@ -2,12 +2,13 @@
 
 A companion snapshot has one chunk per state. A chunk's layers are those that carry a state, and the
 last one is the hidden states of the last token; a layer's slice is the bytes of its tensors, one
-after the other. Its token ids are the 16 bytes of the chain hash of the text before it, by which a
-state is found.
+after the other. Its token ids are the 32 bytes of the name of the text before it, by which a state
+is found; in version 1 they were the 16 of its hash.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, FingerprintMismatchError, PagerError
@@ -23,8 +23,8 @@ from kvpager.hf.state import RecurrentState, Slot, StateShape
 from kvpager.pager import Layout, SnapshotInfo
 from kvpager.stores.companions import STATES, CompanionSnapshot
 
-_VERSION = 1
-_HASH_BYTES = 16  # of a chain hash; and ids of a chunk
+_VERSION = 2
+_NAME_BYTES = {1: 16, 2: 32}  # of a text's name, by version; and ids of a chunk
 _DIMS = (16, 64, 256)  # head_dim of the layout: a slice is whole pages of it
 _MOST_HEADS = 1024
 _ALIGNMENT = 16  # of a tensor within a slice
@@ -35,8 +35,10 @@ _log = logging.getLogger(__name__)
 class StateFormat:
     """Where each tensor of one model's states is in a chunk."""
 
-    def __init__(self, shape: StateShape) -> None:
+    def __init__(self, shape: StateShape, version: int = _VERSION) -> None:
+        """`version`: of the snapshots."""
         self.shape = shape
+        self.name_bytes = _NAME_BYTES[version]
         self._places: list[tuple[Slot, int, int]] = []  # slot, slice, offset within it
         layers = [*dict.fromkeys(slot.layer for slot in shape.slots), shape.hidden.layer]
         filled = [0] * len(layers)
@@ -44,7 +46,7 @@ class StateFormat:
             at = layers.index(slot.layer)
             self._places.append((slot, at, filled[at]))
             filled[at] += -(-slot.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.layout = _layout(len(layers), max(filled))
+        self.layout = _layout(len(layers), max(filled), self.name_bytes)
         self._slice_bytes = self.layout.chunk_bytes // len(layers)
 
     def pack(self, state: RecurrentState) -> np.ndarray[Any, Any]:
@@ -66,10 +68,10 @@ class StateFormat:
         return RecurrentState(position, tuple(tensors[:-1]), tensors[-1])
 
 
-def _layout(slices: int, slice_bytes: int) -> Layout:
+def _layout(slices: int, slice_bytes: int, chunk_tokens: int) -> Layout:
     """The smallest pages with which a slice is so large."""
     for dim in _DIMS:
-        page = 2 * dim * _HASH_BYTES * 4  # float32 keys and values
+        page = 2 * dim * chunk_tokens * 4  # float32 keys and values
         heads = max(1, -(-slice_bytes // page))
         if heads <= _MOST_HEADS // 16 or dim == _DIMS[-1]:
             return Layout(
@@ -77,7 +79,7 @@ def _layout(slices: int, slice_bytes: int) -> Layout:
                 kv_heads=heads,
                 k_dim=dim,
                 v_dim=dim,
-                chunk_tokens=_HASH_BYTES,
+                chunk_tokens=chunk_tokens,
                 k_dtype="float32",
                 v_dtype="float32",
             )
@@ -91,7 +93,7 @@ def freeze_states(
     exact: bool,
     fingerprint: str,
 ) -> CompanionSnapshot:
-    """States, each with the chain hash of the text before it, as they are saved.
+    """States, each with the name of the text before it, as they are saved.
 
     exact: whether they are what a cold run has. fingerprint: of the engine, JSON text.
     """
@@ -100,7 +102,7 @@ def freeze_states(
         layout=format_.layout.native(),
         tokens=np.frombuffer(b"".join(hashes), dtype=np.uint8).astype(np.int32),
         # Another name than the text's own chunk has: the two may be in one store.
-        chain_hashes=[xxhash.xxh3_128_digest(b"kvpager state\0" + one) for one in hashes],
+        chain_hashes=[_state_name(one) for one in hashes],
         exact=[exact] * len(states),
         payload=[format_.pack(state) for _, state in states],
     )
@@ -117,31 +119,35 @@ def freeze_states(
     )
 
 
+def _state_name(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=32, person=b"kvpager state").digest()
+
+
 class SavedStates:
     """States that an opened snapshot holds; each is read and verified when it is asked for."""
 
     def __init__(
         self, format_: StateFormat, snapshot: SnapshotInfo, names: Mapping[bytes, bytes]
     ) -> None:
-        """`names`: of each chain hash that the saver had for the text, the one it has here.
+        """`names`: of each name that the saver had for the text, the one it has here.
 
         Raises:
             FingerprintMismatchError, CorruptSnapshotError: not such states, or damaged.
         """
-        self._format = format_
+        self._format = StateFormat(format_.shape, _version_of(snapshot))
         self._reader = snapshot.reader
         self._chunk = {
             names[key]: (chunk, position)
-            for chunk, (key, position) in enumerate(_contents(format_, snapshot))
+            for chunk, (key, position) in enumerate(_contents(self._format, snapshot))
             if key in names
         }
 
     def held(self, hashes: Sequence[bytes]) -> list[int]:
-        """Positions at which there is a state, of a text with these chain hashes."""
+        """Positions at which there is a state, of a text with these names."""
         return [self._chunk[key][1] for key in hashes if key in self._chunk]
 
     def read(self, key: bytes) -> RecurrentState | None:
-        """The state behind the text of this chain hash; None if there is none, or not any more.
+        """The state behind the text of this name; None if there is none, or not any more.
 
         One that is damaged is forgotten, with a warning.
         """
@@ -156,13 +162,18 @@ class SavedStates:
             return None
 
 
-def _contents(format_: StateFormat, snapshot: SnapshotInfo) -> list[tuple[bytes, int]]:
-    """Chain hash and position of each chunk."""
-    path, session = snapshot.path, snapshot.session
-    if session.get("version") != _VERSION:
+def _version_of(snapshot: SnapshotInfo) -> int:
+    version: Any = snapshot.session.get("version")
+    if type(version) is not int or version not in _NAME_BYTES:
         raise CorruptSnapshotError(
-            f"{path}: session.version is {session.get('version')!r}; expected {_VERSION}"
+            f"{snapshot.path}: session.version is {version!r}; expected one of {[*_NAME_BYTES]}"
         )
+    return version
+
+
+def _contents(format_: StateFormat, snapshot: SnapshotInfo) -> list[tuple[bytes, int]]:
+    """Name of the text before, and position, of each chunk."""
+    path, session = snapshot.path, snapshot.session
     expected = format_.shape.to_json()
     if session.get("state") != expected or snapshot.layout != format_.layout:
         raise FingerprintMismatchError(
@@ -175,16 +186,16 @@ def _contents(format_: StateFormat, snapshot: SnapshotInfo) -> list[tuple[bytes,
     positions: Any = session.get("positions")
     chunks = snapshot.reader.sealed_chunks
     sound = isinstance(positions, list) and all(type(one) is int and one > 0 for one in positions)
-    if not sound or len(positions) != chunks or len(snapshot.tokens) != chunks * _HASH_BYTES:
+    if not sound or len(positions) != chunks or len(snapshot.tokens) != chunks * format_.name_bytes:
         raise CorruptSnapshotError(
             f"{path}: session.positions is {positions!r}; expected one position for each of "
             f"{chunks} states"
         )
     ids = snapshot.tokens
     if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < 256):
-        raise CorruptSnapshotError(f"{path}: tokens are not the bytes of chain hashes")
+        raise CorruptSnapshotError(f"{path}: tokens are not the bytes of names")
     raw = ids.astype(np.uint8).tobytes()
     return [
-        (raw[i * _HASH_BYTES : (i + 1) * _HASH_BYTES], position)
+        (raw[i * format_.name_bytes : (i + 1) * format_.name_bytes], position)
         for i, position in enumerate(positions)
     ]

@@ -187,9 +187,10 @@ class SnapshotStore(Protocol):
         ...
 
     def find_prefix(self, hashes: Sequence[bytes]) -> _core.SnapshotReader | None:
-        """The longest run of chunks with these chain hashes, from the first on; None without any.
+        """The longest run of chunks with these names, from the first on; None without any.
 
-        A hash finds a candidate. Whoever restores it compares the token ids.
+        Names of 32 bytes, or the hashes of 16 bytes of snapshots of 1.0 and 1.1. A name finds a
+        candidate; whoever restores it compares all token ids.
         """
         ...
 

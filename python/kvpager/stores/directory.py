@@ -161,10 +161,11 @@ class DirectoryStore:
             return reader
 
     def find_prefix(self, hashes: Sequence[bytes]) -> _core.SnapshotReader | None:
-        """The longest run of chunks with these chain hashes that a snapshot begins with.
+        """The longest run of chunks with these names that a snapshot begins with.
 
         Args:
-            hashes: of the full chunks of a text, as `_core.Pager.chain_hashes` makes them.
+            hashes: of the full chunks of a text, as `_core.Pager.chain_hashes` makes them; as
+                `legacy_chain_hashes` does, to look among snapshots of before format 1.2.
 
         Returns:
             A snapshot of these chunks alone, or None. Finding it counts as a use of the snapshot it

@@ -15,8 +15,9 @@ def longest_prefix(
 ) -> tuple[Snapshot, int] | None:
     """The snapshot to read it from, and of how many chunks it is.
 
-    A chain hash stands for all tokens up to its chunk, and for the fingerprint, salt and provenance
-    they were computed under, so that whoever has the k-th as chunk k has the ones before it too.
+    A name stands for all tokens up to its chunk, and for the fingerprint, salt and provenance they
+    were computed under, so that whoever has the k-th as chunk k has the ones before it too. With
+    the hashes of before format 1.2 that holds unless somebody made them collide: see who calls.
     Of several, the one that was used last.
 
     Args:

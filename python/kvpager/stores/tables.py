@@ -23,7 +23,7 @@ from kvpager.stores.own_name import name_in
 from kvpager.stores.segments import SegmentNote, noted_segment
 from kvpager.stores.sidecar import Sidecar
 
-KNOWN_MINOR = 1  # newest format this store writes; a newer file is read and left as it is
+KNOWN_MINOR = 2  # newest format this store writes; a newer file is read and left as it is
 
 
 class Stamp(NamedTuple):
@@ -201,4 +201,11 @@ def _kind(reader: Any) -> tuple[object, ...]:
     layout = reader.layout
     shape = (layout.layers, layout.kv_heads, layout.chunk_tokens, layout.k_dim, layout.v_dim)
     dtypes = (layout.k_dtype, layout.v_dtype)
-    return (*shape, *dtypes, reader.scorer, reader.summary_page_bytes, reader.fingerprint)
+    return (
+        *shape,
+        *dtypes,
+        reader.scorer,
+        reader.summary_page_bytes,
+        reader.fingerprint,
+        reader.legacy_names,
+    )

@@ -4,31 +4,41 @@
 #include <set>
 #include <vector>
 
-#include "core/chain_hash.h"
+#include "core/chunk_namer.h"
 #include "doctest.h"
 
 namespace kvpager {
 namespace {
 
 const std::vector<TokenId> kTokens = {1, 2, 3, 4};
-const Hash128 kRoot = chain_root("model", "");
+const ChunkNamer kNamer("model", "");
+
+ChunkName name_of(const std::vector<TokenId>& tokens, const ChunkName& parent = {},
+                  const ChunkNamer& namer = kNamer) {
+  return namer.next(parent, tokens.data(), static_cast<int64_t>(tokens.size()), Provenance::kExact);
+}
 
 RecordId sealed(Ledger* ledger, const std::vector<TokenId>& tokens = kTokens,
-                const Hash128& parent = kRoot) {
+                const ChunkName& parent = {}) {
   const RecordId id = ledger->create(ChunkState::kSealed);
   ChunkRecord& record = (*ledger)[id];
-  record.parent = parent;
   record.tokens = tokens;
-  record.hash =
-      chain_next(parent, tokens.data(), static_cast<int64_t>(tokens.size()), Provenance::kExact);
+  record.name = name_of(tokens, parent);
+  return id;
+}
+
+// A chunk that was computed after another one.
+RecordId sealed_after(Ledger* ledger, RecordId previous,
+                      const std::vector<TokenId>& tokens = kTokens) {
+  const RecordId id = sealed(ledger, tokens, (*ledger)[previous].name);
+  (*ledger)[id].index = (*ledger)[previous].index + 1;
+  (*ledger)[id].previous = ledger->ref(previous);
   return id;
 }
 
 std::optional<RecordId> find(const Ledger& ledger, const std::vector<TokenId>& tokens = kTokens,
-                             const Hash128& parent = kRoot) {
-  const int64_t count = static_cast<int64_t>(tokens.size());
-  return ledger.find(chain_next(parent, tokens.data(), count, Provenance::kExact), parent,
-                     tokens.data(), count);
+                             const ChunkName& parent = {}) {
+  return ledger.find(name_of(tokens, parent), tokens.data(), static_cast<int64_t>(tokens.size()));
 }
 
 TEST_CASE("a record goes from none to open to sealed to none") {
@@ -93,7 +103,7 @@ TEST_CASE("where a chunk's bytes are decides whether it has a copy below its blo
   CHECK(record.has_lower_copy());
 }
 
-TEST_CASE("only a published record is found, and only by its own hash, parent and tokens") {
+TEST_CASE("only a published record is found, and only by its own name and tokens") {
   Ledger ledger;
   const RecordId id = sealed(&ledger);
   CHECK_FALSE(find(ledger).has_value());
@@ -102,21 +112,69 @@ TEST_CASE("only a published record is found, and only by its own hash, parent an
   CHECK(ledger.published(id));
   CHECK(find(ledger) == id);
   CHECK_FALSE(find(ledger, {1, 2, 3, 5}).has_value());
-  CHECK_FALSE(find(ledger, kTokens, chain_root("model", "salt")).has_value());
+  CHECK_FALSE(find(ledger, kTokens, ledger[id].name).has_value());
+  const ChunkName salted = name_of(kTokens, {}, ChunkNamer("model", "salt"));
+  CHECK_FALSE(ledger.find(salted, kTokens.data(), 4).has_value());
   ledger.drop(id);
   CHECK_FALSE(find(ledger).has_value());
 }
 
-TEST_CASE("a hash alone is not believed: tokens, their number and the parent are compared") {
+TEST_CASE("a name alone is not believed: tokens and their number are compared") {
   Ledger ledger;
   const RecordId id = sealed(&ledger);
   ledger.publish(id);
-  const Hash128 hash = ledger[id].hash;
+  const ChunkName name = ledger[id].name;
   const std::vector<TokenId> other = {1, 2, 3, 5};
-  CHECK(ledger.find(hash, kRoot, kTokens.data(), 4) == id);
-  CHECK_FALSE(ledger.find(hash, kRoot, other.data(), 4).has_value());
-  CHECK_FALSE(ledger.find(hash, kRoot, kTokens.data(), 3).has_value());
-  CHECK_FALSE(ledger.find(hash, hash, kTokens.data(), 4).has_value());
+  CHECK(ledger.find(name, kTokens.data(), 4) == id);
+  CHECK_FALSE(ledger.find(name, other.data(), 4).has_value());
+  CHECK_FALSE(ledger.find(name, kTokens.data(), 3).has_value());
+}
+
+TEST_CASE("a chunk follows the very record it was computed after, and no other of that name") {
+  Ledger ledger;
+  const RecordId first = sealed(&ledger);
+  const RecordId twin = sealed(&ledger);  // the same name, or one that collides with it
+  const RecordId second = sealed_after(&ledger, first);
+  CHECK(ledger.follows(first, RecordId()));
+  CHECK(ledger.follows(second, first));
+  CHECK_FALSE(ledger.follows(second, twin));
+  CHECK_FALSE(ledger.follows(second, RecordId()));
+  CHECK_FALSE(ledger.follows(first, twin));
+  CHECK_FALSE(ledger.orphaned(first));
+  CHECK_FALSE(ledger.orphaned(second));
+}
+
+TEST_CASE("what takes the place of a dropped record is not what the chunk after it follows") {
+  Ledger ledger;
+  const RecordId first = sealed(&ledger);
+  const RecordId second = sealed_after(&ledger, first);
+  ledger.drop(first);
+  CHECK(ledger.orphaned(second));
+  const RecordId again = sealed(&ledger);
+  REQUIRE(again == first);  // the same place of the ledger
+  CHECK_FALSE(ledger.follows(second, again));
+  CHECK(ledger.orphaned(second));
+  ledger.adopt_orphan(second, again);
+  CHECK(ledger.follows(second, again));
+  CHECK_FALSE(ledger.orphaned(second));
+}
+
+TEST_CASE("what a chunk follows is not changed while that exists") {
+  Ledger ledger;
+  const RecordId first = sealed(&ledger);
+  const RecordId twin = sealed(&ledger);
+  const RecordId second = sealed_after(&ledger, first);
+  ledger.adopt_orphan(second, twin);
+  CHECK(ledger.follows(second, first));
+  CHECK_FALSE(ledger.follows(second, twin));
+}
+
+TEST_CASE("a chunk after tokens that are not known any more is orphaned") {
+  Ledger ledger;
+  const RecordId id = sealed(&ledger);
+  ledger[id].index = 7;
+  CHECK(ledger.orphaned(id));
+  CHECK_FALSE(ledger.follows(id, RecordId()));
 }
 
 TEST_CASE("the first record of a name stays the one that is found") {
@@ -216,34 +274,31 @@ TEST_CASE("each visits every live record and no other") {
   CHECK(seen == std::set<int32_t>{a.value(), c.value()});
 }
 
-TEST_CASE("records are found whatever was dropped before, also those whose hashes begin alike") {
+TEST_CASE("records are found whatever was dropped before, also those whose names begin alike") {
   Ledger ledger;
   std::mt19937_64 random(7);
   std::vector<RecordId> live;
-  const auto found = [&](const Hash128& hash) {
-    return ledger.find(hash, kRoot, kTokens.data(), 4);
-  };
+  const auto found = [&](const ChunkName& name) { return ledger.find(name, kTokens.data(), 4); };
   uint64_t made = 0;
   for (int step = 0; step < 4000; ++step) {
     if (live.size() < 40 || (live.size() < 300 && random() % 2 == 0)) {
       const RecordId id = ledger.create(ChunkState::kSealed);
       ChunkRecord& record = ledger[id];
       record.tokens = kTokens;
-      record.parent = kRoot;
       // Few beginnings: long runs of neighbours, most of whose tags are equal too.
-      record.hash = {random() % 16 + (random() % 4 == 0 ? uint64_t{made} << 40 : 0), ++made};
+      record.name = {{random() % 16 + (random() % 4 == 0 ? uint64_t{made} << 40 : 0), ++made}};
       ledger.publish(id);
       live.push_back(id);
     } else {
       const size_t which = random() % live.size();
-      const Hash128 hash = ledger[live[which]].hash;
+      const ChunkName name = ledger[live[which]].name;
       ledger.drop(live[which]);
       live[which] = live.back();
       live.pop_back();
-      CHECK_FALSE(found(hash).has_value());
+      CHECK_FALSE(found(name).has_value());
     }
     if (step % 16 == 0) {
-      for (const RecordId id : live) REQUIRE(found(ledger[id].hash) == id);
+      for (const RecordId id : live) REQUIRE(found(ledger[id].name) == id);
     }
   }
 }

@@ -186,6 +186,59 @@ PAGER_TEST(
   require_intact(pager, a);
 }
 
+// A row of 16 with K/V that are none of the pattern's.
+Known append_other_bytes(Pager& pager, const std::vector<TokenId>& tokens) {
+  const Known made{pager.create_sequence(""), tokens};
+  pager.begin(commit_rows(made.id, 0, tokens.data(), 16));
+  Rows k(kRows, 2, 16, 0.25f);
+  Rows v(kRows, 2, 16, 0.75f);
+  for (int layer = 0; layer < 2; ++layer) write_on_device(pager, layer, k.view(), v.view());
+  pager.commit_all();
+  return made;
+}
+
+PAGER_TEST("a chunk that was computed after another record of the same name is not shared") {
+  Pager pager(small_options(8, 32));
+  const Known a = create(pager, 16, 1);
+  Known b = append_other_bytes(pager, a.tokens);
+  append(pager, &b, some_tokens(16, 5));  // by its name it continues both
+  REQUIRE(pager.ledger(a.id)[0].chain_hash == pager.ledger(b.id)[0].chain_hash);
+  Known c = create(pager);
+  CHECK(pager.adopt_prefix(c.id, b.tokens) == 16);  // a's, which is the one that is found
+  c.tokens = a.tokens;
+  append(pager, &c, some_tokens(16, 5));
+  CHECK(pager.ledger(c.id)[1].references == 1);
+  require_intact(pager, c);
+  pager.check_invariants();
+}
+
+PAGER_TEST("what is sealed behind a chunk that two sequences sealed in one forward is kept once") {
+  Pager pager(small_options(12, 32));
+  const std::vector<TokenId> tokens = some_tokens(16, 3);
+  const std::vector<TokenId> first(tokens.begin(), tokens.begin() + 8);
+  Known a = create(pager);
+  Known b = create(pager);
+  append(pager, &a, first);
+  append(pager, &b, first);
+  std::vector<RowDescriptor> rows = commit_rows(a.id, 8, tokens.data() + 8, 8, 8);
+  for (const RowDescriptor& row : commit_rows(b.id, 8, tokens.data() + 8, 8, 8)) {
+    rows.push_back(row);
+  }
+  pager.begin(rows);
+  run_layers(pager, rows, tokens);
+  pager.commit_all();
+  a.tokens = b.tokens = tokens;
+  CHECK(pager.stats().chunks_shared == 0);  // neither was there when the other was sealed
+  append(pager, &b, some_tokens(16, 6));
+  append(pager, &a, some_tokens(16, 6));
+  CHECK(pager.stats().chunks_shared == 1);
+  Known c = create(pager);
+  CHECK(pager.adopt_prefix(c.id, a.tokens) == 32);
+  pager.check_invariants();
+  require_intact(pager, a);
+  require_intact(pager, b);
+}
+
 PAGER_TEST("closing is final: the sequence is unknown to every call, and another one can be made") {
   Pager pager(small_options(8, 32));
   const Known a = create(pager, 20, 1);

@@ -363,7 +363,7 @@ TEST_CASE("ImpossibleLayoutsAndCountsAreRefusedByName") {
 TEST_CASE("ChunkRecordsThatContradictTheTokensAreRefusedByName") {
   Victim victim;
   const size_t chunks = victim.offset_of(kChunks);
-  constexpr size_t kStride = 32 + 2 * 8;
+  constexpr size_t kStride = 48 + 2 * 8;
   for (size_t c = 0; c < 4; ++c) {
     const std::string name = "chunks[" + std::to_string(c) + "].";
     for (const int32_t valid : {0, -1, 4, 9, INT32_MAX, INT32_MIN}) {
@@ -376,12 +376,12 @@ TEST_CASE("ChunkRecordsThatContradictTheTokensAreRefusedByName") {
                    [&](std::string* bytes) { put<uint8_t>(bytes, chunks + c * kStride + 7, 1); });
     expect_refused(&victim, name + "chain_hash", Outcome::kCorrupt, [&](std::string* bytes) {
       const uint64_t value = c < 3 ? 0 : 1;
-      put(bytes, chunks + c * kStride + 8, value);
-      put(bytes, chunks + c * kStride + 16, value);
+      for (size_t word = 0; word < 4; ++word)
+        put(bytes, chunks + c * kStride + 8 + 8 * word, value);
     });
   }
   expect_refused(&victim, "chunks[3].summary_checksum", Outcome::kCorrupt,
-                 [&](std::string* bytes) { put<uint64_t>(bytes, chunks + 3 * kStride + 24, 1); });
+                 [&](std::string* bytes) { put<uint64_t>(bytes, chunks + 3 * kStride + 40, 1); });
 }
 
 TEST_CASE("ABulkChecksumThatContradictsTheChunkTableIsRefused") {
@@ -479,7 +479,7 @@ TEST_CASE("APacksSectionThatContradictsItselfOrTheTokensIsRefusedByName") {
                  put_at(entry_at(kPacksIndex) + 2, uint8_t{2}));
   // Without its packs it is a file whose payload is missing.
   refused("payload.size", [&](std::string* bytes) {
-    put(bytes, kMinorAt, uint16_t{0});
+    put(bytes, kMinorAt, kNamesMinor);
     put(bytes, entry_at(kPacksIndex) + 2, uint8_t{2});
     put(bytes, entry_at(kPacksIndex) + 3, uint8_t{0});
   });

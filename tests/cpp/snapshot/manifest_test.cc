@@ -66,13 +66,35 @@ TEST_CASE("AManifestReadsAsTheFileThatHoldsEverything") {
       CHECK(a.meta.hints.last_use == b.meta.hints.last_use);
       CHECK(a.meta.unknown == b.meta.unknown);
       CHECK(whole->logical_digest() == manifest->logical_digest());
-      CHECK(manifest->minor_version() == 1);
-      CHECK(whole->minor_version() == 0);
+      CHECK(manifest->minor_version() == 2);
+      CHECK(whole->minor_version() == 2);
       CHECK(manifest->file_bytes() ==
             static_cast<int64_t>(std::filesystem::file_size(store.manifest())));
       CHECK(manifest->verify(2, {}).empty());
     }
   }
+}
+
+TEST_CASE("AFileWithNamesOfBeforeVersion12IsWrittenAgainAsOneOfItsVersion") {
+  const StoredSample store(legacy_sample());
+  const auto whole = SnapshotReader::open(store.self_contained());
+  const auto manifest = store.open();
+  CHECK(whole->minor_version() == 0);
+  CHECK(manifest->minor_version() == 1);
+  CHECK(whole->meta().legacy_names);
+  CHECK(manifest->meta().legacy_names);
+  CHECK(manifest->verify(1, {}).empty());
+  const std::string again = store.folder() + "/snapshots/again.kvsnap";
+  write_manifest(again, read_all(*manifest), manifest->meta().packs);
+  CHECK(read_bytes(again) == read_bytes(store.manifest()));
+}
+
+TEST_CASE("ChunksOfBeforeAndSinceVersion12AreNotGatheredIntoOneFile") {
+  const StoredSample old(legacy_sample());
+  const StoredSample store;
+  CHECK(says(error_of<InvalidArgumentError>(
+                 [&] { SnapshotReader::gather({{store.open(), 0}, {old.open(), 1}}, "both"); }),
+             "before and since version 1.2"));
 }
 
 TEST_CASE("WritingAManifestThatWasReadGivesTheSameBytes") {
@@ -106,6 +128,7 @@ TEST_CASE("AManifestHasOneTo256PacksAndNoMoreThanSealedChunks") {
 
 TEST_CASE("TheLowestMinorVersionThatSufficesIsTheOnlyOneThisReaderTakesOfThoseItKnows") {
   const StoredSample store;
+  const StoredSample legacy(legacy_sample());
   const auto with_minor = [](const std::string& path, uint16_t minor) {
     std::string bytes = read_bytes(path);
     put(&bytes, kMinorAt, minor);
@@ -114,11 +137,15 @@ TEST_CASE("TheLowestMinorVersionThatSufficesIsTheOnlyOneThisReaderTakesOfThoseIt
     return [path] { SnapshotReader::open(path); };
   };
   const std::string whole = store.self_contained();
-  CHECK(
-      says(error_of<CorruptSnapshotError>(with_minor(whole, 1)), "header.minor is 1, expected 0"));
-  CHECK(says(error_of<CorruptSnapshotError>(with_minor(store.manifest(), 0)),
-             "header.minor is 0, expected 1"));
-  CHECK_NOTHROW(with_minor(whole, 2)());
+  const auto refused = [&](const std::string& path, uint16_t minor, const char* words) {
+    CHECK(says(error_of<CorruptSnapshotError>(with_minor(path, minor)), words));
+  };
+  refused(whole, 1, "header.minor is 1, expected 2");
+  refused(store.manifest(), 0, "header.minor is 0, expected 2");
+  refused(legacy.self_contained(), 1, "header.minor is 1, expected 0");
+  refused(legacy.self_contained(), 2, "header.minor is 2, expected 0");
+  refused(legacy.manifest(), 0, "header.minor is 0, expected 1");
+  CHECK_NOTHROW(with_minor(whole, 3)());
   CHECK_NOTHROW(with_minor(store.manifest(), 9)());
   CHECK(store.open()->minor_version() == 9);
 }

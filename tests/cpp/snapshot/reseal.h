@@ -66,7 +66,8 @@ inline void reseal_bulk(std::string* bytes) {
   if (!inside(*bytes, layout) || layout.size < 12 || !inside(*bytes, chunks)) return;
   const auto layers = get<uint32_t>(*bytes, layout.offset);
   const auto chunk_tokens = get<uint32_t>(*bytes, layout.offset + 8);
-  const uint64_t stride = 32 + uint64_t{8} * layers;
+  const size_t fixed = chunks.version < kChunksVersion ? 32 : 48;
+  const uint64_t stride = fixed + uint64_t{8} * layers;
   const bool manifest = is_manifest(*bytes);
   std::string slices;
   std::string summaries;
@@ -74,8 +75,8 @@ inline void reseal_bulk(std::string* bytes) {
     const size_t from = chunks.offset + at;
     const bool sealed = get<uint32_t>(*bytes, from) == chunk_tokens;
     if (sealed && manifest) continue;
-    slices.append(*bytes, from + 32, stride - 32);
-    if (sealed) summaries.append(*bytes, from + 24, 8);
+    slices.append(*bytes, from + fixed, stride - fixed);
+    if (sealed) summaries.append(*bytes, from + fixed - 8, 8);
   }
   put(bytes, entry_at(kPayload - 1) + 24, xxh3_64(slices.data(), slices.size()));
   put(bytes, entry_at(kSummaries - 1) + 24, xxh3_64(summaries.data(), summaries.size()));

@@ -132,7 +132,8 @@ inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_
     const int64_t left = tokens - c * layout.chunk_tokens;
     chunk.valid = static_cast<int32_t>(std::min<int64_t>(left, layout.chunk_tokens));
     chunk.provenance = static_cast<Provenance>(c % 3);
-    if (chunk.valid == layout.chunk_tokens) chunk.chain_hash = {seed + 1, ~seed};
+    if (chunk.valid == layout.chunk_tokens)
+      chunk.chain_hash = {{seed + 1, ~seed, seed + 2, ~seed - 1}};
     out.payload.push_back(noise(static_cast<size_t>(layout.chunk_bytes()), seed));
     std::vector<uint64_t> slices;
     for (int layer = 0; layer < layout.layers; ++layer) {
@@ -147,6 +148,16 @@ inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_
     }
   }
   return out;
+}
+
+// One of before version 1.2.
+inline Sample legacy_sample() {
+  Sample sample = make_sample(small_layout(), 7 * 8 + 5);
+  sample.meta.legacy_names = true;
+  for (SnapshotChunk& chunk : sample.meta.chunks) {
+    chunk.chain_hash = {{chunk.chain_hash.words[0], chunk.chain_hash.words[1], 0, 0}};
+  }
+  return sample;
 }
 
 // Three sealed chunks and a tail of five tokens, hints, two sections from the future.

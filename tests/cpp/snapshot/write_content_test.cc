@@ -97,10 +97,10 @@ TEST_CASE("AManifestHoldsTheTailAndSaysWhereTheOtherChunksAre") {
     CHECK(content.all_given_back());
 
     const auto manifest = SnapshotReader::open(folder.file("manifest"), folder.path());
-    CHECK(manifest->minor_version() == 1);
+    CHECK(manifest->minor_version() == 2);
     CHECK(manifest->meta().packs.places.size() == 3);
     const auto whole = SnapshotReader::open(folder.file("whole"));
-    CHECK(whole->minor_version() == 0);
+    CHECK(whole->minor_version() == 2);
     CHECK(manifest->logical_digest() == whole->logical_digest());
     const Sample read = read_all(*manifest);
     CHECK(read.payload == content.sample().payload);

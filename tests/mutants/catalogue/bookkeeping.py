@@ -81,10 +81,10 @@ BOOKKEEPING = (
         name="a-tag-is-taken-for-a-hash",
         breaks="10: a hash finds a candidate, and only its own",
         file="csrc/core/ledger.cc",
-        old="entry.tag == tag && (*this)[entry.record].hash == hash",
+        old="entry.tag == tag && (*this)[entry.record].name == name",
         new="entry.tag == tag",
         killers=(
-            LEDGER + "records are found whatever was dropped before, also those whose hashes "
+            LEDGER + "records are found whatever was dropped before, also those whose names "
             "begin alike",
         ),
     ),

@@ -164,8 +164,8 @@ PAGING = (
         name="decode-chunks-can-be-found",
         breaks="10: only exact chunks are findable by hash",
         file="csrc/pager/commit.cc",
-        old="    if (seal.provenance == Provenance::kExact) ledger.publish(seal.open);\n",
-        new="    ledger.publish(seal.open);\n",
+        old="    if (seal.provenance == Provenance::kExact) publish(seal.open, previous);\n",
+        new="    publish(seal.open, previous);\n",
         killers=(
             FORWARD
             + "a forward of fewer than M rows makes chunks of provenance decode, which nobody "
@@ -185,30 +185,87 @@ PAGING = (
     Mutant(
         name="a-name-without-its-provenance",
         breaks="10: other provenance has other hashes",
-        file="csrc/core/chain_hash.cc",
-        old="  buffer[2] = static_cast<uint64_t>(provenance);\n",
-        new="  (void)provenance;\n",
+        file="csrc/core/chunk_namer.cc",
+        old="      message[4] = static_cast<uint64_t>(link.provenance);\n",
+        new="      message[4] = 0;\n",
         killers=(
-            "cpp/core/chain_hash_test.cc::"
-            "a chunk's name depends on every token, their order, the parent and the provenance",
+            "cpp/core/chunk_namer_test.cc::"
+            "a name depends on every token, their order and number, the parent and the provenance",
         ),
     ),
     Mutant(
         name="a-hash-alone-is-believed",
-        breaks="prefix reuse compares token ids and the parent's hash, not only a hash",
+        breaks="prefix reuse compares token ids, not only a name",
         file="csrc/core/ledger.cc",
         old="      !std::equal(tokens, tokens + count, record.tokens.begin())) {",
         new="      tokens == nullptr) {",
         killers=(
             "cpp/core/ledger_test.cc::"
-            "a hash alone is not believed: tokens, their number and the parent are compared",
+            "a name alone is not believed: tokens and their number are compared",
+        ),
+    ),
+    Mutant(
+        name="a-chunk-follows-whatever-has-the-name",
+        breaks="10: a chunk is shared behind the very chunk that it was computed after",
+        file="csrc/core/ledger.h",
+        old="    return record.previous.serial != 0 && "
+        "record.previous.serial == (*this)[previous].serial;\n",
+        new="    return record.index > 0;\n",
+        killers=(
+            "cpp/core/ledger_test.cc::"
+            "a chunk follows the very record it was computed after, and no other of that name",
+        ),
+    ),
+    Mutant(
+        name="a-record-in-the-same-place-is-the-same",
+        breaks="a record that took the place of another one is not taken for it",
+        file="csrc/core/ledger.cc",
+        old="  record.serial = next_serial_++;\n",
+        new="  record.serial = static_cast<uint64_t>(id.value()) + 1;\n",
+        killers=(
+            "cpp/core/ledger_test.cc::"
+            "what takes the place of a dropped record is not what the chunk after it follows",
+        ),
+    ),
+    Mutant(
+        name="adoption-proves-the-last-link-alone",
+        breaks="10: adoption proves the whole prefix by identity",
+        file="csrc/pager/sequences.cc",
+        old="    if (found && !continues(*found, end / c - 1, previous)) found.reset();\n",
+        new="",
+        killers=(
+            SHARING
+            + "a chunk that was computed after another record of the same name is not shared",
+        ),
+    ),
+    Mutant(
+        name="names-without-a-key",
+        breaks="names cannot be computed, or collided, without the salt",
+        file="csrc/core/chunk_namer.cc",
+        old="  return Blake2b(kNameBytes, key.data(), kNameBytes, kChunkPerson);\n",
+        new="  (void)key;\n  return Blake2b(kNameBytes, nullptr, 0, kChunkPerson);\n",
+        killers=(
+            "python/test_chunk_names.py::test_nobody_without_the_salt_can_compute_a_name",
+            "cpp/core/chunk_namer_test.cc::"
+            "namespace and salt of a name cannot be moved into one another",
+        ),
+    ),
+    Mutant(
+        name="lanes-mix-their-messages",
+        breaks="several names made at a time are those of each alone",
+        file="csrc/core/blake2b_v3.cc",
+        old="word_at(from[3] + 8 * i)};",
+        new="word_at(from[2] + 8 * i)};",
+        killers=(
+            "cpp/core/blake2b_test.cc::"
+            "several messages at a time have the digests of each alone, at every length",
         ),
     ),
     Mutant(
         name="salts-share",
         breaks="tenants with other salts share no chunk",
-        file="csrc/core/chain_hash.cc",
-        old="  XXH3_128bits_update(&state, salt.data(), salt.size());\n",
+        file="csrc/core/chunk_namer.cc",
+        old="  message += salt;\n",
         new="",
         killers=(
             SHARING + "salts, tenants, do not share",
@@ -219,8 +276,8 @@ PAGING = (
         name="equal-names-swap-bytes",
         breaks="10: a chunk whose bytes differ from those of its name is not replaced by them",
         file="csrc/pager/commit.cc",
-        old="if (found && checksums(*found) == checksums(&seal)) {",
-        new="if (found) {",
+        old="if (same_text && checksums(*found) == checksums(&seal)) {",
+        new="if (same_text) {",
         killers=(
             SHARING
             + "a chunk with the same tokens but other bytes is never swapped for the one that was "

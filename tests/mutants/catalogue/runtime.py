@@ -108,8 +108,8 @@ RUNTIME = (
         name="recomputed-chunks-are-not-proved",
         breaks="a damaged chunk computed again is taken only with the bits that were saved",
         file="csrc/pager/commit.cc",
-        old="if (found && checksums(*found) == checksums(&seal)) {",
-        new="if (found && (ledger[*found].damaged || checksums(*found) == checksums(&seal))) {",
+        old="if (same_text && checksums(*found) == checksums(&seal)) {",
+        new="if (same_text && (ledger[*found].damaged || checksums(*found) == checksums(&seal))) {",
         killers=(
             "model/test_recompute.py::test_computed_bits_that_are_not_the_saved_ones_are_refused",
         ),

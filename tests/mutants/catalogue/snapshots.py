@@ -78,15 +78,36 @@ SNAPSHOTS = (
         name="the-chain-is-not-proved",
         breaks="a restore proves that tokens, fingerprint and salt are those of the chunks",
         file="csrc/pager/restore.cc",
-        old="    if (!(chain_next(before, meta.tokens.data() + i * c, c, chunk.provenance) ==\n"
-        "          chunk.chain_hash)) {",
-        new="    if (before == chunk.chain_hash) {",
+        old="      if (names[i] != name(first + i)) refuse_link(reader, first + i);\n",
+        new="",
         killers=(
             "cpp/pager/restore_test.cc::"
             "another salt, fingerprint, layout or scorer is refused, naming what differs, and "
             "nothing changes",
             "hostile/test_corruption_classes.py::"
             "test_tokens_or_chunk_table_of_another_file_do_not_give_the_chain",
+        ),
+    ),
+    Mutant(
+        name="the-chain-of-an-old-snapshot-is-not-verified",
+        breaks="the hashes of files of before 1.2 still show what is damaged or mixed up",
+        file="csrc/pager/restore.cc",
+        old="    if (!(hash == legacy_hash(chunk.chain_hash))) refuse_link(reader, i);\n",
+        new="",
+        killers=(
+            "python/test_golden_snapshots.py::"
+            "test_the_chain_of_hashes_of_an_old_snapshot_is_still_verified",
+        ),
+    ),
+    Mutant(
+        name="an-old-snapshot-keeps-its-hashes-for-names",
+        breaks="chunks of files of before 1.2 are renamed as they are read",
+        file="csrc/pager/restore.cc",
+        old="file_namespace == options.namespace_key && !meta.legacy_names ? sealed : 0;",
+        new="file_namespace == options.namespace_key ? sealed : 0;",
+        killers=(
+            "python/test_golden_snapshots.py::"
+            "test_what_was_renamed_as_it_was_read_is_found_by_its_new_names",
         ),
     ),
     Mutant(
@@ -179,8 +200,8 @@ SNAPSHOTS = (
         name="a-name-heals-a-damaged-chunk",
         breaks="10: a damaged chunk is read from another file only where the bytes are the same",
         file="csrc/pager/restore.cc",
-        old="ledger[*found].checksums == chunk.slice_checksum)) {",
-        new="!ledger[*found].checksums.empty())) {",
+        old="    return checksums(found) == meta.chunks[static_cast<size_t>(i)].slice_checksum;\n",
+        new="    return !checksums(found).empty();\n",
         killers=(
             DAMAGE
             + "a file with other bytes under the same names heals nothing and is itself restored",

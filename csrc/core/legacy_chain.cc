@@ -1,4 +1,4 @@
-#include "core/chain_hash.h"
+#include "core/legacy_chain.h"
 
 #include <cstring>
 #include <vector>
@@ -16,7 +16,7 @@ Hash128 digest(XXH3_state_t* state) {
 
 }  // namespace
 
-Hash128 chain_root(const std::string& namespace_key, const std::string& salt) {
+Hash128 legacy_root(const std::string& namespace_key, const std::string& salt) {
   XXH3_state_t state;
   XXH3_128bits_reset(&state);
   // Lengths first: no two (key, salt) pairs can spell the same bytes.
@@ -27,8 +27,8 @@ Hash128 chain_root(const std::string& namespace_key, const std::string& salt) {
   return digest(&state);
 }
 
-Hash128 chain_next(const Hash128& parent, const TokenId* tokens, int64_t count,
-                   Provenance provenance) {
+Hash128 legacy_next(const Hash128& parent, const TokenId* tokens, int64_t count,
+                    Provenance provenance) {
   // One buffer, one call: a streaming state costs more to set up than these few hundred bytes to
   // hash.
   thread_local std::vector<uint64_t> buffer;
