@@ -1,0 +1,239 @@
+"""What a change costs: decode and prefill of this tree beside those of another checkout.
+
+    git worktree add ../before v0.1 && (cd ../before && make build)
+    .venv/bin/python bench/against.py ../before/.venv/bin/python
+
+Each checkout runs in a process of its own, with its own environment. The two take turns, one short
+round each, in an order that changes, and what is told is the ratio of such pairs: a machine whose
+speed drifts changes both. Both get the same tokens. Neither can be told from the other by what ran
+before it: every prompt is new, and its session is closed when the round ends.
+
+The figures go to bench/results/against.json, with the commits of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUND = {  # tokens of a round: of some tenths of a second, where a step takes that little
+    "decode tiny-fp32": 128,
+    "decode tiny-fp32, 16 sessions": 40,
+    "decode gqa8-bf16": 16,
+    "prefill tiny-fp32": 4096,
+    "prefill gqa8-bf16": 512,
+}
+CONTEXT = 200  # tokens before what is decoded
+LAYERS = 4
+
+Seconds = tuple[float, float]  # of the clock, of the processor
+
+
+def measure(ours: str, other: str, pairs: int, threads: int) -> dict[str, Any]:
+    """Seconds of each round, of both checkouts in turn."""
+    runners = [_Runner(ours, threads), _Runner(other, threads)]
+    results: dict[str, Any] = {}
+    order = random.Random(0)
+    try:
+        for work in ROUND:
+            seconds: list[tuple[Seconds, Seconds]] = []
+            for number in range(-2, pairs):
+                pair: list[Seconds] = [(0.0, 0.0)] * 2
+                for which in order.sample([0, 1], 2):
+                    pair[which] = runners[which].round(work, number)
+                if number >= 0:
+                    seconds.append((pair[0], pair[1]))
+            results[work] = {
+                kind: summary([(a[i], b[i]) for a, b in seconds])
+                for i, kind in enumerate(("clock", "processor"))
+            }
+            for kind, found in results[work].items():
+                print(f"{work:32} {kind:10} {line(found)}", flush=True)
+    finally:
+        for runner in runners:
+            runner.close()
+    return results
+
+
+def summary(seconds: list[tuple[float, float]]) -> dict[str, Any]:
+    """Ratio of pairs (this tree's seconds over the other's): median, and its 95 % interval."""
+    ratios = [a / b for a, b in seconds]
+    draw = random.Random(1)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return {
+        "pairs": len(ratios),
+        "ratio": statistics.median(ratios),
+        "ratio_low": medians[49],
+        "ratio_high": medians[1949],
+        "fastest_ratio": min(a for a, _ in seconds) / min(b for _, b in seconds),
+        "seconds": statistics.median(a for a, _ in seconds),
+        "other_seconds": statistics.median(b for _, b in seconds),
+    }
+
+
+def line(found: dict[str, Any]) -> str:
+    """A result, for people."""
+    return (
+        f"{found['ratio']:.4f} of the other's time ({found['ratio_low']:.4f} to "
+        f"{found['ratio_high']:.4f}; fastest rounds {found['fastest_ratio']:.4f}; "
+        f"{1e3 * found['seconds']:.1f} ms a round)"
+    )
+
+
+class Timer:
+    """Seconds since it was made: of the clock, and of the processor, all threads together."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def seconds(self) -> Seconds:
+        return time.perf_counter() - self._wall, time.process_time() - self._cpu
+
+
+class _Runner:
+    """A process of one checkout that runs a round when told."""
+
+    def __init__(self, python: str, threads: int) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+        self._process = subprocess.Popen(
+            [python, __file__, "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd="/",
+        )
+        if self._answer() != "ready":
+            raise SystemExit(f"{python} did not start")
+
+    def round(self, work: str, number: int) -> Seconds:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([work, number]) + "\n")
+        self._process.stdin.flush()
+        wall, cpu = self._answer().split()
+        return float(wall), float(cpu)
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def serve() -> None:
+    """The child: reads [work, number] by line, answers with seconds."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    works = _works()
+    print("ready", flush=True)
+    for request in sys.stdin:
+        work, number = json.loads(request)
+        print(*works[work](number), flush=True)
+
+
+def _works() -> dict[str, Callable[[int], Seconds]]:
+    import numpy as np
+
+    from kvpager import Engine
+    from kvpager_bench import subjects
+
+    engines = {
+        "tiny-fp32": Engine(subjects.load_model("shipped"), pool_tokens=8192),
+        "gqa8-bf16": Engine(subjects.load_model("gqa8-bf16", layers=LAYERS), pool_tokens=8192),
+    }
+
+    def ids(engine: Engine, tokens: int, number: int) -> Any:
+        return np.random.default_rng(number + 1000).integers(8, engine.vocab_size, tokens)
+
+    def decode(name: str, sessions: int, tokens: int, number: int) -> Seconds:
+        engine = engines[name]
+        made = [engine.session() for _ in range(sessions)]
+        for i, session in enumerate(made):
+            session.prefill(ids(engine, CONTEXT, 100 * number + i))
+        stream = engine.generate_many(made, tokens, eos=None)
+        for _ in range(2 * sessions):
+            next(stream)
+        timer = Timer()
+        for _ in stream:
+            pass
+        seconds = timer.seconds()
+        for session in made:
+            session.close()
+        return seconds
+
+    def prefill(name: str, tokens: int, number: int) -> Seconds:
+        engine = engines[name]
+        session = engine.session()
+        prompt = ids(engine, tokens, number)
+        timer = Timer()
+        session.prefill(prompt)
+        seconds = timer.seconds()
+        session.close()
+        return seconds
+
+    works: dict[str, Callable[[int], Seconds]] = {}
+    for work, tokens in ROUND.items():
+        kind, _, rest = work.partition(" ")
+        name, _, packed = rest.partition(", ")
+        sessions = int(packed.split()[0]) if packed else 1
+        if kind == "decode":
+            works[work] = lambda n, a=name, b=sessions, c=tokens: decode(a, b, c, n)
+        else:
+            works[work] = lambda n, a=name, c=tokens: prefill(a, c, n)
+    return works
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("other", nargs="?", help="the other checkout's python")
+    parser.add_argument(
+        "--pairs", type=int, default=40, help="rounds of each (default %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="torch threads (default %(default)s)"
+    )
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve()
+        return
+    if arguments.other is None or not Path(arguments.other).exists():
+        parser.error(
+            f"other is {arguments.other!r}; expected the path of another checkout's python"
+        )
+    from kvpager_bench import harness
+
+    other = str(Path(arguments.other).absolute())  # not resolved: a link decides the environment
+    report = {
+        "what": "seconds of this tree over those of the other, per round of the same work",
+        "environment": {**harness.environment(), "threads": arguments.threads},
+        "other_commit": _commit(Path(other).parents[2]),
+        "results": measure(sys.executable, other, arguments.pairs, arguments.threads),
+    }
+    target = ROOT / "bench" / "results" / "against.json"
+    target.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {target.relative_to(ROOT)}")
+
+
+def _commit(folder: Path) -> str:
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
