@@ -103,8 +103,12 @@ def test_closing_inside_a_forward_is_refused_and_changes_nothing(engine, monkeyp
         refused.append(error)
         return begin(batch, rows)
 
+    def waits_for_itself():
+        raise AssertionError("close would wait for the forward that it is called in")
+
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "_begin", closes)
+        patch.setattr(engine.turns, "end", waits_for_itself)
         assert len(list(session.generate(3, eos=None))) == 3
     assert refused
     assert not engine.closed
