@@ -68,6 +68,7 @@ from kvpager.runtime.segments.assemble import assemble
 from kvpager.runtime.segments.segment import Segment
 from kvpager.runtime.segments.shelf import Segments
 from kvpager.runtime.session import Session
+from kvpager.runtime.settling import settle
 from kvpager.runtime.speculation import Speculate, SpeculationStats
 from kvpager.runtime.stream import (
     MODEL_EOS,
@@ -730,7 +731,7 @@ class Engine:
         watch = ModelWatch(self.model)
         recurrent = is_recurrent(self.model)
         if recurrent or not proven:
-            self._settle()
+            settle(self, watch)
         with reporting_bytes(progress, "hash weights") as report:
             self.fingerprint: Mapping[str, Any] = fingerprints.describe(
                 self.model,
@@ -747,7 +748,8 @@ class Engine:
         watch.check(thorough=True)
         self._watch = watch
 
-    def _settle(self) -> None:
+    def settle(self, small_rows: str | tuple[int, ...]) -> None:
+        """Finds row counts, layout and what follows. `small_rows`: as in `PagerConfig`."""
         exact = self.config.exact is not False
         self.recurrence: Recurrence | None = None
         self.row_proof: RowProof | None = None
@@ -757,7 +759,7 @@ class Engine:
             seen, self.row_counts, self.recurrence = settle_states(self.model, self._choices[0])
         else:
             seen, self.row_counts, self.row_proof = settle_rows(
-                self.model, self._choices, small_rows=self.config.small_rows, exact=exact
+                self.model, self._choices, small_rows=small_rows, exact=exact
             )
         self.layout = layout_of(
             self.model,
@@ -775,19 +777,23 @@ class Engine:
         """A pager for the model as it is known, and what runs it; an older one is closed first."""
         if hasattr(self, "pager"):
             self.pager.close()
-        self.pager = Pager(
+        self.pager = self.new_pager(self.config, self.fingerprint)
+        vars(self).pop("key_mover", None)
+        self._make_runner()
+
+    def new_pager(self, config: PagerConfig, fingerprint: Mapping[str, Any]) -> Pager:
+        """A pager for the model's forwards; the caller closes it."""
+        return Pager(
             self.layout,
-            self.config,
+            config,
             rows=self.rows,
             smaller_rows=self.row_counts.smaller,
-            fingerprint=self.fingerprint,
+            fingerprint=fingerprint,
             threads=self._threads,
             device=self.place.name,
             q_heads=self._numerics.q_heads,
             window=self._numerics.window,
         )
-        vars(self).pop("key_mover", None)
-        self._make_runner()
 
     def _make_runner(self) -> None:
         unchanged = Unchanged(self.model, self._watch)

@@ -7,6 +7,7 @@ COUNTS = "model/test_row_counts.py::"
 DEFECTS = "model/test_defects_exact.py::"
 SEAM = "model/test_checks_of_the_seam.py::"
 BETWEEN = "model/test_operations_between_modules.py::"
+MIXTURES = "model/test_counts_of_mixtures.py::"
 
 PROBES = (
     Mutant(
@@ -32,6 +33,60 @@ PROBES = (
             DEFECTS + "test_decode_is_swept_by_decoding",
             COUNTS + "test_one_product_with_other_bits_at_one_count_drops_this_count_and_is_named",
         ),
+    ),
+    Mutant(
+        name="counts-of-mixtures-are-not-checked-at-start",
+        breaks="a mixture's counts are used where a short text has the bits of M in them",
+        file="python/kvpager/runtime/settling.py",
+        old="    if not _to_be_checked(engine):\n",
+        new="    if engine is not None:\n",
+        killers=(
+            MIXTURES + "test_a_count_that_a_short_text_finds_other_bits_in_is_dropped_and_named",
+        ),
+    ),
+    Mutant(
+        name="a-difference-at-start-is-ignored",
+        breaks="a count that a short text finds other bits in is not used",
+        file="python/kvpager/runtime/settling.py",
+        old='    engine.settle("fixed")\n',
+        new="",
+        killers=(
+            MIXTURES + "test_a_count_that_a_short_text_finds_other_bits_in_is_dropped_and_named",
+        ),
+    ),
+    Mutant(
+        name="only-the-head-is-checked-at-start",
+        breaks="a mixture's forwards are checked in the counts below M, not its head alone",
+        file="python/kvpager/runtime/count_trial.py",
+        old="        rows = counts.smaller or (counts.rows,)\n",
+        new="        rows = (counts.rows,)\n",
+        killers=(
+            MIXTURES + "test_a_count_that_a_short_text_finds_other_bits_in_is_dropped_and_named",
+        ),
+    ),
+    Mutant(
+        name="keys-and-values-are-not-compared-at-start",
+        breaks="the short check compares raw bits of K/V",
+        file="python/kvpager/runtime/count_trial.py",
+        old="            return self._difference_of_kv(texts) or other_logits\n",
+        new="            return other_logits\n",
+        killers=(MIXTURES + "test_keys_and_values_are_compared_as_raw_bits",),
+    ),
+    Mutant(
+        name="m-alone-is-taken-without-a-check",
+        breaks="a mixture that differs in forwards of M too is refused",
+        file="python/kvpager/runtime/settling.py",
+        old="    _require_one_way(engine, watch)\n",
+        new="",
+        killers=(MIXTURES + "test_a_model_whose_rows_depend_on_their_place_in_m_is_refused",),
+    ),
+    Mutant(
+        name="a-count-that-was-asked-for-is-dropped-silently",
+        breaks="a count of small_rows that gives other bits is refused by name",
+        file="python/kvpager/runtime/settling.py",
+        old="    if not isinstance(config.small_rows, str):\n",
+        new="    if config.small_rows is None:\n",
+        killers=(MIXTURES + "test_a_count_that_was_asked_for_is_refused_by_name",),
     ),
     Mutant(
         name="head-rows-not-padded",
