@@ -13,5 +13,6 @@ void bind_pager(pybind11::module_& m);
 void bind_device(pybind11::module_& m);
 void bind_testing(pybind11::module_& m);
 void bind_watch(pybind11::module_& m);
+void bind_locks(pybind11::module_& m);
 
 }  // namespace kvpager

@@ -17,4 +17,5 @@ PYBIND11_MODULE(_core, m) {
   kvpager::bind_device(m);
   kvpager::bind_testing(m);
   kvpager::bind_watch(m);
+  kvpager::bind_locks(m);
 }

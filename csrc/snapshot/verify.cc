@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <system_error>
@@ -10,6 +11,7 @@
 #include <tuple>
 
 #include "kvpager/error.h"
+#include "kvpager/process.h"
 
 namespace kvpager::snapshot {
 
@@ -61,6 +63,7 @@ class Verification {
   std::mutex mutex_;  // guards what follows
   std::vector<SnapshotDamage> damage_;
   std::exception_ptr failure_;
+  const MadeIn process_;
 };
 
 int64_t Verification::bytes_of(const Piece& piece) const {
@@ -207,9 +210,14 @@ void Verification::work(const SnapshotProgress* progress) {
       check(plan_.pieces[i], buffer.get());
       const int64_t done = done_ += bytes_of(plan_.pieces[i]);
       if (progress != nullptr && *progress) (*progress)(done, plan_.total);
+      process_.require("verification");  // the callback may have forked
     }
   } catch (...) {
     next_ = plan_.pieces.size();  // the others stop as well
+    if (process_.forked()) {      // where one of them may hold the mutex for ever
+      failure_ = std::current_exception();
+      return;
+    }
     const std::lock_guard<std::mutex> guard(mutex_);
     if (failure_ == nullptr) failure_ = std::current_exception();
   }
@@ -221,14 +229,18 @@ std::vector<SnapshotDamage> Verification::run(int threads, const SnapshotProgres
   }
   plan();
   const size_t useful = std::min(static_cast<size_t>(threads), plan_.pieces.size());
-  std::vector<std::thread> team;
+  auto team = std::make_unique<std::vector<std::thread>>();
   try {
-    while (team.size() + 1 < useful) team.emplace_back([this] { work(nullptr); });
+    while (team->size() + 1 < useful) team->emplace_back([this] { work(nullptr); });
   } catch (const std::system_error&) {
     // No more threads to be had: those there are do it.
   }
   work(&progress);
-  for (std::thread& thread : team) thread.join();
+  if (process_.forked()) {  // a child has no such threads, and cannot even let them go
+    static_cast<void>(team.release());
+    std::rethrow_exception(failure_);
+  }
+  for (std::thread& thread : *team) thread.join();
   if (failure_ != nullptr) std::rethrow_exception(failure_);
   if (progress) progress(plan_.total, plan_.total);
   std::sort(damage_.begin(), damage_.end(), [](const auto& a, const auto& b) {

@@ -14,8 +14,11 @@ __all__: list[str] = [
     "CHUNKS_PER_SPLIT",
     "CapacityError",
     "ChunkInfo",
+    "Claim",
+    "ContextValue",
     "CorruptSnapshotError",
     "DeviceError",
+    "ExclusiveLock",
     "FingerprintMismatchError",
     "InvalidArgumentError",
     "InvariantError",
@@ -23,18 +26,21 @@ __all__: list[str] = [
     "Layout",
     "NonFiniteError",
     "ObjectTable",
+    "OwnedFile",
     "OwnedForward",
     "OwnedPin",
     "OwnedSequence",
     "Pager",
     "PagerError",
     "PagerOptions",
+    "Place",
     "SNAPSHOT_VERSION",
     "Selection",
     "SnapshotContent",
     "SnapshotReader",
     "SnapshotWriter",
     "StorageError",
+    "Turns",
     "UnsupportedVersionError",
     "arm_fault",
     "attention_of",
@@ -702,6 +708,104 @@ class ByteWatch:
     def total_bytes(self) -> int:
         """
         Of all ranges.
+        """
+
+class OwnedFile:
+    """
+    An open file; closed when it is dropped, and on exec.
+    """
+    def __enter__(self) -> typing.Any: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(
+        self,
+        path: str,
+        flags: typing.SupportsInt | typing.SupportsIndex,
+        mode: typing.SupportsInt | typing.SupportsIndex = 438,
+    ) -> None:
+        """
+        As os.open. Raises OSError.
+        """
+    def close(self) -> None:
+        """
+        Closing twice is allowed.
+        """
+    def fileno(self) -> int:
+        """
+        The descriptor, which stays this object's.
+        """
+    def lock(self, operation: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        flock(); False if somebody else has it and LOCK_NB is given.
+        """
+    def unlock(self) -> None:
+        """
+        Takes the lock back; in a forked child nothing.
+        """
+
+class ExclusiveLock:
+    """
+    Holds a file's flock() for as long as the block runs. The file is made where it is missing.
+    """
+    def __enter__(self) -> typing.Any:
+        """
+        Raises StorageError.
+        """
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self, path: str) -> None: ...
+    def entered(self) -> None:
+        """
+        What the block gets; called with the lock held.
+        """
+    def leaving(self, error: typing.Any) -> None:
+        """
+        Called with the lock held, and with what the block raised or None.
+        """
+
+class ContextValue:
+    """
+    Sets a context variable for as long as the block runs.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self, variable: typing.Any, value: typing.Any) -> None: ...
+
+class Place:
+    """
+    What one at a time may have, and nobody waits for.
+    """
+    def __init__(self) -> None: ...
+
+class Claim:
+    """
+    Tries to have a place for as long as the block runs.
+    """
+    def __enter__(self) -> bool:
+        """
+        Whether it is had.
+        """
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self, place: Place) -> None: ...
+
+class Turns:
+    """
+    A lock of forwards that knows who holds it, and that nobody gets any more once it was ended.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
+    def end(self) -> None:
+        """
+        Waits for the forward that runs; later ones are refused. Twice is harmless.
+        """
+    @property
+    def ended(self) -> bool:
+        """
+        Whether `end` was called.
+        """
+    @property
+    def held_here(self) -> bool:
+        """
+        Whether this thread is in a forward.
         """
 
 def arm_fault(

@@ -259,6 +259,18 @@ def engine_in_child(folder: Path) -> None:
                 lambda: engine.run([TOKENS[:40] % 64], 2),
                 lambda: engine.score(TOKENS[:40] % 64),
                 engine.stats,
+                engine.weights_changed,
+                engine.scheduler,
+                lambda: engine.cache_segment(TOKENS[:40] % 64, name="part"),
+                lambda: engine.assemble([TOKENS[:40] % 64]),
+                lambda: engine.restore("a", store=store),
+                lambda: engine.prefill_many([session], [TOKENS[:200] % 64]),
+                lambda: list(engine.generate_many([session], 1)),
+                lambda: session.append(TOKENS[:4] % 64),
+                lambda: session.update(TOKENS[:40] % 64),
+                lambda: list(session.regenerate(2)),
+                lambda: session.pin(0, C),
+                session.ledger,
                 handle.result,
                 handle.wait,
                 handle.cancel,
@@ -338,6 +350,31 @@ def fork_while_writing(folder: Path) -> None:
     assert pager.open_snapshot(folder / "b.kvsnap").tokens.size == 12 * 256
 
 
+def fork_while_verifying(folder: Path) -> None:
+    """A child of `verify`'s progress callback does not wait for threads that it has not."""
+    pager, sequence = paged(folder)
+    sequence.save(folder / "a.kvsnap")
+    reader = pager.open_snapshot(folder / "a.kvsnap")
+    children: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        if children:
+            return
+        children.append(os.fork())
+        if children[0] == 0:
+            signal.alarm(60)
+
+    me = os.getpid()
+    try:
+        found = reader.verify(4, progress)
+    except InvalidArgumentError as error:
+        os._exit(0 if os.getpid() != me and "forked from it" in str(error) else 1)
+    if os.getpid() != me:
+        os._exit(2)
+    assert found == []
+    assert os.waitpid(children[0], 0)[1] == 0
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -347,6 +384,7 @@ PROGRAMS = {
         exits_normally,
         engine_in_child,
         fork_while_writing,
+        fork_while_verifying,
     )
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from small_store import CHUNK, FRONT, Author, C, files, names, packs, size, text
 
+from kvpager import _core
 from kvpager.errors import (
     CorruptSnapshotError,
     InvalidArgumentError,
@@ -278,13 +278,8 @@ def test_any_other_time_to_live_is_refused_before_anything_is_made(
     assert not folder.exists()
 
 
-def test_a_file_system_without_flock_is_named_as_the_cause(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+def test_a_file_system_without_flock_is_named_as_the_cause(store: DirectoryStore) -> None:
+    _core.arm_fault("file.lock", 0, errno.ENOLCK)
     with pytest.raises(StorageError, match=r"needs a file system with flock\(\)"):
         store.entries()
 
@@ -294,20 +289,20 @@ def test_a_store_that_may_only_be_read_is_read(
 ) -> None:
     author.save(store, "turn", text(3 * C))
 
-    def refuse(what: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
-        def call(*args: Any, **more: Any) -> Any:
-            if writes(*args):
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS), args[0])
-            return what(*args, **more)
+    def refuse(path: object, **_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
-        return call
-
-    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-    monkeypatch.setattr(os, "open", refuse(os.open, lambda _, flags, *__: bool(flags & writing)))
-    monkeypatch.setattr(os, "utime", refuse(os.utime, lambda *_: True))
+    monkeypatch.setattr(os, "utime", refuse)
+    hashes = author.hashes(text(3 * C))
+    for error in (errno.EROFS, errno.EACCES, errno.EPERM):
+        for read in (lambda: store.open("turn"), store.entries, lambda: store.find_prefix(hashes)):
+            _core.arm_fault("file.open", 0, error)  # the lock, to write
+            assert read() is not None
     author.check(store.open("turn"), text(3 * C))
     assert names(store) == ["turn"]
-    assert store.find_prefix(author.hashes(text(3 * C))) is not None
+    _core.arm_fault("file.open", 0, errno.ENOSPC)
+    with pytest.raises(StorageError, match="lock: No space left"):
+        store.entries()
 
 
 # Locks.

@@ -6,14 +6,13 @@ sequence a row belongs to. The running forward knows; it is found through a cont
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from kvpager import _core
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf.mask_windows import mask_window
 
@@ -68,14 +67,9 @@ class CallProbe:
 _running: ContextVar[RowAttention | CallProbe | None] = ContextVar("kvpager_forward", default=None)
 
 
-@contextmanager
-def running(forward: RowAttention | CallProbe) -> Iterator[None]:
-    """Makes `forward` the one that attention calls in this context belong to."""
-    token = _running.set(forward)
-    try:
-        yield
-    finally:
-        _running.reset(token)
+def running(forward: RowAttention | CallProbe) -> _core.ContextValue:
+    """Makes `forward` the one that attention calls in this context belong to, within a `with`."""
+    return _core.ContextValue(_running, forward)
 
 
 def is_running() -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from kvpager import _core
 from kvpager import fingerprint as fingerprints
 from kvpager.config import PagerConfig
 from kvpager.device import resolve
@@ -79,7 +80,6 @@ from kvpager.runtime.stream import (
     seeds_of,
 )
 from kvpager.runtime.tokens import TokenIdsLike, as_token_ids
-from kvpager.runtime.turns import Turns
 from kvpager.runtime.unchanged import Unchanged
 from kvpager.salts import stretched
 from kvpager.stores import SnapshotStore, StoreEntry
@@ -180,7 +180,7 @@ class Engine:
         self.saves = Saves()
         self._schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
         self._closing = threading.Lock()
-        self.turns = Turns()  # of forwards
+        self.turns = _core.Turns()  # of forwards
         self.trims = TrimCounters()  # of all sessions
         self.segments = Segments(self)
         self.checkpoints = Checkpoints(

@@ -34,7 +34,7 @@ def renew(engine: Engine, progress: Progress) -> None:
     engine.saves.wait()  # which write under the name that they began with
     found = False
     try:
-        with engine.runner.between_forwards():
+        with engine.turns:  # between forwards
             _find_out(engine, progress)
             found = True
             _forget(engine)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpager import _core
 from kvpager.hf import Head, RowCounts, dummy_mask, packed_inputs, running
 from kvpager.hf.attention import RowAttention
 from kvpager.hf.decoder import decoder_of
@@ -21,7 +22,6 @@ from kvpager.hf.state import RecurrentState
 from kvpager.pager import Forward, Pager
 from kvpager.runtime.batch import Batch
 from kvpager.runtime.to_host import ToHost
-from kvpager.runtime.turns import Turns
 from kvpager.runtime.unchanged import Unchanged
 
 
@@ -79,7 +79,7 @@ class Runner:
         row_counts: RowCounts,
         unchanged: Unchanged,
         recurrence: Recurrence | None = None,
-        turns: Turns | None = None,
+        turns: _core.Turns | None = None,
     ) -> None:
         """`recurrence`: of the model's recurrent layers, if any. `turns`: None for its own."""
         self.unchanged = unchanged
@@ -92,7 +92,7 @@ class Runner:
         self._device = model.device
         self._mask = dummy_mask(self._device)
         self._to_host = ToHost(self._device)
-        self.turns = turns or Turns()
+        self.turns = turns or _core.Turns()
         self.forwards = 0
         self.rows = 0  # of all forwards, padding included
         self.rows_used = 0
@@ -176,12 +176,6 @@ class Runner:
             self.rows_used += batch.used
             self.seconds += time.perf_counter() - start
         return heard.layers
-
-    @contextmanager
-    def between_forwards(self) -> Iterator[None]:
-        """Keeps forwards from beginning, once the running one has ended."""
-        with self.turns:
-            yield
 
     def find_rotation(self) -> KeyMover:
         """How position enters the model's keys, found out between two forwards."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from kvpager import _core
 from kvpager.errors import (
     CapacityError,
     InvalidArgumentError,
@@ -71,7 +71,7 @@ class Scheduler:
         self._cancelled: deque[Request] = deque()
         self._blocked: list[tuple[Request, CapacityError]] = []  # of this step
         self._ending: str | None = None  # why nothing is taken any more
-        self._stepping = threading.Lock()
+        self._stepping = _core.Place()
         self._queues = threading.Lock()  # others submit while one steps
 
     def submit(
@@ -220,13 +220,18 @@ class Scheduler:
 
     def step_if_open(self) -> list[tuple[Request, Token]]:
         """`step`, which brings nothing where somebody has closed the scheduler or its engine."""
-        with self._alone():
-            try:
-                return [] if self._is_over() else self._step()
-            except InvalidArgumentError:  # sessions that are being closed right now
-                if self._is_over():
-                    return []
-                raise
+        try:
+            with _core.Claim(self._stepping) as alone:
+                if not alone:
+                    raise InvalidArgumentError("step: another step of this scheduler is running")
+                try:
+                    return [] if self._is_over() else self._step()
+                except InvalidArgumentError:  # sessions that are being closed right now
+                    if self._is_over():
+                        return []
+                    raise
+        finally:
+            self._end_if_idle()
 
     def _step(self) -> list[tuple[Request, Token]]:
         self._engine.runner.unchanged.check_settings()
@@ -273,13 +278,11 @@ class Scheduler:
 
     def _end_if_idle(self) -> None:
         """Ends what is not finished, unless a step runs, which does it when it returns."""
-        if self._ending is None or not self._stepping.acquire(blocking=False):
+        if self._ending is None:
             return
-        try:
-            for request in list(self._unfinished.values()):
+        with _core.Claim(self._stepping) as alone:
+            for request in list(self._unfinished.values()) if alone else ():
                 self._finish(request, self._ending)
-        finally:
-            self._stepping.release()
 
     def __enter__(self) -> Scheduler:
         return self
@@ -291,16 +294,6 @@ class Scheduler:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._stepping.acquire(blocking=False):
-            raise InvalidArgumentError("step: another step of this scheduler is running")
-        try:
-            yield
-        finally:
-            self._stepping.release()
-            self._end_if_idle()
 
     def _reap(self) -> None:
         """Ends what was cancelled, or was told its last token when something interrupted."""

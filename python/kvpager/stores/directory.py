@@ -24,7 +24,6 @@ from kvpager.stores.companions import CompanionSnapshot
 from kvpager.stores.creation import open_or_create
 from kvpager.stores.damage import check_places
 from kvpager.stores.group_saving import GroupSaving
-from kvpager.stores.lock import exclusive
 from kvpager.stores.names import check_name
 from kvpager.stores.own_name import misnamed, name_in
 from kvpager.stores.prefix import longest_prefix
@@ -337,27 +336,12 @@ class DirectoryStore:
     def __repr__(self) -> str:
         return f"DirectoryStore({self.path!r})"
 
-    @contextlib.contextmanager
-    def _locked(
-        self, *, files_only: bool = False
-    ) -> Iterator[tuple[Catalogue, StoreSettings, int]]:
+    def _locked(self, *, files_only: bool = False) -> _Locked:
         """The store as it is now, for as long as the block runs: catalogue, settings and time.
 
         files_only: times of last use and sizes may be old, which spares listing unchanged folders.
         """
-        with _system_errors(self.path), exclusive(f"{self.path}/lock"):
-            settings = StoreSettings.read(self.path)
-            try:
-                if files_only:
-                    self._catalogue.refresh_files()
-                else:
-                    self._catalogue.refresh()
-                yield self._catalogue, settings, time.time_ns()
-            except PagerError:
-                raise
-            except BaseException:
-                self._catalogue.forget()
-                raise
+        return _Locked(self.path, self._catalogue, files_only=files_only)
 
     def _settings(self) -> StoreSettings:
         with _system_errors(self.path):
@@ -442,6 +426,41 @@ def _bytes_of(
         own += alone * each
         shared += (len(chunks) - alone) * each
     return own, shared
+
+
+class _Locked(_core.ExclusiveLock):
+    """A store's lock and what the store is while it is held."""
+
+    def __init__(self, folder: str, catalogue: Catalogue, *, files_only: bool) -> None:
+        super().__init__(f"{folder}/lock")
+        self._folder = folder
+        self._catalogue = catalogue
+        self._files_only = files_only
+
+    def entered(self) -> tuple[Catalogue, StoreSettings, int]:  # type: ignore[override]
+        """Catalogue, settings and time in ns, read with the lock held."""
+        try:
+            with _system_errors(self._folder):
+                settings = StoreSettings.read(self._folder)
+                if self._files_only:
+                    self._catalogue.refresh_files()
+                else:
+                    self._catalogue.refresh()
+        except BaseException as error:
+            self._forget_after(error)
+            raise
+        return self._catalogue, settings, time.time_ns()
+
+    def leaving(self, error: BaseException | None) -> None:
+        """Raises StorageError for what the system refused within the block."""
+        self._forget_after(error)
+        with _system_errors(self._folder):
+            if isinstance(error, OSError) and not isinstance(error, PagerError):
+                raise error
+
+    def _forget_after(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, PagerError):
+            self._catalogue.forget()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from kvpager import _core
 from kvpager.stores.names import temporary_name
 
 SMALL_BYTES = 65536  # more than any settings or sidecar has
@@ -23,16 +24,13 @@ def read_json(path: str, limit: int = SMALL_BYTES) -> Any:
         ValueError: it is larger than `limit` bytes, or not JSON.
     """
     # O_NONBLOCK: opening a pipe must not wait for its other end.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
+    with _core.OwnedFile(path, os.O_RDONLY | os.O_NONBLOCK) as file:
+        status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
         if status.st_size > limit:
             raise ValueError(f"{status.st_size} bytes, expected at most {limit}")
-        data = os.read(descriptor, limit)
-    finally:
-        os.close(descriptor)
+        data = os.read(file.fileno(), limit)
     try:
         return json.loads(data)
     except RecursionError as error:
@@ -43,15 +41,10 @@ def write_atomically(path: str, text: str) -> None:
     """Puts `text` where `path` says: temporary name, fsync, rename, fsync of the folder."""
     folder = str(Path(path).parent)
     temporary = f"{folder}/{temporary_name()}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            data = text.encode()
-            if os.write(descriptor, data) != len(data):
-                raise OSError(errno.ENOSPC, "only a part could be written", path)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with _core.OwnedFile(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+            _write(file.fileno(), text.encode(), path)
+            os.fsync(file.fileno())
         Path(temporary).rename(path)
     except BaseException:
         remove(temporary)
@@ -59,16 +52,19 @@ def write_atomically(path: str, text: str) -> None:
     sync_folder(folder)
 
 
+def _write(descriptor: int, data: bytes, path: str) -> None:
+    if os.write(descriptor, data) != len(data):
+        raise OSError(errno.ENOSPC, "only a part could be written", path)
+
+
 def sync_folder(folder: str) -> None:
     """Makes renames and removals in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system without folders to sync
-            raise
-    finally:
-        os.close(descriptor)
+    with _core.OwnedFile(folder, os.O_RDONLY | os.O_DIRECTORY) as file:
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system without folders to sync
+                raise
 
 
 def remove(path: str) -> None:

@@ -2,67 +2,30 @@
 
 Every acquisition has a descriptor of its own, so that threads of one process exclude each other as
 processes do. Descriptors are closed on exec, and every lock is taken back before its descriptor is
-closed, so that a forked child does not go on holding what its parent let go.
+closed, so that a forked child does not go on holding what its parent let go. Native objects own
+both from the first instant, so that an interrupt loses none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from kvpager.errors import StorageError
-from kvpager.process import MadeIn
+from kvpager import _core
 
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW
 
 
-@contextlib.contextmanager
-def exclusive(path: str) -> Iterator[None]:
+def exclusive(path: str) -> _core.ExclusiveLock:
     """Holds the lock file at `path`, made where it is missing, for as long as the block runs.
 
-    Raises:
-        StorageError: the file cannot be had, or its file system has no flock().
+    Entering it raises StorageError or OSError: the file cannot be had, or its file system has no
+    flock(). The `with` statement must be given this very object: its native methods leave an
+    interrupt no instant between taking the lock and the block.
     """
-    made_in = MadeIn()
-    descriptor = _open_lock(path)  # nothing between it and the block that closes it
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            raise StorageError(
-                f"{path}: cannot lock the store: {error.strerror}; a directory store needs a file "
-                "system with flock(), such as a local one"
-            ) from error
-        try:
-            yield
-        finally:
-            _unlock(descriptor, made_in)
-    finally:
-        os.close(descriptor)
-
-
-def _unlock(descriptor: int, made_in: MadeIn) -> None:
-    """Takes a lock back from forked children too, who have a copy of the descriptor.
-
-    A child that ends a block it was forked in does not take it from its parent.
-    """
-    if made_in.forked:
-        return
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def _open_lock(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
-    except OSError as error:
-        # A store that may only be read is locked all the same.
-        if error.errno not in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise
-        return os.open(path, os.O_RDONLY | _FLAGS)
+    return _core.ExclusiveLock(path)
 
 
 def in_use(path: str) -> bool:
@@ -71,39 +34,31 @@ def in_use(path: str) -> bool:
     REQUIRES: the store's lock, without which the answer is old when it arrives.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+        with _core.OwnedFile(path, _FLAGS) as file:
+            return not file.lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 class Hold:
     """Keeps files from being removed by anybody who asks `in_use` first. A context manager."""
 
     def __init__(self) -> None:
-        self._descriptors: list[int] = []
-        self._made_in = MadeIn()
+        self._files: list[_core.OwnedFile] = []
 
     def add(self, paths: Iterable[str]) -> None:
         """Holds these files too. REQUIRES: the store's lock, so that none is being removed."""
         for path in paths:
-            descriptor = os.open(path, os.O_RDONLY | _FLAGS)
-            self._descriptors.append(descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._files.append(_core.OwnedFile(path, _FLAGS))
+            if not self._files[-1].lock(fcntl.LOCK_SH | fcntl.LOCK_NB):
+                raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
 
     def release(self) -> None:
         """Lets all of them go. Doing so twice is harmless."""
-        while self._descriptors:
-            descriptor = self._descriptors.pop()
-            _unlock(descriptor, self._made_in)
-            os.close(descriptor)
+        for file in self._files:
+            file.unlock()
+            file.close()
+        self._files.clear()
 
     def __enter__(self) -> Hold:
         return self

@@ -175,6 +175,39 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("the first query row that is not finite is found, of the rows that are some part's") {
+  constexpr int kRows = 7;
+  for (const KernelTable* table : runnable_kernels()) {
+    const KernelOverride tier(*table);
+    for (const int dim : {16, 24, 40, 64}) {
+      const size_t row_floats = 3 * static_cast<size_t>(dim);
+      for (const float bad :
+           {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
+            std::numeric_limits<float>::quiet_NaN()}) {
+        for (size_t row = 0; row < kRows; ++row) {
+          for (const size_t place : {size_t{0}, row_floats / 2, row_floats - 1}) {
+            std::vector<float> q(kRows * row_floats, -3.4e38f);
+            std::vector<int32_t> part(kRows, 0);
+            const auto find = [&] {
+              return find_non_finite(view_of(q, kRows, 3, dim), part.data());
+            };
+            CHECK(find() == -1);
+            q[row * row_floats + place] = bad;
+            CHECK(find() == static_cast<int64_t>(row));
+            part[row] = -1;  // padding may hold anything
+            CHECK(find() == -1);
+            part[row] = 5;
+            q[0] = bad;
+            CHECK(find() == 0);
+            part[0] = -1;
+            CHECK(find() == (row == 0 ? -1 : static_cast<int64_t>(row)));
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("rows after the valid ones become zero and the valid ones stay") {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     const Layout layout = small_layout(dtype);

@@ -103,9 +103,9 @@ OWNERSHIP = (
     Mutant(
         name="a-forked-child-takes-a-lock-back",
         breaks="6: a forked child takes back no lock of its parent's",
-        file="python/kvpager/stores/lock.py",
-        old="    if made_in.forked:\n        return\n",
-        new="",
+        file="csrc/bindings/locks.cc",
+        old="    if (descriptor_ >= 0 && !process_.forked()) ::flock",
+        new="    if (descriptor_ >= 0) ::flock",
         killers=(FORK + "[fork_while_writing]",),
     ),
 )
