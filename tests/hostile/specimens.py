@@ -116,7 +116,8 @@ def make_specimens(folder):
     (made.folder / "packs").mkdir()
     (made.folder / "snapshots").mkdir()
     pager = make_pager()
-    content = pager.core.freeze(fill(pager.sequence(), TOKENS).uid)
+    sequence = fill(pager.sequence(), TOKENS)
+    content = pager.core.freeze(sequence.uid)
     fingerprint = pager.fingerprint_json
     write_single(made.single, content, fingerprint)
     first = write_single(made.pack(0), content, fingerprint, '{"pack":true}', [0, 2])
@@ -127,7 +128,8 @@ def make_specimens(folder):
     packs = [(PACK_IDS[0], 2), (PACK_IDS[1], 1)]
     writer.write_manifest(content, packs, places, checksums, fingerprint, '{"n":1}')
     writer.publish()
-    another = pager.core.freeze(fill(pager.sequence(), TOKENS, seed=1).uid)
+    sequence = fill(pager.sequence(), TOKENS, seed=1)
+    another = pager.core.freeze(sequence.uid)
     write_single(made.other, another, fingerprint)
     del content, another
     return made

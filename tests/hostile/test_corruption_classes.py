@@ -496,7 +496,8 @@ def test_a_pack_replaced_by_another_sound_pack_gives_no_bytes_of_it(files, speci
     sound = _core.SnapshotReader.open(str(specimens.manifest))
     expected = [bytes(sound.read_chunk(c)) for c in range(sound.chunks)]
     pager = make_pager()
-    stranger = pager.core.freeze(fill(pager.sequence(), LENGTH, seed=5).uid)
+    sequence = fill(pager.sequence(), LENGTH, seed=5)
+    stranger = pager.core.freeze(sequence.uid)
     for which in ([0, 2], [0], [0, 1, 2]):
         write_single(files.pack(), stranger, pager.fingerprint_json, '{"pack":true}', which)
         check_gives_only(files.manifest, expected)
