@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpager import Engine
+from kvpager import Engine, _core
 from kvpager.config import Dense, PagerConfig
 from kvpager.errors import InvalidArgumentError
 from kvpager.pager import ROW_COMMIT, Layout, Pager, Sequence
@@ -264,7 +264,7 @@ def engine_in_child(folder: Path) -> None:
                 lambda: engine.cache_segment(TOKENS[:40] % 64, name="part"),
                 lambda: engine.assemble([TOKENS[:40] % 64]),
                 lambda: engine.restore("a", store=store),
-                lambda: engine.prefill_many([session], [TOKENS[:200] % 64]),
+                lambda: engine.prefill_many([(session, TOKENS[:200] % 64)]),
                 lambda: list(engine.generate_many([session], 1)),
                 lambda: session.append(TOKENS[:4] % 64),
                 lambda: session.update(TOKENS[:40] % 64),
@@ -352,9 +352,9 @@ def fork_while_writing(folder: Path) -> None:
 
 def fork_while_verifying(folder: Path) -> None:
     """A child of `verify`'s progress callback does not wait for threads that it has not."""
-    pager, sequence = paged(folder)
+    _pager, sequence = paged(folder)
     sequence.save(folder / "a.kvsnap")
-    reader = pager.open_snapshot(folder / "a.kvsnap")
+    reader = _core.SnapshotReader.open(str(folder / "a.kvsnap"))
     children: list[int] = []
 
     def progress(done: int, total: int) -> None:
