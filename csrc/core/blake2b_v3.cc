@@ -2,12 +2,32 @@
 #include <cstring>
 
 #include "core/blake2b_lanes.h"
-#include "core/blake2b_rounds.h"
 
 namespace kvpager {
 namespace {
 
 using Lanes = uint64_t __attribute__((vector_size(8 * kBlake2bLanes)));
+using Bytes = uint8_t __attribute__((vector_size(8 * kBlake2bLanes)));
+
+// Whole bytes change places in one instruction.
+template <int kRight>
+inline Lanes rotated(Lanes words) {
+  if constexpr (kRight % 8 != 0) return words >> kRight | words << (64 - kRight);
+  Bytes from{};
+  for (size_t i = 0; i < sizeof(Bytes); ++i) {
+    from[i] = static_cast<uint8_t>(i / 8 * 8 + (i + kRight / 8) % 8);
+  }
+  return reinterpret_cast<Lanes>(__builtin_shuffle(reinterpret_cast<Bytes>(words), from));
+}
+
+}  // namespace
+}  // namespace kvpager
+
+#include "core/blake2b_rounds.h"
+
+namespace kvpager {
+namespace {
+
 constexpr size_t kBlockBytes = 128;
 
 uint64_t word_at(const unsigned char* from) {
