@@ -90,7 +90,7 @@ class Sizes:
             num_attention_heads=self.q_heads,
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
-            max_position_embeddings=2 * max(self.contexts),
+            max_position_embeddings=2 * max(*self.contexts, self.dense_context),
             tie_word_embeddings=False,
             dtype=torch.bfloat16,
         )
