@@ -142,6 +142,7 @@ def forwards(model: Any, arguments: argparse.Namespace, report: Report) -> None:
         chunk_tokens=CHUNK_TOKENS,
         selection=selection,
         host_bytes=2 * arguments.context * token_bytes(model),
+        beyond_max_positions=True,
     )
     with Engine(model, config) as engine:
         fit, rows, steps = engine.row_counts.fit, engine.rows, arguments.steps

@@ -60,7 +60,9 @@ class Turn:
 
 
 def configuration() -> PagerConfig:
-    return PagerConfig(pool_tokens=POOL_TOKENS, selection=TopK(chunks=CHUNKS))
+    return PagerConfig(
+        pool_tokens=POOL_TOKENS, selection=TopK(chunks=CHUNKS), beyond_max_positions=True
+    )
 
 
 def prompt(task: dict[str, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

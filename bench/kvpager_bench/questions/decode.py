@@ -155,7 +155,7 @@ def measure_ours(
     model: Any, contexts: list[int], steps: int, selection: Dense | TopK
 ) -> tuple[dict[int, Split], dict[str, Any], Any]:
     """The split at every context; one session grows through them."""
-    config = PagerConfig(pool_tokens=POOL_TOKENS, selection=selection)
+    config = PagerConfig(pool_tokens=POOL_TOKENS, selection=selection, beyond_max_positions=True)
     with Engine(model, config) as engine:
         kv = KV(*subjects.random_kv(engine.layout, KV_TOKENS, seed=0))
         session = engine.session()

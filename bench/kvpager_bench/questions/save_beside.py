@@ -195,7 +195,9 @@ def main() -> None:
         record,
     )
     model = subjects.load_model(subjects.SHIPPED)
-    config = PagerConfig(pool_tokens=POOL_TOKENS, selection=TopK(chunks=CHUNKS))
+    config = PagerConfig(
+        pool_tokens=POOL_TOKENS, selection=TopK(chunks=CHUNKS), beyond_max_positions=True
+    )
     with scratch_folder(arguments.folder) as folder:
         for context in contexts:
             with Engine(model, config) as engine:
