@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,150 +17,13 @@ import xxhash
 from kvpager import _core, numerics
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.errors import FingerprintMismatchError, InvalidArgumentError
+from kvpager.fingerprint_rules import FOLLOWING, WAIVABLE, Rule
+from kvpager.fingerprint_rules import RULES as RULES
 from kvpager.hf import RowCounts
 from kvpager.hf.additions import additions_digest
 from kvpager.pager import Layout
 from kvpager.salts import salt_digest, stretched
 from kvpager.weights import weights_digest
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What one field of a fingerprint is, and what becomes of a snapshot in which it differs.
-
-    Attributes:
-        meaning: what the field holds.
-        waivable: False: the K/V mean something else, and the snapshot is refused always. True: only
-            last bits may differ, so `on_mismatch="approximate"` accepts it, and then nothing of it
-            is ever shared as exact.
-        remedy: what to do about a mismatch.
-        only_on: the kind of device whose fingerprints have it; empty: all.
-        follows: it differs as soon as a waivable field does, and is waived with that; alone, never.
-    """
-
-    meaning: str
-    waivable: bool = False
-    remedy: str = "load the model and settings it was saved with"
-    only_on: str = ""
-    follows: bool = False
-
-    @property
-    def on_mismatch(self) -> str:
-        """In one word: "refuse", or "waivable"."""
-        return "waivable" if self.waivable else "refuse"
-
-
-_MODEL = "load the model it was saved with"
-_KV_DTYPE = "set PagerConfig.kv_dtype to the value it was saved with"
-_SAME_BUILD = "use the release it was saved with"
-
-# Every field of `describe`, in its order. A field that is not here is refused where it differs.
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "architecture": Rule("class of the model", remedy=_MODEL),
-        "weights": Rule(
-            "digest of every parameter and buffer as it is in memory, adapters included",
-            remedy="load the weights (and adapters) it was saved with",
-        ),
-        "additions": Rule(
-            "digest of what was added to the model: adapters and their settings, custom modules, "
-            "hooks, replaced methods; empty for none",
-            remedy="activate the adapters it was saved with, as they were, without other hooks",
-        ),
-        "model_config": Rule("digest of what the model's configuration changes", remedy=_MODEL),
-        "model_dtype": Rule("dtype the model computes in", remedy=_MODEL),
-        "rope": Rule("parameters of the rotary embedding", remedy=_MODEL),
-        "layers": Rule("layers of a chunk", remedy=_MODEL),
-        "kv_heads": Rule("key/value heads of a layer", remedy=_MODEL),
-        "k_dim": Rule("head_dim of keys", remedy=_MODEL),
-        "v_dim": Rule("head_dim of values", remedy=_MODEL),
-        "k_dtype": Rule("dtype keys are kept in", remedy=_KV_DTYPE),
-        "v_dtype": Rule("dtype values are kept in", remedy=_KV_DTYPE),
-        "chunk_tokens": Rule(
-            "tokens per chunk",
-            remedy="set PagerConfig.chunk_tokens to the value it was saved with",
-        ),
-        "exact": Rule(
-            'what decided the row count of a forward: "rows" (one of those proven), "aligned" (a '
-            'chunk of one sequence, of a model with recurrent layers), or "none"',
-            waivable=True,
-            remedy="set PagerConfig.exact to the mode it was saved with",
-        ),
-        "rows": Rule(
-            "class of row counts that forwards have, by the smallest that was proven to be of it",
-            waivable=True,
-            remedy="set PagerConfig.rows and PagerConfig.small_rows to what it was saved with",
-        ),
-        "head_rows": Rule(
-            "the same, of the output head",
-            waivable=True,
-            remedy="set PagerConfig.small_rows to what it was saved with",
-        ),
-        "selection": Rule(
-            "what a row attends to",
-            remedy="set PagerConfig.selection to the one it was saved with",
-        ),
-        "scorer": Rule("what made the summaries", remedy="set the scorer it was saved with"),
-        "salt": Rule(
-            "digest of the tenant's salt, made slowly; empty for none",
-            remedy="use the salt it was saved under",
-        ),
-        "behaviour": Rule(
-            "digest of what a forward of made-up tokens gives",
-            follows=True,
-            remedy="load the model as it was, with its adapters, hooks and patches",
-        ),
-        "device": Rule(
-            "kind of device that computed it",
-            waivable=True,
-            remedy="use the device it was saved on",
-        ),
-        "chunks_per_split": Rule("chunks per partial sum of attention", remedy=_SAME_BUILD),
-        "kernel_version": Rule(
-            "version of our own arithmetic; of tensor cores with that word",
-            waivable=True,
-            remedy="use the kvpager it was saved by, and PagerConfig.attention as it was",
-        ),
-        "torch_version": Rule("release of torch", waivable=True, remedy=_SAME_BUILD),
-        "transformers_version": Rule("release of transformers", waivable=True, remedy=_SAME_BUILD),
-        "processor": Rule(
-            "instruction sets, or the GPU, that torch's matrix products choose by; with recurrent "
-            "layers on the CPU also where weights begin within a cache line",
-            waivable=True,
-            remedy="use a processor or GPU like the one it was saved on, and load the model alike",
-        ),
-        "threads": Rule(
-            "threads of torch, on the CPU",
-            waivable=True,
-            remedy="call torch.set_num_threads with the value it was saved with",
-        ),
-        "mkl_cbwr": Rule(
-            "MKL_CBWR in the environment",
-            waivable=True,
-            remedy="start the process with the value it was saved with",
-        ),
-        "matmul_precision": Rule(
-            "torch's float32 matmul precision",
-            waivable=True,
-            remedy="call torch.set_float32_matmul_precision with the value it was saved with",
-        ),
-        "cuda": Rule(
-            "releases of CUDA and cuBLAS, on a GPU",
-            waivable=True,
-            remedy=_SAME_BUILD,
-            only_on="cuda",
-        ),
-        "cuda_settings": Rule(
-            "switches of torch's matrix products, on a GPU",
-            waivable=True,
-            remedy="set them, and CUBLAS_WORKSPACE_CONFIG, as they were when it was saved",
-            only_on="cuda",
-        ),
-    }
-)
-# Numerics: another value may change last bits, and a caller may accept that.
-WAIVABLE = tuple(name for name, rule in RULES.items() if rule.waivable)
-_FOLLOWING = tuple(name for name, rule in RULES.items() if rule.follows)
 
 _WAIVE = 'or pass on_mismatch="approximate" to accept results that may differ in their last bits'
 _UNKNOWN = Rule("a field this release does not know")
@@ -295,9 +156,9 @@ def compare(
     different = [name for name in names if expected.get(name) != found.get(name)]
     numerics = any(name in WAIVABLE for name in different)
     if numerics:
-        different.sort(key=lambda name: 2 if name in _FOLLOWING else name in WAIVABLE)
+        different.sort(key=lambda name: 2 if name in FOLLOWING else name in WAIVABLE)
     for name in different:
-        waivable = name in WAIVABLE or (numerics and name in _FOLLOWING)
+        waivable = name in WAIVABLE or (numerics and name in FOLLOWING)
         if waivable and on_mismatch == "approximate":
             continue
         advice = f", {_WAIVE}" if can_waive and waivable else ""

@@ -143,13 +143,6 @@ def test_weights_of_another_kind_of_tensor_are_refused_and_named():
     refused(model, "layers.0.self_attn.q_proj.weight is a Packed", "quantise")
 
 
-def test_weights_of_torchao_are_refused_and_named():
-    quantization = pytest.importorskip("torchao.quantization")
-    model = build("llama")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    refused(model, "layers.0.self_attn.q_proj.weight is a ", "quantise")
-
-
 def test_integer_weights_are_refused_and_named():
     model = build("llama")
     weight = model.model.layers[2].mlp.down_proj.weight

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpager.errors import CorruptSnapshotError
+from kvpager.fingerprint_rules import RULES
 from kvpager.salts import is_of, old_salt_digest, stretched
 from kvpager.section_json import parse_section
 
@@ -44,8 +45,6 @@ class Belonging:
 
         What releases digest in different ways is not compared between them.
         """
-        from kvpager.fingerprint import RULES  # loads torch, which most users of stores have
-
         one_release = (_NEWER in self.model) == (_NEWER in other.model)
         told = None not in (self.salt, other.salt)
         if told and self.salt != other.salt and (one_release or "" in (self.salt, other.salt)):

@@ -152,7 +152,7 @@ def _add(args: argparse.Namespace, engine: Engine, name: str, tokens: Sequence[i
     segment = engine.cache_segment(tokens, name=name, progress=shows_progress(args))
     assert segment.session is not None
     computed = segment.session.tokens_computed
-    report = engine.segments.save(name, progress=shows_progress(args))
+    report = engine.segments.save(name, progress=shows_progress(args), overwrite=args.replace)
     padding = report.tokens - len(segment)  # of the last chunk, and computed with it
     engine.segments.remove(name)
     return Added(

@@ -79,9 +79,20 @@ class Segments:
         segment.close()
 
     def save(
-        self, name: str, store: SnapshotStore | None = None, *, progress: Progress = None
+        self,
+        name: str,
+        store: SnapshotStore | None = None,
+        *,
+        progress: Progress = None,
+        overwrite: bool = False,
     ) -> SaveReport:
         """Keeps a segment in a store, by default the engine's, as the snapshot `segment-NAME`.
+
+        Args:
+            name: of the segment.
+            store: where to; None: the engine's.
+            progress: as for `Session.save`.
+            overwrite: replace what has the name also where another salt or model has saved it.
 
         Raises:
             InvalidArgumentError: there is none of this name, it has no tokens, or there is no
@@ -93,7 +104,10 @@ class Segments:
             raise InvalidArgumentError(f"{segment!r} has nothing to save")
         segment.session.saved_beside = segment_note(segment)
         return segment.session.save(
-            stored_name(segment.name), store=self._store(store), progress=progress
+            stored_name(segment.name),
+            store=self._store(store),
+            progress=progress,
+            overwrite=overwrite,
         )
 
     def load(self, name: str, store: SnapshotStore | None = None) -> Segment:
