@@ -103,13 +103,6 @@ class Saving:
         if there is None or there.manifest.error:
             return
         owner = there.manifest.companion_of
-        if self.owner is None and not self._overwrite and there.manifest.belonging is not None:
-            own = Belonging.of(self._fingerprint, self._session, self.name)
-            if (what := there.manifest.belonging.differs_from(own)) is not None:
-                raise InvalidArgumentError(
-                    f"name is {self.name!r}, and the snapshot that has it was saved under {what}; "
-                    "expected another name, or overwrite=True to replace it"
-                )
         if self.owner is not None and owner != self.owner:
             raise InvalidArgumentError(
                 f"snapshot {self.name!r} is there already and does not belong to {self.owner!r}"
@@ -118,6 +111,13 @@ class Saving:
             raise InvalidArgumentError(
                 f"name is {self.name!r}, which belongs to snapshot {owner!r}; expected another name"
             )
+        if self.owner is None and not self._overwrite and there.manifest.belonging is not None:
+            own = Belonging.of(self._fingerprint, self._session, self.name)
+            if (what := there.manifest.belonging.differs_from(own)) is not None:
+                raise InvalidArgumentError(
+                    f"name is {self.name!r}, and the snapshot that has it was saved under {what}; "
+                    "expected another name, or overwrite=True to replace it"
+                )
 
     def _bounds(self) -> tuple[int, int]:
         """Most bytes that pack and manifest can take."""

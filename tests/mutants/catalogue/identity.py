@@ -138,8 +138,8 @@ IDENTITY = (
         name="another-behaviour-alone-is-waived",
         breaks="behaviour is waived only with the numerics it follows",
         file="python/kvpager/fingerprint.py",
-        old="waivable = name in WAIVABLE or (numerics and name in _FOLLOWING)",
-        new="waivable = name in WAIVABLE or name in _FOLLOWING",
+        old="waivable = name in WAIVABLE or (numerics and name in FOLLOWING)",
+        new="waivable = name in WAIVABLE or name in FOLLOWING",
         killers=(
             "model/test_fingerprint.py::test_behaviour_is_waived_with_numerics_and_never_alone",
         ),
