@@ -257,7 +257,7 @@ def compare(report: Report, trace: Trace, runs: int) -> None:
             print(f"{title}, {how}: {theirs['with']:.0f} ns per operation", flush=True)
             if how == "xxhash":
                 report.compare(
-                    "bookkeeping of a chunk operation, names hashed by xxHash on both sides",
+                    "bookkeeping of a chunk operation, names by BLAKE2b, the peer's by xxHash",
                     ours=ours,
                     theirs=theirs["with"],
                     peer=title,
