@@ -47,6 +47,7 @@ struct ChunkRecord {
   SlotId disk;                             // disk copy
   std::shared_ptr<SnapshotReader> source;  // a snapshot that has this chunk, or null
   int64_t source_chunk = -1;
+  mutable bool name_checked = false;  // by check_invariants
   mutable bool damaged = false;  // the last read from `source` found other bytes than were saved
 
   SlotId summary;                // slot of the summary slab; sealed records only
