@@ -376,7 +376,7 @@ def test_states_that_are_not_exact_are_refused_for_a_text_that_is(hybrid, closin
     session.prefill(prompt(CHUNK))
     frozen = freeze_states(
         engine.state_format,
-        [(b"a" * 16, session.states.at(CHUNK))],
+        [(b"a" * 32, session.states.at(CHUNK))],
         exact=False,
         fingerprint=engine.pager.fingerprint_json,
     )
@@ -386,7 +386,7 @@ def test_states_that_are_not_exact_are_refused_for_a_text_that_is(hybrid, closin
     writer.publish()
     info = SnapshotInfo.of(_core.SnapshotReader.open(path))
     with pytest.raises(CorruptSnapshotError, match="not exact"):
-        session.states.attach(info, [b"a" * 16])
+        session.states.attach(info, [b"a" * 32])
 
 
 def test_saving_a_part_of_a_text_counts_as_no_cut(hybrid, closing, tmp_path):

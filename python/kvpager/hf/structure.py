@@ -22,7 +22,8 @@ _TENSORS = ("_parameters", "_buffers")
 # Of a configuration: says how the model is called or used, not what it computes. Who attends
 # outside an engine's forward is the owner's business.
 _CALLED = frozenset(
-    {"_name_or_path", "name_or_path", "architectures", "torch_dtype", "transformers_version"}
+    {"_name_or_path", "name_or_path", "architectures", "dtype", "torch_dtype"}
+    | {"transformers_version"}  # with dtype and architectures written by save_pretrained
     | {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "return_dict"}
     | {"_attn_implementation", "_attn_implementation_internal", "output_attentions"}
     | {"output_hidden_states", "_output_attentions", "_commit_hash", "id2label", "label2id"}
