@@ -224,14 +224,14 @@ def attempt(scenario, folder, pager, small, sequence):
 
 def main():
     base = Path(sys.argv[1])
-    pager = make_pager(pool_chunks=16, host_bytes="4MiB")
-    small = fill(pager.sequence(), OLD, seed=1)
-    sequence = fill(pager.sequence(), LENGTH, seed=2)
     for scenario in SCENARIOS:
         folder = base / scenario / "saves"
         folder.mkdir(parents=True)
         child = os.fork()
         if child == 0:
+            pager = make_pager(pool_chunks=16, host_bytes="4MiB")
+            small = fill(pager.sequence(), OLD, seed=1)
+            sequence = fill(pager.sequence(), LENGTH, seed=2)
             try:
                 result = attempt(scenario, folder, pager, small, sequence)
             except CannotTellError as why:

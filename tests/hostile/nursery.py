@@ -33,18 +33,18 @@ def _save_for_ever(folder, seed, sequences):
 
 
 def serve():
-    """Reads "FOLDER SEED" lines; forks a saver for each and answers with its process id."""
+    """Reads "FOLDER SEED" lines; forks a saver for each, which tells its process id when ready."""
     from specimens import fill, make_pager
 
-    pager = make_pager(pool_chunks=16, host_bytes="16MiB", summary_bytes=2**24)
-    sequences = [fill(pager.sequence(), n, seed=n) for n in LENGTHS]
     os.write(1, b"ready\n")
     for line in sys.stdin:
         folder, seed = line.split()
         child = os.fork()
         if child == 0:
+            pager = make_pager(pool_chunks=16, host_bytes="16MiB", summary_bytes=2**24)
+            sequences = [fill(pager.sequence(), n, seed=n) for n in LENGTHS]
+            os.write(1, f"forked {os.getpid()}\n".encode())
             _save_for_ever(folder, int(seed), sequences)
-        os.write(1, f"forked {child}\n".encode())
         os.waitpid(child, 0)
         os.write(1, b"ended\n")
 

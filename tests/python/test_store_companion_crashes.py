@@ -93,7 +93,7 @@ def kills_at_steps(nursery, author, draft, template, room, step, stride):
 def test_killed_at_a_step_of_the_store_every_pair_agrees(
     nursery, author, draft, template, tmp_path, step
 ):
-    assert kills_at_steps(nursery, author, draft, template, tmp_path, step, stride=9) > 2
+    assert kills_at_steps(nursery, author, draft, template, tmp_path, step, stride=6) > 2
 
 
 @pytest.mark.slow
