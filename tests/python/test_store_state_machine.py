@@ -105,8 +105,9 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.tick()
         before = self.visible().get(name)
         try:
+            companions = [self.beside(salt, tokens)] if drafted else []
             report = self.authors[salt].save(
-                self.store, name, tokens, companions=[self.beside(salt, tokens)] if drafted else []
+                self.store, name, tokens, companions=companions, overwrite=True
             )
         except CapacityError as error:
             assert self.budget is not None
@@ -166,7 +167,11 @@ class StoreAgainstDict(RuleBasedStateMachine):
         before = self.visible().get(new_name)
         try:
             report = self.store.save(
-                new_name, content, fingerprint=reader.fingerprint, session=reader.session
+                new_name,
+                content,
+                fingerprint=reader.fingerprint,
+                session=reader.session,
+                overwrite=True,
             )
         except CapacityError:
             assert self.budget is not None
@@ -209,7 +214,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def delete(self, name: str) -> None:
         kept = self.visible().get(name)
         try:
-            self.store.delete(name)
+            self.store.delete(name, salt="" if kept is None else kept.salt)
         except StorageError:
             assert kept is None
         except InvalidArgumentError:
