@@ -118,8 +118,8 @@ def attention(
             "scaling": scaling,
             "sliding_window": sliding_window,
             "softcap": softcap,
+            "s_aux": s_aux,
         }
-        options["s_aux"] = s_aux
         given = {name: option for name, option in options.items() if option is not None}
         return forward.called(module, query, key, value, attention_mask, {**given, **kwargs}), None
     if sliding_window is None:
