@@ -279,35 +279,37 @@ def test_a_product_with_other_bits_at_every_smaller_count_leaves_m_alone():
 
 
 def test_an_activation_whose_bits_follow_the_row_index_at_one_count_drops_it():
+    count = provable()[0]
     model = build("llama", "bfloat16")
 
     class Uneven(torch.nn.Module):
         def forward(self, x):
             y = torch.nn.functional.silu(x)
-            if x.shape[1] == 4:
+            if x.shape[1] == count:
                 y[:, -1, -1] = torch.nextafter(y[:, -1, -1], torch.tensor(torch.inf).bfloat16())
             return y
 
     for layer in model.model.layers:
         layer.mlp.act_fn = Uneven()
     counts, dropped = started(model)
-    assert 4 not in counts.smaller
-    assert any(rows == 4 and "Uneven" in where for rows, where in dropped)
+    assert count not in counts.smaller
+    assert any(rows == count and "Uneven" in where for rows, where in dropped)
 
 
 def test_a_step_between_modules_with_other_bits_at_one_count_drops_it():
+    count = provable()[0]
     model = build("llama", "bfloat16")
     layer = model.model.layers[1]
     original = layer.forward
 
     def forward(hidden, *args, **kwargs):
         out = original(hidden, *args, **kwargs)
-        return out * torch.full((), 1 + 2**-7 if hidden.shape[1] == 16 else 1.0)
+        return out * torch.full((), 1 + 2**-7 if hidden.shape[1] == count else 1.0)
 
     layer.forward = forward
     counts, dropped = started(model)
-    assert 16 not in counts.smaller
-    assert (16, "the queries of layer 2 of LlamaForCausalLM") in dropped
+    assert count not in counts.smaller
+    assert (count, "the queries of layer 2 of LlamaForCausalLM") in dropped
 
 
 def test_a_count_that_the_model_does_not_run_with_is_dropped():

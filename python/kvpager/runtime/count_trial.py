@@ -44,7 +44,7 @@ class CountTrial:
         random = np.random.default_rng(_SEED)
         self._ids = random.integers(0, engine.vocab_size, length).astype(np.int32)
         self._salts = 0
-        self._logits = torch.empty(0)
+        self._logits = torch.empty(0, device="cpu")
         self._kv: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._pager = self._small_pager()
 
