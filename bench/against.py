@@ -8,6 +8,9 @@ round each, in an order that changes, and what is told is the ratio of such pair
 speed drifts changes both. Both get the same tokens. Neither can be told from the other by what ran
 before it: every prompt is new, and its session is closed when the round ends.
 
+Two processes of one checkout differ by some percent, by where their memory happens to lie. So the
+processes are started anew several times, and the interval is one of starts: each draws its pairs.
+
 The figures go to bench/results/against.json, with the commits of both.
 """
 
@@ -39,40 +42,56 @@ LAYERS = 4
 Seconds = tuple[float, float]  # of the clock, of the processor
 
 
-def measure(ours: str, other: str, pairs: int, threads: int) -> dict[str, Any]:
+def measure(ours: str, other: str, starts: int, pairs: int, threads: int) -> dict[str, Any]:
     """Seconds of each round, of both checkouts in turn."""
-    runners = [_Runner(ours, threads), _Runner(other, threads)]
-    results: dict[str, Any] = {}
+    rounds: dict[str, list[list[tuple[Seconds, Seconds]]]] = {work: [] for work in ROUND}
     order = random.Random(0)
-    try:
-        for work in ROUND:
-            seconds: list[tuple[Seconds, Seconds]] = []
-            for number in range(-2, pairs):
-                pair: list[Seconds] = [(0.0, 0.0)] * 2
-                for which in order.sample([0, 1], 2):
-                    pair[which] = runners[which].round(work, number)
-                if number >= 0:
-                    seconds.append((pair[0], pair[1]))
-            results[work] = {
-                kind: summary([(a[i], b[i]) for a, b in seconds])
-                for i, kind in enumerate(("clock", "processor"))
-            }
-            for kind, found in results[work].items():
-                print(f"{work:32} {kind:10} {line(found)}", flush=True)
-    finally:
-        for runner in runners:
-            runner.close()
+    for start in range(starts):
+        runners = [_Runner(ours, threads), _Runner(other, threads)]
+        try:
+            for work in ROUND:
+                rounds[work].append([])
+                for number in range(-1, pairs):
+                    pair: list[Seconds] = [(0.0, 0.0)] * 2
+                    for which in order.sample([0, 1], 2):
+                        pair[which] = runners[which].round(work, pairs * start + number)
+                    if number >= 0:
+                        rounds[work][-1].append((pair[0], pair[1]))
+        finally:
+            for runner in runners:
+                runner.close()
+        print(f"start {start + 1} of {starts} is done", flush=True)
+    results: dict[str, Any] = {}
+    for work, seconds in rounds.items():
+        results[work] = {
+            kind: summary([[(a[i], b[i]) for a, b in one] for one in seconds])
+            for i, kind in enumerate(("clock", "processor"))
+        }
+        for kind, found in results[work].items():
+            print(f"{work:32} {kind:10} {line(found)}", flush=True)
     return results
 
 
-def summary(seconds: list[tuple[float, float]]) -> dict[str, Any]:
-    """Ratio of pairs (this tree's seconds over the other's): median, and its 95 % interval."""
-    ratios = [a / b for a, b in seconds]
+def summary(starts: list[list[tuple[float, float]]]) -> dict[str, Any]:
+    """Ratio of pairs (this tree's seconds over the other's): median, and its 95 % interval.
+
+    The interval is a bootstrap over starts, and over the pairs of each.
+    """
+    ratios = [[a / b for a, b in one] for one in starts]
+    seconds = [pair for one in starts for pair in one]
     draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    medians = sorted(
+        statistics.median(
+            ratio
+            for one in draw.choices(ratios, k=len(ratios))
+            for ratio in draw.choices(one, k=len(one))
+        )
+        for _ in range(2000)
+    )
     return {
-        "pairs": len(ratios),
-        "ratio": statistics.median(ratios),
+        "starts": len(starts),
+        "pairs": len(seconds),
+        "ratio": statistics.median(a / b for a, b in seconds),
         "ratio_low": medians[49],
         "ratio_high": medians[1949],
         "fastest_ratio": min(a for a, _ in seconds) / min(b for _, b in seconds),
@@ -202,7 +221,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("other", nargs="?", help="the other checkout's python")
     parser.add_argument(
-        "--pairs", type=int, default=40, help="rounds of each (default %(default)s)"
+        "--starts", type=int, default=10, help="processes of each (default %(default)s)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=8, help="rounds of each start (default %(default)s)"
     )
     parser.add_argument(
         "--threads", type=int, default=2, help="torch threads (default %(default)s)"
@@ -223,7 +245,9 @@ def main() -> None:
         "what": "seconds of this tree over those of the other, per round of the same work",
         "environment": {**harness.environment(), "threads": arguments.threads},
         "other_commit": _commit(Path(other).parents[2]),
-        "results": measure(sys.executable, other, arguments.pairs, arguments.threads),
+        "results": measure(
+            sys.executable, other, arguments.starts, arguments.pairs, arguments.threads
+        ),
     }
     target = ROOT / "bench" / "results" / "against.json"
     target.write_text(json.dumps(report, indent=1) + "\n")

@@ -17,6 +17,16 @@ namespace {
 
 using snapshot::ByteWatch;
 
+// A number that CPython gives a dictionary anew at each change, in versions that have one; else 0.
+// Of a changed dictionary it tells nothing more, so that the entries are compared.
+uint64_t version_of([[maybe_unused]] PyObject* dict) {
+#if PY_VERSION_HEX < 0x030C0000
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#else
+  return 0;
+#endif
+}
+
 // Dictionaries and lists as they were: the same keys and values, by identity, in the same order.
 // Whoever makes one keeps the containers and all that was in them alive.
 class ObjectTable {
@@ -25,20 +35,28 @@ class ObjectTable {
     if (!PyDict_Check(container.ptr()) && !PyList_Check(container.ptr())) {
       throw py::type_error("container is neither a dict nor a list");
     }
-    entries_.push_back(
-        {container.ptr(), PyList_Check(container.ptr()) != 0, items_of(container.ptr())});
+    const bool is_list = PyList_Check(container.ptr()) != 0;
+    entries_.push_back({container.ptr(), is_list ? 0 : version_of(container.ptr()), is_list});
+    items_.push_back(items_of(container.ptr()));
   }
 
-  void refresh(size_t index) { entries_.at(index).items = items_of(entries_.at(index).container); }
+  void refresh(size_t index) {
+    Entry& entry = entries_.at(index);
+    items_[index] = items_of(entry.container);
+    if (!entry.is_list) entry.version = version_of(entry.container);
+  }
 
   void add_type(const py::object& object) {
     types_.emplace_back(object.ptr(), Py_TYPE(object.ptr()));
   }
 
-  std::vector<size_t> changed() const {
+  // The objects are all over memory, and a forward has put other things into the caches: they are
+  // asked for some entries ahead.
+  std::vector<size_t> changed() {
     std::vector<size_t> found;
     for (size_t i = 0; i < entries_.size(); ++i) {
-      if (!same(entries_[i])) found.push_back(i);
+      if (i + kAhead < entries_.size()) prefetch(entries_[i + kAhead].container);
+      if (!same(i)) found.push_back(i);
     }
     return found;
   }
@@ -46,17 +64,26 @@ class ObjectTable {
   std::vector<size_t> changed_types() const {
     std::vector<size_t> found;
     for (size_t i = 0; i < types_.size(); ++i) {
+      if (i + kAhead < types_.size()) prefetch(types_[i + kAhead].first);
       if (Py_TYPE(types_[i].first) != types_[i].second) found.push_back(i);
     }
     return found;
   }
 
  private:
+  static constexpr size_t kAhead = 12;
+
   struct Entry {
     PyObject* container;
+    uint64_t version;
     bool is_list;
-    std::vector<PyObject*> items;  // of a dict, keys and values in turn
   };
+
+  static void prefetch(const PyObject* object) {
+    const char* address = reinterpret_cast<const char*>(object);
+    __builtin_prefetch(address);
+    __builtin_prefetch(address + sizeof(PyDictObject) - 1);
+  }
 
   static std::vector<PyObject*> items_of(PyObject* container) {
     std::vector<PyObject*> items;
@@ -74,8 +101,12 @@ class ObjectTable {
     return items;
   }
 
-  static bool same(const Entry& entry) {
-    const std::vector<PyObject*>& items = entry.items;
+  bool same(size_t index) {
+    Entry& entry = entries_[index];
+    if (!entry.is_list && entry.version != 0 && version_of(entry.container) == entry.version) {
+      return true;
+    }
+    const std::vector<PyObject*>& items = items_[index];
     if (entry.is_list) {
       if (static_cast<size_t>(PyList_GET_SIZE(entry.container)) != items.size()) return false;
       for (size_t i = 0; i < items.size(); ++i) {
@@ -84,16 +115,17 @@ class ObjectTable {
       return true;
     }
     if (2 * static_cast<size_t>(PyDict_GET_SIZE(entry.container)) != items.size()) return false;
-    if (items.empty()) return true;  // most are: hooks that nobody has added
     PyObject *key, *value;
     size_t i = 0;
     for (Py_ssize_t at = 0; PyDict_Next(entry.container, &at, &key, &value); i += 2) {
       if (items[i] != key || items[i + 1] != value) return false;
     }
+    entry.version = version_of(entry.container);
     return true;
   }
 
   std::vector<Entry> entries_;
+  std::vector<std::vector<PyObject*>> items_;  // of each entry; of a dict, keys and values in turn
   std::vector<std::pair<PyObject*, PyTypeObject*>> types_;
 };
 
