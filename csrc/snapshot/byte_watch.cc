@@ -38,6 +38,7 @@ ByteWatch::ByteWatch(std::vector<Region> regions, int threads) : regions_(std::m
 }
 
 int64_t ByteWatch::sample(int64_t blocks) {
+  drawn_.clear();
   for (size_t i = 0; i < regions_.size(); ++i) {
     const auto held = static_cast<uint64_t>(blocks_of(regions_[i]));
     for (int64_t n = 0; n < blocks && held > 0; ++n) {
@@ -45,9 +46,15 @@ int64_t ByteWatch::sample(int64_t blocks) {
       random_ ^= random_ << 13;
       random_ ^= random_ >> 7;
       random_ ^= random_ << 17;
-      const auto block = static_cast<int64_t>(((random_ >> 32) * held) >> 32);
-      if (!same(i, block)) return static_cast<int64_t>(i);
+      drawn_.emplace_back(i, static_cast<int64_t>(((random_ >> 32) * held) >> 32));
     }
+  }
+  // Random places are in no cache: those a few blocks ahead are asked for.
+  constexpr size_t kAhead = 4;
+  for (size_t d = 0; d < std::min(kAhead, drawn_.size()); ++d) prefetch(d);
+  for (size_t d = 0; d < drawn_.size(); ++d) {
+    if (d + kAhead < drawn_.size()) prefetch(d + kAhead);
+    if (!same(drawn_[d].first, drawn_[d].second)) return static_cast<int64_t>(drawn_[d].first);
   }
   return -1;
 }
@@ -76,6 +83,14 @@ uint32_t ByteWatch::checksum(const Region& region, int64_t block) const {
   const int64_t begin = block * kBlockBytes;
   const int64_t bytes = std::min(kBlockBytes, region.bytes - begin);
   return static_cast<uint32_t>(xxh3_64(region.data + begin, static_cast<size_t>(bytes)));
+}
+
+void ByteWatch::prefetch(size_t drawn) const {
+  const auto [region, block] = drawn_[drawn];
+  const std::byte* begin = regions_[region].data + block * kBlockBytes;
+  const int64_t bytes = std::min(kBlockBytes, regions_[region].bytes - block * kBlockBytes);
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(begin + at);
+  __builtin_prefetch(&checksums_[first_[region] + static_cast<size_t>(block)]);
 }
 
 bool ByteWatch::same(size_t region, int64_t block) const {

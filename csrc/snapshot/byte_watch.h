@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace kvpager::snapshot {
@@ -37,11 +38,13 @@ class ByteWatch {
  private:
   int64_t blocks_of(const Region& region) const;
   uint32_t checksum(const Region& region, int64_t block) const;
+  void prefetch(size_t drawn) const;
   bool same(size_t region, int64_t block) const;
 
   std::vector<Region> regions_;
   std::vector<size_t> first_;  // of each region, where its blocks begin in checksums_
   std::vector<uint32_t> checksums_;
+  std::vector<std::pair<size_t, int64_t>> drawn_;  // region and block; of the call under way
   int64_t total_bytes_ = 0;
   size_t sweep_region_ = 0;
   int64_t sweep_block_ = 0;

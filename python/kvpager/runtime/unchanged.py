@@ -63,12 +63,13 @@ class Unchanged:
             )
         if self._model.training:
             raise InvalidArgumentError("the model is in training mode; call model.eval()")
-        for (name, value), then in zip(settings(self._device).items(), self._settings.values()):
-            if value != then:
-                raise InvalidArgumentError(
-                    f"{name} is {value!r}, but was {then!r} when the engine was made, and bits "
-                    "depend on it; set it back, or make a new Engine"
-                )
+        now = settings(self._device)
+        if now != self._settings:
+            name = next(name for name, value in now.items() if value != self._settings[name])
+            raise InvalidArgumentError(
+                f"{name} is {now[name]!r}, but was {self._settings[name]!r} when the engine was "
+                "made, and bits depend on it; set it back, or make a new Engine"
+            )
         kind = self._device.type
         if torch.is_autocast_enabled(kind):
             raise InvalidArgumentError(
