@@ -181,6 +181,9 @@ class Turns {
   }
 
   void exit() {
+    if (!held_here()) {
+      throw InvalidArgumentError("no forward is running in this thread; there is none to end");
+    }
     holder_ = std::thread::id();
     mutex_.unlock();
   }
@@ -228,7 +231,7 @@ class Claim {
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
 
-  bool enter() { return held_ = !place_->taken.exchange(true); }
+  bool enter() { return held_ || (held_ = !place_->taken.exchange(true)); }
   void exit() {
     if (std::exchange(held_, false)) place_->taken = false;
   }
@@ -249,11 +252,13 @@ class ContextValue {
   }
 
   void set() {
+    if (token_) throw InvalidArgumentError("this value is set already; make another ContextValue");
     token_ = py::reinterpret_steal<py::object>(PyContextVar_Set(variable_.ptr(), value_.ptr()));
     if (!token_) throw py::error_already_set();
   }
 
   void reset() {
+    if (!token_) throw InvalidArgumentError("this value is not set; enter the block first");
     const py::object token = std::move(token_);
     if (PyContextVar_Reset(variable_.ptr(), token.ptr()) != 0) throw py::error_already_set();
   }
@@ -298,7 +303,7 @@ void bind_locks(py::module_& m) {
                                             "What one at a time may have, and nobody waits for.")
       .def(py::init<>());
   py::class_<Claim>(m, "Claim", "Tries to have a place for as long as the block runs.")
-      .def(py::init<std::shared_ptr<Place>>(), py::arg("place"))
+      .def(py::init<std::shared_ptr<Place>>(), py::arg("place").none(false))
       .def("__enter__", &Claim::enter, "Whether it is had.")
       .def("__exit__", [](Claim& claim, const py::object&, const py::object&, const py::object&) {
         claim.exit();

@@ -13,6 +13,7 @@
 #include "bindings/bind.h"
 #include "bindings/handles.h"
 #include "bindings/names.h"
+#include "bindings/shared.h"
 #include "bindings/tensor.h"
 #include "kvpager/error.h"
 
@@ -106,8 +107,10 @@ NewForward begin_spans(const PagerPointer& pager, py::object owner,
                        const py::typing::List<Span>& spans, const Array<TokenId>& tokens,
                        uintptr_t stream, const Array<TokenId>& given, bool dense) {
   std::vector<RowSpan> rows;
-  rows.reserve(spans.size());
-  for (const py::handle item : spans) {
+  // Owned: what is asked of an element may change the list.
+  const py::tuple owned(spans);
+  rows.reserve(owned.size());
+  for (const py::handle item : owned) {
     if (!PyTuple_Check(item.ptr()) || PyTuple_GET_SIZE(item.ptr()) != 4) {
       throw InvalidArgumentError(
           str("spans[", rows.size(), "]: expected a tuple of (sequence, position, count, kind)"));
@@ -136,8 +139,11 @@ NewForward begin_spans(const PagerPointer& pager, py::object owner,
 void give(Pager& pager, const py::typing::List<py::object>& k,
           const py::typing::List<py::object>& v, uintptr_t stream) {
   const DevicePlace place = pager.device_place();
+  // Owned until the call has returned: another thread may empty the lists meanwhile.
+  const py::tuple k_owned(k);
+  const py::tuple v_owned(v);
   std::deque<BorrowedTensor> borrowed;
-  const auto views = [&](const char* name, const py::list& layers) {
+  const auto views = [&](const char* name, const py::tuple& layers) {
     std::vector<TensorView> all;
     for (const py::handle layer : layers) {
       const std::string which = str(name, "[", all.size(), "]");
@@ -145,8 +151,8 @@ void give(Pager& pager, const py::typing::List<py::object>& k,
     }
     return all;
   };
-  const std::vector<TensorView> keys = views("k", k);
-  const std::vector<TensorView> values = views("v", v);
+  const std::vector<TensorView> keys = views("k", k_owned);
+  const std::vector<TensorView> values = views("v", v_owned);
   const Release release;
   pager.give(keys, values, stream_of(stream));
 }
@@ -191,13 +197,19 @@ void write(Pager& pager, int layer, py::handle k, py::handle v, uintptr_t stream
 py::typing::Tuple<py::array, py::array> read_kv(Pager& pager, int64_t sequence, int layer,
                                                 int64_t start, int64_t stop) {
   const Layout& layout = pager.options().layout;
-  // A range the pager will refuse allocates nothing.
   int64_t length = 0;
   {
     const Release release;
     length = pager.length(SequenceId(sequence));
   }
-  const int64_t n = start >= 0 && start <= stop && stop <= length ? stop - start : 0;
+  // Refused here, before anything is allocated: the pager looks again once it has its lock, and by
+  // then the sequence may have grown into the range.
+  if (start < 0 || stop < start || stop > length) {
+    throw InvalidArgumentError(str("range [", start, ", ", stop,
+                                   "): expected 0 <= start <= stop <= ", length,
+                                   ", the positions this sequence holds"));
+  }
+  const int64_t n = stop - start;
   const auto raw = [&](DType dtype, int64_t dim) {
     const std::vector<py::ssize_t> shape = {n, layout.kv_heads, dim};
     return dtype == DType::kFloat32 ? py::array(py::dtype::of<uint32_t>(), shape)
@@ -335,13 +347,14 @@ py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
 void bind_handles(py::module_& m) {
   py::class_<SequenceHandle>(m, "OwnedSequence",
                              "Owns a sequence of a pager; kvpager.Sequence adds what it can do.")
-      .def(py::init<const PagerPointer&, py::object, std::string>(), py::arg("core"),
+      .def(py::init<const PagerPointer&, py::object, std::string>(), py::arg("core").none(false),
            py::arg("owner"), py::arg("salt"))
-      .def(py::init<const PagerPointer&, py::object, const SequenceHandle&>(), py::arg("core"),
-           py::arg("owner"), py::arg("fork_of"))
-      .def(py::init(&restore), py::arg("core"), py::arg("owner"), py::arg("reader"),
-           py::arg("salt"), py::arg("provenance"), py::arg("file_namespace"), py::arg("upto") = -1,
-           py::arg("before") = std::nullopt, "before: released_text() of what was saved.")
+      .def(py::init<const PagerPointer&, py::object, const SequenceHandle&>(),
+           py::arg("core").none(false), py::arg("owner"), py::arg("fork_of"))
+      .def(py::init(&restore), py::arg("core").none(false), py::arg("owner"),
+           py::arg("reader").none(false), py::arg("salt"), py::arg("provenance"),
+           py::arg("file_namespace"), py::arg("upto") = -1, py::arg("before") = std::nullopt,
+           "before: released_text() of what was saved.")
       .def_property_readonly("core", &SequenceHandle::pager, "InvalidArgumentError once closed.")
       .def_property_readonly("pager", &SequenceHandle::owner)
       .def_property_readonly("uid", &SequenceHandle::uid, "Of no other sequence of the process.")
@@ -362,10 +375,11 @@ void bind_handles(py::module_& m) {
   py::class_<ForwardHandle>(
       m, "OwnedForward",
       "Owns the running forward of a pager; kvpager.Forward adds what it can do.")
-      .def(py::init(&begin), py::arg("core"), py::arg("owner"), py::kw_only(), py::arg("sequences"),
-           py::arg("positions"), py::arg("tokens"), py::arg("kinds"), py::arg("stream") = 0,
+      .def(py::init(&begin), py::arg("core").none(false), py::arg("owner"), py::kw_only(),
+           py::arg("sequences"), py::arg("positions"), py::arg("tokens"), py::arg("kinds"),
+           py::arg("stream") = 0,
            "sequences: of each row, or None; or an array of their uids and -1.")
-      .def(py::init(&begin_spans), py::arg("core"), py::arg("owner"), py::arg("spans"),
+      .def(py::init(&begin_spans), py::arg("core").none(false), py::arg("owner"), py::arg("spans"),
            py::arg("tokens"), py::arg("stream") = 0, py::arg("given") = Array<TokenId>(0),
            py::arg("dense") = false,
            "A span is (sequence, position, count, kind); given: ids of the positions of kind 3.")
@@ -453,7 +467,10 @@ void bind_pager(py::module_& m) {
       });
 
   py::class_<Pager, PagerPointer>(m, "Pager", "The native pager; kvpager.Pager wraps it.")
-      .def(py::init<const PagerOptions&>(), py::arg("options"), py::call_guard<Release>())
+      .def(py::init([](const PagerOptions& options) {
+             return dropped_without_gil(std::make_shared<Pager>(options));
+           }),
+           py::arg("options"), py::call_guard<Release>())
       .def(
           "trim", [](Pager& p, int64_t s, int64_t position) { p.trim(SequenceId(s), position); },
           py::arg("sequence"), py::arg("position"), py::call_guard<Release>())
@@ -527,7 +544,10 @@ void bind_pager(py::module_& m) {
            py::arg("stop"))
       .def("evict_all", &Pager::evict_all, py::call_guard<Release>())
       .def(
-          "freeze", [](Pager& p, int64_t s, int64_t upto) { return p.freeze(SequenceId(s), upto); },
+          "freeze",
+          [](Pager& p, int64_t s, int64_t upto) {
+            return dropped_without_gil(p.freeze(SequenceId(s), upto));
+          },
           py::arg("sequence"), py::arg("upto") = -1, py::call_guard<Release>())
       .def(
           "chain_hashes",

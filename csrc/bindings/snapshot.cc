@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "bindings/bind.h"
+#include "bindings/shared.h"
 #include "kvpager/error.h"
 #include "snapshot/loose_content.h"
 
@@ -215,6 +216,13 @@ class Writer {
     const Turn turn(*this);
     writer_.reset();
   }
+  // Removing a large file takes the disk a while.
+  ~Writer() {
+    const Release release;
+    writer_.reset();
+  }
+  Writer(const Writer&) = delete;
+  Writer& operator=(const Writer&) = delete;
 
  private:
   class Turn {
@@ -276,7 +284,8 @@ std::shared_ptr<SnapshotContent> loose_content(const Layout& layout, const Array
   }
   std::vector<TokenId> ids(tokens.data(), tokens.data() + tokens.size());
   const Release release;
-  return std::make_shared<snapshot::LooseContent>(layout, std::move(ids), std::move(chunks));
+  return dropped_without_gil<SnapshotContent>(
+      std::make_shared<snapshot::LooseContent>(layout, std::move(ids), std::move(chunks)));
 }
 
 void bind_content(py::module_& m) {
@@ -340,13 +349,28 @@ void bind_content(py::module_& m) {
           "[chunks], or empty");
 }
 
+std::shared_ptr<SnapshotReader> gather(
+    const std::vector<std::pair<std::shared_ptr<SnapshotReader>, int64_t>>& chunks,
+    const std::string& name) {
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (chunks[i].first == nullptr) {
+      throw InvalidArgumentError(
+          str("chunks[", i, "]: None, expected a pair of an opened snapshot and a chunk of it"));
+    }
+  }
+  return dropped_without_gil(SnapshotReader::gather(chunks, name));
+}
+
 void bind_reader(py::module_& m) {
   py::class_<SnapshotReader, SnapshotContent, std::shared_ptr<SnapshotReader>>(
       m, "SnapshotReader", "An opened snapshot: metadata verified, payload read on demand.")
-      .def_static("open", &SnapshotReader::open, py::arg("path"), py::arg("packs_folder") = "",
-                  py::call_guard<Release>())
-      .def_static("gather", &SnapshotReader::gather, py::arg("chunks"), py::arg("name"),
-                  py::call_guard<Release>(),
+      .def_static(
+          "open",
+          [](const std::string& path, const std::string& packs_folder) {
+            return dropped_without_gil(SnapshotReader::open(path, packs_folder));
+          },
+          py::arg("path"), py::arg("packs_folder") = "", py::call_guard<Release>())
+      .def_static("gather", &gather, py::arg("chunks"), py::arg("name"), py::call_guard<Release>(),
                   "A snapshot put together from sealed chunks of opened ones: (reader, chunk).")
       .def_property_readonly("path", [](const SnapshotReader& r) { return r.path(); })
       .def_property_readonly("fingerprint",

@@ -117,7 +117,13 @@ BorrowedTensor::BorrowedTensor(const char* name, py::handle tensor, const Device
       !py::cast<bool>(tensor.attr("flags").attr("writeable"))) {
     throw InvalidArgumentError(str(name, ": the array is read-only"));
   }
-  const py::object capsule = tensor.attr("__dlpack__")();
+  py::object capsule;
+  try {
+    capsule = tensor.attr("__dlpack__")();
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_BufferError)) throw;
+    throw InvalidArgumentError(str(name, ": ", error.what()));
+  }
   owned_ = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (owned_ == nullptr) throw py::error_already_set();
   PyCapsule_SetName(capsule.ptr(), "used_dltensor");

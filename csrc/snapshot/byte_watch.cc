@@ -1,6 +1,8 @@
 #include "snapshot/byte_watch.h"
 
 #include <algorithm>
+#include <atomic>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -16,10 +18,13 @@ ByteWatch::ByteWatch(std::vector<Region> regions, int threads) : regions_(std::m
     total_bytes_ += region.bytes;
   }
   checksums_.resize(blocks);
-  // Each thread takes every so-many-th stretch of blocks, so that one large region keeps all busy.
+  // Each thread takes the next stretch of blocks, so that one large region keeps all busy.
   constexpr size_t kStretch = 4096;
-  const auto read = [&](size_t thread, size_t count) {
-    for (size_t begin = thread * kStretch; begin < blocks; begin += count * kStretch) {
+  const size_t stretches = (blocks + kStretch - 1) / kStretch;
+  std::atomic<size_t> next{0};
+  const auto read = [&] {
+    for (size_t stretch = next++; stretch < stretches; stretch = next++) {
+      const size_t begin = stretch * kStretch;
       const size_t end = std::min(blocks, begin + kStretch);
       size_t region = static_cast<size_t>(std::upper_bound(first_.begin(), first_.end(), begin) -
                                           first_.begin()) -
@@ -30,10 +35,15 @@ ByteWatch::ByteWatch(std::vector<Region> regions, int threads) : regions_(std::m
       }
     }
   };
-  const size_t count = static_cast<size_t>(std::max(1, threads));
+  const size_t count = std::min(static_cast<size_t>(std::max(1, threads)), stretches);
   std::vector<std::thread> others;
-  for (size_t thread = 1; thread < count; ++thread) others.emplace_back(read, thread, count);
-  read(0, count);
+  others.reserve(count);
+  try {
+    while (others.size() + 1 < count) others.emplace_back(read);
+  } catch (const std::system_error&) {
+    // No more threads to be had: those there are do it.
+  }
+  read();
   for (std::thread& other : others) other.join();
 }
 

@@ -461,6 +461,12 @@ Hash128 SnapshotWriter::logical_digest() const { return impl_->digest; }
 int64_t snapshot_file_bytes(const SnapshotMeta& meta, int64_t sealed, bool tail,
                             const std::string& fingerprint, const std::string& session,
                             int64_t packs) {
+  if (sealed < 0 || sealed > meta.sealed_chunks()) {
+    refuse({"sealed", str(sealed), str("0 to ", meta.sealed_chunks(), ", which the content has")});
+  }
+  if (packs < 0 || packs > sealed) {
+    refuse({"packs", str(packs), str("0 to ", sealed, ", the number of sealed chunks")});
+  }
   const int64_t chunks = sealed + (tail ? 1 : 0);
   const int64_t own_sealed = packs > 0 ? 0 : sealed;
   const auto each_record = static_cast<int64_t>(chunk_entry_bytes(meta.layout, meta.legacy_names));

@@ -177,7 +177,8 @@ class SnapshotWriter {
 };
 
 // Size in bytes of the file that write_content would make of `chunks` chunks with these JSON texts,
-// and of a manifest with `packs` packs; upper bounds, for reservations.
+// and of a manifest with `packs` packs; upper bounds, for reservations. InvalidArgumentError if the
+// content has fewer sealed chunks, or those fewer than there are packs.
 int64_t snapshot_file_bytes(const SnapshotMeta& meta, int64_t sealed, bool tail,
                             const std::string& fingerprint, const std::string& session,
                             int64_t packs);

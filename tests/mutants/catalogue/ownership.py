@@ -6,9 +6,36 @@ INTERRUPTS = "python/test_pager_interrupts.py::"
 IDENTITY = "python/test_pager_identity.py::"
 FINITE = "python/test_non_finite.py::"
 FORK = "python/test_fork.py::test_a_forked_child_is_refused_ends_and_changes_nothing"
+BINDINGS = "python/test_binding_safety.py::"
 EVERYWHERE = FINITE + "test_no_tier_takes_a_number_that_is_not_finite_at_any_offset[two]"
 
 OWNERSHIP = (
+    Mutant(
+        name="a-list-that-is-given-is-borrowed",
+        breaks="tensors that are given live until the call has returned",
+        file="csrc/bindings/pager.cc",
+        old="  const py::tuple k_owned(k);",
+        new="  const py::list k_owned(k);",
+        killers=(BINDINGS + "test_lists_that_are_emptied_during_a_give_lose_nothing",),
+    ),
+    Mutant(
+        name="a-drop-keeps-the-interpreter-waiting",
+        breaks="other threads run while a save that is dropped waits for the pager's lock",
+        file="csrc/bindings/shared.h",
+        old="    const pybind11::gil_scoped_release release;\n    object.reset();",
+        new="    object.reset();",
+        killers=(
+            BINDINGS + "test_other_threads_go_on_while_a_drop_waits_for_an_attention_call[save]",
+        ),
+    ),
+    Mutant(
+        name="a-restore-takes-none",
+        breaks="a wrong argument is a typed error",
+        file="csrc/bindings/pager.cc",
+        old='py::arg("reader").none(false)',
+        new='py::arg("reader")',
+        killers=(BINDINGS + "test_every_wrong_argument_of_every_binding_is_a_typed_error",),
+    ),
     Mutant(
         name="a-dropped-forward-goes-on",
         breaks="19: a forward that nobody holds is aborted",
