@@ -105,7 +105,8 @@ void Pager::Impl::commit_rows(const std::vector<int64_t>& count, Provenance prov
       prepare_seals(forward->parts[p], count[p], provenance, &seals);
     }
   } catch (...) {
-    for (const Seal& seal : seals) {
+    for (size_t i = seals.size(); i-- > 0;) {  // a chain's end first, as whoever closes it does
+      const Seal& seal = seals[i];
       if (seal.has_home) give_back(seal.home);
       if (seal.existing) release(*seal.existing);
       if (seal.summary.value() >= 0) summary_slots.give_back(seal.summary);

@@ -27,6 +27,7 @@
 #include "device/timeline.h"
 #include "pager/backend.h"
 #include "pager/impl.h"
+#include "pager/lease.h"
 
 namespace kvpager {
 
@@ -158,7 +159,8 @@ class DeviceBackend final : public Backend {
   void release_held() noexcept;
   void bring_in(const std::vector<RecordId>& missing);
   std::optional<SlotId> take_slot_for_copy();
-  void load_batch(const std::vector<std::pair<RecordId, BlockId>>& arrivals);
+  [[noreturn]] void refuse_to_bring_in(size_t missing, int64_t without_room) const;
+  void load_batch(const std::vector<RecordId>& ids, int64_t first, const BlockLease& blocks);
   void find_entries(const Forward& forward);
   void plan_staging(const Forward& forward, const device::TableArrays& arrays);
   void fill_tables(const Forward& forward, const device::TableArrays& arrays);

@@ -85,72 +85,70 @@ std::optional<SlotId> DeviceBackend::take_slot_for_copy() {
 // What is on disk or in a snapshot is read whole into pinned memory, and verified; what finds no
 // place there goes into the pool. All of it, or nothing.
 void DeviceBackend::bring_in(const std::vector<RecordId>& missing) {
-  std::vector<std::pair<RecordId, SlotId>> to_host;
-  std::vector<std::pair<RecordId, BlockId>> to_pool;
-  try {
-    for (const RecordId id : missing) {
-      if (const auto slot = take_slot_for_copy()) {
-        to_host.push_back({id, *slot});
-      } else if (const auto block = pager_.acquire_block()) {
-        to_pool.push_back({id, *block});
-      } else {
-        const auto placed = static_cast<int64_t>(to_host.size() + to_pool.size());
-        const int64_t more = static_cast<int64_t>(missing.size()) - placed;
-        const int64_t bytes = (host_.slots() + more) * layout_.chunk_bytes();
-        throw CapacityError(str("begin: ", missing.size(),
-                                " chunks that this forward may read are on disk or in a "
-                                "snapshot and have to be in memory meanwhile; ",
-                                more, " of them, ", more * layout_.chunk_bytes(),
-                                " bytes, find no room beside what else it reads (pool ",
-                                pool_.slots(), " blocks, host_bytes=", pager_.options.host_bytes,
-                                "). Raise host_bytes to at least ", bytes, ", or close sessions."));
-      }
-    }
-    for (const auto& [id, slot] : to_host) {
-      Place& place = host_.place(slot.value());
-      timeline_.host_before_write(place);
-      place = Place();
-    }
-    for (const RecordId id : missing) pager_.announce(pager_.ledger[id]);
-    pager_.threads.run(static_cast<int64_t>(to_host.size()), [&](int64_t i, int) {
-      const auto& [id, slot] = to_host[static_cast<size_t>(i)];
-      pager_.read_chunk(pager_.ledger[id], host_.at(slot.value()));
-    });
-    load_batch(to_pool);
-  } catch (...) {
-    for (const auto& [id, slot] : to_host) pager_.host_slots.give_back(slot);
-    for (const auto& [id, block] : to_pool) pager_.free_block(block);
-    throw;
+  HostSlotLease slots(pager_);
+  while (slots.count() < static_cast<int64_t>(missing.size())) {
+    const auto slot = take_slot_for_copy();
+    if (!slot) break;
+    slots.add(*slot);
   }
-  for (const auto& [id, slot] : to_host) pager_.ledger[id].host = slot;
-  for (const auto& [id, block] : to_pool) {
+  const int64_t to_host = slots.count();
+  const int64_t to_pool = static_cast<int64_t>(missing.size()) - to_host;
+  if (!pager_.blocks_to_be_had(to_pool)) refuse_to_bring_in(missing.size(), to_pool);
+  BlockLease blocks(pager_, to_pool, "begin");
+  for (int64_t i = 0; i < to_host; ++i) {
+    Place& place = host_.place(slots[i].value());
+    timeline_.host_before_write(place);
+    place = Place();
+  }
+  for (const RecordId id : missing) pager_.announce(pager_.ledger[id]);
+  pager_.threads.run(to_host, [&](int64_t i, int) {
+    pager_.read_chunk(pager_.ledger[missing[static_cast<size_t>(i)]], host_.at(slots[i].value()));
+  });
+  load_batch(missing, to_host, blocks);
+  for (const RecordId id : missing) {
     ChunkRecord& record = pager_.ledger[id];
-    record.block = block;
+    if (!slots.empty()) {
+      record.host = slots.release();
+      continue;
+    }
+    record.block = blocks.release();
     ++record.recalled;
     ++pager_.counters.chunks_recalled;
     pager_.counters.bytes_paged_in += layout_.chunk_bytes();
   }
 }
 
-// As many at a time as there are transfer buffers.
-void DeviceBackend::load_batch(const std::vector<std::pair<RecordId, BlockId>>& arrivals) {
-  const size_t batch = static_cast<size_t>(bounce_.slots());
-  for (size_t first = 0; first < arrivals.size(); first += batch) {
-    const size_t count = std::min(batch, arrivals.size() - first);
+void DeviceBackend::refuse_to_bring_in(size_t missing, int64_t without_room) const {
+  const int64_t bytes = (host_.slots() + without_room) * layout_.chunk_bytes();
+  throw CapacityError(str("begin: ", missing,
+                          " chunks that this forward may read are on disk or in a "
+                          "snapshot and have to be in memory meanwhile; ",
+                          without_room, " of them, ", without_room * layout_.chunk_bytes(),
+                          " bytes, find no room beside what else it reads (pool ", pool_.slots(),
+                          " blocks, host_bytes=", pager_.options.host_bytes,
+                          "). Raise host_bytes to at least ", bytes, ", or close sessions."));
+}
+
+// Chunks from ids[first] on into the leased blocks, as many at a time as there are transfer buffers.
+void DeviceBackend::load_batch(const std::vector<RecordId>& ids, int64_t first,
+                               const BlockLease& blocks) {
+  for (int64_t done = 0; done < blocks.count();) {
+    const int64_t count = std::min(bounce_.slots(), blocks.count() - done);
     std::vector<Piece> bounces;
-    for (size_t i = 0; i < count; ++i) {
-      bounces.push_back(next_bounce());
-      timeline_.host_before_write(*bounces[i].place);
-      *bounces[i].place = Place();
+    for (int64_t i = 0; i < count; ++i) {
+      const Piece bounce = bounces.emplace_back(next_bounce());
+      timeline_.host_before_write(*bounce.place);
+      *bounce.place = Place();
     }
-    pager_.threads.run(static_cast<int64_t>(count), [&](int64_t i, int) {
-      const size_t n = static_cast<size_t>(i);
-      pager_.read_chunk(pager_.ledger[arrivals[first + n].first], bounces[n].data);
+    pager_.threads.run(count, [&](int64_t i, int) {
+      pager_.read_chunk(pager_.ledger[ids[static_cast<size_t>(first + done + i)]],
+                        bounces[static_cast<size_t>(i)].data);
     });
-    for (size_t i = 0; i < count; ++i) {
-      copy(Lane::kUp, Direction::kUp, piece(pool_, arrivals[first + i].second.value()), bounces[i],
-           layout_.chunk_bytes());
+    for (int64_t i = 0; i < count; ++i) {
+      copy(Lane::kUp, Direction::kUp, piece(pool_, blocks[done + i].value()),
+           bounces[static_cast<size_t>(i)], layout_.chunk_bytes());
     }
+    done += count;
   }
 }
 

@@ -22,7 +22,7 @@ class FrozenSequence final : public SnapshotContent {
     if (pager_->process.forked()) return;  // it is the parent's
     const std::lock_guard<std::mutex> lock(pager_->mutex);
     while (!borrowed_.empty()) return_one(borrowed_.begin()->first);
-    pager_->destroy_sequence(id_);
+    pager_->thaw(id_);
   }
   FrozenSequence(const FrozenSequence&) = delete;
   FrozenSequence& operator=(const FrozenSequence&) = delete;
@@ -77,7 +77,7 @@ class FrozenSequence final : public SnapshotContent {
   }
 
   RecordId record(int64_t chunk) const {
-    const Sequence& frozen = pager_->find(id_);
+    const Sequence& frozen = pager_->frozen(id_);
     return frozen.use(frozen.released + chunk).record;
   }
 
@@ -189,6 +189,10 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
   return frozen.id;
 }
 
+Sequence& Pager::Impl::frozen(SequenceId id) { return sequences.find(id.value())->second; }
+
+void Pager::Impl::thaw(SequenceId id) noexcept { end(frozen(id)); }
+
 std::shared_ptr<SnapshotContent> Pager::freeze(SequenceId sequence, int64_t upto) {
   SnapshotMeta meta;
   std::vector<std::byte> tail;
@@ -196,7 +200,7 @@ std::shared_ptr<SnapshotContent> Pager::freeze(SequenceId sequence, int64_t upto
   try {
     return std::make_shared<FrozenSequence>(impl_, id, std::move(meta), std::move(tail));
   } catch (...) {
-    destroy_sequence(id);
+    locked(*impl_, [&] { impl_->thaw(id); });
     throw;
   }
 }

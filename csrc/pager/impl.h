@@ -6,6 +6,7 @@
 //   commit.cc     rows become positions, full chunks are sealed
 //   freeze.cc     what a save writes from
 //   restore.cc    sequences from snapshots, their summaries
+//   lease.cc      what was taken and belongs to no record yet
 //   inspect.cc    ledger, stats, read_kv, check_invariants
 //   pager.cc      construction and the locked facade
 // Bytes are moved and computed on by a backend (backend.h):
@@ -112,11 +113,12 @@ struct Pager::Impl {
   explicit Impl(const PagerOptions& options);
 
   // --- sequences.cc
-  Sequence& find(SequenceId id);
+  Sequence& find(SequenceId id);  // InvalidArgumentError, also for a frozen one
   const Sequence& find(SequenceId id) const;
   void require_idle(const Sequence& sequence, const char* action) const;
   Sequence& create_sequence(const std::string& salt);
   void destroy_sequence(SequenceId id);
+  void end(Sequence& sequence) noexcept;
   void drop_sequence(SequenceId id);
   void destroy_dropped(const Forward& ended);
   SequenceId fork(SequenceId id);
@@ -150,8 +152,9 @@ struct Pager::Impl {
   int64_t scored_layers() const;
   bool evictable(const ChunkRecord& record) const;
   bool lower_copies() const;
-  bool blocks_to_be_had(int64_t count) const;
-  void require_blocks(int64_t count, const char* action) const;
+  bool blocks_are_homes() const;
+  bool blocks_to_be_had(int64_t count, int64_t kept = 0) const;
+  void require_blocks(int64_t count, const char* action, int64_t kept = 0) const;
   std::vector<uint8_t> sheltered_records() const;
   VictimFacts facts(RecordId id) const;
   VictimFacts use_alone(RecordId id) const;
@@ -174,7 +177,7 @@ struct Pager::Impl {
   void read_chunk(const ChunkRecord& record, std::byte* out) const;
   void read_slice(const ChunkRecord& record, int layer, std::byte* out) const;
   void announce(const ChunkRecord& record) const;
-  void promote(const std::vector<RecordId>& ids);  // REQUIRES: blocks can be had
+  void promote(const std::vector<RecordId>& ids, const char* action);
   bool drop_host_copy(HostReaders readers = HostReaders::kOfEither);
   void recall_ahead();
   int64_t evict_all();
@@ -222,6 +225,8 @@ struct Pager::Impl {
 
   // --- freeze.cc
   SequenceId freeze(SequenceId id, int64_t upto, SnapshotMeta* meta, std::vector<std::byte>* tail);
+  Sequence& frozen(SequenceId id);  // REQUIRES: freeze() made it, and it is not thawed
+  void thaw(SequenceId id) noexcept;
   const std::byte* lend(RecordId id, std::byte* scratch);
 
   // --- restore.cc

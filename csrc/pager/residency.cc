@@ -1,9 +1,11 @@
 // Where bytes live: blocks, homes, victims, recalls. Nothing here can change a result.
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "kvpager/error.h"
 #include "pager/impl.h"
+#include "pager/lease.h"
 
 namespace kvpager {
 
@@ -18,26 +20,45 @@ int64_t Pager::Impl::home_capacity() const {
   return lower > 0 ? lower : options.pool_blocks - frontier_blocks();
 }
 
+namespace {
+
+// What so many chunks take, as messages say it.
+std::string bytes_of(int64_t chunks, int64_t each) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  if (chunks > kMost / each) return str("more than ", kMost, " bytes");
+  return str(chunks * each, " bytes");
+}
+
+// The sum of two counts, or the largest there is.
+int64_t total_of(int64_t a, int64_t b) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  return a > kMost - b ? kMost : a + b;
+}
+
+}  // namespace
+
 // Invariant 2. Homes of referenced chunks and homes promised to coming ones never exceed what there
 // is; cached chunks nobody references give theirs up when asked.
 void Pager::Impl::require_homes(int64_t more, const char* action) const {
   const int64_t committed = referenced_homes + reserved_homes;
-  if (committed + more > home_capacity()) {
-    const int64_t bytes = (committed + more) * layout.chunk_bytes();
+  const int64_t all = total_of(committed, more);
+  if (all > home_capacity()) {
+    const std::string bytes = bytes_of(all, layout.chunk_bytes());
     const bool lower = host_slots.slots() + disk_slots.slots() > 0;
     throw CapacityError(
-        str(action, ": ", more, " more chunks need ", more * layout.chunk_bytes(),
-            " bytes; with the ", committed, " chunks already promised that is ", bytes,
-            " bytes, and there is room for ", home_capacity() * layout.chunk_bytes(),
+        str(action, ": ", more, " more chunks need ", bytes_of(more, layout.chunk_bytes()),
+            "; with the ", committed, " chunks already promised that is ", bytes,
+            ", and there is room for ", home_capacity() * layout.chunk_bytes(),
             " (host_bytes=", options.host_bytes, ", disk_bytes=", options.disk_bytes, "). ",
             lower ? "Raise host_bytes" : "Give a host_bytes", " to at least ", bytes,
             ", or configure disk_path and disk_bytes, or close sessions."));
   }
   const int64_t summaries_used = committed + restored_records;
-  if (summaries_used + more > summary_slots.slots()) {
-    throw CapacityError(str(action, ": summaries of ", summaries_used + more, " chunks need ",
-                            (summaries_used + more) * summary_slot_bytes,
-                            " bytes; summary_bytes=", summary_slots.slots() * summary_slot_bytes,
+  const int64_t summaries = total_of(summaries_used, more);
+  if (summaries > summary_slots.slots()) {
+    throw CapacityError(str(action, ": summaries of ", summaries, " chunks need ",
+                            bytes_of(summaries, summary_slot_bytes),
+                            "; summary_bytes=", summary_slots.slots() * summary_slot_bytes,
                             ". Raise summary_bytes or close sessions."));
   }
 }
@@ -73,11 +94,13 @@ bool Pager::Impl::lower_copies() const {
   return host_slots.slots() + disk_slots.slots() > 0 || restored_records > 0;
 }
 
+// Whether there is nothing below the pool but snapshots, so that a chunk's block is its home.
+bool Pager::Impl::blocks_are_homes() const { return host_slots.slots() + disk_slots.slots() == 0; }
+
 // Whether acquire_block() can be had `count` times: free ones, those of evictable chunks, and where
-// blocks are homes those of cached chunks, which nobody uses.
-bool Pager::Impl::blocks_to_be_had(int64_t count) const {
-  const bool homes = host_slots.slots() + disk_slots.slots() == 0;
-  int64_t more = count - blocks.free() - (homes ? ledger.cached() : 0);
+// blocks are homes those of cached chunks, but for `kept` of these that somebody is about to use.
+bool Pager::Impl::blocks_to_be_had(int64_t count, int64_t kept) const {
+  int64_t more = count - blocks.free() - (blocks_are_homes() ? ledger.cached() - kept : 0);
   if (more <= 0) return true;
   if (!lower_copies()) return false;
   note_victims();
@@ -89,9 +112,9 @@ bool Pager::Impl::blocks_to_be_had(int64_t count) const {
       .has_value();
 }
 
-void Pager::Impl::require_blocks(int64_t count, const char* action) const {
-  if (blocks_to_be_had(count)) return;
-  int64_t available = blocks.free();
+void Pager::Impl::require_blocks(int64_t count, const char* action, int64_t kept) const {
+  if (blocks_to_be_had(count, kept)) return;
+  int64_t available = blocks.free() - (blocks_are_homes() ? kept : 0);
   int64_t open = 0;
   int64_t pinned = 0;
   ledger.each([&](RecordId, const ChunkRecord& record) {
@@ -202,11 +225,10 @@ std::optional<BlockId> Pager::Impl::acquire_block() {
     evict(victim->record);
     return blocks.take();
   }
-  // Where blocks are homes nothing is evictable, but what nobody uses can be forgotten.
-  while (reclaim_cached()) {
-    if (const auto block = blocks.take()) return block;
-  }
-  return std::nullopt;
+  // What nobody uses is forgotten where that gives a block. Elsewhere a cached chunk's block can be
+  // had without that, or it has none.
+  if (!blocks_are_homes() || !reclaim_cached()) return std::nullopt;
+  return blocks.take();
 }
 
 // Invariant 4: a clean chunk has a copy below, so that leaving the pool moves no bytes. One that is
@@ -252,7 +274,7 @@ SlotId Pager::Impl::take_summary_slot() {
 }
 
 Home Pager::Impl::take_home() {
-  if (host_slots.slots() + disk_slots.slots() == 0) return {};  // the block is the home
+  if (blocks_are_homes()) return {};
   for (;;) {
     if (const auto slot = host_slots.take()) return {*slot, SlotId()};
     if (drop_host_copy()) continue;
@@ -311,6 +333,7 @@ bool Pager::Impl::spill_one(HostReaders readers) {
   record.host = SlotId();
   record.disk = slot;
   ++counters.chunks_spilled;
+  counters.bytes_paged_out += layout.chunk_bytes();
   return true;
 }
 
@@ -376,23 +399,14 @@ void Pager::Impl::announce(const ChunkRecord& record) const {
 
 // All or none. One after another: of a cold file two threads make two streams, which disks have read
 // at a third of the rate of one.
-void Pager::Impl::promote(const std::vector<RecordId>& ids) {
-  std::vector<std::pair<RecordId, BlockId>> arrivals;
-  arrivals.reserve(ids.size());
-  try {
-    for (const RecordId id : ids) {
-      const auto block = acquire_block();
-      if (!block) throw CapacityError(str("no block for chunk ", ledger[id].index));
-      arrivals.emplace_back(id, *block);
-    }
-    for (const auto& [id, block] : arrivals) backend->load(ledger[id], block);
-  } catch (...) {
-    for (const auto& [id, block] : arrivals) free_block(block);
-    throw;
+void Pager::Impl::promote(const std::vector<RecordId>& ids, const char* action) {
+  BlockLease leased(*this, static_cast<int64_t>(ids.size()), action);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    backend->load(ledger[ids[i]], leased[static_cast<int64_t>(i)]);
   }
-  for (const auto& [id, block] : arrivals) {
+  for (const RecordId id : ids) {
     ChunkRecord& record = ledger[id];
-    record.block = block;
+    record.block = leased.release();
     may_leave(id);
     ++record.recalled;
     ++counters.chunks_recalled;
@@ -458,7 +472,7 @@ void Pager::Impl::recall_ahead() {
       }
     }
     try {
-      promote({wanted[i].record});
+      promote({wanted[i].record}, "recall");
     } catch (const PagerError&) {
       return;  // only ahead of need: whoever needs the chunk will meet the error
     }

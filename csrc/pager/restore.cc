@@ -8,6 +8,7 @@
 #include "core/legacy_chain.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
+#include "pager/lease.h"
 
 namespace kvpager {
 
@@ -347,7 +348,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
                             " in use; raise summary_bytes, which is ",
                             summary_slots.slots() * summary_slot_bytes));
   }
-  if (partial) require_blocks(1, "restore");
+  if (partial) require_blocks(1, "restore", new_homes);  // what it is about to use is no room
 
   SharedArray<TokenId> tokens = meta.tokens.first(static_cast<size_t>(length));
   if (released > 0) {
@@ -359,13 +360,13 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   // References first, so that taking a block or a summary slot cannot forget what the plan shares.
   Sequence& sequence = create_sequence(salt);
   const SequenceId id = sequence.id;
-  std::optional<BlockId> tail_block;
+  std::optional<BlockLease> tail_block;
   try {
     for (const Planned& planned : plan) {
       if (planned.existing.value() >= 0) add_reference(planned.existing);
     }
     if (partial) {
-      tail_block = acquire_block();
+      tail_block.emplace(*this, 1, "restore");
       const auto read = [&](std::byte* out) {
         try {
           reader->read_chunk(sealed, out);
@@ -373,12 +374,11 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
           throw damage_of_chunk(error, sealed, released / c + sealed);
         }
       };
-      backend->load(read, *tail_block);
+      backend->load(read, (*tail_block)[0]);
     }
   } catch (...) {
-    if (tail_block) free_block(*tail_block);
-    for (const Planned& planned : plan) {
-      if (planned.existing.value() >= 0) release(planned.existing);
+    for (size_t i = plan.size(); i-- > 0;) {  // a chain's end first, as whoever closes it does
+      if (plan[i].existing.value() >= 0) release(plan[i].existing);
     }
     sequences.erase(id.value());
     throw;
@@ -430,7 +430,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     const RecordId tail = ledger.create(ChunkState::kOpen);
     ledger[tail].references = 1;
     ledger[tail].index = sequence.released + sealed;
-    ledger[tail].block = *tail_block;
+    ledger[tail].block = tail_block->release();
     sequence.frontier.push_back({tail, 0, 0, 0, 0});
   }
   forget_orders();

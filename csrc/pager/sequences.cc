@@ -10,7 +10,7 @@ namespace kvpager {
 
 Sequence& Pager::Impl::find(SequenceId id) {
   const auto found = sequences.find(id.value());
-  if (found == sequences.end()) {
+  if (found == sequences.end() || found->second.frozen) {
     throw InvalidArgumentError(str("sequence ", id.value(), " does not exist or is closed"));
   }
   return found->second;
@@ -67,6 +67,12 @@ void Pager::Impl::drop_use_pins(ChunkUse& use) {
 void Pager::Impl::destroy_sequence(SequenceId id) {
   Sequence& sequence = find(id);
   require_idle(sequence, "close");
+  end(sequence);
+}
+
+// REQUIRES: it is in no running forward.
+void Pager::Impl::end(Sequence& sequence) noexcept {
+  const SequenceId id = sequence.id;
   for (int64_t c = sequence.chunks(); c-- > sequence.released;) {
     drop_use_pins(sequence.use(c));
     release(sequence.use(c).record);
@@ -82,17 +88,17 @@ void Pager::Impl::destroy_sequence(SequenceId id) {
 // A sequence of the running forward stays until that has ended.
 void Pager::Impl::drop_sequence(SequenceId id) {
   const auto found = sequences.find(id.value());
-  if (found == sequences.end()) return;
+  if (found == sequences.end() || found->second.frozen) return;
   if (found->second.part >= 0) {
     found->second.dropped = true;
   } else {
-    destroy_sequence(id);
+    end(found->second);
   }
 }
 
 void Pager::Impl::destroy_dropped(const Forward& ended) {
   for (const ForwardPart& part : ended.parts) {
-    if (part.sequence->dropped) destroy_sequence(part.sequence->id);
+    if (part.sequence->dropped) end(*part.sequence);
   }
 }
 
@@ -131,7 +137,7 @@ SequenceId Pager::Impl::fork(SequenceId id) {
       backend->load(ledger[use.record], block);
     }
   } catch (...) {
-    destroy_sequence(child.id);
+    end(child);
     throw;
   }
   parent.reserved += shared;
@@ -353,7 +359,7 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
     for (const RecordId record : fresh) {
       if (!ledger[record].resident()) missing.push_back(record);
     }
-    promote(missing);
+    promote(missing, "pin");
     pins[number.value()] = range;
   } catch (...) {
     add(-1);

@@ -60,12 +60,10 @@ void Pager::Impl::reserve(Sequence& sequence, int64_t total_tokens) {
   }
   int64_t wanted = homes_to_promise(total_tokens / layout.chunk_tokens - sequence.sealed_chunks(),
                                     own_homes(sequence));
-  if (sequence.part >= 0) {
-    // What a running forward may seal stays promised, and is now the caller's to keep.
-    forward->parts[static_cast<size_t>(sequence.part)].promised = 0;
-    wanted = std::max(wanted, sequence.reserved);
-  }
+  // What a running forward may seal stays promised, and is then the caller's to keep.
+  if (sequence.part >= 0) wanted = std::max(wanted, sequence.reserved);
   if (wanted > sequence.reserved) require_homes(wanted - sequence.reserved, "reserve");
+  if (sequence.part >= 0) forward->parts[static_cast<size_t>(sequence.part)].promised = 0;
   reserved_homes += wanted - sequence.reserved;
   sequence.reserved = wanted;
   sequence.target = total_tokens;

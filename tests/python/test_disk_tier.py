@@ -47,6 +47,18 @@ def test_a_flipped_bit_on_disk_is_named_with_its_chunk_and_layer(tmp_path, selec
     assert same_bits(text.probe(pager, sequence, 12 * C - 1), expected)
 
 
+def test_bytes_paged_out_are_those_that_host_memory_sent_to_disk(tmp_path):
+    pager = make(6, host=4, disk_path=tmp_path, disk_bytes=64 * CHUNK)
+    text = Text(12 * C)
+    sequence = pager.sequence()
+    text.prefill(pager, sequence, 12 * C)
+    pager.evict_all()
+    stats = pager.stats()
+    assert stats["chunks_spilled"] == 8
+    assert stats["bytes_paged_out"] == 8 * CHUNK
+    assert stats["disk_bytes_used"] == 8 * CHUNK
+
+
 @pytest.mark.parametrize("policy", ["qk", "lru"])
 def test_what_a_call_reads_is_not_evicted_for_what_else_it_reads(tmp_path, policy):
     """Eight chunks through six blocks: the missing ones would fit only in the place of others."""

@@ -92,6 +92,33 @@ PAGER_TEST("freezing takes no block, no home and no summary, and is no sequence 
   CHECK(pager.ledger(sequence.id)[0].references == 2);
 }
 
+PAGER_TEST("what a save writes from is no sequence that a number names") {
+  const Folder folder;
+  Pager pager(small_options(4, 40));
+  const Known sequence = create(pager, 100, 1);
+  save(pager, sequence.id, folder.file("before"), kKey);
+  {
+    const auto frozen = pager.freeze(sequence.id);
+    const SequenceId next = pager.create_sequence("");
+    const SequenceId its(next.value() - 1);  // numbers are given out in order
+    const auto refused = [&](const std::function<void()>& step) {
+      CHECK(contains(error_of<InvalidArgumentError>(pager, step), "does not exist or is closed"));
+    };
+    refused([&] { pager.destroy_sequence(its); });
+    pager.drop_sequence(its);  // as of any that is closed
+    refused([&] { pager.fork(its); });
+    refused([&] { pager.trim(its, 3); });
+    refused([&] { pager.reserve(its, 200); });
+    refused([&] { pager.pin(its, 0, 16); });
+    refused([&] { pager.freeze(its); });
+    refused([&] { pager.length(its); });
+    refused([&] { pager.begin(commit_rows(its, 96, sequence.tokens.data(), 1)); });
+    save(*frozen, folder.file("after"), kKey);
+  }
+  CHECK(bytes_of(folder.file("before")) == bytes_of(folder.file("after")));
+  require_intact(pager, sequence);
+}
+
 PAGER_TEST("frozen content outlives its pager") {
   const Folder folder;
   auto pager = std::make_unique<Pager>(small_options(4, 40));

@@ -7,6 +7,7 @@ PLACEMENT = (
     "attention outputs have the same bits wherever chunks live and whatever was evicted"
 )
 SHARING = "cpp/pager/sharing_test.cc::"
+REFUSALS = "cpp/pager/refusals_test.cc::"
 FORWARD = "cpp/pager/forward_test.cc::"
 
 PAGING = (
@@ -104,11 +105,84 @@ PAGING = (
         name="a-failed-restore-keeps-its-references",
         breaks="12: a refused restore leaves the pager as it was",
         file="csrc/pager/restore.cc",
-        old="      if (planned.existing.value() >= 0) release(planned.existing);\n",
+        old="      if (plan[i].existing.value() >= 0) release(plan[i].existing);\n",
         new="",
         killers=(
             "cpp/pager/faults_test.cc::"
             "a failing restore takes back the references it took to chunks that were here",
+        ),
+    ),
+    Mutant(
+        name="a-restore-counts-what-it-uses-as-room",
+        breaks="6: room that was found is room that is owned",
+        file="csrc/pager/restore.cc",
+        old='require_blocks(1, "restore", new_homes);',
+        new='require_blocks(1, "restore");',
+        killers=(
+            REFUSALS + "a restore does not count the cached chunks it is about to use as room for "
+            "its tail",
+        ),
+    ),
+    Mutant(
+        name="a-failed-restore-reverses-what-is-forgotten-first",
+        breaks="the end of a chain is forgotten before its beginning",
+        file="csrc/pager/restore.cc",
+        old="    for (size_t i = plan.size(); i-- > 0;) {",
+        new="    for (size_t i = 0; i < plan.size(); ++i) {",
+        killers=(
+            REFUSALS
+            + "a restore that cannot read its tail leaves the cached chunks in their order",
+        ),
+    ),
+    Mutant(
+        name="what-nobody-uses-is-forgotten-for-nothing",
+        breaks="6: a refused begin leaves cached chunks as they were",
+        file="csrc/pager/residency.cc",
+        old="  if (!blocks_are_homes() || !reclaim_cached()) return std::nullopt;\n"
+        "  return blocks.take();\n",
+        new="  while (reclaim_cached()) {\n"
+        "    if (const auto block = blocks.take()) return block;\n  }\n  return std::nullopt;\n",
+        killers=(REFUSALS + "a refused begin forgets no cached chunk, wherever homes are",),
+    ),
+    Mutant(
+        name="a-lease-takes-without-asking",
+        breaks="6: a refused pin leaves cached chunks as they were",
+        file="csrc/pager/lease.cc",
+        old="  pager.require_blocks(count, action);\n",
+        new="  if (count < 0) pager.require_blocks(count, action);\n",
+        killers=(REFUSALS + "a refused pin forgets no cached chunk",),
+    ),
+    Mutant(
+        name="a-refused-reserve-takes-the-forwards-promise",
+        breaks="6: a refused reserve changes nothing",
+        file="csrc/pager/windows.cc",
+        old="  if (wanted > sequence.reserved) require_homes(",
+        new="  if (sequence.part >= 0) {\n"
+        "    forward->parts[static_cast<size_t>(sequence.part)].promised = 0;\n  }\n"
+        "  if (wanted > sequence.reserved) require_homes(",
+        killers=(REFUSALS + "a refused reserve leaves what the running forward was promised",),
+    ),
+    Mutant(
+        name="frozen-sequences-can-be-named",
+        breaks="what a save writes from is known to nobody else",
+        file="csrc/pager/sequences.cc",
+        old="  if (found == sequences.end() || found->second.frozen) {\n",
+        new="  if (found == sequences.end()) {\n",
+        killers=(
+            "cpp/pager/freeze_test.cc::what a save writes from is no sequence that a number names",
+        ),
+    ),
+    Mutant(
+        name="spills-are-not-counted",
+        breaks="bytes_paged_out is what went from host memory to disk",
+        file="csrc/pager/residency.cc",
+        old="  counters.bytes_paged_out += layout.chunk_bytes();\n",
+        new="",
+        killers=(
+            "python/test_disk_tier.py::"
+            "test_bytes_paged_out_are_those_that_host_memory_sent_to_disk",
+            "cpp/pager/residency_test.cc::bytes paged out are those that went from host memory to "
+            "disk, and nothing else",
         ),
     ),
     Mutant(
@@ -299,10 +373,8 @@ PAGING = (
         name="admission-forgets-its-promises",
         breaks="2: what is reserved for one sequence is not there for another",
         file="csrc/pager/residency.cc",
-        old="  const int64_t committed = referenced_homes + reserved_homes;\n"
-        "  if (committed + more > home_capacity()) {",
-        new="  const int64_t committed = referenced_homes + reserved_homes;\n"
-        "  if (referenced_homes + more > home_capacity()) {",
+        old="  const int64_t all = total_of(committed, more);",
+        new="  const int64_t all = total_of(referenced_homes, more);",
         killers=(
             "cpp/pager/admission_test.cc::"
             "what is reserved for one sequence is not there for another",

@@ -1,0 +1,33 @@
+#include "pager/lease.h"
+
+#include "kvpager/error.h"
+
+namespace kvpager {
+
+void BlockKind::require(Pager::Impl& pager, int64_t count, const char* action) {
+  pager.require_blocks(count, action);
+}
+
+BlockId BlockKind::take(Pager::Impl& pager) {
+  const auto block = pager.acquire_block();
+  if (!block) throw CapacityError("no block is free, though there was room for one");
+  return *block;
+}
+
+void BlockKind::give_back(Pager::Impl& pager, BlockId block) noexcept { pager.free_block(block); }
+
+Home HomeKind::take(Pager::Impl& pager) { return pager.take_home(); }
+
+void HomeKind::give_back(Pager::Impl& pager, const Home& home) noexcept { pager.give_back(home); }
+
+void HostSlotKind::give_back(Pager::Impl& pager, SlotId slot) noexcept {
+  pager.host_slots.give_back(slot);
+}
+
+SlotId SummaryKind::take(Pager::Impl& pager) { return pager.take_summary_slot(); }
+
+void SummaryKind::give_back(Pager::Impl& pager, SlotId slot) noexcept {
+  pager.summary_slots.give_back(slot);
+}
+
+}  // namespace kvpager
