@@ -12,6 +12,7 @@ FUZZ_SECONDS ?= 600
 DEMO_ARGS ?=
 VERIFY_ARGS ?=
 MUTANTS_ARGS ?=
+DEEP_ARGS ?=
 BENCH_ARGS ?=
 # Whether the package gets its CUDA plug-in. Compiling it takes nvcc and minutes, but no GPU: by default
 # it is done where there is a GPU, in CI always.
@@ -36,13 +37,14 @@ DEPS_STAMP := $(VENV)/.kvpager-deps
 BUILD_STAMP := $(VENV)/.kvpager-build
 NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc models/tiny-* -type f)
 ASAN_SITE := $(abspath build/asan-site)
-FORMATTED = $(shell find csrc tests/cpp tests/fuzz -name third_party -prune -o \
+FORMATTED = $(shell find csrc tests/cpp tests/deep tests/fuzz -name third_party -prune -o \
   \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)
 PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo test lint ctest pytest test-slow verify-all mutants asan tsan fuzz
+.PHONY: test-deep test-deep-calls test-deep-power test-deep-threads test-deep-soak
 .PHONY: bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
 
 help: ## print this list
@@ -80,6 +82,15 @@ verify-all: build ## every relation for every model, dtype, shape and thread cou
 
 mutants: build ## break the code on purpose, one promise at a time: the tests that keep it must fail
 	cd tests && $(PY) -m mutants $(MUTANTS_ARGS)
+
+test-deep: test-deep-calls test-deep-power ## failing system calls, power failures (see docs/testing.md)
+	$(PY) tests/deep/report.py
+
+test-deep-calls: build
+	cd tests && $(PY) -m deep calls $(DEEP_ARGS)
+
+test-deep-power: build
+	cd tests && $(PY) -m deep power $(DEEP_ARGS)
 
 fuzz: build ctest ## the property tests and the snapshot reader's fuzz target, with many more examples
 	build/dev/tests/cpp/snapshot_fuzz --mutate 200000

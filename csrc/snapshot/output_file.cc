@@ -108,6 +108,7 @@ OutputFile::OutputFile(const std::string& path) : path_(path) {
     create_temporary();
     lock();
     if (holds_our_file(temporary_)) break;
+    if (errno != ENOENT) fail(errno, "cannot look at the temporary file");
     // Between the two steps it looked like a dead writer's, and somebody swept it away.
     temporary_.clear();
     if (attempt >= kNameAttempts) fail(EBUSY, "the temporary file is removed again and again");
@@ -251,12 +252,17 @@ bool OutputFile::roll_back() noexcept {
   return ours && !replaced_ && ::unlinkat(folder_.get(), name_.c_str(), 0) == 0;
 }
 
+// If not, errno says why: ENOENT where the name leads to nothing or to another file.
 bool OutputFile::holds_our_file(const std::string& name) const noexcept {
   struct stat there;
   struct stat ours;
-  return ::fstatat(folder_.get(), name.c_str(), &there, AT_SYMLINK_NOFOLLOW) == 0 &&
-         ::fstat(file_.get(), &ours) == 0 && there.st_dev == ours.st_dev &&
-         there.st_ino == ours.st_ino;
+  if (::fstatat(folder_.get(), name.c_str(), &there, AT_SYMLINK_NOFOLLOW) != 0 ||
+      ::fstat(file_.get(), &ours) != 0) {
+    return false;
+  }
+  if (there.st_dev == ours.st_dev && there.st_ino == ours.st_ino) return true;
+  errno = ENOENT;
+  return false;
 }
 
 void OutputFile::discard() noexcept {

@@ -122,6 +122,14 @@ def test_an_import_makes_a_store_and_shares_what_is_there(capsys, tmp_path):
     assert "80.0 KiB shared with other snapshots" in text
 
 
+def test_an_import_goes_on_with_a_store_whose_making_was_cut_short(capsys, tmp_path, file):
+    half = tmp_path / "half"
+    (half / "packs").mkdir(parents=True)
+    (half / "lock").touch()
+    assert told_json(capsys, "snapshot", "import", file, half)["chunks_written"] == 4
+    told(capsys, "snapshot", "verify", half)
+
+
 def test_an_import_of_a_name_that_is_taken_needs_force(capsys, store, file):
     before = told_json(capsys, "snapshot", "inspect", f"{store.path}/turn2")
     err = refused(capsys, "snapshot", "import", file, f"{store.path}/turn2")

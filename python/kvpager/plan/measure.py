@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from kvpager.config import PagerConfig
+from kvpager.errors import StorageError
 from kvpager.pager import ROW_COMMIT, Layout, Pager
 from kvpager.plan.machine import Machine, Products
 
@@ -55,6 +56,9 @@ def measure(
         dtypes: of weights that products are measured with.
         folder: where the disk is measured; by default that of temporary files.
         device: "cpu", or "cuda" for the GPU and its link.
+
+    Raises:
+        StorageError: a file of 32 MiB cannot be written and read in `folder`.
     """
     with torch.inference_mode():
         place = torch.device(device)
@@ -242,11 +246,25 @@ def _write(handle: int, data: bytes) -> float:
 
 
 def _disk(folder: Path) -> tuple[float, float, float, float]:
-    """Bytes per second written to last, read from the disk and from the page cache; a sync."""
+    """Bytes per second written to last, read from the disk and from the page cache; a sync.
+
+    Raises StorageError: a file in `folder` cannot be made, written or read.
+    """
+    try:
+        return _disk_rates(folder)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: cannot measure the disk: {error.strerror}; name a folder in which a file "
+            f"of {_DISK_BYTES >> 20} MiB can be written"
+        ) from error
+
+
+def _disk_rates(folder: Path) -> tuple[float, float, float, float]:
     data = os.urandom(1 << 20) * (_DISK_BYTES >> 20)
     buffer = bytearray(_DISK_BYTES)
     handle, name = tempfile.mkstemp(prefix=".kvpager-plan-", dir=folder)
     try:
+        Path(name).unlink()  # nobody looks for it, and a process that is killed leaves nothing
         os.write(handle, b"0" * 4096)
         start = time.perf_counter()
         os.fsync(handle)
@@ -272,5 +290,4 @@ def _disk(folder: Path) -> tuple[float, float, float, float]:
         warm = min(read() for _ in range(3))
     finally:
         os.close(handle)
-        Path(name).unlink(missing_ok=True)
     return len(data) / write, len(data) / cold, len(data) / warm, sync

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from kvpager.errors import InvalidArgumentError, StorageError
+from kvpager.stores.durable import sync_folder
 from kvpager.stores.lock import exclusive
 from kvpager.stores.names import is_temporary
 from kvpager.stores.settings import SETTINGS_FILE, StoreSettings
@@ -24,12 +26,8 @@ def open_or_create(folder: str, settings: StoreSettings, *, create: bool) -> Non
         return
     if not create:
         raise StorageError(f"{folder}: there is no store here; create=True makes one")
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    foreign = sorted(
-        path.name
-        for path in Path(folder).iterdir()
-        if path.name not in _OWN and not is_temporary(path.name)
-    )
+    _make_folder(folder)
+    foreign = foreign_files(folder)
     if foreign and not _is_store(folder):
         raise InvalidArgumentError(
             f"{folder}: the folder is no store and not empty (it has {foreign[0]!r}); expected a "
@@ -39,7 +37,28 @@ def open_or_create(folder: str, settings: StoreSettings, *, create: bool) -> Non
         if not _is_store(folder):
             Path(folder, "packs").mkdir(exist_ok=True)
             Path(folder, "snapshots").mkdir(exist_ok=True)
+            sync_folder(folder)  # what says that it is a store is there only with both of them
             settings.write(folder)
+
+
+def foreign_files(folder: str) -> list[str]:
+    """Names in a folder that no store has there, of one that was begun neither."""
+    return sorted(
+        path.name
+        for path in Path(folder).iterdir()
+        if path.name not in _OWN and not is_temporary(path.name)
+    )
+
+
+def _make_folder(folder: str) -> None:
+    """Makes a folder and those above it, so that a power failure leaves them there."""
+    place = Path(folder)
+    above = [place.parent]  # also of one that an earlier attempt may have made and not synced
+    above += [made.parent for made in place.parents if not made.exists()]
+    place.mkdir(parents=True, exist_ok=True)
+    for one in above:
+        with contextlib.suppress(PermissionError):  # which may be used and not listed
+            sync_folder(str(one))
 
 
 def _is_store(folder: str) -> bool:

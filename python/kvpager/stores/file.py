@@ -25,6 +25,7 @@ from kvpager.stores.companions import (
     session_of_companion,
     session_of_primary,
 )
+from kvpager.stores.durable import sync_folder
 from kvpager.stores.names import SNAPSHOT_SUFFIX
 from kvpager.stores.segments import noted_segment
 
@@ -152,14 +153,20 @@ class FileStore:
         return [_entry(file) for file in sorted(files)]
 
     def delete(self, name: str) -> None:
-        """Removes a file and those of its companions. See `SnapshotStore.delete`."""
+        """Removes a file and those of its companions, for good. See `SnapshotStore.delete`.
+
+        Raises:
+            StorageError: there is none, or the system refused; it says so too where the file is
+                gone and may be there again after a power failure.
+        """
         path = self._path(name)
         beside = _companions(path)
         try:
             Path(path).unlink()
+            _remove(beside)
+            sync_folder(os.fspath(Path(path).parent))
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}") from error
-        _remove(beside)
 
     def _path(self, name: str | os.PathLike[str]) -> str:
         if not os.fspath(name):

@@ -5,6 +5,7 @@ from mutants.catalogue.bookkeeping import BOOKKEEPING
 from mutants.catalogue.companions import COMPANIONS
 from mutants.catalogue.devices import DEVICES
 from mutants.catalogue.drafts import DRAFTS
+from mutants.catalogue.durability import DURABILITY
 from mutants.catalogue.given import GIVEN_ROWS
 from mutants.catalogue.identity import IDENTITY
 from mutants.catalogue.lifetimes import LIFETIMES
@@ -31,6 +32,7 @@ CATALOGUE = (
     *OWNERSHIP,
     *GIVEN_ROWS,
     *SNAPSHOTS,
+    *DURABILITY,
     *IDENTITY,
     *WINDOWS,
     *PROBES,

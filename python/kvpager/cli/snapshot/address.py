@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpager.cli.failure import CliError
+from kvpager.stores.creation import foreign_files
 from kvpager.stores.names import SNAPSHOT_SUFFIX, snapshot_of
 from kvpager.stores.settings import SETTINGS_FILE
 
@@ -111,7 +112,7 @@ def find_place(text: str, name: str) -> tuple[Path, str]:
         return path, name
     if is_store(path.parent):
         return path.parent, path.name.removesuffix(SNAPSHOT_SUFFIX)
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and foreign_files(text):
         raise CliError(f"{text}: a folder with other files in it, and no store; name another one")
     if path.exists() and not path.is_dir():
         raise CliError(f"{text}: a file; expected the folder of a store, or STORE/NAME")

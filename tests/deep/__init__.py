@@ -1,0 +1,1 @@
+"""Tests too long for every change: `make test-deep`. See docs/testing.md."""

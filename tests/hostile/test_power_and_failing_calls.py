@@ -1,0 +1,54 @@
+"""A part of `make test-deep`: power failures, and system calls that fail, as a library sees them.
+
+All of it is in tests/deep, and what it found is in docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deep.interposer import TESTS, has_compiler
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler for the library")
+
+
+def deep(part: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """The rows of a run of one part."""
+    record = folder / "record.json"
+    site = ["-S"] if sys.flags.no_site else []
+    command = [sys.executable, *site, "-m", "deep", part, *arguments, "--json", str(record)]
+    ran = subprocess.run(
+        command, cwd=TESTS, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert record.exists(), ran.stderr
+    rows: dict[str, Any] = json.loads(record.read_text())["rows"]
+    assert {name: row["wrong"] for name, row in rows.items() if row["wrong"]} == {}
+    assert ran.returncode == 0, ran.stderr
+    return rows
+
+
+def test_a_power_failure_loses_nothing_that_was_reported_saved(tmp_path: Path) -> None:
+    histories = ["a new store", "files", "a file deleted", "notes"]
+    options = ["--whole", "16", "--torn", "1"]
+    rows = deep("power", tmp_path, "--only", *histories, *options)
+    assert rows.keys() == set(histories)
+    assert all(row["trees"] >= 4 for row in rows.values())
+
+
+def test_any_system_call_that_fails_is_a_typed_error_that_costs_nothing(tmp_path: Path) -> None:
+    operations = ["store: create and save", "file: save", "file: delete", "plan: measure a disk"]
+    rows = deep("calls", tmp_path, "--only", *operations, "--stride", "11")
+    assert rows.keys() >= set(operations)
+    assert all(row["cases"] >= 5 and row["refused"] >= 1 for row in rows.values())
+
+
+@pytest.mark.slow
+def test_a_power_failure_within_saves_and_collections_loses_nothing(tmp_path: Path) -> None:
+    rows = deep("power", tmp_path, "--whole", "16", "--torn", "1")
+    assert sum(row["trees"] for row in rows.values()) > 1000

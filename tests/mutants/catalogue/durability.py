@@ -1,0 +1,71 @@
+"""Power failures: what was reported saved, or deleted, stays so."""
+
+from mutants.mutant import Mutant
+
+POWER = (
+    "hostile/test_power_and_failing_calls.py::"
+    "test_a_power_failure_loses_nothing_that_was_reported_saved"
+)
+CALLS = (
+    "hostile/test_power_and_failing_calls.py::"
+    "test_any_system_call_that_fails_is_a_typed_error_that_costs_nothing"
+)
+
+DURABILITY = (
+    Mutant(
+        name="the-folder-above-a-new-store-is-not-synced",
+        breaks="a store that was just made is there after a power failure",
+        file="python/kvpager/stores/creation.py",
+        old="            sync_folder(str(one))\n",
+        new="            pass\n",
+        killers=(POWER,),
+    ),
+    Mutant(
+        name="settings-last-before-the-folders",
+        breaks="what says that a folder is a store is not there without its two folders",
+        file="python/kvpager/stores/creation.py",
+        old="            sync_folder(folder)  #",
+        new="            pass  #",
+        killers=(POWER,),
+    ),
+    Mutant(
+        name="a-deletion-of-a-file-is-not-synced",
+        breaks="a file that was reported deleted does not come back",
+        file="python/kvpager/stores/file.py",
+        old="            sync_folder(os.fspath(Path(path).parent))\n",
+        new="",
+        killers=(POWER,),
+    ),
+    Mutant(
+        name="a-snapshots-data-are-not-synced",
+        breaks="what was reported saved opens to the bit after a power failure",
+        file="csrc/snapshot/output_file.cc",
+        old='  sync(file_.get(), "cannot sync the file to disk");\n',
+        new="",
+        killers=(POWER,),
+    ),
+    Mutant(
+        name="a-snapshots-name-is-not-synced",
+        breaks="what was reported saved is there after a power failure",
+        file="csrc/snapshot/output_file.cc",
+        old='error_of("snapshot.fsync", [&] { return ::fsync(folder_.get()); });',
+        new="0;",
+        killers=(POWER,),
+    ),
+    Mutant(
+        name="a-failed-look-is-a-swept-file",
+        breaks="a save that meets an error leaves no temporary file",
+        file="csrc/snapshot/output_file.cc",
+        old='    if (errno != ENOENT) fail(errno, "cannot look at the temporary file");\n',
+        new="",
+        killers=(CALLS,),
+    ),
+    Mutant(
+        name="a-measured-disk-keeps-its-file",
+        breaks="measuring a disk leaves no file, whatever fails",
+        file="python/kvpager/plan/measure.py",
+        old="        Path(name).unlink()  # nobody looks for it,",
+        new="        pass  # nobody looks for it,",
+        killers=(CALLS,),
+    ),
+)
