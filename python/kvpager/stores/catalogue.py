@@ -28,6 +28,11 @@ from kvpager.stores.tables import Manifest, Pack, Snapshot, Stamp
 # A folder's time may be that of the last tick of a coarse clock: one that changed less than this
 # before it was listed may change again without showing it.
 _SETTLED_NS = 100_000_000
+_IRREGULAR = (
+    "not a regular file, so that it is unknown which packs it needs and all are kept; move it out "
+    "of the store, or put the file itself in its place"
+)
+_NO_PACK = "not a regular file; put the file itself in its place"
 
 
 class Catalogue:
@@ -104,19 +109,23 @@ class Catalogue:
 
     def _read_folders(self) -> None:
         self.temporaries, self.strays, self.bytes = {}, {}, 0
-        self._refresh_packs(self._list(self.packs_folder))
-        self._refresh_snapshots(self._list(self.snapshots_folder))
+        self._refresh_packs(*self._list(self.packs_folder))
+        self._refresh_snapshots(*self._list(self.snapshots_folder))
         # A writer of store.json that died left one in the store's own folder.
         for entry in os.scandir(self.folder):
             if names.is_temporary(entry.name):
                 self.temporaries[entry.path] = 0
 
-    def _list(self, folder: str) -> dict[str, Stamp]:
-        """The files of a folder, counted; temporaries are noted and left out."""
-        files = {}
+    def _list(self, folder: str) -> tuple[dict[str, Stamp], list[str]]:
+        """The files of a folder, counted, and the names of what is no regular file.
+
+        Temporaries are noted and left out.
+        """
+        files, others = {}, []
         with os.scandir(folder) as entries:
             for entry in entries:
                 if not entry.is_file(follow_symlinks=False):
+                    others.append(entry.name)
                     continue
                 try:
                     status = entry.stat(follow_symlinks=False)
@@ -127,9 +136,9 @@ class Catalogue:
                     self.temporaries[entry.path] = status.st_size
                 else:
                     files[entry.name] = Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
-        return files
+        return files, others
 
-    def _refresh_packs(self, files: dict[str, Stamp]) -> None:
+    def _refresh_packs(self, files: dict[str, Stamp], others: list[str]) -> None:
         stamps = {pack: stamp for file, stamp in files.items() if (pack := names.pack_of(file))}
         for pack in list(self.packs):
             known = self.packs[pack]
@@ -141,6 +150,10 @@ class Catalogue:
                 self.packs[pack] = Pack.read(pack, self.pack_path(pack), stamp)
                 table = self.packs[pack]
                 self.index.add(pack, table.chain_hashes, table.content_ids)
+        for file in others:
+            if pack := names.pack_of(file):
+                path = self.pack_path(pack)
+                self.packs[pack] = Pack(pack, path, Stamp(0, 0, 0), error=f"{path}: {_NO_PACK}")
         damaged = {}
         for file, stamp in files.items():
             if (pack_id := names.damage_of(file)) is None:
@@ -155,11 +168,13 @@ class Catalogue:
             if table.damaged != damaged.get(pack, frozenset()):
                 self.packs[pack] = replace(table, damaged=damaged.get(pack, frozenset()))
 
-    def _refresh_snapshots(self, files: dict[str, Stamp]) -> None:
+    def _refresh_snapshots(self, files: dict[str, Stamp], others: list[str]) -> None:
         sidecars = {
             name: stamp for file, stamp in files.items() if (name := names.sidecar_of(file))
         }
         known, self.snapshots = self.snapshots, {}
+        for file in others:
+            self._add_irregular(file, sidecars)
         for file, stamp in files.items():
             if (name := names.snapshot_of(file)) is None:
                 continue
@@ -184,6 +199,16 @@ class Catalogue:
         self._sidecars = {n: kept for n, kept in self._sidecars.items() if n in self.snapshots}
         for name, stamp in sidecars.items():
             self.strays[self.sidecar_path(name)] = stamp.bytes
+
+    def _add_irregular(self, file: str, sidecars: dict[str, Stamp]) -> None:
+        """Something that may be a manifest, under the name it would have: it may need any pack."""
+        path = f"{self.snapshots_folder}/{file}"
+        name = names.snapshot_of(file) or file
+        beside = sidecars.pop(name, None)
+        stamp = beside or Stamp(0, 0, 0)
+        manifest = Manifest(name, path, Stamp(0, 0, 0), error=f"{path}: {_IRREGULAR}")
+        notes = self._sidecar(name, beside)
+        self.snapshots[name] = Snapshot(manifest, notes, stamp.bytes, stamp.mtime_ns)
 
     def _sidecar(self, name: str, stamp: Stamp | None) -> Sidecar:
         if stamp is None:

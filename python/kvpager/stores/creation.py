@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from kvpager.errors import InvalidArgumentError, StorageError
+from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, StorageError
 from kvpager.stores.durable import sync_folder
 from kvpager.stores.lock import exclusive
 from kvpager.stores.names import is_temporary
@@ -20,10 +20,12 @@ def open_or_create(folder: str, settings: StoreSettings, *, create: bool) -> Non
     Raises:
         StorageError: there is none, and `create` is False.
         InvalidArgumentError: there is something else.
-        UnsupportedVersionError, CorruptSnapshotError: of the store's own file.
+        UnsupportedVersionError, CorruptSnapshotError: of the store's own file, which is missing
+            from a folder that has snapshots or packs.
     """
     if _is_store(folder):
         return
+    _refuse_without_settings(folder)
     if not create:
         raise StorageError(f"{folder}: there is no store here; create=True makes one")
     _make_folder(folder)
@@ -35,6 +37,7 @@ def open_or_create(folder: str, settings: StoreSettings, *, create: bool) -> Non
         )
     with exclusive(f"{folder}/lock"):
         if not _is_store(folder):
+            _refuse_without_settings(folder)
             Path(folder, "packs").mkdir(exist_ok=True)
             Path(folder, "snapshots").mkdir(exist_ok=True)
             sync_folder(folder)  # what says that it is a store is there only with both of them
@@ -59,6 +62,24 @@ def _make_folder(folder: str) -> None:
     for one in above:
         with contextlib.suppress(PermissionError):  # which may be used and not listed
             sync_folder(str(one))
+
+
+def _refuse_without_settings(folder: str) -> None:
+    """A store that lost its settings lost its budget, which must not be taken for none."""
+    for place in ("packs", "snapshots"):
+        try:
+            inside = sorted(path.name for path in Path(folder, place).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if there := [name for name in inside if not is_temporary(name)]:
+            if _is_store(folder):  # made meanwhile, by another process
+                return
+            raise CorruptSnapshotError(
+                f"{folder}/{SETTINGS_FILE}: missing, though {place}/{there[0]} is there; restore "
+                'it from a copy, or write {"kvpager_store": 1, "byte_budget": null, '
+                '"ttl_seconds": null} to it with the budget and the time to live that the store '
+                "had"
+            )
 
 
 def _is_store(folder: str) -> bool:

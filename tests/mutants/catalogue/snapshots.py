@@ -12,6 +12,25 @@ PIECES = (
 
 SNAPSHOTS = (
     Mutant(
+        name="what-is-no-file-is-no-manifest",
+        breaks="what lies among manifests and is no regular file may need any pack",
+        file="python/kvpager/stores/catalogue.py",
+        old="            self._add_irregular(file, sidecars)\n",
+        new="            pass\n",
+        killers=("python/test_store_irregular.py::test_gc_keeps_the_packs_of_what_it_cannot_read",),
+    ),
+    Mutant(
+        name="a-store-that-lost-its-settings-is-new",
+        breaks="a store with packs and no store.json is an error, not one without a budget",
+        file="python/kvpager/stores/creation.py",
+        old="        if there := [name for name in inside if not is_temporary(name)]:",
+        new="        if there := [name for name in inside if False]:",
+        killers=(
+            "python/test_store_irregular.py::"
+            "test_a_store_without_its_settings_is_an_error_and_not_one_without_a_budget",
+        ),
+    ),
+    Mutant(
         name="slices-are-read-unverified",
         breaks="every layer of every chunk is verified when it is read",
         file="csrc/snapshot/chunk_source.cc",
