@@ -131,7 +131,7 @@ class ExclusiveLock {
 
   std::unique_ptr<OwnedFile> open() const {
     try {
-      return std::make_unique<OwnedFile>(path_, O_RDWR | O_CREAT | O_NOFOLLOW, 0666);
+      return std::make_unique<OwnedFile>(path_, O_RDWR | O_CREAT | O_NOFOLLOW, 0600);
     } catch (py::error_already_set& error) {
       // A store that may only be read is locked all the same.
       if (!error.matches(PyExc_OSError)) throw;
@@ -272,7 +272,7 @@ class ContextValue {
 void bind_locks(py::module_& m) {
   py::class_<OwnedFile>(m, "OwnedFile", "An open file; closed when it is dropped, and on exec.")
       .def(py::init<std::string, int, int>(), py::arg("path"), py::arg("flags"),
-           py::arg("mode") = 0666, "As os.open. Raises OSError.")
+           py::arg("mode") = 0600, "As os.open. Raises OSError.")
       .def("fileno", &OwnedFile::descriptor, "The descriptor, which stays this object's.")
       .def("lock", &OwnedFile::lock, py::arg("operation"),
            "flock(); False if somebody else has it and LOCK_NB is given.")

@@ -200,8 +200,8 @@ int64_t write_manifest(SnapshotWriter& writer, const SnapshotContent& content,
 // has given the GIL away is refused and changes nothing.
 class Writer {
  public:
-  Writer(const std::string& path, const Layout& layout, int64_t reserve_bytes)
-      : writer_(std::make_unique<SnapshotWriter>(path, layout, reserve_bytes)) {}
+  Writer(const std::string& path, const Layout& layout, int64_t reserve_bytes, uint32_t mode)
+      : writer_(std::make_unique<SnapshotWriter>(path, layout, reserve_bytes, mode)) {}
 
   // fn(SnapshotWriter&).
   template <class Fn>
@@ -405,8 +405,10 @@ void bind_reader(py::module_& m) {
 void bind_writer(py::module_& m) {
   py::class_<Writer>(m, "SnapshotWriter",
                      "Writes a snapshot under a temporary name; publish gives it its own.")
-      .def(py::init<const std::string&, const Layout&, int64_t>(), py::arg("path"),
-           py::arg("layout"), py::arg("reserve_bytes") = 0, py::call_guard<Release>())
+      .def(py::init<const std::string&, const Layout&, int64_t, uint32_t>(), py::arg("path"),
+           py::arg("layout"), py::arg("reserve_bytes") = 0, py::arg("mode") = 0600,
+           py::call_guard<Release>(),
+           "mode: permissions; a file that has the name keeps those that it lacks.")
       .def(
           "write_content",
           [](Writer& w, const SnapshotContent& content, const Array<int64_t>& which,

@@ -86,7 +86,11 @@ std::vector<iovec> front_of(const std::vector<iovec>& parts, uint64_t bytes) {
 
 }  // namespace
 
-OutputFile::OutputFile(const std::string& path) : path_(path) {
+OutputFile::OutputFile(const std::string& path, uint32_t mode) : path_(path), mode_(mode) {
+  if ((mode & ~0666U) != 0 || (mode & kPrivateMode) != kPrivateMode) {
+    throw InvalidArgumentError(
+        str(path, ": mode is ", mode, ", expected 0600 (384), and more bits of 0666 for others"));
+  }
   if (path.find('\0') != std::string::npos) {
     throw InvalidArgumentError(str("path: \"", path.c_str(), "\" and a NUL byte, ",
                                    "expected a name that the system does not cut short"));
@@ -120,8 +124,8 @@ void OutputFile::create_temporary() {
     const std::string name = temporary_name();
     file_.reset();
     const int error = error_of("snapshot.create", [&] {
-      file_.reset(
-          ::openat(folder_.get(), name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+      file_.reset(::openat(folder_.get(), name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
+                           kPrivateMode));
       return file_.get();
     });
     if (error == 0) {
@@ -201,6 +205,20 @@ void OutputFile::sync(int fd, const std::string& what) {
   if (error != 0) fail(error, what);
 }
 
+// A file system without permissions is what it was mounted as.
+void OutputFile::set_mode() {
+  struct stat there;
+  uint32_t wanted = mode_;
+  if (::fstatat(folder_.get(), name_.c_str(), &there, 0) == 0) wanted &= there.st_mode;
+  struct stat ours;
+  if (::fstat(file_.get(), &ours) == 0 && (ours.st_mode & 07777) == wanted) return;
+  const int error =
+      error_of("snapshot.mode", [&] { return ::fchmod(file_.get(), static_cast<mode_t>(wanted)); });
+  if (error != 0 && error != EPERM && error != EOPNOTSUPP && error != ENOSYS) {
+    fail(error, "cannot set the permissions of the temporary file");
+  }
+}
+
 void OutputFile::seal(uint64_t bytes) {
   process_.require("snapshot writer");
   if (reserved_ > bytes) {
@@ -208,6 +226,7 @@ void OutputFile::seal(uint64_t bytes) {
                                [&] { return ::ftruncate(file_.get(), static_cast<off_t>(bytes)); });
     if (error != 0) fail(error, str("cannot give back what was reserved beyond ", bytes, " bytes"));
   }
+  set_mode();
   sync(file_.get(), "cannot sync the file to disk");
   state_ = State::kSealed;
 }

@@ -9,6 +9,9 @@
 //   kPublished                                  has its name, still locked
 //   kGone                                       a call failed, or discard: nothing is left
 //
+// The file is its owner's alone until it is sealed. Then it gets the permissions asked for, whatever
+// the umask; of a file that has the name already, none that this one had not.
+//
 // The lock is flock's, exclusive, on the file itself: it is there before the file has a byte, goes
 // with the file through the rename, and ends with this object or with the process.
 #pragma once
@@ -24,11 +27,14 @@
 
 namespace kvpager::snapshot {
 
+inline constexpr uint32_t kPrivateMode = 0600;
+
 class OutputFile {
  public:
   enum class State { kWriting, kSealed, kPublished, kGone };
 
-  explicit OutputFile(const std::string& path);
+  // mode: permissions for a new file; see above.
+  explicit OutputFile(const std::string& path, uint32_t mode = kPrivateMode);
   ~OutputFile() { discard(); }
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
@@ -44,7 +50,7 @@ class OutputFile {
   // Asks the system to begin writing these bytes to disk, so that less is left for `seal`.
   void start_writeback(uint64_t offset, uint64_t bytes) noexcept;
 
-  // Cuts the file to `bytes`, if more was reserved, and syncs it.
+  // Cuts the file to `bytes`, if more was reserved, gives it its permissions, and syncs it.
   void seal(uint64_t bytes);
   // Rename, fsync of the folder.
   void publish();
@@ -54,6 +60,7 @@ class OutputFile {
  private:
   void create_temporary();
   void lock();
+  void set_mode();
   void sync(int fd, const std::string& what);
   void rename_into_place();
   bool roll_back() noexcept;
@@ -61,6 +68,7 @@ class OutputFile {
   [[noreturn]] void fail(int error, const std::string& what);
 
   std::string path_;
+  uint32_t mode_;
   std::string name_;       // within the folder
   std::string temporary_;  // within the folder; empty when there is none to remove
   Descriptor folder_;

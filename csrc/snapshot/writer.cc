@@ -158,8 +158,8 @@ void check_which(const std::vector<int64_t>& which, size_t chunks) {
 }  // namespace
 
 struct SnapshotWriter::Impl {
-  Impl(const std::string& path, const Layout& file_layout, int64_t reserve_bytes)
-      : layout(checked(file_layout)), file(path), stream(&file, kFrontBytes) {
+  Impl(const std::string& path, const Layout& file_layout, int64_t reserve_bytes, uint32_t mode)
+      : layout(checked(file_layout)), file(path, mode), stream(&file, kFrontBytes) {
     if (reserve_bytes < 0) refuse({"reserve_bytes", str(reserve_bytes), "0 or more"});
     file.reserve(static_cast<uint64_t>(reserve_bytes));
   }
@@ -205,8 +205,9 @@ struct SnapshotWriter::Impl {
   Hash128 digest;  // once sealed
 };
 
-SnapshotWriter::SnapshotWriter(const std::string& path, const Layout& layout, int64_t reserve_bytes)
-    : impl_(std::make_unique<Impl>(path, layout, reserve_bytes)) {}
+SnapshotWriter::SnapshotWriter(const std::string& path, const Layout& layout, int64_t reserve_bytes,
+                               uint32_t mode)
+    : impl_(std::make_unique<Impl>(path, layout, reserve_bytes, mode)) {}
 
 SnapshotWriter::~SnapshotWriter() = default;
 

@@ -339,7 +339,11 @@ class SnapshotWriter:
         path: str,
         layout: Layout,
         reserve_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
-    ) -> None: ...
+        mode: typing.SupportsInt | typing.SupportsIndex = 384,
+    ) -> None:
+        """
+        mode: permissions; a file that has the name keeps those that it lacks.
+        """
     def discard(self) -> None:
         """
         Lets go of the file and its lock; removes it unless it was published. Like every call, InvalidArgumentError while another one runs.
@@ -720,7 +724,7 @@ class OwnedFile:
         self,
         path: str,
         flags: typing.SupportsInt | typing.SupportsIndex,
-        mode: typing.SupportsInt | typing.SupportsIndex = 438,
+        mode: typing.SupportsInt | typing.SupportsIndex = 384,
     ) -> None:
         """
         As os.open. Raises OSError.

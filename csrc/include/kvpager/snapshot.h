@@ -132,8 +132,10 @@ class SnapshotWriter {
   // where the file system can), so that "disk full" is known now and a store can count it; seal()
   // cuts what was not needed. The temporary is flock()ed exclusively for as long as it exists, and
   // the published file until this writer is destroyed, so that others can tell whether its writer
-  // lives.
-  explicit SnapshotWriter(const std::string& path, const Layout& layout, int64_t reserve_bytes = 0);
+  // lives. mode: the file's permissions, 0600 and more bits of 0666; a file that has the name keeps
+  // those that it lacks.
+  explicit SnapshotWriter(const std::string& path, const Layout& layout, int64_t reserve_bytes = 0,
+                          uint32_t mode = 0600);
   ~SnapshotWriter();
   SnapshotWriter(const SnapshotWriter&) = delete;
   SnapshotWriter& operator=(const SnapshotWriter&) = delete;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -52,9 +53,8 @@ def write_file(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)  # mkstemp's 0600 is for secrets
+        if path.exists():  # a new one is its owner's alone: it may hold prompts and answers
+            Path(name).chmod(stat.S_IMODE(path.stat().st_mode))
         Path(name).replace(path)
     except OSError as error:
         raise CliError(f"cannot write {path}: {error.strerror}") from error

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpager.cli.failure import UsageError
+from kvpager.cli.file_mode import add_mode
 from kvpager.cli.output import check_writable
 from kvpager.cli.snapshot.address import Address, find_snapshot
 from kvpager.config import parse_bytes
 from kvpager.errors import InvalidArgumentError
-from kvpager.stores import DirectoryStore, SaveReport
+from kvpager.stores import DirectoryStore, FileStore, SaveReport
 from kvpager.stores.names import check_name
+from kvpager.stores.permissions import PRIVATE
 from kvpager.stores.settings import UNLIMITED, parse_ttl
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
         help='how long a snapshot lives after its last use, such as "12h" or "7d", or "never" '
         "(default: what the store was told before)",
     )
+    add_mode(group)
     group.add_argument(
         "--on-corrupt",
         choices=("fail", "recompute"),
@@ -95,7 +98,8 @@ class SessionPlaces:
         """Saves it where --save says, if it does."""
         if not self.args.save:
             return None
-        return session.save(self.args.save, store=self.store, progress=progress)
+        store = self.store or FileStore(mode=self.args.mode or PRIVATE)
+        return session.save(self.args.save, store=store, progress=progress)
 
 
 def session_places(args: argparse.Namespace) -> SessionPlaces:
@@ -111,6 +115,8 @@ def session_places(args: argparse.Namespace) -> SessionPlaces:
     ):
         if value is not None and args.store is None:
             raise UsageError(f"{option} has no meaning without --store")
+    if args.mode is not None and args.store is None and args.save is None:
+        raise UsageError("--mode has no meaning without --save or --store")
     for option, value in (
         ("--on-corrupt", args.on_corrupt != "fail"),
         ("--on-mismatch", args.on_mismatch != "refuse"),
@@ -122,7 +128,9 @@ def session_places(args: argparse.Namespace) -> SessionPlaces:
         check_writable("--save", args.save)
         source = None if args.restore is None else find_snapshot(args.restore)
         return SessionPlaces(args, None, source)
-    store = DirectoryStore(args.store, byte_budget=args.store_budget, ttl=args.store_ttl)
+    store = DirectoryStore(
+        args.store, byte_budget=args.store_budget, ttl=args.store_ttl, mode=args.mode
+    )
     source = None
     if args.restore is not None:
         named = os.sep not in args.restore  # else an address of its own, perhaps in another store

@@ -20,6 +20,7 @@ from kvpager.stores.catalogue import Catalogue
 from kvpager.stores.chunk_index import Place
 from kvpager.stores.lock import Hold
 from kvpager.stores.names import new_pack_id
+from kvpager.stores.permissions import PRIVATE, kept_mode
 from kvpager.stores.plan import MAX_PACKS, table_of
 from kvpager.stores.saving import PACK_SESSION
 from kvpager.stores.settings import StoreSettings
@@ -105,7 +106,7 @@ def _repoint_one(
             return
         if budget is not None and catalogue.bytes + bound > budget:
             return
-        writer = _core.SnapshotWriter(path, reader.layout, bound)
+        writer = _core.SnapshotWriter(path, reader.layout, bound, settings.mode)
         try:
             size = writer.write_manifest(
                 reader, table.packs, table.places, table.summary_checksums, *texts
@@ -163,7 +164,10 @@ class Compaction:
         if settings.byte_budget is not None and catalogue.bytes + bound > settings.byte_budget:
             return False
         path = catalogue.pack_path(self.pack_id)
-        self._writer = _core.SnapshotWriter(path, self._content.layout, bound)
+        mode = settings.mode
+        for source in paths.values():
+            mode = kept_mode(source, mode)
+        self._writer = _core.SnapshotWriter(path, self._content.layout, bound, mode | PRIVATE)
         return True
 
     def write(self, progress: ProgressCallback | None) -> int:

@@ -9,6 +9,7 @@ from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, StorageEr
 from kvpager.stores.durable import sync_folder
 from kvpager.stores.lock import exclusive
 from kvpager.stores.names import is_temporary
+from kvpager.stores.permissions import make_folder, widen
 from kvpager.stores.settings import SETTINGS_FILE, StoreSettings
 
 _OWN = ("lock", "packs", "snapshots", SETTINGS_FILE)
@@ -28,7 +29,7 @@ def open_or_create(folder: str, settings: StoreSettings, *, create: bool) -> Non
     _refuse_without_settings(folder)
     if not create:
         raise StorageError(f"{folder}: there is no store here; create=True makes one")
-    _make_folder(folder)
+    _make_folder(folder, settings.mode)
     foreign = foreign_files(folder)
     if foreign and not _is_store(folder):
         raise InvalidArgumentError(
@@ -37,9 +38,10 @@ def open_or_create(folder: str, settings: StoreSettings, *, create: bool) -> Non
         )
     with exclusive(f"{folder}/lock"):
         if not _is_store(folder):
+            widen(f"{folder}/lock", settings.mode)
             _refuse_without_settings(folder)
-            Path(folder, "packs").mkdir(exist_ok=True)
-            Path(folder, "snapshots").mkdir(exist_ok=True)
+            make_folder(f"{folder}/packs", settings.mode)
+            make_folder(f"{folder}/snapshots", settings.mode)
             sync_folder(folder)  # what says that it is a store is there only with both of them
             settings.write(folder)
 
@@ -53,12 +55,13 @@ def foreign_files(folder: str) -> list[str]:
     )
 
 
-def _make_folder(folder: str) -> None:
+def _make_folder(folder: str, mode: int) -> None:
     """Makes a folder and those above it, so that a power failure leaves them there."""
     place = Path(folder)
     above = [place.parent]  # also of one that an earlier attempt may have made and not synced
     above += [made.parent for made in place.parents if not made.exists()]
-    place.mkdir(parents=True, exist_ok=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, mode)
     for one in above:
         with contextlib.suppress(PermissionError):  # which may be used and not listed
             sync_folder(str(one))

@@ -37,5 +37,5 @@ def note_damage(catalogue: Catalogue, settings: StoreSettings, place: Place) -> 
     damaged = sorted({*catalogue.packs[place.pack].damaged, place.chunk})
     text = json.dumps(damaged)
     make_room(catalogue, settings, len(text), wanted=frozenset({place.pack}))
-    write_atomically(catalogue.damage_path(place.pack), text)
+    write_atomically(catalogue.damage_path(place.pack), text, settings.mode)
     catalogue.refresh()

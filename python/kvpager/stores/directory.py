@@ -26,6 +26,7 @@ from kvpager.stores.damage import check_places
 from kvpager.stores.group_saving import GroupSaving
 from kvpager.stores.names import check_name
 from kvpager.stores.own_name import misnamed, name_in
+from kvpager.stores.permissions import share_folders
 from kvpager.stores.prefix import longest_prefix
 from kvpager.stores.settings import StoreSettings, parse_ttl
 from kvpager.stores.sidecar import SIDECAR_BYTES
@@ -48,6 +49,10 @@ class DirectoryStore:
         ttl: how long a snapshot lives after its last use; seconds, a duration such as "7d", or
             "never". None: what the store was told before, at first "never".
         create: whether a missing or empty folder becomes a store.
+        mode: permissions of the files that are written from now on, such as 0o640 or "640",
+            whatever the umask; whoever may read may enter the folders. None: what the store was
+            told before, at first 0o600. A snapshot that is replaced keeps the permissions that it
+            lacks.
 
     Raises:
         InvalidArgumentError: an argument is out of range, or the folder has other things in it.
@@ -67,24 +72,32 @@ class DirectoryStore:
         byte_budget: int | str | None = None,
         ttl: float | str | None = None,
         create: bool = True,
+        mode: int | str | None = None,
     ) -> None:
-        wanted = StoreSettings().updated(byte_budget, ttl)  # refused before anything is made
+        wanted = StoreSettings().updated(byte_budget, ttl, mode)  # refused before anything is made
         self.path = os.path.abspath(os.fspath(path))  # noqa: PTH100  # resolve() follows links
         self._catalogue = Catalogue(self.path)
         with _system_errors(self.path):
             open_or_create(self.path, wanted, create=create)
-        if byte_budget is not None or ttl is not None:
+        if byte_budget is not None or ttl is not None or mode is not None:
             with self._locked() as (catalogue, settings, now_ns):
-                changed = settings.updated(byte_budget, ttl)
+                changed = settings.updated(byte_budget, ttl, mode)
                 if changed != settings:
                     tidy(catalogue, changed, now_ns)
                     make_room(catalogue, changed, 0)
                     changed.write(self.path)
+                if mode is not None:
+                    share_folders(self.path, changed.mode)
 
     @property
     def byte_budget(self) -> int | None:
         """Most bytes the store's files may have in all; None: unlimited."""
         return self._settings().byte_budget
+
+    @property
+    def mode(self) -> int:
+        """Permissions of the files that are written from now on."""
+        return self._settings().mode
 
     @property
     def ttl_seconds(self) -> float | None:
@@ -369,7 +382,7 @@ class DirectoryStore:
             tidy(catalogue, settings, now_ns)
             make_room(catalogue, settings, SIDECAR_BYTES, kept=name)
             sidecar = replace(snapshot.sidecar, error=None, **changes)
-            sidecar.write(catalogue.sidecar_path(name), snapshot.last_used_ns)
+            sidecar.write(catalogue.sidecar_path(name), snapshot.last_used_ns, settings.mode)
 
     def _touch(self, catalogue: Catalogue, name: str) -> None:
         """Marks a use. A store that may only be read is read all the same."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvpager import _core
 from kvpager.stores.names import temporary_name
+from kvpager.stores.permissions import PRIVATE, kept_mode, set_mode
 
 SMALL_BYTES = 65536  # more than any settings or sidecar has
 
@@ -37,13 +38,17 @@ def read_json(path: str, limit: int = SMALL_BYTES) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def write_atomically(path: str, text: str) -> None:
-    """Puts `text` where `path` says: temporary name, fsync, rename, fsync of the folder."""
+def write_atomically(path: str, text: str, mode: int = PRIVATE) -> None:
+    """Puts `text` where `path` says: temporary name, fsync, rename, fsync of the folder.
+
+    mode: permissions; a file that is replaced keeps those that it lacks.
+    """
     folder = str(Path(path).parent)
     temporary = f"{folder}/{temporary_name()}"
     try:
         with _core.OwnedFile(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             _write(file.fileno(), text.encode(), path)
+            set_mode(file.fileno(), kept_mode(path, mode))
             os.fsync(file.fileno())
         Path(temporary).rename(path)
     except BaseException:

@@ -27,6 +27,7 @@ from kvpager.stores.companions import (
 )
 from kvpager.stores.durable import sync_folder
 from kvpager.stores.names import SNAPSHOT_SUFFIX
+from kvpager.stores.permissions import PRIVATE, parse_mode
 from kvpager.stores.segments import noted_segment
 
 _log = logging.getLogger(__name__)
@@ -38,9 +39,17 @@ class FileStore:
     Args:
         folder: where relative names begin and what `entries` lists; None: the current folder, and
             nothing to list.
+        mode: permissions of new files, such as 0o640 or "640", whatever the umask. One that is
+            replaced keeps the permissions that it lacks.
+
+    Raises:
+        InvalidArgumentError: mode is none that a file can have whose owner reads and writes it.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str] | None = None, *, mode: int | str = PRIVATE
+    ) -> None:
+        self.mode = parse_mode("mode", mode)
         self.folder = None if folder is None else Path(folder)
 
     def save(
@@ -113,7 +122,7 @@ class FileStore:
         started = time.monotonic()
         path = self._path(name)
         chunks = list(range(content.chunks))
-        writer = _core.SnapshotWriter(path, content.layout)
+        writer = _core.SnapshotWriter(path, content.layout, 0, self.mode)
         stack.callback(writer.discard)
         written = writer.write_content(content, chunks, fingerprint, session, progress)
         return writer, SaveReport(

@@ -94,9 +94,9 @@ class Saving:
         layout = content.layout
         if self.plan.write:
             path = catalogue.pack_path(self.pack_id)
-            self._pack = _core.SnapshotWriter(path, layout, pack_bytes)
+            self._pack = _core.SnapshotWriter(path, layout, pack_bytes, settings.mode)
         self._path = catalogue.manifest_path(self.name)
-        self._manifest = _core.SnapshotWriter(self._path, layout, manifest_bytes)
+        self._manifest = _core.SnapshotWriter(self._path, layout, manifest_bytes, settings.mode)
 
     def _check_name(self, catalogue: Catalogue) -> None:
         there = catalogue.snapshots.get(self.name)
@@ -191,7 +191,7 @@ class Saving:
         # manifest's own time.
         budget = settings.byte_budget
         if budget is None or catalogue.bytes + SIDECAR_BYTES <= budget:
-            Sidecar().write(catalogue.sidecar_path(self.name), now_ns)
+            Sidecar().write(catalogue.sidecar_path(self.name), now_ns, settings.mode)
 
     def report(self, seconds: float, companions: tuple[SaveReport, ...] = ()) -> SaveReport:
         """What was done, in so many seconds. REQUIRES: it was written."""

@@ -6,10 +6,12 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvpager.config import parse_bytes
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, UnsupportedVersionError
 from kvpager.stores.durable import read_json, write_atomically
+from kvpager.stores.permissions import PRIVATE, parse_mode
 
 STORE_VERSION = 1
 SETTINGS_FILE = "store.json"
@@ -22,28 +24,33 @@ _DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]?)\s*")
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """Budget and time to live; None: without bound."""
+    """Budget and time to live, None: without bound; permissions of new files."""
 
     byte_budget: int | None = None
     ttl_seconds: float | None = None
+    mode: int = PRIVATE
 
-    def updated(self, byte_budget: object, ttl: object) -> StoreSettings:
+    def updated(self, byte_budget: object, ttl: object, mode: object = None) -> StoreSettings:
         """With what was given in its place; None keeps what there is."""
         changed = self
         if byte_budget is not None:
             changed = replace(changed, byte_budget=parse_budget(byte_budget))
         if ttl is not None:
             changed = replace(changed, ttl_seconds=parse_ttl("ttl", ttl))
+        if mode is not None:
+            changed = replace(changed, mode=parse_mode("mode", mode))
         return changed
 
     def write(self, folder: str) -> None:
         """Makes these the store's, atomically."""
-        values = {
+        values: dict[str, Any] = {
             "kvpager_store": STORE_VERSION,
             "byte_budget": self.byte_budget,
             "ttl_seconds": self.ttl_seconds,
         }
-        write_atomically(f"{folder}/{SETTINGS_FILE}", json.dumps(values) + "\n")
+        if self.mode != PRIVATE:
+            values["mode"] = f"{self.mode:o}"
+        write_atomically(f"{folder}/{SETTINGS_FILE}", json.dumps(values) + "\n", self.mode)
 
     @classmethod
     def read(cls, folder: str) -> StoreSettings:
@@ -62,6 +69,7 @@ class StoreSettings:
                 values.get("byte_budget"),
                 values.get("ttl_seconds"),
             )
+            mode = parse_mode("mode", values.get("mode", PRIVATE))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptSnapshotError(
                 f"{path}: not the settings of a store ({error}); write "
@@ -77,7 +85,7 @@ class StoreSettings:
                 f"{path}: holds {values!r}; expected kvpager_store {STORE_VERSION}, and "
                 "byte_budget and ttl_seconds, each null or a number, 0 or more"
             )
-        return cls(budget, ttl)
+        return cls(budget, ttl, mode)
 
 
 def parse_budget(value: object) -> int | None:

@@ -31,10 +31,11 @@ class Sidecar:
     ttl_seconds: float | None = None
     error: str | None = None
 
-    def write(self, path: str, last_used_ns: int) -> None:
+    def write(self, path: str, last_used_ns: int, mode: int) -> None:
         """Puts the notes in place; the last use stays what it was."""
         ttl = NEVER if self.ttl_seconds == math.inf else self.ttl_seconds
-        write_atomically(path, json.dumps({"pinned": self.pinned, "ttl_seconds": ttl}) + "\n")
+        text = json.dumps({"pinned": self.pinned, "ttl_seconds": ttl}) + "\n"
+        write_atomically(path, text, mode)
         os.utime(path, ns=(last_used_ns, last_used_ns))
 
     @classmethod

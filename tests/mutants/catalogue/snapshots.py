@@ -12,6 +12,27 @@ PIECES = (
 
 SNAPSHOTS = (
     Mutant(
+        name="a-replaced-file-is-opened-further",
+        breaks="a file that is replaced keeps the permissions that it lacks",
+        file="csrc/snapshot/output_file.cc",
+        old=" wanted &= there.st_mode;",
+        new=" wanted &= 0666;",
+        killers=(
+            "python/test_store_permissions.py::"
+            "test_a_file_that_is_replaced_keeps_the_permissions_that_it_lacks",
+        ),
+    ),
+    Mutant(
+        name="small-files-have-the-umasks-permissions",
+        breaks="every file of a store is its owner's alone",
+        file="python/kvpager/stores/durable.py",
+        old="            set_mode(file.fileno(), kept_mode(path, mode))",
+        new="            set_mode(file.fileno(), 0o644)",
+        killers=(
+            "python/test_store_permissions.py::test_everything_in_a_store_is_its_owners_alone",
+        ),
+    ),
+    Mutant(
         name="what-is-no-file-is-no-manifest",
         breaks="what lies among manifests and is no regular file may need any pack",
         file="python/kvpager/stores/catalogue.py",

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.failure import CliError, UsageError
+from kvpager.cli.file_mode import add_mode
 from kvpager.cli.models import add_model_options, load_model, load_tokenizer
 from kvpager.cli.output import check_writable, emit, emit_json, note, shows_progress
 from kvpager.cli.pager_options import ALIASES, DEFAULTS, add_pager_options, pager_config
@@ -36,6 +37,7 @@ def add(verbs: Any, common: Parser) -> None:
     add_model_options(parser, default="none: it has to be given")
     add_text_options(parser)
     add_store(parser)
+    add_mode(parser)
     parser.add_argument(
         "--replace", action="store_true", help="replace another text that has a name already"
     )
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     texts = read_texts(args)
     config = pager_config(args)
     check_writable("--output", args.output)
-    store = DirectoryStore(args.store)
+    store = DirectoryStore(args.store, mode=args.mode)
     model = load_model(args.model, args.dtype, config.device)
     tokenizer = load_tokenizer(args.model)
     ids = {text.name: text.ids(args, tokenizer) for text in texts}

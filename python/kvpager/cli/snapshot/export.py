@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from kvpager.cli.failure import CliError
+from kvpager.cli.file_mode import add_mode
 from kvpager.cli.output import check_writable
 from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot.address import find_snapshot
@@ -14,6 +15,7 @@ from kvpager.cli.snapshot.opened import Opened
 from kvpager.cli.snapshot.options import add_snapshot
 from kvpager.cli.snapshot.transfer import tell_transfer, transfer
 from kvpager.stores import FileStore
+from kvpager.stores.permissions import PRIVATE
 
 
 def add(verbs: Any, common: Parser) -> None:
@@ -29,6 +31,7 @@ def add(verbs: Any, common: Parser) -> None:
     add_snapshot(parser)
     parser.add_argument("file", metavar="FILE", help="to write")
     parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    add_mode(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -40,6 +43,6 @@ def run(args: argparse.Namespace) -> int:
     check_writable("FILE", args.file)
     if os.path.lexists(args.file) and not args.force:
         raise CliError(f"FILE {args.file}: it is there already; give --force to replace it")
-    report = transfer(args, "export", opened, FileStore(), args.file)
+    report = transfer(args, "export", opened, FileStore(mode=args.mode or PRIVATE), args.file)
     tell_transfer(args, "export", opened, report)
     return 0

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from kvpager.cli.failure import CliError
+from kvpager.cli.file_mode import add_mode
 from kvpager.cli.output import check_writable
 from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot.address import find_place, find_snapshot, stored_names
@@ -33,6 +34,7 @@ def add(verbs: Any, common: Parser) -> None:
         help="a store, made if there is no such folder; the name is by default the snapshot's own",
     )
     parser.add_argument("--force", action="store_true", help="replace NAME if it is there")
+    add_mode(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -48,6 +50,6 @@ def run(args: argparse.Namespace) -> int:
         raise CliError(
             f"{folder}/{name}: it is there already; give --force to replace it, or another name"
         )
-    report = transfer(args, "import", opened, DirectoryStore(folder), name)
+    report = transfer(args, "import", opened, DirectoryStore(folder, mode=args.mode), name)
     tell_transfer(args, "import", opened, report)
     return 0
