@@ -13,9 +13,9 @@ constexpr size_t kFewestPlaces = 64;
 RecordId Ledger::create(ChunkState state) {
   RecordId id;
   if (free_.empty()) {
+    grow(records_.size() + 1);
     id = RecordId(static_cast<int32_t>(records_.size()));
     records_.emplace_back();
-    free_.reserve(records_.capacity());  // so that drop() cannot fail
   } else {
     id = free_.back();
     free_.pop_back();
@@ -28,9 +28,16 @@ RecordId Ledger::create(ChunkState state) {
   return id;
 }
 
+// Both lists or neither, so that drop() cannot fail.
+void Ledger::grow(size_t records) {
+  if (records <= records_.capacity()) return;
+  const size_t room = std::max(records, 2 * records_.capacity());
+  free_.reserve(room);
+  records_.reserve(room);
+}
+
 void Ledger::expect(int64_t more) {
-  const size_t wanted = static_cast<size_t>(live_ + more);
-  if (wanted > records_.capacity()) records_.reserve(std::max(wanted, 2 * records_.capacity()));
+  grow(static_cast<size_t>(live_ + more));
   make_room(published_ + static_cast<size_t>(more));
 }
 

@@ -163,6 +163,7 @@ class Ledger {
   size_t after(size_t place) const { return (place + 1) & (index_.size() - 1); }
   // The place of the record with this name, or the empty one at which the search for it ends.
   size_t place_of(const ChunkName& name) const;
+  void grow(size_t records);
   void make_room(size_t published);
   void withdraw(const ChunkRecord& record);
 

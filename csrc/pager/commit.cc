@@ -1,6 +1,7 @@
 // Commit: rows become positions, chunks that fill up are sealed. Everything that can fail is prepared
 // for all chunks before the first is applied (invariant 6).
 #include <algorithm>
+#include <new>
 
 #include "core/chunk_namer.h"
 #include "kvpager/error.h"
@@ -104,6 +105,7 @@ void Pager::Impl::commit_rows(const std::vector<int64_t>& count, Provenance prov
     for (size_t p = 0; p < forward->parts.size(); ++p) {
       prepare_seals(forward->parts[p], count[p], provenance, &seals);
     }
+    if (!seals.empty()) ledger.expect(static_cast<int64_t>(seals.size()));
   } catch (...) {
     for (size_t i = seals.size(); i-- > 0;) {  // a chain's end first, as whoever closes it does
       const Seal& seal = seals[i];
@@ -114,7 +116,7 @@ void Pager::Impl::commit_rows(const std::vector<int64_t>& count, Provenance prov
     abort();
     throw;
   }
-  // Nothing below fails.
+  // Nothing below fails: what it needs memory for was had above.
   for (size_t i = 0; i < seals.size();) {
     Sequence& sequence = *seals[i].sequence;
     const size_t first = i;
@@ -133,7 +135,10 @@ void Pager::Impl::commit_rows(const std::vector<int64_t>& count, Provenance prov
     let_go(*part.sequence);
     promise_again(*part.sequence);
   }
-  recall_ahead();
+  try {
+    recall_ahead();
+  } catch (const std::bad_alloc&) {  // only ahead of need
+  }
   destroy_dropped(*forward);
   forward.reset();
   running = 0;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <limits>
 
 #include "kvpager/error.h"
@@ -298,7 +299,7 @@ void DeviceBackend::end() noexcept {
     Ticket done{Lane::kCompute, timeline_.newest(Lane::kCompute).number + 1};
     try {  // an event of a capture would stand for nothing: the next one outside of it is taken
       if (!capturing(timeline_.stream(Lane::kCompute))) done = ticket(Lane::kCompute);
-    } catch (const PagerError&) {
+    } catch (const std::exception&) {
     }
     set_tickets(done);
   }

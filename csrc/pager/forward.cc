@@ -11,6 +11,7 @@
 #include "core/unique_number.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
+#include "pager/lease.h"
 
 namespace kvpager {
 
@@ -212,7 +213,7 @@ void Pager::Impl::take_frontier(Forward* next) {
     new_blocks += blocks_wanted(part);
   }
   if (new_homes > 0) require_homes(new_homes, "begin");
-  require_blocks(new_blocks, "begin");
+  BlockLease blocks_had(*this, new_blocks, "begin");
   for (ForwardPart& part : next->parts) {
     load_summaries(*part.sequence);
     part.sequence->frontier.reserve(part.sequence->frontier.size() +
@@ -224,12 +225,11 @@ void Pager::Impl::take_frontier(Forward* next) {
     reserved_homes += part.promised;
     sequence.reserved += part.promised;
     for (int64_t n = blocks_wanted(part); n-- > 0;) {
-      const BlockId block = *acquire_block();
       const RecordId id = ledger.create(ChunkState::kOpen);
       ChunkRecord& record = ledger[id];
       record.references = 1;
       record.index = sequence.chunks();
-      record.block = block;
+      record.block = blocks_had.release();
       sequence.frontier.push_back({id, 0, 0, 0, 0});
     }
   }

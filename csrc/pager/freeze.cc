@@ -171,11 +171,8 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
     meta->hints.last_use.push_back(clock - std::min(clock, use.last_use));
   }
 
-  std::vector<ChunkUse> uses;
-  for (int64_t c = source.released; c < sealed; ++c) {
-    uses.push_back({source.use(c).record, 0, 0, 0, 0});
-  }
-  Sequence& frozen = create_sequence(source.salt);
+  Sequence frozen(source.namer);
+  frozen.salt = source.salt;
   frozen.frozen = true;
   frozen.provenance = source.provenance;
   frozen.length = sealed * layout.chunk_tokens;
@@ -183,10 +180,14 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
   frozen.released_worth = source.released_worth;
   frozen.base = source.base;
   frozen.tokens = TokenLog(tokens.first(static_cast<size_t>(frozen.length)));
-  frozen.sealed = std::move(uses);
-  for (const ChunkUse& use : frozen.sealed) add_reference(use.record);
+  for (int64_t c = source.released; c < sealed; ++c) {
+    frozen.sealed.push_back({source.use(c).record, 0, 0, 0, 0});
+  }
+  const Sequence& kept = keep(std::move(frozen));
+  // Nothing below fails.
+  for (const ChunkUse& use : kept.sealed) add_reference(use.record);
   promise_again(source);  // what the save uses does not come free for a while
-  return frozen.id;
+  return kept.id;
 }
 
 Sequence& Pager::Impl::frozen(SequenceId id) { return sequences.find(id.value())->second; }

@@ -5,6 +5,7 @@
 
 #include "kvpager/error.h"
 #include "pager/host_backend.h"
+#include "pager/lease.h"
 
 namespace kvpager {
 
@@ -206,26 +207,24 @@ void HostBackend::bring_in_missing() {
   const ScopedTimer timer(&pager_.counters.seconds_load);
   std::vector<RecordId> reading;
   std::vector<RecordId> missing;
-  const auto stop_reading = [&] {
-    for (const RecordId id : reading) --pager_.ledger[id].readers;
-  };
+  struct StopReading {
+    Ledger& ledger;
+    const std::vector<RecordId>& records;
+    ~StopReading() {
+      for (const RecordId id : records) --ledger[id].readers;
+    }
+  } const stop_reading{pager_.ledger, reading};
   for (size_t p = 0; p < parts_.size(); ++p) {
     const ForwardPart& part = pager_.forward->parts[p];
     for (int64_t c = part.sequence->released; c < part.visible; ++c) {
       if (!parts_[p].needed[static_cast<size_t>(c)]) continue;
       const RecordId id = part.sequence->use(c).record;
+      reading.push_back(id);
       ChunkRecord& record = pager_.ledger[id];
       if (record.readers++ == 0 && address(record) == nullptr) missing.push_back(id);
-      reading.push_back(id);
     }
   }
-  try {
-    bring_in(missing);
-  } catch (...) {
-    stop_reading();
-    throw;
-  }
-  stop_reading();
+  bring_in(missing);
 }
 
 // Gives chunks without an address one: a snapshot's chunk gets a free host slot; else, if the pool
@@ -234,49 +233,41 @@ void HostBackend::bring_in_missing() {
 void HostBackend::bring_in(const std::vector<RecordId>& missing) {
   struct Arrival {
     RecordId record;
-    SlotId host;
-    BlockId block;
     std::byte* bytes;
   };
   std::vector<Arrival> arrivals;
+  arrivals.reserve(missing.size());
   std::vector<RecordId> rest;
+  HostSlotLease slots(pager_);
   for (const RecordId id : missing) {
     const auto slot = pager_.ledger[id].source != nullptr ? pager_.host_slots.take() : std::nullopt;
     if (slot) {
-      arrivals.push_back({id, *slot, BlockId(), host_.slot(slot->value())});
+      slots.add(*slot);
+      arrivals.push_back({id, host_.slot(slot->value())});
     } else {
       rest.push_back(id);
     }
   }
-  if (pager_.blocks_to_be_had(static_cast<int64_t>(rest.size()))) {
-    for (const RecordId id : rest) {
-      const BlockId block = *pager_.acquire_block();
-      arrivals.push_back({id, SlotId(), block, pool_.slot(block.value())});
-    }
+  const auto more = static_cast<int64_t>(rest.size());
+  BlockLease blocks(pager_, pager_.blocks_to_be_had(more) ? more : 0, "attend");
+  for (int64_t i = 0; i < blocks.count(); ++i) {
+    arrivals.push_back({rest[static_cast<size_t>(i)], pool_.slot(blocks[i].value())});
   }
   for (const Arrival& arrival : arrivals) pager_.announce(pager_.ledger[arrival.record]);
-  try {
-    pager_.threads.run(static_cast<int64_t>(arrivals.size()), [&](int64_t i, int) {
-      const Arrival& arrival = arrivals[static_cast<size_t>(i)];
-      pager_.read_chunk(pager_.ledger[arrival.record], arrival.bytes);
-    });
-  } catch (...) {
-    for (const Arrival& arrival : arrivals) {
-      if (arrival.host.value() >= 0) pager_.host_slots.give_back(arrival.host);
-      if (arrival.block.value() >= 0) pager_.free_block(arrival.block);
-    }
-    throw;
-  }
+  pager_.threads.run(static_cast<int64_t>(arrivals.size()), [&](int64_t i, int) {
+    const Arrival& arrival = arrivals[static_cast<size_t>(i)];
+    pager_.read_chunk(pager_.ledger[arrival.record], arrival.bytes);
+  });
   for (const Arrival& arrival : arrivals) {
     ChunkRecord& record = pager_.ledger[arrival.record];
-    if (arrival.host.value() >= 0) {
-      record.host = arrival.host;
-    } else {
-      record.block = arrival.block;
-      ++record.recalled;
-      ++pager_.counters.chunks_recalled;
-      pager_.counters.bytes_paged_in += layout_.chunk_bytes();
+    if (!slots.empty()) {
+      record.host = slots.release();
+      continue;
     }
+    record.block = blocks.release();
+    ++record.recalled;
+    ++pager_.counters.chunks_recalled;
+    pager_.counters.bytes_paged_in += layout_.chunk_bytes();
   }
 }
 

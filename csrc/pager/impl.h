@@ -117,6 +117,7 @@ struct Pager::Impl {
   const Sequence& find(SequenceId id) const;
   void require_idle(const Sequence& sequence, const char* action) const;
   Sequence& create_sequence(const std::string& salt);
+  Sequence& keep(Sequence sequence);
   void destroy_sequence(SequenceId id);
   void end(Sequence& sequence) noexcept;
   void drop_sequence(SequenceId id);

@@ -16,10 +16,6 @@ BlockId BlockKind::take(Pager::Impl& pager) {
 
 void BlockKind::give_back(Pager::Impl& pager, BlockId block) noexcept { pager.free_block(block); }
 
-Home HomeKind::take(Pager::Impl& pager) { return pager.take_home(); }
-
-void HomeKind::give_back(Pager::Impl& pager, const Home& home) noexcept { pager.give_back(home); }
-
 void HostSlotKind::give_back(Pager::Impl& pager, SlotId slot) noexcept {
   pager.host_slots.give_back(slot);
 }

@@ -1,4 +1,4 @@
-// What was taken and does not belong to a record yet: blocks, homes, summary slots. A lease owns as
+// What was taken and does not belong to a record yet: blocks, slots of the host arena and of summaries. A lease owns as
 // many as it was asked for from its constructor on, or the constructor throws; what nobody has
 // taken over goes back with the lease. So an error on the way needs no undoing by hand.
 //
@@ -22,13 +22,6 @@ struct BlockKind {
   static void require(Pager::Impl& pager, int64_t count, const char* action);
   static BlockId take(Pager::Impl& pager);
   static void give_back(Pager::Impl& pager, BlockId block) noexcept;
-};
-// A lower-tier slot each, or nothing where blocks are homes. REQUIRES: they were promised.
-struct HomeKind {
-  using Item = Home;
-  static void require(Pager::Impl&, int64_t, const char*) {}
-  static Home take(Pager::Impl& pager);
-  static void give_back(Pager::Impl& pager, const Home& home) noexcept;
 };
 // Slots of the host arena for copies of what is below.
 struct HostSlotKind {
@@ -87,7 +80,6 @@ class Lease {
 };
 
 using BlockLease = Lease<BlockKind>;
-using HomeLease = Lease<HomeKind>;
 using HostSlotLease = Lease<HostSlotKind>;
 using SummaryLease = Lease<SummaryKind>;
 

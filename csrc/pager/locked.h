@@ -8,6 +8,10 @@
 
 namespace kvpager {
 
+// Whether this thread is in a check of the invariants, whose own allocations tests of failing ones do
+// not count.
+inline thread_local bool checking_invariants = false;
+
 // Runs a step under the lock. Checking builds restate the invariants after it, also when it failed:
 // a failed step must leave a pager as sound as a successful one.
 template <class Step>
@@ -15,16 +19,23 @@ auto locked(Pager::Impl& impl, const Step& step) {
   impl.process.require("pager");  // first: a thread the child has not may hold the lock for ever
   const std::lock_guard<std::mutex> lock(impl.mutex);
 #ifdef KVPAGER_CHECK_INVARIANTS
+  const auto restate = [&impl] {
+    struct Checking {
+      Checking() { checking_invariants = true; }
+      ~Checking() { checking_invariants = false; }
+    } const checking;
+    impl.check_invariants();
+  };
   struct Check {
-    Pager::Impl& impl;
+    const decltype(restate)& run;
     ~Check() noexcept(false) {
-      if (std::uncaught_exceptions() == 0) impl.check_invariants();
+      if (std::uncaught_exceptions() == 0) run();
     }
-  } check{impl};
+  } check{restate};
   try {
     return step();
   } catch (...) {
-    impl.check_invariants();
+    restate();
     throw;
   }
 #else

@@ -357,16 +357,20 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     tokens = SharedArray(std::move(all));
   }
 
+  Sequence made(namer);
+  made.salt = salt;
+  made.sealed.reserve(static_cast<size_t>(sealed));
+  made.frontier.reserve(partial ? 1 : 0);
   // References first, so that taking a block or a summary slot cannot forget what the plan shares.
-  Sequence& sequence = create_sequence(salt);
-  const SequenceId id = sequence.id;
   std::optional<BlockLease> tail_block;
+  std::optional<SummaryLease> summaries;
+  Sequence* kept = nullptr;
+  for (const Planned& planned : plan) {
+    if (planned.existing.value() >= 0) add_reference(planned.existing);
+  }
   try {
-    for (const Planned& planned : plan) {
-      if (planned.existing.value() >= 0) add_reference(planned.existing);
-    }
+    tail_block.emplace(*this, partial ? 1 : 0, "restore");
     if (partial) {
-      tail_block.emplace(*this, 1, "restore");
       const auto read = [&](std::byte* out) {
         try {
           reader->read_chunk(sealed, out);
@@ -376,15 +380,17 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
       };
       backend->load(read, (*tail_block)[0]);
     }
+    ledger.expect(fresh + 1);
+    summaries.emplace(*this, fresh, "restore");
+    kept = &keep(std::move(made));
   } catch (...) {
     for (size_t i = plan.size(); i-- > 0;) {  // a chain's end first, as whoever closes it does
       if (plan[i].existing.value() >= 0) release(plan[i].existing);
     }
-    sequences.erase(id.value());
     throw;
   }
-  ledger.expect(fresh + 1);
-  sequence.sealed.reserve(static_cast<size_t>(sealed));
+  // Nothing below fails.
+  Sequence& sequence = *kept;
   sequence.tokens = TokenLog(std::move(tokens));
   sequence.length = released + length;
   sequence.released = released / c;
@@ -406,15 +412,13 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
       }
       if (i > 0) ledger.adopt_orphan(record_id, previous);
     } else {
-      const auto free_slot = summary_slots.take();
-      const SlotId summary = free_slot ? *free_slot : take_summary_slot();
       record_id = ledger.create(ChunkState::kSealed);
       ChunkRecord& record = ledger[record_id];
       record.provenance = planned.provenance;
       record.references = 1;
       record.index = sequence.released + i;
       name_source(&record, reader, i);
-      record.summary = summary;
+      record.summary = summaries->release();
       record.summary_pending = true;
       record.name = name_of(i);
       if (i > 0) record.previous = ledger.ref(previous);
@@ -434,7 +438,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     sequence.frontier.push_back({tail, 0, 0, 0, 0});
   }
   forget_orders();
-  return id;
+  return sequence.id;
 }
 
 }  // namespace kvpager

@@ -1,10 +1,12 @@
 // Sequences: creation, sharing, trimming, admission, pins.
 #include <algorithm>
+#include <utility>
 
 #include "core/chunk_namer.h"
 #include "core/unique_number.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
+#include "pager/lease.h"
 
 namespace kvpager {
 
@@ -26,12 +28,17 @@ void Pager::Impl::require_idle(const Sequence& sequence, const char* action) con
 }
 
 Sequence& Pager::Impl::create_sequence(const std::string& salt) {
-  const SequenceId id(unique_number());
-  const ChunkNamer namer(options.namespace_key, salt);
-  Sequence& sequence = sequences.emplace(id.value(), namer).first->second;
-  sequence.id = id;
+  Sequence sequence(ChunkNamer(options.namespace_key, salt));
   sequence.salt = salt;
-  return sequence;
+  return keep(std::move(sequence));
+}
+
+// Gives it a number and a place, or throws bad_alloc. It may name records: who calls this counts their
+// references when nothing can fail any more.
+Sequence& Pager::Impl::keep(Sequence sequence) {
+  const SequenceId id(unique_number());
+  sequence.id = id;
+  return sequences.emplace(id.value(), std::move(sequence)).first->second;
 }
 
 void Pager::Impl::add_reference(RecordId id) {
@@ -105,13 +112,15 @@ void Pager::Impl::destroy_dropped(const Forward& ended) {
 SequenceId Pager::Impl::fork(SequenceId id) {
   Sequence& parent = find(id);
   require_idle(parent, "fork");
-  require_blocks(static_cast<int64_t>(parent.frontier.size()), "fork");
   // What the two share comes free only when both have let go of it: the parent was promised more.
   const int64_t more = parent.target / layout.chunk_tokens - parent.sealed_chunks();
   const int64_t promised = homes_to_promise(std::max<int64_t>(0, more), 0);
   const int64_t shared = options.window == 0 ? 0 : std::max<int64_t>(0, promised - parent.reserved);
   if (shared > 0) require_homes(shared, "fork");
-  Sequence& child = create_sequence(parent.salt);
+  const auto open = static_cast<int64_t>(parent.frontier.size());
+  BlockLease copies(*this, open, "fork");
+  Sequence child(parent.namer);
+  child.salt = parent.salt;
   child.provenance = parent.provenance;
   child.summaries_loaded = parent.summaries_loaded;
   child.released = parent.released;
@@ -121,29 +130,28 @@ SequenceId Pager::Impl::fork(SequenceId id) {
   child.tokens = parent.tokens;
   child.sealed.reserve(parent.sealed.size());
   for (const ChunkUse& use : parent.sealed) {
-    add_reference(use.record);
     child.sealed.push_back({use.record, use.qk_score, 0, use.last_use, 0});
   }
-  try {
-    for (const ChunkUse& use : parent.frontier) {
-      // The parent's tail is open, so taking a block for the copy cannot evict it.
-      const BlockId block = *acquire_block();
-      const RecordId copy = ledger.create(ChunkState::kOpen);
-      ChunkRecord& record = ledger[copy];
-      record.references = 1;
-      record.index = ledger[use.record].index;
-      record.block = block;
-      child.frontier.push_back({copy, 0, 0, 0, 0});
-      backend->load(ledger[use.record], block);
-    }
-  } catch (...) {
-    end(child);
-    throw;
+  for (int64_t i = 0; i < open; ++i) {
+    backend->load(ledger[parent.frontier[static_cast<size_t>(i)].record], copies[i]);
+  }
+  child.frontier.reserve(parent.frontier.size());
+  ledger.expect(open);
+  Sequence& kept = keep(std::move(child));
+  // Nothing below fails.
+  for (const ChunkUse& use : kept.sealed) add_reference(use.record);
+  for (const ChunkUse& use : parent.frontier) {
+    const RecordId copy = ledger.create(ChunkState::kOpen);
+    ChunkRecord& record = ledger[copy];
+    record.references = 1;
+    record.index = ledger[use.record].index;
+    record.block = copies.release();
+    kept.frontier.push_back({copy, 0, 0, 0, 0});
   }
   parent.reserved += shared;
   reserved_homes += shared;
   forget_orders();
-  return child.id;
+  return kept.id;
 }
 
 // Sealed bytes never change (invariant 4): when p falls inside a sealed chunk, its kept rows are
@@ -170,14 +178,13 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
   if (partial && kept < sequence.sealed_chunks()) {
     const RecordId source = sequence.use(kept).record;
     ++ledger[source].readers;
-    std::optional<BlockId> block;
     try {
-      require_blocks(1, "trim");
-      block = acquire_block();
-      backend->load(ledger[source], *block);
+      sequence.frontier.reserve(1);
+      BlockLease block(*this, 1, "trim");
+      backend->load(ledger[source], block[0]);
       tail = ledger.create(ChunkState::kOpen);
+      ledger[*tail].block = block.release();
     } catch (...) {
-      if (block) free_block(*block);
       --ledger[source].readers;
       forget_orders();
       throw;
@@ -185,8 +192,6 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
     --ledger[source].readers;
     ledger[*tail].references = 1;
     ledger[*tail].index = kept;
-    ledger[*tail].block = *block;
-    sequence.frontier.reserve(1);
   }
   const int32_t tail_pins = partial ? sequence.use(kept).pins : 0;
   Provenance worst = partial && !tail ? sequence.provenance : Provenance::kExact;

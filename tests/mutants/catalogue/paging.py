@@ -7,6 +7,7 @@ PLACEMENT = (
     "attention outputs have the same bits wherever chunks live and whatever was evicted"
 )
 SHARING = "cpp/pager/sharing_test.cc::"
+ALLOCATIONS = "cpp/pager/allocations_test.cc::"
 REFUSALS = "cpp/pager/refusals_test.cc::"
 FORWARD = "cpp/pager/forward_test.cc::"
 
@@ -60,7 +61,7 @@ PAGING = (
         name="a-fork-takes-an-empty-tail",
         breaks="a fork has the tokens of its parent, the unsealed ones too",
         file="csrc/pager/sequences.cc",
-        old="      backend->load(ledger[use.record], block);\n",
+        old="    backend->load(ledger[parent.frontier[static_cast<size_t>(i)].record], copies[i]);",
         new="",
         killers=(
             SHARING + "a fork shares sealed chunks, copies the tail, and the two go their own ways",
@@ -183,6 +184,35 @@ PAGING = (
             "test_bytes_paged_out_are_those_that_host_memory_sent_to_disk",
             "cpp/pager/residency_test.cc::bytes paged out are those that went from host memory to "
             "disk, and nothing else",
+        ),
+    ),
+    Mutant(
+        name="a-commit-allocates-behind-its-promise",
+        breaks="6: a commit that finds no memory seals nothing",
+        file="csrc/pager/commit.cc",
+        old="    if (!seals.empty()) ledger.expect(static_cast<int64_t>(seals.size()));\n",
+        new="",
+        killers=(ALLOCATIONS + "the index of names grows at a commit or the commit is none",),
+    ),
+    Mutant(
+        name="a-recall-without-memory-fails-the-commit",
+        breaks="6: what is done only ahead of need fails nobody",
+        file="csrc/pager/commit.cc",
+        old="  } catch (const std::bad_alloc&) {  // only ahead of need\n",
+        new="  } catch (const PagerError&) {\n",
+        killers=(
+            ALLOCATIONS + "rows become positions or none does, at every allocation of a commit",
+        ),
+    ),
+    Mutant(
+        name="a-lease-keeps-what-nobody-took-over",
+        breaks="1: every block is free or owned by one record",
+        file="csrc/pager/lease.h",
+        old="    for (; next_ < items_.size(); ++next_) Kind::give_back(pager_, items_[next_]);\n",
+        new="",
+        killers=(
+            ALLOCATIONS + "a snapshot is restored or nothing of it, at every allocation",
+            ALLOCATIONS + "a forward begins or does not, at every allocation",
         ),
     ),
     Mutant(

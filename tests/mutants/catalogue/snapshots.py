@@ -167,7 +167,7 @@ SNAPSHOTS = (
         name="a-frozen-sequence-holds-no-chunks",
         breaks="a frozen sequence keeps what it saves while the session goes on",
         file="csrc/pager/freeze.cc",
-        old="  for (const ChunkUse& use : frozen.sealed) add_reference(use.record);\n",
+        old="  for (const ChunkUse& use : kept.sealed) add_reference(use.record);\n",
         new="  for (const ChunkUse& use : frozen.sealed) --ledger[use.record].references,\n"
         "        add_reference(use.record);\n",
         killers=(
