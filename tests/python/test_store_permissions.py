@@ -164,9 +164,9 @@ def test_a_command_writes_with_the_mode_it_is_given(author: Author, tmp_path: Pa
         (["export", str(tmp_path / "a.kvsnap"), str(tmp_path / "b.kvsnap")], "b.kvsnap"),
         (["import", str(tmp_path / "a.kvsnap"), str(tmp_path / "s/c")], "s/c/snapshots/a.kvsnap"),
     ):
-        assert main(["snapshot", *arguments, "--mode", "644"]) == 0
+        assert main(["snapshot", *arguments, "--file-mode", "644"]) == 0
         assert mode_of(tmp_path / written) == 0o644
-    assert main(["snapshot", "export", "a", "b", "--mode", "700"]) == 2
+    assert main(["snapshot", "export", "a", "b", "--file-mode", "700"]) == 2
 
 
 def test_modes_are_octal_in_text() -> None:

@@ -1,4 +1,4 @@
-"""`--mode`: who else may read the files that a command writes."""
+"""`--file-mode`: who else may read the files that a command writes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from kvpager.stores.permissions import parse_mode
 
 
 def add_mode(parser: argparse._ActionsContainer) -> None:
-    """--mode, None where it is not given."""
+    """--file-mode, None where it is not given."""
     parser.add_argument(
-        "--mode",
+        "--file-mode",
+        dest="mode",
         type=_mode,
         metavar="OCTAL",
         help="permissions of the snapshot files that are written, whatever the umask, such as 640 "

@@ -116,7 +116,7 @@ def session_places(args: argparse.Namespace) -> SessionPlaces:
         if value is not None and args.store is None:
             raise UsageError(f"{option} has no meaning without --store")
     if args.mode is not None and args.store is None and args.save is None:
-        raise UsageError("--mode has no meaning without --save or --store")
+        raise UsageError("--file-mode has no meaning without --save or --store")
     for option, value in (
         ("--on-corrupt", args.on_corrupt != "fail"),
         ("--on-mismatch", args.on_mismatch != "refuse"),
