@@ -48,7 +48,9 @@ struct ChunkRecord {
   std::shared_ptr<SnapshotReader> source;  // a snapshot that has this chunk, or null
   int64_t source_chunk = -1;
   mutable bool name_checked = false;  // by check_invariants
-  mutable bool damaged = false;  // the last read from `source` found other bytes than were saved
+  mutable bool damaged =
+      false;  // the last read from `disk` or `source` found other bytes than were
+              // put there
 
   SlotId summary;                // slot of the summary slab; sealed records only
   bool summary_pending = false;  // still in `source`; loaded before any row can score it

@@ -1,6 +1,7 @@
 #include "memory/disk_spill.h"
 
 #include <fcntl.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -30,6 +31,20 @@ int open_nameless(const std::string& folder) {
   return named;
 }
 
+// Takes the room that the file will need, so that a full disk is met now. 0, or what the system says.
+int reserve(int fd, int64_t bytes) {
+  if (const int error = fault::visit("disk.reserve")) return error;
+  while (fallocate(fd, 0, 0, bytes) != 0) {
+    if (errno == EINTR) continue;
+    if (errno != EOPNOTSUPP && errno != ENOSYS) return errno;
+    struct statvfs filesystem;  // one that cannot reserve: what is free now is all that can be said
+    if (fstatvfs(fd, &filesystem) != 0) return errno;
+    const auto block = static_cast<uint64_t>(filesystem.f_frsize);
+    return filesystem.f_bavail < (static_cast<uint64_t>(bytes) + block - 1) / block ? ENOSPC : 0;
+  }
+  return 0;
+}
+
 }  // namespace
 
 DiskSpill::DiskSpill(const std::string& folder, int64_t slots, int64_t slot_bytes)
@@ -37,6 +52,10 @@ DiskSpill::DiskSpill(const std::string& folder, int64_t slots, int64_t slot_byte
   if (slots == 0) return;
   fd_ = open_nameless(folder);
   if (fd_ < 0) fail(folder, "open a file", errno);
+  if (const int error = reserve(fd_, slots * slot_bytes)) {
+    close(fd_);
+    fail(folder, str("reserve ", slots * slot_bytes, " bytes").c_str(), error);
+  }
 }
 
 DiskSpill::~DiskSpill() {

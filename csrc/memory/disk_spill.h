@@ -9,8 +9,8 @@ namespace kvpager {
 
 class DiskSpill {
  public:
-  // Opens a nameless file in `folder` when slots > 0. StorageError with the folder and the system's
-  // words.
+  // Opens a nameless file in `folder` when slots > 0, and reserves all of it. StorageError with the
+  // folder and the system's words.
   DiskSpill(const std::string& folder, int64_t slots, int64_t slot_bytes);
   ~DiskSpill();
   DiskSpill(const DiskSpill&) = delete;

@@ -195,6 +195,7 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
       if (same_text && checksums(*found) == checksums(&seal)) {
         add_reference(*found);  // so that making room for the next chunk cannot forget it
         seal.existing = found;
+        if (ledger[*found].damaged && ledger[*found].on_disk()) rewrite_spilled(&seal, block);
         seal.heals = ledger[*found].damaged;
       }
     }
@@ -210,6 +211,18 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
     seal.has_home = true;
     backend->write_home(&seal, block);
   }
+}
+
+// These are the bytes that a chunk on disk had, as its checksums say. They go to where it is, whatever
+// becomes of this forward. REQUIRES: seal->existing is on disk.
+void Pager::Impl::rewrite_spilled(Seal* seal, BlockId block) {
+  const ChunkRecord& record = ledger[*seal->existing];
+  seal->home.disk = record.disk;
+  backend->write_home(seal, block);
+  seal->home = Home();
+  record.damaged = false;
+  ++counters.chunks_healed;
+  counters.bytes_written_through += layout.chunk_bytes();
 }
 
 // Of what is in memory, computed where they were put off.

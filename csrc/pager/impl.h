@@ -217,6 +217,7 @@ struct Pager::Impl {
   SharedArray<TokenId> tokens_to_seal(const ForwardPart& part, int64_t first, int64_t last) const;
   void prepare_seals(const ForwardPart& part, int64_t count, Provenance provenance,
                      std::vector<Seal>* seals);
+  void rewrite_spilled(Seal* seal, BlockId block);
   const SharedArray<uint64_t>& checksums(RecordId id);
   const SharedArray<uint64_t>& checksums(Seal* seal);
   std::vector<uint64_t> checksums_in_memory(const ChunkRecord& record);

@@ -256,8 +256,8 @@ void Pager::Impl::check_invariants() const {
     require(record.borrows == 0 || record.home_on_host() ||
                 (record.resident() && !record.has_lower_copy()),
             5, name + " was lent to a save and has moved");
-    require(!record.damaged || record.source != nullptr, 9,
-            name + " is damaged but in no snapshot");
+    require(!record.damaged || record.on_disk() || record.source != nullptr, 9,
+            name + " is damaged but neither on disk nor in a snapshot");
     if (record.source != nullptr) {
       const TokenId* theirs = record.source->meta().tokens.data();
       require(record.tokens.data() == theirs + record.source_chunk * layout.chunk_tokens, 9,

@@ -337,10 +337,12 @@ bool Pager::Impl::spill_one(HostReaders readers) {
   return true;
 }
 
-// A snapshot's reader verifies what it reads; the spill file leaves that to us.
+// A snapshot's reader verifies what it reads; the spill file leaves that to us. As with a snapshot's,
+// it is remembered that a chunk is damaged: nobody adopts it, and who computes it again heals it.
 void Pager::Impl::require_as_written(const ChunkRecord& record, int layer,
                                      const std::byte* slice) const {
   if (slice_checksum(slice, layout.slice_bytes()) != record.checksums[static_cast<size_t>(layer)]) {
+    record.damaged = true;
     throw StorageError(str("disk spill: chunk ", record.index, " layer ", layer,
                            " came back with other bytes than were written"));
   }
@@ -381,6 +383,7 @@ void Pager::Impl::read_chunk(const ChunkRecord& record, std::byte* out) const {
   for (int layer = 0; layer < layout.layers; ++layer) {
     require_as_written(record, layer, out + layout.slice_offset(layer));
   }
+  record.damaged = false;
 }
 
 void Pager::Impl::read_slice(const ChunkRecord& record, int layer, std::byte* out) const {

@@ -407,6 +407,12 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     if (record_id.value() >= 0) {
       ChunkRecord& record = ledger[record_id];
       if (record.damaged) {  // the same bytes, sound for all we know
+        if (record.on_disk()) {
+          disk_slots.give_back(record.disk);
+          record.disk = SlotId();
+          --referenced_homes;
+          ++restored_records;
+        }
         name_source(&record, reader, i);
         record.damaged = false;
       }

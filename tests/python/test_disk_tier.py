@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from test_defects_pool import CHUNK, LAYERS, C, Text, make, resident, same_bits
 
+from kvpager import _core, open_snapshot
 from kvpager.config import Dense, TopK
 from kvpager.errors import StorageError
 from kvpager.pager import ROW_READ
@@ -94,3 +96,108 @@ def test_what_one_layer_read_gives_way_to_what_the_next_reads(tmp_path, policy):
         forward.attend(1, *row, scaling=0.25, window=7 * C)
         pager.check_invariants()
     sequence.pin(0, 4 * C).release()
+
+
+def spilled(folder, pool=24, chunks=6):
+    """A pager whose sequence is all on disk, with one byte of the file's first slot flipped."""
+    pager = make(pool, host=0, disk_path=folder, disk_bytes=64 * CHUNK)
+    text = Text(chunks * C + C)
+    sequence = pager.sequence()
+    text.prefill(pager, sequence, chunks * C)
+    whole = text.probe(pager, sequence, chunks * C - 1)
+    pager.evict_all()
+    file = spill_file(folder)
+    os.pwrite(file, bytes([os.pread(file, 1, 5)[0] ^ 4]), 5)
+    with pytest.raises(StorageError, match="other bytes"):
+        text.probe(pager, sequence, chunks * C - 1)
+    (damaged,) = [info.chunk for info in sequence.ledger() if info.damaged]
+    return pager, text, sequence, whole, damaged
+
+
+@pytest.mark.parametrize("pool", [4, 24])  # streamed slice by slice; brought in whole
+def test_nobody_adopts_a_chunk_that_came_back_damaged(tmp_path, pool):
+    pager, text, sequence, _, damaged = spilled(tmp_path, pool)
+    other = pager.sequence()
+    assert other.adopt_prefix(text.tokens[: sequence.length]) == damaged * C
+    pager.check_invariants()
+
+
+def test_computing_a_damaged_chunk_again_heals_it_for_all_who_use_it(tmp_path):
+    pager, text, sequence, whole, _ = spilled(tmp_path)
+    assert pager.stats()["chunks_healed"] == 0
+    other = pager.sequence()
+    other.adopt_prefix(text.tokens[: sequence.length])
+    text.prefill(pager, other, sequence.length)
+    pager.check_invariants()
+    assert pager.stats()["chunks_healed"] == 1
+    assert not any(info.damaged for info in sequence.ledger())
+    pager.evict_all()  # what is read next is what was written to the file again
+    last = sequence.length - 1
+    assert same_bits(text.probe(pager, sequence, last), whole)
+    pager.evict_all()
+    assert same_bits(text.probe(pager, other, last), whole)
+    third = pager.sequence()
+    assert third.adopt_prefix(text.tokens[: sequence.length]) == sequence.length
+
+
+def test_other_bytes_under_a_damaged_chunks_name_heal_nothing(tmp_path):
+    pager, text, sequence, _, damaged = spilled(tmp_path)
+    other = pager.sequence()
+    while other.length < sequence.length:
+        at = other.length
+        text.forward(pager, other, at, C, change=lambda _, k, v: np.add(k, 1, out=k))
+    assert pager.stats()["chunks_healed"] == 0
+    assert sequence.ledger()[damaged].damaged
+    pager.check_invariants()
+
+
+def test_a_heal_that_cannot_be_written_leaves_everything_as_it_was(tmp_path):
+    pager, text, sequence, whole, damaged = spilled(tmp_path)
+    other = pager.sequence()
+    other.adopt_prefix(text.tokens[: sequence.length])
+    start = other.length
+    _core.arm_fault("disk.write", 0, errno.EIO)
+    with pytest.raises(StorageError, match="Input/output error"):
+        text.prefill(pager, other, sequence.length)
+    _core.disarm_faults()
+    assert other.length == start
+    assert sequence.ledger()[damaged].damaged
+    pager.check_invariants()
+    text.prefill(pager, other, sequence.length)
+    assert same_bits(text.probe(pager, sequence, sequence.length - 1), whole)
+
+
+def test_a_snapshot_of_the_same_bytes_takes_the_place_of_a_damaged_chunk(tmp_path):
+    sound = make(24)
+    text = Text(7 * C)
+    saved = sound.sequence()
+    text.prefill(sound, saved, 6 * C)
+    saved.save(tmp_path / "text.kvsnap")
+    pager, text, sequence, whole, damaged = spilled(tmp_path)
+    used = pager.stats()["disk_bytes_used"]
+    pager.restore(open_snapshot(tmp_path / "text.kvsnap"))
+    pager.check_invariants()
+    assert not sequence.ledger()[damaged].damaged
+    pager.evict_all()
+    assert same_bits(text.probe(pager, sequence, sequence.length - 1), whole)
+    assert pager.stats()["disk_bytes_used"] == used - CHUNK
+
+
+def test_the_spill_files_room_is_taken_when_the_pager_is_made(tmp_path):
+    pager = make(6, disk_path=tmp_path, disk_bytes=64 * CHUNK)
+    taken = os.fstat(spill_file(tmp_path))
+    assert taken.st_blocks * 512 >= 64 * CHUNK
+    pager.close()
+
+
+def test_a_full_disk_is_refused_when_the_pager_is_made(tmp_path):
+    _core.arm_fault("disk.reserve", 0, errno.ENOSPC)
+    with pytest.raises(StorageError, match=rf"reserve {64 * CHUNK} bytes: No space left"):
+        make(6, disk_path=tmp_path, disk_bytes=64 * CHUNK)
+    with pytest.raises(AssertionError, match="no open file"):
+        spill_file(tmp_path)
+
+
+def test_more_room_than_any_disk_has_is_refused_when_the_pager_is_made(tmp_path):
+    with pytest.raises(StorageError, match=r"cannot reserve \d+ bytes"):
+        make(6, disk_path=tmp_path, disk_bytes=1 << 55)

@@ -11,7 +11,7 @@ namespace kvpager::fault {
 // Instead of an errno: the process dies at this visit, as by SIGKILL.
 inline constexpr int kKill = -1;
 
-// Known points: "host.write", "disk.write", "disk.read", "snapshot.read", "snapshot.share" (the lock
+// Known points: "host.write", "disk.reserve", "disk.write", "disk.read", "snapshot.read", "snapshot.share" (the lock
 // on a pack that is read), and of a snapshot being written "snapshot.create", "snapshot.lock",
 // "snapshot.reserve", "snapshot.write", "snapshot.truncate", "snapshot.fsync" (file, then folder),
 // "snapshot.rename". Of a device: "device.allocate", "device.pin", "device.up" and "device.down" (a

@@ -21,7 +21,7 @@ struct ChunkInfo {
   int64_t stop = 0;
   bool sealed = false;
   bool released = false;    // let go behind a window: it has no bytes and no record
-  bool damaged = false;     // its bytes in the snapshot are not what was saved; see Pager::restore
+  bool damaged = false;     // its bytes on disk or in the snapshot are not what was put there
   bool checkpoint = false;  // whoever keeps recurrent states has one behind it; the pager has none
   uint8_t tiers = 0;        // of Tier
   BlockId block;            // value -1: not resident

@@ -142,7 +142,7 @@ struct PagerStats {
   int64_t chunks_sealed = 0, chunks_shared = 0, chunks_evicted = 0, chunks_recalled = 0;
   int64_t chunks_released = 0;    // let go by a sequence, behind its window
   int64_t chunks_forgotten = 0;   // cached ones that gave way; nobody finds them any more
-  int64_t chunks_healed = 0;      // recomputed, bit for bit, because their snapshot was damaged
+  int64_t chunks_healed = 0;      // recomputed, bit for bit, because a lower copy was damaged
   int64_t summaries_rebuilt = 0;  // from verified payload, because their snapshot's was damaged
   int64_t chunks_spilled = 0, slices_streamed = 0, prefix_tokens_reused = 0;
   int64_t bytes_paged_in = 0;   // copied into pool blocks from any lower tier

@@ -248,6 +248,46 @@ SNAPSHOTS = (
         ),
     ),
     Mutant(
+        name="damage-on-disk-is-forgotten",
+        breaks="nobody adopts a chunk that came back from disk with other bytes",
+        file="csrc/pager/residency.cc",
+        old="    record.damaged = true;\n    throw StorageError",
+        new="    throw StorageError",
+        killers=("python/test_disk_tier.py::test_nobody_adopts_a_chunk_that_came_back_damaged",),
+    ),
+    Mutant(
+        name="a-chunk-on-disk-is-healed-in-name-only",
+        breaks="who computes a damaged chunk again writes it to its slot again",
+        file="csrc/pager/commit.cc",
+        old="  backend->write_home(seal, block);\n  seal->home = Home();\n",
+        new="  seal->home = Home();\n",
+        killers=(
+            "python/test_disk_tier.py::"
+            "test_computing_a_damaged_chunk_again_heals_it_for_all_who_use_it",
+        ),
+    ),
+    Mutant(
+        name="a-restore-keeps-the-damaged-slot",
+        breaks="a chunk that is read from a sound snapshot gives its damaged slot back",
+        file="csrc/pager/restore.cc",
+        old="        if (record.on_disk()) {\n",
+        new="        if (false) {\n",
+        killers=(
+            "python/test_disk_tier.py::"
+            "test_a_snapshot_of_the_same_bytes_takes_the_place_of_a_damaged_chunk",
+        ),
+    ),
+    Mutant(
+        name="the-spill-files-room-is-not-reserved",
+        breaks="a full disk is refused when a pager is made",
+        file="csrc/memory/disk_spill.cc",
+        old="if (const int error = reserve(fd_, slots * slot_bytes)) {",
+        new="if (const int error = 0) {",
+        killers=(
+            "python/test_disk_tier.py::test_the_spill_files_room_is_taken_when_the_pager_is_made",
+        ),
+    ),
+    Mutant(
         name="a-dry-run-removes",
         breaks="a dry run of a collection touches no file",
         file="python/kvpager/stores/catalogue.py",
