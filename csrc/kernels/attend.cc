@@ -6,6 +6,7 @@
 
 #include "kernels/attend_walk.h"
 #include "kernels/float_environment.h"
+#include "kvpager/capacity.h"
 #include "kvpager/error.h"
 
 namespace kvpager {
@@ -18,8 +19,11 @@ int64_t AttendWorkspace::bytes() const {
   for (const ThreadScratch& scratch : impl_->threads) {
     total += scratch.tile.bytes() + scratch.states.bytes();
   }
-  return total;
+  return total + capacity_bytes(impl_->order) + capacity_bytes(impl_->tiles) +
+         capacity_bytes(impl_->walks) + capacity_bytes(impl_->pieces);
 }
+
+void AttendWorkspace::release() noexcept { *impl_ = Impl(); }
 
 namespace {
 

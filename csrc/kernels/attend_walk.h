@@ -19,6 +19,11 @@ class FloatBuffer {
   FloatBuffer() = default;
   FloatBuffer(FloatBuffer&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+  FloatBuffer& operator=(FloatBuffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
   ~FloatBuffer() { release(); }
 
   // Contents are lost when it grows.

@@ -59,12 +59,14 @@ class HostBackend final : public Backend {
   uint64_t generation() const override { return 0; }
   void replayed(void* stream) override;
   void finish() override {}
-  void end() noexcept override {}
+  void end() noexcept override;
 
   void add_to(PagerStats* stats) const override;
   void check_invariants() override;
 
  private:
+  static constexpr int64_t kKeptScratch = int64_t{32} << 20;  // of one forward for the next
+
   // What attention needs of a ForwardPart at the layer at hand.
   struct Part {
     std::vector<const std::byte*> chunks;     // [visible] null: not known, or not in memory
@@ -73,6 +75,7 @@ class HostBackend final : public Backend {
     std::vector<uint8_t> needed;              // [visible] read at this layer
   };
 
+  int64_t scratch_bytes() const;
   WriteRow target(const ForwardPart& part, int64_t position);
   const std::byte* address(const ChunkRecord& record) const;  // null: on disk or in a snapshot only
   void find_summaries(size_t part);

@@ -1,6 +1,7 @@
 // Chunks, seals and summaries in ordinary memory.
 #include <cstring>
 
+#include "kvpager/capacity.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "pager/host_backend.h"
@@ -87,6 +88,30 @@ void HostBackend::add_to(PagerStats* stats) const {
   stats->staging_bytes = staging_.mapped_bytes();
   stats->host_bytes = host_.mapped_bytes();
   stats->summary_bytes = summaries_.mapped_bytes();
+  stats->scratch_bytes = scratch_bytes();
+}
+
+int64_t HostBackend::scratch_bytes() const {
+  int64_t bytes = workspace_.bytes() + scan_.bytes() + capacity_bytes(chosen_) +
+                  capacity_bytes(chosen_flat_) + capacity_bytes(chosen_offsets_) +
+                  capacity_bytes(scan_rows_) + capacity_bytes(write_targets_) +
+                  capacity_bytes(give_targets_) + capacity_bytes(parts_);
+  for (const std::vector<int32_t>& chunks : chosen_) bytes += capacity_bytes(chunks);
+  for (const Part& part : parts_) {
+    bytes += capacity_bytes(part.chunks) + capacity_bytes(part.slices) +
+             capacity_bytes(part.summaries) + capacity_bytes(part.needed);
+  }
+  return bytes;
+}
+
+// A prompt's forwards of many rows need more than the decode steps after them.
+void HostBackend::end() noexcept {
+  if (scratch_bytes() <= kKeptScratch) return;
+  workspace_.release();
+  scan_.release();
+  chosen_ = {};
+  chosen_flat_ = {};
+  chosen_offsets_ = {};
 }
 
 void HostBackend::check_invariants() {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <numeric>
 
+#include "kvpager/capacity.h"
 #include "pager/impl.h"
 
 namespace kvpager {
@@ -42,6 +43,11 @@ void Scan::prepare(const ScanLayout& where, const TensorView& q, const std::vect
         scales_[i] = where.scorer->query_scale(query);
       },
       threads.worth_waking(work));
+}
+
+int64_t Scan::bytes() const {
+  return capacity_bytes(order_) + capacity_bytes(items_) + capacity_bytes(queries_) +
+         capacity_bytes(scales_) + capacity_bytes(scores_) + capacity_bytes(first_);
 }
 
 void Scan::run(const ScanLayout& where, int layer, const TensorView& q,

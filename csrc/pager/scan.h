@@ -26,12 +26,15 @@ struct ScanLayout {
   int64_t page_bytes = 0;  // of one (chunk, layer, kv head)
 };
 
-// Buffers grow to what was asked for and are reused. Not thread-safe.
+// Buffers grow to what was asked for and are reused, until released. Not thread-safe.
 class Scan {
  public:
   // REQUIRES: every range lies within its summaries; q is [rows, a multiple of kv_heads, k_dim].
   void run(const ScanLayout& where, int layer, const TensorView& q,
            const std::vector<ScanRow>& rows, ThreadPool& threads);
+
+  int64_t bytes() const;
+  void release() noexcept { *this = Scan(); }
 
   // Of rows[i] as given to run(): [range.end - range.begin].
   const double* scores(size_t i, int kv_head) const {

@@ -336,7 +336,9 @@ class PagerConfig(_Validated):
     disk_path: str | None = _option(
         ("the path of an existing folder, or None", _path), "where chunks may spill to", None
     )
-    disk_bytes: int = _option(_bytes(), "disk space for spilled chunks, reserved when the pager is made", 0)
+    disk_bytes: int = _option(
+        _bytes(), "disk space for spilled chunks, reserved when the pager is made", 0
+    )
     summary_bytes: int | str = _option(
         _bytes(auto="enough for every chunk that fits"), "memory for key summaries", "auto"
     )

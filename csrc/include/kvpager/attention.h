@@ -76,6 +76,7 @@ class AttendWorkspace {
   AttendWorkspace(const AttendWorkspace&) = delete;
   AttendWorkspace& operator=(const AttendWorkspace&) = delete;
   int64_t bytes() const;
+  void release() noexcept;  // what calls have grown; the next one takes what it needs
 
   struct Impl;
   Impl* impl() { return impl_.get(); }

@@ -150,7 +150,8 @@ struct PagerStats {
   int64_t bytes_written_through = 0;
   int64_t snapshot_bytes_read = 0;
   // Of a device: memory allocated on it and pinned for it, all in all and of that for partial results
-  // and tables; what its copies moved, either way; waits of the host for it.
+  // and tables; what its copies moved, either way; waits of the host for it. Partial results are
+  // scratch_bytes on the host too.
   int64_t device_bytes = 0, pinned_bytes = 0, scratch_bytes = 0, table_bytes = 0;
   int64_t bytes_copied_up = 0, bytes_copied_down = 0, slices_staged = 0, bytes_staged = 0;
   int64_t host_waits = 0;

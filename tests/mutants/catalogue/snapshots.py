@@ -248,6 +248,17 @@ SNAPSHOTS = (
         ),
     ),
     Mutant(
+        name="scratch-of-a-prompt-is-kept",
+        breaks="what a forward of many rows needed is given back when it ends",
+        file="csrc/pager/host_bytes.cc",
+        old="  workspace_.release();\n  scan_.release();\n",
+        new="",
+        killers=(
+            "python/test_scratch.py::"
+            "test_scratch_of_many_rows_is_told_and_given_back_when_the_forward_ends",
+        ),
+    ),
+    Mutant(
         name="damage-on-disk-is-forgotten",
         breaks="nobody adopts a chunk that came back from disk with other bytes",
         file="csrc/pager/residency.cc",

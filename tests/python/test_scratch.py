@@ -1,0 +1,82 @@
+"""What attention keeps beside its budgets is in `stats`, and goes when a forward ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpager.config import Dense, PagerConfig, TopK
+from kvpager.pager import ROW_COMMIT, Layout, Pager
+
+HEADS, KV_HEADS, DIM, ROWS = 32, 4, 64, 2048
+LAYOUT = Layout(1, KV_HEADS, DIM, DIM, chunk_tokens=64)
+KEPT = 32 << 20
+
+
+def resident_bytes():
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096
+
+
+def pager_of(selection):
+    config = PagerConfig(8 * ROWS, chunk_tokens=64, selection=selection, host_bytes=0)
+    return Pager(LAYOUT, config, rows=ROWS, fingerprint={"model": "test"}, threads=2)
+
+
+def forward(pager, sequence, rows):
+    """A forward of so many rows; returns scratch_bytes while it is under way."""
+    random = np.random.default_rng(sequence.length)
+    q = random.standard_normal((rows, HEADS, DIM), dtype=np.float32).astype(np.float16)
+    k = random.standard_normal((rows, KV_HEADS, DIM), dtype=np.float32).astype(np.float16)
+    tokens = np.arange(rows, dtype=np.int32)
+    with pager.begin_spans([(sequence, sequence.length, rows, ROW_COMMIT)], tokens) as running:
+        running.attend(0, q, k, k, scaling=0.125)
+        scratch = pager.stats()["scratch_bytes"]
+        running.commit()
+    return scratch
+
+
+@pytest.mark.parametrize("selection", [Dense(), TopK(chunks=8, recent=ROWS)], ids=["dense", "topk"])
+def test_scratch_of_many_rows_is_told_and_given_back_when_the_forward_ends(selection):
+    pager = pager_of(selection)
+    sequence = pager.sequence()
+    for _ in range(4):
+        scratch = forward(pager, sequence, ROWS)
+        assert scratch >= ROWS * HEADS * DIM * 4  # the queries in float32, whatever else
+        assert scratch > KEPT
+        assert pager.stats()["scratch_bytes"] <= KEPT
+
+
+def test_scratch_of_few_rows_is_kept_for_the_next_step():
+    pager = pager_of(Dense())
+    sequence = pager.sequence()
+    forward(pager, sequence, ROWS)
+    scratch = forward(pager, sequence, 4)
+    assert 0 < scratch <= KEPT
+    assert pager.stats()["scratch_bytes"] == scratch
+
+
+def test_scratch_of_a_forward_that_was_abandoned_is_given_back():
+    pager = pager_of(Dense())
+    sequence = pager.sequence()
+    tokens = np.arange(ROWS, dtype=np.int32)
+    q = np.ones((ROWS, HEADS, DIM), dtype=np.float16)
+    with pager.begin_spans([(sequence, 0, ROWS, ROW_COMMIT)], tokens) as running:
+        running.attend(0, q, q[:, :KV_HEADS], q[:, :KV_HEADS], scaling=0.125)
+        assert pager.stats()["scratch_bytes"] > KEPT / 2
+    assert pager.stats()["scratch_bytes"] <= KEPT
+
+
+def test_memory_that_no_figure_shows_is_small():
+    """Of the process, beside what stats says and what the caller holds."""
+    pager = pager_of(Dense())
+    sequence = pager.sequence()
+    forward(pager, sequence, 64)
+    before = resident_bytes() - pager.stats()["resident_bytes"]
+    for _ in range(4):
+        forward(pager, sequence, ROWS)
+    stats = pager.stats()
+    unseen = resident_bytes() - stats["resident_bytes"] - stats["scratch_bytes"] - before
+    assert unseen < KEPT
