@@ -13,6 +13,7 @@ DEMO_ARGS ?=
 VERIFY_ARGS ?=
 MUTANTS_ARGS ?=
 DEEP_ARGS ?=
+SOAK_SECONDS ?= 3600
 BENCH_ARGS ?=
 # Whether the package gets its CUDA plug-in. Compiling it takes nvcc and minutes, but no GPU: by default
 # it is done where there is a GPU, in CI always.
@@ -83,7 +84,7 @@ verify-all: build ## every relation for every model, dtype, shape and thread cou
 mutants: build ## break the code on purpose, one promise at a time: the tests that keep it must fail
 	cd tests && $(PY) -m mutants $(MUTANTS_ARGS)
 
-test-deep: test-deep-calls test-deep-power ## failing system calls, power failures (see docs/testing.md)
+test-deep: test-deep-calls test-deep-power test-deep-threads test-deep-soak ## failing system calls, power failures, threads, a soak (docs/testing.md)
 	$(PY) tests/deep/report.py
 
 test-deep-calls: build
@@ -91,6 +92,12 @@ test-deep-calls: build
 
 test-deep-power: build
 	cd tests && $(PY) -m deep power $(DEEP_ARGS)
+
+test-deep-threads: build
+	cd tests && $(PY) -m deep pairs $(DEEP_ARGS)
+
+test-deep-soak: build
+	cd tests && $(PY) -m deep soak --seconds $(SOAK_SECONDS)
 
 fuzz: build ctest ## the property tests and the snapshot reader's fuzz target, with many more examples
 	build/dev/tests/cpp/snapshot_fuzz --mutate 200000

@@ -468,9 +468,14 @@ void bind_pager(py::module_& m) {
 
   py::class_<Pager, PagerPointer>(m, "Pager", "The native pager; kvpager.Pager wraps it.")
       .def(py::init([](const PagerOptions& options) {
-             return dropped_without_gil(std::make_shared<Pager>(options));
+             PagerPointer made;
+             {  // no call guard: pybind11 notes a new object in a table that the GIL guards
+               const Release release;
+               made = std::make_shared<Pager>(options);
+             }
+             return dropped_without_gil(std::move(made));
            }),
-           py::arg("options"), py::call_guard<Release>())
+           py::arg("options"))
       .def(
           "trim", [](Pager& p, int64_t s, int64_t position) { p.trim(SequenceId(s), position); },
           py::arg("sequence"), py::arg("position"), py::call_guard<Release>())

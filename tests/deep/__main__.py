@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 
-from deep.interposer import run_under, workplace
+from deep.interposer import run, workplace
 from deep.report import RECORDS
 
-UNDER_THE_INTERPOSER = {"calls": "deep.system_calls", "power": "deep.power_loss"}
+UNDER_THE_LIBRARY = {"calls": "deep.system_calls", "power": "deep.power_loss"}
+PLAIN = {"pairs": "deep.thread_pairs", "soak": "deep.soak"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deep", description=__doc__)
-    parser.add_argument("part", choices=sorted(UNDER_THE_INTERPOSER))
+    parser.add_argument("part", choices=sorted(UNDER_THE_LIBRARY | PLAIN))
     options, more = parser.parse_known_args()
     if "--json" not in more:
         RECORDS.mkdir(exist_ok=True)
         more += ["--json", str(RECORDS / f"{options.part}.json")]
+    if options.part in PLAIN:
+        return run(PLAIN[options.part], more)
     with workplace() as folder:
-        return run_under(UNDER_THE_INTERPOSER[options.part], more, folder)
+        return run(UNDER_THE_LIBRARY[options.part], more, folder)
 
 
 if __name__ == "__main__":

@@ -39,18 +39,21 @@ def workplace() -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_under(module: str, arguments: Sequence[str], folder: Path) -> int:
-    """Runs `python -m module` with the library, which sees what is below folder/root."""
-    root = folder / "root"
-    root.mkdir(exist_ok=True)
-    library = build(folder)
+def run(module: str, arguments: Sequence[str], under: Path | None = None) -> int:
+    """Runs `python -m module` with the tests' folders on its path, and returns its exit status.
+
+    under: a folder for the library, with which it sees what is below under/root; None: without it.
+    """
+    more = {}
+    if under is not None:
+        (under / "root").mkdir(exist_ok=True)
+        preloaded = [os.environ.get("LD_PRELOAD", ""), os.fspath(build(under))]
+        more = {ROOT_VARIABLE: os.fspath(under / "root"), "LD_PRELOAD": " ".join(preloaded).strip()}
+    path = [TESTS, TESTS / "python", os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
-        ROOT_VARIABLE: os.fspath(root),
-        "LD_PRELOAD": " ".join([os.environ.get("LD_PRELOAD", ""), os.fspath(library)]).strip(),
-        "PYTHONPATH": os.pathsep.join(
-            [os.fspath(TESTS), os.fspath(TESTS / "python"), os.environ.get("PYTHONPATH", "")]
-        ),
+        **more,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, *(["-S"] if sys.flags.no_site else []), "-m", module, *arguments]
