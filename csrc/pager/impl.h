@@ -154,8 +154,8 @@ struct Pager::Impl {
   bool evictable(const ChunkRecord& record) const;
   bool lower_copies() const;
   bool blocks_are_homes() const;
-  bool blocks_to_be_had(int64_t count, int64_t kept = 0) const;
-  void require_blocks(int64_t count, const char* action, int64_t kept = 0) const;
+  bool blocks_to_be_had(int64_t count) const;
+  void require_blocks(int64_t count, const char* action) const;
   std::vector<uint8_t> sheltered_records() const;
   VictimFacts facts(RecordId id) const;
   VictimFacts use_alone(RecordId id) const;

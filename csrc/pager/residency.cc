@@ -98,9 +98,9 @@ bool Pager::Impl::lower_copies() const {
 bool Pager::Impl::blocks_are_homes() const { return host_slots.slots() + disk_slots.slots() == 0; }
 
 // Whether acquire_block() can be had `count` times: free ones, those of evictable chunks, and where
-// blocks are homes those of cached chunks, but for `kept` of these that somebody is about to use.
-bool Pager::Impl::blocks_to_be_had(int64_t count, int64_t kept) const {
-  int64_t more = count - blocks.free() - (blocks_are_homes() ? ledger.cached() - kept : 0);
+// blocks are homes those of cached chunks, which nobody uses.
+bool Pager::Impl::blocks_to_be_had(int64_t count) const {
+  int64_t more = count - blocks.free() - (blocks_are_homes() ? ledger.cached() : 0);
   if (more <= 0) return true;
   if (!lower_copies()) return false;
   note_victims();
@@ -112,9 +112,9 @@ bool Pager::Impl::blocks_to_be_had(int64_t count, int64_t kept) const {
       .has_value();
 }
 
-void Pager::Impl::require_blocks(int64_t count, const char* action, int64_t kept) const {
-  if (blocks_to_be_had(count, kept)) return;
-  int64_t available = blocks.free() - (blocks_are_homes() ? kept : 0);
+void Pager::Impl::require_blocks(int64_t count, const char* action) const {
+  if (blocks_to_be_had(count)) return;
+  int64_t available = blocks.free();
   int64_t open = 0;
   int64_t pinned = 0;
   ledger.each([&](RecordId, const ChunkRecord& record) {

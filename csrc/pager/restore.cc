@@ -348,7 +348,6 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
                             " in use; raise summary_bytes, which is ",
                             summary_slots.slots() * summary_slot_bytes));
   }
-  if (partial) require_blocks(1, "restore", new_homes);  // what it is about to use is no room
 
   SharedArray<TokenId> tokens = meta.tokens.first(static_cast<size_t>(length));
   if (released > 0) {

@@ -117,8 +117,13 @@ PAGING = (
         name="a-restore-counts-what-it-uses-as-room",
         breaks="6: room that was found is room that is owned",
         file="csrc/pager/restore.cc",
-        old='require_blocks(1, "restore", new_homes);',
-        new='require_blocks(1, "restore");',
+        old="  for (const Planned& planned : plan) {\n"
+        "    if (planned.existing.value() >= 0) add_reference(planned.existing);\n  }\n"
+        '  try {\n    tail_block.emplace(*this, partial ? 1 : 0, "restore");\n',
+        new='  tail_block.emplace(*this, partial ? 1 : 0, "restore");\n'
+        "  for (const Planned& planned : plan) {\n"
+        "    if (planned.existing.value() >= 0) add_reference(planned.existing);\n  }\n"
+        "  try {\n",
         killers=(
             REFUSALS + "a restore does not count the cached chunks it is about to use as room for "
             "its tail",
