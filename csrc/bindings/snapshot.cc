@@ -405,9 +405,13 @@ void bind_reader(py::module_& m) {
 void bind_writer(py::module_& m) {
   py::class_<Writer>(m, "SnapshotWriter",
                      "Writes a snapshot under a temporary name; publish gives it its own.")
-      .def(py::init<const std::string&, const Layout&, int64_t, uint32_t>(), py::arg("path"),
-           py::arg("layout"), py::arg("reserve_bytes") = 0, py::arg("mode") = 0600,
-           py::call_guard<Release>(),
+      .def(py::init([](const std::string& path, const Layout& layout, int64_t reserve_bytes,
+                       uint32_t mode) {
+             // No call guard: pybind11 notes a new object in a table that the GIL guards.
+             const Release release;
+             return std::make_unique<Writer>(path, layout, reserve_bytes, mode);
+           }),
+           py::arg("path"), py::arg("layout"), py::arg("reserve_bytes") = 0, py::arg("mode") = 0600,
            "mode: permissions; a file that has the name keeps those that it lacks.")
       .def(
           "write_content",

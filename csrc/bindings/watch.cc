@@ -135,6 +135,8 @@ ByteWatch make_watch(const std::vector<std::pair<uintptr_t, int64_t>>& ranges, i
   for (const auto& [address, bytes] : ranges) {
     regions.push_back({reinterpret_cast<const std::byte*>(address), bytes});
   }
+  // No call guard: pybind11 notes a new object in a table that the GIL guards.
+  const py::gil_scoped_release release;
   return ByteWatch(std::move(regions), threads);
 }
 
@@ -155,8 +157,7 @@ void bind_watch(py::module_& m) {
   py::class_<ByteWatch>(m, "ByteWatch",
                         "Whether memory still holds what it held: ranges of (address, bytes) that "
                         "whoever makes one keeps readable.")
-      .def(py::init(&make_watch), py::arg("ranges"), py::arg("threads"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(py::init(&make_watch), py::arg("ranges"), py::arg("threads"))
       .def("sample", &ByteWatch::sample, py::arg("blocks"),
            "Reads so many blocks of each range again, at random places; returns the number of a "
            "range that was found changed, or -1.")

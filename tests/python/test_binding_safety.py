@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -184,3 +185,16 @@ def test_other_threads_go_on_while_a_drop_waits_for_an_attention_call(what: str)
     pauses = np.diff([begun, *[m for m in moments if begun < m < ended], ended])
     assert ended - begun > alone / 3, "the drop did not wait, so that this shows nothing"
     assert pauses.max() < alone / 3, f"nobody else ran for {pauses.max():.3f} s of {alone:.3f}"
+
+
+def test_no_constructor_releases_the_gil_around_pybind11s_own_work() -> None:
+    """A call guard on an init spans the table of objects, which the GIL guards."""
+    definition = re.compile(r"\.def\(py::init.*?(?=\n      \.def|;\n)", re.DOTALL)
+    sources = Path(__file__).parents[2] / "csrc" / "bindings"
+    found = [
+        (source.name, text)
+        for source in sorted(sources.glob("*.cc"))
+        for text in definition.findall(source.read_text())
+    ]
+    assert len(found) > 5
+    assert [name for name, text in found if "py::call_guard" in text] == []
