@@ -4,13 +4,17 @@
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <fstream>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -91,10 +95,40 @@ class OwnedFile {
   int descriptor_ = -1;
 };
 
+// Who has an flock() on a file, as the system tells it: "process 12 (python, stopped)".
+std::string holder_of(int descriptor) {
+  struct stat status;
+  if (::fstat(descriptor, &status) != 0) return "another process";
+  const std::string inode = str(":", status.st_ino, " ");
+  std::ifstream locks("/proc/locks");
+  for (std::string line; std::getline(locks, line);) {
+    std::istringstream words(line);
+    std::string number, kind, advisory, access;
+    int64_t process = 0;
+    words >> number >> kind >> advisory >> access >> process;
+    if (kind != "FLOCK" || line.find(inode) == std::string::npos) continue;
+    if (process <= 0) return "a process outside this container";
+    std::string name, state;
+    std::ifstream about(str("/proc/", process, "/status"));
+    for (std::string field; std::getline(about, field);) {
+      if (field.rfind("Name:\t", 0) == 0) name = field.substr(6);
+      if (field.rfind("State:\tT", 0) == 0) state = ", stopped";
+    }
+    return str("process ", process, name.empty() ? "" : str(" (", name, state, ")"));
+  }
+  return "another process, on another machine or gone by now";
+}
+
 // flock() for as long as a block runs.
 class ExclusiveLock {
  public:
-  explicit ExclusiveLock(std::string path) : path_(std::move(path)) {}
+  ExclusiveLock(std::string path, double timeout_seconds)
+      : path_(std::move(path)), timeout_seconds_(timeout_seconds) {
+    if (!(timeout_seconds >= 0)) {
+      throw InvalidArgumentError(
+          str("timeout_seconds is ", timeout_seconds, ", expected a number that is not negative"));
+    }
+  }
   ~ExclusiveLock() { release(); }
   ExclusiveLock(const ExclusiveLock&) = delete;
   ExclusiveLock& operator=(const ExclusiveLock&) = delete;
@@ -104,7 +138,7 @@ class ExclusiveLock {
     try {
       std::unique_ptr<OwnedFile> file = open();
       try {
-        file->lock(LOCK_EX);
+        wait_for(*file);
       } catch (py::error_already_set& error) {
         if (!error.matches(PyExc_OSError)) throw;
         throw StorageError(str(path_, ": cannot lock the store: ", words_of(error),
@@ -125,6 +159,28 @@ class ExclusiveLock {
   }
 
  private:
+  // flock() knows no time-out, and a signal may interrupt the wait.
+  void wait_for(OwnedFile& file) const {
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point begin = Clock::now();
+    std::chrono::microseconds pause(200);
+    while (!file.lock(LOCK_EX | LOCK_NB)) {
+      const std::chrono::duration<double> waited = Clock::now() - begin;
+      if (waited.count() >= timeout_seconds_) {
+        throw StorageError(str(path_, ": has been locked for ", timeout_seconds_, " s, by ",
+                               holder_of(file.descriptor()),
+                               "; end that process or let it go on, or wait longer with "
+                               "lock_timeout"));
+      }
+      {
+        const py::gil_scoped_release release;
+        std::this_thread::sleep_for(pause);
+      }
+      pause = std::min(2 * pause, std::chrono::microseconds(20'000));
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+  }
+
   static std::string words_of(const py::error_already_set& error) {
     return py::cast<std::string>(error.value().attr("strerror"));
   }
@@ -142,6 +198,7 @@ class ExclusiveLock {
   }
 
   const std::string path_;
+  const double timeout_seconds_;
   std::unique_ptr<OwnedFile> file_;
 };
 
@@ -284,7 +341,7 @@ void bind_locks(py::module_& m) {
   py::class_<ExclusiveLock>(m, "ExclusiveLock",
                             "Holds a file's flock() for as long as the block runs. The file is "
                             "made where it is missing.")
-      .def(py::init<std::string>(), py::arg("path"))
+      .def(py::init<std::string, double>(), py::arg("path"), py::arg("timeout_seconds"))
       .def(
           "entered", [](const ExclusiveLock&) { return py::none(); },
           "What the block gets; called with the lock held.")

@@ -755,7 +755,9 @@ class ExclusiveLock:
         Raises StorageError.
         """
     def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
-    def __init__(self, path: str) -> None: ...
+    def __init__(
+        self, path: str, timeout_seconds: typing.SupportsFloat | typing.SupportsIndex
+    ) -> None: ...
     def entered(self) -> None:
         """
         What the block gets; called with the lock held.

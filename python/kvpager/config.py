@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.paths import usable_path
 
 DEFAULT_SCORER = "bits2"
 # Of these the first that a configuration allows. On the CPU prefill is about as fast as it can be
@@ -220,9 +221,10 @@ def _path(field: str, value: Any) -> str | None:
         return None
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise _refusal(field, value, "the path of an existing folder, or None")
-    if not Path(value).is_dir():
-        raise _refusal(field, os.fspath(value), "the path of an existing folder, or None")
-    return os.fspath(value)
+    path = usable_path(value, field)
+    if not Path(path).is_dir():
+        raise _refusal(field, path, "the path of an existing folder, or None")
+    return path
 
 
 def _ranges(field: str, value: Any) -> tuple[tuple[int, int], ...]:

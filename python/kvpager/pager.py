@@ -20,7 +20,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +40,7 @@ from kvpager.forward import ROW_READ as ROW_READ
 from kvpager.forward import Forward as Forward
 from kvpager.forward import Span as Span
 from kvpager.forward import Tensor as Tensor
+from kvpager.paths import usable_path
 from kvpager.released import ReleasedText
 from kvpager.salts import is_of, salt_digest
 from kvpager.section_json import parse_section
@@ -762,7 +762,7 @@ def open_snapshot(path: str | os.PathLike[str]) -> SnapshotInfo:
 
     A manifest of a directory store opens as well, and its packs with it.
     """
-    return SnapshotInfo.of(_core.SnapshotReader.open(os.fspath(Path(path))))
+    return SnapshotInfo.of(_core.SnapshotReader.open(usable_path(path, "path")))
 
 
 @contextmanager

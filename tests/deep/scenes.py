@@ -207,7 +207,7 @@ class FileScene:
         self.files = FileStore(self.folder)
         self.save()
         lock = os.fspath(self.folder / "lock")
-        self.lock = _core.ExclusiveLock(lock)
+        self.lock = _core.ExclusiveLock(lock, 10)
         self.file = _core.OwnedFile(lock, os.O_RDWR | os.O_CREAT)
         self.turns = _core.Turns()
         self.place = _core.Place()
@@ -270,7 +270,7 @@ def _claimed(scene: FileScene) -> None:
 
 
 def _own_lock(scene: FileScene) -> None:
-    with _core.ExclusiveLock(os.fspath(scene.folder / "lock")):
+    with _core.ExclusiveLock(os.fspath(scene.folder / "lock"), 10):
         pass
 
 

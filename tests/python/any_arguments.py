@@ -128,7 +128,7 @@ class Specimens:
         if kind == "OwnedFile":
             return _core.OwnedFile(str(self.folder / "sound.kvsnap"), 0)
         if kind == "ExclusiveLock":
-            return _core.ExclusiveLock(self.path())
+            return _core.ExclusiveLock(self.path(), 0.1)
         if kind == "ContextValue":
             return _core.ContextValue(contextvars.ContextVar("v"), 1)
         if kind == "Claim":

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, PagerError, StorageError
+from kvpager.paths import usable_path
 from kvpager.stores import removal
 from kvpager.stores.base import GcReport, ProgressCallback, SaveReport, StoreEntry
 from kvpager.stores.belonging import is_under
@@ -24,6 +25,7 @@ from kvpager.stores.companions import CompanionSnapshot
 from kvpager.stores.creation import open_or_create
 from kvpager.stores.damage import check_places
 from kvpager.stores.group_saving import GroupSaving
+from kvpager.stores.lock import TIMEOUT_SECONDS
 from kvpager.stores.names import check_name
 from kvpager.stores.own_name import misnamed, name_in
 from kvpager.stores.permissions import share_folders
@@ -53,6 +55,8 @@ class DirectoryStore:
             whatever the umask; whoever may read may enter the folders. None: what the store was
             told before, at first 0o600. A snapshot that is replaced keeps the permissions that it
             lacks.
+        lock_timeout: seconds after which a call gives up waiting for another thread or process
+            that has the store locked, and names it. Nobody writes chunks with the lock held.
 
     Raises:
         InvalidArgumentError: an argument is out of range, or the folder has other things in it.
@@ -73,9 +77,11 @@ class DirectoryStore:
         ttl: float | str | None = None,
         create: bool = True,
         mode: int | str | None = None,
+        lock_timeout: float = TIMEOUT_SECONDS,
     ) -> None:
+        self._lock_timeout = lock_timeout
         wanted = StoreSettings().updated(byte_budget, ttl, mode)  # refused before anything is made
-        self.path = os.path.abspath(os.fspath(path))  # noqa: PTH100  # resolve() follows links
+        self.path = os.path.abspath(usable_path(path, "path"))  # noqa: PTH100  # resolve() follows links
         self._catalogue = Catalogue(self.path)
         with _system_errors(self.path):
             open_or_create(self.path, wanted, create=create)
@@ -354,7 +360,7 @@ class DirectoryStore:
 
         files_only: times of last use and sizes may be old, which spares listing unchanged folders.
         """
-        return _Locked(self.path, self._catalogue, files_only=files_only)
+        return _Locked(self.path, self._catalogue, self._lock_timeout, files_only=files_only)
 
     def _settings(self) -> StoreSettings:
         with _system_errors(self.path):
@@ -444,8 +450,10 @@ def _bytes_of(
 class _Locked(_core.ExclusiveLock):
     """A store's lock and what the store is while it is held."""
 
-    def __init__(self, folder: str, catalogue: Catalogue, *, files_only: bool) -> None:
-        super().__init__(f"{folder}/lock")
+    def __init__(
+        self, folder: str, catalogue: Catalogue, timeout_seconds: float, *, files_only: bool
+    ) -> None:
+        super().__init__(f"{folder}/lock", timeout_seconds)
         self._folder = folder
         self._catalogue = catalogue
         self._files_only = files_only

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvpager import _core
 from kvpager.errors import InvalidArgumentError, PagerError, StorageError
+from kvpager.paths import usable_path
 from kvpager.stores.base import ProgressCallback, SaveReport, StoreEntry, tokens_of
 from kvpager.stores.belonging import Belonging
 from kvpager.stores.companions import (
@@ -26,6 +27,7 @@ from kvpager.stores.companions import (
     session_of_primary,
 )
 from kvpager.stores.durable import sync_folder
+from kvpager.stores.lock import remove_dead_temporaries
 from kvpager.stores.names import SNAPSHOT_SUFFIX
 from kvpager.stores.permissions import PRIVATE, parse_mode
 from kvpager.stores.segments import noted_segment
@@ -50,7 +52,7 @@ class FileStore:
         self, folder: str | os.PathLike[str] | None = None, *, mode: int | str = PRIVATE
     ) -> None:
         self.mode = parse_mode("mode", mode)
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else Path(usable_path(folder, "folder"))
 
     def save(
         self,
@@ -85,6 +87,7 @@ class FileStore:
                 companion_writer.publish()
             writer.publish()
         _remove(stale)
+        remove_dead_temporaries(os.path.dirname(path) or ".")  # noqa: PTH120  # of any length
         return replace(report, companions=tuple(beside.values()))
 
     def _write_companion(
@@ -178,9 +181,8 @@ class FileStore:
             raise StorageError(f"{path}: {error.strerror}") from error
 
     def _path(self, name: str | os.PathLike[str]) -> str:
-        if not os.fspath(name):
-            raise InvalidArgumentError("name is empty; expected the path of a file")
-        return os.fspath(self.folder / name if self.folder is not None else name)
+        path = usable_path(name, "name")
+        return path if self.folder is None else os.fspath(self.folder / path)
 
     def __repr__(self) -> str:
         return f"FileStore({'' if self.folder is None else repr(os.fspath(self.folder))})"

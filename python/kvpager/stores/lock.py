@@ -8,24 +8,32 @@ both from the first instant, so that an interrupt loses none.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterable
+from pathlib import Path
 
 from kvpager import _core
+from kvpager.stores.names import is_temporary
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW
 
 
-def exclusive(path: str) -> _core.ExclusiveLock:
+TIMEOUT_SECONDS = 120.0  # many times what any holder needs: none reads chunks meanwhile
+
+
+def exclusive(path: str, timeout_seconds: float = TIMEOUT_SECONDS) -> _core.ExclusiveLock:
     """Holds the lock file at `path`, made where it is missing, for as long as the block runs.
 
-    Entering it raises StorageError or OSError: the file cannot be had, or its file system has no
-    flock(). The `with` statement must be given this very object: its native methods leave an
-    interrupt no instant between taking the lock and the block.
+    Entering it raises StorageError or OSError: the file cannot be had, its file system has no
+    flock(), or somebody, who is named, has held it all the time. The `with` statement must be given
+    this very object: its native methods leave an interrupt no instant between taking the lock and
+    the block.
     """
-    return _core.ExclusiveLock(path)
+    return _core.ExclusiveLock(path, timeout_seconds)
 
 
 def in_use(path: str) -> bool:
@@ -38,6 +46,26 @@ def in_use(path: str) -> bool:
             return not file.lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
+
+
+def remove_dead_temporaries(folder: str) -> int:
+    """Removes what writers that died have left beside single files; returns how many files.
+
+    A file that is being written is locked, and one that was just made but is not locked yet is made
+    again by its writer. What cannot be looked at or removed stays for another time.
+    """
+    removed = 0
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for path in [entry.path for entry in entries if is_temporary(entry.name)]:
+            with (
+                contextlib.suppress(OSError),
+                _core.OwnedFile(path, _FLAGS | os.O_NONBLOCK) as file,
+            ):
+                regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+                if regular and file.lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    Path(path).unlink()
+                    removed += 1
+    return removed
 
 
 class Hold:

@@ -68,4 +68,36 @@ DURABILITY = (
         new="        pass  # nobody looks for it,",
         killers=(CALLS,),
     ),
+    Mutant(
+        name="a-dead-writers-file-is-left",
+        breaks="what a dead writer left beside a single file goes with the next save",
+        file="python/kvpager/stores/lock.py",
+        old="                    Path(path).unlink()\n",
+        new="",
+        killers=(
+            "python/test_store_waits.py::"
+            "test_a_temporary_of_a_dead_writer_is_swept_by_the_next_save_beside_it",
+        ),
+    ),
+    Mutant(
+        name="a-living-writers-file-is-swept",
+        breaks="a file that is being written stays",
+        file="python/kvpager/stores/lock.py",
+        old="if regular and file.lock(fcntl.LOCK_EX | fcntl.LOCK_NB):",
+        new="if regular:",
+        killers=(
+            "python/test_store_waits.py::"
+            "test_what_is_being_written_or_is_no_file_of_ours_is_not_swept",
+        ),
+    ),
+    Mutant(
+        name="who-waits-for-a-store-waits-for-ever",
+        breaks="a lock that is held for longer than lock_timeout is an error",
+        file="csrc/bindings/locks.cc",
+        old="if (waited.count() >= timeout_seconds_) {",
+        new="if (waited.count() >= 1e6) {",
+        killers=(
+            "python/test_store_waits.py::test_who_waits_for_a_stopped_holder_is_told_who_it_is",
+        ),
+    ),
 )

@@ -10,6 +10,7 @@ from kvpager import _core
 from kvpager.cli.failure import CliError
 from kvpager.cli.snapshot.address import Address
 from kvpager.errors import CorruptSnapshotError, StorageError
+from kvpager.paths import usable_path
 from kvpager.section_json import parse_section
 
 # As the reader says it of a manifest: its pack cannot be opened.
@@ -65,7 +66,7 @@ class Opened:
             StorageError, CorruptSnapshotError, UnsupportedVersionError: it cannot be read.
         """
         path = str(address.path)
-        reader = _core.SnapshotReader.open(path)
+        reader = _core.SnapshotReader.open(usable_path(path, "path"))
         return cls(
             address,
             reader,

@@ -1,0 +1,148 @@
+"""Nobody waits for ever for a store, and what a dead writer left beside a file is swept."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from small_store import Author, C, text
+
+from kvpager import PagerConfig, open_snapshot
+from kvpager.errors import InvalidArgumentError, StorageError
+from kvpager.stores import DirectoryStore, FileStore
+from kvpager.stores.lock import exclusive
+
+HOLD = """
+import fcntl, os, sys
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def holder_of(path: Path) -> subprocess.Popen[str]:
+    """A process that has the lock; it ends with its standard input."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, os.fspath(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_who_waits_for_a_stopped_holder_is_told_who_it_is(author: Author, tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store", lock_timeout=0.3)
+    report = author.save(store, "before", text(2 * C))
+    holder = holder_of(tmp_path / "store" / "lock")
+    try:
+        os.kill(holder.pid, signal.SIGSTOP)
+        calls = (
+            lambda: author.save(store, "during", text(3 * C)),
+            lambda: store.entries(),
+            lambda: store.open("before"),
+            lambda: store.gc(),
+            lambda: store.delete("before"),
+        )
+        for call in calls:
+            started = time.monotonic()
+            with pytest.raises(StorageError, match=rf"process {holder.pid} \(.*stopped\)") as info:
+                call()
+            assert 0.3 <= time.monotonic() - started < 10
+            assert "lock_timeout" in str(info.value)
+    finally:
+        os.kill(holder.pid, signal.SIGCONT)
+        holder.communicate()
+    assert [entry.name for entry in store.entries()] == ["before"]
+    assert store.open("before").logical_digest == report.logical_digest
+    author.save(store, "during", text(3 * C))
+
+
+def test_who_waits_goes_on_as_soon_as_the_holder_lets_go(tmp_path: Path) -> None:
+    holder = holder_of(tmp_path / "lock")
+    timer = threading.Timer(0.5, holder.kill)
+    timer.start()
+    with exclusive(os.fspath(tmp_path / "lock"), 60):
+        pass
+    timer.join()
+    holder.communicate()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_a_time_out_that_is_no_time_is_refused(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"expected a number that is not negative"):
+        DirectoryStore(tmp_path / "store", lock_timeout=seconds).entries()
+
+
+def test_a_temporary_of_a_dead_writer_is_swept_by_the_next_save_beside_it(
+    author: Author, tmp_path: Path
+) -> None:
+    store = FileStore(tmp_path)
+    dead = tmp_path / ".kvsnap-0123456789abcdef.tmp"
+    dead.write_bytes(b"half of a snapshot")
+    author.save(store, "a.kvsnap", text(2 * C))
+    assert [file.name for file in tmp_path.iterdir()] == ["a.kvsnap"]
+
+
+def test_what_is_being_written_or_is_no_file_of_ours_is_not_swept(
+    author: Author, tmp_path: Path
+) -> None:
+    living = tmp_path / ".kvsnap-00000000000000aa.tmp"
+    living.write_bytes(b"still growing")
+    pipe = tmp_path / ".kvsnap-00000000000000bb.tmp"
+    os.mkfifo(pipe)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"somebody's")
+    link = tmp_path / ".kvsnap-00000000000000cc.tmp"
+    link.symlink_to(elsewhere)
+    notes = tmp_path / ".kvsnap-notes.tmp"
+    notes.write_bytes(b"not of the form")
+    with living.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        author.save(FileStore(tmp_path), "a.kvsnap", text(2 * C))
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"a.kvsnap", living.name, pipe.name, "elsewhere", link.name, notes.name}
+
+
+@pytest.mark.parametrize("path", ["a\udcff.kvsnap", "a\0b.kvsnap", "x" * 300, "", "folder"])
+def test_a_path_that_cannot_be_is_a_typed_error_that_says_it(
+    author: Author, tmp_path: Path, path: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    store = FileStore(tmp_path)
+    tokens = text(2 * C)
+    with pytest.raises((StorageError, InvalidArgumentError)) as info:
+        author.save(store, path, tokens)
+    assert info.value.args
+    with pytest.raises((StorageError, InvalidArgumentError)):
+        store.open(path)
+    with pytest.raises((StorageError, InvalidArgumentError)):
+        store.delete(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"]
+    with pytest.raises((StorageError, InvalidArgumentError)):
+        author.save(DirectoryStore(tmp_path / "store"), path + "/", tokens)
+
+
+@pytest.mark.parametrize("path", ["a\udcff", "a\0b"])
+def test_every_door_refuses_a_path_that_cannot_be(tmp_path: Path, path: str) -> None:
+    at = f"{tmp_path}/{path}"
+    for door in (
+        lambda: DirectoryStore(at),
+        lambda: FileStore(at).entries(),
+        lambda: open_snapshot(at),
+        lambda: PagerConfig(64, disk_path=at, disk_bytes=1 << 20),
+    ):
+        with pytest.raises(InvalidArgumentError, match=re.escape(repr(at))):
+            door()
+    assert list(tmp_path.iterdir()) == []
