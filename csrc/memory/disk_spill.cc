@@ -31,10 +31,11 @@ int open_nameless(const std::string& folder) {
   return named;
 }
 
-// Takes the room that the file will need, so that a full disk is met now. 0, or what the system says.
+// Takes the room that the file will need, so that a full disk is met now; what was never written is
+// past its end all the same. 0, or what the system says.
 int reserve(int fd, int64_t bytes) {
   if (const int error = fault::visit("disk.reserve")) return error;
-  while (fallocate(fd, 0, 0, bytes) != 0) {
+  while (fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, bytes) != 0) {
     if (errno == EINTR) continue;
     if (errno != EOPNOTSUPP && errno != ENOSYS) return errno;
     struct statvfs filesystem;  // one that cannot reserve: what is free now is all that can be said

@@ -116,6 +116,15 @@ TEST_CASE("injected faults name the folder and the reason, and the next call wor
   CHECK(out == pattern(1));
 }
 
+TEST_CASE("room that cannot be had is refused when the file is made") {
+  const Folder folder;
+  fault::arm("disk.reserve", 0, ENOSPC);
+  const std::string error = storage_error([&] { const DiskSpill spill(folder.path(), 4, kSlot); });
+  CHECK(error.find("cannot reserve 16384 bytes: No space left") != std::string::npos);
+  CHECK(error.find(folder.path()) != std::string::npos);
+  CHECK(folder.entries() == 0);
+}
+
 TEST_CASE("reading past what was ever written is an error, not zeros") {
   const Folder folder;
   DiskSpill disk(folder.path(), 4, kSlot);
