@@ -145,9 +145,8 @@ struct PagerStats {
   int64_t chunks_healed = 0;      // recomputed, bit for bit, because a lower copy was damaged
   int64_t summaries_rebuilt = 0;  // from verified payload, because their snapshot's was damaged
   int64_t chunks_spilled = 0, slices_streamed = 0, prefix_tokens_reused = 0;
-  int64_t bytes_paged_in = 0;  // copied into pool blocks from any lower tier
-  int64_t bytes_paged_out =
-      0;  // from host memory to disk, to make room; evicting a block copies none
+  int64_t bytes_paged_in = 0;   // copied into pool blocks from any lower tier
+  int64_t bytes_paged_out = 0;  // from host memory to disk, for room; evicting a block copies none
   int64_t bytes_written_through = 0;
   int64_t snapshot_bytes_read = 0;
   // Of a device: memory allocated on it and pinned for it, all in all and of that for partial results
