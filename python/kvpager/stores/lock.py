@@ -55,8 +55,10 @@ def remove_dead_temporaries(folder: str) -> int:
     again by its writer. What cannot be looked at or removed stays for another time.
     """
     removed = 0
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for path in [entry.path for entry in entries if is_temporary(entry.name)]:
+    with contextlib.suppress(OSError):
+        # Not scandir: an interrupt would leave its descriptor open.
+        for name in filter(is_temporary, os.listdir(folder)):  # noqa: PTH208
+            path = f"{folder}/{name}"
             with (
                 contextlib.suppress(OSError),
                 _core.OwnedFile(path, _FLAGS | os.O_NONBLOCK) as file,
