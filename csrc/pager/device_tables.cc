@@ -107,14 +107,11 @@ void DeviceBackend::bring_in(const std::vector<RecordId>& missing) {
   load_batch(missing, to_host, blocks);
   for (const RecordId id : missing) {
     ChunkRecord& record = pager_.ledger[id];
-    if (!slots.empty()) {
+    if (slots.empty()) {
+      recall_into(pager_, record, blocks);
+    } else {
       record.host = slots.release();
-      continue;
     }
-    record.block = blocks.release();
-    ++record.recalled;
-    ++pager_.counters.chunks_recalled;
-    pager_.counters.bytes_paged_in += layout_.chunk_bytes();
   }
 }
 

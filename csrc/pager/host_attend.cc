@@ -260,14 +260,11 @@ void HostBackend::bring_in(const std::vector<RecordId>& missing) {
   });
   for (const Arrival& arrival : arrivals) {
     ChunkRecord& record = pager_.ledger[arrival.record];
-    if (!slots.empty()) {
+    if (slots.empty()) {
+      recall_into(pager_, record, blocks);
+    } else {
       record.host = slots.release();
-      continue;
     }
-    record.block = blocks.release();
-    ++record.recalled;
-    ++pager_.counters.chunks_recalled;
-    pager_.counters.bytes_paged_in += layout_.chunk_bytes();
   }
 }
 

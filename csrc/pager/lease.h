@@ -1,6 +1,7 @@
-// What was taken and does not belong to a record yet: blocks, slots of the host arena and of summaries. A lease owns as
-// many as it was asked for from its constructor on, or the constructor throws; what nobody has
-// taken over goes back with the lease. So an error on the way needs no undoing by hand.
+// What was taken and does not belong to a record yet: blocks, slots of the host arena and of
+// summaries. A lease owns as many as it was asked for from its constructor on, or the constructor
+// throws; what nobody has taken over goes back with the lease. So an error on the way needs no
+// undoing by hand.
 //
 // A constructor that throws has forgotten no cached chunk. Clean chunks may have left the pool and
 // host copies may be gone: that changes no result and needs no undoing either.
@@ -82,5 +83,8 @@ class Lease {
 using BlockLease = Lease<BlockKind>;
 using HostSlotLease = Lease<HostSlotKind>;
 using SummaryLease = Lease<SummaryKind>;
+
+// The next block becomes the record's, whose bytes have been copied into it.
+void recall_into(Pager::Impl& pager, ChunkRecord& record, BlockLease& blocks) noexcept;
 
 }  // namespace kvpager

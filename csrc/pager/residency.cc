@@ -408,12 +408,8 @@ void Pager::Impl::promote(const std::vector<RecordId>& ids, const char* action) 
     backend->load(ledger[ids[i]], leased[static_cast<int64_t>(i)]);
   }
   for (const RecordId id : ids) {
-    ChunkRecord& record = ledger[id];
-    record.block = leased.release();
+    recall_into(*this, ledger[id], leased);
     may_leave(id);
-    ++record.recalled;
-    ++counters.chunks_recalled;
-    counters.bytes_paged_in += layout.chunk_bytes();
   }
 }
 

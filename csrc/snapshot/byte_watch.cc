@@ -89,17 +89,20 @@ int64_t ByteWatch::blocks_of(const Region& region) const {
   return (region.bytes + kBlockBytes - 1) / kBlockBytes;
 }
 
-uint32_t ByteWatch::checksum(const Region& region, int64_t block) const {
+ByteWatch::Region ByteWatch::block_of(const Region& region, int64_t block) const {
   const int64_t begin = block * kBlockBytes;
-  const int64_t bytes = std::min(kBlockBytes, region.bytes - begin);
-  return static_cast<uint32_t>(xxh3_64(region.data + begin, static_cast<size_t>(bytes)));
+  return {region.data + begin, std::min(kBlockBytes, region.bytes - begin)};
+}
+
+uint32_t ByteWatch::checksum(const Region& region, int64_t block) const {
+  const Region read = block_of(region, block);
+  return static_cast<uint32_t>(xxh3_64(read.data, static_cast<size_t>(read.bytes)));
 }
 
 void ByteWatch::prefetch(size_t drawn) const {
   const auto [region, block] = drawn_[drawn];
-  const std::byte* begin = regions_[region].data + block * kBlockBytes;
-  const int64_t bytes = std::min(kBlockBytes, regions_[region].bytes - block * kBlockBytes);
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(begin + at);
+  const Region read = block_of(regions_[region], block);
+  for (int64_t at = 0; at < read.bytes; at += 64) __builtin_prefetch(read.data + at);
   __builtin_prefetch(&checksums_[first_[region] + static_cast<size_t>(block)]);
 }
 

@@ -37,6 +37,7 @@ class ByteWatch {
 
  private:
   int64_t blocks_of(const Region& region) const;
+  Region block_of(const Region& region, int64_t block) const;
   uint32_t checksum(const Region& region, int64_t block) const;
   void prefetch(size_t drawn) const;
   bool same(size_t region, int64_t block) const;
