@@ -306,7 +306,7 @@ def fork_while_writing(folder: Path) -> None:
     pager, sequence = paged(folder)
     kept = folder / "kept"
     kept.write_bytes(b"")
-    with exclusive(str(folder / "lock")), Hold() as hold:
+    with exclusive(str(folder / "lock"), 120), Hold() as hold:
         hold.add([str(kept)])
         child = os.fork()
         if child == 0:

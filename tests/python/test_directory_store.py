@@ -326,7 +326,7 @@ def test_in_use_sees_holds_of_this_process_and_none_once_released(tmp_path: Path
 def test_a_forked_child_does_not_go_on_holding_the_lock(tmp_path: Path) -> None:
     path = os.fspath(tmp_path / "lock")
     read, write = os.pipe()
-    with exclusive(path):
+    with exclusive(path, 120):
         child = os.fork()
         if child == 0:
             os.read(read, 1)

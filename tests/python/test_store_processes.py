@@ -39,7 +39,7 @@ def run(nursery: Nursery, folder: Path, seconds: float, threads: int, budget: in
     while any(child.alive() for child in children):
         # Between two steps: without the lock, a file could be counted that is gone before
         # another is there.
-        with exclusive(f"{store.path}/lock"):
+        with exclusive(f"{store.path}/lock", 120):
             most = max(most, size(store.path))
         samples += 1
         time.sleep(0.002)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_store import Author, C, text
@@ -69,6 +70,32 @@ def test_who_waits_for_a_stopped_holder_is_told_who_it_is(author: Author, tmp_pa
     author.save(store, "during", text(3 * C))
 
 
+@pytest.mark.parametrize("options", [{}, {"byte_budget": "1GiB"}, {"ttl": 60}, {"mode": 0o640}])
+@pytest.mark.parametrize("made", [False, True], ids=["a new store", "an old store"])
+def test_opening_a_store_waits_no_longer_than_it_was_told(
+    tmp_path: Path, options: dict[str, Any], made: bool
+) -> None:
+    if made:
+        DirectoryStore(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    holder = holder_of(tmp_path / "lock")
+    try:
+        os.kill(holder.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        if made and not options:  # nothing to change, and so nothing to wait for
+            DirectoryStore(tmp_path, lock_timeout=0.2)
+            assert time.monotonic() - started < 10
+        else:
+            with pytest.raises(StorageError, match=rf"process {holder.pid} \(.*stopped\)"):
+                DirectoryStore(tmp_path, lock_timeout=0.2, **options)
+            assert 0.2 <= time.monotonic() - started < 10
+    finally:
+        os.kill(holder.pid, signal.SIGCONT)
+        holder.communicate()
+    assert sorted(tmp_path.iterdir()) == sorted({*before, tmp_path / "lock"})
+    assert DirectoryStore(tmp_path, lock_timeout=0.2, **options).entries() == []
+
+
 def test_who_waits_goes_on_as_soon_as_the_holder_lets_go(tmp_path: Path) -> None:
     holder = holder_of(tmp_path / "lock")
     timer = threading.Timer(0.5, holder.kill)
@@ -79,10 +106,13 @@ def test_who_waits_goes_on_as_soon_as_the_holder_lets_go(tmp_path: Path) -> None
     holder.communicate()
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
-def test_a_time_out_that_is_no_time_is_refused(tmp_path: Path, seconds: float) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"expected a number that is not negative"):
-        DirectoryStore(tmp_path / "store", lock_timeout=seconds).entries()
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), None, "2", True])
+def test_a_time_out_that_is_no_time_is_refused_before_a_store_is_made(
+    tmp_path: Path, seconds: Any
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"lock_timeout is .*; expected a number"):
+        DirectoryStore(tmp_path / "store", lock_timeout=seconds)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_temporary_of_a_dead_writer_is_swept_by_the_next_save_beside_it(

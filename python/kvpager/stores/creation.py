@@ -15,11 +15,14 @@ from kvpager.stores.settings import SETTINGS_FILE, StoreSettings
 _OWN = ("lock", "packs", "snapshots", SETTINGS_FILE)
 
 
-def open_or_create(folder: str, settings: StoreSettings, *, create: bool) -> None:
+def open_or_create(
+    folder: str, settings: StoreSettings, *, create: bool, lock_timeout: float
+) -> None:
     """Sees that there is a store at `folder`; an existing one keeps its own settings.
 
     Raises:
-        StorageError: there is none, and `create` is False.
+        StorageError: there is none, and `create` is False; or somebody had the lock for
+            `lock_timeout` seconds, which is taken only where a store is made.
         InvalidArgumentError: there is something else.
         UnsupportedVersionError, CorruptSnapshotError: of the store's own file, which is missing
             from a folder that has snapshots or packs.
@@ -36,7 +39,7 @@ def open_or_create(folder: str, settings: StoreSettings, *, create: bool) -> Non
             f"{folder}: the folder is no store and not empty (it has {foreign[0]!r}); expected a "
             "store, an empty folder or a new name"
         )
-    with exclusive(f"{folder}/lock"):
+    with exclusive(f"{folder}/lock", lock_timeout):
         if not _is_store(folder):
             widen(f"{folder}/lock", settings.mode)
             _refuse_without_settings(folder)

@@ -25,7 +25,7 @@ from kvpager.stores.companions import CompanionSnapshot
 from kvpager.stores.creation import open_or_create
 from kvpager.stores.damage import check_places
 from kvpager.stores.group_saving import GroupSaving
-from kvpager.stores.lock import TIMEOUT_SECONDS
+from kvpager.stores.lock import TIMEOUT_SECONDS, checked_timeout
 from kvpager.stores.names import check_name
 from kvpager.stores.own_name import misnamed, name_in
 from kvpager.stores.permissions import share_folders
@@ -55,8 +55,9 @@ class DirectoryStore:
             whatever the umask; whoever may read may enter the folders. None: what the store was
             told before, at first 0o600. A snapshot that is replaced keeps the permissions that it
             lacks.
-        lock_timeout: seconds after which a call gives up waiting for another thread or process
-            that has the store locked, and names it. Nobody writes chunks with the lock held.
+        lock_timeout: seconds after which a call, opening the store too, gives up waiting for
+            another thread or process that has the store locked, and names it. Nobody writes chunks
+            with the lock held.
 
     Raises:
         InvalidArgumentError: an argument is out of range, or the folder has other things in it.
@@ -79,12 +80,12 @@ class DirectoryStore:
         mode: int | str | None = None,
         lock_timeout: float = TIMEOUT_SECONDS,
     ) -> None:
-        self._lock_timeout = lock_timeout
+        self._lock_timeout = checked_timeout("lock_timeout", lock_timeout)
         wanted = StoreSettings().updated(byte_budget, ttl, mode)  # refused before anything is made
         self.path = os.path.abspath(usable_path(path, "path"))  # noqa: PTH100  # resolve() follows links
         self._catalogue = Catalogue(self.path)
         with _system_errors(self.path):
-            open_or_create(self.path, wanted, create=create)
+            open_or_create(self.path, wanted, create=create, lock_timeout=self._lock_timeout)
         if byte_budget is not None or ttl is not None or mode is not None:
             with self._locked() as (catalogue, settings, now_ns):
                 changed = settings.updated(byte_budget, ttl, mode)

@@ -13,10 +13,12 @@ import errno
 import fcntl
 import os
 import stat
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from kvpager import _core
+from kvpager.errors import InvalidArgumentError
 from kvpager.stores.names import is_temporary
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW
@@ -25,7 +27,20 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW
 TIMEOUT_SECONDS = 120.0  # many times what any holder needs: none reads chunks meanwhile
 
 
-def exclusive(path: str, timeout_seconds: float = TIMEOUT_SECONDS) -> _core.ExclusiveLock:
+def checked_timeout(field: str, seconds: float) -> float:
+    """A number of seconds to wait at most, infinity for ever; InvalidArgumentError if it is none.
+
+    field: what the argument is called.
+    """
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not seconds >= 0:
+        raise InvalidArgumentError(
+            f"{field} is {seconds!r}; expected a number of seconds, 0 or more"
+        )
+    return float(min(seconds, sys.float_info.max))
+
+
+def exclusive(path: str, timeout_seconds: float) -> _core.ExclusiveLock:
     """Holds the lock file at `path`, made where it is missing, for as long as the block runs.
 
     Entering it raises StorageError or OSError: the file cannot be had, its file system has no

@@ -100,4 +100,25 @@ DURABILITY = (
             "python/test_store_waits.py::test_who_waits_for_a_stopped_holder_is_told_who_it_is",
         ),
     ),
+    Mutant(
+        name="opening-a-store-waits-as-long-as-it-likes",
+        breaks="lock_timeout holds from the opening of a store on",
+        file="python/kvpager/stores/creation.py",
+        old='exclusive(f"{folder}/lock", lock_timeout)',
+        new='exclusive(f"{folder}/lock", 30)',
+        killers=(
+            "python/test_store_waits.py::test_opening_a_store_waits_no_longer_than_it_was_told",
+        ),
+    ),
+    Mutant(
+        name="a-store-is-made-before-its-time-out-is-looked-at",
+        breaks="a time-out that is no time changes nothing",
+        file="python/kvpager/stores/directory.py",
+        old='self._lock_timeout = checked_timeout("lock_timeout", lock_timeout)',
+        new="self._lock_timeout = lock_timeout",
+        killers=(
+            "python/test_store_waits.py::"
+            "test_a_time_out_that_is_no_time_is_refused_before_a_store_is_made",
+        ),
+    ),
 )
