@@ -15,8 +15,9 @@ import pytest
 from kvpager_bench import places
 
 MAKER = """
-import sys, time
+import signal, sys, time
 from kvpager_bench import places
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 places.end_cleanly_when_told()
 with places.scratch_folder(sys.argv[1]) as folder:
     (folder / "state").write_bytes(bytes(1 << 20))
