@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import pytest
 from specimens import Bystander, make_specimens
 

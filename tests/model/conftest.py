@@ -1,17 +1,8 @@
-"""Reference models run under few threads, without a network."""
+"""Engines and sessions of a test end with it."""
 
 from __future__ import annotations
 
-import os
-
-# Before torch loads its OpenMP runtime: on a busy machine spinning threads slow each other down.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import pytest
-import torch
-
-torch.set_num_threads(int(os.environ.get("KVPAGER_TEST_THREADS", "2")))
 
 
 @pytest.fixture
