@@ -360,6 +360,15 @@ void bind_handles(py::module_& m) {
       .def_property_readonly("uid", &SequenceHandle::uid, "Of no other sequence of the process.")
       .def_property_readonly("salt", &SequenceHandle::salt)
       .def_property_readonly("closed", &SequenceHandle::closed)
+      .def_property_readonly(
+          "length",  // native as a whole: asked for several times per token
+          [](const SequenceHandle& sequence) {
+            const PagerPointer pager = sequence.pager();
+            const SequenceId id(sequence.uid());
+            const Release release;
+            return pager->length(id);
+          },
+          "Committed positions.")
       .def("close", &SequenceHandle::close,
            "Ends the sequence. Its exact chunks stay cached for prefix reuse while there is room.");
   py::class_<PinHandle>(
@@ -479,9 +488,6 @@ void bind_pager(py::module_& m) {
       .def(
           "trim", [](Pager& p, int64_t s, int64_t position) { p.trim(SequenceId(s), position); },
           py::arg("sequence"), py::arg("position"), py::call_guard<Release>())
-      .def(
-          "length", [](const Pager& p, int64_t s) { return p.length(SequenceId(s)); },
-          py::arg("sequence"), py::call_guard<Release>())
       .def(
           "tokens",
           [](const Pager& p, int64_t s) {

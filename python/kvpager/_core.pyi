@@ -486,7 +486,6 @@ class Pager:
         """
         What snapshots of 1.0 and 1.1 call the full chunks, 16 bytes each.
         """
-    def length(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def mark_replayed(
         self,
         generation: typing.SupportsInt | typing.SupportsIndex,
@@ -578,6 +577,11 @@ class OwnedSequence:
     def core(self) -> Pager:
         """
         InvalidArgumentError once closed.
+        """
+    @property
+    def length(self) -> int:
+        """
+        Committed positions.
         """
     @property
     def pager(self) -> typing.Any: ...

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 ChunkInfo = _core.ChunkInfo
 
 SALT_FIELD = "salt_digest"  # in a snapshot's session section
+_NO_TOKENS = np.zeros(0, dtype=np.int32)
 _PACK = "pack"  # likewise: the file keeps chunks of a directory store, of no one conversation
 
 TIER_RESIDENT, TIER_HOST, TIER_DISK, TIER_SNAPSHOT = 1, 2, 4, 8
@@ -220,13 +221,9 @@ class Sequence(_core.OwnedSequence):
         pager: the `Pager` that made it.
         uid: its number, which no other sequence of the process has.
         salt: of its chunks.
+        length: committed positions.
         closed: whether it was closed, or its pager closed or reset.
     """
-
-    @property
-    def length(self) -> int:
-        """Committed positions."""
-        return self.core.length(self.uid)
 
     @property
     def tokens(self) -> np.ndarray[Any, Any]:
@@ -624,7 +621,7 @@ class Pager:
             list(spans),
             _token_ids(tokens),
             self.place.stream,
-            _token_ids(() if given is None else given),
+            _NO_TOKENS if given is None else _token_ids(given),
             dense,
         )
 

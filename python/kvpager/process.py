@@ -20,7 +20,7 @@ class MadeIn:
 
     def require(self, what: str) -> None:
         """Raises InvalidArgumentError in a forked child; `what` is what its parent has made."""
-        if self.forked:
+        if os.getpid() != self._number:
             raise InvalidArgumentError(
                 f"{what} was made by process {self._number}, and this is process {os.getpid()}, "
                 "forked from it, which has neither its threads nor a share in its files; make an "

@@ -429,6 +429,22 @@ def test_logits_have_the_same_bits_however_many_are_wanted(architecture, dtype):
             assert_same_bits(head(hidden, rows.tolist()), base[rows], f"{wanted} rows")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_the_first_rows_are_those_of_rows_that_were_gathered(dtype):
+    model = build("llama", dtype)
+    with make_engine(model) as engine:
+        head = Head(model, engine.row_counts.head)
+    hidden = torch.randn(96, 256, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
+    crooked = torch.empty(96 * 256 + 1, dtype=hidden.dtype)[1:].view(96, 256).copy_(hidden)
+    with torch.inference_mode():
+        for wanted in (1, 3, 4, 16, 17, 40, 64, 96):
+            gathered = head(hidden, range(wanted - 1, -1, -1)).flip(0)
+            assert_same_bits(head(hidden, range(wanted)), gathered, f"{wanted} rows")
+            assert_same_bits(head(crooked, range(wanted)), gathered, f"{wanted} crooked rows")
+            few = hidden[:wanted]
+            assert_same_bits(head(few, range(wanted)), gathered, f"all of {wanted} rows")
+
+
 def test_a_head_whose_rows_depend_on_their_index_is_refused():
     model = build("llama")
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 HEAD_ROWS = 16
+_ALIGNMENT = 64  # bytes: torch's own on a CPU. Kernels may choose their path by it.
 
 
 class Head:
@@ -33,14 +34,27 @@ class Head:
         for start in range(0, len(rows), largest):
             wanted = list(rows[start : start + largest])
             count = self._counts[bisect_left(self._counts, len(wanted))]
-            index = wanted + [wanted[0]] * (count - len(wanted))
-            gathered = hidden.index_select(0, torch.tensor(index, device=hidden.device))
+            gathered = _gathered(hidden, wanted, count)
             gathered = gathered.to(self._dtype)  # some decoders end in float32
             logits = self._project(gathered.unsqueeze(0))
             if self.finish is not None:
                 logits = self.finish(logits)
             parts.append(logits[0, : len(wanted)])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _gathered(hidden: torch.Tensor, wanted: list[int], count: int) -> torch.Tensor:
+    """The wanted rows, and others up to `count`; a copy, unless they are the first ones."""
+    # A step of decoding wants just those. A copy would begin at an aligned address, so this must.
+    if (
+        count <= hidden.shape[0]
+        and wanted == list(range(len(wanted)))
+        and hidden.is_contiguous()
+        and hidden.data_ptr() % _ALIGNMENT == 0
+    ):
+        return hidden[:count]
+    index = wanted + [wanted[0]] * (count - len(wanted))
+    return hidden.index_select(0, torch.tensor(index, device=hidden.device))
 
 
 def _finishing_step(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:

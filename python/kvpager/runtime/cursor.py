@@ -102,8 +102,9 @@ class Cursor:
     @property
     def told(self) -> int:
         """Where the next sampled token goes."""
-        committed = self.committed
-        return committed if self._owed is None else committed + len(self.owed)
+        if self._owed is None:
+            return self.committed
+        return self.committed + len(self.owed)
 
     @property
     def pending(self) -> int | None:

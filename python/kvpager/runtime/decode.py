@@ -65,14 +65,15 @@ def _decode(engine: Engine, streams: list[Stream]) -> Generator[_Step, None, Non
         turn = [waiting.popleft() for _ in range(min(len(waiting), engine.rows))]
         advance(engine, turn)
         for stream in turn:
-            session = stream.session
+            session, finish = stream.session, None
             # Not ready: its owner changed it meanwhile, or it needs another forward.
-            while stream.live and not session.closed and session.ready:
+            while not session.closed and session.ready:
                 token = stream.sample()
-                if stream.finish is not None:
+                finish = stream.finish
+                if finish is not None:
                     stream.leave()
                 yield session, token
-                if stream.live and not session.closed:
-                    session.advance()
-            if stream.live:
+                if finish is not None or session.closed or not session.advance():
+                    break
+            if finish is None:
                 waiting.append(stream)

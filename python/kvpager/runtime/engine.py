@@ -851,5 +851,5 @@ class Engine:
     def check_open(self) -> None:
         """Raises InvalidArgumentError if the engine is closed, or another process's."""
         self.made_in.require("this engine")
-        if self.closed:
+        if self._closed:
             raise InvalidArgumentError("the engine is closed; make a new Engine(model, ...)")

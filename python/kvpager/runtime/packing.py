@@ -127,11 +127,12 @@ class Packing:
 
     def decode(self, session: Session, stream: Stream | None = None) -> None:
         """A row that commits the pending token; without one, a row that reads the last logits."""
-        pending = session.pending
+        cursor = session.cursor
+        pending = cursor.pending
         if pending is None:
             self.read(session)
             return
-        position = session.committed
+        position = cursor.committed
         row = self._batch.commit_one(session.sequence, position, pending)
         self._committed[session] = 1
         self._shares.append(_Share(session, row, stream, position))
@@ -146,6 +147,8 @@ class Packing:
 
     def feed(self, feeds: Sequence[Feed], room: int | None) -> None:
         """The next rows of prompts, shared fairly; of a prompt's last row the logits are kept."""
+        if not feeds:
+            return
         for feed in feeds:
             feed.adopt(self._engine)
         room = self._batch.room if room is None else min(room, self._batch.room)
@@ -231,8 +234,7 @@ class Packing:
         """Runs it. Whatever is raised, each session is as it was."""
         batch, engine = self._batch, self._engine
         for share in self._shares:
-            batch.wanted.append(share.row)
-            batch.wanted.extend(share.guess_rows)
+            batch.wanted += (share.row, *share.guess_rows)
         if not batch.exact and batch.used not in engine.row_counts.ladder:
             for session in self._committed:
                 session.note_provisional()
@@ -242,9 +244,9 @@ class Packing:
             logits = run(engine, batch)
         finally:
             batch.accept = None  # it refers to this, and a session must not wait for a collector
-        at = 0
+        each, at = logits.unbind(), 0
         for share in self._shares:
-            share.session.keep_logits(logits[at])
+            share.session.keep_logits(each[at])
             at += 1 + len(share.guess)
             if share.stream is not None and share.stream.speculation is not None:
                 share.stream.speculation.observe(len(share.guess), share.accepted)

@@ -56,7 +56,7 @@ LIFETIMES = (
         name="a-text-that-ended-keeps-its-room",
         breaks="room held for a text is given back with its last token",
         file="python/kvpager/runtime/decode.py",
-        old="                if stream.finish is not None:\n                    stream.leave()\n",
+        old="                if finish is not None:\n                    stream.leave()\n",
         new="",
         killers=(ROOM + "test_room_is_given_back_with_the_last_token_not_after_it",),
     ),

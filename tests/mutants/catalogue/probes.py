@@ -92,12 +92,23 @@ PROBES = (
         name="head-rows-not-padded",
         breaks="7: logits come from a proven number of head rows (what logits_to_keep=1 breaks)",
         file="python/kvpager/hf/head.py",
-        old="            index = wanted + [wanted[0]] * (count - len(wanted))\n",
-        new="            index = wanted\n",
+        old="    index = wanted + [wanted[0]] * (count - len(wanted))\n",
+        new="    index = wanted\n",
         killers=(
             "model/test_stock_transformers.py::"
             "test_more_rows_than_the_head_takes_give_each_row_the_same_bits",
             DEFECTS + "test_decode_is_swept_by_decoding",
+        ),
+    ),
+    Mutant(
+        name="head-rows-of-a-view-not-padded",
+        breaks="7: the first rows, which are not copied, are padded like the others",
+        file="python/kvpager/hf/head.py",
+        old="        return hidden[:count]\n",
+        new="        return hidden[: len(wanted)]\n",
+        killers=(
+            "model/test_row_counts.py::"
+            "test_logits_of_the_first_rows_are_those_of_rows_that_were_gathered",
         ),
     ),
     Mutant(
