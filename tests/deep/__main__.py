@@ -8,7 +8,7 @@ from deep.interposer import run, workplace
 from deep.report import RECORDS
 
 UNDER_THE_LIBRARY = {"calls": "deep.system_calls", "power": "deep.power_loss"}
-PLAIN = {"pairs": "deep.thread_pairs", "soak": "deep.soak"}
+PLAIN = {"pairs": "deep.thread_pairs", "soak": "deep.soak", "interrupts": "deep.interrupts"}
 
 
 def main() -> int:

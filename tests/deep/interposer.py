@@ -49,7 +49,7 @@ def run(module: str, arguments: Sequence[str], under: Path | None = None) -> int
         (under / "root").mkdir(exist_ok=True)
         preloaded = [os.environ.get("LD_PRELOAD", ""), os.fspath(build(under))]
         more = {ROOT_VARIABLE: os.fspath(under / "root"), "LD_PRELOAD": " ".join(preloaded).strip()}
-    path = [TESTS, TESTS / "python", os.environ.get("PYTHONPATH", "")]
+    path = [TESTS, TESTS / "python", TESTS / "model", os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         **more,

@@ -90,11 +90,21 @@ def soak(record: Record) -> list[str]:
     return lines
 
 
+def interrupts(record: Record) -> list[str]:
+    columns: dict[str, Callable[[Row], object]] = {
+        "instants": lambda row: row["instants"],
+        "interrupted": lambda row: row["interrupted"],
+        "wrong": lambda row: len(row["wrong"]),
+    }
+    return counted(record, columns)
+
+
 TABLES: dict[str, Callable[[Record], list[str]]] = {
     "calls": calls,
     "power": power,
     "pairs": pairs,
     "soak": soak,
+    "interrupts": interrupts,
 }
 
 

@@ -10,7 +10,6 @@ left open, a sweep leaves nothing, and the same operation then goes through.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import faulthandler
 import gc
@@ -23,13 +22,13 @@ from pathlib import Path
 
 from small_store import Author
 
+from deep.aftermath import check_goes_through, check_holds
 from deep.interposer import Interposer, Seen, root
 from deep.operations import OPERATIONS, Operation
 from deep.record import chosen, write
-from deep.worlds import STORE, Templates, held, left_over
+from deep.worlds import Templates, held
 from kvpager.errors import PagerError
 from kvpager.plan import measure
-from kvpager.stores import DirectoryStore
 
 ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EACCES", "EMFILE", "ESTALE")
 PATIENCE_S = 60.0
@@ -106,8 +105,11 @@ class Trial:
         gc.collect()
         if (now := descriptors()) != before:
             wrong.append(f"{now - before} descriptors left open")
+        operation, folder = self.operation, self._folder
+        spared = seen.path if not operation.swept and seen.failed.startswith("unlink") else ""
         try:
-            self._check_state(refused)
+            check_holds(operation, self._author, folder, done=not refused, failed=refused)
+            check_goes_through(operation, self._author, folder, spared=spared)
         except Exception as broken:
             wrong.append(_in_a_line(broken))
         return seen, refused, wrong
@@ -118,42 +120,6 @@ class Trial:
         if not any(path in str(raised) for path in (os.fspath(self._folder), self._failed.path)):
             return [f"names no file: {_in_a_line(raised)}"]
         return []
-
-    def _once_more(self) -> None:
-        try:
-            self.operation.run(self._author, self._folder)
-        except PagerError as error:
-            said = str(error)
-            if self.operation.again and ("there is no" in said or "No such file" in said):
-                raise AlreadyDoneError from error
-            raise AssertionError(f"refused the second time too: {said}") from error
-
-    def _check_state(self, refused: bool) -> None:
-        operation, folder, author = self.operation, self._folder, self._author
-        found = held(author, folder)
-        allowed = [operation.before if refused else operation.done]
-        if refused and operation.partly:
-            allowed.append(operation.done)
-        assert found in allowed, f"holds {_sizes(found)} of {[_sizes(one) for one in allowed]}"
-        with contextlib.suppress(AlreadyDoneError):
-            self._once_more()
-        found = held(author, folder)
-        assert found == operation.done, f"afterwards it holds {_sizes(found)}"
-        if (folder / STORE / "store.json").exists():
-            DirectoryStore(folder / STORE, create=False).gc()
-            assert held(author, folder) == operation.done, "gc took something"
-        left = left_over(folder)
-        if not operation.swept and self._failed.failed.startswith("unlink"):
-            left.remove(os.fspath(Path(self._failed.path).relative_to(folder)))
-        assert not left, f"left over: {left}"
-
-
-class AlreadyDoneError(Exception):
-    """There is nothing to be done any more."""
-
-
-def _sizes(held: dict[str, list[int]]) -> dict[str, int]:
-    return {name: len(tokens) for name, tokens in held.items()}
 
 
 def _in_a_line(error: Exception) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import kvpager
 
@@ -50,6 +50,13 @@ def is_dropped_from(frame: FrameType) -> bool:
             return True
         link = link.f_back
     return False
+
+
+class Tried(NamedTuple):
+    """How many instants an operation has, and at how many of them it was interrupted."""
+
+    instants: int
+    interrupted: int
 
 
 class Interrupter:
@@ -111,8 +118,8 @@ def at_every_instant(
     finish: Callable[[State], object],
     *,
     most: int | None = None,
-) -> int:
-    """Interrupts an operation at each of its instants; returns how often that was.
+) -> Tried:
+    """Interrupts an operation at each of its instants. AssertionError: at the first wrong one.
 
     Args:
         prepare: makes what is operated on, anew for each instant.
@@ -146,9 +153,8 @@ def at_every_instant(
             where = f"instant {instant} of {count}: {interrupter.where}"
             raise AssertionError(f"{where}: {error!r}") from error
     gc.unfreeze()
-    print(f"{interrupted} of {count} instants tried")
     assert not lost, "not passed on:\n" + "\n".join(lost)
-    return interrupted
+    return Tried(count, interrupted)
 
 
 def open_files() -> set[str]:
