@@ -5,6 +5,7 @@
 
 #include "core/blake2b_lanes.h"
 #include "core/blake2b_rounds.h"
+#include "kvpager/require.h"
 
 namespace kvpager {
 namespace {
@@ -26,6 +27,8 @@ void Blake2b::compress(State* state, const unsigned char* block, uint64_t counte
 
 Blake2b::Blake2b(size_t digest_bytes, const void* key, size_t key_bytes, const Person& person)
     : counted_(0) {
+  KVPAGER_REQUIRE(digest_bytes >= 1 && digest_bytes <= sizeof(Digest));
+  KVPAGER_REQUIRE(key_bytes <= kMostKeyBytes);
   std::copy(kIv, kIv + 8, start_.begin());
   start_[0] ^= 0x01010000 ^ (uint64_t{key_bytes} << 8) ^ digest_bytes;
   uint64_t words[2];

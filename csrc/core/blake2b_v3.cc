@@ -24,6 +24,7 @@ inline Lanes rotated(Lanes words) {
 }  // namespace kvpager
 
 #include "core/blake2b_rounds.h"
+#include "kvpager/require.h"
 
 namespace kvpager {
 namespace {
@@ -40,6 +41,7 @@ uint64_t word_at(const unsigned char* from) {
 
 void blake2b_lanes_v3(const uint64_t* start, uint64_t counted, const void* const* messages,
                       size_t bytes, uint64_t* out) {
+  KVPAGER_REQUIRE(bytes > 0 && __builtin_cpu_supports("x86-64-v3"));
   Lanes h[8];
   for (int i = 0; i < 8; ++i) h[i] = Lanes{} + start[i];
   const unsigned char* from[kBlake2bLanes];

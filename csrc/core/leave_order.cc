@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvpager/require.h"
+
 namespace kvpager {
 
 namespace {
@@ -43,6 +45,7 @@ void LeaveOrder::pop() {
 }
 
 void LeaveOrder::push(const VictimFacts& note) {
+  KVPAGER_REQUIRE(notes_.size() < notes_.capacity());
   notes_.push_back(note);
   std::push_heap(notes_.begin(), notes_.end(), Later{policy_});
 }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/policy.h"
+#include "kvpager/require.h"
 
 namespace kvpager {
 
@@ -39,6 +40,7 @@ class LeaveOrder {
   // !stale().
   template <class Judge>
   std::optional<VictimFacts> first(const Judge& judge) {
+    KVPAGER_REQUIRE(!stale());
     std::optional<VictimFacts> found;
     aside_.clear();
     while (!notes_.empty()) {

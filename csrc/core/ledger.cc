@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kvpager/require.h"
+
 namespace kvpager {
 
 namespace {
@@ -43,6 +45,9 @@ void Ledger::expect(int64_t more) {
 
 void Ledger::drop(RecordId id) {
   ChunkRecord& record = (*this)[id];
+  KVPAGER_REQUIRE(record.state != ChunkState::kFree && record.readers == 0 && record.borrows == 0);
+  KVPAGER_REQUIRE(!record.resident() && !record.on_host() && !record.on_disk());
+  KVPAGER_REQUIRE(record.summary.value() < 0);
   if (record.published) withdraw(record);
   if (record.cached) uncache(id);
   held_ -= record.held() ? 1 : 0;
@@ -53,12 +58,14 @@ void Ledger::drop(RecordId id) {
 
 void Ledger::seal(RecordId id) {
   ChunkRecord& record = (*this)[id];
+  KVPAGER_REQUIRE(record.state == ChunkState::kOpen);
   record.state = ChunkState::kSealed;
   held_ -= record.held() ? 0 : 1;
 }
 
 void Ledger::pin(RecordId id, int32_t amount) {
   ChunkRecord& record = (*this)[id];
+  KVPAGER_REQUIRE(record.pins + amount >= 0);
   held_ -= record.held() ? 1 : 0;
   record.pins += amount;
   held_ += record.held() ? 1 : 0;
@@ -66,6 +73,7 @@ void Ledger::pin(RecordId id, int32_t amount) {
 
 void Ledger::cache(RecordId id) {
   ChunkRecord& record = (*this)[id];
+  KVPAGER_REQUIRE(record.state == ChunkState::kSealed && !record.cached && record.references == 0);
   record.cached = true;
   record.older = newest_;
   record.newer = RecordId();
@@ -76,6 +84,7 @@ void Ledger::cache(RecordId id) {
 
 void Ledger::uncache(RecordId id) {
   ChunkRecord& record = (*this)[id];
+  KVPAGER_REQUIRE(record.cached);
   (record.older.value() >= 0 ? (*this)[record.older].newer : oldest_) = record.newer;
   (record.newer.value() >= 0 ? (*this)[record.newer].older : newest_) = record.older;
   record.cached = false;
@@ -112,6 +121,8 @@ void Ledger::make_room(size_t published) {
 }
 
 void Ledger::publish(RecordId id) {
+  KVPAGER_REQUIRE((*this)[id].state == ChunkState::kSealed &&
+                  (*this)[id].provenance == Provenance::kExact);
   make_room(published_ + 1);
   ChunkRecord& record = (*this)[id];
   Entry& entry = index_[place_of(record.name)];
@@ -123,6 +134,7 @@ void Ledger::publish(RecordId id) {
 
 // Whoever was pushed past the place that becomes empty moves into it, so that no search ends early.
 void Ledger::withdraw(const ChunkRecord& record) {
+  KVPAGER_REQUIRE(record.published);
   size_t hole = place_of(record.name);
   for (size_t place = after(hole); index_[place].record.value() >= 0; place = after(place)) {
     const size_t home = home_of(index_[place].tag);

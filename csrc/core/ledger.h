@@ -16,6 +16,7 @@
 #include <optional>
 #include <vector>
 
+#include "kvpager/require.h"
 #include "kvpager/shared_array.h"
 #include "kvpager/snapshot.h"
 #include "kvpager/types.h"
@@ -94,11 +95,12 @@ class Ledger {
   // Room for `more` records, so that creating them allocates nothing here.
   void expect(int64_t more);
   // The record leaves the index and is free for reuse. REQUIRES: it owns no block, slot or summary
-  // any more.
+  // any more, and nobody reads it.
   void drop(RecordId id);
 
-  void seal(RecordId id);                 // open -> sealed
-  void pin(RecordId id, int32_t amount);  // that many pins more, or less
+  void seal(RecordId id);  // open -> sealed. REQUIRES: it is open
+  // That many pins more, or less. REQUIRES: no fewer than none are left.
+  void pin(RecordId id, int32_t amount);
   int64_t held() const { return held_; }  // records that are open or pinned
 
   ChunkRecord& operator[](RecordId id) { return records_[static_cast<size_t>(id.value())]; }
@@ -107,7 +109,7 @@ class Ledger {
   }
 
   // Makes an exact sealed record findable by its name. An equal name already there stays (first
-  // come).
+  // come). REQUIRES: it is exact and sealed.
   void publish(RecordId id);
   // A published record with this name and these tokens. What it was computed after is asked of
   // `follows`.
@@ -130,12 +132,15 @@ class Ledger {
   }
   // Says what an orphaned chunk follows; of any other one that is known. REQUIRES: it does.
   void adopt_orphan(RecordId id, RecordId previous) {
-    if (orphaned(id)) (*this)[id].previous = ref(previous);
+    if (!orphaned(id)) return;
+    KVPAGER_REQUIRE((*this)[previous].index + 1 == (*this)[id].index);
+    (*this)[id].previous = ref(previous);
   }
   bool published(RecordId id) const { return (*this)[id].published; }
 
   // Cached records: sealed ones that no sequence uses, kept for prefix reuse. Oldest first is the
-  // order in which they are forgotten. REQUIRES of both: what the name says has not been done yet.
+  // order in which they are forgotten. REQUIRES of both: what the name says has not been done yet; of
+  // cache(): the record is sealed, and no sequence uses it.
   void cache(RecordId id);
   void uncache(RecordId id);
   std::optional<RecordId> oldest_cached() const;
@@ -161,13 +166,16 @@ class Ledger {
 
   static uint32_t tag_of(const ChunkName& name) { return static_cast<uint32_t>(name.words[0]); }
   // Where the search for a tag begins. REQUIRES: index_ is not empty.
-  size_t home_of(uint32_t tag) const { return tag & (index_.size() - 1); }
+  size_t home_of(uint32_t tag) const {
+    KVPAGER_REQUIRE(!index_.empty());
+    return tag & (index_.size() - 1);
+  }
   size_t after(size_t place) const { return (place + 1) & (index_.size() - 1); }
   // The place of the record with this name, or the empty one at which the search for it ends.
   size_t place_of(const ChunkName& name) const;
   void grow(size_t records);
   void make_room(size_t published);
-  void withdraw(const ChunkRecord& record);
+  void withdraw(const ChunkRecord& record);  // REQUIRES: it is published
 
   std::vector<ChunkRecord> records_;
   std::vector<RecordId> free_;

@@ -9,6 +9,7 @@
 
 #include "core/chunk_namer.h"
 #include "core/token_log.h"
+#include "kvpager/require.h"
 #include "kvpager/types.h"
 
 namespace kvpager {
@@ -58,6 +59,7 @@ struct Sequence {
   RecordId last_sealed() const { return sealed.empty() ? RecordId() : sealed.back().record; }
   // REQUIRES: released <= chunk < chunks().
   ChunkUse& use(int64_t chunk) {
+    KVPAGER_REQUIRE(released <= chunk && chunk < chunks());
     return chunk < sealed_chunks() ? sealed[static_cast<size_t>(chunk - released)]
                                    : frontier[static_cast<size_t>(chunk - sealed_chunks())];
   }

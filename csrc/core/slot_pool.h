@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvpager/require.h"
 #include "kvpager/types.h"
 
 namespace kvpager {
@@ -35,12 +36,17 @@ class SlotPool {
 
   // REQUIRES: taken(id).
   void give_back(Id id) {
+    KVPAGER_REQUIRE(taken(id));
     taken_[static_cast<size_t>(id.value())] = false;
     free_.push_back(id);
     ++returns_;
   }
 
-  bool taken(Id id) const { return taken_[static_cast<size_t>(id.value())]; }
+  // REQUIRES: 0 <= id < slots().
+  bool taken(Id id) const {
+    KVPAGER_REQUIRE(id.value() >= 0 && id.value() < slots());
+    return taken_[static_cast<size_t>(id.value())];
+  }
   int64_t slots() const { return static_cast<int64_t>(taken_.size()); }
   int64_t free() const { return static_cast<int64_t>(free_.size()); }
   int64_t used() const { return slots() - free(); }

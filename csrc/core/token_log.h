@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvpager/require.h"
 #include "kvpager/shared_array.h"
 #include "kvpager/types.h"
 
@@ -17,11 +18,14 @@ class TokenLog {
   explicit TokenLog(SharedArray<TokenId> first) : shared_(std::move(first)) {}
 
   size_t size() const { return shared_.size() + own_.size(); }
+  // REQUIRES: i < size().
   TokenId operator[](size_t i) const {
+    KVPAGER_REQUIRE(i < size());
     return i < shared_.size() ? shared_[i] : own_[i - shared_.size()];
   }
   // Whether the ids from position `at` on are these. REQUIRES: at + count <= size().
   bool equals(size_t at, const TokenId* ids, size_t count) const {
+    KVPAGER_REQUIRE(at <= size() && count <= size() - at);
     for (size_t i = 0; i < count; ++i) {
       if ((*this)[at + i] != ids[i]) return false;
     }
@@ -29,11 +33,14 @@ class TokenLog {
   }
   // Copies ids [begin, end) to `out`. REQUIRES: begin <= end <= size().
   void copy(size_t begin, size_t end, TokenId* out) const {
+    KVPAGER_REQUIRE(begin <= end && end <= size());
     const size_t split = std::clamp(shared_.size(), begin, end);
     if (split > begin) out = std::copy(shared_.data() + begin, shared_.data() + split, out);
     std::copy(own_.begin() + index(split), own_.begin() + index(end), out);
   }
+  // REQUIRES: count <= size().
   std::vector<TokenId> first(size_t count) const {
+    KVPAGER_REQUIRE(count <= size());
     std::vector<TokenId> ids;
     ids.reserve(count);
     const size_t split = std::min(shared_.size(), count);
@@ -51,6 +58,7 @@ class TokenLog {
   }
   // Keeps the first `size`. REQUIRES: size <= size().
   void resize(size_t size) {
+    KVPAGER_REQUIRE(size <= this->size());
     own_.resize(size - std::min(size, shared_.size()));
     shared_ = shared_.first(std::min(size, shared_.size()));
   }

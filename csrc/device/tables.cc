@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kvpager/require.h"
+
 namespace kvpager::device {
 namespace {
 
@@ -32,6 +34,7 @@ void arrange(const gpu::Row* rows, int32_t row_count, int32_t group, gpu::Part* 
   out->order.clear();
   out->tiles.clear();
   for (int32_t i = 0; i < row_count; ++i) {
+    KVPAGER_REQUIRE(rows[i].part < part_count);
     if (rows[i].part >= 0) out->order.push_back(i);
   }
   std::stable_sort(out->order.begin(), out->order.end(), [&](int32_t a, int32_t b) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kvpager/error.h"
+#include "kvpager/require.h"
 #include "kvpager/selection.h"
 
 namespace kvpager {
@@ -58,6 +59,7 @@ class AlwaysCursor {
   bool holds(int64_t chunk) {
     if (ranges_ == nullptr) return false;
     const int64_t start = chunk * chunk_tokens_;
+    KVPAGER_REQUIRE(next_ == 0 || (*ranges_)[next_ - 1].second <= start);
     while (next_ < ranges_->size() && (*ranges_)[next_].second <= start) ++next_;
     return next_ < ranges_->size() && (*ranges_)[next_].first < start + chunk_tokens_;
   }
@@ -117,6 +119,7 @@ CandidateRange candidate_range(const Selection& selection, int64_t chunk_tokens,
 void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t position,
                    int64_t window, const double* scores, std::vector<int32_t>* out, int64_t held) {
   const Spans spans = spans_of(selection, chunk_tokens, position, window);
+  KVPAGER_REQUIRE(held <= spans.low);
   const int64_t end = spans.own + 1;
   if (selection.kind == Selection::Kind::kDense) {
     append_range(spans.low, end, out);

@@ -11,6 +11,7 @@
 
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
+#include "kvpager/require.h"
 
 namespace kvpager {
 namespace {
@@ -64,6 +65,7 @@ DiskSpill::~DiskSpill() {
 }
 
 void DiskSpill::write(int64_t slot, const std::byte* data) {
+  KVPAGER_REQUIRE(slot >= 0 && slot < slots_);
   if (const int error = fault::visit("disk.write")) fail(folder_, "write", error);
   int64_t done = 0;
   while (done < slot_bytes_) {
@@ -77,6 +79,8 @@ void DiskSpill::write(int64_t slot, const std::byte* data) {
 }
 
 void DiskSpill::read(int64_t slot, int64_t offset, int64_t bytes, std::byte* out) const {
+  KVPAGER_REQUIRE(slot >= 0 && slot < slots_);
+  KVPAGER_REQUIRE(offset >= 0 && bytes >= 0 && bytes <= slot_bytes_ - offset);
   if (const int error = fault::visit("disk.read")) fail(folder_, "read", error);
   int64_t done = 0;
   while (done < bytes) {

@@ -16,8 +16,9 @@ class DiskSpill {
   DiskSpill(const DiskSpill&) = delete;
   DiskSpill& operator=(const DiskSpill&) = delete;
 
+  // REQUIRES, here and of read: 0 <= slot < slots().
   void write(int64_t slot, const std::byte* data);
-  // Reads [offset, offset + bytes) of a slot.
+  // Reads [offset, offset + bytes) of a slot. REQUIRES: they lie within it.
   void read(int64_t slot, int64_t offset, int64_t bytes, std::byte* out) const;
 
   int64_t slots() const { return slots_; }

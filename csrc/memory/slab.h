@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kvpager/require.h"
+
 namespace kvpager {
 
 class Slab {
@@ -17,8 +19,14 @@ class Slab {
   Slab& operator=(const Slab&) = delete;
 
   // REQUIRES: 0 <= slot < slots().
-  std::byte* slot(int64_t slot) { return base_ + slot * slot_bytes_; }
-  const std::byte* slot(int64_t slot) const { return base_ + slot * slot_bytes_; }
+  const std::byte* slot(int64_t slot) const {
+    KVPAGER_REQUIRE(slot >= 0 && slot < slots_);
+    return base_ + slot * slot_bytes_;
+  }
+  std::byte* slot(int64_t slot) {
+    KVPAGER_REQUIRE(slot >= 0 && slot < slots_);
+    return base_ + slot * slot_bytes_;
+  }
 
   int64_t slots() const { return slots_; }
   int64_t slot_bytes() const { return slot_bytes_; }

@@ -5,6 +5,7 @@
 
 #include "core/chunk_namer.h"
 #include "kvpager/error.h"
+#include "kvpager/require.h"
 #include "pager/impl.h"
 
 namespace kvpager {
@@ -216,6 +217,7 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
 // These are the bytes that a chunk on disk had, as its checksums say. They go to where it is, whatever
 // becomes of this forward. REQUIRES: seal->existing is on disk.
 void Pager::Impl::rewrite_spilled(Seal* seal, BlockId block) {
+  KVPAGER_REQUIRE(seal->existing && ledger[*seal->existing].on_disk());
   const ChunkRecord& record = ledger[*seal->existing];
   seal->home.disk = record.disk;
   backend->write_home(seal, block);

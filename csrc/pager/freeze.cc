@@ -6,6 +6,7 @@
 
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
+#include "kvpager/require.h"
 #include "pager/impl.h"
 #include "pager/locked.h"
 
@@ -83,6 +84,7 @@ class FrozenSequence final : public SnapshotContent {
 
   void return_one(int64_t chunk) const {
     const auto found = borrowed_.find(chunk);
+    KVPAGER_REQUIRE(found != borrowed_.end());
     --pager_->ledger[record(chunk)].borrows;
     if (--found->second == 0) borrowed_.erase(found);
   }
@@ -190,7 +192,11 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
   return kept.id;
 }
 
-Sequence& Pager::Impl::frozen(SequenceId id) { return sequences.find(id.value())->second; }
+Sequence& Pager::Impl::frozen(SequenceId id) {
+  const auto found = sequences.find(id.value());
+  KVPAGER_REQUIRE(found != sequences.end() && found->second.frozen);
+  return found->second;
+}
 
 void Pager::Impl::thaw(SequenceId id) noexcept { end(frozen(id)); }
 

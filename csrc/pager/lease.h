@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kvpager/require.h"
 #include "pager/impl.h"
 
 namespace kvpager {
@@ -70,9 +71,16 @@ class Lease {
   // Those left, in the order in which release() hands them over.
   int64_t count() const { return static_cast<int64_t>(items_.size() - next_); }
   bool empty() const { return count() == 0; }
-  const Item& operator[](int64_t i) const { return items_[next_ + static_cast<size_t>(i)]; }
+  // REQUIRES: 0 <= i < count().
+  const Item& operator[](int64_t i) const {
+    KVPAGER_REQUIRE(i >= 0 && i < count());
+    return items_[next_ + static_cast<size_t>(i)];
+  }
   // The next one is the caller's from now on. REQUIRES: count() > 0.
-  Item release() noexcept { return items_[next_++]; }
+  Item release() noexcept {
+    KVPAGER_REQUIRE(!empty());
+    return items_[next_++];
+  }
 
  private:
   Pager::Impl& pager_;

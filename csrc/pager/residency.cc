@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kvpager/error.h"
+#include "kvpager/require.h"
 #include "pager/impl.h"
 #include "pager/lease.h"
 
@@ -235,6 +236,7 @@ std::optional<BlockId> Pager::Impl::acquire_block() {
 // still on its way is waited for.
 void Pager::Impl::evict(RecordId id) {
   ChunkRecord& record = ledger[id];
+  KVPAGER_REQUIRE(evictable(record));
   backend->wait_for_home(record);
   free_block(record.block);
   record.block = BlockId();
@@ -248,10 +250,12 @@ void Pager::Impl::free_block(BlockId block) {
 
 void Pager::Impl::drop_record(RecordId id) {
   ChunkRecord& record = ledger[id];
-  if (record.resident()) free_block(record.block);
-  if (record.on_host()) host_slots.give_back(record.host);
-  if (record.on_disk()) disk_slots.give_back(record.disk);
-  if (record.summary.value() >= 0) summary_slots.give_back(record.summary);
+  if (record.resident()) free_block(std::exchange(record.block, BlockId()));
+  if (record.on_host()) host_slots.give_back(std::exchange(record.host, SlotId()));
+  if (record.on_disk()) disk_slots.give_back(std::exchange(record.disk, SlotId()));
+  if (record.summary.value() >= 0) {
+    summary_slots.give_back(std::exchange(record.summary, SlotId()));
+  }
   if (record.source != nullptr) --restored_records;
   ledger.drop(id);
 }
@@ -318,6 +322,7 @@ std::optional<RecordId> Pager::Impl::next_to_spill(HostReaders readers) const {
 
 // Moves it to disk; false if there is none. REQUIRES: a free disk slot.
 bool Pager::Impl::spill_one(HostReaders readers) {
+  KVPAGER_REQUIRE(disk_slots.free() > 0);
   const auto victim = next_to_spill(readers);
   if (!victim) return false;
   ChunkRecord& record = ledger[*victim];

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "kvpager/capacity.h"
+#include "kvpager/require.h"
 #include "pager/impl.h"
 
 namespace kvpager {
@@ -52,8 +53,15 @@ int64_t Scan::bytes() const {
 
 void Scan::run(const ScanLayout& where, int layer, const TensorView& q,
                const std::vector<ScanRow>& rows, ThreadPool& threads) {
+  KVPAGER_REQUIRE(q.heads > 0 && q.heads % where.layout->kv_heads == 0 &&
+                  q.dim == where.layout->k_dim);
   heads_ = static_cast<size_t>(where.layout->kv_heads);
   group_ = static_cast<int>(q.heads / where.layout->kv_heads);
+  for (const ScanRow& row : rows) {
+    KVPAGER_REQUIRE(row.row >= 0 && row.row < q.rows && row.range.begin >= 0);
+    KVPAGER_REQUIRE(row.range.end <= row.range.begin ||
+                    row.range.end <= static_cast<int64_t>(row.summaries->size()));
+  }
   prepare(where, q, rows, threads);
   order_.resize(rows.size());
   std::iota(order_.begin(), order_.end(), size_t{0});

@@ -5,6 +5,7 @@
 #include "core/chunk_namer.h"
 #include "core/unique_number.h"
 #include "kvpager/error.h"
+#include "kvpager/require.h"
 #include "pager/impl.h"
 #include "pager/lease.h"
 
@@ -79,6 +80,7 @@ void Pager::Impl::destroy_sequence(SequenceId id) {
 
 // REQUIRES: it is in no running forward.
 void Pager::Impl::end(Sequence& sequence) noexcept {
+  KVPAGER_REQUIRE(sequence.part < 0);
   const SequenceId id = sequence.id;
   for (int64_t c = sequence.chunks(); c-- > sequence.released;) {
     drop_use_pins(sequence.use(c));

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "kvpager/error.h"
+#include "kvpager/require.h"
 #include "pager/impl.h"
 
 namespace kvpager {
@@ -22,9 +23,11 @@ int64_t Pager::Impl::earliest_trim(const Sequence& sequence) const {
   return sequence.released == 0 ? 0 : sequence.released * layout.chunk_tokens + options.window;
 }
 
-// REQUIRES: `first` is a position of the sequence. Throws unless it is held.
+// REQUIRES: `first` is not negative; what the running forward adds may come before it. Throws unless it
+// is held.
 void Pager::Impl::require_held(const Sequence& sequence, int64_t first,
                                const std::string& what) const {
+  KVPAGER_REQUIRE(first >= 0);
   const int64_t released = sequence.released * layout.chunk_tokens;
   if (first >= released) return;
   throw InvalidArgumentError(str(what, " needs position ", first, " of sequence ",

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kvpager/require.h"
 #include "kvpager/snapshot.h"
 #include "snapshot/bytes.h"
 #include "snapshot/checksum.h"
@@ -94,6 +95,7 @@ bool has_packs(const std::vector<SectionEntry>& entries) {
 }
 
 uint16_t minor_version_of(const std::vector<SectionEntry>& entries) {
+  KVPAGER_REQUIRE(entries.size() >= kRequiredSections);
   if (entries[kChunks - 1].version == kChunksVersion) return kNamesMinor;
   return has_packs(entries) ? kPacksMinor : 0;
 }

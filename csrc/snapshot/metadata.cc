@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "kvpager/error.h"
+#include "kvpager/require.h"
 #include "snapshot/bytes.h"
 #include "snapshot/checksum.h"
 #include "snapshot/utf8.h"
@@ -250,6 +251,7 @@ std::optional<Problem> check_geometry(const Layout& layout, int64_t summary_page
 
 std::optional<Problem> check_chunks(const Layout& layout, uint64_t tokens,
                                     const std::vector<SnapshotChunk>& chunks) {
+  KVPAGER_REQUIRE(!check_geometry(layout, 0));
   const int64_t count = chunk_count(layout, tokens);
   const int64_t chunk_tokens = layout.chunk_tokens;
   if (count > std::numeric_limits<int32_t>::max()) {

@@ -15,6 +15,7 @@
 
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
+#include "kvpager/require.h"
 
 namespace kvpager::snapshot {
 
@@ -153,6 +154,7 @@ void OutputFile::lock() {
 
 void OutputFile::reserve(uint64_t bytes) {
   process_.require("snapshot writer");
+  KVPAGER_REQUIRE(state_ == State::kWriting);
   if (bytes <= reserved_) return;
   const auto size = static_cast<off_t>(bytes);
   int error = error_of("snapshot.reserve", [&] { return ::fallocate(file_.get(), 0, 0, size); });
@@ -165,6 +167,7 @@ void OutputFile::reserve(uint64_t bytes) {
 
 void OutputFile::write_at(uint64_t offset, std::vector<iovec> parts) {
   process_.require("snapshot writer");
+  KVPAGER_REQUIRE(state_ == State::kWriting);
   uint64_t left = total_bytes(parts);
   while (left > 0) {
     const auto allowed = fault::visit_transfer("snapshot.write", static_cast<int64_t>(left));
@@ -221,6 +224,7 @@ void OutputFile::set_mode() {
 
 void OutputFile::seal(uint64_t bytes) {
   process_.require("snapshot writer");
+  KVPAGER_REQUIRE(state_ == State::kWriting);
   if (reserved_ > bytes) {
     const int error = error_of("snapshot.truncate",
                                [&] { return ::ftruncate(file_.get(), static_cast<off_t>(bytes)); });
@@ -233,6 +237,7 @@ void OutputFile::seal(uint64_t bytes) {
 
 void OutputFile::publish() {
   process_.require("snapshot writer");
+  KVPAGER_REQUIRE(state_ == State::kSealed);
   rename_into_place();
   const int error = error_of("snapshot.fsync", [&] { return ::fsync(folder_.get()); });
   if (error != 0 && error != EINVAL) {  // EINVAL: a file system without folders to sync

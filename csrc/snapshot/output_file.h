@@ -43,7 +43,8 @@ class OutputFile {
   State state() const { return state_; }
 
   // Disk space for the first `bytes` bytes, where the file system can promise it; a file of that
-  // size in any case. REQUIRES: nothing is written beyond them yet.
+  // size in any case. REQUIRES, here and of what follows: the state above; here, that nothing is written
+  // beyond them yet.
   void reserve(uint64_t bytes);
   // Writes `parts` behind each other, from `offset` on.
   void write_at(uint64_t offset, std::vector<iovec> parts);

@@ -457,7 +457,12 @@ int64_t SnapshotWriter::write_manifest(const SnapshotContent& content, const Sna
 
 const std::vector<SnapshotChunk>& SnapshotWriter::written() const { return impl_->written; }
 
-Hash128 SnapshotWriter::logical_digest() const { return impl_->digest; }
+Hash128 SnapshotWriter::logical_digest() const {
+  if (impl_->file.state() == OutputFile::State::kWriting) {
+    throw InvalidArgumentError("snapshot: logical_digest of a file that is not sealed yet");
+  }
+  return impl_->digest;
+}
 
 int64_t snapshot_file_bytes(const SnapshotMeta& meta, int64_t sealed, bool tail,
                             const std::string& fingerprint, const std::string& session,

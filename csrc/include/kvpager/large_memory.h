@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "kvpager/require.h"
+
 namespace kvpager {
 
 inline constexpr size_t kHugePage = size_t{2} << 20;
@@ -15,6 +17,7 @@ inline constexpr size_t kHugePage = size_t{2} << 20;
 // Uninitialised, given back with std::free. REQUIRES: alignment is a power of two of at most
 // kHugePage.
 inline void* allocate_large(size_t alignment, size_t bytes) {
+  KVPAGER_REQUIRE(alignment > 0 && (alignment & (alignment - 1)) == 0 && alignment <= kHugePage);
   const bool huge = bytes >= kHugePage / 4;
   const size_t unit = huge ? kHugePage : alignment;
   const size_t rounded = (bytes == 0 ? 1 : bytes) + unit - 1;

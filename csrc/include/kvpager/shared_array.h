@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "kvpager/require.h"
+
 namespace kvpager {
 
 template <class T>
@@ -27,17 +29,27 @@ class SharedArray {
   bool empty() const { return size_ == 0; }
   const T* begin() const { return data(); }
   const T* end() const { return data() + size_; }
-  const T& operator[](size_t i) const { return data()[i]; }
+  // REQUIRES: i < size().
+  const T& operator[](size_t i) const {
+    KVPAGER_REQUIRE(i < size_);
+    return data()[i];
+  }
 
   // REQUIRES: count <= size().
-  SharedArray first(size_t count) const { return SharedArray(data_, count); }
-  // Views that keep nothing. REQUIRES: whoever has one keeps what this is a part of.
+  SharedArray first(size_t count) const {
+    KVPAGER_REQUIRE(count <= size_);
+    return SharedArray(data_, count);
+  }
+  // Views that keep nothing, of all elements or of [from, from + count). REQUIRES: from + count <=
+  // size(), and whoever has one keeps what this is a part of.
   SharedArray borrow() const { return borrow(0, size_); }
   SharedArray borrow(size_t from, size_t count) const {
+    KVPAGER_REQUIRE(from <= size_ && count <= size_ - from);
     return SharedArray(std::shared_ptr<const T>(std::shared_ptr<const T>(), data() + from), count);
   }
   // Elements [begin, begin + count). REQUIRES: begin + count <= size().
   SharedArray part(size_t begin, size_t count) const {
+    KVPAGER_REQUIRE(begin <= size_ && count <= size_ - begin);
     return SharedArray(std::shared_ptr<const T>(data_, data() + begin), count);
   }
   // Expires with the last array that keeps these elements.

@@ -150,7 +150,7 @@ class SnapshotWriter {
   // chunks, of a manifest (meta.packs not empty) the tail alone, if there is one. Chunks given with
   // checksums are checked against the bytes that were added. Returns the file's size in bytes.
   int64_t seal(const SnapshotMeta& meta);
-  // Rename, fsync of the folder. REQUIRES: seal.
+  // Rename, fsync of the folder. InvalidArgumentError unless it is sealed.
   void publish();
   // seal, publish.
   int64_t finish(const SnapshotMeta& meta);
@@ -170,7 +170,8 @@ class SnapshotWriter {
                          const std::string& fingerprint, const std::string& session);
   // Of what write_content wrote: the records of `which`, checksums filled in.
   const std::vector<SnapshotChunk>& written() const;
-  // SnapshotReader::logical_digest of the file, known before it has its name. REQUIRES: seal.
+  // SnapshotReader::logical_digest of the file, known before it has its name.
+  // InvalidArgumentError before seal.
   Hash128 logical_digest() const;
 
  private:

@@ -56,9 +56,9 @@ std::vector<double> scores_of(const Scorer& scorer, const Layout& layout, int gr
 
 std::vector<float> normal_floats(size_t count, uint32_t seed, float scale = 1.0f) {
   std::mt19937 random(seed);
-  std::normal_distribution<float> normal(0.0f, scale);
+  std::normal_distribution<float> normal;  // whose own width must not be 0
   std::vector<float> out(count);
-  for (float& x : out) x = normal(random);
+  for (float& x : out) x = normal(random) * scale;
   return out;
 }
 

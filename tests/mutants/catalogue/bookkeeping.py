@@ -17,6 +17,17 @@ WHOLE = (
 
 BOOKKEEPING = (
     Mutant(
+        name="preconditions-are-not-checked",
+        breaks="a checking build ends at a precondition that does not hold",
+        file="csrc/include/kvpager/require.h",
+        old="#ifdef KVPAGER_CHECK_INVARIANTS\n",
+        new="#ifdef KVPAGER_CHECKS_NOTHING\n",
+        killers=(
+            "cpp/core/require_test.cc::"
+            "a precondition that does not hold ends a checking build with its words and its line",
+        ),
+    ),
+    Mutant(
         name="victims-in-the-order-before-the-forward",
         breaks="who leaves the pool is whom the policy names by what it knows now",
         file="csrc/pager/forward.cc",
