@@ -23,6 +23,13 @@ namespace kvpager {
 struct Forward;
 struct Seal;
 
+// Where a chunk's bytes are to be: in a slot of the host arena or in a block.
+struct Arrival {
+  RecordId record;
+  SlotId host;
+  BlockId block;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -36,6 +43,8 @@ class Backend {
   virtual void freed(BlockId block) noexcept = 0;
   // A chunk's bytes, wherever they are, into a block.
   virtual void load(const ChunkRecord& from, BlockId to) = 0;
+  // The bytes of many, by so many threads at most. To host slots come only chunks that are below memory.
+  virtual void bring(const std::vector<Arrival>& arrivals, int threads) = 0;
   // What `read` puts into the chunk it is given, into a block.
   virtual void load(const std::function<void(std::byte*)>& read, BlockId to) = 0;
   // Bytes from `offset` on of a chunk in memory, for the host; null: it is below memory. Good until
@@ -63,11 +72,15 @@ class Backend {
   // ForwardPart::read and ::mass have room; if not, all of these are empty.
   virtual bool computes() const { return true; }
 
+  // Whether all that a forward may see has to be in memory when it begins.
+  virtual bool reads_all() const { return false; }
+
   // Whether what is launched on the caller's stream goes into a graph.
   virtual bool capturing(void*) const { return false; }
 
-  // --- A forward. Chunks of its parts stay where they are found by begin, as far as it needs that,
-  // until end.
+  // --- A forward. First of all prepare(), which may refuse it and has no effect on its chunks. These stay
+  // where begin finds them, as far as the forward needs that, until end.
+  virtual void prepare(const Forward&, void*) {}
   virtual void begin(Forward* forward, void* stream) = 0;
   // The keys and values of Forward::given, a tensor per layer.
   virtual void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,

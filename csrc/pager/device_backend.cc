@@ -266,7 +266,7 @@ void DeviceBackend::check_invariants() {
                 timeline_.complete(host_.place(record.host.value())),
             4, name + " has left the pool before its bytes arrived in host memory");
   });
-  require(running_.active || (running_.entries.empty() && running_.held.empty()), 5,
+  require(running_.active || (running_.entries.empty() && held_.empty()), 5,
           "chunks are held for a forward that is over");
   for (const Entry& entry : running_.entries) {
     const ChunkRecord& record = pager_.ledger[entry.record];

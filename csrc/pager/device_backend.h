@@ -27,7 +27,7 @@
 #include "device/timeline.h"
 #include "pager/backend.h"
 #include "pager/impl.h"
-#include "pager/lease.h"
+#include "pager/readers.h"
 
 namespace kvpager {
 
@@ -41,6 +41,7 @@ class DeviceBackend final : public Backend {
 
   void freed(BlockId block) noexcept override;
   void load(const ChunkRecord& from, BlockId to) override;
+  void bring(const std::vector<Arrival>& arrivals, int threads) override;
   void load(const std::function<void(std::byte*)>& read, BlockId to) override;
   const std::byte* view(const ChunkRecord& record, int64_t offset, int64_t bytes) override;
   const std::byte* home(const ChunkRecord& record) override;
@@ -55,7 +56,9 @@ class DeviceBackend final : public Backend {
   std::vector<std::byte*> summary_room(const std::vector<SlotId>& slots) override;
   void summaries_written(const std::vector<SlotId>& slots) override;
 
+  bool reads_all() const override { return true; }
   bool capturing(void* stream) const override;
+  void prepare(const Forward& forward, void* stream) override;
   void begin(Forward* forward, void* stream) override;
   void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
             void* stream) override;
@@ -131,7 +134,6 @@ class DeviceBackend final : public Backend {
     std::vector<int64_t>
         first;  // [parts] its chunk 0 in entries, which begin at the first held one
     std::vector<Entry> entries;
-    std::vector<RecordId> held;    // records whose `readers` it has raised
     std::vector<SlotId> staged;    // host slots whose slices are staged
     bool scored = false;           // by the device, at some layer
     std::vector<int64_t> windows;  // of dense layers so far: what they read is known here
@@ -155,12 +157,7 @@ class DeviceBackend final : public Backend {
   Piece next_bounce();
 
   // device_tables.cc
-  void hold(const Forward& forward, std::vector<RecordId>* missing);
   void release_held() noexcept;
-  void bring_in(const std::vector<RecordId>& missing);
-  std::optional<SlotId> take_slot_for_copy();
-  [[noreturn]] void refuse_to_bring_in(size_t missing, int64_t without_room) const;
-  void load_batch(const std::vector<RecordId>& ids, int64_t first, const BlockLease& blocks);
   void find_entries(const Forward& forward);
   void plan_staging(const Forward& forward, const device::TableArrays& arrays);
   void fill_tables(const Forward& forward, const device::TableArrays& arrays);
@@ -203,6 +200,7 @@ class DeviceBackend final : public Backend {
   uint64_t generation_ = 1;
 
   Running running_;
+  Readers held_{pager_.ledger};  // what the running forward may see
   device::Arrangement arrangement_;
 
   device::Timeline timeline_;  // last: it waits for all that is under way before memory goes

@@ -1,4 +1,5 @@
 // Chunks, seals and summaries on their way between files, pinned memory and a device.
+#include <algorithm>
 #include <cstring>
 #include <exception>
 
@@ -89,6 +90,56 @@ void DeviceBackend::load(const ChunkRecord& from, BlockId to) {
     copy(Lane::kUp, Direction::kUp, block, piece(host_, from.host.value()), layout_.chunk_bytes());
   } else {
     load([&](std::byte* out) { pager_.read_chunk(from, out); }, to);
+  }
+}
+
+// What is in files is read into pinned memory, and verified: into its host slot, or on the way to its
+// block into transfer buffers, as many at a time as there are.
+void DeviceBackend::bring(const std::vector<Arrival>& arrivals, int threads) {
+  std::vector<Arrival> to_host;
+  std::vector<Arrival> to_pool;
+  for (const Arrival& arrival : arrivals) {
+    if (arrival.host.value() >= 0) {
+      Place& place = host_.place(arrival.host.value());
+      timeline_.host_before_write(place);
+      place = Place();
+      to_host.push_back(arrival);
+    } else if (const ChunkRecord& record = pager_.ledger[arrival.record]; record.on_host()) {
+      load(record, arrival.block);
+    } else {
+      to_pool.push_back(arrival);
+    }
+  }
+  const auto read = [&](const Arrival& arrival, std::byte* out) {
+    pager_.read_chunk(pager_.ledger[arrival.record], out);
+  };
+  pager_.threads.run(
+      static_cast<int64_t>(to_host.size()),
+      [&](int64_t i, int) {
+        const Arrival& arrival = to_host[static_cast<size_t>(i)];
+        read(arrival, host_.at(arrival.host.value()));
+      },
+      threads);
+  const size_t at_a_time = threads == 1 ? 1 : static_cast<size_t>(bounce_.slots());
+  for (size_t done = 0; done < to_pool.size();) {
+    const size_t count = std::min(at_a_time, to_pool.size() - done);
+    std::vector<Piece> bounces;
+    for (size_t i = 0; i < count; ++i) {
+      const Piece bounce = bounces.emplace_back(next_bounce());
+      timeline_.host_before_write(*bounce.place);
+      *bounce.place = Place();
+    }
+    pager_.threads.run(
+        static_cast<int64_t>(count),
+        [&](int64_t i, int) {
+          read(to_pool[done + static_cast<size_t>(i)], bounces[static_cast<size_t>(i)].data);
+        },
+        threads);
+    for (size_t i = 0; i < count; ++i) {
+      copy(Lane::kUp, Direction::kUp, piece(pool_, to_pool[done + i].block.value()), bounces[i],
+           layout_.chunk_bytes());
+    }
+    done += count;
   }
 }
 

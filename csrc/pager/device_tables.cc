@@ -5,32 +5,37 @@
 
 #include "kvpager/error.h"
 #include "pager/device_backend.h"
+#include "pager/room.h"
 
 namespace kvpager {
 
 using device::Direction;
 
-void DeviceBackend::begin(Forward* forward, void* stream) {
+void DeviceBackend::prepare(const Forward& forward, void* stream) {
   if (capturing(stream)) {
     throw InvalidArgumentError(
         "begin: stream is being captured; a forward begins before a capture");
   }
   int64_t entries = 0;
   int64_t most = 0;
-  for (const ForwardPart& part : forward->parts) {
+  for (const ForwardPart& part : forward.parts) {
     entries += part.visible - part.sequence->released;
     most = std::max(most, part.visible);
   }
   grow(entries, most);
+}
+
+void DeviceBackend::begin(Forward* forward, void* stream) {
   timeline_.set_compute(stream);
   running_ = Running();
   running_.active = true;
   try {
     std::vector<RecordId> missing;
-    hold(*forward, &missing);
+    hold_visible(pager_, *forward, &held_, &missing);
     if (!missing.empty()) {
       const ScopedTimer timer(&pager_.counters.seconds_load);
-      bring_in(missing);
+      RoomLease(pager_, missing, HostRoom::kReclaimed, Lacking::kRefuse, "begin")
+          .bring_up(Reading::kTogether);
     }
     find_entries(*forward);
     Place& ring_place = ring_places_[ring_next_];
@@ -52,101 +57,9 @@ void DeviceBackend::begin(Forward* forward, void* stream) {
   }
 }
 
-// Chunks of the forward's sequences stay where they are from now on.
-void DeviceBackend::hold(const Forward& forward, std::vector<RecordId>* missing) {
-  for (const ForwardPart& part : forward.parts) {
-    for (int64_t c = part.sequence->released; c < part.visible; ++c) {
-      const RecordId id = part.sequence->use(c).record;
-      running_.held.push_back(id);
-      ChunkRecord& record = pager_.ledger[id];
-      if (record.readers++ == 0 && !record.resident() && !record.on_host()) missing->push_back(id);
-    }
-  }
-}
-
 void DeviceBackend::release_held() noexcept {
-  for (const RecordId id : running_.held) --pager_.ledger[id].readers;
-  running_.held.clear();
+  held_.release();
   running_.entries.clear();
-}
-
-// A slot of the host arena that no home needs, or that its home gives up for disk. Chunks that this
-// forward finds in the pool do not need theirs.
-std::optional<SlotId> DeviceBackend::take_slot_for_copy() {
-  for (;;) {
-    if (const auto slot = pager_.host_slots.take()) return slot;
-    if (pager_.drop_host_copy(HostReaders::kOfBlocks)) continue;
-    if (pager_.disk_slots.free() == 0 || !pager_.spill_one(HostReaders::kOfBlocks)) {
-      return std::nullopt;
-    }
-  }
-}
-
-// What is on disk or in a snapshot is read whole into pinned memory, and verified; what finds no
-// place there goes into the pool. All of it, or nothing.
-void DeviceBackend::bring_in(const std::vector<RecordId>& missing) {
-  HostSlotLease slots(pager_);
-  while (slots.count() < static_cast<int64_t>(missing.size())) {
-    const auto slot = take_slot_for_copy();
-    if (!slot) break;
-    slots.add(*slot);
-  }
-  const int64_t to_host = slots.count();
-  const int64_t to_pool = static_cast<int64_t>(missing.size()) - to_host;
-  if (!pager_.blocks_to_be_had(to_pool)) refuse_to_bring_in(missing.size(), to_pool);
-  BlockLease blocks(pager_, to_pool, "begin");
-  for (int64_t i = 0; i < to_host; ++i) {
-    Place& place = host_.place(slots[i].value());
-    timeline_.host_before_write(place);
-    place = Place();
-  }
-  for (const RecordId id : missing) pager_.announce(pager_.ledger[id]);
-  pager_.threads.run(to_host, [&](int64_t i, int) {
-    pager_.read_chunk(pager_.ledger[missing[static_cast<size_t>(i)]], host_.at(slots[i].value()));
-  });
-  load_batch(missing, to_host, blocks);
-  for (const RecordId id : missing) {
-    ChunkRecord& record = pager_.ledger[id];
-    if (slots.empty()) {
-      recall_into(pager_, record, blocks);
-    } else {
-      record.host = slots.release();
-    }
-  }
-}
-
-void DeviceBackend::refuse_to_bring_in(size_t missing, int64_t without_room) const {
-  const int64_t bytes = (host_.slots() + without_room) * layout_.chunk_bytes();
-  throw CapacityError(str("begin: ", missing,
-                          " chunks that this forward may read are on disk or in a "
-                          "snapshot and have to be in memory meanwhile; ",
-                          without_room, " of them, ", without_room * layout_.chunk_bytes(),
-                          " bytes, find no room beside what else it reads (pool ", pool_.slots(),
-                          " blocks, host_bytes=", pager_.options.host_bytes,
-                          "). Raise host_bytes to at least ", bytes, ", or close sessions."));
-}
-
-// Chunks from ids[first] on into the leased blocks, as many at a time as there are transfer buffers.
-void DeviceBackend::load_batch(const std::vector<RecordId>& ids, int64_t first,
-                               const BlockLease& blocks) {
-  for (int64_t done = 0; done < blocks.count();) {
-    const int64_t count = std::min(bounce_.slots(), blocks.count() - done);
-    std::vector<Piece> bounces;
-    for (int64_t i = 0; i < count; ++i) {
-      const Piece bounce = bounces.emplace_back(next_bounce());
-      timeline_.host_before_write(*bounce.place);
-      *bounce.place = Place();
-    }
-    pager_.threads.run(count, [&](int64_t i, int) {
-      pager_.read_chunk(pager_.ledger[ids[static_cast<size_t>(first + done + i)]],
-                        bounces[static_cast<size_t>(i)].data);
-    });
-    for (int64_t i = 0; i < count; ++i) {
-      copy(Lane::kUp, Direction::kUp, piece(pool_, blocks[done + i].value()),
-           bounces[static_cast<size_t>(i)], layout_.chunk_bytes());
-    }
-    done += count;
-  }
 }
 
 // Where each chunk is read: in its block, or in pinned memory while the block's bytes are on their

@@ -11,7 +11,7 @@
 #include "core/unique_number.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
-#include "pager/lease.h"
+#include "pager/room.h"
 
 namespace kvpager {
 
@@ -103,6 +103,7 @@ void Pager::Impl::begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens,
       throw InvalidArgumentError(
           str("spans: of ", parts, " sequences, expected at most ", options.rows));
     }
+    backend->prepare(next, with.stream);
     take_frontier(&next);
     if (backend->computes()) describe_rows(&next);
     backend->begin(&next, with.stream);
@@ -213,11 +214,22 @@ void Pager::Impl::take_frontier(Forward* next) {
     new_blocks += blocks_wanted(part);
   }
   if (new_homes > 0) require_homes(new_homes, "begin");
-  BlockLease blocks_had(*this, new_blocks, "begin");
   for (ForwardPart& part : next->parts) {
     load_summaries(*part.sequence);
     part.sequence->frontier.reserve(part.sequence->frontier.size() +
                                     static_cast<size_t>(blocks_wanted(part)));
+  }
+  // Where blocks are the only room, taking one may forget a cached chunk: what the rows take and what has
+  // to be brought up for them is had at once, or neither.
+  Readers readers(ledger);
+  std::vector<RecordId> missing;
+  if (backend->reads_all() && blocks_are_homes()) {
+    hold_visible(*this, *next, &readers, &missing);
+  }
+  RoomLease room(*this, missing, HostRoom::kReclaimed, Lacking::kRefuse, "begin", new_blocks);
+  if (!missing.empty()) {
+    const ScopedTimer timer(&counters.seconds_load);
+    room.bring_up(Reading::kTogether);
   }
   for (ForwardPart& part : next->parts) {
     Sequence& sequence = *part.sequence;
@@ -229,7 +241,7 @@ void Pager::Impl::take_frontier(Forward* next) {
       ChunkRecord& record = ledger[id];
       record.references = 1;
       record.index = sequence.chunks();
-      record.block = blocks_had.release();
+      record.block = room.blocks().release();
       sequence.frontier.push_back({id, 0, 0, 0, 0});
     }
   }

@@ -5,7 +5,7 @@
 
 #include "kvpager/error.h"
 #include "pager/host_backend.h"
-#include "pager/lease.h"
+#include "pager/room.h"
 
 namespace kvpager {
 
@@ -202,70 +202,23 @@ void HostBackend::run_attention(int layer, AttendParams& params) {
   attend_finish(params, workspace_, pager_.threads);
 }
 
-// What the layer reads stays where it is while room is made for what is missing of it.
+// Chunks without an address get one: those of snapshots a free host slot; else, if the pool can hold all
+// that are left beside what is being read, they get blocks. What the layer reads stays where it is
+// meanwhile.
 void HostBackend::bring_in_missing() {
   const ScopedTimer timer(&pager_.counters.seconds_load);
-  std::vector<RecordId> reading;
+  Readers readers(pager_.ledger);
   std::vector<RecordId> missing;
-  struct StopReading {
-    Ledger& ledger;
-    const std::vector<RecordId>& records;
-    ~StopReading() {
-      for (const RecordId id : records) --ledger[id].readers;
-    }
-  } const stop_reading{pager_.ledger, reading};
   for (size_t p = 0; p < parts_.size(); ++p) {
     const ForwardPart& part = pager_.forward->parts[p];
     for (int64_t c = part.sequence->released; c < part.visible; ++c) {
       if (!parts_[p].needed[static_cast<size_t>(c)]) continue;
       const RecordId id = part.sequence->use(c).record;
-      reading.push_back(id);
-      ChunkRecord& record = pager_.ledger[id];
-      if (record.readers++ == 0 && address(record) == nullptr) missing.push_back(id);
+      if (readers.add(id) && address(pager_.ledger[id]) == nullptr) missing.push_back(id);
     }
   }
-  bring_in(missing);
-}
-
-// Gives chunks without an address one: a snapshot's chunk gets a free host slot; else, if the pool
-// can hold all that are left beside what is being read, they get blocks. Whole chunks, one read
-// each, all-or-nothing.
-void HostBackend::bring_in(const std::vector<RecordId>& missing) {
-  struct Arrival {
-    RecordId record;
-    std::byte* bytes;
-  };
-  std::vector<Arrival> arrivals;
-  arrivals.reserve(missing.size());
-  std::vector<RecordId> rest;
-  HostSlotLease slots(pager_);
-  for (const RecordId id : missing) {
-    const auto slot = pager_.ledger[id].source != nullptr ? pager_.host_slots.take() : std::nullopt;
-    if (slot) {
-      slots.add(*slot);
-      arrivals.push_back({id, host_.slot(slot->value())});
-    } else {
-      rest.push_back(id);
-    }
-  }
-  const auto more = static_cast<int64_t>(rest.size());
-  BlockLease blocks(pager_, pager_.blocks_to_be_had(more) ? more : 0, "attend");
-  for (int64_t i = 0; i < blocks.count(); ++i) {
-    arrivals.push_back({rest[static_cast<size_t>(i)], pool_.slot(blocks[i].value())});
-  }
-  for (const Arrival& arrival : arrivals) pager_.announce(pager_.ledger[arrival.record]);
-  pager_.threads.run(static_cast<int64_t>(arrivals.size()), [&](int64_t i, int) {
-    const Arrival& arrival = arrivals[static_cast<size_t>(i)];
-    pager_.read_chunk(pager_.ledger[arrival.record], arrival.bytes);
-  });
-  for (const Arrival& arrival : arrivals) {
-    ChunkRecord& record = pager_.ledger[arrival.record];
-    if (slots.empty()) {
-      recall_into(pager_, record, blocks);
-    } else {
-      record.host = slots.release();
-    }
-  }
+  RoomLease(pager_, missing, HostRoom::kIdle, Lacking::kLeave, "attend")
+      .bring_up(Reading::kTogether);
 }
 
 // Splits up to the furthest row of the parts [first, last).

@@ -35,6 +35,7 @@ class HostBackend final : public Backend {
 
   void freed(BlockId block) noexcept override;
   void load(const ChunkRecord& from, BlockId to) override;
+  void bring(const std::vector<Arrival>& arrivals, int threads) override;
   void load(const std::function<void(std::byte*)>& read, BlockId to) override;
   const std::byte* view(const ChunkRecord& record, int64_t offset, int64_t bytes) override;
   const std::byte* home(const ChunkRecord& record) override;
@@ -76,6 +77,7 @@ class HostBackend final : public Backend {
   };
 
   int64_t scratch_bytes() const;
+  void copy_chunk(const ChunkRecord& from, std::byte* to) const;
   WriteRow target(const ForwardPart& part, int64_t position);
   const std::byte* address(const ChunkRecord& record) const;  // null: on disk or in a snapshot only
   void find_summaries(size_t part);
@@ -87,7 +89,6 @@ class HostBackend final : public Backend {
   bool find_slices(int layer);
   void run_attention(int layer, AttendParams& params);
   void bring_in_missing();
-  void bring_in(const std::vector<RecordId>& missing);
   int64_t split_count(size_t first_part, size_t last_part) const;
   void stream_attention(int layer, AttendParams& params);
   void stream_parts(int layer, size_t first_part, size_t last_part, AttendParams& params);

@@ -29,13 +29,28 @@ const std::byte* HostBackend::address(const ChunkRecord& record) const {
   return nullptr;
 }
 
-void HostBackend::load(const ChunkRecord& from, BlockId to) {
-  std::byte* out = pool_.slot(to.value());
+void HostBackend::copy_chunk(const ChunkRecord& from, std::byte* to) const {
   if (const std::byte* bytes = address(from)) {
-    std::memcpy(out, bytes, static_cast<size_t>(layout_.chunk_bytes()));
+    std::memcpy(to, bytes, static_cast<size_t>(layout_.chunk_bytes()));
   } else {
-    pager_.read_chunk(from, out);
+    pager_.read_chunk(from, to);
   }
+}
+
+void HostBackend::load(const ChunkRecord& from, BlockId to) {
+  copy_chunk(from, pool_.slot(to.value()));
+}
+
+void HostBackend::bring(const std::vector<Arrival>& arrivals, int threads) {
+  pager_.threads.run(
+      static_cast<int64_t>(arrivals.size()),
+      [&](int64_t i, int) {
+        const Arrival& arrival = arrivals[static_cast<size_t>(i)];
+        copy_chunk(pager_.ledger[arrival.record], arrival.block.value() >= 0
+                                                      ? pool_.slot(arrival.block.value())
+                                                      : host_.slot(arrival.host.value()));
+      },
+      threads);
 }
 
 void HostBackend::load(const std::function<void(std::byte*)>& read, BlockId to) {

@@ -7,6 +7,7 @@
 //   freeze.cc     what a save writes from
 //   restore.cc    sequences from snapshots, their summaries
 //   lease.cc      what was taken and belongs to no record yet
+//   room.cc       chunks are brought up, all or none
 //   inspect.cc    ledger, stats, read_kv, check_invariants
 //   pager.cc      construction and the locked facade
 // Bytes are moved and computed on by a backend (backend.h):
@@ -178,7 +179,6 @@ struct Pager::Impl {
   void read_chunk(const ChunkRecord& record, std::byte* out) const;
   void read_slice(const ChunkRecord& record, int layer, std::byte* out) const;
   void announce(const ChunkRecord& record) const;
-  void promote(const std::vector<RecordId>& ids, const char* action);
   bool drop_host_copy(HostReaders readers = HostReaders::kOfEither);
   void recall_ahead();
   int64_t evict_all();
@@ -263,6 +263,8 @@ struct Pager::Impl {
   DiskSpill disk;
   PagerStats counters;
 
+  Ledger ledger;  // outlives the backend, whose forward counts as a reader
+
   // Bytes. Memory is had before anything is kept of it.
   const std::unique_ptr<Backend> backend;
 
@@ -271,7 +273,6 @@ struct Pager::Impl {
   SlotPool<SlotId> host_slots;
   SlotPool<SlotId> disk_slots;
   SlotPool<SlotId> summary_slots;
-  Ledger ledger;
   // Who leaves first, and what of it is known: of the pool, of the host arena for disk, and of copies
   // in the host arena. Notes, which a question brings up to date.
   mutable LeaveOrder victims;

@@ -26,11 +26,4 @@ void SummaryKind::give_back(Pager::Impl& pager, SlotId slot) noexcept {
   pager.summary_slots.give_back(slot);
 }
 
-void recall_into(Pager::Impl& pager, ChunkRecord& record, BlockLease& blocks) noexcept {
-  record.block = blocks.release();
-  ++record.recalled;
-  ++pager.counters.chunks_recalled;
-  pager.counters.bytes_paged_in += pager.layout.chunk_bytes();
-}
-
 }  // namespace kvpager

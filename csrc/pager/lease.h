@@ -92,7 +92,4 @@ using BlockLease = Lease<BlockKind>;
 using HostSlotLease = Lease<HostSlotKind>;
 using SummaryLease = Lease<SummaryKind>;
 
-// The next block becomes the record's, whose bytes have been copied into it.
-void recall_into(Pager::Impl& pager, ChunkRecord& record, BlockLease& blocks) noexcept;
-
 }  // namespace kvpager

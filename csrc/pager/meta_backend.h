@@ -23,6 +23,7 @@ class MetaBackend final : public Backend {
 
   void freed(BlockId) noexcept override {}
   void load(const ChunkRecord&, BlockId) override {}
+  void bring(const std::vector<Arrival>&, int) override {}
   void load(const std::function<void(std::byte*)>&, BlockId) override { refuse("load"); }
   const std::byte* view(const ChunkRecord&, int64_t, int64_t) override { refuse("read"); }
   const std::byte* home(const ChunkRecord&) override { refuse("read"); }

@@ -6,7 +6,7 @@
 #include "kvpager/error.h"
 #include "kvpager/require.h"
 #include "pager/impl.h"
-#include "pager/lease.h"
+#include "pager/room.h"
 
 namespace kvpager {
 
@@ -405,19 +405,6 @@ void Pager::Impl::announce(const ChunkRecord& record) const {
   if (!record.on_disk()) record.source->will_need(record.source_chunk);
 }
 
-// All or none. One after another: of a cold file two threads make two streams, which disks have read
-// at a third of the rate of one.
-void Pager::Impl::promote(const std::vector<RecordId>& ids, const char* action) {
-  BlockLease leased(*this, static_cast<int64_t>(ids.size()), action);
-  for (size_t i = 0; i < ids.size(); ++i) {
-    backend->load(ledger[ids[i]], leased[static_cast<int64_t>(i)]);
-  }
-  for (const RecordId id : ids) {
-    recall_into(*this, ledger[id], leased);
-    may_leave(id);
-  }
-}
-
 // The host copy that nobody has used for longest; none if all are in use.
 std::optional<RecordId> Pager::Impl::next_host_copy(HostReaders readers) const {
   if (host_copies.stale()) {
@@ -476,7 +463,8 @@ void Pager::Impl::recall_ahead() {
       }
     }
     try {
-      promote({wanted[i].record}, "recall");
+      RoomLease(*this, {wanted[i].record}, HostRoom::kNone, Lacking::kRefuse, "recall")
+          .bring_up(Reading::kInTurn);
     } catch (const PagerError&) {
       return;  // only ahead of need: whoever needs the chunk will meet the error
     }

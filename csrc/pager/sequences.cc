@@ -7,7 +7,7 @@
 #include "kvpager/error.h"
 #include "kvpager/require.h"
 #include "pager/impl.h"
-#include "pager/lease.h"
+#include "pager/room.h"
 
 namespace kvpager {
 
@@ -179,19 +179,18 @@ void Pager::Impl::trim(SequenceId id, int64_t position) {
   std::optional<RecordId> tail;
   if (partial && kept < sequence.sealed_chunks()) {
     const RecordId source = sequence.use(kept).record;
-    ++ledger[source].readers;
+    Readers reading(ledger);
     try {
+      reading.add(source);
       sequence.frontier.reserve(1);
       BlockLease block(*this, 1, "trim");
       backend->load(ledger[source], block[0]);
       tail = ledger.create(ChunkState::kOpen);
       ledger[*tail].block = block.release();
     } catch (...) {
-      --ledger[source].readers;
       forget_orders();
       throw;
     }
-    --ledger[source].readers;
     ledger[*tail].references = 1;
     ledger[*tail].index = kept;
   }
@@ -366,7 +365,7 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
     for (const RecordId record : fresh) {
       if (!ledger[record].resident()) missing.push_back(record);
     }
-    promote(missing, "pin");
+    RoomLease(*this, missing, HostRoom::kNone, Lacking::kRefuse, "pin").bring_up(Reading::kInTurn);
     pins[number.value()] = range;
   } catch (...) {
     add(-1);

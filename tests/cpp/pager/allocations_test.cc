@@ -88,6 +88,16 @@ Known grown(Known sequence, const std::vector<TokenId>& more) {
 
 PagerOptions roomy() { return small_options(12, 40); }
 
+// A file of five chunks and a tail.
+std::shared_ptr<SnapshotReader> saved_turn(const Folder& folder) {
+  Pager first(roomy());
+  save(first, create(first, 5 * 16 + 3, 2).id, folder.file("turn"), kNamespace);
+  return SnapshotReader::open(folder.file("turn"));
+}
+Known restored_turn(Pager& pager, const std::shared_ptr<SnapshotReader>& reader) {
+  return {pager.restore(reader, "", Provenance::kExact, kNamespace), some_tokens(5 * 16 + 3, 2)};
+}
+
 PAGER_TEST("a sequence is created, forked and closed, or nothing is, at every allocation") {
   const std::string salt(100, 's');
   CHECK(fail_at_every_allocation([&](Scene& scene) {
@@ -115,69 +125,75 @@ PAGER_TEST("a sequence is created, forked and closed, or nothing is, at every al
 
 PAGER_TEST("a forward begins or does not, at every allocation") {
   const Folder folder;
-  {
-    Pager first(roomy());
-    save(first, create(first, 5 * 16 + 3, 2).id, folder.file("turn"), kNamespace);
-  }
-  const auto reader = SnapshotReader::open(folder.file("turn"));
+  const auto reader = saved_turn(folder);
   const auto more = some_tokens(14, 9);
-  CHECK(fail_at_every_allocation([&](Scene& scene) {
-          PagerOptions options = roomy();
-          options.selection.kind = Selection::Kind::kTopK;
-          options.selection.chunks = 2;
-          options.selection.sinks = 16;
-          scene.pager = std::make_unique<Pager>(options);
-          Pager& pager = *scene.pager;
-          const Known a = create(pager, 30, 1);
-          const Known b{pager.restore(reader, "", Provenance::kExact, kNamespace),
-                        some_tokens(5 * 16 + 3, 2)};
-          scene.known = {a};  // the other's chunks are in the file
-          std::vector<RowDescriptor> rows = commit_rows(a.id, 30, more.data(), 14, 14);
-          rows.push_back({b.id, 5 * 16 + 2, 0, RowKind::kRead});
-          rows.push_back({b.id, 5 * 16 + 3, 7, RowKind::kCommit});
-          scene.step = scene.again = [&pager, rows] { pager.begin(rows); };
-          scene.done = [&pager, a, b] {
-            CHECK(pager.forward_running());
-            pager.abort();
-            require_intact(pager, a);
-            require_intact(pager, b);
-          };
-        }) > 0);
+  for (const int64_t host_chunks : {40, 0}) {
+    CAPTURE(host_chunks);  // 0: blocks are the only room for what is in the file
+    const int64_t failures = fail_at_every_allocation([&](Scene& scene) {
+      PagerOptions options = small_options(12, host_chunks);
+      options.summary_bytes = 1 << 20;
+      options.selection.kind = Selection::Kind::kTopK;
+      options.selection.chunks = 2;
+      options.selection.sinks = 16;
+      scene.pager = std::make_unique<Pager>(options);
+      Pager& pager = *scene.pager;
+      const Known a = create(pager, 30, 1);
+      const Known b = restored_turn(pager, reader);
+      scene.known = {a};  // the other's chunks are in the file
+      std::vector<RowDescriptor> rows = commit_rows(a.id, 30, more.data(), 14, 14);
+      rows.push_back({b.id, 5 * 16 + 2, 0, RowKind::kRead});
+      rows.push_back({b.id, 5 * 16 + 3, 7, RowKind::kCommit});
+      scene.step = scene.again = [&pager, rows] { pager.begin(rows); };
+      scene.done = [&pager, a, b] {
+        CHECK(pager.forward_running());
+        pager.abort();
+        require_intact(pager, a);
+        require_intact(pager, b);
+      };
+    });
+    CHECK(failures > 0);
+  }
 }
 
 PAGER_TEST("a layer is attended to or the forward ends, at every allocation") {
   const Folder folder;
+  const auto reader = saved_turn(folder);
   const auto more = some_tokens(14, 9);
-  CHECK(fail_at_every_allocation([&](Scene& scene) {
-          scene.pager = std::make_unique<Pager>(small_options(12, 0, 40, folder.path()));
-          Pager& pager = *scene.pager;
-          const Known a = create(pager, 5 * 16, 1);
-          pager.evict_all();
-          scene.known = {a};
-          const auto rows = commit_rows(a.id, 5 * 16, more.data(), 14);
-          pager.begin(rows);
-          const auto tensors = std::make_shared<Tensors>(kRows);
-          for (int64_t i = 0; i < 14; ++i) {
-            fill_row(static_cast<uint64_t>(i), 0, kQuery, kQueryHeads * 16, tensors->q.row(i));
-            fill_row(static_cast<uint64_t>(i), 0, kKey, 32, tensors->k.row(i));
-            fill_row(static_cast<uint64_t>(i), 0, kValue, 32, tensors->v.row(i));
-          }
-          const auto attend = [&pager, tensors] {
-            AttendOptions options;
-            options.scaling = 0.25f;
-            attend_on_device(pager, 0, tensors->q.view(), tensors->k.view(), tensors->v.view(),
-                             tensors->out.view(), options);
-          };
-          scene.step = attend;
-          scene.again = [&pager, rows, attend] {
-            pager.begin(rows);
-            attend();
-          };
-          scene.done = [&pager, a] {
-            pager.abort();
-            require_intact(pager, a);
-          };
-        }) > 0);
+  for (const bool in_file : {false, true}) {
+    CAPTURE(in_file);  // chunks that come up into host slots, or from the disk tier into blocks
+    const int64_t failures = fail_at_every_allocation([&](Scene& scene) {
+      scene.pager = std::make_unique<Pager>(in_file ? small_options(12, 4)
+                                                    : small_options(12, 0, 40, folder.path()));
+      Pager& pager = *scene.pager;
+      const Known a = in_file ? restored_turn(pager, reader) : create(pager, 5 * 16, 1);
+      pager.evict_all();
+      scene.known = {a};
+      const auto rows = commit_rows(a.id, static_cast<int64_t>(a.tokens.size()), more.data(), 14);
+      pager.begin(rows);
+      const auto tensors = std::make_shared<Tensors>(kRows);
+      for (int64_t i = 0; i < 14; ++i) {
+        fill_row(static_cast<uint64_t>(i), 0, kQuery, kQueryHeads * 16, tensors->q.row(i));
+        fill_row(static_cast<uint64_t>(i), 0, kKey, 32, tensors->k.row(i));
+        fill_row(static_cast<uint64_t>(i), 0, kValue, 32, tensors->v.row(i));
+      }
+      const auto attend = [&pager, tensors] {
+        AttendOptions options;
+        options.scaling = 0.25f;
+        attend_on_device(pager, 0, tensors->q.view(), tensors->k.view(), tensors->v.view(),
+                         tensors->out.view(), options);
+      };
+      scene.step = attend;
+      scene.again = [&pager, rows, attend] {
+        pager.begin(rows);
+        attend();
+      };
+      scene.done = [&pager, a] {
+        pager.abort();
+        require_intact(pager, a);
+      };
+    });
+    CHECK(failures > 0);
+  }
 }
 
 PAGER_TEST("rows become positions or none does, at every allocation of a commit") {
@@ -244,6 +260,21 @@ PAGER_TEST("the index of names grows at a commit or the commit is none") {
   CHECK(pager.adopt_prefix(pager.create_sequence(""), grown(a, more).tokens) == (chunks + 1) * 16);
 }
 
+PAGER_TEST("chunks of a file are pinned or none is, at every allocation") {
+  const Folder folder;
+  const auto reader = saved_turn(folder);
+  CHECK(fail_at_every_allocation([&](Scene& scene) {
+          scene.pager = std::make_unique<Pager>(roomy());
+          Pager& pager = *scene.pager;
+          const Known a = restored_turn(pager, reader);
+          scene.step = scene.again = [&pager, a] { pager.pin(a.id, 0, 64); };
+          scene.done = [&pager, a] {
+            CHECK(pager.stats().pinned_blocks == 4);
+            require_intact(pager, a);
+          };
+        }) > 0);
+}
+
 PAGER_TEST("positions are trimmed, reserved, pinned and evicted or not, at every allocation") {
   const auto scene_of = [](Scene& scene) -> Known {
     scene.pager = std::make_unique<Pager>(roomy());
@@ -293,11 +324,7 @@ PAGER_TEST("positions are trimmed, reserved, pinned and evicted or not, at every
 
 PAGER_TEST("a snapshot is restored or nothing of it, at every allocation") {
   const Folder folder;
-  {
-    Pager first(roomy());
-    save(first, create(first, 5 * 16 + 3, 2).id, folder.file("turn"), kNamespace);
-  }
-  const auto reader = SnapshotReader::open(folder.file("turn"));
+  const auto reader = saved_turn(folder);
   for (const bool shared : {false, true}) {
     CAPTURE(shared);
     const int64_t failures = fail_at_every_allocation([&](Scene& scene) {

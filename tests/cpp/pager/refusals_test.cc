@@ -96,6 +96,22 @@ DEVICE_TEST("a refused begin forgets no cached chunk, wherever homes are") {
   }
 }
 
+DEVICE_TEST("a refused begin forgets none for the rows that it would have added") {
+  const Folder folder;
+  save_elsewhere(folder.file("turn"), 5 * 16, 2);
+  Pager pager(pool_alone(8));
+  const std::vector<TokenId> kept = cache_chunks(pager, 3, 1);
+  for (uint64_t seed = 3; seed < 8; ++seed) create(pager, 2, seed);
+  REQUIRE(pager.stats().free_blocks == 0);
+  const auto reader = SnapshotReader::open(folder.file("turn"));
+  Known restored{pager.restore(reader, "", Provenance::kExact, kKey), some_tokens(5 * 16, 2)};
+  CHECK(
+      contains(error_of<CapacityError>(pager, [&] { append(pager, &restored, some_tokens(2, 9)); }),
+               "5 of them"));
+  CHECK(pager.stats().cached_records == 3);
+  CHECK(adoptable(pager, kept) == 3 * 16);
+}
+
 PAGER_TEST("a refused pin forgets no cached chunk") {
   const Folder folder;
   save_elsewhere(folder.file("turn"), 10 * 16, 2);

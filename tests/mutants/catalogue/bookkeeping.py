@@ -28,6 +28,19 @@ BOOKKEEPING = (
         ),
     ),
     Mutant(
+        name="the-frontier-takes-blocks-before-what-it-reads",
+        breaks="a begin that is refused for want of blocks forgets no cached chunk",
+        file="csrc/pager/forward.cc",
+        old="""\
+    hold_visible(*this, *next, &readers, &missing);
+""",
+        new="",
+        killers=(
+            "cpp/pager/refusals_test.cc::"
+            "a refused begin forgets none for the rows that it would have added",
+        ),
+    ),
+    Mutant(
         name="victims-in-the-order-before-the-forward",
         breaks="who leaves the pool is whom the policy names by what it knows now",
         file="csrc/pager/forward.cc",

@@ -50,8 +50,8 @@ PAGING = (
         name="a-trim-writes-into-the-sealed-chunk",
         breaks="4: sealed bytes never change; a trim into a chunk takes a copy of its rows",
         file="csrc/pager/host_bytes.cc",
-        old="    std::memcpy(out, bytes, static_cast<size_t>(layout_.chunk_bytes()));\n",
-        new="    std::memcpy(out, bytes, static_cast<size_t>(layout_.slice_bytes()));\n",
+        old="    std::memcpy(to, bytes, static_cast<size_t>(layout_.chunk_bytes()));\n",
+        new="    std::memcpy(to, bytes, static_cast<size_t>(layout_.slice_bytes()));\n",
         killers=(
             "cpp/pager/trim_test.cc::"
             "trimming inside a shared chunk never changes what the others see",
