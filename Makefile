@@ -8,6 +8,9 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0+cpu
 TORCH_FALLBACK ?= torch>=2.10
 PYTEST_ARGS ?=
+# Processes that run the Python tests; 0: none but pytest's own. Each needs about 2 GiB of memory.
+N ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
+PARALLEL := $(if $(filter-out 0 1,$(N)),-n $(N) --dist loadfile)
 FUZZ_SECONDS ?= 600
 DEMO_ARGS ?=
 VERIFY_ARGS ?=
@@ -73,7 +76,7 @@ ctest: $(TOOLS_STAMP)
 	ctest --preset dev
 
 pytest: build
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-slow: build ## the Python tests that take minutes
 	$(PY) -m pytest -m "slow and not bench and not cuda" $(PYTEST_ARGS)

@@ -12,11 +12,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["COLUMNS"] = "100"
 os.environ["LINES"] = "24"
 
-import torch
+# Workers of pytest-xdist share the cores, and so do the processes that they start.
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_THREADS = 2 if _WORKERS == 1 else max(1, min(2, len(os.sched_getaffinity(0)) // _WORKERS))
+if _WORKERS > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(_THREADS))
 
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-CORES = len(os.sched_getaffinity(0))
-THREADS = int(os.environ.get("KVPAGER_TEST_THREADS", "0")) or (
-    2 if WORKERS == 1 else max(1, min(2, CORES // WORKERS))
-)
-torch.set_num_threads(THREADS)
+import torch  # noqa: E402
+
+torch.set_num_threads(int(os.environ.get("KVPAGER_TEST_THREADS", _THREADS)))

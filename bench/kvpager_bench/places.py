@@ -43,7 +43,10 @@ def results_dir() -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file as a whole or not at all."""
+    """Replaces a file as a whole or not at all.
+
+    It has the umask's permissions: figures hold nobody's text, and are there to be published.
+    """
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -51,10 +52,9 @@ def demo(capsys, *arguments, code=0):
 
 
 def test_turns_in_new_processes_continue_without_one_different_bit(capfd, tmp_path):
-    plot = tmp_path / "plot.png"
-    code = main(
-        ["demo", *SMALL, "--turns", "2", "--format", "json", "--plot", str(plot), "--seed", "3"]
-    )
+    plot, kept = tmp_path / "plot.png", tmp_path / "kept"
+    arguments = ["--turns", "2", "--plot", str(plot), "--seed", "3", "--workdir", str(kept)]
+    code = main(["demo", *SMALL, "--format", "json", *arguments])
     out, err = capfd.readouterr()
     assert code == 0, err
     values = json.loads(out)  # one object and nothing else
@@ -68,6 +68,7 @@ def test_turns_in_new_processes_continue_without_one_different_bit(capfd, tmp_pa
     assert values["resident_bytes"] <= values["pool_bytes"] < values["full_cache_bytes"] / 4
     assert values["needles_found"] == values["uninterrupted"]["needles_found"]
     assert plot.read_bytes().startswith(b"\x89PNG")
+    assert modes(kept) == ({0o600}, {0o700})
 
 
 def test_as_many_needles_are_found_as_by_full_attention(capsys, parts):
@@ -173,6 +174,32 @@ def test_the_failure_of_a_part_is_told_in_one_line(capfd, tmp_path):
     assert err.count("\n") == 1, err
     assert err.startswith("kvpager: turn 1: ")
     assert "bytes" in err
+
+
+def test_what_the_demo_keeps_is_its_owners_alone(capsys, tmp_path, parts):
+    kept = tmp_path / "kept"
+    arguments = ("--turns", "2", "--workdir", kept, "--plot", "none")
+    plan = kept / PLAN_FILE
+    before = os.umask(0)
+    try:
+        demo(capsys, *SMALL, *arguments)
+        assert modes(kept) == ({0o600}, {0o700})
+        plan.chmod(0o644)  # as an older release left it
+        demo(capsys, *SMALL, *arguments)
+    finally:
+        os.umask(before)
+    assert modes(kept) == ({0o600}, {0o700})
+    assert plan.stat().st_size > 2048
+    assert len(list(kept.glob("*.kvsnap"))) == 2
+
+
+def modes(folder):
+    """Permissions of the files and of the folders there are."""
+    everything = [folder, *folder.rglob("*")]
+    return tuple(
+        {stat.S_IMODE(path.stat().st_mode) for path in everything if is_one(path)}
+        for is_one in (Path.is_file, Path.is_dir)
+    )
 
 
 @pytest.mark.parametrize(

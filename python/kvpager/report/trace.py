@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpager.stores.permissions import open_private
+
 if TYPE_CHECKING:
     from kvpager.pager import Sequence
 
@@ -75,7 +77,8 @@ def save_episodes(path: Path, episodes: list[Episode]) -> None:
         arrays[f"selected{number}"] = episode.selected
         arrays[f"recalled{number}"] = episode.recalled
         arrays[f"asked{number}"] = np.array(episode.asked, np.int64).reshape(-1, 2)
-    np.savez(path, **arrays)
+    with open_private(path) as file:
+        np.savez(file, **arrays)
 
 
 def load_episodes(path: Path) -> list[Episode]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvpager.cli.failure import CliError
 from kvpager.errors import PagerError
+from kvpager.stores.permissions import open_private
 
 COMMAND = "_turn"
 _ORPHANED = 1
@@ -70,7 +71,8 @@ def serve() -> int:
         if os.environ.get("KVPAGER_DEBUG", "") not in ("", "0"):
             raise
         result = {"error": str(error)}
-    Path(job["answer"]).write_text(json.dumps(result), encoding="utf-8")
+    with open_private(job["answer"]) as file:
+        file.write(json.dumps(result).encode())
     return 1 if "error" in result else 0
 
 

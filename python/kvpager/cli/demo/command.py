@@ -23,6 +23,7 @@ from kvpager.cli.pager_options import config_to_json, pager_config
 from kvpager.config import PagerConfig
 from kvpager.report import Episode, draw_png
 from kvpager.report.trace import load_episodes
+from kvpager.stores.permissions import PRIVATE, make_folder
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +106,8 @@ def _workdir(given: str | None) -> Iterator[Path]:
         return
     folder = Path(given)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(given, PRIVATE)  # the conversation is in it
     except OSError as error:
         raise CliError(f"--workdir {folder}: {error.strerror}") from error
     yield folder

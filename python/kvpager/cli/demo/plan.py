@@ -10,6 +10,7 @@ import numpy as np
 
 from kvpager.cli.failure import UsageError
 from kvpager.needles import NeedleTask
+from kvpager.stores.permissions import open_private
 
 ANSWER_TOKENS = 4
 
@@ -42,7 +43,8 @@ class Plan:
 
     def save(self, path: Path) -> None:
         """Writes it for other processes; `load` is the inverse."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        with open_private(path) as file:
+            file.write(json.dumps(asdict(self)).encode())
 
     @classmethod
     def load(cls, path: Path) -> Plan:

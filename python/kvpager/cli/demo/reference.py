@@ -7,12 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvpager.cli.demo.compare import Difference, differing_kv, raw
 from kvpager.cli.demo.conversation import ask, prefill
 from kvpager.cli.demo.plan import Plan
-from kvpager.cli.demo.turn import PLAN_FILE, logits_file, make_engine, snapshot_file
+from kvpager.cli.demo.turn import PLAN_FILE, make_engine, save_logits, snapshot_file
 from kvpager.pager import Pager, open_snapshot
 
 _COLD_SALT = "cold"  # a namespace of its own: no prefix can be shared with it
@@ -32,7 +30,7 @@ def run_reference(job: dict[str, Any]) -> dict[str, Any]:
         found, tokens = 0, []
         for turn, questions in enumerate(plan.turns, start=1):
             answers, _ = ask(session, questions, f"uninterrupted turn {turn}")
-            np.save(logits_file(workdir, f"uninterrupted {turn}"), answers.all_logits())
+            save_logits(workdir, f"uninterrupted {turn}", answers.all_logits())
             found += sum(answers.found)
             tokens.append(answers.tokens)
         kv = Difference()
@@ -66,7 +64,7 @@ def _cold(engine: Any, plan: Plan, workdir: Path, quiet: bool) -> float:
         prefill(session, prompt, "cold: prefill", quiet)
         next(iter(session.generate(1, eos=None)))
         taken = time.perf_counter() - start
-        np.save(logits_file(workdir, "cold"), raw(session.logits)[None])
+        save_logits(workdir, "cold", raw(session.logits)[None])
     return taken
 
 

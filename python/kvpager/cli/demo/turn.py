@@ -13,6 +13,7 @@ from kvpager.cli.demo.plan import Plan
 from kvpager.cli.models import load_model
 from kvpager.cli.pager_options import config_from_json
 from kvpager.report.trace import save_episodes
+from kvpager.stores.permissions import open_private
 
 PLAN_FILE = "plan.json"
 
@@ -25,6 +26,12 @@ def snapshot_file(workdir: Path, turn: int) -> Path:
 def logits_file(workdir: Path, name: str) -> Path:
     """Raw logits behind each answered token, [tokens, bytes]."""
     return workdir / f"{name}.logits.npy"
+
+
+def save_logits(workdir: Path, name: str, logits: np.ndarray[Any, Any]) -> None:
+    """Keeps a part's logits: they tell which tokens were answered."""
+    with open_private(logits_file(workdir, name)) as file:
+        np.save(file, logits)
 
 
 def trace_file(workdir: Path, turn: int) -> Path:
@@ -73,7 +80,7 @@ def run_turn(job: dict[str, Any]) -> dict[str, Any]:
         saving = time.perf_counter()
         size = session.save(snapshot_file(workdir, turn)).bytes_written
         seconds["save_s"] = time.perf_counter() - saving
-        np.save(logits_file(workdir, label), answers.all_logits())
+        save_logits(workdir, label, answers.all_logits())
         save_episodes(trace_file(workdir, turn), [t.episode() for t in (*traces, trace)])
         return {
             "turn": turn,
