@@ -1,6 +1,6 @@
 """Applies one mutant at a time to a copy of the tree and expects its named tests to fail.
 
-    cd tests && python -m mutants [--only PART ...] [--keep FOLDER]
+    cd tests && python -m mutants [--only PART ...] [--keep FOLDER] [--installed]
 
 Exit code 0: every mutant was killed by every test it names. 1: one survived, does not apply or does
 not compile, or a named test fails without it. 2: a wrong command line.
@@ -74,11 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names or files")
     parser.add_argument("--keep", type=Path, help="folder to build in and keep for the next run")
+    parser.add_argument(
+        "--installed", action="store_true", help="Python alone, with the extension as installed"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="compile jobs")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one mutant's tests")
     parser.add_argument("--list", action="store_true", help="print the catalogue and stop")
     options = parser.parse_args(arguments)
     chosen = [m for m in CATALOGUE if any(p in m.name or p in m.file for p in options.only)]
+    if options.installed:
+        chosen = [mutant for mutant in chosen if not mutant.native]
     if not chosen:
         parser.error(f"no mutant has any of {options.only} in its name or file")
     if options.list:
@@ -86,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="kvpager-mutants-") as temporary:
         folder = (options.keep or Path(temporary)).resolve()
-        workshop = Workshop(folder, jobs=options.jobs)
-        print("building a copy ...", flush=True)
+        workshop = Workshop(folder, jobs=options.jobs, installed=options.installed)
+        print("making a copy ..." if options.installed else "building a copy ...", flush=True)
         workshop.prepare()
         print("running the named tests without a mutant ...", flush=True)
         sound = workshop.run(test for mutant in chosen for test in mutant.killers)

@@ -158,3 +158,19 @@ def test_an_unknown_part_of_a_name_is_refused(capsys):
         runner.main(["--only", "no such mutant"])
     assert stopped.value.code == 2
     assert "no such mutant" in capsys.readouterr().err
+
+
+def test_what_needs_a_build_is_not_tried_with_the_installed_extension(capsys):
+    native = next(mutant for mutant in CATALOGUE if mutant.native)
+    with pytest.raises(SystemExit):
+        runner.main(["--installed", "--only", native.name])
+    assert "no mutant" in capsys.readouterr().err
+    assert runner.main(["--installed", "--list"]) == 0
+    assert native.name not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_mutant_of_python_is_tried_without_a_build(capsys, tmp_path):
+    wanted = ["--only", "a-dead-writers-file-is-left", "--keep", str(tmp_path)]
+    assert runner.main(["--installed", *wanted]) == 0
+    assert "1 of 1 mutants killed" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvpager import _core
 from mutants.mutant import ROOT, Mutant
 
 LEFT_OUT = shutil.ignore_patterns(
@@ -40,24 +41,34 @@ class BuildError(Exception):
 
 
 class Workshop:
-    """`folder` holds the copy, its build and nothing else; what is there already is used again."""
+    """`folder` holds the copy, its build and nothing else; what is there already is used again.
 
-    def __init__(self, folder: Path, *, jobs: int) -> None:
+    installed: the tests use the extension that is installed. Nothing is built, so that only Python
+    can be changed, and the pager does not check its invariants by itself.
+    """
+
+    def __init__(self, folder: Path, *, jobs: int, installed: bool = False) -> None:
         self._tree = folder / "tree"
         self._build = folder / "build"
         self._site = folder / "site"
         self._jobs = jobs
-        self._built = False
+        self._installed = installed
+        self._built = installed
 
     def prepare(self) -> None:
-        """Copies the tree and builds it."""
+        """Copies the tree and builds it, unless what is installed is used."""
         _mirror(ROOT, self._tree)
         self._site.mkdir(parents=True, exist_ok=True)
         (self._site / "sitecustomize.py").write_text(SITE, encoding="utf-8")
-        self._call("cmake", "-S", self._tree, "-B", self._build, *CMAKE)
-        self.build()
         package = self._tree / "python" / "kvpager"
-        for extension in (self._build / "csrc" / "bindings").glob("_core*.so"):
+        if self._installed:
+            self._build.mkdir(parents=True, exist_ok=True)
+            extensions = [Path(_core.__file__)]
+        else:
+            self._call("cmake", "-S", self._tree, "-B", self._build, *CMAKE)
+            self.build()
+            extensions = list((self._build / "csrc" / "bindings").glob("_core*.so"))
+        for extension in extensions:
             link = package / extension.name
             link.unlink(missing_ok=True)
             link.symlink_to(extension)
@@ -81,6 +92,8 @@ class Workshop:
         path.write_text(mutant.applied_to(sound), encoding="utf-8")
         try:
             if mutant.native:
+                if self._installed:
+                    raise BuildError(f"{mutant.file} is in the extension, which is not built")
                 self._built = False
             if not self._built:
                 self.build()

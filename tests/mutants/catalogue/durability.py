@@ -105,7 +105,7 @@ DURABILITY = (
         breaks="lock_timeout holds from the opening of a store on",
         file="python/kvpager/stores/creation.py",
         old='exclusive(f"{folder}/lock", lock_timeout)',
-        new='exclusive(f"{folder}/lock", 30)',
+        new='exclusive(f"{folder}/lock", 12)',
         killers=(
             "python/test_store_waits.py::test_opening_a_store_waits_no_longer_than_it_was_told",
         ),
