@@ -13,7 +13,7 @@ from reference_models import COMMON, build, make_engine, prompt
 
 import kvpager
 from kvpager import DirectoryStore, ModelChangedError
-from kvpager.hf.contents import ROUND
+from kvpager.hf.contents import ROUND, Contents
 
 
 def adapted():
@@ -202,6 +202,15 @@ def test_one_element_is_seen_within_a_round_of_forwards(closing):
     model.model.layers[1].mlp.gate_proj.weight.data[77, 5] += 1
     with pytest.raises(ModelChangedError, match=r"layers\.1\.mlp\.gate_proj"):
         checked(watch, ROUND + 1)
+
+
+@pytest.mark.parametrize("place", [0, 1_234_567, -1])
+def test_one_element_among_millions_is_seen_within_a_round_by_reading_in_turns(place):
+    weight = torch.zeros(4096, 1024)  # so large that looks at random places miss it
+    contents = Contents(None, [("norm", torch.zeros(64)), ("weight", weight)])
+    weight.view(-1)[place] += 1
+    found = (contents.changed() for _ in range(ROUND + 1))
+    assert next(filter(None, found), None) == "weight"
 
 
 def test_what_is_put_back_is_no_change(closing):
