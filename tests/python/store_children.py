@@ -32,6 +32,7 @@ from kvpager.stores.companions import CompanionSnapshot
 
 PROMPT = text(6 * C, seed=1)
 OTHER_PROMPT = text(3 * C, seed=2)
+_PATIENCE_SECONDS = 60.0
 
 
 def tokens_of(seed: int, length: int) -> list[int]:
@@ -126,7 +127,13 @@ def _work_until(
     mine: dict[str, list[int]] = {}  # what this worker has saved last, under names of its own
     pinned: str | None = None
     counts = {"saves": 0, "reads": 0, "prefixes": 0, "refused": 0}
-    while time.monotonic() < stop:
+
+    def goes_on() -> bool:
+        """Until the time is over, and on a busy machine until each thing was done once."""
+        seen = counts["saves"] and counts["reads"] and counts["prefixes"]
+        return time.monotonic() < (stop if seen else stop + _PATIENCE_SECONDS)
+
+    while goes_on():
         what = dice.random()
         shared = dice.random() < 0.3
         name = f"shared-{dice.randrange(4)}" if shared else f"own-{seed}-{dice.randrange(4)}"

@@ -50,7 +50,7 @@ def run(nursery: Nursery, folder: Path, seconds: float, threads: int, budget: in
     assert len(counts) == 2 * threads
     for what in ("saves", "reads", "prefixes"):
         assert all(each[what] for each in counts), counts
-    assert samples > 20
+    assert samples > 5
     if budget is not None:
         assert budget / 2 < most <= budget
     author = Author()
