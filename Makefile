@@ -48,7 +48,8 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo test lint ctest pytest test-slow verify-all mutants asan tsan fuzz
-.PHONY: test-deep test-deep-calls test-deep-power test-deep-threads test-deep-interrupts test-deep-soak
+.PHONY: test-deep test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
+.PHONY: test-deep-identity test-deep-soak
 .PHONY: bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
 
 help: ## print this list
@@ -87,7 +88,7 @@ verify-all: build ## every relation for every model, dtype, shape and thread cou
 mutants: build ## break the code on purpose, one promise at a time: the tests that keep it must fail
 	cd tests && $(PY) -m mutants $(MUTANTS_ARGS)
 
-test-deep: test-deep-calls test-deep-power test-deep-threads test-deep-interrupts test-deep-soak ## failing system calls, power failures, threads, interrupts, a soak (docs/testing.md)
+test-deep: test-deep-calls test-deep-power test-deep-threads test-deep-interrupts test-deep-identity test-deep-soak ## failing system calls, power failures, threads, interrupts, identity, a soak (docs/testing.md)
 	$(PY) tests/deep/report.py
 
 test-deep-calls: build
@@ -101,6 +102,9 @@ test-deep-threads: build
 
 test-deep-interrupts: build
 	cd tests && $(PY) -m deep interrupts $(DEEP_ARGS)
+
+test-deep-identity: build
+	cd tests && $(PY) -m deep identity $(DEEP_ARGS)
 
 test-deep-soak: build
 	cd tests && $(PY) -m deep soak --seconds $(SOAK_SECONDS)

@@ -8,7 +8,12 @@ from deep.interposer import run, workplace
 from deep.report import RECORDS
 
 UNDER_THE_LIBRARY = {"calls": "deep.system_calls", "power": "deep.power_loss"}
-PLAIN = {"pairs": "deep.thread_pairs", "soak": "deep.soak", "interrupts": "deep.interrupts"}
+PLAIN = {
+    "identity": "deep.identity",
+    "interrupts": "deep.interrupts",
+    "pairs": "deep.thread_pairs",
+    "soak": "deep.soak",
+}
 
 
 def main() -> int:

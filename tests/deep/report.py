@@ -99,12 +99,23 @@ def interrupts(record: Record) -> list[str]:
     return counted(record, columns)
 
 
+def identity(record: Record) -> list[str]:
+    columns: dict[str, Callable[[Row], object]] = {
+        "changes": lambda row: row["changes"],
+        "without effect": lambda row: row["without_effect"],
+        "refused": lambda row: row["refused"],
+        "wrong": lambda row: len(row["wrong"]),
+    }
+    return counted(record, columns)
+
+
 TABLES: dict[str, Callable[[Record], list[str]]] = {
     "calls": calls,
     "power": power,
     "pairs": pairs,
     "soak": soak,
     "interrupts": interrupts,
+    "identity": identity,
 }
 
 

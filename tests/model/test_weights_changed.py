@@ -112,6 +112,22 @@ def test_nothing_of_the_old_model_is_found_again(tmp_path, closing):
     assert session.tokens_computed == len(TEXT)
 
 
+def test_a_session_is_known_once_however_often_its_sequence_was_exchanged(closing):
+    model = build("llama")
+    engine = closing(make_engine(model))
+    session = engine.session()
+    session.prefill(TEXT)
+    for _ in range(4):
+        synchronised(model)
+        engine.weights_changed()
+        assert engine.sessions() == [session]
+        assert len(engine._sessions) == 1
+    session.prefill(TEXT)
+    session.update([*TEXT[:20], *TEXT[:30]])
+    assert engine.session_of(session.sequence) is session
+    assert len(engine._sessions) == 1
+
+
 def test_a_pending_token_stays_pending_and_is_the_next_to_be_computed(closing):
     model = build("llama")
     engine = closing(make_engine(model))

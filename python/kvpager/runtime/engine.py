@@ -705,7 +705,7 @@ class Engine:
                     ending.callback(self.draft.close)
                 ending.callback(self.pager.close)
                 ending.callback(self.segments.forget)
-                for session in list(self._sessions.values()):
+                for session in self.sessions():
                     ending.callback(session.close)
                 for scheduler in list(self._schedulers):
                     ending.callback(scheduler.end, "closed")
@@ -802,8 +802,8 @@ class Engine:
         )
 
     def sessions(self) -> list[Session]:
-        """Those that somebody holds."""
-        return list(self._sessions.values())
+        """Those that somebody holds, each once."""
+        return list(dict.fromkeys(self._sessions.values()))
 
     def adopt(self, sequence: Sequence, **state: Any) -> Session:
         """A session of this engine over `sequence`."""
@@ -821,9 +821,11 @@ class Engine:
         """Where recurrent layers stand over a sequence; None for a model without such layers."""
         return None if self.recurrence is None else state_cursor(self, sequence)
 
-    def register(self, session: Session) -> None:
-        """Remembers which session holds a sequence."""
+    def register(self, session: Session, before: Sequence | None = None) -> None:
+        """Remembers which session holds a sequence; before: the one it held until now."""
         self._sessions[session.sequence.uid] = session
+        if before is not None:
+            self._sessions.pop(before.uid, None)
 
     def session_of(self, sequence: Sequence) -> Session | None:
         """The session that holds a sequence, if one does."""

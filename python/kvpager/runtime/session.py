@@ -675,11 +675,12 @@ class Session:
             None: what it was.
         """
         text = self.tokens if text is None else text
+        before = self.sequence
         self._finalizer.detach()
-        self.sequence.close()
+        before.close()
         self._take(sequence, restored_tokens)
         self._cursor.owe(text)
-        self.engine.register(self)
+        self.engine.register(self, before)
 
     def begin_anew(self, sequence: Sequence, text: TokenIds, pending: int | None) -> None:
         """Goes on over an empty sequence, with all of its text owed: what it held is of no use."""
