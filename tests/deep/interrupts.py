@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from small_store import Author
 
 from deep.aftermath import check_goes_through, check_holds
 from deep.interposer import workplace
-from deep.operations import OPERATIONS
+from deep.operations import OPERATIONS, CommandFailedError
 from deep.record import chosen, write
 from deep.worlds import Templates
 from kvpager.plan import measure
@@ -85,6 +86,7 @@ def store_trials(folder: Path, most: int | None) -> dict[str, Trial]:
     """The operations whose system calls fail elsewhere."""
     templates = Templates(folder / "templates")
     author = Author()
+    streams = sys.stdout, sys.stderr
 
     def trial(name: str) -> Tried:
         operation = OPERATIONS[name]
@@ -92,6 +94,7 @@ def store_trials(folder: Path, most: int | None) -> dict[str, Trial]:
         files: set[str] = set()
 
         def prepare() -> Path:
+            sys.stdout, sys.stderr = streams  # an interrupt may keep a command's from going back
             templates.copy(operation.world, case)
             files.update(open_files())
             return case
@@ -99,11 +102,19 @@ def store_trials(folder: Path, most: int | None) -> dict[str, Trial]:
         def check(case: Path, interrupted: bool) -> None:
             check_holds(operation, author, case, done=True, failed=interrupted)
 
+        def operate(case: Path) -> None:
+            try:
+                operation.run(author, case)
+            except CommandFailedError as error:  # which says so in its own way
+                if "interrupted" in str(error):
+                    raise KeyboardInterrupt from error
+                raise
+
         def finish(case: Path) -> None:
             assert open_files() <= files
             check_goes_through(operation, author, case)
 
-        return at_every_instant(prepare, partial(operation.run, author), check, finish, most=most)
+        return at_every_instant(prepare, operate, check, finish, most=most)
 
     return {name: partial(trial, name) for name in OPERATIONS}
 

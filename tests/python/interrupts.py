@@ -73,12 +73,15 @@ class Interrupter:
             return
         if is_dropped_from(frame):
             return
+        if event == "return" and frame.f_code.co_name == "<genexpr>":
+            return  # it may be one that any() needs no more, which passes nothing on
         number, self.seen = self.seen, self.seen + 1
         if number == self.at:
             name = getattr(argument, "__qualname__", argument) if event == "c_return" else ""
             self.raised = True
             del argument  # what a function has returned: nobody holds it but we
-            self.where = f"{event} {name} in {frame.f_code.co_name}, line {frame.f_lineno}"
+            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            self.where = f"{event} {name} in {frame.f_code.co_name}, {place}"
             raise KeyboardInterrupt(self.where)
 
     def run(self, operation: Callable[[], object]) -> KeyboardInterrupt | None:
