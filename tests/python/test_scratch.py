@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpager.config import Dense, PagerConfig, TopK
-from kvpager.pager import ROW_COMMIT, Layout, Pager
+from kvpager.pager import ROW_COMMIT, ROW_GIVEN, Layout, Pager
 
 HEADS, KV_HEADS, DIM, ROWS = 32, 4, 64, 2048
 LAYOUT = Layout(1, KV_HEADS, DIM, DIM, chunk_tokens=64)
@@ -47,6 +47,32 @@ def test_scratch_of_many_rows_is_told_and_given_back_when_the_forward_ends(selec
         assert scratch >= ROWS * HEADS * DIM * 4  # the queries in float32, whatever else
         assert scratch > KEPT
         assert pager.stats()["scratch_bytes"] <= KEPT
+
+
+def test_nothing_is_kept_of_a_forward_over_the_budget():
+    pager = pager_of(TopK(chunks=8, recent=ROWS))
+    assert forward(pager, pager.sequence(), ROWS) > KEPT
+    assert pager.stats()["scratch_bytes"] == 0
+
+
+def test_chunk_tables_of_many_long_sequences_are_given_back():
+    """Of each chunk that a forward may see, whatever its rows: here more than all else."""
+    chunks, forks, dim = 4000, 600, 16
+    layout = Layout(1, 1, dim, dim, chunk_tokens=16)
+    config = PagerConfig(16 * (chunks + 2 * forks), chunk_tokens=16, host_bytes=0)
+    pager = Pager(layout, config, rows=forks, fingerprint={"model": "test"}, threads=2)
+    first = pager.sequence()
+    count = 16 * chunks
+    given = [(first, 0, count, ROW_GIVEN)]
+    with pager.begin_spans(given, (), given=np.arange(count, dtype=np.int32)) as running:
+        rows = np.ones((count, 1, dim), dtype=np.float16)
+        running.give([rows], [rows])
+        running.commit()
+    sequences = [first.fork() for _ in range(forks)]
+    spans = [(sequence, count, 1, ROW_COMMIT) for sequence in sequences]
+    with pager.begin_spans(spans, np.zeros(forks, dtype=np.int32)):
+        assert pager.stats()["scratch_bytes"] > KEPT
+    assert pager.stats()["scratch_bytes"] <= KEPT
 
 
 def test_scratch_of_few_rows_is_kept_for_the_next_step():

@@ -47,6 +47,16 @@ PAGING = (
         killers=(PLACEMENT,),
     ),
     Mutant(
+        name="chunk-tables-of-a-large-forward-are-kept",
+        breaks="what a forward needed beyond the budget of scratch memory is given back when it ends",
+        file="csrc/pager/host_bytes.cc",
+        old="  parts_ = {};\n",
+        new="",
+        killers=(
+            "python/test_scratch.py::test_chunk_tables_of_many_long_sequences_are_given_back",
+        ),
+    ),
+    Mutant(
         name="a-trim-writes-into-the-sealed-chunk",
         breaks="4: sealed bytes never change; a trim into a chunk takes a copy of its rows",
         file="csrc/pager/host_bytes.cc",
