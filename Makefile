@@ -43,11 +43,12 @@ NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc models/tin
 ASAN_SITE := $(abspath build/asan-site)
 FORMATTED = $(shell find csrc tests/cpp tests/deep tests/fuzz -name third_party -prune -o \
   \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)
+LOCKING = $(shell grep -lrE '"(kvpager/mutex.h|pager/)' csrc --include='*.cc' --exclude-dir=bindings)
 PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test lint ctest pytest test-slow verify-all mutants asan tsan fuzz
+.PHONY: help venv build demo test lint locks ctest pytest test-slow verify-all mutants asan tsan fuzz
 .PHONY: test-deep test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
 .PHONY: bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
@@ -70,6 +71,14 @@ lint: build
 	$(PY) -m mypy
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(PY) scripts/generate_stubs.py --check
+	$(MAKE) --no-print-directory locks
+
+# What mutexes guard (kvpager/mutex.h), by clang's analysis; clang-tidy is a compiler enough for that.
+locks: $(TOOLS_STAMP)
+	[ -x $(BIN)/clang-tidy ] || $(PIP) install --quiet clang-tidy
+	$(BIN)/clang-tidy --quiet --checks='-*,misc-unused-alias-decls,clang-diagnostic-thread-safety*' \
+	  --header-filter='/csrc/' $(LOCKING) -- -std=c++17 -Icsrc/include -Icsrc \
+	  -isystem csrc/third_party -Wthread-safety
 
 ctest: $(TOOLS_STAMP)
 	cmake --preset dev --log-level=WARNING

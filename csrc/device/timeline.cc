@@ -5,13 +5,13 @@
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <new>
 #include <set>
 #include <utility>
 
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
+#include "kvpager/mutex.h"
 
 namespace kvpager::device {
 
@@ -44,9 +44,9 @@ const char* hazard_name(Hazard hazard, int waiter, int lane) {
 }
 
 struct Waits {
-  std::mutex mutex;
-  std::set<std::string, std::less<>> seen;
-  std::multiset<std::string, std::less<>> left_out;
+  Mutex mutex;
+  std::set<std::string, std::less<>> seen KVPAGER_GUARDED_BY(mutex);
+  std::multiset<std::string, std::less<>> left_out KVPAGER_GUARDED_BY(mutex);
 };
 
 Waits& waits() {
@@ -57,7 +57,7 @@ Waits& waits() {
 // Whether the wait is to be carried out.
 bool admit(const char* name) {
   Waits& w = waits();
-  const std::lock_guard<std::mutex> lock(w.mutex);
+  const MutexLock lock(w.mutex);
   if (!w.left_out.empty() && w.left_out.find(name) != w.left_out.end()) return false;
   try {
     if (w.seen.find(name) == w.seen.end()) w.seen.insert(name);
@@ -284,19 +284,19 @@ void copy_down(Device& device, Stream stream, void* to, const void* from, int64_
 
 LeaveOut::LeaveOut(std::string name) : name_(std::move(name)) {
   Waits& w = waits();
-  const std::lock_guard<std::mutex> lock(w.mutex);
+  const MutexLock lock(w.mutex);
   w.left_out.insert(name_);
 }
 
 LeaveOut::~LeaveOut() {
   Waits& w = waits();
-  const std::lock_guard<std::mutex> lock(w.mutex);
+  const MutexLock lock(w.mutex);
   w.left_out.erase(w.left_out.find(name_));
 }
 
 std::vector<std::string> waits_seen() {
   Waits& w = waits();
-  const std::lock_guard<std::mutex> lock(w.mutex);
+  const MutexLock lock(w.mutex);
   return {w.seen.begin(), w.seen.end()};
 }
 

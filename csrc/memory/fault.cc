@@ -5,8 +5,9 @@
 
 #include <algorithm>
 #include <map>
-#include <mutex>
 #include <optional>
+
+#include "kvpager/mutex.h"
 
 namespace kvpager::fault {
 
@@ -19,8 +20,8 @@ struct Armed {
 };
 
 struct Registry {
-  std::mutex mutex;
-  std::map<std::string, Armed> points;
+  Mutex mutex;
+  std::map<std::string, Armed> points KVPAGER_GUARDED_BY(mutex);
 };
 
 Registry& registry() {
@@ -30,7 +31,7 @@ Registry& registry() {
 
 void arm(const std::string& point, const Armed& armed) {
   Registry& r = registry();
-  const std::lock_guard<std::mutex> lock(r.mutex);
+  const MutexLock lock(r.mutex);
   r.points[point] = armed;
   any_armed.store(true, std::memory_order_relaxed);
 }
@@ -38,7 +39,7 @@ void arm(const std::string& point, const Armed& armed) {
 // What this visit meets, once.
 std::optional<Armed> take(const char* point) {
   Registry& r = registry();
-  const std::lock_guard<std::mutex> lock(r.mutex);
+  const MutexLock lock(r.mutex);
   const auto it = r.points.find(point);
   if (it == r.points.end() || it->second.visits_left-- > 0) return std::nullopt;
   const Armed met = it->second;
@@ -62,7 +63,7 @@ void arm_short(const std::string& point, int64_t after, int64_t bytes) {
 
 void disarm_all() {
   Registry& r = registry();
-  const std::lock_guard<std::mutex> lock(r.mutex);
+  const MutexLock lock(r.mutex);
   r.points.clear();
   any_armed.store(false, std::memory_order_relaxed);
 }

@@ -111,6 +111,7 @@ void DeviceBackend::bring(const std::vector<Arrival>& arrivals, int threads) {
     }
   }
   const auto read = [&](const Arrival& arrival, std::byte* out) {
+    pager_.mutex.held();
     pager_.read_chunk(pager_.ledger[arrival.record], out);
   };
   pager_.threads.run(

@@ -239,6 +239,7 @@ void DeviceBackend::finish() {
   }
   const auto entries = static_cast<int64_t>(running_.entries.size());
   const auto fetch = [&](int64_t offset, int64_t bytes) {
+    pager_.mutex.held();
     move(Direction::kDown, stream, arrays_.results_host.data() + offset,
          arrays_.results.data() + offset, bytes);
   };

@@ -186,6 +186,7 @@ void DeviceBackend::upload(const device::TableLayout& layout, const std::byte* f
   std::byte* const to = arrays_.tables.data();
   const auto entries = static_cast<int64_t>(running_.entries.size());
   const auto send = [&](device::TableLayout::Range range) {
+    pager_.mutex.held();
     if (range.end > range.begin) {
       move(Direction::kUp, stream, to + range.begin, from + range.begin, range.end - range.begin);
     }

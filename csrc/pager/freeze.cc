@@ -21,7 +21,7 @@ class FrozenSequence final : public SnapshotContent {
 
   ~FrozenSequence() override {
     if (pager_->process.forked()) return;  // it is the parent's
-    const std::lock_guard<std::mutex> lock(pager_->mutex);
+    const MutexLock lock(pager_->mutex);
     while (!borrowed_.empty()) return_one(borrowed_.begin()->first);
     pager_->thaw(id_);
   }
@@ -36,7 +36,7 @@ class FrozenSequence final : public SnapshotContent {
     if (chunk == meta_.sealed_chunks()) return tail_.data();
     ChunkRecord below;  // a copy: the ledger may move while we read without the lock
     {
-      const std::lock_guard<std::mutex> lock(pager_->mutex);
+      const MutexLock lock(pager_->mutex);
       const RecordId id = record(chunk);
       if (const std::byte* bytes = pager_->lend(id, scratch)) {
         if (bytes != scratch) ++borrowed_[chunk];
@@ -47,7 +47,7 @@ class FrozenSequence final : public SnapshotContent {
     try {
       pager_->read_chunk(below, scratch);
     } catch (...) {
-      const std::lock_guard<std::mutex> lock(pager_->mutex);
+      const MutexLock lock(pager_->mutex);
       const ChunkRecord& now = pager_->ledger[record(chunk)];
       if (now.source == below.source) now.damaged = below.damaged;
       throw;
@@ -57,14 +57,14 @@ class FrozenSequence final : public SnapshotContent {
 
   void give_back_chunk(int64_t chunk) const override {
     if (pager_->process.forked()) return;
-    const std::lock_guard<std::mutex> lock(pager_->mutex);
+    const MutexLock lock(pager_->mutex);
     if (borrowed_.count(chunk) != 0) return_one(chunk);
   }
 
   void read_summary(int64_t chunk, std::byte* out) const override {
     pager_->process.require("frozen sequence");
     require_chunk(chunk, meta_.sealed_chunks());
-    const std::lock_guard<std::mutex> lock(pager_->mutex);
+    const MutexLock lock(pager_->mutex);
     std::memcpy(out, pager_->backend->summary(pager_->ledger[record(chunk)].summary),
                 static_cast<size_t>(pager_->summary_slot_bytes));
   }
@@ -77,12 +77,12 @@ class FrozenSequence final : public SnapshotContent {
     }
   }
 
-  RecordId record(int64_t chunk) const {
+  RecordId record(int64_t chunk) const KVPAGER_HOLDS(pager_->mutex) {
     const Sequence& frozen = pager_->frozen(id_);
     return frozen.use(frozen.released + chunk).record;
   }
 
-  void return_one(int64_t chunk) const {
+  void return_one(int64_t chunk) const KVPAGER_HOLDS(pager_->mutex) {
     const auto found = borrowed_.find(chunk);
     KVPAGER_REQUIRE(found != borrowed_.end());
     --pager_->ledger[record(chunk)].borrows;
@@ -93,7 +93,7 @@ class FrozenSequence final : public SnapshotContent {
   const SequenceId id_;
   const SnapshotMeta meta_;
   const std::vector<std::byte> tail_;
-  mutable std::map<int64_t, int32_t> borrowed_;  // guarded by the pager's lock
+  mutable std::map<int64_t, int32_t> borrowed_ KVPAGER_GUARDED_BY(pager_->mutex);
 };
 
 }  // namespace
@@ -203,11 +203,13 @@ void Pager::Impl::thaw(SequenceId id) noexcept { end(frozen(id)); }
 std::shared_ptr<SnapshotContent> Pager::freeze(SequenceId sequence, int64_t upto) {
   SnapshotMeta meta;
   std::vector<std::byte> tail;
-  const SequenceId id = locked(*impl_, [&] { return impl_->freeze(sequence, upto, &meta, &tail); });
+  const SequenceId id = locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    return impl_->freeze(sequence, upto, &meta, &tail);
+  });
   try {
     return std::make_shared<FrozenSequence>(impl_, id, std::move(meta), std::move(tail));
   } catch (...) {
-    locked(*impl_, [&] { impl_->thaw(id); });
+    locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->thaw(id); });
     throw;
   }
 }

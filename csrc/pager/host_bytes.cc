@@ -45,6 +45,7 @@ void HostBackend::bring(const std::vector<Arrival>& arrivals, int threads) {
   pager_.threads.run(
       static_cast<int64_t>(arrivals.size()),
       [&](int64_t i, int) {
+        pager_.mutex.held();  // by the thread that waits for this one
         const Arrival& arrival = arrivals[static_cast<size_t>(i)];
         copy_chunk(pager_.ledger[arrival.record], arrival.block.value() >= 0
                                                       ? pool_.slot(arrival.block.value())

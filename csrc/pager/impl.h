@@ -29,6 +29,7 @@
 #include "core/sequence.h"
 #include "core/slot_pool.h"
 #include "kvpager/error.h"
+#include "kvpager/mutex.h"
 #include "kvpager/pager.h"
 #include "kvpager/process.h"
 #include "kvpager/selection.h"
@@ -114,140 +115,154 @@ struct Pager::Impl {
   explicit Impl(const PagerOptions& options);
 
   // --- sequences.cc
-  Sequence& find(SequenceId id);  // InvalidArgumentError, also for a frozen one
-  const Sequence& find(SequenceId id) const;
-  void require_idle(const Sequence& sequence, const char* action) const;
-  Sequence& create_sequence(const std::string& salt);
-  Sequence& keep(Sequence sequence);
-  void destroy_sequence(SequenceId id);
-  void end(Sequence& sequence) noexcept;
-  void drop_sequence(SequenceId id);
-  void destroy_dropped(const Forward& ended);
-  SequenceId fork(SequenceId id);
-  void trim(SequenceId id, int64_t position);
-  bool continues(RecordId found, int64_t chunk, RecordId previous) const;
-  int64_t adopt_prefix(SequenceId id, const std::vector<TokenId>& tokens);
-  PinId pin(SequenceId id, int64_t start, int64_t stop);
-  void unpin(PinId id);
-  void add_reference(RecordId id);
-  void publish(RecordId id, RecordId previous);
-  void release(RecordId id);  // drops the record when nothing will ask for it again
-  void drop_use_pins(ChunkUse& use);
+  Sequence& find(SequenceId id)
+      KVPAGER_HOLDS(mutex);  // InvalidArgumentError, also for a frozen one
+  const Sequence& find(SequenceId id) const KVPAGER_HOLDS(mutex);
+  void require_idle(const Sequence& sequence, const char* action) const KVPAGER_HOLDS(mutex);
+  Sequence& create_sequence(const std::string& salt) KVPAGER_HOLDS(mutex);
+  Sequence& keep(Sequence sequence) KVPAGER_HOLDS(mutex);
+  void destroy_sequence(SequenceId id) KVPAGER_HOLDS(mutex);
+  void end(Sequence& sequence) noexcept KVPAGER_HOLDS(mutex);
+  void drop_sequence(SequenceId id) KVPAGER_HOLDS(mutex);
+  void destroy_dropped(const Forward& ended) KVPAGER_HOLDS(mutex);
+  SequenceId fork(SequenceId id) KVPAGER_HOLDS(mutex);
+  void trim(SequenceId id, int64_t position) KVPAGER_HOLDS(mutex);
+  bool continues(RecordId found, int64_t chunk, RecordId previous) const KVPAGER_HOLDS(mutex);
+  int64_t adopt_prefix(SequenceId id, const std::vector<TokenId>& tokens) KVPAGER_HOLDS(mutex);
+  PinId pin(SequenceId id, int64_t start, int64_t stop) KVPAGER_HOLDS(mutex);
+  void unpin(PinId id) KVPAGER_HOLDS(mutex);
+  void add_reference(RecordId id) KVPAGER_HOLDS(mutex);
+  void publish(RecordId id, RecordId previous) KVPAGER_HOLDS(mutex);
+  void release(RecordId id)
+      KVPAGER_HOLDS(mutex);  // drops the record when nothing will ask for it again
+  void drop_use_pins(ChunkUse& use) KVPAGER_HOLDS(mutex);
 
   // --- windows.cc
-  int64_t behind(int64_t length, int64_t rewind) const;
-  int64_t earliest_trim(const Sequence& sequence) const;
-  void require_held(const Sequence& sequence, int64_t first, const std::string& what) const;
-  void let_go(Sequence& sequence);
-  void reserve(Sequence& sequence, int64_t total_tokens);
-  int64_t own_homes(const Sequence& sequence) const;
-  int64_t homes_to_promise(int64_t more, int64_t own) const;
-  void promise_again(Sequence& sequence);
+  int64_t behind(int64_t length, int64_t rewind) const KVPAGER_HOLDS(mutex);
+  int64_t earliest_trim(const Sequence& sequence) const KVPAGER_HOLDS(mutex);
+  void require_held(const Sequence& sequence, int64_t first, const std::string& what) const
+      KVPAGER_HOLDS(mutex);
+  void let_go(Sequence& sequence) KVPAGER_HOLDS(mutex);
+  void reserve(Sequence& sequence, int64_t total_tokens) KVPAGER_HOLDS(mutex);
+  int64_t own_homes(const Sequence& sequence) const KVPAGER_HOLDS(mutex);
+  int64_t homes_to_promise(int64_t more, int64_t own) const KVPAGER_HOLDS(mutex);
+  void promise_again(Sequence& sequence) KVPAGER_HOLDS(mutex);
 
   // --- residency.cc
-  int64_t frontier_blocks()
-      const;  // most blocks one sequence's frontier needs while a forward runs
-  int64_t home_capacity() const;
-  void require_homes(int64_t more, const char* action) const;
-  bool dense() const;
-  bool scores(int layer) const;
-  int64_t scored_layers() const;
+  int64_t frontier_blocks() const
+      KVPAGER_HOLDS(mutex);  // most blocks one sequence's frontier needs while a forward runs
+  int64_t home_capacity() const KVPAGER_HOLDS(mutex);
+  void require_homes(int64_t more, const char* action) const KVPAGER_HOLDS(mutex);
+  bool dense() const KVPAGER_HOLDS(mutex);
+  bool scores(int layer) const KVPAGER_HOLDS(mutex);
+  int64_t scored_layers() const KVPAGER_HOLDS(mutex);
   bool evictable(const ChunkRecord& record) const;
-  bool lower_copies() const;
-  bool blocks_are_homes() const;
-  bool blocks_to_be_had(int64_t count) const;
-  void require_blocks(int64_t count, const char* action) const;
-  std::vector<uint8_t> sheltered_records() const;
-  VictimFacts facts(RecordId id) const;
-  VictimFacts use_alone(RecordId id) const;
-  void forget_orders();
-  void may_leave(RecordId id);
-  void note_victims() const;
-  std::optional<VictimFacts> next_victim() const;
-  std::optional<BlockId> acquire_block();
-  void evict(RecordId id);
-  void free_block(BlockId block);
-  void drop_record(RecordId id);
-  bool reclaim_cached();
-  SlotId take_summary_slot();
-  Home take_home();
-  void give_back(const Home& home);
-  std::optional<RecordId> next_to_spill(HostReaders readers) const;
-  std::optional<RecordId> next_host_copy(HostReaders readers) const;
-  bool spill_one(HostReaders readers = HostReaders::kOfEither);
+  bool lower_copies() const KVPAGER_HOLDS(mutex);
+  bool blocks_are_homes() const KVPAGER_HOLDS(mutex);
+  bool blocks_to_be_had(int64_t count) const KVPAGER_HOLDS(mutex);
+  void require_blocks(int64_t count, const char* action) const KVPAGER_HOLDS(mutex);
+  std::vector<uint8_t> sheltered_records() const KVPAGER_HOLDS(mutex);
+  VictimFacts facts(RecordId id) const KVPAGER_HOLDS(mutex);
+  VictimFacts use_alone(RecordId id) const KVPAGER_HOLDS(mutex);
+  void forget_orders() KVPAGER_HOLDS(mutex);
+  void may_leave(RecordId id) KVPAGER_HOLDS(mutex);
+  void note_victims() const KVPAGER_HOLDS(mutex);
+  std::optional<VictimFacts> next_victim() const KVPAGER_HOLDS(mutex);
+  std::optional<BlockId> acquire_block() KVPAGER_HOLDS(mutex);
+  void evict(RecordId id) KVPAGER_HOLDS(mutex);
+  void free_block(BlockId block) KVPAGER_HOLDS(mutex);
+  void drop_record(RecordId id) KVPAGER_HOLDS(mutex);
+  bool reclaim_cached() KVPAGER_HOLDS(mutex);
+  SlotId take_summary_slot() KVPAGER_HOLDS(mutex);
+  Home take_home() KVPAGER_HOLDS(mutex);
+  void give_back(const Home& home) KVPAGER_HOLDS(mutex);
+  std::optional<RecordId> next_to_spill(HostReaders readers) const KVPAGER_HOLDS(mutex);
+  std::optional<RecordId> next_host_copy(HostReaders readers) const KVPAGER_HOLDS(mutex);
+  bool spill_one(HostReaders readers = HostReaders::kOfEither) KVPAGER_HOLDS(mutex);
   void require_as_written(const ChunkRecord& record, int layer, const std::byte* slice) const;
   void read_chunk(const ChunkRecord& record, std::byte* out) const;
   void read_slice(const ChunkRecord& record, int layer, std::byte* out) const;
   void announce(const ChunkRecord& record) const;
-  bool drop_host_copy(HostReaders readers = HostReaders::kOfEither);
-  void recall_ahead();
-  int64_t evict_all();
+  bool drop_host_copy(HostReaders readers = HostReaders::kOfEither) KVPAGER_HOLDS(mutex);
+  void recall_ahead() KVPAGER_HOLDS(mutex);
+  int64_t evict_all() KVPAGER_HOLDS(mutex);
 
   // --- forward.cc
-  void begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens, ForwardOptions with);
-  void enroll(const RowSpan& span, int64_t first_token, Forward* next);
-  void describe_rows(Forward* next) const;
-  void take_frontier(Forward* next);
-  void disband(Forward* ended);
-  void write(int layer, const TensorView& k, const TensorView& v, void* stream);
+  void begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens, ForwardOptions with)
+      KVPAGER_HOLDS(mutex);
+  void enroll(const RowSpan& span, int64_t first_token, Forward* next) KVPAGER_HOLDS(mutex);
+  void describe_rows(Forward* next) const KVPAGER_HOLDS(mutex);
+  void take_frontier(Forward* next) KVPAGER_HOLDS(mutex);
+  void disband(Forward* ended) KVPAGER_HOLDS(mutex);
+  void write(int layer, const TensorView& k, const TensorView& v, void* stream)
+      KVPAGER_HOLDS(mutex);
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
-              const TensorView& out, const AttendOptions& attend_options);
-  void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream);
-  bool dense_by_itself() const;
-  void require_rows() const;
-  void require_layer(int layer, const TensorView& k, const TensorView& v) const;
-  [[noreturn]] void refuse_non_finite(int layer, SequenceId sequence, int64_t position) const;
-  [[noreturn]] void refuse_query(int layer, int64_t row) const;
-  [[noreturn]] void refuse_row(int layer, int64_t row) const;
-  [[noreturn]] void refuse_given(int layer, int64_t index) const;
-  void mark_replayed(uint64_t generation, void* stream);
-  void drop_surplus(
-      ForwardPart& part);  // frontier chunks and promises that the forward did not use
-  void abort();
+              const TensorView& out, const AttendOptions& attend_options) KVPAGER_HOLDS(mutex);
+  void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream)
+      KVPAGER_HOLDS(mutex);
+  bool dense_by_itself() const KVPAGER_HOLDS(mutex);
+  void require_rows() const KVPAGER_HOLDS(mutex);
+  void require_layer(int layer, const TensorView& k, const TensorView& v) const
+      KVPAGER_HOLDS(mutex);
+  [[noreturn]] void refuse_non_finite(int layer, SequenceId sequence, int64_t position) const
+      KVPAGER_HOLDS(mutex);
+  [[noreturn]] void refuse_query(int layer, int64_t row) const KVPAGER_HOLDS(mutex);
+  [[noreturn]] void refuse_row(int layer, int64_t row) const KVPAGER_HOLDS(mutex);
+  [[noreturn]] void refuse_given(int layer, int64_t index) const KVPAGER_HOLDS(mutex);
+  void mark_replayed(uint64_t generation, void* stream) KVPAGER_HOLDS(mutex);
+  void drop_surplus(ForwardPart& part)
+      KVPAGER_HOLDS(mutex);  // frontier chunks and promises that the forward did not use
+  void abort() KVPAGER_HOLDS(mutex);
 
   // --- commit.cc
   void commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
-              Provenance provenance);
-  void commit_all(Provenance provenance);
-  bool exact_row_count(int64_t rows) const;
+              Provenance provenance) KVPAGER_HOLDS(mutex);
+  void commit_all(Provenance provenance) KVPAGER_HOLDS(mutex);
+  bool exact_row_count(int64_t rows) const KVPAGER_HOLDS(mutex);
   std::vector<int64_t> accepted_rows(const std::vector<SequenceId>& ids,
-                                     const std::vector<int64_t>& accepted) const;
-  void require_layers_written() const;
-  void commit_rows(const std::vector<int64_t>& count, Provenance provenance);
-  SharedArray<TokenId> tokens_to_seal(const ForwardPart& part, int64_t first, int64_t last) const;
+                                     const std::vector<int64_t>& accepted) const
+      KVPAGER_HOLDS(mutex);
+  void require_layers_written() const KVPAGER_HOLDS(mutex);
+  void commit_rows(const std::vector<int64_t>& count, Provenance provenance) KVPAGER_HOLDS(mutex);
+  SharedArray<TokenId> tokens_to_seal(const ForwardPart& part, int64_t first, int64_t last) const
+      KVPAGER_HOLDS(mutex);
   void prepare_seals(const ForwardPart& part, int64_t count, Provenance provenance,
-                     std::vector<Seal>* seals);
-  void rewrite_spilled(Seal* seal, BlockId block);
-  const SharedArray<uint64_t>& checksums(RecordId id);
-  const SharedArray<uint64_t>& checksums(Seal* seal);
-  std::vector<uint64_t> checksums_in_memory(const ChunkRecord& record);
-  std::vector<uint64_t> slice_checksums(const std::byte* chunk);
-  void apply_seal(Seal& seal, ChunkUse use);
-  void advance(ForwardPart& part, int64_t count, Provenance provenance);
+                     std::vector<Seal>* seals) KVPAGER_HOLDS(mutex);
+  void rewrite_spilled(Seal* seal, BlockId block) KVPAGER_HOLDS(mutex);
+  const SharedArray<uint64_t>& checksums(RecordId id) KVPAGER_HOLDS(mutex);
+  const SharedArray<uint64_t>& checksums(Seal* seal) KVPAGER_HOLDS(mutex);
+  std::vector<uint64_t> checksums_in_memory(const ChunkRecord& record) KVPAGER_HOLDS(mutex);
+  std::vector<uint64_t> slice_checksums(const std::byte* chunk) KVPAGER_HOLDS(mutex);
+  void apply_seal(Seal& seal, ChunkUse use) KVPAGER_HOLDS(mutex);
+  void advance(ForwardPart& part, int64_t count, Provenance provenance) KVPAGER_HOLDS(mutex);
 
   // --- freeze.cc
-  SequenceId freeze(SequenceId id, int64_t upto, SnapshotMeta* meta, std::vector<std::byte>* tail);
-  Sequence& frozen(SequenceId id);  // REQUIRES: freeze() made it, and it is not thawed
-  void thaw(SequenceId id) noexcept;
-  const std::byte* lend(RecordId id, std::byte* scratch);
+  SequenceId freeze(SequenceId id, int64_t upto, SnapshotMeta* meta, std::vector<std::byte>* tail)
+      KVPAGER_HOLDS(mutex);
+  Sequence& frozen(SequenceId id)
+      KVPAGER_HOLDS(mutex);  // REQUIRES: freeze() made it, and it is not thawed
+  void thaw(SequenceId id) noexcept KVPAGER_HOLDS(mutex);
+  const std::byte* lend(RecordId id, std::byte* scratch) KVPAGER_HOLDS(mutex);
 
   // --- restore.cc
-  void load_summaries(Sequence& sequence);
+  void load_summaries(Sequence& sequence) KVPAGER_HOLDS(mutex);
   void summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const;
   int64_t read_or_rebuild(SnapshotReader* reader, int64_t first,
-                          const std::vector<ChunkRecord*>& records, std::byte* out) const;
+                          const std::vector<ChunkRecord*>& records, std::byte* out) const
+      KVPAGER_HOLDS(mutex);
   SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
                      Provenance provenance, const std::string& file_namespace, int64_t upto,
-                     const ReleasedText& before);
+                     const ReleasedText& before) KVPAGER_HOLDS(mutex);
 
   // --- inspect.cc
-  std::vector<ChunkInfo> inspect(SequenceId id) const;
-  PagerStats stats() const;
-  void check_invariants() const;
-  void check_orders() const;
-  void read_kv(SequenceId id, int layer, int64_t start, int64_t stop, std::byte* k, std::byte* v);
+  std::vector<ChunkInfo> inspect(SequenceId id) const KVPAGER_HOLDS(mutex);
+  PagerStats stats() const KVPAGER_HOLDS(mutex);
+  void check_invariants() const KVPAGER_HOLDS(mutex);
+  void check_orders() const KVPAGER_HOLDS(mutex);
+  void read_kv(SequenceId id, int layer, int64_t start, int64_t stop, std::byte* k, std::byte* v)
+      KVPAGER_HOLDS(mutex);
   std::vector<std::vector<int32_t>> select(SequenceId id, int layer, const TensorView& q,
-                                           int64_t position, int64_t window);
+                                           int64_t position, int64_t window) KVPAGER_HOLDS(mutex);
 
   // Not this process's: refused by locked(), and never destroyed.
   const MadeIn process;
@@ -258,35 +273,38 @@ struct Pager::Impl {
   const int64_t summary_slot_bytes;  // of a chunk: all layers and kv heads
   const SlotCounts slots;
 
-  mutable std::mutex mutex;
+  mutable Mutex mutex;
   ThreadPool threads;
   DiskSpill disk;
-  PagerStats counters;
+  PagerStats counters KVPAGER_GUARDED_BY(mutex);
 
-  Ledger ledger;  // outlives the backend, whose forward counts as a reader
+  Ledger ledger
+      KVPAGER_GUARDED_BY(mutex);  // outlives the backend, whose forward counts as a reader
 
   // Bytes. Memory is had before anything is kept of it.
   const std::unique_ptr<Backend> backend;
 
   // Bookkeeping.
-  SlotPool<BlockId> blocks;
-  SlotPool<SlotId> host_slots;
-  SlotPool<SlotId> disk_slots;
-  SlotPool<SlotId> summary_slots;
+  SlotPool<BlockId> blocks KVPAGER_GUARDED_BY(mutex);
+  SlotPool<SlotId> host_slots KVPAGER_GUARDED_BY(mutex);
+  SlotPool<SlotId> disk_slots KVPAGER_GUARDED_BY(mutex);
+  SlotPool<SlotId> summary_slots KVPAGER_GUARDED_BY(mutex);
   // Who leaves first, and what of it is known: of the pool, of the host arena for disk, and of copies
   // in the host arena. Notes, which a question brings up to date.
-  mutable LeaveOrder victims;
-  mutable LeaveOrder spills;
-  mutable LeaveOrder host_copies;
-  mutable std::vector<uint8_t> sheltered;  // [records], as far as marked; of the two orders' notes
-  std::map<int64_t, Sequence> sequences;
-  std::map<int64_t, PinRange> pins;
-  int64_t reserved_homes = 0;    // sum over sequences
-  int64_t referenced_homes = 0;  // records that need a home and are used by a sequence
-  int64_t restored_records = 0;  // records backed by a snapshot
-  uint64_t clock = 0;            // forwards begun
+  mutable LeaveOrder victims KVPAGER_GUARDED_BY(mutex);
+  mutable LeaveOrder spills KVPAGER_GUARDED_BY(mutex);
+  mutable LeaveOrder host_copies KVPAGER_GUARDED_BY(mutex);
+  mutable std::vector<uint8_t> sheltered
+      KVPAGER_GUARDED_BY(mutex);  // [records], as far as marked; of the two orders' notes
+  std::map<int64_t, Sequence> sequences KVPAGER_GUARDED_BY(mutex);
+  std::map<int64_t, PinRange> pins KVPAGER_GUARDED_BY(mutex);
+  int64_t reserved_homes KVPAGER_GUARDED_BY(mutex) = 0;  // sum over sequences
+  int64_t referenced_homes KVPAGER_GUARDED_BY(mutex) =
+      0;  // records that need a home and are used by a sequence
+  int64_t restored_records KVPAGER_GUARDED_BY(mutex) = 0;  // records backed by a snapshot
+  uint64_t clock KVPAGER_GUARDED_BY(mutex) = 0;            // forwards begun
 
-  std::optional<Forward> forward;
+  std::optional<Forward> forward KVPAGER_GUARDED_BY(mutex);
   std::atomic<uint64_t> running{0};  // its number, for those who do not hold the lock; 0: none
 };
 

@@ -184,12 +184,14 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
 // noted beside them is found out when it comes up.
 void Pager::Impl::check_orders() const {
   const auto check = [&](const LeaveOrder& order, const auto& candidate, const auto& facts_of) {
+    mutex.held();
     if (order.stale()) return;
     std::map<int32_t, int> known;
     for (const VictimFacts& note : order.notes()) {
       if (facts_of(note.record) == note) ++known[note.record.value()];
     }
     ledger.each([&](RecordId id, const ChunkRecord& record) {
+      mutex.held();
       if (candidate(record) && known[id.value()] == 0) {
         throw InvariantError(str("invariant 2: record ", id.value(), " (chunk ", record.index,
                                  ") may leave and is not noted for it"));
@@ -199,12 +201,18 @@ void Pager::Impl::check_orders() const {
   if (!victims.stale() && sheltered != sheltered_records()) {
     throw InvariantError("invariant 2: who is sheltered is not who was noted to be");
   }
-  const auto all_facts = [&](RecordId id) { return facts(id); };
+  const auto all_facts = [&](RecordId id) {
+    mutex.held();
+    return facts(id);
+  };
   check(victims, [&](const ChunkRecord& record) { return evictable(record); }, all_facts);
   check(spills, [](const ChunkRecord& record) { return record.home_on_host(); }, all_facts);
   check(
       host_copies, [](const ChunkRecord& record) { return record.host_copy(); },
-      [&](RecordId id) { return use_alone(id); });
+      [&](RecordId id) {
+        mutex.held();
+        return use_alone(id);
+      });
 }
 
 void Pager::Impl::check_invariants() const {
@@ -222,6 +230,7 @@ void Pager::Impl::check_invariants() const {
   int64_t cached = 0;
   int64_t held = 0;
   ledger.each([&](RecordId id, const ChunkRecord& record) {
+    mutex.held();
     const std::string name = str("record ", id.value(), " (chunk ", record.index, ")");
     if (record.resident()) {
       require(blocks.taken(record.block), 1, name + " owns a block that is free");

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <exception>
-#include <mutex>
 
 #include "pager/impl.h"
 
@@ -12,34 +11,41 @@ namespace kvpager {
 // not count.
 inline thread_local bool checking_invariants = false;
 
+// A step names the mutex by the pager that it is a step of, which is none of locked()'s names for it.
+template <class Step>
+decltype(auto) run_step(const Step& step) KVPAGER_UNCHECKED_LOCKING {
+  return step();
+}
+
 // Runs a step under the lock. Checking builds restate the invariants after it, also when it failed:
 // a failed step must leave a pager as sound as a successful one.
 template <class Step>
 auto locked(Pager::Impl& impl, const Step& step) {
   impl.process.require("pager");  // first: a thread the child has not may hold the lock for ever
-  const std::lock_guard<std::mutex> lock(impl.mutex);
+  const MutexLock lock(impl.mutex);
 #ifdef KVPAGER_CHECK_INVARIANTS
   const auto restate = [&impl] {
     struct Checking {
       Checking() { checking_invariants = true; }
       ~Checking() { checking_invariants = false; }
     } const checking;
+    impl.mutex.held();
     impl.check_invariants();
   };
   struct Check {
-    const decltype(restate)& run;
+    const decltype(restate)& check;
     ~Check() noexcept(false) {
-      if (std::uncaught_exceptions() == 0) run();
+      if (std::uncaught_exceptions() == 0) check();
     }
-  } check{restate};
+  } at_end{restate};
   try {
-    return step();
+    return run_step(step);
   } catch (...) {
     restate();
     throw;
   }
 #else
-  return step();
+  return run_step(step);
 #endif
 }
 

@@ -162,44 +162,51 @@ int Pager::attention_version(DType q_dtype) const {
 }
 
 SequenceId Pager::create_sequence(const std::string& salt) {
-  return locked(*impl_, [&] { return impl_->create_sequence(salt).id; });
+  return locked(*impl_,
+                [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->create_sequence(salt).id; });
 }
 void Pager::destroy_sequence(SequenceId sequence) {
-  locked(*impl_, [&] { impl_->destroy_sequence(sequence); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->destroy_sequence(sequence); });
 }
 void Pager::drop_sequence(SequenceId sequence) noexcept {
   try {
-    locked(*impl_, [&] { impl_->drop_sequence(sequence); });
+    locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->drop_sequence(sequence); });
   } catch (const InvalidArgumentError&) {  // in a forked child: it is the parent's
   }
 }
 SequenceId Pager::fork(SequenceId sequence) {
-  return locked(*impl_, [&] { return impl_->fork(sequence); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->fork(sequence); });
 }
 void Pager::trim(SequenceId sequence, int64_t position) {
-  locked(*impl_, [&] { impl_->trim(sequence, position); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->trim(sequence, position); });
 }
 int64_t Pager::length(SequenceId sequence) const {
-  return locked(*impl_, [&] { return impl_->find(sequence).length; });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->find(sequence).length; });
 }
 std::vector<TokenId> Pager::tokens(SequenceId sequence) const {
-  return locked(*impl_, [&] {
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
     const TokenLog& tokens = impl_->find(sequence).tokens;
     return tokens.first(tokens.size());
   });
 }
 int64_t Pager::released(SequenceId sequence) const {
-  return locked(*impl_,
-                [&] { return impl_->find(sequence).released * impl_->layout.chunk_tokens; });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    return impl_->find(sequence).released * impl_->layout.chunk_tokens;
+  });
 }
 int64_t Pager::earliest_trim(SequenceId sequence) const {
-  return locked(*impl_, [&] { return impl_->earliest_trim(impl_->find(sequence)); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    return impl_->earliest_trim(impl_->find(sequence));
+  });
 }
 void Pager::reserve(SequenceId sequence, int64_t total_tokens) {
-  locked(*impl_, [&] { impl_->reserve(impl_->find(sequence), total_tokens); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    impl_->reserve(impl_->find(sequence), total_tokens);
+  });
 }
 int64_t Pager::adopt_prefix(SequenceId sequence, const std::vector<TokenId>& tokens) {
-  return locked(*impl_, [&] { return impl_->adopt_prefix(sequence, tokens); });
+  return locked(
+      *impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->adopt_prefix(sequence, tokens); });
 }
 uint64_t Pager::begin(const std::vector<RowDescriptor>& rows, void* stream) {
   std::vector<RowSpan> spans;
@@ -224,68 +231,74 @@ uint64_t Pager::begin(const std::vector<RowSpan>& spans, std::vector<TokenId> to
 }
 uint64_t Pager::begin(const std::vector<RowSpan>& spans, std::vector<TokenId> tokens,
                       ForwardOptions forward_options) {
-  return locked(*impl_, [&] {
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
     impl_->begin(spans, std::move(tokens), std::move(forward_options));
     return impl_->forward->number;
   });
 }
 void Pager::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream) {
-  locked(*impl_, [&] { impl_->give(k, v, stream); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->give(k, v, stream); });
 }
 void Pager::attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
                    const TensorView& out, const AttendOptions& attend_options) {
-  locked(*impl_, [&] { impl_->attend(layer, q, k, v, out, attend_options); });
+  locked(*impl_,
+         [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->attend(layer, q, k, v, out, attend_options); });
 }
 void Pager::write(int layer, const TensorView& k, const TensorView& v, void* stream) {
-  locked(*impl_, [&] { impl_->write(layer, k, v, stream); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->write(layer, k, v, stream); });
 }
 uint64_t Pager::generation() const {
-  return locked(*impl_, [&] { return impl_->backend->generation(); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->backend->generation(); });
 }
 void Pager::mark_replayed(uint64_t generation, void* stream) {
-  locked(*impl_, [&] { impl_->mark_replayed(generation, stream); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->mark_replayed(generation, stream); });
 }
 void Pager::commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,
                    Provenance provenance) {
-  locked(*impl_, [&] { impl_->commit(sequences, accepted, provenance); });
+  locked(*impl_,
+         [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->commit(sequences, accepted, provenance); });
 }
 void Pager::commit_all(Provenance provenance) {
-  locked(*impl_, [&] { impl_->commit_all(provenance); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->commit_all(provenance); });
 }
 void Pager::abort() {
-  locked(*impl_, [&] { impl_->abort(); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->abort(); });
 }
 void Pager::abort(uint64_t number) {
-  locked(*impl_, [&] {
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
     if (impl_->forward && impl_->forward->number == number) impl_->abort();
   });
 }
 bool Pager::forked() const noexcept { return impl_->process.forked(); }
 uint64_t Pager::running_forward() const { return impl_->running; }
 bool Pager::forward_running() const {
-  return locked(*impl_, [&] { return impl_->forward.has_value(); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->forward.has_value(); });
 }
 std::vector<std::vector<int32_t>> Pager::select(SequenceId sequence, int layer, const TensorView& q,
                                                 int64_t position, int64_t window) {
-  return locked(*impl_, [&] { return impl_->select(sequence, layer, q, position, window); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    return impl_->select(sequence, layer, q, position, window);
+  });
 }
 void Pager::read_kv(SequenceId sequence, int layer, int64_t start, int64_t stop, std::byte* k,
                     std::byte* v) {
-  locked(*impl_, [&] { impl_->read_kv(sequence, layer, start, stop, k, v); });
+  locked(*impl_,
+         [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->read_kv(sequence, layer, start, stop, k, v); });
 }
 PinId Pager::pin(SequenceId sequence, int64_t start, int64_t stop) {
-  return locked(*impl_, [&] { return impl_->pin(sequence, start, stop); });
+  return locked(*impl_,
+                [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->pin(sequence, start, stop); });
 }
 void Pager::unpin(PinId pin) {
-  locked(*impl_, [&] { impl_->unpin(pin); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->unpin(pin); });
 }
 int64_t Pager::evict_all() {
-  return locked(*impl_, [&] { return impl_->evict_all(); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->evict_all(); });
 }
 SequenceId Pager::restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
                           Provenance provenance, const std::string& file_namespace, int64_t upto,
                           const ReleasedText& before) {
-  return locked(*impl_, [&] {
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
     return impl_->restore(std::move(reader), salt, provenance, file_namespace, upto, before);
   });
 }
@@ -314,14 +327,14 @@ std::vector<Hash128> Pager::legacy_chain_hashes(const std::vector<TokenId>& toke
   return hashes;
 }
 std::vector<ChunkInfo> Pager::ledger(SequenceId sequence) const {
-  return locked(*impl_, [&] { return impl_->inspect(sequence); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->inspect(sequence); });
 }
 PagerStats Pager::stats() const {
-  return locked(*impl_, [&] { return impl_->stats(); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->stats(); });
 }
 void Pager::check_invariants() const {
   impl_->process.require("pager");
-  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   impl_->check_invariants();
 }
 

@@ -107,6 +107,7 @@ bool Pager::Impl::blocks_to_be_had(int64_t count) const {
   note_victims();
   return victims
       .first([&](const VictimFacts& note) {
+        mutex.held();
         if (!evictable(ledger[note.record]) || !(facts(note.record) == note)) return Verdict::kGone;
         return --more == 0 ? Verdict::kLeaves : Verdict::kStays;
       })
@@ -196,7 +197,10 @@ void Pager::Impl::note_victims() const {
   spills.forget();  // noted by what was sheltered before
   note_all(
       ledger, &victims, [&](const ChunkRecord& record) { return evictable(record); },
-      [&](RecordId id) { return facts(id); });
+      [&](RecordId id) {
+        mutex.held();
+        return facts(id);
+      });
 }
 
 // A chunk whose home has not arrived yet would have to be waited for: it leaves after all others, and
@@ -207,6 +211,7 @@ std::optional<VictimFacts> Pager::Impl::next_victim() const {
   std::optional<VictimFacts> soonest;
   uint64_t soonest_arrives = 0;
   const auto found = victims.first([&](const VictimFacts& note) {
+    mutex.held();
     const ChunkRecord& record = ledger[note.record];
     if (!evictable(record) || !(facts(note.record) == note)) return Verdict::kGone;
     const uint64_t arrives = backend->arriving(record);
@@ -309,9 +314,13 @@ std::optional<RecordId> Pager::Impl::next_to_spill(HostReaders readers) const {
   if (spills.stale()) {
     note_all(
         ledger, &spills, [](const ChunkRecord& record) { return record.home_on_host(); },
-        [&](RecordId id) { return facts(id); });
+        [&](RecordId id) {
+          mutex.held();
+          return facts(id);
+        });
   }
   const auto found = spills.first([&](const VictimFacts& note) {
+    mutex.held();
     const ChunkRecord& record = ledger[note.record];
     if (!record.home_on_host() || !(facts(note.record) == note)) return Verdict::kGone;
     const bool in_use = record.borrows > 0 || host_read(record, readers);
@@ -410,9 +419,13 @@ std::optional<RecordId> Pager::Impl::next_host_copy(HostReaders readers) const {
   if (host_copies.stale()) {
     note_all(
         ledger, &host_copies, [](const ChunkRecord& record) { return record.host_copy(); },
-        [&](RecordId id) { return use_alone(id); });
+        [&](RecordId id) {
+          mutex.held();
+          return use_alone(id);
+        });
   }
   const auto found = host_copies.first([&](const VictimFacts& note) {
+    mutex.held();
     const ChunkRecord& record = ledger[note.record];
     if (!record.host_copy() || !(use_alone(note.record) == note)) return Verdict::kGone;
     return host_read(record, readers) ? Verdict::kStays : Verdict::kLeaves;

@@ -311,6 +311,7 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   // What follows a chunk that is new here is another's, unless nobody has the one before and the bytes
   // are the file's. One name, other bytes: a damaged chunk is healed by none but its own.
   const auto may_share = [&](RecordId found, int64_t i) {
+    mutex.held();
     const RecordId previous = i > 0 ? plan.back().existing : RecordId();
     const bool known = i == 0 || previous.value() >= 0;
     const bool follows = known && continues(found, released / c + i, previous);

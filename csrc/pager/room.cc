@@ -32,6 +32,7 @@ RoomLease::RoomLease(Pager::Impl& pager, const std::vector<RecordId>& ids, HostR
 }
 
 std::optional<SlotId> RoomLease::host_slot(const ChunkRecord& record, HostRoom host) {
+  pager_.mutex.held();
   if (host == HostRoom::kNone) return std::nullopt;
   if (host == HostRoom::kIdle) {
     return record.source != nullptr ? pager_.host_slots.take() : std::nullopt;
@@ -48,6 +49,7 @@ std::optional<SlotId> RoomLease::host_slot(const ChunkRecord& record, HostRoom h
 // Where the chunks find no room, they are what is named; a frontier that finds none is refused as any
 // other taker of blocks.
 void RoomLease::require_blocks(int64_t to_pool, int64_t beside, const char* action) const {
+  pager_.mutex.held();
   if (pager_.blocks_to_be_had(to_pool + beside) || !pager_.blocks_to_be_had(beside)) return;
   const int64_t each = pager_.layout.chunk_bytes();
   const int64_t bytes = (pager_.host_slots.slots() + to_pool) * each;
@@ -64,6 +66,7 @@ void RoomLease::require_blocks(int64_t to_pool, int64_t beside, const char* acti
 // A cold file is read by one thread where the system is not told ahead: two make two streams of it,
 // which disks have read at a third of the rate of one.
 void RoomLease::bring_up(Reading reading) {
+  pager_.mutex.held();
   if (arrivals_.empty()) return;
   if (reading == Reading::kTogether) {
     for (const Arrival& arrival : arrivals_) {

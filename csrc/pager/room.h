@@ -55,6 +55,6 @@ class RoomLease {
 
 // Whatever the rows of a forward may see stays where it is. What of it is below memory goes to `missing`.
 void hold_visible(Pager::Impl& pager, const Forward& forward, Readers* readers,
-                  std::vector<RecordId>* missing);
+                  std::vector<RecordId>* missing) KVPAGER_HOLDS(pager.mutex);
 
 }  // namespace kvpager

@@ -287,6 +287,7 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
   int64_t first = 0;
   auto last = static_cast<int64_t>(chain.size());
   const auto can_adopt = [&] {
+    mutex.held();
     const Link& link = chain[static_cast<size_t>(last - 1)];
     if (link.record.value() < 0 || link.run > behind(last * c, 0)) return false;
     first = std::max(link.run, behind(last * c, options.rewind));
@@ -353,6 +354,7 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
                             frontier_blocks(), " kept for running forwards)"));
   }
   const auto add = [&](int32_t amount) {
+    mutex.held();
     for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
       sequence.use(chunk).pins += amount;
       ledger.pin(sequence.use(chunk).record, amount);

@@ -1,9 +1,9 @@
 #include "snapshot/packs.h"
 
 #include <map>
-#include <mutex>
 
 #include "kvpager/error.h"
+#include "kvpager/mutex.h"
 #include "snapshot/metadata.h"
 
 namespace kvpager::snapshot {
@@ -18,13 +18,13 @@ class OpenPacks {
     if (known != nullptr && known->is_what_the_name_leads_to()) return known;
     auto file = std::make_shared<InputFile>(path);
     file->lock_shared();
-    const std::lock_guard<std::mutex> guard(mutex_);
+    const MutexLock guard(mutex_);
     files_[path] = file;
     return file;
   }
 
   void forget_closed() {
-    const std::lock_guard<std::mutex> guard(mutex_);
+    const MutexLock guard(mutex_);
     for (auto it = files_.begin(); it != files_.end();) {
       it = it->second.expired() ? files_.erase(it) : std::next(it);
     }
@@ -32,13 +32,13 @@ class OpenPacks {
 
  private:
   std::shared_ptr<const InputFile> find(const std::string& path) {
-    const std::lock_guard<std::mutex> guard(mutex_);
+    const MutexLock guard(mutex_);
     const auto it = files_.find(path);
     return it == files_.end() ? nullptr : it->second.lock();
   }
 
-  std::mutex mutex_;
-  std::map<std::string, std::weak_ptr<const InputFile>> files_;
+  Mutex mutex_;
+  std::map<std::string, std::weak_ptr<const InputFile>> files_ KVPAGER_GUARDED_BY(mutex_);
 };
 
 OpenPacks& open_files() {

@@ -4,13 +4,13 @@
 #include <atomic>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <system_error>
 #include <thread>
 #include <tuple>
 
 #include "kvpager/error.h"
+#include "kvpager/mutex.h"
 #include "kvpager/process.h"
 
 namespace kvpager::snapshot {
@@ -60,9 +60,9 @@ class Verification {
   Plan plan_;
   std::atomic<size_t> next_{0};
   std::atomic<int64_t> done_{0};
-  std::mutex mutex_;  // guards what follows
-  std::vector<SnapshotDamage> damage_;
-  std::exception_ptr failure_;
+  Mutex mutex_;
+  std::vector<SnapshotDamage> damage_ KVPAGER_GUARDED_BY(mutex_);
+  std::exception_ptr failure_ KVPAGER_GUARDED_BY(mutex_);
   const MadeIn process_;
 };
 
@@ -133,7 +133,7 @@ void Verification::plan() {
 }
 
 void Verification::found(int64_t chunk, int layer, const std::string& message) {
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const MutexLock guard(mutex_);
   damage_.push_back({chunk, layer, message});
 }
 
@@ -218,7 +218,7 @@ void Verification::work(const SnapshotProgress* progress) {
       failure_ = std::current_exception();
       return;
     }
-    const std::lock_guard<std::mutex> guard(mutex_);
+    const MutexLock guard(mutex_);
     if (failure_ == nullptr) failure_ = std::current_exception();
   }
 }
@@ -237,10 +237,12 @@ std::vector<SnapshotDamage> Verification::run(int threads, const SnapshotProgres
   }
   work(&progress);
   if (process_.forked()) {  // a child has no such threads, and cannot even let them go
+    mutex_.held();
     static_cast<void>(team.release());
     std::rethrow_exception(failure_);
   }
   for (std::thread& thread : *team) thread.join();
+  mutex_.held();  // nobody else is left
   if (failure_ != nullptr) std::rethrow_exception(failure_);
   if (progress) progress(plan_.total, plan_.total);
   std::sort(damage_.begin(), damage_.end(), [](const auto& a, const auto& b) {
