@@ -48,7 +48,7 @@ PAGING = (
     ),
     Mutant(
         name="chunk-tables-of-a-large-forward-are-kept",
-        breaks="what a forward needed beyond the budget of scratch memory is given back when it ends",
+        breaks="what a forward needed beyond the budget of scratch is given back when it ends",
         file="csrc/pager/host_bytes.cc",
         old="  parts_ = {};\n",
         new="",
