@@ -120,19 +120,25 @@ int64_t HostBackend::scratch_bytes() const {
   return bytes;
 }
 
+// Assigning {} would keep the memory.
+template <class T>
+static void forget(std::vector<T>& many) {
+  std::vector<T>().swap(many);
+}
+
 // A prompt's forwards of many rows need more than the decode steps after them, and so do those of many
 // long sequences. Nothing of such a forward is kept.
 void HostBackend::end() noexcept {
   if (scratch_bytes() <= kKeptScratch) return;
   workspace_.release();
   scan_.release();
-  parts_ = {};
-  scan_rows_ = {};
-  chosen_ = {};
-  chosen_flat_ = {};
-  chosen_offsets_ = {};
-  write_targets_ = {};
-  give_targets_ = {};
+  forget(parts_);
+  forget(scan_rows_);
+  forget(chosen_);
+  forget(chosen_flat_);
+  forget(chosen_offsets_);
+  forget(write_targets_);
+  forget(give_targets_);
 }
 
 void HostBackend::check_invariants() {

@@ -50,7 +50,7 @@ PAGING = (
         name="chunk-tables-of-a-large-forward-are-kept",
         breaks="what a forward needed beyond the budget of scratch is given back when it ends",
         file="csrc/pager/host_bytes.cc",
-        old="  parts_ = {};\n",
+        old="  forget(parts_);\n",
         new="",
         killers=(
             "python/test_scratch.py::test_chunk_tables_of_many_long_sequences_are_given_back",
