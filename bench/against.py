@@ -1,4 +1,4 @@
-"""What a change costs: decode and prefill of this tree beside those of another checkout.
+"""What a change costs: this tree's decode, prefill, save and restore beside another checkout's.
 
     git worktree add ../before v0.1 && (cd ../before && make build)
     .venv/bin/python bench/against.py ../before/.venv/bin/python
@@ -11,7 +11,7 @@ before it: every prompt is new, and its session is closed when the round ends.
 Two processes of one checkout differ by some percent, by where their memory happens to lie. So the
 processes are started anew several times, and the interval is one of starts: each draws its pairs.
 
-The figures go to bench/results/against.json, with the commits of both.
+The figures go to bench/results/against.json, or to --output, with the commits of both.
 """
 
 from __future__ import annotations
@@ -23,33 +23,41 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-ROUND = {  # tokens of a round: of some tenths of a second, where a step takes that little
+ROUND = {  # tokens of a round, or how often: some tenths of a second, where a step takes so little
     "decode tiny-fp32": 128,
     "decode tiny-fp32, 16 sessions": 40,
     "decode gqa8-bf16": 16,
     "prefill tiny-fp32": 4096,
     "prefill gqa8-bf16": 512,
+    "save tiny-fp32": 20,
+    "save tiny-fp32, to a store": 10,
+    "restore tiny-fp32": 60,
 }
+SAVED = 4096  # tokens of what is saved
 CONTEXT = 200  # tokens before what is decoded
 LAYERS = 4
 
 Seconds = tuple[float, float]  # of the clock, of the processor
 
 
-def measure(ours: str, other: str, starts: int, pairs: int, threads: int) -> dict[str, Any]:
+def measure(
+    ours: str, other: str, works: Sequence[str], starts: int, pairs: int, threads: int
+) -> dict[str, Any]:
     """Seconds of each round, of both checkouts in turn."""
-    rounds: dict[str, list[list[tuple[Seconds, Seconds]]]] = {work: [] for work in ROUND}
+    rounds: dict[str, list[list[tuple[Seconds, Seconds]]]] = {work: [] for work in works}
     order = random.Random(0)
     for start in range(starts):
         runners = [_Runner(ours, threads), _Runner(other, threads)]
         try:
-            for work in ROUND:
+            for work in works:
                 rounds[work].append([])
                 for number in range(-1, pairs):
                     pair: list[Seconds] = [(0.0, 0.0)] * 2
@@ -164,10 +172,18 @@ def serve() -> None:
         print(*works[work](number), flush=True)
 
 
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """In memory, where there is room: a disk would be most of the time, and the same for both."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
 def _works() -> dict[str, Callable[[int], Seconds]]:
     import numpy as np
 
-    from kvpager import Engine
+    from kvpager import DirectoryStore, Engine
     from kvpager_bench import subjects
 
     engines = {
@@ -204,15 +220,43 @@ def _works() -> dict[str, Callable[[int], Seconds]]:
         session.close()
         return seconds
 
+    def save(name: str, times: int, number: int, *, to_store: bool) -> Seconds:
+        engine = engines[name]
+        with _folder() as folder, engine.session() as session:
+            session.prefill(ids(engine, SAVED, number))
+            store = DirectoryStore(folder / "store") if to_store else None
+            timer = Timer()
+            for turn in range(times):
+                if to_store:
+                    session.save(f"turn-{turn}", store=store)
+                else:
+                    session.save(folder / "saved.kvsnap")
+            return timer.seconds()
+
+    def restore(name: str, times: int, number: int) -> Seconds:
+        engine = engines[name]
+        with _folder() as folder:
+            with engine.session() as session:
+                session.prefill(ids(engine, SAVED, number))
+                session.save(folder / "saved.kvsnap")
+            timer = Timer()
+            for _ in range(times):
+                engine.restore(folder / "saved.kvsnap").close()
+            return timer.seconds()
+
     works: dict[str, Callable[[int], Seconds]] = {}
     for work, tokens in ROUND.items():
         kind, _, rest = work.partition(" ")
         name, _, packed = rest.partition(", ")
-        sessions = int(packed.split()[0]) if packed else 1
         if kind == "decode":
+            sessions = int(packed.split()[0]) if packed else 1
             works[work] = lambda n, a=name, b=sessions, c=tokens: decode(a, b, c, n)
-        else:
+        elif kind == "prefill":
             works[work] = lambda n, a=name, c=tokens: prefill(a, c, n)
+        elif kind == "save":
+            works[work] = lambda n, a=name, c=tokens, s=bool(packed): save(a, c, n, to_store=s)
+        else:
+            works[work] = lambda n, a=name, c=tokens: restore(a, c, n)
     return works
 
 
@@ -228,6 +272,15 @@ def main() -> None:
     )
     parser.add_argument(
         "--threads", type=int, default=2, help="torch threads (default %(default)s)"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=list(ROUND), choices=list(ROUND), metavar="WORK"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "bench" / "results" / "against.json",
+        help="where the figures go (default bench/results/against.json)",
     )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -246,12 +299,16 @@ def main() -> None:
         "environment": {**harness.environment(), "threads": arguments.threads},
         "other_commit": _commit(Path(other).parents[2]),
         "results": measure(
-            sys.executable, other, arguments.starts, arguments.pairs, arguments.threads
+            sys.executable,
+            other,
+            arguments.only,
+            arguments.starts,
+            arguments.pairs,
+            arguments.threads,
         ),
     }
-    target = ROOT / "bench" / "results" / "against.json"
-    target.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"wrote {target.relative_to(ROOT)}")
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {arguments.output}")
 
 
 def _commit(folder: Path) -> str:
