@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import torch
 import transformers
+from interruptions import interrupted, returns_of
 from reference_models import COMMON, build, make_engine, prompt
 
 from kvpager import UnsupportedModelError
 from kvpager.hf.cancelling import cancelling_product
 from kvpager.hf.operation_trial import OperationTrial, Pair
-from kvpager.hf.operations import MOVE, UNKNOWN, Recording, kind_of
+from kvpager.hf.operations import MOVE, UNKNOWN, kind_of, recorded
 from kvpager.hf.rowwise import RowwiseProbe, Sample
 from kvpager.hf.telling import telling_numbers
 
@@ -40,9 +43,8 @@ def mixture(seed=0, dtype=torch.float32):
 def operation(function, *shapes, dtype=torch.float32):
     """The last operation that a function of tensors of these shapes records."""
     given = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-    with torch.inference_mode(), Recording() as recording:
-        function(*given)
-    return recording.operations[-1]
+    with torch.inference_mode():
+        return recorded(lambda: function(*given))[-1]
 
 
 def alike(function, rows, count, width=(), dtype=torch.float32):
@@ -254,8 +256,24 @@ def test_a_forward_that_is_recorded_computes_no_product():
         return torch.sigmoid(torch.nn.functional.linear(x + 1, torch.ones(8, 4)))
 
     x = torch.ones(1, 3, 4)
-    with torch.inference_mode(), Recording() as recording:
-        result = function(x)
-    assert torch.equal(result, torch.full((1, 3, 8), 0.5))
-    assert [op.name for op in recording.operations] == ["add", "mm", "sigmoid"]
-    assert [op.results[0].shape for op in recording.operations] == [(1, 3, 4), (3, 8), (1, 3, 8)]
+    results = []
+    with torch.inference_mode():
+        operations = recorded(lambda: results.append(function(x)))
+    assert torch.equal(results[0], torch.full((1, 3, 8), 0.5))
+    assert [op.name for op in operations] == ["add", "mm", "sigmoid"]
+    assert [op.results[0].shape for op in operations] == [(1, 3, 4), (3, 8), (1, 3, 8)]
+
+
+def test_no_interrupt_of_a_recording_leaves_products_that_give_zeros():
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+
+    def record():
+        recorded(lambda: torch.nn.functional.gelu(a @ b) @ b.T)
+
+    record()
+    for moment in range(returns_of(record)):
+        with suppress(KeyboardInterrupt), interrupted(moment):
+            record()
+        assert (a @ b == 4).all(), moment
+        recorded(lambda: a @ b)
+        assert torch._C._len_torch_dispatch_stack() == 0, moment

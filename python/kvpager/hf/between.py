@@ -19,7 +19,7 @@ from kvpager.hf.decoder import decoder_of
 from kvpager.hf.head import Head
 from kvpager.hf.observe import Observation, Recorder, packed_inputs
 from kvpager.hf.operation_trial import OperationTrial, Pair, trial_of
-from kvpager.hf.operations import PRODUCT, UNKNOWN, Operation, Recording
+from kvpager.hf.operations import PRODUCT, UNKNOWN, Operation, recorded
 from kvpager.hf.support import has_expert_weights
 from kvpager.hf.units import tried_products
 
@@ -59,10 +59,7 @@ class Between:
         return {count: what for count in counts if (what := self._difference(count))}
 
     def _recorded(self, count: int) -> list[Operation]:
-        with Recording(self._tried) as recording:
-            self._run(count)
-        operations: list[Operation] = recording.operations
-        return operations
+        return recorded(lambda: self._run(count), self._tried)
 
     def _require_independent_rows(self) -> None:
         few = 2 if self._base != 2 else 3  # beside which the dimensions of rows show

@@ -7,12 +7,15 @@ real forward, and nothing else decides a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvpager import _core
 
 _ALIGNMENT = 64  # bytes: a processor's cache line, to which torch aligns what it allocates
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"})
@@ -140,11 +143,38 @@ def rebuilt(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return tuple(rebuilt(item, tensors) for item in value) if isinstance(value, tuple) else value
 
 
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, notes every operation that computes something, in order."""
+def recorded(call: Callable[[], object], tried: frozenset[int] = frozenset()) -> list[Operation]:
+    """Every operation of a call that computes something, in order. Products give zeros meanwhile.
+
+    Args:
+        call: what to run, in this thread.
+        tried: addresses of weights whose products were tried otherwise.
+    """
+    recording = _Recording(tried)
+    try:
+        # Entered and left natively, so that an interrupt cannot strike in between: torch enters and
+        # leaves a mode in several steps of Python, and what was zero by then would be for ever.
+        with _core.ContextValue(_active, recording), recording:
+            call()
+    finally:
+        _take_left_behind()
+    return recording.operations
+
+
+_active: ContextVar[_Recording | None] = ContextVar("kvpager_recording", default=None)
+
+
+def _take_left_behind() -> None:
+    """Takes away modes that an interrupt has kept torch from taking away."""
+    stack = torch._C._len_torch_dispatch_stack  # noqa: SLF001  # no public way
+    while stack() and isinstance(torch._C._get_dispatch_stack_at(stack() - 1), _Recording):  # noqa: SLF001
+        torch._C._pop_torch_dispatch_stack(None)  # noqa: SLF001
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is the active one, notes every operation; otherwise does nothing to any."""
 
     def __init__(self, tried: frozenset[int] = frozenset()) -> None:
-        """`tried`: addresses of weights whose products were tried otherwise."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self._tried = tried
@@ -159,6 +189,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Calls `func`, or gives zeros for it."""
         kwargs = kwargs or {}
+        if _active.get() is not self:
+            return func(*args, **kwargs)
         if func not in self._whole:
             with self:  # what a composite function calls comes here too
                 made = func.decompose(*args, **kwargs)
