@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
 import xxhash
 from blake3 import blake3
 
-_BLOCK = 64 << 20  # bytes per task, so that one large embedding keeps all threads busy
+_BLOCK = 64 << 20  # bytes hashed at a time
+_SHARED = 16 << 20  # bytes of a block from which on threads that begin for it are worth their start
 
 Progress = Callable[[int, int], object]
 
@@ -26,7 +26,7 @@ def weights_digest(model: Any, progress: Progress | None = None) -> str:
         model: the model.
         progress: called with (bytes hashed, bytes in all), from this thread.
     """
-    return _digest(model, progress, blake3, lambda block: blake3(block).digest())
+    return _digest(model, progress, blake3, _blake3)
 
 
 def old_weights_digest(model: Any) -> str:
@@ -44,29 +44,29 @@ def _digest(
     total = sum(tensor.nbytes for _, tensor in tensors)
     report = progress or (lambda done, total: None)
     summary = hasher()
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        hashed = [
-            (name, tensor, [pool.submit(_of_block, part, of_block) for part in _blocks(tensor)])
-            for name, tensor in tensors
-        ]
-        done = 0
-        report(done, total)
-        for part in as_completed([part for _, _, parts in hashed for part in parts]):
-            done += part.result()[1]
+    done = 0
+    report(done, total)
+    for name, tensor in tensors:
+        summary.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
+        for block in _blocks(tensor):
+            summary.update(of_block(_on_host(block).numpy()))
+            done += len(block)
             report(done, total)
-        for name, tensor, parts in hashed:
-            summary.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
-            for part in parts:
-                summary.update(part.result()[0])
     return str(summary.hexdigest())
 
 
-def _of_block(block: torch.Tensor, digest: Callable[[Any], bytes]) -> tuple[bytes, int]:
-    if block.is_cuda:
-        host = torch.empty(len(block), dtype=torch.uint8, device="cpu", pin_memory=True)
-        block = host.copy_(block)
-    raw: Any = block.numpy()
-    return digest(raw), len(block)
+def _blake3(block: Any) -> bytes:
+    # Threads of its own: an executor of Python's can be interrupted into waiting for ever, and one
+    # pool for all has no threads any more in a forked child.
+    threads = min(8, os.cpu_count() or 1) if len(block) >= _SHARED else 1
+    return blake3(block, max_threads=threads).digest()
+
+
+def _on_host(block: torch.Tensor) -> torch.Tensor:
+    if not block.is_cuda:
+        return block
+    host = torch.empty(len(block), dtype=torch.uint8, device="cpu", pin_memory=True)
+    return host.copy_(block)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

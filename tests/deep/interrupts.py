@@ -33,7 +33,7 @@ from deep.record import chosen, write
 from deep.worlds import Templates
 from kvpager.plan import measure
 
-LONG_MOST = 1000  # of operations that look at the whole model, which have tens of thousands
+LONG_MOST = 300  # of operations that look at the whole model, which have tens of thousands
 
 
 @dataclass

@@ -8,14 +8,17 @@ import pickle
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from bits import assert_same_bits
-from interruptions import interrupted, returns_of
 from reference_models import COMMON, build, make_engine, prompt
+
+sys.path.append(str(Path(__file__).parents[1] / "python"))
+from interrupts import Interrupter, count_instants
 
 import kvpager
 from kvpager import InvalidArgumentError, UnsupportedModelError
@@ -317,14 +320,14 @@ def assert_interrupted_starts_leave_no_trace(moments, **options):
     with torch.no_grad():
         before = model(ids).logits
     make_engine(model, **options).close()
-    total = returns_of(lambda: make_engine(model, **options).close())
+
+    def start():
+        make_engine(model, **options).close()
+
+    total = count_instants(start)
     threads = torch.get_num_threads()
     for moment in moments(total):
-        try:
-            with interrupted(moment):
-                make_engine(model, **options).close()
-        except BaseException:
-            pass
+        Interrupter(moment).run(start)
         for one in (model, draft):
             assert one.config._attn_implementation == "sdpa", moment
             assert hooks_of(one) == [], moment
