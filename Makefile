@@ -74,8 +74,7 @@ lint: build
 	$(MAKE) --no-print-directory locks
 
 # What mutexes guard (kvpager/mutex.h), by clang's analysis; clang-tidy is a compiler enough for that.
-locks: $(TOOLS_STAMP)
-	[ -x $(BIN)/clang-tidy ] || $(PIP) install --quiet clang-tidy
+locks: build
 	$(BIN)/clang-tidy --quiet --checks='-*,misc-unused-alias-decls,clang-diagnostic-thread-safety*' \
 	  --header-filter='/csrc/' $(LOCKING) -- -std=c++17 -Icsrc/include -Icsrc \
 	  -isystem csrc/third_party -Wthread-safety
@@ -174,8 +173,7 @@ stubs: build ## regenerate python/kvpager/_core.pyi
 	$(PY) scripts/generate_stubs.py
 
 tidy: ctest ## clang-tidy over the C++ sources
-	command -v clang-tidy >/dev/null || $(PIP) install --quiet clang-tidy
-	clang-tidy --quiet -p build/dev --extra-arg=-Wno-unknown-warning-option \
+	$(BIN)/clang-tidy --quiet -p build/dev --extra-arg=-Wno-unknown-warning-option \
 	  $(filter csrc/%.cc,$(filter-out csrc/bindings/%,$(FORMATTED)))
 
 wheel: $(TOOLS_STAMP) ## a wheel and an sdist in dist/

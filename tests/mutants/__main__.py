@@ -1,6 +1,6 @@
 """Applies one mutant at a time to a copy of the tree and expects its named tests to fail.
 
-    cd tests && python -m mutants [--only PART ...] [--keep FOLDER] [--installed]
+    cd tests && python -m mutants [--only PART ...] [--keep FOLDER] [--installed] [--output FILE]
 
 Exit code 0: every mutant was killed by every test it names. 1: one survived, does not apply or does
 not compile, or a named test fails without it. 2: a wrong command line.
@@ -9,10 +9,12 @@ not compile, or a named test fails without it. 2: a wrong command line.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +72,20 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
+def record(findings: Sequence[Finding]) -> str:
+    """What became of each, as JSON."""
+    rows = {
+        finding.mutant.name: {
+            "outcome": finding.outcome,
+            "seconds": round(finding.seconds, 1),
+            **({"detail": finding.detail} if finding.detail else {}),
+        }
+        for finding in findings
+    }
+    killed = sum(finding.outcome == KILLED for finding in findings)
+    return json.dumps({"mutants": len(findings), "killed": killed, "rows": rows}, indent=1) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names or files")
@@ -79,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="compile jobs")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one mutant's tests")
+    parser.add_argument("--output", type=Path, help="a JSON file for what became of each mutant")
     parser.add_argument("--list", action="store_true", help="print the catalogue and stop")
     options = parser.parse_args(arguments)
     chosen = [m for m in CATALOGUE if any(p in m.name or p in m.file for p in options.only)]
@@ -89,9 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{mutant.name}: {mutant.breaks} ({mutant.file})" for mutant in chosen))
         return 0
-    with tempfile.TemporaryDirectory(prefix="kvpager-mutants-") as temporary:
+    with ExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpager-mutants-"))
         folder = (options.keep or Path(temporary)).resolve()
         workshop = Workshop(folder, jobs=options.jobs, installed=options.installed)
+        stack.callback(workshop.close)
         print("making a copy ..." if options.installed else "building a copy ...", flush=True)
         workshop.prepare()
         print("running the named tests without a mutant ...", flush=True)
@@ -101,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutant in sorted(chosen, key=lambda mutant: (not mutant.native, mutant.file)):
             findings.append(judge(workshop, mutant, sound, options.timeout))
             print(f"{findings[-1].outcome:<14} {mutant.name}", flush=True)
+            if options.output:
+                options.output.write_text(record(findings), encoding="utf-8")
     print("\n" + table(findings))
     return any(finding.outcome != KILLED for finding in findings)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvpager import _core
 from mutants.mutant import ROOT, Mutant
+from mutants.preloaded import Preloaded
 
 LEFT_OUT = shutil.ignore_patterns(
     "build", "dist", "*.so", "__pycache__", "results", ".git", ".venv", ".*_cache", ".hypothesis"
@@ -54,6 +55,13 @@ class Workshop:
         self._jobs = jobs
         self._installed = installed
         self._built = installed
+        self._python: Preloaded | None = None
+
+    def close(self) -> None:
+        """Ends the process that runs tests; the folder stays."""
+        if self._python is not None:
+            self._python.close()
+            self._python = None
 
     def prepare(self) -> None:
         """Copies the tree and builds it, unless what is installed is used."""
@@ -72,8 +80,9 @@ class Workshop:
             link = package / extension.name
             link.unlink(missing_ok=True)
             link.symlink_to(extension)
+        self._python = Preloaded(self._tree, self._environment())
         where = "import kvpager, kvpager._core; print(kvpager.__file__)"
-        found = self._call(sys.executable, "-c", where).strip()
+        found = self._imported(where).strip()
         if not Path(found).is_relative_to(self._tree):
             raise BuildError(f"tests would import {found}, not the copy in {self._tree}")
 
@@ -98,7 +107,7 @@ class Workshop:
             if not self._built:
                 self.build()
                 self._built = not mutant.native
-            self._call(sys.executable, "-c", "import kvpager, kvpager.cli")
+            self._imported("import kvpager, kvpager.cli")
             yield
         finally:
             path.write_text(sound, encoding="utf-8")
@@ -137,13 +146,22 @@ class Workshop:
         report.unlink(missing_ok=True)
         options = ("-q", "-m", "", "--tb=line", "-p", "no:cacheprovider", f"--junitxml={report}")
         tests = [f"tests/{node}" for node in nodes]
+        assert self._python is not None, "prepare() comes first"
         try:
-            self._run(sys.executable, "-m", "pytest", *options, *tests, timeout_s=timeout_s)
+            self._python.run("-m", "pytest", *options, *tests, timeout_s=timeout_s)
         except subprocess.TimeoutExpired:
             return dict.fromkeys(nodes, "timed out")
         if not report.exists():
             return dict.fromkeys(nodes, "failed")  # the process died
         return outcomes_in(ET.parse(report).getroot(), nodes)
+
+    def _imported(self, code: str) -> str:
+        """What Python prints that only imports; raises BuildError if it fails."""
+        assert self._python is not None
+        returncode, output = self._python.run("-c", code)
+        if returncode:
+            raise BuildError(f"{code}\n{output[-3000:]}")
+        return output
 
     def _call(self, *command: str | Path) -> str:
         """What a command says that must succeed; raises BuildError if it does not."""
