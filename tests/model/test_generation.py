@@ -116,6 +116,24 @@ def test_arguments_out_of_range_are_refused_at_the_call(session, options, messag
         session.generate(3, **options)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine, session, **options: session.generate(4, **options),
+        lambda engine, session, **options: session.regenerate(4, from_position=1, **options),
+        lambda engine, session, **options: engine.generate_many([session], 4, **options),
+        lambda engine, session, **options: engine.run([[1, 2]], 4, **options),
+        lambda engine, session, **options: engine.scheduler().submit([1, 2], 4, **options),
+    ],
+    ids=["generate", "regenerate", "generate_many", "run", "submit"],
+)
+def test_an_option_that_is_unknown_is_refused_with_the_nearest_there_is(engine, session, call):
+    before = session.tokens
+    with pytest.raises(InvalidArgumentError, match="no option 'temprature'; did you mean temperat"):
+        call(engine, session, temprature=1.0)
+    assert np.array_equal(session.tokens, before)
+
+
 @pytest.mark.parametrize("count", [0, -1, 2.0, True])
 def test_a_generation_of_no_tokens_is_refused(session, count):
     with pytest.raises(InvalidArgumentError, match="max_new_tokens is"):

@@ -6,6 +6,7 @@ from kvpager.runtime.agreement import Agreement
 from kvpager.runtime.completion import Completion
 from kvpager.runtime.draft import DraftModel
 from kvpager.runtime.engine import Engine
+from kvpager.runtime.generation_options import GenerationOptions
 from kvpager.runtime.group import (
     Cache,
     CacheGroup,
@@ -53,6 +54,7 @@ __all__ = [
     "Engine",
     "FullRepair",
     "GeneratedToken",
+    "GenerationOptions",
     "NeedsCheckpoint",
     "NoRepair",
     "Ok",

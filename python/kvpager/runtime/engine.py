@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -42,6 +42,7 @@ from kvpager.runtime.completion import Completion
 from kvpager.runtime.decode import TokenIterator
 from kvpager.runtime.draft import DraftModel, open_draft
 from kvpager.runtime.drafting import Drafting, draft_stats
+from kvpager.runtime.generation_options import GenerationOptions
 from kvpager.runtime.group import TrimCounters
 from kvpager.runtime.opening import (
     Numerics,
@@ -70,10 +71,8 @@ from kvpager.runtime.segments.segment import Segment
 from kvpager.runtime.segments.shelf import Segments
 from kvpager.runtime.session import Session
 from kvpager.runtime.settling import settle
-from kvpager.runtime.speculation import Speculate, SpeculationStats
+from kvpager.runtime.speculation import SpeculationStats
 from kvpager.runtime.stream import (
-    MODEL_EOS,
-    EndTokens,
     GeneratedToken,
     Generation,
     Stream,
@@ -84,6 +83,9 @@ from kvpager.runtime.unchanged import Unchanged
 from kvpager.salts import stretched
 from kvpager.stores import SnapshotStore, StoreEntry
 from kvpager.stores.belonging import is_under
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _log = logging.getLogger(__name__)
 
@@ -355,14 +357,9 @@ class Engine:
         sessions: Iterable[Session],
         max_new_tokens: int,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int | Iterable[int] | None = None,
-        eos: EndTokens = MODEL_EOS,
-        stop: Iterable[Iterable[int]] = (),
-        speculate: Speculate = None,
         logprobs: Literal[False] = False,
+        **options: Unpack[GenerationOptions],
     ) -> Iterator[tuple[Session, int]]: ...
 
     @overload
@@ -371,45 +368,19 @@ class Engine:
         sessions: Iterable[Session],
         max_new_tokens: int,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int | Iterable[int] | None = None,
-        eos: EndTokens = MODEL_EOS,
-        stop: Iterable[Iterable[int]] = (),
-        speculate: Speculate = None,
         logprobs: Literal[True],
+        **options: Unpack[GenerationOptions],
     ) -> Iterator[tuple[Session, GeneratedToken]]: ...
 
-    @overload
     def generate_many(
         self,
         sessions: Iterable[Session],
         max_new_tokens: int,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int | Iterable[int] | None = None,
-        eos: EndTokens = MODEL_EOS,
-        stop: Iterable[Iterable[int]] = (),
-        speculate: Speculate = None,
-        logprobs: bool,
-    ) -> Iterator[tuple[Session, int]] | Iterator[tuple[Session, GeneratedToken]]: ...
-
-    def generate_many(
-        self,
-        sessions: Iterable[Session],
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | Iterable[int] | None = None,
-        eos: EndTokens = MODEL_EOS,
-        stop: Iterable[Iterable[int]] = (),
-        speculate: Speculate = None,
         logprobs: bool = False,
+        **options: Any,
     ) -> Iterator[tuple[Session, Any]]:
         """`Session.generate` for several sessions at once; yields (session, token) as they come.
 
@@ -417,40 +388,35 @@ class Engine:
         sessions of the same tokens that share a seed draw alike. The other arguments are those of
         `Session.generate`, for each session.
         """
-        streams = self._begin(
-            list(sessions),
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            eos=eos,
-            stop=stop,
-            speculate=speculate,
-            logprobs=logprobs,
-        )
+        streams = self._begin(list(sessions), max_new_tokens, seed, logprobs, options)
         return TokenIterator(self, streams, lambda step: step)
 
     def generate_alone(
-        self, session: Session, max_new_tokens: int, **options: Any
+        self,
+        session: Session,
+        max_new_tokens: int,
+        *,
+        seed: int | None,
+        logprobs: bool,
+        **options: Any,
     ) -> Iterator[Any]:
         """See `Session.generate`."""
-        streams = self._begin([session], max_new_tokens, **options)
+        streams = self._begin([session], max_new_tokens, seed, logprobs, options)
         return TokenIterator(self, streams, lambda step: step[1])
 
     def _begin(
         self,
         sessions: list[Session],
         max_new_tokens: int,
-        *,
         seed: int | Iterable[int] | None,
-        **options: Any,
+        logprobs: bool,
+        options: Mapping[str, Any],
     ) -> list[Stream]:
-        """The streams of a generation, with room for all of it. Options: as for `generate`."""
+        """The streams of a generation, with room for all of it. Arguments: as for `generate`."""
         self.check_open()
         if len({id(session) for session in sessions}) != len(sessions):
             raise InvalidArgumentError("a session is named twice; expected each once")
-        generation = Generation.checked(self, max_new_tokens, **options)
+        generation = Generation.checked(self, max_new_tokens, options, logprobs=logprobs)
         seeds = seeds_of(seed, [session.seed_for(generation.sampling) for session in sessions])
         streams = [generation.stream(session, seed) for session, seed in zip(sessions, seeds)]
         for session in sessions:
@@ -476,18 +442,13 @@ class Engine:
         prompts: Iterable[TokenIdsLike | Session],
         max_new_tokens: int,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int | Iterable[int] | None = None,
-        eos: EndTokens = MODEL_EOS,
-        stop: Iterable[Iterable[int]] = (),
-        speculate: Speculate = None,
         logprobs: bool = False,
         max_sessions: int | None = None,
         keep_sessions: bool = False,
         on_token: OnToken | None = None,
         progress: Progress = None,
+        **options: Unpack[GenerationOptions],
     ) -> list[Completion]:
         """Completes many prompts, as many at a time as there is room for; in the prompts' order.
 
@@ -496,25 +457,20 @@ class Engine:
 
         Args:
             prompts: token ids, [n] or [1, n] each, or sessions that are to go on.
-            max_new_tokens: as for `Session.generate`, like all up to `logprobs`.
-            temperature: likewise.
-            top_k: likewise.
-            top_p: likewise.
+            max_new_tokens: as for `Session.generate`.
             seed: likewise, for all or one each; by default a given session's as in `generate`, and
                 a fresh one for every other prompt. `Completion.seed` says which it was.
-            eos: likewise.
-            stop: likewise.
-            speculate: likewise.
             logprobs: have log-probabilities in the completions.
             max_sessions: most prompts that run at once; by default one per row of a forward.
             keep_sessions: leave the sessions that are made open, in the completions.
             on_token: called with (request, token) as each token is produced; `request.index` is the
                 prompt's number, and `request.cancel()` ends it.
             progress: True for a bar on stderr, or a callable (tokens done, tokens in all).
+            **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
 
         Raises:
-            InvalidArgumentError: at the call, for an argument out of range, before anything is
-                computed.
+            InvalidArgumentError: at the call, for an argument out of range or an unknown option,
+                before anything is computed.
 
         What is no Exception (Ctrl-C): the sessions made here are closed, and those given are as far
         as they had come. Where another thread closes the engine, what is not finished ends with
@@ -526,17 +482,7 @@ class Engine:
         if seed is not None:
             seeds = seeds_of(seed, [0] * len(prompts))
         scheduler = self.scheduler(max_sessions)
-        generation = Generation.checked(
-            self,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            eos=eos,
-            stop=stop,
-            speculate=speculate,
-            logprobs=logprobs,
-        )
+        generation = Generation.checked(self, max_new_tokens, options, logprobs=logprobs)
         requests = [
             scheduler.queue(
                 prompt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -20,12 +20,14 @@ from kvpager.runtime.packing import advance
 from kvpager.runtime.request import OnToken, Request, Token
 from kvpager.runtime.sampling import fresh_seed
 from kvpager.runtime.session import Session
-from kvpager.runtime.speculation import Speculate
-from kvpager.runtime.stream import MODEL_EOS, EndTokens, Generation
+from kvpager.runtime.stream import Generation
 from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from kvpager.runtime.engine import Engine
+    from kvpager.runtime.generation_options import GenerationOptions
 
 
 class Scheduler:
@@ -79,47 +81,27 @@ class Scheduler:
         prompt: TokenIdsLike | Session,
         max_new_tokens: int,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int | None = None,
-        eos: EndTokens = MODEL_EOS,
-        stop: Iterable[Iterable[int]] = (),
-        speculate: Speculate = None,
         logprobs: bool = False,
         keep_session: bool = False,
         on_token: OnToken | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Request:
         """Queues a prompt; nothing is computed before `step`.
 
         Args:
             prompt: token ids, [n] or [1, n], or a session that is to go on.
-            max_new_tokens: as for `Session.generate`, like all up to `logprobs`.
-            temperature: likewise.
-            top_k: likewise.
-            top_p: likewise.
+            max_new_tokens: as for `Session.generate`.
             seed: likewise; by default a fresh one for token ids. `Request.seed` says which.
-            eos: likewise.
-            stop: likewise.
-            speculate: likewise.
             logprobs: likewise.
             keep_session: leave the session that is made for the prompt open, for the completion.
             on_token: called with (request, token) as each token is produced; it may cancel.
+            **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
 
         Raises:
             InvalidArgumentError: an argument cannot be, or the session is in another request.
         """
-        generation = Generation.checked(
-            self._engine,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            eos=eos,
-            stop=stop,
-            speculate=speculate,
-            logprobs=logprobs,
-        )
+        generation = Generation.checked(self._engine, max_new_tokens, options, logprobs=logprobs)
         return self.queue(prompt, generation, seed, keep_session=keep_session, on_token=on_token)
 
     def queue(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -29,13 +29,16 @@ from kvpager.runtime.room import Room, Rooms
 from kvpager.runtime.sampling import Sampling, fresh_seed, seed_after
 from kvpager.runtime.saving import FrozenState, SaveHandle, Saves, destination
 from kvpager.runtime.segments.report import Assembly
-from kvpager.runtime.speculation import Speculate, SpeculationStats
-from kvpager.runtime.stream import MODEL_EOS, EndTokens, GeneratedToken, check_generation
+from kvpager.runtime.speculation import SpeculationStats
+from kvpager.runtime.stream import GeneratedToken, Generation
 from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
 from kvpager.stores import SaveReport, SnapshotStore
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from kvpager.runtime.engine import Engine
+    from kvpager.runtime.generation_options import GenerationOptions
 
 SESSION_VERSION = 1  # of what a snapshot keeps beside the K/V
 RELEASED_VERSION = 2  # likewise, where chunks behind a window were let go
@@ -197,14 +200,9 @@ class Session:
         self,
         max_new_tokens: int,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int | None = None,
-        eos: EndTokens = MODEL_EOS,
-        stop: Iterable[Iterable[int]] = (),
-        speculate: Speculate = None,
         logprobs: Literal[False] = False,
+        **options: Unpack[GenerationOptions],
     ) -> Iterator[int]: ...
 
     @overload
@@ -212,82 +210,39 @@ class Session:
         self,
         max_new_tokens: int,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int | None = None,
-        eos: EndTokens = MODEL_EOS,
-        stop: Iterable[Iterable[int]] = (),
-        speculate: Speculate = None,
         logprobs: Literal[True],
+        **options: Unpack[GenerationOptions],
     ) -> Iterator[GeneratedToken]: ...
 
-    @overload
     def generate(
         self,
         max_new_tokens: int,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int | None = None,
-        eos: EndTokens = MODEL_EOS,
-        stop: Iterable[Iterable[int]] = (),
-        speculate: Speculate = None,
-        logprobs: bool,
-    ) -> Iterator[int] | Iterator[GeneratedToken]: ...
-
-    def generate(
-        self,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        eos: EndTokens = MODEL_EOS,
-        stop: Iterable[Iterable[int]] = (),
-        speculate: Speculate = None,
         logprobs: bool = False,
+        **options: Any,
     ) -> Iterator[Any]:
         """Yields token ids as they are produced, each part of the session by then. Abandon at will.
 
         Args:
             max_new_tokens: most tokens to produce, at least 1.
-            temperature: 0 for greedy decoding.
-            top_k: choose among this many most likely tokens; 0 for all.
-            top_p: choose among the most likely tokens that together reach this probability.
             seed: of the draws. By default a text that was left in the middle goes on with its own
                 (also after a save), and every other call has a new one, which follows from the last
                 and so, over all calls, from one that a new session or fork takes from the system.
                 `sampling.seed` says which it was: given again, it gives the same text.
-            eos: token ids that end generation once produced; by default the model's; None for none.
-            stop: sequences of token ids that end generation once produced, as produced by this
-                call.
-            speculate: "draft" (the engine's draft model), "prompt-lookup", or a callable that
-                returns a fresh `kvpager.Proposer`: guesses that ride in the same forwards. The
-                tokens, the state of the session after each of them and every bit are the same; only
-                the time is not. `speculation` says what it was worth. Needs `exact="all"`.
             logprobs: yield `GeneratedToken(id, logprob)` instead of ids.
+            **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
 
         Raises:
-            InvalidArgumentError: at the call, for an argument out of range or an empty session;
-                from the iterator, for a proposer that misbehaves.
+            InvalidArgumentError: at the call, for an argument out of range, an unknown option or an
+                empty session; from the iterator, for a proposer that misbehaves.
             CapacityError: at the call, if max_new_tokens more do not fit below the pool.
             NonFiniteError: from the iterator.
             CorruptSnapshotError: from the iterator, as for `prefill`; generate again to go on.
         """
         return self.engine.generate_alone(
-            self,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            eos=eos,
-            stop=stop,
-            speculate=speculate,
-            logprobs=logprobs,
+            self, max_new_tokens, seed=seed, logprobs=logprobs, **options
         )
 
     def trim(self, position: int) -> None:
@@ -349,13 +304,16 @@ class Session:
             options["stop"] = [list(part) for part in options["stop"]]
         if isinstance(options.get("eos"), Iterator):
             options["eos"] = list(options["eos"])
-        check_generation(self.engine, max_new_tokens, options)
+        seed, logprobs = options.pop("seed", None), options.pop("logprobs", False)
+        generation = Generation.checked(self.engine, max_new_tokens, options, logprobs=logprobs)
+        if seed is not None:
+            generation.sampling_with(seed)
         self.engine.positions.check(start + max_new_tokens, "the text with max_new_tokens")
         with self.reserve(start + max_new_tokens):
             text, begun = self.tokens, self.generation_start
             self.trim(start)
             try:
-                return self.generate(max_new_tokens, **options)
+                return self.generate(max_new_tokens, seed=seed, logprobs=logprobs, **options)
             except BaseException:  # chunks that others hold as well made no room
                 self._cursor.owe(text)
                 self.generation_start = begun

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.runtime.generation_options import MODEL_EOS, EndTokens, with_defaults
 from kvpager.runtime.sampling import Sampling, log_probability
-from kvpager.runtime.speculation import Speculate, Speculation, resolve_speculation
+from kvpager.runtime.speculation import Speculation, resolve_speculation
 from kvpager.runtime.tokens import as_token_ids
 
 if TYPE_CHECKING:
     from kvpager.runtime.engine import Engine
     from kvpager.runtime.room import Room
     from kvpager.runtime.session import Session
-
-MODEL_EOS = "model"
-
-EndTokens: TypeAlias = int | Iterable[int] | str | None
 
 
 class GeneratedToken(NamedTuple):
@@ -50,32 +46,28 @@ class Generation:
         cls,
         engine: Engine,
         max_new_tokens: int,
+        options: Mapping[str, Any],
         *,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        eos: EndTokens,
-        stop: Iterable[Iterable[int]],
-        speculate: Speculate,
-        logprobs: bool,
+        logprobs: bool = False,
     ) -> Generation:
-        """Raises InvalidArgumentError for an argument that cannot be."""
+        """Raises InvalidArgumentError for an argument that cannot be, or a name of no option."""
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise InvalidArgumentError(
                 f"max_new_tokens is {max_new_tokens!r}; expected an integer, 1 or more"
             )
         if not isinstance(logprobs, bool):
             raise InvalidArgumentError(f"logprobs is {logprobs!r}; expected True or False")
+        chosen = with_defaults(options, "seed", "logprobs")
         return cls(
             max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature, top_k, top_p),
-            eos=_end_tokens(engine, eos),
+            sampling=Sampling(chosen["temperature"], chosen["top_k"], chosen["top_p"]),
+            eos=_end_tokens(engine, chosen["eos"]),
             stop=tuple(
                 tuple(as_token_ids(list(part), engine.vocab_size, f"stop[{i}]").tolist())
-                for i, part in enumerate(stop)
+                for i, part in enumerate(chosen["stop"])
             ),
             speculation=resolve_speculation(
-                speculate,
+                chosen["speculate"],
                 vocab_size=engine.vocab_size,
                 exact=engine.config.exact,
                 drafting=engine.drafting,
@@ -150,28 +142,6 @@ class Stream:
             return token
         assert logits is not None
         return GeneratedToken(token, float(np.float32(log_probability(logits, token))))
-
-
-def check_generation(engine: Engine, max_new_tokens: int, options: Mapping[str, Any]) -> None:
-    """Raises what `Session.generate` would, before anything is done. `options`: by name."""
-    defaults: dict[str, Any] = {
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "eos": MODEL_EOS,
-        "stop": (),
-        "speculate": None,
-        "logprobs": False,
-    }
-    unknown = sorted(options.keys() - defaults.keys() - {"seed"})
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], [*defaults, "seed"], n=1)
-        hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join([*defaults, "seed"])
-        raise InvalidArgumentError(f"generate has no option {unknown[0]!r}; {hint}")
-    chosen = defaults | {name: value for name, value in options.items() if name != "seed"}
-    generation = Generation.checked(engine, max_new_tokens, **chosen)
-    if options.get("seed") is not None:
-        generation.sampling_with(options["seed"])
 
 
 def seeds_of(seed: int | Iterable[int] | None, defaults: list[int]) -> list[int]:

@@ -161,7 +161,10 @@ COMPANIONS = (
         name="regenerate-drops-before-it-looks",
         breaks="what cannot be generated is refused before anything is dropped",
         file="python/kvpager/runtime/session.py",
-        old="        check_generation(self.engine, max_new_tokens, options)\n",
+        old="        generation = Generation.checked("
+        "self.engine, max_new_tokens, options, logprobs=logprobs)\n"
+        "        if seed is not None:\n"
+        "            generation.sampling_with(seed)\n",
         new="",
         killers=(TRIM + "test_what_cannot_be_generated_is_refused_before_anything_is_dropped",),
     ),
