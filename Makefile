@@ -167,7 +167,7 @@ gpu-test: ## build and run all tests that need a GPU, and the sanitizers (under 
 
 gpu-bench: ## measure on a GPU: bench/results/gpu.json (under 10 minutes)
 	$(PYTHON) scripts/gpu_test.py --only package --no-report
-	PYTHONPATH=build/gpu-site $(PYTHON) -m kvpager_bench.gpu $(GPU_ARGS)
+	PYTHONPATH=build/gpu-site:bench $(PYTHON) -m kvpager_bench.gpu $(GPU_ARGS)
 
 stubs: build ## regenerate python/kvpager/_core.pyi
 	$(PY) scripts/generate_stubs.py

@@ -3,7 +3,7 @@
     python examples/rag.py
     python examples/rag.py --questions 20 --repair head:16 --plot rag.png
 
-A corpus of documents that refer to one another (see `kvpager.two_hop`) is read once: every document
+A corpus of documents that refer to one another (bench's two_hop.py) is read once: every document
 is computed alone and kept in a store as a segment. Then questions come. Each one retrieves another
 choice of documents in another order, and no document alone has the answer. It is answered three
 ways, one after the other:
@@ -39,7 +39,7 @@ import numpy.typing as npt
 import kvpager
 from kvpager.needles import END, KEY, KEY_TOKENS
 from kvpager.runtime.segments.policy_text import parse_policy
-from kvpager.two_hop import REFERENCE, Fact, TwoHopTask, shipped_model_path
+from kvpager_bench.two_hop import REFERENCE, Fact, TwoHopTask, shipped_model_path
 
 Ids = npt.NDArray[np.int64]
 

@@ -1,8 +1,8 @@
 """Trains or evaluates the tiny two-hop model that is shipped with kvpager.
 
-    python models/train_two_hop.py --out DIR           # the full recipe, 600 steps
-    python models/train_two_hop.py --out DIR --smoke   # a few steps
-    python models/train_two_hop.py --evaluate DIR      # at 1K, 4K and 16K tokens
+    PYTHONPATH=bench python models/train_two_hop.py --out DIR           # the full recipe, 600 steps
+    PYTHONPATH=bench python models/train_two_hop.py --out DIR --smoke   # a few steps
+    PYTHONPATH=bench python models/train_two_hop.py --evaluate DIR      # at 1K, 4K and 16K tokens
 
 The result is a stock SmolLM3ForCausalLM. See README.md beside this file for what it is good for.
 """
@@ -26,7 +26,7 @@ from two_hop_eval import measure
 from two_hop_init import initialise_two_hop
 
 from kvpager import needles
-from kvpager.two_hop import TwoHopTask
+from kvpager_bench.two_hop import TwoHopTask
 
 OFFSET_STRENGTH = 6.0  # of the structured start: see two_hop_init.py
 MATCH_STRENGTH = 1.5

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpager import two_hop
 from kvpager.needles import BOS, Ids
-from kvpager.two_hop import DEFINITION_TOKENS, REFERENCE_TOKENS, TwoHopTask
+from kvpager_bench import two_hop
+from kvpager_bench.two_hop import DEFINITION_TOKENS, REFERENCE_TOKENS, TwoHopTask
 
 FACT_TOKENS = DEFINITION_TOKENS + REFERENCE_TOKENS
 QUESTION_TOKENS = 6  # with its answer

@@ -9,7 +9,7 @@ import torch
 from retriever_eval import ask, prefill
 from transformers import DynamicCache, SmolLM3ForCausalLM
 
-from kvpager.two_hop import TwoHopTask, TwoHopText
+from kvpager_bench.two_hop import TwoHopTask, TwoHopText
 
 
 @dataclass(frozen=True)

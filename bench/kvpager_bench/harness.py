@@ -41,6 +41,7 @@ from kvpager_bench.places import (
     RESULTS_VARIABLE,
     SCRATCH_DIR,
     end_cleanly_when_told,
+    module_environment,
     results_dir,
     write_text,
 )
@@ -287,6 +288,7 @@ def run_worker(module: str, task: Mapping[str, Any]) -> dict[str, Any]:
         check=False,
         stdout=subprocess.PIPE,
         text=True,
+        env=module_environment(),
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:

@@ -1,4 +1,4 @@
-"""Where figures are kept: in a checkout its own folders, otherwise one below where one stands.
+"""Where figures are kept, in the checkout's folders, and where modules are found.
 
 And where files lie while they are measured: in folders that go with whoever made them.
 """
@@ -24,22 +24,22 @@ _SETTLED_S = 60.0  # a folder younger than this may not have its lock yet
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def _checkout() -> Path | None:
-    """The source tree this package lies in; None for an installed wheel."""
-    root = PACKAGE_DIR.parents[1]
-    return root if (root / "pyproject.toml").is_file() and (root / "bench").is_dir() else None
-
-
-CHECKOUT = _checkout()
-RESULTS_DIR = CHECKOUT / "bench" / "results" if CHECKOUT else Path("kvpager-bench")
-DOCS_DIR = CHECKOUT / "docs" / "results" if CHECKOUT else RESULTS_DIR
-SCRATCH_DIR = CHECKOUT / "build" / "bench" if CHECKOUT else RESULTS_DIR / "scratch"
+CHECKOUT = PACKAGE_DIR.parents[1]
+RESULTS_DIR = CHECKOUT / "bench" / "results"
+DOCS_DIR = CHECKOUT / "docs" / "results"
+SCRATCH_DIR = CHECKOUT / "build" / "bench"
 
 
 def results_dir() -> Path:
     """RESULTS_DIR, unless $KVPAGER_BENCH_RESULTS names another folder; workers inherit it."""
     given = os.environ.get(RESULTS_VARIABLE)
     return Path(given) if given else RESULTS_DIR
+
+
+def module_environment() -> dict[str, str]:
+    """The environment of a process that runs `python -m kvpager_bench...`."""
+    path = [str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from kvpager import Assembly, Engine, PagerConfig, RepairPolicy
-from kvpager.two_hop import TwoHopTask, TwoHopText
 from kvpager_bench import harness, repairs
 from kvpager_bench.repairs import Outcome, Way
+from kvpager_bench.two_hop import TwoHopTask, TwoHopText
 
 DOCUMENTS = 6
 FACTS, LOCAL_FACTS = 8, 4

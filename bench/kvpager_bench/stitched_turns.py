@@ -27,9 +27,9 @@ from kvpager import (
     Stitched,
 )
 from kvpager.runtime.segments import DEFAULT_REPAIR
-from kvpager.two_hop import TwoHopTask
 from kvpager_bench import subjects
 from kvpager_bench.harness import MissingNumberError, Timing
+from kvpager_bench.two_hop import TwoHopTask
 
 COLD = "full prefill"
 PREFIX = "prefix caching"

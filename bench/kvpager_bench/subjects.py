@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from kvpager import Layout, Sequence, two_hop
+from kvpager import Layout, Sequence
 from kvpager.needles import Document, NeedleTask, shipped_model_path
-from kvpager_bench import file_peers
+from kvpager_bench import file_peers, two_hop
 
 SHIPPED = "shipped"
 PLAIN = "plain"  # trained like the shipped one, but for the term that makes its keys easy
-TWO_HOP = "two-hop"  # trained on `kvpager.two_hop`
+TWO_HOP = "two-hop"  # trained on `kvpager_bench.two_hop`
 SHAPES = (SHIPPED, "gqa8-fp32", "gqa8-bf16")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _QWEN3: Mapping[str, Mapping[str, Any]] = {
@@ -58,7 +58,7 @@ def load_model(shape: str, *, layers: int = 8) -> Any:
 
     "shipped" is the trained tiny retriever, fp32, K/V of 2 KiB per token; "shipped-bf16" the same
     weights rounded; "plain" its sibling whose keys were not made easy to select by, which only a
-    checkout has. "two-hop" is the trained tiny model of `kvpager.two_hop`, fp32. "gqa8-*" has the
+    checkout has. "two-hop" is the trained tiny model of `two_hop.py`, fp32. "gqa8-*" has the
     shape of eight layers of a Qwen3 model of hidden size 1024: 16 query and 8 kv heads of 128 and
     random weights; what it computes is meaningless, what it costs is not. "untied-*" is a small one
     with a head of its own and larger weights, whose text does not fall into repeating itself.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvpager_bench.places import write_text
+from kvpager_bench.places import module_environment, write_text
 from kvpager_bench.question import PACKAGE, Question, suite
 from kvpager_bench.report import Comparison, MissingNumberError, Report, load_report
 
@@ -205,6 +205,7 @@ def ask(plan: Plan, question: Question, watcher: Watcher) -> Outcome:
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=module_environment(),
         )
     try:
         failure = _wait(process, plan, question, watcher, start)

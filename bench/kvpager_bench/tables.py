@@ -61,10 +61,10 @@ def write_all(source: Path, suffix: str) -> Written:
 
     Raises MissingNumberError where there are none, or one lacks a number.
     """
-    kept = places.CHECKOUT is not None and source == places.RESULTS_DIR.resolve() and not suffix
+    kept = source == places.RESULTS_DIR.resolve() and not suffix
     folder = places.DOCS_DIR if kept else source / f"tables{suffix}"
     written = render(source, folder, suffix)
-    if kept and places.CHECKOUT:
+    if kept:
         reports = load_all(source, suffix)
         pages = {
             places.CHECKOUT / "README.md": promises(reports),

@@ -187,7 +187,7 @@ class NeedleTask:
 def shipped_model_path(name: str = "tiny-retriever") -> Path:
     """The directory of a tiny trained model that comes with kvpager.
 
-    name: "tiny-retriever", trained on this task, or "tiny-two-hop", on that of `kvpager.two_hop`.
+    name: "tiny-retriever", trained on this task, or "tiny-two-hop", on texts of two hops.
     Looks in the installed package, then in the repository that this file lies in.
     Raises FileNotFoundError, naming both places, if neither holds it.
     """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -75,17 +76,25 @@ def test_a_wrong_command_line_is_one_line_that_says_what_is_right(capsys, asked,
     assert asked.plans == []
 
 
-def test_without_the_package_it_says_where_it_comes_from(capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *more: None if name == "kvpager_bench" else find(name, *more),
-    )
+def test_outside_a_checkout_it_says_how_to_get_one(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("kvpager.cli.bench.bench_folder", lambda: tmp_path / "lib" / "bench")
     code, err = refused(capsys, "--list")
     assert code == 1
-    assert "kvpager_bench" in err
-    assert "install" in err
+    assert f"installed in {tmp_path / 'lib'}" in err
+    assert "clone the repository, run `make build`" in err
+
+
+def test_a_checkout_is_found_beside_the_package_from_any_folder(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpager.cli", "bench", "decode", "--", "--help"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--contexts" in done.stdout
 
 
 def test_the_list_names_every_question(capsys):

@@ -15,6 +15,7 @@ from kvpager_bench.peers import environments, recipes
 from kvpager_bench.peers.__main__ import main
 from kvpager_bench.peers.environments import Missing, Peer, PeerError
 from kvpager_bench.peers.recipes import PEERS, Recipe, Step
+from kvpager_bench.places import module_environment
 
 
 def wheel(folder, version="1.0"):
@@ -294,6 +295,8 @@ class TestRecipes:
             "import sys, kvpager_bench.peers.environments; "
             "print(any(name in sys.modules for name in ('torch', 'transformers', 'kvpager')))"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=module_environment()
+        )
         assert (done.stdout.strip(), done.stderr) == ("False", "")
         assert json.dumps(sorted(recipes.PEERS))

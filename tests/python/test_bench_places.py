@@ -35,6 +35,7 @@ def maker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=places.module_environment(),
     ) as process:
         assert process.stdout is not None
         assert Path(process.stdout.readline().strip()).is_dir()

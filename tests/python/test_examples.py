@@ -216,7 +216,7 @@ def test_without_repair_what_documents_say_of_one_another_is_lost(rag, capsys, s
 
 
 def test_what_is_retrieved_is_named_and_referred_to_and_in_that_order(rag):
-    from kvpager.two_hop import TwoHopTask
+    from kvpager_bench.two_hop import TwoHopTask
 
     drawn = TwoHopTask(seed=4).text([128] * 8, facts=6, system=16)
     corpus, orders = rag.Corpus(drawn.documents), set()

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import SmolLM3ForCausalLM
 
-from kvpager import needles, two_hop
-from kvpager.two_hop import TwoHopTask
+from kvpager import needles
+from kvpager_bench import two_hop
+from kvpager_bench.two_hop import TwoHopTask
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 

@@ -3,8 +3,8 @@
     kvpager bench segments
     kvpager bench segments -- --prompts 200 --lengths 4096,16384    # what is published
 
-"segments" asks questions that no document answers alone (kvpager.two_hop): a value is defined in
-one document and referred to in another, and the model that was trained on it takes the first hop
+"segments" asks questions that no document answers alone (two_hop.py): a value is defined in one
+document and referred to in another, and the model that was trained on it takes the first hop
 while it reads the second document. Documents are cached alone, put together in another order for
 every prompt, and repaired by each policy; beside each stands a full prefill of the same prompt. An
 answer counts if the greedy tokens are the expected ones. Logits are those of its first token.

@@ -1,24 +1,20 @@
-"""`kvpager bench`: how fast this is, beside peers measured in the same run."""
+"""`kvpager bench`: how fast this is, beside peers measured in the same run.
+
+What it does is in `bench/kvpager_bench` of a checkout, which no wheel has.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvpager.cli.failure import CliError, UsageError
+from kvpager.cli.failure import CliError
 from kvpager.cli.models import natural
-from kvpager.cli.output import check_writable, emit, emit_json, note
-from kvpager.cli.parser import Parser, suggestion
-from kvpager.cli.terminal import look
-
-if TYPE_CHECKING:
-    from kvpager_bench.question import Question
-    from kvpager_bench.suite import Plan
+from kvpager.cli.parser import Parser
 
 TABLES, PEERS = "tables", "peers"
-_PEER_ACTIONS = ("list", "install", "remove")
 _EPILOG = """\
 other uses:
   kvpager bench tables                        tables and plots anew, from what was measured
@@ -38,8 +34,9 @@ def add(commands: Any, common: Parser) -> None:
         "bench",
         parents=[common],
         help="measure speed beside peers: the suite, or single questions",
-        description="Measures on this machine, every figure beside a peer's or a roofline's of "
-        "the same run. Without a QUESTION, the suite: under 40 minutes on 2 quiet cores.",
+        description="Measures on this machine, from a checkout of the sources, every figure "
+        "beside a peer's or a roofline's of the same run. Without a QUESTION, the suite: "
+        "under 40 minutes on 2 quiet cores.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -59,192 +56,28 @@ def add(commands: Any, common: Parser) -> None:
     parser.add_argument(
         "--results",
         metavar="DIR",
-        help="where figures go (default: bench/results in a checkout, otherwise ./kvpager-bench)",
+        help="where figures go (default: bench/results)",
     )
     parser.passes_on = "extra"
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command."""
-    if importlib.util.find_spec("kvpager_bench") is None:
+    """Runs the command. Raises CliError outside a checkout."""
+    folder = bench_folder()
+    if not (folder / "kvpager_bench").is_dir():
         raise CliError(
-            "the package kvpager_bench is not installed; it comes with kvpager's wheel and with an "
-            "editable install (`make build`), so install kvpager again"
+            "bench needs a checkout of kvpager's sources with an editable install, and this "
+            f"kvpager is installed in {folder.parent} without one; clone the repository, run "
+            "`make build` in it, then its .venv/bin/kvpager bench"
         )
-    check_writable("--output", args.output)
-    if args.list:
-        return _list(args)
-    if args.words[:1] == [TABLES]:
-        return _tables(args)
-    if args.words[:1] == [PEERS]:
-        return _peers(args)
-    return _measure(args, _plan(args))
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    from kvpager_bench.command import run as measure
+
+    return measure(args)
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    from kvpager_bench.suite import FULL, QUICK, STANDARD, Plan
-
-    if args.threads == 0:
-        raise UsageError("--threads 0: expected at least 1")
-    questions = _questions(args)
-    if args.extra and len(questions) != 1:
-        raise UsageError(
-            f"options after -- are of one question; expected one QUESTION, got {len(questions)}"
-        )
-    return Plan(
-        questions,
-        _results(args),
-        size=QUICK if args.quick else FULL if args.full else STANDARD,
-        threads=args.threads,
-        extra=tuple(args.extra),
-    )
-
-
-def _questions(args: argparse.Namespace) -> tuple[Question, ...]:
-    from kvpager_bench.question import QUESTIONS, suite
-
-    for name in args.words:
-        if name not in QUESTIONS:
-            hint = suggestion(name, [*QUESTIONS, TABLES, PEERS])
-            raise UsageError(f"there is no question {name!r}{hint}")
-    if args.all:
-        if args.words:
-            raise UsageError(f"--all asks every question; expected no {args.words[0]!r} beside it")
-        return tuple(QUESTIONS.values())
-    return tuple(QUESTIONS[name] for name in dict.fromkeys(args.words)) or suite()
-
-
-def _results(args: argparse.Namespace) -> Path:
-    from kvpager_bench.places import results_dir
-
-    return Path(args.results if args.results is not None else results_dir()).resolve()
-
-
-def _list(args: argparse.Namespace) -> int:
-    from kvpager_bench.question import QUESTIONS
-
-    _refuse_more(args, "--list", args.words)
-    if args.format == "json":
-        emit_json(args, {"questions": [vars(question) for question in QUESTIONS.values()]})
-        return 0
-    shown = look(args)
-    table = shown.table("Questions")
-    table.add_column("question", no_wrap=True)
-    table.add_column("asks", ratio=1)
-    table.add_column("minutes", justify="right")
-    table.add_column("suite")
-    table.add_column("beside")
-    for question in QUESTIONS.values():
-        table.add_row(
-            question.name,
-            question.asks,
-            f"{question.minutes:g}",
-            "yes" if question.in_suite else "",
-            ", ".join(question.peers),
-        )
-    emit(args, shown.render(table))
-    return 0
-
-
-def _measure(args: argparse.Namespace, plan: Plan) -> int:
-    from kvpager.cli.bench_display import display, summary_text
-    from kvpager_bench.suite import ask_all
-
-    if {"-h", "--help"} & set(plan.extra):
-        return _help_of(plan)
-    with display(args, plan) as watcher:
-        summary = ask_all(plan, watcher)
-    if args.format == "json":
-        emit_json(args, summary.to_json())
-    else:
-        emit(args, summary_text(look(args), summary))
-    if summary.interrupted:
-        raise KeyboardInterrupt
-    return 1 if summary.failed else 0
-
-
-def _help_of(plan: Plan) -> int:
-    import subprocess
-
-    return subprocess.run(plan.command(plan.questions[0]), check=False).returncode
-
-
-def _tables(args: argparse.Namespace) -> int:
-    from kvpager_bench.report import MissingNumberError
-    from kvpager_bench.tables import write_all
-
-    _refuse_more(args, TABLES, args.words[1:])
-    suffix = "-quick" if args.quick else "-full" if args.full else ""
-    try:
-        written = write_all(_results(args), suffix)
-    except MissingNumberError as error:
-        raise CliError(str(error)) from error
-    if args.format == "json":
-        emit_json(args, written.to_json())
-        return 0
-    lines = [f"wrote {path}" for path in written.files]
-    if written.missing:
-        lines.append(f"not measured: {', '.join(written.missing)}")
-    emit(args, "\n".join(lines) + "\n")
-    return 0
-
-
-def _peers(args: argparse.Namespace) -> int:
-    from kvpager_bench.peers import environments
-
-    action, *names = args.words[1:] or ["list"]
-    if action not in _PEER_ACTIONS:
-        raise UsageError(f"peers {action!r} is unknown{suggestion(action, _PEER_ACTIONS)}")
-    for name in names:
-        if name not in environments.PEERS:
-            hint = suggestion(name, environments.PEERS)
-            raise UsageError(f"there is no peer {name!r}{hint}")
-    _refuse_more(args, f"peers {action}", [])
-    failures = {}
-    for name in names or environments.PEERS:
-        if action == "install":
-            try:
-                environments.install(name, lambda line: note(args, line))
-            except environments.PeerError as error:
-                failures[name] = str(error)
-                note(args, f"{name}: {error}")
-        elif action == "remove":
-            freed = environments.remove(name)
-            note(args, f"{name}: {freed / 1e6:,.0f} MB freed")
-    _tell_peers(args, names or list(environments.PEERS), failures)
-    return 1 if failures else 0
-
-
-def _tell_peers(args: argparse.Namespace, names: list[str], failures: dict[str, str]) -> None:
-    from kvpager_bench.peers import environments
-
-    found = {name: environments.find(name) for name in names}
-    states = {
-        name: {
-            "title": peer.title,
-            "gives": peer.recipe.gives,
-            "installed": isinstance(peer, environments.Peer),
-            "reason": peer.reason if isinstance(peer, environments.Missing) else None,
-            "failure": failures.get(name),
-        }
-        for name, peer in found.items()
-    }
-    if args.format == "json":
-        emit_json(args, {"folder": str(environments.root()), "peers": states})
-        return
-    shown = look(args)
-    table = shown.table(f"Peers in {environments.root()}")
-    for column in ("peer", "version", "for"):
-        table.add_column(column)
-    table.add_column("installed", ratio=1)
-    for name, state in states.items():
-        said = "yes" if state["installed"] else f"no: {state['reason']}"
-        table.add_row(name, str(state["title"]), str(state["gives"]), said)
-    emit(args, shown.render(table))
-
-
-def _refuse_more(args: argparse.Namespace, what: str, words: list[str]) -> None:
-    given = [*words, *args.extra]
-    if given:
-        raise UsageError(f"{what} takes nothing after it; got {given[0]!r}")
+def bench_folder() -> Path:
+    """Where a checkout has the benchmarks, beside the package of its editable install."""
+    return Path(__file__).resolve().parents[3] / "bench"

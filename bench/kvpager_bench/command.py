@@ -1,0 +1,186 @@
+"""What `kvpager bench` does; `kvpager.cli.bench` has its options."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+
+from kvpager.cli.bench import PEERS, TABLES
+from kvpager.cli.failure import CliError, UsageError
+from kvpager.cli.output import check_writable, emit, emit_json, note
+from kvpager.cli.parser import suggestion
+from kvpager.cli.terminal import look
+from kvpager_bench import suite as suites
+from kvpager_bench.display import display, summary_text
+from kvpager_bench.peers import environments
+from kvpager_bench.places import module_environment, results_dir
+from kvpager_bench.question import QUESTIONS, Question, suite
+from kvpager_bench.report import MissingNumberError
+from kvpager_bench.suite import FULL, QUICK, STANDARD, Plan
+
+_PEER_ACTIONS = ("list", "install", "remove")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    check_writable("--output", args.output)
+    if args.list:
+        return _list(args)
+    if args.words[:1] == [TABLES]:
+        return _tables(args)
+    if args.words[:1] == [PEERS]:
+        return _peers(args)
+    return _measure(args, _plan(args))
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    if args.threads == 0:
+        raise UsageError("--threads 0: expected at least 1")
+    questions = _questions(args)
+    if args.extra and len(questions) != 1:
+        raise UsageError(
+            f"options after -- are of one question; expected one QUESTION, got {len(questions)}"
+        )
+    return Plan(
+        questions,
+        _results(args),
+        size=QUICK if args.quick else FULL if args.full else STANDARD,
+        threads=args.threads,
+        extra=tuple(args.extra),
+    )
+
+
+def _questions(args: argparse.Namespace) -> tuple[Question, ...]:
+    for name in args.words:
+        if name not in QUESTIONS:
+            hint = suggestion(name, [*QUESTIONS, TABLES, PEERS])
+            raise UsageError(f"there is no question {name!r}{hint}")
+    if args.all:
+        if args.words:
+            raise UsageError(f"--all asks every question; expected no {args.words[0]!r} beside it")
+        return tuple(QUESTIONS.values())
+    return tuple(QUESTIONS[name] for name in dict.fromkeys(args.words)) or suite()
+
+
+def _results(args: argparse.Namespace) -> Path:
+    return Path(args.results if args.results is not None else results_dir()).resolve()
+
+
+def _list(args: argparse.Namespace) -> int:
+    _refuse_more(args, "--list", args.words)
+    if args.format == "json":
+        emit_json(args, {"questions": [vars(question) for question in QUESTIONS.values()]})
+        return 0
+    shown = look(args)
+    table = shown.table("Questions")
+    table.add_column("question", no_wrap=True)
+    table.add_column("asks", ratio=1)
+    table.add_column("minutes", justify="right")
+    table.add_column("suite")
+    table.add_column("beside")
+    for question in QUESTIONS.values():
+        table.add_row(
+            question.name,
+            question.asks,
+            f"{question.minutes:g}",
+            "yes" if question.in_suite else "",
+            ", ".join(question.peers),
+        )
+    emit(args, shown.render(table))
+    return 0
+
+
+def _measure(args: argparse.Namespace, plan: Plan) -> int:
+    if {"-h", "--help"} & set(plan.extra):
+        return _help_of(plan)
+    with display(args, plan) as watcher:
+        summary = suites.ask_all(plan, watcher)
+    if args.format == "json":
+        emit_json(args, summary.to_json())
+    else:
+        emit(args, summary_text(look(args), summary))
+    if summary.interrupted:
+        raise KeyboardInterrupt
+    return 1 if summary.failed else 0
+
+
+def _help_of(plan: Plan) -> int:
+    return subprocess.run(
+        plan.command(plan.questions[0]), check=False, env=module_environment()
+    ).returncode
+
+
+def _tables(args: argparse.Namespace) -> int:
+    from kvpager_bench.tables import write_all
+
+    _refuse_more(args, TABLES, args.words[1:])
+    suffix = "-quick" if args.quick else "-full" if args.full else ""
+    try:
+        written = write_all(_results(args), suffix)
+    except MissingNumberError as error:
+        raise CliError(str(error)) from error
+    if args.format == "json":
+        emit_json(args, written.to_json())
+        return 0
+    lines = [f"wrote {path}" for path in written.files]
+    if written.missing:
+        lines.append(f"not measured: {', '.join(written.missing)}")
+    emit(args, "\n".join(lines) + "\n")
+    return 0
+
+
+def _peers(args: argparse.Namespace) -> int:
+    action, *names = args.words[1:] or ["list"]
+    if action not in _PEER_ACTIONS:
+        raise UsageError(f"peers {action!r} is unknown{suggestion(action, _PEER_ACTIONS)}")
+    for name in names:
+        if name not in environments.PEERS:
+            hint = suggestion(name, environments.PEERS)
+            raise UsageError(f"there is no peer {name!r}{hint}")
+    _refuse_more(args, f"peers {action}", [])
+    failures = {}
+    for name in names or environments.PEERS:
+        if action == "install":
+            try:
+                environments.install(name, lambda line: note(args, line))
+            except environments.PeerError as error:
+                failures[name] = str(error)
+                note(args, f"{name}: {error}")
+        elif action == "remove":
+            freed = environments.remove(name)
+            note(args, f"{name}: {freed / 1e6:,.0f} MB freed")
+    _tell_peers(args, names or list(environments.PEERS), failures)
+    return 1 if failures else 0
+
+
+def _tell_peers(args: argparse.Namespace, names: list[str], failures: dict[str, str]) -> None:
+    found = {name: environments.find(name) for name in names}
+    states = {
+        name: {
+            "title": peer.title,
+            "gives": peer.recipe.gives,
+            "installed": isinstance(peer, environments.Peer),
+            "reason": peer.reason if isinstance(peer, environments.Missing) else None,
+            "failure": failures.get(name),
+        }
+        for name, peer in found.items()
+    }
+    if args.format == "json":
+        emit_json(args, {"folder": str(environments.root()), "peers": states})
+        return
+    shown = look(args)
+    table = shown.table(f"Peers in {environments.root()}")
+    for column in ("peer", "version", "for"):
+        table.add_column(column)
+    table.add_column("installed", ratio=1)
+    for name, state in states.items():
+        said = "yes" if state["installed"] else f"no: {state['reason']}"
+        table.add_row(name, str(state["title"]), str(state["gives"]), said)
+    emit(args, shown.render(table))
+
+
+def _refuse_more(args: argparse.Namespace, what: str, words: list[str]) -> None:
+    given = [*words, *args.extra]
+    if given:
+        raise UsageError(f"{what} takes nothing after it; got {given[0]!r}")
