@@ -1,9 +1,8 @@
-"""`kvpager segment`, and segments in `kvpager generate` and the example that retrieves them."""
+"""`kvpager segment`, and segments in `kvpager generate`."""
 
 from mutants.mutant import Mutant
 
 TESTS = "python/test_segment_cli.py::"
-EXAMPLES = "python/test_examples.py::"
 CLI = "python/kvpager/cli/"
 
 SEGMENT_COMMANDS = (
@@ -123,21 +122,5 @@ SEGMENT_COMMANDS = (
         old="return policies[0] if len(policies) == 1 else Combined(*policies)",
         new="return policies[0] if policies else Combined(*policies)",
         killers=(TESTS + "test_every_policy_has_a_text",),
-    ),
-    Mutant(
-        name="retrieved-in-any-order",
-        breaks="documents come after those that they refer to",
-        file="examples/rag.py",
-        old="return sorted(shuffled, key=self._refers)",
-        new="return shuffled",
-        killers=(EXAMPLES + "test_what_is_retrieved_is_named_and_referred_to_and_in_that_order",),
-    ),
-    Mutant(
-        name="exact-ways-may-differ",
-        breaks="the example fails where a prefix cache gives other tokens than a cold one",
-        file="examples/rag.py",
-        old="    return 0 if same(done) else 1\n",
-        new="    return 0\n",
-        killers=(EXAMPLES + "test_exact_ways_that_differ_are_a_failure",),
     ),
 )
