@@ -41,8 +41,8 @@ DEPS_STAMP := $(VENV)/.kvpager-deps
 BUILD_STAMP := $(VENV)/.kvpager-build
 NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc models/tiny-* -type f)
 ASAN_SITE := $(abspath build/asan-site)
-FORMATTED = $(shell find csrc tests/cpp tests/deep tests/fuzz -name third_party -prune -o \
-  \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)
+FORMATTED = $(shell find csrc tests/cpp tests/deep tests/fuzz \
+  \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \))
 LOCKING = $(shell grep -lrE '"(kvpager/mutex.h|pager/)' csrc --include='*.cc' --exclude-dir=bindings)
 PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
@@ -77,9 +77,13 @@ lint: build
 locks: build
 	$(BIN)/clang-tidy --quiet --checks='-*,misc-unused-alias-decls,clang-diagnostic-thread-safety*' \
 	  --header-filter='/csrc/' $(LOCKING) -- -std=c++17 -Icsrc/include -Icsrc \
-	  -isystem csrc/third_party -Wthread-safety
+	  -Wthread-safety
+
+# doctest's header, where the system has none.
+DOCTEST = scripts/fetch_doctest.sh build/doctest
 
 ctest: $(TOOLS_STAMP)
+	$(DOCTEST)
 	cmake --preset dev --log-level=WARNING
 	cmake --build --preset dev
 	ctest --preset dev
@@ -94,6 +98,7 @@ verify-all: build ## every relation for every model, dtype, shape and thread cou
 	$(PY) bench/verify_all.py $(VERIFY_ARGS)
 
 mutants: build ## break the code on purpose, one promise at a time: the tests that keep it must fail
+	$(DOCTEST)
 	cd tests && $(PY) -m mutants $(MUTANTS_ARGS)
 
 test-deep: test-deep-calls test-deep-power test-deep-threads test-deep-interrupts test-deep-identity test-deep-soak ## failing system calls, power failures, threads, interrupts, identity, a soak (docs/testing.md)
@@ -136,6 +141,7 @@ bench-peers: build ## install the peers that need an environment of their own (a
 
 # The instrumented package goes to a folder of its own; -S keeps the editable install out of sight.
 asan: build ## C++ and Python tests under AddressSanitizer and UBSan
+	$(DOCTEST)
 	cmake --preset asan --log-level=WARNING
 	cmake --build --preset asan
 	ctest --preset asan
@@ -151,6 +157,7 @@ asan: build ## C++ and Python tests under AddressSanitizer and UBSan
 	  $(PY) -S -m pytest $(PYTEST_ARGS)
 
 tsan: build ## C++ tests under ThreadSanitizer
+	$(DOCTEST)
 	cmake --preset tsan --log-level=WARNING
 	cmake --build --preset tsan
 	ctest --preset tsan

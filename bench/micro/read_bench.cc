@@ -5,8 +5,8 @@
 //
 //   read_bench [--folder F] [--rounds N] [--item-kib K]... [--mib M]
 //
-//   g++ -std=c++17 -O3 -pthread -Icsrc -Icsrc/include -Icsrc/third_party bench/micro/read_bench.cc
-//       csrc/snapshot/checksum.cc -o read_bench
+//   g++ -std=c++17 -O3 -pthread -Icsrc -Icsrc/include bench/micro/read_bench.cc
+//       csrc/snapshot/checksum.cc csrc/hash/xxh3.cc -o read_bench
 #include <fcntl.h>
 #include <linux/io_uring.h>
 #include <sys/mman.h>

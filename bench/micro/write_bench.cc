@@ -5,8 +5,8 @@
 //
 //   write_bench [--folder F] [--rounds N] [--mib M]... [--chunk-kib K] [--all]
 //
-//   g++ -std=c++17 -O3 -pthread -Icsrc -Icsrc/include -Icsrc/third_party bench/micro/write_bench.cc
-//       csrc/snapshot/*.cc csrc/memory/fault.cc -o write_bench
+//   g++ -std=c++17 -O3 -pthread -Icsrc -Icsrc/include bench/micro/write_bench.cc
+//       csrc/snapshot/*.cc csrc/hash/xxh3.cc csrc/memory/fault.cc -o write_bench
 #include <fcntl.h>
 #include <sys/uio.h>
 #include <unistd.h>

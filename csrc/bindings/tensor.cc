@@ -1,7 +1,7 @@
 #include "bindings/tensor.h"
 
+#include "bindings/dlpack.h"
 #include "kvpager/error.h"
-#include "third_party/dlpack.h"
 
 namespace kvpager {
 
@@ -10,19 +10,18 @@ namespace py = pybind11;
 namespace {
 
 // torch's table of C functions: four tensors cross in less than a microsecond, without capsules.
-const DLPackExchangeAPI* exchange_api(py::handle tensor) {
+const dlpack::ExchangeApi* exchange_api(py::handle tensor) {
   static PyTypeObject* cached_type = nullptr;
-  static const DLPackExchangeAPI* cached = nullptr;
+  static const dlpack::ExchangeApi* cached = nullptr;
   PyTypeObject* type = Py_TYPE(tensor.ptr());
   if (type == cached_type) return cached;
-  const DLPackExchangeAPI* api = nullptr;
+  const dlpack::ExchangeApi* api = nullptr;
   const py::object capsule =
       py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__", py::none());
   if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) {
-    api = static_cast<const DLPackExchangeAPI*>(
+    api = static_cast<const dlpack::ExchangeApi*>(
         PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-    if (api->header.version.major != DLPACK_MAJOR_VERSION ||
-        api->dltensor_from_py_object_no_sync == nullptr) {
+    if (api->version.major != dlpack::kMajorVersion || api->tensor_from_object == nullptr) {
       api = nullptr;
     }
   }
@@ -36,43 +35,40 @@ const DLPackExchangeAPI* exchange_api(py::handle tensor) {
 // As torch calls it.
 std::string device_name(int32_t type, int32_t ordinal) {
   switch (type) {
-    case kDLCPU:
+    case dlpack::kCpu:
       return "cpu";
-    case kDLCUDA:
+    case dlpack::kCuda:
       return str("cuda:", ordinal);
-    case kDLCUDAHost:
+    case dlpack::kCudaHost:
       return "pinned memory of the CPU";
     default:
       return str("DLPack device ", type, ":", ordinal);
   }
 }
 
-void require_place(const char* name, const DLDevice& device, const DevicePlace& place) {
+void require_place(const char* name, const dlpack::Device& device, const DevicePlace& place) {
   // Pinned memory is memory of the CPU, of whatever device it was pinned for.
-  const bool host = device.device_type == kDLCPU || device.device_type == kDLCUDAHost;
-  if (place.type == kDLCPU
-          ? host
-          : device.device_type == place.type && device.device_id == place.ordinal) {
+  const bool host = device.type == dlpack::kCpu || device.type == dlpack::kCudaHost;
+  if (place.type == dlpack::kCpu ? host : device.type == place.type && device.id == place.ordinal) {
     return;
   }
-  throw InvalidArgumentError(str(name, ": a tensor on ",
-                                 device_name(device.device_type, device.device_id),
+  throw InvalidArgumentError(str(name, ": a tensor on ", device_name(device.type, device.id),
                                  ", expected one on ", device_name(place.type, place.ordinal),
                                  ", where this pager is (", place.name, ")"));
 }
 
-TensorView checked_view(const char* name, const DLTensor& t, const DevicePlace& place) {
+TensorView checked_view(const char* name, const dlpack::Tensor& t, const DevicePlace& place) {
   require_place(name, t.device, place);
   if (t.ndim != 3) {
     throw InvalidArgumentError(
         str(name, ": ", t.ndim, " dimensions, expected 3 (rows, heads, head_dim)"));
   }
   TensorView view;
-  if (t.dtype.lanes == 1 && t.dtype.code == kDLFloat && t.dtype.bits == 32) {
+  if (t.dtype.lanes == 1 && t.dtype.code == dlpack::kFloat && t.dtype.bits == 32) {
     view.dtype = DType::kFloat32;
-  } else if (t.dtype.lanes == 1 && t.dtype.code == kDLFloat && t.dtype.bits == 16) {
+  } else if (t.dtype.lanes == 1 && t.dtype.code == dlpack::kFloat && t.dtype.bits == 16) {
     view.dtype = DType::kFloat16;
-  } else if (t.dtype.lanes == 1 && t.dtype.code == kDLBfloat && t.dtype.bits == 16) {
+  } else if (t.dtype.lanes == 1 && t.dtype.code == dlpack::kBfloat && t.dtype.bits == 16) {
     view.dtype = DType::kBFloat16;
   } else {
     throw InvalidArgumentError(str(name, ": element type code ", static_cast<int>(t.dtype.code),
@@ -103,9 +99,9 @@ TensorView checked_view(const char* name, const DLTensor& t, const DevicePlace& 
 
 BorrowedTensor::BorrowedTensor(const char* name, py::handle tensor, const DevicePlace& place,
                                bool writable) {
-  if (const DLPackExchangeAPI* api = exchange_api(tensor)) {
-    DLTensor t;
-    if (api->dltensor_from_py_object_no_sync(tensor.ptr(), &t) != 0) throw py::error_already_set();
+  if (const dlpack::ExchangeApi* api = exchange_api(tensor)) {
+    dlpack::Tensor t;
+    if (api->tensor_from_object(tensor.ptr(), &t) != 0) throw py::error_already_set();
     view_ = checked_view(name, t, place);
     return;
   }
@@ -124,11 +120,11 @@ BorrowedTensor::BorrowedTensor(const char* name, py::handle tensor, const Device
     if (!error.matches(PyExc_BufferError)) throw;
     throw InvalidArgumentError(str(name, ": ", error.what()));
   }
-  owned_ = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+  owned_ = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (owned_ == nullptr) throw py::error_already_set();
   PyCapsule_SetName(capsule.ptr(), "used_dltensor");
   try {
-    view_ = checked_view(name, owned_->dl_tensor, place);
+    view_ = checked_view(name, owned_->tensor, place);
   } catch (...) {
     if (owned_->deleter != nullptr) owned_->deleter(owned_);
     throw;

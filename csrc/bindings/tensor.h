@@ -6,9 +6,11 @@
 #include "kvpager/pager.h"
 #include "kvpager/tensor.h"
 
-struct DLManagedTensor;
-
 namespace kvpager {
+
+namespace dlpack {
+struct ManagedTensor;
+}
 
 class BorrowedTensor {
  public:
@@ -24,7 +26,8 @@ class BorrowedTensor {
 
  private:
   TensorView view_;
-  DLManagedTensor* owned_ = nullptr;  // what an exporter without the C exchange table handed over
+  dlpack::ManagedTensor* owned_ =
+      nullptr;  // what an exporter without the C exchange table handed over
 };
 
 }  // namespace kvpager

@@ -1,14 +1,13 @@
 // Tests of what ends the process.
 #pragma once
 
+#include <doctest/doctest.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <functional>
 #include <string>
-
-#include "doctest.h"
 
 namespace kvpager::testing {
 

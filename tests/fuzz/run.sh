@@ -14,8 +14,8 @@ work=$(cd "$work" && pwd)
 build() { # OUTPUT COMPILER FLAGS...
   output=$1
   shift
-  "$@" -std=c++17 -g -pthread -Icsrc -Icsrc/include -Icsrc/third_party \
-    tests/fuzz/snapshot_fuzz.cc csrc/snapshot/*.cc csrc/memory/fault.cc -o "$output"
+  "$@" -std=c++17 -g -pthread -Icsrc -Icsrc/include \
+    tests/fuzz/snapshot_fuzz.cc csrc/snapshot/*.cc csrc/hash/xxh3.cc csrc/memory/fault.cc -o "$output"
 }
 
 if [ "$mode" = --coverage ]; then

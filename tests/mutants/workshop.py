@@ -32,6 +32,7 @@ sys.meta_path[:] = [each for each in sys.meta_path if "ScikitBuild" not in type(
 CMAKE = (
     "-G", "Ninja", "-DKVPAGER_PYTHON=ON", "-DKVPAGER_TESTS=ON", "-DKVPAGER_CHECK_INVARIANTS=ON",
     "-DKVPAGER_CUDA=OFF", "-DKVPAGER_SHIM=ON",
+    f"-DCMAKE_PREFIX_PATH={ROOT / 'build' / 'doctest' / 'usr'}",
     "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1",
     f"-DPython_EXECUTABLE={sys.executable}", "--log-level=WARNING",
 )  # fmt: skip

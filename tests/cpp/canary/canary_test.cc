@@ -2,12 +2,12 @@
 // that these expressions would tell if it did not.
 #include "canary.h"
 
+#include <doctest/doctest.h>
+
 #include <cmath>
 #include <limits>
 #include <string>
 #include <vector>
-
-#include "doctest.h"
 
 namespace kvpager::canary {
 namespace {

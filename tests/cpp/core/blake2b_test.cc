@@ -1,10 +1,10 @@
 #include "core/blake2b.h"
 
+#include <doctest/doctest.h>
+
 #include <cstring>
 #include <string>
 #include <vector>
-
-#include "doctest.h"
 
 namespace kvpager {
 namespace {

@@ -1,8 +1,8 @@
 #include "core/chunk_namer.h"
 
-#include <vector>
+#include <doctest/doctest.h>
 
-#include "doctest.h"
+#include <vector>
 
 namespace kvpager {
 namespace {

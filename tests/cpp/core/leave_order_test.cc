@@ -1,12 +1,12 @@
 #include "core/leave_order.h"
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <map>
 #include <random>
 #include <set>
 #include <vector>
-
-#include "doctest.h"
 
 namespace kvpager {
 namespace {

@@ -1,11 +1,12 @@
 #include "core/ledger.h"
 
+#include <doctest/doctest.h>
+
 #include <random>
 #include <set>
 #include <vector>
 
 #include "core/chunk_namer.h"
-#include "doctest.h"
 
 namespace kvpager {
 namespace {

@@ -1,8 +1,8 @@
 #include "core/legacy_chain.h"
 
-#include <vector>
+#include <doctest/doctest.h>
 
-#include "doctest.h"
+#include <vector>
 
 namespace kvpager {
 namespace {

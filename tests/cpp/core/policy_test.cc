@@ -1,9 +1,9 @@
 #include "core/policy.h"
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <vector>
-
-#include "doctest.h"
 
 namespace kvpager {
 namespace {

@@ -1,10 +1,11 @@
 #include "kvpager/require.h"
 
+#include <doctest/doctest.h>
+
 #include <vector>
 
 #include "core/slot_pool.h"
 #include "died.h"
-#include "doctest.h"
 #include "kvpager/types.h"
 
 namespace kvpager {

@@ -1,8 +1,8 @@
 #include "core/slot_pool.h"
 
-#include <set>
+#include <doctest/doctest.h>
 
-#include "doctest.h"
+#include <set>
 
 namespace kvpager {
 namespace {

@@ -1,9 +1,9 @@
 #include "core/token_log.h"
 
+#include <doctest/doctest.h>
+
 #include <memory>
 #include <vector>
-
-#include "doctest.h"
 
 using kvpager::SharedArray;
 using kvpager::TokenId;

@@ -1,10 +1,11 @@
 // Attention::kReference on every device, to the bit against the CPU's kernels.
+#include <doctest/doctest.h>
+
 #include <cmath>
 #include <initializer_list>
 #include <string>
 #include <vector>
 
-#include "doctest.h"
 #include "problem.h"
 #include "random_problem.h"
 #include "shim_hooks.h"

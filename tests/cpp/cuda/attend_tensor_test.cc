@@ -1,12 +1,13 @@
 // Attention::kTensor on every device: against float64, and against itself to the bit, whatever else
 // is in the launch and however its work is cut.
+#include <doctest/doctest.h>
+
 #include <cmath>
 #include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "cuda/kernels.h"
-#include "doctest.h"
 #include "problem.h"
 #include "random_problem.h"
 #include "special_values.h"

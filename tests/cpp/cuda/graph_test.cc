@@ -1,12 +1,13 @@
 // One layer of a forward recorded into a graph and replayed for other forwards, whose tables lie at the
 // same addresses: the bits of launches made one by one.
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
 
 #include "cuda/scorer_params.h"
-#include "doctest.h"
 #include "kvpager/selection.h"
 #include "problem.h"
 #include "random_problem.h"

@@ -3,6 +3,8 @@
 // cuda/params.h, and everything nobody wrote poisoned. Works for every plug-in there is.
 #pragma once
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -15,7 +17,6 @@
 #include "../kernels/attend_problem.h"
 #include "device/device.h"
 #include "device/tables.h"
-#include "doctest.h"
 #include "forward_tables.h"
 
 namespace kvpager::testing {

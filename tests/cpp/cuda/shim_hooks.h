@@ -2,11 +2,11 @@
 #pragma once
 
 #include <dlfcn.h>
+#include <doctest/doctest.h>
 
 #include <cstdint>
 
 #include "device/device.h"
-#include "doctest.h"
 
 namespace kvpager::testing {
 

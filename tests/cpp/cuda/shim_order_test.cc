@@ -1,5 +1,6 @@
 // The order in which the shim runs things: everything a barrier allows, over the seeds, and nothing it
 // forbids; what would hang or be undefined on a GPU ends the process with a message.
+#include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,7 +14,6 @@
 
 #include "../device/devices.h"
 #include "cuda/portable.h"
-#include "doctest.h"
 
 namespace kvpager::gpu {
 namespace {

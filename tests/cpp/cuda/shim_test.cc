@@ -1,4 +1,6 @@
 // What the shim makes of the functions of cuda/portable.h, against what the PTX manual says they do.
+#include <doctest/doctest.h>
+
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
@@ -10,7 +12,6 @@
 
 #include "../kernels/float_mode.h"
 #include "cuda/portable.h"
-#include "doctest.h"
 
 namespace kvpager::gpu {
 namespace {

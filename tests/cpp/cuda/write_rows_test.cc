@@ -1,11 +1,12 @@
 // write_rows of every plug-in against the processor's: the same bytes, and no other byte touched.
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
 #include <vector>
 
-#include "doctest.h"
 #include "kvpager/attention.h"
 #include "problem.h"
 

@@ -1,6 +1,8 @@
 // What tests of devices share: which plug-ins they run on, and the shim's settings.
 #pragma once
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -10,7 +12,6 @@
 
 #include "../cuda/shim_hooks.h"
 #include "device/device.h"
-#include "doctest.h"
 
 namespace kvpager::testing {
 

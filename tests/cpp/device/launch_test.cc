@@ -1,9 +1,10 @@
 // Launches on the shim's streams, given to a runtime of the test's own.
+#include <doctest/doctest.h>
+
 #include <cstring>
 
 #include "cuda/shim/runtime.h"
 #include "died.h"
-#include "doctest.h"
 
 namespace shim = kvpager::shim;
 using kvpager::device::Direction;

@@ -1,12 +1,12 @@
 #include "device/tables.h"
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <random>
 #include <set>
 #include <utility>
 #include <vector>
-
-#include "doctest.h"
 
 namespace kvpager::device {
 namespace {

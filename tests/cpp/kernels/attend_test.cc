@@ -1,7 +1,8 @@
+#include <doctest/doctest.h>
+
 #include <string>
 
 #include "attend_problem.h"
-#include "doctest.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/error.h"
 

@@ -1,5 +1,7 @@
 // Conversions between float32 and the 16-bit formats, held against the formats' definitions for
 // every code and on both sides of every rounding boundary, in every tier.
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -7,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "doctest.h"
 #include "float_mode.h"
 #include "kernels/half.h"
 #include "kernels/kernel_table.h"

@@ -1,3 +1,5 @@
+#include <doctest/doctest.h>
+
 #include <atomic>
 #include <chrono>
 #include <ctime>
@@ -7,7 +9,6 @@
 #include <thread>
 #include <vector>
 
-#include "doctest.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"

@@ -1,5 +1,7 @@
 // The kernels' own exp, tanh, merge and division, held in every tier against scalars that follow the
 // order of operations in attention.h.
+#include <doctest/doctest.h>
+
 #include <cmath>
 #include <limits>
 #include <random>
@@ -7,7 +9,6 @@
 #include <vector>
 
 #include "attend_problem.h"
-#include "doctest.h"
 #include "kernels/kernel_table.h"
 
 namespace kvpager::testing {

@@ -1,10 +1,11 @@
 // The tile that the kernel is told to fetch ahead is the one it is called for next. It changes no bit,
 // so that nothing else would notice a wrong one.
+#include <doctest/doctest.h>
+
 #include <string>
 #include <vector>
 
 #include "attend_problem.h"
-#include "doctest.h"
 #include "kernels/kernel_table.h"
 
 namespace kvpager::testing {

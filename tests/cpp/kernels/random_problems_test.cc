@@ -1,11 +1,12 @@
 // Problems drawn at random: dtypes, shapes, rows of several sequences in any order among padding,
 // selections, windows, caps, sinks, threads, waves, tiers and modes. Every row of each has the bits of
 // the scalar reference, which knows of no other row.
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "doctest.h"
 #include "kernels/kernel_table.h"
 #include "random_problem.h"
 

@@ -1,10 +1,11 @@
+#include <doctest/doctest.h>
+
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
 
-#include "doctest.h"
 #include "kernels/half.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"

@@ -1,12 +1,13 @@
 // Summaries and scores have one set of bits: in every tier, in every mode of the calling thread, for
 // keys and queries of any size, in any company and at any address.
+#include <doctest/doctest.h>
+
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
 
-#include "doctest.h"
 #include "float_mode.h"
 #include "kernels/half.h"
 #include "kernels/kernel_table.h"

@@ -1,3 +1,5 @@
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -6,7 +8,6 @@
 #include <random>
 #include <string>
 
-#include "doctest.h"
 #include "kernels/half.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/error.h"

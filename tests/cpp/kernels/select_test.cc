@@ -1,9 +1,10 @@
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <limits>
 #include <random>
 #include <set>
 
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/selection.h"
 

@@ -2,6 +2,8 @@
 // tier, in every mode of the calling thread, against the scalar reference of the documented order.
 #include "special_values.h"
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -9,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "doctest.h"
 #include "kernels/kernel_table.h"
 
 namespace kvpager::testing {

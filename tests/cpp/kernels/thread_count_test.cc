@@ -1,5 +1,7 @@
 // The number of threads, of rows and of waves decides which way the work is cut, never a bit: walks
 // that merge as they go, splits computed apart, waves cut in halves to bound the memory of those.
+#include <doctest/doctest.h>
+
 #include <chrono>
 #include <numeric>
 #include <string>
@@ -7,7 +9,6 @@
 #include <vector>
 
 #include "attend_problem.h"
-#include "doctest.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/error.h"
 

@@ -1,6 +1,7 @@
 #include "memory/disk_spill.h"
 
 #include <dirent.h>
+#include <doctest/doctest.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -8,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 

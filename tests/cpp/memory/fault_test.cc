@@ -1,5 +1,6 @@
 #include "kvpager/fault.h"
 
+#include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -7,8 +8,6 @@
 #include <csignal>
 #include <thread>
 #include <vector>
-
-#include "doctest.h"
 
 namespace kvpager {
 namespace {

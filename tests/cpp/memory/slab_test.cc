@@ -1,10 +1,11 @@
 #include "memory/slab.h"
 
+#include <doctest/doctest.h>
+
 #include <cstring>
 #include <limits>
 #include <string>
 
-#include "doctest.h"
 #include "kvpager/error.h"
 
 namespace kvpager {

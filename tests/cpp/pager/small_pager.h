@@ -4,6 +4,7 @@
 #pragma once
 
 #include <dirent.h>
+#include <doctest/doctest.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,7 +19,6 @@
 #include <utility>
 #include <vector>
 
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "kvpager/pager.h"

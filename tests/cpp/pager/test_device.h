@@ -1,6 +1,8 @@
 // The devices a test of the pager runs on, and forwards of host tensors on any of them.
 #pragma once
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -13,7 +15,6 @@
 
 #include "device/device.h"
 #include "device/timeline.h"
-#include "doctest.h"
 #include "kvpager/pager.h"
 
 namespace kvpager::pager_test {

@@ -1,10 +1,11 @@
 // Attacks on manifests, packs and gathered chunks, by the numbers of docs/snapshot_attacks.md. Those
 // on a single file are in corruption_test.cc.
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <cstring>
 #include <set>
 
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/snapshot.h"
 #include "parts.h"

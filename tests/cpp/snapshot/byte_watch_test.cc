@@ -1,9 +1,9 @@
 #include "snapshot/byte_watch.h"
 
+#include <doctest/doctest.h>
+
 #include <cstring>
 #include <vector>
-
-#include "doctest.h"
 
 namespace kvpager::snapshot {
 namespace {

@@ -110,7 +110,7 @@ inline SnapshotPacks one_pack(const Hash128& id, int64_t sealed) {
 inline std::vector<uint64_t> summary_checksums(const Sample& sample) {
   std::vector<uint64_t> out;
   for (const auto& summary : sample.summaries) {
-    out.push_back(snapshot::xxh3_64(summary.data(), summary.size()));
+    out.push_back(xxh3_64(summary.data(), summary.size()));
   }
   return out;
 }

@@ -1,5 +1,6 @@
 // Damage of every kind gives a typed error that names what is wrong, and never a crash, a large
 // allocation or wrong bytes.
+#include <doctest/doctest.h>
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -9,7 +10,6 @@
 #include <limits>
 #include <new>
 
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/snapshot.h"
 #include "reseal.h"

@@ -1,5 +1,6 @@
 // A save that fails, wherever it fails, leaves no file of its own and the snapshot before it as it
 // was.
+#include <doctest/doctest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -10,7 +11,6 @@
 #include <functional>
 
 #include "content.h"
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "kvpager/snapshot.h"

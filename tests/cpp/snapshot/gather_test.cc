@@ -1,8 +1,9 @@
 // A snapshot can be put together from sealed chunks of others; it is the one that would have been
 // saved of these tokens.
+#include <doctest/doctest.h>
+
 #include <cstring>
 
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/snapshot.h"
 #include "sample.h"

@@ -1,5 +1,7 @@
 #include "snapshot/loose_content.h"
 
+#include <doctest/doctest.h>
+
 #include <cstring>
 #include <memory>
 #include <string>
@@ -7,7 +9,6 @@
 #include <vector>
 
 #include "content.h"
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "sample.h"
 

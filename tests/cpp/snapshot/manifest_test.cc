@@ -1,5 +1,6 @@
 // A manifest and its packs are one snapshot: the same content as the file that holds everything,
 // and whatever is wrong with a pack is said by name, at the latest when the chunk is read.
+#include <doctest/doctest.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <unistd.h>
@@ -10,7 +11,6 @@
 #include <functional>
 #include <thread>
 
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "kvpager/snapshot.h"

@@ -1,12 +1,12 @@
 // seal and publish: a file is whole before it has its name, and a process that dies anywhere on the
 // way leaves the old file or the new one.
+#include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 
 #include "content.h"
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "kvpager/snapshot.h"

@@ -1,5 +1,6 @@
 // Room for a snapshot is taken when its writer is made, and whoever looks at the temporary can tell
 // that its writer lives.
+#include <doctest/doctest.h>
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/file.h>
@@ -14,7 +15,6 @@
 #include <memory>
 
 #include "content.h"
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "kvpager/snapshot.h"

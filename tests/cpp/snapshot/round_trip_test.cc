@@ -1,4 +1,6 @@
 // What is written is what is read, and what is read can be written again to the byte.
+#include <doctest/doctest.h>
+
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -6,7 +8,6 @@
 #include <random>
 #include <thread>
 
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "kvpager/snapshot.h"

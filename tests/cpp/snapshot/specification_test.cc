@@ -1,7 +1,8 @@
 // The worked examples of docs/snapshot_format.md are the files the writer writes.
+#include <doctest/doctest.h>
+
 #include <cstring>
 
-#include "doctest.h"
 #include "kvpager/snapshot.h"
 #include "sample.h"
 #include "stored.h"

@@ -1,8 +1,9 @@
 // Verifying finds all damage there is, in order, and nothing else.
+#include <doctest/doctest.h>
+
 #include <cerrno>
 #include <filesystem>
 
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "kvpager/snapshot.h"

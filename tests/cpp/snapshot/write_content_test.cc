@@ -1,10 +1,11 @@
 // write_content and write_manifest: the same bytes as chunk by chunk, with little memory, and
 // nothing kept or left when something goes wrong.
+#include <doctest/doctest.h>
+
 #include <fstream>
 #include <sstream>
 
 #include "content.h"
-#include "doctest.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "kvpager/snapshot.h"
