@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvpager.cli.bench import PEERS, TABLES
 from kvpager.cli.failure import CliError, UsageError
-from kvpager.cli.output import check_writable, emit, emit_json, note
+from kvpager.cli.output import emit_result, note
 from kvpager.cli.parser import suggestion
 from kvpager.cli.terminal import look
 from kvpager_bench import suite as suites
@@ -24,7 +24,6 @@ _PEER_ACTIONS = ("list", "install", "remove")
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    check_writable("--output", args.output)
     if args.list:
         return _list(args)
     if args.words[:1] == [TABLES]:
@@ -69,9 +68,6 @@ def _results(args: argparse.Namespace) -> Path:
 
 def _list(args: argparse.Namespace) -> int:
     _refuse_more(args, "--list", args.words)
-    if args.format == "json":
-        emit_json(args, {"questions": [vars(question) for question in QUESTIONS.values()]})
-        return 0
     shown = look(args)
     table = shown.table("Questions")
     table.add_column("question", no_wrap=True)
@@ -87,7 +83,8 @@ def _list(args: argparse.Namespace) -> int:
             "yes" if question.in_suite else "",
             ", ".join(question.peers),
         )
-    emit(args, shown.render(table))
+    values = {"questions": [vars(question) for question in QUESTIONS.values()]}
+    emit_result(args, values, lambda: shown.render(table))
     return 0
 
 
@@ -96,10 +93,7 @@ def _measure(args: argparse.Namespace, plan: Plan) -> int:
         return _help_of(plan)
     with display(args, plan) as watcher:
         summary = suites.ask_all(plan, watcher)
-    if args.format == "json":
-        emit_json(args, summary.to_json())
-    else:
-        emit(args, summary_text(look(args), summary))
+    emit_result(args, summary.to_json(), lambda: summary_text(look(args), summary))
     if summary.interrupted:
         raise KeyboardInterrupt
     return 1 if summary.failed else 0
@@ -120,13 +114,10 @@ def _tables(args: argparse.Namespace) -> int:
         written = write_all(_results(args), suffix)
     except MissingNumberError as error:
         raise CliError(str(error)) from error
-    if args.format == "json":
-        emit_json(args, written.to_json())
-        return 0
     lines = [f"wrote {path}" for path in written.files]
     if written.missing:
         lines.append(f"not measured: {', '.join(written.missing)}")
-    emit(args, "\n".join(lines) + "\n")
+    emit_result(args, written.to_json(), lambda: "\n".join(lines) + "\n")
     return 0
 
 
@@ -166,9 +157,6 @@ def _tell_peers(args: argparse.Namespace, names: list[str], failures: dict[str, 
         }
         for name, peer in found.items()
     }
-    if args.format == "json":
-        emit_json(args, {"folder": str(environments.root()), "peers": states})
-        return
     shown = look(args)
     table = shown.table(f"Peers in {environments.root()}")
     for column in ("peer", "version", "for"):
@@ -177,7 +165,8 @@ def _tell_peers(args: argparse.Namespace, names: list[str], failures: dict[str, 
     for name, state in states.items():
         said = "yes" if state["installed"] else f"no: {state['reason']}"
         table.add_row(name, str(state["title"]), str(state["gives"]), said)
-    emit(args, shown.render(table))
+    values = {"folder": str(environments.root()), "peers": states}
+    emit_result(args, values, lambda: shown.render(table))
 
 
 def _refuse_more(args: argparse.Namespace, what: str, words: list[str]) -> None:

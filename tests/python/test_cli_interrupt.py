@@ -19,7 +19,7 @@ SLOW = """
 import signal, sys, time
 from contextlib import contextmanager
 from kvpager.cli import main
-from kvpager.cli.snapshot import transfer, verify
+from kvpager.cli.snapshot import move, verify
 
 @contextmanager
 def wait(args, label):
@@ -29,7 +29,7 @@ def wait(args, label):
     yield stop
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-transfer.byte_progress = verify.byte_progress = wait
+move.byte_progress = verify.byte_progress = wait
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -30,7 +30,7 @@ from cli_snapshots import (
     told_json,
 )
 
-from kvpager.cli.snapshot.difference import Element
+from kvpager.cli.snapshot.diff import Element
 from kvpager.pager import Layout
 from kvpager.stores import DirectoryStore
 

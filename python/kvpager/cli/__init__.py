@@ -42,9 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve()
     previous = _on_sigterm(_terminate)
     try:
-        from kvpager.cli.commands import parse  # not in a child, which needs none of it
+        # Not in a child, which needs none of it.
+        from kvpager.cli.commands import parse
+        from kvpager.cli.output import check_writable
 
         args = parse(arguments)
+        check_writable("--output", args.output)
         code: int = args.run(args)
     except KeyboardInterrupt:
         return _tell("interrupted", INTERRUPTED)

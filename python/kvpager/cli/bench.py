@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpager.cli.failure import CliError
-from kvpager.cli.models import natural
+from kvpager.cli.options import natural
 from kvpager.cli.parser import Parser
 
 TABLES, PEERS = "tables", "peers"

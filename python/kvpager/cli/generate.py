@@ -5,27 +5,36 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpager.cli.answer import Answer
 from kvpager.cli.failure import CliError, UsageError
-from kvpager.cli.models import (
+from kvpager.cli.models import TextPieces, load_model, load_tokenizer
+from kvpager.cli.options import (
     add_model_options,
-    load_model,
-    load_tokenizer,
+    add_prompt_options,
     natural,
     positive,
+    prompt_ids,
+    read_prompt,
+    require_model,
 )
-from kvpager.cli.output import check_writable, emit, emit_json, note, shows_progress
+from kvpager.cli.output import emit_result, note, shows_progress
 from kvpager.cli.pager_options import ALIASES, DEFAULTS, add_pager_options, pager_config
 from kvpager.cli.parser import Parser
-from kvpager.cli.prompts import add_prompt_options, prompt_ids, read_prompt
-from kvpager.cli.segment_parts import SegmentParts, add_segment_options, segment_parts
-from kvpager.cli.session_places import SessionPlaces, add_session_options, session_places
-from kvpager.cli.text import TextPieces
+from kvpager.cli.session_options import (
+    SegmentParts,
+    SessionPlaces,
+    add_segment_options,
+    add_session_options,
+    segment_parts,
+    session_places,
+)
 
 if TYPE_CHECKING:
-    from kvpager import Engine, Session
+    from kvpager import Assembly, Engine, Session, SpeculationStats
+
 
 # Of kvpager.runtime.speculation, which needs torch.
 PROPOSERS = ("prompt-lookup", "draft")
@@ -88,8 +97,7 @@ def _add_generation_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    if args.model is None:
-        raise UsageError("--model is missing; expected the folder of a transformers causal LM")
+    require_model(args)
     prompt = read_prompt(args)
     if prompt is None and args.restore is None:
         raise UsageError("a prompt is missing; give --prompt, --prompt-file, --ids or --restore")
@@ -109,7 +117,6 @@ def run(args: argparse.Namespace) -> int:
         )
     segments = segment_parts(args)
     places = session_places(args)
-    check_writable("--output", args.output)
     model = load_model(args.model, args.dtype, config.device)
     draft = None if args.draft is None else _load_draft(args, config.device)
     tokenizer = load_tokenizer(args.model)
@@ -128,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     ) as engine:
         start = time.perf_counter()
         begun = _begin(args, places, segments, engine, given, tokenizer)
-        answer = _answer(args, places, begun, tokenizer, start)
+        answer = _generate(args, places, begun, tokenizer, start)
     _report(args, answer)
     return 0
 
@@ -173,7 +180,7 @@ def _begin(
     return _Begun(session, reused, prefilled=len(given or ()) - reused)
 
 
-def _answer(
+def _generate(
     args: argparse.Namespace,
     places: SessionPlaces,
     begun: _Begun,
@@ -234,9 +241,81 @@ def _answer(
 
 
 def _report(args: argparse.Namespace, answer: Answer) -> None:
-    if args.format == "json":
-        emit_json(args, answer.to_json())
-    elif args.output is not None:
+    if args.format == "json" or args.output is not None:  # else it is shown as it comes
         shown = " ".join(map(str, answer.ids)) if answer.text is None else answer.text
-        emit(args, shown + "\n")
+        emit_result(args, answer.to_json(), lambda: shown + "\n")
     note(args, answer.summary())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated, and what it cost.
+
+    prompt_ids: all tokens before the generated ones. logprobs: one per generated token, each
+    exactly a float32; None unless asked for, as speculation. seed: of the draws; None where the
+    text is greedy. assembly: of a text with segments.
+    """
+
+    prompt_ids: list[int]
+    ids: list[int]
+    text: str | None
+    logprobs: list[float] | None
+    seed: int | None
+    speculation: SpeculationStats | None
+    reused_tokens: int
+    prefilled_tokens: int
+    assembly: Assembly | None
+    time_to_first_token_s: float
+    generate_s: float
+    restored_tokens: int
+    restored_tokens_consumed: int
+    recomputed_tokens: int
+    saved_to: str | None
+    saved_bytes: int | None
+    saved_shared_bytes: int | None
+    fingerprint: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat object, but for speculation, the assembly and the fingerprint."""
+        values = {"command": "generate", **vars(self), "fingerprint": dict(self.fingerprint)}
+        if self.assembly is not None:
+            values["assembly"] = asdict(self.assembly)
+        stats = self.speculation
+        if stats is not None:
+            values["speculation"] = asdict(stats) | {
+                "acceptance": stats.acceptance,
+                "tokens_per_forward": stats.tokens_per_forward,
+            }
+        return values
+
+    def summary(self) -> str:
+        """One line for a person."""
+        return "; ".join(self._facts())
+
+    def _facts(self) -> Iterator[str]:
+        yield f"{self.reused_tokens:,} tokens reused, {self.prefilled_tokens:,} prefilled"
+        if (made := self.assembly) is not None:
+            yield (
+                f"{made.exact:,} tokens exact, {made.moved:,} moved, {made.recomputed:,} "
+                f"recomputed, {made.fresh:,} new"
+            )
+        if self.restored_tokens:
+            consumed, restored = self.restored_tokens_consumed, self.restored_tokens
+            yield f"{consumed:,} of {restored:,} restored tokens consumed"
+        if self.recomputed_tokens:
+            yield f"{self.recomputed_tokens:,} damaged ones computed again"
+        yield f"first token after {1000 * self.time_to_first_token_s:.0f} ms"
+        if len(self.ids) > 1:
+            yield f"{(len(self.ids) - 1) / self.generate_s:.1f} tokens/s after it"
+        if (stats := self.speculation) is not None:
+            yield (
+                f"{stats.tokens_per_forward:.2f} tokens per forward, {stats.accepted:,} of "
+                f"{stats.proposed:,} proposed ones accepted"
+            )
+        if self.seed is not None:
+            yield f"--seed {self.seed}"
+        if self.logprobs:
+            yield f"mean log-probability {sum(self.logprobs) / len(self.logprobs):.4f}"
+        if self.saved_to:
+            shared = f" ({self.saved_shared_bytes:,} shared)" if self.saved_shared_bytes else ""
+            yield f"saved {self.saved_bytes:,} bytes{shared} to {self.saved_to}"

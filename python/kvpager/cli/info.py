@@ -7,7 +7,7 @@ import os
 import platform
 from typing import Any
 
-from kvpager.cli.output import emit, emit_json
+from kvpager.cli.output import emit_result
 from kvpager.cli.parser import Parser
 
 
@@ -22,10 +22,7 @@ def add(commands: Any, common: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     values = collect()
-    if args.format == "json":
-        emit_json(args, values)
-    else:
-        emit(args, _text(values))
+    emit_result(args, values, lambda: _text(values))
     return 0
 
 

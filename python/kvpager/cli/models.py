@@ -1,45 +1,15 @@
-"""Models and token ids from what a user types."""
+"""Models and tokenizers from folders, and text from their tokens."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvpager.cli.failure import CliError, UsageError
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def add_model_options(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """--model, --dtype, --threads; `default` says what is used without --model."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", metavar="PATH", help=f"folder of a transformers causal LM (default: {default})"
-    )
-    group.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="dtype of the weights (default: the file's)"
-    )
-    group.add_argument(
-        "--threads", type=positive, metavar="N", help="torch threads (default: torch's choice)"
-    )
-
-
-def positive(text: str) -> int:
-    """An integer of at least 1, for argparse."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least 1")
-    return int(text)
-
-
-def natural(text: str) -> int:
-    """An integer of at least 0, for argparse."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least 0")
-    return int(text)
+from kvpager.cli.failure import CliError
 
 
 def load_config(path: str | Path) -> Any:
@@ -81,6 +51,18 @@ def load_model(path: str | Path, dtype: str = "auto", device: str = "cpu") -> An
     return model.eval().to(place)
 
 
+def given_model(args: argparse.Namespace) -> Path:
+    """The folder that --model names, or the shipped model's. Raises CliError without either."""
+    from kvpager.needles import shipped_model_path
+
+    if args.model is not None:
+        return Path(args.model)
+    try:
+        return shipped_model_path()
+    except FileNotFoundError as error:
+        raise CliError(f"{error}; give --model") from error
+
+
 def load_tokenizer(path: str | Path) -> Any | None:
     """The tokenizer in a model's folder; None where there is none."""
     from transformers import AutoTokenizer
@@ -96,17 +78,6 @@ def load_tokenizer(path: str | Path) -> Any | None:
         return None
     with _readable(path):
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-
-
-def parse_ids(text: str, option: str = "--ids") -> list[int]:
-    """Token ids from "1,2,3" or "1 2 3". Raises UsageError for anything else."""
-    words: Sequence[str] = text.replace(",", " ").split()
-    for word in words:
-        if not word.isascii() or not word.isdigit():
-            raise UsageError(f'{option}: {word!r} is no token id; expected such as "1,2,3"')
-    if not words:
-        raise UsageError(f'{option} is empty; expected such as "1,2,3"')
-    return [int(word) for word in words]
 
 
 def _check_folder(path: str | Path) -> None:
@@ -131,3 +102,41 @@ def _readable(path: str | Path) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels):
             logger.setLevel(level)
+
+
+_UNFINISHED = "\ufffd"  # what a tokenizer shows for the first bytes of a character
+
+
+class TextPieces:
+    """Turns tokens into printable pieces; without a tokenizer, into numbers."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []  # since the last line end: context that spacing depends on
+        self._shown = 0
+        self._first = True
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; may be empty."""
+        if self._tokenizer is None:
+            piece = f"{'' if self._first else ' '}{token}"
+            self._first = False
+            return piece
+        self._tokens.append(token)
+        text = self._text()
+        if text.endswith(_UNFINISHED):
+            return ""
+        piece = text[self._shown :]
+        self._shown = len(text)
+        if text.endswith("\n"):
+            self._tokens, self._shown = [], 0
+        return piece
+
+    def finish(self) -> str:
+        """What was held back."""
+        return "" if self._tokenizer is None else self._text()[self._shown :]
+
+    def _text(self) -> str:
+        assert self._tokenizer is not None
+        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return text

@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,14 @@ def emit(args: argparse.Namespace, text: str) -> None:
         write_file(Path(args.output), text.encode())
 
 
-def emit_json(args: argparse.Namespace, values: Mapping[str, Any]) -> None:
-    """Writes one JSON object, and a line end."""
-    emit(args, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+def emit_result(
+    args: argparse.Namespace, values: Mapping[str, Any], text: Callable[[], str]
+) -> None:
+    """A command's whole result in the --format that is asked for: one JSON object, or `text`."""
+    if args.format == "json":
+        emit(args, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    else:
+        emit(args, text())
 
 
 def note(args: argparse.Namespace, text: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.failure import UsageError
-from kvpager.cli.models import DTYPES, positive
-from kvpager.cli.output import check_writable, emit, emit_json, note, write_file
+from kvpager.cli.options import DTYPES, positive
+from kvpager.cli.output import check_writable, emit_result, note, write_file
 from kvpager.cli.parser import Parser, suggestion
 from kvpager.cli.terminal import Look, look
 from kvpager.config import CHUNK_TOKENS, KV_DTYPES, PagerConfig, TopK, free_memory, parse_bytes
@@ -101,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
     from kvpager.plan import Workload, read_shape, recommend
     from kvpager.plan.result import to_json
 
-    check_writable("--output", args.output)
     check_writable("--plot", args.plot)
     _check_device(args.device)
     sizes = {name: _bytes(args, name) for name in ("device_memory", "host_memory", "disk_bytes")}
@@ -125,10 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
         write_file(Path(args.plot), draw_plan(plan))
         note(args, f"wrote {args.plot}")
-    if args.format == "json":
-        emit_json(args, {"command": "plan"} | to_json(plan))
-    else:
-        emit(args, describe(plan, look(args)))
+    emit_result(args, {"command": "plan"} | to_json(plan), lambda: describe(plan, look(args)))
     return 0
 
 

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpager.cli.answer import Recorded, read_answer
+import numpy as np
+import numpy.typing as npt
+
 from kvpager.cli.failure import CliError, UsageError
-from kvpager.cli.models import add_model_options, load_model, load_tokenizer
-from kvpager.cli.output import check_writable, emit, emit_json, note, shows_progress
-from kvpager.cli.pager_options import (
-    ALIASES,
-    DEFAULTS,
-    add_pager_options,
-    pager_config,
-    with_flags,
+from kvpager.cli.models import load_model, load_tokenizer
+from kvpager.cli.options import (
+    add_model_options,
+    add_prompt_options,
+    prompt_ids,
+    read_prompt,
+    require_model,
 )
+from kvpager.cli.output import emit_result, note, shows_progress
+from kvpager.cli.pager_options import ALIASES, DEFAULTS, add_pager_options, pager_config, with_flags
 from kvpager.cli.parser import Parser
-from kvpager.cli.prompts import add_prompt_options, prompt_ids, read_prompt
 from kvpager.cli.terminal import Look, look
 from kvpager.words import duration
 
 if TYPE_CHECKING:
     from kvpager import Agreement, Engine, Score
     from kvpager.verify.bits import Comparison
+
 
 _NAME = 20
 DIFFERENT = 1
@@ -63,15 +69,13 @@ def add(commands: Any, common: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    if args.model is None:
-        raise UsageError("--model is missing; expected the folder of a transformers causal LM")
+    require_model(args)
     if args.against is None and args.on_mismatch != "refuse":
         raise UsageError("--on-mismatch has no meaning without --against")
     prompt = read_prompt(args)
     if prompt is None and args.against is None:
         raise UsageError("tokens are missing; give --prompt, --prompt-file, --ids or --against")
     config = pager_config(args)
-    check_writable("--output", args.output)
     recorded = None if args.against is None else read_answer(args.against)
     model = load_model(args.model, args.dtype, config.device)
     if recorded is not None:
@@ -125,16 +129,13 @@ def _tell(args: argparse.Namespace, ids: list[int], score: Score, seconds: float
         "perplexity": score.perplexity,
         "seconds": seconds,
     }
-    if args.format == "json":
-        emit_json(args, values)
-        return 0
     facts = {
         "tokens": f"{len(score.logprobs):,} (all but the first)",
         "log-probability": f"{score.sum:.6f}",
         "mean": f"{score.mean:.6f}",
         "perplexity": f"{score.perplexity:.6g}",
     }
-    emit(args, _lines(look(args), facts))
+    emit_result(args, values, lambda: _lines(look(args), facts))
     return 0
 
 
@@ -167,10 +168,8 @@ def _tell_agreement(
         "logprobs": score.logprobs[-len(recorded.ids) :].tolist(),
         "seconds": seconds,
     }
-    if args.format == "json":
-        emit_json(args, values)
-    else:
-        emit(args, _lines(look(args), _facts(recorded, agreement, bits, different)))
+    facts = _facts(recorded, agreement, bits, different)
+    emit_result(args, values, lambda: _lines(look(args), facts))
     return 0 if bits.same else DIFFERENT
 
 
@@ -197,3 +196,81 @@ def _facts(
 
 def _lines(shown: Look, facts: Mapping[str, str]) -> str:
     return "".join(shown.field(name, fact, wide=_NAME) + "\n" for name, fact in facts.items())
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The part of an Answer that scoring it again needs.
+
+    prompt_ids, ids: token ids, of at least one token each. logprobs: [len(ids)] float32.
+    """
+
+    path: str
+    prompt_ids: list[int]
+    ids: list[int]
+    logprobs: npt.NDArray[np.float32]
+    fingerprint: Mapping[str, Any]
+
+
+def read_answer(path: str) -> Recorded:
+    """Reads what `kvpager generate --format json --logprobs` wrote.
+
+    Raises:
+        CliError: it cannot be read or is something else; names the field.
+    """
+    values = _read_object(path)
+    if values.get("command") != "generate":
+        raise _refusal(path, "command", values.get("command"), '"generate"')
+    prompt_ids = _token_ids(path, "prompt_ids", values.get("prompt_ids"))
+    ids = _token_ids(path, "ids", values.get("ids"))
+    fingerprint = values.get("fingerprint")
+    if not isinstance(fingerprint, dict):
+        raise _refusal(path, "fingerprint", fingerprint, "an object")
+    return Recorded(path, prompt_ids, ids, _logprobs(path, values, len(ids)), fingerprint)
+
+
+def _read_object(path: str) -> dict[str, Any]:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CliError(f"--against {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON
+        raise CliError(f"--against {path}: not JSON ({error}); {_EXPECTED}") from error
+    if not isinstance(values, dict):
+        raise CliError(f"--against {path}: a JSON {type(values).__name__}; {_EXPECTED}")
+    return values
+
+
+def _token_ids(path: str, name: str, values: Any) -> list[int]:
+    if not isinstance(values, list) or not values:
+        raise _refusal(path, name, values, "a list of token ids")
+    for place, value in enumerate(values):
+        if type(value) is not int or not 0 <= value < 2**31:
+            raise _refusal(path, f"{name}[{place}]", value, "a token id")
+    return values
+
+
+def _logprobs(path: str, values: Mapping[str, Any], count: int) -> npt.NDArray[np.float32]:
+    given = values.get("logprobs")
+    if given is None:
+        raise CliError(f"--against {path}: no logprobs in it; generate with --logprobs")
+    if not isinstance(given, list) or len(given) != count:
+        shown = len(given) if isinstance(given, list) else given
+        raise _refusal(path, "logprobs", shown, f"a list of {count}, one for each of ids")
+    for place, value in enumerate(given):
+        with np.errstate(over="ignore"):
+            if type(value) is not float or float(np.float32(value)) != value:
+                raise _refusal(path, f"logprobs[{place}]", value, "a float32 number")
+    return np.array(given, dtype=np.float32)
+
+
+_EXPECTED = "expected what `kvpager generate --format json --logprobs` writes"
+
+
+_SHOWN = 60  # characters of a wrong value
+
+
+def _refusal(path: str, name: str, value: Any, expected: str) -> CliError:
+    shown = repr(value)
+    shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+    return CliError(f"--against {path}: {name} is {shown}; expected {expected}")

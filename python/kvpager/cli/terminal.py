@@ -1,4 +1,4 @@
-"""What the place a result is shown at can show, and tables for it."""
+"""What the place a result is shown at can show: tables, and bars on stderr."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+
+    from kvpager.stores.base import ProgressCallback
+
 
 _WIDTH_WITHOUT_TERMINAL = 100
 _LEAST_WIDTH = 40
@@ -79,3 +84,39 @@ def look(args: argparse.Namespace) -> Look:
         colour=terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb",
         unicode=encoding.lower().replace("-", "") == "utf8",
     )
+
+
+@contextmanager
+def byte_progress(args: argparse.Namespace, label: str) -> Iterator[ProgressCallback | None]:
+    """A callable (bytes done, bytes in all) that draws a bar, or None where nobody would see it."""
+    if args.quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(
+        *columns,
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def shifted(progress: ProgressCallback | None, before: int, total: int) -> ProgressCallback | None:
+    """For one part of several: `before` bytes were done by earlier parts, of `total` in all."""
+    if progress is None:
+        return None
+    call = progress
+    return lambda done, _: call(before + done, total)

@@ -9,13 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpager.cli.models import add_model_options, load_model, load_tokenizer, natural
-from kvpager.cli.output import check_writable, emit, emit_json, note, shows_progress
+from kvpager.cli.failure import IMPOSSIBLE, ImpossibleError, or_impossible
+from kvpager.cli.models import given_model, load_model, load_tokenizer
+from kvpager.cli.options import (
+    add_model_options,
+    add_prompt_options,
+    natural,
+    prompt_ids,
+    read_prompt,
+)
+from kvpager.cli.output import emit_result, note, shows_progress
 from kvpager.cli.pager_options import add_pager_options, pager_config
 from kvpager.cli.parser import Parser
-from kvpager.cli.prompts import add_prompt_options, prompt_ids, read_prompt
-from kvpager.cli.snapshot.options import IMPOSSIBLE, ImpossibleError, or_impossible
-from kvpager.cli.terminal import look
+from kvpager.cli.terminal import Look, look
 
 if TYPE_CHECKING:
     from kvpager.config import PagerConfig
@@ -67,32 +73,21 @@ def run(args: argparse.Namespace) -> int:
     if config.exact is False:
         args.parser.error("--exact false promises nothing, so there is nothing to verify")
     prompt = read_prompt(args)
-    check_writable("--output", args.output)
     with or_impossible():
-        path = _model_path(args)
+        path = given_model(args)
         model = _load(args, path, config.device)
         tokenizer = load_tokenizer(path) if isinstance(prompt, str) else None
         ids = prompt_ids(args, prompt, tokenizer)
         report = _verify(args, config, model, path, [] if ids is None else [ids])
-    if args.format == "json":
-        emit_json(args, {"command": "verify", "model": str(path), **report.to_json()})
-    else:
-        from kvpager.verify.table import parts
-
-        shown = look(args)
-        emit(args, shown.render(*parts(report, shown.table)))
+    values = {"command": "verify", "model": str(path), **report.to_json()}
+    emit_result(args, values, lambda: _text(look(args), report))
     return 0 if report.kept else 1 if report.broken else IMPOSSIBLE
 
 
-def _model_path(args: argparse.Namespace) -> Path:
-    from kvpager.needles import shipped_model_path
+def _text(shown: Look, report: Report) -> str:
+    from kvpager.verify.table import parts
 
-    if args.model is not None:
-        return Path(args.model)
-    try:
-        return shipped_model_path()
-    except FileNotFoundError as error:
-        raise ImpossibleError(f"{error}; give --model") from error
+    return shown.render(*parts(report, shown.table))
 
 
 def _load(args: argparse.Namespace, path: Path, device: str) -> Any:

@@ -9,7 +9,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="a-text-that-is-there-is-added-again",
         breaks="adding the same text again computes and writes nothing",
-        file=CLI + "segment/add.py",
+        file=CLI + "segment.py",
         old="            there.add(name)\n",
         new="            there.discard(name)\n",
         killers=(
@@ -20,7 +20,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="a-taken-name-is-overwritten",
         breaks="another text under a taken name is refused without --replace",
-        file=CLI + "segment/add.py",
+        file=CLI + "segment.py",
         old="        if other is not None and not replace:\n",
         new="        if other is None and replace:\n",
         killers=(
@@ -32,7 +32,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="a-damaged-segment-counts-as-there",
         breaks="adding the text of a damaged segment puts it right",
-        file=CLI + "segment/add.py",
+        file=CLI + "segment.py",
         old="        if other is None and entry.error is None:",
         new="        if other is None:",
         killers=(TESTS + "test_a_damaged_segment_is_put_right_by_adding_its_text_again",),
@@ -40,7 +40,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="padding-is-counted-as-text",
         breaks="what add tells as computed are tokens of the text",
-        file=CLI + "segment/add.py",
+        file=CLI + "segment.py",
         old="        max(0, computed - padding),\n",
         new="        computed,\n",
         killers=(TESTS + "test_add_computes_a_text_and_ls_shows_it",),
@@ -48,7 +48,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="every-segment-begins-a-text",
         breaks="a tokenizer's beginning of a text is at the beginning alone",
-        file=CLI + "segment/texts.py",
+        file=CLI + "segment.py",
         old="special_tokens=False)",
         new="special_tokens=True)",
         killers=(TESTS + "test_a_tokenizer_begins_the_text_and_no_segment_of_it",),
@@ -64,7 +64,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="a-session-is-listed-as-a-segment",
         breaks="segment ls tells segments from sessions by what they say, not by their names",
-        file=CLI + "segment/stored.py",
+        file=CLI + "segment_store.py",
         old="                continue  # a session with such a name\n",
         new="                problem = None\n",
         killers=(
@@ -83,7 +83,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="listing-loads-torch",
         breaks="segment ls and rm need no torch",
-        file=CLI + "segment/stored.py",
+        file=CLI + "segment_store.py",
         old="from kvpager.stores import DirectoryStore, StoreEntry\n",
         new="from kvpager.runtime import Session  # noqa\n"
         "from kvpager.stores import DirectoryStore, StoreEntry\n",
@@ -92,7 +92,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="pins-do-not-hold",
         breaks="a pinned segment is removed with --force alone",
-        file=CLI + "snapshot/rm.py",
+        file=CLI + "snapshot/store.py",
         old="in pinned and not force:\n",
         new="in pinned and not address.store:\n",
         killers=(TESTS + "test_a_pinned_segment_needs_force",),
@@ -100,7 +100,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="segments-in-alphabetical-order",
         breaks="segments stand in the order they are given",
-        file=CLI + "segment_parts.py",
+        file=CLI + "session_options.py",
         old="[prefix, *self.names, question]",
         new="[prefix, *sorted(self.names), question]",
         killers=(
@@ -110,7 +110,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="the-default-repair-whatever-was-asked",
         breaks="--repair full gives a full prefill",
-        file=CLI + "segment_parts.py",
+        file=CLI + "session_options.py",
         old="repair=self.repair,",
         new="repair=None,",
         killers=(TESTS + "test_repairing_everything_gives_the_answer_of_a_full_prefill",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvpager.cli.models import add_model_options, natural, positive
+from kvpager.cli.options import add_model_options, natural, positive
 from kvpager.cli.pager_options import add_pager_options
 from kvpager.cli.parser import Parser
 

@@ -17,8 +17,8 @@ from kvpager.cli.demo.plan import Plan, needle_plan, random_plan
 from kvpager.cli.demo.summary import selection_name, summarise, text
 from kvpager.cli.demo.turn import PLAN_FILE, logits_file, trace_file
 from kvpager.cli.failure import CliError, UsageError
-from kvpager.cli.models import load_config
-from kvpager.cli.output import check_writable, emit, emit_json, note, write_file
+from kvpager.cli.models import given_model, load_config
+from kvpager.cli.output import check_writable, emit_result, note, write_file
 from kvpager.cli.pager_options import config_to_json, pager_config
 from kvpager.config import PagerConfig
 from kvpager.report import Episode, draw_png
@@ -31,8 +31,7 @@ def run(args: argparse.Namespace) -> int:
     config = pager_config(args, auto_pool=False)
     plot = None if args.plot == "none" else Path(args.plot)
     check_writable("--plot", None if plot is None else args.plot)
-    check_writable("--output", args.output)
-    model = _model_path(args)
+    model = given_model(args)
     plan = _plan(args, config, model)
     with _workdir(args.workdir) as workdir:
         plan.save(workdir / PLAN_FILE)
@@ -49,17 +48,6 @@ def run(args: argparse.Namespace) -> int:
         summary["plot"] = str(plot)
     _report(args, summary, episodes)
     return 1 if difference.differing else 0
-
-
-def _model_path(args: argparse.Namespace) -> Path:
-    from kvpager.needles import shipped_model_path
-
-    if args.model is not None:
-        return Path(args.model)
-    try:
-        return shipped_model_path()
-    except FileNotFoundError as error:
-        raise CliError(f"{error}; give --model") from error
 
 
 def _plan(args: argparse.Namespace, config: PagerConfig, model: Path) -> Plan:
@@ -159,7 +147,4 @@ def _title(summary: dict[str, Any]) -> str:
 
 
 def _report(args: argparse.Namespace, summary: dict[str, Any], episodes: list[Episode]) -> None:
-    if args.format == "json":
-        emit_json(args, summary)
-    else:
-        emit(args, text(args, summary, episodes))
+    emit_result(args, summary, lambda: text(args, summary, episodes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpager.cli.parser import Parser
-from kvpager.cli.snapshot import diff, export, gc, import_, inspect, ls, notes, rm, verify
+from kvpager.cli.snapshot import diff, inspect, move, store, verify
 
 _EPILOG = """\
 SNAPSHOT is a file, or STORE/NAME for one that the directory store STORE keeps.
@@ -26,5 +26,5 @@ def add(commands: Any, common: Parser) -> None:
     )
     parser.set_defaults(parser=parser)
     verbs = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
-    for verb in (inspect, verify, diff, export, import_, ls, notes, rm, gc):
-        verb.add(verbs, common)
+    for module in (inspect, verify, diff, move, store):
+        module.add(verbs, common)

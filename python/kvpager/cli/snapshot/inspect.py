@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpager.cli.output import check_writable, emit, emit_json, write_file
+from kvpager.cli.options import add_snapshot
+from kvpager.cli.output import check_writable, emit_result, write_file
 from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot.address import PACKS, find_snapshot
-from kvpager.cli.snapshot.companions import SOUND, companions_of
-from kvpager.cli.snapshot.fields import WAIVABLE, fingerprint_rules
-from kvpager.cli.snapshot.opened import MANIFEST, Opened
-from kvpager.cli.snapshot.options import add_snapshot
+from kvpager.cli.snapshot.opened import (
+    MANIFEST,
+    SOUND,
+    WAIVABLE,
+    Opened,
+    companions_of,
+    fingerprint_rules,
+)
 from kvpager.cli.terminal import look
 from kvpager.words import byte_size, counted
 
@@ -44,7 +49,6 @@ def add(verbs: Any, common: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the verb."""
     check_writable("--plot", args.plot)
-    check_writable("--output", args.output)
     from kvpager.report import chunk_table, draw_strip_png
 
     opened = Opened.at(find_snapshot(args.snapshot))
@@ -54,10 +58,7 @@ def run(args: argparse.Namespace) -> int:
         title = f"{args.snapshot}: {values['tokens']:,} tokens"
         write_file(Path(args.plot), draw_strip_png(table, title))
         values["plot"] = args.plot
-    if args.format == "json":
-        emit_json(args, values)
-    else:
-        emit(args, _text(args, values, table))
+    emit_result(args, values, lambda: _text(args, values, table))
     return 0
 
 

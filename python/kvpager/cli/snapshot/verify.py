@@ -9,17 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvpager.cli.output import check_writable, emit, emit_json
+from kvpager.cli.failure import DIFFERENT, or_impossible
+from kvpager.cli.options import add_threads
+from kvpager.cli.output import emit_result
 from kvpager.cli.parser import Parser
-from kvpager.cli.snapshot import damage as damages
 from kvpager.cli.snapshot.address import find_snapshot, is_store
-from kvpager.cli.snapshot.companions import companions_of
-from kvpager.cli.snapshot.damage import Damage
-from kvpager.cli.snapshot.opened import Opened, open_or_damaged
-from kvpager.cli.snapshot.options import DIFFERENT, add_threads, or_impossible
-from kvpager.cli.snapshot.progress import byte_progress
-from kvpager.cli.snapshot.verify_store import verify_store
-from kvpager.cli.terminal import look
+from kvpager.cli.snapshot.opened import Opened, companions_of, open_or_damaged
+from kvpager.cli.snapshot.verify_store import (
+    Damage,
+    damage_lines,
+    of_chunk,
+    remember_damage,
+    verify_store,
+    whole_file,
+)
+from kvpager.cli.terminal import byte_progress, look
 from kvpager.errors import CorruptSnapshotError
 from kvpager.stores import DirectoryStore
 from kvpager.stores.base import ProgressCallback
@@ -58,14 +62,10 @@ def add(verbs: Any, common: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the verb."""
-    check_writable("--output", args.output)
     with or_impossible():
         values, found = _check(args)
     values |= {"whole": not found, "damage": [part.to_json() for part in found]}
-    if args.format == "json":
-        emit_json(args, values)
-    else:
-        emit(args, "\n".join(_lines(args, values, found)) + "\n")
+    emit_result(args, values, lambda: "\n".join(_lines(args, values, found)) + "\n")
     return DIFFERENT if found else 0
 
 
@@ -103,7 +103,7 @@ def _check_snapshot(
     opened = open_or_damaged(address)
     if isinstance(opened, CorruptSnapshotError):
         size = address.path.stat().st_size
-        return [damages.whole_file(str(address.path), address.text, opened)], size
+        return [whole_file(str(address.path), address.text, opened)], size
     reader = opened.reader
     values["kind"] = opened.kind
     values["tokens"], values["chunks"] = len(reader.tokens), reader.chunks
@@ -114,7 +114,7 @@ def _check_snapshot(
         values["companions"].append({"kind": companion.kind, "state": companion.state})
         if companion.damage is not None:
             path, text = str(companion.address.path), companion.address.text
-            found.append(damages.whole_file(path, text, companion.damage))
+            found.append(whole_file(path, text, companion.damage))
         elif companion.opened is not None:
             more, more_read = _check_payload(args, companion.opened, progress)
             found, read = found + more, read + more_read
@@ -130,9 +130,9 @@ def _check_payload(
     if address.store is not None and bad:
         store = DirectoryStore(address.store, create=False)
         for chunk in sorted({chunk for chunk, _, _ in bad}):
-            damages.remember_damage(store, opened, chunk)
+            remember_damage(store, opened, chunk)
     found = [
-        damages.of_chunk(opened, address.text, chunk, layer if layer >= 0 else None, message)
+        of_chunk(opened, address.text, chunk, layer if layer >= 0 else None, message)
         for chunk, layer, message in bad
     ]
     return found, reader.payload_bytes_read + opened.metadata_bytes
@@ -173,4 +173,4 @@ def _lines(args: argparse.Namespace, values: dict[str, Any], found: list[Damage]
         yield "whole: every byte is what was written"
         return
     yield f"DAMAGED: {counted(len(found), 'part')}"
-    yield from damages.lines(found)
+    yield from damage_lines(found)

@@ -5,15 +5,19 @@ It takes no lock, so that others work on; files that disappear meanwhile are the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from kvpager.cli.snapshot import damage as damages
+import numpy as np
+import numpy.typing as npt
+
 from kvpager.cli.snapshot.address import PACKS, SNAPSHOTS, Address, stored_names
-from kvpager.cli.snapshot.checked_pack import CheckedPack
-from kvpager.cli.snapshot.damage import Damage, remember_damage
 from kvpager.cli.snapshot.opened import Opened, open_or_damaged
-from kvpager.cli.snapshot.progress import shifted
+from kvpager.cli.terminal import shifted
 from kvpager.errors import CorruptSnapshotError, StorageError
 from kvpager.stores import DirectoryStore
 from kvpager.stores.base import ProgressCallback
@@ -71,13 +75,13 @@ def _check_snapshot(
 ) -> list[Damage]:
     """Its own bytes, and those that its packs hold for it."""
     if isinstance(opened, CorruptSnapshotError):
-        return [damages.whole_file(name, name, opened)]
+        return [whole_file(name, name, opened)]
     reader = opened.reader
     used = [packs.get(pack) for pack, _ in reader.packs]
     if not used or any(pack is not None and pack.corrupt for pack in used):
         # Whole in itself; or, a pack's own tables are damaged, but not all of its chunks need be.
         return [
-            damages.of_chunk(opened, name, chunk, layer if layer >= 0 else None, message)
+            of_chunk(opened, name, chunk, layer if layer >= 0 else None, message)
             for chunk, layer, message in reader.verify(threads)
         ]
     found = []
@@ -104,7 +108,7 @@ def _check_tail_slice(opened: Opened, name: str, layer: int) -> list[Damage]:
     try:
         opened.reader.read_slice(tail, layer)
     except CorruptSnapshotError as error:
-        return [damages.of_chunk(opened, name, tail, layer, str(error))]
+        return [of_chunk(opened, name, tail, layer, str(error))]
     return []
 
 
@@ -123,3 +127,133 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+Wrong = tuple["int | None", str]  # layer (None: the summary), message
+
+
+class CheckedPack:
+    """What is wrong with each chunk, and which of it some snapshot has claimed.
+
+    Attributes:
+        path: the file.
+        corrupt: why it cannot be opened at all; its chunks may be sound all the same.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        opened: Opened | CorruptSnapshotError,
+        threads: int,
+        progress: ProgressCallback | None,
+    ) -> None:
+        """Reads the pack whole."""
+        self.path = path
+        self.corrupt = opened if isinstance(opened, CorruptSnapshotError) else None
+        self._wrong: dict[int, list[Wrong]] = defaultdict(list)
+        self._claimed: set[int] = set()
+        self._opened: Opened | None = None
+        if isinstance(opened, Opened):
+            self._opened = opened
+            self._slices: npt.NDArray[Any] = opened.reader.slice_checksums
+            self._summaries: npt.NDArray[Any] = opened.reader.summary_checksums
+            for chunk, layer, message in opened.reader.verify(threads, progress):
+                self._wrong[chunk].append((layer if layer >= 0 else None, message))
+
+    def damaged_chunks(self) -> list[tuple[Opened, int]]:
+        """Chunks whose bytes are not what was written, in order, with whom to read them from."""
+        return [(self._opened, chunk) for chunk in sorted(self._wrong) if self._opened is not None]
+
+    def claim(self, chunk: int, slices: npt.NDArray[Any], summary: int) -> list[Wrong]:
+        """What is wrong with a chunk for a snapshot that was saved with these checksums."""
+        self._claimed.add(chunk)
+        if chunk in self._wrong:
+            return self._wrong[chunk]
+        other: list[int | None] = [
+            int(layer) for layer in np.flatnonzero(self._slices[chunk] != slices)
+        ]
+        if int(self._summaries[chunk]) != summary:
+            other.append(None)
+        message = f"pack {self.path.name} holds other bytes than the snapshot was saved with"
+        return [(layer, message) for layer in other]
+
+    def unclaimed(self) -> list[Damage]:
+        """Damage that is no snapshot's: of the file's own tables, and of chunks nobody needs."""
+        if self.corrupt is not None:
+            return [whole_file(str(self.path), None, self.corrupt)]
+        return [
+            of_chunk(opened, None, chunk, layer, message)
+            for opened, chunk in self.damaged_chunks()
+            if chunk not in self._claimed
+            for layer, message in self._wrong[chunk]
+        ]
+
+
+_SHOWN = 40  # damage_lines of damage; --format json has all of it
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One part of a snapshot that is not what was written.
+
+    Attributes:
+        file: that holds the bytes.
+        snapshot: that needs them; None: of a pack that no snapshot needs.
+        chunk: in the snapshot, or in the pack without one; None: the file as a whole.
+        start: first position it concerns, None without a chunk.
+        stop: position after the last.
+        layer: 0-based; None: the summary, or all.
+        message: what was found.
+    """
+
+    file: str
+    snapshot: str | None
+    chunk: int | None
+    start: int | None
+    stop: int | None
+    layer: int | None
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        """By name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        told = self.message.removeprefix(f"{self.file}: ").removeprefix("corrupt snapshot: ")
+        name = self.file if self.snapshot is None else self.snapshot
+        if self.chunk is None:
+            return f"{name}: {told}"
+        if f"chunk {self.chunk} (tokens [{self.start}, {self.stop})" in told:
+            return f"{name}: {told}"
+        layer = "" if self.layer is None else f", layer {self.layer}"
+        return f"{name}: chunk {self.chunk} (tokens [{self.start}, {self.stop})){layer}: {told}"
+
+
+def whole_file(path: str, snapshot: str | None, error: CorruptSnapshotError) -> Damage:
+    """Damage that keeps a file from being opened at all."""
+    return Damage(path, snapshot, None, None, None, None, str(error))
+
+
+def of_chunk(
+    opened: Opened, snapshot: str | None, chunk: int, layer: int | None, message: str
+) -> Damage:
+    """Damage of one chunk's slice, or of its summary."""
+    start, stop = opened.token_range(chunk)
+    return Damage(opened.reader.path, snapshot, chunk, start, stop, layer, message)
+
+
+def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
+    """A line for each, as many as a person reads."""
+    for part in damage[:_SHOWN]:
+        yield f"  {part}"
+    if len(damage) > _SHOWN:
+        yield f"  ... and {len(damage) - _SHOWN:,} more; --format json lists all"
+
+
+def remember_damage(store: DirectoryStore, opened: Opened, chunk: int) -> None:
+    """Tells a store of damage in a snapshot of it, so that the chunk is shared no more.
+
+    One that may only be read is checked all the same.
+    """
+    with contextlib.suppress(StorageError):
+        store.report_damage(opened.reader, chunk)

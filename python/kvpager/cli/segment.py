@@ -1,21 +1,30 @@
-"""`kvpager segment add`: computes the K/V of texts, each alone, and keeps them in a store."""
+"""`kvpager segment`: texts cached once in a store, to be used at any place of a prompt."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.failure import CliError, UsageError
-from kvpager.cli.file_mode import add_mode
-from kvpager.cli.models import add_model_options, load_model, load_tokenizer
-from kvpager.cli.output import check_writable, emit, emit_json, note, shows_progress
+from kvpager.cli.models import load_model, load_tokenizer
+from kvpager.cli.options import (
+    add_mode,
+    add_model_options,
+    add_prompt_options,
+    parse_ids,
+    prompt_ids,
+    read_prompt,
+    read_text,
+    require_model,
+)
+from kvpager.cli.output import emit_result, note, shows_progress
 from kvpager.cli.pager_options import ALIASES, DEFAULTS, add_pager_options, pager_config
 from kvpager.cli.parser import Parser
-from kvpager.cli.segment.stored import add_store
-from kvpager.cli.segment.texts import add_text_options, read_texts
-from kvpager.errors import FingerprintMismatchError
+from kvpager.cli.segment_store import add_ls, add_rm, add_store
+from kvpager.errors import FingerprintMismatchError, InvalidArgumentError
 from kvpager.stores import DirectoryStore, StoreEntry
 from kvpager.stores.segments import stored_name
 from kvpager.words import byte_size, counted
@@ -24,7 +33,23 @@ if TYPE_CHECKING:
     from kvpager import Engine
 
 
-def add(verbs: Any, common: Parser) -> None:
+def add(commands: Any, common: Parser) -> None:
+    """Adds the command and its own subcommands."""
+    parser = commands.add_parser(
+        "segment",
+        help="cache texts once in a store, to be used at any place of a prompt",
+        description="Keeps the K/V of texts, such as documents, in a store; `kvpager generate "
+        "--store DIR --segment NAME` puts them into a prompt at any place and in any order. In the "
+        "store the segment NAME is the snapshot segment-NAME, which `kvpager snapshot` inspects, "
+        "verifies, pins, exports and imports as any other.",
+    )
+    parser.set_defaults(parser=parser)
+    verbs = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
+    for add_verb in (_add_add, add_ls, add_rm):
+        add_verb(verbs, common)
+
+
+def _add_add(verbs: Any, common: Parser) -> None:
     """Adds the verb."""
     parser = verbs.add_parser(
         "add",
@@ -76,11 +101,9 @@ class Added:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the verb."""
-    if args.model is None:
-        raise UsageError("--model is missing; expected the folder of a transformers causal LM")
+    require_model(args)
     texts = read_texts(args)
     config = pager_config(args)
-    check_writable("--output", args.output)
     store = DirectoryStore(args.store, mode=args.mode)
     model = load_model(args.model, args.dtype, config.device)
     tokenizer = load_tokenizer(args.model)
@@ -101,11 +124,9 @@ def run(args: argparse.Namespace) -> int:
             )
             if len(ids) > 1:
                 note(args, f"{len(done)} of {len(ids)}: {name}")
-    if args.format == "json":
-        added = [asdict(one) for one in done]
-        emit_json(args, {"command": "segment add", "store": args.store, "segments": added})
-    else:
-        emit(args, "".join(f"{one.line()}\n" for one in done))
+    added = [asdict(one) for one in done]
+    values = {"command": "segment add", "store": args.store, "segments": added}
+    emit_result(args, values, lambda: "".join(f"{one.line()}\n" for one in done))
     return 0
 
 
@@ -165,3 +186,83 @@ def _add(args: argparse.Namespace, engine: Engine, name: str, tokens: Sequence[i
         report.bytes_shared,
         was_there=False,
     )
+
+
+@dataclass(frozen=True)
+class NamedText:
+    """What a segment is to be called, and its text or token ids."""
+
+    name: str
+    text: str | list[int]
+
+    def ids(self, args: argparse.Namespace, tokenizer: Any | None) -> list[int]:
+        """Its token ids, without those a tokenizer puts around a whole prompt.
+
+        Raises:
+            CliError: it is text and the model has no tokenizer, or it has no tokens.
+        """
+        ids = prompt_ids(args, self.text, tokenizer, special_tokens=False)
+        if not ids:
+            raise CliError(f"{self.name}: its text has no tokens; expected at least one")
+        return ids
+
+
+def add_text_options(parser: Parser) -> None:
+    """FILE..., --as-ids, --name, and --prompt, --prompt-file or --ids."""
+    parser.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="*",
+        help="UTF-8 texts, a segment each, called as the file is without its suffix",
+    )
+    parser.add_argument(
+        "--as-ids", action="store_true", help='FILEs hold token ids such as "1,2,3", not text'
+    )
+    parser.add_argument("--name", metavar="NAME", help="of the segment, if it is one")
+    add_prompt_options(parser, "One of these, with --name, in the place of FILEs.")
+
+
+def read_texts(args: argparse.Namespace) -> list[NamedText]:
+    """All of them, before a model is loaded.
+
+    Raises:
+        UsageError: the command line does not say which texts under which names.
+        CliError: a file cannot be read.
+    """
+    prompt = read_prompt(args)
+    if prompt is not None and args.files:
+        raise UsageError("FILE and a prompt option were given; expected one of them")
+    if prompt is None and not args.files:
+        raise UsageError("a text is missing; give FILE, --prompt, --prompt-file or --ids")
+    if args.as_ids and not args.files:
+        raise UsageError("--as-ids has no meaning without FILE")
+    if args.name is not None and len(args.files) > 1:
+        raise UsageError(f"--name {args.name}: one name for {len(args.files)} FILEs; leave it out")
+    if prompt is not None:
+        if args.name is None:
+            raise UsageError("--name is missing; expected what the segment is to be called")
+        return [NamedText(_checked("--name", args.name), prompt)]
+    files: dict[str, str] = {}
+    for file in args.files:
+        option = f"FILE {file}" if args.name is None else "--name"
+        name = _checked(option, Path(file).stem if args.name is None else args.name)
+        if name in files:
+            raise UsageError(
+                f"FILE {file}: its segment would be called {name}, as that of {files[name]}; "
+                "rename one, or add them one by one with --name"
+            )
+        files[name] = file
+    return [NamedText(name, _read(file, as_ids=args.as_ids)) for name, file in files.items()]
+
+
+def _checked(option: str, name: str) -> str:
+    try:
+        stored_name(name)
+    except InvalidArgumentError as error:
+        raise UsageError(f"{option}: {error}; give another one with --name") from error
+    return name
+
+
+def _read(file: str, *, as_ids: bool) -> str | list[int]:
+    text = read_text("FILE", file)
+    return parse_ids(text, f"FILE {file}") if as_ids else text
