@@ -34,11 +34,11 @@ from kvpager.verify import (
     Subject,
     check_relation,
     child,
-    process,
     relation,
     verify,
     verify_selections,
 )
+from kvpager.verify import subject as subjects
 from kvpager.verify.moved import moved_order
 from kvpager.weights import weights_digest
 
@@ -416,7 +416,7 @@ def in_broken_children(monkeypatch):
     """Fresh processes of the harness have a property broken; see broken_child.py."""
 
     def breaking(what):
-        monkeypatch.setattr(process, "_MODULE", "broken_child")
+        monkeypatch.setattr(subjects, "_CHILD", "broken_child")
         monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
         monkeypatch.setenv("KVPAGER_BROKEN", what)
 
@@ -444,7 +444,7 @@ def test_a_kernel_tier_with_other_bits_is_found(subject, in_broken_children):
 
 
 def test_a_fresh_process_that_dies_is_told_and_not_kept(subject, monkeypatch):
-    monkeypatch.setattr(process, "_MODULE", "no_such_module_anywhere")
+    monkeypatch.setattr(subjects, "_CHILD", "no_such_module_anywhere")
     outcome = broken(subject, "re-scored", "not run")
     assert "no_such_module_anywhere" in outcome.reason
 
@@ -456,13 +456,13 @@ def test_a_folder_that_holds_another_model_is_told(tmp_path):
         "dtype": "float32",
         "experts": None,
         "threads": torch.get_num_threads(),
-        "folder": str(tmp_path),
         "tasks": [],
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
     assert child.main([str(tmp_path / "job.json")]) == 1
     told = json.loads((tmp_path / "result.json").read_text())
-    assert (told["kind"], told["task"]) == ("InvalidArgumentError", "load")
+    assert told["kind"] == "InvalidArgumentError"
+    assert told["error"].startswith("load: ")
     assert "holds weights" in told["error"]
 
 

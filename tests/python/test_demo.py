@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvpager.cli import main
-from kvpager.cli.demo import command
-from kvpager.cli.demo.compare import differing_bits
-from kvpager.cli.demo.plan import Plan
-from kvpager.cli.demo.reference import run_reference
-from kvpager.cli.demo.turn import PLAN_FILE, logits_file, run_turn
-from kvpager.pager import TIER_HOST, TIER_RESIDENT, TIER_SNAPSHOT
-from kvpager.report import Episode, draw_blocks, draw_png
+from kvpager.cli import demo as command
+from kvpager.cli import demo_part, main
 
 SMALL = ("--context", "2048", "--pool", "256", "--chunks", "8", "--needles", "6", "--host", "64MiB")
 
@@ -34,13 +26,11 @@ def parts(monkeypatch):
     """Runs the demo's parts in this process: seconds less each. Entries run before the part."""
     before = {}
 
-    def run_here(name, job, workdir):
-        before.get(name, lambda workdir: None)(workdir)
-        run = {"turn": run_turn, "reference": run_reference}[job["role"]]
-        answer = str(workdir / name)
-        return run({**job, "workdir": str(workdir), "answer": answer, "started_at": time.time()})
+    def run_here(name, job):
+        before.get(name, lambda job: None)(job)
+        return demo_part.work({**job, "started_at": time.time()}, Path(job["workdir"]))
 
-    monkeypatch.setattr(command, "run_child", run_here)
+    monkeypatch.setattr(command, "run_part", run_here)
     return before
 
 
@@ -51,10 +41,8 @@ def demo(capsys, *arguments, code=0):
     return json.loads(out)
 
 
-def test_turns_in_new_processes_continue_without_one_different_bit(capfd, tmp_path):
-    plot, kept = tmp_path / "plot.png", tmp_path / "kept"
-    arguments = ["--turns", "2", "--plot", str(plot), "--seed", "3", "--workdir", str(kept)]
-    code = main(["demo", *SMALL, "--format", "json", *arguments])
+def test_turns_in_new_processes_continue_without_one_different_bit(capfd):
+    code = main(["demo", *SMALL, "--format", "json", "--turns", "2", "--seed", "3"])
     out, err = capfd.readouterr()
     assert code == 0, err
     values = json.loads(out)  # one object and nothing else
@@ -64,53 +52,72 @@ def test_turns_in_new_processes_continue_without_one_different_bit(capfd, tmp_pa
     first, second = values["turns"]
     assert second["restored_tokens"] == first["tokens"] - 1  # the last token was pending
     assert second["needles_paged_out_at_start"] == second["needles_asked"] == 3
-    assert second["imports_s"] > 0
+    assert second["load_s"] > 0
     assert values["resident_bytes"] <= values["pool_bytes"] < values["full_cache_bytes"] / 4
     assert values["needles_found"] == values["uninterrupted"]["needles_found"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert modes(kept) == ({0o600}, {0o700})
 
 
 def test_as_many_needles_are_found_as_by_full_attention(capsys, parts):
-    paged = demo(capsys, *SMALL, "--plot", "none")
-    dense = demo(capsys, *SMALL[:4], *SMALL[6:], "--dense", "--plot", "none")
+    paged = demo(capsys, *SMALL)
+    dense = demo(capsys, *SMALL[:4], *SMALL[6:], "--dense")
     assert paged["differing_bits"] == dense["differing_bits"] == 0
     assert dense["selection"].startswith("dense")
     assert paged["needles_found"] >= dense["needles_found"] >= 5
     assert paged["needles_asked"] == dense["needles_asked"] == 6
 
 
-def test_one_flipped_logit_bit_fails_the_demo_and_is_located(capsys, parts, tmp_path):
-    def flip(workdir):
-        path = logits_file(workdir, "turn 2")
-        logits = np.load(path)
-        logits[1, 7] ^= 16
-        np.save(path, logits)
+def test_one_flipped_logit_bit_fails_the_demo_and_is_located(capsys, parts):
+    def flip(job):
+        path = Path(job["workdir"]) / "turn2.logits"
+        logits = load_file(path)["logits"]
+        logits.view(torch.int32)[1, 7] ^= 16
+        save_file({"logits": logits}, path)
 
     parts["reference"] = flip
-    values = demo(capsys, *SMALL, "--plot", "none", code=1)
+    values = demo(capsys, *SMALL, code=1)
     assert values["differing_bits"] == 1
-    assert values["first_difference"] == "turn 2: logits, byte (1, 7)"
+    assert values["first_difference"].startswith("turn 2: logits [1, 7]: ")
 
 
 def test_other_keys_and_values_fail_the_demo_and_are_located(capsys, parts):
-    def another_document(workdir):
-        plan = Plan.load(workdir / PLAN_FILE)
-        plan.document[100] = 9 if plan.document[100] != 9 else 10
-        plan.save(workdir / PLAN_FILE)
+    def another_document(job):
+        job["document"][100] = 9 if job["document"][100] != 9 else 10
 
     parts["reference"] = another_document
-    values = demo(capsys, *SMALL, "--plot", "none", code=1)
-    assert values["kv_comparison"]["differing"] > 10_000  # more than the ids alone
-    assert values["first_difference"].startswith("turn 1: token ids")
+    values = demo(capsys, *SMALL, code=1)
+    assert values["differing_bits"] > 10_000  # more than the ids alone
+    assert "logits" in values["first_difference"] or "token ids" in values["first_difference"]
 
 
-def test_the_verdict_of_a_failed_run_says_so(capsys, parts, tmp_path):
-    def forget(workdir):
-        np.save(logits_file(workdir, "turn 1"), np.zeros((8, 4096), np.uint8))
+def test_one_flipped_bit_of_the_saved_values_fails_the_demo_and_is_located(
+    capsys, parts, monkeypatch
+):
+    class Nudged(demo_part.Pager):
+        def restore(self, info, **options):
+            saved = super().restore(info, **options)
+            read = saved.read_kv
+
+            def nudged(layer, start, stop):
+                keys, values = read(layer, start, stop)
+                values = values.clone()
+                values.view(torch.int32)[5, 1, 2] ^= int(layer == 1)
+                return keys, values
+
+            monkeypatch.setattr(saved, "read_kv", nudged)
+            return saved
+
+    parts["reference"] = lambda job: monkeypatch.setattr(demo_part, "Pager", Nudged)
+    values = demo(capsys, *SMALL, code=1)
+    assert values["differing_bits"] == 3  # one for each turn
+    assert values["first_difference"].startswith("turn 1: V of layer 1, positions from 0 [5, 1, 2]")
+
+
+def test_the_verdict_of_a_failed_run_says_so(capsys, parts):
+    def forget(job):
+        save_file({"logits": torch.zeros(8, 1024)}, Path(job["workdir"]) / "turn1.logits")
 
     parts["reference"] = forget
-    assert main(["demo", "-q", *SMALL, "--plot", "none"]) == 1
+    assert main(["demo", "-q", *SMALL]) == 1
     out, err = capsys.readouterr()
     assert "FAILED" in out
     assert "turn 1: logits" in out
@@ -130,11 +137,10 @@ def test_a_model_of_which_nothing_is_known_shows_bits_and_no_needles(capsys, par
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     small = ("--context", "512", "--pool", "256", "--chunks", "2", "--needles", "4")
-    values = demo(capsys, *small, "--model", tmp_path, "--turns", "2", "--plot", "none")
+    values = demo(capsys, *small, "--model", tmp_path, "--turns", "2")
     assert values["differing_bits"] == 0
-    assert values["needles_known"] is False
     assert values["needles_asked"] == values["needles_found"] == 0
-    arguments = ["demo", "-q", *small, "--model", str(tmp_path), "--turns", "2", "--plot", "none"]
+    arguments = ["demo", "-q", *small, "--model", str(tmp_path), "--turns", "2"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "nothing is known of what this model can look up" in out
@@ -151,14 +157,14 @@ def test_a_model_of_which_nothing_is_known_shows_bits_and_no_needles(capsys, par
         (("--context", "0"), 2, "--context"),
         (("--context", "300", "--needles", "90"), 2, "do not fit"),
         (("--model", "/no/such/model"), 1, "no such folder"),
-        (("--plot", "/no/such/folder/plot.png"), 1, "there is no folder"),
+        (("--output", "/no/such/folder/x.json"), 1, "there is no folder"),
         (("--needels", "3"), 2, "did you mean --needles?"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_runs(
     capsys, monkeypatch, arguments, code, message
 ):
-    monkeypatch.setattr(command, "run_child", lambda *job: pytest.fail("something ran"))
+    monkeypatch.setattr(command, "run_part", lambda *job: pytest.fail("something ran"))
     assert main(["demo", *arguments]) == code
     out, err = capsys.readouterr()
     assert out == ""
@@ -166,40 +172,14 @@ def test_what_cannot_work_is_refused_before_anything_runs(
     assert message in err
 
 
-def test_the_failure_of_a_part_is_told_in_one_line(capfd, tmp_path):
+def test_the_failure_of_a_part_is_told_in_one_line(capfd):
     arguments = ["--context", "2048", "--host", "1MiB", "--pool", "256", "--chunks", "4"]
-    assert main(["demo", "-q", *arguments, "--workdir", str(tmp_path), "--plot", "none"]) == 1
+    assert main(["demo", "-q", *arguments]) == 1
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1, err
     assert err.startswith("kvpager: turn 1: ")
     assert "bytes" in err
-
-
-def test_what_the_demo_keeps_is_its_owners_alone(capsys, tmp_path, parts):
-    kept = tmp_path / "kept"
-    arguments = ("--turns", "2", "--workdir", kept, "--plot", "none")
-    plan = kept / PLAN_FILE
-    before = os.umask(0)
-    try:
-        demo(capsys, *SMALL, *arguments)
-        assert modes(kept) == ({0o600}, {0o700})
-        plan.chmod(0o644)  # as an older release left it
-        demo(capsys, *SMALL, *arguments)
-    finally:
-        os.umask(before)
-    assert modes(kept) == ({0o600}, {0o700})
-    assert plan.stat().st_size > 2048
-    assert len(list(kept.glob("*.kvsnap"))) == 2
-
-
-def modes(folder):
-    """Permissions of the files and of the folders there are."""
-    everything = [folder, *folder.rglob("*")]
-    return tuple(
-        {stat.S_IMODE(path.stat().st_mode) for path in everything if is_one(path)}
-        for is_one in (Path.is_file, Path.is_dir)
-    )
 
 
 @pytest.mark.parametrize(
@@ -263,66 +243,7 @@ def _child_of(process):
     for _ in range(1200):
         assert process.poll() is None
         for child in path.read_text().split():
-            if b"_turn" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"demo_part" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
         time.sleep(0.1)
     pytest.fail("no part was started")
-
-
-def test_bits_are_counted_one_by_one():
-    one = np.arange(32, dtype=np.uint8).reshape(4, 8)
-    other = one.copy()
-    assert differing_bits(one, other, "x").differing == 0
-    other[2, 3] ^= 0b101
-    other[3, 7] ^= 0b1
-    difference = differing_bits(one, other, "x")
-    assert (difference.compared, difference.differing) == (256, 3)
-    assert difference.first == "x, byte (2, 3)"
-    assert differing_bits(one, one[:2], "x").differing == 256
-
-
-# The pictures.
-
-
-def episodes():
-    tiers = np.zeros((9, 20), np.uint8)
-    for moment in range(9):
-        tiers[moment, : 2 + 2 * moment] = TIER_HOST
-        tiers[moment, 2 * moment : 2 + 2 * moment] = TIER_HOST | TIER_RESIDENT
-    nothing = np.zeros(tiers.shape, np.bool_)
-    recalled = nothing.copy()
-    recalled[8, 0] = True
-    restored = np.full((4, 20), TIER_SNAPSHOT, np.uint8)
-    calm = np.zeros(restored.shape, np.bool_)
-    return [
-        Episode("prefill", tiers, nothing, recalled),
-        Episode("turn 2", restored, calm, calm, [(1, 3)]),
-    ]
-
-
-@pytest.mark.parametrize("width", [40, 80, 133])
-@pytest.mark.parametrize("unicode", [True, False])
-def test_the_terminal_picture_fits_its_width_and_characters(width, unicode):
-    picture = draw_blocks(episodes(), width, colour=False, unicode=unicode)
-    rows = picture.splitlines()[1:-2]
-    assert max(map(len, rows)) <= width
-    assert "\x1b" not in picture
-    assert unicode or picture.isascii()
-    resident, host, recalled = ("█", "▒", "◆") if unicode else ("#", "-", "o")
-    assert resident in "".join(rows)
-    assert host in "".join(rows)
-    assert recalled in rows[0]
-    assert recalled not in "".join(rows[1:])
-
-
-def test_colour_changes_the_picture_by_escapes_alone():
-    plain = draw_blocks(episodes(), 80, colour=False, unicode=True)
-    coloured = draw_blocks(episodes(), 80, colour=True, unicode=True)
-    assert re.sub("\x1b\\[[0-9;]*m", "", coloured) == plain
-    assert coloured != plain
-
-
-def test_the_png_shows_every_episode():
-    data = draw_png(episodes(), 64, "a test")
-    assert data.startswith(b"\x89PNG")
-    assert len(data) > 10_000

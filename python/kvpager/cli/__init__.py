@@ -19,8 +19,6 @@ from types import FrameType
 # the cores from everything else.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from kvpager.cli.demo.child import COMMAND as CHILD_COMMAND
-from kvpager.cli.demo.child import serve
 from kvpager.cli.failure import CliError
 from kvpager.errors import PagerError
 
@@ -38,11 +36,9 @@ class _TerminatedError(BaseException):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's own) and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == [CHILD_COMMAND]:
-        return serve()
     previous = _on_sigterm(_terminate)
     try:
-        # Not in a child, which needs none of it.
+        # Here, so that an interrupt while modules load is told as any other.
         from kvpager.cli.commands import parse
         from kvpager.cli.output import check_writable
 

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from kvpager._version import __version__
-from kvpager.cli import bench, generate, info, plan, score, segment, snapshot, verify
-from kvpager.cli.demo import arguments as demo
+from kvpager.cli import bench, demo, generate, info, plan, score, segment, snapshot, verify
 from kvpager.cli.parser import Parser
 
 _EPILOG = "Each command has its own --help. KVPAGER_DEBUG=1 shows where an error came from."

@@ -10,7 +10,6 @@ import errno
 import os
 import re
 from pathlib import Path
-from typing import BinaryIO
 
 from kvpager.errors import InvalidArgumentError
 
@@ -76,12 +75,6 @@ def make_folder(path: str, mode: int) -> None:
     except OSError as error:
         if error.errno not in _WITHOUT_MODES:
             raise
-
-
-def open_private(path: str | os.PathLike[str]) -> BinaryIO:
-    """A new file to be written, 0600 from its first instant; one that was there goes."""
-    Path(path).unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb")
 
 
 def widen(path: str, mode: int) -> None:

@@ -1,57 +1,45 @@
 """`python -m kvpager.verify.child JOB.json`: one part of a verification in a fresh process.
 
 A job is a JSON object: "model" (folder), "weights" (its digest), "dtype", "experts"
-(implementation, or null), "threads", "device" (the model's), "folder" (where results go) and
-"tasks", each with "do", "config" (see config_json.py) and:
+(implementation, or null), "threads", "device" (the model's) and "tasks",
+each with "do", "config" (see config_json.py) and:
 
 - "cold": "ids"; records a cold run.
 - "restore": "snapshot", "ids" and "new_tokens"; restores, prefills the rest, generates, records.
 - "score": "texts", token ids each; the log-probabilities that `Engine.score` gives.
-
-It leaves result.json beside the recordings: "results", or "error", its "kind" and "task".
 """
 
 from __future__ import annotations
 
-import json
-import os
-import stat
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-_ORPHANED = 1
-_USAGE = 2
+from kvpager.children import serve
 
 
 def main(argv: list[str]) -> int:
     """Runs the job that a file describes; returns the exit code."""
-    if len(argv) != 1:
-        print("usage: python -m kvpager.verify.child JOB.json", file=sys.stderr)
-        return _USAGE
-    if stat.S_ISFIFO(os.fstat(0).st_mode):
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-    job = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    folder = Path(job["folder"])
-    result: dict[str, Any] = {"results": []}
-    task: Mapping[str, Any] = {"do": "load"}
-    try:
-        model = _load(job)
-        for number, task in enumerate(job["tasks"]):
-            summary, recording = _TASKS[task["do"]](model, task)
-            path = None
-            if recording is not None:
-                path = str(folder / f"{number}.safetensors")
-                recording.save(Path(path))
-            result["results"].append({"summary": summary, "recording": path})
-    except Exception as error:  # told to the parent, whatever it is
-        result = {"error": str(error), "kind": type(error).__name__, "task": task["do"]}
-    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    return 1 if "error" in result else 0
+    return serve(argv, _work)
+
+
+def _work(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """For each task its "summary", JSON-able, and its "recording", a file, or None."""
+    results = []
+    job["doing"] = "load"
+    model = _load(job)
+    for number, task in enumerate(job["tasks"]):
+        job["doing"] = task["do"]
+        summary, recording = _TASKS[task["do"]](model, task)
+        path = None
+        if recording is not None:
+            path = str(folder / f"{number}.safetensors")
+            recording.save(Path(path))
+        results.append({"summary": summary, "recording": path})
+    return results
 
 
 def _load(job: Mapping[str, Any]) -> Any:
@@ -137,11 +125,6 @@ _TASKS: Mapping[str, Callable[[Any, Mapping[str, Any]], tuple[dict[str, Any], An
     "restore": _restore,
     "score": _score,
 }
-
-
-def _end_with_parent() -> None:
-    os.read(0, 1)  # returns when the parent has closed its end, or is gone
-    os._exit(_ORPHANED)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 
 from kvpager import _core
 from kvpager._version import __version__
+from kvpager.children import ChildError
 from kvpager.config import Dense, TopK, describe_selection
 from kvpager.errors import CapacityError, PagerError, StorageError
 from kvpager.verify.check import (
@@ -26,7 +27,6 @@ from kvpager.verify.check import (
     Status,
 )
 from kvpager.verify.moved import LABEL, memory_moved, moved_order
-from kvpager.verify.process import ChildError
 from kvpager.verify.relations import RELATIONS, Relation
 from kvpager.verify.report import Report
 

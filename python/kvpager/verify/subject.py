@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from kvpager import numerics
+from kvpager.children import Job, run_children
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.errors import InvalidArgumentError
 from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
 from kvpager.verify.buffers import save_buffers
 from kvpager.verify.cold import cold_run
-from kvpager.verify.process import Task, run_children
 from kvpager.verify.recording import Recording
 from kvpager.verify.sweep import EFFORTS, Effort, Sweep
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvpager.runtime import Engine, Session
 
 _SALTS = itertools.count()  # of this process: no two runs of a harness share a chunk
+_CHILD = "kvpager.verify.child"
 _EVERYTHING = 1 << 40  # tokens
 
 
@@ -217,7 +218,7 @@ class Subject:
             save_buffers(self.model, folder)
         return folder
 
-    def in_fresh_processes(self, *jobs: tuple[Mapping[str, str], Sequence[Task]]) -> list[Any]:
+    def in_fresh_processes(self, *jobs: tuple[Mapping[str, str], Sequence[Job]]) -> list[Any]:
         """Runs tasks, each list in a process of its own with the given environment beside ours.
 
         Returns, for each list, one result per task; see `child.py`.
@@ -233,7 +234,8 @@ class Subject:
             "device": str(self.model.device),
             "weights": self.engine().fingerprint["weights"],
         }
-        return run_children(about, jobs, self.workdir)
+        each = [(environment, {**about, "tasks": list(tasks)}) for environment, tasks in jobs]
+        return run_children(_CHILD, each, self.workdir)
 
     def close(self) -> None:
         """Closes the engines it opened, and removes its files."""

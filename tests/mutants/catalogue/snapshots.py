@@ -23,25 +23,6 @@ SNAPSHOTS = (
         ),
     ),
     Mutant(
-        name="what-the-demo-keeps-has-the-umasks-permissions",
-        breaks="what the demo keeps is its owner's alone",
-        file="python/kvpager/stores/permissions.py",
-        old="os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)",
-        new="os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)",
-        killers=(
-            "python/test_demo.py::test_turns_in_new_processes_continue_without_one_different_bit",
-            "python/test_demo.py::test_what_the_demo_keeps_is_its_owners_alone",
-        ),
-    ),
-    Mutant(
-        name="a-kept-folder-has-the-umasks-permissions",
-        breaks="the folder that the demo keeps is its owner's alone",
-        file="python/kvpager/cli/demo/command.py",
-        old="        make_folder(given, PRIVATE)",
-        new="        folder.mkdir(exist_ok=True)",
-        killers=("python/test_demo.py::test_what_the_demo_keeps_is_its_owners_alone",),
-    ),
-    Mutant(
         name="small-files-have-the-umasks-permissions",
         breaks="every file of a store is its owner's alone",
         file="python/kvpager/stores/durable.py",
