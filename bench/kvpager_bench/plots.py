@@ -13,7 +13,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 # The backend comes before anything that draws.
-from kvpager_bench.labels import AGREE, INDEPENDENT, NO_REPAIR, PRINTED_POOL
+from kvpager_bench.labels import AGREE, INDEPENDENT, NO_REPAIR, PLOTTED_WAYS, PRINTED_POOL
 from kvpager_bench.report import NOT_APPLICABLE, Report, tokens_name
 
 COLOURS = {
@@ -217,13 +217,7 @@ def draw_residency_traffic(report: Report, folder: Path, suffix: str) -> list[st
     chosen = sorted({report.number(row, "chunks_selected") for row in report.rows})
     figure, axes = plt.subplots(1, len(chosen), figsize=(4.8 * len(chosen), 3.6), squeeze=False)
     for axis, chunks in zip(axes.flat, chosen):
-        for label, unit, way in (
-            ("chunks, scores, recall 4 (the pager)", "chunk", ("in place", "qk", 4)),
-            ("chunks, nothing recalled", "chunk", ("in place", "qk", 0)),
-            ("pages, scores", "page", ("in place", "qk", 4)),
-            ("pages, LRU", "page", ("in place", "lru", 4)),
-            ("pages, LRU, promoted before use", "page", ("promote", "lru", 0)),
-        ):
+        for label, unit, way in PLOTTED_WAYS:
             edges = []
             for shape in (AGREE, INDEPENDENT):
                 rows = [

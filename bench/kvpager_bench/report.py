@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from kvpager_bench.places import results_dir, write_text
 
-SCHEMA = 2
-_READABLE = (1, 2)  # 1 has neither comparisons nor skipped peers
+SCHEMA = 3
+_KEPT_DIGITS = 9  # of a float in a file: printed again, a table is the same
 NOT_APPLICABLE = "n/a"  # the one thing an optional column may hold instead of a number
 
 Cell: TypeAlias = "str | int | float | bool"
@@ -57,6 +57,14 @@ class Column:
     digits: int = 3
     text: bool = False
     optional: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what is as usual."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if value != getattr(Column, name, None)
+        }
 
     @property
     def heading(self) -> str:
@@ -122,18 +130,6 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "ratio": self.ratio, "holds": self.holds}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Comparison:
-        """Raises MissingNumberError if ratio and verdict are not those of its numbers."""
-        values = dict(data)
-        ratio, holds = values.pop("ratio", None), values.pop("holds", None)
-        read = cls(**values)
-        if ratio != read.ratio or holds != read.holds:
-            raise MissingNumberError(
-                f"{read.figure}: ratio {ratio} and holds {holds} are not those of its numbers"
-            )
-        return read
 
 
 @dataclass(frozen=True)
@@ -219,18 +215,23 @@ class Report:
         return float(value)
 
     def to_json(self) -> dict[str, Any]:
+        """What a file keeps: a row as the list of its cells, floats of nine digits."""
         if not self.rows:
             raise MissingNumberError(f"{self.name}: no rows were measured")
+        compared = [
+            {name: kept(value) for name, value in vars(comparison).items()}
+            for comparison in self.comparisons
+        ]
         return {
             "schema": SCHEMA,
             "name": self.name,
             "question": self.question,
             "environment": dict(self.environment),
             "settings": dict(self.settings),
-            "columns": [vars(column) for column in self.columns],
-            "rows": self.rows,
+            "columns": [column.to_json() for column in self.columns],
+            "rows": [[kept(row[column.name]) for column in self.columns] for row in self.rows],
             "verdicts": [vars(verdict) for verdict in self.verdicts],
-            "comparisons": [comparison.to_json() for comparison in self.comparisons],
+            "comparisons": compared,
             "skipped": [vars(skipped) for skipped in self.skipped],
         }
 
@@ -240,10 +241,10 @@ class Report:
         An interrupted run leaves the older file whole.
         """
         folder = folder or results_dir()
-        text = json.dumps(self.to_json(), indent=1, allow_nan=False)
+        text = json_lines(self.to_json())
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
-        write_text(path, text + "\n")
+        write_text(path, text)
         return path
 
     def markdown(self) -> str:
@@ -273,10 +274,8 @@ def load_report(path: Path) -> Report:
     no rows.
     """
     data = json.loads(path.read_text(encoding="utf-8"))
-    if data.get("schema") not in _READABLE:
-        raise MissingNumberError(
-            f"{path.name}: schema {data.get('schema')!r}, expected one of {_READABLE}"
-        )
+    if data.get("schema") != SCHEMA:
+        raise MissingNumberError(f"{path.name}: schema {data.get('schema')!r}, expected {SCHEMA}")
     lacking = [name for name in ENVIRONMENT if data["environment"].get(name) in (None, "")]
     if lacking:
         raise MissingNumberError(f"{path.name}: environment lacks {lacking}")
@@ -289,14 +288,38 @@ def load_report(path: Path) -> Report:
         settings=data["settings"],
         environment=data["environment"],
     )
-    for row in data["rows"]:
-        report.add(**row)
+    names = [column.name for column in report.columns]
+    for number, row in enumerate(data["rows"]):
+        if len(row) != len(names):
+            raise MissingNumberError(
+                f"{path.name}, row {number}: {len(row)} cells for {len(names)} columns"
+            )
+        report.add(**dict(zip(names, row)))
     for verdict in data["verdicts"]:
         report.judge(**verdict)
-    if data["schema"] > 1:
-        report.comparisons = [Comparison.from_json(entry) for entry in data["comparisons"]]
-        report.skipped = [Skipped(**entry) for entry in data["skipped"]]
+    report.comparisons = [Comparison(**entry) for entry in data["comparisons"]]
+    report.skipped = [Skipped(**entry) for entry in data["skipped"]]
     return report
+
+
+def kept(value: Any) -> Any:
+    """A value as a file keeps it."""
+    return float(f"{value:.{_KEPT_DIGITS}g}") if isinstance(value, float) else value
+
+
+def json_lines(data: Mapping[str, Any]) -> str:
+    """JSON with a line for each member, and for each element of a list."""
+
+    def dump(value: Any) -> str:
+        return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+    lines = []
+    for name, value in data.items():
+        text = dump(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"  {dump(element)}" for element in value) + "\n ]"
+        lines.append(f" {dump(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 COMPARISON_COLUMNS = (

@@ -194,7 +194,8 @@ def section(report: Report, figures: Sequence[str]) -> str:
     printed = PRINTED.get(report.name.removesuffix("-quick").removesuffix("-full"))
     if printed is not None and any(map(printed, report.rows)):
         rows = [row for row in report.rows if printed(row)]
-        lines += [f"{len(rows)} of {len(report.rows)} rows:", ""]
+        measured = report.settings.get("rows_measured", len(report.rows))
+        lines += [f"{len(rows)} of {measured} rows:", ""]
         report = replace(report, rows=rows)
     lines += [report.markdown(), ""]
     return "\n".join(lines)

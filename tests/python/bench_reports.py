@@ -121,3 +121,9 @@ def attention_report():
 
 def whole_suite():
     return [attention_report(), decode_report(), warm_report(), quality_report()]
+
+
+def named_rows(data):
+    """The rows of a written report, each by the names of its columns."""
+    names = [column["name"] for column in data["columns"]]
+    return [dict(zip(names, row, strict=True)) for row in data["rows"]]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bench_reports import named_rows
 
 from kvpager.device import missing
 from kvpager_bench import harness
@@ -158,7 +159,7 @@ class TestRun:
         run.carry_out("one", self.section(1.5, MemoryError("full")), 10)
         entry = run.to_json()["sections"]["one"]
         assert entry["error"] == "MemoryError: full"
-        assert [row["value"] for row in entry["rows"]] == [1.5]
+        assert named_rows(entry) == [{"value": 1.5}]
         assert "MemoryError" in capsys.readouterr().err
 
     def test_a_section_that_measured_nothing_is_an_error(self, run):
@@ -345,14 +346,14 @@ def test_every_section_runs_on_the_shim(tmp_path, monkeypatch, capsys):
     assert all(section["error"] is None for section in data["sections"].values())
     assert data["not_measured"] == []
     assert not any(gate["holds"] for gate in data["gates"])
-    rows = data["sections"]["attention"]["rows"]
+    rows = named_rows(data["sections"]["attention"])
     assert {row["what"] for row in rows} == {"decode", "prefill"}
     assert max(row["relative_error"] for row in rows) < 1e-2
-    paging = {(row["what"], row["chunks"]): row for row in data["sections"]["paging"]["rows"]}
+    paging = {(row["what"], row["chunks"]): row for row in named_rows(data["sections"]["paging"])}
     chunk = REHEARSAL.layout().chunk_bytes
     assert paging["promote", 2]["bytes_up"] == 2 * chunk
     assert paging["duplex: both", 2]["bytes_down"] >= 2 * chunk
-    (dense,) = data["sections"]["dense_pool"]["rows"]
+    (dense,) = named_rows(data["sections"]["dense_pool"])
     assert dense["bits_compared"] > 1e6
     assert dense["differing_bits"] == 0
-    assert np.isfinite([row["step_ms"] for row in data["sections"]["decode"]["rows"]]).all()
+    assert np.isfinite([row["step_ms"] for row in named_rows(data["sections"]["decode"])]).all()

@@ -8,6 +8,7 @@ import math
 import pytest
 from bench_reports import make_report
 
+from kvpager_bench.places import RESULTS_DIR
 from kvpager_bench.report import MissingNumberError, load_report
 
 
@@ -78,16 +79,14 @@ def test_comparisons_and_skipped_peers_read_back_the_same(tmp_path):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda data: data["comparisons"][0].update(holds=True),
-        lambda data: data["comparisons"][0].update(ratio=1.0),
-        lambda data: data["comparisons"][0].update(ours=300.0),
-        lambda data: data["comparisons"][0].pop("holds"),
+        lambda data: data["comparisons"][0].update(ours=0.0),
+        lambda data: data["comparisons"][0].update(figure=""),
         lambda data: data["comparisons"][0].update(theirs=None),
         lambda data: data["skipped"][0].update(reason=""),
-        lambda data: data.update(schema=3),
+        lambda data: data.update(schema=2),
     ],
 )
-def test_a_file_whose_verdict_is_not_that_of_its_numbers_is_refused(tmp_path, damage):
+def test_a_file_whose_comparison_lacks_a_number_is_refused(tmp_path, damage):
     report = make_report()
     compare(report)
     report.skip("vLLM 0.33.0", "not installed")
@@ -99,14 +98,28 @@ def test_a_file_whose_verdict_is_not_that_of_its_numbers_is_refused(tmp_path, da
         load_report(path)
 
 
-def test_a_report_of_the_first_schema_has_neither(tmp_path):
-    path = make_report().write(tmp_path)
-    data = json.loads(path.read_text(encoding="utf-8"))
-    del data["comparisons"], data["skipped"]
-    path.write_text(json.dumps(data | {"schema": 1}), encoding="utf-8")
-    report = load_report(path)
-    assert (report.comparisons, report.skipped) == ([], [])
-    assert report.rows == make_report().rows
+def test_a_file_keeps_a_row_in_a_line_and_no_digits_that_nothing_shows(tmp_path):
+    report = make_report()
+    report.rows[0] = {**report.rows[0], **dict.fromkeys(floats(report.rows[0]), 1 / 3)}
+    text = report.write(tmp_path).read_text(encoding="utf-8")
+    assert "0.333333333" in text
+    assert "0.3333333333" not in text
+    lines = text.splitlines()
+    start = lines.index(' "rows": [')
+    assert lines[start + 1 : start + 1 + len(report.rows)] == [
+        f"  {json.dumps(row)}{',' * (i + 1 < len(report.rows))}"
+        for i, row in enumerate(json.loads(text)["rows"])
+    ]
+
+
+def test_what_is_kept_of_the_questions_in_this_checkout_is_small():
+    sizes = {path.name: path.stat().st_size for path in RESULTS_DIR.glob("*.json")}
+    assert sum(sizes.values()) < 300 << 10
+    assert {name: size for name, size in sizes.items() if size > 32 << 10} == {}
+
+
+def floats(row):
+    return [name for name, value in row.items() if isinstance(value, float)]
 
 
 def test_a_report_prints_its_comparisons_and_who_was_left_out(capsys):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_reports import named_rows
 
 from kvpager_bench import harness
 from kvpager_bench.harness import Report
@@ -50,7 +51,7 @@ def test_cases_are_counted_by_model_and_relation(monkeypatch, tmp_path):
     rows.append(outcome(outcome="does not apply", compared=0, first_difference="not promised"))
     code, written = concluded(rows, monkeypatch, tmp_path)
     assert code == 0
-    first, *others = written["rows"]
+    first, *others = named_rows(written)
     assert (first["cases"], first["compared"], first["not_applicable"]) == (3, 111, 1)
     assert first["first_difference"] == "none"
     assert [(row["model"], row["relation"]) for row in others] == [
@@ -66,8 +67,8 @@ def test_anything_but_the_same_bits_fails_and_is_named(status, monkeypatch, tmp_
     code, written = concluded([outcome(), bad, outcome()], monkeypatch, tmp_path)
     assert code == 1
     assert not written["verdicts"][0]["holds"]
-    assert written["rows"][0]["not_kept"] == 1
-    assert written["rows"][0]["first_difference"] == "layer 1"
+    assert named_rows(written)[0]["not_kept"] == 1
+    assert named_rows(written)[0]["first_difference"] == "layer 1"
     assert "FAILS" in capsys.readouterr().out
 
 

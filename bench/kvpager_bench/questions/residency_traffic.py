@@ -29,7 +29,7 @@ from kvpager import ROW_COMMIT, Engine, Forward, PagerConfig, Sequence, TopK
 from kvpager.config import DEFAULT_SCORER
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report
-from kvpager_bench.labels import AGREE, INDEPENDENT
+from kvpager_bench.labels import AGREE, INDEPENDENT, PLOTTED_WAYS, PRINTED_POOL
 
 CHUNKS = 32
 QUIET = subjects.RECENT + 2 * 64
@@ -412,7 +412,24 @@ def main() -> None:
                     add_rows(report, shape, played, tokens, chunks, pool)
                     print(f"{tokens} tokens, {chunks} chunks, pool {pool}, {shape}", flush=True)
     judge(report)
-    report.finish()
+    shown(report).finish()
+
+
+def shown(report: Report) -> Report:
+    """The report with those of its rows that a table or the plot shows."""
+    longest = max(report.number(row, "context") for row in report.rows)
+    plotted = {(unit, *way) for _, unit, way in PLOTTED_WAYS}
+    rows = [
+        row
+        for row in report.rows
+        if row["pool"] == PRINTED_POOL
+        or (
+            (row["context"] == longest and row["shape"] in (AGREE, INDEPENDENT))
+            and (row["unit"], row["misses"], row["policy"], row["recall"]) in plotted
+        )
+    ]
+    settings = {**report.settings, "rows_measured": len(report.rows)}
+    return replace(report, rows=rows, settings=settings)
 
 
 def judge(report: Report) -> None:
