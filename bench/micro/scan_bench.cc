@@ -169,7 +169,7 @@ int main(int argc, char** argv) {
     if (name == "--group") groups.push_back(std::atoi(argv[i + 1]));
     if (name == "--rows") rows.push_back(std::atoi(argv[i + 1]));
   }
-  if (scorers.empty()) scorers = {"bits2", "bits1", "minmax", "sub16"};
+  if (scorers.empty()) scorers = {"bits2", "mean"};
   if (groups.empty()) groups = {1, 2, 4, 8};
   if (rows.empty()) rows = {1, 64};
   kvpager::ThreadPool pool(threads);

@@ -129,11 +129,8 @@ struct WriteParams {
 
 // Summaries of whole chunks, every layer and kv head: what Scorer::summarize makes, bit for bit.
 struct ScorerParams {
-  enum class Family : int32_t { kBoxes = 0, kSketch = 1, kExact = 2 };
+  enum class Family : int32_t { kMean = 0, kSketch = 1, kExact = 2 };
   Family family = Family::kSketch;
-  int32_t bits = 2;                // kSketch
-  int32_t boxes = 1;               // kBoxes: boxes per chunk
-  int32_t spread = 0;              // kBoxes: 0 none, 1 standard deviation, 2 half the range
   int64_t summary_page_bytes = 0;  // of one (layer, kv head)
 };
 inline constexpr int kMaxSummarized = 16;

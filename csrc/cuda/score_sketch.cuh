@@ -12,6 +12,9 @@
 
 namespace kvpager::gpu::scoring {
 
+inline constexpr int kBits = 2;            // of a code
+inline constexpr int kFields = 8 / kBits;  // of a byte
+
 // (q * step + 128) >> 8 of four dimensions, as signed bytes.
 KVP_DEVICE uint32_t weigh(uint32_t q, uint32_t step) {
   int32_t x[4];
@@ -30,9 +33,8 @@ KVP_DEVICE uint32_t weigh(uint32_t q, uint32_t step) {
 }
 
 // Where the parts of a summary lie in its stage.
-template <int kBits, int kTokens>
+template <int kTokens>
 struct SketchStage {
-  static constexpr int kFields = 8 / kBits;
   static constexpr int kGroupUnits = kTokens / 4;  // of 16 bytes
   // Four neighbouring groups at one token lie in different banks.
   static constexpr int kGroupPitch = (kTokens * 4 + 127) / 128 * 128 + 32;
@@ -57,13 +59,12 @@ struct SketchStage {
 };
 
 // Scores of 8 kBatches queries into values[].
-template <int kBits, int kTokens, int kBatches>
-KVP_DEVICE void score_batches(const SketchStage<kBits, kTokens>& sketch, const unsigned char* stage,
+template <int kTokens, int kBatches>
+KVP_DEVICE void score_batches(const SketchStage<kTokens>& sketch, const unsigned char* stage,
                               const unsigned char* queries, int query_pitch, double* values) {
-  constexpr int kFields = 8 / kBits;
   constexpr int kTiles = kTokens / 16;
   constexpr int kPair = kTiles < 2 ? 1 : 2;  // tiles a load brings codes for
-  constexpr uint32_t kMask = kBits == 1 ? 0x01010101u : 0x03030303u;
+  constexpr uint32_t kMask = 0x03030303u;
   const int g = lane_index() / 4;
   const int t = lane_index() % 4;
   int32_t sums[kBatches][kTiles][4] = {};
@@ -165,7 +166,7 @@ struct SketchBatches {
   static constexpr int kMost = kTokens <= 64 ? 2 : 1;
 };
 
-template <int kBits, int kTokens, int kBatches>
+template <int kTokens, int kBatches>
 KVP_KERNEL KVP_BOUNDS(kScoreThreads, kTokens <= 64 && kBatches == 1 ? 3 : 2)
     score_sketches(const ScoreJob job) {
   const SelectParams& p = job.p;
@@ -174,7 +175,7 @@ KVP_KERNEL KVP_BOUNDS(kScoreThreads, kTokens <= 64 && kBatches == 1 ? 3 : 2)
   const TileRow* rows = reinterpret_cast<const TileRow*>(shared + job.rows_at);
   const uint64_t* addresses = reinterpret_cast<const uint64_t*>(shared + job.addresses_at);
   const int group = group_of(p);
-  const SketchStage<kBits, kTokens> sketch(p.shape.k_dim);
+  const SketchStage<kTokens> sketch(p.shape.k_dim);
   unsigned char* ring = shared + warp_index() * job.stages * job.stage_bytes;
   double* values =
       reinterpret_cast<double*>(shared + job.values_at) + warp_index() * job.query_lines;
@@ -201,8 +202,8 @@ KVP_KERNEL KVP_BOUNDS(kScoreThreads, kTokens <= 64 && kBatches == 1 ? 3 : 2)
       sync_warp();
       const unsigned char* stage = ring + i % job.stages * job.stage_bytes;
       for (int first = 0; first < item.rows * group; first += 8 * kBatches) {
-        score_batches<kBits, kTokens, kBatches>(sketch, stage, queries + first * job.query_pitch,
-                                                job.query_pitch, values + first);
+        score_batches<kTokens, kBatches>(sketch, stage, queries + first * job.query_pitch,
+                                         job.query_pitch, values + first);
       }
       sync_warp();
       for (int r = lane_index(); r < item.rows; r += 32) {

@@ -5,8 +5,8 @@
 
 #include "cuda/kernels.h"
 #include "cuda/portable.h"
-#include "cuda/score_boxes.cuh"
 #include "cuda/score_exact.cuh"
+#include "cuda/score_means.cuh"
 #include "cuda/score_sketch.cuh"
 #include "cuda/select_rows.cuh"
 #include "device/api.h"
@@ -35,7 +35,7 @@ int64_t slot_bytes(const Shape& shape, int64_t chunks) {
 int64_t sketch_stage_bytes(const ScoreJob& job) {
   const Shape& shape = job.p.shape;
   const int64_t padded = round_up(shape.k_dim, 32);
-  const int64_t groups = padded * job.p.scorer.bits / 32;
+  const int64_t groups = padded * kBits / 32;
   return groups * (round_up(int64_t{4} * shape.chunk_tokens, 128) + 32) +
          round_up(3 * padded + 8, 64);
 }
@@ -45,11 +45,11 @@ int64_t lay_out(ScoreJob* job) {
   const Shape& shape = job->p.shape;
   const int group = shape.q_heads / shape.kv_heads;
   const bool sketch = job->p.scorer.family == ScorerParams::Family::kSketch;
-  const bool boxes = job->p.scorer.family == ScorerParams::Family::kBoxes;
+  const bool means = job->p.scorer.family == ScorerParams::Family::kMean;
   if (sketch) {
     // Queries of a pair of neighbours at the same dimension lie in different banks.
     job->query_pitch = static_cast<int32_t>(round_up(shape.k_dim, 128) + 64);
-  } else if (boxes) {
+  } else if (means) {
     int units = 1;  // as many as the kernel has
     while (units * 64 < shape.k_dim) units *= 2;
     job->query_pitch = units * 64;
@@ -83,45 +83,43 @@ int64_t lay_out(ScoreJob* job) {
   job->rows_at = static_cast<int32_t>(at);
   at += int64_t{job->tile_rows} * static_cast<int64_t>(sizeof(TileRow));
   job->bias_at = static_cast<int32_t>(at);
-  if (boxes) at += int64_t{job->query_lines} * 4;
+  if (means) at += int64_t{job->query_lines} * 4;
   job->ends_at = static_cast<int32_t>(at);
   return at + int64_t{job->p.counts.parts} * 4;
 }
 
-template <int kBits, int kTokens>
+template <int kTokens>
 int launch_sketches_of(const Grid& grid, const ScoreJob& job) {
   constexpr int kMost = SketchBatches<kTokens>::kMost;
-  return job.query_lines % 16 == 0 ? launch(score_sketches<kBits, kTokens, kMost>, grid, job)
-                                   : launch(score_sketches<kBits, kTokens, 1>, grid, job);
+  return job.query_lines % 16 == 0 ? launch(score_sketches<kTokens, kMost>, grid, job)
+                                   : launch(score_sketches<kTokens, 1>, grid, job);
 }
 
-template <int kBits>
 int launch_sketches(const Grid& grid, const ScoreJob& job) {
   switch (job.p.shape.chunk_tokens) {
     case 16:
-      return launch_sketches_of<kBits, 16>(grid, job);
+      return launch_sketches_of<16>(grid, job);
     case 32:
-      return launch_sketches_of<kBits, 32>(grid, job);
+      return launch_sketches_of<32>(grid, job);
     case 64:
-      return launch_sketches_of<kBits, 64>(grid, job);
+      return launch_sketches_of<64>(grid, job);
     case 128:
-      return launch_sketches_of<kBits, 128>(grid, job);
+      return launch_sketches_of<128>(grid, job);
     default:
-      return launch_sketches_of<kBits, 256>(grid, job);
+      return launch_sketches_of<256>(grid, job);
   }
 }
 
-template <bool kSpread>
-int launch_boxes(const Grid& grid, const ScoreJob& job) {
+int launch_means(const Grid& grid, const ScoreJob& job) {
   switch (job.query_pitch / 64) {
     case 1:
-      return launch(score_boxes<1, kSpread>, grid, job);
+      return launch(score_means<1>, grid, job);
     case 2:
-      return launch(score_boxes<2, kSpread>, grid, job);
+      return launch(score_means<2>, grid, job);
     case 4:
-      return launch(score_boxes<4, kSpread>, grid, job);
+      return launch(score_means<4>, grid, job);
     default:
-      return launch(score_boxes<8, kSpread>, grid, job);
+      return launch(score_means<8>, grid, job);
   }
 }
 
@@ -138,10 +136,8 @@ int launch_scores(ScoreJob job, void* stream) {
   grid.blocks = items < resident ? items : resident;
   const ScorerParams& scorer = job.p.scorer;
   if (scorer.family == ScorerParams::Family::kExact) return launch(score_exact, grid, job);
-  if (scorer.family == ScorerParams::Family::kBoxes) {
-    return scorer.spread != 0 ? launch_boxes<true>(grid, job) : launch_boxes<false>(grid, job);
-  }
-  return scorer.bits == 1 ? launch_sketches<1>(grid, job) : launch_sketches<2>(grid, job);
+  if (scorer.family == ScorerParams::Family::kMean) return launch_means(grid, job);
+  return launch_sketches(grid, job);
 }
 
 int launch_selection(const ScoreJob& scores, void* stream) {

@@ -22,8 +22,9 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kSlabKeys = 8192;
 constexpr int kMaxDim = 512;
+constexpr int kBits = 2;  // of a code
 
-// What a dimension (of a box) is summarised by: centre and spread, or low and step.
+// What a dimension is summarised by: its mean, or low and step.
 struct Levels {
   double first = 0.0;
   double second = 0.0;
@@ -81,35 +82,9 @@ KVP_DEVICE double mean_of(const float* keys, int tokens) {
   return sum / tokens;
 }
 
-KVP_DEVICE Levels box_levels(const float* keys, int tokens, int spread) {
-  if (spread == 2) {
-    const Levels range = range_of(keys, tokens);
-    return {(range.first + range.second) / 2, (range.second - range.first) / 2};
-  }
-  Levels levels;
-  levels.first = mean_of(keys, tokens);
-  if (spread == 1) {
-    double squares = 0.0;
-    for (int t = 0; t < tokens; ++t) {
-      const double difference = static_cast<double>(keys[t]) - levels.first;
-      const double square = difference * difference;
-      squares += square;
-    }
-    levels.second = sqrt(squares / tokens);
-  }
-  return levels;
-}
-
-KVP_DEVICE Levels sketch_levels(const float* keys, int tokens, int bits) {
-  if (bits == 2) {
-    const Levels range = range_of(keys, tokens);
-    return {range.first, (range.second - range.first) / 3};
-  }
-  const double mean = mean_of(keys, tokens);
-  double deviation = 0.0;
-  for (int t = 0; t < tokens; ++t) deviation += fabs(static_cast<double>(keys[t]) - mean);
-  deviation /= tokens;
-  return {mean - deviation, 2 * deviation};
+KVP_DEVICE Levels sketch_levels(const float* keys, int tokens) {
+  const Levels range = range_of(keys, tokens);
+  return {range.first, (range.second - range.first) / 3};
 }
 
 // Of every thread's, to every thread; `partial` has one element per warp.
@@ -125,7 +100,7 @@ KVP_DEVICE double block_largest(double value, double* partial) {
 struct Shared {
   float* slab;      // [slab_dims][pitch]
   double* partial;  // [2][kWarps]
-  Levels* levels;   // [k_dim]: of the only box, or of the sketch
+  Levels* levels;   // [k_dim]
   float* base;      // [slab_dims], sketches: codes count from here
   float* inverse;   // [slab_dims], in steps of 1 / this; 0: no codes
 };
@@ -165,65 +140,34 @@ KVP_DEVICE Page page_of(const SummarizeParams& p) {
           static_cast<unsigned char*>(p.summaries[chunk]) + page * p.scorer.summary_page_bytes};
 }
 
-KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_boxes(const Job job) {
+KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_mean(const Job job) {
   const SummarizeParams& p = job.p;
   const Page page = page_of(p);
   const Shared shared = shared_parts(job);
   const int dims = p.shape.k_dim;
-  const int pitch = slab_pitch(job);
-  const int boxes = p.scorer.boxes;
-  const int spread = p.scorer.spread;
-  const int tokens = p.shape.chunk_tokens / boxes;
 
-  Levels largest;
+  double largest = 0.0;
   for (int first = 0; first < dims; first += job.slab_dims) {
     load_slab(job, page.tile, first, shared.slab);
     sync_block();
-    const int count = (dims - first < job.slab_dims ? dims - first : job.slab_dims) * boxes;
+    const int count = dims - first < job.slab_dims ? dims - first : job.slab_dims;
     for (int i = thread_index(); i < count; i += kThreads) {
-      const Levels levels =
-          box_levels(shared.slab + i / boxes * pitch + i % boxes * tokens, tokens, spread);
-      largest.first = larger(largest.first, fabs(levels.first));
-      largest.second = larger(largest.second, levels.second);
-      if (boxes == 1) shared.levels[first + i] = levels;
+      const double mean = mean_of(shared.slab + i * slab_pitch(job), p.shape.chunk_tokens);
+      largest = larger(largest, fabs(mean));
+      shared.levels[first + i].first = mean;
     }
     sync_block();
   }
-  const float centre_scale = short_scale(block_largest(largest.first, shared.partial), 127);
-  const float spread_scale =
-      short_scale(block_largest(largest.second, shared.partial + kWarps), 255);
+  const float scale = short_scale(block_largest(largest, shared.partial), 127);
 
   const int padded = (dims + 63) / 64 * 64;
-  const int box_bytes = padded * (spread != 0 ? 2 : 1);
-  for (int first = 0; first < padded; first += job.slab_dims) {
-    if (boxes > 1 && dims > job.slab_dims && first < dims) {
-      sync_block();
-      load_slab(job, page.tile, first, shared.slab);
-      sync_block();
-    }
-    const int here = padded - first < job.slab_dims ? padded - first : job.slab_dims;
-    for (int i = thread_index(); i < here * boxes; i += kThreads) {
-      const int box = i / here;
-      const int d = first + i % here;
-      Levels levels;
-      if (d < dims) {
-        levels = boxes == 1
-                     ? shared.levels[d]
-                     : box_levels(shared.slab + (d - first) * pitch + box * tokens, tokens, spread);
-      }
-      unsigned char* centre = page.out + box * box_bytes + d;
-      *centre = d < dims
-                    ? static_cast<unsigned char>(quantize(levels.first, centre_scale, 127) + 128)
-                    : static_cast<unsigned char>(0);
-      if (spread != 0) {
-        centre[padded] = static_cast<unsigned char>(quantize(levels.second, spread_scale, 255));
-      }
-    }
+  for (int d = thread_index(); d < padded; d += kThreads) {
+    page.out[d] =
+        d < dims ? static_cast<unsigned char>(quantize(shared.levels[d].first, scale, 127) + 128)
+                 : static_cast<unsigned char>(0);
   }
-  uint32_t* tail = reinterpret_cast<uint32_t*>(page.out + int64_t{boxes} * box_bytes);
-  for (int i = thread_index(); i < 16; i += kThreads) {
-    tail[i] = i == 0 ? float_to_bits(centre_scale) : i == 1 ? float_to_bits(spread_scale) : 0u;
-  }
+  uint32_t* tail = reinterpret_cast<uint32_t*>(page.out + padded);
+  for (int i = thread_index(); i < 16; i += kThreads) tail[i] = i == 0 ? float_to_bits(scale) : 0u;
 }
 
 KVP_DEVICE uint32_t key_code(float key, float base, float inverse, float top) {
@@ -241,7 +185,6 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_sketch(const Job job) {
   const int dims = p.shape.k_dim;
   const int pitch = slab_pitch(job);
   const int tokens = p.shape.chunk_tokens;
-  const int bits = p.scorer.bits;
 
   Levels largest;
   for (int first = 0; first < dims; first += job.slab_dims) {
@@ -249,7 +192,7 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_sketch(const Job job) {
     sync_block();
     const int count = dims - first < job.slab_dims ? dims - first : job.slab_dims;
     for (int i = thread_index(); i < count; i += kThreads) {
-      const Levels levels = sketch_levels(shared.slab + i * pitch, tokens, bits);
+      const Levels levels = sketch_levels(shared.slab + i * pitch, tokens);
       largest.first = larger(largest.first, fabs(levels.first));
       largest.second = larger(largest.second, levels.second);
       shared.levels[first + i] = levels;
@@ -260,12 +203,12 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_sketch(const Job job) {
   const float step_scale = short_scale(block_largest(largest.second, shared.partial + kWarps), 255);
 
   const int padded = (dims + 31) / 32 * 32;
-  const int64_t code_bytes = int64_t{padded} * tokens * bits / 8;
+  const int64_t code_bytes = int64_t{padded} * tokens * kBits / 8;
   int16_t* lows = reinterpret_cast<int16_t*>(page.out + code_bytes);
   unsigned char* steps = page.out + code_bytes + 2 * padded;
-  const int fields = 8 / bits;        // codes per byte
-  const int group_dims = 4 * fields;  // dimensions per word
-  const float top = static_cast<float>((1 << bits) - 1);
+  constexpr int kFields = 8 / kBits;       // codes per byte
+  constexpr int kGroupDims = 4 * kFields;  // dimensions per word
+  const float top = static_cast<float>((1 << kBits) - 1);
   for (int first = 0; first < padded; first += job.slab_dims) {
     const int here = padded - first < job.slab_dims ? padded - first : job.slab_dims;
     sync_block();
@@ -291,18 +234,18 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_sketch(const Job job) {
       shared.inverse[i] = inverse;
     }
     sync_block();
-    uint32_t* codes = reinterpret_cast<uint32_t*>(page.out) + first / group_dims * tokens;
-    for (int i = thread_index(); i < here / group_dims * tokens; i += kThreads) {
-      const int group = i / tokens * group_dims;
+    uint32_t* codes = reinterpret_cast<uint32_t*>(page.out) + first / kGroupDims * tokens;
+    for (int i = thread_index(); i < here / kGroupDims * tokens; i += kThreads) {
+      const int group = i / tokens * kGroupDims;
       const float* column = shared.slab + group * pitch + i % tokens;
       uint32_t word = 0;
-      for (int s = 0; s < fields; ++s) {
+      for (int s = 0; s < kFields; ++s) {
         for (int b = 0; b < 4; ++b) {
           const int d = 4 * s + b;
           if (shared.inverse[group + d] == 0.0f) continue;  // its step is 0
           word |=
               key_code(column[d * pitch], shared.base[group + d], shared.inverse[group + d], top)
-              << (8 * b + bits * s);
+              << (8 * b + kBits * s);
         }
       }
       codes[i] = word;
@@ -338,8 +281,8 @@ int summarize(const SummarizeParams& params, void* stream) {
   grid.shared_bytes = shared_bytes_of(job);
   grid.stream = stream;
   switch (params.scorer.family) {
-    case ScorerParams::Family::kBoxes:
-      return launch(summarize_boxes, grid, job);
+    case ScorerParams::Family::kMean:
+      return launch(summarize_mean, grid, job);
     case ScorerParams::Family::kSketch:
       return launch(summarize_sketch, grid, job);
     case ScorerParams::Family::kExact:

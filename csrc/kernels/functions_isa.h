@@ -17,14 +17,14 @@ bool all_fit(const void* source, DType dtype, DType stored, int64_t count);
 
 void score_sketches(const SketchParams& params, const std::byte* const* summaries, int64_t count,
                     double* const* scores);
-void score_boxes(const BoxParams& params, const std::byte* const* summaries, int64_t count,
+void score_means(const MeanParams& params, const std::byte* const* summaries, int64_t count,
                  double* const* scores);
 void score_exact(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
                  const std::byte* const* summaries, int64_t count, double* scores);
 #if KVPAGER_ISA_LEVEL == 4
 void score_sketches_vnni(const SketchParams& params, const std::byte* const* summaries,
                          int64_t count, double* const* scores);
-void score_boxes_vnni(const BoxParams& params, const std::byte* const* summaries, int64_t count,
+void score_means_vnni(const MeanParams& params, const std::byte* const* summaries, int64_t count,
                       double* const* scores);
 #endif
 

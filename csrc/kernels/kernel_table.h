@@ -58,7 +58,6 @@ inline constexpr int64_t tile_scratch_floats(const TileParams& params) {
 
 // Summaries of per-dimension codes: see scorer_sketch.cc for the bytes.
 struct SketchParams {
-  int32_t bits = 0;        // 1 or 2
   int32_t tokens = 0;      // of a chunk
   int32_t padded_dim = 0;  // k_dim rounded up to kSketchDims
   int32_t rows = 1;
@@ -67,15 +66,13 @@ struct SketchParams {
 };
 inline constexpr int kSketchDims = 32;
 
-// Summaries of boxes: see scorer_box.cc for the bytes.
-struct BoxParams {
-  int32_t boxes = 0;
+// Summaries of mean keys: see scorer_mean.cc for the bytes.
+struct MeanParams {
   int32_t padded_dim = 0;  // k_dim rounded up to 64
-  bool spread = false;     // half-widths follow the centres
   int32_t rows = 1;
   int32_t group = 0;                     // heads of a row; its score is the best one's
-  const int8_t* const* q = nullptr;      // [rows], each [group][padded_dim], then |q| likewise
-  const int32_t* const* bias = nullptr;  // [rows], each [group], 128 * sum of q: centres are stored
+  const int8_t* const* q = nullptr;      // [rows], each [group][padded_dim]
+  const int32_t* const* bias = nullptr;  // [rows], each [group], 128 * sum of q: means are stored
                                          // with 128 added
 };
 
@@ -95,7 +92,7 @@ struct KernelTable {
   // scores[row][i] is summary i's.
   void (*score_sketches)(const SketchParams& params, const std::byte* const* summaries,
                          int64_t count, double* const* scores) = nullptr;
-  void (*score_boxes)(const BoxParams& params, const std::byte* const* summaries, int64_t count,
+  void (*score_means)(const MeanParams& params, const std::byte* const* summaries, int64_t count,
                       double* const* scores) = nullptr;
   void (*score_exact)(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
                       const std::byte* const* summaries, int64_t count, double* scores) = nullptr;

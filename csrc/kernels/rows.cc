@@ -130,20 +130,6 @@ void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
   }
 }
 
-void read_row(const Layout& layout, const std::byte* slice, int kv_head, int offset, float* k,
-              float* v) {
-  const FloatEnvironment environment;
-  const KernelTable& table = kernels();
-  const std::byte* page = slice + layout.page_bytes() * kv_head;
-  const int64_t k_element = dtype_bytes(layout.k_dtype);
-  for (int64_t d = 0; d < layout.k_dim; ++d) {
-    table.to_float(page + (d * layout.chunk_tokens + offset) * k_element, layout.k_dtype, 1, k + d);
-  }
-  const std::byte* v_row =
-      page + layout.k_tile_bytes() + int64_t{offset} * layout.v_dim * dtype_bytes(layout.v_dtype);
-  table.to_float(v_row, layout.v_dtype, layout.v_dim, v);
-}
-
 void zero_rows_after(const Layout& layout, std::byte* chunk, int valid) {
   const int64_t left = layout.chunk_tokens - valid;
   const int64_t k_element = dtype_bytes(layout.k_dtype);

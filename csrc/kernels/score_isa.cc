@@ -1,4 +1,4 @@
-#include "kernels/score_boxes_isa.h"
+#include "kernels/score_means_isa.h"
 #include "kernels/score_sketches_isa.h"
 
 namespace kvpager {
@@ -9,9 +9,9 @@ void score_sketches(const SketchParams& params, const std::byte* const* summarie
   scan_sketches(params, summaries, count, scores);
 }
 
-void score_boxes(const BoxParams& params, const std::byte* const* summaries, int64_t count,
+void score_means(const MeanParams& params, const std::byte* const* summaries, int64_t count,
                  double* const* scores) {
-  scan_boxes(params, summaries, count, scores);
+  scan_means(params, summaries, count, scores);
 }
 
 // Products of two floats are exact in binary64, so that only the additions round, in ascending

@@ -11,6 +11,7 @@ namespace kvpager {
 namespace KVPAGER_ISA_NS {
 namespace {
 
+constexpr int kBits = 2;  // of a code
 constexpr int kMaxDim = 512;
 constexpr int kMaxTokens = 256;
 constexpr int64_t kAhead = 2;  // summaries between the one in use and the one asked for
@@ -20,7 +21,7 @@ struct Sketch {
   Sketch(const SketchParams& params, const std::byte* summary)
       : codes(reinterpret_cast<const uint8_t*>(summary)),
         low(reinterpret_cast<const int16_t*>(summary + int64_t{params.padded_dim} * params.tokens *
-                                                           params.bits / 8)),
+                                                           kBits / 8)),
         step(reinterpret_cast<const uint8_t*>(low + params.padded_dim)),
         low_scale(read_float(reinterpret_cast<const std::byte*>(step + params.padded_dim))),
         step_scale(256.0 * static_cast<double>(read_float(
@@ -49,7 +50,6 @@ void weigh(const int16_t* q, const uint8_t* step, int count, int8_t* weights) {
 }
 
 // [D / 4][tokens][4] codes, a byte each.
-template <int kBits>
 void unpack(const SketchParams& params, const uint8_t* codes, uint8_t* out) {
   constexpr int kPerByte = 8 / kBits;
   constexpr int kMask = (1 << kBits) - 1;
@@ -93,11 +93,11 @@ int32_t best_token(const SketchParams& params, const uint8_t* unpacked, const in
   return best;
 }
 
-template <int kBits, int kCount, int kTokens>
+template <int kCount, int kTokens>
 void score_four(const SketchParams& params, const Sketch& sketch, ptrdiff_t, FourHeads* heads,
                 double* values) {
   alignas(64) uint8_t unpacked[kMaxDim * kMaxTokens];
-  unpack<kBits>(params, sketch.codes, unpacked);
+  unpack(params, sketch.codes, unpacked);
   for (int h = 0; h < kCount; ++h) {
     weigh(heads->q[h], sketch.step, params.padded_dim, heads->weights[h]);
     int32_t low = 0;
@@ -166,7 +166,7 @@ KVPAGER_INLINE void clear(Int (&sum)[kCount][kVectors]) {
 
 // Adds to sum[h][v] what the codes [first, last) of vector v give head h, in groups of a code of
 // every byte's.
-template <int kBits, int kCount, int kVectors>
+template <int kCount, int kVectors>
 KVPAGER_INLINE void walk_groups(int64_t row, int first, int last, const uint8_t* codes,
                                 ptrdiff_t ahead, const FourHeads& heads,
                                 Int (&sum)[kCount][kVectors]) {
@@ -192,20 +192,20 @@ KVPAGER_INLINE void walk_groups(int64_t row, int first, int last, const uint8_t*
 }
 
 // top[h] = larger(top[h], sums of the tokens of kVectors vectors).
-template <int kBits, int kCount, int kVectors>
+template <int kCount, int kVectors>
 KVPAGER_INLINE void walk_strip(int64_t row, int groups, const uint8_t* codes, ptrdiff_t ahead,
                                const FourHeads& heads, Int* top) {
   Int sum[kCount][kVectors];
   clear(sum);
 #ifdef KVPAGER_VNNI
-  walk_groups<kBits>(row, 0, groups, codes, ahead, heads, sum);
+  walk_groups(row, 0, groups, codes, ahead, heads, sum);
 #else
   constexpr int kGroups = kSteps * kBits / 8;
   Int part[kCount][kVectors];
   for (int first = 0; first < groups; first += kGroups) {
     const int last = groups - first < kGroups ? groups : first + kGroups;
     clear(part);
-    walk_groups<kBits>(row, first, last, codes, ahead, heads, part);
+    walk_groups(row, first, last, codes, ahead, heads, part);
     for (int h = 0; h < kCount; ++h) {
       for (int v = 0; v < kVectors; ++v) sum[h][v] = add_int(sum[h][v], flush(part[h][v]));
     }
@@ -221,7 +221,6 @@ constexpr int kStrip = 4;
 
 // A lone head: no time to spare for shifts. A field is left where it lies in its byte, so that its
 // sums are 2^(kBits s) times what they should be, and are shifted once at the end.
-template <int kBits>
 KVPAGER_INLINE void walk_in_place(int64_t row, int groups, const uint8_t* codes, ptrdiff_t ahead,
                                   const FourHeads& heads, Int* top) {
   constexpr int kPerByte = 8 / kBits;
@@ -261,7 +260,7 @@ constexpr int kStrip = 2;
 #endif
 
 // kTokens of 0: any.
-template <int kBits, int kCount, int kTokens>
+template <int kCount, int kTokens>
 KVPAGER_INLINE void walk(const SketchParams& params, const uint8_t* codes, ptrdiff_t ahead,
                          const FourHeads& heads, Int* top) {
   const int bytes = (kTokens != 0 ? kTokens : params.tokens) * 4;
@@ -270,19 +269,19 @@ KVPAGER_INLINE void walk(const SketchParams& params, const uint8_t* codes, ptrdi
 #ifdef KVPAGER_VNNI
   if constexpr (kCount == 1) {
     for (; at + kStrip * kIntBytes <= bytes; at += kStrip * kIntBytes) {
-      walk_in_place<kBits>(bytes, groups, codes + at, ahead, heads, top);
+      walk_in_place(bytes, groups, codes + at, ahead, heads, top);
     }
   }
 #endif
   for (; at + kStrip * kIntBytes <= bytes; at += kStrip * kIntBytes) {
-    walk_strip<kBits, kCount, kStrip>(bytes, groups, codes + at, ahead, heads, top);
+    walk_strip<kCount, kStrip>(bytes, groups, codes + at, ahead, heads, top);
   }
   for (; at < bytes; at += kIntBytes) {
-    walk_strip<kBits, kCount, 1>(bytes, groups, codes + at, ahead, heads, top);
+    walk_strip<kCount, 1>(bytes, groups, codes + at, ahead, heads, top);
   }
 }
 
-template <int kBits, int kCount, int kTokens>
+template <int kCount, int kTokens>
 __attribute__((noinline)) void score_four(const SketchParams& params, const Sketch& sketch,
                                           ptrdiff_t ahead, FourHeads* heads, double* values) {
   Int top[kFour];
@@ -292,7 +291,7 @@ __attribute__((noinline)) void score_four(const SketchParams& params, const Sket
     top[h] = splat_int(INT32_MIN);
   }
   weigh_heads<kCount>(sketch, params.padded_dim, heads, low);
-  walk<kBits, kCount, kTokens>(params, sketch.codes, ahead, *heads, top);
+  walk<kCount, kTokens>(params, sketch.codes, ahead, *heads, top);
   _mm256_storeu_pd(values,
                    combine_four(_mm256_set1_pd(static_cast<double>(sketch.low_scale)), sums_of(low),
                                 _mm256_set1_pd(sketch.step_scale), largest_of(top)));
@@ -300,7 +299,7 @@ __attribute__((noinline)) void score_four(const SketchParams& params, const Sket
 
 #endif  // KVPAGER_ISA_LEVEL
 
-template <int kBits, int kTokens>
+template <int kTokens>
 void scan_sketches_of(const SketchParams& params, const std::byte* const* summaries, int64_t count,
                       double* const* scores) {
   const int heads = params.rows * params.group;
@@ -326,16 +325,16 @@ void scan_sketches_of(const SketchParams& params, const std::byte* const* summar
       double values[kFour];
       switch (some) {
         case 1:
-          score_four<kBits, 1, kTokens>(params, sketch, ahead, &four, values);
+          score_four<1, kTokens>(params, sketch, ahead, &four, values);
           break;
         case 2:
-          score_four<kBits, 2, kTokens>(params, sketch, ahead, &four, values);
+          score_four<2, kTokens>(params, sketch, ahead, &four, values);
           break;
         case 3:
-          score_four<kBits, 3, kTokens>(params, sketch, ahead, &four, values);
+          score_four<3, kTokens>(params, sketch, ahead, &four, values);
           break;
         default:
-          score_four<kBits, 4, kTokens>(params, sketch, first == 0 ? ahead : 0, &four, values);
+          score_four<4, kTokens>(params, sketch, first == 0 ? ahead : 0, &four, values);
           break;
       }
       for (int h = 0; h < some; ++h) {
@@ -351,12 +350,8 @@ void scan_sketches_of(const SketchParams& params, const std::byte* const* summar
 
 void scan_sketches(const SketchParams& params, const std::byte* const* summaries, int64_t count,
                    double* const* scores) {
-  const bool usual = params.tokens == 64;
-  if (params.bits == 1) {
-    (usual ? scan_sketches_of<1, 64> : scan_sketches_of<1, 0>)(params, summaries, count, scores);
-  } else {
-    (usual ? scan_sketches_of<2, 64> : scan_sketches_of<2, 0>)(params, summaries, count, scores);
-  }
+  (params.tokens == 64 ? scan_sketches_of<64> : scan_sketches_of<0>)(params, summaries, count,
+                                                                     scores);
 }
 
 }  // namespace

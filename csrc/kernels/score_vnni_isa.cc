@@ -10,7 +10,7 @@
 #endif
 
 #define KVPAGER_VNNI 1
-#include "kernels/score_boxes_isa.h"
+#include "kernels/score_means_isa.h"
 #include "kernels/score_sketches_isa.h"
 
 namespace kvpager {
@@ -21,9 +21,9 @@ void score_sketches_vnni(const SketchParams& params, const std::byte* const* sum
   scan_sketches(params, summaries, count, scores);
 }
 
-void score_boxes_vnni(const BoxParams& params, const std::byte* const* summaries, int64_t count,
+void score_means_vnni(const MeanParams& params, const std::byte* const* summaries, int64_t count,
                       double* const* scores) {
-  scan_boxes(params, summaries, count, scores);
+  scan_means(params, summaries, count, scores);
 }
 
 }  // namespace KVPAGER_ISA_NS

@@ -1,13 +1,12 @@
-// One or two bits per key dimension: every token is scored, the best one counts.
+// Two bits per key dimension: every token is scored, the best one counts.
 //
-// A key is about low[d] + code * step[d]. With two bits low is the chunk's minimum and step a third
-// of its range; with one bit the two values are the chunk's mean -+ its mean absolute deviation.
+// A key is about low[d] + code * step[d]: low is the chunk's minimum, step a third of its range.
 //
 //   summary = codes, int16 low [D], uint8 step [D], float32 low scale, float32 step scale, zeros
 //             up to a multiple of 64;  D = k_dim rounded up to 32
-//   codes   = [D / (4 P)][tokens][4] bytes of P = 8 / bits codes: byte b of token t in group g
-//             holds at bit (bits * s) the code of dimension 4 P g + 4 s + b, so that a shift and a mask
-//             leave four dimensions of each token in one 32-bit lane
+//   codes   = [D / 16][tokens][4] bytes of 4 codes: byte b of token t in group g holds at bit (2 s)
+//             the code of dimension 16 g + 4 s + b, so that a shift and a mask leave four dimensions
+//             of each token in one 32-bit lane
 //   score   = low scale * (q . low) + 256 step scale * (w . code), w = (q * step + 128) >> 8, the
 //             best token of the best query head
 #include <cmath>
@@ -21,6 +20,7 @@
 namespace kvpager {
 namespace {
 
+constexpr int kBits = 2;
 constexpr int kLowLevels = 32767;
 constexpr int kStepLevels = 255;
 
@@ -50,24 +50,11 @@ Levels range_levels(const float* keys, int tokens) {
           (static_cast<double>(high[0]) - static_cast<double>(low[0])) / 3};
 }
 
-Levels deviation_levels(const float* keys, int tokens) {
-  double sum = 0.0;
-  for (int t = 0; t < tokens; ++t) sum += static_cast<double>(keys[t]);
-  const double mean = sum / tokens;
-  double deviation = 0.0;
-  for (int t = 0; t < tokens; ++t) deviation += std::fabs(static_cast<double>(keys[t]) - mean);
-  deviation /= tokens;
-  return {mean - deviation, 2 * deviation};
-}
-
 class SketchScorer : public Scorer {
  public:
-  explicit SketchScorer(int bits) : bits_(bits) {}
-
-  const char* name() const override { return bits_ == 1 ? "bits1" : "bits2"; }
+  const char* name() const override { return "bits2"; }
   const char* description() const override {
-    return bits_ == 1 ? "one bit per key dimension, around the chunk's mean, best token"
-                      : "two bits per key dimension, within the chunk's range, best token";
+    return "two bits per key dimension, within the chunk's range, best token";
   }
 
   int64_t summary_bytes(const Layout& layout) const override {
@@ -86,7 +73,7 @@ class SketchScorer : public Scorer {
     for (int64_t d = 0; d < layout.k_dim; ++d) {
       const float* row = keys.data() + d * tokens;
       Levels& level = levels[static_cast<size_t>(d)];
-      level = bits_ == 1 ? deviation_levels(row, tokens) : range_levels(row, tokens);
+      level = range_levels(row, tokens);
       largest_low = std::fmax(largest_low, std::fabs(level.low));
       largest_step = std::fmax(largest_step, level.step);
     }
@@ -146,7 +133,6 @@ class SketchScorer : public Scorer {
       codes.push_back(reinterpret_cast<const int16_t*>(queries[row] + sizeof(QueryHeader)));
     }
     SketchParams params;
-    params.bits = bits_;
     params.tokens = layout.chunk_tokens;
     params.padded_dim = static_cast<int32_t>(padded(layout));
     params.rows = static_cast<int32_t>(rows);
@@ -158,14 +144,14 @@ class SketchScorer : public Scorer {
  private:
   static int64_t padded(const Layout& layout) { return round_up(layout.k_dim, kSketchDims); }
   int64_t code_bytes(const Layout& layout) const {
-    return padded(layout) * layout.chunk_tokens * bits_ / 8;
+    return padded(layout) * layout.chunk_tokens * kBits / 8;
   }
 
   void write_codes(const Layout& layout, int64_t d, const float* keys, float base, float inverse,
                    std::byte* out) const {
-    const int64_t dims = 4 * (8 / bits_);
-    const int shift = static_cast<int>(d % dims / 4) * bits_;
-    const float top = static_cast<float>((1 << bits_) - 1);
+    const int64_t dims = 4 * (8 / kBits);
+    const int shift = static_cast<int>(d % dims / 4) * kBits;
+    const float top = static_cast<float>((1 << kBits) - 1);
     uint8_t* bytes = reinterpret_cast<uint8_t*>(out) + d / dims * layout.chunk_tokens * 4 + d % 4;
     for (int64_t t = 0; t < layout.chunk_tokens; ++t) {
       float level = (keys[t] - base) * inverse;
@@ -175,14 +161,10 @@ class SketchScorer : public Scorer {
       bytes[4 * t] = static_cast<uint8_t>(bytes[4 * t] | (code << shift));
     }
   }
-
-  int bits_;
 };
 
 }  // namespace
 
-std::unique_ptr<Scorer> make_sketch_scorer(int bits) {
-  return std::make_unique<SketchScorer>(bits);
-}
+std::unique_ptr<Scorer> make_sketch_scorer() { return std::make_unique<SketchScorer>(); }
 
 }  // namespace kvpager

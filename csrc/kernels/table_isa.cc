@@ -10,12 +10,12 @@ constexpr const char* kName = KVPAGER_ISA_LEVEL == 4   ? "v4"
 
 constexpr KernelTable kPlain = {kName,        KVPAGER_ISA_LEVEL, attend_tile, merge_state,
                                 finish_state, exp_lanes,         to_float,    from_float,
-                                all_fit,      score_sketches,    score_boxes, score_exact};
+                                all_fit,      score_sketches,    score_means, score_exact};
 
 #if KVPAGER_ISA_LEVEL == 4
 constexpr KernelTable kVnni = {kName,        KVPAGER_ISA_LEVEL,   attend_tile,      merge_state,
                                finish_state, exp_lanes,           to_float,         from_float,
-                               all_fit,      score_sketches_vnni, score_boxes_vnni, score_exact};
+                               all_fit,      score_sketches_vnni, score_means_vnni, score_exact};
 #endif
 
 }  // namespace

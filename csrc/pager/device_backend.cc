@@ -59,16 +59,6 @@ int version_of(gpu::Attention attention) {
   return attention == gpu::Attention::kTensor ? gpu::kTensorKernelVersion : kKernelVersion;
 }
 
-gpu::ScorerParams scorer_for(const Pager::Impl& pager) {
-  const auto params = gpu::scorer_params(pager.scorer, pager.layout);
-  if (!params) {
-    throw InvalidArgumentError(str("scorer: \"", pager.options.scorer,
-                                   "\" runs on the processor only, not on device ",
-                                   pager.options.device));
-  }
-  return *params;
-}
-
 // Slices of each half of staging.
 int64_t staged_slices(const PagerOptions& options, int64_t host_slots) {
   if (options.missed_chunks == "direct") return 0;
@@ -97,7 +87,7 @@ DeviceBackend::DeviceBackend(Pager::Impl& pager)
       shape_(shape_of(pager.options)),
       device_(device::Device::open(pager.options.device)),
       api_(device_->api()),
-      scorer_(scorer_for(pager)),
+      scorer_(gpu::scorer_params(pager.scorer, pager.layout)),
       pool_(device_->allocate("resident pool", pager.slots.pool * layout_.chunk_bytes()),
             pager.slots.pool, layout_.chunk_bytes()),
       host_(device_->pin("host arena", pager.slots.host * layout_.chunk_bytes()), pager.slots.host,

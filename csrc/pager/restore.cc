@@ -243,6 +243,14 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
     throw FingerprintMismatchError(
         str("layout: ", reader->path(), " holds chunks of another shape or dtype"));
   }
+  const std::vector<std::string> known = scorer_names();
+  if (std::find(known.begin(), known.end(), meta.scorer) == known.end()) {
+    std::string names;
+    for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
+    throw FingerprintMismatchError(str("scorer: ", reader->path(), " has summaries of '",
+                                       meta.scorer, "', which this version has not (it has ", names,
+                                       "); prefill the text again"));
+  }
   if (meta.scorer != options.scorer || meta.summary_page_bytes != summary_page_bytes) {
     throw FingerprintMismatchError(str("scorer: ", reader->path(), " has summaries of '",
                                        meta.scorer, "' (", meta.summary_page_bytes,

@@ -66,7 +66,7 @@ def test_sizes_that_say_nothing_are_refused(text):
         ({"debug_poison": 1}, r"debug_poison is 1"),
         ({"disk_bytes": "1GiB"}, r"disk_path is None; expected a folder"),
         ({"disk_path": "/nowhere at all"}, r"disk_path is '/nowhere at all'"),
-        ({"selection": TopK(chunks=4, scorer="mean"), "scorer": "bits1"}, r"scorer is 'bits1'"),
+        ({"selection": TopK(chunks=4, scorer="mean"), "scorer": "bits2"}, r"scorer is 'bits2'"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

@@ -149,7 +149,7 @@ def test_every_option_reaches_the_configuration(tmp_path):
     config = options(
         *("--pool-tokens", "8192", "--chunk-tokens", "128", "--rows", "32"),
         *("--selection", "topk", "--chunks", "7", "--sinks", "128", "--recent", "512"),
-        *("--scorer", "minmax", "--always", "0:64,128:256", "--host-bytes", "1GiB"),
+        *("--scorer", "mean", "--always", "0:64,128:256", "--host-bytes", "1GiB"),
         *("--disk-path", str(tmp_path), "--disk-bytes", "2GiB", "--summary-bytes", "64MiB"),
         *("--policy", "lru", "--recall-chunks", "2", "--hysteresis", "0.5"),
         *("--kv-dtype", "bfloat16", "--debug-shuffle-seed", "3", "--debug-poison"),
@@ -162,7 +162,7 @@ def test_every_option_reaches_the_configuration(tmp_path):
         small_rows=(4, 16),
         exact=False,
         selection=TopK(
-            chunks=7, sinks=128, recent=512, scorer="minmax", always=((0, 64), (128, 256))
+            chunks=7, sinks=128, recent=512, scorer="mean", always=((0, 64), (128, 256))
         ),
         host_bytes=2**30,
         disk_path=str(tmp_path),

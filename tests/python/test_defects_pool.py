@@ -420,7 +420,7 @@ def save_and_restore(text: Text, tmp_path: Path, length: int, **options: Any) ->
     return first, saved, second, restored
 
 
-@pytest.mark.parametrize("scorer", ["bits2", "meanstd", "exact"])
+@pytest.mark.parametrize("scorer", ["bits2", "mean", "exact"])
 def test_restored_chunks_score_as_they_did(tmp_path: Path, scorer: str) -> None:
     text = Text(24 * C)
     picks = TopK(chunks=2, sinks=C, recent=2 * C, scorer=scorer)

@@ -22,7 +22,7 @@ from kvpager.pager import ROW_COMMIT
 from kvpager_bench import harness, machine, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Timing
 
-SCORERS = ("bits2", "bits1", "minmax", "sub16")
+SCORERS = ("bits2", "mean")
 GROUPS = (1, 4, 8)
 ROWS = (1, 64)
 HEADS, DIM, TOKENS = 4, 128, 64

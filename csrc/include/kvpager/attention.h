@@ -112,10 +112,6 @@ int64_t find_non_finite(const TensorView& tensor, const int32_t* part);
 void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
                 const WriteRow* rows, int64_t count);
 
-// The inverse, for users and tests: token `offset` of a page as float32 [k_dim] and [v_dim].
-void read_row(const Layout& layout, const std::byte* slice, int kv_head, int offset, float* k,
-              float* v);
-
 // Sets the rows [valid, chunk_tokens) of a chunk to zero, so that a partial chunk has one set of
 // bytes.
 void zero_rows_after(const Layout& layout, std::byte* chunk, int valid);

@@ -27,17 +27,4 @@ inline void* allocate_large(size_t alignment, size_t bytes) {
   return memory;
 }
 
-// For containers whose elements may be many.
-template <class T>
-struct LargeAllocator {
-  using value_type = T;
-  LargeAllocator() = default;
-  template <class U>
-  LargeAllocator(const LargeAllocator<U>&) {}  // NOLINT(runtime/explicit)
-  T* allocate(size_t n) { return static_cast<T*>(allocate_large(alignof(T), n * sizeof(T))); }
-  void deallocate(T* memory, size_t) noexcept { std::free(memory); }
-  friend bool operator==(const LargeAllocator&, const LargeAllocator&) { return true; }
-  friend bool operator!=(const LargeAllocator&, const LargeAllocator&) { return false; }
-};
-
 }  // namespace kvpager

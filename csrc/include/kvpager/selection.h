@@ -63,12 +63,10 @@ class Scorer {
                           int64_t count, double* const* scores) const;
 };
 
-// Names: mean, meanstd, minmax, sub16, bits1, bits2, exact (all keys in float32: an oracle for
+// Names: bits2 (the default), mean (a cheap baseline) and exact (all keys in float32: an oracle for
 // measurements). Throws InvalidArgumentError that lists the names.
 const Scorer& find_scorer(const std::string& name);
 std::vector<std::string> scorer_names();
-// Adds one; its name must be new. Call before a pager uses it; not thread-safe against find_scorer.
-void register_scorer(std::unique_ptr<Scorer> scorer);
 
 // The candidates of a row, [begin, end) in chunks: after the sinks, before the recent window. Empty
 // for kDense and kWindow. Chunks before `held` have no summary, and are left out.

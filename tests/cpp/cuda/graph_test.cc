@@ -106,7 +106,7 @@ struct Setup {
       pointers.push_back(&sequences.back());
     }
     const Scorer& rule = find_scorer("bits2");
-    scorer = *gpu::scorer_params(rule, layout);
+    scorer = gpu::scorer_params(rule, layout);
     options.layers = 2;
     options.layer = 1;
     options.max_rows = kMaxRows;

@@ -283,7 +283,7 @@ TEST_CASE("rows, parts, windows and always ranges drawn at random select as on t
 
 TEST_CASE("two hundred and fifty-six rows of three sequences share tiles and select each its own") {
   for_each_device([](device::Device& device) {
-    for (const char* name : {"bits2", "minmax"}) {
+    for (const char* name : {"bits2", "mean"}) {
       if (small_tests()) continue;
       SelectionProblem problem;
       problem.scorer = name;
@@ -324,7 +324,7 @@ TEST_CASE(
     "rows of a sequence with heads of 128 dimensions, one and many, select as on the processor") {
   for_each_device([](device::Device& device) {
     for (const int64_t rows : {1, 2, 41}) {
-      for (const char* name : {"bits1", "bits2", "sub16", "minmax"}) {
+      for (const char* name : {"bits2", "mean"}) {
         SelectionProblem problem;
         problem.scorer = name;
         problem.layout = layout_of(64, 128, 2, DType::kBFloat16);

@@ -63,7 +63,7 @@ class SelectionRun {
 
   SelectionRun(device::Device& device, const SelectionProblem& problem)
       : device_(device), problem_(problem), scorer_(find_scorer(problem.scorer)), stream_(device) {
-    params_.scorer = *gpu::scorer_params(scorer_, problem.layout);
+    params_.scorer = gpu::scorer_params(scorer_, problem.layout);
     fill_tables();
     make_summaries();
     make_queries();

@@ -34,11 +34,11 @@ const Keys kKinds[] = {
     {"halves between codes", 0.0f, {0.0f, 1.0f, 2.0f, 3.0f, 0.5f, 1.5f, 2.5f}},
 };
 // Levels whose largest ones make the scale 1, so that all others lie halfway between two codes: of
-// boxes (centre and spread), and of two bits (low and step).
-float halfway_box(int64_t d, int64_t t) {
-  const float centre = d == 0 ? 127.0f : static_cast<float>(d % 9 - 4) + 0.5f;
-  const float spread = d == 0 ? 0.0f : d == 1 ? 255.0f : static_cast<float>(d % 7) + 0.5f;
-  return t % 2 == 0 ? centre - spread : centre + spread;
+// means, and of two bits (low and step).
+float halfway_mean(int64_t d, int64_t t) {
+  const float mean = d == 0 ? 127.0f : static_cast<float>(d % 9 - 4) + 0.5f;
+  const float width = static_cast<float>(d % 7) + 0.5f;
+  return t % 2 == 0 ? mean - width : mean + width;
 }
 float halfway_sketch(int64_t d, int64_t t) {
   const float low = d == 0 ? -32767.0f : static_cast<float>(d % 9 - 4) + 0.5f;
@@ -86,8 +86,7 @@ std::vector<std::byte> tile_of_kinds(const Layout& layout, uint64_t page, uint64
 void check_summaries(device::Device& device, const Scorer& scorer, const Layout& layout, int count,
                      uint64_t seed, MakeTile make_tile = tile_of_kinds) {
   const auto scorer_params = gpu::scorer_params(scorer, layout);
-  REQUIRE(scorer_params.has_value());
-  const int64_t page_bytes = scorer_params->summary_page_bytes;
+  const int64_t page_bytes = scorer_params.summary_page_bytes;
   const int64_t summary_bytes = page_bytes * layout.layers * layout.kv_heads;
   const int64_t chunk_step = layout.chunk_bytes() + 64;
   const int64_t summary_step = summary_bytes + 64;
@@ -109,7 +108,7 @@ void check_summaries(device::Device& device, const Scorer& scorer, const Layout&
   params.shape.k_tile_bytes = layout.k_tile_bytes();
   params.shape.page_bytes = layout.page_bytes();
   params.shape.slice_bytes = layout.slice_bytes();
-  params.scorer = *scorer_params;
+  params.scorer = scorer_params;
   params.count = count;
   for (int c = 0; c < count; ++c) {
     const int64_t at = (count - 1 - c) * chunk_step;
@@ -207,13 +206,13 @@ TEST_CASE("levels halfway between two codes go to the even one") {
       CAPTURE(name);
       check_summaries(device, find_scorer(name), layout, 1, 1,
                       [](const Layout& l, uint64_t page, uint64_t) {
-                        return halfway_tile(l, page == 0 ? halfway_box : halfway_sketch);
+                        return halfway_tile(l, page == 0 ? halfway_mean : halfway_sketch);
                       });
     }
-    // Of a spread of 2.5 a box keeps 2, of a low of 0.5 two bits keep 0.
-    std::vector<std::byte> out(static_cast<size_t>(find_scorer("minmax").summary_bytes(layout)));
-    find_scorer("minmax").summarize(layout, halfway_tile(layout, halfway_box).data(), out.data());
-    CHECK(out[64 + 2] == std::byte{2});
+    // Of a mean of -1.5 the code is -2, of a low of 0.5 it is 0.
+    std::vector<std::byte> out(static_cast<size_t>(find_scorer("mean").summary_bytes(layout)));
+    find_scorer("mean").summarize(layout, halfway_tile(layout, halfway_mean).data(), out.data());
+    CHECK(out[2] == std::byte{128 - 2});
   });
 }
 
@@ -230,25 +229,11 @@ TEST_CASE("summaries do not depend on the order in which threads get their turn"
   }
 }
 
-TEST_CASE("a scorer that a user registered has no kernels") {
-  class Mine : public Scorer {
-   public:
-    const char* name() const override { return "mine"; }
-    const char* description() const override { return ""; }
-    int64_t summary_bytes(const Layout&) const override { return 64; }
-    void summarize(const Layout&, const std::byte*, std::byte*) const override {}
-    int64_t query_bytes(const Layout&, int) const override { return 64; }
-    void prepare(const Layout&, int, const float*, std::byte*) const override {}
-    double query_scale(const std::byte*) const override { return 1; }
-    void score(const Layout&, int, const std::byte*, const std::byte* const*, int64_t,
-               double*) const override {}
-  };
+TEST_CASE("kernels know how long a summary is") {
   const Layout layout = layout_of(1, 1, 64, 64, DType::kBFloat16);
-  CHECK_FALSE(gpu::scorer_params(Mine(), layout).has_value());
   for (const std::string& name : scorer_names()) {
-    const auto params = gpu::scorer_params(find_scorer(name), layout);
-    REQUIRE(params.has_value());
-    CHECK(params->summary_page_bytes == find_scorer(name).summary_bytes(layout));
+    const Scorer& scorer = find_scorer(name);
+    CHECK(gpu::scorer_params(scorer, layout).summary_page_bytes == scorer.summary_bytes(layout));
   }
 }
 

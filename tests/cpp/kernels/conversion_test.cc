@@ -13,6 +13,7 @@
 #include "kernels/half.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
+#include "read_row.h"
 
 namespace kvpager::testing {
 namespace {

@@ -10,8 +10,9 @@
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
+#include "read_row.h"
 
-namespace kvpager {
+namespace kvpager::testing {
 namespace {
 
 Layout small_layout(DType dtype) {
@@ -234,4 +235,4 @@ TEST_CASE("rows after the valid ones become zero and the valid ones stay") {
 }
 
 }  // namespace
-}  // namespace kvpager
+}  // namespace kvpager::testing

@@ -119,8 +119,9 @@ std::vector<int> query_codes(const std::vector<float>& q) {
   return codes;
 }
 
-double plain_sketch_score(const Layout& layout, int bits, int group, const std::vector<int>& q,
+double plain_sketch_score(const Layout& layout, int group, const std::vector<int>& q,
                           const std::byte* summary) {
+  constexpr int bits = 2;
   const int padded = (layout.k_dim + 31) / 32 * 32;
   const int per_byte = 8 / bits;
   const std::byte* low = summary + padded * layout.chunk_tokens * bits / 8;
@@ -149,29 +150,21 @@ double plain_sketch_score(const Layout& layout, int bits, int group, const std::
   return best;
 }
 
-double plain_box_score(const Layout& layout, int boxes, bool spread, int group,
-                       const std::vector<int>& q, const std::byte* summary) {
+double plain_mean_score(const Layout& layout, int group, const std::vector<int>& q,
+                        const std::byte* summary) {
   const int padded = (layout.k_dim + 63) / 64 * 64;
-  const int box_bytes = padded * (spread ? 2 : 1);
-  const std::byte* scales = summary + boxes * box_bytes;
   double best = -std::numeric_limits<double>::infinity();
   for (int h = 0; h < group; ++h) {
-    for (int b = 0; b < boxes; ++b) {
-      int64_t centre = 0;
-      int64_t width = 0;
-      for (int d = 0; d < layout.k_dim; ++d) {
-        const int x = q[static_cast<size_t>(h * layout.k_dim + d)];
-        centre += x * (static_cast<int>(summary[b * box_bytes + d]) - 128);
-        if (spread) width += std::abs(x) * static_cast<int>(summary[b * box_bytes + padded + d]);
-      }
-      best = std::max(best, double{read_float(scales)} * static_cast<double>(centre) +
-                                double{read_float(scales + 4)} * static_cast<double>(width));
+    int64_t sum = 0;
+    for (int d = 0; d < layout.k_dim; ++d) {
+      sum += q[static_cast<size_t>(h * layout.k_dim + d)] * (static_cast<int>(summary[d]) - 128);
     }
+    best = std::max(best, double{read_float(summary + padded)} * static_cast<double>(sum));
   }
   return best;
 }
 
-const char* kNames[] = {"mean", "meanstd", "minmax", "sub16", "bits1", "bits2", "exact"};
+const char* kNames[] = {"mean", "bits2", "exact"};
 
 TEST_CASE(
     "summaries are whole cache lines, every byte written, and equal for equal keys of any dtype") {
@@ -211,13 +204,10 @@ TEST_CASE("integer scores equal plain integer arithmetic, in every tier, for eve
           const std::vector<int> codes = query_codes(q);
           std::vector<double> expected;
           for (const auto& summary : summaries) {
-            if (scorer_name == "bits1" || scorer_name == "bits2") {
-              expected.push_back(plain_sketch_score(layout, scorer_name == "bits1" ? 1 : 2, group,
-                                                    codes, summary.data()));
-            } else if (scorer_name != "exact") {
-              const int boxes = scorer_name == "sub16" ? tokens / 16 : 1;
-              expected.push_back(plain_box_score(layout, boxes, scorer_name != "mean", group, codes,
-                                                 summary.data()));
+            if (scorer_name == "bits2") {
+              expected.push_back(plain_sketch_score(layout, group, codes, summary.data()));
+            } else if (scorer_name == "mean") {
+              expected.push_back(plain_mean_score(layout, group, codes, summary.data()));
             }
           }
           if (scorer_name == "exact") expected = scores_of(scorer, layout, group, q, summaries);
@@ -254,26 +244,18 @@ TEST_CASE("exact scores are the largest dot product of any query head and token"
   }
 }
 
-// A tile with every key replaced by its two- or four-valued sketch, in binary64 and without integer
+// A tile with every key replaced by its four-valued sketch, in binary64 and without integer
 // scales.
-std::vector<float> ideal_sketch(const Layout& layout, int bits, const std::vector<float>& tile) {
+std::vector<float> ideal_sketch(const Layout& layout, const std::vector<float>& tile) {
   const size_t tokens = static_cast<size_t>(layout.chunk_tokens);
   std::vector<float> out = tile;
   for (size_t first = 0; first < tile.size(); first += tokens) {
     const float* keys = tile.data() + first;
     const auto range = std::minmax_element(keys, keys + tokens);
-    double low = double{*range.first};
-    double step = (double{*range.second} - low) / 3;
-    if (bits == 1) {
-      const double mean = std::accumulate(keys, keys + tokens, 0.0) / static_cast<double>(tokens);
-      double deviation = 0;
-      for (size_t t = 0; t < tokens; ++t) deviation += std::fabs(double{keys[t]} - mean);
-      low = mean - deviation / static_cast<double>(tokens);
-      step = 2 * deviation / static_cast<double>(tokens);
-    }
+    const double low = double{*range.first};
+    const double step = (double{*range.second} - low) / 3;
     for (size_t t = 0; t < tokens; ++t) {
-      const double code =
-          std::clamp(std::nearbyint((double{keys[t]} - low) / step), 0.0, double(bits * 2 - 1));
+      const double code = std::clamp(std::nearbyint((double{keys[t]} - low) / step), 0.0, 3.0);
       out[first + t] = static_cast<float>(low + step * code);
     }
   }
@@ -287,8 +269,8 @@ TEST_CASE(
     const Layout layout = layout_of(64, k_dim);
     auto chunks = chunks_of(layout, 200, 31);
     const Scorer& exact = find_scorer("exact");
-    for (const int bits : {1, 2}) {
-      const Scorer& scorer = find_scorer(bits == 1 ? "bits1" : "bits2");
+    {
+      const Scorer& scorer = find_scorer("bits2");
       double worst_ideal = 1;
       double worst_exact = 1;
       for (uint32_t seed = 0; seed < 8; ++seed) {
@@ -300,7 +282,7 @@ TEST_CASE(
         std::vector<std::vector<std::byte>> sketches;
         for (const auto& tile : tiles) {
           keys.push_back(summary_of(exact, layout, tile));
-          ideals.push_back(summary_of(exact, layout, ideal_sketch(layout, bits, tile)));
+          ideals.push_back(summary_of(exact, layout, ideal_sketch(layout, tile)));
           sketches.push_back(summary_of(scorer, layout, tile));
         }
         const auto truth = scores_of(exact, layout, 2, q, keys);
@@ -308,7 +290,7 @@ TEST_CASE(
         auto scores = scores_of(scorer, layout, 2, q, sketches);
         worst_ideal = std::min(worst_ideal, spearman(scores, ideal));
         worst_exact = std::min(worst_exact, spearman(scores, truth));
-        if (bits == 2) CHECK(std::max_element(scores.begin(), scores.end()) - scores.begin() == 77);
+        CHECK(std::max_element(scores.begin(), scores.end()) - scores.begin() == 77);
 
         std::vector<std::byte> query(static_cast<size_t>(scorer.query_bytes(layout, 2)));
         scorer.prepare(layout, 2, q.data(), query.data());
@@ -320,33 +302,12 @@ TEST_CASE(
         }
         CHECK(error / size < 0.04);
       }
-      MESSAGE("worst Spearman, k_dim " << k_dim << ", bits " << bits
-                                       << ": with the real-valued sketch " << worst_ideal
+      MESSAGE("worst Spearman, k_dim " << k_dim << ": with the real-valued sketch " << worst_ideal
                                        << ", with all keys " << worst_exact);
       CHECK(worst_ideal > 0.97);
-      CHECK(worst_exact > (bits == 1 ? 0.6 : 0.7));
+      CHECK(worst_exact > 0.7);
     }
   }
-}
-
-TEST_CASE("minmax bounds every dot product from above") {
-  const Layout layout = layout_of(64, 64);
-  const Scorer& box = find_scorer("minmax");
-  const Scorer& exact = find_scorer("exact");
-  const auto chunks = chunks_of(layout, 20, 41);
-  const std::vector<float> q = normal_floats(64, 42);
-  std::vector<std::vector<std::byte>> boxes;
-  std::vector<std::vector<std::byte>> keys;
-  for (const auto& tile : chunks) {
-    boxes.push_back(summary_of(box, layout, tile));
-    keys.push_back(summary_of(exact, layout, tile));
-  }
-  std::vector<std::byte> query(static_cast<size_t>(box.query_bytes(layout, 1)));
-  box.prepare(layout, 1, q.data(), query.data());
-  const double scale = box.query_scale(query.data());
-  const auto bounds = scores_of(box, layout, 1, q, boxes);
-  const auto dots = scores_of(exact, layout, 1, q, keys);
-  for (size_t c = 0; c < chunks.size(); ++c) CHECK(bounds[c] * scale > dots[c] * 0.95);
 }
 
 TEST_CASE("scores are finite for zero, equal, huge, denormal and non-finite keys and queries") {
@@ -386,8 +347,9 @@ TEST_CASE("scorers are found by name, and an unknown name lists the known ones")
     CHECK(std::string(find_scorer(name).name()) == name);
     CHECK(std::string(find_scorer(name).description()).size() > 10);
   }
-  CHECK(scorer_names().size() >= 7);
-  CHECK_THROWS_WITH_AS(find_scorer("quest"), doctest::Contains("minmax"), InvalidArgumentError);
+  CHECK(scorer_names() == std::vector<std::string>(std::begin(kNames), std::end(kNames)));
+  CHECK_THROWS_WITH_AS(find_scorer("bits1"), doctest::Contains("mean, bits2, exact"),
+                       InvalidArgumentError);
 }
 
 }  // namespace

@@ -251,6 +251,32 @@ PAGER_TEST("a file with other bytes under the same names heals nothing and is it
   CHECK(same_bits(probe(pager, restored), saved.expected));
 }
 
+// Content whose summaries a scorer of another version made.
+class OtherScorer : public OtherPayload {
+ public:
+  using OtherPayload::OtherPayload;
+  const SnapshotMeta& meta() const override {
+    other_ = OtherPayload::meta();
+    other_.scorer = "minmax";
+    return other_;
+  }
+
+ private:
+  mutable SnapshotMeta other_;
+};
+
+PAGER_TEST("summaries of a scorer that there is no more are refused with those that there are") {
+  Saved saved(10 * 16);
+  const std::string other = saved.folder.file("other");
+  save(OtherScorer(SnapshotReader::open(saved.path), 4), other, kKey);
+  Pager pager(top_k(6, 40));
+  const std::string message = error_of<FingerprintMismatchError>(pager, [&] {
+    pager.restore(SnapshotReader::open(other), "", Provenance::kExact, kKey);
+  });
+  CHECK(message.find("'minmax', which this version has not (it has mean, bits2, exact)") !=
+        std::string::npos);
+}
+
 // What only the snapshot's readers and what is shared with them keep alive.
 struct Held {
   explicit Held(const std::shared_ptr<SnapshotReader>& reader)

@@ -45,7 +45,7 @@ struct Summaries {
 TEST_CASE("a score is that of a row and a chunk alone, whatever rows and threads share a scan") {
   const Layout layout = scan_layout();
   const int heads = layout.kv_heads * kGroup;
-  for (const std::string name : {"bits2", "minmax"}) {
+  for (const std::string name : {"bits2", "mean"}) {
     CAPTURE(name);
     const Scorer& scorer = find_scorer(name);
     const ScanLayout where{&scorer, &layout, scorer.summary_bytes(layout)};
