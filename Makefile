@@ -39,9 +39,9 @@ export OMP_WAIT_POLICY ?= passive
 TOOLS_STAMP := $(VENV)/.kvpager-tools
 DEPS_STAMP := $(VENV)/.kvpager-deps
 BUILD_STAMP := $(VENV)/.kvpager-build
-NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc models/tiny-* -type f)
+NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc tests/shim models/tiny-* -type f)
 ASAN_SITE := $(abspath build/asan-site)
-FORMATTED = $(shell find csrc tests/cpp tests/deep tests/fuzz \
+FORMATTED = $(shell find csrc tests/cpp tests/deep tests/fuzz tests/shim \
   \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \))
 LOCKING = $(shell grep -lrE '"(kvpager/mutex.h|pager/)' csrc --include='*.cc' --exclude-dir=bindings)
 PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)

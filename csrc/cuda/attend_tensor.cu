@@ -17,10 +17,8 @@ int launch_dim(const Launch& launch, void* stream) {
       return launch_tensor<kType, 64>(launch, stream);
     case 96:
       return launch_tensor<kType, 96>(launch, stream);
-    case 128:
-      return launch_tensor<kType, 128>(launch, stream);
     default:
-      return launch_tensor<kType, 256>(launch, stream);
+      return launch_tensor<kType, 128>(launch, stream);
   }
 }
 
@@ -38,12 +36,9 @@ constexpr int64_t kMostScratchBytes = int64_t{256} << 20;
 
 bool has_tensor_attention(const Shape& shape) {
   const bool half = shape.k_dtype == DType::kBFloat16 || shape.k_dtype == DType::kFloat16;
-  const bool dim =
-      shape.k_dim == 64 || shape.k_dim == 96 || shape.k_dim == 128 || shape.k_dim == 256;
-  const int32_t c = shape.chunk_tokens;
-  const bool tokens = c == 16 || c == 32 || c == 64 || c == 128 || c == 256;
+  const bool dim = shape.k_dim == 64 || shape.k_dim == 96 || shape.k_dim == 128;
   return half && shape.v_dtype == shape.k_dtype && shape.q_dtype == shape.k_dtype && dim &&
-         shape.v_dim == shape.k_dim && tokens;
+         shape.v_dim == shape.k_dim && shape.chunk_tokens == tensor::kTokens;
 }
 
 int64_t tensor_scratch_bytes(const Shape& shape, const Bounds& bounds) {

@@ -28,6 +28,7 @@
 namespace kvpager::gpu::tensor {
 
 inline constexpr float kMinusInfinity = -INFINITY;
+inline constexpr int kTokens = 64;  // of a chunk: the only size that has kernels
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr int kGroupChunks = kChunksPerSplit * kSplitsPerGroup;
 static_assert(kGroupChunks == 64, "the chunks of a group are the bits of a word");

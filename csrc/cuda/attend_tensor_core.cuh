@@ -184,7 +184,7 @@ KVP_DEVICE void load_queries(const Launch& launch, const Queries<kM>& queries, F
 
 // s += q k^T over 16 of d. `keys`: a tile's address + matrix_offset; the step is its rows [row, row +
 // 16).
-template <DType kType, int kTokens, int kM>
+template <DType kType, int kM>
 KVP_DEVICE void add_scores(float (&s)[kM][kTokens / 8][4], const uint32_t (&q)[kM][4],
                            const unsigned char* keys, int row) {
   KVP_UNROLL
@@ -240,42 +240,15 @@ KVP_DEVICE float soft_capped(float x, float cap) {
   return (x < 0.0f ? -tanh : tanh) * cap;
 }
 
-// Only the usual chunk size has code of its own for tiles that all rows see some of: the other sizes
-// pay a few selects instead of time to compile.
-template <int kChunk>
-inline constexpr bool kKeepAlways = kChunk != 64;
-
-// Of a key tile, when chunks have kChunk.
-template <int kChunk>
-inline constexpr int kTileTokens = kChunk < 64 ? kChunk : 64;
-
-// The tiles of a span that some query of a tile sees.
+// The chunks of a span that some query of a tile sees. A chunk is a tile of keys.
 template <int kSpan>
 struct TileRange {
   typename Sight<kSpan>::Word chunks = 0;
-  int32_t begin = INT32_MAX, end = 0;  // tokens from the span's start
-
-  KVP_DEVICE void add(typename Sight<kSpan>::Word other_chunks, int32_t other_begin,
-                      int32_t other_end) {
-    chunks |= other_chunks;
-    begin = begin < other_begin ? begin : other_begin;
-    end = end > other_end ? end : other_end;
-  }
 
   // The first at or after `tile`, before `limit`; else limit.
-  template <int kChunk>
   KVP_DEVICE int next(int tile, int limit) const {
-    constexpr int kTokens = kTileTokens<kChunk>;
-    constexpr int kTiles = kChunk / kTokens;
-    while (tile < limit) {
-      const int chunk = tile / kTiles;
-      if ((chunks >> chunk & 1) == 0) {
-        tile = (chunk + 1) * kTiles;
-      } else if (kTiles > 1 && ((tile + 1) * kTokens <= begin || tile * kTokens >= end)) {
-        ++tile;
-      } else {
-        return tile;
-      }
+    for (; tile < limit; ++tile) {
+      if ((chunks >> tile & 1) != 0) return tile;
     }
     return limit;
   }
@@ -299,15 +272,12 @@ KVP_DEVICE TileRange<kSpan> look(const AttendParams& p, const Queries<kM>& queri
         continue;
       }
       one = sight_of<kSpan>(p, queries.row[m][half], queries.kv_head, span);
-      if (one.chunks != 0) range.add(one.chunks, one.begin, one.end);
+      range.chunks |= one.chunks;
     }
   }
   KVP_UNROLL
   for (int mask = 4; mask < 32; mask *= 2) {  // the lanes of a quad agree
-    const auto chunks = shuffle_xor(range.chunks, mask);
-    const int32_t begin = shuffle_xor(range.begin, mask);
-    const int32_t end = shuffle_xor(range.end, mask);
-    range.add(chunks, begin, end);
+    range.chunks |= shuffle_xor(range.chunks, mask);
   }
   return range;
 }
@@ -318,13 +288,12 @@ struct TileSight {
   bool seen[2];  // any; true for unused rows
 };
 
-template <int kSpan, int kChunk>
+template <int kSpan>
 KVP_DEVICE TileSight tile_sight(const Sight<kSpan> (&sight)[2], int tile) {
-  constexpr int kTokens = kTileTokens<kChunk>;
   TileSight seen;
   KVP_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const bool chosen = sight[half].chunks >> (tile / (kChunk / kTokens)) & 1;
+    const bool chosen = sight[half].chunks >> tile & 1;
     const int begin = sight[half].begin - tile * kTokens;
     const int end = sight[half].end - tile * kTokens;
     seen.begin[half] = begin > 0 ? begin : 0;
@@ -336,7 +305,6 @@ KVP_DEVICE TileSight tile_sight(const Sight<kSpan> (&sight)[2], int tile) {
 
 // Scores to weights, in place, adding them to the running sums. Returns whether acc has to be
 // rescaled.
-template <int kTokens>
 KVP_DEVICE bool weigh(const Launch& launch, bool masked, const TileSight& sight,
                       float (&s)[kTokens / 8][4], float (&m)[2], float (&l)[2],
                       float (&rescale)[2]) {
@@ -414,13 +382,13 @@ struct SplitState {
   }
 
   // The tile's scores become weights, packed as A fragments; acc is rescaled.
-  template <DType kType, int kTokens>
+  template <DType kType>
   KVP_DEVICE void take(const Launch& launch, bool masked, const TileSight (&sight)[kM],
                        float (&s)[kM][kTokens / 8][4], uint32_t (&p)[kTokens / 16][kM][4]) {
     KVP_UNROLL
     for (int i = 0; i < kM; ++i) {
       float rescale[2];
-      if (weigh<kTokens>(launch, masked, sight[i], s[i], m[i], l[i], rescale)) {
+      if (weigh(launch, masked, sight[i], s[i], m[i], l[i], rescale)) {
         KVP_UNROLL
         for (int n = 0; n < kDim / 8; ++n) {
           KVP_UNROLL

@@ -1,10 +1,8 @@
 // Tiles of up to 128 queries: prefill. A block's warps share K and V tiles in shared memory.
 //
 // With head_dim 64 a warp has two 16-row tiles, which halves what is read from shared memory per
-// mma; with more its registers hold one. Up to head_dim 128 K and V are double buffered (one barrier
-// per tile) and the group's state lies in shared memory; with head_dim 256 each has one buffer, K of
-// the next tile comes while V of this one is used and the other way round, and the group's state is
-// in scratch. At head_dim 128: 8 warps, 64 KiB of tiles, 68 KiB of state; per tile of 64 keys 1024
+// mma; with more its registers hold one. K and V are double buffered (one barrier per tile) and the
+// group's state lies in shared memory. At head_dim 128: 8 warps, 64 KiB of tiles, 68 KiB of state; per tile of 64 keys 1024
 // mma of 16x8x16 and 256 KiB read from shared memory, 2048 clocks at 128 bytes each.
 #pragma once
 
@@ -14,43 +12,33 @@
 
 namespace kvpager::gpu::tensor {
 
-template <int kDim, int kChunk>
+template <int kDim>
 struct LargeShape {
-  static constexpr int kTokens = kTileTokens<kChunk>;
-  static constexpr int kTiles = kChunk / kTokens;  // of a chunk
   static constexpr int kM = kDim == 64 ? 2 : 1;
   static constexpr int kWarps = kLargeTile / (16 * kM);
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr bool kWide = kDim == 256;
-  static constexpr int kStages = kWide ? 1 : 2;
+  static constexpr int kStages = 2;
   static constexpr int kBlocksPerMultiprocessor = kDim == 64 ? 2 : 1;
   static constexpr int kTileBytes = kDim * kTokens * 2;  // of K, and of V
-  static constexpr bool kSharedQueries = kWide || kM == 2;
+  static constexpr bool kSharedQueries = kM == 2;
   using Fragments =
       std::conditional_t<kSharedQueries, SharedFragments<kDim, kM>, RegisterFragments<kDim, kM>>;
-  using Group = std::conditional_t<kWide, ScratchStore, SharedStore>;
   // In shared memory: addresses of a group's pages, what each warp sees of it, tiles, queries, the
   // group's state, and what each thread's rows see of the group (its registers are full).
   static constexpr int kAddresses = 0;
   static constexpr int kRanges = kAddresses + kGroupChunks * 8;
-  static constexpr int kBuffers = kRanges + 8 * 16;
+  static constexpr int kBuffers = kRanges + 16 * 8;
   static constexpr int kQueries = kBuffers + kStages * 2 * kTileBytes;
   static constexpr int kState =
       kQueries + (kSharedQueries ? kWarps * SharedFragments<kDim, kM>::kWarpBytes : 0);
-  static constexpr int kSights = kState + (kWide ? 0 : kThreads * kM * (kDim / 8 + 1) * 16);
+  static constexpr int kSights = kState + kThreads * kM * (kDim / 8 + 1) * 16;
   static constexpr int kBlockBytes = kSights + kThreads * kM * 2 * 16;
 };
 
-struct alignas(16) WarpRange {
-  uint64_t chunks;
-  int32_t begin, end;
-};
-
-template <DType kType, int kDim, int kChunk>
+template <DType kType, int kDim>
 struct LargeWalk {
-  using L = LargeShape<kDim, kChunk>;
+  using L = LargeShape<kDim>;
   static constexpr int kM = L::kM;
-  static constexpr int kTokens = L::kTokens;
   static constexpr int kBlocks = kDim / 8;
 
   const Launch& launch;
@@ -63,14 +51,10 @@ struct LargeWalk {
   SplitState<kDim, kM> state;
   bool touched = false;  // some row of the warp saw a tile of the split
 
-  KVP_DEVICE typename L::Group group_store(int m) const {
-    if constexpr (L::kWide) {
-      return scratch_store(launch, plan, queries, m, plan.large == Level::kWalk ? 1 : unit);
-    } else {
-      return SharedStore{reinterpret_cast<Float4*>(memory + L::kState) +
-                             m * (kBlocks + 1) * L::kThreads + thread_index(),
-                         L::kThreads, kBlocks};
-    }
+  KVP_DEVICE SharedStore group_store(int m) const {
+    return SharedStore{reinterpret_cast<Float4*>(memory + L::kState) +
+                           m * (kBlocks + 1) * L::kThreads + thread_index(),
+                       L::kThreads, kBlocks};
   }
   KVP_DEVICE ScratchStore unit_store(int m) const {
     return scratch_store(launch, plan, queries, m, unit);
@@ -88,7 +72,7 @@ struct LargeWalk {
   KVP_DEVICE unsigned char* value_tile(int stage) const { return key_tile(stage) + L::kTileBytes; }
   KVP_DEVICE const unsigned char* page(int tile) const {
     return reinterpret_cast<const unsigned char*>(
-        reinterpret_cast<const uint64_t*>(memory + L::kAddresses)[tile / L::kTiles]);
+        reinterpret_cast<const uint64_t*>(memory + L::kAddresses)[tile]);
   }
 
   // Rows [0, kCount) of kUnits units, `stride` bytes apart; zeros from row `valid` on.
@@ -110,14 +94,11 @@ struct LargeWalk {
     }
   }
   KVP_DEVICE void bring_keys(int tile, int stage) const {
-    bring<kDim, kTokens / 8>(key_tile(stage), page(tile) + tile % L::kTiles * kTokens * 2,
-                             kChunk * 2, kDim);
+    bring<kDim, kTokens / 8>(key_tile(stage), page(tile), kTokens * 2, kDim);
   }
   // `valid`: tokens of the tile that are written.
   KVP_DEVICE void bring_values(int tile, int valid, int stage) const {
-    bring<kTokens, kDim / 8>(
-        value_tile(stage), page(tile) + kDim * kChunk * 2 + tile % L::kTiles * (kTokens * kDim * 2),
-        kDim * 2, valid);
+    bring<kTokens, kDim / 8>(value_tile(stage), page(tile) + kDim * kTokens * 2, kDim * 2, valid);
   }
 
   struct Step {
@@ -133,7 +114,7 @@ struct LargeWalk {
     for (int m = 0; m < kM; ++m) {
       const Sight<kGroupChunks> sight[2] = {*sight_at(m, 0), *sight_at(m, 1)};
       TileSight& seen = step.sight[m];
-      seen = tile_sight<kGroupChunks, kChunk>(sight, tile);
+      seen = tile_sight<kGroupChunks>(sight, tile);
       KVP_UNROLL
       for (int half = 0; half < 2; ++half) {
         use = use || (seen.seen[half] && queries.row[m][half] >= 0);
@@ -161,9 +142,9 @@ struct LargeWalk {
       uint32_t a[kM][4];
       KVP_UNROLL
       for (int m = 0; m < kM; ++m) q.get(m, k, a[m]);
-      add_scores<kType, kTokens, kM>(s, a, keys + matrix_offset<kTokens / 8>(), 16 * k);
+      add_scores<kType, kM>(s, a, keys + matrix_offset<kTokens / 8>(), 16 * k);
     }
-    state.template take<kType, kTokens>(launch, step.masked, step.sight, s, step.weights);
+    state.template take<kType>(launch, step.masked, step.sight, s, step.weights);
     touched = true;
   }
 
@@ -183,9 +164,9 @@ struct LargeWalk {
   }
 
   KVP_DEVICE void use_values(const Step& step, const unsigned char* values) {
-    if (kKeepAlways<kChunk> || step.keep) {
+    if (step.keep) {
       use_values<true>(step, values);
-    } else if constexpr (!kKeepAlways<kChunk>) {
+    } else {
       use_values<false>(step, values);
     }
   }
@@ -206,7 +187,7 @@ struct LargeWalk {
   }
 
   KVP_DEVICE void end_group() {
-    if (plan.large == Level::kSplit || (plan.large == Level::kGroup && L::kWide)) return;
+    if (plan.large == Level::kSplit) return;
     KVP_UNROLL
     for (int m = 0; m < kM; ++m) {
       take<kBlocks>(group_store(m), state.acc[m], state.m[m], state.l[m]);
@@ -222,9 +203,9 @@ struct LargeWalk {
   // What the block's rows see of a group, and the addresses of its pages. All threads.
   KVP_DEVICE TileRange<kGroupChunks> prepare(int group, const TileRange<kGroupChunks>& mine) {
     const AttendParams& p = launch.attend;
-    WarpRange* ranges = reinterpret_cast<WarpRange*>(memory + L::kRanges);
+    uint64_t* ranges = reinterpret_cast<uint64_t*>(memory + L::kRanges);
     sync_block();  // nobody is in the group before
-    if (lane_index() == 0) ranges[warp_index()] = {mine.chunks, mine.begin, mine.end};
+    if (lane_index() == 0) ranges[warp_index()] = mine.chunks;
     for (int chunk = thread_index(); chunk < kGroupChunks; chunk += L::kThreads) {
       const int64_t at = int64_t{group} * kGroupChunks + chunk;
       uint64_t address = 0;
@@ -236,9 +217,7 @@ struct LargeWalk {
     }
     sync_block();
     TileRange<kGroupChunks> range;
-    for (int warp = 0; warp < L::kWarps; ++warp) {
-      range.add(ranges[warp].chunks, ranges[warp].begin, ranges[warp].end);
-    }
+    for (int warp = 0; warp < L::kWarps; ++warp) range.chunks |= ranges[warp];
     return range;
   }
 
@@ -246,45 +225,31 @@ struct LargeWalk {
   KVP_DEVICE void walk_group(int group, int first, int limit,
                              const TileRange<kGroupChunks>& range) {
     const int written = static_cast<int>(
-        smaller(part.written - int64_t{group} * kGroupChunks * kChunk, kGroupChunks * kChunk));
-    const int split_tiles = kChunksPerSplit * L::kTiles;
-    int tile = range.template next<kChunk>(first, limit);
+        smaller(part.written - int64_t{group} * kGroupChunks * kTokens, kGroupChunks * kTokens));
+    int tile = range.next(first, limit);
     int stage = 0;
     Step step;
     if (tile < limit) {
       bring_keys(tile, 0);
-      if constexpr (L::kStages == 2) bring_values(tile, written - tile * kTokens, 0);
+      bring_values(tile, written - tile * kTokens, 0);
       copy_async_commit();
     }
     while (tile < limit) {
-      const int following = range.template next<kChunk>(tile + 1, limit);
+      const int following = range.next(tile + 1, limit);
       const bool use = look_at(tile, step);
       copy_async_wait<0>();
       sync_block();  // the tile is here, and the buffers of the one before are free
-      if constexpr (L::kStages == 2) {
-        if (following < limit) {
-          bring_keys(following, stage ^ 1);
-          bring_values(following, written - following * kTokens, stage ^ 1);
-          copy_async_commit();
-        }
-        if (use) {
-          use_keys(key_tile(stage), step);
-          use_values(step, value_tile(stage));
-        }
-        stage ^= 1;
-      } else {
-        bring_values(tile, written - tile * kTokens, 0);
+      if (following < limit) {
+        bring_keys(following, stage ^ 1);
+        bring_values(following, written - following * kTokens, stage ^ 1);
         copy_async_commit();
-        if (use) use_keys(key_tile(0), step);
-        copy_async_wait<0>();
-        sync_block();  // V is here, K is free
-        if (following < limit) {
-          bring_keys(following, 0);
-          copy_async_commit();
-        }
-        if (use) use_values(step, value_tile(0));
       }
-      if (following >= limit || following / split_tiles != tile / split_tiles) end_split();
+      if (use) {
+        use_keys(key_tile(stage), step);
+        use_values(step, value_tile(stage));
+      }
+      stage ^= 1;
+      if (following >= limit || following / kChunksPerSplit != tile / kChunksPerSplit) end_split();
       tile = following;
     }
   }
@@ -297,7 +262,6 @@ struct LargeWalk {
     const int part_splits =
         static_cast<int>((part.visible + kChunksPerSplit - 1) / kChunksPerSplit);
     if (end > part_splits) end = part_splits;
-    const int split_tiles = kChunksPerSplit * L::kTiles;
     if (level == Level::kWalk) {
       KVP_UNROLL
       for (int m = 0; m < kM; ++m) clear_total<kDim>(launch, queries, m, unit_store(m));
@@ -314,9 +278,9 @@ struct LargeWalk {
       const TileRange<kGroupChunks> range = prepare(group, mine);
       const int from = first - group * kSplitsPerGroup;
       const int to = end - group * kSplitsPerGroup;
-      const int first_tile = (from > 0 ? from : 0) * split_tiles;
-      const int limit = (to < kSplitsPerGroup ? to : kSplitsPerGroup) * split_tiles;
-      if (range.template next<kChunk>(first_tile, limit) >= limit) continue;
+      const int first_tile = (from > 0 ? from : 0) * kChunksPerSplit;
+      const int limit = (to < kSplitsPerGroup ? to : kSplitsPerGroup) * kChunksPerSplit;
+      if (range.next(first_tile, limit) >= limit) continue;
       if (level != Level::kSplit) {
         KVP_UNROLL
         for (int m = 0; m < kM; ++m) clear<kBlocks>(group_store(m));
@@ -331,11 +295,10 @@ struct LargeWalk {
   }
 };
 
-template <DType kType, int kDim, int kChunk>
-KVP_KERNEL KVP_BOUNDS((LargeShape<kDim, kChunk>::kThreads),
-                      (LargeShape<kDim, kChunk>::kBlocksPerMultiprocessor))
+template <DType kType, int kDim>
+KVP_KERNEL KVP_BOUNDS((LargeShape<kDim>::kThreads), (LargeShape<kDim>::kBlocksPerMultiprocessor))
     large_tiles(const Launch launch) {
-  using L = LargeShape<kDim, kChunk>;
+  using L = LargeShape<kDim>;
   const AttendParams& p = launch.attend;
   const Header& header = *p.tables.header;
   const Plan plan = make_plan(launch);
@@ -352,7 +315,7 @@ KVP_KERNEL KVP_BOUNDS((LargeShape<kDim, kChunk>::kThreads),
     const Tile tile = p.tables.tiles[header.small_tiles + static_cast<int32_t>(walk % tiles)];
     const Part& part = p.tables.parts[tile.part];
     if (int64_t{unit} * unit_splits(plan, plan.large) * kChunksPerSplit >= part.visible) continue;
-    LargeWalk<kType, kDim, kChunk> work{launch, plan, part, {}, {}, shared_memory(), unit, {}};
+    LargeWalk<kType, kDim> work{launch, plan, part, {}, {}, shared_memory(), unit, {}};
     work.queries.place(p, part, static_cast<int>(walk / tiles),
                        tile.begin + warp_index() * 16 * L::kM, tile.end);
     if constexpr (L::kSharedQueries) {

@@ -11,12 +11,10 @@
 namespace kvpager::gpu::tensor {
 
 template <DType kType, int kDim>
-int launch_tensor(const Launch& launch, void* stream);
-
-template <DType kType, int kDim, int kChunk>
-int launch_chunk(Launch args, void* stream) {
-  using Small = SmallShape<kDim, kChunk>;
-  using Large = LargeShape<kDim, kChunk>;
+int launch_tensor(const Launch& launch, void* stream) {
+  using Small = SmallShape<kDim>;
+  using Large = LargeShape<kDim>;
+  Launch args = launch;
   const AttendParams& p = args.attend;
   const HostCounts& counts = p.counts;
   const Shape& shape = p.shape;
@@ -24,39 +22,23 @@ int launch_chunk(Launch args, void* stream) {
       std::max<int64_t>(1, (counts.max_visible + kChunksPerSplit - 1) / kChunksPerSplit);
   const int64_t processors = multiprocessors();
   const int64_t small_items = int64_t{counts.small_tiles} * shape.kv_heads * units;
-  const int64_t small_blocks = std::min<int64_t>((small_items + kSmallWarps - 1) / kSmallWarps,
-                                                 processors * (kDim == 256 ? 1 : kSmallBlocks));
+  const int64_t small_blocks =
+      std::min<int64_t>((small_items + kSmallWarps - 1) / kSmallWarps, processors * kSmallBlocks);
   const int64_t large_blocks =
       std::min<int64_t>(int64_t{counts.large_tiles} * shape.kv_heads * units,
                         processors * Large::kBlocksPerMultiprocessor);
   args.small_workers = static_cast<int32_t>(std::max<int64_t>(1, small_blocks * kSmallWarps));
   args.large_workers = static_cast<int32_t>(std::max<int64_t>(1, large_blocks));
-  int error = gpu::launch(large_tiles<kType, kDim, kChunk>,
+  int error = gpu::launch(large_tiles<kType, kDim>,
                           {large_blocks, Large::kThreads, Large::kBlockBytes, stream}, args);
   if (error != 0) return error;
-  error = gpu::launch(small_tiles<kType, kDim, kChunk>,
+  error = gpu::launch(small_tiles<kType, kDim>,
                       {small_blocks, 32 * kSmallWarps, Small::kBlockBytes, stream}, args);
   if (error != 0) return error;
   const int64_t merge_blocks =
       std::min<int64_t>(int64_t{counts.rows} * shape.q_heads, processors * kMergeBlocks);
   return gpu::launch(merge_states<kDim>,
                      {merge_blocks, kMergeThreads, merge_shared_bytes(kDim), stream}, args);
-}
-
-template <DType kType, int kDim>
-int launch_tensor(const Launch& launch, void* stream) {
-  switch (launch.attend.shape.chunk_tokens) {
-    case 16:
-      return launch_chunk<kType, kDim, 16>(launch, stream);
-    case 32:
-      return launch_chunk<kType, kDim, 32>(launch, stream);
-    case 64:
-      return launch_chunk<kType, kDim, 64>(launch, stream);
-    case 128:
-      return launch_chunk<kType, kDim, 128>(launch, stream);
-    default:
-      return launch_chunk<kType, kDim, 256>(launch, stream);
-  }
 }
 
 }  // namespace kvpager::gpu::tensor

@@ -29,7 +29,7 @@ KVP_DEVICE void merge_group(const AttendParams& p, Level level, uint64_t chunks,
     *l = state[kDim + 1];
     return;
   }
-  constexpr int kAhead = kDim == 256 ? 4 : 8;  // loads under way together
+  constexpr int kAhead = 8;  // loads under way together
   for (int first = 0; first < kSplitsPerGroup; first += kAhead) {
     float from[kAhead][kDim / 32], from_m[kAhead], from_l[kAhead];
     KVP_UNROLL

@@ -1,12 +1,12 @@
 // Tiles of up to 16 queries: decoding. A warp is on its own: it walks one unit of a (tile, kv head)
 // with a ring of cp.async slots in shared memory that nobody else touches.
 //
-// One slot holds a slice of 4 KiB (8 with head_dim 256): some rows of the K tile, or of the V tile.
+// One slot holds a slice of 4 KiB: some rows of the K tile, or of the V tile.
 // Three are under way while one is used: 12 KiB per warp. An H100 needs about 15 bytes per clock and
 // multiprocessor over about 1000 clocks of latency, so that 2 warps per multiprocessor ask for enough
 // already and the 8 that run are ample; one row of 8 kv heads at 32K gives 512 units, 4 for each.
 // From head_dim 128 on queries lie in shared memory too, for registers. A block of 4 warps takes 64 to
-// 80 KiB, of which two fit wherever a multiprocessor has 164 KiB, or 160 with head_dim 256.
+// 80 KiB, of which two fit wherever a multiprocessor has 164 KiB.
 #pragma once
 
 #include <type_traits>
@@ -19,14 +19,11 @@ inline constexpr int kSmallWarps = 4;
 inline constexpr int kSmallBlocks = 2;  // per multiprocessor
 inline constexpr int kSlots = 4;
 
-template <int kDim, int kChunk>
+template <int kDim>
 struct SmallShape {
-  static constexpr int kTokens = kTileTokens<kChunk>;
-  static constexpr int kTiles = kChunk / kTokens;  // of a chunk
-  static constexpr int kSplitTiles = kTiles * kChunksPerSplit;
-  static constexpr int kKeyRows = kDim == 256 ? 64 : 32;  // of d, in a slot
+  static constexpr int kKeyRows = 32;  // of d, in a slot
   static constexpr int kKeySlices = kDim / kKeyRows;
-  static constexpr int kValueRows = kDim == 64 && kTokens >= 32 ? 32 : 16;  // tokens, in a slot
+  static constexpr int kValueRows = kDim == 64 ? 32 : 16;  // tokens, in a slot
   static constexpr int kValueSlices = kTokens / kValueRows;
   static constexpr int kSlices = kKeySlices + kValueSlices;
   static constexpr int kKeyBytes = kKeyRows * kTokens * 2;
@@ -41,10 +38,9 @@ struct SmallShape {
 };
 
 // Brings slices of one split into the ring, ahead of their use.
-template <int kDim, int kChunk>
+template <int kDim>
 struct SmallFeed {
-  using S = SmallShape<kDim, kChunk>;
-  static constexpr int kTokens = S::kTokens;
+  using S = SmallShape<kDim>;
   unsigned char* ring = nullptr;
   TileRange<kChunksPerSplit> range;
   uint64_t address = 0;  // of page `lane` of the split, in lanes 0..7
@@ -56,31 +52,29 @@ struct SmallFeed {
   // Slice `slice` of the next tile, if there is one; always a group for copy_async_wait.
   KVP_DEVICE void bring(int slice) {
     if (slice == 0) {
-      tile = range.template next<kChunk>(tile + 1, S::kSplitTiles);
-      page = reinterpret_cast<const unsigned char*>(
-          shuffle(address, tile / S::kTiles % kChunksPerSplit));
+      tile = range.next(tile + 1, kChunksPerSplit);
+      page = reinterpret_cast<const unsigned char*>(shuffle(address, tile % kChunksPerSplit));
     }
-    if (tile < S::kSplitTiles) {
+    if (tile < kChunksPerSplit) {
       unsigned char* to = ring + slot * S::kSlotBytes;
-      const int first = tile % S::kTiles * kTokens;  // within the chunk
       if (slice < S::kKeySlices) {
         using U = Units<kTokens / 8>;
         using C = Copy<kTokens / 8>;
-        const unsigned char* from = page + (slice * S::kKeyRows * kChunk + first) * 2 +
-                                    C::row() * (kChunk * 2) + C::unit() * 16;
+        const unsigned char* from =
+            page + slice * S::kKeyRows * kTokens * 2 + C::row() * (kTokens * 2) + C::unit() * 16;
         unsigned char* at = to + U::offset(C::row(), C::unit());
         KVP_UNROLL
         for (int row = 0; row < S::kKeyRows; row += C::kRows) {
-          copy_async16(U::step(at, row, 0), from + row * (kChunk * 2), true);
+          copy_async16(U::step(at, row, 0), from + row * (kTokens * 2), true);
         }
       } else {
         using U = Units<kDim / 8>;
         using C = Copy<kDim / 8>;
-        const int token = first + (slice - S::kKeySlices) * S::kValueRows;
+        const int token = (slice - S::kKeySlices) * S::kValueRows;
         const unsigned char* from =
-            page + kDim * kChunk * 2 + token * kDim * 2 + C::row() * (kDim * 2) + C::unit() * 16;
+            page + kDim * kTokens * 2 + token * kDim * 2 + C::row() * (kDim * 2) + C::unit() * 16;
         unsigned char* at = to + U::offset(C::row(), C::unit());
-        const int valid = written - (tile / S::kTiles * kChunk + token + C::row());
+        const int valid = written - (tile * kTokens + token + C::row());
         KVP_UNROLL
         for (int row = 0; row < S::kValueRows; row += C::kRows) {
           KVP_UNROLL
@@ -95,7 +89,7 @@ struct SmallFeed {
   }
 
   KVP_DEVICE void begin() {
-    tile = range.template next<kChunk>(0, S::kSplitTiles) - 1;  // bring(0) steps to it
+    tile = range.next(0, kChunksPerSplit) - 1;  // bring(0) steps to it
     KVP_UNROLL
     for (int i = 0; i < kSlots - 1; ++i) bring(i % S::kSlices);
   }
@@ -111,18 +105,17 @@ struct SmallFeed {
   }
 };
 
-template <DType kType, int kDim, int kChunk>
+template <DType kType, int kDim>
 KVP_DEVICE void walk_split(const Launch& launch, const Sight<kChunksPerSplit> (&sight)[2],
-                           const typename SmallShape<kDim, kChunk>::Fragments& q,
-                           SmallFeed<kDim, kChunk>& feed, SplitState<kDim, 1>& state) {
-  using S = SmallShape<kDim, kChunk>;
-  constexpr int kTokens = S::kTokens;
+                           const typename SmallShape<kDim>::Fragments& q, SmallFeed<kDim>& feed,
+                           SplitState<kDim, 1>& state) {
+  using S = SmallShape<kDim>;
   const TileRange<kChunksPerSplit>& range = feed.range;
-  int tile = range.template next<kChunk>(0, S::kSplitTiles);
+  int tile = range.next(0, kChunksPerSplit);
   state.reset();
   feed.begin();
-  while (tile < S::kSplitTiles) {
-    const TileSight seen[1] = {tile_sight<kChunksPerSplit, kChunk>(sight, tile)};
+  while (tile < kChunksPerSplit) {
+    const TileSight seen[1] = {tile_sight<kChunksPerSplit>(sight, tile)};
     const bool masked = ballot(seen[0].begin[0] > 0 || seen[0].begin[1] > 0 ||
                                seen[0].end[0] < kTokens || seen[0].end[1] < kTokens) != 0;
     const bool keep = ballot(!seen[0].seen[0] || !seen[0].seen[1]) != 0;
@@ -139,11 +132,11 @@ KVP_DEVICE void walk_split(const Launch& launch, const Sight<kChunksPerSplit> (&
       for (int k = 0; k < S::kKeyRows / 16; ++k) {
         uint32_t a[1][4];
         q.get(0, slice * (S::kKeyRows / 16) + k, a[0]);
-        add_scores<kType, kTokens, 1>(s, a, keys, 16 * k);
+        add_scores<kType, 1>(s, a, keys, 16 * k);
       }
     }
     uint32_t weights[kTokens / 16][1][4];
-    state.template take<kType, kTokens>(launch, masked, seen, s, weights);
+    state.template take<kType>(launch, masked, seen, s, weights);
     KVP_UNROLL
     for (int slice = 0; slice < S::kValueSlices; ++slice) {
       const unsigned char* values = feed.next(S::kKeySlices + slice) + matrix_offset<kDim / 8>();
@@ -151,21 +144,21 @@ KVP_DEVICE void walk_split(const Launch& launch, const Sight<kChunksPerSplit> (&
       for (int k = 0; k < S::kValueRows / 16; ++k) {
         const int step = slice * (S::kValueRows / 16) + k;
         const bool halves[1][2] = {{seen[0].seen[0], seen[0].seen[1]}};
-        if (kKeepAlways<kChunk> || keep) {
+        if (keep) {
           add_values<kType, kDim, 1, true>(state.acc, weights[step], values, 16 * k, halves);
-        } else if constexpr (!kKeepAlways<kChunk>) {
+        } else {
           add_values<kType, kDim, 1, false>(state.acc, weights[step], values, 16 * k, halves);
         }
       }
     }
-    tile = range.template next<kChunk>(tile + 1, S::kSplitTiles);
+    tile = range.next(tile + 1, kChunksPerSplit);
   }
 }
 
-template <DType kType, int kDim, int kChunk>
+template <DType kType, int kDim>
 KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Part& part,
                                 const Queries<1>& queries, int unit, unsigned char* memory) {
-  using S = SmallShape<kDim, kChunk>;
+  using S = SmallShape<kDim>;
   constexpr int kBlocks = kDim / 8;
   const AttendParams& p = launch.attend;
   const Level level = plan.small;
@@ -177,7 +170,7 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
   typename S::Fragments q;
   if constexpr (S::kSharedQueries) q.memory = memory + kSlots * S::kSlotBytes;
   bool have_queries = false, in_group = false;
-  SmallFeed<kDim, kChunk> feed;
+  SmallFeed<kDim> feed;
   feed.ring = memory;
   SplitState<kDim, 1> state;
   const bool walk = level == Level::kWalk;
@@ -203,13 +196,13 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
                      static_cast<uint64_t>(p.shape.page_bytes * queries.kv_head);
     }
     feed.written = static_cast<int32_t>(smaller(
-        part.written - int64_t{split} * kChunksPerSplit * kChunk, kChunksPerSplit * kChunk));
+        part.written - int64_t{split} * kChunksPerSplit * kTokens, kChunksPerSplit * kTokens));
     if (!have_queries) {
       load_queries<kDim, 1>(launch, queries, q);
       have_queries = true;
     }
     sync_warp();  // the ring is free; collectives do not order memory
-    walk_split<kType, kDim, kChunk>(launch, sight[0], q, feed, state);
+    walk_split<kType, kDim>(launch, sight[0], q, feed, state);
     state.close(queries);
     if (level == Level::kSplit) {
       put<kBlocks>(store, state.acc[0], state.m[0], state.l[0]);
@@ -223,10 +216,9 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
   if (walk) write_total<kDim>(launch, queries, 0, total);
 }
 
-template <DType kType, int kDim, int kChunk>
-KVP_KERNEL KVP_BOUNDS(32 * kSmallWarps, kDim == 256 ? 1 : kSmallBlocks)
-    small_tiles(const Launch launch) {
-  using S = SmallShape<kDim, kChunk>;
+template <DType kType, int kDim>
+KVP_KERNEL KVP_BOUNDS(32 * kSmallWarps, kSmallBlocks) small_tiles(const Launch launch) {
+  using S = SmallShape<kDim>;
   const AttendParams& p = launch.attend;
   const Header& header = *p.tables.header;
   const Plan plan = make_plan(launch);
@@ -245,7 +237,7 @@ KVP_KERNEL KVP_BOUNDS(32 * kSmallWarps, kDim == 256 ? 1 : kSmallBlocks)
     if (int64_t{unit} * unit_splits(plan, plan.small) * kChunksPerSplit >= part.visible) continue;
     Queries<1> queries;
     queries.place(p, part, static_cast<int>(walk % heads), tile.begin, tile.end);
-    walk_small_unit<kType, kDim, kChunk>(launch, plan, part, queries, unit, memory);
+    walk_small_unit<kType, kDim>(launch, plan, part, queries, unit, memory);
   }
 }
 

@@ -25,7 +25,7 @@ struct Grid {
 }  // namespace kvpager::gpu
 
 #ifdef KVPAGER_SHIM
-#include "cuda/shim/shim.h"
+#include "shim/shim.h"
 #else
 #include "cuda/portable_cuda.h"
 #endif

@@ -17,7 +17,7 @@ namespace {
 
 using Outputs = std::vector<std::vector<float>>;
 
-constexpr int kDims[] = {64, 96, 128, 256};
+constexpr int kDims[] = {64, 96, 128};
 constexpr int32_t kOnlySmall = 1 << 20;
 constexpr int32_t kOnlyLarge = 0;
 
@@ -68,11 +68,11 @@ Outputs each_alone(device::Device& device, const Shape& shape,
   return result;
 }
 
-Shape tensor_shape(DType dtype, int dim, int tokens = 64) {
+Shape tensor_shape(DType dtype, int dim) {
   Shape shape;
   shape.dtype = dtype;
   shape.k_dim = shape.v_dim = dim;
-  shape.tokens = tokens;
+  shape.tokens = 64;
   return shape;
 }
 
@@ -80,9 +80,9 @@ Shape random_tensor_shape(Dice& dice) {
   Shape shape = random_shape(dice);
   shape.dtype = dice.pick({DType::kFloat16, DType::kBFloat16});
   shape.value_dtype = shape.io_dtype = Shape::kSame;
-  shape.k_dim = shape.v_dim = dice.pick({64, 64, 96, 128, 256});
+  shape.k_dim = shape.v_dim = dice.pick({64, 64, 96, 128});
   shape.kv_heads = dice.roll(1, 2);
-  shape.tokens = dice.pick({16, 16, 32, 64, 128, 256});
+  shape.tokens = 64;
   if (shape.scaling == 0.01f) shape.scaling = 0.25f;
   return shape;
 }
@@ -128,7 +128,7 @@ TEST_CASE("tensor attention is there for 16-bit elements of one type and usual h
   for_each_device([&](device::Device& device) {
     const auto has = [&](gpu::Shape s) { return device.api().has_tensor_attention(&s); };
     CHECK(has(shape));
-    for (const int dim : {32, 80, 512}) {
+    for (const int dim : {32, 80, 256, 512}) {
       gpu::Shape other = shape;
       other.k_dim = other.v_dim = dim;
       CHECK(!has(other));
@@ -136,12 +136,9 @@ TEST_CASE("tensor attention is there for 16-bit elements of one type and usual h
     for (const int tokens : {16, 32, 128, 256}) {
       gpu::Shape other = shape;
       other.chunk_tokens = tokens;
-      CHECK(has(other));
+      CHECK(!has(other));
     }
     gpu::Shape other = shape;
-    other.chunk_tokens = 48;
-    CHECK(!has(other));
-    other = shape;
     other.v_dim = 64;
     CHECK(!has(other));
     other = shape;
@@ -153,28 +150,24 @@ TEST_CASE("tensor attention is there for 16-bit elements of one type and usual h
   });
 }
 
-TEST_CASE("every head dimension, element type and chunk size is right, for few rows and many") {
+TEST_CASE("every head dimension and element type is right, for few rows and many") {
   for_each_device([&](device::Device& device) {
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
       for (const int dim : kDims) {
-        for (const int tokens : {16, 32, 64, 128, 256}) {
-          CAPTURE(static_cast<int>(dtype));
-          CAPTURE(dim);
-          CAPTURE(tokens);
-          Shape shape = tensor_shape(dtype, dim, tokens);
-          shape.kv_heads = 1;
-          shape.group = 3;
-          Sequence sequence(layout_of(shape), std::min(9 * tokens, 300) + 7, 3);
-          const int64_t n = sequence.length();
-          const std::vector<Row> rows =
-              rows_at({n - 1, 0, n / 2, n - 2, tokens - 1, tokens, n - 9});
-          for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
-            CAPTURE(small);
-            ForwardOptions options;
-            options.small_queries = small;
-            CHECK(worst_error(shape, {&sequence}, rows,
-                              run(device, shape, {&sequence}, rows, options)) < 2);
-          }
+        CAPTURE(static_cast<int>(dtype));
+        CAPTURE(dim);
+        Shape shape = tensor_shape(dtype, dim);
+        shape.kv_heads = 1;
+        shape.group = 3;
+        Sequence sequence(layout_of(shape), 307, 3);
+        const int64_t n = sequence.length();
+        const std::vector<Row> rows = rows_at({n - 1, 0, n / 2, n - 2, 63, 64, n - 9});
+        for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
+          CAPTURE(small);
+          ForwardOptions options;
+          options.small_queries = small;
+          CHECK(worst_error(shape, {&sequence}, rows,
+                            run(device, shape, {&sequence}, rows, options)) < 2);
         }
       }
     }
@@ -238,13 +231,13 @@ TEST_CASE("a row alone has the bits of the row among others, in tiles of any siz
       for (const int dim : kDims) {
         CAPTURE(static_cast<int>(dtype));
         CAPTURE(dim);
-        Shape shape = tensor_shape(dtype, dim, 16);
+        Shape shape = tensor_shape(dtype, dim);
         shape.kv_heads = 1;
         shape.group = dim == 64 ? 8 : 2;
-        check_row_alone(device, shape, 16 * 130 + 5, dim == 64 ? 24 : 13);
+        check_row_alone(device, shape, 64 * 66 + 5, dim == 64 ? 12 : 7);
       }
     }
-    Shape shape = tensor_shape(DType::kBFloat16, 64, 64);
+    Shape shape = tensor_shape(DType::kBFloat16, 64);
     shape.kv_heads = 1;
     shape.group = 1;
     check_row_alone(device, shape, 64 * 130 + 40, 40);
@@ -257,12 +250,12 @@ TEST_CASE("what other rows select or see changes no bit of a row") {
       CAPTURE(seed);
       Dice dice(seed + 77);
       Shape shape = tensor_shape(seed % 2 == 0 ? DType::kBFloat16 : DType::kFloat16,
-                                 seed % 3 == 0 ? 128 : 64, seed % 4 == 3 ? 128 : 16);
+                                 seed % 3 == 0 ? 128 : 64);
       shape.kv_heads = 2;
       shape.group = dice.pick({1, 2, 5});
       shape.window = seed % 3 == 1 ? 90 : 0;
       shape.sinks = seed % 4 == 1;
-      Sequence sequence(layout_of(shape), 16 * 40 + 3, seed);
+      Sequence sequence(layout_of(shape), 64 * 20 + 3, seed);
       std::vector<Row> rows;
       for (int i = 0; i < 20; ++i) {
         Row row;
@@ -290,7 +283,7 @@ TEST_CASE("a weight of zero adds nothing, however large the values of later rows
   for_each_device([&](device::Device& device) {
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
       CAPTURE(static_cast<int>(dtype));
-      const Shape shape = tensor_shape(dtype, 64, 64);
+      const Shape shape = tensor_shape(dtype, 64);
       const float huge = dtype == DType::kFloat16 ? -60000.0f : -0x1p120f;
       const float tiny = dtype == DType::kFloat16 ? 0x1p-14f : 0x1p-100f;
       const int64_t seen = 64 + 17;
@@ -313,20 +306,20 @@ TEST_CASE("a weight of zero adds nothing, however large the values of later rows
 
 TEST_CASE("a zero has one sign, whatever the zeros it is a sum of") {
   for_each_device([&](device::Device& device) {
-    Shape shape = tensor_shape(DType::kBFloat16, 64, 16);
+    Shape shape = tensor_shape(DType::kBFloat16, 64);
     shape.kv_heads = shape.group = 1;
     shape.scaling = 1.0f;
     // Sums of tiny negative values, in a tile, split and group before it, are rescaled to nothing by
-    // the key at 1168, whose value is -0; later values, of weight 0, are there for one forward and not
+    // the key at `top`, whose value is -0; later values, of weight 0, are there for one forward and not
     // for the other.
-    const int64_t top = 16 * 73;
+    const int64_t top = 64 * 73;
     Sequence sequence(
-        layout_of(shape), top + 16,
+        layout_of(shape), top + 64,
         [&](int64_t t, int, int d) { return t == top && d == 0 ? 200.0f : 0.0f; },
         [&](int64_t t, int, int) { return t < top    ? -0x1p-120f
                                           : t == top ? -0.0f
                                                      : -5.0f; });
-    std::vector<Row> rows = rows_at({top, top + 15});
+    std::vector<Row> rows = rows_at({top, top + 63});
     for (Row& row : rows) row.query.assign(64, 1.0f);
     for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
       ForwardOptions options;
@@ -344,13 +337,13 @@ TEST_CASE("chunks that nobody selects may hold anything") {
   for_each_device([&](device::Device& device) {
     for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
       CAPTURE(small);
-      Shape shape = tensor_shape(DType::kBFloat16, 64, 16);
-      Sequence sequence(layout_of(shape), 16 * 70 + 9, 4);
-      std::vector<Row> rows = rows_at({16 * 70 + 8, 16 * 70 + 3, 16 * 40 + 1});
+      Shape shape = tensor_shape(DType::kBFloat16, 64);
+      Sequence sequence(layout_of(shape), 64 * 70 + 9, 4);
+      std::vector<Row> rows = rows_at({64 * 70 + 8, 64 * 70 + 3, 64 * 40 + 1});
       for (Row& row : rows) {
         row.selected = {{1, 9, 17, 66}, {0, 9, 30}};
         for (auto& list : row.selected) {
-          const auto last = static_cast<int32_t>(row.position / 16);
+          const auto last = static_cast<int32_t>(row.position / 64);
           while (list.back() >= last) list.pop_back();
           list.push_back(last);
         }
@@ -360,7 +353,7 @@ TEST_CASE("chunks that nobody selects may hold anything") {
       const Outputs clean = run(device, shape, {&sequence}, rows, options);
       CHECK(worst_error(shape, {&sequence}, rows, clean) < 2);
       for (int64_t t = 0; t < sequence.length(); ++t) {
-        const int64_t c = t / 16;
+        const int64_t c = t / 64;
         const bool used = c <= 1 || c == 9 || c == 17 || c == 30 || c == 40 || c == 66 || c == 70;
         if (!used) spoil(layout_of(shape), sequence, t, 0xFFFFFFFFu);
       }
@@ -373,11 +366,11 @@ TEST_CASE("groups of 64 chunks that no row selects from, two in a row, are passe
   for_each_device([&](device::Device& device) {
     for (const int dim : kDims) {
       CAPTURE(dim);
-      Shape shape = tensor_shape(DType::kBFloat16, dim, 16);
+      Shape shape = tensor_shape(DType::kBFloat16, dim);
       shape.kv_heads = 1;
       shape.group = 48;  // queries for several warps of a tile
-      Sequence sequence(layout_of(shape), 16 * 200 + 9, 6);
-      std::vector<Row> rows = rows_at({16 * 200 + 8, 16 * 199 + 2});
+      Sequence sequence(layout_of(shape), 64 * 200 + 9, 6);
+      std::vector<Row> rows = rows_at({64 * 200 + 8, 64 * 199 + 2});
       rows[0].selected = {{1, 9, 63, 192, 198, 200}};
       rows[1].selected = {{0, 9, 40, 195, 199}};
       ForwardOptions options;
@@ -400,14 +393,14 @@ TEST_CASE("a row that sees no key is zeros, with sinks or without") {
         for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
           CAPTURE(sinks);
           CAPTURE(small);
-          Shape shape = tensor_shape(DType::kFloat16, 64, 16);
+          Shape shape = tensor_shape(DType::kFloat16, 64);
           shape.sinks = sinks;
           shape.window = 20;
           Sequence sequence(layout_of(shape), 400, 8);
           std::vector<Row> rows = rows_at({399, 398, 350});
-          rows[0].selected = {{24}, {24}};
-          rows[1].selected = {{}, {3}};  // nothing, and what is outside the window
-          rows[2].selected = {{21}, {}};
+          rows[0].selected = {{6}, {6}};
+          rows[1].selected = {{}, {0}};  // nothing, and what is outside the window
+          rows[2].selected = {{5}, {}};
           ForwardOptions options;
           options.small_queries = small;
           options.stray_selection = true;
@@ -426,7 +419,7 @@ TEST_CASE("a row that sees no key is zeros, with sinks or without") {
 TEST_CASE("a query that is not a number spoils its own output and no other") {
   for_each_device([&](device::Device& device) {
     for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
-      const Shape shape = tensor_shape(DType::kBFloat16, 64, 16);
+      const Shape shape = tensor_shape(DType::kBFloat16, 64);
       Sequence sequence(layout_of(shape), 300, 5);
       std::vector<Row> rows = rows_at({299, 298, 297, 150});
       for (Row& row : rows) row.query = noisy_query(shape, row.query_seed, 1.0f);
@@ -445,10 +438,10 @@ TEST_CASE("a query that is not a number spoils its own output and no other") {
 
 TEST_CASE("a launch made for the most rows serves any later forward at the same addresses") {
   for_each_device([&](device::Device& device) {
-    Shape shape = tensor_shape(DType::kBFloat16, 64, 16);
+    Shape shape = tensor_shape(DType::kBFloat16, 64);
     shape.group = 4;
-    Sequence first(layout_of(shape), 16 * 70 + 3, 1), second(layout_of(shape), 90, 2);
-    std::vector<Row> many = rows_at({1100, 1101, 1102, 1103, 1104, 1105, 1106, 1107, 1108});
+    Sequence first(layout_of(shape), 64 * 70 + 3, 1), second(layout_of(shape), 90, 2);
+    std::vector<Row> many = rows_at({4400, 4401, 4402, 4403, 4404, 4405, 4406, 4407, 4408});
     for (const Row& row : rows_at({88, 89, 40}, 1)) many.push_back(row);
     Row padding;
     padding.sequence = -1;

@@ -3,8 +3,8 @@
 
 #include <cstring>
 
-#include "cuda/shim/runtime.h"
 #include "died.h"
+#include "shim/runtime.h"
 
 namespace shim = kvpager::shim;
 using kvpager::device::Direction;

@@ -1,4 +1,4 @@
-#include "cuda/shim/fibers.h"
+#include "shim/fibers.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -13,8 +13,8 @@
 #include <numeric>
 #include <string>
 
-#include "cuda/shim/switch.h"
 #include "kernels/float_environment.h"
+#include "shim/switch.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #define KVP_ASAN 1

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <limits>
 
-#include "cuda/shim/fibers.h"
 #include "kernels/half.h"
+#include "shim/fibers.h"
 
 namespace kvpager::shim {
 namespace {

@@ -1,4 +1,4 @@
-#include "cuda/shim/runtime.h"
+#include "shim/runtime.h"
 
 #include <unistd.h>
 
@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/shim/fibers.h"
+#include "shim/fibers.h"
 
 namespace kvpager::shim {
 

@@ -11,9 +11,9 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cuda/shim/fibers.h"
-#include "cuda/shim/runtime.h"
 #include "kernels/half.h"
+#include "shim/fibers.h"
+#include "shim/runtime.h"
 
 #define KVP_KERNEL void
 #define KVP_BOUNDS(threads, blocks)

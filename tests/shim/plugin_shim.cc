@@ -3,7 +3,7 @@
 
 #include "cuda/kernels.h"
 #include "cuda/portable.h"
-#include "cuda/shim/runtime.h"
+#include "shim/runtime.h"
 
 namespace kvpager {
 
