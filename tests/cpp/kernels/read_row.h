@@ -8,8 +8,8 @@
 namespace kvpager::testing {
 
 // Token `offset` of a page as float32 [k_dim] and [v_dim].
-inline void read_row(const Layout& layout, const std::byte* slice, int kv_head, int offset, float* k,
-              float* v) {
+inline void read_row(const Layout& layout, const std::byte* slice, int kv_head, int offset,
+                     float* k, float* v) {
   const FloatEnvironment environment;
   const KernelTable& table = kernels();
   const std::byte* page = slice + layout.page_bytes() * kv_head;

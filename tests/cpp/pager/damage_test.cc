@@ -270,9 +270,8 @@ PAGER_TEST("summaries of a scorer that there is no more are refused with those t
   const std::string other = saved.folder.file("other");
   save(OtherScorer(SnapshotReader::open(saved.path), 4), other, kKey);
   Pager pager(top_k(6, 40));
-  const std::string message = error_of<FingerprintMismatchError>(pager, [&] {
-    pager.restore(SnapshotReader::open(other), "", Provenance::kExact, kKey);
-  });
+  const std::string message = error_of<FingerprintMismatchError>(
+      pager, [&] { pager.restore(SnapshotReader::open(other), "", Provenance::kExact, kKey); });
   CHECK(message.find("'minmax', which this version has not (it has mean, bits2, exact)") !=
         std::string::npos);
 }
