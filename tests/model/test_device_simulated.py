@@ -19,7 +19,7 @@ import kvpager
 from kvpager import Combined, Deviation, PagerConfig, QueryGuided, SegmentHead, TopK
 from kvpager.hf import attach, probe_shapes, settle_rows
 from kvpager.verify import RELATIONS, Subject, verify
-from kvpager.verify.peer import compare_with_transformers
+from kvpager_bench.plain_transformers import compare_with_transformers
 
 PACKAGE = str(Path(kvpager.__file__).parent)
 MODELS = [

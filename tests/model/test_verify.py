@@ -39,7 +39,7 @@ from kvpager.verify import (
     verify_selections,
 )
 from kvpager.verify import subject as subjects
-from kvpager.verify.moved import moved_order
+from kvpager.verify.run import moved_order
 from kvpager.weights import weights_digest
 
 HERE = [each for each in RELATIONS if not each.processes]

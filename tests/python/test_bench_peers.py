@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 
 from kvpager_bench.peers import environments, recipes
-from kvpager_bench.peers.__main__ import main
 from kvpager_bench.peers.environments import Missing, Peer, PeerError
 from kvpager_bench.peers.recipes import PEERS, Recipe, Step
 from kvpager_bench.places import module_environment
@@ -241,31 +240,6 @@ class TestCalling:
     def test_a_missing_peer_is_not_called_but_explained(self, no_peers):
         with pytest.raises(PeerError, match="not installed"):
             environments.call("tiny", "anything", {})
-
-
-class TestCommand:
-    def test_list_says_what_is_there_and_what_is_not(self, peers, capsys, monkeypatch):
-        monkeypatch.setattr("kvpager_bench.peers.__main__.PEERS", {"tiny": peers})
-        assert main(["list"]) == 0
-        assert "tiny     Tiny 1.0" in capsys.readouterr().out
-
-    def test_one_failure_keeps_no_other_peer_out(self, monkeypatch, capsys):
-        tried = []
-
-        def install(name, report):
-            tried.append(name)
-            if name == "llama":
-                raise PeerError("no compiler")
-
-        monkeypatch.setattr(environments, "install", install)
-        assert main(["install", "llama", "vllm"]) == 1
-        assert tried == ["llama", "vllm"]
-        assert "no compiler" in capsys.readouterr().err
-
-    def test_an_unknown_name_is_an_error(self, capsys):
-        with pytest.raises(SystemExit):
-            main(["install", "huge"])
-        assert "no peer is named huge" in capsys.readouterr().err
 
 
 class TestRecipes:

@@ -93,13 +93,11 @@ def test_the_shipped_model_keeps_every_relation_in_every_process(capsys):
     linear = [shape for shape in told["shapes"] if shape["kind"] == "Linear"]
     assert linear
     assert not any(shape["row_dependent"] for shape in linear)
-    ways = {route["name"]: route for route in told["peer"]["routes"]}
-    assert ways["one-token decode"]["comparison"]["differing_bits"] > 0
     assert err == ""
 
 
 def test_a_table_a_verdict_and_progress_are_shown(capsys, quick):
-    code, out, err = verify(capsys, *SMALL, "--no-peer")
+    code, out, err = verify(capsys, *SMALL)
     assert code == 0
     lines = [line.split() for line in out.splitlines()]
     assert any(line[:1] == ["trimmed"] and "same" in line for line in lines)
@@ -111,7 +109,7 @@ def test_a_table_a_verdict_and_progress_are_shown(capsys, quick):
 
 def test_a_difference_is_told_with_its_layer_and_ends_with_1(capsys, quick, monkeypatch):
     monkeypatch.setattr(Runner, "count", lambda self, batch: batch.used)
-    code, out, _ = verify(capsys, *SMALL, "--no-peer", "-q")
+    code, out, _ = verify(capsys, *SMALL, "-q")
     assert code == 1
     words = " ".join(out.split())
     assert "first: given token by token from 1 to 4: keys of layer 0" in words
@@ -121,16 +119,14 @@ def test_a_difference_is_told_with_its_layer_and_ends_with_1(capsys, quick, monk
 
 
 def test_a_prompt_of_token_ids_is_used(capsys, quick):
-    code, out, _ = verify(
-        capsys, *SMALL, "--no-peer", "-q", "--format", "json", "--ids", "5,6,7,8,9,10"
-    )
+    code, out, _ = verify(capsys, *SMALL, "-q", "--format", "json", "--ids", "5,6,7,8,9,10")
     assert code == 0
     assert json.loads(out)["prompt_tokens"] > 6
 
 
 def test_the_result_goes_to_a_file_where_one_is_named(capsys, quick, tmp_path):
     path = tmp_path / "report.json"
-    code, out, _ = verify(capsys, *SMALL, "--no-peer", "-q", "--format", "json", "--output", path)
+    code, out, _ = verify(capsys, *SMALL, "-q", "--format", "json", "--output", path)
     assert (code, out) == (0, "")
     assert json.loads(path.read_text())["kept"]
 
@@ -144,9 +140,7 @@ def test_experts_that_share_rows_are_refused_with_advice_and_end_with_3(capsys, 
 
 
 def test_experts_that_treat_each_row_alone_are_verified(capsys, experts, quick):
-    code, out, _ = verify(
-        capsys, "--model", experts, "--experts", "batched_mm", "-q", "--no-peer", *SMALL
-    )
+    code, out, _ = verify(capsys, "--model", experts, "--experts", "batched_mm", "-q", *SMALL)
     assert code == 0, out
 
 

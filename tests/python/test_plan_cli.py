@@ -83,12 +83,6 @@ def test_a_mixture_of_experts_says_what_is_kept_hot(tmp_path, capsys):
     assert "experts per layer beside a pool" in err
 
 
-def test_the_picture_is_a_png(llama, capsys, tmp_path):
-    file = tmp_path / "plan.png"
-    plan(capsys, llama, *A_4090, "--plot", file, "-q")
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
 def test_rates_given_by_hand_change_what_is_expected(llama, capsys):
     def seconds(*arguments):
         out, _ = plan(capsys, llama, *A_4090, "--context", "4K", "--format", "json", *arguments)
@@ -115,7 +109,7 @@ def test_a_measured_machine_is_told_as_such(model_dir, capsys, monkeypatch):
         (("{}", "--device-memory", "24Gb", "--device", "h100"), 2, "--device-memory is '24Gb'"),
         (("{}", "--bandwidth", "-3"), 2, "is no number above 0"),
         (("{}", "--device", "rtx4090", "--device-memory", "8GiB"), 1, "short of"),
-        (("{}", "--plot", "/nowhere/x.png"), 1, "there is no folder"),
+        (("{}", "--output", "/nowhere/x.json"), 1, "there is no folder"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(llama, capsys, arguments, code, said):

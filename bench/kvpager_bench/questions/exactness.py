@@ -11,7 +11,7 @@ differs. Text is greedy, or sampled at temperature 1 with the same numbers on bo
 distribution over the tokens in order of probability, which a small change of a flat distribution
 moves at once).
 
-What transformers does is measured by `kvpager.verify.peer`. kvpager does the same in two engines
+What transformers does is measured by `plain_transformers.py`. kvpager does the same in two engines
 that share nothing, so that nothing is equal because it was kept; its K/V are compared as well.
 """
 
@@ -29,9 +29,9 @@ import torch
 from kvpager import Agreement, Engine, PagerConfig, Sampling, Session
 from kvpager.needles import NeedleTask
 from kvpager.verify.bits import Comparison, compare_bits
-from kvpager.verify.peer import PeerRoute, compare_with_transformers, prefix_tokens
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report
+from kvpager_bench.plain_transformers import PeerRoute, compare_with_transformers, prefix_tokens
 
 REUSE, DECODE = "prefix reuse", "one-token decode"
 TEXTS = {"greedy": Sampling(), "sampled": Sampling(temperature=1.0, seed=1)}

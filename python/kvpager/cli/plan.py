@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.failure import UsageError
 from kvpager.cli.options import DTYPES, positive
-from kvpager.cli.output import check_writable, emit_result, note, write_file
+from kvpager.cli.output import emit_result, note
 from kvpager.cli.parser import Parser, suggestion
 from kvpager.cli.terminal import Look, look
 from kvpager.config import CHUNK_TOKENS, KV_DTYPES, PagerConfig, TopK, free_memory, parse_bytes
@@ -90,9 +89,6 @@ def add(commands: Any, common: Parser) -> None:
     rates.add_argument("--bandwidth", type=rate, metavar="GB/S", help="of the device's memory")
     rates.add_argument("--link", type=rate, metavar="GB/S", help="from host memory to the device")
     rates.add_argument("--disk", type=rate, metavar="GB/S", help="of the disk, both ways")
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw decode speed and memory against context, as a PNG"
-    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -101,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
     from kvpager.plan import Workload, read_shape, recommend
     from kvpager.plan.result import to_json
 
-    check_writable("--plot", args.plot)
     _check_device(args.device)
     sizes = {name: _bytes(args, name) for name in ("device_memory", "host_memory", "disk_bytes")}
     shape = read_shape(args.model, args.dtype)
@@ -119,11 +114,6 @@ def run(args: argparse.Namespace) -> int:
         )
     except InvalidArgumentError as error:
         raise UsageError(str(error)) from error
-    if args.plot is not None:
-        from kvpager.plan.plot import draw_plan
-
-        write_file(Path(args.plot), draw_plan(plan))
-        note(args, f"wrote {args.plot}")
     emit_result(args, {"command": "plan"} | to_json(plan), lambda: describe(plan, look(args)))
     return 0
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from kvpager.verify.subject import Subject
 
 _DEFAULTS = {"pool_tokens": 2048, "host_bytes": "1GiB"}
-_PEER_PARAMETERS = 200_000_000  # of a model that runs twice more in a few seconds
-_PEER_PROMPTS, _PEER_TOKENS = 6, 24
 
 
 def add(commands: Any, common: Parser) -> None:
@@ -57,11 +55,6 @@ def add(commands: Any, common: Parser) -> None:
         "--full", action="store_true", help="every length and number of sessions; takes long"
     )
     group.add_argument("--seed", type=natural, default=0, metavar="N", help="of made-up prompts")
-    group.add_argument(
-        "--no-peer",
-        action="store_true",
-        help="leave out the same prompts through transformers alone (left out for large models)",
-    )
     add_prompt_options(parser, "One of these, in the place of made-up tokens.")
     add_pager_options(parser, _DEFAULTS, {"pool_tokens": ["--pool"], "host_bytes": ["--host"]})
     parser.set_defaults(run=run, parser=parser)
@@ -135,12 +128,6 @@ def _verify(
         note(args, "each shape of layer")
         report.shapes = _shapes(subject)
         report.advice = advice_for(report, subject.engine())
-        texts = [subject.ids(48 + 5 * i, seed=800 + i) for i in range(_PEER_PROMPTS)]
-    if not args.no_peer and sum(p.numel() for p in model.parameters()) <= _PEER_PARAMETERS:
-        from kvpager.verify.peer import compare_with_transformers
-
-        note(args, "the same prompts through transformers alone")
-        report.peer = compare_with_transformers(model, texts, new_tokens=_PEER_TOKENS)
     return report
 
 

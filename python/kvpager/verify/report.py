@@ -10,7 +10,6 @@ from kvpager.verify.check import DIFFERS, FAILED, NOT_RUN, Outcome
 
 if TYPE_CHECKING:
     from kvpager.hf.shapes import ShapeReport
-    from kvpager.verify.peer import PeerReport
 
 
 @dataclass
@@ -23,7 +22,6 @@ class Report:
         shapes: what was found of each shape of layer, as told by `kvpager.hf.shapes.probe_shapes`.
         advice: what could be done, in sentences.
         refusal: why an engine refuses the model, so that nothing was checked; else empty.
-        peer: the same prompts through plain transformers; None if that was not asked for.
         seconds: it took.
         lengths: of the texts that were compared with a cold run, in tokens, ascending.
     """
@@ -33,7 +31,6 @@ class Report:
     shapes: list[ShapeReport] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     refusal: str = ""
-    peer: PeerReport | None = None
     seconds: float = 0.0
     lengths: list[int] = field(default_factory=list)
 
@@ -95,7 +92,6 @@ class Report:
             "compared": self.compared.to_json(),
             "relations": [outcome.to_json() for outcome in self.outcomes],
             "shapes": [shape.to_json() for shape in self.shapes],
-            "peer": None if self.peer is None else self.peer.to_json(),
             "advice": self.advice,
             "lengths": self.lengths,
             "seconds": self.seconds,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -26,7 +28,6 @@ from kvpager.verify.check import (
     Outcome,
     Status,
 )
-from kvpager.verify.moved import LABEL, memory_moved, moved_order
 from kvpager.verify.relations import RELATIONS, Relation
 from kvpager.verify.report import Report
 
@@ -39,6 +40,10 @@ OnRelation: TypeAlias = Callable[[str, str, int, int], object] | None
 # Errors that say nothing about bits: the relation could not be tried here.
 _NO_ROOM = (CapacityError, StorageError, OSError, MemoryError)
 _NO_ROOM_NAMES = frozenset(kind.__name__ for kind in _NO_ROOM)
+
+
+_MOVED = "calls moved"
+_HELD_TENSORS, _MOST_BYTES = 64, 1 << 16
 
 
 def verify(
@@ -79,12 +84,12 @@ def verify(
 def verify_selections(subject: Subject, *, on_relation: OnRelation = None) -> Report:
     """`verify`, a second pass, and under a top-k selection that has to choose, if rows see all.
 
-    The second pass calls in another order (moved.py). In the short form the relations that need
+    The second pass calls in another order. In the short form the relations that need
     fresh processes are checked once.
     """
     start = time.perf_counter()
     report = verify(subject, on_relation=on_relation)
-    with subject.again(LABEL) as other, memory_moved(other.seed):
+    with subject.again(_MOVED) as other, memory_moved(other.seed):
         second = verify(other, moved_order(other.seed), on_relation=on_relation)
     report.outcomes += second.outcomes
     report.lengths = sorted({*report.lengths, *second.lengths})
@@ -114,6 +119,37 @@ def verify_selections(subject: Subject, *, on_relation: OnRelation = None) -> Re
         ]
     report.seconds = time.perf_counter() - start
     return report
+
+
+def moved_order(seed: int) -> list[Relation]:
+    """The relations that a second pass checks, in an order of its own.
+
+    A fault that hangs on what was called before, on what a freed block held or on where a tensor
+    lies shows in one of many calls, and always the same ones where calls come in one order.
+
+    Those that start fresh processes are left out: there all is new each time.
+    """
+    again = [
+        relation
+        for relation in RELATIONS
+        if not (relation.processes or relation.of_kernels or relation.up_to_rounding)
+    ]
+    order = again[1:]
+    random.Random(seed).shuffle(order)
+    if order == again[1:]:
+        order.reverse()
+    return [again[0], *order]
+
+
+@contextmanager
+def memory_moved(seed: int) -> Iterator[Sequence[torch.Tensor]]:
+    """While open, tensors of odd sizes lie between others, and holes where some were let go."""
+    draw = random.Random(seed)
+    sizes = [draw.randrange(1, _MOST_BYTES) for _ in range(_HELD_TENSORS)]
+    held = [torch.full((size,), 0xA5, dtype=torch.uint8, device="cpu") for size in sizes]
+    draw.shuffle(held)
+    del held[_HELD_TENSORS // 2 :]
+    yield held
 
 
 def _told(

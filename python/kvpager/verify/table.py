@@ -34,8 +34,6 @@ def parts(report: Report, make: Callable[[str], Table]) -> Iterator[RenderableTy
     yield from _explanations(report)
     if report.shapes:
         yield _shapes(report.shapes, make("rows of each shape of layer"))
-    if report.peer is not None:
-        yield _peer(report, make("the same prompts through transformers alone"))
     for sentence in report.advice:
         yield f"advice: {sentence}"
     if report.advice:
@@ -117,22 +115,6 @@ def _shapes(shapes: list[ShapeReport], table: Table) -> Table:
             "not asked" if threads is None else "matter" if threads else "same",
             " | ".join(_ranges(shape.classes)),
             _names(shape.modules),
-        )
-    return table
-
-
-def _peer(report: Report, table: Table) -> Table:
-    assert report.peer is not None
-    table.add_column("way", no_wrap=True)
-    for name in ("logits bits compared", "differ", "max |delta logp|", "greedy text forks in"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for route in report.peer.routes:
-        table.add_row(
-            route.name,
-            f"{route.comparison.bits:,}",
-            f"{route.comparison.differing_bits:,}",
-            f"{route.agreement.max_abs_delta:.2g}",
-            f"{route.forks} of {route.prompts} prompts",
         )
     return table
 

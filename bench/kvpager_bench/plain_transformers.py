@@ -8,8 +8,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from kvpager.runtime.progress import Progress, reporting
 from kvpager.runtime.sampling import Sampling, log_probability
 from kvpager.runtime.tokens import TokenIds
 from kvpager.verify.bits import Comparison, compare_bits
+from kvpager.verify.stock import plain_attention
 
 ATTENTION = "sdpa"
 LEAST_TOKENS = 8  # of a prompt, so that it has a beginning to keep and a suffix
@@ -110,7 +110,7 @@ def compare_with_transformers(
     sampling = sampling or Sampling()
     reuse, decode = _Tally("prefix reuse"), _Tally("one-token decode")
     with (
-        _plain(model),
+        plain_attention(model, ATTENTION),
         torch.inference_mode(),
         reporting(progress, "transformers", len(prompts)) as report,
     ):
@@ -235,14 +235,3 @@ def _logprobs(logits: torch.Tensor, tokens: list[int]) -> list[float]:
 def _logits(output: Any) -> torch.Tensor:
     logits: torch.Tensor = output.logits[0].cpu()  # where tokens are chosen
     return logits
-
-
-@contextmanager
-def _plain(model: Any) -> Iterator[None]:
-    """While open, the model runs transformers' own attention."""
-    before = model.config._attn_implementation  # noqa: SLF001  # no public name
-    model.set_attn_implementation(ATTENTION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kvpager import Sampling
-from kvpager.verify.peer import LEAST_TOKENS, compare_with_transformers, prefix_tokens
+from kvpager_bench.plain_transformers import LEAST_TOKENS, compare_with_transformers, prefix_tokens
 
 VOCAB = 256
 
