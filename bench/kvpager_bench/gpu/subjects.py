@@ -13,6 +13,7 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 
 from kvpager import ROW_READ, Dense, Forward, Layout, Pager, PagerConfig, Sequence
 from kvpager.config import Selection
+from kvpager.verify.bits import compare_bits
 from kvpager_bench import harness
 from kvpager_bench.gpu.machine import Machine
 from kvpager_bench.gpu.sizes import CHUNK_TOKENS, Sizes
@@ -226,13 +227,9 @@ def stock_prefill(machine: Machine, model: Any, ids: Any) -> int:
     return int(output.logits[0, -1].argmax())
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
 def differing_bits(a: torch.Tensor, b: torch.Tensor) -> int:
     """Bits in which two tensors of one shape and dtype differ."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        raise harness.MissingNumberError(f"{a.shape} {a.dtype} is no match for {b.shape} {b.dtype}")
-    difference = np.bitwise_xor(raw(a).numpy(), raw(b).numpy())
-    return int(np.unpackbits(difference[difference != 0]).sum())
+    found = compare_bits(a, b)
+    if found.first is not None and found.first.reason:
+        raise harness.MissingNumberError(found.first.reason)
+    return found.differing_bits
