@@ -147,11 +147,6 @@ def compare_bits(actual: Array, expected: Array, place: Place = "") -> Compariso
     )
 
 
-def same_number(actual: float, expected: float, place: str) -> Comparison:
-    """One float64 against another, bit for bit: for aggregates."""
-    return compare_bits(np.array([actual]), np.array([expected]), lambda _: place)
-
-
 def _raw(array: Array) -> npt.NDArray[Any]:
     """The bytes as unsigned integers [elements], in logical order."""
     if isinstance(array, torch.Tensor):
