@@ -19,6 +19,8 @@ from kvpager.verify import RELATIONS, Subject, verify
 NEW = 6
 TOPK = TopK(chunks=2, sinks=16, recent=32)
 SMALL = {"host_bytes": "16MiB"}
+# What tensor cores have kernels for: chunks of 64 tokens.
+TENSOR = {"chunk_tokens": 64, "pool_tokens": 384, "rows": 32, "host_bytes": "256MiB"}
 
 
 @pytest.fixture(params=DEVICES)
@@ -150,12 +152,11 @@ def test_a_snapshot_of_tensor_cores_is_refused_elsewhere_or_taken_as_approximate
     shim, closing, tmp_path
 ):
     model = build("llama", "bfloat16", hidden=1024)
-    options = {**SMALL, "host_bytes": "64MiB"}
-    mine = closing(make_engine(model, device=shim, **options))
-    theirs = closing(make_engine(model, **options))
+    mine = closing(make_engine(model, device=shim, **TENSOR))
+    theirs = closing(make_engine(model, **TENSOR))
     assert str(mine.fingerprint["kernel_version"]).startswith("tensor")
     session = mine.session()
-    session.prefill(prompt(40))
+    session.prefill(prompt(140))
     path = tmp_path / "turn.kvsnap"
     session.save(path)
     with pytest.raises(FingerprintMismatchError, match=r"PagerConfig\.attention") as refused:
@@ -171,14 +172,7 @@ def test_a_snapshot_of_tensor_cores_is_refused_elsewhere_or_taken_as_approximate
 def test_relations_hold_on_tensor_cores(selection, device):
     model = build("llama", "bfloat16", hidden=1024).to(tensors_of(device))
     options = {} if selection is None else {"selection": selection}
-    config = PagerConfig(
-        pool_tokens=96,
-        rows=32,
-        chunk_tokens=16,
-        host_bytes="256MiB",
-        device=device,
-        **options,
-    )
+    config = PagerConfig(device=device, **TENSOR, **options)
     relations = [
         relation
         for relation in RELATIONS

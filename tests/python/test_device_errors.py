@@ -175,7 +175,6 @@ def test_every_command_that_runs_a_model_takes_a_device(command, model_dir, foun
     tokens = [] if command in ("verify", "demo") else ["--ids", "1,2,3"]
     few = ["--context", "512", "--needles", "2", "--turns", "2"] if command == "demo" else []
     if command == "demo":
-        few += ["--plot", "none"]
         found({**NO_PLUGIN, "why_not": "no plug-in"})  # its turns are processes of their own
     arguments = ["--model", str(model_dir), "--device", "cuda:63", "-q", *tokens, *few]
     assert main([command, *arguments]) != 0

@@ -50,5 +50,5 @@ def test_an_sdist_has_what_builds_the_package_and_nothing_else(tmp_path):
         "tiny-retriever",
         "tiny-two-hop",
     }
-    assert {file.parts[1] for file in files if file.parts[0] == "tests"} == {"cpp"}
+    assert {file.parts[1] for file in files if file.parts[0] == "tests"} == {"cpp", "shim"}
     assert {PurePosixPath("python", file) for file in package_files()} <= files

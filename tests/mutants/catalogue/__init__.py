@@ -2,6 +2,7 @@
 
 from mutants.catalogue.attention import ATTENTION
 from mutants.catalogue.bookkeeping import BOOKKEEPING
+from mutants.catalogue.commands import COMMANDS
 from mutants.catalogue.companions import COMPANIONS
 from mutants.catalogue.devices import DEVICES
 from mutants.catalogue.drafts import DRAFTS
@@ -40,6 +41,7 @@ CATALOGUE = (
     *ROTARY,
     *SEGMENT_MUTANTS,
     *SEGMENT_COMMANDS,
+    *COMMANDS,
     *RUNTIME,
     *LIFETIMES,
     *SAMPLING,
