@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvpager.runtime.agreement import Agreement
-from kvpager.runtime.progress import Progress, reporting
-from kvpager.runtime.sampling import Sampling, log_probability
-from kvpager.runtime.tokens import TokenIds
+from kvpager.progress import Progress, reporting
+from kvpager.sampling import Sampling, log_probability
+from kvpager.scheduling.agreement import Agreement
+from kvpager.tokens import TokenIds
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager.verify.stock import plain_attention
 

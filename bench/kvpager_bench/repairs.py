@@ -26,7 +26,7 @@ from kvpager import (
     SeamTail,
     SegmentHead,
 )
-from kvpager.runtime.segments import DEFAULT_REPAIR
+from kvpager.segments import DEFAULT_REPAIR
 from kvpager_bench.labels import NO_REPAIR
 
 Numbers: TypeAlias = npt.NDArray[np.float64]

@@ -26,7 +26,7 @@ from kvpager import (
     Session,
     Stitched,
 )
-from kvpager.runtime.segments import DEFAULT_REPAIR
+from kvpager.segments import DEFAULT_REPAIR
 from kvpager_bench import subjects
 from kvpager_bench.harness import MissingNumberError, Timing
 from kvpager_bench.two_hop import TwoHopTask

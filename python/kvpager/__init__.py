@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any
 from kvpager._version import __version__
 
 if TYPE_CHECKING:
+    from kvpager.caches import (
+        Cache,
+        CacheGroup,
+        NeedsCheckpoint,
+        Ok,
+        Refused,
+        TrimAnswer,
+        TrimCounters,
+        TrimReport,
+    )
     from kvpager.config import Dense, PagerConfig, TopK, Window
+    from kvpager.drafts.model import DraftModel
+    from kvpager.engine import Engine
     from kvpager.errors import (
         CapacityError,
         CorruptSnapshotError,
@@ -48,45 +60,32 @@ if TYPE_CHECKING:
         SnapshotInfo,
         open_snapshot,
     )
-    from kvpager.runtime import (
-        Agreement,
-        Assembly,
-        Cache,
-        CacheGroup,
+    from kvpager.requests.completion import Completion
+    from kvpager.requests.request import Request
+    from kvpager.requests.scheduler import Scheduler
+    from kvpager.sampling import Sampling
+    from kvpager.scheduling.agreement import Agreement
+    from kvpager.scheduling.options import GenerationOptions
+    from kvpager.scheduling.score import Score
+    from kvpager.scheduling.stream import GeneratedToken
+    from kvpager.segments import (
         Combined,
-        Completion,
         Deviation,
-        DraftModel,
-        Engine,
         FullRepair,
-        GeneratedToken,
-        GenerationOptions,
-        NeedsCheckpoint,
         NoRepair,
-        Ok,
         Piece,
-        PromptLookup,
-        Proposer,
         QueryGuided,
-        Refused,
         RepairPolicy,
-        Request,
-        Reuse,
-        Sampling,
-        SaveHandle,
-        Scheduler,
-        Score,
         SeamTail,
-        Segment,
         SegmentHead,
-        Segments,
-        Session,
-        SpeculationStats,
         Stitched,
-        TrimAnswer,
-        TrimCounters,
-        TrimReport,
     )
+    from kvpager.segments.segment import Segment
+    from kvpager.segments.shelf import Segments
+    from kvpager.session import Reuse, Session
+    from kvpager.snapshots.saving import SaveHandle
+    from kvpager.speculation.prompt_lookup import PromptLookup
+    from kvpager.speculation.speculation import Proposer, SpeculationStats
     from kvpager.stores import (
         DirectoryStore,
         FileStore,
@@ -95,6 +94,7 @@ if TYPE_CHECKING:
         SnapshotStore,
         StoreEntry,
     )
+    from kvpager.text.assembly import Assembly
 
 _ROOMS = {
     "kvpager.config": (
@@ -135,45 +135,44 @@ _ROOMS = {
         "SnapshotInfo",
         "open_snapshot",
     ),
-    "kvpager.runtime": (
-        "Agreement",
-        "Assembly",
+    "kvpager.caches": (
         "Cache",
         "CacheGroup",
-        "Combined",
-        "Completion",
-        "Deviation",
-        "DraftModel",
-        "Engine",
-        "FullRepair",
-        "GeneratedToken",
-        "GenerationOptions",
         "NeedsCheckpoint",
-        "NoRepair",
         "Ok",
-        "Piece",
-        "PromptLookup",
-        "Proposer",
-        "QueryGuided",
         "Refused",
-        "RepairPolicy",
-        "Request",
-        "Reuse",
-        "Sampling",
-        "SaveHandle",
-        "Scheduler",
-        "Score",
-        "SeamTail",
-        "Segment",
-        "SegmentHead",
-        "Segments",
-        "Session",
-        "SpeculationStats",
-        "Stitched",
         "TrimAnswer",
         "TrimCounters",
         "TrimReport",
     ),
+    "kvpager.drafts.model": ("DraftModel",),
+    "kvpager.engine": ("Engine",),
+    "kvpager.requests.completion": ("Completion",),
+    "kvpager.requests.request": ("Request",),
+    "kvpager.requests.scheduler": ("Scheduler",),
+    "kvpager.scheduling.options": ("GenerationOptions",),
+    "kvpager.sampling": ("Sampling",),
+    "kvpager.scheduling.agreement": ("Agreement",),
+    "kvpager.scheduling.score": ("Score",),
+    "kvpager.scheduling.stream": ("GeneratedToken",),
+    "kvpager.segments": (
+        "Combined",
+        "Deviation",
+        "FullRepair",
+        "NoRepair",
+        "Piece",
+        "QueryGuided",
+        "RepairPolicy",
+        "SeamTail",
+        "SegmentHead",
+        "Stitched",
+    ),
+    "kvpager.segments.segment": ("Segment",),
+    "kvpager.segments.shelf": ("Segments",),
+    "kvpager.session": ("Reuse", "Session"),
+    "kvpager.snapshots.saving": ("SaveHandle",),
+    "kvpager.speculation.prompt_lookup": ("PromptLookup",),
+    "kvpager.speculation.speculation": ("Proposer", "SpeculationStats"),
     "kvpager.stores": (
         "DirectoryStore",
         "FileStore",
@@ -182,6 +181,7 @@ _ROOMS = {
         "SnapshotStore",
         "StoreEntry",
     ),
+    "kvpager.text.assembly": ("Assembly",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 

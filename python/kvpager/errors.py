@@ -6,7 +6,7 @@ remedy. After any of them the pager is as it was before the call.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvpager._core import (
     CapacityError,
@@ -20,9 +20,6 @@ from kvpager._core import (
     UnsupportedVersionError,
 )
 from kvpager._core import FingerprintMismatchError as _CoreFingerprintMismatchError
-
-if TYPE_CHECKING:
-    from kvpager.verify import Report
 
 __all__ = [
     "CapacityError",
@@ -115,7 +112,7 @@ class VerificationError(PagerError):
         report: a `kvpager.verify.Report`: every relation, and the first number that differs.
     """
 
-    def __init__(self, message: str, *, report: Report) -> None:
+    def __init__(self, message: str, *, report: Any) -> None:
         super().__init__(message)
         self.report = report
 

@@ -340,7 +340,7 @@ class ModelTrial:
         """What was put back is no change; what torch counts as one is asked to be named."""
         try:
             self.held.update(IDS)
-            self.engine.runner.unchanged.check_model(thorough=True)
+            self.engine.core.runner.unchanged.check_model(thorough=True)
         except PagerError:
             self.engine.weights_changed()
             self._begin()

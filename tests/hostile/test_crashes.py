@@ -101,7 +101,7 @@ def test_after_a_kill_at_any_instant_what_was_reported_saved_is_whole(tmp_path, 
 
 
 # attack 74
-@pytest.mark.slow
+@pytest.mark.deep
 def test_after_hundreds_of_kills_what_was_reported_saved_is_whole(tmp_path, nursery, digests):
     saves, phases = kill_at_random_instants(400, tmp_path, nursery, digests, seed=2)
     assert saves > 400

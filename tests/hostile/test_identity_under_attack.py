@@ -15,7 +15,7 @@ def test_a_model_changed_anywhere_is_refused_wherever_that_changes_a_bit(tmp_pat
     assert row["refused"] >= 10
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_no_change_of_any_model_and_no_file_in_anothers_place_is_believed(tmp_path: Path) -> None:
     rows = deep("identity", tmp_path)
     assert sum(row["refused"] for row in rows.values()) > 2000

@@ -30,7 +30,7 @@ def test_any_system_call_that_fails_is_a_typed_error_that_costs_nothing(tmp_path
     assert all(row["cases"] >= 5 and row["refused"] >= 1 for row in rows.values())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_power_failure_within_saves_and_collections_loses_nothing(tmp_path: Path) -> None:
     rows = deep("power", tmp_path, "--whole", "16", "--torn", "1")
     assert sum(row["trees"] for row in rows.values()) > 1000

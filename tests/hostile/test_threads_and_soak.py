@@ -16,7 +16,7 @@ def test_two_threads_at_a_sequence_and_a_store_meet_typed_errors_alone(tmp_path)
     assert any(row["refused"] for row in rows.values())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_minute_of_everything_leaves_memory_and_descriptors_as_they_were(tmp_path) -> None:
     rows = deep("soak", tmp_path, "--seconds", "60")
     assert sum(rows["soak"]["done"].values()) > 1000

@@ -8,9 +8,10 @@ import sys
 import numpy as np
 import torch
 
+from kvpager.engine import Engine
 from kvpager.pager import Forward
-from kvpager.runtime import Engine, Score
-from kvpager.runtime.sampling import log_probability
+from kvpager.sampling import log_probability
+from kvpager.scheduling.score import Score
 from kvpager.verify import child
 
 

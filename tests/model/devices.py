@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from kvpager.device import missing
+from kvpager.pager.device import missing
 
 DEVICES = ["shim", pytest.param("cuda", marks=pytest.mark.cuda)]
 # Those that have to be there, such as "cuda": without one, tests fail rather than skip. The shim

@@ -36,6 +36,11 @@ def drafted_engine(model, draft, *, guess_cost=0.0, draft_options=None, **option
     return make_engine(model, draft=drafting, **settings)
 
 
+def draft_of(session):
+    """The companion of a session; empty where it was not needed yet."""
+    return session.core.drafter.of(session.transcript)
+
+
 class Seen:
     """By how much an engine's counters grow in a `with` block."""
 

@@ -121,7 +121,7 @@ def open_and_close(s: Subject) -> None:
 
 
 def reserve(s: Subject) -> None:
-    s.session.reserve(MORE.size + 64)
+    s.session.transcript.reserve(MORE.size + 64)
 
 
 def reserve_rows(s: Subject) -> None:
@@ -246,7 +246,7 @@ def interrupt(
         assert not is_running()
         if engine.closed:  # by weights_changed, which had forgotten and could not go on
             return
-        assert not engine.turns.held_here
+        assert not engine.core.turns.held_here
         assert not engine.pager.core.forward_running()
         engine.pager.check_invariants()
         for each in (s.store, s.kept):
@@ -266,7 +266,7 @@ def interrupt(
             s.other = None
         if engine.closed:
             return
-        engine.saves.wait()
+        engine._saves.wait()
         for name in list(engine.segments):
             engine.segments.remove(name)
         gc.collect()

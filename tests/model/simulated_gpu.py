@@ -148,18 +148,17 @@ class _Event:
 
 def pretend(monkeypatch, backend="cpu"):
     """Lets a pager of `cuda:0` be made, which computes with another backend."""
-    import kvpager.device
-    import kvpager.pager
+    from kvpager.pager import device, pager
 
-    options = kvpager.pager._device_options
+    options = pager._device_options
 
     def of_backend(layout, config, place, q_heads):
         if place.kind == "cuda":
             place = dataclasses.replace(place, name=backend)
         return options(layout, config, place, q_heads)
 
-    monkeypatch.setattr(kvpager.pager, "_device_options", of_backend)
-    monkeypatch.setattr(kvpager.device, "missing", lambda kind: "")
+    monkeypatch.setattr(pager, "_device_options", of_backend)
+    monkeypatch.setattr(device, "missing", lambda kind: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))

@@ -24,7 +24,7 @@ from reference_models import (
 
 from kvpager import Dense, Layout, Pager, PagerConfig
 from kvpager.pager import ROW_COMMIT, ROW_PADDING
-from kvpager.runtime.sampling import log_probability
+from kvpager.sampling import log_probability
 
 # Largest and mean error of a log-probability.
 BOUNDS = {"bfloat16": (6e-2, 8e-3), "float16": (1e-2, 1e-3), "float32": (5e-6, 1e-6)}

@@ -65,7 +65,7 @@ def test_a_sample_of_architectures_is_what_the_table_says(name):
 
 
 @of_this_release
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_every_architecture_is_what_the_table_says(name):

@@ -124,7 +124,7 @@ def test_any_assembly_is_its_parts_and_worth_what_its_ledger_says(texts, parts, 
     texts.check(parts, repair)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(parts=PARTS, repair=REPAIRS)
 def test_a_thousand_assemblies_are_their_parts_and_worth_what_their_ledgers_say(

@@ -197,7 +197,7 @@ def checked(watch, times):
 def test_one_element_is_seen_within_a_round_of_forwards(closing):
     model = plain()
     engine = closing(make_engine(model))
-    watch = engine.runner.unchanged
+    watch = engine.core.runner.unchanged
     watch.check_model()
     model.model.layers[1].mlp.gate_proj.weight.data[77, 5] += 1
     with pytest.raises(ModelChangedError, match=r"layers\.1\.mlp\.gate_proj"):

@@ -26,14 +26,14 @@ class Slow:
 
     def __init__(self, engine, monkeypatch):
         self.inside, self.go_on = threading.Event(), threading.Event()
-        begin = engine.runner._begin
+        begin = engine.core.runner._begin
 
         def waits(batch, rows):
             self.inside.set()
             assert self.go_on.wait(30)
             return begin(batch, rows)
 
-        monkeypatch.setattr(engine.runner, "_begin", waits)
+        monkeypatch.setattr(engine.core.runner, "_begin", waits)
 
 
 def in_thread(work):
@@ -82,7 +82,7 @@ def test_what_comes_after_the_forward_that_was_waited_for_says_that_the_engine_i
     prefilling, told = in_thread(lambda: session.prefill(prompt(200)))  # several forwards
     assert slow.inside.wait(30)
     closing, _ = in_thread(engine.close)
-    while not engine._closing.locked():
+    while not engine.core._closing.locked():
         pass
     slow.go_on.set()
     closing.join()
@@ -94,7 +94,7 @@ def test_what_comes_after_the_forward_that_was_waited_for_says_that_the_engine_i
 def test_closing_inside_a_forward_is_refused_and_changes_nothing(engine, monkeypatch):
     session = engine.session()
     session.prefill(prompt(20))
-    begin = engine.runner._begin
+    begin = engine.core.runner._begin
     refused = []
 
     def closes(batch, rows):
@@ -104,7 +104,7 @@ def test_closing_inside_a_forward_is_refused_and_changes_nothing(engine, monkeyp
         return begin(batch, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "_begin", closes)
+        patch.setattr(engine.core.runner, "_begin", closes)
         assert len(list(session.generate(3, eos=None))) == 3
     assert refused
     assert not engine.closed
@@ -216,4 +216,4 @@ def test_a_draft_is_closed_with_its_engine(model):
     draft = engine.draft
     engine.close()
     assert draft.closed
-    assert draft.turns.ended
+    assert draft.core.turns.ended

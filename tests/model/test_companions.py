@@ -14,13 +14,13 @@ import pytest
 from apart import alone, apart, ids_of
 from bits import assert_same_bits
 from companion_models import CHUNK, KINDS, member
-from drafts import Seen, drafted_engine
+from drafts import Seen, draft_of, drafted_engine
 from recurrent_models import make_recurrent_engine
 from reference_models import make_engine, prompt
 
 from kvpager import CapacityError, Engine, InvalidArgumentError, NeedsCheckpoint, Ok, Refused
+from kvpager.drafts.companion import DraftCompanion
 from kvpager.pager import Sequence
-from kvpager.runtime.draft import DraftCompanion
 
 PROMPT = 200
 NEW = 40
@@ -102,7 +102,7 @@ class Talk:
 
     @property
     def draft(self):
-        return self.session.draft
+        return draft_of(self.session)
 
     def held(self):
         """Bytes of all K/V of target and draft, by layer, from the first position that is held."""
@@ -110,7 +110,7 @@ class Talk:
             (sequence.released, [kv_of(sequence, layer) for layer in layers_of(engine)])
             for engine, sequence in (
                 (self.engine, self.session.sequence),
-                (self.engine.draft, self.draft.session.sequence),
+                (self.engine.draft, self.draft.transcript.sequence),
             )
         ]
 
@@ -160,7 +160,7 @@ def assert_cold(session, cold, what):
             for name, a, b in zip(("keys", "values"), ours, theirs):
                 assert_same_bits(a, b, f"{what}: {name} of layer {layer}")
         assert_same_bits(session.logits, whole.logits, f"{what}: logits")
-    session.engine.pager.check_invariants()
+    session.core.pager.check_invariants()
 
 
 def assert_goes_on(talk, position, what):
@@ -196,7 +196,7 @@ def reaches(option, position):
     "position",
     [
         pytest.param(BETWEEN, id="between checkpoints"),
-        pytest.param(AT, id="at a checkpoint", marks=pytest.mark.slow),
+        pytest.param(AT, id="at a checkpoint", marks=pytest.mark.deep),
     ],
 )
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -220,7 +220,7 @@ def test_target_and_draft_are_cut_as_far_as_each_can_be(talk, target, draft, pos
     assert seen.trim_companion_refused == (kept > 0 and draft == "windowed, out of reach")
     assert seen.tokens_reprefilled == 2 * position - kept - draft_kept
     assert_kept(session.sequence, released, kv, kept, "target")
-    assert_kept(companion.session.sequence, draft_released, draft_kv, draft_kept, "draft")
+    assert_kept(companion.transcript.sequence, draft_released, draft_kv, draft_kept, "draft")
     assert_goes_on(talk, position, f"{target} with {draft}, cut at {position}")
 
 
@@ -332,7 +332,7 @@ def test_a_draft_that_has_no_room_to_be_cut_begins_anew_and_the_target_does_not_
     trim = Sequence.trim
 
     def without_room(sequence, position):
-        if position and sequence is talk.draft.session.sequence:
+        if position and sequence is talk.draft.transcript.sequence:
             raise CapacityError("no block is free")
         trim(sequence, position)
 
@@ -377,7 +377,7 @@ def test_of_two_texts_only_the_one_that_is_cut_loses_its_draft(talk):
 def test_a_window_can_be_cut_from_its_earliest_position_on_and_not_before(talk, which, beside):
     out_of_reach = "windowed, out of reach"
     talk = talk(*(("dense", out_of_reach) if which == "draft" else (out_of_reach, "dense")))
-    sequence = (talk.draft.session if which == "draft" else talk.session).sequence
+    sequence = (talk.draft.transcript if which == "draft" else talk.session).sequence
     position = sequence.earliest_trim + beside
     assert sequence.released + 40 == sequence.earliest_trim < sequence.length - 1
     with Seen(talk.engine) as seen:
@@ -410,7 +410,7 @@ def test_rows_to_be_computed_again_are_those_whose_window_is_there(
     else:
         session.save(tmp_path / "turn.kvsnap")
         session = closing(engine.restore(tmp_path / "turn.kvsnap"))
-    assert engine.trims.trim_primary_refused == 0
+    assert engine.core.transcripts.trims.trim_primary_refused == 0
     assert_cold(session, cold["windowed"], then)
 
 
@@ -431,7 +431,7 @@ def cold_recurrent(models, ids):
     ):
         session.prefill(ids)
         kv = [session.sequence.read_kv(layer, 0, len(ids)) for layer in layers_of(engine)]
-        state = session.states.at(len(ids))
+        state = session.transcript.states.at(len(ids))
         return kv, None if state is None else state.tensors, session.logits
 
 
@@ -445,19 +445,19 @@ def test_a_recurrent_target_goes_back_to_the_state_before_the_cut_and_has_no_dra
     list(session.generate(NEW, eos=None))
     text = session.tokens.tolist()
     if lost:
-        recurrent.checkpoints.clear()
-    nearest = session.states.nearest(position)
+        recurrent.core.checkpoints.clear()
+    nearest = session.transcript.states.nearest(position)
     assert nearest <= (0 if lost else position // EVERY * EVERY)
-    state = None if not nearest else session.states.at(nearest)
+    state = None if not nearest else session.transcript.states.at(nearest)
     before = None if state is None else [tensor.clone() for tensor in state.tensors]
-    counted = replace(recurrent.trims)
+    counted = replace(recurrent.core.transcripts.trims)
     session.trim(position)
     assert session.tokens.tolist() == text[:position]
-    assert session.committed == session.states.length == nearest
+    assert session.committed == session.transcript.states.length == nearest
     counted.tokens_reprefilled += position - nearest
-    assert recurrent.trims == counted  # nobody has refused
+    assert recurrent.core.transcripts.trims == counted  # nobody has refused
     if before is not None:
-        for now, was in zip(session.states.at(nearest).tensors, before):
+        for now, was in zip(session.transcript.states.at(nearest).tensors, before):
             assert_same_bits(now, was, "the state that was gone back to")
     kv, _, logits = cold_recurrent(models, text[:position])
     for layer, parts in enumerate(kv):
@@ -472,7 +472,7 @@ def test_a_recurrent_target_goes_back_to_the_state_before_the_cut_and_has_no_dra
             assert_same_bits(ours, theirs[:sealed], f"K/V of layer {layer}, gone on")
     assert_same_bits(session.logits, logits, "logits, gone on")
     if tensors is not None:
-        for ours, theirs in zip(session.states.at(session.committed).tensors, tensors):
+        for ours, theirs in zip(session.transcript.states.at(session.committed).tensors, tensors):
             assert_same_bits(ours, theirs, "the state, gone on")
     session.close()
 

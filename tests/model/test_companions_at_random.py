@@ -12,7 +12,7 @@ from kvpager import DraftModel
 from kvpager.stores import DirectoryStore
 
 STEPS, MANY_STEPS = 20, 60
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 25))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 25))]
 LONGEST = 330
 
 # Kind of the target, its options, kind of its draft. "In a store": prompts begin with what it has.
@@ -81,7 +81,7 @@ class Author:
     def options(self):
         speculate = None
         if self.engine.config.exact == "all":
-            ways = [None, "prompt-lookup"] + ["draft"] * 2 * (self.engine.drafting is not None)
+            ways = [None, "prompt-lookup"] + ["draft"] * 2 * (self.engine.core.drafter is not None)
             speculate = ways[self.number(0, len(ways))]
         sampled = {"temperature": 0.9, "top_k": 20, "seed": self.number(0, 5)}
         return {"eos": None, "speculate": speculate, **(sampled if self.number(0, 2) else {})}
@@ -198,7 +198,7 @@ def test_whatever_is_done_to_a_text_it_has_the_bits_of_a_cold_run(engines, tmp_p
     author = Author(engine, tmp_path, seed)
     for _ in range(MANY_STEPS if seed else STEPS):
         author.step()
-        assert engine.trims.tokens_reprefilled >= 0
+        assert engine.core.transcripts.trims.tokens_reprefilled >= 0
     session = author.session
     session.prefill(author.text)
     with cold.session() as whole:

@@ -19,9 +19,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from kvpager import NonFiniteError, UnsupportedModelError
 from kvpager.hf import attach, observe, prove
 from kvpager.hf.watch import ModelWatch
+from kvpager.opening import row_counts as settling
+from kvpager.opening.count_trial import CountTrial
 from kvpager.pager import Sequence
-from kvpager.runtime import settling
-from kvpager.runtime.count_trial import CountTrial
 
 ROWS = 32
 
@@ -87,7 +87,7 @@ def blind_spot(model, kind, count, alone=False):
         steps.step = lambda values, result: None
         with make_engine(model, small_rows=small_rows) as engine:
             steps.step = note
-            with CountTrial(engine, ModelWatch(model)) as trial:
+            with CountTrial(engine.core, ModelWatch(model)) as trial:
                 assert trial.differing() == []
                 if alone:
                     assert trial.difference_of_all_rows() is None
@@ -160,7 +160,7 @@ def test_a_count_that_a_short_text_finds_other_bits_in_is_dropped_and_named(
             assert differing_logprobs(unchecked) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_it_is_the_engine_of_one_that_was_told_to_use_m_alone(model, smallest, spot, closing):
     with faulty(Qwen3MoeSparseMoeBlock, [smallest], *spot):
         fallen = closing(make_engine(model))
@@ -177,7 +177,7 @@ def test_a_count_that_was_asked_for_is_refused_by_name(model, smallest, spot):
         make_engine(model, small_rows=(smallest,))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_fault_of_the_head_alone_is_found_and_named(model):
     model.lm_head.__class__ = Head
     try:
@@ -214,7 +214,7 @@ def test_keys_and_values_are_compared_as_raw_bits(model, monkeypatch):
             values.view(torch.int32)[stop - 1, -1, -1] ^= 1
         return keys, values
 
-    with make_engine(model) as engine, CountTrial(engine, ModelWatch(model)) as trial:
+    with make_engine(model) as engine, CountTrial(engine.core, ModelWatch(model)) as trial:
         monkeypatch.setattr(Sequence, "read_kv", changed)
         (found,) = trial.differing()
     assert found.rows == engine.row_counts.smaller[0]
@@ -266,7 +266,7 @@ def test_it_leaves_nothing_behind(model, monkeypatch, caplog, closing):
     assert said == [record.getMessage() for record in caplog.records]
     assert checked.stats() == unchecked.stats()
     assert not any(checked.stats()[name] for name in ("model_forwards", "model_rows"))
-    assert checked.checkpoints.stats() == unchecked.checkpoints.stats()
+    assert checked.core.checkpoints.stats() == unchecked.core.checkpoints.stats()
     assert dict(checked.fingerprint) == dict(unchecked.fingerprint)
     assert checked.row_proof == unchecked.row_proof
     sessions = [closing(engine.session()) for engine in (checked, unchecked)]
@@ -291,7 +291,7 @@ def test_counts_that_are_proven_again_for_a_changed_model_are_checked_again(
         assert len(list(session.generate(3))) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_changed_model_whose_counts_were_asked_for_leaves_the_engine_as_it_was(
     model, smallest, spot, closing
 ):

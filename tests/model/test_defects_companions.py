@@ -13,12 +13,12 @@ import torch
 from apart import alone, apart, ids_of
 from bits import assert_same_bits, assert_same_session
 from companion_models import CHUNK, member
-from drafts import Seen, drafted_engine
+from drafts import Seen, draft_of, drafted_engine
 from recurrent_models import make_recurrent_engine
 from reference_models import make_engine, prompt
 
 from kvpager import NeedsCheckpoint, Refused
-from kvpager.runtime.primary import PrimaryCache
+from kvpager.text.primary import PrimaryCache
 from mutants.mutant import exists
 
 HERE = "model/test_defects_companions.py"
@@ -130,11 +130,11 @@ def test_a_draft_that_refuses_costs_no_forward_of_the_target_and_no_draw(engine,
     kv = [part.clone() for part in session.sequence.read_kv(1, 0, PROMPT + 5)]
     with Seen(engine) as seen:
         session.trim(PROMPT + 5)
-        assert session.draft.length == PROMPT + 5  # within reach
+        assert draft_of(session).length == PROMPT + 5  # within reach
         session.trim(CUT)
     assert (seen.trim_primary_refused, seen.trim_companion_refused) == (0, 1)
     assert seen.model_forwards == seen.draft_forwards == 0
-    assert (session.committed, session.draft.length) == (CUT, 0)
+    assert (session.committed, draft_of(session).length) == (CUT, 0)
     assert session.sampling == sampling
     for now, was in zip(session.sequence.read_kv(1, 0, CUT), kv):
         assert_same_bits(now, was[:CUT], "K/V of the target")
@@ -149,20 +149,20 @@ def test_a_companion_that_refuses_costs_a_recurrent_target_no_checkpoint(hybrid)
     """Seen: the checkpoints of the target went with the cache of the draft."""
     session = hybrid.session()
     session.prefill(prompt(PROMPT, 1))
-    session.companions.append(Refusing(PROMPT))
-    held = session.states.nearest(CUT)
+    session.transcript.companions.append(Refusing(PROMPT))
+    held = session.transcript.states.nearest(CUT)
     assert held > 0
     before = hybrid.stats()
     session.trim(CUT)
     after = hybrid.stats()
-    assert session.companions[0].length == 0
+    assert session.transcript.companions[0].length == 0
     assert session.committed == held
     assert after["checkpoint_states"] == before["checkpoint_states"] > 1
     assert after["tokens_reprefilled"] - before["tokens_reprefilled"] == 2 * CUT - held
-    session.companions.clear()
-    rows = hybrid.runner.rows_used
+    session.transcript.companions.clear()
+    rows = hybrid.core.runner.rows_used
     session.append([5])
-    assert hybrid.runner.rows_used - rows == CUT - held + 1
+    assert hybrid.core.runner.rows_used - rows == CUT - held + 1
 
 
 def test_a_target_that_refuses_keeps_its_text_its_sampler_and_chunks_of_others(closing):
@@ -173,9 +173,9 @@ def test_a_target_that_refuses_keeps_its_text_its_sampler_and_chunks_of_others(c
     session.prefill(prompt(PROMPT))
     other.prefill(prompt(CUT + 12))
     told = list(session.generate(20, **SAMPLED))
-    trims = replace(engine.trims)
+    trims = replace(engine.core.transcripts.trims)
     session.trim(CUT)
-    assert engine.trims.trim_primary_refused == trims.trim_primary_refused + 1
+    assert engine.core.transcripts.trims.trim_primary_refused == trims.trim_primary_refused + 1
     assert session.tokens.tolist() == prompt(CUT).tolist()
     assert session.sampling.seed == SAMPLED["seed"]
     computed = session.tokens_computed
@@ -195,12 +195,12 @@ def test_a_draft_that_was_emptied_is_filled_again_and_guesses_as_well_as_before(
     list(session.generate(2 * CHUNK, eos=None, speculate="draft"))
     level = session.speculation.acceptance
     assert level > 0.4
-    session.draft.reset()
+    draft_of(session).reset()
     before = session.speculation
     with Seen(engine) as seen:
         list(session.generate(CHUNK, eos=None, speculate="draft"))
     assert seen.draft_tokens_fed >= PROMPT
-    assert session.draft.length > PROMPT + 2 * CHUNK
+    assert draft_of(session).length > PROMPT + 2 * CHUNK
     assert session.speculation.accepted > before.accepted  # within one chunk
     before = session.speculation
     list(session.generate(2 * CHUNK, eos=None, speculate="draft"))
@@ -217,18 +217,18 @@ def test_a_hybrid_that_was_cut_says_what_a_cold_one_says_and_not_what_its_state_
     """Seen: K/V were cut, success was told, and the state still was that of the longer text."""
     session = hybrid.session()
     session.prefill(prompt(PROMPT, 2))
-    stale = session.states.at(PROMPT)
+    stale = session.transcript.states.at(PROMPT)
     session.trim(CUT)
-    assert session.states.length <= CUT
+    assert session.transcript.states.length <= CUT
     with make_recurrent_engine(hybrid.model, pool_tokens=512) as other, other.session() as whole:
         whole.prefill(prompt(PROMPT, 2)[:CUT])
         assert_same_bits(session.logits, whole.logits, "logits after the cut")
-        assert not torch.equal(hybrid.runner.logits_after(stale), whole.logits)
+        assert not torch.equal(hybrid.core.runner.logits_after(stale), whole.logits)
         new = prompt(2 * CHUNK, 3)
         for one in (session, whole):
             one.append(new)
         assert_same_bits(session.logits, whole.logits, "logits of the text gone on")
-        ours, theirs = (one.states.at(CUT + 2 * CHUNK) for one in (session, whole))
+        ours, theirs = (one.transcript.states.at(CUT + 2 * CHUNK) for one in (session, whole))
         for a, b in zip(ours.tensors, theirs.tensors):
             assert_same_bits(a, b, "the state of the text gone on")
 
@@ -237,14 +237,14 @@ def test_a_hybrid_that_has_no_state_at_the_cut_says_so_and_changes_nothing(hybri
     """Seen: an answer of yes or no, where the truth was "from there on"."""
     session = hybrid.session()
     session.prefill(prompt(PROMPT, 4))
-    state, tokens = session.states.at(PROMPT), session.tokens.tolist()
+    state, tokens = session.transcript.states.at(PROMPT), session.tokens.tolist()
     before = [tensor.clone() for tensor in state.tensors]
     kv = [part.clone() for part in session.sequence.read_kv(0, 0, PROMPT)]
-    answer = PrimaryCache(session).trim(CUT)
+    answer = PrimaryCache(session.transcript).trim(CUT)
     assert answer == NeedsCheckpoint(CUT // (4 * CHUNK) * 4 * CHUNK)
-    assert (session.committed, session.states.length) == (PROMPT, PROMPT)
+    assert (session.committed, session.transcript.states.length) == (PROMPT, PROMPT)
     assert session.tokens.tolist() == tokens
-    for now, was in zip(session.states.at(PROMPT).tensors, before):
+    for now, was in zip(session.transcript.states.at(PROMPT).tensors, before):
         assert_same_bits(now, was, "the state")
     for now, was in zip(session.sequence.read_kv(0, 0, PROMPT), kv):
         assert_same_bits(now, was, "K/V")

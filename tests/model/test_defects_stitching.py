@@ -13,7 +13,7 @@ from bits import assert_same_bits, assert_same_session
 from reference_models import CHUNK, VOCAB, build, make_engine
 
 from kvpager import NoRepair, QueryGuided, SegmentHead
-from kvpager.runtime.segments import DEFAULT_REPAIR
+from kvpager.segments import DEFAULT_REPAIR
 from mutants.mutant import exists
 
 HERE = "model/test_defects_stitching.py"
@@ -125,9 +125,9 @@ def test_the_default_computes_the_heads_of_all_later_segments_the_last_included(
 def test_a_repair_forwards_the_rows_it_says_and_never_all(engine, policy):
     """A mode that promised 15% ran a full prefill and kept 15% of it."""
     given = parts(engine)
-    before = engine.runner.rows_used
+    before = engine.core.runner.rows_used
     session = engine.assemble(given, repair=policy)
-    rows = engine.runner.rows_used - before
+    rows = engine.core.runner.rows_used - before
     done = session.assembly
     assert rows == done.rows + done.probe_rows
     assert rows < len(TEXT) / 2

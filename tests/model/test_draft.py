@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from apart import alone, apart, ids_of, logprob_bits
 from bits import assert_same_session
-from drafts import Seen, drafted_engine, noisy, shallow
+from drafts import Seen, draft_of, drafted_engine, noisy, shallow
 from reference_models import CHUNK, SHIPPED, build, make_engine, prompt
 
 from kvpager import DraftModel, InvalidArgumentError
@@ -226,12 +226,12 @@ def test_a_stream_goes_on_over_appends_trims_and_forks(often, taken):
 def test_a_fork_goes_on_with_the_companion_of_its_origin(engine):
     session, _ = drafted(engine, prompt(150, 2), 10)
     with session.fork() as twin:
-        assert twin.draft.length == session.draft.length > 140
+        assert draft_of(twin).length == draft_of(session).length > 140
         with Seen(engine) as seen:
             list(twin.generate(12, eos=None, speculate="draft"))
         assert seen.speculation_accepted > 0
         assert seen.draft_tokens_fed < 40
-    assert session.draft.length > 140
+    assert draft_of(session).length > 140
     list(session.generate(12, eos=None, speculate="draft"))
     assert session.speculation.acceptance == 1
 
@@ -267,7 +267,7 @@ def test_nothing_is_guessed_after_a_guess_that_ends_the_text(engine, monkeypatch
     produced = list(session.generate(NEW, eos=end, speculate="draft"))
     assert produced == ids_of(tokens)[: ids_of(tokens).index(end) + 1]
     assert session.speculation.proposed == session.speculation.accepted
-    assert len(session.draft.session.tokens) <= session.length
+    assert len(draft_of(session).transcript.tokens) <= session.length
 
 
 # Arguments.
@@ -307,6 +307,6 @@ def test_an_option_that_is_none_is_refused(model):
 
 def test_what_a_guess_costs_is_by_default_told_from_the_parameters(model):
     with make_engine(model, draft=shallow(model, 1)) as engine:
-        assert 0.3 < engine.drafting.guess_cost < 0.5  # one layer of three, and the head
+        assert 0.3 < engine.core.drafter.guess_cost < 0.5  # one layer of three, and the head
     with make_engine(model, draft=DraftModel(model, guess_cost=0.25)) as engine:
-        assert engine.drafting.guess_cost == 0.25
+        assert engine.core.drafter.guess_cost == 0.25

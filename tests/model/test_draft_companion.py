@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from apart import alone, apart, ids_of
 from bits import assert_same_session
-from drafts import Seen, drafted_engine, noisy
+from drafts import Seen, draft_of, drafted_engine, noisy
 from recurrent_models import build_recurrent
 from reference_models import CHUNK, ROWS, build, prompt
 
@@ -20,8 +20,8 @@ from kvpager import (
     Sampling,
     StorageError,
 )
-from kvpager.runtime.draft import DraftCompanion
-from kvpager.runtime.drafting import _CATCHING_UP, Ask
+from kvpager.drafts.drafting import _CATCHING_UP
+from kvpager.execution.core import Ask
 
 IDS = prompt(100, 3)
 
@@ -61,16 +61,16 @@ def test_a_companion_is_made_when_it_is_first_needed(engine):
     session = apart(engine)
     session.prefill(IDS)
     list(session.generate(4, eos=None))
-    assert session.companions == []
+    assert session.transcript.companions == []
     list(session.generate(6, eos=None, speculate="draft"))
-    assert [companion.kind for companion in session.companions] == ["draft"]
+    assert [companion.kind for companion in session.transcript.companions] == ["draft"]
 
 
 def test_the_watermark_is_the_text_without_guesses(engine):
     session = talked(engine, count=9)
-    companion = session.draft
+    companion = draft_of(session)
     assert len(IDS) < companion.length <= session.length
-    held = companion.session.sequence.tokens[: companion.length]
+    held = companion.transcript.sequence.tokens[: companion.length]
     assert held.tolist() == session.tokens[: companion.length].tolist()
 
 
@@ -78,8 +78,8 @@ def test_a_trim_cuts_the_companion_with_the_session(engine):
     session = talked(engine)
     with Seen(engine) as seen:
         session.trim(50)
-    assert session.draft.length == 50
-    assert session.draft.session.committed == 50
+    assert draft_of(session).length == 50
+    assert draft_of(session).transcript.committed == 50
     assert seen.trim_companion_refused == seen.tokens_reprefilled == 0
     with Seen(engine) as seen:
         session.append(prompt(10, 5))
@@ -90,19 +90,19 @@ def test_a_trim_cuts_the_companion_with_the_session(engine):
 
 def test_a_companion_that_lags_is_left_alone_by_a_trim_beyond_it(engine):
     session = talked(engine)
-    length = session.draft.length
+    length = draft_of(session).length
     session.append(prompt(60, 9))
     session.trim(session.length - 20)
-    assert session.draft.length == length
+    assert draft_of(session).length == length
 
 
 def test_text_that_was_changed_behind_the_companions_back_is_noticed(engine):
     session = talked(engine)
-    companion = session.draft
-    session.companions.clear()  # so that the trim does not reach it
+    companion = draft_of(session)
+    session.transcript.companions.clear()  # so that the trim does not reach it
     session.trim(40)
     session.append(prompt(30, 7))
-    session.add_companion(companion)
+    session.transcript.companions.append(companion)
     _, expected = alone(engine, session.tokens, 12)
     assert list(session.generate(12, eos=None, speculate="draft")) == ids_of(expected)
     assert session.speculation.acceptance == 1
@@ -126,8 +126,8 @@ def test_appended_text_is_fed_when_guesses_are_wanted_again(engine):
 def test_after_a_reset_guesses_are_right_again_within_one_chunk(engine):
     session = talked(engine)
     reference = talked(engine)
-    session.draft.reset()
-    assert session.draft.length == 0
+    draft_of(session).reset()
+    assert draft_of(session).length == 0
     with Seen(engine) as seen:
         told = forwards_until_accepted(session)
     assert told <= 3
@@ -182,8 +182,8 @@ def test_what_was_refused_is_taken_out_of_the_companion(model):
     with drafted_engine(model, noisy(model, 0.2)) as engine:
         session = talked(engine, count=40)
         assert session.speculation.acceptance < 1
-        companion = session.draft
-        held = companion.session.sequence.tokens[: companion.length]
+        companion = draft_of(session)
+        held = companion.transcript.sequence.tokens[: companion.length]
         assert held.tolist() == session.tokens[: companion.length].tolist()
 
 
@@ -196,7 +196,7 @@ class Failing:
     def __init__(self, engine, monkeypatch):
         self.left = 0
         self.error = None
-        run = engine.draft.runner.run
+        run = engine.draft.core.runner.run
 
         def failing(batch):
             if self.left:
@@ -204,7 +204,7 @@ class Failing:
                 raise self.error
             return run(batch)
 
-        monkeypatch.setattr(engine.draft.runner, "run", failing)
+        monkeypatch.setattr(engine.draft.core.runner, "run", failing)
 
     def next(self, error, forwards=1):
         self.error, self.left = error, forwards
@@ -256,25 +256,26 @@ def test_an_interruption_of_the_draft_leaves_a_text_that_goes_on(engine, monkeyp
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_one_text_that_the_draft_cannot_follow_costs_the_others_nothing(engine, monkeypatch, place):
-    companions = [DraftCompanion(engine.drafting) for _ in range(3)]
-    run = engine.draft.runner.run
+    sessions = [engine.session() for _ in range(3)]
+    companions = [draft_of(session) for session in sessions]
+    run = engine.draft.core.runner.run
 
     def failing(batch):
-        if companions[place].session.sequence in batch.owners:
+        if companions[place].transcript.sequence in batch.owners:
             raise NonFiniteError("NaN")
         return run(batch)
 
     asks = [
-        Ask(companion, prompt(40, seed), 4, Sampling(), frozenset())
-        for seed, companion in enumerate(companions)
+        Ask(session.transcript, prompt(40, seed), 4, Sampling(), frozenset())
+        for seed, session in enumerate(sessions)
     ]
-    expected = engine.drafting.propose(asks)
+    expected = engine.core.drafter.propose(asks)
     for companion in companions:
         companion.reset()
-    monkeypatch.setattr(engine.draft.runner, "run", failing)
+    monkeypatch.setattr(engine.draft.core.runner, "run", failing)
     for _ in range(2):
         expected[place] = []
-        assert engine.drafting.propose(asks) == expected
+        assert engine.core.drafter.propose(asks) == expected
     assert all(len(guess) == 4 for number, guess in enumerate(expected) if number != place)
 
 
@@ -287,11 +288,11 @@ def test_idle_companions_give_their_room_to_those_that_guess(model):
             session.prefill(prompt(150, seed))
             list(session.generate(10, eos=None, speculate="draft"))
             assert session.speculation.accepted > 0
-        assert sessions[0].draft.length == 0  # the one that guessed least recently
-        assert sessions[2].draft.length > 150
+        assert draft_of(sessions[0]).length == 0  # the one that guessed least recently
+        assert draft_of(sessions[2]).length > 150
         sessions[1].close()
         list(sessions[0].generate(10, eos=None, speculate="draft"))
-        assert sessions[0].draft.length > 150
+        assert draft_of(sessions[0]).length > 150
 
 
 def test_a_text_too_long_for_the_drafts_tiers_goes_on_without_guesses(model, caplog):
@@ -328,49 +329,49 @@ def test_a_windowed_draft_guesses_for_a_model_that_sees_everything(windowed):
     session = apart(windowed)
     session.prefill(IDS)
     assert list(session.generate(40, eos=None, speculate="draft")) == ids_of(expected)
-    assert session.draft.session.sequence.released > 0
+    assert draft_of(session).transcript.sequence.released > 0
 
 
 def test_a_trim_behind_the_drafts_window_costs_the_draft_alone(windowed):
     session = talked(windowed)
-    earliest = session.draft.session.sequence.earliest_trim
+    earliest = draft_of(session).transcript.sequence.earliest_trim
     assert earliest > 30
     tokens_computed = session.tokens_computed
     with Seen(windowed) as seen:
         session.trim(30)
     assert (seen.trim_companion_refused, seen.trim_primary_refused) == (1, 0)
     assert seen.tokens_reprefilled == 30
-    assert (session.committed, session.draft.length) == (30, 0)
+    assert (session.committed, draft_of(session).length) == (30, 0)
     _, expected = alone(windowed, IDS[:30], 20)
     with Seen(windowed) as seen:
         assert list(session.generate(20, eos=None, speculate="draft")) == ids_of(expected)
     assert session.tokens_computed == tokens_computed  # the session's own K/V were kept
     assert seen.draft_tokens_fed >= 30
-    assert session.draft.length > 30
+    assert draft_of(session).length > 30
 
 
 def test_a_trim_within_the_drafts_window_costs_nothing(windowed):
     session = talked(windowed)
-    earliest = session.draft.session.sequence.earliest_trim
+    earliest = draft_of(session).transcript.sequence.earliest_trim
     with Seen(windowed) as seen:
         session.trim(earliest)
     assert seen.trim_companion_refused == seen.tokens_reprefilled == 0
-    assert session.draft.length == earliest
+    assert draft_of(session).length == earliest
 
 
 def test_a_windowed_draft_that_is_behind_a_changed_text_begins_anew(windowed):
     """What the session's own trim did not tell it, it finds out, and counts."""
     session = talked(windowed)
-    companion = session.draft
-    session.companions.clear()
+    companion = draft_of(session)
+    session.transcript.companions.clear()
     session.trim(20)
     session.append(prompt(50, 5))
-    session.add_companion(companion)
+    session.transcript.companions.append(companion)
     with Seen(windowed) as seen:
         list(session.generate(10, eos=None, speculate="draft"))
     assert seen.trim_companion_refused == 1
     assert seen.tokens_reprefilled == 20
-    assert session.draft.length >= 70
+    assert draft_of(session).length >= 70
 
 
 def test_a_windowed_draft_is_saved_with_what_it_still_holds(windowed, tmp_path):
@@ -378,9 +379,9 @@ def test_a_windowed_draft_is_saved_with_what_it_still_holds(windowed, tmp_path):
     session.prefill(IDS)
     list(session.generate(8, eos=None, speculate="draft"))
     report = session.save(tmp_path / "chat")
-    assert report.companions[0].tokens == session.draft.length
+    assert report.companions[0].tokens == draft_of(session).length
     restored = windowed.restore(tmp_path / "chat")
-    assert restored.draft.length == session.draft.length
+    assert draft_of(restored).length == draft_of(session).length
     with Seen(windowed) as seen:
         ours = list(restored.generate(10, eos=None, speculate="draft"))
     assert ours == list(session.generate(10, eos=None))
@@ -404,13 +405,14 @@ def test_guesses_are_what_the_draft_goes_on_with_whatever_became_of_the_text(mod
         drafted_engine(model, draft, draft_options=options) as engine,
         kvpager.Engine(draft, engine.draft.config) as alone_engine,
     ):
-        companion = DraftCompanion(engine.drafting)
+        asking = engine.session()
+        companion = draft_of(asking)
         text = prompt(70, 3)
         for cut, more in ((70, 0), (70, 5), (72, 3), (60, 9), (10, 40), (50, 1), (0, 30), (30, 80)):
             text = np.concatenate([text[:cut], prompt(more, cut)]) if more else text[:cut]
             for sampling in (Sampling(), Sampling(temperature=1.0, top_k=20, seed=5)):
-                asked = Ask(companion, text, 6, sampling, frozenset())
-                (guess,) = engine.drafting.propose([asked])
+                asked = Ask(asking.transcript, text, 6, sampling, frozenset())
+                (guess,) = engine.core.drafter.propose([asked])
                 with alone_engine.session() as session:
                     session.prefill(text)
                     expected = session.generate(
@@ -436,7 +438,7 @@ def test_a_recurrent_draft_guesses_and_changes_no_bit(model, tmp_path):
         with Seen(engine) as seen:
             session.trim(50)
         assert seen.trim_companion_refused == seen.trim_primary_refused == 0
-        assert session.draft.length <= 50
+        assert draft_of(session).length <= 50
         assert session.save(tmp_path / "chat").companions == ()
         again = list(session.generate(10, eos=None, speculate="draft"))
         assert again == ids_of(alone(engine, IDS[:50], 10)[1])
@@ -447,5 +449,5 @@ def test_a_session_without_a_draft_has_no_companions(model):
         session = engine.session()
         session.prefill(np.arange(40))
         list(session.generate(5, eos=None))
-        assert session.companions == []
+        assert session.transcript.companions == []
         assert engine.stats()["draft_forwards"] == engine.stats()["draft_tokens_fed"] == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from apart import ids_of
 from bits import assert_same_bits, assert_same_session
-from drafts import Seen, drafted_engine, noisy
+from drafts import Seen, draft_of, drafted_engine, noisy
 from reference_models import CHUNK, build, make_engine, prompt
 
 from kvpager import DirectoryStore, InvalidArgumentError, SnapshotInfo
@@ -85,7 +85,7 @@ def goes_on(engine, place, session, caplog=None, **more):
     expected = list(session.fork().generate(NEW, eos=None, logprobs=True))
     with Seen(engine) as seen:
         restored = place.restore(engine, **more)
-        seen.restored_draft = restored.draft.length
+        seen.restored_draft = draft_of(restored).length
         produced = list(restored.generate(NEW, eos=None, logprobs=True, speculate="draft"))
     assert produced == expected
     assert restored.speculation.acceptance == 1
@@ -94,28 +94,28 @@ def goes_on(engine, place, session, caplog=None, **more):
 
 def test_a_session_is_restored_with_what_the_draft_held(engine, place, session):
     report = place.save(session)
-    assert [companion.tokens for companion in report.companions] == [session.draft.length]
+    assert [companion.tokens for companion in report.companions] == [draft_of(session).length]
     restored, seen = goes_on(engine, place, session)
-    assert seen.restored_draft == session.draft.length > len(IDS)
+    assert seen.restored_draft == draft_of(session).length > len(IDS)
     assert seen.draft_tokens_fed < 2 * NEW
     twin = session.fork()
     list(twin.generate(NEW, eos=None))
     assert_same_session(restored, twin, "restored")
-    ours, theirs = (one.draft.session.sequence for one in (restored, session))
+    ours, theirs = (draft_of(one).transcript.sequence for one in (restored, session))
     for layer in range(engine.draft.layout.layers):
         for a, b in zip(ours.read_kv(layer, 0, 100), theirs.read_kv(layer, 0, 100)):
             assert_same_bits(a, b, f"the draft's layer {layer}")
 
 
 def test_a_save_beside_the_session_keeps_the_companion_as_it_was(engine, place, session):
-    held, length = session.draft.length, session.length
+    held, length = draft_of(session).length, session.length
     handle = place.save(session, wait=False)
     list(session.generate(30, eos=None, speculate="draft"))
     session.trim(20)
     report = handle.result()
     assert report.companions[0].tokens == held
     restored = place.restore(engine)
-    assert (restored.length, restored.draft.length) == (length, held)
+    assert (restored.length, draft_of(restored).length) == (length, held)
 
 
 def test_a_companion_that_is_missing_is_computed_again(engine, place, session, caplog):
@@ -174,17 +174,17 @@ def test_another_draft_model_begins_anew(model, place, session, caplog):
         with caplog.at_level(logging.WARNING):
             restored = place.restore(other)
         assert "is left out" in caplog.text
-        assert restored.draft.length == 0
+        assert draft_of(restored).length == 0
         assert list(restored.generate(NEW, eos=None, speculate="draft")) == expected
 
 
 def test_a_draft_of_another_release_is_restored(engine, place, session, monkeypatch):
     """Guesses need no bits: what a session must refuse, its draft need not."""
     place.save(session)
-    changed = {**engine.draft.fingerprint, "torch_version": "0.0"}
-    monkeypatch.setattr(engine.draft, "fingerprint", changed)
+    core = engine.draft.core
+    monkeypatch.setattr(core, "fingerprint", {**core.fingerprint, "torch_version": "0.0"})
     _, seen = goes_on(engine, place, session)
-    assert seen.restored_draft == session.draft.length
+    assert seen.restored_draft == draft_of(session).length
 
 
 def test_an_engine_without_a_draft_restores_the_session_alone(model, place, session, caplog):
@@ -192,7 +192,7 @@ def test_an_engine_without_a_draft_restores_the_session_alone(model, place, sess
     expected = list(session.fork().generate(NEW, eos=None))
     with make_engine(model, pool_tokens=512) as plain, caplog.at_level(logging.WARNING):
         restored = place.restore(plain)
-        assert restored.companions == []
+        assert restored.transcript.companions == []
         assert list(restored.generate(NEW, eos=None)) == expected
     assert caplog.records == []
 
@@ -211,18 +211,18 @@ def test_a_save_of_a_beginning_has_the_companion_of_that_beginning(engine, place
     report = place.save(session, upto=upto)
     assert report.companions[0].tokens == upto
     with place.restore(engine) as restored:
-        assert (restored.length, restored.draft.length) == (upto, upto)
+        assert (restored.length, draft_of(restored).length) == (upto, upto)
 
 
 def test_what_was_restored_can_be_saved_again_at_once(engine, place, session):
     place.save(session)
     with place.restore(engine) as restored:
         report = place.save(restored)
-        assert report.companions[0].tokens == session.draft.length
+        assert report.companions[0].tokens == draft_of(session).length
         if place.options:
             assert report.companions[0].chunks_written <= 1  # the tail
     _, seen = goes_on(engine, place, session)
-    assert seen.restored_draft == session.draft.length
+    assert seen.restored_draft == draft_of(session).length
 
 
 def test_guesses_beyond_the_text_are_not_saved(model, place):
@@ -232,7 +232,7 @@ def test_guesses_beyond_the_text_are_not_saved(model, place):
         place.save(session)
         store = place.options.get("store")
         with place.restore(engine) as restored:
-            held = restored.draft.session.tokens
+            held = draft_of(restored).transcript.tokens
             assert held.tolist() == session.tokens[: len(held)].tolist()
         if store is not None:
             info = SnapshotInfo.of(store.open("chat.draft"))
@@ -243,7 +243,7 @@ def test_a_companion_that_cannot_be_frozen_is_left_out(engine, place, session, m
     def refuse(upto):
         raise CapacityError("no room for a tail")
 
-    monkeypatch.setattr(session.draft, "freeze", refuse)
+    monkeypatch.setattr(draft_of(session), "freeze", refuse)
     with caplog.at_level(logging.WARNING):
         assert place.save(session).companions == ()
     assert "saved without its draft: no room" in caplog.text
@@ -277,7 +277,7 @@ def test_a_generation_can_be_made_anew_after_a_restore(engine, place):
 def test_a_fork_of_a_restored_session_shares_the_restored_companion(engine, place, session):
     place.save(session)
     with place.restore(engine) as restored, restored.fork() as twin:
-        assert twin.draft.length == restored.draft.length == session.draft.length
+        assert draft_of(twin).length == draft_of(restored).length == draft_of(session).length
         expected = list(session.fork().generate(8, eos=None))
         for one in (twin, restored):
             assert list(one.generate(8, eos=None, speculate="draft")) == expected

@@ -31,13 +31,13 @@ def test_an_interrupt_at_some_returns_leaves_nothing_behind(operate, engine, exp
     assert interrupt(operate, engine, expected, tmp_path, MOST).interrupted >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("operate", OPERATIONS, ids=lambda operate: operate.__name__)
 def test_an_interrupt_at_any_return_leaves_nothing_behind(operate, engine, expected, tmp_path):
     assert interrupt(operate, engine, expected, tmp_path, SLOW_MOST).interrupted >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("operate", LONG, ids=lambda operate: operate.__name__)
 def test_an_interrupt_at_a_return_of_a_long_operation_leaves_nothing_behind(
     operate, expected, tmp_path

@@ -14,7 +14,7 @@ from kvpager import (
     NonFiniteError,
     Sampling,
 )
-from kvpager.runtime.sampling import log_probability, uniform
+from kvpager.sampling import log_probability, uniform
 
 
 @pytest.fixture(scope="module")
@@ -217,12 +217,12 @@ def test_a_stop_sequence_is_produced_and_ends_generation(session):
 
 
 def test_tokens_are_streamed_as_they_are_produced(engine, session):
-    before = engine.runner.forwards
+    before = engine.core.runner.forwards
     stream = session.generate(5, eos=None)
-    assert engine.runner.forwards == before
+    assert engine.core.runner.forwards == before
     for count in range(5):
         next(stream)
-        assert engine.runner.forwards == before + count
+        assert engine.core.runner.forwards == before + count
 
 
 def test_logprobs_come_with_the_tokens_and_are_those_of_a_score(engine, session):

@@ -78,7 +78,7 @@ def check(path, restoring, attending, *, rows, counted, share):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "share"), [(16 * K, 0.35), pytest.param(128 * K - 64, 0.08, marks=pytest.mark.slow)]
+    ("tokens", "share"), [(16 * K, 0.35), pytest.param(128 * K - 64, 0.08, marks=pytest.mark.deep)]
 )
 def test_a_restored_document_gives_the_same_answer_and_only_what_it_selects_is_read(
     tokens, share, tmp_path
@@ -141,7 +141,7 @@ def attend_once(pager, sequence):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "share"), [(16 * K, 0.15), pytest.param(256 * K, 0.05, marks=pytest.mark.slow)]
+    ("tokens", "share"), [(16 * K, 0.15), pytest.param(256 * K, 0.05, marks=pytest.mark.deep)]
 )
 def test_a_restored_sequence_attends_to_the_same_bits_and_only_what_it_selects_is_read(
     tokens, share, tmp_path

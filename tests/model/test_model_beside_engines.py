@@ -29,7 +29,7 @@ WAYS = [
     ("llama", "sdpa"),
     ("mistral", "eager"),
     *(
-        pytest.param(architecture, implementation, marks=pytest.mark.slow)
+        pytest.param(architecture, implementation, marks=pytest.mark.deep)
         for architecture, implementation in [
             ("llama", "eager"),
             ("mistral", "sdpa"),
@@ -352,7 +352,7 @@ def test_an_interrupted_constructor_leaves_the_model_as_it_was(draft):
 
 
 @ignore_collectors
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("draft", [False, True])
 def test_a_constructor_that_is_interrupted_anywhere_leaves_the_model_as_it_was(draft):
     assert_interrupted_starts_leave_no_trace(

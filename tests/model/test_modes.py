@@ -51,7 +51,7 @@ def assert_sealed_as_cold(session, cold, what):
     assert [info.provenance for info in session.ledger()[: sealed // CHUNK]] == (
         ["exact"] * (sealed // CHUNK)
     )
-    for layer in range(session.engine.layout.layers):
+    for layer in range(session.core.layout.layers):
         ours = session.sequence.read_kv(layer, 0, sealed)
         theirs = expected.sequence.read_kv(layer, 0, sealed)
         for name, a, b in zip(("keys", "values"), ours, theirs):
@@ -72,13 +72,13 @@ def differs_from_cold(session, cold):
 def batches(engine, monkeypatch):
     """Notes of every forward: whether it is exact, its rows used and run, how many sequences."""
     notes = []
-    run = engine.runner.run
+    run = engine.core.runner.run
 
     def note(batch):
-        notes.append((batch.exact, batch.used, engine.runner.count(batch), len(batch.owners)))
+        notes.append((batch.exact, batch.used, engine.core.runner.count(batch), len(batch.owners)))
         return run(batch)
 
-    monkeypatch.setattr(engine.runner, "run", note)
+    monkeypatch.setattr(engine.core.runner, "run", note)
     return notes
 
 
@@ -171,7 +171,7 @@ def test_a_snapshot_is_exact_and_saving_does_not_touch_the_session(
     assert again.pending == session.pending
     whole = closing(apart(cold))
     whole.prefill(text[:-1])
-    whole.keep_pending(int(text[-1]))
+    whole.transcript.set_pending(int(text[-1]))
     assert_same_session(again, whole, "restored in the mode all")
     assert {info.provenance for info in again.ledger()} == {"exact"}
     assert list(session.generate(30, eos=None)) == list(twin.generate(30, eos=None))
@@ -235,7 +235,7 @@ def interrupted(model, engine, session):
     finally:
         handle.remove()
     assert session.committed == 2 * CHUNK
-    assert session.owed.tolist() == text[2 * CHUNK : -1].tolist()
+    assert session.transcript.uncomputed.tolist() == text[2 * CHUNK : -1].tolist()
     assert session.tokens.tolist() == text.tolist()
     assert session.pending == pending
     assert_same_bits(session.logits, logits, "logits")
@@ -255,17 +255,17 @@ def test_an_error_while_settling_loses_nothing(interrupted, cold, afterwards):
 
 
 def test_what_is_owed_is_forked_and_saved(interrupted, cold, closing, tmp_path):
-    text, owed = interrupted.tokens.tolist(), interrupted.owed.tolist()
+    text, owed = interrupted.tokens.tolist(), interrupted.transcript.uncomputed.tolist()
     with interrupted.fork() as fork:
         assert fork.tokens.tolist() == text
-        assert fork.owed.tolist() == owed
+        assert fork.transcript.uncomputed.tolist() == owed
     interrupted.save(tmp_path / "turn.kvsnap")
-    assert interrupted.owed.tolist() == owed
+    assert interrupted.transcript.uncomputed.tolist() == owed
     again = closing(cold.restore(tmp_path / "turn.kvsnap"))
     assert again.tokens.tolist() == text
     whole = closing(apart(cold))
     whole.prefill(text[:-1])
-    whole.keep_pending(text[-1])
+    whole.transcript.set_pending(text[-1])
     assert_same_session(again, whole, "saved while tokens were owed")
 
 
@@ -293,7 +293,7 @@ def test_settling_in_several_forwards_goes_on_after_an_error_between_them(model,
         handle.remove()
     assert session.tokens.tolist() == text
     assert session.committed == 2 * CHUNK + 8
-    assert len(session.owed) == 7
+    assert len(session.transcript.uncomputed) == 7
     list(session.generate(NEW, eos=None))
     assert_sealed_as_cold(session, reference, "settled in pieces")
 
@@ -337,7 +337,7 @@ def test_without_exactness_nothing_is_shared(model, closing):
     stats = engine.stats()
     assert stats["prefix_tokens_reused"] == stats["chunks_shared"] == 0
     assert {info.provenance for info in second.ledger()} == {"decode"}
-    assert not first.owed.size
+    assert not first.transcript.uncomputed.size
 
 
 def test_without_exactness_a_forward_has_exactly_the_rows_there_are(model, closing):

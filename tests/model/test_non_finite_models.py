@@ -47,15 +47,15 @@ class BadHead:
     """The head of an engine, but for one logit of the rows after a position."""
 
     def __init__(self, engine: Engine, position: int, value: float, token: int = 7) -> None:
-        self._engine, self._inner = engine, engine.runner._head
+        self._engine, self._inner = engine, engine.core.runner._head
         self.position, self.value, self.token = position, value, token
-        run = engine.runner.run
+        run = engine.core.runner.run
 
         def noting(batch):
             self._batch = batch
             return run(batch)
 
-        engine.runner._head, engine.runner.run = self, noting
+        engine.core.runner._head, engine.core.runner.run = self, noting
 
     def __call__(self, hidden, wanted):
         logits = self._inner(hidden, wanted).clone()

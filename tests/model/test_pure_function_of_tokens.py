@@ -15,7 +15,7 @@ CASES = [(architecture, dtype) for architecture in PROMISED for dtype in ("float
 
 def fresh_session(engine):
     """A session that shares no chunk with an earlier one of the same tokens."""
-    return engine.adopt(engine.pager.sequence(salt=f"apart {engine.runner.forwards}"))
+    return engine.adopt(engine.pager.sequence(salt=f"apart {engine.core.runner.forwards}"))
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), CASES)
@@ -139,10 +139,10 @@ def test_prefix_reuse_between_sessions_gives_the_bits_of_computing_it(closing):
     ids = prompt(130)
     first, second, apart = engine.session(), engine.session(), fresh_session(engine)
     first.prefill(ids)
-    forwards = engine.runner.forwards
+    forwards = engine.core.runner.forwards
     second.prefill(np.concatenate([ids[:100], prompt(40, seed=9)]))
     assert engine.stats()["prefix_tokens_reused"] == 96
-    assert engine.runner.forwards - forwards == 2
+    assert engine.core.runner.forwards - forwards == 2
     apart.prefill(second.tokens)
     assert_same_session(second, apart, "with a shared prefix")
 

@@ -15,7 +15,7 @@ from reference_models import CHUNK, build, make_engine, prompt
 
 import kvpager
 from kvpager import CorruptSnapshotError, InvalidArgumentError, TopK
-from kvpager.runtime.repair import repairing
+from kvpager.scheduling.recompute import recomputing_damage
 from kvpager.stores import DirectoryStore, SaveReport
 
 LENGTH = 100  # six sealed chunks, and a tail of four tokens
@@ -83,13 +83,13 @@ def test_the_first_use_of_a_damaged_chunk_names_chunk_tokens_and_layer(copy, eng
     other = engine.session()
     other.prefill(prompt(40, seed=7))
     damage_chunk(path, engine, 3, layer=1)
-    tokens, forwards = again.tokens.tolist(), engine.runner.forwards
+    tokens, forwards = again.tokens.tolist(), engine.core.runner.forwards
     for _ in range(2):
         with pytest.raises(CorruptSnapshotError, match=r'tokens \[48, 64\).*"recompute"') as found:
             again.append(LONGER)
         error = found.value
         assert (error.chunk, error.layer, error.start, error.stop) == (3, 1, 48, 64)
-    assert engine.runner.forwards == forwards
+    assert engine.core.runner.forwards == forwards
     assert again.tokens.tolist() == tokens
     assert again.recomputed_tokens == 0
     assert [info.chunk for info in again.ledger() if info.damaged] == [3]
@@ -492,10 +492,10 @@ def test_damage_that_another_thread_has_repaired_meanwhile_costs_one_repetition(
         return "done"
 
     if failures == 1:
-        assert repairing(engine, [session.sequence], work) == "done"
+        assert recomputing_damage(engine.core, [session.sequence], work) == "done"
     else:
         with pytest.raises(CorruptSnapshotError):
-            repairing(engine, [session.sequence], work)
+            recomputing_damage(engine.core, [session.sequence], work)
     assert len(calls) == 2
 
 

@@ -20,7 +20,7 @@ from kvpager.errors import CapacityError, InvalidArgumentError, NonFiniteError
 from kvpager.stores import DirectoryStore
 
 # A hybrid, one without attention, and one of single-row forwards.
-KINDS = ("qwen3_next", "mamba2", pytest.param("jamba", marks=pytest.mark.slow))
+KINDS = ("qwen3_next", "mamba2", pytest.param("jamba", marks=pytest.mark.deep))
 EVERY = 2  # chunks from one checkpoint to the next
 LENGTH = 5 * CHUNK + 9
 
@@ -128,10 +128,10 @@ def test_a_cut_costs_no_more_tokens_than_lie_between_checkpoints(hybrid_engine):
     session = hybrid_engine.session()
     session.prefill(prompt(12 * CHUNK + 3))
     for position in range(11 * CHUNK + 7, 0, -13):
-        before = hybrid_engine.runner.rows_used
+        before = hybrid_engine.core.runner.rows_used
         session.trim(position)
         session.logits  # noqa: B018  # computes what is owed
-        assert hybrid_engine.runner.rows_used - before <= EVERY * CHUNK
+        assert hybrid_engine.core.runner.rows_used - before <= EVERY * CHUNK
 
 
 def test_an_edited_text_is_a_cold_runs_and_its_beginning_is_kept(engine, cold_run):
@@ -170,10 +170,10 @@ def test_a_prompt_that_begins_like_another_goes_on_from_its_state(hybrid_engine,
     first = hybrid_engine.session()
     first.prefill(np.concatenate([common, prompt(20, seed=1)]))
     first.close()
-    before = hybrid_engine.runner.rows_used
+    before = hybrid_engine.core.runner.rows_used
     second = hybrid_engine.session()
     second.prefill(np.concatenate([common, prompt(20, seed=2)]))
-    assert hybrid_engine.runner.rows_used - before == 20
+    assert hybrid_engine.core.runner.rows_used - before == 20
     assert_as_cold(second, hybrid_cold_run, "a prompt with a known beginning")
     assert hybrid_engine.stats()["checkpoints_restored"] >= 1
 
@@ -182,11 +182,11 @@ def test_a_prompt_that_is_known_to_its_end_needs_no_forward(hybrid_engine, hybri
     ids = prompt(5 * CHUNK)  # whose last state is kept because it ends there
     first = hybrid_engine.session()
     first.prefill(ids)
-    before = hybrid_engine.runner.forwards
+    before = hybrid_engine.core.runner.forwards
     second = hybrid_engine.session()
     second.prefill(ids)
     assert_as_cold(second, hybrid_cold_run, "a prompt that was known")
-    assert hybrid_engine.runner.forwards == before
+    assert hybrid_engine.core.runner.forwards == before
 
 
 def test_chunks_without_a_state_are_computed_again(hybrid, closing, hybrid_cold_run):
@@ -205,7 +205,7 @@ def test_chunks_without_a_state_are_computed_again(hybrid, closing, hybrid_cold_
 def test_states_say_where_a_text_can_be_cut(hybrid_engine):
     session = hybrid_engine.session()
     session.prefill(prompt(LENGTH))
-    states = session.states
+    states = session.transcript.states
     assert states.length == LENGTH
     assert states.trim(LENGTH + 3) == Ok()
     assert states.trim(3 * CHUNK + 1) == NeedsCheckpoint(2 * CHUNK)
@@ -285,7 +285,7 @@ def test_a_forward_that_fails_leaves_the_state_as_it_was(engine, model, cold_run
     more = {"chunk": 2 * CHUNK, "tail": 5, "one": 0}[rows]
     if not more:
         list(session.generate(1, eos=None))
-    held = session.states.at(session.committed)
+    held = session.transcript.states.at(session.committed)
     before = [tensor.clone() for tensor in held.tensors]
     layers = model.get_decoder().layers
     handle = layers[-1].register_forward_hook(only_looks(_fail))
@@ -313,7 +313,7 @@ def test_an_interrupt_after_a_commit_costs_a_state_and_no_bit(engine, cold_run, 
     session = engine.session()
     session.prefill(prompt(2 * CHUNK + 3))
     with monkeypatch.context() as patch:
-        patch.setattr("kvpager.runtime.recurrent.StateCursor.advance", _fail)
+        patch.setattr("kvpager.recurrent.cursor.StateCursor.advance", _fail)
         with pytest.raises(RuntimeError, match="as planned"):
             session.append(prompt(3 * CHUNK, seed=1))
     session.prefill(np.concatenate([session.tokens, prompt(7, seed=2)]))
@@ -328,7 +328,7 @@ def test_a_state_that_is_not_finite_is_refused_and_not_kept(hybrid, closing, hyb
     engine = closing(make_recurrent_engine(hybrid, pool_tokens=512))
     session = engine.session()
     session.prefill(prompt(CHUNK))
-    taken = engine.recurrence.taken
+    taken = engine.core.recurrence.taken
     poisoned = []
 
     def taken_after_poison(cache, position, hidden):
@@ -338,7 +338,7 @@ def test_a_state_that_is_not_finite_is_refused_and_not_kept(hybrid, closing, hyb
             poisoned.append(position)
         return taken(cache, position, hidden)
 
-    engine.recurrence.taken = taken_after_poison
+    engine.core.recurrence.taken = taken_after_poison
     with pytest.raises(NonFiniteError, match=r"state of layer 0 \(recurrent_states.0\)"):
         session.append(prompt(CHUNK, seed=1))
     assert session.committed == CHUNK
@@ -376,14 +376,14 @@ def test_without_exactness_a_text_goes_on_from_its_live_state(model, closing):
     session = engine.session()
     session.prefill(prompt(CHUNK + 5))
     list(session.generate(3, eos=None))
-    before = engine.runner.rows_used
+    before = engine.core.runner.rows_used
     session.append(prompt(4, seed=1))
-    assert engine.runner.rows_used - before == 5  # the pending token, and four
+    assert engine.core.runner.rows_used - before == 5  # the pending token, and four
     session.trim(CHUNK + 2)
     session.append(prompt(3 * CHUNK, seed=2))
     list(session.generate(CHUNK, eos=None))
     assert engine.stats()["checkpoint_states"] > 0
-    assert engine.checkpoints.held(engine.pager.chain_hashes(session.tokens)) == []
+    assert engine.core.checkpoints.held(engine.pager.chain_hashes(session.tokens)) == []
 
 
 def test_a_prompt_that_does_not_fit_is_refused_and_the_session_stays(hybrid, closing):

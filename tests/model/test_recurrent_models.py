@@ -28,7 +28,7 @@ OFTEN = ("qwen3_next", "mamba2", "mamba", "lfm2")  # those that differ most; the
 
 def _architectures(names):
     """Test parameters, of which those beside OFTEN are slow."""
-    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.deep) for name in names]
 
 
 @pytest.mark.parametrize("name", _architectures(RECURRENT))
@@ -93,13 +93,13 @@ def test_layers_that_go_on_by_single_tokens_have_forwards_of_one_row(name):
         assert engine.rows == 1
         session = engine.session()
         session.prefill(prompt(CHUNK + 3))
-        assert engine.runner.forwards == CHUNK + 3
+        assert engine.core.runner.forwards == CHUNK + 3
 
 
 def test_states_are_what_a_forward_leaves(closing):
     model = build_recurrent("qwen3_next")
     engine = closing(make_recurrent_engine(model))
-    shape = engine.recurrence.shape
+    shape = engine.core.recurrence.shape
     assert [(slot.layer, slot.name) for slot in shape.slots] == [
         (0, "conv_states.0"),
         (0, "recurrent_states.0"),
@@ -108,15 +108,15 @@ def test_states_are_what_a_forward_leaves(closing):
     ]
     session = engine.session()
     session.prefill(prompt(CHUNK))
-    assert session.states.at(CHUNK).nbytes == shape.nbytes
+    assert session.transcript.states.at(CHUNK).nbytes == shape.nbytes
 
 
 def test_keys_and_values_are_kept_by_the_pager_alone(closing):
     model = build_recurrent("qwen3_next")
     engine = closing(make_recurrent_engine(model))
     assert engine.layout.layers == 2
-    assert engine.recurrence.layers == {1: 0, 3: 1}
-    for layer in engine.recurrence.cache(EMPTY).layers:
+    assert engine.core.recurrence.layers == {1: 0, 3: 1}
+    for layer in engine.core.recurrence.cache(EMPTY).layers:
         assert getattr(layer, "keys", None) is None
 
 
@@ -271,19 +271,19 @@ def test_windows_of_attention_are_noted():
     attach(model)
     assert observe(model, 16).windows == {0: 40, 1: 40, 2: 40}
     with make_engine(build("llama")) as engine:
-        assert engine.recurrence is None
+        assert engine.core.recurrence is None
         assert "checkpoint_states" not in engine.stats()
 
 
 @pytest.mark.parametrize("name", _architectures(["qwen3_next", "mamba2", "jamba"]))
 def test_the_promise_is_verified_at_the_start(name):
     with make_recurrent_engine(build_recurrent(name), verify=True) as engine:
-        assert engine.runner.forwards == 0
+        assert engine.core.runner.forwards == 0
         assert engine.stats()["checkpoint_states"] == 0
 
 
 def test_verification_finds_a_tail_that_was_extended(monkeypatch):
-    monkeypatch.setattr("kvpager.runtime.aligned._drop_tail", lambda engine, session: None)
+    monkeypatch.setattr("kvpager.scheduling.aligned._drop_tail", lambda engine, session: None)
     with pytest.raises(VerificationError) as error:
         make_recurrent_engine(build_recurrent("qwen3_next"), verify=True)
     broken = {outcome.relation for outcome in error.value.report.outcomes if not outcome.kept}

@@ -15,7 +15,7 @@ from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, FingerprintMismatchError
 from kvpager.hf.state import RecurrentState, Slot, StateShape
 from kvpager.pager import SnapshotInfo
-from kvpager.runtime.saved_states import SavedStates, StateFormat, freeze_states
+from kvpager.recurrent.saved_states import SavedStates, StateFormat, freeze_states
 from kvpager.stores import DirectoryStore
 
 LENGTH = 9 * CHUNK + 5
@@ -26,8 +26,8 @@ EVERY = 2
     scope="module",
     params=[
         "qwen3_next",
-        pytest.param("mamba2", marks=pytest.mark.slow),
-        pytest.param("jamba", marks=pytest.mark.slow),
+        pytest.param("mamba2", marks=pytest.mark.deep),
+        pytest.param("jamba", marks=pytest.mark.deep),
     ],
 )
 def model(request):
@@ -90,7 +90,7 @@ def test_a_restored_session_is_extended_as_a_cold_run(model, closing, tmp_path):
     assert session.pending == pending
     ids = np.concatenate([session.tokens, prompt(CHUNK, seed=1)])
     session.prefill(ids)
-    assert engine.runner.rows_used < 3 * CHUNK
+    assert engine.core.runner.rows_used < 3 * CHUNK
     assert_same_bits(session.logits, cold(model, ids), "extended")
 
 
@@ -101,11 +101,11 @@ def test_states_are_read_when_they_are_needed(hybrid, closing, tmp_path):
         session.save(path)
     engine = closing(make(hybrid))
     session = engine.restore(path)
-    reader = session.states._saved._reader  # nobody else needs to see it
+    reader = session.transcript.states._saved._reader  # nobody else needs to see it
     assert reader.payload_bytes_read == 0
     session.trim(6 * CHUNK)
     session.append(prompt(3, seed=1))
-    assert reader.payload_bytes_read == engine.state_format.layout.chunk_bytes
+    assert reader.payload_bytes_read == engine.core.state_context.format.layout.chunk_bytes
 
 
 def test_a_save_of_a_beginning_has_the_states_of_that_beginning(hybrid, closing, tmp_path):
@@ -172,7 +172,9 @@ def test_in_place_of_a_damaged_state_the_one_before_it_is_used(hybrid, closing, 
     with make(hybrid) as engine, engine.session() as session:
         session.prefill(prompt(LENGTH))
         session.save(path)
-        last = engine.state_format.pack(session.states.at(9 * CHUNK)).tobytes()
+        last = engine.core.state_context.format.pack(
+            session.transcript.states.at(9 * CHUNK)
+        ).tobytes()
     states = tmp_path / "chat.kvsnap.states"
     raw = states.read_bytes()
     at = raw.find(last[:4096])
@@ -249,7 +251,7 @@ def test_what_is_restored_as_approximate_shares_no_state(hybrid, closing, tmp_pa
     session.append(prompt(2 * CHUNK, seed=1))
     assert engine.stats()["checkpoints_restored"] == 1
     assert engine.stats()["checkpoint_states"] > 0
-    assert engine.checkpoints.held(engine.pager.chain_hashes(session.tokens)) == []
+    assert engine.core.checkpoints.held(engine.pager.chain_hashes(session.tokens)) == []
     other = engine.session()
     other.prefill(session.tokens)
     assert_same_bits(other.logits, cold(hybrid, other.tokens), "beside an approximate session")
@@ -353,7 +355,7 @@ def test_states_of_another_engine_are_refused(hybrid, closing, tmp_path):
     engine = closing(make(hybrid, salt="another"))
     session = engine.session()
     with pytest.raises(FingerprintMismatchError) as error:
-        session.states.attach(info, [])
+        session.transcript.states.attach(info, [])
     assert error.value.field == "salt"
 
 
@@ -367,7 +369,7 @@ def test_states_of_another_release_are_refused(hybrid, closing, tmp_path, monkey
     engine = closing(make(hybrid))
     session = engine.session()
     with pytest.raises(FingerprintMismatchError, match="torch_version"):
-        session.states.attach(info, [])
+        session.transcript.states.attach(info, [])
 
 
 def test_states_that_are_not_exact_are_refused_for_a_text_that_is(hybrid, closing, tmp_path):
@@ -375,8 +377,8 @@ def test_states_that_are_not_exact_are_refused_for_a_text_that_is(hybrid, closin
     session = engine.session()
     session.prefill(prompt(CHUNK))
     frozen = freeze_states(
-        engine.state_format,
-        [(b"a" * 32, session.states.at(CHUNK))],
+        engine.core.state_context.format,
+        [(b"a" * 32, session.transcript.states.at(CHUNK))],
         exact=False,
         fingerprint=engine.pager.fingerprint_json,
     )
@@ -386,7 +388,7 @@ def test_states_that_are_not_exact_are_refused_for_a_text_that_is(hybrid, closin
     writer.publish()
     info = SnapshotInfo.of(_core.SnapshotReader.open(path))
     with pytest.raises(CorruptSnapshotError, match="not exact"):
-        session.states.attach(info, [b"a" * 32])
+        session.transcript.states.attach(info, [b"a" * 32])
 
 
 def test_saving_a_part_of_a_text_counts_as_no_cut(hybrid, closing, tmp_path):

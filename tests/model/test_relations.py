@@ -44,7 +44,7 @@ def test_every_relation_holds(case, threads):
         assert_kept(verify(subject, HERE), HERE)
 
 
-@pytest.mark.parametrize("selection", ["dense", pytest.param("topk", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("selection", ["dense", pytest.param("topk", marks=pytest.mark.deep)])
 def test_relations_between_processes_hold(selection):
     case = Case("qwen3", "bfloat16", 256, True, torch.get_num_threads(), 2, selection)
     with Subject(case.model(), case.config, effort="start") as subject:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from drafts import draft_of
 from reference_models import COMMON, VOCAB, build, make_engine, prompt
 
 from kvpager import InvalidArgumentError, UnsupportedModelError
@@ -41,14 +42,14 @@ def poisoned(length):
 
 def failing_run(engine, monkeypatch, fails):
     """The engine's forwards raise where `fails` says so of a batch."""
-    run = engine.runner.run
+    run = engine.core.runner.run
 
     def watched(batch):
         if fails(batch):
             raise IndexError("index out of range in self")
         return run(batch)
 
-    monkeypatch.setattr(engine.runner, "run", watched)
+    monkeypatch.setattr(engine.core.runner, "run", watched)
 
 
 def test_a_forward_that_fails_is_found_by_halving_and_the_others_go_on(engine, monkeypatch):
@@ -69,7 +70,7 @@ def test_what_fails_for_everyone_ends_everyone(engine, monkeypatch, error):
     def fails(batch):
         raise error("for everyone")
 
-    monkeypatch.setattr(engine.runner, "run", fails)
+    monkeypatch.setattr(engine.core.runner, "run", fails)
     with engine.scheduler() as scheduler:
         requests = [scheduler.submit(prompt(20, seed=i), NEW) for i in range(4)]
         for _ in range(5):
@@ -119,7 +120,7 @@ def test_a_draft_that_fails_leaves_the_text_without_guesses(model, closing, monk
     def fails(batch):
         raise IndexError("the draft's")
 
-    monkeypatch.setattr(engine.draft.runner, "run", fails)
+    monkeypatch.setattr(engine.draft.core.runner, "run", fails)
     (found,) = engine.run([prompt(20)], NEW, eos=None, speculate="draft")
     assert found.finish == "length"
     assert found.tokens.tolist() == expected.tokens.tolist()
@@ -189,4 +190,4 @@ def test_a_draft_stops_where_its_positions_end(closing):
         session.prefill(prompt(50))
         assert list(session.generate(30, eos=None, speculate="draft")) == expected.tokens.tolist()
         assert session.speculation.proposed > 0
-        assert 50 < session.draft.session.length <= LIMIT
+        assert 50 < draft_of(session).transcript.length <= LIMIT

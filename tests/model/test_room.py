@@ -151,7 +151,7 @@ def test_a_text_regenerated_or_scored_or_refused_holds_nothing(engine, session):
 
 
 def test_a_prefill_that_fails_holds_nothing(engine, session, monkeypatch):
-    run = engine.runner.run
+    run = engine.core.runner.run
     calls = []
 
     def fails(batch):
@@ -160,7 +160,7 @@ def test_a_prefill_that_fails_holds_nothing(engine, session, monkeypatch):
             raise NonFiniteError("the second forward")
         return run(batch)
 
-    monkeypatch.setattr(engine.runner, "run", fails)
+    monkeypatch.setattr(engine.core.runner, "run", fails)
     with pytest.raises(NonFiniteError):
         session.prefill(prompt(40 + 10 * CHUNK))
     assert held(engine) == 0
@@ -176,7 +176,7 @@ def test_a_forward_that_fails_ends_the_stream_and_its_room(engine, session, monk
     def fails(batch):
         raise NonFiniteError("made up")
 
-    monkeypatch.setattr(engine.runner, "run", fails)
+    monkeypatch.setattr(engine.core.runner, "run", fails)
     with pytest.raises(NonFiniteError):
         next(stream)
     assert held(engine) == 0

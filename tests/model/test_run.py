@@ -332,10 +332,10 @@ def test_a_proposer_that_misbehaves_ends_the_requests_that_have_one(engine, prom
 def test_arguments_that_cannot_be_are_refused_before_anything_runs(
     engine, prompts, options, message
 ):
-    forwards = engine.runner.forwards
+    forwards = engine.core.runner.forwards
     with pytest.raises(InvalidArgumentError, match=message):
         engine.run(prompts, 3, **options)
-    assert engine.runner.forwards == forwards
+    assert engine.core.runner.forwards == forwards
 
 
 def test_a_session_twice_or_empty_or_closed_is_refused(engine):

@@ -12,7 +12,6 @@ from bits import assert_same_session
 from reference_models import build, make_engine, prompt
 
 from kvpager import FingerprintMismatchError, PagerConfig, salts
-from kvpager import pager as pagers
 from kvpager.pager import Pager, open_snapshot
 from kvpager.weights import old_weights_digest
 
@@ -88,7 +87,7 @@ def as_older_releases_saved(engine, path, monkeypatch, **changes):
     k, v = (torch.stack(one) for one in zip(*parts))
     sequence.append(TEXT, k, v, provenance="exact")
     with monkeypatch.context() as patched:
-        patched.setattr(pagers, "salt_digest", salts.old_salt_digest)
+        patched.setattr("kvpager.pager.pager.salt_digest", salts.old_salt_digest)
         sequence.save(path, session={"version": 1})
     pager.close()
 

@@ -383,7 +383,7 @@ def test_the_program_does_not_end_before_its_saves(session, tmp_path):
     handle.result()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_save_that_runs_when_the_program_ends_is_finished(engine, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(tmp_path / "turn")],
@@ -417,6 +417,6 @@ def test_a_frozen_state_is_let_go_when_its_save_has_ended(model, tmp_path, closi
 
 def test_handles_are_public(session, tmp_path):
     handle = session.save(tmp_path / "turn", wait=False)
-    assert isinstance(handle, kvpager.runtime.SaveHandle)
+    assert isinstance(handle, kvpager.SaveHandle)
     assert handle.name == str(tmp_path / "turn")
     handle.result()

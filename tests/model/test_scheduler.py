@@ -529,7 +529,7 @@ def test_no_schedule_changes_a_bit(name, max_sessions, actions):
     follow(name, "llama", "float32", max_sessions, actions)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "smollm3"])
 @pytest.mark.parametrize("name", [name for name in WORLDS if name != "reference"])

@@ -13,7 +13,7 @@ import xxhash
 from reference_models import CHUNK, VOCAB, build, make_engine, prompt
 
 from kvpager import CorruptSnapshotError, DirectoryStore, InvalidArgumentError
-from kvpager.runtime.segments import segment, shelf
+from kvpager.segments import segment, shelf
 from kvpager.stores import FileStore
 from kvpager.stores.segments import SegmentNote
 

@@ -26,8 +26,8 @@ from kvpager import (
     TopK,
     Window,
 )
-from kvpager.runtime.segments.pieces import lay_out
-from kvpager.runtime.segments.stitching import Stitcher
+from kvpager.segments.pieces import lay_out
+from kvpager.segments.stitching import Stitcher
 
 SYSTEM, A, B, C, QUESTION = 21, 50, 3 * CHUNK, 37, 9
 POLICIES = [
@@ -93,7 +93,7 @@ def cold(engine):
 
 
 def keys_and_values(session, start, stop):
-    layers = range(session.engine.layout.layers)
+    layers = range(session.core.layout.layers)
     return [session.sequence.read_kv(layer, start, stop) for layer in layers]
 
 
@@ -121,7 +121,7 @@ def test_rows_of_a_repair_have_the_bits_of_a_prefill_when_all_before_them_have(e
     pieces = lay_out(parts)
     with engine.session() as session:
         session.prefill(SYSTEM_IDS)
-        stitcher = Stitcher(engine, pieces, TEXT)
+        stitcher = Stitcher(engine.core, pieces, TEXT)
         everything = np.ones(len(TEXT), dtype=bool)
         stitcher.extend(session.sequence, QUESTION_AT, everything)
         assert stitcher.rows == QUESTION_AT - SYSTEM
@@ -137,8 +137,8 @@ def test_rows_given_between_computed_ones_do_not_change_these(model):
         live = np.random.default_rng(0).random(len(TEXT)) < 0.3
         with engine.session() as session, engine.session() as expected:
             expected.prefill(TEXT[:QUESTION_AT])
-            session.reserve(len(TEXT))
-            Stitcher(engine, pieces, TEXT).extend(session.sequence, QUESTION_AT, live)
+            session.transcript.reserve(len(TEXT))
+            Stitcher(engine.core, pieces, TEXT).extend(session.sequence, QUESTION_AT, live)
             assert_same_kv(session, expected, 0, QUESTION_AT, "scattered")
 
 
@@ -158,7 +158,7 @@ def test_what_nothing_repairs_is_the_segment_with_rotated_keys(engine):
         for name, start in starts.items():
             segment = engine.segments[name]
             old = np.arange(len(segment))
-            move = engine.key_mover.at(old, old + start)
+            move = engine.core.key_mover.at(old, old + start)
             for layer in range(engine.layout.layers):
                 keys, values = segment.read_kv(layer, 0, len(segment))
                 ours = session.sequence.read_kv(layer, start, start + len(segment))
@@ -227,9 +227,9 @@ def test_segments_are_never_found_as_the_beginning_of_a_prompt(model):
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_every_token_is_counted_once_and_rows_are_those_computed(model, policy):
     with with_segments(model) as engine:
-        before = engine.runner.rows_used
+        before = engine.core.runner.rows_used
         session = engine.assemble(PARTS, repair=policy)
-        used = engine.runner.rows_used - before
+        used = engine.core.runner.rows_used - before
         done = session.assembly
         assert done.tokens == len(TEXT) == session.length
         assert done.tokens == done.exact + done.moved + done.recomputed + done.fresh
@@ -379,7 +379,7 @@ def test_a_saved_segment_is_loaded_by_another_engine_and_not_computed_again(mode
                 assert_same_bits(one, other, f"{name} of layer {layer}")
         # The same text under another name: its chunks are found by what they hold.
         again = engine.cache_segment(DOCUMENTS["a"], name="again")
-        assert again.session.tokens_computed == 0
+        assert again.transcript.tokens_computed == 0
 
 
 def test_a_damaged_chunk_of_a_saved_segment_is_computed_again(model, tmp_path):
@@ -392,7 +392,7 @@ def test_a_damaged_chunk_of_a_saved_segment_is_computed_again(model, tmp_path):
         for pack in packs(store):
             damage_chunk(pack, engine, 1, layer=2)
         session = engine.assemble(PARTS)
-        assert sum(engine.segments[name].session.recomputed_tokens for name in DOCUMENTS) > 0
+        assert sum(engine.segments[name].transcript.damage.tokens for name in DOCUMENTS) > 0
         for ours, theirs in zip(keys_and_values(session, 0, len(TEXT)), expected):
             assert_same_bits(ours[0], theirs[0], "keys")
             assert_same_bits(ours[1], theirs[1], "values")
@@ -406,7 +406,7 @@ def test_a_text_is_cached_once_however_often_it_is_named(model):
         assert one.digest in engine.segments
         other = engine.cache_segment(DOCUMENTS["a"], name="twin")
         assert other is not one
-        assert other.session.tokens_computed == 0
+        assert other.transcript.tokens_computed == 0
         with pytest.raises(InvalidArgumentError, match="another text of 50 tokens"):
             engine.cache_segment(DOCUMENTS["b"], name="a")
         assert list(engine.segments) == ["a", "twin"]

@@ -30,16 +30,16 @@ def session(engine):
 
 
 def test_prefill_of_the_tokens_held_computes_nothing(engine, session):
-    forwards = engine.runner.forwards
+    forwards = engine.core.runner.forwards
     session.prefill(prompt(50))
-    assert engine.runner.forwards == forwards
+    assert engine.core.runner.forwards == forwards
     assert session.length == 50
 
 
 def test_prefill_computes_only_what_follows(engine, session):
-    forwards = engine.runner.forwards
+    forwards = engine.core.runner.forwards
     session.prefill(np.concatenate([prompt(50), prompt(engine.rows, seed=1)]))
-    assert engine.runner.forwards == forwards + 1
+    assert engine.core.runner.forwards == forwards + 1
 
 
 def test_a_prompt_that_diverges_is_refused_at_the_token_where_it_does(session):
@@ -157,9 +157,9 @@ def test_a_restored_session_goes_on_with_the_same_bits(model, engine, session, t
     assert again.sampling == kvpager.Sampling(0.8, 50, 0.9, 11)
     assert (again.restored_tokens, again.restored_tokens_consumed) == (50, 0)
     longer = np.concatenate([session.tokens, prompt(30, seed=2)])
-    forwards = other.runner.forwards
+    forwards = other.core.runner.forwards
     again.prefill(longer)
-    assert other.runner.forwards - forwards == 1
+    assert other.core.runner.forwards - forwards == 1
     assert again.restored_tokens_consumed == 50
     session.prefill(longer)
     assert_same_session(again, session, "restored")
@@ -172,14 +172,14 @@ def test_a_restore_that_the_prompt_cannot_use_is_refused_not_computed_again(
 ):
     session.save(tmp_path / "turn.kvsnap")
     again = engine.restore(tmp_path / "turn.kvsnap")
-    forwards = engine.runner.forwards
+    forwards = engine.core.runner.forwards
     ids = prompt(80)
     ids[3] = (ids[3] + 1) % VOCAB
     with pytest.raises(kvpager.RestoreNotConsumedError, match="restored token 3"):
         again.prefill(ids)
     with pytest.raises(kvpager.RestoreNotConsumedError, match="40 tokens"):
         again.prefill(prompt(50)[:40])
-    assert engine.runner.forwards == forwards
+    assert engine.core.runner.forwards == forwards
     assert again.restored_tokens_consumed == 0
 
 
@@ -344,12 +344,12 @@ def test_progress_of_another_kind_is_refused(engine):
     ],
 )
 def test_ids_that_are_no_tokens_are_refused_before_anything_changes(engine, session, ids, message):
-    forwards = engine.runner.forwards
+    forwards = engine.core.runner.forwards
     for call in (session.prefill, session.append, engine.score):
         with pytest.raises(InvalidArgumentError, match=message):
             call(ids)
     assert session.length == 50
-    assert engine.runner.forwards == forwards
+    assert engine.core.runner.forwards == forwards
 
 
 @pytest.mark.parametrize("convert", [list, np.int32, torch.as_tensor, lambda ids: ids[None]])
@@ -417,7 +417,7 @@ def test_a_prompt_that_the_tiers_cannot_hold_is_refused_at_admission(model, clos
     with pytest.raises(kvpager.CapacityError, match="bytes"):
         session.prefill(prompt(400))
     assert session.length == 0
-    assert engine.runner.forwards == 0
+    assert engine.core.runner.forwards == 0
     session.prefill(prompt(30))
 
 

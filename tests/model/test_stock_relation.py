@@ -22,7 +22,7 @@ def checked(model, config=CONFIG, **options):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "gemma2", SHIPPED, pytest.param("gpt_oss", marks=pytest.mark.slow)]
+    "architecture", ["llama", "gemma2", SHIPPED, pytest.param("gpt_oss", marks=pytest.mark.deep)]
 )
 def test_logits_and_keys_and_values_are_within_a_few_roundings_of_transformers(architecture):
     outcome = checked(build(architecture))

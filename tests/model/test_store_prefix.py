@@ -65,7 +65,7 @@ def test_a_session_starts_from_the_longest_prefix_of_any_snapshot(start, cold):
     session = engine.session()
     session.prefill(ids)
     assert (session.restored_tokens, session.restored_tokens_consumed) == (64, 64)
-    assert engine.runner.forwards == 2  # 46 tokens that the store has not
+    assert engine.core.runner.forwards == 2  # 46 tokens that the store has not
     whole = cold(ids)
     assert list(session.generate(5, eos=None)) == list(whole.generate(5, eos=None))
     assert_same_session(session, whole, "from a prefix")

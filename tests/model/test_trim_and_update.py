@@ -6,6 +6,7 @@ Dense models, whose caches can be cut anywhere; where a cache must refuse, it is
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from kvpager import (
     TrimCounters,
     only_looks,
 )
-from kvpager.runtime.primary import PrimaryCache
+from kvpager.text.primary import PrimaryCache
 
 PROMPT = 150
 NEW = 16
@@ -65,7 +66,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=["all", pytest.param("reuse", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["all", pytest.param("reuse", marks=pytest.mark.deep)])
 def engine(request, model, tmp_path_factory):
     """Its pool holds six chunks: those before lie on the host, or on disk."""
     options = {"policy": "lru", **WAYS[request.param]}
@@ -117,7 +118,7 @@ def assert_cold(session, cold, what):
     with apart(cold) as whole:
         whole.prefill(session.tokens)
         assert_same_session(session, whole, what)
-    session.engine.pager.check_invariants()
+    session.core.pager.check_invariants()
 
 
 @contextmanager
@@ -325,17 +326,17 @@ class Broken:
 
 def test_a_companion_that_fails_does_not_keep_the_text_from_being_cut(talked, cold):
     text = talked.tokens.tolist()
-    talked.add_companion(Broken(ModelError()))
+    talked.transcript.companions.append(Broken(ModelError()))
     with pytest.raises(ModelError):
         talked.trim(CHUNK + 5)
-    assert talked.companions[0].length == 0
+    assert talked.transcript.companions[0].length == 0
     assert talked.tokens.tolist() == text[: CHUNK + 5]
     assert talked.generation_start is None
-    talked.companions[:] = [Broken(CapacityError("no block"))]
+    talked.transcript.companions[:] = [Broken(CapacityError("no block"))]
     talked.trim(CHUNK + 2)
-    assert talked.companions[0].length == 0
+    assert talked.transcript.companions[0].length == 0
     assert talked.tokens.tolist() == text[: CHUNK + 2]
-    talked.companions.clear()
+    talked.transcript.companions.clear()
     talked.append([5])
     assert_cold(talked, cold, "cut beside a companion that failed")
 
@@ -343,10 +344,10 @@ def test_a_companion_that_fails_does_not_keep_the_text_from_being_cut(talked, co
 def test_a_cut_into_a_damaged_chunk_that_is_to_be_reported_changes_nothing(
     model, saved, closing, tmp_path, exact
 ):
-    damage_chunk(tmp_path / "turn.kvsnap", saved.engine, 1)
+    damage_chunk(tmp_path / "turn.kvsnap", saved.core, 1)
     engine = closing(make_engine(model, exact=exact))
     session = engine.restore(tmp_path / "turn.kvsnap", on_corrupt="fail")
-    session.companions.append(Untouched(LENGTH))
+    session.transcript.companions.append(Untouched(LENGTH))
     text, pending = session.tokens.tolist(), session.pending
     for cut in (
         lambda: session.trim(CHUNK + 5),
@@ -358,7 +359,7 @@ def test_a_cut_into_a_damaged_chunk_that_is_to_be_reported_changes_nothing(
         assert session.tokens.tolist() == text
         assert session.pending == pending
         assert session.generation_start == PROMPT
-    session.companions.clear()
+    session.transcript.companions.clear()
     session.trim(2 * CHUNK)  # needs nothing of it
     assert session.tokens.tolist() == text[: 2 * CHUNK]
 
@@ -388,7 +389,7 @@ def test_a_cut_for_which_the_pool_has_no_block_gives_up_the_rest_of_its_chunk(mo
     session.trim(CHUNK + 5)
     assert session.tokens.tolist() == ids[: CHUNK + 5].tolist()
     assert session.committed == CHUNK
-    assert engine.trims == TrimCounters(tokens_reprefilled=5)
+    assert engine.core.transcripts.trims == TrimCounters(tokens_reprefilled=5)
     others[0].close()
     session.append([3])
     assert_cold(session, cold, "cut when there was no room")
@@ -407,7 +408,7 @@ def test_an_edited_text_has_the_bits_of_a_cold_run_and_what_is_before_the_edit_i
     reuse = talked.update(edited)
     assert talked.tokens.tolist() == edited
     assert (reuse.total, reuse.changed) == (len(edited), position)
-    if talked.engine.config.exact == "all":
+    if talked.core.config.exact == "all":
         assert reuse.computed == len(edited) - min(position, committed)
     else:  # rows that were decoded one by one are computed anew with what follows them
         assert len(edited) - position <= reuse.computed <= len(edited) - position + CHUNK
@@ -424,13 +425,13 @@ def test_a_text_that_is_a_beginning_of_what_is_held_costs_no_forward(talked, col
         return
     if position == LENGTH:
         talked.prefill(talked.tokens)
-    forwards = engine.runner.forwards
+    forwards = engine.core.runner.forwards
     held = talked.tokens[:position]
     computed = 0 if position <= PROMPT // CHUNK * CHUNK or engine.config.exact == "all" else None
     reuse = talked.update(held)
     if computed == 0:
         assert reuse == Reuse(total=position, computed=0, changed=position)
-        assert engine.runner.forwards == forwards
+        assert engine.core.runner.forwards == forwards
     assert talked.tokens.tolist() == held.tolist()
     assert_cold(talked, cold, f"cut by an update at {place}")
 
@@ -444,9 +445,9 @@ def test_an_update_with_the_text_that_is_held_computes_the_pending_token_and_not
     next(session.generate(1, eos=None))
     assert session.update(session.tokens) == Reuse(total=51, computed=1, changed=51)
     assert session.pending is None
-    forwards = engine.runner.forwards
+    forwards = engine.core.runner.forwards
     assert session.update(session.tokens) == Reuse(total=51, computed=0, changed=51)
-    assert engine.runner.forwards == forwards
+    assert engine.core.runner.forwards == forwards
 
 
 def test_an_update_of_an_empty_session_is_a_prefill(model, cold, closing):
@@ -503,12 +504,12 @@ def test_an_update_may_insert_into_a_text_that_was_restored(
 def test_a_text_that_cannot_be_is_refused_before_anything_is_dropped(
     engine, talked, ids, progress, message
 ):
-    text, pending, forwards = talked.tokens.tolist(), talked.pending, engine.runner.forwards
+    text, pending, forwards = talked.tokens.tolist(), talked.pending, engine.core.runner.forwards
     with pytest.raises(InvalidArgumentError, match=message):
         talked.update(ids, progress=progress)
     assert talked.tokens.tolist() == text
     assert talked.pending == pending
-    assert engine.runner.forwards == forwards
+    assert engine.core.runner.forwards == forwards
 
 
 def test_progress_of_an_update_counts_the_whole_text(model, closing):
@@ -678,12 +679,12 @@ def test_without_generated_text_regenerate_needs_a_position(engine, closing):
 def test_what_cannot_be_generated_is_refused_before_anything_is_dropped(
     engine, talked, arguments, message
 ):
-    text, pending, forwards = talked.tokens.tolist(), talked.pending, engine.runner.forwards
+    text, pending, forwards = talked.tokens.tolist(), talked.pending, engine.core.runner.forwards
     with pytest.raises(InvalidArgumentError, match=message):
         talked.regenerate(**{"max_new_tokens": 3, **arguments})
     assert talked.tokens.tolist() == text
     assert talked.pending == pending
-    assert engine.runner.forwards == forwards
+    assert engine.core.runner.forwards == forwards
 
 
 def test_end_sequences_that_can_be_read_only_once_end_the_text_all_the_same(talked):
@@ -743,15 +744,15 @@ def test_text_whose_chunks_a_fork_holds_as_well_is_not_given_up_either(
 @pytest.fixture
 def owing(talked):
     """A session whose cache has refused a cut: the text is there, and no K/V of it."""
-    before = talked.engine.stats()
+    trims = talked.core.transcripts.trims
+    before = replace(trims)
     text = talked.tokens.tolist()[:CUT]
     with refusing():
         talked.trim(CUT)
-    after = talked.engine.stats()
-    assert talked.tokens.tolist() == talked.owed.tolist() == text
+    assert talked.tokens.tolist() == talked.transcript.uncomputed.tolist() == text
     assert (talked.length, talked.committed, talked.pending) == (CUT, 0, None)
-    assert after["trim_primary_refused"] - before["trim_primary_refused"] == 1
-    assert after["tokens_reprefilled"] - before["tokens_reprefilled"] == CUT
+    assert trims.trim_primary_refused - before.trim_primary_refused == 1
+    assert trims.tokens_reprefilled - before.tokens_reprefilled == CUT
     return talked
 
 
@@ -767,7 +768,7 @@ def test_owed_tokens_give_the_logits_of_a_cold_run(owing, cold):
     with apart(cold) as whole:
         whole.prefill(owing.tokens)
         assert_same_bits(owing.logits, whole.logits, "logits")
-    assert not owing.owed.size
+    assert not owing.transcript.uncomputed.size
     assert_cold(owing, cold, "after logits")
 
 
@@ -776,7 +777,7 @@ def test_owed_tokens_are_computed_before_the_next_one_is_generated(owing, cold):
     produced = list(owing.generate(20, eos=None))
     _, expected = alone(cold, text, 20)
     assert produced[0] == expected[0].id
-    if owing.engine.config.exact == "all":
+    if owing.core.config.exact == "all":
         assert produced == ids_of(expected)
     assert_cold(owing, cold, "generated")
 
@@ -795,9 +796,9 @@ def test_a_pending_token_that_is_owed_with_the_rest_was_not_lost(owing, cold):
 def test_owed_tokens_can_be_cut_edited_and_forked(owing, cold):
     text = owing.tokens.tolist()
     owing.trim(CUT - 7)
-    assert owing.tokens.tolist() == owing.owed.tolist() == text[: CUT - 7]
+    assert owing.tokens.tolist() == owing.transcript.uncomputed.tolist() == text[: CUT - 7]
     with owing.fork() as twin:
-        assert twin.tokens.tolist() == twin.owed.tolist() == text[: CUT - 7]
+        assert twin.tokens.tolist() == twin.transcript.uncomputed.tolist() == text[: CUT - 7]
         twin.append([3, 4])
         assert_cold(twin, cold, "the fork")
     edited = [*text[:30], *prompt(40, 2)]
@@ -813,7 +814,11 @@ def test_owed_tokens_are_computed_for_a_save(model, engine, cold, closing, tmp_p
     with refusing():
         session.trim(CUT)
     session.save(tmp_path / "turn.kvsnap", upto=upto)
-    assert session.tokens.tolist() == session.owed.tolist() == prompt(90, 11)[:CUT].tolist()
+    assert (
+        session.tokens.tolist()
+        == session.transcript.uncomputed.tolist()
+        == prompt(90, 11)[:CUT].tolist()
+    )
     again = closing(make_engine(model)).restore(tmp_path / "turn.kvsnap")
     assert again.tokens.tolist() == prompt(90, 11)[: upto or CUT].tolist()
     assert_cold(again, cold, "saved while everything was owed")
@@ -857,10 +862,10 @@ def test_what_was_lost_is_not_counted_where_others_hold_it_still(model, closing)
     with refusing():
         second.trim(70)
     assert engine.stats()["tokens_reprefilled"] == 70
-    forwards = engine.runner.forwards
+    forwards = engine.core.runner.forwards
     second.append([5])
     assert engine.stats()["tokens_reprefilled"] == 70 - 4 * CHUNK
-    assert engine.runner.forwards == forwards + 1
+    assert engine.core.runner.forwards == forwards + 1
     with refusing():
         second.trim(32)
     _ = second.logits  # all of it is found
@@ -880,8 +885,8 @@ def test_tokens_that_were_owed_before_a_cut_are_no_loss_of_it(model, closing):
     session, other = engine.session(), engine.session()
     session.prefill(prompt(5))
     list(session.generate(6, eos=None))
-    session.settle()
-    assert session.owed.size == 10
+    session.transcript.drop_inexact()
+    assert session.transcript.uncomputed.size == 10
     text = session.tokens[:9].tolist()
     other.prefill([*text, *prompt(40, 3)])
     session.trim(9)

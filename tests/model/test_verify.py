@@ -22,11 +22,12 @@ from kvpager import (
     TopK,
     VerificationError,
 )
+from kvpager.execution.runner import Runner
+from kvpager.execution.unchanged import Unchanged
 from kvpager.hf.head import Head
 from kvpager.pager import Forward, Sequence
-from kvpager.runtime import packing
-from kvpager.runtime.runner import Runner
-from kvpager.runtime.unchanged import Unchanged
+from kvpager.scheduling import packing
+from kvpager.text.transcript import Transcript
 from kvpager.verify import (
     RELATIONS,
     Comparison,
@@ -64,8 +65,8 @@ def statuses(report):
     ("architecture", "dtype"),
     [
         ("mistral", "bfloat16"),
-        pytest.param("llama", "float32", marks=pytest.mark.slow),
-        pytest.param("qwen3", "float16", marks=pytest.mark.slow),
+        pytest.param("llama", "float32", marks=pytest.mark.deep),
+        pytest.param("qwen3", "float16", marks=pytest.mark.deep),
     ],
 )
 def test_every_relation_within_a_process_holds(architecture, dtype):
@@ -105,7 +106,7 @@ def test_a_mode_that_promises_nothing_is_refused():
         Subject(build(SHIPPED), CONFIG.replace(exact=False))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_every_relation_holds_in_fresh_processes_for_a_model_without_a_folder():
     # Cast as a whole: its rotary frequencies are bfloat16, and transformers does not save them.
     with Subject(build("qwen3", "bfloat16"), CONFIG) as subject:
@@ -116,7 +117,7 @@ def test_every_relation_holds_in_fresh_processes_for_a_model_without_a_folder():
     assert not workdir.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_full_form_holds():
     with Subject(build(SHIPPED), CONFIG, effort="full") as subject:
         report = verify_selections(subject)
@@ -272,7 +273,7 @@ def test_another_row_count_for_decode_is_found(subject, monkeypatch):
 
 def test_a_head_that_runs_on_the_wanted_rows_alone_is_found(subject, monkeypatch):
     any_count = Head(subject.model, tuple(range(1, ROWS + 1)))
-    monkeypatch.setattr(subject.engine().runner, "_head", any_count)
+    monkeypatch.setattr(subject.engine().core.runner, "_head", any_count)
     first = broken(subject, "decoded").comparison.first
     assert "logits after position" in first.place
 
@@ -326,11 +327,11 @@ def test_padding_whose_nan_reaches_other_rows_is_found(subject, leaky):
 
 
 def test_proposals_that_are_taken_unchecked_are_found(subject, monkeypatch):
-    from kvpager.runtime.cursor import Lookahead
+    from kvpager.text.cursor import Accepted
 
     def trusting(share, logits, sampling):
-        share.session.look_ahead(
-            Lookahead(
+        share.transcript.accept(
+            Accepted(
                 start=share.position + 1,
                 tokens=tuple(share.guess),
                 logits=logits[1 : 1 + len(share.guess)].clone(),
@@ -393,7 +394,7 @@ def test_rows_that_are_never_moved_prove_nothing(subject, monkeypatch):
 
 
 def test_provisional_rows_that_are_sealed_are_found(subject, monkeypatch):
-    monkeypatch.setattr(Session, "must_settle", property(lambda self: False))
+    monkeypatch.setattr(Transcript, "must_recompute", property(lambda self: False))
     outcome = check_relation(subject, relation("re-sealed"))
     assert outcome.status in ("differs", "failed")
     assert not outcome.kept
@@ -437,7 +438,7 @@ def test_a_fresh_process_with_other_bits_is_found(subject, in_broken_children):
     assert first.ulps == 1
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_kernel_tier_with_other_bits_is_found(subject, in_broken_children):
     in_broken_children("kernels")
     assert "tier base" in broken(subject, "kernel tiers").comparison.first.place

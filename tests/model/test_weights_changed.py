@@ -7,6 +7,7 @@ import pytest
 import torch
 from adapters import merge, with_adapters
 from bits import assert_same_bits, assert_same_session
+from drafts import draft_of
 from recurrent_models import build_recurrent, make_recurrent_engine
 from reference_models import CHUNK, build, make_engine, prompt
 
@@ -46,7 +47,7 @@ SLOW = ("merged", "more tokens")
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in CHANGES],
+    [pytest.param(kind, marks=pytest.mark.deep if kind in SLOW else ()) for kind in CHANGES],
 )
 def test_everything_after_it_has_the_bits_of_a_new_engine(kind, tmp_path, closing):
     make, change = CHANGES[kind]
@@ -120,12 +121,12 @@ def test_a_session_is_known_once_however_often_its_sequence_was_exchanged(closin
     for _ in range(4):
         synchronised(model)
         engine.weights_changed()
-        assert engine.sessions() == [session]
-        assert len(engine._sessions) == 1
+        assert list(engine.core.transcripts) == [session.transcript]
+        assert len(list(engine.core.transcripts)) == 1
     session.prefill(TEXT)
     session.update([*TEXT[:20], *TEXT[:30]])
-    assert engine.session_of(session.sequence) is session
-    assert len(engine._sessions) == 1
+    assert engine.core.transcripts.of(session.sequence) is session.transcript
+    assert len(list(engine.core.transcripts)) == 1
 
 
 def test_a_pending_token_stays_pending_and_is_the_next_to_be_computed(closing):
@@ -212,11 +213,11 @@ def test_a_draft_models_cache_stays_and_guesses_for_the_new_model(closing):
     session = engine.session()
     session.prefill(TEXT)
     list(session.generate(6, speculate="draft"))
-    held = session.draft.length
+    held = draft_of(session).length
     assert held
     trained(model)
     engine.weights_changed()
-    assert session.draft.length == held
+    assert draft_of(session).length == held
     fresh = closing(make_engine(model)).session()
     fresh.prefill(session.tokens)
     assert list(session.generate(6, speculate="draft")) == list(fresh.generate(6))

@@ -169,7 +169,7 @@ def test_what_needs_a_build_is_not_tried_with_the_installed_extension(capsys):
     assert native.name not in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_mutant_of_python_is_tried_without_a_build(capsys, tmp_path):
     wanted = ["--only", "a-dead-writers-file-is-left", "--keep", str(tmp_path)]
     assert runner.main(["--installed", *wanted]) == 0

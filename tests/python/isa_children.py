@@ -84,7 +84,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def described(session: Any) -> dict[str, Any]:
     """Everything a session holds that a user could see, bit for bit."""
-    engine = session.engine
+    engine = session.core
     found: dict[str, Any] = {"tokens": session.tokens.tolist(), "logits": digest(session.logits)}
     queries = torch.from_numpy(np.random.default_rng(7).standard_normal((4, 32)).astype(np.float32))
     for layer in range(engine.layout.layers):

@@ -28,7 +28,7 @@ from small_store import Author, C, text
 from kvpager import _core
 from kvpager.errors import CapacityError, StorageError
 from kvpager.stores import DirectoryStore
-from kvpager.stores.companions import CompanionSnapshot
+from kvpager.stores.companion import CompanionSnapshot
 
 PROMPT = text(6 * C, seed=1)
 OTHER_PROMPT = text(3 * C, seed=2)

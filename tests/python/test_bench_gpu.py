@@ -14,7 +14,7 @@ import pytest
 import torch
 from bench_reports import named_rows
 
-from kvpager.device import missing
+from kvpager.pager.device import missing
 from kvpager_bench import harness
 from kvpager_bench.gpu import __main__ as gpu
 from kvpager_bench.gpu import gates as gpu_gates

@@ -415,12 +415,12 @@ class TestPacking:
     def completion(self, logprob=-1.0, key=0.5):
         kv = torch.tensor([[0.25, key]])
         sequence = SimpleNamespace(read_kv=lambda layer, start, stop: (kv[start:stop], kv))
-        engine = SimpleNamespace(layout=SimpleNamespace(layers=2))
+        core = SimpleNamespace(layout=SimpleNamespace(layers=2))
         return SimpleNamespace(
             index=0,
             tokens=np.array([5, 6], dtype=np.int32),
             logprobs=np.array([-0.5, logprob], dtype=np.float32),
-            session=SimpleNamespace(engine=engine, committed=1, sequence=sequence),
+            session=SimpleNamespace(core=core, committed=1, sequence=sequence),
         )
 
     def test_equal_completions_have_no_differing_bit(self):

@@ -10,7 +10,7 @@ import torch
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.hf.state import RecurrentState
-from kvpager.runtime.checkpoints import POLICIES, Checkpoints
+from kvpager.recurrent.checkpoints import POLICIES, Checkpoints
 
 CHUNK = 16
 ROOM = 4  # bytes of one state: a tensor of one element, and no hidden states

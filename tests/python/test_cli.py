@@ -322,7 +322,7 @@ def test_the_result_holds_all_that_scoring_it_again_needs(capsys, model_dir, tmp
 
 def test_the_proposers_of_the_command_line_are_those_of_the_runtime():
     from kvpager.cli import generate
-    from kvpager.runtime import speculation
+    from kvpager.speculation import speculation
 
     assert (*speculation.PROPOSERS, speculation.DRAFT) == generate.PROPOSERS
 

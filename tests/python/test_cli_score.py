@@ -304,7 +304,7 @@ def test_text_without_a_tokenizer_names_the_option_for_ids(capsys, model_dir):
 SLOW = """
 import signal, sys, time
 from kvpager.cli import main
-from kvpager.runtime.runner import Runner
+from kvpager.execution.runner import Runner
 
 run, forwards = Runner.run, []
 

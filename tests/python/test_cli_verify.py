@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from kvpager.cli import main
+from kvpager.execution.runner import Runner
 from kvpager.needles import shipped_model_path
-from kvpager.runtime.runner import Runner
 from kvpager.verify import RELATIONS, relation, run
 
 SMALL = ("--rows", "32", "--chunk-tokens", "16", "--pool", "128", "--host", "128MiB")
@@ -167,7 +167,7 @@ def test_what_cannot_be_told_is_said_in_one_line(capsys, arguments, code, words)
     ("number", "code", "words"),
     [
         (signal.SIGINT, 130, "interrupted"),
-        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.deep),
     ],
 )
 def test_an_interruption_in_the_middle_leaves_no_files_and_no_process(

@@ -183,7 +183,7 @@ def test_the_failure_of_a_part_is_told_in_one_line(capfd):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)]
 )
 def test_an_interrupted_demo_leaves_nothing_behind(tmp_path, number):
     scratch, here = tmp_path / "scratch", tmp_path / "here"
@@ -216,7 +216,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path, number):
     assert not Path(f"/proc/{child}").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_part_ends_with_the_demo_that_started_it(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "kvpager.cli", "demo", "--context", "65536"],

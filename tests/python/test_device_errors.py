@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpager import _core, device, numerics
+from kvpager import _core, numerics
 from kvpager.cli import main
 from kvpager.config import PagerConfig
 from kvpager.config_json import config_from_json, config_to_json
 from kvpager.errors import DeviceError, InvalidArgumentError, PagerError
-from kvpager.pager import Layout, Pager
+from kvpager.pager import Layout, Pager, device
 
 LAYOUT = Layout(1, 1, 16, 16, chunk_tokens=16)
 NO_PLUGIN = {"kind": "cuda", "plugin": "", "why_not": "no plug-in was found", "devices": []}

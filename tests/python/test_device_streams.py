@@ -12,8 +12,8 @@ import torch
 
 from kvpager import _core
 from kvpager.config import PagerConfig
-from kvpager.device import Place
 from kvpager.pager import Forward, Layout, Pager
+from kvpager.pager.device import Place
 
 LAYOUT = Layout(1, 1, 16, 16, chunk_tokens=16)
 GPU = torch.device("cuda", 0)
@@ -31,7 +31,7 @@ def streams(monkeypatch):
 
         return heard_call
 
-    monkeypatch.setattr("kvpager.pager.Forward", listen("begin", Forward))
+    monkeypatch.setattr("kvpager.pager.pager.Forward", listen("begin", Forward))
     for name in ("attend", "write"):
         monkeypatch.setattr(_core.Pager, name, listen(name, getattr(_core.Pager, name)))
     monkeypatch.setattr(_core.Pager, "mark_replayed", listen("mark_replayed", lambda *_: None))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpager.errors import InvalidArgumentError
-from kvpager.runtime.proposal_length import ProposalLength
-from kvpager.runtime.speculation import Proposed
+from kvpager.speculation.proposal_length import ProposalLength
+from kvpager.speculation.speculation import Proposed
 
 LADDER = (4, 16, 64)
 

@@ -101,7 +101,7 @@ def test_the_guide_names_options_counters_and_attributes_that_exist():
     from dataclasses import fields
 
     import kvpager
-    from kvpager.runtime.checkpoints import CheckpointCounters
+    from kvpager.recurrent.checkpoints import CheckpointCounters
 
     counters = {
         *(field.name for field in fields(kvpager.TrimCounters)),

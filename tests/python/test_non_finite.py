@@ -14,10 +14,10 @@ from test_isa_tiers import TIERS, environment, machines_tier
 sys.path.append(str(Path(__file__).parents[1] / "model"))
 from devices import DEVICES, require
 
-slow = pytest.mark.slow
+deep = pytest.mark.deep
 
 
-@pytest.mark.parametrize("combinations", ["two", pytest.param("all", marks=slow)])
+@pytest.mark.parametrize("combinations", ["two", pytest.param("all", marks=deep)])
 def test_no_tier_takes_a_number_that_is_not_finite_at_any_offset(tmp_path, combinations):
     tiers = TIERS[: TIERS.index(machines_tier()) + 1]
     subprocess.run(
@@ -41,7 +41,7 @@ def test_no_device_takes_a_number_that_is_not_finite(device, dtype, selection):
     assert non_finite.check(where, dtype, non_finite.SELECTIONS[selection], every=11) > 20
 
 
-@slow
+@deep
 @pytest.mark.parametrize(("dtype", "selection"), non_finite.COMBINATIONS["all"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_device_takes_one_at_any_offset(device, dtype, selection):

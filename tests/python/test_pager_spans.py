@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvpager import InvalidArgumentError, Layout, Pager, PagerConfig
+from kvpager.execution.batch import Batch
 from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Forward, Sequence
-from kvpager.runtime.batch import Batch
 
 C, M = 16, 64
 LAYOUT = Layout(1, 1, 16, 16, chunk_tokens=C)

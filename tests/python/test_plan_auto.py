@@ -18,8 +18,8 @@ from kvpager.cli.pager_options import pager_config
 from kvpager.config import free_memory, physical_memory
 from kvpager.config_json import config_from_json, config_to_json
 from kvpager.errors import CapacityError, InvalidArgumentError
+from kvpager.opening import choices as opening
 from kvpager.plan import choose_pool
-from kvpager.runtime import opening
 
 MIB = 1 << 20
 AUTO = PagerConfig(pool_tokens="auto")

@@ -260,7 +260,7 @@ def test_a_model_or_a_store_that_is_missing_is_named(capsys, model_dir, tmp_path
 def test_an_interrupted_add_leaves_no_half_segment(
     add, capsys, model_dir, store, tmp_path, monkeypatch, place
 ):
-    from kvpager.runtime.segments.shelf import Segments
+    from kvpager.segments.shelf import Segments
 
     for name in ("c", "d"):
         (tmp_path / f"{name}.txt").write_text(ids(60, start=ord(name)))
@@ -500,7 +500,7 @@ def test_every_policy_has_a_text():
         SeamTail,
         SegmentHead,
     )
-    from kvpager.runtime.segments.policy_text import parse_policy
+    from kvpager.segments.policy_text import parse_policy
 
     assert parse_policy("none") == NoRepair()
     assert parse_policy("full") == FullRepair()
@@ -527,7 +527,7 @@ def test_every_policy_has_a_text():
     ],
 )
 def test_a_text_that_is_no_policy_says_what_would_be(text, words):
-    from kvpager.runtime.segments.policy_text import parse_policy
+    from kvpager.segments.policy_text import parse_policy
 
     with pytest.raises(InvalidArgumentError) as raised:
         parse_policy(text)
@@ -565,7 +565,7 @@ def test_the_guides_example_runs_and_says_what_came_from_segments(model_dir, tmp
 
 def test_the_guides_policies_and_options_exist(capsys):
     import kvpager
-    from kvpager.runtime.segments.policy_text import parse_policy
+    from kvpager.segments.policy_text import parse_policy
 
     rows = re.findall(r"^\| `(\w+)\(\w*\)` \| `([a-z0-9:.]+)` \|", GUIDE, flags=re.MULTILINE)
     assert len(rows) == 6

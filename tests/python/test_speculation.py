@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpager.errors import InvalidArgumentError
-from kvpager.runtime.prompt_lookup import PromptLookup
-from kvpager.runtime.proposal_length import ProposalLength
-from kvpager.runtime.speculation import (
+from kvpager.speculation.prompt_lookup import PromptLookup
+from kvpager.speculation.proposal_length import ProposalLength
+from kvpager.speculation.speculation import (
     Proposed,
     Proposer,
     SpeculationStats,

@@ -96,7 +96,7 @@ def test_killed_at_a_step_of_the_store_every_pair_agrees(
     assert kills_at_steps(nursery, author, draft, template, tmp_path, step, stride=6) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("step", PAIR_STEPS)
 def test_killed_at_any_step_of_the_store_every_pair_agrees(
     nursery, author, draft, template, tmp_path, step

@@ -17,7 +17,8 @@ from kvpager.cli import main
 from kvpager.errors import CapacityError, InvalidArgumentError, StorageError
 from kvpager.stores import DirectoryStore, FileStore
 from kvpager.stores.catalogue import Catalogue
-from kvpager.stores.companions import CompanionSnapshot, named_companions, owner_of
+from kvpager.stores.companion import CompanionSnapshot
+from kvpager.stores.companions import named_companions, owner_of
 from kvpager.stores.saving import Saving
 
 

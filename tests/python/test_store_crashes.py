@@ -125,7 +125,7 @@ def test_killed_at_a_step_of_the_store_everything_visible_is_whole(
     assert kills_at_steps(nursery, author, template, room, step, stride=9) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("step", CHANGING)
 def test_killed_at_any_step_of_the_store_everything_visible_is_whole(
     nursery: Nursery, author: Author, template: Path, room: Path, step: str
@@ -263,7 +263,7 @@ def test_the_budget_holds_whenever_a_writer_is_killed(
     assert kill_again_and_again(nursery, author, room / "store", 8, budget) >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("budget", [None, 40 * CHUNK, 100 * CHUNK])
 def test_what_was_reported_saved_survives_hundreds_of_kills(
     nursery: Nursery, author: Author, room: Path, budget: int | None

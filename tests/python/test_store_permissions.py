@@ -16,7 +16,7 @@ from kvpager.cli import main
 from kvpager.cli.output import write_file
 from kvpager.errors import InvalidArgumentError
 from kvpager.stores import DirectoryStore, FileStore
-from kvpager.stores.companions import CompanionSnapshot
+from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.permissions import parse_mode
 
 

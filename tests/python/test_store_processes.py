@@ -77,7 +77,7 @@ def test_two_processes_with_threads_share_a_store_without_bound(
     run(nursery, tmp_path, seconds=2.0, threads=2, budget=None)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("budget", [None, BUDGET, 4 * BUDGET])
 def test_two_processes_share_a_store_for_minutes(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvpager import _core
-from kvpager.device import resolve
+from kvpager.pager.device import resolve
 from kvpager_bench.harness import Timing
 
 Call = Callable[[], object]

@@ -135,22 +135,22 @@ def _add_decode(
 
 def decode_steps(session: Session, steps: int) -> tuple[Timing, float, float]:
     """Host seconds per token of a fork, bytes copied up per token, and rows of a forward."""
-    engine = session.engine
+    core = session.core
     seconds, copied, rows = [], [], []
     with session.fork() as fork:
         stream = fork.generate(WARM_UP + steps + 1, eos=None)
         for _ in range(WARM_UP):
             next(stream)
         for _ in range(steps):
-            before, rows_before = engine.stats(), engine.runner.rows
+            before, rows_before = core.pager.stats(), core.runner.rows
             start = time.perf_counter()
             next(stream)  # the token is on the host, so that the device has come to it
             seconds.append(time.perf_counter() - start)
-            after = engine.stats()
+            after = core.pager.stats()
             if after["forwards"] != before["forwards"] + 1:
                 raise MissingNumberError("a decode step was not one forward")
             copied.append(after["bytes_copied_up"] - before["bytes_copied_up"])
-            rows.append(engine.runner.rows - rows_before)
+            rows.append(core.runner.rows - rows_before)
     return Timing(tuple(seconds)), statistics.mean(copied), statistics.mean(rows)
 
 

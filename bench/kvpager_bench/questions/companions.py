@@ -138,7 +138,7 @@ class Way:
 
     def one(self, ids: np.ndarray[Any, Any], new_tokens: int, *, counts: bool) -> None:
         """One pass: its text, and what follows it."""
-        out, trims = self.outcome, self.engine.trims
+        out, trims = self.outcome, self.engine.core.transcripts.trims
         refused = trims.trim_companion_refused
         start = time.perf_counter()
         self.session.trim(common_prefix(self.session.tokens, ids))
@@ -294,7 +294,7 @@ def measure_reset(model: Any, name: str, size: Size, report: Report) -> None:
     with open_engine(subjects.SHIPPED, model, name, size) as engine, engine.session() as session:
         session.prefill(ids)
         speak(session, [WARM_TOKENS])
-        start, trims = session.length, engine.trims
+        start, trims = session.length, engine.core.transcripts.trims
         before = speak(session, spans)
         refused = trims.trim_companion_refused
         session.trim(start)
@@ -344,7 +344,8 @@ def speak(session: Session, spans: Sequence[int]) -> list[Span]:
             now.accepted - before.accepted,
             now.tokens - before.tokens,
         )
-        told.append(Span(count, stats, max(0, session.committed - session.draft.length)))
+        (held,) = session.transcript.companions
+        told.append(Span(count, stats, max(0, session.committed - held.length)))
     return told
 
 

@@ -103,8 +103,8 @@ class DecoderClock:
 
 def decode_split(session: Session, steps: int) -> Split:
     """Decodes in a fork and splits the time of its steps."""
-    engine = session.engine
-    decoder = engine.model.get_decoder()  # type: ignore[no-untyped-call]
+    core = session.core
+    decoder = core.model.get_decoder()
     clock = DecoderClock()
     seconds: list[float] = []
     parts: list[tuple[float, float, float, float]] = []
@@ -114,11 +114,11 @@ def decode_split(session: Session, steps: int) -> Split:
             next(stream)
         for _ in range(steps):
             clock.seconds = 0.0
-            before = engine.stats()
+            before = core.pager.stats()
             start = time.perf_counter()
             next(stream)
             seconds.append(time.perf_counter() - start)
-            after = engine.stats()
+            after = core.pager.stats()
             if after["forwards"] != before["forwards"] + 1:
                 raise harness.MissingNumberError("a decode step was not one forward")
             spent = {name: after[name] - before[name] for name in after if "seconds_" in name}

@@ -99,7 +99,7 @@ class OurRoute:
             raise harness.MissingNumberError(
                 f"{self.name}: one side holds K/V of {actual.committed} tokens, the other {tokens}"
             )
-        for layer in range(expected.engine.layout.layers):
+        for layer in range(expected.core.layout.layers):
             theirs = expected.sequence.read_kv(layer, 0, tokens)
             for a, b in zip(actual.sequence.read_kv(layer, 0, tokens), theirs):
                 self.kv += compare_bits(a, b, f"K/V of layer {layer}")

@@ -28,8 +28,8 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from kvpager import Engine, PagerConfig, Session
 from kvpager.config import CHECKPOINT_POLICIES
-from kvpager.runtime.checkpoints import Checkpoints
-from kvpager.runtime.recurrent import StateCursor
+from kvpager.recurrent.checkpoints import Checkpoints
+from kvpager.recurrent.cursor import StateCursor
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report
@@ -133,7 +133,7 @@ def turn(session: Session, ids: np.ndarray[Any, Any]) -> Turn:
     reuse = session.update(ids)
     outcome: list[Any] = [session.logits]
     sealed = session.committed // CHUNK_TOKENS * CHUNK_TOKENS
-    for layer in range(session.engine.layout.layers):
+    for layer in range(session.core.layout.layers):
         outcome.extend(session.sequence.read_kv(layer, 0, sealed))
     tokens = list(session.generate(ANSWER_TOKENS, temperature=1.0, seed=5, eos=None))
     outcome.append(np.array(tokens, np.int32))
@@ -142,7 +142,7 @@ def turn(session: Session, ids: np.ndarray[Any, Any]) -> Turn:
 
 def conversation(session: Session, prompt: np.ndarray[Any, Any]) -> list[Turn]:
     """Three turns."""
-    model = session.engine.model
+    model = session.core.model
     first = turn(session, prompt)
     instead = np.concatenate(
         [prompt, subjects.random_ids(model, MESSAGE_TOKENS, seed=21)], dtype=np.int32
@@ -224,7 +224,7 @@ def add_costs(k: int, context: int, engine: Engine, session: Session, report: Re
     cursor = states_of(session)
     state = cursor.at(cursor.nearest(context))
     assert state is not None
-    forward_s = chunk_seconds(session)
+    forward_s = chunk_seconds(engine)
     hashes = [number.to_bytes(16, "little") for number in range(TIMED)]
     store = Checkpoints(
         budget_bytes=TIMED * state.nbytes, every=1, chunk_tokens=CHUNK_TOKENS, policy=DEFAULT_POLICY
@@ -268,19 +268,18 @@ def steps_back(session: Session) -> list[int]:
 
 def states_of(session: Session) -> StateCursor:
     """What recurrent layers know of a session's text."""
-    assert session.states is not None
-    return session.states
+    assert session.transcript.states is not None
+    return session.transcript.states
 
 
-def chunk_seconds(session: Session) -> float:
+def chunk_seconds(engine: Engine) -> float:
     """Of a forward of one chunk, which goes on from a state."""
-    engine = session.engine
     ids = subjects.random_ids(engine.model, 8 * CHUNK_TOKENS, seed=30)
     with engine.adopt(engine.pager.sequence(salt="timed")) as other:
         other.prefill(ids[:CHUNK_TOKENS])
-        forwards, start = engine.runner.forwards, time.perf_counter()
+        forwards, start = engine.core.runner.forwards, time.perf_counter()
         other.prefill(ids)
-        return (time.perf_counter() - start) / (engine.runner.forwards - forwards)
+        return (time.perf_counter() - start) / (engine.core.runner.forwards - forwards)
 
 
 def measure_budget(model: Any, context: int, room: int, report: Report) -> None:
@@ -308,7 +307,7 @@ def measure_budget(model: Any, context: int, room: int, report: Report) -> None:
 def add_gaps(
     session: Session, policy: str, room: int, context: int, after: str, report: Report
 ) -> None:
-    stats = session.engine.stats()
+    stats = session.core.checkpoints.stats()
     back = steps_back(session)
     report.add(
         policy=policy,

@@ -131,7 +131,7 @@ def compare(packed: Sequence[Completion], alone: Sequence[Completion]) -> Bits:
         a, b = mine.session, reference.session
         assert a is not None
         assert b is not None
-        for layer in range(a.engine.layout.layers):
+        for layer in range(a.core.layout.layers):
             ours = a.sequence.read_kv(layer, 0, a.committed)
             for x, y in zip(ours, b.sequence.read_kv(layer, 0, b.committed)):
                 total += compare_bits(x, y, f"{where}: K/V of layer {layer}")

@@ -170,7 +170,7 @@ def ask(
         engine = stack.enter_context(Engine(retriever.model, config))
         session = stack.enter_context(engine.session())
         session.prefill(asked.document.ids)
-        sequence = session._cursor.sequence  # noqa: SLF001
+        sequence = session.sequence
         keys = sequence.read_kv(RETRIEVING_LAYER, 0, sequence.length)[0].float().numpy()
         for prompt, q in zip(asked.prompts, queries):
             with session.fork() as fork:

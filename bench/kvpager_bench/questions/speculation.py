@@ -41,7 +41,7 @@ from kvpager import (
     TopK,
 )
 from kvpager.needles import END
-from kvpager.runtime.speculation import Speculate
+from kvpager.speculation.speculation import Speculate
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Subject
@@ -167,7 +167,7 @@ def generate(base: Session, case: Case, speculate: Speculate) -> Outcome:
                 outcome.tokens.append(token.id)
                 outcome.logprobs.append(token.logprob)
         outcome.speculation = session.speculation
-        for layer in range(session.engine.layout.layers):
+        for layer in range(session.core.layout.layers):
             outcome.kv.extend(session.sequence.read_kv(layer, 0, session.committed))
     return outcome
 

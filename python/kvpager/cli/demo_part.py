@@ -150,7 +150,7 @@ def _compare_kv(engine: Engine, whole: Sequence, path: Path, number: int) -> Com
     config = engine.config.replace(device="cpu")  # nothing is computed there
     other = Pager(engine.layout, config, rows=engine.rows, fingerprint=engine.fingerprint)
     try:
-        saved = other.restore(open_snapshot(path), salt=engine.namespace)
+        saved = other.restore(open_snapshot(path), salt=engine.core.namespace)
         end = saved.length
         found = compare_bits(saved.tokens, whole.tokens[:end], f"turn {number}: token ids")
         for start in range(0, end, _COMPARED):
@@ -171,7 +171,7 @@ def _paged_out(session: Session, question: Question) -> bool:
     if question["needle"] is None:
         return False
     start, stop = question["needle"]
-    size = session.engine.layout.chunk_tokens
+    size = session.core.layout.chunk_tokens
     tiers = session.sequence.residency()["tiers"][start // size : -(-stop // size)]
     return not (tiers & TIER_RESIDENT).any()
 

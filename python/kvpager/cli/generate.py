@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvpager import Assembly, Engine, Session, SpeculationStats
 
 
-# Of kvpager.runtime.speculation, which needs torch.
+# Of kvpager.speculation.speculation, which needs torch.
 PROPOSERS = ("prompt-lookup", "draft")
 DRAFT = PROPOSERS[1]
 
@@ -236,7 +236,7 @@ def _generate(
         saved_to=args.save,
         saved_bytes=None if saved is None else saved.bytes_written,
         saved_shared_bytes=None if saved is None else saved.bytes_shared,
-        fingerprint=session.engine.fingerprint,
+        fingerprint=session.core.fingerprint,
     )
 
 

@@ -34,8 +34,8 @@ def collect() -> dict[str, Any]:
 
     from kvpager import Layout, __version__, _core
     from kvpager.config import DEFAULT_ROWS, DEFAULT_SCORER, physical_memory
-    from kvpager.device import missing
     from kvpager.needles import shipped_model_path
+    from kvpager.pager.device import missing
 
     try:
         model: str | None = str(shipped_model_path())

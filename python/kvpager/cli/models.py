@@ -36,7 +36,7 @@ def load_model(path: str | Path, dtype: str = "auto", device: str = "cpu") -> An
     """
     place: Any = "cpu"
     if device.startswith("cuda"):
-        from kvpager.device import torch_device
+        from kvpager.pager.device import torch_device
 
         place = torch_device(device)
     from transformers import AutoModelForCausalLM

@@ -323,7 +323,7 @@ def _machine(args: argparse.Namespace, dtype: str) -> Machine:
     from kvpager.plan.machine import device_named
 
     if args.device in (_MEASURE, "cuda"):
-        from kvpager.device import require
+        from kvpager.pager.device import require
         from kvpager.plan.measure import measure
 
         if args.device == "cuda":

@@ -173,8 +173,8 @@ def _other(
 def _add(args: argparse.Namespace, engine: Engine, name: str, tokens: Sequence[int]) -> Added:
     """Computes a segment and saves it; its memory is given back."""
     segment = engine.cache_segment(tokens, name=name, progress=shows_progress(args))
-    assert segment.session is not None
-    computed = segment.session.tokens_computed
+    assert segment.transcript is not None
+    computed = segment.transcript.tokens_computed
     report = engine.segments.save(name, progress=shows_progress(args), overwrite=args.replace)
     padding = report.tokens - len(segment)  # of the last chunk, and computed with it
     engine.segments.remove(name)

@@ -238,7 +238,7 @@ def segment_parts(args: argparse.Namespace) -> SegmentParts | None:
 
 
 def _policy(text: str) -> RepairPolicy:
-    from kvpager.runtime.segments.policy_text import parse_policy  # loads torch
+    from kvpager.segments.policy_text import parse_policy  # loads torch
 
     try:
         return parse_policy(text)

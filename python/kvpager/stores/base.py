@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from kvpager import _core
 from kvpager.errors import CorruptSnapshotError
 from kvpager.released import ReleasedText
 from kvpager.section_json import parse_section
+from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.segments import SegmentNote
-
-if TYPE_CHECKING:
-    from kvpager.stores.companions import CompanionSnapshot
 
 # Called now and then with the bytes done so far and in all; what it raises stops and undoes.
 ProgressCallback: TypeAlias = Callable[[int, int], None]

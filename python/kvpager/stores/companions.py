@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvpager import _core
 from kvpager.errors import CorruptSnapshotError
 from kvpager.section_json import parse_section
 from kvpager.stores.base import SaveReport
@@ -20,22 +19,6 @@ DRAFT, STATES = "draft", "states"
 KINDS = (DRAFT, STATES)
 
 _COMPANIONS, _OWNER = "companions", "companion_of"  # in sessions
-
-
-class CompanionSnapshot(NamedTuple):
-    """One companion of a session as it was at one moment.
-
-    Attributes:
-        kind: one of KINDS; a session has at most one of each.
-        content: its chunks.
-        fingerprint: what its bytes belong to, JSON text of an object.
-        session: what it keeps beside them, likewise.
-    """
-
-    kind: str
-    content: _core.SnapshotContent
-    fingerprint: str
-    session: str
 
 
 def companion_name(name: str, kind: str) -> str:

@@ -21,7 +21,7 @@ from kvpager.stores.belonging import is_under
 from kvpager.stores.budget import make_room, tidy
 from kvpager.stores.catalogue import Catalogue
 from kvpager.stores.collection import Collection
-from kvpager.stores.companions import CompanionSnapshot
+from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.creation import open_or_create
 from kvpager.stores.damage import check_places
 from kvpager.stores.group_saving import GroupSaving

@@ -18,9 +18,9 @@ from kvpager.errors import InvalidArgumentError, PagerError, StorageError
 from kvpager.paths import usable_path
 from kvpager.stores.base import ProgressCallback, SaveReport, StoreEntry, tokens_of
 from kvpager.stores.belonging import Belonging
+from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.companions import (
     KINDS,
-    CompanionSnapshot,
     companion_name,
     links_of,
     session_of_companion,

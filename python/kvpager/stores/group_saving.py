@@ -12,12 +12,8 @@ from kvpager import _core
 from kvpager.errors import CapacityError, PagerError
 from kvpager.stores.base import ProgressCallback, SaveReport
 from kvpager.stores.catalogue import Catalogue
-from kvpager.stores.companions import (
-    CompanionSnapshot,
-    companion_name,
-    session_of_companion,
-    session_of_primary,
-)
+from kvpager.stores.companion import CompanionSnapshot
+from kvpager.stores.companions import companion_name, session_of_companion, session_of_primary
 from kvpager.stores.names import check_name
 from kvpager.stores.saving import Saving
 from kvpager.stores.settings import StoreSettings

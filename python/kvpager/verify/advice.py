@@ -10,8 +10,8 @@ from kvpager.verify.check import DIFFERS, FAILED
 from kvpager.verify.report import Report
 
 if TYPE_CHECKING:
+    from kvpager.engine import Engine
     from kvpager.hf.shapes import ShapeReport
-    from kvpager.runtime import Engine
 
 # Relations that decoding with one row, as exact="reuse" does, leaves aside.
 _OF_ALL = {"decoded", "packed", "speculated", "re-scored"}

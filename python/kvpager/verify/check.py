@@ -11,8 +11,8 @@ import numpy as np
 from kvpager.verify.bits import Array, Comparison, Place, compare_bits
 
 if TYPE_CHECKING:
-    from kvpager.runtime import Session
-    from kvpager.runtime.tokens import TokenIds
+    from kvpager.session import Session
+    from kvpager.tokens import TokenIds
     from kvpager.verify.recording import Recording
 
 Status: TypeAlias = Literal["same", "within", "differs", "failed", "not run", "does not apply"]

@@ -69,7 +69,7 @@ def _load(job: Mapping[str, Any]) -> Any:
 
 def _engine(model: Any, task: Mapping[str, Any]) -> Any:
     from kvpager.config_json import config_from_json
-    from kvpager.runtime import Engine
+    from kvpager.engine import Engine
 
     return Engine(model, config_from_json(task["config"]))
 

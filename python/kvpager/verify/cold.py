@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvpager.execution.batch import Batch
 from kvpager.hf.state import EMPTY
-from kvpager.runtime.batch import Batch
-from kvpager.runtime.chunks import next_chunk
-from kvpager.runtime.tokens import TokenIds
+from kvpager.scheduling.chunks import next_chunk
+from kvpager.tokens import TokenIds
 from kvpager.verify.recording import Recording, record_sequence
 
 if TYPE_CHECKING:
     import torch
 
-    from kvpager.runtime import Engine
+    from kvpager.engine import Engine
 
 
 def cold_run(engine: Engine, ids: TokenIds, salt: str) -> Recording:
@@ -33,15 +33,15 @@ def cold_run(engine: Engine, ids: TokenIds, salt: str) -> Recording:
     try:
         sequence.reserve(len(ids))
         for start in range(0, len(ids), engine.rows):
-            if engine.recurrence is not None:
-                batch = next_chunk(engine, sequence, ids, start, state)
+            if engine.core.recurrence is not None:
+                batch = next_chunk(engine.core, sequence, ids, start, state)
                 rows = range(batch.used)
             else:
                 batch = Batch(engine.rows)
                 rows = batch.commit(sequence, start, ids[start : start + engine.rows])
                 batch.used = engine.rows  # M rows also where fewer would hold them
             batch.wanted = [*rows, *[0] * (-len(rows) % engine.row_counts.head[-1])]
-            for row, after in zip(rows, engine.runner.run(batch)):
+            for row, after in zip(rows, engine.core.runner.run(batch)):
                 logits[start + row] = after.clone()
             state = batch.after or EMPTY
         return record_sequence(engine, sequence, len(ids), logits)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvpager.execution.batch import Batch
 from kvpager.pager import ROW_PADDING, Forward, Sequence
-from kvpager.runtime.batch import Batch
 
 if TYPE_CHECKING:
-    from kvpager.runtime import Engine
+    from kvpager.engine import Engine
 
 
 class DisturbedRunner:
@@ -26,7 +26,7 @@ class DisturbedRunner:
     """
 
     def __init__(self, engine: Engine, seed: int) -> None:
-        self._inner = engine.runner
+        self._inner = engine.core.runner
         self._ladder = engine.row_counts.ladder
         self._random = np.random.default_rng(seed)
         self._vocab = engine.vocab_size
@@ -85,9 +85,9 @@ class DisturbedRunner:
 @contextmanager
 def disturbed(engine: Engine, seed: int) -> Iterator[DisturbedRunner]:
     """While open, every forward of the engine is disturbed."""
-    runner, begin = engine.runner, engine.pager.begin_spans
+    runner, begin = engine.core.runner, engine.pager.begin_spans
     disturber = DisturbedRunner(engine, seed)
-    swap: Any = engine
+    swap: Any = engine.core
 
     def poisoning(*args: Any, **options: Any) -> Forward:
         forward = begin(*args, **options)

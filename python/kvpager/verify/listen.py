@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpager.runtime.batch import Batch
-from kvpager.runtime.tokens import TokenIds
+from kvpager.execution.batch import Batch
+from kvpager.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from kvpager.runtime import Engine
+    from kvpager.engine import Engine
 
 
 class Listener:
     """Runs each batch as it is, and remembers its rows and the logits that were wanted of them."""
 
     def __init__(self, engine: Engine) -> None:
-        self._inner = engine.runner
+        self._inner = engine.core.runner
         # Of each forward and sequence: (position, token, logits or None), positions ascending.
         self._seen: list[tuple[int, list[tuple[int, int, torch.Tensor | None]]]] = []
 
@@ -62,7 +62,7 @@ class Listener:
 @contextmanager
 def listening(engine: Engine) -> Iterator[Listener]:
     """While open, the engine's forwards are listened to."""
-    runner = engine.runner
+    runner = engine.core.runner
     listener = Listener(engine)
     swap: Any = engine
     swap.runner = listener

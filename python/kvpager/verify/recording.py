@@ -12,12 +12,14 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvpager.runtime.sampling import log_probability
-from kvpager.runtime.tokens import TokenIds
+from kvpager.sampling import log_probability
+from kvpager.tokens import TokenIds
 
 if TYPE_CHECKING:
+    from kvpager.engine import Engine
+    from kvpager.execution.core import EngineCore
     from kvpager.pager import Sequence
-    from kvpager.runtime import Engine, Session
+    from kvpager.session import Session
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,11 @@ class Recording:
 
 def record(session: Session, logits: Mapping[int, torch.Tensor] | None = None) -> Recording:
     """Tokens and K/V that a session holds now, with the logits that were seen on the way."""
-    return record_sequence(session.engine, session.sequence, session.committed, logits)
+    return record_sequence(session.core, session.sequence, session.committed, logits)
 
 
 def record_sequence(
-    engine: Engine,
+    engine: Engine | EngineCore,
     sequence: Sequence,
     length: int,
     logits: Mapping[int, torch.Tensor] | None = None,

@@ -166,7 +166,7 @@ def check_relation(subject: Subject, relation: Relation) -> Outcome:
         reason = f"not promised with exact={subject.config.exact!r}"
         return _outcome(subject.selection, relation, NOT_APPLICABLE, Check(), 0.0, reason)
     start = time.perf_counter()
-    check = Check(subject.cold if subject.engine().recurrence is not None else None)
+    check = Check(subject.cold if subject.engine().core.recurrence is not None else None)
     status, reason = SAME, ""
     try:
         relation.compare(subject, check)

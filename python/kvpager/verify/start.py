@@ -11,7 +11,7 @@ from kvpager.verify.run import verify
 from kvpager.verify.subject import Subject
 
 if TYPE_CHECKING:
-    from kvpager.runtime import Engine
+    from kvpager.engine import Engine
 
 
 def verify_engine(engine: Engine) -> Report:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvpager.runtime.tokens import TokenIds
+from kvpager.tokens import TokenIds
 
 ATTENTION = "eager"  # as architectures define it: sdpa leaves soft caps out
 

@@ -17,14 +17,15 @@ from kvpager import numerics
 from kvpager.children import Job, run_children
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.errors import InvalidArgumentError
-from kvpager.runtime.tokens import TokenIds, TokenIdsLike, as_token_ids
+from kvpager.tokens import TokenIds, TokenIdsLike, as_token_ids
 from kvpager.verify.buffers import save_buffers
 from kvpager.verify.cold import cold_run
 from kvpager.verify.recording import Recording
 from kvpager.verify.sweep import EFFORTS, Effort, Sweep
 
 if TYPE_CHECKING:
-    from kvpager.runtime import Engine, Session
+    from kvpager.engine import Engine
+    from kvpager.session import Session
 
 _SALTS = itertools.count()  # of this process: no two runs of a harness share a chunk
 _CHILD = "kvpager.verify.child"
@@ -100,7 +101,7 @@ class Subject:
 
     def _prepare(self) -> None:
         engine = self.engine()
-        if engine.recurrence is None:
+        if engine.core.recurrence is None:
             # M follows the pool's size where it is left to the engine; here one M is meant.
             self.config = self.config.replace(rows=engine.rows)
         longest = getattr(self.model.config, "max_position_embeddings", None)
@@ -137,7 +138,7 @@ class Subject:
 
     def fresh_engine(self, **changes: Any) -> Engine:
         """One that nobody else uses; the caller closes it."""
-        from kvpager.runtime import Engine
+        from kvpager.engine import Engine
 
         return Engine(self.model, self.config.replace(**changes))
 
@@ -160,7 +161,7 @@ class Subject:
 
         Not where layers are recurrent: there a text's tail is computed otherwise than its chunks.
         """
-        if self.engine().recurrence is not None:
+        if self.engine().core.recurrence is not None:
             return None
         return next((run for ids, run in self._cold.items() if ids.startswith(key)), None)
 

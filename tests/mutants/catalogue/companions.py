@@ -12,7 +12,7 @@ COMPANIONS = (
     Mutant(
         name="either-refusal-empties-all",
         breaks="what a companion cannot do does not touch the primary cache",
-        file="python/kvpager/runtime/group.py",
+        file="python/kvpager/caches.py",
         old="                answers.append(_cut(companion, position))\n",
         new="                answers.append(_cut(companion, position))\n"
         "                if isinstance(answers[-1], Refused):\n"
@@ -22,7 +22,7 @@ COMPANIONS = (
     Mutant(
         name="a-primary-that-begins-anew-leaves-its-companions",
         breaks="where the primary has to begin anew, all do",
-        file="python/kvpager/runtime/group.py",
+        file="python/kvpager/caches.py",
         old="                companion.reset()\n                answers.append(None)\n",
         new="                answers.append(None)\n",
         killers=(PAIRS,),
@@ -30,7 +30,7 @@ COMPANIONS = (
     Mutant(
         name="what-refused-is-left-as-it-was",
         breaks="a cache that cannot be cut begins anew, instead of holding another text",
-        file="python/kvpager/runtime/group.py",
+        file="python/kvpager/caches.py",
         old="    if isinstance(answer, Refused):\n        cache.reset()\n    elif",
         new="    if",
         killers=(PAIRS,),
@@ -38,7 +38,7 @@ COMPANIONS = (
     Mutant(
         name="nobody-goes-back-to-the-checkpoint",
         breaks="a recurrent state is rewound to the checkpoint that its trim names",
-        file="python/kvpager/runtime/group.py",
+        file="python/kvpager/caches.py",
         old="        cache.rewind(answer.position)\n",
         new="        pass\n",
         killers=(
@@ -50,7 +50,7 @@ COMPANIONS = (
     Mutant(
         name="a-success-is-believed",
         breaks="a trim that says Ok and has not rewound its state is found out",
-        file="python/kvpager/runtime/group.py",
+        file="python/kvpager/caches.py",
         old="    if cache.length > position:\n",
         new="    if cache.length < 0:\n",
         killers=(GROUP + "test_a_success_that_left_the_state_where_it_was_is_not_believed",),
@@ -58,7 +58,7 @@ COMPANIONS = (
     Mutant(
         name="a-companion-that-failed-is-used-on",
         breaks="a companion that failed in a trim begins anew",
-        file="python/kvpager/runtime/group.py",
+        file="python/kvpager/caches.py",
         old="                companion.reset()\n                answers.append(Refused(",
         new="                answers.append(Refused(",
         killers=(GROUP + "test_a_companion_that_fails_is_its_own_affair_and_begins_anew",),
@@ -66,7 +66,7 @@ COMPANIONS = (
     Mutant(
         name="the-first-failure-ends-the-trim",
         breaks="what a companion raises comes through when no cache is beyond the cut",
-        file="python/kvpager/runtime/group.py",
+        file="python/kvpager/caches.py",
         old="                    failures.append(failure)\n",
         new="                    raise\n",
         killers=(
@@ -77,7 +77,7 @@ COMPANIONS = (
     Mutant(
         name="tokens-after-the-cut-count-as-lost",
         breaks="tokens_reprefilled counts what a trim kept and has to be computed again",
-        file="python/kvpager/runtime/group.py",
+        file="python/kvpager/caches.py",
         old="max(0, min(before, position) - cache.length)",
         new="max(0, before - cache.length)",
         killers=(
@@ -88,9 +88,9 @@ COMPANIONS = (
     Mutant(
         name="a-refused-trim-loses-the-text",
         breaks="the text survives every trim; what no cache holds of it is owed",
-        file="python/kvpager/runtime/cursor.py",
-        old="        self._owed = (position, told)\n",
-        new="        self._owed = (position, told[:0])\n",
+        file="python/kvpager/text/cursor.py",
+        old="        self._uncomputed = (position, tokens)\n",
+        new="        self._uncomputed = (position, tokens[:0])\n",
         killers=(
             TRIM + "test_a_refused_cut_costs_the_cache_and_not_the_text",
             TRIM + "test_owed_tokens_give_the_logits_of_a_cold_run",
@@ -99,17 +99,17 @@ COMPANIONS = (
     Mutant(
         name="owed-tokens-outlive-the-cut",
         breaks="a trim takes tokens that are owed away like any others",
-        file="python/kvpager/runtime/cursor.py",
-        old="            self._owed = (committed, self.owed[: position - committed])\n",
+        file="python/kvpager/text/cursor.py",
+        old="            self._uncomputed = (committed, self.uncomputed[: position - committed])\n",
         new="            pass\n",
         killers=(TRIM + "test_owed_tokens_can_be_cut_edited_and_forked",),
     ),
     Mutant(
         name="owed-tokens-are-computed-only-in-one-mode",
         breaks="what is owed is computed before the next token, in every mode",
-        file="python/kvpager/runtime/session.py",
-        old="        if cursor.owed.size:\n            return True\n",
-        new='        if cursor.owed.size and self.engine.config.exact == "reuse":\n'
+        file="python/kvpager/text/transcript.py",
+        old="        if self.uncomputed.size:\n            return True\n",
+        new='        if self.uncomputed.size and self.config.exact == "reuse":\n'
         "            return True\n",
         killers=(
             TRIM + "test_owed_tokens_are_computed_before_the_next_one_is_generated",
@@ -119,9 +119,9 @@ COMPANIONS = (
     Mutant(
         name="a-fork-owes-nothing",
         breaks="what is owed is owed by a fork too",
-        file="python/kvpager/runtime/cursor.py",
-        old="twin._owed = self._pending, self._logits, self._owed\n",
-        new="twin._owed = self._pending, self._logits, None\n",
+        file="python/kvpager/text/cursor.py",
+        old="        twin._uncomputed = self._uncomputed\n",
+        new="        twin._uncomputed = None\n",
         killers=(
             TRIM + "test_owed_tokens_can_be_cut_edited_and_forked",
             "model/test_modes.py::test_what_is_owed_is_forked_and_saved",
@@ -130,7 +130,7 @@ COMPANIONS = (
     Mutant(
         name="an-edit-keeps-what-came-before-it-too-long",
         breaks="an update keeps the common beginning and not a token more",
-        file="python/kvpager/runtime/session.py",
+        file="python/kvpager/session.py",
         old="        changed = int(different[0]) if different.size else common\n",
         new="        changed = int(different[-1]) if different.size else common\n",
         killers=(
@@ -141,7 +141,7 @@ COMPANIONS = (
     Mutant(
         name="an-edit-computes-everything-anew",
         breaks="an update computes what follows the edit and nothing before it",
-        file="python/kvpager/runtime/session.py",
+        file="python/kvpager/session.py",
         old="        self.trim(changed)\n",
         new="        self.trim(0)\n",
         killers=(
@@ -152,17 +152,17 @@ COMPANIONS = (
     Mutant(
         name="an-update-drops-before-it-looks",
         breaks="a text that cannot be is refused before anything is dropped",
-        file="python/kvpager/runtime/session.py",
-        old="        check_progress(progress)\n        self.engine.positions",
-        new="        self.engine.positions",
+        file="python/kvpager/session.py",
+        old="        check_progress(progress)\n        self.core.positions",
+        new="        self.core.positions",
         killers=(TRIM + "test_a_text_that_cannot_be_is_refused_before_anything_is_dropped",),
     ),
     Mutant(
         name="regenerate-drops-before-it-looks",
         breaks="what cannot be generated is refused before anything is dropped",
-        file="python/kvpager/runtime/session.py",
+        file="python/kvpager/session.py",
         old="        generation = Generation.checked("
-        "self.engine, max_new_tokens, options, logprobs=logprobs)\n"
+        "self.core, max_new_tokens, options, logprobs=logprobs)\n"
         "        if seed is not None:\n"
         "            generation.sampling_with(seed)\n",
         new="",
@@ -171,32 +171,32 @@ COMPANIONS = (
     Mutant(
         name="regenerate-gives-the-old-text-up-first",
         breaks="text in whose place there is no room for another is not given up",
-        file="python/kvpager/runtime/session.py",
-        old="            self._cursor.owe(text)\n",
+        file="python/kvpager/session.py",
+        old="                transcript.set_text(text)\n",
         new="",
         killers=(TRIM + "test_text_whose_chunks_a_fork_holds_as_well_is_not_given_up_either",),
     ),
     Mutant(
         name="a-cut-that-failed-beside-it-leaves-the-text",
         breaks="the text is cut where its primary cache was, whatever a companion raises",
-        file="python/kvpager/runtime/session.py",
-        old="            if self.committed <= position:\n"
-        "                self._cut(position, held)\n",
-        new="            pass\n        self._cut(position, held)\n",
+        file="python/kvpager/scheduling/trim.py",
+        old="        if transcript.committed <= position:\n"
+        "            transcript.finish_cut(position, held)\n",
+        new="        pass\n    transcript.finish_cut(position, held)\n",
         killers=(TRIM + "test_a_companion_that_fails_does_not_keep_the_text_from_being_cut",),
     ),
     Mutant(
         name="what-others-hold-still-counts-as-lost",
         breaks="tokens_reprefilled counts what has to be computed again, not what is found",
-        file="python/kvpager/runtime/session.py",
-        old="        self._trims.tokens_reprefilled -= found\n",
+        file="python/kvpager/text/transcript.py",
+        old="        self.trims.tokens_reprefilled -= found\n",
         new="",
         killers=(TRIM + "test_what_was_lost_is_not_counted_where_others_hold_it_still",),
     ),
     Mutant(
         name="what-was-owed-before-counts-as-found",
         breaks="tokens_reprefilled gives back no more than it has counted",
-        file="python/kvpager/runtime/session.py",
+        file="python/kvpager/text/transcript.py",
         old="lost if kept < lost else min(self._reprefilled_to, position)\n",
         new="position if kept < position else 0\n",
         killers=(TRIM + "test_tokens_that_were_owed_before_a_cut_are_no_loss_of_it",),
@@ -204,7 +204,7 @@ COMPANIONS = (
     Mutant(
         name="a-text-found-with-others-runs-an-empty-forward",
         breaks="what is owed may be found with others to the last token",
-        file="python/kvpager/runtime/packing.py",
+        file="python/kvpager/scheduling/packing.py",
         old="        if packing.used:  # all that was owed may have been found with others\n"
         "            packing.run()\n",
         new="        packing.run()\n",
@@ -213,7 +213,7 @@ COMPANIONS = (
     Mutant(
         name="a-window-forgets-that-it-let-go",
         breaks="a window that has let go of what lies behind it says so, and begins anew",
-        file="python/kvpager/runtime/primary.py",
+        file="python/kvpager/text/primary.py",
         old="        if 0 < kept < earliest:\n",
         new="        if kept < 0:\n",
         killers=(
@@ -224,7 +224,7 @@ COMPANIONS = (
     Mutant(
         name="a-window-refuses-what-it-could-do",
         breaks="a trim within rewind_tokens succeeds where all layers are windowed",
-        file="python/kvpager/runtime/primary.py",
+        file="python/kvpager/text/primary.py",
         old="        if 0 < kept < earliest:\n",
         new="        if 0 < kept <= earliest > 0:\n",
         killers=(REAL + "test_a_window_can_be_cut_from_its_earliest_position_on_and_not_before",),
@@ -232,8 +232,8 @@ COMPANIONS = (
     Mutant(
         name="a-state-is-said-to-be-anywhere",
         breaks="a trim of recurrent layers names the place from which they go on",
-        file="python/kvpager/runtime/primary.py",
-        old="            kept = session.states.nearest(position)\n",
+        file="python/kvpager/text/primary.py",
+        old="            kept = transcript.states.nearest(position)\n",
         new="            pass\n",
         killers=(
             DEFECTS + "test_a_hybrid_that_has_no_state_at_the_cut_says_so_and_changes_nothing",
@@ -243,11 +243,11 @@ COMPANIONS = (
     Mutant(
         name="the-state-stays-where-it-was",
         breaks="a recurrent state is rewound with the K/V",
-        file="python/kvpager/runtime/primary.py",
-        old="        session.cursor.provisional = False\n"
-        "        if session.states is not None:\n"
-        "            session.states.rewind(position)\n",
-        new="        session.cursor.provisional = False\n",
+        file="python/kvpager/text/primary.py",
+        old="        transcript.provisional = False\n"
+        "        if transcript.states is not None:\n"
+        "            transcript.states.rewind(position)\n",
+        new="        transcript.provisional = False\n",
         killers=(
             REAL + "test_a_recurrent_target_goes_back_to_the_state_before_the_cut_and_has_no_draft",
         ),
@@ -255,9 +255,9 @@ COMPANIONS = (
     Mutant(
         name="companions-are-not-cut",
         breaks="a session's companions are cut with it",
-        file="python/kvpager/runtime/session.py",
-        old="CacheGroup(PrimaryCache(self), self.companions, self._trims)",
-        new="CacheGroup(PrimaryCache(self), [], self._trims)",
+        file="python/kvpager/scheduling/trim.py",
+        old="CacheGroup(PrimaryCache(transcript), transcript.companions, transcript.trims)",
+        new="CacheGroup(PrimaryCache(transcript), [], transcript.trims)",
         killers=(
             REAL + "test_target_and_draft_are_cut_as_far_as_each_can_be",
             TRIM + "test_a_companion_that_fails_does_not_keep_the_text_from_being_cut",
@@ -266,9 +266,9 @@ COMPANIONS = (
     Mutant(
         name="a-refused-admission-loses-what-is-owed",
         breaks="a prompt that does not fit leaves the session its text",
-        file="python/kvpager/runtime/feed.py",
-        old="text=text)",
-        new="text=self.ids[:0])",
+        file="python/kvpager/scheduling/feed.py",
+        old="core.pager.sequence(salt=transcript.sequence.salt), text=text\n",
+        new="core.pager.sequence(salt=transcript.sequence.salt)\n",
         killers=(
             TRIM + "test_a_refused_cut_that_cannot_be_computed_for_want_of_room_still_has_its_text",
         ),
@@ -276,15 +276,15 @@ COMPANIONS = (
     Mutant(
         name="what-is-ahead-must-fit-into-what-is-asked-for",
         breaks="an abandoned stream leaves nothing that a shorter generation would notice",
-        file="python/kvpager/runtime/room.py",
-        old="max([self.sequence.length, *(claim.total_tokens for claim in self._claims)])",
-        new="max(claim.total_tokens for claim in self._claims)",
+        file="python/kvpager/text/reservations.py",
+        old="max([self.sequence.length, *(one.total_tokens for one in self._held)])",
+        new="max(one.total_tokens for one in self._held)",
         killers=(TRIM + "test_less_may_be_generated_than_an_abandoned_stream_has_ahead",),
     ),
     Mutant(
         name="a-text-cut-to-nothing-has-a-last-token",
         breaks="a stream whose text was cut to nothing says so, and ends alone",
-        file="python/kvpager/runtime/packing.py",
+        file="python/kvpager/scheduling/packing.py",
         old="        if last < 0:",
         new="        if last < -1:",
         killers=(
@@ -295,23 +295,23 @@ COMPANIONS = (
     Mutant(
         name="a-requests-text-cannot-be-generated-again",
         breaks="regenerate knows where a scheduled request began",
-        file="python/kvpager/runtime/request.py",
-        old="session.length if feed is None else self.prompt_tokens\n",
-        new="session.generation_start\n",
+        file="python/kvpager/requests/request.py",
+        old="transcript.length if feed is None else self.prompt_tokens\n",
+        new="transcript.generation_start\n",
         killers=(TRIM + "test_regenerate_after_a_scheduled_request_drops_what_that_produced",),
     ),
     Mutant(
         name="rows-out-of-reach-are-computed-again",
         breaks="provisional rows are given up where their window still is",
-        file="python/kvpager/runtime/cursor.py",
-        old="self.owe_from(boundary if within_reach else self._provisional)",
-        new="self.owe_from(boundary)",
+        file="python/kvpager/text/cursor.py",
+        old="self.forget_from(boundary if within_reach else self._provisional)",
+        new="self.forget_from(boundary)",
         killers=(REAL + "test_rows_to_be_computed_again_are_those_whose_window_is_there",),
     ),
     Mutant(
         name="a-cut-forgets-which-rows-are-provisional",
         breaks="nothing provisional is ever sealed, whatever was cut before",
-        file="python/kvpager/runtime/cursor.py",
+        file="python/kvpager/text/cursor.py",
         old="            if self._provisional is not None and position <= self._provisional:\n"
         "                self._provisional = None\n",
         new="            self._provisional = None\n",
@@ -320,7 +320,7 @@ COMPANIONS = (
     Mutant(
         name="a-cut-needs-a-block",
         breaks="a text can be cut anywhere, whatever room there is",
-        file="python/kvpager/runtime/primary.py",
+        file="python/kvpager/text/primary.py",
         old="            if boundary == position or 0 < boundary < earliest:\n"
         "                raise\n",
         new="            raise\n",

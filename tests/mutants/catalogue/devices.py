@@ -19,7 +19,7 @@ DEVICES = (
     Mutant(
         name="positions-stay-on-the-cpu",
         breaks="every tensor that meets the model is where the model is",
-        file="python/kvpager/runtime/runner.py",
+        file="python/kvpager/execution/runner.py",
         old="packed_inputs(self._on_device(tokens), self._on_device(positions)",
         new="packed_inputs(self._on_device(tokens), torch.from_numpy(positions)",
         killers=(MIXES,),
@@ -35,7 +35,7 @@ DEVICES = (
     Mutant(
         name="outputs-are-made-on-the-cpu",
         breaks="attention's output is where its queries are",
-        file="python/kvpager/forward.py",
+        file="python/kvpager/pager/forward.py",
         old="torch.empty(shape, dtype=q.dtype, device=q.device)",
         new="torch.empty(shape, dtype=q.dtype)",
         killers=(
@@ -46,7 +46,7 @@ DEVICES = (
     Mutant(
         name="attention-is-what-the-device-likes",
         breaks='attention="reference" is the CPU\'s order of operations on every device',
-        file="python/kvpager/pager.py",
+        file="python/kvpager/pager/pager.py",
         old="    options.attention = config.attention\n",
         new="",
         killers=(ENGINE + "test_the_reference_order_gives_the_cpus_bits_end_to_end",),
@@ -54,7 +54,7 @@ DEVICES = (
     Mutant(
         name="tensor-cores-have-the-cpus-name",
         breaks="equal fingerprints mean equal bits: the fingerprint says which attention it was",
-        file="python/kvpager/pager.py",
+        file="python/kvpager/pager/pager.py",
         old='    return version if name == "reference" else f"{name} {version}"\n',
         new="    return version\n",
         killers=(

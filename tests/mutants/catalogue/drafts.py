@@ -12,7 +12,7 @@ DRAFTS = (
     Mutant(
         name="the-draft-draws-other-numbers",
         breaks="guesses are sampled with the draws of the tokens they stand for",
-        file="python/kvpager/runtime/drafting.py",
+        file="python/kvpager/drafts/drafting.py",
         old="            sampling=ask.sampling,\n",
         new="            sampling=Sampling(**{**ask.sampling.to_json(), 'seed': 77}),\n",
         killers=(DRAFT + "test_drafted_text_has_the_tokens_and_the_bits_of_plain_decode",),
@@ -20,7 +20,7 @@ DRAFTS = (
     Mutant(
         name="the-draft-guesses-for-one-session-after-another",
         breaks="sessions of one forward share the draft's forwards",
-        file="python/kvpager/runtime/drafting.py",
+        file="python/kvpager/drafts/drafting.py",
         old="            return self._guess(asks)\n",
         new="            return [self._guess([ask])[0] for ask in asks]\n",
         killers=(DRAFT + "test_sessions_of_one_forward_share_the_drafts_forwards",),
@@ -28,7 +28,7 @@ DRAFTS = (
     Mutant(
         name="a-changed-text-is-not-noticed",
         breaks="what the draft holds is compared with the text before it guesses",
-        file="python/kvpager/runtime/draft.py",
+        file="python/kvpager/drafts/companion.py",
         old="            common = int(different[0]) if different.size else common\n"
         "            self._sound",
         new="            self._sound",
@@ -37,7 +37,7 @@ DRAFTS = (
     Mutant(
         name="who-lags-holds-everybody-up",
         breaks="catching up takes a bounded number of forwards between two of the target",
-        file="python/kvpager/runtime/drafting.py",
+        file="python/kvpager/drafts/drafting.py",
         old="if not lagging or catching_up == _CATCHING_UP:",
         new="if not lagging:",
         killers=(COMPANION + "test_a_long_text_is_caught_up_a_few_forwards_at_a_time",),
@@ -45,7 +45,7 @@ DRAFTS = (
     Mutant(
         name="one-that-fails-takes-the-others-along",
         breaks="a text that the draft cannot follow costs the others nothing",
-        file="python/kvpager/runtime/drafting.py",
+        file="python/kvpager/drafts/drafting.py",
         old="            if len(asks) > 1:\n",
         new="            if len(asks) < 0:\n",
         killers=(
@@ -55,7 +55,7 @@ DRAFTS = (
     Mutant(
         name="idle-companions-keep-their-room",
         breaks="companions that do not guess give their room to those that do",
-        file="python/kvpager/runtime/drafting.py",
+        file="python/kvpager/drafts/drafting.py",
         old="        if not idle:\n",
         new="        if idle or not idle:\n",
         killers=(COMPANION + "test_idle_companions_give_their_room_to_those_that_guess",),
@@ -63,15 +63,15 @@ DRAFTS = (
     Mutant(
         name="a-closed-companion-is-asked-for-room",
         breaks="what a session's end leaves behind stops nobody",
-        file="python/kvpager/runtime/draft.py",
-        old="        return self.session.closed or not self.session.committed\n",
-        new="        return not self.session.committed\n",
+        file="python/kvpager/drafts/companion.py",
+        old="        return self.transcript.closed or not self.transcript.committed\n",
+        new="        return not self.transcript.committed\n",
         killers=(COMPANION + "test_idle_companions_give_their_room_to_those_that_guess",),
     ),
     Mutant(
         name="sessions-wait-for-a-collector",
         breaks="a session nobody holds gives its chunks up, and the draft's, at once",
-        file="python/kvpager/runtime/packing.py",
+        file="python/kvpager/scheduling/packing.py",
         old="            batch.accept = None",
         new="            pass",
         killers=(DRAFT + "test_a_closed_session_gives_the_drafts_chunks_back",),
@@ -79,7 +79,7 @@ DRAFTS = (
     Mutant(
         name="guesses-cost-nothing",
         breaks="a dearer guess makes shorter proposals",
-        file="python/kvpager/runtime/proposal_length.py",
+        file="python/kvpager/speculation/proposal_length.py",
         old="(self._guess_cost if count > paid else 0.0)",
         new="0.0",
         killers=(LENGTH + "test_a_dearer_guess_makes_shorter_proposals",),
@@ -87,7 +87,7 @@ DRAFTS = (
     Mutant(
         name="guesses-are-saved-as-text",
         breaks="a companion in a snapshot holds the text and no guess",
-        file="python/kvpager/runtime/draft.py",
+        file="python/kvpager/drafts/companion.py",
         old="            length = min(upto, self.length)\n",
         new="            length = min(upto, self.session.committed)\n",
         killers=(SAVING + "test_guesses_beyond_the_text_are_not_saved",),
@@ -95,7 +95,7 @@ DRAFTS = (
     Mutant(
         name="any-companion-will-do",
         breaks="a companion of another save is left out of a restore",
-        file="python/kvpager/runtime/companions.py",
+        file="python/kvpager/snapshots/companions.py",
         old="    if found.logical_digest != digest:\n",
         new="    if found.logical_digest == '':\n",
         killers=(SAVING + "test_a_companion_of_another_save_is_computed_again",),
@@ -103,9 +103,9 @@ DRAFTS = (
     Mutant(
         name="damage-in-a-companion-is-kept-secret",
         breaks="a store shares no chunk that a restored companion found damaged",
-        file="python/kvpager/runtime/draft.py",
-        old="repairs = Repairs(RECOMPUTE, source, snapshot.reader, first)",
-        new="repairs = Repairs(RECOMPUTE, None, snapshot.reader, first)",
+        file="python/kvpager/drafts/companion.py",
+        old="damage = DamageHandling(RECOMPUTE, source, snapshot.reader, first)",
+        new="damage = DamageHandling(RECOMPUTE, None, snapshot.reader, first)",
         killers=(SAVING + "test_damage_in_a_companion_costs_the_companion_alone",),
     ),
     Mutant(

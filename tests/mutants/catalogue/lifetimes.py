@@ -55,7 +55,7 @@ LIFETIMES = (
     Mutant(
         name="a-text-that-ended-keeps-its-room",
         breaks="room held for a text is given back with its last token",
-        file="python/kvpager/runtime/decode.py",
+        file="python/kvpager/scheduling/decode.py",
         old="                if finish is not None:\n                    stream.leave()\n",
         new="",
         killers=(ROOM + "test_room_is_given_back_with_the_last_token_not_after_it",),
@@ -74,7 +74,7 @@ LIFETIMES = (
     Mutant(
         name="an-abandoned-text-keeps-its-room",
         breaks="room held for a text is given back when nobody holds its iterator any more",
-        file="python/kvpager/runtime/decode.py",
+        file="python/kvpager/scheduling/decode.py",
         old="        self._finalizer = weakref.finalize(self, _end, streams)\n",
         new="        self._finalizer = weakref.finalize(self._steps, _end, [])\n",
         killers=(ROOM + "test_an_abandoned_stream_holds_no_room[dropped-0]",),
@@ -82,15 +82,15 @@ LIFETIMES = (
     Mutant(
         name="the-room-of-one-stream-is-anothers",
         breaks="the end of one iterator gives back no room that another one holds",
-        file="python/kvpager/runtime/room.py",
-        old="                self.sequence.reserve(self._wanted())\n",
+        file="python/kvpager/text/reservations.py",
+        old="                self.sequence.reserve(self._most())\n",
         new="                self.sequence.reserve(self.sequence.length)\n",
         killers=(ROOM + "test_a_stream_that_replaces_another_keeps_its_own_room",),
     ),
     Mutant(
         name="a-failed-prefill-keeps-its-room",
         breaks="a prefill that fails holds no room",
-        file="python/kvpager/runtime/prefill.py",
+        file="python/kvpager/scheduling/prefill.py",
         old="                feed.leave()\n",
         new="                feed.done  # noqa: B018\n",
         killers=(ROOM + "test_a_prefill_that_fails_holds_nothing",),
@@ -98,7 +98,7 @@ LIFETIMES = (
     Mutant(
         name="a-finished-request-keeps-its-room",
         breaks="a request that ends holds no room",
-        file="python/kvpager/runtime/request.py",
+        file="python/kvpager/requests/request.py",
         old="                holder.leave()\n",
         new="                holder.session.length  # noqa: B018\n",
         killers=(ROOM + "test_requests_that_end_early_hold_nothing",),
@@ -106,7 +106,7 @@ LIFETIMES = (
     Mutant(
         name="only-known-errors-are-a-requests-own",
         breaks="whatever fails with a request ends it alone, and nothing loops",
-        file="python/kvpager/runtime/scheduler.py",
+        file="python/kvpager/requests/scheduler.py",
         old="        except Exception as error:  # whatever it is, it belongs to one of these\n",
         new="        except InvalidArgumentError as error:\n",
         killers=(
@@ -117,7 +117,7 @@ LIFETIMES = (
     Mutant(
         name="a-callback-takes-the-batch-with-it",
         breaks="a callback that raises ends its own request",
-        file="python/kvpager/runtime/scheduler.py",
+        file="python/kvpager/requests/scheduler.py",
         old="            except Exception as error:  # of its sampling, or of its owner\n",
         new="            except CapacityError as error:\n",
         killers=(FAILING + "test_a_callback_that_raises_ends_its_request",),
@@ -125,7 +125,7 @@ LIFETIMES = (
     Mutant(
         name="learned-positions-have-no-end",
         breaks="a text beyond learned positions is refused, whatever the options say",
-        file="python/kvpager/runtime/positions.py",
+        file="python/kvpager/hf/positions.py",
         old="        self._beyond = beyond and not self.learned\n",
         new="        self._beyond = beyond\n",
         killers=(FAILING + "test_learned_positions_have_an_end[True]",),
@@ -133,7 +133,7 @@ LIFETIMES = (
     Mutant(
         name="a-draft-goes-beyond-its-positions",
         breaks="drafting stops where the draft model's positions end",
-        file="python/kvpager/runtime/drafting.py",
+        file="python/kvpager/drafts/drafting.py",
         old="        within = most is None or len(ask.text) + ask.most - 1 <= most\n",
         new="        within = True\n",
         killers=(FAILING + "test_a_draft_stops_where_its_positions_end",),
@@ -141,7 +141,7 @@ LIFETIMES = (
     Mutant(
         name="closing-does-not-wait-for-a-forward",
         breaks="close waits for the forward of another thread",
-        file="python/kvpager/runtime/engine.py",
+        file="python/kvpager/execution/core.py",
         old="            self.turns.end()\n",
         new="            self.turns._ended = True\n",
         killers=(
@@ -151,23 +151,23 @@ LIFETIMES = (
     Mutant(
         name="closing-inside-a-forward-hangs-or-half-closes",
         breaks="close inside a forward is refused and changes nothing",
-        file="python/kvpager/runtime/engine.py",
-        old="            if engine.turns.held_here:\n",
-        new="            if engine is None:\n",
+        file="python/kvpager/execution/core.py",
+        old="        if self.turns.held_here:\n",
+        new="        if self.turns is None:\n",
         killers=(CLOSING + "test_closing_inside_a_forward_is_refused_and_changes_nothing",),
     ),
     Mutant(
         name="requests-outlive-their-engine",
         breaks="requests of a closed engine end as closed",
-        file="python/kvpager/runtime/engine.py",
-        old='                    ending.callback(scheduler.end, "closed")\n',
-        new="                    ending.callback(scheduler._queues.locked)\n",
+        file="python/kvpager/engine.py",
+        old='[partial(scheduler.end, "closed") for scheduler in list(self._schedulers)]',
+        new="[]",
         killers=(CLOSING + "test_requests_of_a_closed_engine_end_as_closed",),
     ),
     Mutant(
         name="a-closed-scheduler-takes-requests",
         breaks="nothing is submitted to a closed scheduler",
-        file="python/kvpager/runtime/scheduler.py",
+        file="python/kvpager/requests/scheduler.py",
         old="            if self._ending is not None:\n                raise",
         new="            if self._queues is None:\n                raise",
         killers=(CLOSING + "test_nothing_is_submitted_to_a_closed_scheduler",),
@@ -175,7 +175,7 @@ LIFETIMES = (
     Mutant(
         name="runs-of-one-prompt-draw-alike",
         breaks="without a seed every request draws afresh",
-        file="python/kvpager/runtime/scheduler.py",
+        file="python/kvpager/requests/scheduler.py",
         old="            seed = fresh_seed() if seed is None else seed\n",
         new="            seed = 0 if seed is None else seed\n",
         killers=(SEEDS + "test_sampled_runs_of_one_prompt_differ_and_each_can_be_repeated",),
@@ -183,7 +183,7 @@ LIFETIMES = (
     Mutant(
         name="new-sessions-share-a-seed",
         breaks="sessions draw differently from each other unless given a seed",
-        file="python/kvpager/runtime/session.py",
+        file="python/kvpager/text/transcript.py",
         old="        self.sampling = sampling or Sampling(seed=fresh_seed())\n",
         new="        self.sampling = sampling or Sampling()\n",
         killers=(SEEDS + "test_sessions_draw_differently_and_record_their_seed",),
@@ -191,7 +191,7 @@ LIFETIMES = (
     Mutant(
         name="forks-draw-alike",
         breaks="forks draw differently from each other unless given a seed",
-        file="python/kvpager/runtime/session.py",
+        file="python/kvpager/session.py",
         old="        twin.sampling = replace(self.sampling, seed=fresh_seed())\n",
         new="",
         killers=(SEEDS + "test_forks_draw_differently_unless_given_a_seed",),
@@ -199,7 +199,7 @@ LIFETIMES = (
     Mutant(
         name="a-text-regenerated-draws-the-same",
         breaks="each generation draws afresh, in a way that its session's seed decides",
-        file="python/kvpager/runtime/session.py",
+        file="python/kvpager/text/transcript.py",
         old="        return own if self.pending is not None or sampling.temperature == 0 else "
         "seed_after(own)\n",
         new="        return own\n",
@@ -208,7 +208,7 @@ LIFETIMES = (
     Mutant(
         name="an-interrupted-text-goes-on-with-other-draws",
         breaks="a text that was left in the middle goes on with its own draws, restored or not",
-        file="python/kvpager/runtime/session.py",
+        file="python/kvpager/text/transcript.py",
         old="        return own if self.pending is not None or sampling.temperature == 0 else "
         "seed_after(own)\n",
         new="        return own if sampling.temperature == 0 else seed_after(own)\n",

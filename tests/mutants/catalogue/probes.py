@@ -37,9 +37,9 @@ PROBES = (
     Mutant(
         name="counts-of-mixtures-are-not-checked-at-start",
         breaks="a mixture's counts are used where a short text has the bits of M in them",
-        file="python/kvpager/runtime/settling.py",
-        old="    if not _to_be_checked(engine):\n",
-        new="    if engine is not None:\n",
+        file="python/kvpager/opening/row_counts.py",
+        old="    if not _to_be_checked(core):\n",
+        new="    if core is not None:\n",
         killers=(
             MIXTURES + "test_a_count_that_a_short_text_finds_other_bits_in_is_dropped_and_named",
         ),
@@ -47,8 +47,8 @@ PROBES = (
     Mutant(
         name="a-difference-at-start-is-ignored",
         breaks="a count that a short text finds other bits in is not used",
-        file="python/kvpager/runtime/settling.py",
-        old='    engine.settle("fixed")\n',
+        file="python/kvpager/opening/row_counts.py",
+        old='    find_out(core, "fixed")\n',
         new="",
         killers=(
             MIXTURES + "test_a_count_that_a_short_text_finds_other_bits_in_is_dropped_and_named",
@@ -57,7 +57,7 @@ PROBES = (
     Mutant(
         name="only-the-head-is-checked-at-start",
         breaks="a mixture's forwards are checked in the counts below M, not its head alone",
-        file="python/kvpager/runtime/count_trial.py",
+        file="python/kvpager/opening/count_trial.py",
         old="        rows = counts.smaller or (counts.rows,)\n",
         new="        rows = (counts.rows,)\n",
         killers=(
@@ -67,7 +67,7 @@ PROBES = (
     Mutant(
         name="keys-and-values-are-not-compared-at-start",
         breaks="the short check compares raw bits of K/V",
-        file="python/kvpager/runtime/count_trial.py",
+        file="python/kvpager/opening/count_trial.py",
         old="            return self._difference_of_kv(texts) or other_logits\n",
         new="            return other_logits\n",
         killers=(MIXTURES + "test_keys_and_values_are_compared_as_raw_bits",),
@@ -75,15 +75,15 @@ PROBES = (
     Mutant(
         name="m-alone-is-taken-without-a-check",
         breaks="a mixture that differs in forwards of M too is refused",
-        file="python/kvpager/runtime/settling.py",
-        old="    _require_one_way(engine, watch)\n",
+        file="python/kvpager/opening/row_counts.py",
+        old="    _require_one_way(core, watch)\n",
         new="",
         killers=(MIXTURES + "test_a_model_whose_rows_depend_on_their_place_in_m_is_refused",),
     ),
     Mutant(
         name="a-count-that-was-asked-for-is-dropped-silently",
         breaks="a count of small_rows that gives other bits is refused by name",
-        file="python/kvpager/runtime/settling.py",
+        file="python/kvpager/opening/row_counts.py",
         old="    if not isinstance(config.small_rows, str):\n",
         new="    if config.small_rows is None:\n",
         killers=(MIXTURES + "test_a_count_that_was_asked_for_is_refused_by_name",),
@@ -211,7 +211,7 @@ PROBES = (
     Mutant(
         name="threads-may-change-under-an-engine",
         breaks="an engine refuses to go on with another number of threads",
-        file="python/kvpager/runtime/unchanged.py",
+        file="python/kvpager/execution/unchanged.py",
         old='        if threads != self._threads and self._device.type == "cpu":\n',
         new="        if threads < 1:\n",
         killers=(
@@ -306,7 +306,7 @@ PROBES = (
     Mutant(
         name="repairs-share-rounded-down",
         breaks="a repair's share of tokens is rounded up",
-        file="python/kvpager/runtime/segments/policies.py",
+        file="python/kvpager/segments/policies.py",
         old="math.ceil(",
         new="math.floor(",
         killers=(

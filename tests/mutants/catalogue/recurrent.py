@@ -21,9 +21,9 @@ RECURRENT = (
     Mutant(
         name="a-tail-is-extended",
         breaks="what is sealed was computed by one forward of a whole chunk",
-        file="python/kvpager/runtime/aligned.py",
-        old="    if engine.rows > 1 and session.committed % size:",
-        new="    if engine.rows < 1 and session.committed % size:",
+        file="python/kvpager/scheduling/aligned.py",
+        old="    if core.rows > 1 and transcript.committed % size:",
+        new="    if core.rows < 1 and transcript.committed % size:",
         killers=(
             SESSIONS + "test_a_prompt_fed_in_pieces_is_a_cold_runs[qwen3_next]",
             SESSIONS + "test_what_generation_seals_and_what_follows_it_is_a_cold_runs[qwen3_next]",
@@ -32,7 +32,7 @@ RECURRENT = (
     Mutant(
         name="states-are-shared-by-texts-that-are-not-exact",
         breaks="10: what is not exact is never found by hash",
-        file="python/kvpager/runtime/recurrent.py",
+        file="python/kvpager/recurrent/cursor.py",
         old='namespace=b"" if exact else uuid.uuid4().bytes',
         new='namespace=b""',
         killers=(
@@ -51,7 +51,7 @@ RECURRENT = (
     Mutant(
         name="the-last-hidden-states-are-of-the-first-row",
         breaks="logits of a text that is known to its end are those a forward gave",
-        file="python/kvpager/runtime/runner.py",
+        file="python/kvpager/execution/runner.py",
         old="batch.before.position + rows, hidden[-1])",
         new="batch.before.position + rows, hidden[0])",
         killers=(SESSIONS + "test_a_prompt_that_is_known_to_its_end_needs_no_forward",),
@@ -59,7 +59,7 @@ RECURRENT = (
     Mutant(
         name="the-end-of-a-prompt-is-no-checkpoint",
         breaks="a prompt that was computed to its end needs no forward again",
-        file="python/kvpager/runtime/aligned.py",
+        file="python/kvpager/scheduling/aligned.py",
         old="    if ends:\n        states.keep_base()\n",
         new="",
         killers=(SESSIONS + "test_a_prompt_that_is_known_to_its_end_needs_no_forward",),
@@ -112,7 +112,7 @@ RECURRENT = (
     Mutant(
         name="checkpoints-are-kept-twice-as-rarely",
         breaks="a cut costs no more tokens than lie between checkpoints",
-        file="python/kvpager/runtime/checkpoints.py",
+        file="python/kvpager/recurrent/checkpoints.py",
         old="position % (self._every * self._size) == 0",
         new="position % (2 * self._every * self._size) == 0",
         killers=(
@@ -123,7 +123,7 @@ RECURRENT = (
     Mutant(
         name="the-largest-gap-is-made",
         breaks="the checkpoint whose loss costs least goes first",
-        file="python/kvpager/runtime/checkpoints.py",
+        file="python/kvpager/recurrent/checkpoints.py",
         old="key=lambda key: (gap(key), held[key].used)",
         new="key=lambda key: (-gap(key), held[key].used)",
         killers=(
@@ -134,7 +134,7 @@ RECURRENT = (
     Mutant(
         name="a-text-in-use-loses-its-newest-checkpoint",
         breaks="the newest checkpoint of a text in use never goes",
-        file="python/kvpager/runtime/checkpoints.py",
+        file="python/kvpager/recurrent/checkpoints.py",
         old="self._held.keys() - others - {key}))",
         new="self._held.keys() - {key}))",
         killers=(CHECKPOINTS + "test_the_newest_of_a_text_in_use_never_goes",),
@@ -142,7 +142,7 @@ RECURRENT = (
     Mutant(
         name="a-checkpoint-that-goes-leaves-a-hole",
         breaks="gaps are measured along the text, whatever went before",
-        file="python/kvpager/runtime/checkpoints.py",
+        file="python/kvpager/recurrent/checkpoints.py",
         old="                checkpoint.before = dropped.before\n",
         new="                checkpoint.before = None\n",
         killers=(CHECKPOINTS + "test_what_went_before_counts_in_a_gap",),
@@ -150,7 +150,7 @@ RECURRENT = (
     Mutant(
         name="states-of-another-fingerprint-are-taken",
         breaks="states of another model or salt are refused",
-        file="python/kvpager/runtime/recurrent.py",
+        file="python/kvpager/recurrent/cursor.py",
         old='            on_mismatch="approximate" if self._namespace else "refuse",\n',
         new='            on_mismatch="approximate",\n',
         killers=(SNAPSHOTS + "test_states_of_another_release_are_refused",),
@@ -158,7 +158,7 @@ RECURRENT = (
     Mutant(
         name="states-of-any-worth-are-taken",
         breaks="10: an exact text goes on from exact states alone",
-        file="python/kvpager/runtime/recurrent.py",
+        file="python/kvpager/recurrent/cursor.py",
         old="        if not self._namespace and set(",
         new="        if self._namespace and set(",
         killers=(SNAPSHOTS + "test_states_that_are_not_exact_are_refused_for_a_text_that_is",),
@@ -166,7 +166,7 @@ RECURRENT = (
     Mutant(
         name="states-are-found-by-the-savers-hashes",
         breaks="states saved under another release are found by the text they are of",
-        file="python/kvpager/runtime/saved_states.py",
+        file="python/kvpager/recurrent/saved_states.py",
         old="            names[key]: (chunk, position)",
         new="            key: (chunk, position)",
         killers=(SNAPSHOTS + "test_what_is_restored_as_approximate_shares_no_state",),
@@ -174,7 +174,7 @@ RECURRENT = (
     Mutant(
         name="states-after-the-saved-text-are-saved",
         breaks="a save of a text's beginning has nothing of the rest",
-        file="python/kvpager/runtime/recurrent.py",
+        file="python/kvpager/recurrent/cursor.py",
         old="        hashes = self._hashes(min(upto, self._sequence.length))",
         new="        hashes = self._hashes(self._sequence.length)",
         killers=(SNAPSHOTS + "test_a_save_of_a_beginning_has_the_states_of_that_beginning",),

@@ -9,7 +9,7 @@ RUNTIME = (
     Mutant(
         name="experts-are-gathered-for-as-many-rows-as-any",
         breaks="by default an engine's forwards have the rows that a plan of its model gives them",
-        file="python/kvpager/runtime/opening.py",
+        file="python/kvpager/opening/choices.py",
         old="    return config.row_choices(device, partial(suits_experts, shape_of(model)))\n",
         new="    return config.row_choices(device)\n",
         killers=(
@@ -20,12 +20,12 @@ RUNTIME = (
     Mutant(
         name="a-restore-is-silently-prefilled-again",
         breaks="13: a restore that cannot be consumed raises at the first prefill",
-        file="python/kvpager/runtime/prefill.py",
-        old="        check_extends(feed.session, feed.ids)\n",
+        file="python/kvpager/scheduling/prefill.py",
+        old="        check_extends(feed.transcript, feed.ids)\n",
         new="        try:\n"
-        "            check_extends(feed.session, feed.ids)\n"
+        "            check_extends(feed.transcript, feed.ids)\n"
         "        except RestoreNotConsumedError:\n"
-        "            feed.session.hold(engine.pager.sequence(salt=engine.namespace))\n",
+        "            feed.transcript.replace_sequence(core.pager.sequence(salt=core.namespace))\n",
         killers=(
             SESSIONS + "test_a_restore_that_the_prompt_cannot_use_is_refused_not_computed_again",
             "model/test_defects_snapshots.py::"
@@ -35,23 +35,23 @@ RUNTIME = (
     Mutant(
         name="the-pending-token-is-not-saved",
         breaks="a restored session goes on where the saved one stood",
-        file="python/kvpager/runtime/session.py",
-        old='            "pending": self.pending if upto == self.length else None,\n',
-        new='            "pending": None,\n',
+        file="python/kvpager/snapshots/freezing.py",
+        old='        "pending": transcript.pending if upto == length else None,\n',
+        new='        "pending": None,\n',
         killers=(SESSIONS + "test_a_restored_session_goes_on_with_the_same_bits",),
     ),
     Mutant(
         name="the-sampler-is-not-saved",
         breaks="a restored session draws what the saved one would have drawn",
-        file="python/kvpager/runtime/session.py",
-        old='            "sampling": self.sampling.to_json(),\n',
-        new='            "sampling": {},\n',
+        file="python/kvpager/snapshots/freezing.py",
+        old='        "sampling": transcript.sampling.to_json(),\n',
+        new='        "sampling": {},\n',
         killers=(SESSIONS + "test_a_restored_session_goes_on_with_the_same_bits",),
     ),
     Mutant(
         name="guesses-are-believed",
         breaks="speculation gives the tokens of plain decoding: sampling confirms each guess",
-        file="python/kvpager/runtime/packing.py",
+        file="python/kvpager/scheduling/packing.py",
         old="            if token != share.guess[accepted]:\n                break\n",
         new="            if token < 0:\n                break\n",
         killers=(DEFECTS + "test_speculated_text_is_the_text_of_plain_decoding",),
@@ -59,7 +59,7 @@ RUNTIME = (
     Mutant(
         name="guesses-are-drawn-at-the-position-before",
         breaks="a guess is confirmed by the draw of its own position",
-        file="python/kvpager/runtime/packing.py",
+        file="python/kvpager/scheduling/packing.py",
         old="token = sampling.choose(logits[accepted], first + accepted)",
         new="token = sampling.choose(logits[accepted], first + accepted - 1)",
         killers=(DEFECTS + "test_speculated_text_is_the_text_of_plain_decoding",),
@@ -67,7 +67,7 @@ RUNTIME = (
     Mutant(
         name="rejected-guesses-stay",
         breaks="14: rows of rejected guesses are as if they had never been",
-        file="python/kvpager/runtime/runner.py",
+        file="python/kvpager/execution/runner.py",
         old="                forward.commit(accepted, provenance=batch.provenance)\n",
         new="                forward.commit(None, provenance=batch.provenance)\n",
         killers=(DEFECTS + "test_speculated_text_is_the_text_of_plain_decoding",),
@@ -75,23 +75,23 @@ RUNTIME = (
     Mutant(
         name="what-is-ahead-survives-a-change",
         breaks="a speculating session may be forked, saved or changed anywhere, as in plain decode",
-        file="python/kvpager/runtime/cursor.py",
-        old="            self.sequence.trim(self.committed)\n            self._ahead = None\n",
-        new="            self._ahead = None\n",
+        file="python/kvpager/text/cursor.py",
+        old="            self.sequence.trim(self.committed)\n            self._accepted = None\n",
+        new="            self._accepted = None\n",
         killers=(DEFECTS + "test_a_speculating_stream_may_be_left_anywhere",),
     ),
     Mutant(
         name="other-sampling-takes-what-is-ahead",
         breaks="tokens accepted under one sampling are not handed out under another",
-        file="python/kvpager/runtime/cursor.py",
-        old="position == ahead.start and sampling == ahead.sampling:\n",
-        new="position == ahead.start:\n",
+        file="python/kvpager/text/cursor.py",
+        old="position == accepted.start and sampling == accepted.sampling:\n",
+        new="position == accepted.start:\n",
         killers=(DEFECTS + "test_a_speculating_stream_may_be_left_anywhere",),
     ),
     Mutant(
         name="provisional-rows-are-sealed",
         breaks='with exact="reuse" a chunk is sealed from rows of exact forwards alone',
-        file="python/kvpager/runtime/cursor.py",
+        file="python/kvpager/text/cursor.py",
         old="        if self._provisional is None:\n            return\n",
         new="        return\n",
         killers=(DEFECTS + "test_text_decoded_row_by_row_is_sealed_with_the_bits_of_a_cold_run",),
@@ -99,7 +99,7 @@ RUNTIME = (
     Mutant(
         name="a-prefix-is-taken-by-its-hash",
         breaks="what a hash finds in a store is taken only if its token ids are the prompt's",
-        file="python/kvpager/runtime/prefix.py",
+        file="python/kvpager/scheduling/stored_prefix.py",
         old="    if not np.array_equal(tokens, ids[: len(tokens)]):",
         new="    if not len(tokens):",
         killers=("model/test_store_prefix.py::test_other_tokens_under_a_known_hash_are_not_taken",),
@@ -117,16 +117,15 @@ RUNTIME = (
     Mutant(
         name="a-fork-forgets-what-is-pending",
         breaks="a fork goes on with the token its parent sampled last",
-        file="python/kvpager/runtime/cursor.py",
-        old="        twin._pending, twin._logits, twin._owed = self._pending, self._logits, "
-        "self._owed\n",
-        new="        twin._logits, twin._owed = self._logits, self._owed\n",
+        file="python/kvpager/text/cursor.py",
+        old="        twin._pending, twin._logits = self._pending, self._logits\n",
+        new="        twin._logits = self._logits\n",
         killers=(SESSIONS + "test_a_fork_continues_alike_and_apart",),
     ),
     Mutant(
         name="layers-share-an-output",
         breaks="what a forward gave at one layer is not written over at the next",
-        file="python/kvpager/forward.py",
+        file="python/kvpager/pager/forward.py",
         old="                else np.empty(shape, dtype=q.dtype)\n",
         new='                else vars(self).setdefault("_out", np.empty(shape, dtype=q.dtype))\n',
         killers=(
@@ -137,8 +136,8 @@ RUNTIME = (
     Mutant(
         name="logits-outlive-their-tokens",
         breaks="logits are those after the session's last token, also after a trim",
-        file="python/kvpager/runtime/cursor.py",
-        old="        if self._logits is not None and self._logits[0] == self.told:\n"
+        file="python/kvpager/text/cursor.py",
+        old="        if self._logits is not None and self._logits[0] == self.next_position:\n"
         "            return self._logits[1]\n",
         new="        if self._logits is not None:\n            return self._logits[1]\n",
         killers=(SESSIONS + "test_logits_are_not_taken_for_those_of_other_tokens_after_a_failure",),
@@ -146,7 +145,7 @@ RUNTIME = (
     Mutant(
         name="logprobs-in-another-precision",
         breaks="generation tells the log-probability that scoring gives",
-        file="python/kvpager/runtime/stream.py",
+        file="python/kvpager/scheduling/stream.py",
         old="return GeneratedToken(token, float(np.float32(log_probability(logits, token))))",
         new="return GeneratedToken(token, float(logits.float().log_softmax(-1)[token]))",
         killers=(DEFECTS + "test_a_fresh_process_scores_token_ids_to_the_bits_generation_told",),

@@ -2,7 +2,7 @@
 
 from mutants.mutant import Mutant
 
-FILE = "python/kvpager/runtime/sampling.py"
+FILE = "python/kvpager/sampling.py"
 GENERATION = "model/test_generation.py::"
 
 SAMPLING = (

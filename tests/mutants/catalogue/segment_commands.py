@@ -85,7 +85,7 @@ SEGMENT_COMMANDS = (
         breaks="segment ls and rm need no torch",
         file=CLI + "segment_store.py",
         old="from kvpager.stores import DirectoryStore, StoreEntry\n",
-        new="from kvpager.runtime import Session  # noqa\n"
+        new="from kvpager import Session  # noqa\n"
         "from kvpager.stores import DirectoryStore, StoreEntry\n",
         killers=(TESTS + "test_ls_and_rm_need_no_torch",),
     ),
@@ -118,7 +118,7 @@ SEGMENT_COMMANDS = (
     Mutant(
         name="only-the-first-of-several-policies",
         breaks="policies joined by + recompute what any of them chooses",
-        file="python/kvpager/runtime/segments/policy_text.py",
+        file="python/kvpager/segments/policy_text.py",
         old="return policies[0] if len(policies) == 1 else Combined(*policies)",
         new="return policies[0] if policies else Combined(*policies)",
         killers=(TESTS + "test_every_policy_has_a_text",),

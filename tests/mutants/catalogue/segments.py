@@ -4,7 +4,7 @@ from mutants.mutant import Mutant
 
 SEGMENTS = "model/test_segments.py::"
 DEFECTS = "model/test_defects_stitching.py::"
-ROOM = "python/kvpager/runtime/segments/"
+ROOM = "python/kvpager/segments/"
 
 SEGMENT_MUTANTS = (
     Mutant(

@@ -13,7 +13,8 @@ from kvpager.errors import CorruptSnapshotError, PagerError, StorageError
 from kvpager.fingerprint_rules import RULES
 from kvpager.paths import usable_path
 from kvpager.section_json import parse_section
-from kvpager.stores.companions import CompanionSnapshot, companion_name, named_companions
+from kvpager.stores.companion import CompanionSnapshot
+from kvpager.stores.companions import companion_name, named_companions
 from kvpager.stores.names import SNAPSHOT_SUFFIX
 
 # As the reader says it of a manifest: its pack cannot be opened.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpager.runtime.tokens import TokenIds
+from kvpager.tokens import TokenIds
 from kvpager.verify.check import Check
 from kvpager.verify.recording import record
 
 if TYPE_CHECKING:
     import torch
 
-    from kvpager.runtime import Engine
+    from kvpager.engine import Engine
     from kvpager.verify.subject import Subject
 
 

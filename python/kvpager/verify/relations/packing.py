@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpager.runtime.tokens import TokenIds
+from kvpager.tokens import TokenIds
 from kvpager.verify.check import Check, NotRunError
 from kvpager.verify.disturb import DisturbedRunner, disturbed
 from kvpager.verify.recording import record

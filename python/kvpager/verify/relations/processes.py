@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpager import _core
 from kvpager.config_json import config_to_json
-from kvpager.runtime.agreement import Agreement
+from kvpager.scheduling.agreement import Agreement
 from kvpager.verify.check import Check, DoesNotApplyError
 from kvpager.verify.recording import Recording
 

@@ -12,8 +12,8 @@ from kvpager.verify.recording import record
 if TYPE_CHECKING:
     import torch
 
-    from kvpager.runtime import Session
-    from kvpager.runtime.tokens import TokenIds
+    from kvpager.session import Session
+    from kvpager.tokens import TokenIds
     from kvpager.verify.recording import Recording
     from kvpager.verify.subject import Subject
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpager.runtime.tokens import TokenIds
+from kvpager.tokens import TokenIds
 from kvpager.verify.check import Check, NotRunError
 from kvpager.verify.listen import listening
 from kvpager.verify.recording import record

@@ -19,7 +19,7 @@ from kvpager.verify.check import Check, DoesNotApplyError, NotRunError
 from kvpager.verify.stock import StockRun, stock_run
 
 if TYPE_CHECKING:
-    from kvpager.runtime.tokens import TokenIds
+    from kvpager.tokens import TokenIds
     from kvpager.verify.recording import Recording
     from kvpager.verify.subject import Subject
 
@@ -35,7 +35,7 @@ def equal_to_transformers(subject: Subject, check: Check) -> None:
         raise DoesNotApplyError("rows attend to chosen chunks alone, and in transformers to all")
     ids = _prompt(subject, check)
     cold = subject.cold(ids)
-    recurrent = subject.engine().recurrence is not None
+    recurrent = subject.engine().core.recurrence is not None
     stock = stock_run(subject.model, ids, cached=not recurrent)
     rounding = _rounding(subject)
     moved = [

@@ -1,0 +1,1 @@
+"""A draft model, which guesses for all texts of an engine."""

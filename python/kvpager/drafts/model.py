@@ -1,0 +1,93 @@
+"""A draft model, and how it is paged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kvpager.config import known_options
+from kvpager.drafts.drafting import Drafting
+from kvpager.errors import InvalidArgumentError
+from kvpager.execution.core import EngineCore
+from kvpager.hf.recurrent import is_recurrent
+from kvpager.opening.choices import configuration
+from kvpager.opening.identity import open_core
+
+# What a draft takes over from the engine it guesses for, unless it is told otherwise.
+_INHERITED = ("pool_tokens", "chunk_tokens", "rows", "selection", "host_bytes", "rewind_tokens")
+
+
+class DraftModel:
+    """A small model that guesses how texts go on, and how it is paged.
+
+    Example:
+        >>> draft = DraftModel(small_model, pool_tokens=4096, host_bytes="2GiB")
+        >>> engine = Engine(model, pool_tokens=4096, draft=draft)
+        >>> session.generate(256, speculate="draft")
+    """
+
+    def __init__(self, model: Any, *, guess_cost: float | None = None, **options: Any) -> None:
+        """Checks the options; the model when an engine takes it.
+
+        Args:
+            model: a transformers causal LM with the target's vocabulary, in eval mode.
+            guess_cost: time of one of its forwards beside one of the target's, 0 or more; decides
+                how much is guessed. None: as its parameters are to the target's.
+            **options: of PagerConfig, for a pager of its own. What is not given of pool_tokens,
+                chunk_tokens, rows, selection, host_bytes and rewind_tokens is the target's; `exact`
+                is False, because guesses need no bits.
+
+        Raises:
+            InvalidArgumentError: an option is unknown, or guess_cost out of range.
+        """
+        if guess_cost is not None:
+            number = isinstance(guess_cost, (int, float)) and not isinstance(guess_cost, bool)
+            if not number or not 0 <= guess_cost < math.inf:
+                raise InvalidArgumentError(
+                    f"DraftModel.guess_cost is {guess_cost!r}; expected a number, 0 or more, or "
+                    "None"
+                )
+        self.model = model
+        self.guess_cost = guess_cost
+        self.options = known_options(options)
+
+
+def open_draft(draft: DraftModel | Any, target: EngineCore) -> Drafting:
+    """An engine for a draft model, or for a bare model as one.
+
+    Raises:
+        InvalidArgumentError: another vocabulary than the target's, an option out of range, or a
+            target whose rows depend on their company, which nothing can speculate for.
+        UnsupportedModelError, CapacityError, DeviceError: as for any engine.
+    """
+    if not isinstance(draft, DraftModel):
+        draft = DraftModel(draft)
+    if target.config.exact != "all":
+        raise InvalidArgumentError(
+            f"draft is given, but PagerConfig.exact is {target.config.exact!r}, under which a "
+            'token\'s bits depend on how many rows its forward has; use exact="all", or draft=None'
+        )
+    inherited = {name: getattr(target.config, name) for name in _INHERITED}
+    inherited["rows"] = None if is_recurrent(draft.model) else target.rows
+    options = {"exact": False, **inherited, **draft.options}
+    core = open_core(draft.model, configuration(None, options), salt=target.salt)
+    if core.vocab_size != target.vocab_size:
+        found = core.vocab_size
+        core.close()
+        raise InvalidArgumentError(
+            f"draft: its vocabulary has {found} token ids, and the model's has "
+            f"{target.vocab_size}; expected a draft of the same tokenizer and embedding size"
+        )
+    cost = draft.guess_cost
+    if cost is None:
+        cost = _weights(draft.model) / max(1, _weights(target.model))
+    return Drafting(core, target.transcripts.trims, float(cost))
+
+
+def _weights(model: Any) -> int:
+    """Parameters that a forward reads: all but an input embedding that is no output head too."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    return int(total if tied else total - embedding.numel())

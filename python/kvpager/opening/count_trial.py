@@ -1,0 +1,192 @@
+"""A short text in each of an engine's row counts, from the ids to logits, over a small pager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from kvpager.config import frontier_blocks
+from kvpager.execution.batch import Batch
+from kvpager.execution.core import EngineCore
+from kvpager.execution.runner import Runner
+from kvpager.execution.unchanged import Unchanged
+from kvpager.hf import HEAD_ROWS, Dropped, RowCounts, same_bits
+from kvpager.hf.watch import ModelWatch
+from kvpager.pager import Pager, Sequence
+
+_MORE = 8  # tokens after a whole chunk
+_LEAST_DECODED = 8
+_SEED = 7
+
+# What a forward has rows of: the number of a text, and which of its tokens.
+_Piece: TypeAlias = tuple[int, range]
+
+
+class CountTrial:
+    """A made-up text of a chunk and a bit, computed M rows at a time, then otherwise.
+
+    A context manager. The second text is the beginning of the first, under another salt, so that
+    nothing is shared. The runner and the pager are the trial's own, and go with it.
+    """
+
+    def __init__(self, core: EngineCore, watch: ModelWatch) -> None:
+        """`core` has found its row counts and layout. `watch`: has seen a forward."""
+        self._core = core
+        self._unchanged = Unchanged(core.model, watch)
+        length = core.layout.chunk_tokens + _MORE
+        length = min(length, core.positions.limit or length)
+        random = np.random.default_rng(_SEED)
+        self._ids = random.integers(0, core.vocab_size, length).astype(np.int32)
+        self._salts = 0
+        self._logits = torch.empty(0, device="cpu")
+        self._kv: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pager = self._small_pager()
+
+    def differing(self) -> list[Dropped]:
+        """The engine's counts below M, or of the head, that give the text other bits than M."""
+        self._compute_alone()
+        found = [self._judged(rows, head, first) for rows, head, first in self._ways()]
+        return [one for one in found if one is not None]
+
+    def difference_of_all_rows(self) -> str | None:
+        """What differs where all forwards have M rows, and tokens come in other pieces."""
+        self._compute_alone()
+        return self._difference(self._core.rows, HEAD_ROWS, first=True)
+
+    def __enter__(self) -> CountTrial:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pager.close()
+
+    def _small_pager(self) -> Pager:
+        core, size = self._core, self._core.layout.chunk_tokens
+        blocks = frontier_blocks(size, core.rows) + 1 + 2 * -(-len(self._ids) // size)
+        config = core.config.replace(
+            pool_tokens=blocks * size,
+            rows=core.rows,
+            host_bytes=4 * blocks * core.layout.chunk_bytes,
+            disk_bytes=0,
+            disk_path=None,
+        )
+        return core.new_pager(config, {"trial": "of row counts"})
+
+    def _ways(self) -> Iterator[tuple[int, int, bool]]:
+        """Row counts to try, each with one of the head; the first token by token."""
+        counts = self._core.row_counts
+        rows = counts.smaller or (counts.rows,)
+        heads = [head for head in counts.head if head != HEAD_ROWS] or [HEAD_ROWS]
+        for at in range(max(len(rows), len(heads))):
+            first = at == 0 and bool(counts.smaller)
+            yield rows[min(at, len(rows) - 1)], heads[min(at, len(heads) - 1)], first
+
+    def _judged(self, rows: int, head: int, first: bool) -> Dropped | None:
+        what = self._difference(rows, head, first)
+        if what is None:
+            return None
+        if head != HEAD_ROWS and what.startswith("logits"):  # of the rows, or of the head?
+            without = self._difference(rows, HEAD_ROWS, first)
+            if without is None:
+                return Dropped(head, f"the short check at start: {what}, in the head")
+        return Dropped(rows, f"the short check at start: {what}")
+
+    def _difference(self, rows: int, head: int, first: bool) -> str | None:
+        length = len(self._ids)
+        most = self._core.rows
+        plans = [_decoded(length, rows, most)] if first else []
+        if not first or rows == most:
+            plans.append(_packed(length, rows))
+        return next(filter(None, (self._compared(rows, head, plan) for plan in plans)), None)
+
+    def _compute_alone(self) -> None:
+        rows = self._core.rows
+        with self._new_texts() as texts:
+            plan = ([(0, piece)] for piece in _pieces(0, len(self._ids), rows))
+            forwards = self._run(rows, HEAD_ROWS, plan, texts)
+            self._logits = torch.cat([logits for _, logits in forwards])
+            self._kv = self._read(texts[0], len(self._ids))
+
+    def _compared(self, rows: int, head: int, plan: Iterable[list[_Piece]]) -> str | None:
+        """What differs if forwards have so many rows of these pieces, the head so many of them."""
+        other_logits = None
+        with self._new_texts() as texts:
+            for pieces, logits in self._run(rows, head, plan, texts):
+                positions = [position for _, piece in pieces for position in piece]
+                for position, ours in zip(positions, logits):
+                    if not other_logits and not same_bits(ours, self._logits[position]):
+                        other_logits = f"logits after position {position}"
+            return self._difference_of_kv(texts) or other_logits
+
+    def _difference_of_kv(self, texts: _Texts) -> str | None:
+        for sequence in texts:
+            length = sequence.length
+            for layer, pair in enumerate(self._read(sequence, length)):
+                for name, ours, theirs in zip(("keys", "values"), pair, self._kv[layer]):
+                    if not same_bits(ours, theirs[:length]):
+                        rows = zip(ours, theirs)
+                        at = next(i for i, (a, b) in enumerate(rows) if not same_bits(a, b))
+                        return f"{name} of layer {layer} at position {at}"
+        return None
+
+    def _run(
+        self, rows: int, head: int, plan: Iterable[list[_Piece]], texts: _Texts
+    ) -> Iterator[tuple[list[_Piece], torch.Tensor]]:
+        """Runs forwards of just so many rows; yields what each had, and logits of all of it."""
+        most = self._core.rows
+        counts = RowCounts(most, (rows,) if rows < most else (), (head,))
+        runner = Runner(self._core.model, self._pager, counts, self._unchanged)
+        for pieces in plan:
+            batch = Batch(most)
+            for text, piece in pieces:
+                batch.commit(texts[text], piece.start, self._ids[piece.start : piece.stop])
+            batch.wanted.extend(range(batch.used))
+            yield pieces, runner.run(batch)
+
+    def _read(self, sequence: Sequence, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [sequence.read_kv(layer, 0, length) for layer in range(self._core.layout.layers)]
+
+    def _new_texts(self) -> _Texts:
+        self._salts += 2
+        return _Texts(self._pager.sequence(salt=f"{self._salts + i}") for i in range(2))
+
+
+class _Texts(tuple["Sequence", ...]):
+    """Sequences that are closed together. A context manager."""
+
+    def __enter__(self) -> _Texts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sequence in self:
+            sequence.close()
+
+
+def _pieces(start: int, stop: int, size: int) -> Iterator[range]:
+    for first in range(start, stop, size):
+        yield range(first, min(first + size, stop))
+
+
+def _decoded(length: int, rows: int, most: int) -> Iterator[list[_Piece]]:
+    """The text in pieces of all rows, and its last tokens one by one: about M rows in all."""
+    last = min(length // 2, max(_LEAST_DECODED, most // rows))
+    for piece in (*_pieces(0, length - last, rows), *_pieces(length - last, length, 1)):
+        yield [(0, piece)]
+
+
+def _packed(length: int, rows: int) -> Iterator[list[_Piece]]:
+    """Both texts in common forwards, the second, which ends halfway, in the first rows."""
+    done = other = 0
+    while done < length:
+        second = range(other, min(other + rows // 2, length // 2))
+        first = range(done, min(done + rows - len(second), length))
+        yield [(1, second), (0, first)] if second else [(0, first)]
+        done, other = first.stop, second.stop

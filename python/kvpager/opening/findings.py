@@ -1,0 +1,39 @@
+"""What an engine finds out about its model by running it: row counts, layout, attention."""
+
+from __future__ import annotations
+
+from kvpager.execution.core import EngineCore, Numerics
+from kvpager.hf import layout_of, settle_rows
+from kvpager.hf.aligned import settle_states
+from kvpager.hf.behaviour import behaviour_seen
+from kvpager.hf.own_attention import require_own_attention
+from kvpager.hf.recurrent import is_recurrent
+from kvpager.opening.choices import attention, common_window, sized
+
+
+def find_out(core: EngineCore, small_rows: str | tuple[int, ...]) -> None:
+    """Finds row counts, layout and what follows. `small_rows`: as in `PagerConfig`.
+
+    Raises UnsupportedModelError.
+    """
+    exact = core.config.exact is not False
+    core.recurrence = core.row_proof = None
+    recurrent = is_recurrent(core.model)
+    require_own_attention(core.model, core.config.chunk_tokens, packed=not recurrent)
+    if recurrent:
+        seen, core.row_counts, core.recurrence = settle_states(core.model, core.row_choices[0])
+    else:
+        seen, core.row_counts, core.row_proof = settle_rows(
+            core.model, core.row_choices, small_rows=small_rows, exact=exact
+        )
+    core.layout = layout_of(
+        core.model,
+        seen,
+        chunk_tokens=core.config.chunk_tokens,
+        kv_dtype=core.config.kv_dtype,
+        recurrent=core.recurrence is not None,
+    )
+    core.config, core.plan = sized(core.config, core.model, core.layout, core.rows, core.place)
+    q_heads, kernel_version = attention(seen, core.layout, core.config, core.place)
+    behaviour = "" if core.recurrence is None else behaviour_seen(core.model, seen)
+    core.numerics = Numerics(q_heads, kernel_version, common_window(seen), behaviour)

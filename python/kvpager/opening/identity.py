@@ -1,0 +1,89 @@
+"""Which model an engine has: found out, hashed, and given a name by its fingerprint."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpager import fingerprint as fingerprints
+from kvpager.config import PagerConfig
+from kvpager.errors import InvalidArgumentError
+from kvpager.execution.core import EngineCore
+from kvpager.hf import attach, check_supported
+from kvpager.hf.behaviour import behaviour_digest
+from kvpager.hf.recurrent import is_recurrent
+from kvpager.hf.watch import ModelWatch
+from kvpager.opening.choices import row_choices, vocab_size
+from kvpager.opening.row_counts import find_row_counts
+from kvpager.pager.device import resolve
+from kvpager.progress import Progress, reporting_bytes
+from kvpager.salts import stretched
+from kvpager.stores import SnapshotStore
+
+
+def open_core(
+    model: object,
+    config: PagerConfig,
+    *,
+    salt: str = "",
+    store: SnapshotStore | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> EngineCore:
+    """A model with a pager and a runner. Arguments and errors are those of `kvpager.Engine`."""
+    exact = config.exact is not False
+    model = check_supported(model, exact=exact, one_at_a_time=config.exact != "all")
+    place = resolve(config.device, model.device)
+    choices = row_choices(config, model, exact=exact)
+    if not isinstance(salt, str):
+        raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise InvalidArgumentError(f"threads is {threads!r}; expected an integer, 1 or more")
+    core = EngineCore(
+        model,
+        config,
+        place,
+        salt=salt,
+        namespace=stretched(salt),
+        store=store,
+        threads=threads,
+        vocab_size=vocab_size(model),
+        row_choices=choices,
+    )
+    attach(model)
+    threads_before = torch.get_num_threads()
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        identify(core, progress)
+        core.open_pager()
+    except BaseException:
+        if threads is not None:
+            torch.set_num_threads(threads_before)
+        raise
+    return core
+
+
+def identify(core: EngineCore, progress: Progress, *, proven: bool = False) -> None:
+    """Finds out what the model is and names it: row counts, layout, fingerprint.
+
+    proven: what was found out about row counts and the layout still holds.
+    """
+    watch = ModelWatch(core.model)
+    recurrent = is_recurrent(core.model)
+    if recurrent or not proven:
+        find_row_counts(core, watch)
+    with reporting_bytes(progress, "hash weights") as report:
+        core.fingerprint = fingerprints.describe(
+            core.model,
+            core.config,
+            core.layout,
+            row_counts=core.row_counts,
+            kernel_version=core.numerics.kernel_version,
+            salt=core.salt,
+            aligned=recurrent,
+            behaviour=core.numerics.behaviour or behaviour_digest(core.model, core.row_counts),
+            progress=report,
+        )
+    watch.learn()
+    watch.check(thorough=True)
+    core.watch = watch

@@ -1,0 +1,70 @@
+"""An engine goes on with its model as it is now, without what it computed before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.execution.core import EngineCore
+from kvpager.hf import check_supported
+from kvpager.opening.choices import vocab_size
+from kvpager.opening.identity import identify
+from kvpager.progress import Progress
+from kvpager.text.transcript import Transcript
+
+# What is known of a model.
+_KNOWN = (
+    "watch",
+    "numerics",
+    "fingerprint",
+    "layout",
+    "plan",
+    "config",
+    "recurrence",
+    "row_counts",
+    "row_proof",
+    "vocab_size",
+)
+
+
+def identify_again(core: EngineCore, progress: Progress) -> None:
+    """Makes a core know its model as it is; where that fails, as it was."""
+    before = {name: getattr(core, name) for name in _KNOWN}
+    try:
+        exact = core.config.exact
+        check_supported(core.model, exact=exact is not False, one_at_a_time=exact != "all")
+        core.vocab_size = vocab_size(core.model)
+        _check_draft(core)
+        identify(core, progress, proven=before["watch"].same_places())
+    except BaseException:
+        for name, value in before.items():
+            setattr(core, name, value)
+        raise
+
+
+def begin_anew(core: EngineCore) -> None:
+    """Opens a new pager, over which all transcripts go on with nothing but their text."""
+    transcripts = [transcript for transcript in core.transcripts if not transcript.closed]
+    texts = [_text(transcript) for transcript in transcripts]
+    for transcript in transcripts:
+        transcript.sequence.close()
+    core.checkpoints.clear()
+    core.open_pager()
+    for transcript, (text, pending) in zip(transcripts, texts):
+        transcript.restart(core.pager.sequence(salt=transcript.sequence.salt), text, pending)
+
+
+def _check_draft(core: EngineCore) -> None:
+    draft = None if core.drafter is None else core.drafter.core
+    if draft is not None and draft.vocab_size != core.vocab_size:
+        raise InvalidArgumentError(
+            f"weights_changed: the model has {core.vocab_size} token ids now, and its draft "
+            f"{draft.vocab_size}; open an engine with a draft of the same vocabulary"
+        )
+
+
+def _text(transcript: Transcript) -> tuple[Any, int | None]:
+    """A text without its pending token, and that."""
+    transcript.drop_accepted()
+    tokens, pending = transcript.tokens, transcript.pending
+    return (tokens if pending is None else tokens[:-1]), pending

@@ -1,0 +1,101 @@
+"""What an engine finds out about its model, checked from end to end where experts are chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvpager.errors import NonFiniteError, UnsupportedModelError
+from kvpager.execution.core import EngineCore
+from kvpager.hf import HEAD_ROWS, Dropped
+from kvpager.hf.support import has_experts
+from kvpager.hf.watch import ModelWatch
+from kvpager.opening.count_trial import CountTrial
+from kvpager.opening.findings import find_out
+
+_log = logging.getLogger(__name__)
+
+
+def find_row_counts(core: EngineCore, watch: ModelWatch) -> None:
+    """Finds row counts and all that follows; without those that fail a check.
+
+    The proof of row counts tries the parts of a model. A mixture of experts has most between them,
+    and its rows go different ways: so a short text is computed in each count as well, and compared
+    bit by bit. Where one differs the proof has missed something, and M alone is used.
+
+    Args:
+        core: that knows its model and its configuration.
+        watch: of the model.
+
+    Raises:
+        UnsupportedModelError: as `settle_rows`; or a count that was asked for gives other bits, or
+            M alone does.
+    """
+    config = core.config
+    find_out(core, config.small_rows)
+    if not _to_be_checked(core):
+        return
+    proof = core.row_proof
+    assert proof is not None
+    watch.learn()
+    found = _differing(core, watch)
+    if not found:
+        return
+    if not isinstance(config.small_rows, str):
+        raise _refused(core, config.small_rows, found[0])
+    _log.warning(
+        "%s: a short text has other bits in row counts that were proven: %s; forwards have M alone",
+        type(core.model).__name__,
+        "; ".join(f"{one.rows} rows, {one.where}" for one in found),
+    )
+    core.config = config  # its pool may follow from M
+    find_out(core, "fixed")
+    _require_one_way(core, watch)
+    assert core.row_proof is not None
+    core.row_proof = replace(core.row_proof, dropped=(*proof.dropped, *found))
+
+
+def _to_be_checked(core: EngineCore) -> bool:
+    counts = core.row_counts
+    return (
+        core.row_proof is not None
+        and (counts.smaller, counts.head) != ((), (HEAD_ROWS,))
+        and has_experts(core.model)
+    )
+
+
+def _differing(core: EngineCore, watch: ModelWatch) -> Sequence[Dropped]:
+    with CountTrial(core, watch) as trial:
+        try:
+            return trial.differing()
+        except NonFiniteError as error:  # nothing to compare, so nothing to rely on
+            where = f"the short check at start, which could not be made: {error}"
+            counts = core.row_counts
+            others = sorted({*counts.smaller, *counts.head} - {HEAD_ROWS})
+            return [Dropped(count, where) for count in others]
+
+
+def _require_one_way(core: EngineCore, watch: ModelWatch) -> None:
+    with CountTrial(core, watch) as trial:
+        try:
+            what = trial.difference_of_all_rows()
+        except NonFiniteError:  # a text that comes to this is refused by itself
+            return
+    if what is not None:
+        raise UnsupportedModelError(
+            f"{type(core.model).__name__}: {what} of a short text depend on which tokens share a "
+            f"forward, also where all forwards have {core.rows} rows, so no saved K/V could be "
+            "trusted; use another architecture or dtype, or exact=False"
+        )
+
+
+def _refused(
+    core: EngineCore, small_rows: tuple[int, ...], found: Dropped
+) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"PagerConfig.small_rows is {small_rows}, but {found.rows} rows give "
+        f"{type(core.model).__name__} other bits than {core.rows} ({found.where}), which no "
+        'trial of its parts has shown; set small_rows to "fixed", or to "proven", which then '
+        "leaves all counts below M out"
+    )

@@ -1,0 +1,106 @@
+"""Snapshots as they are opened: metadata first, payload when somebody needs it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvpager import _core
+from kvpager.errors import InvalidArgumentError
+from kvpager.pager.layout import Layout
+from kvpager.paths import usable_path
+from kvpager.released import ReleasedText
+from kvpager.section_json import parse_section
+
+SALT_FIELD = "salt_digest"  # in a snapshot's session section
+_PACK = "pack"  # likewise: the file keeps chunks of a directory store, of no one conversation
+
+
+@dataclass(frozen=True)
+class SnapshotInfo:
+    """An opened snapshot: metadata is read and verified, payload waits until somebody needs it.
+
+    Attributes:
+        path: the file, or what the reader calls itself.
+        fingerprint: what it was saved under.
+        session: what the runtime keeps beside the K/V.
+        layout: shape of its chunks.
+        scorer: what made its summaries.
+        tokens: int32 ids of all committed positions, also of those whose chunks were let go.
+        released: the beginning of the text that the file has no chunks of; None: it has all.
+    """
+
+    path: str
+    fingerprint: dict[str, Any]
+    session: dict[str, Any]
+    layout: Layout
+    scorer: str
+    tokens: np.ndarray[Any, Any]
+    reader: _core.SnapshotReader
+    released: ReleasedText | None = None
+
+    @classmethod
+    def of(cls, reader: _core.SnapshotReader) -> SnapshotInfo:
+        """What an opened reader says: of a file, of a store's manifest, or of gathered chunks.
+
+        Raises:
+            CorruptSnapshotError: fingerprint or session are no JSON objects, or the session says
+                of released tokens what no writer does.
+        """
+        native = reader.layout
+        session = parse_section(reader.session, reader.path, "session")
+        released = ReleasedText.of_session(session, reader.path, native.chunk_tokens)
+        tokens = reader.tokens
+        if released is not None:
+            tokens = np.concatenate([released.tokens, tokens])
+        return cls(
+            path=reader.path,
+            fingerprint=parse_section(reader.fingerprint, reader.path, "fingerprint"),
+            session=session,
+            layout=Layout(
+                layers=native.layers,
+                kv_heads=native.kv_heads,
+                k_dim=native.k_dim,
+                v_dim=native.v_dim,
+                chunk_tokens=native.chunk_tokens,
+                k_dtype=native.k_dtype,
+                v_dtype=native.v_dtype,
+            ),
+            scorer=reader.scorer,
+            tokens=tokens,
+            reader=reader,
+            released=released,
+        )
+
+    @property
+    def released_tokens(self) -> np.ndarray[Any, Any]:
+        """int32 ids of the first positions, whose chunks were let go before the save."""
+        return np.zeros(0, dtype=np.int32) if self.released is None else self.released.tokens
+
+    @property
+    def logical_digest(self) -> str:
+        """Hex digest of tokens, payload, summaries and provenance; computed when asked for."""
+        return self.reader.logical_digest
+
+    @property
+    def is_pack(self) -> bool:
+        """Whether the file keeps chunks for a directory store, and is no snapshot of its own."""
+        return self.session.get(_PACK) is True
+
+    def require_restorable(self) -> None:
+        """Raises InvalidArgumentError if it is a pack, whose chunks belong to no one sequence."""
+        if self.is_pack:
+            raise InvalidArgumentError(
+                f"{self.path} is a pack of a store; restore the snapshot by its name"
+            )
+
+
+def open_snapshot(path: str | os.PathLike[str]) -> SnapshotInfo:
+    """Opens a snapshot without a pager: metadata only. See `Pager.open_snapshot`.
+
+    A manifest of a directory store opens as well, and its packs with it.
+    """
+    return SnapshotInfo.of(_core.SnapshotReader.open(usable_path(path, "path")))

@@ -1,0 +1,237 @@
+"""One prompt on its way through a scheduler."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+
+from kvpager.execution.core import EngineCore
+from kvpager.requests.completion import Completion
+from kvpager.scheduling.feed import Feed
+from kvpager.scheduling.stream import GeneratedToken, Generation, Stream
+from kvpager.session import Session
+from kvpager.speculation.speculation import SpeculationStats
+from kvpager.tokens import TokenIds
+
+Token: TypeAlias = int | GeneratedToken
+OnToken: TypeAlias = "Callable[[Request, Token], object]"
+
+
+class Request:
+    """Made by `Scheduler.submit`. `cancel` may be called from any thread, the rest by the owner's.
+
+        waiting --admitted--> prefilling --the prompt's last row--> decoding --> finished
+           ^                      |                                    |
+           +------- the pool has no room for it any more --------------+
+
+    One that had to wait again computes its tokens again, and goes on with the same bits.
+
+    Attributes:
+        index: number of the submission, from 0.
+        prompt_tokens: tokens of the prompt.
+        seed: of its draws.
+        completion: what became of it; None until it is finished.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: TokenIds | Session,
+        generation: Generation,
+        seed: int,
+        *,
+        keep_session: bool,
+        on_token: OnToken | None,
+        cancelled: deque[Request],
+    ) -> None:
+        """`cancelled`: takes the request when `cancel` is called."""
+        self.index = index
+        self.completion: Completion | None = None
+        self._prompt = prompt
+        self._generation = generation
+        self.seed = seed
+        self._keep = keep_session
+        self._on_token = on_token
+        self._logprobs: list[float] = []
+        self._submitted = time.perf_counter()
+        self._first_token: float | None = None
+        self._cancelled = False
+        self._cancellations = cancelled
+        self._done = 0  # tokens computed, once it is finished
+        self._session: Session | None = None
+        self._feed: Feed | None = None
+        self._fed: Feed | None = None  # the same when it is done: it holds the room
+        self._stream: Stream | None = None
+        if isinstance(prompt, np.ndarray):
+            self.prompt_tokens = len(prompt)
+            self._to_compute = len(prompt)
+        else:
+            self.prompt_tokens = prompt.length
+            self._to_compute = 0
+
+    @property
+    def state(self) -> str:
+        """One of "waiting", "prefilling", "decoding", "finished"."""
+        if self.completion is not None:
+            return "finished"
+        if self._session is None:
+            return "waiting"
+        return "decoding" if self._feed is None else "prefilling"
+
+    @property
+    def tokens(self) -> TokenIds:
+        """What it has produced so far, [n] int32."""
+        if self.completion is not None:
+            return self.completion.tokens
+        return np.array([] if self._stream is None else self._stream.produced, dtype=np.int32)
+
+    def cancel(self) -> None:
+        """Ends it before another token is told; the scheduler's next step finishes it."""
+        self._cancelled = True
+        self._cancellations.append(self)
+
+    # For the scheduler.
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled
+
+    @property
+    def feed(self) -> Feed:
+        """REQUIRES: state is prefilling."""
+        assert self._feed is not None
+        return self._feed
+
+    @property
+    def stream(self) -> Stream:
+        """REQUIRES: state is prefilling or decoding."""
+        assert self._stream is not None
+        return self._stream
+
+    @property
+    def given_session(self) -> Session | None:
+        """The session it goes on with, where the prompt is one."""
+        return None if isinstance(self._prompt, np.ndarray) else self._prompt
+
+    @property
+    def planned(self) -> int:
+        """Tokens to compute, if it produces as many as it may."""
+        return self._to_compute + self._generation.max_new_tokens
+
+    @property
+    def done(self) -> int:
+        """Of them, those that were."""
+        if self.completion is not None:
+            return self._done
+        if self._session is None:
+            return 0
+        if self._feed is not None:
+            return 0 if self._session.closed else min(self._feed.done, self._to_compute)
+        return self._to_compute + len(self.stream.produced)
+
+    def admit(self, core: EngineCore, make_session: Callable[[], Session]) -> None:
+        """Begins, or begins again after `suspend`: holds room for all it may produce.
+
+        Raises:
+            CapacityError: there is no room; nothing was changed.
+        """
+        session = self.given_session or make_session()
+        transcript = session.transcript
+        try:
+            stream = self._stream or self._generation.stream(transcript, self.seed)
+            feed = None
+            if isinstance(self._prompt, np.ndarray):
+                feed = Feed(transcript, np.append(self._prompt, self.tokens))
+                feed.admit(core, len(feed.ids) + stream.remaining)
+            else:
+                stream.transcript = transcript
+                stream.reserve()
+        except BaseException:
+            if session is not self.given_session:
+                session.close()
+            raise
+        stream.transcript = transcript
+        transcript.generation_start = transcript.length if feed is None else self.prompt_tokens
+        self._stream, self._feed, self._session = stream, feed, session
+
+    def suspend(self) -> bool:
+        """Gives up its chunks, to be computed again; False for a session that was given."""
+        if self._session is None or self.given_session is not None:
+            return False
+        self._session.close()
+        self._leave()
+        self._session = self._feed = None
+        return True
+
+    def fed(self) -> None:
+        """The prompt is in the session: tokens follow."""
+        self.feed.transcript.mark_used()
+        self._fed, self._feed = self._feed, None
+
+    def sample(self) -> Token:
+        """Produces the next token, and remembers it. REQUIRES: the session is ready."""
+        token = self.stream.sample()
+        if isinstance(token, GeneratedToken):
+            self._logprobs.append(token.logprob)
+        if self._first_token is None:
+            self._first_token = time.perf_counter()
+        return token
+
+    def emit(self, token: Token) -> None:
+        """Hands a token to whoever wants it as it comes."""
+        if self._on_token is not None:
+            self._on_token(self, token)
+
+    def finish(self, reason: str, error: Exception | None = None) -> None:
+        """Ends it: a session made for it is closed unless it is to be kept."""
+        self._done = self.done
+        session = self._session
+        unwanted = self.given_session is None and (error is not None or not self._keep)
+        if session is not None and unwanted:
+            session.close()
+        self._leave()
+        kept = session if session is not None and not session.closed else self.given_session
+        speculation = self._stream.speculation if self._stream is not None else None
+        now = time.perf_counter()
+        self.completion = Completion(
+            index=self.index,
+            prompt_tokens=self.prompt_tokens,
+            tokens=self.tokens,
+            logprobs=(
+                np.array(self._logprobs, dtype=np.float32) if self._generation.logprobs else None
+            ),
+            finish=reason,
+            seed=self.seed,
+            error=error,
+            session=kept,
+            speculation=SpeculationStats() if speculation is None else speculation.stats,
+            first_token_s=(
+                None if self._first_token is None else self._first_token - self._submitted
+            ),
+            total_s=now - self._submitted,
+        )
+        # A session holds logits, and requests may be many.
+        self._session = self._feed = self._fed = self._stream = None
+
+    def _leave(self) -> None:
+        """Gives back the room that was held for it."""
+        for holder in (self._feed, self._fed, self._stream):
+            if holder is not None:
+                holder.leave()
+
+    def discard(self) -> None:
+        """Closes the session that was made for it, kept or not."""
+        session = self._session if self.completion is None else self.completion.session
+        if session is not None and session is not self.given_session:
+            session.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.index}, {self.state}, {self.prompt_tokens} prompt tokens, "
+            f"{len(self.tokens)} produced)"
+        )

@@ -1,0 +1,422 @@
+"""Many requests through common forwards: admission, turns, cancellation, and one's error alone."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kvpager import _core
+from kvpager.errors import (
+    CapacityError,
+    InvalidArgumentError,
+    ModelChangedError,
+)
+from kvpager.execution.core import EngineCore
+from kvpager.requests.request import OnToken, Request, Token
+from kvpager.sampling import fresh_seed
+from kvpager.scheduling.feed import runnable
+from kvpager.scheduling.packing import advance
+from kvpager.scheduling.stream import Generation
+from kvpager.session import Session, require_own
+from kvpager.tokens import TokenIds, TokenIdsLike, as_token_ids
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from kvpager.scheduling.options import GenerationOptions
+
+
+class Scheduler:
+    """Runs requests together, a forward at a time; made by `Engine.scheduler`.
+
+    Every forward holds a row of each decoding request (in turns, if there are more than rows), then
+    rows of prompts, shared fairly, then speculation. What is packed with a request changes no bit
+    of it. Requests are admitted in the order of their submission, while the tiers below the pool
+    can hold all that they may produce, and the pool their unsealed chunks; one whose tokens do not
+    fit even alone ends with CapacityError.
+
+    `submit`, `close` and `Request.cancel` may be called from any thread, `step` by one at a time.
+    What fails with a request in a forward and goes well without it is that request's fault,
+    whatever it is: it alone ends, with finish "error". What fails alone with every one of them ends
+    every one.
+
+    Example:
+        >>> with engine.scheduler() as scheduler:
+        ...     request = scheduler.submit(ids, 100)
+        ...     while not scheduler.idle:
+        ...         for request, token in scheduler.step():
+        ...             print(request.index, token)
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        make_session: Callable[[], Session],
+        max_sessions: int | None = None,
+    ) -> None:
+        """`max_sessions`: most requests that run at once; by default one per row of a forward."""
+        if max_sessions is not None and (type(max_sessions) is not int or max_sessions < 1):
+            raise InvalidArgumentError(
+                f"max_sessions is {max_sessions!r}; expected an integer, 1 or more, or None"
+            )
+        self._core = core
+        self._make_session = make_session
+        self._limit = min(core.rows if max_sessions is None else max_sessions, _open_chunks(core))
+        self._waiting: deque[Request] = deque()
+        self._prefilling: list[Request] = []
+        self._decoding: deque[Request] = deque()
+        self._unfinished: dict[int, Request] = {}  # by index
+        self._submitted = 0
+        self._full = False  # one had to give its chunks up: nobody is admitted until one ends
+        self._past = 0  # tokens that finished requests computed
+        self._planned = 0  # tokens that the others may take
+        self._cancelled: deque[Request] = deque()
+        self._blocked: list[tuple[Request, CapacityError]] = []  # of this step
+        self._ending: str | None = None  # why nothing is taken any more
+        self._stepping = _core.Place()
+        self._queues = threading.Lock()  # others submit while one steps
+
+    def submit(
+        self,
+        prompt: TokenIdsLike | Session,
+        max_new_tokens: int,
+        *,
+        seed: int | None = None,
+        logprobs: bool = False,
+        keep_session: bool = False,
+        on_token: OnToken | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Request:
+        """Queues a prompt; nothing is computed before `step`.
+
+        Args:
+            prompt: token ids, [n] or [1, n], or a session that is to go on.
+            max_new_tokens: as for `Session.generate`.
+            seed: likewise; by default a fresh one for token ids. `Request.seed` says which.
+            logprobs: likewise.
+            keep_session: leave the session that is made for the prompt open, for the completion.
+            on_token: called with (request, token) as each token is produced; it may cancel.
+            **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
+
+        Raises:
+            InvalidArgumentError: an argument cannot be, or the session is in another request.
+        """
+        generation = Generation.checked(self._core, max_new_tokens, options, logprobs=logprobs)
+        return self.queue(prompt, generation, seed, keep_session=keep_session, on_token=on_token)
+
+    def queue(
+        self,
+        prompt: TokenIdsLike | Session,
+        generation: Generation,
+        seed: int | None,
+        *,
+        keep_session: bool,
+        on_token: OnToken | None,
+        name: str = "prompt",
+    ) -> Request:
+        """`submit`, with arguments that were checked already; `name` is the prompt's in errors."""
+        core = self._core
+        checked: TokenIds | Session
+        if isinstance(prompt, Session):
+            require_own(core, prompt)
+            if not prompt.length:
+                raise InvalidArgumentError(
+                    f"{name}: the session is empty; give token ids, or call prefill(ids) first"
+                )
+            seed = prompt.transcript.seed_for(generation.sampling) if seed is None else seed
+            checked = prompt
+        else:
+            core.check_open()
+            seed = fresh_seed() if seed is None else seed
+            checked = as_token_ids(prompt, core.vocab_size, name)
+        generation.sampling_with(seed)  # refuses a seed that cannot be
+        if on_token is not None and not callable(on_token):
+            raise InvalidArgumentError(
+                f"on_token is {on_token!r}; expected a callable (request, token)"
+            )
+        core.positions.check(
+            (checked.length if isinstance(checked, Session) else len(checked))
+            + generation.max_new_tokens,
+            f"{name} with max_new_tokens",
+        )
+        with self._queues:
+            if self._ending is not None:
+                raise InvalidArgumentError(
+                    "the scheduler is closed; make another with engine.scheduler()"
+                )
+            if isinstance(checked, Session) and any(
+                request.given_session is checked for request in self._unfinished.values()
+            ):
+                raise InvalidArgumentError(
+                    f"{name}: the session is in another request of this scheduler; give a fork"
+                )
+            request = Request(
+                self._submitted,
+                checked,
+                generation,
+                seed,
+                keep_session=keep_session,
+                on_token=on_token,
+                cancelled=self._cancelled,
+            )
+            self._submitted += 1
+            self._planned += request.planned
+            self._unfinished[request.index] = request
+            self._waiting.append(request)
+        return request
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request is finished."""
+        return not (self._waiting or self._prefilling or self._decoding)
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """Tokens done and tokens in all, prompts included, of everything submitted so far."""
+        try:
+            running = sum(request.done for request in (*self._prefilling, *self._decoding))
+        except InvalidArgumentError:  # sessions that are being closed right now
+            if not self._is_over():
+                raise
+            running = 0
+        return self._past + running, self._past + self._planned
+
+    def step(self) -> list[tuple[Request, Token]]:
+        """One forward and what goes with it; returns the tokens it brought, in order.
+
+        With speculation a request may have several. What is one request's fault ends that request,
+        with finish "error"; so is an Exception of the model, a proposer or `on_token`. Requests
+        that end have a `completion` when this returns.
+
+        Raises:
+            InvalidArgumentError: the scheduler or the engine is closed, something that bits depend
+                on was changed (torch's threads, for example), or another step runs. Stepping again
+                goes on.
+        """
+        self._core.check_open()
+        if self._ending is not None:
+            raise InvalidArgumentError(
+                "the scheduler is closed; make another with engine.scheduler()"
+            )
+        return self.step_if_open()
+
+    def step_if_open(self) -> list[tuple[Request, Token]]:
+        """`step`, which brings nothing where somebody has closed the scheduler or its engine."""
+        try:
+            with _core.Claim(self._stepping) as alone:
+                if not alone:
+                    raise InvalidArgumentError("step: another step of this scheduler is running")
+                try:
+                    return [] if self._is_over() else self._step()
+                except InvalidArgumentError:  # sessions that are being closed right now
+                    if self._is_over():
+                        return []
+                    raise
+        finally:
+            self._end_if_idle()
+
+    def _step(self) -> list[tuple[Request, Token]]:
+        self._core.runner.unchanged.check_settings()
+        self._finish_ended()
+        self._admit()
+        turn = list(islice(self._decoding, self._core.rows))
+        self._decoding.rotate(-len(turn))
+        size = self._core.layout.chunk_tokens
+        chosen = runnable((request.feed for request in self._prefilling), size)
+        prompts = [request for request in self._prefilling if request.feed in chosen]
+        self._blocked.clear()
+        if (turn or prompts) and not self._forward(turn, prompts):
+            self._make_room()
+        if self._is_over():
+            return []
+        for request in [request for request in self._prefilling if not request.feed.left]:
+            self._prefilling.remove(request)
+            request.fed()
+            self._decoding.append(request)
+            turn.append(request)
+        return [(request, token) for request in turn for token in self._emit(request)]
+
+    def close(self) -> None:
+        """Cancels what is not finished; sessions that were made for it are closed.
+
+        Nothing can be submitted any more. Where a step runs, its requests end when it returns.
+        """
+        self.end("cancelled")
+
+    def end(self, reason: str) -> None:
+        """`close`, with another finish than "cancelled"."""
+        if self._core.made_in.forked:
+            return
+        with self._queues:
+            self._ending = self._ending or reason
+        self._end_if_idle()
+
+    def _is_over(self) -> bool:
+        """Whether the scheduler or its engine was closed, perhaps by another thread, just now."""
+        if self._ending is None and self._core.turns.ended:
+            with self._queues:
+                self._ending = self._ending or "closed"
+        return self._ending is not None
+
+    def _end_if_idle(self) -> None:
+        """Ends what is not finished, unless a step runs, which does it when it returns."""
+        if self._ending is None:
+            return
+        with _core.Claim(self._stepping) as alone:
+            for request in list(self._unfinished.values()) if alone else ():
+                self._finish(request, self._ending)
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _finish_ended(self) -> None:
+        """Ends what was cancelled, or was told its last token when something interrupted."""
+        while self._cancelled:
+            self._finish(self._cancelled.popleft(), "cancelled")
+        for request in list(self._decoding):
+            if request.stream.finish is not None:
+                self._finish(request, request.stream.finish)
+
+    def _admit(self) -> None:
+        """First come, first served: nobody overtakes one that waits for room."""
+        while self._waiting:
+            running = len(self._prefilling) + len(self._decoding)
+            if running and (self._full or running >= self._limit):
+                return
+            request = self._waiting[0]
+            try:
+                request.admit(self._core, self._make_session)
+            except CapacityError as error:
+                if running:
+                    return
+                self._finish(request, "error", error)
+            except ModelChangedError:
+                raise
+            except Exception as error:  # whatever it is, it is this request's
+                if self._is_over():
+                    return
+                self._finish(request, "error", error)
+            else:
+                self._waiting.popleft()
+                if request.state == "prefilling":
+                    request.feed.served = min(
+                        (other.feed.served for other in self._prefilling), default=0
+                    )
+                    self._prefilling.append(request)
+                else:
+                    self._decoding.append(request)
+
+    def _forward(
+        self, decoding: list[Request], prompts: list[Request], room: int | None = None
+    ) -> bool:
+        """Advances these: together, or apart where they cannot. False if nothing came of it."""
+        try:
+            advance(
+                self._core,
+                [request.stream for request in decoding],
+                [request.feed for request in prompts],
+                room=room,
+            )
+        except CapacityError as error:
+            if len(decoding) + len(prompts) > 1:
+                return self._split(decoding, prompts)
+            if prompts and room is None:
+                return self._forward([], prompts, self._core.layout.chunk_tokens)
+            self._blocked.append(((decoding or prompts)[0], error))
+            return False
+        except ModelChangedError:
+            raise
+        except Exception as error:  # whatever it is, it belongs to one of these
+            if self._is_over():
+                return True  # all of them end when the step does
+            if len(decoding) + len(prompts) > 1:
+                return self._split(decoding, prompts)
+            self._finish((decoding or prompts)[0], "error", error)
+        return True
+
+    def _split(self, decoding: list[Request], prompts: list[Request]) -> bool:
+        """In two forwards, decode first; so one that fails is found in a few."""
+        if decoding and prompts:
+            parts = [(decoding, []), ([], prompts)]
+        elif decoding:
+            half = len(decoding) // 2
+            parts = [(decoding[:half], []), (decoding[half:], [])]
+        else:
+            half = len(prompts) // 2
+            parts = [([], prompts[:half]), ([], prompts[half:])]
+        done = [self._forward(*part) for part in parts]
+        return any(done)
+
+    def _make_room(self) -> None:
+        """Nothing fits: the last one admitted gives its chunks up, and waits again."""
+        running = sorted([*self._prefilling, *self._decoding], key=lambda request: request.index)
+        if len(running) > 1:
+            for request in reversed(running):
+                if request.suspend():
+                    with self._queues:
+                        self._remove(request)
+                        self._waiting.appendleft(request)
+                    self._full = True
+                    return
+        request, error = self._blocked[-1]
+        self._finish(request, "error", error)
+
+    def _emit(self, request: Request) -> Iterator[Token]:
+        """Samples and hands out what a forward has made ready of one request."""
+        while request.state == "decoding" and request.stream.live:
+            transcript = request.stream.transcript
+            if transcript.closed or not transcript.ready:
+                return
+            if request.cancelled:
+                break
+            try:
+                token = request.sample()
+                request.emit(token)
+            except Exception as error:  # of its sampling, or of its owner
+                if not self._is_over():
+                    self._finish(request, "error", error)
+                return
+            yield token
+            if self._is_over():
+                return
+            if request.stream.live and not transcript.closed:
+                transcript.advance()
+        if request.state == "decoding":
+            self._finish(request, request.stream.finish or "cancelled")
+
+    def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        if request.completion is not None:
+            return
+        with self._queues:
+            self._remove(request)
+        request.finish(reason, error)
+        with self._queues:
+            self._past += request.done
+            self._planned -= request.planned
+            self._unfinished.pop(request.index, None)
+        self._full = False
+
+    def _remove(self, request: Request) -> None:
+        for queue in (self._decoding, self._prefilling, self._waiting):
+            if request in queue:
+                queue.remove(request)
+                return
+
+
+def _open_chunks(core: EngineCore) -> int:
+    """How many sessions' unsealed chunks the pool holds beside what a forward needs; 1 at least."""
+    size = core.layout.chunk_tokens
+    forward = -(-(size - 1 + core.rows) // size)
+    return max(1, core.config.pool_blocks - forward)

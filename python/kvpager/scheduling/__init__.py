@@ -1,0 +1,1 @@
+"""Puts rows of many texts into common forwards: prompts, decoding, guesses, damaged chunks."""

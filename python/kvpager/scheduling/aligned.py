@@ -1,0 +1,146 @@
+"""Forwards of a model with recurrent layers: one sequence at a time, chunk by chunk.
+
+An exact forward is one whole chunk of one sequence from the exact state before it, with no padding
+and nobody beside it: so what is sealed is a function of tokens alone, whoever computed it and when.
+The rows of a tail, and decoded ones, are run as they come, from the state before them; they are
+dropped before a chunk would be sealed, and computed again as a whole chunk.
+
+Models whose layers go on from a state by single tokens only have forwards of one row: then every
+row is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.execution.batch import Batch
+from kvpager.execution.core import EngineCore
+from kvpager.recurrent.cursor import StateCursor
+from kvpager.scheduling.chunks import next_chunk
+from kvpager.scheduling.feed import Feed, runnable
+from kvpager.scheduling.recompute import run
+from kvpager.scheduling.stream import Stream
+from kvpager.text.primary import PrimaryCache
+from kvpager.text.transcript import Transcript
+
+
+def advance(core: EngineCore, streams: Iterable[Stream] = (), feeds: Iterable[Feed] = ()) -> None:
+    """As packing.advance: a forward for each stream that needs one, and a chunk of one prompt.
+
+    The prompt that was served least comes first. An error leaves those before it further on.
+    """
+    for stream in streams:
+        transcript = stream.transcript
+        core.check_open(transcript)
+        if not transcript.ready:
+            _advance_stream(core, transcript)
+    waiting = runnable(feeds, core.layout.chunk_tokens)
+    if waiting:
+        _advance_feed(core, min(waiting, key=lambda feed: feed.served), prompt=True)
+
+
+def read_logits(core: EngineCore, transcript: Transcript) -> torch.Tensor:
+    """Logits after the session's last token that is not pending, as a cold run has them."""
+    while True:
+        _return_to_state(core, transcript)
+        if transcript.uncomputed.size:
+            _advance_feed(core, Feed(transcript, transcript.tokens[: transcript.next_position]))
+        elif transcript.provisional:
+            _drop_tail(core, transcript)
+        elif (known := transcript.known_logits) is not None:
+            return known
+        else:
+            state = _states(transcript).at(transcript.committed)
+            assert state is not None
+            transcript.keep_logits(core.runner.logits_after(state))
+
+
+def _advance_stream(core: EngineCore, transcript: Transcript) -> None:
+    """Commits the pending token, or what has to be there before it."""
+    _return_to_state(core, transcript)
+    pending = transcript.pending
+    if transcript.must_recompute:
+        if not transcript.uncomputed.size:
+            _drop_tail(core, transcript)
+        _advance_feed(core, Feed(transcript, transcript.tokens))
+        return
+    start = transcript.committed
+    state = _states(transcript).at(start)
+    assert state is not None
+    if pending is None:
+        if not start:
+            raise InvalidArgumentError("generate: the session is empty; call prefill(ids) first")
+        transcript.keep_logits(core.runner.logits_after(state))
+        return
+    batch = Batch(1, exact=core.rows == 1)
+    batch.before = state
+    batch.wanted.append(batch.commit_one(transcript.sequence, start, pending))
+    if not batch.exact:
+        transcript.mark_provisional()
+    _run(core, transcript, batch)
+
+
+def _advance_feed(core: EngineCore, feed: Feed, *, prompt: bool = False) -> None:
+    """The next chunk of a prompt, or its tail."""
+    feed.adopt(core)
+    transcript = feed.transcript
+    _return_to_state(core, transcript)
+    if not feed.left:
+        return
+    if core.config.exact is not False:
+        _drop_tail(core, transcript)
+        _return_to_state(core, transcript)
+    start = feed.done
+    state = _states(transcript).at(start)
+    assert state is not None
+    batch = next_chunk(core, transcript.sequence, feed.ids, start, state)
+    ends = start + batch.used == len(feed.ids)
+    if ends:
+        batch.wanted.append(batch.used - 1)
+    feed.start()
+    _run(core, transcript, batch, ends=ends and prompt)
+    feed.served += batch.used
+    transcript.count_computed(start, batch.used)
+
+
+def _run(core: EngineCore, transcript: Transcript, batch: Batch, *, ends: bool = False) -> None:
+    """ends: a prompt does, so that the last whole chunk before its end is worth a checkpoint."""
+    logits = run(core, batch)
+    assert batch.after is not None
+    states = _states(transcript)
+    states.advance(batch.after)
+    if ends:
+        states.keep_base()
+    if batch.wanted:
+        transcript.keep_logits(logits[0])
+
+
+def _states(transcript: Transcript) -> StateCursor:
+    assert transcript.states is not None
+    return transcript.states
+
+
+def _return_to_state(core: EngineCore, transcript: Transcript) -> None:
+    """Gives up the K/V after the last position at which a state is held; they are owed.
+
+    There are such after a restore, when chunks of others were adopted, and where a state could not
+    be read.
+    """
+    states = _states(transcript)
+    before = transcript.committed
+    while states.at(transcript.committed) is None:
+        PrimaryCache(transcript).rewind(states.nearest(transcript.committed))
+    core.checkpoints.note_recomputed(before - transcript.committed)
+
+
+def _drop_tail(core: EngineCore, transcript: Transcript) -> None:
+    """Goes back to the last chunk boundary, if forwards have more than one row.
+
+    A tail was computed by a forward of as many rows as it has, and its chunk has to be by another.
+    """
+    size = core.layout.chunk_tokens
+    if core.rows > 1 and transcript.committed % size:
+        PrimaryCache(transcript).rewind(transcript.committed // size * size)

@@ -1,0 +1,154 @@
+"""A prompt on its way into a session, and whose turn it is."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvpager.errors import CapacityError
+from kvpager.execution.core import EngineCore
+from kvpager.scheduling.stored_prefix import adopt_stored_prefix
+from kvpager.text.reservations import Reservation
+from kvpager.text.transcript import Transcript
+from kvpager.tokens import TokenIds
+
+
+class Feed:
+    """All the tokens a session is to hold, and the session, which holds the first of them.
+
+    Attributes:
+        served: rows it was given, by which prompts share forwards fairly; one that joins others
+            starts with the least of theirs.
+    """
+
+    def __init__(self, transcript: Transcript, ids: TokenIds) -> None:
+        self.transcript = transcript
+        self.ids = ids
+        self.served = 0
+        self._room: Reservation | None = None
+        self._fresh = not transcript.committed  # no row of it has been computed
+        # Tokens of whole chunks in common with other prompts.
+        self._common: weakref.WeakKeyDictionary[Feed, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def done(self) -> int:
+        """Tokens whose K/V are there."""
+        return self.transcript.committed
+
+    @property
+    def left(self) -> int:
+        """Tokens to come."""
+        return len(self.ids) - self.done
+
+    def admit(self, core: EngineCore, total_tokens: int | None = None) -> None:
+        """Holds lower-tier room for the whole prompt, less what is shared; or changes nothing.
+
+        REQUIRES: `leave` is called some time, if this returns.
+
+        total_tokens: hold room for so many instead.
+        """
+        transcript = self.transcript
+        empty = not self.done
+        text = transcript.tokens if empty else None
+        transcript.drop_inexact()
+        core.runner.unchanged.check_model(thorough=True)
+        self.adopt(core)
+        # K/V of a model with recurrent layers are of no use without a state after them.
+        if empty and core.shares_chunks and core.recurrence is None:
+            found = transcript.committed
+            adopt_stored_prefix(core, transcript, self.ids)
+            transcript.count_adopted(found, transcript.committed - found)
+            self._fresh = self._fresh and not transcript.restored_tokens
+        try:
+            self._room = transcript.reserve(len(self.ids) if total_tokens is None else total_tokens)
+        except BaseException:
+            if empty:
+                transcript.replace_sequence(
+                    core.pager.sequence(salt=transcript.sequence.salt), text=text
+                )
+            raise
+
+    def leave(self) -> None:
+        """Gives the room back that is left of what was held. Twice is harmless."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.release()
+
+    def adopt(self, core: EngineCore) -> None:
+        """Before a session's first row: shares what the pager holds of its prompt by now."""
+        if not self._fresh or not core.shares_chunks:
+            return
+        if not self.done:
+            self.transcript.count_adopted(0, self.transcript.sequence.adopt_prefix(self.ids))
+        elif self._common and max(self._common.values()) > self.done:
+            self._adopt_more(core)
+
+    def start(self) -> None:
+        """Its first row is about to be computed: from here on nothing can be shared."""
+        self._fresh = False
+
+    def waits_for(self, other: Feed, chunk_tokens: int) -> bool:
+        """Whether `other` is about to compute chunks that this one can then share."""
+        if not self._fresh:
+            return False
+        if other not in self._common:
+            self._common[other] = self._whole_chunks_in_common(other, chunk_tokens)
+        common = self._common[other]
+        return common > 0 and common > max(self.done, other.done)
+
+    def _whole_chunks_in_common(self, other: Feed, size: int) -> int:
+        if self.transcript.sequence.salt != other.transcript.sequence.salt:
+            return 0
+        n = min(len(self.ids), len(other.ids))
+        if n < size or (self.ids[:size] != other.ids[:size]).any():
+            return 0
+        different = np.flatnonzero(self.ids[:n] != other.ids[:n])
+        return (int(different[0]) if different.size else n) // size * size
+
+    def _adopt_more(self, core: EngineCore) -> None:
+        """In a sequence of its own, because only an empty one can adopt."""
+        longer = core.pager.sequence(salt=self.transcript.sequence.salt)
+        try:
+            if longer.adopt_prefix(self.ids) > self.done:
+                longer.reserve(len(self.ids) if self._room is None else self._room.total_tokens)
+                done = self.done
+                self.transcript.replace_sequence(longer)
+                self.transcript.count_adopted(done, self.done - done)
+                return
+        except CapacityError:  # both cannot hold their room at once: computing it is as good
+            pass
+        longer.close()
+
+
+def runnable(feeds: Iterable[Feed], chunk_tokens: int) -> list[Feed]:
+    """Those of unfinished prompts that none before them spares the work by waiting a little."""
+    chosen: list[Feed] = []
+    before: list[Feed] = []
+    for feed in feeds:
+        if not any(feed.waits_for(other, chunk_tokens) for other in before):
+            chosen.append(feed)
+        before.append(feed)
+    return chosen
+
+
+def share_rows(feeds: Iterable[Feed], room: int, chunk_tokens: int) -> list[tuple[Feed, int]]:
+    """How many of `room` rows each prompt gets: up to the end of its chunk, then the next prompt.
+
+    The one served least comes first; when all have had their chunk it goes round. Prompts end at
+    chunk boundaries where they can, so that waiting for the next forward costs them no open chunk.
+    """
+    granted: dict[int, int] = {}
+    waiting = deque(sorted(feeds, key=lambda feed: feed.served))
+    order = list(waiting)
+    while room and waiting:
+        feed = waiting.popleft()
+        had = granted.get(id(feed), 0)
+        rows = min(room, feed.left - had, chunk_tokens - (feed.done + had) % chunk_tokens)
+        granted[id(feed)] = had + rows
+        room -= rows
+        if had + rows < feed.left:
+            waiting.append(feed)
+    return [(feed, granted[id(feed)]) for feed in order if granted.get(id(feed))]

@@ -1,0 +1,63 @@
+"""The options of a generation, by name: spelled once for every function that takes them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias, TypedDict
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.speculation.speculation import Speculate
+
+MODEL_EOS = "model"
+
+EndTokens: TypeAlias = int | Iterable[int] | str | None
+
+
+class GenerationOptions(TypedDict, total=False):
+    """What `Session.generate`, `Engine.generate_many`, `Engine.run` and `Scheduler.submit` take.
+
+    Attributes:
+        temperature: 0, the default, for greedy decoding.
+        top_k: choose among this many most likely tokens; 0, the default, for all.
+        top_p: choose among the most likely tokens that together reach this probability; by default
+            1, all.
+        eos: token ids that end generation once produced; by default the model's; None for none.
+        stop: sequences of token ids that end generation once produced, as produced by this call.
+        speculate: "draft" (the engine's draft model), "prompt-lookup", or a callable that returns a
+            fresh `kvpager.Proposer`: guesses that ride in the same forwards. The tokens, the state
+            of the session after each of them and every bit are the same; only the time is not.
+            `Session.speculation` says what it was worth. Needs `exact="all"`.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    eos: EndTokens
+    stop: Iterable[Iterable[int]]
+    speculate: Speculate
+
+
+DEFAULTS: GenerationOptions = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "eos": MODEL_EOS,
+    "stop": (),
+    "speculate": None,
+}
+
+
+def with_defaults(options: Mapping[str, Any], *beside: str) -> GenerationOptions:
+    """The options with those that were not given. `beside`: names the function takes as well.
+
+    Raises InvalidArgumentError for a name that is no option.
+    """
+    unknown = sorted(options.keys() - DEFAULTS.keys())
+    if unknown:
+        known = [*DEFAULTS, *beside]
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+        raise InvalidArgumentError(f"generate has no option {unknown[0]!r}; {hint}")
+    chosen: Any = DEFAULTS | dict(options)
+    return chosen  # type: ignore[no-any-return]

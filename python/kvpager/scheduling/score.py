@@ -1,0 +1,97 @@
+"""Teacher-forced log-probabilities of given tokens, from forwards like any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.execution.batch import Batch
+from kvpager.execution.core import EngineCore
+from kvpager.hf.state import EMPTY
+from kvpager.progress import Progress, reporting
+from kvpager.sampling import check_logits, log_probability
+from kvpager.scheduling.agreement import Agreement
+from kvpager.scheduling.chunks import next_chunk
+from kvpager.scheduling.recompute import run
+from kvpager.tokens import TokenIds
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probabilities (natural) of every token but the first, each given all tokens before it.
+
+    tokens: [n] int32. logprobs: [n - 1] float32, logprobs[i] belongs to tokens[i + 1].
+    """
+
+    tokens: TokenIds
+    logprobs: npt.NDArray[np.float32]
+
+    @property
+    def sum(self) -> float:
+        """Log-probability of the whole text after its first token."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+    @property
+    def mean(self) -> float:
+        """Mean log-probability per token."""
+        return float(self.logprobs.mean(dtype=np.float64))
+
+    @property
+    def perplexity(self) -> float:
+        """exp(-mean)."""
+        return float(np.exp(-self.mean))
+
+    def against(self, logprobs: npt.ArrayLike) -> Agreement:
+        """How far these are from log-probabilities seen before, as while the text was generated.
+
+        Args:
+            logprobs: [k] float32, of the last k tokens, 1 <= k <= n - 1.
+
+        Raises:
+            InvalidArgumentError: another shape, or numbers that are no float32.
+        """
+        seen = np.asarray(logprobs)
+        if seen.ndim != 1 or not 1 <= seen.size <= self.logprobs.size:
+            raise InvalidArgumentError(
+                f"logprobs has shape {list(seen.shape)}; expected [k] with k from 1 to "
+                f"{self.logprobs.size}, the last k of the tokens that were scored"
+            )
+        exact = seen.astype(np.float32)
+        if seen.dtype.kind != "f" or (exact.astype(seen.dtype) != seen)[~np.isnan(seen)].any():
+            raise InvalidArgumentError(
+                f"logprobs has dtype {seen.dtype} and values that are no float32; expected the "
+                "numbers as they were given: rounding them would hide a difference"
+            )
+        return Agreement.between(exact, self.logprobs[-seen.size :])
+
+
+def score_tokens(core: EngineCore, ids: TokenIds, progress: Progress) -> Score:
+    """See `Engine.score`."""
+    if len(ids) < 2:
+        raise InvalidArgumentError("ids has 1 token; expected at least 2: the first is not scored")
+    logprobs = np.empty(len(ids) - 1, dtype=np.float32)
+    core.positions.check(len(ids) - 1, "ids")
+    fed = ids[:-1]  # the last token's own K/V are not needed to score it
+    sequence = core.pager.sequence(salt=core.namespace)
+    state = EMPTY
+    try:
+        sequence.reserve(len(fed))
+        with reporting(progress, "score", len(fed)) as report:
+            while (start := sequence.length) < len(fed):
+                if core.recurrence is not None:
+                    batch = next_chunk(core, sequence, fed, start, state)
+                else:
+                    batch = Batch(core.rows, exact=core.config.exact is not False)
+                    batch.commit(sequence, start, fed[start : start + core.rows])
+                batch.wanted.extend(range(batch.used))
+                for row, logits in enumerate(run(core, batch)):
+                    check_logits(logits, start + row + 1)
+                    logprobs[start + row] = log_probability(logits, int(ids[start + row + 1]))
+                state = batch.after or EMPTY
+                report(start + batch.used)
+    finally:
+        sequence.close()
+    return Score(tokens=ids, logprobs=logprobs)

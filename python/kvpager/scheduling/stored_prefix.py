@@ -1,0 +1,79 @@
+"""The beginning of a prompt, from whatever snapshots a store holds."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from kvpager import _core
+from kvpager.errors import CorruptSnapshotError, PagerError, damaged_chunk
+from kvpager.execution.core import EngineCore
+from kvpager.pager import Sequence, SnapshotInfo
+from kvpager.stores import SnapshotStore
+from kvpager.text.damage import DamageHandling
+from kvpager.text.transcript import Transcript
+from kvpager.tokens import TokenIds
+
+_log = logging.getLogger(__name__)
+
+
+def adopt_stored_prefix(core: EngineCore, transcript: Transcript, ids: TokenIds) -> None:
+    """Makes a session start from what the engine's store has of its prompt, if it has more.
+
+    A chunk's name covers fingerprint and salt, so that what is found is this engine's own. Nothing
+    that is wrong with the store is an error: it costs a warning and some tokens to compute. Chunks
+    that turn out to be damaged when they are read are computed again.
+    """
+    size = core.layout.chunk_tokens
+    if core.store is None or len(ids) - transcript.committed < size:
+        return
+    hashes = core.pager.chain_hashes(ids, transcript.sequence.salt)
+    while len(hashes) * size > transcript.committed:
+        try:
+            found = _restore(core, transcript, hashes, ids)
+        except (PagerError, OSError) as error:  # noqa: PERF203  # a shorter one each time
+            chunk = damaged_chunk(error) if isinstance(error, CorruptSnapshotError) else None
+            shorter = hashes[:chunk] if chunk is not None and chunk < len(hashes) else []
+            _log.warning("no prefix of %d chunks from the store: %s", len(hashes), error)
+            hashes = shorter
+        else:
+            if found is not None:
+                sequence, reader = found
+                transcript.replace_sequence(sequence, restored_tokens=sequence.length)
+                transcript.damage = DamageHandling(
+                    store=core.store, reader=reader, tokens=transcript.damage.tokens
+                )
+            return
+
+
+def _longest(
+    store: SnapshotStore,
+    core: EngineCore,
+    transcript: Transcript,
+    hashes: list[bytes],
+    ids: TokenIds,
+) -> _core.SnapshotReader | None:
+    """The longest prefix of so many chunks, by their names, or by those of earlier formats."""
+    found = store.find_prefix(hashes)
+    if found is not None and found.sealed_chunks == len(hashes):
+        return found
+    text = ids[: len(hashes) * core.layout.chunk_tokens]
+    older = store.find_prefix(core.pager.legacy_chain_hashes(text, transcript.sequence.salt))
+    if found is None or (older is not None and older.sealed_chunks > found.sealed_chunks):
+        return older
+    return found
+
+
+def _restore(
+    core: EngineCore, transcript: Transcript, hashes: list[bytes], ids: TokenIds
+) -> tuple[Sequence, _core.SnapshotReader] | None:
+    """The longest prefix the store has, and where from; None if that is no more than is held."""
+    assert core.store is not None
+    reader = _longest(core.store, core, transcript, hashes, ids)
+    if reader is None or len(reader.tokens) <= transcript.committed:
+        return None
+    tokens = reader.tokens
+    if not np.array_equal(tokens, ids[: len(tokens)]):  # a name finds, token ids decide
+        raise CorruptSnapshotError(f"{reader.path}: its token ids are not those it was found by")
+    return core.pager.restore(SnapshotInfo.of(reader), salt=transcript.sequence.salt), reader

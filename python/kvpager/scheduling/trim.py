@@ -1,0 +1,26 @@
+"""A text cut at a position, with all that its caches can keep of it."""
+
+from __future__ import annotations
+
+from kvpager.caches import CacheGroup
+from kvpager.execution.core import EngineCore
+from kvpager.scheduling.recompute import recomputing_damage
+from kvpager.text.primary import PrimaryCache
+from kvpager.text.transcript import Transcript
+
+
+def trim(core: EngineCore, transcript: Transcript, position: int) -> None:
+    """Keeps the tokens [0, position) of a text, 0 <= position <= its length.
+
+    What a cache cannot keep is computed again with the next forward.
+    """
+    if position == transcript.length:
+        return
+    transcript.drop_accepted()
+    held = transcript.committed
+    group = CacheGroup(PrimaryCache(transcript), transcript.companions, transcript.trims)
+    try:
+        recomputing_damage(core, [transcript.sequence], lambda: group.trim(position))
+    finally:  # also where a companion failed: by then the primary cache has been cut
+        if transcript.committed <= position:
+            transcript.finish_cut(position, held)

@@ -1,0 +1,33 @@
+"""Segments: texts whose K/V are computed once, alone, and reused at any place in other texts."""
+
+from __future__ import annotations
+
+from kvpager.segments.pieces import Piece
+from kvpager.segments.policies import (
+    DEFAULT_REPAIR,
+    Combined,
+    Deviation,
+    FullRepair,
+    NoRepair,
+    QueryGuided,
+    RepairPolicy,
+    SeamTail,
+    SegmentHead,
+    Stitched,
+)
+from kvpager.text.assembly import Assembly
+
+__all__ = [
+    "DEFAULT_REPAIR",
+    "Assembly",
+    "Combined",
+    "Deviation",
+    "FullRepair",
+    "NoRepair",
+    "Piece",
+    "QueryGuided",
+    "RepairPolicy",
+    "SeamTail",
+    "SegmentHead",
+    "Stitched",
+]

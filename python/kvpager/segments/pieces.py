@@ -1,0 +1,67 @@
+"""Where each part of an assembled text lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpager.segments.segment import Segment
+from kvpager.tokens import TokenIds
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions [start, stop) of an assembled text, from one part of it.
+
+    Attributes:
+        start: position of its first token.
+        tokens: its ids, int32 [stop - start].
+        segment: what its K/V come from; None for ids that have to be computed.
+        exact: whether nothing before it is approximate, so that its K/V are a full prefill's.
+    """
+
+    start: int
+    tokens: TokenIds
+    segment: Segment | None
+    exact: bool
+
+    @property
+    def stop(self) -> int:
+        """The position after its last token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def moved(self) -> bool:
+        """Whether its K/V were computed elsewhere, without what now comes before them."""
+        return self.segment is not None and not self.exact
+
+
+def lay_out(parts: Iterable[Segment | TokenIds]) -> list[Piece]:
+    """One piece for each part that is not empty, in order.
+
+    Ids at the beginning, or a segment there, are a true prefix; what follows a segment that is not
+    at position 0 is approximate.
+    """
+    pieces: list[Piece] = []
+    start, exact = 0, True
+    for part in parts:
+        segment = None if isinstance(part, np.ndarray) else part
+        tokens = part if isinstance(part, np.ndarray) else part.tokens
+        if not len(tokens):
+            continue
+        exact = exact and (segment is None or start == 0)
+        pieces.append(Piece(start, tokens, segment, exact))
+        start += len(tokens)
+    return pieces
+
+
+def question_of(pieces: Sequence[Piece]) -> int:
+    """Where the ids begin that follow the last segment; the text's end if a segment is last."""
+    stop = pieces[-1].stop
+    for piece in reversed(pieces):
+        if piece.segment is not None:
+            break
+        stop = piece.start
+    return stop

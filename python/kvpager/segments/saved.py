@@ -1,0 +1,48 @@
+"""A segment as its snapshot has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kvpager.errors import CorruptSnapshotError
+from kvpager.segments.segment import Segment, digest_of, old_digest_of
+from kvpager.stores.segments import SegmentNote
+from kvpager.tokens import TokenIds
+
+
+class SavedSegment(NamedTuple):
+    """Name, and ids without padding."""
+
+    name: str
+    tokens: TokenIds
+
+    @classmethod
+    def of(
+        cls, transcript: Mapping[str, Any], tokens: TokenIds, path: str, name: str
+    ) -> SavedSegment:
+        """From a snapshot's session section and its ids, padding included, found under a name.
+
+        Raises:
+            InvalidArgumentError: it is no segment.
+            CorruptSnapshotError, UnsupportedVersionError: it says what no writer does, or is the
+                segment of another name.
+        """
+        note = SegmentNote.of(transcript, len(tokens), path)
+        if note.name != name:
+            raise CorruptSnapshotError(
+                f"{path} holds segment {note.name!r}; expected {name!r}: its file was renamed, or "
+                "put in another's place"
+            )
+        ids = tokens[: note.tokens]
+        if note.digest not in (digest_of(ids), old_digest_of(ids)):
+            raise CorruptSnapshotError(
+                f"{path}: session.segment.digest is {note.digest}, and that of its token ids is "
+                f"{digest_of(ids)}"
+            )
+        return cls(note.name, ids)
+
+
+def segment_note(segment: Segment) -> dict[str, object]:
+    """What a segment's snapshot says beside its chunks."""
+    return SegmentNote(segment.name, len(segment), segment.digest).to_session()

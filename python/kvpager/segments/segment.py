@@ -1,0 +1,114 @@
+"""A text whose K/V were computed alone, kept in chunks of its own namespace."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+import xxhash
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.execution.batch import PADDING_TOKEN
+from kvpager.execution.core import EngineCore
+from kvpager.scheduling.prefill import prefill_all
+from kvpager.scheduling.recompute import recomputing_damage
+from kvpager.text.transcript import Transcript
+from kvpager.tokens import TokenIds
+
+
+class Segment:
+    """Made by `Engine.cache_segment`. Its K/V are of positions 0, 1, ...: as if a text began there.
+
+    They are kept in sealed chunks, which leave the pool like any others, so that a segment costs no
+    block while nobody uses it: the last chunk is filled up with padding, which no token before it
+    sees. Where the keys of its tokens belong in a text is decided by `Engine.assemble`.
+
+    Attributes:
+        name: what it is called, and found by.
+        digest: hex digest of its token ids, which it is found by as well.
+        tokens: its ids, int32 [n]; n may be 0.
+    """
+
+    def __init__(
+        self, core: EngineCore, name: str, tokens: TokenIds, transcript: Transcript | None
+    ) -> None:
+        """session: holds the tokens and their padding; None for a segment without tokens."""
+        self._core = core
+        self._transcript = transcript
+        self.name = name
+        self.tokens = tokens
+        self.digest = digest_of(tokens)
+
+    @property
+    def closed(self) -> bool:
+        """Whether its chunks were given up, by `Segments.remove` or with its engine."""
+        return self._core.closed or (self._transcript is not None and self._transcript.closed)
+
+    @property
+    def transcript(self) -> Transcript | None:
+        """What holds its chunks, padding included; None for a segment without tokens.
+
+        They are computed again where the engine has forgotten them.
+        """
+        if self._transcript is not None and self._transcript.uncomputed.size:
+            prefill_all(self._core, [(self._transcript, self._transcript.tokens)], None)
+        return self._transcript
+
+    def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K/V of its tokens [start, stop) as they were computed; see `kvpager.Sequence.read_kv`.
+
+        Raises:
+            CorruptSnapshotError: a restored chunk is damaged, and cannot be computed again.
+        """
+        transcript = self.transcript
+        assert transcript is not None
+        sequence = transcript.sequence
+        return recomputing_damage(
+            self._core, [sequence], lambda: sequence.read_kv(layer, start, stop)
+        )
+
+    def check_open(self, core: EngineCore) -> None:
+        """Raises InvalidArgumentError unless it is one of this engine, and was not removed."""
+        if self._core is not core:
+            raise InvalidArgumentError(f"{self!r} is no segment of this engine")
+        if self.closed:
+            raise InvalidArgumentError(
+                f"{self!r} was removed; cache it again with engine.cache_segment(ids)"
+            )
+
+    def close(self) -> None:
+        """Gives its chunks up. Sessions that were made with it keep their own."""
+        if self._transcript is not None:
+            self._transcript.close()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"Segment({self.name!r}, {len(self.tokens)} tokens)"
+
+
+def digest_of(tokens: TokenIds) -> str:
+    """Hex digest of token ids (BLAKE2b, 256 bits): no two texts can be made that share one."""
+    return hashlib.blake2b(_bytes_of(tokens), digest_size=32).hexdigest()
+
+
+def old_digest_of(tokens: TokenIds) -> str:
+    """What segments were saved with before: it finds damage, and does not tell texts apart."""
+    return xxhash.xxh3_128_hexdigest(_bytes_of(tokens))
+
+
+def _bytes_of(tokens: TokenIds) -> bytes:
+    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+
+
+def padded(tokens: TokenIds, chunk_tokens: int) -> TokenIds:
+    """The ids, and padding up to the end of a chunk."""
+    missing = -len(tokens) % chunk_tokens
+    return np.concatenate([tokens, np.full(missing, PADDING_TOKEN, dtype=np.int32)])
+
+
+def namespace_of(salt: str) -> str:
+    """The salt that segments of an engine with this salt have: no prompt finds their chunks."""
+    return f"{salt}\0segment"

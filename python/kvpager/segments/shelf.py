@@ -1,0 +1,248 @@
+"""The segments of an engine, by name and by content, and in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvpager import fingerprint as fingerprints
+from kvpager.errors import (
+    InvalidArgumentError,
+    StorageError,
+    UnsupportedModelError,
+)
+from kvpager.execution.core import EngineCore
+from kvpager.pager import SnapshotInfo
+from kvpager.progress import Progress, reporting_bytes
+from kvpager.scheduling.prefill import prefill_all
+from kvpager.segments.saved import SavedSegment, segment_note
+from kvpager.segments.segment import Segment, digest_of, namespace_of, padded
+from kvpager.snapshots.freezing import check_store, freeze
+from kvpager.snapshots.older import in_todays_terms, salt_of
+from kvpager.stores import SaveReport, SnapshotStore
+from kvpager.stores.names import check_name
+from kvpager.stores.segments import stored_name
+from kvpager.text.damage import RECOMPUTE, DamageHandling
+from kvpager.text.transcript import Transcript
+from kvpager.tokens import TokenIds, TokenIdsLike, as_token_ids
+
+
+class Segments:
+    """`Engine.segments`: what `Engine.cache_segment` has made and nobody has removed.
+
+    A mapping from name to `Segment`; a segment's digest finds it too, and so does a name under
+    which one was saved in the engine's store, from where it is then loaded.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self._by_name: dict[str, Segment] = {}
+
+    def cache(
+        self, ids: TokenIdsLike, name: str | None = None, *, progress: Progress = None
+    ) -> Segment:
+        """See `Engine.cache_segment`."""
+        core = self.core
+        core.check_open()
+        require_segments(core)
+        tokens = as_segment_ids(ids, core.vocab_size)
+        digest = digest_of(tokens)
+        if name is None:
+            known = self._by_digest(digest)
+            if known is not None:
+                return known
+            name = digest
+        segment = self._by_name.get(check_name(name))
+        if segment is None:
+            segment = Segment(core, name, tokens, self._computed(name, tokens, progress))
+            self._by_name[name] = segment
+        elif not np.array_equal(segment.tokens, tokens):
+            raise InvalidArgumentError(
+                f"name is {name!r}, which is another text of {len(segment)} tokens; call "
+                f"engine.segments.remove({name!r}) first, or use another name"
+            )
+        return segment
+
+    def remove(self, name: str) -> None:
+        """Gives a segment's chunks up; what was saved of it stays where it is.
+
+        Raises:
+            InvalidArgumentError: there is none of this name.
+        """
+        segment = self._by_name.pop(name, None)
+        if segment is None:
+            raise InvalidArgumentError(f"name is {name!r}; expected one of {self._names()}")
+        segment.close()
+
+    def save(
+        self,
+        name: str,
+        store: SnapshotStore | None = None,
+        *,
+        progress: Progress = None,
+        overwrite: bool = False,
+    ) -> SaveReport:
+        """Keeps a segment in a store, by default the engine's, as the snapshot `segment-NAME`.
+
+        Args:
+            name: of the segment.
+            store: where to; None: the engine's.
+            progress: as for `Session.save`.
+            overwrite: replace what has the name also where another salt or model has saved it.
+
+        Raises:
+            InvalidArgumentError: there is none of this name, it has no tokens, or there is no
+                store.
+            CapacityError, StorageError: as for `Session.save`.
+        """
+        segment = self[name]
+        if segment.transcript is None:
+            raise InvalidArgumentError(f"{segment!r} has nothing to save")
+        state = freeze(
+            self.core,
+            segment.transcript,
+            stored_name(segment.name),
+            store=self._store(store),
+            overwrite=overwrite,
+            beside=segment_note(segment),
+        )
+        with reporting_bytes(progress, "save") as report:
+            return state.write(report)
+
+    def load(self, name: str, store: SnapshotStore | None = None) -> Segment:
+        """The segment that a store has under this name; its chunks are read when first needed.
+
+        Raises:
+            StorageError: the store has none of this name.
+            FingerprintMismatchError: it is of another model, or of other numerics.
+            CorruptSnapshotError, UnsupportedVersionError: it cannot be used, or is the segment of
+                another name.
+            CapacityError: its summaries do not fit.
+            InvalidArgumentError: another text has this name here, or there is no store.
+        """
+        core = self.core
+        core.check_open()
+        require_segments(core)
+        core.runner.unchanged.check_model(thorough=True)
+        source = self._store(store)
+        snapshot = in_todays_terms(core, SnapshotInfo.of(source.open(stored_name(name))))
+        snapshot.require_restorable()
+        fingerprints.compare(
+            core.fingerprint, snapshot.fingerprint, can_waive=False, source=snapshot.path
+        )
+        saved = SavedSegment.of(snapshot.session, snapshot.tokens, snapshot.path, name)
+        known = self._by_name.get(saved.name)
+        if known is not None:
+            if np.array_equal(known.tokens, saved.tokens):
+                return known
+            raise InvalidArgumentError(
+                f"name is {saved.name!r}, which is another text here than in the store; call "
+                f"engine.segments.remove({saved.name!r}) first"
+            )
+        sequence = core.pager.restore(snapshot, salt=salt_of(core, snapshot, namespace_of))
+        transcript = core.transcripts.adopt(
+            sequence,
+            restored_tokens=sequence.length,
+            damage=DamageHandling(RECOMPUTE, source, snapshot.reader),
+        )
+        segment = Segment(core, saved.name, saved.tokens, transcript)
+        self._by_name[saved.name] = segment
+        return segment
+
+    def get(self, name: str) -> Segment | None:
+        """The segment of this name or digest that is in memory."""
+        found = self._by_name.get(name)
+        return self._by_digest(name) if found is None else found
+
+    def __getitem__(self, name: str) -> Segment:
+        """By name or digest, from memory or from the engine's store.
+
+        Raises:
+            InvalidArgumentError: there is none.
+        """
+        found = self.get(name)
+        if found is None and self.core.store is not None:
+            try:
+                found = self.load(name)
+            except StorageError as error:
+                raise InvalidArgumentError(
+                    f"segment is {name!r}; expected one of {self._names()}, or one that is saved "
+                    f"in the engine's store ({error})"
+                ) from error
+        if found is None:
+            raise InvalidArgumentError(
+                f"segment is {name!r}; expected one of {self._names()}: cache it first with "
+                "engine.cache_segment(ids, name=...)"
+            )
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.get(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._by_name))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def forget(self) -> None:
+        """All of them, whose chunks are gone with their engine's pager."""
+        self._by_name.clear()
+
+    def _computed(self, name: str, tokens: TokenIds, progress: Progress) -> Transcript | None:
+        """A session that holds the tokens and their padding, in the namespace of segments."""
+        if not len(tokens):
+            return None
+        core = self.core
+        transcript = core.transcripts.adopt(core.pager.sequence(salt=namespace_of(core.namespace)))
+        try:
+            ids = padded(tokens, core.layout.chunk_tokens)
+            prefill_all(core, [(transcript, ids)], progress)
+        except BaseException:
+            transcript.close()
+            raise
+        return transcript
+
+    def _by_digest(self, digest: str) -> Segment | None:
+        for segment in self._by_name.values():
+            if segment.digest == digest:
+                return segment
+        return None
+
+    def _store(self, store: SnapshotStore | None) -> SnapshotStore:
+        check_store(store)
+        chosen = self.core.store if store is None else store
+        if chosen is None:
+            raise InvalidArgumentError(
+                "store is None, and so is the engine's; give one here, or Engine(..., store=...)"
+            )
+        return chosen
+
+    def _names(self) -> str:
+        return ", ".join(map(repr, self._by_name)) or "the cached ones, of which there are none"
+
+
+def require_segments(core: EngineCore) -> None:
+    """Raises UnsupportedModelError for a model whose K/V cannot be used at another position."""
+    if core.recurrence is not None:
+        raise UnsupportedModelError(
+            "segments: the model has recurrent layers, whose state is a function of all tokens "
+            "before it and cannot be put together; prefill the whole text"
+        )
+    if core.pager.window:
+        raise UnsupportedModelError(
+            f"segments: every layer of the model looks back {core.pager.window} tokens at most "
+            "and lets go of what is behind, so that a segment's beginning is not kept; prefill the "
+            "whole text"
+        )
+    core.key_mover  # noqa: B018  # raises where keys do not move by a rotation
+
+
+def as_segment_ids(ids: Any, vocab_size: int, name: str = "ids") -> TokenIds:
+    """Checked token ids, of which there may be none."""
+    if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor)) and not len(ids):
+        return np.zeros(0, dtype=np.int32)
+    return as_token_ids(ids, vocab_size, name)

@@ -1,0 +1,153 @@
+"""Writes an assembled text into a sequence: moved K/V as they are, chosen tokens computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from kvpager import pager
+from kvpager.errors import CapacityError, InvariantError
+from kvpager.execution.batch import Batch, Given
+from kvpager.execution.core import EngineCore
+from kvpager.pager import TORCH_DTYPES
+from kvpager.scheduling.recompute import run
+from kvpager.segments.pieces import Piece
+from kvpager.segments.policies import Mask
+from kvpager.tokens import TokenIds
+
+GIVEN_BYTES = 64 << 20  # of K/V that one forward is given, at most; a chunk's at least
+POOL_SHARE = 4  # a forward opens at most this part of the pool's blocks, if it can
+
+Report = Callable[[int], object]
+
+
+class Stitcher:
+    """The K/V of a text whose parts are laid out, written into sequences of one engine.
+
+    A forward continues the sequence with *given* rows, whose K/V come from segments, between *live*
+    ones, which the model computes: each at its position, over everything before it as it then is,
+    in every layer. So what a live row sees is decided by positions alone, and no row sees what
+    comes after it.
+
+    Attributes:
+        rows: live rows so far.
+        forwards: forwards of the model so far.
+    """
+
+    def __init__(self, core: EngineCore, pieces: Sequence[Piece], text: TokenIds) -> None:
+        self.rows = 0
+        self.forwards = 0
+        self._core = core
+        self._pieces = pieces
+        self._text = text
+        layout = core.layout
+        self._chunk_tokens = layout.chunk_tokens
+        self._most_given = max(layout.chunk_tokens, GIVEN_BYTES // layout.token_bytes)
+        self._open_chunks = max(1, core.config.pool_blocks // POOL_SHARE)
+
+    def extend(
+        self,
+        sequence: pager.Sequence,
+        stop: int,
+        live: Mask,
+        *,
+        provenance: str = "approximate",
+        report: Report = lambda done: None,
+    ) -> None:
+        """Makes a sequence hold the text up to `stop`, of which it holds a beginning.
+
+        Args:
+            sequence: to be continued; reserve room for it first.
+            stop: where to end.
+            live: [tokens] those to compute; the others have to be of segments.
+            provenance: what the new tokens are worth.
+            report: called with the tokens held.
+
+        Raises:
+            CapacityError: the pool cannot hold the open chunks of even one forward.
+            CorruptSnapshotError, StorageError, NonFiniteError: what was written before stays.
+        """
+        planned = int(live[sequence.length : stop].sum())
+        before = self.rows
+        while (start := sequence.length) < stop:
+            end = self._window(start, stop, live)
+            try:
+                self._forward(sequence, start, end, live, provenance)
+            except CapacityError:
+                if self._open_chunks == 1:
+                    raise
+                self._open_chunks //= 2
+            report(sequence.length)
+        if self.rows - before != planned:
+            raise InvariantError(
+                f"repair: {self.rows - before} rows were computed, where {planned} were chosen"
+            )
+
+    def _window(self, start: int, stop: int, live: Mask) -> int:
+        """Where a forward from `start` ends: by its rows, what it is given, and the open chunks."""
+        size = self._chunk_tokens
+        end = min(stop, (start // size + self._open_chunks) * size)
+        rows = np.flatnonzero(live[start:end])
+        if len(rows) > self._core.rows:
+            end = start + int(rows[self._core.rows])
+        given = np.flatnonzero(~live[start:end])
+        return end if len(given) <= self._most_given else start + int(given[self._most_given])
+
+    def _forward(
+        self, sequence: pager.Sequence, start: int, end: int, live: Mask, provenance: str
+    ) -> None:
+        core = self._core
+        batch = Batch(core.rows, exact=core.config.exact is not False)
+        batch.dense, batch.provenance = True, provenance
+        for first, last in _runs(live, start, end):
+            if live[first]:
+                batch.commit(sequence, first, self._text[first:last])
+            else:
+                batch.give(sequence, first, last - first)
+        at = start + np.flatnonzero(~live[start:end])
+        if len(at):
+            batch.given = Given(self._text[at], *self.moved(at))
+        if batch.used:
+            run(core, batch)
+            self.forwards += 1
+        else:
+            core.runner.give(batch)
+        self.rows += batch.used
+
+    def moved(self, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """K/V of these positions, ascending and all of segments, with keys where they belong.
+
+        Returns:
+            k [layers, n, kv_heads, k_dim] and v [layers, n, kv_heads, v_dim] on the CPU.
+        """
+        layout = self._core.layout
+        shape = (layout.layers, len(positions), layout.kv_heads)
+        k = torch.empty(*shape, layout.k_dim, dtype=TORCH_DTYPES[layout.k_dtype])
+        v = torch.empty(*shape, layout.v_dim, dtype=TORCH_DTYPES[layout.v_dtype])
+        for piece in self._pieces:
+            first, last = np.searchsorted(positions, [piece.start, piece.stop])
+            if first == last:
+                continue
+            assert piece.segment is not None
+            old = positions[first:last] - piece.start
+            begin, end = int(old[0]), int(old[-1]) + 1
+            move = self._core.key_mover.at(old, positions[first:last])
+            chosen = torch.from_numpy(old - begin)
+            everything = len(old) == end - begin
+            for layer in range(layout.layers):
+                keys, values = piece.segment.read_kv(layer, begin, end)
+                if not everything:
+                    keys, values = keys[chosen], values[chosen]
+                k[layer, first:last] = move.move(layer, keys)
+                v[layer, first:last] = values
+        return k, v
+
+
+def _runs(live: Mask, start: int, stop: int) -> list[tuple[int, int]]:
+    """The longest ranges within [start, stop) that are all live or all given, in order."""
+    changes = start + 1 + np.flatnonzero(np.diff(live[start:stop]))
+    edges = [start, *map(int, changes), stop]
+    return list(pairwise(edges))

@@ -1,0 +1,1 @@
+"""Texts frozen, saved and restored, with what other models hold of them."""

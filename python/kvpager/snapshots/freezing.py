@@ -1,0 +1,174 @@
+"""A transcript frozen as it is, to be written while it goes on.
+
+A frozen state shares the sealed chunks, which never change, and owns a copy of the tail.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvpager import _core
+from kvpager.caches import TrimCounters
+from kvpager.errors import (
+    CorruptSnapshotError,
+    InvalidArgumentError,
+    damaged_chunk,
+    locate_damage,
+)
+from kvpager.execution.core import EngineCore
+from kvpager.released import ReleasedText
+from kvpager.scheduling.prefill import prefill_all
+from kvpager.scheduling.recompute import recompute_chunk, recomputing_damage, require_repairable
+from kvpager.scheduling.trim import trim
+from kvpager.snapshots.companions import freeze_companions
+from kvpager.stores import FileStore, SaveReport, SnapshotStore
+from kvpager.stores.companion import CompanionSnapshot
+from kvpager.text.damage import DamageHandling
+from kvpager.text.transcript import Transcript
+from kvpager.tokens import TokenIds
+
+SESSION_VERSION = 1  # of what a snapshot keeps beside the K/V
+RELEASED_VERSION = 2  # likewise, where chunks behind a window were let go
+
+
+@dataclass(frozen=True)
+class FrozenState:
+    """A transcript as it was at one moment, and where it goes."""
+
+    core: EngineCore
+    content: _core.SnapshotContent
+    note: str  # JSON text, of the conversation
+    salt: str  # of the chunks
+    damage: DamageHandling
+    name: str
+    store: SnapshotStore
+    companions: tuple[CompanionSnapshot, ...] = ()
+    overwrite: bool = False
+    released: TokenIds | None = None  # of the text, what comes before the content
+
+    def write(self, report: Callable[[int, int], object]) -> SaveReport:
+        """Saves it; chunks found to be damaged are computed again where the transcript allows."""
+
+        def advance(done: int, total: int) -> None:
+            report(done, total)
+
+        beside: dict[str, Any] = {"companions": self.companions} if self.companions else {}
+        if self.overwrite:
+            beside["overwrite"] = True
+        repaired: set[int] = set()
+        while True:
+            try:
+                return self.store.save(
+                    self.name,
+                    self.content,
+                    fingerprint=self.core.pager.fingerprint_json,
+                    session=self.note,
+                    progress=advance,
+                    **beside,
+                )
+            except CorruptSnapshotError as error:  # noqa: PERF203  # once per damaged chunk
+                text, first = self._text()
+                locate_damage(error, self.core.layout.chunk_tokens, len(text))
+                chunk = damaged_chunk(error)
+                if chunk is None or chunk in repaired:
+                    raise
+                self.damage.report(chunk)
+                provenance = self.content.provenance[chunk - first]
+                require_repairable(error, self.damage.on_corrupt, provenance)
+                self.damage.count(recompute_chunk(self.core, text, error, self.salt))
+                repaired.add(chunk)
+
+    def _text(self) -> tuple[TokenIds, int]:
+        """All token ids, and the number of chunks before the first of the content."""
+        if self.released is None:
+            return self.content.tokens, 0
+        first = len(self.released) // self.core.layout.chunk_tokens
+        return np.concatenate([self.released, self.content.tokens]), first
+
+
+def destination(name_or_path: object, store: SnapshotStore | None) -> tuple[str, SnapshotStore]:
+    """The name, and the store that has or takes it; without a store, the name is a file's path."""
+    check_store(store)
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        expected = "the path of a file" if store is None else "a name"
+        raise InvalidArgumentError(f"name_or_path is {name_or_path!r}; expected {expected}")
+    return os.fspath(name_or_path), FileStore() if store is None else store
+
+
+def check_store(store: object) -> None:
+    """Raises InvalidArgumentError for what is neither a store nor None."""
+    if store is not None and not hasattr(store, "find_prefix"):
+        raise InvalidArgumentError(
+            f"store is {store!r}; expected a store, such as kvpager.stores.DirectoryStore(path)"
+        )
+
+
+def freeze(
+    core: EngineCore,
+    transcript: Transcript,
+    name_or_path: str | os.PathLike[str],
+    *,
+    store: SnapshotStore | None = None,
+    upto: int | None = None,
+    overwrite: bool = False,
+    beside: Mapping[str, object] = {},  # never changed
+) -> FrozenState:
+    """The transcript as it is now, for a save. Arguments and errors: those of `Session.save`.
+
+    beside: what else its snapshot says of the conversation, JSON-able.
+    """
+    core.check_open(transcript)
+    if not transcript.length:
+        raise InvalidArgumentError("save: the session is empty; call prefill(ids) first")
+    name, target = destination(name_or_path, store)
+    length = transcript.length
+    upto = length if upto is None else upto
+    if type(upto) is not int or not 1 <= upto <= length:
+        raise InvalidArgumentError(
+            f"upto is {upto!r}; expected 1 to {length}, the tokens the session holds"
+        )
+    core.runner.unchanged.check_model(thorough=True)
+    content = _content(core, transcript, min(upto, transcript.next_position))
+    released = ReleasedText.of_content(content)
+    values: dict[str, object] = {
+        "version": SESSION_VERSION if released is None else RELEASED_VERSION,
+        "pending": transcript.pending if upto == length else None,
+        "sampling": transcript.sampling.to_json(),
+        **beside,
+    }
+    if transcript.generation_start is not None and transcript.generation_start <= upto:
+        values["generation_start"] = transcript.generation_start
+    return FrozenState(
+        core=core,
+        content=content,
+        released=None if released is None else released.tokens,
+        note=transcript.sequence.session_text(values, content),
+        salt=transcript.sequence.salt,
+        damage=transcript.damage,
+        name=name,
+        store=target,
+        companions=freeze_companions(transcript, upto),
+        overwrite=overwrite,
+    )
+
+
+def _content(core: EngineCore, transcript: Transcript, upto: int) -> _core.SnapshotContent:
+    """The first `upto` tokens as a snapshot has them; of provisional rows, in exact ones."""
+    transcript.drop_accepted()
+    sealed = transcript.committed - transcript.committed % core.layout.chunk_tokens
+    if upto <= sealed or not (transcript.provisional or transcript.uncomputed.size):
+        sequence = transcript.sequence
+        return recomputing_damage(core, [sequence], lambda: sequence.freeze(upto))
+    exact = transcript.fork()
+    try:
+        exact.trims = TrimCounters()  # nobody has cut anything
+        trim(core, exact, upto)
+        prefill_all(core, [(exact, exact.tokens)], None)
+        return _content(core, exact, upto)
+    finally:
+        exact.close()

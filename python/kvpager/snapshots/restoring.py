@@ -1,0 +1,157 @@
+"""Transcripts from snapshots: what was saved is checked, and made a transcript of again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import NamedTuple
+
+from kvpager import fingerprint as fingerprints
+from kvpager.errors import (
+    CorruptSnapshotError,
+    InvalidArgumentError,
+    UnsupportedVersionError,
+    explain_damage,
+)
+from kvpager.execution.core import EngineCore
+from kvpager.pager import Sequence, SnapshotInfo
+from kvpager.sampling import Sampling
+from kvpager.scheduling.recompute import extend, recomputing_damage, require_repairable
+from kvpager.snapshots.companions import restore_companions
+from kvpager.snapshots.freezing import RELEASED_VERSION, SESSION_VERSION, destination
+from kvpager.snapshots.older import in_todays_terms, salt_of
+from kvpager.stores import SnapshotStore
+from kvpager.text.damage import ON_CORRUPT, RECOMPUTE, DamageHandling
+from kvpager.text.transcript import Transcript
+
+_log = logging.getLogger(__name__)
+
+
+def restore_transcript(
+    core: EngineCore,
+    name_or_path: str | os.PathLike[str],
+    store: SnapshotStore | None,
+    on_mismatch: str,
+    on_corrupt: str,
+) -> Transcript:
+    """See `Engine.restore`."""
+    if on_corrupt not in ON_CORRUPT:
+        raise InvalidArgumentError(f'on_corrupt is {on_corrupt!r}; expected "fail" or "recompute"')
+    core.runner.unchanged.check_model(thorough=True)
+    name, source = destination(name_or_path, store)
+    snapshot = in_todays_terms(core, SnapshotInfo.of(source.open(name)))
+    snapshot.require_restorable()
+    provenance = fingerprints.compare(
+        core.fingerprint, snapshot.fingerprint, on_mismatch=on_mismatch, source=snapshot.path
+    )
+    state = SavedState.of(snapshot, core.vocab_size)
+    damage: CorruptSnapshotError | None = None
+    try:
+        salt = salt_of(core, snapshot)
+        sequence = core.pager.restore(snapshot, salt=salt, provenance=provenance)
+    except CorruptSnapshotError as error:  # of the tail, which alone is read now
+        if on_corrupt != RECOMPUTE:
+            raise
+        damage = error
+        sequence = _without_tail(core, snapshot, error, provenance)
+    transcript = core.transcripts.adopt(
+        sequence,
+        sampling=state.sampling,
+        restored_tokens=len(snapshot.tokens),
+        damage=DamageHandling(
+            on_corrupt,
+            source,
+            snapshot.reader,
+            first=len(snapshot.released_tokens) // core.layout.chunk_tokens,
+        ),
+    )
+    try:
+        if damage is not None:
+            _recompute_tail(core, transcript, snapshot, damage)
+        transcript.set_pending(state.pending)
+        transcript.generation_start = state.generation_start
+        restore_companions(core, transcript, snapshot, name, source)
+    except BaseException:
+        transcript.close()
+        raise
+    return transcript
+
+
+class SavedState(NamedTuple):
+    """What a snapshot keeps beside the K/V; a pager alone writes one without.
+
+    Attributes:
+        pending: the sampled token that no forward has taken yet.
+        sampling: of the last generation.
+        generation_start: where that began; None where it was cut or there was none.
+    """
+
+    pending: int | None
+    sampling: Sampling
+    generation_start: int | None
+
+    @classmethod
+    def of(cls, snapshot: SnapshotInfo, vocab_size: int) -> SavedState:
+        """Raises CorruptSnapshotError, UnsupportedVersionError."""
+        state, path = snapshot.session, snapshot.path
+        version = state.get("version", SESSION_VERSION)
+        if version not in (SESSION_VERSION, RELEASED_VERSION):
+            raise UnsupportedVersionError(
+                f"{path}: session.version is {version!r}; this release reads {SESSION_VERSION} "
+                f"and {RELEASED_VERSION}"
+            )
+        pending = state.get("pending")
+        if pending is not None and (type(pending) is not int or not 0 <= pending < vocab_size):
+            raise CorruptSnapshotError(
+                f"{path}: session.pending is {pending!r}; expected a token id below {vocab_size}"
+            )
+        start, length = state.get("generation_start"), len(snapshot.tokens) + (pending is not None)
+        if start is not None and (type(start) is not int or not 0 <= start <= length):
+            raise CorruptSnapshotError(
+                f"{path}: session.generation_start is {start!r}; expected 0 to {length}"
+            )
+        sampling = state.get("sampling", {})
+        if not isinstance(sampling, dict):
+            raise CorruptSnapshotError(
+                f"{path}: session.sampling is {sampling!r}; expected an object"
+            )
+        try:
+            return cls(pending, Sampling.from_json(sampling), start)
+        except InvalidArgumentError as error:
+            raise CorruptSnapshotError(f"{path}: session.sampling: {error}") from error
+
+
+def _without_tail(
+    core: EngineCore, snapshot: SnapshotInfo, error: CorruptSnapshotError, provenance: str
+) -> Sequence:
+    """The sealed chunks of a snapshot whose tail is damaged; `recompute_tail` adds the rest.
+
+    provenance: what the snapshot is worth to this engine.
+    """
+    worth = snapshot.reader.provenance[-1] if provenance == "exact" else provenance
+    if core.recurrence is None:  # which uses no saved tail, whatever it is worth
+        require_repairable(error, RECOMPUTE, worth)
+    whole = snapshot.reader.sealed_chunks * core.layout.chunk_tokens
+    return core.pager.restore(snapshot, salt=salt_of(core, snapshot), upto=whole)
+
+
+def _recompute_tail(
+    core: EngineCore, transcript: Transcript, snapshot: SnapshotInfo, error: CorruptSnapshotError
+) -> None:
+    """Computes the tokens after those that are held, and compares them with what was saved."""
+    tokens, start = snapshot.tokens, transcript.committed
+    if core.recurrence is not None:
+        transcript.set_text(tokens)
+        transcript.damage.count(len(tokens) - start)
+        _log.warning("%s; tokens [%d, %d) will be computed again", error, start, len(tokens))
+        return
+    extend(core, transcript.sequence, tokens)
+    saved = snapshot.reader.slice_checksums[-1]
+    frozen = recomputing_damage(core, [transcript.sequence], transcript.sequence.freeze)
+    if (frozen.slice_checksums[-1] != saved).any():
+        raise explain_damage(
+            error,
+            f"tokens [{start}, {len(tokens)}) computed again are not what was saved either",
+        ) from error
+    transcript.damage.count(len(tokens) - start)
+    _log.warning("%s; tokens [%d, %d) were computed again", error, start, len(tokens))

@@ -1,0 +1,81 @@
+"""Proposals copied from the text itself: what followed its last tokens where they stood before.
+
+Prompt lookup decoding (Saxena 2023). Nothing is remembered between proposals: a few vector
+comparisons find the place, mostly in 10 us in 8K tokens and 70 us in 128K, so that no index has to
+follow what is appended, trimmed or rejected.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.tokens import TokenIds
+
+_MOST = 1024  # of an n-gram: a longer one tells nothing more about what follows
+
+
+class PromptLookup:
+    """Proposes the continuation of the longest n-gram that ends the text and stood in it before.
+
+    Of its earlier places the most recent is taken. A continuation that reaches the end of the text
+    goes round, so that a period is continued however short it is.
+
+    A pure function of the tokens. Memory: two bytes per token during a call, none between calls.
+
+    Example:
+        >>> session.generate(256, speculate=lambda: PromptLookup(max_ngram=8, min_ngram=2))
+    """
+
+    def __init__(self, max_ngram: int = 16, min_ngram: int = 3) -> None:
+        """Longer n-grams than `max_ngram` count as equally good; shorter than `min_ngram`, as none.
+
+        Raises:
+            InvalidArgumentError: not integers with 1 <= min_ngram <= max_ngram <= 1024.
+        """
+        for name, value in (("max_ngram", max_ngram), ("min_ngram", min_ngram)):
+            if type(value) is not int or not 1 <= value <= _MOST:
+                raise InvalidArgumentError(
+                    f"PromptLookup.{name} is {value!r}; expected an integer from 1 to {_MOST}"
+                )
+        if min_ngram > max_ngram:
+            raise InvalidArgumentError(
+                f"PromptLookup.min_ngram is {min_ngram}; expected at most max_ngram, {max_ngram}"
+            )
+        self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
+
+    def propose(self, tokens: TokenIds, count: int) -> list[int]:
+        """`count` token ids that may follow `tokens` [n] int32; [] where no n-gram stood before."""
+        start = self._continuation(tokens)
+        if start is None:
+            return []
+        proposed: list[int] = np.resize(tokens[start:], count).tolist()  # goes round
+        return proposed
+
+    def _continuation(self, tokens: TokenIds) -> int | None:
+        """Where the earlier n-gram ends, which is the index of the token that followed it."""
+        longest = min(self.max_ngram, len(tokens) - 1)
+        if longest < self.min_ngram:
+            return None
+        ngram = 1
+        agree = tokens[:-1] == tokens[-1]  # by where an n-gram starts
+        while ngram < longest and (ngram < self.min_ngram or _is_dense(agree)):
+            longer = agree[1:] & (tokens[: -ngram - 1] == tokens[-ngram - 1])
+            if ngram >= self.min_ngram and not longer.any():
+                return len(agree) - 1 - int(agree[::-1].argmax()) + ngram
+            agree, ngram = longer, ngram + 1
+        starts = np.flatnonzero(agree)
+        while starts.size and ngram < longest:
+            before = starts[starts > 0] - 1
+            before = before[tokens[before] == tokens[-ngram - 1]]
+            if not before.size:
+                break
+            starts, ngram = before, ngram + 1
+        return int(starts[-1]) + ngram if starts.size else None
+
+
+def _is_dense(places: npt.NDArray[np.bool_]) -> bool:
+    """Whether comparing all places is faster than listing those that agree."""
+    return int(np.count_nonzero(places)) * 16 > len(places)
