@@ -48,8 +48,8 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test lint locks ctest pytest test-slow verify-all mutants asan tsan fuzz
-.PHONY: test-deep test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
+.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long time-tests verify-all mutants asan tsan fuzz
+.PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
 .PHONY: bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
 
@@ -63,12 +63,15 @@ build: $(BUILD_STAMP) ## build the extension and install the package into it, ed
 demo: build ## prefill, save, restore in a new process, compare every bit
 	$(BIN)/kvpager demo $(DEMO_ARGS)
 
-test: lint ctest pytest ## linters, types, stub drift, C++ tests, Python tests
+test: lint ctest pytest ## linters, types, stub drift, C++ tests, Python tests: those that take minutes together
+
+test-all: test ctest-long pytest-long ## also the long tests (tests/long_tests.txt), as CI does
 
 lint: build
 	$(PY) -m ruff check $(PYTHON_SOURCES)
 	$(PY) -m ruff format --check $(PYTHON_SOURCES)
 	$(PY) -m mypy
+	$(BIN)/lint-imports --config pyproject.toml
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(PY) scripts/generate_stubs.py --check
 	$(MAKE) --no-print-directory locks
@@ -91,8 +94,11 @@ ctest: $(TOOLS_STAMP)
 pytest: build
 	$(PY) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-test-slow: build ## the Python tests that take minutes
-	$(PY) -m pytest -m "slow and not bench and not cuda" $(PYTEST_ARGS)
+pytest-long: build
+	$(PY) -m pytest $(PARALLEL) -m "long and not deep and not bench and not cuda" $(PYTEST_ARGS)
+
+time-tests: build ## time the Python tests, and write which of them are long
+	$(PY) -m pytest $(PARALLEL) -m "not deep and not bench and not cuda" --time-tests $(PYTEST_ARGS)
 
 verify-all: build ## every relation for every model, dtype, shape and thread count, to the bit (about an hour)
 	$(PY) bench/verify_all.py $(VERIFY_ARGS)
@@ -101,8 +107,11 @@ mutants: build ## break the code on purpose, one promise at a time: the tests th
 	$(DOCTEST)
 	cd tests && $(PY) -m mutants $(MUTANTS_ARGS)
 
-test-deep: test-deep-calls test-deep-power test-deep-threads test-deep-interrupts test-deep-identity test-deep-soak ## failing system calls, power failures, threads, interrupts, identity, a soak (docs/testing.md)
+test-deep: test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts test-deep-identity test-deep-soak ## failing system calls, power failures, threads, interrupts, identity, a soak (docs/testing.md)
 	$(PY) tests/deep/report.py
+
+test-deep-pytest: build
+	$(PY) -m pytest -m "deep and not bench and not cuda" $(PYTEST_ARGS)
 
 test-deep-calls: build
 	cd tests && $(PY) -m deep calls $(DEEP_ARGS)
@@ -154,7 +163,7 @@ asan: build ## C++ and Python tests under AddressSanitizer and UBSan
 	LD_PRELOAD="$(foreach lib,libasan.so libubsan.so libstdc++.so.6,$(shell g++ -print-file-name=$(lib)))" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  PYTHONPATH="$(ASAN_SITE):$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-	  $(PY) -S -m pytest $(PYTEST_ARGS)
+	  $(PY) -S -m pytest -m "not deep and not bench and not cuda" $(PYTEST_ARGS)
 
 tsan: build ## C++ tests under ThreadSanitizer
 	$(DOCTEST)
@@ -195,7 +204,7 @@ format: $(BUILD_STAMP) ## apply ruff and clang-format
 	$(BIN)/clang-format -i $(FORMATTED)
 
 clean: ## remove build products, keep the virtual environment
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis $(BUILD_STAMP)
+	rm -rf build dist .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis $(BUILD_STAMP)
 
 $(TOOLS_STAMP): pyproject.toml
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)

@@ -220,7 +220,7 @@ def cpp(session: Session) -> None:
 def python(session: Session) -> None:
     """The Python tests that need the device."""
     where = [str(path) for path in (ROOT / "tests/python", ROOT / "tests/model") if path.is_dir()]
-    mark = "cuda" if session.device == "cuda" else "not slow and not bench and not cuda"
+    mark = "cuda" if session.device == "cuda" else "not deep and not bench and not cuda"
     only = [] if session.device == "cuda" else ["-k", "device or shim"]
     command = [
         sys.executable, "-m", "pytest", "-q", "-m", mark, *only, "-p", "no:cacheprovider", *where,

@@ -20,4 +20,12 @@ if _WORKERS > 1:
 
 import torch  # noqa: E402
 
+from long_tests import (  # noqa: E402, F401
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_runtest_makereport,
+    pytest_runtest_protocol,
+)
+
 torch.set_num_threads(int(os.environ.get("KVPAGER_TEST_THREADS", _THREADS)))
