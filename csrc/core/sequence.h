@@ -45,8 +45,10 @@ struct Sequence {
   TokenLog tokens;     // [length]
   std::vector<ChunkUse> sealed;
   std::vector<ChunkUse> frontier;
-  int64_t target = 0;            // positions that were reserved last
-  int64_t reserved = 0;          // homes promised to chunks that are not sealed yet
+  int64_t target = 0;    // positions that were reserved last
+  int64_t reserved = 0;  // homes promised to chunks that are not sealed yet
+  int64_t reserved_by_forward =
+      0;                         // of these, what the running forward gives back if it ends unused
   bool frozen = false;           // a save's view of another sequence; nobody else knows it
   int32_t part = -1;             // of the running forward, as a number in Forward::parts; -1: none
   bool dropped = false;          // nobody owns it: it goes when the running forward ends

@@ -103,6 +103,7 @@ void Pager::Impl::commit_rows(const std::vector<int64_t>& count, Provenance prov
   std::vector<Seal> seals;
   try {
     backend->finish();
+    held.release();
     for (size_t p = 0; p < forward->parts.size(); ++p) {
       prepare_seals(forward->parts[p], count[p], provenance, &seals);
     }
@@ -131,6 +132,7 @@ void Pager::Impl::commit_rows(const std::vector<int64_t>& count, Provenance prov
     advance(forward->parts[p], count[p], provenance);
   }
   backend->end();
+  held.release();
   disband(&*forward);
   for (const ForwardPart& part : forward->parts) {
     let_go(*part.sequence);
@@ -187,7 +189,7 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
     name = sequence.namer.next(name, seal.tokens.data(), c, seal.provenance);
     seal.name = name;
     const BlockId block = ledger[seal.open].block;
-    backend->checksum(&seal, block);
+    seal.checksums = backend->checksums(block);
     if (seal.provenance == Provenance::kExact) {
       const auto found = ledger.find(seal.name, seal.tokens.data(), c);
       const bool same_text =
@@ -210,7 +212,7 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
     }
     seal.home = take_home();
     seal.has_home = true;
-    backend->write_home(&seal, block);
+    backend->write_home(block, seal.home, &seal.checksums);
   }
 }
 
@@ -219,9 +221,7 @@ void Pager::Impl::prepare_seals(const ForwardPart& part, int64_t count, Provenan
 void Pager::Impl::rewrite_spilled(Seal* seal, BlockId block) {
   KVPAGER_REQUIRE(seal->existing && ledger[*seal->existing].on_disk());
   const ChunkRecord& record = ledger[*seal->existing];
-  seal->home.disk = record.disk;
-  backend->write_home(seal, block);
-  seal->home = Home();
+  backend->write_home(block, Home{SlotId(), record.disk}, &seal->checksums);
   record.damaged = false;
   ++counters.chunks_healed;
   counters.bytes_written_through += layout.chunk_bytes();
@@ -240,16 +240,7 @@ const SharedArray<uint64_t>& Pager::Impl::checksums(Seal* seal) {
 }
 
 std::vector<uint64_t> Pager::Impl::checksums_in_memory(const ChunkRecord& record) {
-  return slice_checksums(backend->view(record, 0, layout.chunk_bytes()));
-}
-
-std::vector<uint64_t> Pager::Impl::slice_checksums(const std::byte* chunk) {
-  std::vector<uint64_t> sums(static_cast<size_t>(layout.layers));
-  threads.run(layout.layers, [&](int64_t layer, int) {
-    sums[static_cast<size_t>(layer)] =
-        slice_checksum(chunk + layout.slice_offset(static_cast<int>(layer)), layout.slice_bytes());
-  });
-  return sums;
+  return slice_checksums(layout, backend->view(record, 0, layout.chunk_bytes()), threads);
 }
 
 // The frontier's first chunk becomes the sequence's next sealed one.
@@ -340,7 +331,7 @@ void Pager::Impl::advance(ForwardPart& part, int64_t count, Provenance provenanc
   counters.rows_committed += count;
   drop_surplus(part);
   // A moving average of each chunk's share of attention mass, for residency and for people.
-  const double shares = static_cast<double>(scored_layers() * layout.kv_heads);
+  const double shares = static_cast<double>(config.scored_layers(forward->dense) * layout.kv_heads);
   const auto known = static_cast<int64_t>(part.read.size());  // none where nothing is computed
   for (int64_t chunk = sequence.released; chunk < std::min(known, sequence.chunks()); ++chunk) {
     const size_t i = static_cast<size_t>(chunk);

@@ -81,39 +81,44 @@ AttentionKind attention_of(const PagerOptions& options, DType q_dtype) {
   return {name_of(attention), version_of(attention)};
 }
 
-DeviceBackend::DeviceBackend(Pager::Impl& pager)
-    : pager_(pager),
-      layout_(pager.layout),
-      shape_(shape_of(pager.options)),
-      device_(device::Device::open(pager.options.device)),
+DeviceBackend::DeviceBackend(const BackendParts& parts)
+    : config_(parts.config),
+      layout_(config_.layout),
+      ledger_(parts.ledger),
+      files_(parts.files),
+      threads_(parts.threads),
+      counters_(parts.counters),
+      shape_(shape_of(config_.options)),
+      device_(device::Device::open(config_.options.device)),
       api_(device_->api()),
-      scorer_(gpu::scorer_params(pager.scorer, pager.layout)),
-      pool_(device_->allocate("resident pool", pager.slots.pool * layout_.chunk_bytes()),
-            pager.slots.pool, layout_.chunk_bytes()),
-      host_(device_->pin("host arena", pager.slots.host * layout_.chunk_bytes()), pager.slots.host,
-            layout_.chunk_bytes()),
-      summaries_(device_->allocate("summaries", pager.slots.summaries * pager.summary_slot_bytes),
-                 pager.slots.summaries, pager.summary_slot_bytes),
-      mirror_(device_->pin("summaries", pager.slots.summaries * pager.summary_slot_bytes),
-              pager.slots.summaries, pager.summary_slot_bytes),
+      scorer_(gpu::scorer_params(config_.scorer, config_.layout)),
+      pool_(device_->allocate("resident pool", config_.slots.pool * layout_.chunk_bytes()),
+            config_.slots.pool, layout_.chunk_bytes()),
+      host_(device_->pin("host arena", config_.slots.host * layout_.chunk_bytes()),
+            config_.slots.host, layout_.chunk_bytes()),
+      summaries_(
+          device_->allocate("summaries", config_.slots.summaries * config_.summary_slot_bytes),
+          config_.slots.summaries, config_.summary_slot_bytes),
+      mirror_(device_->pin("summaries", config_.slots.summaries * config_.summary_slot_bytes),
+              config_.slots.summaries, config_.summary_slot_bytes),
       bounce_(device_->pin("transfer buffers", kBounces * layout_.chunk_bytes()), kBounces,
               layout_.chunk_bytes()),
-      staging_(device_->allocate("staging", 2 * staged_slices(pager.options, host_.slots()) *
+      staging_(device_->allocate("staging", 2 * staged_slices(config_.options, host_.slots()) *
                                                 layout_.slice_bytes()),
-               2, staged_slices(pager.options, host_.slots()) * layout_.slice_bytes()),
+               2, staged_slices(config_.options, host_.slots()) * layout_.slice_bytes()),
       sinks_(device_->allocate("attention sinks", sink_sets(layout_) * aligned(shape_.q_heads * 4)),
              sink_sets(layout_), aligned(shape_.q_heads * 4)),
       sinks_host_(device_->pin("attention sinks", sink_sets(layout_) * sinks_.slot_bytes)),
       always_(device_->allocate(
           "selection", aligned(static_cast<int64_t>(
-                           16 * std::max<size_t>(1, pager.options.selection.always.size()))))),
+                           16 * std::max<size_t>(1, config_.options.selection.always.size()))))),
       arrays_(allocate_arrays(
-          {static_cast<int32_t>(pager.options.rows), kEntries,
-           std::max(kEntries, pager.slots.pool + host_.slots() + pager.slots.disk)})),
+          {static_cast<int32_t>(config_.options.rows), kEntries,
+           std::max(kEntries, config_.slots.pool + host_.slots() + config_.slots.disk)})),
       ring_places_(static_cast<size_t>(kRing)),
       timeline_(device_) {
   for (int64_t i = 0; i < pool_.slots(); ++i) freed(BlockId(static_cast<int32_t>(i)));
-  const auto& always = pager.options.selection.always;
+  const auto& always = config_.options.selection.always;
   if (!always.empty()) {
     static_assert(sizeof(always[0]) == 16, "pairs of int64");
     std::memcpy(bounce_.at(0), always.data(), 16 * always.size());
@@ -138,7 +143,7 @@ gpu::Shape DeviceBackend::shape(DType q_dtype) const {
 }
 
 gpu::Attention DeviceBackend::attention(DType q_dtype) const {
-  return attention_for(api_, pager_.options, shape(q_dtype));
+  return attention_for(api_, config_.options, shape(q_dtype));
 }
 
 const char* DeviceBackend::attention_name(DType q_dtype) const {
@@ -166,7 +171,7 @@ DeviceBackend::Arrays DeviceBackend::allocate_arrays(const gpu::Bounds& bounds) 
   arrays.results = device_->allocate("forward results", results);
   arrays.results_host = device_->pin("forward results", results);
   int64_t scratch = 1;
-  if (pager_.options.selection.kind != Selection::Kind::kDense) {
+  if (config_.options.selection.kind != Selection::Kind::kDense) {
     arrays.selected_stride = (bounds.chunks + 31) / 32 * 4;
     arrays.selected =
         device_->allocate("selections", bounds.rows * shape_.kv_heads * arrays.selected_stride);
@@ -176,7 +181,7 @@ DeviceBackend::Arrays DeviceBackend::allocate_arrays(const gpu::Bounds& bounds) 
     scratch = std::max({scratch, api_.attend_scratch_bytes(&with, &bounds),
                         api_.select_scratch_bytes(&with, &bounds)});
   }
-  const int64_t most = pager_.options.scratch_bytes;
+  const int64_t most = config_.options.scratch_bytes;
   if (most >= 0 && scratch > most) {
     throw CapacityError(str("scratch_bytes: ", most, ", but kernels need ", scratch,
                             " bytes for forwards of ", bounds.rows, " rows that see ",
@@ -204,7 +209,7 @@ void DeviceBackend::grow_given(int64_t rows) {
   static_assert(sizeof(gpu::Header) <= kGivenRowsAt, "rows lie behind the header");
   if (rows <= given_.rows) return;
   GivenTables next;
-  for (next.rows = std::max<int64_t>(given_.rows, pager_.options.rows); next.rows < rows;) {
+  for (next.rows = std::max<int64_t>(given_.rows, config_.options.rows); next.rows < rows;) {
     next.rows *= 2;
   }
   const int64_t bytes = aligned(kGivenRowsAt + next.rows * static_cast<int64_t>(sizeof(gpu::Row)));
@@ -240,26 +245,25 @@ void DeviceBackend::check_invariants() {
   const auto require = [](bool holds, int number, const std::string& what) {
     if (!holds) throw InvariantError(str("invariant ", number, ": ", what));
   };
-  require(pool_.slots() == pager_.options.pool_blocks &&
+  require(pool_.slots() == config_.options.pool_blocks &&
               pool_.memory.bytes() >= pool_.slots() * layout_.chunk_bytes(),
           2, "the pool is not the size it was given");
-  require(host_.memory.bytes() >=
-              pager_.options.host_bytes / layout_.chunk_bytes() * layout_.chunk_bytes(),
-          2, "the host arena is not the size it was given");
-  require(pager_.options.scratch_bytes < 0 ||
-              arrays_.scratch.bytes() <= aligned(pager_.options.scratch_bytes),
+  require(host_.memory.bytes() >= config_.slots.host * layout_.chunk_bytes(), 2,
+          "the host arena is not the size it was given");
+  require(config_.options.scratch_bytes < 0 ||
+              arrays_.scratch.bytes() <= aligned(config_.options.scratch_bytes),
           2, "partial results take more than scratch_bytes");
-  pager_.ledger.each([&](RecordId id, const ChunkRecord& record) {
+  ledger_.each([&](RecordId id, const ChunkRecord& record) {
     const std::string name = str("record ", id.value(), " (chunk ", record.index, ")");
     // A lane can be waited for, but what left the pool must have arrived below.
     require(record.resident() || !record.on_host() ||
                 timeline_.complete(host_.place(record.host.value())),
             4, name + " has left the pool before its bytes arrived in host memory");
   });
-  require(running_.active || (running_.entries.empty() && held_.empty()), 5,
-          "chunks are held for a forward that is over");
+  require(running_.active || running_.entries.empty(), 5,
+          "chunks are known to be read by a forward that is over");
   for (const Entry& entry : running_.entries) {
-    const ChunkRecord& record = pager_.ledger[entry.record];
+    const ChunkRecord& record = ledger_[entry.record];
     const std::string name = str("record ", entry.record.value(), " (chunk ", record.index, ")");
     require(record.readers > 0 || record.state == ChunkState::kOpen, 5,
             name + " may be read by the running forward, but nothing holds it");

@@ -26,57 +26,52 @@
 #include "device/tables.h"
 #include "device/timeline.h"
 #include "pager/backend.h"
-#include "pager/impl.h"
-#include "pager/readers.h"
 
 namespace kvpager {
 
 class DeviceBackend final : public Backend {
  public:
-  explicit DeviceBackend(Pager::Impl& pager);
+  explicit DeviceBackend(const BackendParts& parts);
 
   DevicePlace place() const override;
   const char* attention_name(DType q_dtype) const override;
   int attention_version(DType q_dtype) const override;
 
-  void freed(BlockId block) noexcept KVPAGER_HOLDS(pager_.mutex) override;
-  void load(const ChunkRecord& from, BlockId to) KVPAGER_HOLDS(pager_.mutex) override;
-  void bring(const std::vector<Arrival>& arrivals, int threads)
-      KVPAGER_HOLDS(pager_.mutex) override;
-  void load(const std::function<void(std::byte*)>& read, BlockId to)
-      KVPAGER_HOLDS(pager_.mutex) override;
-  const std::byte* view(const ChunkRecord& record, int64_t offset, int64_t bytes)
-      KVPAGER_HOLDS(pager_.mutex) override;
-  const std::byte* home(const ChunkRecord& record) KVPAGER_HOLDS(pager_.mutex) override;
-  uint64_t arriving(const ChunkRecord& record) KVPAGER_HOLDS(pager_.mutex) override;
-  void wait_for_home(const ChunkRecord& record) KVPAGER_HOLDS(pager_.mutex) override;
+  using Backend::freed;
+  void freed(BlockId block) noexcept override;
+  void load(const ChunkRecord& from, BlockId to) override;
+  void load(const std::function<void(std::byte*)>& read, BlockId to) override;
+  void load(const std::vector<Arrival>& arrivals, int threads) override;
+  const std::byte* view(const ChunkRecord& record, int64_t offset, int64_t bytes) override;
+  const std::byte* home(const ChunkRecord& record) override;
+  uint64_t arriving(const ChunkRecord& record) override;
+  void wait_for_home(const ChunkRecord& record) override;
 
-  void checksum(Seal*, BlockId) override {}  // from the copy in the home, when first asked for
-  void summarize(BlockId block, SlotId summary) KVPAGER_HOLDS(pager_.mutex) override;
-  void write_home(Seal* seal, BlockId block) KVPAGER_HOLDS(pager_.mutex) override;
+  SharedArray<uint64_t> checksums(BlockId) override { return {}; }
+  void summarize(BlockId block, SlotId summary) override;
+  void write_home(BlockId block, const Home& to, SharedArray<uint64_t>* checksums) override;
 
-  const std::byte* summary(SlotId slot) KVPAGER_HOLDS(pager_.mutex) override;
-  std::vector<std::byte*> summary_room(const std::vector<SlotId>& slots)
-      KVPAGER_HOLDS(pager_.mutex) override;
-  void summaries_written(const std::vector<SlotId>& slots) KVPAGER_HOLDS(pager_.mutex) override;
+  const std::byte* summary(SlotId slot) override;
+  std::vector<std::byte*> summary_room(const std::vector<SlotId>& slots) override;
+  void summaries_written(const std::vector<SlotId>& slots) override;
 
   bool reads_all() const override { return true; }
-  bool capturing(void* stream) const KVPAGER_HOLDS(pager_.mutex) override;
-  void prepare(const Forward& forward, void* stream) KVPAGER_HOLDS(pager_.mutex) override;
-  void begin(Forward* forward, void* stream) KVPAGER_HOLDS(pager_.mutex) override;
-  void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream)
-      KVPAGER_HOLDS(pager_.mutex) override;
-  void write(int layer, const TensorView* q, const TensorView& k, const TensorView& v, void* stream)
-      KVPAGER_HOLDS(pager_.mutex) override;
+  bool capturing(void* stream) const override;
+  void prepare(const Forward& forward, void* stream) override;
+  void begin(Forward* forward, void* stream) override;
+  void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
+            void* stream) override;
+  bool write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
+             void* stream) override;
   void attend(int layer, const TensorView& q, const TensorView& out,
-              const AttendOptions& attend_options) KVPAGER_HOLDS(pager_.mutex) override;
+              const AttendOptions& attend_options) override;
   uint64_t generation() const override { return generation_; }
-  void replayed(void* stream) KVPAGER_HOLDS(pager_.mutex) override;
-  void finish() KVPAGER_HOLDS(pager_.mutex) override;
-  void end() noexcept KVPAGER_HOLDS(pager_.mutex) override;
+  void replayed(void* stream) override;
+  void finish() override;
+  void end() noexcept override;
 
-  void add_to(PagerStats* stats) const KVPAGER_HOLDS(pager_.mutex) override;
-  void check_invariants() KVPAGER_HOLDS(pager_.mutex) override;
+  void add_to(PagerStats* stats) const override;
+  void check_invariants() override;
 
  private:
   using Lane = device::Lane;
@@ -145,48 +140,44 @@ class DeviceBackend final : public Backend {
 
   // device_backend.cc
   gpu::Shape shape(DType q_dtype) const;
-  Arrays allocate_arrays(const gpu::Bounds& bounds) const KVPAGER_HOLDS(pager_.mutex);
-  void grow(int64_t entries, int64_t visible) KVPAGER_HOLDS(pager_.mutex);
-  void grow_given(int64_t rows) KVPAGER_HOLDS(pager_.mutex);
+  Arrays allocate_arrays(const gpu::Bounds& bounds) const;
+  void grow(int64_t entries, int64_t visible);
+  void grow_given(int64_t rows);
   gpu::Attention attention(DType q_dtype) const;
-  int64_t entry_offset(bool read) const
-      KVPAGER_HOLDS(pager_.mutex);  // of mass, or of read, in results
+  int64_t entry_offset(bool read) const;  // of mass, or of read, in results
 
   // device_bytes.cc
-  Ticket ticket(Lane lane) noexcept KVPAGER_HOLDS(pager_.mutex);
-  void copy(Lane lane, device::Direction direction, Piece to, Piece from, int64_t bytes)
-      KVPAGER_HOLDS(pager_.mutex);
+  Ticket ticket(Lane lane) noexcept;
+  void copy(Lane lane, device::Direction direction, Piece to, Piece from, int64_t bytes);
   void move(device::Direction direction, void* stream, std::byte* to, const std::byte* from,
-            int64_t bytes) KVPAGER_HOLDS(pager_.mutex);
-  void launch(const char* what, const std::function<int()>& kernel)
-      KVPAGER_HOLDS(pager_.mutex);  // fault point device.launch
-  void host_read(const Place& place) KVPAGER_HOLDS(pager_.mutex);
-  Piece next_bounce() KVPAGER_HOLDS(pager_.mutex);
+            int64_t bytes);
+  void launch(const char* what, const std::function<int()>& kernel);  // fault point device.launch
+  void host_read(const Place& place);
+  Piece next_bounce();
 
   // device_tables.cc
-  void release_held() noexcept KVPAGER_HOLDS(pager_.mutex);
-  void find_entries(const Forward& forward) KVPAGER_HOLDS(pager_.mutex);
-  void plan_staging(const Forward& forward, const device::TableArrays& arrays)
-      KVPAGER_HOLDS(pager_.mutex);
-  void fill_tables(const Forward& forward, const device::TableArrays& arrays)
-      KVPAGER_HOLDS(pager_.mutex);
-  void upload(const device::TableLayout& layout, const std::byte* from, bool staged)
-      KVPAGER_HOLDS(pager_.mutex);
-  void stage(int layer) KVPAGER_HOLDS(pager_.mutex);
+  void find_entries(const Forward& forward);
+  void plan_staging(const Forward& forward, const device::TableArrays& arrays);
+  void fill_tables(const Forward& forward, const device::TableArrays& arrays);
+  void upload(const device::TableLayout& layout, const std::byte* from, bool staged);
+  void stage(int layer);
 
   // device_forward.cc
   // Where launches go. True: into a graph.
-  bool to_stream(void* stream) KVPAGER_HOLDS(pager_.mutex);
-  gpu::Tables upload_given() KVPAGER_HOLDS(pager_.mutex);
-  gpu::HostCounts counts(bool into_graph) const KVPAGER_HOLDS(pager_.mutex);
-  const float* sinks_on_device(const AttendOptions& attend_options, void* stream, bool into_graph)
-      KVPAGER_HOLDS(pager_.mutex);
-  void mark_dense(int64_t window) KVPAGER_HOLDS(pager_.mutex);
-  void set_tickets(Ticket done) noexcept KVPAGER_HOLDS(pager_.mutex);
-  void take_results() KVPAGER_HOLDS(pager_.mutex);
+  bool to_stream(void* stream);
+  gpu::Tables upload_given();
+  gpu::HostCounts counts(bool into_graph) const;
+  const float* sinks_on_device(const AttendOptions& attend_options, void* stream, bool into_graph);
+  void mark_dense(int64_t window);
+  void set_tickets(Ticket done) noexcept;
+  void take_results();
 
-  Pager::Impl& pager_;
+  const Config& config_;
   const Layout& layout_;
+  const Ledger& ledger_;
+  ChunkFiles& files_;
+  ThreadPool& threads_;
+  PagerStats& counters_;
   const gpu::Shape shape_;  // but for q_dtype
   std::shared_ptr<device::Device> device_;
   const device::Api& api_;
@@ -210,8 +201,8 @@ class DeviceBackend final : public Backend {
   int staged_layer_[2] = {-1, -1};
   uint64_t generation_ = 1;
 
+  Forward* forward_ = nullptr;  // the running one
   Running running_;
-  Readers held_{pager_.ledger};  // what the running forward may see
   device::Arrangement arrangement_;
 
   device::Timeline timeline_;  // last: it waits for all that is under way before memory goes

@@ -6,6 +6,7 @@
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
 #include "pager/device_backend.h"
+#include "pager/scoped_timer.h"
 
 namespace kvpager {
 
@@ -26,11 +27,11 @@ void DeviceBackend::move(Direction direction, void* stream, std::byte* to, const
   switch (direction) {
     case Direction::kUp:
       device::copy_up(*device_, stream, to, from, bytes);
-      pager_.counters.bytes_copied_up += bytes;
+      counters_.bytes_copied_up += bytes;
       break;
     case Direction::kDown:
       device::copy_down(*device_, stream, to, from, bytes);
-      pager_.counters.bytes_copied_down += bytes;
+      counters_.bytes_copied_down += bytes;
       break;
     case Direction::kWithin:
       device_->check(api_.copy(device_->context(), to, from, bytes, direction, stream),
@@ -57,8 +58,8 @@ void DeviceBackend::launch(const char* what, const std::function<int()>& kernel)
 
 void DeviceBackend::host_read(const Place& place) {
   if (timeline_.complete(place)) return;
-  const ScopedTimer timer(&pager_.counters.seconds_wait);
-  ++pager_.counters.host_waits;
+  const ScopedTimer timer(&counters_.seconds_wait);
+  ++counters_.host_waits;
   timeline_.host_before_read(place);
 }
 
@@ -69,7 +70,7 @@ DeviceBackend::Piece DeviceBackend::next_bounce() {
 }
 
 void DeviceBackend::freed(BlockId block) noexcept {
-  if (!pager_.options.poison) return;
+  if (!config_.options.poison) return;
   try {
     Place& place = pool_.place(block.value());
     timeline_.before_write(place, Lane::kUp);
@@ -89,13 +90,21 @@ void DeviceBackend::load(const ChunkRecord& from, BlockId to) {
   } else if (from.on_host()) {
     copy(Lane::kUp, Direction::kUp, block, piece(host_, from.host.value()), layout_.chunk_bytes());
   } else {
-    load([&](std::byte* out) { pager_.read_chunk(from, out); }, to);
+    load([&](std::byte* out) { files_.read_chunk(from, out); }, to);
   }
+}
+
+void DeviceBackend::load(const std::function<void(std::byte*)>& read, BlockId to) {
+  const Piece bounce = next_bounce();
+  timeline_.host_before_write(*bounce.place);
+  *bounce.place = Place();
+  read(bounce.data);
+  copy(Lane::kUp, Direction::kUp, piece(pool_, to.value()), bounce, layout_.chunk_bytes());
 }
 
 // What is in files is read into pinned memory, and verified: into its host slot, or on the way to its
 // block into transfer buffers, as many at a time as there are.
-void DeviceBackend::bring(const std::vector<Arrival>& arrivals, int threads) {
+void DeviceBackend::load(const std::vector<Arrival>& arrivals, int threads) {
   std::vector<Arrival> to_host;
   std::vector<Arrival> to_pool;
   for (const Arrival& arrival : arrivals) {
@@ -104,17 +113,16 @@ void DeviceBackend::bring(const std::vector<Arrival>& arrivals, int threads) {
       timeline_.host_before_write(place);
       place = Place();
       to_host.push_back(arrival);
-    } else if (const ChunkRecord& record = pager_.ledger[arrival.record]; record.on_host()) {
+    } else if (const ChunkRecord& record = ledger_[arrival.record]; record.on_host()) {
       load(record, arrival.block);
     } else {
       to_pool.push_back(arrival);
     }
   }
   const auto read = [&](const Arrival& arrival, std::byte* out) {
-    pager_.mutex.held();
-    pager_.read_chunk(pager_.ledger[arrival.record], out);
+    files_.read_chunk(ledger_[arrival.record], out);
   };
-  pager_.threads.run(
+  threads_.run(
       static_cast<int64_t>(to_host.size()),
       [&](int64_t i, int) {
         const Arrival& arrival = to_host[static_cast<size_t>(i)];
@@ -130,7 +138,7 @@ void DeviceBackend::bring(const std::vector<Arrival>& arrivals, int threads) {
       timeline_.host_before_write(*bounce.place);
       *bounce.place = Place();
     }
-    pager_.threads.run(
+    threads_.run(
         static_cast<int64_t>(count),
         [&](int64_t i, int) {
           read(to_pool[done + static_cast<size_t>(i)], bounces[static_cast<size_t>(i)].data);
@@ -142,14 +150,6 @@ void DeviceBackend::bring(const std::vector<Arrival>& arrivals, int threads) {
     }
     done += count;
   }
-}
-
-void DeviceBackend::load(const std::function<void(std::byte*)>& read, BlockId to) {
-  const Piece bounce = next_bounce();
-  timeline_.host_before_write(*bounce.place);
-  *bounce.place = Place();
-  read(bounce.data);
-  copy(Lane::kUp, Direction::kUp, piece(pool_, to.value()), bounce, layout_.chunk_bytes());
 }
 
 // Of an open chunk nobody asks for rows of the running forward, and those before it are complete.
@@ -207,18 +207,17 @@ void DeviceBackend::summarize(BlockId block, SlotId summary) {
        piece(summaries_, summary.value()), summaries_.slot_bytes);
 }
 
-void DeviceBackend::write_home(Seal* seal, BlockId block) {
+void DeviceBackend::write_home(BlockId block, const Home& to, SharedArray<uint64_t>* checksums) {
   const Piece from = piece(pool_, block.value());
-  if (seal->home.host.value() >= 0) {
-    copy(Lane::kDown, Direction::kDown, piece(host_, seal->home.host.value()), from,
-         layout_.chunk_bytes());
-  } else if (seal->home.disk.value() >= 0) {
+  if (to.host.value() >= 0) {
+    copy(Lane::kDown, Direction::kDown, piece(host_, to.host.value()), from, layout_.chunk_bytes());
+  } else if (to.disk.value() >= 0) {
     const Piece bounce = next_bounce();
     copy(Lane::kDown, Direction::kDown, bounce, from, layout_.chunk_bytes());
     host_read(*bounce.place);
     // What comes back from disk is compared with them.
-    if (seal->checksums.empty()) seal->checksums = pager_.slice_checksums(bounce.data);
-    pager_.disk.write(seal->home.disk.value(), bounce.data);
+    if (checksums->empty()) *checksums = slice_checksums(layout_, bounce.data, threads_);
+    files_.write_slot(to.disk, bounce.data);
   }
 }
 

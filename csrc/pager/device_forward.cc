@@ -7,6 +7,7 @@
 
 #include "kvpager/error.h"
 #include "pager/device_backend.h"
+#include "pager/scoped_timer.h"
 
 namespace kvpager {
 
@@ -39,7 +40,7 @@ gpu::HostCounts DeviceBackend::counts(bool into_graph) const {
 // The chunks that given positions are written to are among those the forward writes: begin() has
 // ordered the caller's stream behind whoever still uses them.
 gpu::Tables DeviceBackend::upload_given() {
-  const Forward& forward = *pager_.forward;
+  const Forward& forward = *forward_;
   grow_given(forward.given_count);
   timeline_.host_before_write(given_.place);
   gpu::Header header;
@@ -54,7 +55,7 @@ gpu::Tables DeviceBackend::upload_given() {
     out = gpu::Row();
     out.position = given.position;
     out.write_offset = static_cast<int32_t>(given.position % layout_.chunk_tokens);
-    out.write_chunk = reinterpret_cast<uint64_t>(pool_.at(pager_.ledger[use.record].block.value()));
+    out.write_chunk = reinterpret_cast<uint64_t>(pool_.at(ledger_[use.record].block.value()));
   }
   timeline_.compute_may_read(&given_.place);
   std::byte* const to = given_.device.data();
@@ -72,7 +73,7 @@ void DeviceBackend::give(const std::vector<TensorView>& k, const std::vector<Ten
   gpu::WriteParams params;
   params.shape = shape_;
   params.tables = upload_given();
-  params.counts.rows = static_cast<int32_t>(pager_.forward->given_count);
+  params.counts.rows = static_cast<int32_t>(forward_->given_count);
   params.status = reinterpret_cast<uint64_t*>(arrays_.results.data()) + kGivenStatus;
   for (size_t layer = 0; layer < k.size(); ++layer) {
     params.layer = static_cast<int32_t>(layer);
@@ -83,7 +84,7 @@ void DeviceBackend::give(const std::vector<TensorView>& k, const std::vector<Ten
   }
 }
 
-void DeviceBackend::write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
+bool DeviceBackend::write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
                           void* stream) {
   const bool into_graph = to_stream(stream);
   gpu::WriteParams params;
@@ -100,7 +101,7 @@ void DeviceBackend::write(int layer, const TensorView* q, const TensorView& k, c
   }
   launch("writing keys and values",
          [&] { return api_.write_rows(device_->context(), &params, stream); });
-  if (!into_graph) pager_.forward->layer_written[static_cast<size_t>(layer)] = 1;
+  return !into_graph;
 }
 
 // Sinks are weights: few contents, uploaded when one is first seen.
@@ -134,16 +135,16 @@ const float* DeviceBackend::sinks_on_device(const AttendOptions& attend_options,
 
 void DeviceBackend::attend(int layer, const TensorView& q, const TensorView& out,
                            const AttendOptions& attend_options) {
-  const ScopedTimer timer(&pager_.counters.seconds_attend);
+  const ScopedTimer timer(&counters_.seconds_attend);
   void* const stream = attend_options.stream;
   const bool into_graph = to_stream(stream);
-  const Selection& selection = pager_.options.selection;
-  const bool dense = pager_.dense();
+  const Selection& selection = config_.options.selection;
+  const bool dense = forward_->dense;
   const int half = layer % 2;
   const bool staged = !into_graph && !running_.staged.empty() && staged_layer_[half] == layer;
   const gpu::Tables tables = arrays_.layout.tables(arrays_.tables.data(), staged ? half : -1);
   const float* const sinks = sinks_on_device(attend_options, stream, into_graph);
-  if (pager_.scores(layer)) {
+  if (config_.scores(layer, dense)) {
     gpu::SelectParams params;
     params.shape = shape(q.dtype);
     params.tables = tables;
@@ -201,7 +202,7 @@ void DeviceBackend::mark_dense(int64_t window) {
   std::vector<int64_t>& seen = running_.windows;
   if (std::find(seen.begin(), seen.end(), window) != seen.end()) return;
   seen.push_back(window);
-  Forward& forward = *pager_.forward;
+  Forward& forward = *forward_;
   for (size_t i = 0; i < forward.rows.size(); ++i) {
     const int32_t part = forward.part_of_row[i];
     if (part < 0) continue;
@@ -212,8 +213,8 @@ void DeviceBackend::mark_dense(int64_t window) {
 
 void DeviceBackend::replayed(void* stream) {
   timeline_.set_compute(stream);
-  running_.scored = pager_.scored_layers() > 0;
-  if (pager_.dense()) mark_dense(0);
+  running_.scored = config_.scored_layers(forward_->dense) > 0;
+  if (forward_->dense) mark_dense(0);
 }
 
 // From now on others may ask for what the forward has read and written.
@@ -221,7 +222,7 @@ void DeviceBackend::set_tickets(Ticket done) noexcept {
   if (!running_.computing) return;
   running_.computing = false;
   for (const Entry& entry : running_.entries) {
-    const ChunkRecord& record = pager_.ledger[entry.record];
+    const ChunkRecord& record = ledger_[entry.record];
     if (entry.written) {
       device::Timeline::wrote(&pool_.place(record.block.value()), done);
     } else {
@@ -239,7 +240,6 @@ void DeviceBackend::finish() {
   }
   const auto entries = static_cast<int64_t>(running_.entries.size());
   const auto fetch = [&](int64_t offset, int64_t bytes) {
-    pager_.mutex.held();
     move(Direction::kDown, stream, arrays_.results_host.data() + offset,
          arrays_.results.data() + offset, bytes);
   };
@@ -250,13 +250,13 @@ void DeviceBackend::finish() {
   }
   const Ticket done = timeline_.take(Lane::kCompute);
   {
-    const ScopedTimer timer(&pager_.counters.seconds_wait);
-    ++pager_.counters.host_waits;
+    const ScopedTimer timer(&counters_.seconds_wait);
+    ++counters_.host_waits;
     timeline_.wait(done, "host reads results after compute");
   }
   set_tickets(done);
   take_results();
-  release_held();
+  running_.entries.clear();
 }
 
 void DeviceBackend::take_results() {
@@ -268,23 +268,23 @@ void DeviceBackend::take_results() {
   };
   const auto row = [](uint64_t failure) { return static_cast<int64_t>(failure & 0xFFFFFFFFu); };
   if (const uint64_t bad = status[kGivenStatus]; bad != gpu::kNoFailure) {
-    pager_.refuse_given(layer(bad), row(bad));
+    refuse_given(*forward_, layout_, layer(bad), row(bad));
   }
   // What was not finite first made all after it so. The queries of a layer are looked at first.
   const uint64_t bad_query = status[kQueryStatus];
   const uint64_t bad_row = status[kRowStatus];
   if (bad_query != gpu::kNoFailure && layer(bad_query) <= layer(bad_row)) {
-    pager_.refuse_query(layer(bad_query), row(bad_query));
+    refuse_query(*forward_, layer(bad_query), row(bad_query));
   }
-  if (bad_row != gpu::kNoFailure) pager_.refuse_row(layer(bad_row), row(bad_row));
+  if (bad_row != gpu::kNoFailure) refuse_row(*forward_, layout_, layer(bad_row), row(bad_row));
   if (!running_.scored) return;
-  const bool dense = pager_.dense();
+  const bool dense = forward_->dense;
   const auto* mass =
       reinterpret_cast<const uint64_t*>(arrays_.results_host.data() + entry_offset(false));
   const auto* read =
       reinterpret_cast<const uint8_t*>(arrays_.results_host.data() + entry_offset(true));
-  for (size_t p = 0; p < pager_.forward->parts.size(); ++p) {
-    ForwardPart& part = pager_.forward->parts[p];
+  for (size_t p = 0; p < forward_->parts.size(); ++p) {
+    ForwardPart& part = forward_->parts[p];
     part.scored = !dense || part.sequence->sealed_chunks() > part.sequence->released;
     for (int64_t c = part.sequence->released; c < part.visible; ++c) {
       const auto i = static_cast<size_t>(c);
@@ -304,8 +304,8 @@ void DeviceBackend::end() noexcept {
     }
     set_tickets(done);
   }
-  release_held();
   running_ = Running();
+  forward_ = nullptr;
 }
 
 }  // namespace kvpager

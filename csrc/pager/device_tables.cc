@@ -5,7 +5,6 @@
 
 #include "kvpager/error.h"
 #include "pager/device_backend.h"
-#include "pager/room.h"
 
 namespace kvpager {
 
@@ -30,13 +29,6 @@ void DeviceBackend::begin(Forward* forward, void* stream) {
   running_ = Running();
   running_.active = true;
   try {
-    std::vector<RecordId> missing;
-    hold_visible(pager_, *forward, &held_, &missing);
-    if (!missing.empty()) {
-      const ScopedTimer timer(&pager_.counters.seconds_load);
-      RoomLease(pager_, missing, HostRoom::kReclaimed, Lacking::kRefuse, "begin")
-          .bring_up(Reading::kTogether);
-    }
     find_entries(*forward);
     Place& ring_place = ring_places_[ring_next_];
     timeline_.host_before_write(ring_place);
@@ -50,16 +42,11 @@ void DeviceBackend::begin(Forward* forward, void* stream) {
     staged_layer_[0] = staged_layer_[1] = -1;
     stage(0);
     running_.computing = true;
+    forward_ = forward;
   } catch (...) {
-    release_held();
     running_ = Running();
     throw;
   }
-}
-
-void DeviceBackend::release_held() noexcept {
-  held_.release();
-  running_.entries.clear();
 }
 
 // Where each chunk is read: in its block, or in pinned memory while the block's bytes are on their
@@ -73,7 +60,7 @@ void DeviceBackend::find_entries(const Forward& forward) {
     for (int64_t c = held; c < part.visible; ++c) {
       Entry entry;
       entry.record = part.sequence->use(c).record;
-      const ChunkRecord& record = pager_.ledger[entry.record];
+      const ChunkRecord& record = ledger_[entry.record];
       entry.pinned = !record.resident() ||
                      (record.on_host() && !timeline_.complete(pool_.place(record.block.value())) &&
                       timeline_.complete(host_.place(record.host.value())));
@@ -93,7 +80,7 @@ void DeviceBackend::find_entries(const Forward& forward) {
 // Which chunks cross the link once per layer, ahead of it, instead of page by page when they are read:
 // those of parts whose pages several tiles would read.
 void DeviceBackend::plan_staging(const Forward& forward, const device::TableArrays& arrays) {
-  const std::string& mode = pager_.options.missed_chunks;
+  const std::string& mode = config_.options.missed_chunks;
   const int64_t room = staging_.slot_bytes / layout_.slice_bytes();
   const int32_t group = shape_.q_heads / shape_.kv_heads;
   std::vector<int32_t> rows(forward.parts.size(), 0);
@@ -112,7 +99,7 @@ void DeviceBackend::plan_staging(const Forward& forward, const device::TableArra
       } else if (static_cast<int64_t>(running_.staged.size()) < room) {
         entry.staged = static_cast<int32_t>(running_.staged.size());
         slots.emplace(entry.record.value(), entry.staged);
-        running_.staged.push_back(pager_.ledger[entry.record].host);
+        running_.staged.push_back(ledger_[entry.record].host);
       }
     }
   }
@@ -144,7 +131,7 @@ void DeviceBackend::fill_tables(const Forward& forward, const device::TableArray
     for (int64_t chunk = part.sequence->released; chunk < part.visible; ++chunk) {
       const size_t i = static_cast<size_t>(out.first + chunk);
       const Entry& entry = running_.entries[i];
-      const ChunkRecord& record = pager_.ledger[entry.record];
+      const ChunkRecord& record = ledger_[entry.record];
       arrays.chunks[i] = reinterpret_cast<uint64_t>(entry.pinned ? host_.at(record.host.value())
                                                                  : pool_.at(record.block.value()));
       arrays.summaries[i] = chunk < out.sealed
@@ -163,7 +150,7 @@ void DeviceBackend::fill_tables(const Forward& forward, const device::TableArray
     const Sequence& sequence = *forward.parts[static_cast<size_t>(out.part)].sequence;
     out.write_offset = static_cast<int32_t>(row.position % c);
     out.write_chunk = reinterpret_cast<uint64_t>(
-        pool_.at(pager_.ledger[sequence.use(row.position / c).record].block.value()));
+        pool_.at(ledger_[sequence.use(row.position / c).record].block.value()));
   }
   device::arrange(arrays.rows, static_cast<int32_t>(forward.rows.size()),
                   shape_.q_heads / shape_.kv_heads, arrays.parts,
@@ -186,7 +173,6 @@ void DeviceBackend::upload(const device::TableLayout& layout, const std::byte* f
   std::byte* const to = arrays_.tables.data();
   const auto entries = static_cast<int64_t>(running_.entries.size());
   const auto send = [&](device::TableLayout::Range range) {
-    pager_.mutex.held();
     if (range.end > range.begin) {
       move(Direction::kUp, stream, to + range.begin, from + range.begin, range.end - range.begin);
     }
@@ -225,8 +211,8 @@ void DeviceBackend::stage(int layer) {
     move(Direction::kUp, timeline_.stream(Lane::kUp),
          staging_.at(half) + static_cast<int64_t>(i) * layout_.slice_bytes(),
          host_.at(slot) + layout_.slice_offset(layer), layout_.slice_bytes());
-    ++pager_.counters.slices_staged;
-    pager_.counters.bytes_staged += layout_.slice_bytes();
+    ++counters_.slices_staged;
+    counters_.bytes_staged += layout_.slice_bytes();
   }
   ticket(Lane::kUp);
   staged_layer_[half] = layer;

@@ -45,7 +45,7 @@ class FrozenSequence final : public SnapshotContent {
       below = pager_->ledger[id];
     }
     try {
-      pager_->read_chunk(below, scratch);
+      pager_->files.read_chunk(below, scratch);
     } catch (...) {
       const MutexLock lock(pager_->mutex);
       const ChunkRecord& now = pager_->ledger[record(chunk)];
@@ -66,7 +66,7 @@ class FrozenSequence final : public SnapshotContent {
     require_chunk(chunk, meta_.sealed_chunks());
     const MutexLock lock(pager_->mutex);
     std::memcpy(out, pager_->backend->summary(pager_->ledger[record(chunk)].summary),
-                static_cast<size_t>(pager_->summary_slot_bytes));
+                static_cast<size_t>(pager_->config.summary_slot_bytes));
   }
 
  private:
@@ -139,7 +139,7 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
 
   meta->layout = layout;
   meta->scorer = options.scorer;
-  meta->summary_page_bytes = summary_page_bytes;
+  meta->summary_page_bytes = config.summary_page_bytes;
   const SharedArray<TokenId> tokens(source.tokens.first(static_cast<size_t>(length)));
   const auto released = static_cast<size_t>(source.released * layout.chunk_tokens);
   meta->tokens = tokens.part(released, static_cast<size_t>(length) - released);
@@ -159,13 +159,13 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
       if (const std::byte* bytes = backend->view(record, 0, layout.chunk_bytes())) {
         std::memcpy(tail->data(), bytes, tail->size());
       } else {
-        read_chunk(record, tail->data());
+        files.read_chunk(record, tail->data());
       }
       zero_rows_after(layout, tail->data(), valid);
       meta->chunks.push_back({valid,
                               open ? source.provenance : record.provenance,
                               {},
-                              slice_checksums(tail->data()),
+                              slice_checksums(layout, tail->data(), threads),
                               0});
     }
     meta->hints.qk_score.push_back(use.qk_score);

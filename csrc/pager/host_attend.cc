@@ -5,11 +5,12 @@
 
 #include "kvpager/error.h"
 #include "pager/host_backend.h"
-#include "pager/room.h"
+#include "pager/scoped_timer.h"
 
 namespace kvpager {
 
 void HostBackend::begin(Forward* forward, void*) {
+  forward_ = forward;
   parts_.assign(forward->parts.size(), {});
   for (size_t p = 0; p < parts_.size(); ++p) {
     const size_t visible = static_cast<size_t>(forward->parts[p].visible);
@@ -22,19 +23,19 @@ void HostBackend::begin(Forward* forward, void*) {
 // Where a position that is not committed yet is written, at layer 0.
 WriteRow HostBackend::target(const ForwardPart& part, int64_t position) {
   const ChunkUse& use = part.sequence->use(position / layout_.chunk_tokens);
-  return {pool_.slot(pager_.ledger[use.record].block.value()),
+  return {pool_.slot(ledger_[use.record].block.value()),
           static_cast<int32_t>(position % layout_.chunk_tokens)};
 }
 
 void HostBackend::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void*) {
-  const ScopedTimer timer(&pager_.counters.seconds_write);
-  const Forward& forward = *pager_.forward;
+  const ScopedTimer timer(&counters_.seconds_write);
+  const Forward& forward = *forward_;
   give_targets_.clear();
   for (const GivenPosition& given : forward.given) {
     give_targets_.push_back(target(forward.parts[static_cast<size_t>(given.part)], given.position));
   }
   std::vector<int64_t> bad(k.size(), -1);
-  pager_.threads.run(layout_.layers, [&](int64_t layer, int) {
+  threads_.run(layout_.layers, [&](int64_t layer, int) {
     const auto i = static_cast<size_t>(layer);
     std::vector<WriteRow> targets = give_targets_;
     for (WriteRow& row : targets) row.slice += layout_.slice_offset(static_cast<int>(layer));
@@ -43,31 +44,31 @@ void HostBackend::give(const std::vector<TensorView>& k, const std::vector<Tenso
   });
   for (int layer = 0; layer < layout_.layers; ++layer) {
     if (bad[static_cast<size_t>(layer)] >= 0) {
-      pager_.refuse_given(layer, bad[static_cast<size_t>(layer)]);
+      refuse_given(forward, layout_, layer, bad[static_cast<size_t>(layer)]);
     }
   }
 }
 
-void HostBackend::write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
+bool HostBackend::write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
                         void*) {
-  const ScopedTimer timer(&pager_.counters.seconds_write);
-  write_targets_.assign(pager_.forward->rows.size(), {});
-  for (const ForwardPart& part : pager_.forward->parts) {
+  const ScopedTimer timer(&counters_.seconds_write);
+  write_targets_.assign(forward_->rows.size(), {});
+  for (const ForwardPart& part : forward_->parts) {
     for (const int32_t row : part.commit_rows) {
       WriteRow& to = write_targets_[static_cast<size_t>(row)];
-      to = target(part, pager_.forward->rows[static_cast<size_t>(row)].position);
+      to = target(part, forward_->rows[static_cast<size_t>(row)].position);
       to.slice += layout_.slice_offset(layer);
     }
   }
   const int64_t rows = k.rows;
   if (q != nullptr) {
-    const int64_t bad = find_non_finite(*q, pager_.forward->part_of_row.data());
-    if (bad >= 0) pager_.refuse_query(layer, bad);
+    const int64_t bad = find_non_finite(*q, forward_->part_of_row.data());
+    if (bad >= 0) refuse_query(*forward_, layer, bad);
   }
   const int64_t bad = find_non_finite(layout_, k, v, write_targets_.data(), rows);
-  if (bad >= 0) pager_.refuse_row(layer, bad);
+  if (bad >= 0) refuse_row(*forward_, layout_, layer, bad);
   write_rows(layout_, k, v, write_targets_.data(), rows);
-  pager_.forward->layer_written[static_cast<size_t>(layer)] = 1;
+  return true;
 }
 
 void HostBackend::replayed(void*) {
@@ -75,14 +76,14 @@ void HostBackend::replayed(void*) {
 }
 
 void HostBackend::mark_needed(const AttendOptions& attend_options) {
-  Forward& forward = *pager_.forward;
+  Forward& forward = *forward_;
   for (Part& part : parts_) std::fill(part.needed.begin(), part.needed.end(), 0);
   for (size_t row = 0; row < forward.rows.size(); ++row) {
     const int32_t p = forward.part_of_row[row];
     if (p < 0) continue;
     std::vector<uint8_t>& needed = parts_[static_cast<size_t>(p)].needed;
     const int64_t position = forward.rows[row].position;
-    if (pager_.dense()) {
+    if (forward_->dense) {
       mark_window(position, attend_options.window, layout_.chunk_tokens, &needed);
     } else {
       for (int h = 0; h < layout_.kv_heads; ++h) {
@@ -99,17 +100,21 @@ void HostBackend::mark_needed(const AttendOptions& attend_options) {
   }
 }
 
-void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
-                         const AttendOptions& attend_options) {
-  const bool dense = pager_.dense();
-  const ThreadPool::Awake awake(pager_.threads, pager_.threads.worth_waking(bytes_to_read() / 16));
+bool HostBackend::select(int layer, const TensorView& q, const AttendOptions& attend_options) {
+  const bool dense = forward_->dense;
+  awake_.emplace(threads_, threads_.worth_waking(bytes_to_read() / 16));
   if (!dense) {
     select_rows(layer, q, attend_options);
-  } else if (pager_.scores(layer)) {
+  } else if (config_.scores(layer, dense)) {
     for (size_t p = 0; p < parts_.size(); ++p) score_for_ledger(p, layer, q, attend_options);
   }
   mark_needed(attend_options);
+  in_memory_ = find_slices(layer);
+  return in_memory_;
+}
 
+void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
+                         const AttendOptions& attend_options) {
   AttendParams params;
   params.layout = &layout_;
   params.q_heads = static_cast<int32_t>(q.heads);
@@ -120,7 +125,7 @@ void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
   params.softcap = attend_options.softcap;
   params.window = attend_options.window;
   params.sinks = attend_options.sinks;
-  if (!dense) {
+  if (!forward_->dense) {
     chosen_flat_.clear();
     chosen_offsets_.assign(1, 0);
     for (const std::vector<int32_t>& chunks : chosen_) {
@@ -131,15 +136,16 @@ void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
     params.selected_offsets = chosen_offsets_.data();
   }
   run_attention(layer, params);
+  awake_.reset();
 }
 
 // About what one row of each sequence makes a layer read.
 int64_t HostBackend::bytes_to_read() const {
-  const Selection& selection = pager_.options.selection;
+  const Selection& selection = config_.options.selection;
   int64_t chunks = 0;
-  for (const ForwardPart& part : pager_.forward->parts) {
+  for (const ForwardPart& part : forward_->parts) {
     const int64_t held = part.visible - part.sequence->released;
-    chunks += pager_.dense()
+    chunks += forward_->dense
                   ? held
                   : std::min(held, selection.chunks +
                                        (selection.sinks + selection.recent) / layout_.chunk_tokens);
@@ -151,22 +157,21 @@ int64_t HostBackend::bytes_to_read() const {
 // forward: records are many and far apart, and the keys and values of a layer leave none of them in
 // a cache. An address is good until a block or a host slot is given back.
 bool HostBackend::find_slices(int layer) {
-  const uint64_t returns = pager_.blocks.returns() + pager_.host_slots.returns();
-  if (returns != returns_) {
+  if (addresses_stale_) {
     for (Part& part : parts_) std::fill(part.chunks.begin(), part.chunks.end(), nullptr);
-    returns_ = returns;
+    addresses_stale_ = false;
   }
   const int64_t offset = layout_.slice_offset(layer);
   bool complete = true;
   for (size_t p = 0; p < parts_.size(); ++p) {
-    const Sequence& sequence = *pager_.forward->parts[p].sequence;
+    const Sequence& sequence = *forward_->parts[p].sequence;
     Part& part = parts_[p];
     for (auto c = static_cast<size_t>(sequence.released); c < part.slices.size(); ++c) {
       part.slices[c] = nullptr;
       if (!part.needed[c]) continue;
       const std::byte*& chunk = part.chunks[c];
       if (chunk == nullptr) {
-        chunk = address(pager_.ledger[sequence.use(static_cast<int64_t>(c)).record]);
+        chunk = address(ledger_[sequence.use(static_cast<int64_t>(c)).record]);
       }
       if (chunk == nullptr) {
         complete = false;
@@ -178,60 +183,36 @@ bool HostBackend::find_slices(int layer) {
   return complete;
 }
 
-// Chunks that are only on disk or in a snapshot are brought into memory where there is room for
-// them, and what finds no place is streamed slice by slice through staging. Either way the kernel
-// sees the same bytes in the same order.
+// What is not in memory is streamed slice by slice through staging. Either way the kernel sees the same
+// bytes in the same order.
 void HostBackend::run_attention(int layer, AttendParams& params) {
-  const size_t rows = pager_.forward->rows.size();
+  const size_t rows = forward_->rows.size();
   std::vector<AttendRow> row(rows);
-  for (size_t i = 0; i < rows; ++i)
-    row[i] = {pager_.forward->rows[i].position, pager_.forward->part_of_row[i]};
+  for (size_t i = 0; i < rows; ++i) row[i] = {forward_->rows[i].position, forward_->part_of_row[i]};
   params.row = row.data();
   std::vector<ChunkTableView> tables;
   for (size_t p = 0; p < parts_.size(); ++p)
-    tables.push_back({parts_[p].slices.data(), pager_.forward->parts[p].visible});
+    tables.push_back({parts_[p].slices.data(), forward_->parts[p].visible});
   params.tables = tables.data();
 
-  if (!find_slices(layer)) {
-    bring_in_missing();
-    if (!find_slices(layer)) return stream_attention(layer, params);
-  }
-  const ScopedTimer timer(&pager_.counters.seconds_attend);
-  attend_begin(params, workspace_, pager_.threads);
-  attend_wave(params, 0, split_count(0, pager_.forward->parts.size()), workspace_, pager_.threads);
-  attend_finish(params, workspace_, pager_.threads);
-}
-
-// Chunks without an address get one: those of snapshots a free host slot; else, if the pool can hold all
-// that are left beside what is being read, they get blocks. What the layer reads stays where it is
-// meanwhile.
-void HostBackend::bring_in_missing() {
-  const ScopedTimer timer(&pager_.counters.seconds_load);
-  Readers readers(pager_.ledger);
-  std::vector<RecordId> missing;
-  for (size_t p = 0; p < parts_.size(); ++p) {
-    const ForwardPart& part = pager_.forward->parts[p];
-    for (int64_t c = part.sequence->released; c < part.visible; ++c) {
-      if (!parts_[p].needed[static_cast<size_t>(c)]) continue;
-      const RecordId id = part.sequence->use(c).record;
-      if (readers.add(id) && address(pager_.ledger[id]) == nullptr) missing.push_back(id);
-    }
-  }
-  RoomLease(pager_, missing, HostRoom::kIdle, Lacking::kLeave, "attend")
-      .bring_up(Reading::kTogether);
+  if (!in_memory_ && !find_slices(layer)) return stream_attention(layer, params);
+  const ScopedTimer timer(&counters_.seconds_attend);
+  attend_begin(params, workspace_, threads_);
+  attend_wave(params, 0, split_count(0, forward_->parts.size()), workspace_, threads_);
+  attend_finish(params, workspace_, threads_);
 }
 
 // Splits up to the furthest row of the parts [first, last).
 int64_t HostBackend::split_count(size_t first, size_t last) const {
   int64_t chunks = 0;
-  for (size_t p = first; p < last; ++p) chunks = std::max(chunks, pager_.forward->parts[p].visible);
+  for (size_t p = first; p < last; ++p) chunks = std::max(chunks, forward_->parts[p].visible);
   return (chunks + kChunksPerSplit - 1) / kChunksPerSplit;
 }
 
 // A few sequences at a time, so that one split of each always fits in staging. To a pass the rows
 // of other sequences are padding, and what it writes for them goes nowhere.
 void HostBackend::stream_attention(int layer, AttendParams& params) {
-  const size_t parts = pager_.forward->parts.size();
+  const size_t parts = forward_->parts.size();
   if (parts <= kStreamedSequences) return stream_parts(layer, 0, parts, params);
   const TensorView out = params.out;
   const AttendRow* all = params.row;
@@ -268,16 +249,16 @@ void HostBackend::stream_attention(int layer, AttendParams& params) {
 void HostBackend::stream_parts(int layer, size_t first_part, size_t last_part,
                                AttendParams& params) {
   const int64_t splits = split_count(first_part, last_part);
-  attend_begin(params, workspace_, pager_.threads);
+  attend_begin(params, workspace_, threads_);
   std::vector<std::pair<size_t, size_t>> staged;  // part, chunk
   for (int64_t first = 0; first < splits;) {
     int64_t last = first;
     {
-      const ScopedTimer timer(&pager_.counters.seconds_load);
+      const ScopedTimer timer(&counters_.seconds_load);
       for (; last < splits; ++last) {
         std::vector<std::pair<size_t, size_t>> wanted;
         for (size_t p = first_part; p < last_part; ++p) {
-          const int64_t visible = pager_.forward->parts[p].visible;
+          const int64_t visible = forward_->parts[p].visible;
           const int64_t end = std::min(visible, (last + 1) * kChunksPerSplit);
           for (int64_t c = last * kChunksPerSplit; c < end; ++c) {
             const size_t i = static_cast<size_t>(c);
@@ -286,25 +267,24 @@ void HostBackend::stream_parts(int layer, size_t first_part, size_t last_part,
         }
         if (static_cast<int64_t>(staged.size() + wanted.size()) > staging_.slots()) break;
         for (const auto& [p, i] : wanted) {
-          const Sequence& sequence = *pager_.forward->parts[p].sequence;
+          const Sequence& sequence = *forward_->parts[p].sequence;
           std::byte* out = staging_.slot(static_cast<int64_t>(staged.size()));
-          pager_.read_slice(pager_.ledger[sequence.use(static_cast<int64_t>(i)).record], layer,
-                            out);
+          files_.read_slice(ledger_[sequence.use(static_cast<int64_t>(i)).record], layer, out);
           parts_[p].slices[i] = out;
           staged.push_back({p, i});
-          ++pager_.counters.slices_streamed;
+          ++counters_.slices_streamed;
         }
       }
     }
     {
-      const ScopedTimer timer(&pager_.counters.seconds_attend);
-      attend_wave(params, first, last, workspace_, pager_.threads);
+      const ScopedTimer timer(&counters_.seconds_attend);
+      attend_wave(params, first, last, workspace_, threads_);
     }
     for (const auto& [p, i] : staged) parts_[p].slices[i] = nullptr;
     staged.clear();
     first = last;
   }
-  attend_finish(params, workspace_, pager_.threads);
+  attend_finish(params, workspace_, threads_);
 }
 
 }  // namespace kvpager

@@ -5,12 +5,12 @@
 //   host_attend.cc  find the chunks' bytes, attend
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "kvpager/attention.h"
 #include "memory/slab.h"
 #include "pager/backend.h"
-#include "pager/impl.h"
 #include "pager/scan.h"
 
 namespace kvpager {
@@ -27,47 +27,46 @@ struct Shares {
 
 class HostBackend final : public Backend {
  public:
-  explicit HostBackend(Pager::Impl& pager);
+  explicit HostBackend(const BackendParts& parts);
 
   DevicePlace place() const override { return {}; }
   const char* attention_name(DType) const override { return "reference"; }
   int attention_version(DType) const override { return kKernelVersion; }
 
-  void freed(BlockId block) noexcept KVPAGER_HOLDS(pager_.mutex) override;
-  void load(const ChunkRecord& from, BlockId to) KVPAGER_HOLDS(pager_.mutex) override;
-  void bring(const std::vector<Arrival>& arrivals, int threads)
-      KVPAGER_HOLDS(pager_.mutex) override;
-  void load(const std::function<void(std::byte*)>& read, BlockId to)
-      KVPAGER_HOLDS(pager_.mutex) override;
-  const std::byte* view(const ChunkRecord& record, int64_t offset, int64_t bytes)
-      KVPAGER_HOLDS(pager_.mutex) override;
-  const std::byte* home(const ChunkRecord& record) KVPAGER_HOLDS(pager_.mutex) override;
+  void freed(BlockId block) noexcept override;
+  void freed(SlotId) noexcept override { addresses_stale_ = true; }
+  void load(const ChunkRecord& from, BlockId to) override;
+  void load(const std::function<void(std::byte*)>& read, BlockId to) override;
+  void load(const std::vector<Arrival>& arrivals, int threads) override;
+  const std::byte* view(const ChunkRecord& record, int64_t offset, int64_t bytes) override;
+  const std::byte* home(const ChunkRecord& record) override;
   uint64_t arriving(const ChunkRecord&) override { return 0; }
   void wait_for_home(const ChunkRecord&) override {}
 
-  void checksum(Seal* seal, BlockId block) KVPAGER_HOLDS(pager_.mutex) override;
-  void summarize(BlockId block, SlotId summary) KVPAGER_HOLDS(pager_.mutex) override;
-  void write_home(Seal* seal, BlockId block) KVPAGER_HOLDS(pager_.mutex) override;
+  SharedArray<uint64_t> checksums(BlockId block) override;
+  void summarize(BlockId block, SlotId summary) override;
+  void write_home(BlockId block, const Home& to, SharedArray<uint64_t>* checksums) override;
 
   const std::byte* summary(SlotId slot) override { return summaries_.slot(slot.value()); }
-  std::vector<std::byte*> summary_room(const std::vector<SlotId>& slots)
-      KVPAGER_HOLDS(pager_.mutex) override;
+  std::vector<std::byte*> summary_room(const std::vector<SlotId>& slots) override;
   void summaries_written(const std::vector<SlotId>&) override {}
 
-  void begin(Forward* forward, void* stream) KVPAGER_HOLDS(pager_.mutex) override;
-  void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream)
-      KVPAGER_HOLDS(pager_.mutex) override;
-  void write(int layer, const TensorView* q, const TensorView& k, const TensorView& v, void* stream)
-      KVPAGER_HOLDS(pager_.mutex) override;
+  void begin(Forward* forward, void* stream) override;
+  void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
+            void* stream) override;
+  bool write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
+             void* stream) override;
+  bool select(int layer, const TensorView& q, const AttendOptions& attend_options) override;
+  const std::vector<uint8_t>& reads(size_t part) const override { return parts_[part].needed; }
   void attend(int layer, const TensorView& q, const TensorView& out,
-              const AttendOptions& attend_options) KVPAGER_HOLDS(pager_.mutex) override;
+              const AttendOptions& attend_options) override;
   uint64_t generation() const override { return 0; }
-  void replayed(void* stream) KVPAGER_HOLDS(pager_.mutex) override;
+  void replayed(void* stream) override;
   void finish() override {}
-  void end() noexcept KVPAGER_HOLDS(pager_.mutex) override;
+  void end() noexcept override;
 
-  void add_to(PagerStats* stats) const KVPAGER_HOLDS(pager_.mutex) override;
-  void check_invariants() KVPAGER_HOLDS(pager_.mutex) override;
+  void add_to(PagerStats* stats) const override;
+  void check_invariants() override;
 
  private:
   static constexpr int64_t kKeptScratch = int64_t{32} << 20;  // of one forward for the next
@@ -80,36 +79,39 @@ class HostBackend final : public Backend {
     std::vector<uint8_t> needed;              // [visible] read at this layer
   };
 
-  int64_t scratch_bytes() const KVPAGER_HOLDS(pager_.mutex);
-  void copy_chunk(const ChunkRecord& from, std::byte* to) const KVPAGER_HOLDS(pager_.mutex);
-  WriteRow target(const ForwardPart& part, int64_t position) KVPAGER_HOLDS(pager_.mutex);
-  const std::byte* address(const ChunkRecord& record) const
-      KVPAGER_HOLDS(pager_.mutex);  // null: on disk or in a snapshot only
-  void find_summaries(size_t part) KVPAGER_HOLDS(pager_.mutex);
-  void select_rows(int layer, const TensorView& q, const AttendOptions& attend_options)
-      KVPAGER_HOLDS(pager_.mutex);
+  int64_t scratch_bytes() const;
+  void copy_chunk(const ChunkRecord& from, std::byte* to) const;
+  WriteRow target(const ForwardPart& part, int64_t position);
+  const std::byte* address(const ChunkRecord& record) const;  // null: on disk or in a snapshot only
+  void find_summaries(size_t part);
+  void select_rows(int layer, const TensorView& q, const AttendOptions& attend_options);
   void score_for_ledger(size_t part, int layer, const TensorView& q,
-                        const AttendOptions& attend_options) KVPAGER_HOLDS(pager_.mutex);
-  void mark_needed(const AttendOptions& attend_options) KVPAGER_HOLDS(pager_.mutex);
-  int64_t bytes_to_read() const KVPAGER_HOLDS(pager_.mutex);
-  bool find_slices(int layer) KVPAGER_HOLDS(pager_.mutex);
-  void run_attention(int layer, AttendParams& params) KVPAGER_HOLDS(pager_.mutex);
-  void bring_in_missing() KVPAGER_HOLDS(pager_.mutex);
-  int64_t split_count(size_t first_part, size_t last_part) const KVPAGER_HOLDS(pager_.mutex);
-  void stream_attention(int layer, AttendParams& params) KVPAGER_HOLDS(pager_.mutex);
-  void stream_parts(int layer, size_t first_part, size_t last_part, AttendParams& params)
-      KVPAGER_HOLDS(pager_.mutex);
+                        const AttendOptions& attend_options);
+  void mark_needed(const AttendOptions& attend_options);
+  int64_t bytes_to_read() const;
+  bool find_slices(int layer);
+  void run_attention(int layer, AttendParams& params);
+  int64_t split_count(size_t first_part, size_t last_part) const;
+  void stream_attention(int layer, AttendParams& params);
+  void stream_parts(int layer, size_t first_part, size_t last_part, AttendParams& params);
 
-  Pager::Impl& pager_;
+  const Config& config_;
   const Layout& layout_;
+  const Ledger& ledger_;
+  ChunkFiles& files_;
+  ThreadPool& threads_;
+  PagerStats& counters_;
   Slab pool_;
   Slab host_;
   Slab summaries_;
   Slab staging_;
   AttendWorkspace workspace_;
 
-  std::vector<Part> parts_;  // as Forward::parts
-  uint64_t returns_ = 0;     // of blocks and host slots when Part::chunks was filled
+  Forward* forward_ = nullptr;              // the running one
+  std::vector<Part> parts_;                 // as Forward::parts
+  bool addresses_stale_ = false;            // some of Part::chunks may lie elsewhere now
+  bool in_memory_ = false;                  // all that the layer at hand reads
+  std::optional<ThreadPool::Awake> awake_;  // from select() to the end of attend()
   Scan scan_;
   std::vector<ScanRow> scan_rows_;
   std::vector<std::vector<int32_t>> chosen_;  // [rows * kv_heads] of the layer at hand

@@ -4,22 +4,28 @@
 #include "kvpager/capacity.h"
 #include "kvpager/error.h"
 #include "kvpager/fault.h"
+#include "kvpager/require.h"
 #include "pager/host_backend.h"
 
 namespace kvpager {
 
-HostBackend::HostBackend(Pager::Impl& pager)
-    : pager_(pager),
-      layout_(pager.layout),
-      pool_("resident pool", pager.slots.pool, layout_.chunk_bytes()),
-      host_("host arena", pager.slots.host, layout_.chunk_bytes()),
-      summaries_("summaries", pager.slots.summaries, pager.summary_slot_bytes),
+HostBackend::HostBackend(const BackendParts& parts)
+    : config_(parts.config),
+      layout_(config_.layout),
+      ledger_(parts.ledger),
+      files_(parts.files),
+      threads_(parts.threads),
+      counters_(parts.counters),
+      pool_("resident pool", config_.slots.pool, layout_.chunk_bytes()),
+      host_("host arena", config_.slots.host, layout_.chunk_bytes()),
+      summaries_("summaries", config_.slots.summaries, config_.summary_slot_bytes),
       staging_("staging", kChunksPerSplit * int64_t{kStreamedSequences}, layout_.slice_bytes()) {
   for (int64_t i = 0; i < pool_.slots(); ++i) freed(BlockId(static_cast<int32_t>(i)));
 }
 
 void HostBackend::freed(BlockId block) noexcept {
-  if (!pager_.options.poison) return;
+  addresses_stale_ = true;
+  if (!config_.options.poison) return;
   std::memset(pool_.slot(block.value()), 0xFF, static_cast<size_t>(pool_.slot_bytes()));
 }
 
@@ -33,7 +39,7 @@ void HostBackend::copy_chunk(const ChunkRecord& from, std::byte* to) const {
   if (const std::byte* bytes = address(from)) {
     std::memcpy(to, bytes, static_cast<size_t>(layout_.chunk_bytes()));
   } else {
-    pager_.read_chunk(from, to);
+    files_.read_chunk(from, to);
   }
 }
 
@@ -41,21 +47,20 @@ void HostBackend::load(const ChunkRecord& from, BlockId to) {
   copy_chunk(from, pool_.slot(to.value()));
 }
 
-void HostBackend::bring(const std::vector<Arrival>& arrivals, int threads) {
-  pager_.threads.run(
-      static_cast<int64_t>(arrivals.size()),
-      [&](int64_t i, int) {
-        pager_.mutex.held();  // by the thread that waits for this one
-        const Arrival& arrival = arrivals[static_cast<size_t>(i)];
-        copy_chunk(pager_.ledger[arrival.record], arrival.block.value() >= 0
-                                                      ? pool_.slot(arrival.block.value())
-                                                      : host_.slot(arrival.host.value()));
-      },
-      threads);
-}
-
 void HostBackend::load(const std::function<void(std::byte*)>& read, BlockId to) {
   read(pool_.slot(to.value()));
+}
+
+void HostBackend::load(const std::vector<Arrival>& arrivals, int threads) {
+  threads_.run(
+      static_cast<int64_t>(arrivals.size()),
+      [&](int64_t i, int) {
+        const Arrival& arrival = arrivals[static_cast<size_t>(i)];
+        copy_chunk(ledger_[arrival.record], arrival.block.value() >= 0
+                                                ? pool_.slot(arrival.block.value())
+                                                : host_.slot(arrival.host.value()));
+      },
+      threads);
 }
 
 const std::byte* HostBackend::view(const ChunkRecord& record, int64_t offset, int64_t) {
@@ -68,27 +73,27 @@ const std::byte* HostBackend::home(const ChunkRecord& record) {
   return record.has_lower_copy() ? nullptr : pool_.slot(record.block.value());
 }
 
-void HostBackend::checksum(Seal* seal, BlockId block) {
-  seal->checksums = pager_.slice_checksums(pool_.slot(block.value()));
+SharedArray<uint64_t> HostBackend::checksums(BlockId block) {
+  return slice_checksums(layout_, pool_.slot(block.value()), threads_);
 }
 
 void HostBackend::summarize(BlockId block, SlotId summary) {
   const std::byte* chunk = pool_.slot(block.value());
   std::byte* out = summaries_.slot(summary.value());
-  pager_.threads.run(int64_t{layout_.layers} * layout_.kv_heads,
-                     [&](int64_t page, int) { pager_.summarize_page(chunk, page, out); });
+  threads_.run(int64_t{layout_.layers} * layout_.kv_heads,
+               [&](int64_t page, int) { config_.summarize_page(chunk, page, out); });
 }
 
-void HostBackend::write_home(Seal* seal, BlockId block) {
+void HostBackend::write_home(BlockId block, const Home& to, SharedArray<uint64_t>* checksums) {
   const std::byte* bytes = pool_.slot(block.value());
-  if (seal->home.host.value() >= 0) {
+  if (to.host.value() >= 0) {
     if (const int error = fault::visit("host.write")) {
       throw StorageError(str("host arena: write failed: ", std::strerror(error)));
     }
-    std::memcpy(host_.slot(seal->home.host.value()), bytes,
-                static_cast<size_t>(layout_.chunk_bytes()));
-  } else if (seal->home.disk.value() >= 0) {
-    pager_.disk.write(seal->home.disk.value(), bytes);
+    std::memcpy(host_.slot(to.host.value()), bytes, static_cast<size_t>(layout_.chunk_bytes()));
+  } else if (to.disk.value() >= 0) {
+    KVPAGER_REQUIRE(!checksums->empty());
+    files_.write_slot(to.disk, bytes);
   }
 }
 
@@ -129,6 +134,8 @@ static void forget(std::vector<T>& many) {
 // A prompt's forwards of many rows need more than the decode steps after them, and so do those of many
 // long sequences. Nothing of such a forward is kept.
 void HostBackend::end() noexcept {
+  forward_ = nullptr;
+  awake_.reset();
   if (scratch_bytes() <= kKeptScratch) return;
   workspace_.release();
   scan_.release();
@@ -142,7 +149,7 @@ void HostBackend::end() noexcept {
 }
 
 void HostBackend::check_invariants() {
-  if (pool_.slots() != pager_.options.pool_blocks) {
+  if (pool_.slots() != config_.options.pool_blocks) {
     throw InvariantError("invariant 2: the pool is not the size it was given");
   }
 }

@@ -4,6 +4,7 @@
 
 #include "kernels/kernel_table.h"
 #include "pager/host_backend.h"
+#include "pager/scoped_timer.h"
 
 namespace kvpager {
 namespace {
@@ -39,30 +40,30 @@ void add_mass(ForwardPart* part, const Shares& shares) {
 // Where the summaries of a part's sealed chunks begin: looked up once per forward, since every
 // layer and kv head only adds an offset.
 void HostBackend::find_summaries(size_t part) {
-  const Sequence& sequence = *pager_.forward->parts[part].sequence;
-  const int64_t count = std::min(sequence.sealed_chunks(), pager_.forward->parts[part].visible);
+  const Sequence& sequence = *forward_->parts[part].sequence;
+  const int64_t count = std::min(sequence.sealed_chunks(), forward_->parts[part].visible);
   std::vector<const std::byte*>& bases = parts_[part].summaries;
   if (static_cast<int64_t>(bases.size()) == count) return;
   bases.assign(static_cast<size_t>(std::min(count, sequence.released)), nullptr);
   bases.reserve(static_cast<size_t>(count));
   for (int64_t chunk = sequence.released; chunk < count; ++chunk) {
-    bases.push_back(summaries_.slot(pager_.ledger[sequence.use(chunk).record].summary.value()));
+    bases.push_back(summaries_.slot(ledger_[sequence.use(chunk).record].summary.value()));
   }
 }
 
 // Invariant 8: what a row attends to comes from its own query, sealed summaries and the
 // configuration.
 void HostBackend::select_rows(int layer, const TensorView& q, const AttendOptions& attend_options) {
-  const ScopedTimer timer(&pager_.counters.seconds_scan);
-  const Selection& selection = pager_.options.selection;
-  Forward& forward = *pager_.forward;
+  const ScopedTimer timer(&counters_.seconds_scan);
+  const Selection& selection = config_.options.selection;
+  Forward& forward = *forward_;
   const int64_t rows = static_cast<int64_t>(forward.rows.size());
   const int64_t heads = layout_.kv_heads;
   chosen_.resize(static_cast<size_t>(rows * heads));
   for (std::vector<int32_t>& chunks : chosen_) chunks.clear();
   for (size_t p = 0; p < parts_.size(); ++p) find_summaries(p);
   std::vector<Shares> shares(parts_.size() * static_cast<size_t>(heads));
-  const ScanLayout where{&pager_.scorer, &layout_, pager_.summary_page_bytes};
+  const ScanLayout where{&config_.scorer, &layout_, config_.summary_page_bytes};
   for (int64_t next = 0; next < rows;) {
     scan_rows_.clear();
     int64_t scores = 0;
@@ -76,7 +77,7 @@ void HostBackend::select_rows(int layer, const TensorView& q, const AttendOption
       scan_rows_.push_back({next, &parts_[static_cast<size_t>(p)].summaries, range});
       scores += heads * std::max<int64_t>(0, range.end - range.begin);
     }
-    scan_.run(where, layer, q, scan_rows_, pager_.threads);
+    scan_.run(where, layer, q, scan_rows_, threads_);
     const auto select = [&](int64_t item, int) {
       const size_t i = static_cast<size_t>(item / heads);
       const int h = static_cast<int>(item % heads);
@@ -92,8 +93,8 @@ void HostBackend::select_rows(int layer, const TensorView& q, const AttendOption
                     of_chunk, &chosen_[static_cast<size_t>(row.row * heads + h)],
                     forward.parts[p].sequence->released);
     };
-    pager_.threads.run(static_cast<int64_t>(scan_rows_.size()) * heads, select,
-                       pager_.threads.worth_waking(4 * scores));
+    threads_.run(static_cast<int64_t>(scan_rows_.size()) * heads, select,
+                 threads_.worth_waking(4 * scores));
   }
   for (size_t i = 0; i < shares.size(); ++i) {
     add_mass(&forward.parts[i / static_cast<size_t>(heads)], shares[i]);
@@ -104,18 +105,18 @@ void HostBackend::select_rows(int layer, const TensorView& q, const AttendOption
 // layer.
 void HostBackend::score_for_ledger(size_t p, int layer, const TensorView& q,
                                    const AttendOptions& attend_options) {
-  const ScopedTimer timer(&pager_.counters.seconds_scan);
-  ForwardPart& part = pager_.forward->parts[p];
+  const ScopedTimer timer(&counters_.seconds_scan);
+  ForwardPart& part = forward_->parts[p];
   if (part.score_row < 0) return;
-  const RowDescriptor& row = pager_.forward->rows[static_cast<size_t>(part.score_row)];
+  const RowDescriptor& row = forward_->rows[static_cast<size_t>(part.score_row)];
   const int64_t last =
       std::min(part.sequence->sealed_chunks(), row.position / layout_.chunk_tokens);
   const CandidateRange range{part.sequence->released, last};
   if (last <= range.begin) return;
   find_summaries(p);
   scan_rows_.assign(1, {part.score_row, &parts_[p].summaries, range});
-  scan_.run({&pager_.scorer, &layout_, pager_.summary_page_bytes}, layer, q, scan_rows_,
-            pager_.threads);
+  scan_.run({&config_.scorer, &layout_, config_.summary_page_bytes}, layer, q, scan_rows_,
+            threads_);
   for (int h = 0; h < layout_.kv_heads; ++h) {
     add_mass(&part,
              shares_of(scan_.scores(0, h), range, scan_.scale(0, h) * attend_options.scaling));

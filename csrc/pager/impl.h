@@ -34,59 +34,15 @@
 #include "kvpager/process.h"
 #include "kvpager/selection.h"
 #include "kvpager/thread_pool.h"
-#include "memory/disk_spill.h"
 #include "pager/backend.h"
+#include "pager/chunk_files.h"
+#include "pager/config.h"
+#include "pager/forward.h"
+#include "pager/home.h"
+#include "pager/readers.h"
+#include "pager/scoped_timer.h"
 
 namespace kvpager {
-
-// Entries [first, first + count) of Forward::tokens.
-struct TokenRange {
-  int64_t first = 0;
-  int64_t count = 0;
-};
-
-// One sequence's part in the running forward.
-struct ForwardPart {
-  Sequence* sequence = nullptr;
-  std::vector<TokenRange> commits;   // what continues the sequence, in order of position
-  int64_t commit_count = 0;          // all of it
-  std::vector<int32_t> commit_rows;  // the rows of it one by one, for a backend that computes
-  int32_t score_row = -1;            // the row whose scores the ledger keeps: the last one, if any
-  int64_t visible = 0;               // chunks up to the furthest row or given position
-  int64_t promised = 0;              // homes begin() reserved; those not used go back when it ends
-  bool scored = false;               // some layer filled `mass`
-  std::vector<uint8_t> read;         // [visible] read at any layer of this forward
-  std::vector<double> mass;          // [visible] softmax shares summed over layers and kv heads
-};
-
-// A position whose keys and values are given.
-struct GivenPosition {
-  int32_t part = 0;
-  int64_t position = 0;
-};
-
-struct Forward {
-  uint64_t number = 0;  // of no other forward of the process
-  std::vector<RowSpan> spans;
-  std::vector<TokenId> tokens;  // [rows + given]: of the rows, then of the given positions
-  int64_t given_count = 0;
-  bool dense = false;  // every row attends to all before it
-  std::vector<ForwardPart> parts;
-  std::vector<uint8_t> layer_written;
-  bool given_written = false;  // at every layer
-  // For a backend that computes:
-  std::vector<RowDescriptor> rows;
-  std::vector<int32_t> part_of_row;  // [rows], -1: padding
-  std::vector<GivenPosition> given;  // [given_count]
-
-  int64_t row_count() const { return static_cast<int64_t>(tokens.size()) - given_count; }
-};
-
-// Where a sealed chunk's own lower-tier copy goes. Both empty: the block itself is the home.
-struct Home {
-  SlotId host;
-  SlotId disk;
-};
 
 // A chunk about to be sealed: what it took while preparing, to be applied or given back.
 struct Seal {
@@ -105,11 +61,6 @@ struct Seal {
 
 // Where those who read a chunk that is in the pool too may read it.
 enum class HostReaders : uint8_t { kOfEither, kOfBlocks };
-
-// What the budgets come to.
-struct SlotCounts {
-  int64_t pool = 0, host = 0, disk = 0, summaries = 0;
-};
 
 struct Pager::Impl {
   explicit Impl(const PagerOptions& options);
@@ -149,16 +100,9 @@ struct Pager::Impl {
   void promise_again(Sequence& sequence) KVPAGER_HOLDS(mutex);
 
   // --- residency.cc
-  int64_t frontier_blocks() const
-      KVPAGER_HOLDS(mutex);  // most blocks one sequence's frontier needs while a forward runs
-  int64_t home_capacity() const KVPAGER_HOLDS(mutex);
   void require_homes(int64_t more, const char* action) const KVPAGER_HOLDS(mutex);
-  bool dense() const KVPAGER_HOLDS(mutex);
-  bool scores(int layer) const KVPAGER_HOLDS(mutex);
-  int64_t scored_layers() const KVPAGER_HOLDS(mutex);
   bool evictable(const ChunkRecord& record) const;
   bool lower_copies() const KVPAGER_HOLDS(mutex);
-  bool blocks_are_homes() const KVPAGER_HOLDS(mutex);
   bool blocks_to_be_had(int64_t count) const KVPAGER_HOLDS(mutex);
   void require_blocks(int64_t count, const char* action) const KVPAGER_HOLDS(mutex);
   std::vector<uint8_t> sheltered_records() const KVPAGER_HOLDS(mutex);
@@ -171,6 +115,7 @@ struct Pager::Impl {
   std::optional<BlockId> acquire_block() KVPAGER_HOLDS(mutex);
   void evict(RecordId id) KVPAGER_HOLDS(mutex);
   void free_block(BlockId block) KVPAGER_HOLDS(mutex);
+  void free_host_slot(SlotId slot) KVPAGER_HOLDS(mutex);
   void drop_record(RecordId id) KVPAGER_HOLDS(mutex);
   bool reclaim_cached() KVPAGER_HOLDS(mutex);
   SlotId take_summary_slot() KVPAGER_HOLDS(mutex);
@@ -179,10 +124,6 @@ struct Pager::Impl {
   std::optional<RecordId> next_to_spill(HostReaders readers) const KVPAGER_HOLDS(mutex);
   std::optional<RecordId> next_host_copy(HostReaders readers) const KVPAGER_HOLDS(mutex);
   bool spill_one(HostReaders readers = HostReaders::kOfEither) KVPAGER_HOLDS(mutex);
-  void require_as_written(const ChunkRecord& record, int layer, const std::byte* slice) const;
-  void read_chunk(const ChunkRecord& record, std::byte* out) const;
-  void read_slice(const ChunkRecord& record, int layer, std::byte* out) const;
-  void announce(const ChunkRecord& record) const;
   bool drop_host_copy(HostReaders readers = HostReaders::kOfEither) KVPAGER_HOLDS(mutex);
   void recall_ahead() KVPAGER_HOLDS(mutex);
   int64_t evict_all() KVPAGER_HOLDS(mutex);
@@ -193,6 +134,8 @@ struct Pager::Impl {
   void enroll(const RowSpan& span, int64_t first_token, Forward* next) KVPAGER_HOLDS(mutex);
   void describe_rows(Forward* next) const KVPAGER_HOLDS(mutex);
   void take_frontier(Forward* next) KVPAGER_HOLDS(mutex);
+  void hold_what_it_reads(const Forward& next) KVPAGER_HOLDS(mutex);
+  void load_missing() KVPAGER_HOLDS(mutex);
   void disband(Forward* ended) KVPAGER_HOLDS(mutex);
   void write(int layer, const TensorView& k, const TensorView& v, void* stream)
       KVPAGER_HOLDS(mutex);
@@ -204,11 +147,6 @@ struct Pager::Impl {
   void require_rows() const KVPAGER_HOLDS(mutex);
   void require_layer(int layer, const TensorView& k, const TensorView& v) const
       KVPAGER_HOLDS(mutex);
-  [[noreturn]] void refuse_non_finite(int layer, SequenceId sequence, int64_t position) const
-      KVPAGER_HOLDS(mutex);
-  [[noreturn]] void refuse_query(int layer, int64_t row) const KVPAGER_HOLDS(mutex);
-  [[noreturn]] void refuse_row(int layer, int64_t row) const KVPAGER_HOLDS(mutex);
-  [[noreturn]] void refuse_given(int layer, int64_t index) const KVPAGER_HOLDS(mutex);
   void mark_replayed(uint64_t generation, void* stream) KVPAGER_HOLDS(mutex);
   void drop_surplus(ForwardPart& part)
       KVPAGER_HOLDS(mutex);  // frontier chunks and promises that the forward did not use
@@ -232,7 +170,6 @@ struct Pager::Impl {
   const SharedArray<uint64_t>& checksums(RecordId id) KVPAGER_HOLDS(mutex);
   const SharedArray<uint64_t>& checksums(Seal* seal) KVPAGER_HOLDS(mutex);
   std::vector<uint64_t> checksums_in_memory(const ChunkRecord& record) KVPAGER_HOLDS(mutex);
-  std::vector<uint64_t> slice_checksums(const std::byte* chunk) KVPAGER_HOLDS(mutex);
   void apply_seal(Seal& seal, ChunkUse use) KVPAGER_HOLDS(mutex);
   void advance(ForwardPart& part, int64_t count, Provenance provenance) KVPAGER_HOLDS(mutex);
 
@@ -246,7 +183,6 @@ struct Pager::Impl {
 
   // --- restore.cc
   void load_summaries(Sequence& sequence) KVPAGER_HOLDS(mutex);
-  void summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const;
   int64_t read_or_rebuild(SnapshotReader* reader, int64_t first,
                           const std::vector<ChunkRecord*>& records, std::byte* out) const
       KVPAGER_HOLDS(mutex);
@@ -266,16 +202,13 @@ struct Pager::Impl {
 
   // Not this process's: refused by locked(), and never destroyed.
   const MadeIn process;
-  const PagerOptions options;
-  const Layout layout;
-  const Scorer& scorer;
-  const int64_t summary_page_bytes;
-  const int64_t summary_slot_bytes;  // of a chunk: all layers and kv heads
-  const SlotCounts slots;
+  const Config config;
+  const PagerOptions& options = config.options;
+  const Layout& layout = config.layout;
 
   mutable Mutex mutex;
   ThreadPool threads;
-  DiskSpill disk;
+  ChunkFiles files;
   PagerStats counters KVPAGER_GUARDED_BY(mutex);
 
   Ledger ledger
@@ -304,7 +237,8 @@ struct Pager::Impl {
   int64_t restored_records KVPAGER_GUARDED_BY(mutex) = 0;  // records backed by a snapshot
   uint64_t clock KVPAGER_GUARDED_BY(mutex) = 0;            // forwards begun
 
-  std::optional<Forward> forward KVPAGER_GUARDED_BY(mutex);
+  std::unique_ptr<Forward> forward KVPAGER_GUARDED_BY(mutex);
+  Readers held KVPAGER_GUARDED_BY(mutex){ledger};  // what it may read, where all of it has to stay
   std::atomic<uint64_t> running{0};  // its number, for those who do not hold the lock; 0: none
 };
 
@@ -316,29 +250,5 @@ void require_shape(const char* name, const TensorView& tensor, int64_t rows, int
 // Throws InvalidArgumentError unless each element has memory of its own: rows and heads are written
 // by whichever thread comes to them.
 void require_apart(const char* name, const TensorView& tensor);
-
-// The same damage, to chunk `in_file` of a file, said of chunk `chunk` of the text it is from.
-CorruptSnapshotError damage_of_chunk(const CorruptSnapshotError& error, int64_t in_file,
-                                     int64_t chunk);
-
-// Marks the chunks a row at `position` sees through a window (0: none).
-void mark_window(int64_t position, int64_t window, int64_t chunk_tokens,
-                 std::vector<uint8_t>* chunks);
-
-// The queries of heads [first, first + count) of a row as float32, [count][k_dim].
-void read_query(const TensorView& q, int64_t row, int64_t first, int64_t count, float* out);
-
-// Adds the seconds of its lifetime to a counter.
-class ScopedTimer {
- public:
-  explicit ScopedTimer(double* seconds);
-  ~ScopedTimer();
-  ScopedTimer(const ScopedTimer&) = delete;
-  ScopedTimer& operator=(const ScopedTimer&) = delete;
-
- private:
-  double* seconds_;
-  int64_t start_;
-};
 
 }  // namespace kvpager

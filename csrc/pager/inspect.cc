@@ -4,28 +4,12 @@
 #include <cstring>
 #include <set>
 
-#include "kernels/half.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
 #include "pager/scan.h"
 
 namespace kvpager {
-
-void read_query(const TensorView& q, int64_t row, int64_t first, int64_t count, float* out) {
-  for (int64_t h = 0; h < count; ++h) {
-    const int64_t offset = row * q.row_stride + (first + h) * q.head_stride;
-    for (int64_t d = 0; d < q.dim; ++d) {
-      float& value = out[h * q.dim + d];
-      if (q.dtype == DType::kFloat32) {
-        value = static_cast<const float*>(q.data)[offset + d];
-      } else {
-        const uint16_t bits = static_cast<const uint16_t*>(q.data)[offset + d];
-        value = q.dtype == DType::kFloat16 ? float16_to_float(bits) : bfloat16_to_float(bits);
-      }
-    }
-  }
-}
 
 std::vector<ChunkInfo> Pager::Impl::inspect(SequenceId id) const {
   const Sequence& sequence = find(id);
@@ -80,14 +64,14 @@ PagerStats Pager::Impl::stats() const {
   s.host_bytes_used = host_slots.used() * layout.chunk_bytes();
   s.disk_bytes = disk_slots.slots() * layout.chunk_bytes();
   s.disk_bytes_used = disk_slots.used() * layout.chunk_bytes();
-  s.summary_bytes_used = summary_slots.used() * summary_slot_bytes;
+  s.summary_bytes_used = summary_slots.used() * config.summary_slot_bytes;
   s.chunk_bytes = layout.chunk_bytes();
-  s.summary_bytes_per_chunk = summary_slot_bytes;
+  s.summary_bytes_per_chunk = config.summary_slot_bytes;
   for (const auto& [key, sequence] : sequences) s.sequences += sequence.frozen ? 0 : 1;
   s.records = ledger.live();
   s.cached_records = ledger.cached();
   s.reserved_chunks = reserved_homes;
-  s.home_chunks = home_capacity();
+  s.home_chunks = config.home_capacity();
   std::set<SnapshotReader*> readers;
   ledger.each([&](RecordId, const ChunkRecord& record) {
     s.open_blocks += record.state == ChunkState::kOpen ? 1 : 0;
@@ -121,7 +105,7 @@ void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop,
     const std::byte* slice =
         backend->view(record, layout.slice_offset(layer), layout.slice_bytes());
     if (slice == nullptr) {
-      read_slice(record, layer, buffer.data());
+      files.read_slice(record, layer, buffer.data());
       slice = buffer.data();
     }
     for (int64_t p = std::max(start, chunk * c); p < std::min(stop, (chunk + 1) * c); ++p) {
@@ -172,7 +156,8 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
       candidate_range(options.selection, layout.chunk_tokens, position, sequence.released);
   std::vector<std::vector<int32_t>> result(static_cast<size_t>(layout.kv_heads));
   Scan scan;
-  scan.run({&scorer, &layout, summary_page_bytes}, layer, q, {{0, &bases, range}}, threads);
+  scan.run({&config.scorer, &layout, config.summary_page_bytes}, layer, q, {{0, &bases, range}},
+           threads);
   for (int h = 0; h < layout.kv_heads; ++h) {
     select_chunks(options.selection, layout.chunk_tokens, position, window, scan.scores(0, h),
                   &result[static_cast<size_t>(h)], sequence.released);
@@ -260,7 +245,7 @@ void Pager::Impl::check_invariants() const {
               name + " is not exact but can be found as if it were");
     }
     require(record.pins == 0 || record.resident(), 3, name + " is pinned but not resident");
-    require(record.readers == 0 || forward.has_value(), 5,
+    require(record.readers == 0 || forward != nullptr, 5,
             name + " is being read outside a forward");
     require(record.borrows == 0 || record.home_on_host() ||
                 (record.resident() && !record.has_lower_copy()),
@@ -296,7 +281,7 @@ void Pager::Impl::check_invariants() const {
           "a summary slot leaked");
   require(homes == referenced_homes && restored == restored_records, 2,
           "home counts do not add up");
-  require(referenced_homes + reserved_homes <= home_capacity(), 2,
+  require(referenced_homes + reserved_homes <= config.home_capacity(), 2,
           "more homes promised than there are");
   require(referenced_homes + reserved_homes + restored_records <= summary_slots.slots(), 2,
           "more summaries promised than there are");

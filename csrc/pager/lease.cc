@@ -23,7 +23,7 @@ void BlockKind::give_back(Pager::Impl& pager, BlockId block) noexcept {
 
 void HostSlotKind::give_back(Pager::Impl& pager, SlotId slot) noexcept {
   pager.mutex.held();
-  pager.host_slots.give_back(slot);
+  pager.free_host_slot(slot);
 }
 
 SlotId SummaryKind::take(Pager::Impl& pager) {

@@ -8,14 +8,13 @@
 
 #include "kvpager/error.h"
 #include "pager/backend.h"
-#include "pager/impl.h"
 
 namespace kvpager {
 
 class MetaBackend final : public Backend {
  public:
-  explicit MetaBackend(const Layout& layout)
-      : no_checksums_(std::vector<uint64_t>(static_cast<size_t>(layout.layers), 0)) {}
+  explicit MetaBackend(const Config& config)
+      : no_checksums_(std::vector<uint64_t>(static_cast<size_t>(config.layout.layers), 0)) {}
 
   DevicePlace place() const override { return {1, 0, "meta"}; }
   const char* attention_name(DType) const override { return "none"; }
@@ -23,17 +22,17 @@ class MetaBackend final : public Backend {
 
   void freed(BlockId) noexcept override {}
   void load(const ChunkRecord&, BlockId) override {}
-  void bring(const std::vector<Arrival>&, int) override {}
   void load(const std::function<void(std::byte*)>&, BlockId) override { refuse("load"); }
+  void load(const std::vector<Arrival>&, int) override {}
   const std::byte* view(const ChunkRecord&, int64_t, int64_t) override { refuse("read"); }
   const std::byte* home(const ChunkRecord&) override { refuse("read"); }
   uint64_t arriving(const ChunkRecord&) override { return 0; }
   void wait_for_home(const ChunkRecord&) override {}
 
   // Chunks of equal names are equal here, as they are where forwards are what they claim to be.
-  void checksum(Seal* seal, BlockId) override { seal->checksums = no_checksums_; }
+  SharedArray<uint64_t> checksums(BlockId) override { return no_checksums_; }
   void summarize(BlockId, SlotId) override {}
-  void write_home(Seal*, BlockId) override {}
+  void write_home(BlockId, const Home&, SharedArray<uint64_t>*) override {}
 
   const std::byte* summary(SlotId) override { refuse("score"); }
   std::vector<std::byte*> summary_room(const std::vector<SlotId>&) override { refuse("restore"); }
@@ -45,7 +44,7 @@ class MetaBackend final : public Backend {
   void give(const std::vector<TensorView>&, const std::vector<TensorView>&, void*) override {
     refuse("give");
   }
-  void write(int, const TensorView*, const TensorView&, const TensorView&, void*) override {
+  bool write(int, const TensorView*, const TensorView&, const TensorView&, void*) override {
     refuse("write");
   }
   void attend(int, const TensorView&, const TensorView&, const AttendOptions&) override {

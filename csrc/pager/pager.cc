@@ -2,107 +2,16 @@
 // builds.
 #include "kvpager/pager.h"
 
-#include <chrono>
-#include <cmath>
 #include <utility>
 
 #include "core/chunk_namer.h"
 #include "core/legacy_chain.h"
-#include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
 #include "pager/locked.h"
 
 namespace kvpager {
 namespace {
-
-constexpr int64_t kMostWindow = int64_t{1} << 40;
-
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-const PagerOptions& validated(const PagerOptions& options) {
-  isa_name();  // a KVPAGER_ISA that cannot be had is refused here rather than in a first forward
-  options.layout.validate();
-  const int64_t c = options.layout.chunk_tokens;
-  if (options.rows < 1 || options.rows > 4096) {
-    throw InvalidArgumentError(str("rows: ", options.rows, ", expected 1 to 4096"));
-  }
-  for (size_t i = 0; i < options.smaller_rows.size(); ++i) {
-    const int64_t rows = options.smaller_rows[i];
-    if (rows < 1 || rows >= options.rows || (i > 0 && rows <= options.smaller_rows[i - 1])) {
-      throw InvalidArgumentError(str("smaller_rows[", i, "]: ", rows,
-                                     ", expected ascending counts from 1 to ", options.rows - 1));
-    }
-  }
-  options.selection.validate(c, options.rows);
-  const int64_t frontier = (c - 1 + options.rows + c - 1) / c;
-  if (options.pool_blocks < frontier + 1) {
-    throw InvalidArgumentError(
-        str("pool_tokens: ", options.pool_blocks * c, " (", options.pool_blocks, " chunks of ", c,
-            ") cannot hold the ", frontier, " unsealed chunks a forward of ", options.rows,
-            " rows needs beside one sealed chunk; expected at least ", (frontier + 1) * c));
-  }
-  if (options.host_bytes < 0 || options.disk_bytes < 0) {
-    throw InvalidArgumentError(str("host_bytes: ", options.host_bytes,
-                                   ", disk_bytes: ", options.disk_bytes, "; expected 0 or more"));
-  }
-  for (const auto& [name, bytes] :
-       {std::pair<const char*, int64_t>("host_bytes", options.host_bytes),
-        {"disk_bytes", options.disk_bytes}}) {
-    if (bytes > 0 && bytes < options.layout.chunk_bytes()) {
-      throw InvalidArgumentError(str(name, ": ", bytes,
-                                     " cannot hold one chunk; expected 0 or at least ",
-                                     options.layout.chunk_bytes()));
-    }
-  }
-  if (options.summary_bytes < -1) {
-    throw InvalidArgumentError(
-        str("summary_bytes: ", options.summary_bytes, ", expected 0 or more, or -1 for enough"));
-  }
-  if (options.disk_bytes > 0 && options.disk_path.empty()) {
-    throw InvalidArgumentError(
-        "disk_path: empty, expected an existing folder when disk_bytes is given");
-  }
-  if (options.disk_bytes > 0 && options.device == "meta") {
-    throw InvalidArgumentError(
-        str("disk_bytes: ", options.disk_bytes, ", expected 0 on device meta, which has no bytes"));
-  }
-  for (const auto& [name, tokens] :
-       {std::pair<const char*, int64_t>("window", options.window), {"rewind", options.rewind}}) {
-    if (tokens < 0 || tokens > kMostWindow) {
-      throw InvalidArgumentError(
-          str(name, ": ", tokens, ", expected 0 to ", kMostWindow, " tokens"));
-    }
-  }
-  if (options.recall_chunks < 0) {
-    throw InvalidArgumentError(
-        str("recall_chunks: ", options.recall_chunks, ", expected 0 or more"));
-  }
-  if (!(options.hysteresis >= 0) || !std::isfinite(options.hysteresis)) {
-    throw InvalidArgumentError(str("hysteresis: ", options.hysteresis, ", expected 0 or more"));
-  }
-  if (options.threads < 1 || options.threads > 1024) {
-    throw InvalidArgumentError(str("threads: ", options.threads, ", expected 1 to 1024"));
-  }
-  if (options.attention != "auto" && options.attention != "reference") {
-    throw InvalidArgumentError(
-        str("attention: \"", options.attention, "\", expected \"auto\" or \"reference\""));
-  }
-  if (options.missed_chunks != "auto" && options.missed_chunks != "direct" &&
-      options.missed_chunks != "staged") {
-    throw InvalidArgumentError(str("missed_chunks: \"", options.missed_chunks,
-                                   "\", expected \"auto\", \"direct\" or \"staged\""));
-  }
-  if (options.staging_bytes < -1 || options.scratch_bytes < -1) {
-    throw InvalidArgumentError(str("staging_bytes: ", options.staging_bytes, ", scratch_bytes: ",
-                                   options.scratch_bytes, "; expected 0 or more, or -1"));
-  }
-  return options;
-}
 
 // Whether a row is the next one of a span. Positions may be anything: nobody has looked at them yet.
 bool continues(const RowSpan& span, const RowDescriptor& row) {
@@ -112,35 +21,17 @@ bool continues(const RowSpan& span, const RowDescriptor& row) {
   return row.sequence == span.sequence && ahead == static_cast<uint64_t>(span.count);
 }
 
-SlotCounts slot_counts(const PagerOptions& options, int64_t summary_slot_bytes) {
-  const int64_t chunk = options.layout.chunk_bytes();
-  SlotCounts slots{options.pool_blocks, options.host_bytes / chunk, options.disk_bytes / chunk, 0};
-  // Summaries of every chunk that can have a home, as many again for chunks that live in snapshots,
-  // and a pool.
-  slots.summaries = options.summary_bytes >= 0 ? options.summary_bytes / summary_slot_bytes
-                                               : 2 * (slots.host + slots.disk) + slots.pool;
-  return slots;
-}
-
 }  // namespace
 
-ScopedTimer::ScopedTimer(double* seconds) : seconds_(seconds), start_(now_ns()) {}
-ScopedTimer::~ScopedTimer() { *seconds_ += static_cast<double>(now_ns() - start_) * 1e-9; }
-
 Pager::Impl::Impl(const PagerOptions& given)
-    : options(validated(given)),
-      layout(options.layout),
-      scorer(find_scorer(options.scorer)),
-      summary_page_bytes(scorer.summary_bytes(layout)),
-      summary_slot_bytes(summary_page_bytes * layout.layers * layout.kv_heads),
-      slots(slot_counts(options, summary_slot_bytes)),
+    : config(given),
       threads(options.threads),
-      disk(options.disk_path, slots.disk, layout.chunk_bytes()),
-      backend(make_backend(*this)),
-      blocks(slots.pool, options.shuffle_seed),
-      host_slots(slots.host, options.shuffle_seed),
-      disk_slots(slots.disk, options.shuffle_seed),
-      summary_slots(slots.summaries, options.shuffle_seed),
+      files(config),
+      backend(make_backend({config, ledger, files, threads, counters})),
+      blocks(config.slots.pool, options.shuffle_seed),
+      host_slots(config.slots.host, options.shuffle_seed),
+      disk_slots(config.slots.disk, options.shuffle_seed),
+      summary_slots(config.slots.summaries, options.shuffle_seed),
       victims(options.policy),
       spills(options.policy),
       host_copies(Policy::kLru) {}
@@ -272,7 +163,7 @@ void Pager::abort(uint64_t number) {
 bool Pager::forked() const noexcept { return impl_->process.forked(); }
 uint64_t Pager::running_forward() const { return impl_->running; }
 bool Pager::forward_running() const {
-  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->forward.has_value(); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->forward != nullptr; });
 }
 std::vector<std::vector<int32_t>> Pager::select(SequenceId sequence, int layer, const TensorView& q,
                                                 int64_t position, int64_t window) {

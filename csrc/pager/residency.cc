@@ -10,17 +10,6 @@
 
 namespace kvpager {
 
-int64_t Pager::Impl::frontier_blocks() const {
-  const int64_t c = layout.chunk_tokens;
-  return (c - 1 + options.rows + c - 1) / c;
-}
-
-// Without lower tiers a chunk's only home is its block, and a forward's frontier must still fit.
-int64_t Pager::Impl::home_capacity() const {
-  const int64_t lower = host_slots.slots() + disk_slots.slots();
-  return lower > 0 ? lower : options.pool_blocks - frontier_blocks();
-}
-
 namespace {
 
 // What so many chunks take, as messages say it.
@@ -43,13 +32,13 @@ int64_t total_of(int64_t a, int64_t b) {
 void Pager::Impl::require_homes(int64_t more, const char* action) const {
   const int64_t committed = referenced_homes + reserved_homes;
   const int64_t all = total_of(committed, more);
-  if (all > home_capacity()) {
+  if (all > config.home_capacity()) {
     const std::string bytes = bytes_of(all, layout.chunk_bytes());
     const bool lower = host_slots.slots() + disk_slots.slots() > 0;
     throw CapacityError(
         str(action, ": ", more, " more chunks need ", bytes_of(more, layout.chunk_bytes()),
             "; with the ", committed, " chunks already promised that is ", bytes,
-            ", and there is room for ", home_capacity() * layout.chunk_bytes(),
+            ", and there is room for ", config.home_capacity() * layout.chunk_bytes(),
             " (host_bytes=", options.host_bytes, ", disk_bytes=", options.disk_bytes, "). ",
             lower ? "Raise host_bytes" : "Give a host_bytes", " to at least ", bytes,
             ", or configure disk_path and disk_bytes, or close sessions."));
@@ -58,28 +47,10 @@ void Pager::Impl::require_homes(int64_t more, const char* action) const {
   const int64_t summaries = total_of(summaries_used, more);
   if (summaries > summary_slots.slots()) {
     throw CapacityError(str(action, ": summaries of ", summaries, " chunks need ",
-                            bytes_of(summaries, summary_slot_bytes),
-                            "; summary_bytes=", summary_slots.slots() * summary_slot_bytes,
+                            bytes_of(summaries, config.summary_slot_bytes),
+                            "; summary_bytes=", summary_slots.slots() * config.summary_slot_bytes,
                             ". Raise summary_bytes or close sessions."));
   }
-}
-
-// Whether the rows of the forward that runs attend to all before them.
-bool Pager::Impl::dense() const {
-  return options.selection.kind == Selection::Kind::kDense || (forward && forward->dense);
-}
-
-// Whether a layer's queries are held against key summaries. TopK does so at every layer to select.
-// Dense attention reads every chunk whatever it scores: the middle layer is enough for people and for
-// residency, and next to nothing in a model of many layers.
-bool Pager::Impl::scores(int layer) const {
-  if (!dense()) return true;
-  return options.policy == Policy::kQk && layer == layout.layers / 2;
-}
-
-int64_t Pager::Impl::scored_layers() const {
-  if (!dense()) return layout.layers;
-  return options.policy == Policy::kQk ? 1 : 0;
 }
 
 // Invariant 3 (pins) and 5 (readers) are the first two conditions; the last keeps the only copy of
@@ -95,13 +66,10 @@ bool Pager::Impl::lower_copies() const {
   return host_slots.slots() + disk_slots.slots() > 0 || restored_records > 0;
 }
 
-// Whether there is nothing below the pool but snapshots, so that a chunk's block is its home.
-bool Pager::Impl::blocks_are_homes() const { return host_slots.slots() + disk_slots.slots() == 0; }
-
 // Whether acquire_block() can be had `count` times: free ones, those of evictable chunks, and where
 // blocks are homes those of cached chunks, which nobody uses.
 bool Pager::Impl::blocks_to_be_had(int64_t count) const {
-  int64_t more = count - blocks.free() - (blocks_are_homes() ? ledger.cached() : 0);
+  int64_t more = count - blocks.free() - (config.blocks_are_homes() ? ledger.cached() : 0);
   if (more <= 0) return true;
   if (!lower_copies()) return false;
   note_victims();
@@ -233,7 +201,7 @@ std::optional<BlockId> Pager::Impl::acquire_block() {
   }
   // What nobody uses is forgotten where that gives a block. Elsewhere a cached chunk's block can be
   // had without that, or it has none.
-  if (!blocks_are_homes() || !reclaim_cached()) return std::nullopt;
+  if (!config.blocks_are_homes() || !reclaim_cached()) return std::nullopt;
   return blocks.take();
 }
 
@@ -253,10 +221,15 @@ void Pager::Impl::free_block(BlockId block) {
   backend->freed(block);
 }
 
+void Pager::Impl::free_host_slot(SlotId slot) {
+  host_slots.give_back(slot);
+  backend->freed(slot);
+}
+
 void Pager::Impl::drop_record(RecordId id) {
   ChunkRecord& record = ledger[id];
   if (record.resident()) free_block(std::exchange(record.block, BlockId()));
-  if (record.on_host()) host_slots.give_back(std::exchange(record.host, SlotId()));
+  if (record.on_host()) free_host_slot(std::exchange(record.host, SlotId()));
   if (record.on_disk()) disk_slots.give_back(std::exchange(record.disk, SlotId()));
   if (record.summary.value() >= 0) {
     summary_slots.give_back(std::exchange(record.summary, SlotId()));
@@ -279,11 +252,11 @@ SlotId Pager::Impl::take_summary_slot() {
     if (const auto slot = summary_slots.take()) return *slot;
   } while (reclaim_cached());
   throw CapacityError(str("no summary slot is free: summary_bytes=",
-                          summary_slots.slots() * summary_slot_bytes, " is full"));
+                          summary_slots.slots() * config.summary_slot_bytes, " is full"));
 }
 
 Home Pager::Impl::take_home() {
-  if (blocks_are_homes()) return {};
+  if (config.blocks_are_homes()) return {};
   for (;;) {
     if (const auto slot = host_slots.take()) return {*slot, SlotId()};
     if (drop_host_copy()) continue;
@@ -296,7 +269,7 @@ Home Pager::Impl::take_home() {
 }
 
 void Pager::Impl::give_back(const Home& home) {
-  if (home.host.value() >= 0) host_slots.give_back(home.host);
+  if (home.host.value() >= 0) free_host_slot(home.host);
   if (home.disk.value() >= 0) disk_slots.give_back(home.disk);
 }
 
@@ -338,80 +311,17 @@ bool Pager::Impl::spill_one(HostReaders readers) {
   const SlotId slot = *disk_slots.take();
   try {
     checksums(*victim);  // what comes back is compared with them
-    disk.write(slot.value(), backend->home(record));
+    files.write_slot(slot, backend->home(record));
   } catch (...) {
     disk_slots.give_back(slot);
     throw;
   }
-  host_slots.give_back(record.host);
+  free_host_slot(record.host);
   record.host = SlotId();
   record.disk = slot;
   ++counters.chunks_spilled;
   counters.bytes_paged_out += layout.chunk_bytes();
   return true;
-}
-
-// A snapshot's reader verifies what it reads; the spill file leaves that to us. As with a snapshot's,
-// it is remembered that a chunk is damaged: nobody adopts it, and who computes it again heals it.
-void Pager::Impl::require_as_written(const ChunkRecord& record, int layer,
-                                     const std::byte* slice) const {
-  if (slice_checksum(slice, layout.slice_bytes()) != record.checksums[static_cast<size_t>(layer)]) {
-    record.damaged = true;
-    throw StorageError(str("disk spill: chunk ", record.index, " layer ", layer,
-                           " came back with other bytes than were written"));
-  }
-}
-
-// A snapshot without the beginning of a text numbers its chunks from 0 on.
-CorruptSnapshotError damage_of_chunk(const CorruptSnapshotError& error, int64_t in_file,
-                                     int64_t chunk) {
-  if (error.chunk < 0 || in_file == chunk) return error;
-  return CorruptSnapshotError(
-      str(error.what(), "; chunk ", in_file, " of the file is chunk ", chunk, " of the text"),
-      chunk, error.layer);
-}
-
-namespace {
-
-// Reads from a record's snapshot and remembers what was found there. Different records may be read at
-// the same time; one record is read by one thread at a time.
-template <class Read>
-void read_source(const ChunkRecord& record, const Read& read) {
-  try {
-    read();
-  } catch (const CorruptSnapshotError& error) {
-    record.damaged = true;
-    throw damage_of_chunk(error, record.source_chunk, record.index);
-  }
-}
-
-}  // namespace
-
-void Pager::Impl::read_chunk(const ChunkRecord& record, std::byte* out) const {
-  if (!record.on_disk()) {
-    read_source(record, [&] { record.source->read_chunk(record.source_chunk, out); });
-    record.damaged = false;
-    return;
-  }
-  disk.read(record.disk.value(), 0, layout.chunk_bytes(), out);
-  for (int layer = 0; layer < layout.layers; ++layer) {
-    require_as_written(record, layer, out + layout.slice_offset(layer));
-  }
-  record.damaged = false;
-}
-
-void Pager::Impl::read_slice(const ChunkRecord& record, int layer, std::byte* out) const {
-  if (!record.on_disk()) {
-    read_source(record, [&] { record.source->read_slice(record.source_chunk, layer, out); });
-    return;
-  }
-  disk.read(record.disk.value(), layout.slice_offset(layer), layout.slice_bytes(), out);
-  require_as_written(record, layer, out);
-}
-
-// Of a chunk below memory: a cold disk reads many as fast as one.
-void Pager::Impl::announce(const ChunkRecord& record) const {
-  if (!record.on_disk()) record.source->will_need(record.source_chunk);
 }
 
 // The host copy that nobody has used for longest; none if all are in use.
@@ -438,7 +348,7 @@ std::optional<RecordId> Pager::Impl::next_host_copy(HostReaders readers) const {
 bool Pager::Impl::drop_host_copy(HostReaders readers) {
   const auto copy = next_host_copy(readers);
   if (!copy) return false;
-  host_slots.give_back(ledger[*copy].host);
+  free_host_slot(ledger[*copy].host);
   ledger[*copy].host = SlotId();
   return true;
 }

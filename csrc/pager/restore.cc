@@ -150,7 +150,7 @@ bool contiguous(const std::vector<std::byte*>& room, size_t first, size_t count,
 // sequence is without one.
 void Pager::Impl::load_summaries(Sequence& sequence) {
   if (sequence.summaries_loaded) return;
-  const int64_t each = summary_slot_bytes;
+  const int64_t each = config.summary_slot_bytes;
   const size_t longest = static_cast<size_t>(std::max<int64_t>(1, kSummaryReadBytes / each));
   std::vector<SummaryRun> runs;
   for (const ChunkUse& use : sequence.sealed) {
@@ -199,19 +199,12 @@ void Pager::Impl::load_summaries(Sequence& sequence) {
   sequence.summaries_loaded = true;
 }
 
-void Pager::Impl::summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const {
-  const int layer = static_cast<int>(page / layout.kv_heads);
-  const int head = static_cast<int>(page % layout.kv_heads);
-  scorer.summarize(layout, chunk + layout.page_offset(layer, head),
-                   summary + page * summary_page_bytes);
-}
-
 // Summaries one by one; those that are damaged are made again from the chunk's payload. The checksum
 // in the ledger section proves that they are what was saved.
 int64_t Pager::Impl::read_or_rebuild(SnapshotReader* reader, int64_t first,
                                      const std::vector<ChunkRecord*>& records,
                                      std::byte* out) const {
-  const int64_t each = summary_slot_bytes;
+  const int64_t each = config.summary_slot_bytes;
   std::vector<std::byte> chunk(static_cast<size_t>(layout.chunk_bytes()));
   int64_t rebuilt = 0;
   for (size_t i = 0; i < records.size(); ++i) {
@@ -220,10 +213,10 @@ int64_t Pager::Impl::read_or_rebuild(SnapshotReader* reader, int64_t first,
     try {
       reader->read_summaries(index, 1, summary);
     } catch (const CorruptSnapshotError& error) {
-      read_chunk(*records[i], chunk.data());
+      files.read_chunk(*records[i], chunk.data());
       // One by one: this runs on a thread of the pool already.
       for (int64_t page = 0; page < int64_t{layout.layers} * layout.kv_heads; ++page) {
-        summarize_page(chunk.data(), page, summary);
+        config.summarize_page(chunk.data(), page, summary);
       }
       const auto& saved = reader->meta().chunks[static_cast<size_t>(index)];
       if (slice_checksum(summary, each) != saved.summary_checksum) {
@@ -251,11 +244,11 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
                                        meta.scorer, "', which this version has not (it has ", names,
                                        "); prefill the text again"));
   }
-  if (meta.scorer != options.scorer || meta.summary_page_bytes != summary_page_bytes) {
+  if (meta.scorer != options.scorer || meta.summary_page_bytes != config.summary_page_bytes) {
     throw FingerprintMismatchError(str("scorer: ", reader->path(), " has summaries of '",
                                        meta.scorer, "' (", meta.summary_page_bytes,
                                        " bytes), this pager uses '", options.scorer, "' (",
-                                       summary_page_bytes, " bytes)"));
+                                       config.summary_page_bytes, " bytes)"));
   }
   require_released(released_text, options, static_cast<int64_t>(meta.tokens.size()),
                    reader->path());
@@ -353,9 +346,9 @@ SequenceId Pager::Impl::restore(std::shared_ptr<SnapshotReader> reader, const st
   const int64_t summaries_taken = referenced_homes + reserved_homes + restored_records;
   if (summaries_taken + new_homes + fresh > summary_slots.slots()) {
     throw CapacityError(str("restore: summaries of ", fresh, " more chunks need ",
-                            fresh * summary_slot_bytes, " bytes beside the ", summaries_taken,
-                            " in use; raise summary_bytes, which is ",
-                            summary_slots.slots() * summary_slot_bytes));
+                            fresh * config.summary_slot_bytes, " bytes beside the ",
+                            summaries_taken, " in use; raise summary_bytes, which is ",
+                            summary_slots.slots() * config.summary_slot_bytes));
   }
 
   SharedArray<TokenId> tokens = meta.tokens.first(static_cast<size_t>(length));

@@ -71,10 +71,10 @@ void RoomLease::bring_up(Reading reading) {
   if (reading == Reading::kTogether) {
     for (const Arrival& arrival : arrivals_) {
       const ChunkRecord& record = pager_.ledger[arrival.record];
-      if (!record.on_host()) pager_.announce(record);
+      if (!record.on_host()) pager_.files.will_need(record);
     }
   }
-  pager_.backend->bring(arrivals_, reading == Reading::kTogether ? pager_.threads.threads() : 1);
+  pager_.backend->load(arrivals_, reading == Reading::kTogether ? pager_.threads.threads() : 1);
   for (const Arrival& arrival : arrivals_) {
     ChunkRecord& record = pager_.ledger[arrival.record];
     if (!slots_.empty()) {

@@ -4,9 +4,9 @@
 #include <functional>
 #include <numeric>
 
+#include "kernels/half.h"
 #include "kvpager/capacity.h"
 #include "kvpager/require.h"
-#include "pager/impl.h"
 
 namespace kvpager {
 namespace {
@@ -20,6 +20,21 @@ int64_t nanoseconds(int64_t page_bytes, int64_t pages, int64_t heads) {
 }
 
 }  // namespace
+
+void read_query(const TensorView& q, int64_t row, int64_t first, int64_t count, float* out) {
+  for (int64_t h = 0; h < count; ++h) {
+    const int64_t offset = row * q.row_stride + (first + h) * q.head_stride;
+    for (int64_t d = 0; d < q.dim; ++d) {
+      float& value = out[h * q.dim + d];
+      if (q.dtype == DType::kFloat32) {
+        value = static_cast<const float*>(q.data)[offset + d];
+      } else {
+        const uint16_t bits = static_cast<const uint16_t*>(q.data)[offset + d];
+        value = q.dtype == DType::kFloat16 ? float16_to_float(bits) : bfloat16_to_float(bits);
+      }
+    }
+  }
+}
 
 void Scan::prepare(const ScanLayout& where, const TensorView& q, const std::vector<ScanRow>& rows,
                    ThreadPool& threads) {

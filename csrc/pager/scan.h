@@ -68,4 +68,7 @@ class Scan {
   std::vector<int64_t> first_;  // [rows][kv_heads] where in scores_ a range begins
 };
 
+// The queries of heads [first, first + count) of a row as float32, [count][k_dim].
+void read_query(const TensorView& q, int64_t row, int64_t first, int64_t count, float* out);
+
 }  // namespace kvpager

@@ -295,7 +295,7 @@ int64_t Pager::Impl::adopt_prefix(SequenceId id, const std::vector<TokenId>& tok
     const int64_t own = std::min(sequence.reserved, last - first);
     const int64_t taken = referenced_homes + more + reserved_homes - own;
     return more == 0 ||
-           (taken <= home_capacity() && taken + restored_records <= summary_slots.slots());
+           (taken <= config.home_capacity() && taken + restored_records <= summary_slots.slots());
   };
   while (last > 0 && !can_adopt()) --last;
   if (last == 0) return 0;
@@ -343,7 +343,7 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
     if (ledger[record].pins == 0) fresh.push_back(record);
   }
   // Invariant 3: a forward must still find blocks for its frontier.
-  const int64_t free = options.pool_blocks - ledger.held() - frontier_blocks();
+  const int64_t free = options.pool_blocks - ledger.held() - config.frontier_blocks();
   if (static_cast<int64_t>(fresh.size()) > free) {
     int64_t pinned = 0;
     ledger.each([&](RecordId, const ChunkRecord& record) { pinned += record.pins > 0 ? 1 : 0; });
@@ -351,7 +351,7 @@ PinId Pager::Impl::pin(SequenceId id, int64_t start, int64_t stop) {
     throw CapacityError(str("pin [", start, ", ", stop, ") needs ", fresh.size(), " chunks; ",
                             std::max<int64_t>(0, free), " of the pool's ", options.pool_blocks,
                             " are free to pin (", pinned, " pinned, ", open, " hold tails, ",
-                            frontier_blocks(), " kept for running forwards)"));
+                            config.frontier_blocks(), " kept for running forwards)"));
   }
   const auto add = [&](int32_t amount) {
     mutex.held();

@@ -66,7 +66,7 @@ void Pager::Impl::reserve(Sequence& sequence, int64_t total_tokens) {
   // What a running forward may seal stays promised, and is then the caller's to keep.
   if (sequence.part >= 0) wanted = std::max(wanted, sequence.reserved);
   if (wanted > sequence.reserved) require_homes(wanted - sequence.reserved, "reserve");
-  if (sequence.part >= 0) forward->parts[static_cast<size_t>(sequence.part)].promised = 0;
+  sequence.reserved_by_forward = 0;
   reserved_homes += wanted - sequence.reserved;
   sequence.reserved = wanted;
   sequence.target = total_tokens;
@@ -102,7 +102,7 @@ void Pager::Impl::promise_again(Sequence& sequence) {
   const int64_t wanted = homes_to_promise(std::max<int64_t>(0, more), own_homes(sequence));
   const int64_t taken = referenced_homes + reserved_homes;
   const int64_t room =
-      std::min(home_capacity() - taken, summary_slots.slots() - taken - restored_records);
+      std::min(config.home_capacity() - taken, summary_slots.slots() - taken - restored_records);
   const int64_t promised = std::min(wanted, sequence.reserved + std::max<int64_t>(0, room));
   reserved_homes += promised - sequence.reserved;
   sequence.reserved = promised;

@@ -30,7 +30,7 @@ BOOKKEEPING = (
     Mutant(
         name="the-frontier-takes-blocks-before-what-it-reads",
         breaks="a begin that is refused for want of blocks forgets no cached chunk",
-        file="csrc/pager/forward.cc",
+        file="csrc/pager/running_forward.cc",
         old="""\
     hold_visible(*this, *next, &readers, &missing);
 """,
@@ -43,7 +43,7 @@ BOOKKEEPING = (
     Mutant(
         name="victims-in-the-order-before-the-forward",
         breaks="who leaves the pool is whom the policy names by what it knows now",
-        file="csrc/pager/forward.cc",
+        file="csrc/pager/running_forward.cc",
         old="  forget_orders();  // nothing is being read any more\n",
         new="",
         killers=(NAMED,),
@@ -59,7 +59,7 @@ BOOKKEEPING = (
     Mutant(
         name="what-a-layer-read-never-leaves",
         breaks="who was read by an attention call may leave when it has ended",
-        file="csrc/pager/forward.cc",
+        file="csrc/pager/running_forward.cc",
         old="  forget_orders();  // what the layer read and brought in may leave again\n",
         new="",
         killers=(
@@ -123,7 +123,7 @@ BOOKKEEPING = (
     Mutant(
         name="a-span-sees-one-chunk-too-few",
         breaks="7: a row sees everything up to itself",
-        file="csrc/pager/forward.cc",
+        file="csrc/pager/running_forward.cc",
         old="  const int64_t last = span.position + span.count - 1;\n",
         new="  const int64_t last = span.position + std::max<int64_t>(0, span.count - 2);\n",
         killers=(CUT,),
@@ -139,7 +139,7 @@ BOOKKEEPING = (
     Mutant(
         name="a-refused-forward-keeps-its-sequences",
         breaks="6: a refused forward leaves every sequence as it was",
-        file="csrc/pager/forward.cc",
+        file="csrc/pager/running_forward.cc",
         old="    part.sequence->part = -1;\n  }\n  forget_orders();",
         new="  }\n  forget_orders();",
         killers=(

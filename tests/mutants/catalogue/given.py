@@ -35,7 +35,7 @@ GIVEN_ROWS = (
     Mutant(
         name="given-ids-come-first",
         breaks="a position's token is the one it was named with, given or computed",
-        file="csrc/pager/forward.cc",
+        file="csrc/pager/running_forward.cc",
         old="next.tokens.insert(next.tokens.end(), with.given",
         new="next.tokens.insert(next.tokens.begin(), with.given",
         killers=(AMONG, EACH, ANYWHERE),
@@ -43,9 +43,9 @@ GIVEN_ROWS = (
     Mutant(
         name="dense-is-for-pagers-that-are",
         breaks="rows of a dense forward attend to all before them, whatever the selection",
-        file="csrc/pager/residency.cc",
-        old=" || (forward && forward->dense);",
-        new=";",
+        file="csrc/pager/running_forward.cc",
+        old="next.dense = with.dense || config.dense();",
+        new="next.dense = config.dense();",
         killers=(
             PYTHON + "test_a_forward_that_is_to_be_dense_sees_all_though_the_pager_selects[cpu]",
             PYTHON + "test_a_forward_that_is_to_be_dense_sees_all_though_the_pager_selects[shim]",
@@ -54,7 +54,7 @@ GIVEN_ROWS = (
     Mutant(
         name="rows-attend-before-what-they-see-is-there",
         breaks="no row attends to a given position that nobody has written",
-        file="csrc/pager/forward.cc",
+        file="csrc/pager/running_forward.cc",
         old="  if (forward->given_count > 0 && !forward->given_written) {\n"
         '    throw InvalidArgumentError(str("attend',
         new='  if (forward->given_count < 0) {\n    throw InvalidArgumentError(str("attend',
@@ -107,8 +107,8 @@ GIVEN_ROWS = (
         name="a-row-sees-what-is-given-next",
         breaks="a row sees nothing after its own position, however it came there",
         file="csrc/pager/host_attend.cc",
-        old="row[i] = {pager_.forward->rows[i].position, ",
-        new="row[i] = {pager_.forward->rows[i].position + 1, ",
+        old="row[i] = {forward_->rows[i].position, ",
+        new="row[i] = {forward_->rows[i].position + 1, ",
         killers=(
             GIVEN + "what is given after a row is nothing to the row, nor to a chunk before it",
             PYTHON + "test_what_comes_after_a_row_is_nothing_to_it_nor_to_the_chunks_before",

@@ -83,7 +83,7 @@ OWNERSHIP = (
         name="queries-are-not-looked-at",
         breaks="14: a query that is not finite aborts the forward",
         file="csrc/pager/host_attend.cc",
-        old="    if (bad >= 0) pager_.refuse_query(layer, bad);",
+        old="    if (bad >= 0) refuse_query(*forward_, layer, bad);",
         new="    static_cast<void>(bad);",
         killers=(EVERYWHERE,),
     ),

@@ -29,8 +29,8 @@ PAGING = (
         name="an-address-outlives-what-lay-there",
         breaks="7: a chunk that moves between two layers of a forward is read where it is then",
         file="csrc/pager/host_attend.cc",
-        old="  if (returns != returns_) {\n",
-        new="  if (returns < returns_) {\n",
+        old="  if (addresses_stale_) {\n",
+        new="  if (false) {\n",
         killers=(
             "cpp/pager/residency_test.cc::"
             "chunks that leave the pool between two layers of a forward are found elsewhere",
@@ -40,10 +40,11 @@ PAGING = (
         name="write-through-misses-a-layer",
         breaks="4: a chunk comes back with the bytes it was sealed with",
         file="csrc/pager/host_bytes.cc",
-        old="                static_cast<size_t>(layout_.chunk_bytes()));\n"
-        "  } else if (seal->home.disk.value() >= 0) {",
-        new="                static_cast<size_t>(layout_.chunk_bytes() - layout_.slice_bytes()));\n"
-        "  } else if (seal->home.disk.value() >= 0) {",
+        old="bytes, static_cast<size_t>(layout_.chunk_bytes()));\n"
+        "  } else if (to.disk.value() >= 0) {",
+        new="bytes,\n"
+        "                static_cast<size_t>(layout_.chunk_bytes() - layout_.slice_bytes()));\n"
+        "  } else if (to.disk.value() >= 0) {",
         killers=(PLACEMENT,),
     ),
     Mutant(
@@ -154,7 +155,7 @@ PAGING = (
         name="what-nobody-uses-is-forgotten-for-nothing",
         breaks="6: a refused begin leaves cached chunks as they were",
         file="csrc/pager/residency.cc",
-        old="  if (!blocks_are_homes() || !reclaim_cached()) return std::nullopt;\n"
+        old="  if (!config.blocks_are_homes() || !reclaim_cached()) return std::nullopt;\n"
         "  return blocks.take();\n",
         new="  while (reclaim_cached()) {\n"
         "    if (const auto block = blocks.take()) return block;\n  }\n  return std::nullopt;\n",
@@ -173,9 +174,7 @@ PAGING = (
         breaks="6: a refused reserve changes nothing",
         file="csrc/pager/windows.cc",
         old="  if (wanted > sequence.reserved) require_homes(",
-        new="  if (sequence.part >= 0) {\n"
-        "    forward->parts[static_cast<size_t>(sequence.part)].promised = 0;\n  }\n"
-        "  if (wanted > sequence.reserved) require_homes(",
+        new="  sequence.reserved_by_forward = 0;\n  if (wanted > sequence.reserved) require_homes(",
         killers=(REFUSALS + "a refused reserve leaves what the running forward was promised",),
     ),
     Mutant(
@@ -257,10 +256,10 @@ PAGING = (
     Mutant(
         name="an-abort-keeps-the-forwards-blocks",
         breaks="14: an aborted forward leaves every sequence as it was",
-        file="csrc/pager/forward.cc",
-        old="  backend->end();\n  disband(&*forward);\n  destroy_dropped(*forward);\n"
+        file="csrc/pager/running_forward.cc",
+        old="  backend->end();\n  held.release();\n  disband(&*forward);\n  destroy_dropped(*forward);\n"
         "  forward.reset();\n  running = 0;\n  ++counters",
-        new="  backend->end();\n"
+        new="  backend->end();\n  held.release();\n"
         "  for (ForwardPart& part : forward->parts) part.sequence->part = -1;\n"
         "  forward.reset();\n  running = 0;\n  ++counters",
         killers=(
@@ -428,10 +427,9 @@ PAGING = (
     Mutant(
         name="a-spilled-chunk-is-not-verified",
         breaks="bytes that come back from disk are compared with what was written",
-        file="csrc/pager/residency.cc",
-        old="  if (slice_checksum(slice, layout.slice_bytes()) != "
-        "record.checksums[static_cast<size_t>(layer)]) {",
-        new="  if (slice == nullptr) {",
+        file="csrc/pager/chunk_files.cc",
+        old="  if (slice_checksum(slice, layout_.slice_bytes()) != written) {",
+        new="  if (slice == nullptr || written == ~uint64_t{}) {",
         killers=(
             "python/test_disk_tier.py::"
             "test_a_flipped_bit_on_disk_is_named_with_its_chunk_and_layer",

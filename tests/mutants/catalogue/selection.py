@@ -68,7 +68,7 @@ SELECTION = (
       const Sequence& sequence = *forward.parts[p].sequence;
       std::vector<double> seen;
       for (int64_t chunk = row.range.begin; chunk < row.range.end; ++chunk) {
-        const bool resident = pager_.ledger[sequence.use(chunk).record].resident();
+        const bool resident = ledger_[sequence.use(chunk).record].resident();
         seen.push_back(resident ? of_chunk[chunk - row.range.begin] : -1e30);
       }
       of_chunk = seen.data();
@@ -85,7 +85,7 @@ SELECTION = (
         old="      backend->summarize(block, seal.summary);\n",
         new="""\
       const std::byte* kept = backend->summary(seal.summary);
-      if (std::all_of(kept, kept + summary_slot_bytes,
+      if (std::all_of(kept, kept + config.summary_slot_bytes,
                       [](std::byte b) { return b == std::byte{0}; })) {
         backend->summarize(block, seal.summary);
       }
@@ -109,7 +109,7 @@ SELECTION = (
     Mutant(
         name="summary-of-the-page-before",
         breaks="9: a summary is that of its own layer and kv head",
-        file="csrc/pager/restore.cc",
+        file="csrc/pager/config.cc",
         old="scorer.summarize(layout, chunk + layout.page_offset(layer, head),",
         new="scorer.summarize(layout, chunk + layout.page_offset(layer, head > 0 ? head - 1 : 0),",
         killers=(

@@ -269,7 +269,7 @@ SNAPSHOTS = (
     Mutant(
         name="damage-on-disk-is-forgotten",
         breaks="nobody adopts a chunk that came back from disk with other bytes",
-        file="csrc/pager/residency.cc",
+        file="csrc/pager/chunk_files.cc",
         old="    record.damaged = true;\n    throw StorageError",
         new="    throw StorageError",
         killers=("python/test_disk_tier.py::test_nobody_adopts_a_chunk_that_came_back_damaged",),
@@ -278,8 +278,8 @@ SNAPSHOTS = (
         name="a-chunk-on-disk-is-healed-in-name-only",
         breaks="who computes a damaged chunk again writes it to its slot again",
         file="csrc/pager/commit.cc",
-        old="  backend->write_home(seal, block);\n  seal->home = Home();\n",
-        new="  seal->home = Home();\n",
+        old="  backend->write_home(block, Home{SlotId(), record.disk}, &seal->checksums);\n",
+        new="  static_cast<void>(block);\n",
         killers=(
             "python/test_disk_tier.py::"
             "test_computing_a_damaged_chunk_again_heals_it_for_all_who_use_it",

@@ -74,7 +74,7 @@ WINDOWS = (
     Mutant(
         name="a-layer-looks-behind-the-pagers-window",
         breaks="a layer that looks further back than the pager keeps is refused",
-        file="csrc/pager/forward.cc",
+        file="csrc/pager/running_forward.cc",
         old="      (attend_options.window == 0 || attend_options.window > options.window)) {\n",
         new="      attend_options.window < 0) {\n",
         killers=(PYTHON + "test_a_layer_that_looks_further_back_than_the_pager_is_refused",),
@@ -106,7 +106,7 @@ WINDOWS = (
     Mutant(
         name="damage-counts-chunks-from-the-file",
         breaks="damage is told by its place in the text",
-        file="csrc/pager/residency.cc",
+        file="csrc/pager/chunk_files.cc",
         old="  if (error.chunk < 0 || in_file == chunk) return error;\n",
         new="  if (error.chunk < 0 || in_file >= 0) return error;\n",
         killers=(PYTHON + "test_damage_is_told_by_its_place_in_the_text",),
