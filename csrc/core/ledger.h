@@ -79,6 +79,7 @@ struct ChunkRecord {
   bool resident() const { return block.value() >= 0; }
   bool on_host() const { return host.value() >= 0; }
   bool on_disk() const { return disk.value() >= 0; }
+  bool in_memory() const { return resident() || on_host(); }
   bool has_lower_copy() const { return on_host() || on_disk() || source != nullptr; }
   // The host copy is the chunk's home, or only a copy of what is on disk or in a snapshot.
   bool home_on_host() const { return on_host() && !on_disk() && source == nullptr; }

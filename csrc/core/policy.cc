@@ -4,7 +4,7 @@
 
 namespace kvpager {
 
-bool leaves_before(Policy policy, const VictimFacts& a, const VictimFacts& b) {
+bool evicted_before(Policy policy, const VictimFacts& a, const VictimFacts& b) {
   const double score_a = policy == Policy::kQk ? a.score : 0;
   const double score_b = policy == Policy::kQk ? b.score : 0;
   return std::tuple(a.sheltered, score_a, a.last_use, a.record.value()) <

@@ -12,8 +12,7 @@ namespace kvpager {
 
 struct VictimFacts {
   RecordId record;
-  bool sheltered =
-      false;  // a sink or in somebody's recent window: leaves only when nothing else can
+  bool sheltered = false;  // a sink or in some recent window: leaves only when nothing else can
   double score = 0;
   uint64_t last_use = 0;
 
@@ -23,9 +22,9 @@ struct VictimFacts {
   }
 };
 
-// Total order: true if `a` should leave before `b`. LRU: older use first; QK: lower score first,
+// Total order: true if `a` is to be evicted before `b`. LRU: older use first; QK: lower score first,
 // then older.
-bool leaves_before(Policy policy, const VictimFacts& a, const VictimFacts& b);
+bool evicted_before(Policy policy, const VictimFacts& a, const VictimFacts& b);
 
 // Whether bringing `candidate` in is worth evicting `victim`: sheltered chunks stay, and under QK
 // the candidate must beat the victim's score by the hysteresis fraction, so that near-ties do not

@@ -1,14 +1,16 @@
-// What a save writes from: sealed chunks by reference, a tail by copy. To the ledger it is one more
-// sequence, which no forward can name; to a writer it is content that never changes.
+// A save's view of a sequence. To the ledger it is one more sequence; to a writer it is content that never
+// changes.
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "kvpager/require.h"
 #include "pager/impl.h"
 #include "pager/locked.h"
+#include "pager/snapshots.h"
 
 namespace kvpager {
 namespace {
@@ -23,7 +25,7 @@ class FrozenSequence final : public SnapshotContent {
     if (pager_->process.forked()) return;  // it is the parent's
     const MutexLock lock(pager_->mutex);
     while (!borrowed_.empty()) return_one(borrowed_.begin()->first);
-    pager_->thaw(id_);
+    pager_->sequences.thaw(id_);
   }
   FrozenSequence(const FrozenSequence&) = delete;
   FrozenSequence& operator=(const FrozenSequence&) = delete;
@@ -38,7 +40,7 @@ class FrozenSequence final : public SnapshotContent {
     {
       const MutexLock lock(pager_->mutex);
       const RecordId id = record(chunk);
-      if (const std::byte* bytes = pager_->lend(id, scratch)) {
+      if (const std::byte* bytes = pager_->residency.lend(id, scratch)) {
         if (bytes != scratch) ++borrowed_[chunk];
         return bytes;
       }
@@ -78,7 +80,7 @@ class FrozenSequence final : public SnapshotContent {
   }
 
   RecordId record(int64_t chunk) const KVPAGER_HOLDS(pager_->mutex) {
-    const Sequence& frozen = pager_->frozen(id_);
+    const Sequence& frozen = pager_->sequences.frozen(id_);
     return frozen.use(frozen.released + chunk).record;
   }
 
@@ -98,26 +100,16 @@ class FrozenSequence final : public SnapshotContent {
 
 }  // namespace
 
-// The address of a chunk's bytes for as long as it is lent, or a copy of them in scratch, or null if
-// they are below memory. A save must never make a forward wait for room: only homes are lent, which
-// nobody can ask for; blocks that residency may want, and host copies of snapshots, which give way to
-// homes, are copied.
-const std::byte* Pager::Impl::lend(RecordId id, std::byte* scratch) {
-  ChunkRecord& record = ledger[id];
-  if (const std::byte* home = backend->home(record)) {
-    ++record.borrows;
-    return home;
-  }
-  const std::byte* bytes = backend->view(record, 0, layout.chunk_bytes());
-  if (bytes == nullptr) return nullptr;
-  std::memcpy(scratch, bytes, static_cast<size_t>(layout.chunk_bytes()));
-  return scratch;
-}
+Snapshots::Snapshots(const PagerParts& parts, Residency& residency, Sequences& sequences)
+    : parts_(parts),
+      config_(parts.config),
+      options_(config_.options),
+      layout_(config_.layout),
+      ledger_(parts.ledger),
+      residency_(residency),
+      sequences_(sequences) {}
 
-SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
-                               std::vector<std::byte>* tail) {
-  Sequence& source = find(id);
-  require_idle(source, "freeze");
+int64_t Snapshots::freezable_length(const Sequence& source, int64_t upto) const {
   if (source.length == 0) {
     throw InvalidArgumentError("freeze: the sequence is empty, there is nothing to save");
   }
@@ -126,58 +118,80 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
     throw InvalidArgumentError(str("upto: ", upto, ", expected 1 to ", source.length,
                                    ", the positions this sequence holds, or -1 for all"));
   }
-  if (length < earliest_trim(source)) {
-    throw InvalidArgumentError(str("upto: ", upto, " of sequence ", id.value(),
-                                   ", whose positions [0, ", source.released * layout.chunk_tokens,
-                                   ") were let go behind the window of ", options.window,
-                                   " tokens; expected ", earliest_trim(source), " to ",
-                                   source.length, ", or -1 for all"));
+  const int64_t earliest = sequences_.earliest_trim(source);
+  if (length < earliest) {
+    throw InvalidArgumentError(str(
+        "upto: ", upto, " of sequence ", source.id.value(), ", whose positions [0, ",
+        source.released * layout_.chunk_tokens, ") were let go behind the window of ",
+        options_.window, " tokens; expected ", earliest, " to ", source.length, ", or -1 for all"));
   }
-  load_summaries(source);
-  const int64_t sealed = length / layout.chunk_tokens;
-  const auto valid = static_cast<int32_t>(length % layout.chunk_tokens);
+  return length;
+}
 
-  meta->layout = layout;
-  meta->scorer = options.scorer;
-  meta->summary_page_bytes = config.summary_page_bytes;
-  const SharedArray<TokenId> tokens(source.tokens.first(static_cast<size_t>(length)));
-  const auto released = static_cast<size_t>(source.released * layout.chunk_tokens);
+// The rows of an open chunk, or the first ones of a sealed chunk.
+SnapshotChunk Snapshots::copy_tail(const Sequence& source, int64_t chunk, int32_t valid,
+                                   std::vector<std::byte>* tail) {
+  const ChunkRecord& record = ledger_[source.use(chunk).record];
+  const bool open = record.state == ChunkState::kOpen;
+  tail->resize(static_cast<size_t>(layout_.chunk_bytes()));
+  if (const std::byte* bytes = parts_.backend.view(record, 0, layout_.chunk_bytes())) {
+    std::memcpy(tail->data(), bytes, tail->size());
+  } else {
+    parts_.files.read_chunk(record, tail->data());
+  }
+  zero_rows_after(layout_, tail->data(), valid);
+  return {valid,
+          open ? source.provenance : record.provenance,
+          {},
+          slice_checksums(layout_, tail->data(), parts_.threads),
+          0};
+}
+
+void Snapshots::describe(const Sequence& source, const SharedArray<TokenId>& tokens,
+                         SnapshotMeta* meta, std::vector<std::byte>* tail) {
+  const auto length = static_cast<int64_t>(tokens.size());
+  const int64_t sealed = length / layout_.chunk_tokens;
+  const auto valid = static_cast<int32_t>(length % layout_.chunk_tokens);
+  meta->layout = layout_;
+  meta->scorer = options_.scorer;
+  meta->summary_page_bytes = config_.summary_page_bytes;
+  const auto released = static_cast<size_t>(source.released * layout_.chunk_tokens);
   meta->tokens = tokens.part(released, static_cast<size_t>(length) - released);
   if (released > 0) {
-    meta->before = {tokens.first(released).to_vector(), source.released_worth, options.window};
+    meta->before = {tokens.first(released).to_vector(), source.released_worth, options_.window};
   }
   meta->chunks.reserve(static_cast<size_t>(sealed - source.released) + 1);
   for (int64_t c = source.released; c < sealed + (valid > 0 ? 1 : 0); ++c) {
     const ChunkUse& use = source.use(c);
-    const ChunkRecord& record = ledger[use.record];
     if (c < sealed) {
-      meta->chunks.push_back({layout.chunk_tokens, record.provenance, record.name,
-                              checksums(use.record).to_vector(), 0});
-    } else {  // the rows of an open chunk, or the first ones of a sealed chunk
-      const bool open = record.state == ChunkState::kOpen;
-      tail->resize(static_cast<size_t>(layout.chunk_bytes()));
-      if (const std::byte* bytes = backend->view(record, 0, layout.chunk_bytes())) {
-        std::memcpy(tail->data(), bytes, tail->size());
-      } else {
-        files.read_chunk(record, tail->data());
-      }
-      zero_rows_after(layout, tail->data(), valid);
-      meta->chunks.push_back({valid,
-                              open ? source.provenance : record.provenance,
-                              {},
-                              slice_checksums(layout, tail->data(), threads),
-                              0});
+      const ChunkRecord& record = ledger_[use.record];
+      meta->chunks.push_back({layout_.chunk_tokens, record.provenance, record.name,
+                              residency_.checksums(use.record).to_vector(), 0});
+    } else {
+      meta->chunks.push_back(copy_tail(source, c, valid, tail));
     }
     meta->hints.qk_score.push_back(use.qk_score);
     // Age: the clock is not saved.
-    meta->hints.last_use.push_back(clock - std::min(clock, use.last_use));
+    const uint64_t now = residency_.clock();
+    meta->hints.last_use.push_back(now - std::min(now, use.last_use));
   }
+}
 
+SequenceId Snapshots::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
+                             std::vector<std::byte>* tail) {
+  Sequence& source = sequences_.find(id);
+  sequences_.require_idle(source, "freeze");
+  const int64_t length = freezable_length(source, upto);
+  sequences_.load_summaries(source);
+  const SharedArray<TokenId> tokens(source.tokens.first(static_cast<size_t>(length)));
+  describe(source, tokens, meta, tail);
+
+  const int64_t sealed = length / layout_.chunk_tokens;
   Sequence frozen(source.namer);
   frozen.salt = source.salt;
   frozen.frozen = true;
   frozen.provenance = source.provenance;
-  frozen.length = sealed * layout.chunk_tokens;
+  frozen.length = sealed * layout_.chunk_tokens;
   frozen.released = source.released;
   frozen.released_worth = source.released_worth;
   frozen.base = source.base;
@@ -185,31 +199,23 @@ SequenceId Pager::Impl::freeze(SequenceId id, int64_t upto, SnapshotMeta* meta,
   for (int64_t c = source.released; c < sealed; ++c) {
     frozen.sealed.push_back({source.use(c).record, 0, 0, 0, 0});
   }
-  const Sequence& kept = keep(std::move(frozen));
+  const Sequence& kept = sequences_.add(std::move(frozen));
   // Nothing below fails.
-  for (const ChunkUse& use : kept.sealed) add_reference(use.record);
-  promise_again(source);  // what the save uses does not come free for a while
+  for (const ChunkUse& use : kept.sealed) residency_.add_reference(use.record);
+  sequences_.reserve_again(source);  // what the save uses does not come free for a while
   return kept.id;
 }
-
-Sequence& Pager::Impl::frozen(SequenceId id) {
-  const auto found = sequences.find(id.value());
-  KVPAGER_REQUIRE(found != sequences.end() && found->second.frozen);
-  return found->second;
-}
-
-void Pager::Impl::thaw(SequenceId id) noexcept { end(frozen(id)); }
 
 std::shared_ptr<SnapshotContent> Pager::freeze(SequenceId sequence, int64_t upto) {
   SnapshotMeta meta;
   std::vector<std::byte> tail;
   const SequenceId id = locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
-    return impl_->freeze(sequence, upto, &meta, &tail);
+    return impl_->snapshots.freeze(sequence, upto, &meta, &tail);
   });
   try {
     return std::make_shared<FrozenSequence>(impl_, id, std::move(meta), std::move(tail));
   } catch (...) {
-    locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->thaw(id); });
+    locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->sequences.thaw(id); });
     throw;
   }
 }

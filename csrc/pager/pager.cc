@@ -23,18 +23,19 @@ bool continues(const RowSpan& span, const RowDescriptor& row) {
 
 }  // namespace
 
-Pager::Impl::Impl(const PagerOptions& given)
-    : config(given),
-      threads(options.threads),
+Pager::Impl::Impl(const PagerOptions& options)
+    : config(options),
+      threads(config.options.threads),
       files(config),
       backend(make_backend({config, ledger, files, threads, counters})),
-      blocks(config.slots.pool, options.shuffle_seed),
-      host_slots(config.slots.host, options.shuffle_seed),
-      disk_slots(config.slots.disk, options.shuffle_seed),
-      summary_slots(config.slots.summaries, options.shuffle_seed),
-      victims(options.policy),
-      spills(options.policy),
-      host_copies(Policy::kLru) {}
+      residency(parts(),
+                [this] {
+                  mutex.held();
+                  return sequences.sheltered();
+                }),
+      sequences(parts(), residency),
+      forward(parts(), residency, sequences, running),
+      snapshots(parts(), residency, sequences) {}
 
 // A forked child has the memory, but not the threads that would have to end, and shares the files.
 Pager::Pager(const PagerOptions& options)
@@ -43,7 +44,7 @@ Pager::Pager(const PagerOptions& options)
       }) {}
 Pager::~Pager() = default;
 
-const PagerOptions& Pager::options() const { return impl_->options; }
+const PagerOptions& Pager::options() const { return impl_->config.options; }
 DevicePlace Pager::device_place() const { return impl_->backend->place(); }
 const char* Pager::attention_name(DType q_dtype) const {
   return impl_->backend->attention_name(q_dtype);
@@ -54,50 +55,52 @@ int Pager::attention_version(DType q_dtype) const {
 
 SequenceId Pager::create_sequence(const std::string& salt) {
   return locked(*impl_,
-                [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->create_sequence(salt).id; });
+                [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->sequences.create(salt).id; });
 }
 void Pager::destroy_sequence(SequenceId sequence) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->destroy_sequence(sequence); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->sequences.close(sequence); });
 }
 void Pager::drop_sequence(SequenceId sequence) noexcept {
   try {
-    locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->drop_sequence(sequence); });
+    locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->sequences.drop(sequence); });
   } catch (const InvalidArgumentError&) {  // in a forked child: it is the parent's
   }
 }
 SequenceId Pager::fork(SequenceId sequence) {
-  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->fork(sequence); });
+  return locked(*impl_,
+                [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->sequences.fork(sequence); });
 }
 void Pager::trim(SequenceId sequence, int64_t position) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->trim(sequence, position); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->sequences.trim(sequence, position); });
 }
 int64_t Pager::length(SequenceId sequence) const {
-  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->find(sequence).length; });
+  return locked(
+      *impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->sequences.find(sequence).length; });
 }
 std::vector<TokenId> Pager::tokens(SequenceId sequence) const {
   return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
-    const TokenLog& tokens = impl_->find(sequence).tokens;
+    const TokenLog& tokens = impl_->sequences.find(sequence).tokens;
     return tokens.first(tokens.size());
   });
 }
 int64_t Pager::released(SequenceId sequence) const {
   return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
-    return impl_->find(sequence).released * impl_->layout.chunk_tokens;
+    return impl_->sequences.find(sequence).released * impl_->config.layout.chunk_tokens;
   });
 }
 int64_t Pager::earliest_trim(SequenceId sequence) const {
   return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
-    return impl_->earliest_trim(impl_->find(sequence));
+    return impl_->sequences.earliest_trim(impl_->sequences.find(sequence));
   });
 }
 void Pager::reserve(SequenceId sequence, int64_t total_tokens) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
-    impl_->reserve(impl_->find(sequence), total_tokens);
-  });
+  locked(*impl_,
+         [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->sequences.reserve(sequence, total_tokens); });
 }
 int64_t Pager::adopt_prefix(SequenceId sequence, const std::vector<TokenId>& tokens) {
-  return locked(
-      *impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->adopt_prefix(sequence, tokens); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    return impl_->sequences.adopt_prefix(sequence, tokens);
+  });
 }
 uint64_t Pager::begin(const std::vector<RowDescriptor>& rows, void* stream) {
   std::vector<RowSpan> spans;
@@ -123,47 +126,51 @@ uint64_t Pager::begin(const std::vector<RowSpan>& spans, std::vector<TokenId> to
 uint64_t Pager::begin(const std::vector<RowSpan>& spans, std::vector<TokenId> tokens,
                       ForwardOptions forward_options) {
   return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
-    impl_->begin(spans, std::move(tokens), std::move(forward_options));
-    return impl_->forward->number;
+    return impl_->forward.begin(spans, std::move(tokens), std::move(forward_options));
   });
 }
 void Pager::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->give(k, v, stream); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->forward.give(k, v, stream); });
 }
 void Pager::attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
                    const TensorView& out, const AttendOptions& attend_options) {
-  locked(*impl_,
-         [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->attend(layer, q, k, v, out, attend_options); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    impl_->forward.attend(layer, q, k, v, out, attend_options);
+  });
 }
 void Pager::write(int layer, const TensorView& k, const TensorView& v, void* stream) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->write(layer, k, v, stream); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->forward.write(layer, k, v, stream); });
 }
 uint64_t Pager::generation() const {
   return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->backend->generation(); });
 }
 void Pager::mark_replayed(uint64_t generation, void* stream) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->mark_replayed(generation, stream); });
+  locked(*impl_,
+         [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->forward.mark_replayed(generation, stream); });
 }
 void Pager::commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,
                    Provenance provenance) {
-  locked(*impl_,
-         [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->commit(sequences, accepted, provenance); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    impl_->forward.commit(sequences, accepted, provenance);
+  });
 }
 void Pager::commit_all(Provenance provenance) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->commit_all(provenance); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->forward.commit_all(provenance); });
 }
 void Pager::abort() {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->abort(); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->forward.abort(); });
 }
 void Pager::abort(uint64_t number) {
   locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
-    if (impl_->forward && impl_->forward->number == number) impl_->abort();
+    const Forward* forward = impl_->forward.get();
+    if (forward != nullptr && forward->number == number) impl_->forward.abort();
   });
 }
 bool Pager::forked() const noexcept { return impl_->process.forked(); }
 uint64_t Pager::running_forward() const { return impl_->running; }
 bool Pager::forward_running() const {
-  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->forward != nullptr; });
+  return locked(*impl_,
+                [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->forward.get() != nullptr; });
 }
 std::vector<std::vector<int32_t>> Pager::select(SequenceId sequence, int layer, const TensorView& q,
                                                 int64_t position, int64_t window) {
@@ -177,26 +184,27 @@ void Pager::read_kv(SequenceId sequence, int layer, int64_t start, int64_t stop,
          [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->read_kv(sequence, layer, start, stop, k, v); });
 }
 PinId Pager::pin(SequenceId sequence, int64_t start, int64_t stop) {
-  return locked(*impl_,
-                [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->pin(sequence, start, stop); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    return impl_->sequences.pin(sequence, start, stop);
+  });
 }
 void Pager::unpin(PinId pin) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->unpin(pin); });
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->sequences.unpin(pin); });
 }
 int64_t Pager::evict_all() {
-  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->evict_all(); });
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->residency.evict_all(); });
 }
 SequenceId Pager::restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
                           Provenance provenance, const std::string& file_namespace, int64_t upto,
                           const ReleasedText& before) {
   return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
-    return impl_->restore(std::move(reader), salt, provenance, file_namespace, upto, before);
+    return impl_->snapshots.restore(reader, salt, provenance, file_namespace, upto, before);
   });
 }
 std::vector<ChunkName> Pager::chain_hashes(const std::vector<TokenId>& tokens,
                                            const std::string& salt) const {
-  const int64_t c = impl_->layout.chunk_tokens;
-  const ChunkNamer namer(impl_->options.namespace_key, salt);
+  const int64_t c = impl_->config.layout.chunk_tokens;
+  const ChunkNamer namer(impl_->config.options.namespace_key, salt);
   std::vector<ChunkName> names;
   names.reserve(tokens.size() / static_cast<size_t>(c));
   ChunkName name;
@@ -208,9 +216,9 @@ std::vector<ChunkName> Pager::chain_hashes(const std::vector<TokenId>& tokens,
 }
 std::vector<Hash128> Pager::legacy_chain_hashes(const std::vector<TokenId>& tokens,
                                                 const std::string& salt) const {
-  const int64_t c = impl_->layout.chunk_tokens;
+  const int64_t c = impl_->config.layout.chunk_tokens;
   std::vector<Hash128> hashes;
-  Hash128 hash = legacy_root(impl_->options.namespace_key, salt);
+  Hash128 hash = legacy_root(impl_->config.options.namespace_key, salt);
   for (int64_t end = c; end <= static_cast<int64_t>(tokens.size()); end += c) {
     hash = legacy_next(hash, tokens.data() + (end - c), c, Provenance::kExact);
     hashes.push_back(hash);

@@ -24,7 +24,6 @@ class Readers {
     for (const RecordId id : records_) --(*ledger_)[id].readers;
     records_.clear();
   }
-  bool empty() const { return records_.empty(); }
 
  private:
   Ledger* ledger_;

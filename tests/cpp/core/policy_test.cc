@@ -13,27 +13,27 @@ VictimFacts facts(int32_t record, double score, uint64_t last_use, bool sheltere
 }
 
 TEST_CASE("LRU lets the oldest leave first and does not look at scores") {
-  CHECK(leaves_before(Policy::kLru, facts(9, 0.9, 1), facts(1, 0.1, 2)));
-  CHECK_FALSE(leaves_before(Policy::kLru, facts(1, 0.1, 2), facts(9, 0.9, 1)));
+  CHECK(evicted_before(Policy::kLru, facts(9, 0.9, 1), facts(1, 0.1, 2)));
+  CHECK_FALSE(evicted_before(Policy::kLru, facts(1, 0.1, 2), facts(9, 0.9, 1)));
 }
 
 TEST_CASE("QK lets the lowest score leave first, then the oldest") {
-  CHECK(leaves_before(Policy::kQk, facts(9, 0.1, 5), facts(1, 0.2, 1)));
-  CHECK(leaves_before(Policy::kQk, facts(9, 0.1, 1), facts(1, 0.1, 2)));
+  CHECK(evicted_before(Policy::kQk, facts(9, 0.1, 5), facts(1, 0.2, 1)));
+  CHECK(evicted_before(Policy::kQk, facts(9, 0.1, 1), facts(1, 0.1, 2)));
 }
 
 TEST_CASE("a sheltered chunk leaves after every other one under both policies") {
   for (const Policy policy : {Policy::kLru, Policy::kQk}) {
-    CHECK(leaves_before(policy, facts(2, 0.9, 9), facts(1, 0.0, 1, true)));
-    CHECK_FALSE(leaves_before(policy, facts(1, 0.0, 1, true), facts(2, 0.9, 9)));
+    CHECK(evicted_before(policy, facts(2, 0.9, 9), facts(1, 0.0, 1, true)));
+    CHECK_FALSE(evicted_before(policy, facts(1, 0.0, 1, true), facts(2, 0.9, 9)));
   }
 }
 
 TEST_CASE("full ties are ordered by record, so that the order is total") {
   for (const Policy policy : {Policy::kLru, Policy::kQk}) {
-    CHECK(leaves_before(policy, facts(1, 0.5, 3), facts(2, 0.5, 3)));
-    CHECK_FALSE(leaves_before(policy, facts(2, 0.5, 3), facts(1, 0.5, 3)));
-    CHECK_FALSE(leaves_before(policy, facts(1, 0.5, 3), facts(1, 0.5, 3)));
+    CHECK(evicted_before(policy, facts(1, 0.5, 3), facts(2, 0.5, 3)));
+    CHECK_FALSE(evicted_before(policy, facts(2, 0.5, 3), facts(1, 0.5, 3)));
+    CHECK_FALSE(evicted_before(policy, facts(1, 0.5, 3), facts(1, 0.5, 3)));
   }
 }
 
@@ -42,7 +42,7 @@ TEST_CASE("any starting order sorts to the same victims") {
   for (int32_t i = 0; i < 24; ++i) all.push_back(facts(i, (i % 3) * 0.25, i % 4, i % 5 == 0));
   for (const Policy policy : {Policy::kLru, Policy::kQk}) {
     const auto order = [&](const VictimFacts& a, const VictimFacts& b) {
-      return leaves_before(policy, a, b);
+      return evicted_before(policy, a, b);
     };
     std::vector<VictimFacts> forwards = all;
     std::vector<VictimFacts> backwards(all.rbegin(), all.rend());

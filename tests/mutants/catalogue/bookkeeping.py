@@ -3,7 +3,7 @@
 from mutants.mutant import Mutant
 
 LEDGER = "cpp/core/ledger_test.cc::"
-ORDER = "cpp/core/leave_order_test.cc::"
+ORDER = "cpp/core/eviction_order_test.cc::"
 SPANS = "cpp/pager/spans_test.cc::"
 COUNTED = LEDGER + "what is open or pinned is counted, whatever happens to it first"
 NAMED = (
@@ -30,10 +30,8 @@ BOOKKEEPING = (
     Mutant(
         name="the-frontier-takes-blocks-before-what-it-reads",
         breaks="a begin that is refused for want of blocks forgets no cached chunk",
-        file="csrc/pager/running_forward.cc",
-        old="""\
-    hold_visible(*this, *next, &readers, &missing);
-""",
+        file="csrc/pager/begin.cc",
+        old="    hold_visible(*next, &readers, &missing);\n",
         new="",
         killers=(
             "cpp/pager/refusals_test.cc::"
@@ -44,15 +42,15 @@ BOOKKEEPING = (
         name="victims-in-the-order-before-the-forward",
         breaks="who leaves the pool is whom the policy names by what it knows now",
         file="csrc/pager/running_forward.cc",
-        old="  forget_orders();  // nothing is being read any more\n",
+        old="  residency_.invalidate_eviction();  // nothing is read any more\n",
         new="",
         killers=(NAMED,),
     ),
     Mutant(
         name="an-unpinned-chunk-never-leaves",
         breaks="3: a pin that was released keeps nothing",
-        file="csrc/pager/sequences.cc",
-        old="    may_leave(sequence.use(chunk).record);\n",
+        file="csrc/pager/pins.cc",
+        old="    residency_.note_evictable(sequence.use(chunk).record);\n",
         new="",
         killers=(NAMED,),
     ),
@@ -60,7 +58,8 @@ BOOKKEEPING = (
         name="what-a-layer-read-never-leaves",
         breaks="who was read by an attention call may leave when it has ended",
         file="csrc/pager/running_forward.cc",
-        old="  forget_orders();  // what the layer read and brought in may leave again\n",
+        old="  residency_.invalidate_eviction();  // what the layer read and loaded can "
+        "leave again\n",
         new="",
         killers=(
             "python/test_disk_tier.py::test_what_one_layer_read_gives_way_to_what_the_next_reads",
@@ -69,21 +68,24 @@ BOOKKEEPING = (
     Mutant(
         name="an-old-note-is-believed",
         breaks="who leaves the pool is whom the policy names by what it knows now",
-        file="csrc/core/leave_order.cc",
-        old="  if (notes_.size() == notes_.capacity()) {\n    forget();\n  } else {\n"
-        "    push(note);\n  }",
+        file="csrc/core/eviction_order.cc",
+        old="  if (notes_.size() == notes_.capacity()) {\n"
+        "    invalidate();\n"
+        "  } else {\n"
+        "    push(note);\n"
+        "  }",
         new="  if (notes_.size() < notes_.capacity()) push(note);",
         killers=(
-            ORDER + "an order that has no room left forgets itself and loses nobody silently",
+            ORDER + "an order that has no room left becomes stale and loses nothing silently",
         ),
     ),
     Mutant(
         name="who-is-noted-twice-is-two",
         breaks="2: no more blocks are promised than can be had",
-        file="csrc/core/leave_order.h",
-        old="noted_twice ? Verdict::kGone : judge(next)",
+        file="csrc/core/eviction_order.h",
+        old="noted_twice ? Verdict::kOutdated : judge(next)",
         new="judge(next)",
-        killers=(ORDER + "who is noted twice is counted once",),
+        killers=(ORDER + "a record that is noted twice is counted once",),
     ),
     Mutant(
         name="a-dropped-record-stays-counted",
@@ -115,7 +117,7 @@ BOOKKEEPING = (
     Mutant(
         name="a-span-leaves-out-the-last-token-of-a-chunk",
         breaks="10: a chunk's name covers all of its token ids",
-        file="csrc/pager/commit.cc",
+        file="csrc/pager/sealing.cc",
         old="    const int64_t count = std::min(rows.count, stop - at);\n",
         new="    const int64_t count = std::min(rows.count, stop - at - 1);\n",
         killers=(WHOLE,),
@@ -123,7 +125,7 @@ BOOKKEEPING = (
     Mutant(
         name="a-span-sees-one-chunk-too-few",
         breaks="7: a row sees everything up to itself",
-        file="csrc/pager/running_forward.cc",
+        file="csrc/pager/begin.cc",
         old="  const int64_t last = span.position + span.count - 1;\n",
         new="  const int64_t last = span.position + std::max<int64_t>(0, span.count - 2);\n",
         killers=(CUT,),
@@ -140,8 +142,8 @@ BOOKKEEPING = (
         name="a-refused-forward-keeps-its-sequences",
         breaks="6: a refused forward leaves every sequence as it was",
         file="csrc/pager/running_forward.cc",
-        old="    part.sequence->part = -1;\n  }\n  forget_orders();",
-        new="  }\n  forget_orders();",
+        old="    part.sequence->part = -1;\n  }\n",
+        new="  }\n",
         killers=(
             "python/test_pager_spans.py::"
             "test_a_sequence_that_a_refused_forward_named_is_free_again",

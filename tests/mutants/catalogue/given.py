@@ -35,17 +35,17 @@ GIVEN_ROWS = (
     Mutant(
         name="given-ids-come-first",
         breaks="a position's token is the one it was named with, given or computed",
-        file="csrc/pager/running_forward.cc",
-        old="next.tokens.insert(next.tokens.end(), with.given",
-        new="next.tokens.insert(next.tokens.begin(), with.given",
+        file="csrc/pager/begin.cc",
+        old="next->tokens.insert(next->tokens.end(), with.given",
+        new="next->tokens.insert(next->tokens.begin(), with.given",
         killers=(AMONG, EACH, ANYWHERE),
     ),
     Mutant(
         name="dense-is-for-pagers-that-are",
         breaks="rows of a dense forward attend to all before them, whatever the selection",
-        file="csrc/pager/running_forward.cc",
-        old="next.dense = with.dense || config.dense();",
-        new="next.dense = config.dense();",
+        file="csrc/pager/begin.cc",
+        old="next->dense = with.dense || parts_.config.dense();",
+        new="next->dense = parts_.config.dense();",
         killers=(
             PYTHON + "test_a_forward_that_is_to_be_dense_sees_all_though_the_pager_selects[cpu]",
             PYTHON + "test_a_forward_that_is_to_be_dense_sees_all_though_the_pager_selects[shim]",
@@ -55,17 +55,17 @@ GIVEN_ROWS = (
         name="rows-attend-before-what-they-see-is-there",
         breaks="no row attends to a given position that nobody has written",
         file="csrc/pager/running_forward.cc",
-        old="  if (forward->given_count > 0 && !forward->given_written) {\n"
+        old="  if (forward_->given_count > 0 && !forward_->given_written) {\n"
         '    throw InvalidArgumentError(str("attend',
-        new='  if (forward->given_count < 0) {\n    throw InvalidArgumentError(str("attend',
+        new='  if (forward_->given_count < 0) {\n    throw InvalidArgumentError(str("attend',
         killers=(REFUSED,),
     ),
     Mutant(
         name="what-was-to-be-given-is-forgotten",
         breaks="14: what a commit makes part of a sequence was written",
         file="csrc/pager/commit.cc",
-        old="if (forward->given_count > 0 && !forward->given_written) {",
-        new="if (forward->given_count < 0) {",
+        old="if (forward_->given_count > 0 && !forward_->given_written) {",
+        new="if (forward_->given_count < 0) {",
         killers=(REFUSED, PYTHON + "test_what_does_not_fit_is_refused_by_name"),
     ),
     Mutant(
@@ -95,8 +95,8 @@ GIVEN_ROWS = (
         name="given-positions-alone-are-never-exact",
         breaks="what is given is worth what the caller says where no row could change it",
         file="csrc/pager/commit.cc",
-        old="(rows == options.rows || rows == 0 ||",
-        new="(rows == options.rows ||",
+        old="(rows == options_.rows || rows == 0 ||",
+        new="(rows == options_.rows ||",
         killers=(
             GIVEN + "what is given is worth what the caller says where no row of the model could "
             "change it",

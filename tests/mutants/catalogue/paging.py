@@ -15,7 +15,7 @@ PAGING = (
     Mutant(
         name="pinned-chunks-are-victims",
         breaks="3: a pinned chunk is resident and never a victim",
-        file="csrc/pager/residency.cc",
+        file="csrc/pager/eviction.cc",
         old="record.resident() && record.pins == 0 &&",
         new="record.resident() &&",
         killers=(
@@ -72,7 +72,8 @@ PAGING = (
         name="a-fork-takes-an-empty-tail",
         breaks="a fork has the tokens of its parent, the unsealed ones too",
         file="csrc/pager/sequences.cc",
-        old="    backend->load(ledger[parent.frontier[static_cast<size_t>(i)].record], copies[i]);",
+        old="    backend_.load(ledger_[parent.frontier[static_cast<size_t>(i)].record], "
+        "copies[i]);\n",
         new="",
         killers=(
             SHARING + "a fork shares sealed chunks, copies the tail, and the two go their own ways",
@@ -82,7 +83,7 @@ PAGING = (
     Mutant(
         name="blocks-being-read-are-reused",
         breaks="5: a block that an attention call reads is not reused before it ends",
-        file="csrc/pager/residency.cc",
+        file="csrc/pager/eviction.cc",
         old="         record.readers == 0 && record.has_lower_copy();",
         new="         record.has_lower_copy();",
         killers=(
@@ -93,9 +94,9 @@ PAGING = (
     Mutant(
         name="what-is-lent-to-a-save-is-spilled",
         breaks="5: what is lent to a save stays where it is",
-        file="csrc/pager/residency.cc",
-        old="record.borrows > 0 || host_read(record, readers);",
-        new="host_read(record, readers);",
+        file="csrc/pager/eviction.cc",
+        old="record.borrows > 0 || host_slot_is_read(record, readers);",
+        new="host_slot_is_read(record, readers);",
         killers=(
             "cpp/pager/freeze_test.cc::"
             "a save in progress makes no forward wait for room, and nothing it reads moves",
@@ -104,10 +105,9 @@ PAGING = (
     Mutant(
         name="a-failed-commit-keeps-its-homes",
         breaks="6: every mutator is all-or-nothing",
-        file="csrc/pager/commit.cc",
-        old="      if (seal.has_home) give_back(seal.home);\n"
-        "      if (seal.existing) release(*seal.existing);\n",
-        new="      if (seal.existing) release(*seal.existing);\n",
+        file="csrc/pager/sealing.cc",
+        old="    if (seal.has_home) residency_.free_home(seal.home);\n",
+        new="",
         killers=(
             "cpp/pager/faults_test.cc::"
             "a failing write-through aborts the commit at every visit, and the retry succeeds",
@@ -117,8 +117,8 @@ PAGING = (
         name="a-failed-restore-keeps-its-references",
         breaks="12: a refused restore leaves the pager as it was",
         file="csrc/pager/restore.cc",
-        old="      if (plan[i].existing.value() >= 0) release(plan[i].existing);\n",
-        new="",
+        old="residency_.release(ids_[i]);",
+        new="static_cast<void>(i);",
         killers=(
             "cpp/pager/faults_test.cc::"
             "a failing restore takes back the references it took to chunks that were here",
@@ -128,13 +128,16 @@ PAGING = (
         name="a-restore-counts-what-it-uses-as-room",
         breaks="6: room that was found is room that is owned",
         file="csrc/pager/restore.cc",
-        old="  for (const Planned& planned : plan) {\n"
-        "    if (planned.existing.value() >= 0) add_reference(planned.existing);\n  }\n"
-        '  try {\n    tail_block.emplace(*this, partial ? 1 : 0, "restore");\n',
-        new='  tail_block.emplace(*this, partial ? 1 : 0, "restore");\n'
-        "  for (const Planned& planned : plan) {\n"
-        "    if (planned.existing.value() >= 0) add_reference(planned.existing);\n  }\n"
-        "  try {\n",
+        old="  References references(residency_);\n"
+        "  for (const Planned& planned : plan_) {\n"
+        "    if (planned.existing.value() >= 0) references.add(planned.existing);\n"
+        "  }\n"
+        '  BlockLease tail(residency_, partial_ ? 1 : 0, "restore");\n',
+        new='  BlockLease tail(residency_, partial_ ? 1 : 0, "restore");\n'
+        "  References references(residency_);\n"
+        "  for (const Planned& planned : plan_) {\n"
+        "    if (planned.existing.value() >= 0) references.add(planned.existing);\n"
+        "  }\n",
         killers=(
             REFUSALS + "a restore does not count the cached chunks it is about to use as room for "
             "its tail",
@@ -144,8 +147,8 @@ PAGING = (
         name="a-failed-restore-reverses-what-is-forgotten-first",
         breaks="the end of a chain is forgotten before its beginning",
         file="csrc/pager/restore.cc",
-        old="    for (size_t i = plan.size(); i-- > 0;) {",
-        new="    for (size_t i = 0; i < plan.size(); ++i) {",
+        old="    for (size_t i = ids_.size(); i-- > 0;) ",
+        new="    for (size_t i = 0; i < ids_.size(); ++i) ",
         killers=(
             REFUSALS
             + "a restore that cannot read its tail leaves the cached chunks in their order",
@@ -154,35 +157,37 @@ PAGING = (
     Mutant(
         name="what-nobody-uses-is-forgotten-for-nothing",
         breaks="6: a refused begin leaves cached chunks as they were",
-        file="csrc/pager/residency.cc",
-        old="  if (!config.blocks_are_homes() || !reclaim_cached()) return std::nullopt;\n"
-        "  return blocks.take();\n",
+        file="csrc/pager/blocks.cc",
+        old="  if (!config_.blocks_are_homes() || !reclaim_cached()) return std::nullopt;\n"
+        "  return blocks_.take();\n",
         new="  while (reclaim_cached()) {\n"
-        "    if (const auto block = blocks.take()) return block;\n  }\n  return std::nullopt;\n",
+        "    if (const auto block = blocks_.take()) return block;\n"
+        "  }\n"
+        "  return std::nullopt;\n",
         killers=(REFUSALS + "a refused begin forgets no cached chunk, wherever homes are",),
     ),
     Mutant(
         name="a-lease-takes-without-asking",
         breaks="6: a refused pin leaves cached chunks as they were",
-        file="csrc/pager/lease.cc",
-        old="  pager.require_blocks(count, action);\n",
-        new="  if (count < 0) pager.require_blocks(count, action);\n",
+        file="csrc/pager/lease.h",
+        old="    residency.require_blocks(count, action);\n",
+        new="    if (count < 0) residency.require_blocks(count, action);\n",
         killers=(REFUSALS + "a refused pin forgets no cached chunk",),
     ),
     Mutant(
         name="a-refused-reserve-takes-the-forwards-promise",
         breaks="6: a refused reserve changes nothing",
         file="csrc/pager/windows.cc",
-        old="  if (wanted > sequence.reserved) require_homes(",
-        new="  sequence.reserved_by_forward = 0;\n  if (wanted > sequence.reserved) require_homes(",
+        old="  if (wanted > sequence.reserved) {\n",
+        new="  sequence.reserved_by_forward = 0;\n  if (wanted > sequence.reserved) {\n",
         killers=(REFUSALS + "a refused reserve leaves what the running forward was promised",),
     ),
     Mutant(
         name="frozen-sequences-can-be-named",
         breaks="what a save writes from is known to nobody else",
         file="csrc/pager/sequences.cc",
-        old="  if (found == sequences.end() || found->second.frozen) {\n",
-        new="  if (found == sequences.end()) {\n",
+        old="  if (found == sequences_.end() || found->second.frozen) {\n",
+        new="  if (found == sequences_.end()) {\n",
         killers=(
             "cpp/pager/freeze_test.cc::what a save writes from is no sequence that a number names",
         ),
@@ -190,8 +195,8 @@ PAGING = (
     Mutant(
         name="spills-are-not-counted",
         breaks="bytes_paged_out is what went from host memory to disk",
-        file="csrc/pager/residency.cc",
-        old="  counters.bytes_paged_out += layout.chunk_bytes();\n",
+        file="csrc/pager/blocks.cc",
+        old="  counters_.bytes_paged_out += layout_.chunk_bytes();\n",
         new="",
         killers=(
             "python/test_disk_tier.py::"
@@ -203,8 +208,8 @@ PAGING = (
     Mutant(
         name="a-commit-allocates-behind-its-promise",
         breaks="6: a commit that finds no memory seals nothing",
-        file="csrc/pager/commit.cc",
-        old="    if (!seals.empty()) ledger.expect(static_cast<int64_t>(seals.size()));\n",
+        file="csrc/pager/sealing.cc",
+        old="  if (!seals_.empty()) ledger_.expect(static_cast<int64_t>(seals_.size()));\n",
         new="",
         killers=(ALLOCATIONS + "the index of names grows at a commit or the commit is none",),
     ),
@@ -222,7 +227,7 @@ PAGING = (
         name="a-lease-keeps-what-nobody-took-over",
         breaks="1: every block is free or owned by one record",
         file="csrc/pager/lease.h",
-        old="    for (; next_ < items_.size(); ++next_) Kind::give_back(pager_, items_[next_]);\n",
+        old="    for (; next_ < items_.size(); ++next_) Kind::free(residency_, items_[next_]);\n",
         new="",
         killers=(
             ALLOCATIONS + "a snapshot is restored or nothing of it, at every allocation",
@@ -257,11 +262,8 @@ PAGING = (
         name="an-abort-keeps-the-forwards-blocks",
         breaks="14: an aborted forward leaves every sequence as it was",
         file="csrc/pager/running_forward.cc",
-        old="  backend->end();\n  held.release();\n  disband(&*forward);\n  destroy_dropped(*forward);\n"
-        "  forward.reset();\n  running = 0;\n  ++counters",
-        new="  backend->end();\n  held.release();\n"
-        "  for (ForwardPart& part : forward->parts) part.sequence->part = -1;\n"
-        "  forward.reset();\n  running = 0;\n  ++counters",
+        old="  end_parts(forward_.get());\n",
+        new="  for (ForwardPart& part : forward_->parts) part.sequence->part = -1;\n",
         killers=(
             FORWARD + "an abort at any point leaves every sequence as it was, and a retry succeeds",
         ),
@@ -270,8 +272,8 @@ PAGING = (
         name="any-row-count-is-exact",
         breaks="10: rows of a forward of another count are worth `decode`, not `exact`",
         file="csrc/pager/commit.cc",
-        old="         (rows == options.rows ||",
-        new="         (rows > 0 || rows == options.rows ||",
+        old="         (rows == options_.rows ||",
+        new="         (rows > 0 || rows == options_.rows ||",
         killers=(
             FORWARD
             + "a forward of fewer than M rows makes chunks of provenance decode, which nobody "
@@ -281,9 +283,9 @@ PAGING = (
     Mutant(
         name="decode-chunks-can-be-found",
         breaks="10: only exact chunks are findable by hash",
-        file="csrc/pager/commit.cc",
-        old="    if (seal.provenance == Provenance::kExact) publish(seal.open, previous);\n",
-        new="    publish(seal.open, previous);\n",
+        file="csrc/pager/sealing.cc",
+        old="  if (seal.provenance == Provenance::kExact) publish(",
+        new="  publish(",
         killers=(
             FORWARD
             + "a forward of fewer than M rows makes chunks of provenance decode, which nobody "
@@ -293,7 +295,7 @@ PAGING = (
     Mutant(
         name="provenance-is-forgotten-at-the-next-chunk",
         breaks="10: provenance is transitive: what follows approximate rows is not exact",
-        file="csrc/pager/commit.cc",
+        file="csrc/pager/sealing.cc",
         old="    seal.provenance = std::max(sequence.provenance, provenance);\n",
         new="    seal.provenance = provenance;\n",
         killers=(
@@ -348,8 +350,9 @@ PAGING = (
     Mutant(
         name="adoption-proves-the-last-link-alone",
         breaks="10: adoption proves the whole prefix by identity",
-        file="csrc/pager/sequences.cc",
-        old="    if (found && !continues(*found, end / c - 1, previous)) found.reset();\n",
+        file="csrc/pager/prefix.cc",
+        old="    if (found && !can_follow(ledger_, options_, *found, end / c - 1, "
+        "previous)) found.reset();\n",
         new="",
         killers=(
             SHARING
@@ -393,9 +396,9 @@ PAGING = (
     Mutant(
         name="equal-names-swap-bytes",
         breaks="10: a chunk whose bytes differ from those of its name is not replaced by them",
-        file="csrc/pager/commit.cc",
-        old="if (same_text && checksums(*found) == checksums(&seal)) {",
-        new="if (same_text) {",
+        file="csrc/pager/sealing.cc",
+        old="if (!same_text || !(residency_.checksums(*found) == checksums(seal))) return;",
+        new="if (!same_text) return;",
         killers=(
             SHARING
             + "a chunk with the same tokens but other bytes is never swapped for the one that was "
@@ -405,8 +408,8 @@ PAGING = (
     Mutant(
         name="scores-of-the-gone-steer-the-next",
         breaks="a sequence that is gone steers nobody's eviction",
-        file="csrc/pager/sequences.cc",
-        old="    record.score = 0;  // a sequence that is gone steers nobody's eviction\n",
+        file="csrc/pager/residency.cc",
+        old="    record.score = 0;  // a closed sequence has no say in later evictions\n",
         new="",
         killers=(
             "cpp/pager/residency_test.cc::scores of a sequence that is gone do not steer the "
@@ -416,9 +419,9 @@ PAGING = (
     Mutant(
         name="admission-forgets-its-promises",
         breaks="2: what is reserved for one sequence is not there for another",
-        file="csrc/pager/residency.cc",
+        file="csrc/pager/home_budget.cc",
         old="  const int64_t all = total_of(committed, more);",
-        new="  const int64_t all = total_of(referenced_homes, more);",
+        new="  const int64_t all = total_of(referenced, more);",
         killers=(
             "cpp/pager/admission_test.cc::"
             "what is reserved for one sequence is not there for another",

@@ -107,9 +107,11 @@ RUNTIME = (
     Mutant(
         name="recomputed-chunks-are-not-proved",
         breaks="a damaged chunk computed again is taken only with the bits that were saved",
-        file="csrc/pager/commit.cc",
-        old="if (same_text && checksums(*found) == checksums(&seal)) {",
-        new="if (same_text && (ledger[*found].damaged || checksums(*found) == checksums(&seal))) {",
+        file="csrc/pager/sealing.cc",
+        old="if (!same_text || !(residency_.checksums(*found) == checksums(seal))) return;",
+        new="if (!same_text) return;\n"
+        "  if (!ledger_[*found].damaged && !(residency_.checksums(*found) == "
+        "checksums(seal))) return;",
         killers=(
             "model/test_recompute.py::test_computed_bits_that_are_not_the_saved_ones_are_refused",
         ),

@@ -81,15 +81,13 @@ SELECTION = (
     Mutant(
         name="a-summary-is-kept-if-there-is-one",
         breaks="9: a slot's summary is that of the chunk now in it, not of the one before",
-        file="csrc/pager/commit.cc",
-        old="      backend->summarize(block, seal.summary);\n",
-        new="""\
-      const std::byte* kept = backend->summary(seal.summary);
-      if (std::all_of(kept, kept + config.summary_slot_bytes,
-                      [](std::byte b) { return b == std::byte{0}; })) {
-        backend->summarize(block, seal.summary);
-      }
-""",
+        file="csrc/pager/sealing.cc",
+        old="    backend_.summarize(block, seal->summary);\n",
+        new="    const std::byte* kept = backend_.summary(seal->summary);\n"
+        "    if (std::all_of(kept, kept + 64, [](std::byte b) { return b == "
+        "std::byte{0}; })) {\n"
+        "      backend_.summarize(block, seal->summary);\n"
+        "    }\n",
         killers=(
             "python/test_defects_pool.py::test_a_sequence_in_reused_records_has_its_own_summaries",
         ),
@@ -97,9 +95,9 @@ SELECTION = (
     Mutant(
         name="a-restored-chunk-finds-a-stale-summary",
         breaks="9: a restored chunk has the summary that was saved with it",
-        file="csrc/pager/restore.cc",
-        old="      record.summary_pending = true;\n",
-        new="      record.summary_pending = false;\n",
+        file="csrc/pager/residency.cc",
+        old="  record.summary_pending = true;\n",
+        new="  record.summary_pending = false;\n",
         killers=(
             "python/test_defects_pool.py::test_restored_chunks_score_as_they_did",
             "cpp/pager/restore_test.cc::"

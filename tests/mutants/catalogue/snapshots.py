@@ -115,7 +115,7 @@ SNAPSHOTS = (
         name="rows-after-the-tail-are-saved",
         breaks="11: a snapshot is a function of content, not of what was in a block before",
         file="csrc/pager/freeze.cc",
-        old="      zero_rows_after(layout, tail->data(), valid);\n",
+        old="  zero_rows_after(layout_, tail->data(), valid);\n",
         new="",
         killers=(
             "cpp/pager/freeze_test.cc::"
@@ -125,7 +125,7 @@ SNAPSHOTS = (
     Mutant(
         name="the-chain-is-not-proved",
         breaks="a restore proves that tokens, fingerprint and salt are those of the chunks",
-        file="csrc/pager/restore.cc",
+        file="csrc/pager/restore_checks.cc",
         old="      if (names[i] != name(first + i)) refuse_link(reader, first + i);\n",
         new="",
         killers=(
@@ -139,7 +139,7 @@ SNAPSHOTS = (
     Mutant(
         name="the-chain-of-an-old-snapshot-is-not-verified",
         breaks="the hashes of files of before 1.2 still show what is damaged or mixed up",
-        file="csrc/pager/restore.cc",
+        file="csrc/pager/restore_checks.cc",
         old="    if (!(hash == legacy_hash(chunk.chain_hash))) refuse_link(reader, i);\n",
         new="",
         killers=(
@@ -151,8 +151,8 @@ SNAPSHOTS = (
         name="an-old-snapshot-keeps-its-hashes-for-names",
         breaks="chunks of files of before 1.2 are renamed as they are read",
         file="csrc/pager/restore.cc",
-        old="file_namespace == options.namespace_key && !meta.legacy_names ? sealed : 0;",
-        new="file_namespace == options.namespace_key ? sealed : 0;",
+        old="restore.plan(file_namespace == options_.namespace_key && !meta.legacy_names);",
+        new="restore.plan(file_namespace == options_.namespace_key);",
         killers=(
             "python/test_golden_snapshots.py::"
             "test_what_was_renamed_as_it_was_read_is_found_by_its_new_names",
@@ -162,8 +162,8 @@ SNAPSHOTS = (
         name="approximate-chunks-restored-as-exact",
         breaks="10: what is restored as approximate is never served as exact",
         file="csrc/pager/restore.cc",
-        old="  Provenance worst = provenance;\n  for (size_t i",
-        new="  Provenance worst = Provenance::kExact;\n  for (size_t i",
+        old="worst_(worst_of(released_worth_, provenance))",
+        new="worst_(worst_of(released_worth_, Provenance::kExact))",
         killers=(
             "cpp/pager/restore_test.cc::"
             "what is restored as approximate is never served as exact, nor what follows it",
@@ -175,9 +175,11 @@ SNAPSHOTS = (
         name="a-frozen-sequence-holds-no-chunks",
         breaks="a frozen sequence keeps what it saves while the session goes on",
         file="csrc/pager/freeze.cc",
-        old="  for (const ChunkUse& use : kept.sealed) add_reference(use.record);\n",
-        new="  for (const ChunkUse& use : frozen.sealed) --ledger[use.record].references,\n"
-        "        add_reference(use.record);\n",
+        old="  for (const ChunkUse& use : kept.sealed) residency_.add_reference(use.record);\n",
+        new="  for (const ChunkUse& use : kept.sealed) {\n"
+        "    --ledger_[use.record].references;\n"
+        "    residency_.add_reference(use.record);\n"
+        "  }\n",
         killers=(
             "cpp/pager/freeze_test.cc::"
             "what is frozen stays as it was while the sequence goes on, is trimmed and closed",
@@ -218,9 +220,9 @@ SNAPSHOTS = (
     Mutant(
         name="a-healed-chunk-holds-on-to-the-snapshot",
         breaks="no metadata is kept for the sake of a chunk that was computed anew",
-        file="csrc/pager/commit.cc",
-        old="      kept.tokens = std::move(seal.tokens);  // not the snapshot's any more\n",
-        new="",
+        file="csrc/pager/residency.cc",
+        old="  record.tokens = std::move(tokens);  // no longer the snapshot's\n",
+        new="  static_cast<void>(tokens);\n",
         killers=(
             DAMAGE
             + "chunks that were computed anew hold on to nothing of the snapshot that rotted",
@@ -229,16 +231,11 @@ SNAPSHOTS = (
     Mutant(
         name="a-chunk-of-a-copy-holds-on-to-the-rotten-file",
         breaks="no metadata is kept for the sake of a chunk that is read from elsewhere",
-        file="csrc/pager/restore.cc",
-        old="""\
-        name_source(&record, reader, i);
-        record.damaged = false;
-""",
-        new="""\
-        record.source = reader;
-        record.source_chunk = i;
-        record.damaged = false;
-""",
+        file="csrc/pager/residency.cc",
+        old="  set_source(&record, reader, in_file);\n  record.damaged = false;\n",
+        new="  record.source = reader;\n"
+        "  record.source_chunk = in_file;\n"
+        "  record.damaged = false;\n",
         killers=(
             DAMAGE
             + "chunks that are read from a sound copy hold on to nothing of the file that rotted",
@@ -248,8 +245,8 @@ SNAPSHOTS = (
         name="a-name-heals-a-damaged-chunk",
         breaks="10: a damaged chunk is read from another file only where the bytes are the same",
         file="csrc/pager/restore.cc",
-        old="    return checksums(found) == meta.chunks[static_cast<size_t>(i)].slice_checksum;\n",
-        new="    return !checksums(found).empty();\n",
+        old="  return residency_.checksums(found) == chunk(i).slice_checksum;\n",
+        new="  return !residency_.checksums(found).empty();\n",
         killers=(
             DAMAGE
             + "a file with other bytes under the same names heals nothing and is itself restored",
@@ -277,8 +274,8 @@ SNAPSHOTS = (
     Mutant(
         name="a-chunk-on-disk-is-healed-in-name-only",
         breaks="who computes a damaged chunk again writes it to its slot again",
-        file="csrc/pager/commit.cc",
-        old="  backend->write_home(block, Home{SlotId(), record.disk}, &seal->checksums);\n",
+        file="csrc/pager/sealing.cc",
+        old="  backend_.write_home(block, Home{SlotId(), record.disk}, &seal->checksums);\n",
         new="  static_cast<void>(block);\n",
         killers=(
             "python/test_disk_tier.py::"
@@ -288,9 +285,9 @@ SNAPSHOTS = (
     Mutant(
         name="a-restore-keeps-the-damaged-slot",
         breaks="a chunk that is read from a sound snapshot gives its damaged slot back",
-        file="csrc/pager/restore.cc",
-        old="        if (record.on_disk()) {\n",
-        new="        if (false) {\n",
+        file="csrc/pager/residency.cc",
+        old="  if (record.on_disk()) {\n",
+        new="  if (false) {\n",
         killers=(
             "python/test_disk_tier.py::"
             "test_a_snapshot_of_the_same_bytes_takes_the_place_of_a_damaged_chunk",

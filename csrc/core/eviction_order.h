@@ -1,11 +1,11 @@
-// Who leaves first among many: facts of records as they were noted, in a heap that is made when
-// somebody first has to leave and thrown away when many facts change at once.
+// Which of many leaves first: facts of records as they were noted, in a heap that is made when one
+// first has to leave and thrown away when many facts change at once.
 //
-//   stale --fill--> made --forget, or no room for another entry--> stale
+//   stale --fill--> made --invalidate, or no room for another note--> stale
 //
-// An entry is a note. What has changed since is found out when it comes up: `judge` says what has
-// become of it. So whoever may leave from now on has to be noted with add() (or everything has to be
-// forgotten), while whoever may not any more is nobody's concern. Not thread-safe.
+// A note goes out of date silently, and is looked at when it comes up: `judge` says what has become of
+// its record. So a record that may leave from now on has to be noted with add() (or the order
+// invalidated); for one that may not any more nothing has to be done. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -18,25 +18,25 @@
 namespace kvpager {
 
 enum class Verdict : uint8_t {
-  kLeaves,  // it is the one
-  kStays,   // not now, but it may leave later as it is noted
-  kGone,    // the note does not hold any more
+  kGoes,      // it is the one
+  kStays,     // not now, but it may leave later as it is noted
+  kOutdated,  // the note does not hold any more
 };
 
-class LeaveOrder {
+class EvictionOrder {
  public:
-  explicit LeaveOrder(Policy policy) : policy_(policy) {}
+  explicit EvictionOrder(Policy policy) : policy_(policy) {}
 
   bool stale() const { return stale_; }
-  void forget() { stale_ = true; }
+  void invalidate() { stale_ = true; }
   // All there are, in any order.
   void fill(std::vector<VictimFacts> notes);
-  // One more. Allocates nothing: where there is no room all is forgotten.
+  // One more. Allocates nothing: where there is no room the order becomes stale.
   void add(const VictimFacts& note);
 
   const std::vector<VictimFacts>& notes() const { return notes_; }
 
-  // The first whom `judge` lets leave; it stays noted. Each note is judged once, in order. REQUIRES:
+  // The first that `judge` lets leave; it stays noted. Each note is judged once, in order. REQUIRES:
   // !stale().
   template <class Judge>
   std::optional<VictimFacts> first(const Judge& judge) {
@@ -46,8 +46,8 @@ class LeaveOrder {
     while (!notes_.empty()) {
       const VictimFacts next = notes_.front();
       const bool noted_twice = !aside_.empty() && aside_.back().record == next.record;
-      const Verdict verdict = noted_twice ? Verdict::kGone : judge(next);
-      if (verdict == Verdict::kLeaves) {
+      const Verdict verdict = noted_twice ? Verdict::kOutdated : judge(next);
+      if (verdict == Verdict::kGoes) {
         found = next;
         break;
       }

@@ -1,4 +1,4 @@
-#include "core/leave_order.h"
+#include "core/eviction_order.h"
 
 #include <algorithm>
 #include <utility>
@@ -13,7 +13,7 @@ namespace {
 struct Later {
   Policy policy;
   bool operator()(const VictimFacts& a, const VictimFacts& b) const {
-    return leaves_before(policy, b, a);
+    return evicted_before(policy, b, a);
   }
 };
 
@@ -21,7 +21,7 @@ constexpr size_t kMoreNotes = 64;
 
 }  // namespace
 
-void LeaveOrder::fill(std::vector<VictimFacts> notes) {
+void EvictionOrder::fill(std::vector<VictimFacts> notes) {
   const size_t room = 2 * notes.size() + kMoreNotes;
   aside_.reserve(room);
   notes_.swap(notes);
@@ -30,21 +30,21 @@ void LeaveOrder::fill(std::vector<VictimFacts> notes) {
   stale_ = false;
 }
 
-void LeaveOrder::add(const VictimFacts& note) {
+void EvictionOrder::add(const VictimFacts& note) {
   if (stale_) return;
   if (notes_.size() == notes_.capacity()) {
-    forget();
+    invalidate();
   } else {
     push(note);
   }
 }
 
-void LeaveOrder::pop() {
+void EvictionOrder::pop() {
   std::pop_heap(notes_.begin(), notes_.end(), Later{policy_});
   notes_.pop_back();
 }
 
-void LeaveOrder::push(const VictimFacts& note) {
+void EvictionOrder::push(const VictimFacts& note) {
   KVPAGER_REQUIRE(notes_.size() < notes_.capacity());
   notes_.push_back(note);
   std::push_heap(notes_.begin(), notes_.end(), Later{policy_});

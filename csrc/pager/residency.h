@@ -1,0 +1,150 @@
+// Where the bytes of chunks are: which block, host slot, disk slot and summary slot each record has, within
+// budgets that were mapped up front. Nothing here can change a result.
+//
+//   residency.cc  records and homes
+//   blocks.cc     blocks of the pool and slots of the host arena: allocate, evict, spill
+//   load.cc       from files and the host arena into memory, all chunks or none
+//   summaries.cc  summaries that a restore left in their snapshot
+//
+// Used under the pager's lock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "core/ledger.h"
+#include "core/slot_pool.h"
+#include "kvpager/pager.h"
+#include "kvpager/thread_pool.h"
+#include "pager/backend.h"
+#include "pager/chunk_files.h"
+#include "pager/config.h"
+#include "pager/eviction.h"
+#include "pager/home.h"
+#include "pager/home_budget.h"
+
+namespace kvpager {
+
+// What the classes of a pager share.
+struct PagerParts {
+  const Config& config;
+  Ledger& ledger;
+  Backend& backend;
+  ChunkFiles& files;
+  ThreadPool& threads;
+  PagerStats& counters;
+};
+
+class Residency {
+ public:
+  Residency(const PagerParts& parts, Eviction::Sheltered sheltered);
+
+  // --- Records.
+  // An open chunk in this block, which one sequence uses. Allocates nothing where the ledger expects it.
+  RecordId create_open(int64_t index, BlockId block);
+  // A sealed chunk that is in a snapshot and has no summary in memory yet. Likewise.
+  RecordId create_restored(const std::shared_ptr<SnapshotReader>& reader, int64_t in_file,
+                           SlotId summary);
+  void add_reference(RecordId id);
+  // One sequence less uses it. Without any it is cached where it can be found again, else dropped.
+  void release(RecordId id);
+  void drop(RecordId id);
+  // One per layer; of what is in memory, computed where they were put off.
+  const SharedArray<uint64_t>& checksums(RecordId id);
+  // What a save writes from: the address of a chunk's bytes, counted in ChunkRecord::borrows, or a copy
+  // of them in scratch, or null if they are below memory.
+  const std::byte* lend(RecordId id, std::byte* scratch);
+
+  // Forwards begun, by which uses are dated.
+  uint64_t clock() const { return clock_; }
+  void tick() { ++clock_; }
+
+  // --- Homes.
+  HomeBudget& budget() { return budget_; }
+  const HomeBudget& budget() const { return budget_; }
+  // A slot below the pool; none where blocks are homes. REQUIRES: it was reserved.
+  Home allocate_home();
+  void free_home(const Home& home);
+  // The sealed chunk has this home from now on. REQUIRES: it is in use and had no copy below the pool.
+  void set_home(RecordId id, const Home& home);
+  // The same for one of a damaged snapshot: these are the bytes it had, as its checksums say.
+  void heal_by_home(RecordId id, const Home& home, SharedArray<TokenId> tokens,
+                    SharedArray<uint64_t> checksums);
+  // The same for a damaged one, from now on read from chunk `in_file` of a sound snapshot.
+  void heal_by_source(RecordId id, const std::shared_ptr<SnapshotReader>& reader, int64_t in_file);
+
+  // --- Blocks.
+  // Whether allocate_block() succeeds `count` times: free ones, those of evictable chunks, and where
+  // blocks are homes those of cached chunks, which nobody uses.
+  bool can_allocate_blocks(int64_t count);
+  // CapacityError naming `action` unless it does.
+  void require_blocks(int64_t count, const char* action);
+  std::optional<BlockId> allocate_block();
+  void free_block(BlockId block);
+  // Everything that can leaves the pool; how many chunks that were.
+  int64_t evict_all();
+
+  // --- Slots of the host arena, for copies of what is below.
+  // A free one.
+  std::optional<SlotId> allocate_host_slot() { return host_slots_.take(); }
+  // Also one of a copy, or of a home that can go to disk, unless it is read.
+  std::optional<SlotId> reclaim_host_slot(HostReaders readers);
+  void free_host_slot(SlotId slot);
+
+  // --- Summaries.
+  // REQUIRES: it was reserved.
+  SlotId allocate_summary();
+  void free_summary(SlotId slot) { summary_slots_.give_back(slot); }
+  // Loads those of these records that are still in their snapshots. Damaged ones are made again from the
+  // chunks. All or none.
+  void load_summaries(const std::vector<RecordId>& ids);
+
+  // --- Loading chunks.
+  // Of these, which a forward read and which are not in the pool, the few that the policy values most,
+  // where they are worth more than what they replace. Ahead of need: errors of files are ignored.
+  void recall(const std::vector<RecordId>& missed);
+
+  // What may be evicted has changed.
+  void invalidate_eviction() { eviction_.invalidate(); }
+  void note_evictable(RecordId id) { eviction_.note(id); }
+
+  void add_to(PagerStats* stats) const;
+  void check_invariants() const;
+
+ private:
+  friend class LoadLease;
+
+  void check_slots() const;
+  void check_cached() const;
+  void check_record(RecordId id, const ChunkRecord& record) const;
+  bool lower_copies() const;
+  void evict(RecordId id);
+  bool reclaim_cached();
+  bool spill_one(HostReaders readers);
+  bool drop_host_copy(HostReaders readers);
+  void set_source(ChunkRecord* record, const std::shared_ptr<SnapshotReader>& reader,
+                  int64_t in_file);
+  int64_t read_or_rebuild(SnapshotReader* reader, int64_t first,
+                          const std::vector<ChunkRecord*>& records, std::byte* out) const;
+
+  const Config& config_;
+  const Layout& layout_;
+  Ledger& ledger_;
+  Backend& backend_;
+  ChunkFiles& files_;
+  ThreadPool& threads_;
+  PagerStats& counters_;
+
+  HomeBudget budget_;
+  SlotPool<BlockId> blocks_;
+  SlotPool<SlotId> host_slots_;
+  SlotPool<SlotId> disk_slots_;
+  SlotPool<SlotId> summary_slots_;
+  Eviction eviction_;
+  uint64_t clock_ = 0;
+};
+
+}  // namespace kvpager

@@ -1,0 +1,150 @@
+#include "pager/restore_checks.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "core/legacy_chain.h"
+#include "kvpager/error.h"
+
+namespace kvpager {
+
+void require_readable(const SnapshotReader& reader, const Config& config) {
+  const SnapshotMeta& meta = reader.meta();
+  if (!(meta.layout == config.layout)) {
+    throw FingerprintMismatchError(
+        str("layout: ", reader.path(), " holds chunks of another shape or dtype"));
+  }
+  const std::vector<std::string> known = scorer_names();
+  if (std::find(known.begin(), known.end(), meta.scorer) == known.end()) {
+    std::string names;
+    for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
+    throw FingerprintMismatchError(str("scorer: ", reader.path(), " has summaries of '",
+                                       meta.scorer, "', which this version has not (it has ", names,
+                                       "); prefill the text again"));
+  }
+  if (meta.scorer != config.options.scorer ||
+      meta.summary_page_bytes != config.summary_page_bytes) {
+    throw FingerprintMismatchError(str("scorer: ", reader.path(), " has summaries of '",
+                                       meta.scorer, "' (", meta.summary_page_bytes,
+                                       " bytes), this pager uses '", config.options.scorer, "' (",
+                                       config.summary_page_bytes, " bytes)"));
+  }
+}
+
+void require_released(const ReleasedText& before, const PagerOptions& options, int64_t saved,
+                      const std::string& path) {
+  const auto count = static_cast<int64_t>(before.tokens.size());
+  if (count == 0) return;
+  const int64_t c = options.layout.chunk_tokens;
+  int64_t chunks = 0;
+  bool counts_sound = true;
+  for (const int64_t of_one : before.provenance) {
+    counts_sound = counts_sound && of_one >= 0 && of_one <= count / c;
+    chunks += counts_sound ? of_one : 0;
+  }
+  if (count % c != 0 || !counts_sound || chunks != count / c) {
+    throw InvalidArgumentError(str("released tokens of ", path, ": ", count,
+                                   ", expected whole chunks of ", c,
+                                   " tokens, as many as their provenance counts"));
+  }
+  for (const TokenId id : before.tokens) {
+    if (id < 0) throw InvalidArgumentError(str("released tokens of ", path, ": id ", id));
+  }
+  if (options.window == 0 || options.window > before.window) {
+    throw FingerprintMismatchError(
+        str("window: ", path, " holds no more than a window of ", before.window,
+            " tokens shows, this pager's is ", options.window, options.window == 0 ? " (none)" : "",
+            "; compute the text anew, or use a pager whose window is not wider"));
+  }
+  if (saved < options.window) {
+    throw FingerprintMismatchError(str("window: ", path, " holds ", saved, " positions behind the ",
+                                       count, " that were let go, expected at least the ",
+                                       options.window, " of this pager's window"));
+  }
+}
+
+namespace {
+
+// The name or hash of the last chunk. next(before, ids, provenance) makes each from the one before.
+template <class Name, class Next>
+Name chain_over(Name name, const std::vector<TokenId>& tokens, const ProvenanceCounts& counts,
+                int64_t c, const Next& next) {
+  const TokenId* ids = tokens.data();
+  for (size_t i = 0; i < counts.size(); ++i) {
+    for (int64_t n = counts[i]; n-- > 0; ids += c) {
+      name = next(name, ids, static_cast<Provenance>(i));
+    }
+  }
+  return name;
+}
+
+[[noreturn]] void refuse_link(const SnapshotReader& reader, int64_t chunk) {
+  throw FingerprintMismatchError(
+      str("salt: chunk ", chunk, " of ", reader.path(),
+          " has a chain hash that this fingerprint, salt and its token ids do not give"));
+}
+
+// The chain proves that tokens, order, fingerprint and salt are those the first `sealed` chunks were
+// computed under. Each link is taken from the name before it as the file has it, which the link before
+// has proved, so that none waits for another.
+void verify_names(const SnapshotReader& reader, int64_t sealed, const ChunkName& base,
+                  const ChunkNamer& namer) {
+  constexpr int64_t kMost = 4;
+  const SnapshotMeta& meta = reader.meta();
+  const int64_t c = meta.layout.chunk_tokens;
+  const auto name = [&](int64_t i) -> const ChunkName& {
+    return i < 0 ? base : meta.chunks[static_cast<size_t>(i)].chain_hash;
+  };
+  for (int64_t first = 0; first < sealed; first += kMost) {
+    const int64_t count = std::min(kMost, sealed - first);
+    ChunkNamer::Link links[kMost];
+    ChunkName names[kMost];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t chunk = first + i;
+      links[i] = {&name(chunk - 1), meta.tokens.data() + chunk * c,
+                  meta.chunks[static_cast<size_t>(chunk)].provenance};
+    }
+    namer.next_of_each(links, static_cast<size_t>(count), c, names);
+    for (int64_t i = 0; i < count; ++i) {
+      if (names[i] != name(first + i)) refuse_link(reader, first + i);
+    }
+  }
+}
+
+// The same of a file of before version 1.2.
+void verify_hashes(const SnapshotReader& reader, int64_t sealed, Hash128 hash) {
+  const SnapshotMeta& meta = reader.meta();
+  const int64_t c = meta.layout.chunk_tokens;
+  for (int64_t i = 0; i < sealed; ++i) {
+    const SnapshotChunk& chunk = meta.chunks[static_cast<size_t>(i)];
+    hash = legacy_next(hash, meta.tokens.data() + i * c, c, chunk.provenance);
+    if (!(hash == legacy_hash(chunk.chain_hash))) refuse_link(reader, i);
+  }
+}
+
+}  // namespace
+
+ChunkName last_name(const ChunkNamer& namer, const std::vector<TokenId>& tokens,
+                    const ProvenanceCounts& counts, int64_t chunk_tokens) {
+  return chain_over(ChunkName(), tokens, counts, chunk_tokens,
+                    [&](const ChunkName& name, const TokenId* ids, Provenance worth) {
+                      return namer.next(name, ids, chunk_tokens, worth);
+                    });
+}
+
+void verify_chain(const SnapshotReader& reader, int64_t sealed, const ReleasedText& before,
+                  const std::string& name_space, const std::string& salt) {
+  const int64_t c = reader.meta().layout.chunk_tokens;
+  if (reader.meta().legacy_names) {
+    const auto next = [c](const Hash128& hash, const TokenId* ids, Provenance worth) {
+      return legacy_next(hash, ids, c, worth);
+    };
+    const Hash128 root = legacy_root(name_space, salt);
+    verify_hashes(reader, sealed, chain_over(root, before.tokens, before.provenance, c, next));
+  } else {
+    const ChunkNamer namer(name_space, salt);
+    verify_names(reader, sealed, last_name(namer, before.tokens, before.provenance, c), namer);
+  }
+}
+
+}  // namespace kvpager
