@@ -581,7 +581,7 @@ class Engine:
         return self.core.closed
 
     def close(self) -> None:
-        """Ends all that the engine owns, and frees it; or changes nothing. Twice is harmless.
+        """Ends all that the engine owns, and frees it; or changes nothing. May be called twice.
 
         Any thread may call it. A forward that runs in another one is waited for, and so are saves;
         requests that are not finished end with finish "closed" (those of a scheduler that another

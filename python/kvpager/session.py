@@ -456,7 +456,7 @@ class Session:
         return SaveHandle(state, progress).start(self._saves, self._engine_saves)
 
     def close(self) -> None:
-        """Gives the session's chunks up, once its saves have ended. Twice is harmless.
+        """Gives the session's chunks up, once its saves have ended. May be called twice.
 
         In a forked child nothing is done.
         """

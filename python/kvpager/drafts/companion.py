@@ -178,7 +178,7 @@ class DraftCompanion:
         return twin
 
     def close(self) -> None:
-        """Gives its chunks up. Twice is harmless."""
+        """Gives its chunks up. May be called twice."""
         with self._caches.lock:
             if not self.transcript.closed:
                 self.transcript.close()

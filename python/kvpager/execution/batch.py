@@ -1,4 +1,4 @@
-"""The rows of one forward, packed with tokens of any sequences; what is left over is padding."""
+"""The rows of one forward, packed with tokens of any sequences; unused rows are padding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvpager.tokens import TokenIds
 
 PADDING_TOKEN = 0
 
-# Given the logits of the wanted rows: how many of each sequence's commit rows are to be kept.
+# Takes the logits of the wanted rows; returns how many of each sequence's commit rows to keep.
 Accept: TypeAlias = Callable[[torch.Tensor], Mapping[Sequence, int]]
 
 
 @dataclass(frozen=True)
 class Given:
-    """K/V that a forward commits without rows of the model, of all its given spans in order.
+    """K/V of all given spans of a forward, in order, which it commits without running the model.
 
     tokens: [g] int32. k: [layers, g, kv_heads, k_dim]. v: [layers, g, kv_heads, v_dim].
     """
@@ -35,18 +35,17 @@ class Batch:
     """Filled from the first row on, then run once. Padding is token 0 at position 0.
 
     Attributes:
-        spans: whose rows they are, as `Pager.begin_spans` takes them; what is not named is padding.
+        spans: the rows of each sequence, as for `Pager.begin_spans`; all others are padding.
         positions, tokens: one entry per row, `capacity` of them.
         used: rows filled.
         wanted: rows whose logits are returned, in order.
-        exact: whether it runs with a row count that is proven to give the one set of bits, or with
-            exactly `used` rows.
-        given: what its given spans are filled with.
-        dense: whether its rows attend to everything before them, whatever is configured.
-        provenance: what its rows are worth at best.
-        accept: decides between the head and the commit what is kept; None: everything.
-        before: of a model with recurrent layers, the state before the first row.
-        after: the state its forward has left, once it is committed.
+        exact: True: runs with a row count of the ladder; False: with exactly `used` rows.
+        given: the K/V of its given spans.
+        dense: whether its rows attend to everything before them, whatever the configuration says.
+        provenance: the best provenance that its rows may have.
+        accept: called between the head and the commit, decides which rows to keep; None: all.
+        before: the state before the first row, for a model with recurrent layers.
+        after: the state after the forward, once that is committed.
     """
 
     def __init__(self, capacity: int, *, exact: bool = True) -> None:
@@ -104,7 +103,7 @@ class Batch:
         return rows
 
     def give(self, sequence: Sequence, start: int, count: int) -> None:
-        """Adds positions whose K/V are in `given`; they take no row."""
+        """Adds positions whose K/V are in `given`; they need no row."""
         self.spans.append((sequence, start, count, ROW_GIVEN))
 
     def commit_one(self, sequence: Sequence, position: int, token: int) -> int:
@@ -112,7 +111,7 @@ class Batch:
         return self.add(sequence, position, token, ROW_COMMIT)
 
     def read(self, sequence: Sequence, position: int, token: int) -> int:
-        """Adds a row whose K/V exist, to have its logits again; returns its index."""
+        """Adds a row for a position that has K/V, to compute its logits; returns its index."""
         return self.add(sequence, position, token, ROW_READ)
 
     def add(self, sequence: Sequence | None, position: int, token: int, kind: int) -> int:

@@ -1,4 +1,4 @@
-"""A model, its pager and what is known of both: what everything above the model works on."""
+"""`EngineCore`: a model, its pager and their properties, on which the rooms above work."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from kvpager.tokens import TokenIds
 
 
 class Numerics(NamedTuple):
-    """What is known of a model's attention, for a pager and its fingerprint.
+    """Properties of a model's attention, for its pager and fingerprint.
 
     Attributes:
-        q_heads: of every layer.
-        kernel_version: what decides the bits of its attention.
-        window: how far back any layer looks; 0: one looks at everything.
-        behaviour: digest of a forward that depends on the length of a chunk; empty: there is none.
+        q_heads: query heads of each layer.
+        kernel_version: identifies the arithmetic of its attention.
+        window: the largest window of any layer, in tokens; 0: one has no window.
+        behaviour: digest of a forward that depends on the length of a chunk; may be empty.
     """
 
     q_heads: int
@@ -49,15 +49,15 @@ class Numerics(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Guesses that a text wants of a draft model.
+    """A text's request for guesses of a draft model.
 
     Attributes:
-        transcript: whose.
-        text: all of it, [n] int32, the pending token included.
-        most: guesses wanted, at least 1.
-        sampling: what will choose the tokens, and so the guesses: with the same draws they agree
-            more often.
-        eos: a guess of one of these is the last one.
+        transcript: whose text it is.
+        text: the whole text, [n] int32, the pending token included.
+        most: the largest number of guesses, at least 1.
+        sampling: chooses the tokens; the draft samples with it as well, because equal random
+            numbers make the two agree more often.
+        eos: token ids that end the guesses; the last guess may be one of them.
     """
 
     transcript: Transcript
@@ -72,8 +72,8 @@ class Drafter(Protocol):
 
     Attributes:
         core: the draft model's.
-        guess_cost: of one guess beside a forward of the target.
-        shares_forwards: whether guesses of several texts take one forward together.
+        guess_cost: cost of one guess relative to a forward of the target.
+        shares_forwards: whether one forward computes guesses of several texts.
     """
 
     core: EngineCore
@@ -81,33 +81,33 @@ class Drafter(Protocol):
     shares_forwards: bool
 
     def propose(self, asks: SequenceOf[Ask]) -> list[list[int]]:
-        """Guesses for each, at most as many as it asked for."""
+        """Returns guesses for each, at most `most`."""
         ...
 
     def restore(self, transcript: Transcript, snapshot: Any, source: SnapshotStore) -> None:
-        """Goes on with what a save of the text kept of the draft's cache. Raises PagerError."""
+        """Restores the draft's cache from a snapshot saved with the text. Raises PagerError."""
         ...
 
 
 class EngineCore:
-    """What an engine is to the runtime; `kvpager.Engine` is its user's handle.
+    """An engine as the runtime sees it; `kvpager.Engine` is the user's handle.
 
-    Made by `kvpager.opening.open_core`, which finds out what the model is.
+    Made by `kvpager.opening.open_core`, which finds out the model's properties.
 
     Attributes:
         model: a transformers causal LM.
-        config: how it is paged.
+        config: the engine's configuration.
         place: the device of pool and model.
-        salt: the user's; namespace: what chunks are under.
+        salt: the user's. namespace: the salt as it enters chunk names.
         store: where prefills look for the beginning of their prompts.
-        vocab_size: token ids the model knows.
-        positions: how long its texts may be.
-        layout, row_counts, row_proof, recurrence, numerics, fingerprint, watch, plan: what was
-            found out about the model.
-        pager, runner: of the model as it is known.
-        transcripts: of all conversations.
-        checkpoints: of all recurrent states.
-        turns: of forwards.
+        vocab_size: number of token ids the model accepts.
+        positions: the largest length of a text.
+        layout, row_counts, row_proof, recurrence, numerics, fingerprint, watch, plan: properties of
+            the model, found by `kvpager.opening`.
+        pager, runner: made for these properties.
+        transcripts: all conversations.
+        checkpoints: all recurrent states.
+        turns: lets one forward run at a time.
         drafter: of the engine's draft model, if it has one.
     """
 
@@ -135,7 +135,7 @@ class EngineCore:
         vocab_size: int,
         row_choices: tuple[int, ...],
     ) -> None:
-        """`row_choices`: what M may be, best first. The rest is found out by `kvpager.opening`."""
+        """`row_choices`: candidates for M, best first. `kvpager.opening` finds out the rest."""
         self.model = model
         self.config = config
         self.place = place
@@ -171,16 +171,16 @@ class EngineCore:
 
     @cached_property
     def key_mover(self) -> KeyMover:
-        """How keys of this model are moved to other positions; found out when first asked for.
+        """Moves keys of this model to other positions; made at the first use.
 
         Raises:
-            UnsupportedModelError: they do not move by a rotation.
+            UnsupportedModelError: position does not enter the keys as a rotation.
         """
         return self.runner.find_rotation()
 
     @cached_property
     def state_context(self) -> StateContext:
-        """What its texts' recurrent states have in common. REQUIRES: it has such layers."""
+        """What recurrent states of all texts share. REQUIRES: the model has recurrent layers."""
         assert self.recurrence is not None
         return StateContext(
             pager=self.pager,
@@ -192,7 +192,7 @@ class EngineCore:
         )
 
     def open_pager(self) -> None:
-        """A pager for the model as it is known, and what runs it; an older one is closed first."""
+        """Opens a pager and a runner for the model; closes an older pager first."""
         if hasattr(self, "pager"):
             self.pager.close()
         self.pager = self.new_pager(self.config, self.fingerprint)
@@ -215,18 +215,18 @@ class EngineCore:
         )
 
     def make_runner(self) -> None:
-        """What runs the model, with all that is counted at zero."""
+        """Makes a new runner, with its counters at 0."""
         unchanged = Unchanged(self.model, self.watch)
         self.runner = Runner(
             self.model, self.pager, self.row_counts, unchanged, self.recurrence, self.turns
         )
 
     def transcript(self) -> Transcript:
-        """A new, empty one."""
+        """Makes a new, empty transcript."""
         return self.transcripts.adopt(self.pager.sequence(salt=self.namespace))
 
     def states_of(self, sequence: Sequence) -> StateCursor | None:
-        """Where recurrent layers stand over a sequence; None for a model without such layers."""
+        """Makes the state cursor of a sequence; None for a model without recurrent layers."""
         return None if self.recurrence is None else state_cursor(self.state_context, sequence)
 
     @property
@@ -235,7 +235,7 @@ class EngineCore:
         return self._closed
 
     def check_open(self, transcript: Transcript | None = None) -> None:
-        """Raises InvalidArgumentError if it is closed, or another process's; or the transcript."""
+        """Raises InvalidArgumentError if it or the transcript is closed or of another process."""
         self.made_in.require("this engine")
         if self._closed:
             raise InvalidArgumentError("the engine is closed; make a new Engine(model, ...)")
@@ -243,7 +243,7 @@ class EngineCore:
             raise InvalidArgumentError("the session is closed; use engine.session() or restore()")
 
     def check_can_close(self) -> None:
-        """Raises InvalidArgumentError inside a forward, whose end `close` waits for."""
+        """Raises InvalidArgumentError inside a forward, because `close` would wait for its end."""
         if self.turns.held_here:
             raise InvalidArgumentError(
                 "close: called inside a forward of the engine, which cannot end before its "
@@ -251,10 +251,10 @@ class EngineCore:
             )
 
     def close(self, *first: Callable[[], object]) -> None:
-        """Ends the forwards and the transcripts, and frees the pool. Twice is harmless.
+        """Ends the forwards and the transcripts, and frees the pool. May be called twice.
 
-        Waits for a forward that runs. first: what is to be ended before all that, in order. What
-        fails is raised when all has been tried.
+        Waits for a running forward. first: functions to call before everything else, in order. If
+        some step fails, the others still run, and then its error is raised.
         """
         with self._closing, ExitStack() as steps:
             if self._closed:

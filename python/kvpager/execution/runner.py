@@ -26,7 +26,7 @@ from kvpager.pager import Forward, Pager
 
 
 class _Timed:
-    """A forward whose attention is timed, so that the model's share can be told from it."""
+    """A forward that measures the time in attention, apart from the rest of the model."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -41,18 +41,18 @@ class _Timed:
         return out
 
 
-# Given (layer, q, k, v, how the layer attends): whether that was enough.
+# Takes (layer, q, k, v, how the layer attends); returns True to end the forward.
 Listener: TypeAlias = Callable[
     [int, torch.Tensor, torch.Tensor, torch.Tensor, Mapping[str, Any]], bool
 ]
 
 
 class _EnoughError(Exception):
-    """Ends a forward whose listener has heard enough."""
+    """Ends a forward because its listener returned True."""
 
 
 class _Heard:
-    """A forward whose queries, keys and values somebody wants to see."""
+    """A forward that passes its queries, keys and values to a listener."""
 
     def __init__(self, forward: Forward, listener: Listener) -> None:
         self._forward = forward
@@ -81,7 +81,7 @@ class Runner:
         recurrence: Recurrence | None = None,
         turns: _core.Turns | None = None,
     ) -> None:
-        """`recurrence`: of the model's recurrent layers, if any. `turns`: None for its own."""
+        """`recurrence`: of the model's recurrent layers, if any. `turns`: None: makes its own."""
         self.unchanged = unchanged
         self._recurrence = recurrence
         self._decoder = decoder_of(model)
@@ -110,8 +110,8 @@ class Runner:
         They are on the CPU, whatever the model's device: one copy per forward.
 
         Raises:
-            InvalidArgumentError: something that bits depend on was changed since the engine was
-                made; the model itself: ModelChangedError.
+            InvalidArgumentError: a setting that the bits depend on has changed since the engine was
+                made. ModelChangedError: the model has.
             NonFiniteError, CapacityError, StorageError: from the pager. Nothing was committed.
         """
         self.unchanged.check_settings()
@@ -147,16 +147,16 @@ class Runner:
         return logits
 
     def give(self, batch: Batch) -> None:
-        """Commits a batch that has no rows of the model, but K/V that it is given."""
+        """Commits a batch of given K/V alone, without running the model."""
         with self.turns, self._begin(batch, 0) as forward:
             self._give(forward, batch)
             self.unchanged.check_model(thorough=True)
             forward.commit(provenance=batch.provenance)
 
     def look(self, batch: Batch, listener: Listener) -> int:
-        """Runs the batch until the listener has heard enough, and commits nothing.
+        """Runs the batch until the listener returns True, and commits nothing.
 
-        listener: called with (layer, q, k, v, call) before each layer's attention; True: enough.
+        listener: called with (layer, q, k, v, call) before each layer's attention.
 
         Returns:
             How many layers' attention was computed.
@@ -178,12 +178,12 @@ class Runner:
         return heard.layers
 
     def find_rotation(self) -> KeyMover:
-        """How position enters the model's keys, found out between two forwards."""
+        """Finds how position enters the model's keys; no forward runs meanwhile."""
         with self.turns, torch.inference_mode():
             return find_rotation(self._model)
 
     def _begin(self, batch: Batch, rows: int) -> Forward:
-        """The pager's forward for a batch of so many rows. It has yet to be given what it is."""
+        """Begins the pager's forward for a batch; `_give` then passes its given K/V."""
         return self._pager.begin_spans(
             batch.padded_spans(rows),
             batch.tokens[:rows].astype(np.int32),
@@ -212,7 +212,7 @@ class Runner:
         tokens: npt.NDArray[Any],
         positions: npt.NDArray[Any],
     ) -> tuple[torch.Tensor, RecurrentState]:
-        """The same for the rows after a state, of one sequence; and the state after them."""
+        """The same for rows of one sequence that follow a state; and the state after them."""
         assert self._recurrence is not None
         assert len(batch.owners) == 1
         assert batch.before.position == positions[0]
@@ -228,7 +228,7 @@ class Runner:
         return hidden, recurrence.taken(cache, batch.before.position + rows, hidden[-1])
 
     def logits_after(self, state: RecurrentState) -> torch.Tensor:
-        """Logits [vocab] for the token after a state that is not of position 0: the same bits."""
+        """Logits [vocab] after a state that is not of position 0, with the bits of its forward."""
         self.unchanged.check_settings()
         with self.turns, torch.inference_mode():
             hidden = state.hidden.to(self._device).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Logits from the model's device to the CPU, where tokens are chosen."""
+"""Copies logits from the model's device to the CPU, where tokens are sampled."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class ToHost:
-    """Copies tensors to the CPU: begun at once, waited for when they are asked for.
+    """Copies tensors to the CPU: starts the copy at once and waits when the result is read.
 
-    From a GPU they go through one pinned buffer, so that the copy runs beside what the host does
-    next; each has to be asked for before the next one begins.
+    Copies from a GPU go through one pinned buffer and run while the host goes on. The caller has to
+    read each result before the next copy starts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,7 +19,7 @@ class ToHost:
         self._pinned: torch.Tensor | None = None
 
     def __call__(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins a copy; the result waits for it, and may be called again."""
+        """Starts a copy; returns a function that waits for it. May be called more than once."""
         if self._device.type == "cpu":
             return lambda: tensor
         if not tensor.numel():

@@ -1,4 +1,4 @@
-"""Whether all that bits depend on is as it was when an engine was made."""
+"""Checks that everything the bits depend on is as it was when the engine was made."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvpager.numerics import settings, tunes_kernels
 
 
 class Unchanged:
-    """Settings of the process and the model's place, looked at before a forward; the model after.
+    """Checks settings of the process and the model's device before a forward, and the model after.
 
-    What a forward computes is thrown away where the model has changed by its end, and so a change
-    while it runs is seen too. Before something that was computed earlier is adopted, saved or
-    restored, the model is looked at as well, more thoroughly.
+    If the model has changed by the end of a forward, its result is discarded; so a change during
+    the forward is detected too. Before chunks are adopted, saved or restored, the model is checked
+    as well, more thoroughly.
     """
 
     def __init__(self, model: Any, watch: ModelWatch) -> None:
@@ -30,16 +30,16 @@ class Unchanged:
     def check_model(self, *, thorough: bool = False) -> None:
         """Raises ModelChangedError if the model is not the one the engine was made for.
 
-        Training mode is named for what it is: an InvalidArgumentError.
+        A model in training mode raises a plain InvalidArgumentError.
         """
         if self._model.training:
             raise InvalidArgumentError("the model is in training mode; call model.eval()")
         self._watch.check(thorough=thorough)
 
     def explain(self, error: Exception) -> None:
-        """Raises ModelChangedError in the place of what a forward of a changed model failed with.
+        """Raises ModelChangedError from `error` if the model has changed.
 
-        A hook that fails is left to speak for itself.
+        Does nothing if the change is a hook: then `error` itself says more.
         """
         try:
             self._watch.check()
@@ -48,7 +48,7 @@ class Unchanged:
                 raise changed from error
 
     def check_settings(self) -> None:
-        """Raises InvalidArgumentError if a setting of the process or the model's place changed."""
+        """Raises InvalidArgumentError if a setting of the process or the model's device changed."""
         threads = torch.get_num_threads()
         if threads != self._threads and self._device.type == "cpu":
             raise InvalidArgumentError(
@@ -85,7 +85,7 @@ class Unchanged:
 
 
 def _first_parameter(model: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """Where a model keeps a parameter, whose device is the model's; looked up at each forward."""
+    """The dict and key of one parameter, whose device is the model's; read at each forward."""
     module, name = next(
         (module, name)
         for module in model.modules()

@@ -1,1 +1,1 @@
-"""What is found out about a model when an engine is opened, or its weights have changed."""
+"""Finds out a model's properties when an engine opens or the weights have changed."""

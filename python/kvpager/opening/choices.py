@@ -1,4 +1,4 @@
-"""What an engine finds out and decides before it has a pager."""
+"""Decisions of an engine before it has a pager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> PagerConfig:
-    """A configuration of either kind of arguments, checked."""
+    """A checked configuration, from a `PagerConfig` or from keyword options."""
     options = known_options(options)
     if config is None:
         if "pool_tokens" not in options:
@@ -38,7 +38,7 @@ def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> Pag
 
 
 def row_choices(config: PagerConfig, model: Any, *, exact: bool) -> tuple[int, ...]:
-    """What M may be, best first: what a plan would take, as far as the pool allows."""
+    """Candidates for M, best first: those a plan would choose, as far as the pool allows."""
     device = model.device.type
     if is_recurrent(model):
         if config.rows not in (None, config.chunk_tokens):
@@ -55,7 +55,7 @@ def row_choices(config: PagerConfig, model: Any, *, exact: bool) -> tuple[int, .
 def sized(
     config: PagerConfig, model: Any, layout: Layout, rows: int, place: Place
 ) -> tuple[PagerConfig, PoolChoice | None]:
-    """The configuration with a number of `pool_tokens`, and how it was come by if it was "auto"."""
+    """The configuration with a number as `pool_tokens`; if that was "auto", how it was chosen."""
     if not config.pool_is_auto:
         return config, None
     free = torch.cuda.mem_get_info(place.tensors)[0] if place.kind == "cuda" else free_memory()
@@ -74,7 +74,7 @@ def sized(
 def attention(
     seen: Observation, layout: Layout, config: PagerConfig, place: Place
 ) -> tuple[int, int | str]:
-    """Query heads of a model, and what decides the bits of its attention."""
+    """Query heads of a model, and the kernel version of its attention."""
     if not seen.layers:  # the zeros of a model without attention
         return 1, attention_version(layout, config, place, 1, torch.float16)
     queries = [q for q, _, _ in seen.layers.values()]
@@ -93,11 +93,11 @@ def attention(
 
 
 def common_window(seen: Observation) -> int:
-    """How far back any layer looks; 0 if one of them looks at everything."""
+    """The largest window of any layer, in tokens; 0 if one has no window."""
     windows = list(seen.windows.values())
     return 0 if None in windows else max(filter(None, windows), default=0)
 
 
 def vocab_size(model: Any) -> int:
-    """Token ids the model knows."""
+    """Number of token ids the model accepts."""
     return int(model.get_input_embeddings().weight.shape[0])

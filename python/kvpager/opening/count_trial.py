@@ -1,4 +1,4 @@
-"""A short text in each of an engine's row counts, from the ids to logits, over a small pager."""
+"""Computes a short text with each of an engine's row counts, end to end over a small pager."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _MORE = 8  # tokens after a whole chunk
 _LEAST_DECODED = 8
 _SEED = 7
 
-# What a forward has rows of: the number of a text, and which of its tokens.
+# A part of a forward's rows: the number of a text, and which of its tokens.
 _Piece: TypeAlias = tuple[int, range]
 
 
 class CountTrial:
-    """A made-up text of a chunk and a bit, computed M rows at a time, then otherwise.
+    """Computes a made-up text in forwards of M rows and of other counts; compares the bits.
 
-    A context manager. The second text is the beginning of the first, under another salt, so that
-    nothing is shared. The runner and the pager are the trial's own, and go with it.
+    A context manager. A second text is the beginning of the first, under another salt, so that the
+    two share no chunk. The trial makes its own runner and pager and closes them at its end.
     """
 
     def __init__(self, core: EngineCore, watch: ModelWatch) -> None:
@@ -47,13 +47,13 @@ class CountTrial:
         self._pager = self._small_pager()
 
     def differing(self) -> list[Dropped]:
-        """The engine's counts below M, or of the head, that give the text other bits than M."""
+        """Row counts of the engine, or of its head, that give other bits than M rows."""
         self._compute_alone()
         found = [self._judged(rows, head, first) for rows, head, first in self._ways()]
         return [one for one in found if one is not None]
 
     def difference_of_all_rows(self) -> str | None:
-        """What differs where all forwards have M rows, and tokens come in other pieces."""
+        """What differs if all forwards have M rows but other pieces of the text; None: nothing."""
         self._compute_alone()
         return self._difference(self._core.rows, HEAD_ROWS, first=True)
 
@@ -81,7 +81,7 @@ class CountTrial:
         return core.new_pager(config, {"trial": "of row counts"})
 
     def _ways(self) -> Iterator[tuple[int, int, bool]]:
-        """Row counts to try, each with one of the head; the first token by token."""
+        """Row counts to try, as (rows, rows of the head, whether token by token)."""
         counts = self._core.row_counts
         rows = counts.smaller or (counts.rows,)
         heads = [head for head in counts.head if head != HEAD_ROWS] or [HEAD_ROWS]
@@ -116,7 +116,7 @@ class CountTrial:
             self._kv = self._read(texts[0], len(self._ids))
 
     def _compared(self, rows: int, head: int, plan: Iterable[list[_Piece]]) -> str | None:
-        """What differs if forwards have so many rows of these pieces, the head so many of them."""
+        """What differs if `plan` runs with `rows` rows and `head` of the head; None: nothing."""
         other_logits = None
         with self._new_texts() as texts:
             for pieces, logits in self._run(rows, head, plan, texts):
@@ -140,7 +140,7 @@ class CountTrial:
     def _run(
         self, rows: int, head: int, plan: Iterable[list[_Piece]], texts: _Texts
     ) -> Iterator[tuple[list[_Piece], torch.Tensor]]:
-        """Runs forwards of just so many rows; yields what each had, and logits of all of it."""
+        """Runs forwards of exactly `rows` rows; yields the pieces of each and all their logits."""
         most = self._core.rows
         counts = RowCounts(most, (rows,) if rows < most else (), (head,))
         runner = Runner(self._core.model, self._pager, counts, self._unchanged)

@@ -1,4 +1,4 @@
-"""What an engine finds out about its model by running it: row counts, layout, attention."""
+"""Runs a model to find out its row counts, layout and attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpager.opening.choices import attention, common_window, sized
 
 
 def find_out(core: EngineCore, small_rows: str | tuple[int, ...]) -> None:
-    """Finds row counts, layout and what follows. `small_rows`: as in `PagerConfig`.
+    """Finds row counts, layout and what depends on them. `small_rows`: as in `PagerConfig`.
 
     Raises UnsupportedModelError.
     """

@@ -1,4 +1,4 @@
-"""Which model an engine has: found out, hashed, and given a name by its fingerprint."""
+"""Identifies an engine's model: finds out its properties and computes its fingerprint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def open_core(
     threads: int | None = None,
     progress: Progress = None,
 ) -> EngineCore:
-    """A model with a pager and a runner. Arguments and errors are those of `kvpager.Engine`."""
+    """Opens an engine's core: a model with a pager and a runner.
+
+    Arguments and errors are those of `kvpager.Engine`.
+    """
     exact = config.exact is not False
     model = check_supported(model, exact=exact, one_at_a_time=config.exact != "all")
     place = resolve(config.device, model.device)
@@ -64,9 +67,9 @@ def open_core(
 
 
 def identify(core: EngineCore, progress: Progress, *, proven: bool = False) -> None:
-    """Finds out what the model is and names it: row counts, layout, fingerprint.
+    """Finds out the model's row counts, layout and fingerprint.
 
-    proven: what was found out about row counts and the layout still holds.
+    proven: keep the row counts and the layout found before.
     """
     watch = ModelWatch(core.model)
     recurrent = is_recurrent(core.model)

@@ -1,4 +1,4 @@
-"""An engine goes on with its model as it is now, without what it computed before."""
+"""Renews an engine after its model has changed: it drops everything computed before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpager.opening.identity import identify
 from kvpager.progress import Progress
 from kvpager.text.transcript import Transcript
 
-# What is known of a model.
+# Attributes of `EngineCore` that describe the model.
 _KNOWN = (
     "watch",
     "numerics",
@@ -28,7 +28,7 @@ _KNOWN = (
 
 
 def identify_again(core: EngineCore, progress: Progress) -> None:
-    """Makes a core know its model as it is; where that fails, as it was."""
+    """Identifies a core's model again; if that fails, the core keeps what it knew."""
     before = {name: getattr(core, name) for name in _KNOWN}
     try:
         exact = core.config.exact
@@ -43,7 +43,7 @@ def identify_again(core: EngineCore, progress: Progress) -> None:
 
 
 def begin_anew(core: EngineCore) -> None:
-    """Opens a new pager, over which all transcripts go on with nothing but their text."""
+    """Opens a new pager; all transcripts keep their texts, now uncomputed."""
     transcripts = [transcript for transcript in core.transcripts if not transcript.closed]
     texts = [_text(transcript) for transcript in transcripts]
     for transcript in transcripts:
@@ -64,7 +64,7 @@ def _check_draft(core: EngineCore) -> None:
 
 
 def _text(transcript: Transcript) -> tuple[Any, int | None]:
-    """A text without its pending token, and that."""
+    """A text without its pending token, and the pending token."""
     transcript.drop_accepted()
     tokens, pending = transcript.tokens, transcript.pending
     return (tokens if pending is None else tokens[:-1]), pending

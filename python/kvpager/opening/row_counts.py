@@ -1,4 +1,4 @@
-"""What an engine finds out about its model, checked from end to end where experts are chosen."""
+"""Finds a model's row counts, and for a mixture of experts checks them end to end."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _log = logging.getLogger(__name__)
 
 
 def find_row_counts(core: EngineCore, watch: ModelWatch) -> None:
-    """Finds row counts and all that follows; without those that fail a check.
+    """Finds row counts and what depends on them, without counts that fail a check.
 
-    The proof of row counts tries the parts of a model. A mixture of experts has most between them,
-    and its rows go different ways: so a short text is computed in each count as well, and compared
-    bit by bit. Where one differs the proof has missed something, and M alone is used.
+    The proof of row counts tries the parts of a model one by one. A mixture of experts does much
+    between its parts, and routes rows differently: so this also computes a short text with each
+    count and compares the bits. If one count differs, the proof has missed something, and M alone
+    is used.
 
     Args:
-        core: that knows its model and its configuration.
+        core: has its model and configuration already.
         watch: of the model.
 
     Raises:
-        UnsupportedModelError: as `settle_rows`; or a count that was asked for gives other bits, or
-            M alone does.
+        UnsupportedModelError: as `settle_rows`; or a count that the configuration requires gives
+            other bits; or forwards of M rows do.
     """
     config = core.config
     find_out(core, config.small_rows)
@@ -49,7 +50,7 @@ def find_row_counts(core: EngineCore, watch: ModelWatch) -> None:
         type(core.model).__name__,
         "; ".join(f"{one.rows} rows, {one.where}" for one in found),
     )
-    core.config = config  # its pool may follow from M
+    core.config = config  # the pool may depend on M
     find_out(core, "fixed")
     _require_one_way(core, watch)
     assert core.row_proof is not None
@@ -69,7 +70,7 @@ def _differing(core: EngineCore, watch: ModelWatch) -> Sequence[Dropped]:
     with CountTrial(core, watch) as trial:
         try:
             return trial.differing()
-        except NonFiniteError as error:  # nothing to compare, so nothing to rely on
+        except NonFiniteError as error:  # nothing can be compared
             where = f"the short check at start, which could not be made: {error}"
             counts = core.row_counts
             others = sorted({*counts.smaller, *counts.head} - {HEAD_ROWS})
@@ -80,7 +81,7 @@ def _require_one_way(core: EngineCore, watch: ModelWatch) -> None:
     with CountTrial(core, watch) as trial:
         try:
             what = trial.difference_of_all_rows()
-        except NonFiniteError:  # a text that comes to this is refused by itself
+        except NonFiniteError:  # a forward refuses such a text anyway
             return
     if what is not None:
         raise UnsupportedModelError(

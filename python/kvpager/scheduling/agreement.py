@@ -1,8 +1,8 @@
-"""How far two runs' log-probabilities of the same tokens are apart, as those who train look at it.
+"""How much log-probabilities of the same tokens differ between two runs, in terms of RL training.
 
-In reinforcement learning one program generates text and another computes its log-probabilities
-again; what differs between the two is taken for a change of the policy. These are the aggregates
-that such training watches. Where both sides are kvpager's, each of them is exactly zero.
+In reinforcement learning one program generates text and another one computes its log-probabilities
+again; training mistakes any difference between the two for a change of the policy. These are the
+aggregates that such training monitors. If both programs use kvpager, each of them is exactly zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLIP = 0.2  # the usual bound of a probability ratio in PPO (Schulman et al. 201
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of log-probabilities (natural, float32) of the same tokens, computed twice.
+    """Compares log-probabilities (natural, float32) of the same tokens, computed twice.
 
     With d = computed again - generated, per token:
 
@@ -60,8 +60,8 @@ class Agreement:
             )
         different = generated.view(np.uint32) != again.view(np.uint32)
         delta = np.zeros(generated.shape, dtype=np.float64)
-        with np.errstate(invalid="ignore", over="ignore"):  # of infinities: inf and NaN say it
-            # Where the bits are the same nothing changed, also of two -inf.
+        with np.errstate(invalid="ignore", over="ignore"):  # infinities give inf or NaN
+            # Equal bits have a difference of 0, even where both are -inf.
             np.subtract(again, generated, out=delta, where=different, dtype=np.float64)
             ratio = np.expm1(delta)
             return cls(

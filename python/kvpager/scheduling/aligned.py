@@ -1,12 +1,12 @@
 """Forwards of a model with recurrent layers: one sequence at a time, chunk by chunk.
 
-An exact forward is one whole chunk of one sequence from the exact state before it, with no padding
-and nobody beside it: so what is sealed is a function of tokens alone, whoever computed it and when.
-The rows of a tail, and decoded ones, are run as they come, from the state before them; they are
-dropped before a chunk would be sealed, and computed again as a whole chunk.
+An exact forward is one whole chunk of one sequence from the exact state before it, without padding
+and without other sequences: so the bits of a sealed chunk depend on its tokens alone. Rows of a
+tail and decoded rows are run as they come, from the state before them; they are dropped before
+their chunk would be sealed, and computed again as a whole chunk.
 
-Models whose layers go on from a state by single tokens only have forwards of one row: then every
-row is exact.
+Models whose recurrent layers take one token at a time have forwards of one row: then every row is
+exact.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from kvpager.text.transcript import Transcript
 
 
 def advance(core: EngineCore, streams: Iterable[Stream] = (), feeds: Iterable[Feed] = ()) -> None:
-    """As packing.advance: a forward for each stream that needs one, and a chunk of one prompt.
+    """Like packing.advance: a forward for each stream that needs one, and a chunk of one prompt.
 
-    The prompt that was served least comes first. An error leaves those before it further on.
+    The prompt that was served least comes first. After an error, the streams before it have
+    advanced.
     """
     for stream in streams:
         transcript = stream.transcript
@@ -43,7 +44,7 @@ def advance(core: EngineCore, streams: Iterable[Stream] = (), feeds: Iterable[Fe
 
 
 def read_logits(core: EngineCore, transcript: Transcript) -> torch.Tensor:
-    """Logits after the session's last token that is not pending, as a cold run has them."""
+    """Logits after the session's last committed token, with the bits of a cold run."""
     while True:
         _return_to_state(core, transcript)
         if transcript.uncomputed.size:
@@ -59,7 +60,7 @@ def read_logits(core: EngineCore, transcript: Transcript) -> torch.Tensor:
 
 
 def _advance_stream(core: EngineCore, transcript: Transcript) -> None:
-    """Commits the pending token, or what has to be there before it."""
+    """Commits the pending token, or uncomputed tokens before it."""
     _return_to_state(core, transcript)
     pending = transcript.pending
     if transcript.must_recompute:
@@ -84,7 +85,7 @@ def _advance_stream(core: EngineCore, transcript: Transcript) -> None:
 
 
 def _advance_feed(core: EngineCore, feed: Feed, *, prompt: bool = False) -> None:
-    """The next chunk of a prompt, or its tail."""
+    """Computes the next chunk of a prompt, or its tail."""
     feed.adopt(core)
     transcript = feed.transcript
     _return_to_state(core, transcript)
@@ -107,7 +108,7 @@ def _advance_feed(core: EngineCore, feed: Feed, *, prompt: bool = False) -> None
 
 
 def _run(core: EngineCore, transcript: Transcript, batch: Batch, *, ends: bool = False) -> None:
-    """ends: a prompt does, so that the last whole chunk before its end is worth a checkpoint."""
+    """ends: whether a prompt ends here, so that its last whole chunk gets a checkpoint."""
     logits = run(core, batch)
     assert batch.after is not None
     states = _states(transcript)
@@ -124,10 +125,10 @@ def _states(transcript: Transcript) -> StateCursor:
 
 
 def _return_to_state(core: EngineCore, transcript: Transcript) -> None:
-    """Gives up the K/V after the last position at which a state is held; they are owed.
+    """Drops the K/V after the last position with a state; their tokens become uncomputed.
 
-    There are such after a restore, when chunks of others were adopted, and where a state could not
-    be read.
+    K/V without a state occur after a restore, after shared chunks were adopted, and when a state
+    could not be read.
     """
     states = _states(transcript)
     before = transcript.committed
@@ -139,7 +140,7 @@ def _return_to_state(core: EngineCore, transcript: Transcript) -> None:
 def _drop_tail(core: EngineCore, transcript: Transcript) -> None:
     """Goes back to the last chunk boundary, if forwards have more than one row.
 
-    A tail was computed by a forward of as many rows as it has, and its chunk has to be by another.
+    A forward of fewer rows computed the tail; the whole chunk needs one of all its rows.
     """
     size = core.layout.chunk_tokens
     if core.rows > 1 and transcript.committed % size:

@@ -50,16 +50,16 @@ def begin_streams(
 
 
 class TokenIterator(Iterator[_Token], Generic[_Token]):
-    """Tokens as they are produced. May be abandoned anywhere, before the first one too.
+    """Tokens as they are produced. May be abandoned at any point, even before the first token.
 
-    Room that was held for the texts is given back when the iterator ends, fails, is closed, or is
-    held by nobody any more; for each of several texts as soon as that one ends.
+    Each text's reserved room is released as soon as that text ends; all of it when the iterator
+    fails, is closed, or is no longer referenced.
     """
 
     def __init__(
         self, core: EngineCore, streams: list[Stream], pick: Callable[[_Step], _Token]
     ) -> None:
-        """`pick`: what to hand out of (transcript, token)."""
+        """`pick`: makes the iterator's item from (transcript, token)."""
         self._steps = _decode(core, streams)
         self._pick = pick
         self._finalizer = weakref.finalize(self, _end, streams)
@@ -73,7 +73,7 @@ class TokenIterator(Iterator[_Token], Generic[_Token]):
             raise
 
     def close(self) -> None:
-        """Ends it. Twice is harmless."""
+        """Ends it. May be called twice."""
         try:
             self._steps.close()
         finally:
@@ -88,8 +88,8 @@ def _end(streams: list[Stream]) -> None:
 def _decode(core: EngineCore, streams: list[Stream]) -> Generator[_Step, None, None]:
     """Yields (transcript, token) as tokens are produced, in turn.
 
-    Nothing is remembered between tokens but what the transcripts hold, so a caller may append to
-    one, trim or save it while its stream is suspended.
+    All state between tokens is in the transcripts, so a caller may append to one, trim it or save
+    it while its stream is suspended.
     """
     waiting = deque(streams)
     while waiting:
@@ -97,7 +97,7 @@ def _decode(core: EngineCore, streams: list[Stream]) -> Generator[_Step, None, N
         advance(core, turn)
         for stream in turn:
             transcript, finish = stream.transcript, None
-            # Not ready: its owner changed it meanwhile, or it needs another forward.
+            # Not ready: its owner changed it in the meantime, or it needs another forward.
             while not transcript.closed and transcript.ready:
                 token = stream.sample()
                 finish = stream.finish

@@ -1,4 +1,4 @@
-"""A prompt on its way into a session, and whose turn it is."""
+"""A prompt that is being prefilled into a session, and which prompt comes next."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvpager.tokens import TokenIds
 
 
 class Feed:
-    """All the tokens a session is to hold, and the session, which holds the first of them.
+    """All tokens that a session is to hold, and the session, which holds the first of them.
 
     Attributes:
-        served: rows it was given, by which prompts share forwards fairly; one that joins others
-            starts with the least of theirs.
+        served: rows this prompt has had so far; forwards serve the prompt with the fewest first. A
+            prompt that joins others starts with the smallest of their numbers.
     """
 
     def __init__(self, transcript: Transcript, ids: TokenIds) -> None:
@@ -35,20 +35,20 @@ class Feed:
 
     @property
     def done(self) -> int:
-        """Tokens whose K/V are there."""
+        """Number of tokens that have K/V."""
         return self.transcript.committed
 
     @property
     def left(self) -> int:
-        """Tokens to come."""
+        """Number of tokens still to compute."""
         return len(self.ids) - self.done
 
     def admit(self, core: EngineCore, total_tokens: int | None = None) -> None:
-        """Holds lower-tier room for the whole prompt, less what is shared; or changes nothing.
+        """Reserves lower-tier room for the whole prompt, less what is shared; or changes nothing.
 
-        REQUIRES: `leave` is called some time, if this returns.
+        REQUIRES: if this returns, `leave` is called later.
 
-        total_tokens: hold room for so many instead.
+        total_tokens: reserve room for this many tokens instead.
         """
         transcript = self.transcript
         empty = not self.done
@@ -72,13 +72,13 @@ class Feed:
             raise
 
     def leave(self) -> None:
-        """Gives the room back that is left of what was held. Twice is harmless."""
+        """Releases what is left of the reserved room. May be called twice."""
         room, self._room = self._room, None
         if room is not None:
             room.release()
 
     def adopt(self, core: EngineCore) -> None:
-        """Before a session's first row: shares what the pager holds of its prompt by now."""
+        """Before a session's first row: adopts chunks of its prompt that the pager holds by now."""
         if not self._fresh or not core.shares_chunks:
             return
         if not self.done:
@@ -87,11 +87,11 @@ class Feed:
             self._adopt_more(core)
 
     def start(self) -> None:
-        """Its first row is about to be computed: from here on nothing can be shared."""
+        """Call before its first row is computed: from then on it can adopt no chunks."""
         self._fresh = False
 
     def waits_for(self, other: Feed, chunk_tokens: int) -> bool:
-        """Whether `other` is about to compute chunks that this one can then share."""
+        """Whether `other` is about to compute chunks that this one can then adopt."""
         if not self._fresh:
             return False
         if other not in self._common:
@@ -109,7 +109,7 @@ class Feed:
         return (int(different[0]) if different.size else n) // size * size
 
     def _adopt_more(self, core: EngineCore) -> None:
-        """In a sequence of its own, because only an empty one can adopt."""
+        """Adopts into a new sequence, because only an empty one can adopt chunks."""
         longer = core.pager.sequence(salt=self.transcript.sequence.salt)
         try:
             if longer.adopt_prefix(self.ids) > self.done:
@@ -118,13 +118,13 @@ class Feed:
                 self.transcript.replace_sequence(longer)
                 self.transcript.count_adopted(done, self.done - done)
                 return
-        except CapacityError:  # both cannot hold their room at once: computing it is as good
+        except CapacityError:  # no room for both sequences at once: compute instead
             pass
         longer.close()
 
 
 def runnable(feeds: Iterable[Feed], chunk_tokens: int) -> list[Feed]:
-    """Those of unfinished prompts that none before them spares the work by waiting a little."""
+    """Unfinished prompts, without those that can adopt chunks an earlier one will compute."""
     chosen: list[Feed] = []
     before: list[Feed] = []
     for feed in feeds:
@@ -137,8 +137,8 @@ def runnable(feeds: Iterable[Feed], chunk_tokens: int) -> list[Feed]:
 def share_rows(feeds: Iterable[Feed], room: int, chunk_tokens: int) -> list[tuple[Feed, int]]:
     """How many of `room` rows each prompt gets: up to the end of its chunk, then the next prompt.
 
-    The one served least comes first; when all have had their chunk it goes round. Prompts end at
-    chunk boundaries where they can, so that waiting for the next forward costs them no open chunk.
+    The prompt served least comes first; once each has had its chunk, another round starts. Where
+    possible a prompt's rows end at a chunk boundary, so that it keeps no open chunk while it waits.
     """
     granted: dict[int, int] = {}
     waiting = deque(sorted(feeds, key=lambda feed: feed.served))

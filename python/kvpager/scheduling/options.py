@@ -1,4 +1,4 @@
-"""The options of a generation, by name: spelled once for every function that takes them."""
+"""The options of a generation, defined once for every function that takes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EndTokens: TypeAlias = int | Iterable[int] | str | None
 
 
 class GenerationOptions(TypedDict, total=False):
-    """What `Session.generate`, `Engine.generate_many`, `Engine.run` and `Scheduler.submit` take.
+    """Options of `Session.generate`, `Engine.generate_many`, `Engine.run` and `Scheduler.submit`.
 
     Attributes:
         temperature: 0, the default, for greedy decoding.
@@ -25,9 +25,9 @@ class GenerationOptions(TypedDict, total=False):
         eos: token ids that end generation once produced; by default the model's; None for none.
         stop: sequences of token ids that end generation once produced, as produced by this call.
         speculate: "draft" (the engine's draft model), "prompt-lookup", or a callable that returns a
-            fresh `kvpager.Proposer`: guesses that ride in the same forwards. The tokens, the state
-            of the session after each of them and every bit are the same; only the time is not.
-            `Session.speculation` says what it was worth. Needs `exact="all"`.
+            fresh `kvpager.Proposer`. Guesses are verified in the same forwards. Tokens, the
+            session's state after each of them and every bit stay the same; only the time changes.
+            `Session.speculation` reports the gain. Needs `exact="all"`.
     """
 
     temperature: float
@@ -49,9 +49,9 @@ DEFAULTS: GenerationOptions = {
 
 
 def with_defaults(options: Mapping[str, Any], *beside: str) -> GenerationOptions:
-    """The options with those that were not given. `beside`: names the function takes as well.
+    """Fills in defaults for the options not given. `beside`: further names the function takes.
 
-    Raises InvalidArgumentError for a name that is no option.
+    Raises InvalidArgumentError for an unknown option.
     """
     unknown = sorted(options.keys() - DEFAULTS.keys())
     if unknown:

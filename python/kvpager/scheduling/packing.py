@@ -1,8 +1,8 @@
-"""What one forward is made of: decode rows first, then prompts, then speculation.
+"""Packs the rows of one forward: decode rows first, then prompts, then speculation.
 
-The only place that puts sessions' rows together. A row's bits do not depend on its company, so the
-order is a matter of speed and fairness alone: a token somebody waits for goes before the next piece
-of a prompt, and a guess takes what is left.
+The only place that puts rows of several sessions together. A row's bits do not depend on the other
+rows, so the order only matters for speed and fairness: a token that a caller waits for goes before
+the next piece of a prompt, and guesses take the rows that are left.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def advance(
     *,
     room: int | None = None,
 ) -> None:
-    """One forward, after which the streams it held are ready and the prompts further on.
+    """Runs one forward, which makes its streams ready and advances its prompts.
 
     Streams that need no forward are left alone; if nothing needs one, none runs. With
     `exact="reuse"` decode rows have a forward of their own, which comes first.
 
     Args:
-        core: whose model and pager.
-        streams: of different texts, of which at most `core.rows` need a row.
-        feeds: unfinished prompts, admitted, of other texts.
-        room: most rows for prompts; None: what decode leaves.
+        core: the model and its pager.
+        streams: of different texts; at most `core.rows` of them need a row.
+        feeds: unfinished, admitted prompts of other texts.
+        room: most rows for prompts; None: all that decode leaves.
 
     Raises:
-        PagerError: from the pager, a proposer or a closed session. Sessions are as they were.
+        PagerError: from the pager, a proposer or a closed session. No session has changed.
     """
     if core.recurrence is not None:
         aligned.advance(core, streams, feeds)
@@ -77,7 +77,7 @@ def advance(
 
 
 def read_logits(core: EngineCore, transcript: Transcript) -> torch.Tensor:
-    """Logits after the session's last token that is not pending; what is pending stays so."""
+    """Logits after the session's last committed token; a pending token stays pending."""
     if core.recurrence is not None:
         return aligned.read_logits(core, transcript)
     transcript.drop_inexact()
@@ -91,14 +91,14 @@ def read_logits(core: EngineCore, transcript: Transcript) -> torch.Tensor:
             )
         else:
             packing.read(transcript)
-        if packing.used:  # all that was owed may have been found with others
+        if packing.used:  # shared chunks may have provided all uncomputed tokens
             packing.run()
     return known
 
 
 @dataclass
 class _Share:
-    """One session's rows in a forward whose logits are wanted: the first of them, and guesses."""
+    """One session's rows of a forward that need logits: the first row, then guesses."""
 
     transcript: Transcript
     row: int
@@ -110,7 +110,7 @@ class _Share:
 
 
 class Packing:
-    """The rows of one forward, and what each is for."""
+    """The rows of one forward, and the purpose of each."""
 
     def __init__(self, core: EngineCore, *, exact: bool) -> None:
         self._core = core
@@ -121,11 +121,11 @@ class Packing:
 
     @property
     def used(self) -> int:
-        """Rows that are taken."""
+        """Number of rows taken."""
         return self._batch.used
 
     def decode(self, transcript: Transcript, stream: Stream | None = None) -> None:
-        """A row that commits the pending token; without one, a row that reads the last logits."""
+        """Adds a row that commits the pending token; if none is, a row for the last logits."""
         pending = transcript.pending
         if pending is None:
             self.read(transcript)
@@ -136,15 +136,15 @@ class Packing:
         self._shares.append(_Share(transcript, row, stream, position))
 
     def read(self, transcript: Transcript) -> None:
-        """A row that reads: the logits after the session's last committed token."""
+        """Adds a row that reads the logits after the session's last committed token."""
         last = transcript.committed - 1
-        if last < 0:  # its owner has cut it meanwhile
+        if last < 0:  # its owner has cut it in the meantime
             raise InvalidArgumentError("generate: the session is empty; call prefill(ids) first")
         row = self._batch.read(transcript.sequence, last, transcript.token_at(last))
         self._shares.append(_Share(transcript, row))
 
     def feed(self, feeds: Sequence[Feed], room: int | None) -> None:
-        """The next rows of prompts, shared fairly; of a prompt's last row the logits are kept."""
+        """Adds the next rows of prompts, shared fairly; keeps logits of each prompt's last row."""
         if not feeds:
             return
         for feed in feeds:
@@ -159,10 +159,10 @@ class Packing:
                 self._shares.append(_Share(transcript, rows[-1]))
 
     def speculate(self) -> None:
-        """Guesses at what follows each pending token, while there is room.
+        """Adds guesses of the tokens after each pending one, while there is room.
 
-        They stay inside the chunk of the pending token and never fill it: so a guess takes no
-        block, seals nothing, and can be dropped whenever that is needed.
+        Guesses stay inside the chunk of the pending token and never fill it: so a guess takes no
+        block, seals nothing, and can be dropped at any time.
         """
         guessing = [
             (share, share.stream, share.stream.speculation)
@@ -184,14 +184,14 @@ class Packing:
             self._draft(drafted)
 
     def _draft(self, drafted: Sequence[tuple[_Share, Stream, Speculation]]) -> None:
-        """Guesses of the draft model for all these at once, which share the room alike.
+        """Adds guesses of the draft model for all these sessions at once; each gets an equal share.
 
-        Then they need the fewest forwards of it: as many as the longest guess has tokens.
+        So the draft runs the fewest forwards: as many as the longest guess has tokens.
         """
         drafter = self._core.drafter
         assert drafter is not None
         asks: list[tuple[_Share, Ask]] = []
-        held = paid = 0  # rows that are kept for guesses; guesses that the draft makes anyway
+        held = paid = 0  # rows kept for guesses; guesses that need no further draft forward
         for number, (share, stream, speculation) in enumerate(drafted):
             room = -(-(self._batch.room - held) // (len(drafted) - number))
             count = speculation.choose(
@@ -212,13 +212,13 @@ class Packing:
                 self._guess(share, guess)
 
     def _most_guesses(self, share: _Share, stream: Stream) -> int:
-        """How many may follow a pending token, were there room; none if it is not positive."""
+        """The most guesses after a pending token, if there were room; 0 or less: none."""
         size = self._core.layout.chunk_tokens
         next_chunk = (share.position // size + 1) * size
         return min(stream.remaining - 1, next_chunk - share.position - 2)
 
     def _guess(self, share: _Share, guess: list[int]) -> None:
-        """Rows for guesses at what follows a share's pending token."""
+        """Adds rows for guesses after a share's pending token."""
         if not guess:
             return
         share.guess = guess
@@ -229,7 +229,7 @@ class Packing:
         self._batch.accept = self._accept
 
     def run(self) -> None:
-        """Runs it. Whatever is raised, each session is as it was."""
+        """Runs the forward. After any exception every session is unchanged."""
         batch, core = self._batch, self._core
         for share in self._shares:
             batch.wanted += (share.row, *share.guess_rows)
@@ -241,7 +241,7 @@ class Packing:
         try:
             logits = run(core, batch)
         finally:
-            batch.accept = None  # it refers to this, and a session must not wait for a collector
+            batch.accept = None  # breaks a cycle: sessions are freed without the garbage collector
         each, at = logits.unbind(), 0
         for share in self._shares:
             share.transcript.keep_logits(each[at])
@@ -254,10 +254,10 @@ class Packing:
             feed.transcript.count_computed(feed.done - count, count)
 
     def _accept(self, logits: torch.Tensor) -> Mapping[pager.Sequence, int]:
-        """How many rows of each sequence are kept: of guesses, those that sampling confirms.
+        """How many rows of each sequence to keep: of guesses, those that sampling confirms.
 
-        They are told to the session before the commit, so that whatever interrupts what follows
-        finds them ahead of the text, and never in it.
+        Hands them to the session before the commit, so that after an interrupt they are known as
+        accepted guesses and never count as text.
         """
         kept = {transcript.sequence: count for transcript, count in self._committed.items()}
         at = 0
@@ -272,7 +272,7 @@ class Packing:
 
 
 def _confirmed(share: _Share, logits: torch.Tensor, sampling: Sampling) -> int:
-    """How many guesses are what would be sampled after the rows before them."""
+    """How many guesses, from the first on, equal the token that sampling would choose."""
     accepted = 0
     first = share.position + 1
     try:
@@ -281,7 +281,7 @@ def _confirmed(share: _Share, logits: torch.Tensor, sampling: Sampling) -> int:
             if token != share.guess[accepted]:
                 break
             accepted += 1
-    except NonFiniteError:  # raised again where the token is due
+    except NonFiniteError:  # raised again when this token is sampled
         pass
     if accepted:
         share.transcript.accept(

@@ -1,4 +1,4 @@
-"""Prompts into K/V, of one session or of several packed together."""
+"""Prefills prompts, of one session or of several packed together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvpager.tokens import TokenIds
 def prefill_all(
     core: EngineCore, prompts: Iterable[tuple[Transcript, TokenIds]], progress: Progress
 ) -> None:
-    """Feeds every session the rest of its prompt. See `Engine.prefill_many`."""
+    """Prefills the rest of every session's prompt. See `Engine.prefill_many`."""
     feeds = [Feed(transcript, ids) for transcript, ids in prompts]
     if len({id(feed.transcript) for feed in feeds}) != len(feeds):
         raise InvalidArgumentError("a session is named twice; expected one prompt per session")
@@ -48,11 +48,11 @@ def prefill_all(
             for feed in feeds:
                 feed.leave()
     for feed in feeds:
-        feed.transcript.mark_used()  # also where the prompt was held already and nothing ran
+        feed.transcript.mark_used()  # also if the K/V were there already and nothing ran
 
 
 def _advance_one(core: EngineCore, feeds: list[Feed]) -> bool:
-    """Feeds the first one whose unsealed chunks the pool can hold, if only one chunk at a time."""
+    """Computes one chunk of the first prompt whose unsealed chunks fit into the pool."""
     for feed in feeds:
         for room in (core.rows, core.layout.chunk_tokens):
             try:
@@ -64,10 +64,10 @@ def _advance_one(core: EngineCore, feeds: list[Feed]) -> bool:
 
 
 def check_extends(transcript: Transcript, ids: TokenIds) -> None:
-    """Raises unless `ids` begins with all the tokens the session holds.
+    """Raises unless `ids` begins with all tokens the session holds.
 
-    The error is PrefixMismatchError; for a restored session RestoreNotConsumedError, which is one,
-    so that a restore that cannot be used is never taken for a cold start.
+    Raises PrefixMismatchError; for a restored session its subclass RestoreNotConsumedError, so that
+    callers never mistake a restore that cannot be used for a cold start.
     """
     held = transcript.tokens
     refusal: type[PrefixMismatchError] = PrefixMismatchError

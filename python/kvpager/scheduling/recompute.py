@@ -1,9 +1,9 @@
 """Damaged chunks of a snapshot, computed again from their token ids.
 
 Token ids are metadata, which is verified when a snapshot is opened, and K/V are a pure function of
-token ids: so a chunk whose bytes are not what was saved can be had again, bit for bit. The pager
-compares checksums when the chunk's last row is committed, and gives the new bytes to every sequence
-that uses the damaged one. What needed it is then repeated.
+token ids: so a damaged chunk can be computed again, bit for bit. When the chunk's last row is
+committed, the pager compares checksums and gives the new bytes to every sequence that uses the
+damaged chunk. Then the call that failed is repeated.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _Result = TypeVar("_Result")
 
 
 def run(core: EngineCore, batch: Batch) -> torch.Tensor:
-    """`Runner.run`; where a damaged chunk is in the way, it is computed again if its owner allows.
+    """`Runner.run`, which first computes damaged chunks again if their sessions allow it.
 
     Raises:
-        CorruptSnapshotError: of a session that asked for it (`on_corrupt="fail"`), or of a chunk
-            that cannot be computed again; says why. Nothing was committed.
+        CorruptSnapshotError: a session has `on_corrupt="fail"`, or the chunk cannot be computed
+            again; the message says why. Nothing was committed.
     """
     return recomputing_damage(core, batch.owners, lambda: core.runner.run(batch))
 
@@ -39,7 +39,7 @@ def run(core: EngineCore, batch: Batch) -> torch.Tensor:
 def recomputing_damage(
     core: EngineCore, sequences: Collection[Sequence], work: Callable[[], _Result]
 ) -> _Result:
-    """What `work` returns, once the damage of these sequences that stops it has been repaired."""
+    """Calls `work` until no damaged chunk of these sequences stops it; returns its result."""
     repeated: set[int | None] = set()
     while True:
         try:
@@ -51,12 +51,12 @@ def recomputing_damage(
                 _repair(core, damaged, error)
             elif chunk in repeated:
                 raise
-            else:  # another thread has repaired it meanwhile
+            else:  # another thread has repaired it in the meantime
                 repeated.add(chunk)
 
 
 def require_repairable(error: CorruptSnapshotError, on_corrupt: str, provenance: str) -> None:
-    """Raises the error, and why it stands, unless its chunk may and can be computed again."""
+    """Raises the error, with the reason, unless its chunk may and can be computed again."""
     if on_corrupt == FAIL:
         raise explain_damage(
             error, 'restore it with on_corrupt="recompute" to have its tokens computed again'
@@ -72,15 +72,15 @@ def require_repairable(error: CorruptSnapshotError, on_corrupt: str, provenance:
 def recompute_chunk(
     core: EngineCore, tokens: TokenIds, error: CorruptSnapshotError, salt: str
 ) -> int:
-    """Computes the chunk that an error names, and every damaged one that this needs.
+    """Computes the chunk that an error names, and every damaged chunk before it that it needs.
 
-    Needs nothing of a transcript, so that any thread may do it.
+    Uses no transcript, so that any thread may call it.
 
     Args:
-        core: whose model and pager.
+        core: the model and its pager.
         tokens: ids up to the chunk's end at least.
-        error: what found the damage; it names a chunk.
-        salt: of the sequence it was found in.
+        error: the error that reported the damage; it names a chunk.
+        salt: of the sequence with the damaged chunk.
 
     Returns:
         The number of tokens computed.
@@ -117,7 +117,7 @@ def recompute_chunk(
 
 
 def extend(core: EngineCore, sequence: Sequence, tokens: TokenIds) -> None:
-    """Makes a sequence hold all of `tokens`, of which it holds the first ones."""
+    """Computes those of `tokens` that come after the ones the sequence holds."""
     _feed(core, sequence, tokens, lambda batch: run(core, batch))
 
 
@@ -139,9 +139,9 @@ def _feed(
 
 
 def _compute_first_missing(core: EngineCore, tokens: TokenIds, salt: str) -> int:
-    """Computes the first of these full chunks that the pager has no sound copy of.
+    """Computes the first of these full chunks of which the pager has no undamaged copy.
 
-    Returns where it starts, or the number of tokens if none is missing.
+    Returns the chunk's first position, or the number of tokens if none is missing.
     """
     sequence = core.pager.sequence(salt=salt)
     try:
@@ -155,7 +155,7 @@ def _compute_first_missing(core: EngineCore, tokens: TokenIds, salt: str) -> int
 
 
 def _repair(core: EngineCore, damaged: list[Sequence], error: CorruptSnapshotError) -> None:
-    """Repairs the chunk an error names in those sequences, all damaged there, where it may be."""
+    """Repairs the chunk that an error names, damaged in all these sequences, if one allows it."""
     chunk = damaged_chunk(error)
     assert chunk is not None
     repaired = False
@@ -167,7 +167,7 @@ def _repair(core: EngineCore, damaged: list[Sequence], error: CorruptSnapshotErr
         try:
             require_repairable(error, damage.on_corrupt, sequence.ledger()[chunk].provenance)
         except CorruptSnapshotError as refused:
-            refusal = refused  # another one of these may be what was in the way
+            refusal = refused  # another of these sequences may allow the repair
             continue
         tokens = recompute_chunk(core, sequence.tokens, error, sequence.salt)
         if _is_damaged(sequence, chunk):

@@ -21,7 +21,7 @@ from kvpager.tokens import TokenIds
 
 @dataclass(frozen=True)
 class Score:
-    """Log-probabilities (natural) of every token but the first, each given all tokens before it.
+    """Log-probability (natural) of every token but the first, given all tokens before it.
 
     tokens: [n] int32. logprobs: [n - 1] float32, logprobs[i] belongs to tokens[i + 1].
     """
@@ -45,13 +45,13 @@ class Score:
         return float(np.exp(-self.mean))
 
     def against(self, logprobs: npt.ArrayLike) -> Agreement:
-        """How far these are from log-probabilities seen before, as while the text was generated.
+        """Compares these with log-probabilities computed earlier, for example during generation.
 
         Args:
             logprobs: [k] float32, of the last k tokens, 1 <= k <= n - 1.
 
         Raises:
-            InvalidArgumentError: another shape, or numbers that are no float32.
+            InvalidArgumentError: wrong shape or dtype.
         """
         seen = np.asarray(logprobs)
         if seen.ndim != 1 or not 1 <= seen.size <= self.logprobs.size:

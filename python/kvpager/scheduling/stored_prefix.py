@@ -1,4 +1,4 @@
-"""The beginning of a prompt, from whatever snapshots a store holds."""
+"""The beginning of a prompt, from the snapshots of a store."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 def adopt_stored_prefix(core: EngineCore, transcript: Transcript, ids: TokenIds) -> None:
-    """Makes a session start from what the engine's store has of its prompt, if it has more.
+    """Makes a session start from the longest prefix of its prompt in the engine's store.
 
-    A chunk's name covers fingerprint and salt, so that what is found is this engine's own. Nothing
-    that is wrong with the store is an error: it costs a warning and some tokens to compute. Chunks
-    that turn out to be damaged when they are read are computed again.
+    Does so only if that is more than the session holds. A chunk's name covers fingerprint and salt,
+    so that only chunks of an equal engine are found. A problem with the store is no error: the
+    caller gets a warning, and the tokens are computed. Chunks found damaged when they are read are
+    computed again.
     """
     size = core.layout.chunk_tokens
     if core.store is None or len(ids) - transcript.committed < size:
@@ -54,7 +55,7 @@ def _longest(
     hashes: list[bytes],
     ids: TokenIds,
 ) -> _core.SnapshotReader | None:
-    """The longest prefix of so many chunks, by their names, or by those of earlier formats."""
+    """The snapshot with the longest prefix, found by chunk names or an older format's hashes."""
     found = store.find_prefix(hashes)
     if found is not None and found.sealed_chunks == len(hashes):
         return found
@@ -68,12 +69,12 @@ def _longest(
 def _restore(
     core: EngineCore, transcript: Transcript, hashes: list[bytes], ids: TokenIds
 ) -> tuple[Sequence, _core.SnapshotReader] | None:
-    """The longest prefix the store has, and where from; None if that is no more than is held."""
+    """The longest prefix in the store, with its snapshot; None if the session holds as much."""
     assert core.store is not None
     reader = _longest(core.store, core, transcript, hashes, ids)
     if reader is None or len(reader.tokens) <= transcript.committed:
         return None
     tokens = reader.tokens
-    if not np.array_equal(tokens, ids[: len(tokens)]):  # a name finds, token ids decide
+    if not np.array_equal(tokens, ids[: len(tokens)]):  # found by name, verified by token ids
         raise CorruptSnapshotError(f"{reader.path}: its token ids are not those it was found by")
     return core.pager.restore(SnapshotInfo.of(reader), salt=transcript.sequence.salt), reader

@@ -1,4 +1,4 @@
-"""What a generation was asked for, and one session's part of it."""
+"""The checked arguments of a generation, and one session's part of it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvpager.tokens import as_token_ids
 
 
 class GeneratedToken(NamedTuple):
-    """A token, and its log-probability (natural) as the model's raw logits have it.
+    """A token, and its log-probability (natural) under the model's raw logits.
 
-    Sampling options do not enter. The number is a float32, the one that `Engine.score` gives.
+    Sampling options have no influence on it. It is a float32, bit for bit that of `Engine.score`.
     """
 
     id: int
@@ -33,7 +33,7 @@ class Generation:
     """The checked arguments of `Session.generate`, `Engine.run` and their like."""
 
     max_new_tokens: int
-    sampling: Sampling  # seed 0: each stream has its own
+    sampling: Sampling  # its seed is 0: each stream has its own seed
     eos: frozenset[int]
     stop: tuple[tuple[int, ...], ...]
     speculation: Callable[[], Speculation] | None
@@ -48,7 +48,7 @@ class Generation:
         *,
         logprobs: bool = False,
     ) -> Generation:
-        """Raises InvalidArgumentError for an argument that cannot be, or a name of no option."""
+        """Raises InvalidArgumentError for a bad value or an unknown option."""
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise InvalidArgumentError(
                 f"max_new_tokens is {max_new_tokens!r}; expected an integer, 1 or more"
@@ -74,7 +74,7 @@ class Generation:
         )
 
     def sampling_with(self, seed: int) -> Sampling:
-        """How tokens are chosen, with a stream's own seed. Raises InvalidArgumentError."""
+        """The sampling options with a stream's own seed. Raises InvalidArgumentError."""
         return replace(self.sampling, seed=seed)
 
     def stream(self, transcript: Transcript, seed: int) -> Stream:
@@ -92,7 +92,7 @@ class Generation:
 
 @dataclass
 class Stream:
-    """One session's generation: what is left of its budget and when it ends before."""
+    """One session's generation: the tokens it may still produce, and what ends it earlier."""
 
     transcript: Transcript
     sampling: Sampling
@@ -102,21 +102,21 @@ class Stream:
     speculation: Speculation | None
     logprobs: bool
     produced: list[int] = field(default_factory=list)
-    room: Reservation | None = None  # for all it may produce
+    room: Reservation | None = None  # for all tokens it may produce
 
     def reserve(self) -> None:
-        """Holds room for what is left of its budget, until `leave`. Raises CapacityError."""
+        """Reserves room for the rest of its budget, until `leave`. Raises CapacityError."""
         self.room = self.transcript.reserve(self.transcript.length + self.remaining)
 
     def leave(self) -> None:
-        """Gives its room back; what it produced stays. Twice is harmless."""
+        """Releases its reserved room; tokens it produced stay. May be called twice."""
         room, self.room = self.room, None
         if room is not None:
             room.release()
 
     @property
     def finish(self) -> str | None:
-        """Why no token is to come any more: "eos", "stop" or "length"; None while some are."""
+        """Why it has ended: "eos", "stop" or "length"; None while it goes on."""
         if self.produced:
             if self.produced[-1] in self.eos:
                 return "eos"
@@ -127,11 +127,11 @@ class Stream:
 
     @property
     def live(self) -> bool:
-        """Whether another token is to come."""
+        """Whether it goes on."""
         return self.finish is None
 
     def sample(self) -> int | GeneratedToken:
-        """The next token; from here on it is the session's pending one."""
+        """Samples the next token, which becomes the session's pending one."""
         logits = self.transcript.known_logits if self.logprobs else None
         token = self.transcript.sample(self.sampling)
         self.produced.append(token)
@@ -143,7 +143,7 @@ class Stream:
 
 
 def seeds_of(seed: int | Iterable[int] | None, defaults: list[int]) -> list[int]:
-    """One seed for each of `defaults`: these, the one given for all, or the ones given."""
+    """One seed per stream: `defaults` if `seed` is None, `seed` for all, or those it lists."""
     if seed is None:
         return defaults
     if isinstance(seed, int):

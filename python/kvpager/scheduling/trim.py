@@ -1,4 +1,4 @@
-"""A text cut at a position, with all that its caches can keep of it."""
+"""Cuts a text at a position, and keeps as much of its caches as possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpager.text.transcript import Transcript
 def trim(core: EngineCore, transcript: Transcript, position: int) -> None:
     """Keeps the tokens [0, position) of a text, 0 <= position <= its length.
 
-    What a cache cannot keep is computed again with the next forward.
+    The next forward computes what a cache could not keep.
     """
     if position == transcript.length:
         return
@@ -21,6 +21,6 @@ def trim(core: EngineCore, transcript: Transcript, position: int) -> None:
     group = CacheGroup(PrimaryCache(transcript), transcript.companions, transcript.trims)
     try:
         recomputing_damage(core, [transcript.sequence], lambda: group.trim(position))
-    finally:  # also where a companion failed: by then the primary cache has been cut
+    finally:  # also if a companion failed: the primary cache has been cut by then
         if transcript.committed <= position:
             transcript.finish_cut(position, held)

@@ -1,4 +1,4 @@
-"""What other models hold of a text: saved with it, and brought back with it."""
+"""Saves and restores companions with their text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def freeze_companions(transcript: Transcript, upto: int) -> tuple[CompanionSnapshot, ...]:
-    """What a save of the first `upto` tokens keeps beside the K/V; what cannot be is left out."""
+    """Companions for a save of the first `upto` tokens, without those that cannot be saved."""
     keepers: list[Companion | StateCursor] = list(transcript.companions)
     if transcript.states is not None:
         keepers.append(transcript.states)
@@ -39,17 +39,17 @@ def restore_companions(
     name: str,
     source: SnapshotStore,
 ) -> None:
-    """Brings back what was saved beside a snapshot, as far as this engine has a use for it.
+    """Restores the companions that were saved with a snapshot and that this engine uses.
 
-    One that is missing, damaged, or of another save is left out with a warning: what it held is
-    computed again when it is needed. Bits depend on none of it.
+    Skips one that is missing, damaged or of another save, with a warning; its cache is computed
+    again when it is needed. No bits depend on companions.
 
     Args:
         core: whose transcript it is.
         transcript: restored from `snapshot`.
-        snapshot: of the primary.
-        name: by which `source` knows it.
-        source: the store it is in.
+        snapshot: the primary's.
+        name: of the snapshot in `source`.
+        source: the store with the snapshot.
     """
     for kind, digest in named_companions(snapshot.session).items():
         drafter = core.drafter if kind == DRAFT else None
@@ -67,7 +67,7 @@ def restore_companions(
 
 
 def _open(source: SnapshotStore, name: str, digest: str) -> SnapshotInfo:
-    """A companion, if it is the one that was saved together with its primary."""
+    """Opens a companion; raises if it was not saved together with its primary."""
     found = SnapshotInfo.of(source.open(name))
     if found.logical_digest != digest:
         raise CorruptSnapshotError(

@@ -1,4 +1,4 @@
-"""A transcript frozen as it is, to be written while it goes on.
+"""Freezes a transcript, so that it can be written while the session goes on.
 
 A frozen state shares the sealed chunks, which never change, and owns a copy of the tail.
 """
@@ -32,13 +32,13 @@ from kvpager.text.damage import DamageHandling
 from kvpager.text.transcript import Transcript
 from kvpager.tokens import TokenIds
 
-SESSION_VERSION = 1  # of what a snapshot keeps beside the K/V
-RELEASED_VERSION = 2  # likewise, where chunks behind a window were let go
+SESSION_VERSION = 1  # of the session's own section of a snapshot
+RELEASED_VERSION = 2  # likewise, where chunks behind a window were released
 
 
 @dataclass(frozen=True)
 class FrozenState:
-    """A transcript as it was at one moment, and where it goes."""
+    """A transcript at one moment, and the store and name to save it under."""
 
     core: EngineCore
     content: _core.SnapshotContent
@@ -49,10 +49,10 @@ class FrozenState:
     store: SnapshotStore
     companions: tuple[CompanionSnapshot, ...] = ()
     overwrite: bool = False
-    released: TokenIds | None = None  # of the text, what comes before the content
+    released: TokenIds | None = None  # token ids of released chunks, before the content
 
     def write(self, report: Callable[[int, int], object]) -> SaveReport:
-        """Saves it; chunks found to be damaged are computed again where the transcript allows."""
+        """Saves it; computes damaged chunks again if the transcript allows."""
 
         def advance(done: int, total: int) -> None:
             report(done, total)
@@ -92,7 +92,7 @@ class FrozenState:
 
 
 def destination(name_or_path: object, store: SnapshotStore | None) -> tuple[str, SnapshotStore]:
-    """The name, and the store that has or takes it; without a store, the name is a file's path."""
+    """The name and the store to use; without a store, the name is a file's path."""
     check_store(store)
     if not isinstance(name_or_path, (str, os.PathLike)):
         expected = "the path of a file" if store is None else "a name"
@@ -101,7 +101,7 @@ def destination(name_or_path: object, store: SnapshotStore | None) -> tuple[str,
 
 
 def check_store(store: object) -> None:
-    """Raises InvalidArgumentError for what is neither a store nor None."""
+    """Raises InvalidArgumentError unless `store` is a store or None."""
     if store is not None and not hasattr(store, "find_prefix"):
         raise InvalidArgumentError(
             f"store is {store!r}; expected a store, such as kvpager.stores.DirectoryStore(path)"
@@ -118,9 +118,9 @@ def freeze(
     overwrite: bool = False,
     beside: Mapping[str, object] = {},  # never changed
 ) -> FrozenState:
-    """The transcript as it is now, for a save. Arguments and errors: those of `Session.save`.
+    """Freezes the transcript for a save. Arguments and errors: those of `Session.save`.
 
-    beside: what else its snapshot says of the conversation, JSON-able.
+    beside: further entries about the conversation for the snapshot; JSON values.
     """
     core.check_open(transcript)
     if not transcript.length:
@@ -158,7 +158,7 @@ def freeze(
 
 
 def _content(core: EngineCore, transcript: Transcript, upto: int) -> _core.SnapshotContent:
-    """The first `upto` tokens as a snapshot has them; of provisional rows, in exact ones."""
+    """Freezes the first `upto` tokens; computes provisional rows again in an exact forward."""
     transcript.drop_accepted()
     sealed = transcript.committed - transcript.committed % core.layout.chunk_tokens
     if upto <= sealed or not (transcript.provisional or transcript.uncomputed.size):
@@ -166,7 +166,7 @@ def _content(core: EngineCore, transcript: Transcript, upto: int) -> _core.Snaps
         return recomputing_damage(core, [sequence], lambda: sequence.freeze(upto))
     exact = transcript.fork()
     try:
-        exact.trims = TrimCounters()  # nobody has cut anything
+        exact.trims = TrimCounters()  # the user's counters must not count this
         trim(core, exact, upto)
         prefill_all(core, [(exact, exact.tokens)], None)
         return _content(core, exact, upto)

@@ -1,4 +1,4 @@
-"""What a snapshot was saved under, in today's terms: those of older releases say it otherwise."""
+"""Translates fingerprints and salts of snapshots that older releases saved."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvpager.weights import old_weights_digest
 
 
 def in_todays_terms(core: EngineCore, snapshot: SnapshotInfo) -> SnapshotInfo:
-    """The snapshot, with the fingerprint that its own means here.
+    """The snapshot, with its fingerprint translated to this release's fields.
 
-    Releases before `behaviour` was part of it digested weights and salts otherwise: theirs are made
-    of this engine's and compared. What they did not tell (adapters' states, hooks) is taken for
-    none, and is this model's where that has none either: with equal weights, which include those of
-    all adapters that are loaded.
+    Releases before the field `behaviour` digested weights and salts differently: this computes
+    their digests of this engine's model and compares. They did not record adapters' states and
+    hooks; this assumes there were none, and takes the snapshot for this model's only if that has
+    none either and equal weights (which include those of all loaded adapters).
     """
     found = snapshot.fingerprint
     here = core.fingerprint
@@ -36,9 +36,9 @@ def in_todays_terms(core: EngineCore, snapshot: SnapshotInfo) -> SnapshotInfo:
 
 
 def salt_of(core: EngineCore, snapshot: SnapshotInfo, namespace: Callable[[str], str] = str) -> str:
-    """What the chunks of an engine's snapshot are under: its salt stretched, or as it is.
+    """The salt in the chunk names of an engine's snapshot: stretched, or plain in older releases.
 
-    The latter before salts were stretched. namespace: what is made of a salt for such chunks.
+    namespace: makes the namespace of a plain salt.
     """
     plain = namespace(core.salt)
     if core.salt and is_of(plain, snapshot.session.get(SALT_FIELD)):

@@ -1,4 +1,4 @@
-"""Transcripts from snapshots: what was saved is checked, and made a transcript of again."""
+"""Checks a snapshot and makes a transcript of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def restore_transcript(
     try:
         salt = salt_of(core, snapshot)
         sequence = core.pager.restore(snapshot, salt=salt, provenance=provenance)
-    except CorruptSnapshotError as error:  # of the tail, which alone is read now
+    except CorruptSnapshotError as error:  # in the tail: no sealed chunk is read yet
         if on_corrupt != RECOMPUTE:
             raise
         damage = error
@@ -78,12 +78,12 @@ def restore_transcript(
 
 
 class SavedState(NamedTuple):
-    """What a snapshot keeps beside the K/V; a pager alone writes one without.
+    """A session's own section of a snapshot; a snapshot by `Pager` has none.
 
     Attributes:
-        pending: the sampled token that no forward has taken yet.
-        sampling: of the last generation.
-        generation_start: where that began; None where it was cut or there was none.
+        pending: the pending token, if any.
+        sampling: options of the last generation.
+        generation_start: where that began; None if it was cut or there was none.
     """
 
     pending: int | None
@@ -124,12 +124,12 @@ class SavedState(NamedTuple):
 def _without_tail(
     core: EngineCore, snapshot: SnapshotInfo, error: CorruptSnapshotError, provenance: str
 ) -> Sequence:
-    """The sealed chunks of a snapshot whose tail is damaged; `recompute_tail` adds the rest.
+    """The sealed chunks of a snapshot whose tail is damaged; `_recompute_tail` adds the rest.
 
-    provenance: what the snapshot is worth to this engine.
+    provenance: of the snapshot's K/V under this engine's fingerprint.
     """
     worth = snapshot.reader.provenance[-1] if provenance == "exact" else provenance
-    if core.recurrence is None:  # which uses no saved tail, whatever it is worth
+    if core.recurrence is None:  # with recurrent layers a saved tail is never used
         require_repairable(error, RECOMPUTE, worth)
     whole = snapshot.reader.sealed_chunks * core.layout.chunk_tokens
     return core.pager.restore(snapshot, salt=salt_of(core, snapshot), upto=whole)
@@ -138,7 +138,10 @@ def _without_tail(
 def _recompute_tail(
     core: EngineCore, transcript: Transcript, snapshot: SnapshotInfo, error: CorruptSnapshotError
 ) -> None:
-    """Computes the tokens after those that are held, and compares them with what was saved."""
+    """Computes the tail's tokens again and compares the K/V with the saved checksums.
+
+    With recurrent layers it only makes the tokens uncomputed.
+    """
     tokens, start = snapshot.tokens, transcript.committed
     if core.recurrence is not None:
         transcript.set_text(tokens)

@@ -1,4 +1,4 @@
-"""Saves in threads of their own: what was frozen at the call is written beside the session."""
+"""Saves in threads of their own: they write the frozen state while the session goes on."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _POLL_SECONDS = 1.0
 
 @dataclass
 class _Job:
-    """What a save's thread and its handle share; neither refers to the other.
+    """The state that a save's thread and its handle share; neither refers to the other.
 
-    Nothing here waits for what a thread has yet to do after it was asked for: an interrupt between
-    two instructions of `threading` can leave a lock of it taken for ever.
+    Nothing here waits for a thread to start, as `Thread.start` does: an interrupt between two
+    instructions of `threading` can leave one of its locks taken forever.
     """
 
     name: str
@@ -40,18 +40,18 @@ class _Job:
     bytes: tuple[int, int] = (0, 0)
     report: SaveReport | None = None
     error: BaseException | None = None
-    abandoned: bool = False  # nobody can ask for the error any more
-    made_in: MadeIn = field(default_factory=MadeIn)  # where the thread is
-    thread: int | None = None  # that runs it
+    abandoned: bool = False  # the handle is gone: no caller can ask for the error any more
+    made_in: MadeIn = field(default_factory=MadeIn)  # the process of the thread
+    thread: int | None = None  # id of the thread that runs it
     ended: bool = False
-    _decided: threading.Lock = field(default_factory=threading.Lock)  # never given back
+    _decided: threading.Lock = field(default_factory=threading.Lock)  # never released
     _ending: threading.Lock = field(default_factory=threading.Lock)  # free once it has ended
 
     def __post_init__(self) -> None:
         self._ending.acquire()
 
     def decide(self) -> bool:
-        """Whether nobody has decided before whether it runs."""
+        """True for the first caller only, who decides whether the save runs."""
         return self._decided.acquire(blocking=False)
 
     def run(self, states: list[FrozenState], progress: Progress) -> None:
@@ -60,7 +60,7 @@ class _Job:
         try:
             with reporting_bytes(progress, "save") as report:
                 outcome = state.write(lambda done, total: self._advance(done, total, report))
-        except BaseException as error:  # it is re-raised where it is asked for
+        except BaseException as error:  # `result` raises it again
             _forget_frames(error)
             self._fail(error)
         else:
@@ -72,30 +72,30 @@ class _Job:
     def start(self, thread: threading.Thread) -> None:
         """Starts its thread, unless the save was dropped. Runs in a thread of its own.
 
-        A thread that is not the main one is never interrupted.
+        Signals interrupt only the main thread.
         """
         if not self.decide():
             return
         try:
             thread.start()
-        except BaseException as error:  # no more threads to be had
+        except BaseException as error:  # the system has no more threads
             self._fail(error)
             self._end()
 
     def drop(self) -> None:
-        """It need not run any more, if it has not begun: what was to begin it was interrupted."""
+        """Drops the save if it has not begun, because its start was interrupted."""
         if self.decide():
             self._fail(CancelledError(f"saving {self.name} had not begun when it was waited for"))
             self._end()
 
     def wait(self, timeout: float | None) -> None:
-        """Waits until it has ended, or so many seconds."""
+        """Waits until it has ended, at most `timeout` seconds."""
         if self.thread == threading.get_ident() and not self.ended:
             raise InvalidArgumentError(
                 f"saving {self.name}: its progress callback cannot wait for its end"
             )
         until = None if timeout is None else time.monotonic() + timeout
-        # Somebody else who waits may be interrupted before he gives the lock back.
+        # Another waiting thread may be interrupted before it releases the lock.
         while not self.ended:
             left = _POLL_SECONDS if until is None else min(_POLL_SECONDS, until - time.monotonic())
             if self._ending.acquire(timeout=max(0.0, left)):
@@ -121,7 +121,7 @@ class _Job:
             raise CancelledError(f"saving {self.name} was cancelled")
 
     def abandon(self) -> None:
-        """Nobody has the handle any more."""
+        """Called when the handle is gone: an error is logged from now on."""
         if self.made_in.forked:
             return
         with self.lock:
@@ -138,7 +138,7 @@ class _Job:
 class SaveHandle:
     """A save that runs in a thread of its own; made by `Session.save(..., wait=False)`.
 
-    An error that nobody asks for with `result` is logged when the handle is let go.
+    If `result` is never called, an error is logged when the handle is freed.
     """
 
     def __init__(self, state: FrozenState, progress: Progress) -> None:
@@ -156,7 +156,7 @@ class SaveHandle:
         started = threading.Lock()
         started.acquire()
         _thread.start_new_thread(_start, (self._job, self._thread, started))
-        started.acquire()  # the process does not exit before the save ends from now on
+        started.acquire()  # the process waits for the save before it exits
         return self
 
     @property
@@ -166,11 +166,11 @@ class SaveHandle:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes done and bytes in all; (0, 0) until the first ones are written."""
+        """Bytes written and bytes in all; (0, 0) before the first write."""
         return self._job.bytes
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with success or an error."""
         self._job.made_in.require("this save")
         return self._job.ended
 
@@ -181,10 +181,10 @@ class SaveHandle:
             timeout: seconds to wait at most; None: as long as it takes.
 
         Raises:
-            TimeoutError: it still runs, and goes on.
+            TimeoutError: it still runs; it goes on.
             concurrent.futures.CancelledError: it was cancelled.
             StorageError, CapacityError, CorruptSnapshotError: why it failed, as `Session.save`
-                would have raised it. Nothing is left of it, and what had the name is as it was.
+                would have raised it. Nothing of it is left; an older snapshot of that name stays.
         """
         self.wait(timeout)
         job = self._job
@@ -198,20 +198,20 @@ class SaveHandle:
             del self, job  # the error's traceback keeps this frame
 
     def cancel(self) -> bool:
-        """Stops it and waits until it has stopped; its own progress callback need not wait.
+        """Stops it and waits until it has stopped, unless called from its progress callback.
 
         Returns:
-            True if nothing is saved, False if it was too late: see `result`.
+            True if nothing is saved; False if it had ended before: see `result`.
         """
         self._job.made_in.require("this save")
         self._job.stop = True
         if self._job.thread == threading.get_ident() and not self._job.ended:
-            return True  # seen as soon as the callback returns
+            return True  # the save sees it as soon as the callback returns
         self.wait()
         return isinstance(self._job.error, CancelledError)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for the end, whatever it is. Raises TimeoutError.
+        """Waits for the end, but does not raise the save's error. Raises TimeoutError.
 
         Raises InvalidArgumentError in a forked child: the save runs in its parent.
         """
@@ -235,19 +235,19 @@ class SaveHandle:
 
 
 class Saves:
-    """Saves in threads that somebody has to wait for. Thread-safe."""
+    """The running saves of one owner, which waits for them before it closes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: list[_Job] = []
 
     def add(self, job: _Job) -> None:
-        """Remembers a save that is about to begin, and forgets those that have ended."""
+        """Adds a save that is about to begin, and removes those that have ended."""
         with self._lock:
             self._jobs = [other for other in self._jobs if not other.ended] + [job]
 
     def wait(self) -> None:
-        """Waits until all have ended. One that was interrupted before it began never does."""
+        """Waits until all have ended, apart from those interrupted before they began."""
         with self._lock:
             jobs = list(self._jobs)
         for job in jobs:
@@ -263,7 +263,7 @@ def _start(job: _Job, thread: threading.Thread, started: threading.Lock) -> None
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Lets go what the frames of an error hold: a frozen state must not outlive its save."""
+    """Clears the frames of an error: they must not keep a frozen state after its save."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -1,4 +1,4 @@
-"""Where snapshots are kept: single files, or a folder that shares their chunks."""
+"""Stores of snapshots: single files, or a directory whose snapshots share chunks."""
 
 from kvpager.stores.base import GcReport, SaveReport, SnapshotStore, StoreEntry
 from kvpager.stores.directory import DirectoryStore

@@ -1,4 +1,4 @@
-"""What every store can do, and what it reports."""
+"""The interface of every store, and the reports of its methods."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvpager.section_json import parse_section
 from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.segments import SegmentNote
 
-# Called now and then with the bytes done so far and in all; what it raises stops and undoes.
+# Called repeatedly with the bytes done and the bytes in all. What it raises undoes the work.
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save did.
+    """The report of a save.
 
     Attributes:
         name: of the snapshot in its store.
@@ -30,8 +30,8 @@ class SaveReport:
         bytes_written: size of all files that were written.
         bytes_shared: K/V bytes of the chunks the store had already.
         logical_digest: hex digest of layout, fingerprint, tokens, payload and provenance.
-        seconds: from the call to the snapshot being in place.
-        companions: what was done for each companion that was saved with it.
+        seconds: from the call until the snapshot is in place.
+        companions: a report for each companion that was saved with it.
     """
 
     name: str
@@ -59,15 +59,15 @@ class StoreEntry:
         bytes_shared: bytes on disk that other snapshots of the store need too.
         created: when it was saved, seconds since the epoch.
         last_used: when it was last saved or opened, likewise.
-        pinned: whether it is kept whatever its age and the store's budget.
-        ttl_seconds: how long it lives after its last use; None: for ever.
+        pinned: whether it never expires and is never evicted.
+        ttl_seconds: how long it lives after its last use; None: forever.
         logical_digest: hex digest, as in `SaveReport`.
-        error: why it cannot be used, or not without computing a part again; None where it is sound.
+        error: why it cannot be used, or only after computing a part again; None: it is sound.
         companions: names of the snapshots that belong to it.
-        companion_of: name of the snapshot that it belongs to; None for one of its own.
-        segment: what it says of the segment that it is; None for a session.
-        salt_digest: digest of the salt it was saved under, empty for none; None where it does not
-            say.
+        companion_of: name of the snapshot that it is a companion of; None: it is no companion.
+        segment: its segment's note; None for a session.
+        salt_digest: digest of the salt it was saved under, empty for no salt; None if it was not
+            recorded.
     """
 
     name: str
@@ -90,22 +90,23 @@ class StoreEntry:
 
 @dataclass(frozen=True)
 class GcReport:
-    """What a garbage collection did, or of a dry run what one would do.
+    """The report of a garbage collection; for a dry run, of what one would do.
 
     Attributes:
-        bytes_freed: by which the store's files shrank in all.
-        expired: names of snapshots whose time to live was over.
-        evicted: names of snapshots that had to go because the store was over its budget.
-        orphans: names of companions that belonged to no snapshot, removed.
-        temporaries: left-over files of writers that died, removed.
-        packs_removed: packs that no snapshot needed any more.
-        packs_compacted: packs of which less than half was needed, replaced by what was.
-        chunks_moved: chunks that were copied for it.
-        sidecars: notes on snapshots that are no more, removed.
+        bytes_freed: by how much the store's files shrank in all.
+        expired: names of snapshots removed because their time to live was over.
+        evicted: names of snapshots removed because the store was over its budget.
+        orphans: names of removed companions that belonged to no snapshot.
+        temporaries: number of removed files of writers that died.
+        packs_removed: number of packs removed because no snapshot needed them any more.
+        packs_compacted: number of packs of which less than half was needed, replaced by a pack of
+            the needed chunks.
+        chunks_moved: number of chunks copied for that.
+        sidecars: number of removed sidecars whose snapshot is gone.
         damaged: (path, why) of damaged files that were kept.
-        damaged_removed: (path, why) of damaged files that were removed, because that was asked for.
-        skipped: (path, why) of what could not be done now, such as packs that somebody reads.
-        would_remove: of a dry run, the files that would go.
+        damaged_removed: (path, why) of damaged files removed with `remove_damaged`.
+        skipped: (path, why) of what could not be removed now, such as packs with readers.
+        would_remove: in a dry run, the files that would be removed.
     """
 
     bytes_freed: int = 0
@@ -124,15 +125,15 @@ class GcReport:
 
 
 def tokens_of(content: _core.SnapshotContent, session: str) -> int:
-    """Tokens of the text that a snapshot is of: those it has chunks of, and those before them.
+    """Tokens of a snapshot's text: those in its chunks, and released ones before them.
 
-    session: its JSON text; one that is none counts for nothing here.
+    session: its session section, JSON text; ignored if it is not valid JSON.
     """
     held = len(content.tokens)
     try:
         values = parse_section(session, "the snapshot", "session")
         released = ReleasedText.of_session(values, "the snapshot", content.layout.chunk_tokens)
-    except CorruptSnapshotError:  # reported to whoever restores it
+    except CorruptSnapshotError:  # `restore` reports it
         return held
     return held if released is None else held + len(released.tokens)
 
@@ -140,7 +141,7 @@ def tokens_of(content: _core.SnapshotContent, session: str) -> int:
 class SnapshotStore(Protocol):
     """Keeps snapshots by name. Safe for several threads and processes at once.
 
-    A store is no access control: whoever can use it can list, read, replace and delete all it has.
+    A store is no access control: anyone who can use it can list, read, replace and delete it all.
     """
 
     def save(
@@ -154,41 +155,42 @@ class SnapshotStore(Protocol):
         companions: Sequence[CompanionSnapshot] = (),
         overwrite: bool = ...,
     ) -> SaveReport:
-        """Keeps `content` under `name`, atomically, in the place of what had the name.
+        """Saves `content` under `name`; atomically replaces a snapshot of that name.
 
-        Companions are kept beside it, before it; one that cannot be is left out with a warning.
+        Companions are saved before it; one that cannot be saved is left out with a warning.
 
         Args:
             name: of the snapshot.
             content: a frozen sequence or an opened snapshot.
-            fingerprint: what the bytes belong to, JSON text of an object.
-            session: what a generation needs to go on, JSON text of an object.
-            progress: called with bytes written and bytes to write, of each snapshot anew.
-            companions: what belongs to it; only given where there are some.
-            overwrite: replace also what another salt or model has saved; only given where that is
-                wanted. A store without such a distinction may ignore it.
+            fingerprint: of the engine that computed it, JSON text of an object.
+            session: the session section, JSON text of an object.
+            progress: called with bytes written and bytes to write; from 0 again for each companion.
+            companions: its companions; only passed if there are any.
+            overwrite: also replace a snapshot of another salt or model; only passed if True. A
+                store that does not distinguish these may ignore it.
 
         Raises:
             InvalidArgumentError: a name the store cannot have.
             CapacityError: no room within the store's budget.
-            StorageError: the system refused. After any error what had the name is as it was.
+            StorageError: a system call failed. After any error, the old snapshot of that name
+                stays.
         """
         ...
 
     def open(self, name: str) -> _core.SnapshotReader:
-        """Opens a snapshot: metadata are read and verified, chunks when they are needed.
+        """Opens a snapshot: reads and verifies its metadata now, its chunks when they are needed.
 
         Raises:
-            StorageError: there is none of this name, or it cannot be read.
-            CorruptSnapshotError, UnsupportedVersionError: it is not what was written.
+            StorageError: no snapshot has this name, or it cannot be read.
+            CorruptSnapshotError: it is damaged. UnsupportedVersionError: a newer release wrote it.
         """
         ...
 
     def find_prefix(self, hashes: Sequence[bytes]) -> _core.SnapshotReader | None:
-        """The longest run of chunks with these names, from the first on; None without any.
+        """The longest prefix of chunks with these names; None if the store lacks the first one.
 
-        Names of 32 bytes, or the hashes of 16 bytes of snapshots of 1.0 and 1.1. A name finds a
-        candidate; whoever restores it compares all token ids.
+        hashes: names of 32 bytes, or the hashes of 16 bytes of snapshots of 1.0 and 1.1. An equal
+        name only makes a candidate; the caller compares all token ids.
         """
         ...
 
@@ -197,9 +199,9 @@ class SnapshotStore(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """Forgets a snapshot. Those who have it open can read on.
+        """Deletes a snapshot. Readers that have it open can read on.
 
         Raises:
-            StorageError: there is none of this name, or the system refused.
+            StorageError: no snapshot has this name, or a system call failed.
         """
         ...

@@ -1,7 +1,7 @@
-"""Whose a snapshot is, as far as files tell: the salt and the model it was saved under.
+"""The salt and the model that a snapshot was saved under, as its file records them.
 
-Nothing here keeps anybody from anything: whoever may write to a folder may write whatever there is
-in it. It keeps those who share a folder in good faith from one another's names.
+This is no access control: anyone who may write to a folder may replace every file in it. It keeps
+users who share a folder from replacing each other's snapshots by mistake.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _DIGESTED = ("weights", "salt")
 
 @dataclass(frozen=True)
 class Belonging:
-    """What a snapshot was saved under.
+    """The salt and the model that a snapshot was saved under.
 
     Attributes:
-        salt: digest of its salt, empty for none; None where that is not told.
+        salt: digest of its salt, empty for no salt; None if it was not recorded.
         model: its fingerprint.
     """
 
@@ -33,7 +33,7 @@ class Belonging:
 
     @classmethod
     def of(cls, fingerprint: str, session: str, path: str) -> Belonging:
-        """From the JSON texts of both sections; what cannot be read is not told."""
+        """Reads the JSON texts of both sections; takes unreadable ones for not recorded."""
         salt = _section(session, path, "session").get(_SALT)
         if salt == old_salt_digest(""):
             salt = ""
@@ -41,9 +41,9 @@ class Belonging:
         return cls(salt if isinstance(salt, str) else None, model)
 
     def differs_from(self, other: Belonging) -> str | None:
-        """In words, what a snapshot in this one's place must not differ in; None: nothing.
+        """The difference, in words, that forbids `other` to replace this; None: it may.
 
-        What releases digest in different ways is not compared between them.
+        Does not compare digests that the two releases make in different ways.
         """
         one_release = (_NEWER in self.model) == (_NEWER in other.model)
         told = None not in (self.salt, other.salt)
@@ -61,9 +61,9 @@ class Belonging:
 
 
 def is_under(salt: str, digest: str | None) -> bool:
-    """Whether a snapshot that says this of its salt is one of an engine with `salt`.
+    """Whether a snapshot with this salt digest may come from an engine with `salt`.
 
-    Sessions and segments, of any release; and one that says nothing.
+    For sessions and segments of any release; True if no digest was recorded.
     """
     plain = (stretched(salt), salt)
     under = (*plain, *(f"{one}\0segment" for one in plain))
@@ -73,5 +73,5 @@ def is_under(salt: str, digest: str | None) -> bool:
 def _section(text: str, path: str, name: str) -> dict[str, Any]:
     try:
         return parse_section(text, path, name)
-    except CorruptSnapshotError:  # reported to whoever restores it
+    except CorruptSnapshotError:  # `restore` reports it
         return {}

@@ -1,4 +1,4 @@
-"""Keeping a directory store within its budget, and free of what nobody needs.
+"""Keeps a directory store within its budget and removes files that no snapshot needs.
 
 REQUIRES, of every function: the store's lock, and a catalogue refreshed under it.
 """
@@ -26,10 +26,9 @@ class Tidied:
 
 
 def tidy(catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> Tidied:
-    """Removes expired snapshots, what dead writers left, orphans, and packs nobody needs.
+    """Removes expired snapshots, files of dead writers, orphans, and unneeded packs.
 
-    Packs that nobody seems to need stay while there is a damaged manifest, which may have needed
-    them.
+    While there is a damaged manifest, packs that seem unneeded stay, because it may need them.
     """
     orphans = tuple(sorted(catalogue.orphans()))
     owners = catalogue.owners()
@@ -59,17 +58,17 @@ def make_room(
     kept: str | None = None,
     wanted: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """Evicts until `needed` more bytes are within the budget; returns the names that went.
+    """Evicts until `needed` more bytes fit into the budget; returns the evicted names.
 
     Args:
         catalogue: of the store, tidied.
-        settings: with the budget.
+        settings: have the budget.
         needed: bytes about to be written.
-        kept: the snapshot this is done for, which must stay, with its companions.
-        wanted: packs that what is about to be written refers to.
+        kept: the snapshot that needs the room; it and its companions stay.
+        wanted: packs that the new snapshot refers to; they stay.
 
     Raises:
-        CapacityError: it cannot be; nothing was removed.
+        CapacityError: not enough may be evicted; nothing was removed.
     """
     evicted: list[str] = []
     budget = settings.byte_budget
@@ -78,7 +77,7 @@ def make_room(
     damaged = catalogue.unreadable()
     if damaged and not any(snapshot.sidecar.pinned for snapshot in damaged):
         removal.remove_unneeded_packs(catalogue, catalogue.packs)
-    # More than once only where somebody opens a file between the choice and the removal.
+    # Repeats only if another process opens a file between the choice and the removal.
     while catalogue.bytes + needed > budget:
         room = Room(
             needed=needed,
@@ -95,7 +94,7 @@ def make_room(
 
 
 def _held(catalogue: Catalogue, kept: str | None) -> list[Held]:
-    """All snapshots, each with its companions, which go when it goes."""
+    """All snapshots, each with its companions, which are evicted with it."""
 
     def fixed(name: str) -> str | None:
         snapshot = catalogue.snapshots[name]

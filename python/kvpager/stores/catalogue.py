@@ -1,8 +1,8 @@
-"""What is in a directory store right now. The files are the truth; this is a reading of them.
+"""The contents of a directory store, read from its files.
 
-One per store object. It is refreshed, and believed, only while the store's lock is held. Tables of
-packs and manifests are kept between readings, by inode, size and time; those of files that could
-not be read are not, so that a file that was put right is seen.
+One per store object, refreshed and used only while the store's lock is held. Tables of packs and
+manifests are cached by inode, size and time; those of unreadable files are read again each time, so
+that a repaired file is noticed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvpager.stores.own_name import misnamed
 from kvpager.stores.sidecar import Sidecar
 from kvpager.stores.tables import Manifest, Pack, Snapshot, Stamp
 
-# A folder's time may be that of the last tick of a coarse clock: one that changed less than this
-# before it was listed may change again without showing it.
+# Folder times come from a coarse clock: a folder that changed less than this before it was listed
+# may change again without getting another time.
 _SETTLED_NS = 100_000_000
 _IRREGULAR = (
     "not a regular file, so that it is unknown which packs it needs and all are kept; move it out "
@@ -36,16 +36,16 @@ _NO_PACK = "not a regular file; put the file itself in its place"
 
 
 class Catalogue:
-    """Snapshots, packs, and what lies beside them.
+    """Snapshots, packs and the other files of a store.
 
     Attributes:
         packs: by id, damaged ones included.
-        snapshots: by name, damaged and expired ones included; companions have the notes and the
-            last use of the snapshot they belong to.
+        snapshots: by name, damaged and expired ones included; companions have the sidecar and the
+            last use of their primary.
         temporaries: path and size of files being written, or left by a writer that died.
         strays: path and size of sidecars without a snapshot and lists of damage without a pack.
-        bytes: size of all files, of whatever kind.
-        index: the sound chunks of all sound packs.
+        bytes: size of all files of any kind.
+        index: the undamaged chunks of all readable packs.
     """
 
     def __init__(self, folder: str) -> None:
@@ -59,38 +59,38 @@ class Catalogue:
         self.bytes = 0
         self.index = ChunkIndex()
         self._sidecars: dict[str, tuple[Stamp, Sidecar]] = {}
-        self._settled: tuple[int, int] | None = None  # times of both folders, if no file is missed
+        self._settled: tuple[int, int] | None = None  # both folders' times, if they can be trusted
 
     def manifest_path(self, name: str) -> str:
-        """Where the snapshot of this name is."""
+        """Path of a snapshot's manifest."""
         return f"{self.snapshots_folder}/{name}{names.SNAPSHOT_SUFFIX}"
 
     def sidecar_path(self, name: str) -> str:
-        """Where the notes on the snapshot of this name are."""
+        """Path of a snapshot's sidecar."""
         return f"{self.snapshots_folder}/{name}{names.SIDECAR_SUFFIX}"
 
     def pack_path(self, pack: str) -> str:
-        """Where the pack of this id is."""
+        """Path of a pack."""
         return f"{self.packs_folder}/{pack}{names.SNAPSHOT_SUFFIX}"
 
     def damage_path(self, pack: str) -> str:
-        """Where the list of a pack's damaged chunks is."""
+        """Path of the list of a pack's damaged chunks."""
         return f"{self.packs_folder}/{pack}{names.DAMAGE_SUFFIX}"
 
     def remove(self, path: str) -> None:
-        """Removes a file, if it is there. What is known here of it is the caller's business."""
+        """Removes a file, if it exists. The caller updates the catalogue's entries."""
         remove(path)
 
     def forget(self) -> None:
-        """Reads everything again next time: for when a change stopped half way."""
+        """Makes the next refresh read everything again, after an interrupted change."""
         self.packs, self.snapshots, self.index = {}, {}, ChunkIndex()
         self._sidecars = {}
         self._settled = None
 
     def refresh_files(self) -> None:
-        """`refresh`, if files came or went since. REQUIRES: the store's lock.
+        """`refresh`, if files were added or removed since. REQUIRES: the store's lock.
 
-        Times of last use may be old.
+        Times of last use may be out of date.
         """
         if self._settled is None or self._settled != self._folder_times():
             self.refresh()
@@ -111,15 +111,15 @@ class Catalogue:
         self.temporaries, self.strays, self.bytes = {}, {}, 0
         self._refresh_packs(*self._list(self.packs_folder))
         self._refresh_snapshots(*self._list(self.snapshots_folder))
-        # A writer of store.json that died left one in the store's own folder.
+        # A dead writer of store.json leaves its temporary file in the store's own folder.
         for entry in os.scandir(self.folder):
             if names.is_temporary(entry.name):
                 self.temporaries[entry.path] = 0
 
     def _list(self, folder: str) -> tuple[dict[str, Stamp], list[str]]:
-        """The files of a folder, counted, and the names of what is no regular file.
+        """The regular files of a folder, whose bytes it adds up, and the names of all others.
 
-        Temporaries are noted and left out.
+        Records temporaries apart and leaves them out.
         """
         files, others = {}, []
         with os.scandir(folder) as entries:
@@ -129,7 +129,7 @@ class Catalogue:
                     continue
                 try:
                     status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # removed by hand just now
+                except FileNotFoundError:  # removed by hand in the meantime
                     continue
                 self.bytes += status.st_size
                 if names.is_temporary(entry.name):
@@ -201,7 +201,7 @@ class Catalogue:
             self.strays[self.sidecar_path(name)] = stamp.bytes
 
     def _add_irregular(self, file: str, sidecars: dict[str, Stamp]) -> None:
-        """Something that may be a manifest, under the name it would have: it may need any pack."""
+        """Adds a file that may be a manifest, as one that may need any pack."""
         path = f"{self.snapshots_folder}/{file}"
         name = names.snapshot_of(file) or file
         beside = sidecars.pop(name, None)
@@ -218,7 +218,7 @@ class Catalogue:
         return self._sidecars[name][1]
 
     def error(self, snapshot: Snapshot) -> str | None:
-        """What is wrong with a snapshot, if anything is."""
+        """What is wrong with a snapshot, or None."""
         manifest = snapshot.manifest
         if manifest.error:
             return manifest.error
@@ -236,7 +236,7 @@ class Catalogue:
         return snapshot.sidecar.error
 
     def references(self) -> Counter[str]:
-        """How many snapshots need each pack, as far as their manifests can be read."""
+        """How many snapshots with readable manifests need each pack."""
         counts: Counter[str] = Counter()
         for snapshot in self.snapshots.values():
             counts.update(snapshot.manifest.packs)
@@ -254,17 +254,17 @@ class Catalogue:
         return counts
 
     def sound_places(self, chain: bytes, content: bytes) -> list[Place]:
-        """Where a chunk with exactly these bytes is, damaged ones left out."""
+        """Places of undamaged chunks with exactly these bytes."""
         return [p for p in self.index.places(chain, content) if self.is_sound(p)]
 
     def is_sound(self, place: Place) -> bool:
-        """Whether nothing is known against a chunk."""
+        """Whether no damage of a chunk is known."""
         return place.chunk not in self.packs[place.pack].damaged
 
     def companions(self, name: str) -> list[str]:
-        """Names of the snapshots that belong to this one: those it names that say so too.
+        """Names of a snapshot's companions: those that it names and that name it.
 
-        Of one that cannot be read, the other half of the bond is believed.
+        If one of the two cannot be read, the other one's link is enough.
         """
         manifest = self.snapshots[name].manifest
         found: list[str] = []
@@ -286,11 +286,11 @@ class Catalogue:
         return found
 
     def owners(self) -> dict[str, str]:
-        """Of each companion that belongs to a snapshot, that snapshot."""
+        """Maps the name of each companion to that of its primary."""
         return {beside: name for name in self.snapshots for beside in self.companions(name)}
 
     def orphans(self) -> list[str]:
-        """Companions that belong to nothing: left by a writer that died, or replaced."""
+        """Companions without a primary: left by a writer that died, or replaced."""
         owners = self.owners()
         return [
             name
@@ -299,15 +299,15 @@ class Catalogue:
         ]
 
     def unreadable(self) -> list[Snapshot]:
-        """Snapshots of which it is unknown which packs they need."""
+        """Snapshots whose packs are unknown."""
         return [s for s in self.snapshots.values() if s.manifest.error]
 
 
 class Rehearsal(Catalogue):
-    """A reading of its own, for finding out what would be removed: the files stay.
+    """A catalogue that removes no files, to find out what would be removed.
 
     Attributes:
-        spared: paths of the files that would have gone, in order.
+        spared: paths of the files that would have been removed, in order.
     """
 
     def __init__(self, folder: str) -> None:
@@ -315,13 +315,13 @@ class Rehearsal(Catalogue):
         self.spared: list[str] = []
 
     def remove(self, path: str) -> None:
-        """Notes the file, if it is there."""
+        """Records the file, if it exists."""
         if os.path.lexists(path):
             self.spared.append(path)
 
 
 def _read_damage(path: str, chunks: int) -> frozenset[int]:
-    """Which of so many chunks are listed; all of them where the list cannot be read."""
+    """The listed ones of `chunks` chunks; all of them if the list cannot be read."""
     try:
         listed = read_json(path, SMALL_BYTES + 16 * chunks)
         if isinstance(listed, list) and all(type(chunk) is int for chunk in listed):

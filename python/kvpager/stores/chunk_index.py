@@ -1,4 +1,4 @@
-"""Which chunks a store has, and where: by what they hold, and by what came before them."""
+"""The chunks of a store and their places, by chain hash and content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ChunkIndex:
         self._by_hash: dict[bytes, dict[bytes, list[Place]]] = {}
 
     def add(self, pack: str, chain_hashes: Sequence[bytes], content_ids: Sequence[bytes]) -> None:
-        """Enters a pack's chunks."""
+        """Adds a pack's chunks."""
         for chunk, (chain, content) in enumerate(zip(chain_hashes, content_ids)):
             places = self._by_hash.setdefault(chain, {}).setdefault(content, [])
             places.append(Place(pack, chunk))
@@ -28,7 +28,7 @@ class ChunkIndex:
     def discard(
         self, pack: str, chain_hashes: Sequence[bytes], content_ids: Sequence[bytes]
     ) -> None:
-        """Takes out what `add` with the same arguments entered."""
+        """Removes what `add` with the same arguments added."""
         for chunk, (chain, content) in enumerate(zip(chain_hashes, content_ids)):
             contents = self._by_hash[chain]
             contents[content].remove(Place(pack, chunk))
@@ -38,5 +38,5 @@ class ChunkIndex:
                 del self._by_hash[chain]
 
     def places(self, chain: bytes, content: bytes) -> list[Place]:
-        """Where chunks with exactly these bytes are."""
+        """Places of chunks with exactly these bytes."""
         return self._by_hash.get(chain, {}).get(content, [])

@@ -15,12 +15,12 @@ from kvpager.stores.compaction import Compaction, better_places, repoint, sparse
 from kvpager.stores.damage import note_damage
 from kvpager.stores.settings import StoreSettings
 
-# Takes the store's lock; gives what it says now.
+# Takes the store's lock; returns the store's contents while the lock is held.
 Locked = Callable[[], AbstractContextManager[tuple[Catalogue, StoreSettings, int]]]
 
 
 class Collection:
-    """One run of it. Short steps under the lock; chunks are copied outside it."""
+    """One garbage collection: short steps under the lock; chunks are copied outside it."""
 
     def __init__(
         self, locked: Locked, progress: ProgressCallback | None, remove_damaged: bool
@@ -33,7 +33,7 @@ class Collection:
         self._bytes_total = 0
 
     def run(self) -> GcReport:
-        """Does everything there is to do."""
+        """Collects, and returns the report."""
         with self._locked() as (catalogue, settings, now_ns):
             before = catalogue.bytes
             self._remove(catalogue, settings, now_ns)
@@ -42,13 +42,13 @@ class Collection:
             self._bytes_total = sum(_bytes_to_move(catalogue, group) for group in groups)
         for group in groups:
             self._compact(group)
-        # A manifest that points to another pack can be larger than it was.
+        # A manifest that points to another pack can be larger than the old one.
         return dataclasses.replace(self.report, bytes_freed=max(0, self.report.bytes_freed))
 
     def rehearse(self) -> GcReport:
-        """What `run` would do now; the store stays as it is.
+        """Reports what `run` would do now; changes nothing.
 
-        Chunks that `run` would find in a better pack are not looked for, so that it may free more.
+        Does not look for chunks that other packs hold too, so `run` may free more.
         """
         with self._locked() as (known, settings, now_ns):
             catalogue = Rehearsal(known.folder)
@@ -127,7 +127,7 @@ class Collection:
                 packs = [*compaction.sources, compaction.pack_id]
                 gone = removal.remove_unneeded_packs(catalogue, packs)
                 kept = compaction.pack_id not in gone
-                # The new pack was counted from the moment it was begun.
+                # The new pack has been counted since it was begun.
                 self._count(
                     bytes_freed=before - catalogue.bytes - (written if kept else 0),
                     packs_compacted=len(set(gone).intersection(compaction.sources)),
@@ -161,8 +161,8 @@ def _damaged(catalogue: Catalogue) -> list[tuple[str, str]]:
 def _remove_damaged(catalogue: Catalogue) -> list[tuple[str, str]]:
     """Removes corrupt manifests and packs, and snapshots that cannot be opened without them.
 
-    What only could not be read now stays, and so do snapshots with some damaged chunks, which can
-    be computed again.
+    Keeps files that merely could not be read now, and snapshots with some damaged chunks, because
+    those can be computed again.
     """
     corrupt = {pack: table for pack, table in catalogue.packs.items() if table.corrupt}
     lost = {

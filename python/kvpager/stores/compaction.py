@@ -1,8 +1,8 @@
-"""Moving chunks between packs: packs of which little is needed, and chunks that are there twice.
+"""Moves chunks between packs: out of packs of which little is needed, and to remove duplicates.
 
-A pack is a file that never changes, so what is not needed of it can be given back only by copying
-the rest. Manifests that pointed to the old places are replaced by equal ones that point to the new;
-their logical digests stay the same.
+A pack never changes, so the bytes of its unneeded chunks can only be freed by copying the needed
+ones to another pack. Manifests that pointed to the old places are replaced by equal ones that point
+to the new; their logical digests stay the same.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvpager.stores.tables import KNOWN_MINOR, Snapshot
 
 
 def sparse_packs(catalogue: Catalogue) -> list[list[str]]:
-    """Packs of which less than half is needed, in groups that one pack each can take the place of.
+    """Packs of which less than half is needed, in groups that one new pack each can replace.
 
-    A pack with a needed chunk that is damaged is left alone, and so is all that a file of a newer
-    version needs, or may need.
+    Leaves out packs with a needed chunk that is damaged, and packs that a file of a newer version
+    needs or may need.
     """
     if any(not snapshot.manifest.corrupt for snapshot in catalogue.unreadable()):
         return []
@@ -53,7 +53,7 @@ def sparse_packs(catalogue: Catalogue) -> list[list[str]]:
 
 
 def better_places(catalogue: Catalogue) -> dict[Place, Place]:
-    """For needed chunks that are damaged, or lie in several packs: where to find them instead."""
+    """Other places to use, for needed chunks that are damaged or lie in several packs."""
     counts = catalogue.chunk_references(catalogue.snapshots.values())
     total = {pack: int(needed.sum()) for pack, needed in counts.items()}
     moves = {}
@@ -68,9 +68,9 @@ def better_places(catalogue: Catalogue) -> dict[Place, Place]:
 
 
 def repoint(catalogue: Catalogue, settings: StoreSettings, moves: Mapping[Place, Place]) -> None:
-    """Replaces every manifest that can be served by the new places. REQUIRES: the store's lock.
+    """Replaces manifests by ones that point to the new places. REQUIRES: the store's lock.
 
-    Of a pack of which a snapshot needs a chunk that did not move, none moves for that snapshot.
+    If a snapshot needs a chunk of a pack that did not move, it keeps all its places in that pack.
     """
     sources = {place.pack for place in moves}
     for snapshot in list(catalogue.snapshots.values()):
@@ -115,14 +115,14 @@ def _repoint_one(
         finally:
             writer.discard()
     finally:
-        del reader  # which holds packs: an error's traceback must not keep it
+        del reader  # it holds packs; an error's traceback must not keep it alive
     catalogue.bytes += size - snapshot.manifest.stamp.bytes
-    with contextlib.suppress(OSError):  # when it was saved, not when it was moved
+    with contextlib.suppress(OSError):  # keep the time of the save
         os.utime(path, ns=(snapshot.manifest.stamp.mtime_ns,) * 2)
 
 
 class Compaction:
-    """begin write publish, in this order; leaving the `with` block lets go of everything.
+    """Call begin, write, publish in this order; leaving the `with` block releases everything.
 
     Attributes:
         chunks: number of chunks to move.
@@ -138,11 +138,11 @@ class Compaction:
 
     @property
     def chunks(self) -> int:
-        """Chunks to move."""
+        """Number of chunks to move."""
         return len(self._places)
 
     def begin(self, catalogue: Catalogue, settings: StoreSettings) -> bool:
-        """Whether there is room for it; takes the room then. REQUIRES: the store's lock."""
+        """Takes room for the pack; returns False if there is none. REQUIRES: the store's lock."""
         counts = catalogue.chunk_references(catalogue.snapshots.values())
         sources = [pack for pack in self.sources if pack in catalogue.packs]
         self._places = [
@@ -171,7 +171,7 @@ class Compaction:
         return True
 
     def write(self, progress: ProgressCallback | None) -> int:
-        """Copies the chunks into a new pack, visible to nobody yet; returns its size."""
+        """Copies the chunks into a new, unpublished pack; returns its size."""
         assert self._writer is not None
         assert self._content is not None
         return self._writer.write_content(
@@ -183,7 +183,7 @@ class Compaction:
         )
 
     def damaged_place(self, chunk: int) -> Place:
-        """Where the chunk is that could not be copied."""
+        """The place of a chunk that could not be copied."""
         return self._places[chunk]
 
     def publish(self, catalogue: Catalogue, settings: StoreSettings) -> None:
@@ -199,7 +199,7 @@ class Compaction:
         catalogue.refresh()
 
     def release(self) -> None:
-        """Removes what was not published, and lets go of locks. Doing so twice is harmless."""
+        """Removes what was not published, and releases locks. May be called twice."""
         if self._writer is not None:
             self._writer.discard()
         self._writer = self._content = None

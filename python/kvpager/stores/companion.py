@@ -1,4 +1,4 @@
-"""What another model holds of a text, as it is saved beside the text's own snapshot."""
+"""A companion as it is saved beside its primary's snapshot."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kvpager import _core
 
 
 class CompanionSnapshot(NamedTuple):
-    """One companion of a session as it was at one moment.
+    """One companion of a session, at one moment.
 
     Attributes:
         kind: one of KINDS; a session has at most one of each.
         content: its chunks.
-        fingerprint: what its bytes belong to, JSON text of an object.
-        session: what it keeps beside them, likewise.
+        fingerprint: of the companion's model, JSON text of an object.
+        session: its session section, likewise.
     """
 
     kind: str

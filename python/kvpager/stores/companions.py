@@ -1,8 +1,8 @@
-"""Companions of a snapshot: what other models hold of the same text, saved with it.
+"""Companions of a snapshot: other models' caches of the same text, saved with it.
 
-A companion is a snapshot like any other, in the same store, under its primary's name and its own
-kind. The primary's session names it with its digest, the companion's names the primary: only a pair
-that agrees belongs together.
+A companion is an ordinary snapshot in the same store; its name is made of its primary's name and
+its kind. The primary's session section names it with its digest, and the companion's section names
+the primary: the two belong together only if both links agree.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _COMPANIONS, _OWNER = "companions", "companion_of"  # in sessions
 
 
 def companion_name(name: str, kind: str) -> str:
-    """What the companion of a snapshot is called."""
+    """The name of a snapshot's companion."""
     return f"{name}.{kind}"
 
 
 def session_of_companion(session: str, owner: str) -> str:
-    """A companion's session, JSON text, that says whose it is."""
+    """A companion's session section, JSON text, with the name of its primary."""
     return _with(session, **{_OWNER: owner})
 
 
 def session_of_primary(session: str, companions: Mapping[str, SaveReport]) -> str:
-    """A primary's session, JSON text, that names these companions by kind, and no other."""
+    """A primary's session section, JSON text, that names exactly these companions by kind."""
     named = {
         kind: {"name": report.name, "digest": report.logical_digest}
         for kind, report in companions.items()
@@ -41,10 +41,10 @@ def session_of_primary(session: str, companions: Mapping[str, SaveReport]) -> st
 
 
 def links_of(session: str, path: str) -> tuple[dict[str, str], str | None]:
-    """(`named_companions`, `owner_of`) of a session's text; none of text that is no JSON object."""
+    """(`named_companions`, `owner_of`) of a session's text; ({}, None) if it is no JSON object."""
     try:
         values = parse_section(session, path, "session")
-    except CorruptSnapshotError:  # reported to whoever restores it
+    except CorruptSnapshotError:  # `restore` reports it
         return {}, None
     return named_companions(values), owner_of(values)
 
@@ -62,13 +62,13 @@ def named_companions(session: Mapping[str, Any]) -> dict[str, str]:
 
 
 def owner_of(session: Mapping[str, Any]) -> str | None:
-    """The name of the primary that a companion's session names; None for a snapshot of its own."""
+    """The primary that a companion's session names; None if the snapshot is no companion."""
     owner = session.get(_OWNER)
     return owner if isinstance(owner, str) else None
 
 
 def _with(session: str, **links: object) -> str:
-    """The same text with these links and no others."""
+    """The session's JSON text with exactly these links."""
     links = {name: value for name, value in links.items() if value}
     if not links and not any(f'"{name}"' in session for name in (_COMPANIONS, _OWNER)):
         return session

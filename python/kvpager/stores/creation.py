@@ -1,4 +1,4 @@
-"""Making a folder a store, or seeing that it is one."""
+"""Makes a folder a store, or checks that it is one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _OWN = ("lock", "packs", "snapshots", SETTINGS_FILE)
 def open_or_create(
     folder: str, settings: StoreSettings, *, create: bool, lock_timeout: float
 ) -> None:
-    """Sees that there is a store at `folder`; an existing one keeps its own settings.
+    """Makes a store at `folder` if there is none; an existing one keeps its own settings.
+
+    Takes the store's lock only to make one.
 
     Raises:
-        StorageError: there is none, and `create` is False; or somebody had the lock for
-            `lock_timeout` seconds, which is taken only where a store is made.
-        InvalidArgumentError: there is something else.
-        UnsupportedVersionError, CorruptSnapshotError: of the store's own file, which is missing
-            from a folder that has snapshots or packs.
+        StorageError: there is no store and `create` is False, or another holder kept the lock for
+            `lock_timeout` seconds.
+        InvalidArgumentError: the folder has other things in it.
+        UnsupportedVersionError, CorruptSnapshotError: the store's own file cannot be used, or is
+            missing from a folder with snapshots or packs.
     """
     if _is_store(folder):
         return
@@ -45,12 +47,12 @@ def open_or_create(
             _refuse_without_settings(folder)
             make_folder(f"{folder}/packs", settings.mode)
             make_folder(f"{folder}/snapshots", settings.mode)
-            sync_folder(folder)  # what says that it is a store is there only with both of them
+            sync_folder(folder)  # both folders must be on disk before store.json
             settings.write(folder)
 
 
 def foreign_files(folder: str) -> list[str]:
-    """Names in a folder that no store has there, of one that was begun neither."""
+    """Names in a folder that neither a store nor one in the making has."""
     return sorted(
         path.name
         for path in Path(folder).iterdir()
@@ -59,26 +61,26 @@ def foreign_files(folder: str) -> list[str]:
 
 
 def _make_folder(folder: str, mode: int) -> None:
-    """Makes a folder and those above it, so that a power failure leaves them there."""
+    """Makes a folder and its parents, durably."""
     place = Path(folder)
-    above = [place.parent]  # also of one that an earlier attempt may have made and not synced
+    above = [place.parent]  # an earlier attempt may have made it without syncing
     above += [made.parent for made in place.parents if not made.exists()]
     place.parent.mkdir(parents=True, exist_ok=True)
     make_folder(folder, mode)
     for one in above:
-        with contextlib.suppress(PermissionError):  # which may be used and not listed
+        with contextlib.suppress(PermissionError):  # a parent may be usable but not readable
             sync_folder(str(one))
 
 
 def _refuse_without_settings(folder: str) -> None:
-    """A store that lost its settings lost its budget, which must not be taken for none."""
+    """Raises if a store has lost its settings: it must not go on without its budget."""
     for place in ("packs", "snapshots"):
         try:
             inside = sorted(path.name for path in Path(folder, place).iterdir())
         except (FileNotFoundError, NotADirectoryError):
             continue
         if there := [name for name in inside if not is_temporary(name)]:
-            if _is_store(folder):  # made meanwhile, by another process
+            if _is_store(folder):  # another process has made it in the meantime
                 return
             raise CorruptSnapshotError(
                 f"{folder}/{SETTINGS_FILE}: missing, though {place}/{there[0]} is there; restore "

@@ -1,7 +1,7 @@
-"""Chunks that were found to be damaged: packs/<id>.damaged lists them, one JSON list of numbers.
+"""Records damaged chunks in packs/<id>.damaged, one JSON list of chunk numbers.
 
-A pack is never changed, so this is how a store remembers. Such a chunk is served to no other
-snapshot, and a save of the same content writes it again.
+A pack never changes, so the list is a file of its own. No other snapshot shares such a chunk, and a
+save of the same content writes it again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpager.stores.settings import StoreSettings
 def check_places(
     catalogue: Catalogue, settings: StoreSettings, chain: bytes, content: bytes
 ) -> list[Place]:
-    """Reads every copy of a chunk again and notes the damaged ones. REQUIRES: the store's lock."""
+    """Reads all copies of a chunk again, records damaged ones. REQUIRES: the store's lock."""
     found = []
     for place in catalogue.sound_places(chain, content):
         pack = _core.SnapshotReader.open(catalogue.pack_path(place.pack))
@@ -31,7 +31,7 @@ def check_places(
 
 
 def note_damage(catalogue: Catalogue, settings: StoreSettings, place: Place) -> None:
-    """Remembers that a chunk is damaged. REQUIRES: the store's lock."""
+    """Records that a chunk is damaged. REQUIRES: the store's lock."""
     if place.pack not in catalogue.packs:
         return
     damaged = sorted({*catalogue.packs[place.pack].damaged, place.chunk})

@@ -1,4 +1,4 @@
-"""The directory store: snapshots that share their chunks, in a folder with a budget."""
+"""The directory store: a folder of snapshots that share chunks, with a byte budget."""
 
 from __future__ import annotations
 
@@ -36,34 +36,33 @@ from kvpager.stores.tables import Snapshot
 
 
 class DirectoryStore:
-    """A folder of snapshots. Successive turns, and sessions with a common beginning, share bytes.
+    """A folder of snapshots. Turns of one session and sessions with a common prefix share chunks.
 
-    It is no access control: who may use the folder may list, read, replace and delete all of it.
-    Any number of threads and processes may use one folder at once, each with a store object of its
-    own or with a shared one. A process that is killed loses nothing that was reported saved. See
+    It is no access control: anyone who may use the folder may list, read, replace and delete all
+    of it. Any number of threads and processes may use one folder at once, through one store object
+    or several. If a process is killed, everything that was reported saved is still there. See
     docs/stores.md.
 
     Args:
-        path: of the folder; made where there is none.
-        byte_budget: most bytes that the store's files may have in all, at every instant; an int, a
-            size such as "50GiB", or "unlimited". None: what the store was told before, at first
-            unlimited. Others who use the folder get it too.
+        path: of the folder; made if it does not exist.
+        byte_budget: most bytes of all files of the store together, at every instant; an int, a size
+            such as "50GiB", or "unlimited". Applies to all users of the folder. None: the store's
+            recorded setting, "unlimited" in a new one.
         ttl: how long a snapshot lives after its last use; seconds, a duration such as "7d", or
-            "never". None: what the store was told before, at first "never".
-        create: whether a missing or empty folder becomes a store.
-        mode: permissions of the files that are written from now on, such as 0o640 or "640",
-            whatever the umask; whoever may read may enter the folders. None: what the store was
-            told before, at first 0o600. A snapshot that is replaced keeps the permissions that it
-            lacks.
-        lock_timeout: seconds after which a call, opening the store too, gives up waiting for
-            another thread or process that has the store locked, and names it. Nobody writes chunks
-            with the lock held.
+            "never". None: the store's recorded setting, "never" in a new one.
+        create: whether to make a missing or empty folder a store.
+        mode: permissions of files written from now on, such as 0o640 or "640", regardless of the
+            umask; users with read permission may also enter the folders. None: the store's recorded
+            setting, 0o600 in a new one. A replaced snapshot gains no permission that it lacked.
+        lock_timeout: seconds that a call, this constructor included, waits for another thread or
+            process that holds the store's lock; then it raises StorageError, which names the
+            holder. No caller writes chunks while it holds the lock.
 
     Raises:
         InvalidArgumentError: an argument is out of range, or the folder has other things in it.
-        StorageError: the folder is missing and not to be made, or the system refused.
+        StorageError: the folder is missing and `create` is False, or a system call failed.
         UnsupportedVersionError: a newer version made the store.
-        CapacityError: what the store must keep is more than byte_budget.
+        CapacityError: snapshots that must stay need more than byte_budget.
 
     Example:
         >>> store = DirectoryStore("agents", byte_budget="50GiB", ttl="7d")  # doctest: +SKIP
@@ -81,7 +80,7 @@ class DirectoryStore:
         lock_timeout: float = TIMEOUT_SECONDS,
     ) -> None:
         self._lock_timeout = checked_timeout("lock_timeout", lock_timeout)
-        wanted = StoreSettings().updated(byte_budget, ttl, mode)  # refused before anything is made
+        wanted = StoreSettings().updated(byte_budget, ttl, mode)  # checks before anything is made
         self.path = os.path.abspath(usable_path(path, "path"))  # noqa: PTH100  # resolve() follows links
         self._catalogue = Catalogue(self.path)
         with _system_errors(self.path):
@@ -98,17 +97,17 @@ class DirectoryStore:
 
     @property
     def byte_budget(self) -> int | None:
-        """Most bytes the store's files may have in all; None: unlimited."""
+        """Most bytes of all files of the store together; None: unlimited."""
         return self._settings().byte_budget
 
     @property
     def mode(self) -> int:
-        """Permissions of the files that are written from now on."""
+        """Permissions of files written from now on."""
         return self._settings().mode
 
     @property
     def ttl_seconds(self) -> float | None:
-        """How long a snapshot lives after its last use; None: for ever."""
+        """How long a snapshot lives after its last use; None: forever."""
         return self._settings().ttl_seconds
 
     def save(
@@ -122,18 +121,17 @@ class DirectoryStore:
         companions: Sequence[CompanionSnapshot] = (),
         overwrite: bool = False,
     ) -> SaveReport:
-        """Keeps `content` under `name`; writes only chunks that no snapshot of the store has.
+        """Saves `content` under `name`; writes only chunks that no snapshot of the store has.
 
-        See `SnapshotStore.save`. A snapshot that has the name stays until the new one is in place;
-        its pin and its time to live go over to the new one. Companions get their names in the same
-        instant.
+        See `SnapshotStore.save`. An old snapshot of that name stays until the new one is in place,
+        which takes over its pin and time to live. Companions are published in the same instant.
 
-        A snapshot of another salt or model is not replaced, unless `overwrite` says so.
+        Replaces a snapshot of another salt or model only with `overwrite`.
 
         Raises:
-            InvalidArgumentError: the name is that of another snapshot's companion, or of a snapshot
+            InvalidArgumentError: the name belongs to another snapshot's companion, or to a snapshot
                 of another salt or model.
-            CapacityError: no room, whatever is evicted; says what is in the way. Nothing was
+            CapacityError: no room, even after evicting all that may be; says why. Nothing was
                 changed.
         """
         started = time.monotonic()
@@ -155,19 +153,19 @@ class DirectoryStore:
         """Marks the use and removes what only the old snapshots needed. It is saved already."""
         self._touch(catalogue, name)
         if replaced:
-            with contextlib.suppress(OSError, PagerError):  # the next save does it
+            with contextlib.suppress(OSError, PagerError):  # the next save removes it
                 catalogue.refresh()
                 packs = [pack for snapshot in replaced for pack in snapshot.manifest.packs]
                 removal.remove_unneeded_packs(catalogue, dict.fromkeys(packs))
                 removal.remove_snapshots(catalogue, catalogue.orphans())
 
     def open(self, name: str) -> _core.SnapshotReader:
-        """Opens a snapshot, whose bytes stay for as long as the reader lives. Counts as a use.
+        """Opens a snapshot; its bytes stay as long as the reader lives. Counts as a use.
 
         Raises:
-            StorageError: there is none of this name, its time is over, or it cannot be read.
-            CorruptSnapshotError, UnsupportedVersionError: it is not what was written, or was saved
-                under another name.
+            StorageError: no snapshot has this name, it has expired, or it cannot be read.
+            CorruptSnapshotError: it is damaged, or was saved under another name.
+            UnsupportedVersionError: a newer release wrote it.
         """
         with self._locked() as (catalogue, settings, now_ns):
             snapshot = self._visible(name, catalogue, settings, now_ns)
@@ -180,20 +178,19 @@ class DirectoryStore:
             return reader
 
     def find_prefix(self, hashes: Sequence[bytes]) -> _core.SnapshotReader | None:
-        """The longest run of chunks with these names that a snapshot begins with.
+        """The longest prefix of chunks with these names that a snapshot of the store begins with.
 
         Args:
-            hashes: of the full chunks of a text, as `_core.Pager.chain_hashes` makes them; as
-                `legacy_chain_hashes` does, to look among snapshots of before format 1.2.
+            hashes: of the full chunks of a text, made by `_core.Pager.chain_hashes`; by
+                `legacy_chain_hashes` to search snapshots of formats before 1.2.
 
         Returns:
-            A snapshot of these chunks alone, or None. Finding it counts as a use of the snapshot it
-            comes from.
+            A snapshot of these chunks alone, or None. Counts as a use of the snapshot they are in.
         """
         with self._locked(files_only=True) as (catalogue, settings, now_ns):
             snapshots = catalogue.snapshots.values()
             if any(snapshot.mortal(settings.ttl_seconds) for snapshot in snapshots):
-                catalogue.refresh()  # who lives on is known by the last use
+                catalogue.refresh()  # expiry depends on the times of last use
             visible = [
                 snapshot
                 for snapshot in catalogue.snapshots.values()
@@ -227,15 +224,15 @@ class DirectoryStore:
             ]
 
     def delete(self, name: str, *, salt: str = "", force: bool = False) -> None:
-        """Forgets a snapshot and what only it needed. Those who have it open can read on.
+        """Deletes a snapshot and what only it needed. Readers that have it open can read on.
 
         Args:
             name: of the snapshot.
             salt: of the engine that saved it.
-            force: whatever its salt is.
+            force: delete it even if it was saved under another salt.
 
         Raises:
-            StorageError: there is none of this name, or the system refused.
+            StorageError: no snapshot has this name, or a system call failed.
             InvalidArgumentError: it is pinned, or was saved under another salt.
         """
         with self._locked() as (catalogue, settings, now_ns):
@@ -250,15 +247,15 @@ class DirectoryStore:
             removal.remove_snapshots(catalogue, [name])
 
     def pin(self, name: str) -> None:
-        """Keeps a snapshot whatever its age and the budget. Pinning twice is pinning once."""
+        """Exempts a snapshot from expiry and eviction. May be called twice."""
         self._annotate(name, pinned=True)
 
     def unpin(self, name: str) -> None:
-        """Lets a snapshot go again when its time is over or its room is needed."""
+        """Lets a snapshot expire or be evicted again."""
         self._annotate(name, pinned=False)
 
     def set_ttl(self, name: str, ttl: float | str | None) -> None:
-        """How long this snapshot lives after its last use.
+        """Sets how long a snapshot lives after its last use.
 
         Args:
             name: of the snapshot.
@@ -271,10 +268,10 @@ class DirectoryStore:
     def verify(
         self, name: str, *, threads: int = 1, progress: ProgressCallback | None = None
     ) -> list[tuple[int, int, str]]:
-        """Reads a snapshot whole; returns (chunk, layer, what is wrong) of all damage there is.
+        """Reads a whole snapshot; returns (chunk, layer, what is wrong) for all damage.
 
-        Damaged chunks are remembered: other snapshots share them no more, and the next save of the
-        same content writes them again.
+        Damaged chunks are recorded: no other snapshot shares them any more, and the next save of
+        the same content writes them again.
         """
         reader = self.open(name)
         damage = list(reader.verify(threads, progress))
@@ -283,14 +280,14 @@ class DirectoryStore:
         return damage
 
     def report_damage(self, content: _core.SnapshotContent, chunk: int) -> int:
-        """To be called when reading a chunk raised CorruptSnapshotError; see `verify`.
+        """Call this when reading a chunk raised CorruptSnapshotError; see `verify`.
 
         Args:
-            content: what was read from.
-            chunk: the number of the chunk in it; a tail, which is shared with nobody, is ignored.
+            content: the reader that raised.
+            chunk: the chunk's number in it; a tail, which is never shared, is ignored.
 
         Returns:
-            How many copies of the chunk the store has that are damaged and were not known to be.
+            The number of damaged copies of the chunk in the store that were not recorded before.
         """
         if not 0 <= chunk < content.sealed_chunks:
             return 0
@@ -311,21 +308,21 @@ class DirectoryStore:
         remove_damaged: bool = False,
         dry_run: bool = False,
     ) -> GcReport:
-        """Removes what nobody needs, and gathers what is needed of packs that mostly are not.
+        """Removes what no snapshot needs, and compacts packs of which less than half is needed.
 
-        Others can use the store meanwhile.
+        Other threads and processes can use the store meanwhile.
 
         Args:
             progress: called with bytes moved and bytes to move.
-            remove_damaged: whether files that are damaged beyond use go too; by default they are
-                kept and reported.
-            dry_run: the report says what would go (`would_remove`), and nothing does.
+            remove_damaged: also remove files that are damaged beyond use; by default they are kept
+                and reported.
+            dry_run: remove nothing; the report's `would_remove` lists what would be removed.
         """
         collection = Collection(self._locked, progress, remove_damaged)
         return collection.rehearse() if dry_run else collection.run()
 
     def stats(self) -> dict[str, int | float | None]:
-        """What there is, in numbers.
+        """Numbers about the store.
 
         bytes, byte_budget, snapshots, companions, pinned, damaged, packs, pack_bytes, chunks (in
         packs), chunks_needed (by any snapshot), chunks_referenced (the sum over snapshots),
@@ -357,9 +354,9 @@ class DirectoryStore:
         return f"DirectoryStore({self.path!r})"
 
     def _locked(self, *, files_only: bool = False) -> _Locked:
-        """The store as it is now, for as long as the block runs: catalogue, settings and time.
+        """Locks the store for a `with` block, which gets catalogue, settings and time in ns.
 
-        files_only: times of last use and sizes may be old, which spares listing unchanged folders.
+        files_only: do not list unchanged folders again; times of last use and sizes may be old.
         """
         return _Locked(self.path, self._catalogue, self._lock_timeout, files_only=files_only)
 
@@ -392,12 +389,12 @@ class DirectoryStore:
             sidecar.write(catalogue.sidecar_path(name), snapshot.last_used_ns, settings.mode)
 
     def _touch(self, catalogue: Catalogue, name: str) -> None:
-        """Marks a use. A store that may only be read is read all the same."""
+        """Marks a use, if the store is writable."""
         now = time.time_ns()
         for path in (catalogue.sidecar_path(name), catalogue.manifest_path(name)):
             try:
                 os.utime(path, ns=(now, now))
-            except FileNotFoundError:  # no sidecar: then the manifest's time is both
+            except FileNotFoundError:  # without a sidecar the manifest's time is the last use
                 continue
             except OSError:
                 return
@@ -436,7 +433,7 @@ def _entry(
 def _bytes_of(
     catalogue: Catalogue, snapshot: Snapshot, shares: dict[str, Any]
 ) -> tuple[float, float]:
-    """Bytes on disk that one manifest alone needs, and those that others need too."""
+    """Bytes on disk that only this manifest needs, and those that others need too."""
     own, shared = float(snapshot.bytes), 0.0
     for pack, chunks in snapshot.manifest.uses.items():
         if pack not in shares or not len(shares[pack]):
@@ -449,7 +446,7 @@ def _bytes_of(
 
 
 class _Locked(_core.ExclusiveLock):
-    """A store's lock and what the store is while it is held."""
+    """A store's lock, which reads the store's contents when it is taken."""
 
     def __init__(
         self, folder: str, catalogue: Catalogue, timeout_seconds: float, *, files_only: bool
@@ -474,7 +471,7 @@ class _Locked(_core.ExclusiveLock):
         return self._catalogue, settings, time.time_ns()
 
     def leaving(self, error: BaseException | None) -> None:
-        """Raises StorageError for what the system refused within the block."""
+        """Raises StorageError for an OSError of the block."""
         self._forget_after(error)
         with _system_errors(self._folder):
             if isinstance(error, OSError) and not isinstance(error, PagerError):
@@ -487,10 +484,10 @@ class _Locked(_core.ExclusiveLock):
 
 @contextlib.contextmanager
 def _system_errors(folder: str) -> Iterator[None]:
-    """What the system refuses, as StorageError with its words."""
+    """Turns an OSError into a StorageError with the same message."""
     try:
         yield
-    except PagerError:  # StorageError is an OSError too
+    except PagerError:  # StorageError is a subclass of OSError
         raise
     except OSError as error:
         words = error.strerror or type(error).__name__

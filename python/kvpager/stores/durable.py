@@ -1,4 +1,4 @@
-"""Small files that exist whole or not at all, and folders that remember what was done to them."""
+"""Writes small files atomically, and makes changes of folders durable."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SMALL_BYTES = 65536  # more than any settings or sidecar has
 
 
 def read_json(path: str, limit: int = SMALL_BYTES) -> Any:
-    """The JSON value in a small file, which may hold anything.
+    """The JSON value in a small file of untrusted content.
 
     Raises:
-        OSError: it is not there, not a regular file, or cannot be read.
+        OSError: it does not exist, is not a regular file, or cannot be read.
         ValueError: it is larger than `limit` bytes, or not JSON.
     """
-    # O_NONBLOCK: opening a pipe must not wait for its other end.
+    # O_NONBLOCK: if the path is a pipe, opening it must not wait for a writer.
     with _core.OwnedFile(path, os.O_RDONLY | os.O_NONBLOCK) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -39,9 +39,9 @@ def read_json(path: str, limit: int = SMALL_BYTES) -> Any:
 
 
 def write_atomically(path: str, text: str, mode: int = PRIVATE) -> None:
-    """Puts `text` where `path` says: temporary name, fsync, rename, fsync of the folder.
+    """Writes `text` to `path`: temporary name, fsync, rename, fsync of the folder.
 
-    mode: permissions; a file that is replaced keeps those that it lacks.
+    mode: permissions; a replaced file gains none that it lacked.
     """
     folder = str(Path(path).parent)
     temporary = f"{folder}/{temporary_name()}"
@@ -63,16 +63,16 @@ def _write(descriptor: int, data: bytes, path: str) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Makes renames and removals in a folder last."""
+    """Makes renames and removals in a folder durable."""
     with _core.OwnedFile(folder, os.O_RDONLY | os.O_DIRECTORY) as file:
         try:
             os.fsync(file.fileno())
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system without folders to sync
+            if error.errno != errno.EINVAL:  # the file system cannot sync folders
                 raise
 
 
 def remove(path: str) -> None:
-    """Removes a file, if it is there."""
+    """Removes a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         Path(path).unlink()

@@ -1,4 +1,4 @@
-"""Which snapshots have to go so that others fit: the least recently used ones that may."""
+"""Chooses the snapshots to evict: the least recently used ones that may be."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvpager.errors import CapacityError
 
 @dataclass(frozen=True)
 class Held:
-    """What eviction needs to know of a snapshot.
+    """A snapshot, as far as eviction is concerned.
 
     Attributes:
-        bytes: of its own files.
-        packs: that it needs.
-        fixed: why it may not go; None where it may.
+        bytes: size of its own files.
+        packs: ids of the packs it needs.
+        fixed: why it may not be evicted; None if it may.
     """
 
     name: str
@@ -28,15 +28,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Room:
-    """What is asked for, and how things stand.
+    """The room that is needed, and the room there is.
 
     Attributes:
-        needed: bytes that are about to be written.
-        total: bytes of all files there are.
-        budget: that both together must not exceed.
+        needed: bytes about to be written.
+        total: bytes of all files of the store.
+        budget: the most that both together may be.
         pack_bytes: size of every pack.
-        wanted: packs that stay because of what is about to be written.
-        in_use: whether somebody holds a pack.
+        wanted: packs that the new snapshot refers to; they stay.
+        in_use: whether a reader or writer holds a pack.
     """
 
     needed: int
@@ -48,13 +48,13 @@ class Room:
 
 
 def choose_victims(snapshots: Iterable[Held], room: Room) -> list[str]:
-    """Names of the snapshots to remove, none where there is room as it is.
+    """Names of the snapshots to evict; none if there is room already.
 
-    A snapshot frees its own files and the packs that nobody else needs. It stays where one of those
-    packs is in use.
+    Evicting a snapshot frees its own files and the packs that no other one needs. It stays if one
+    of those packs is in use.
 
     Raises:
-        CapacityError: there is not enough that may go; says what is in the way.
+        CapacityError: not enough may be evicted; the message says why.
     """
     known = list(snapshots)
     excess = room.total + room.needed - room.budget
@@ -63,7 +63,7 @@ def choose_victims(snapshots: Iterable[Held], room: Room) -> list[str]:
     busy: dict[str, bool] = {}
 
     def freed(names: set[str]) -> int:
-        """Bytes that go with these snapshots."""
+        """Bytes that evicting these snapshots frees."""
         gone = [held for held in victims if held.name in names]
         left = references.copy()
         left.subtract(pack for held in gone for pack in held.packs)
@@ -92,7 +92,7 @@ def choose_victims(snapshots: Iterable[Held], room: Room) -> list[str]:
         victims.append(held)
     if bytes_freed < excess:
         raise _refusal(known, room, bytes_freed, blocked)
-    # One that gave little may stay after all, the most recently used first.
+    # Keep those that are not needed after all, the most recently used first.
     names = {held.name for held in victims}
     for held in reversed(victims):
         if freed(names - {held.name}) >= excess:

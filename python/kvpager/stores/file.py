@@ -1,4 +1,4 @@
-"""The file store: a snapshot is a file, whole in itself. For export, import and single sessions.
+"""The file store: one self-contained file per snapshot. For export, import and single sessions.
 
 Companions are files beside it: `chat.kvsnap.draft` belongs to `chat.kvsnap`.
 """
@@ -36,16 +36,16 @@ _log = logging.getLogger(__name__)
 
 
 class FileStore:
-    """Names are paths of files; relative ones are taken from `folder`.
+    """Names are paths of files, relative to `folder`.
 
     Args:
-        folder: where relative names begin and what `entries` lists; None: the current folder, and
-            nothing to list.
-        mode: permissions of new files, such as 0o640 or "640", whatever the umask. One that is
-            replaced keeps the permissions that it lacks.
+        folder: start of relative names, and the folder that `entries` lists; None: the current
+            folder, and `entries` raises.
+        mode: permissions of new files, such as 0o640 or "640", regardless of the umask. A replaced
+            file gains no permission that it lacked.
 
     Raises:
-        InvalidArgumentError: mode is none that a file can have whose owner reads and writes it.
+        InvalidArgumentError: `mode` is no file mode that lets the owner read and write.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class FileStore:
     ) -> SaveReport:
         """Writes one file that holds everything, atomically. See `SnapshotStore.save`.
 
-        A file belongs to whoever names its path: what is there is replaced, whatever it is.
+        Replaces any file at that path, also one of another salt or model.
 
-        Companions get files of their own, and their names in the instant before.
+        Companions get files of their own, published just before.
         """
         del overwrite
         path = self._path(name)
@@ -97,7 +97,7 @@ class FileStore:
         companion: CompanionSnapshot,
         progress: ProgressCallback | None,
     ) -> tuple[_core.SnapshotWriter, SaveReport] | None:
-        """Like `_write`; None where it cannot be kept."""
+        """Like `_write`; None if the companion cannot be saved."""
         owner = self._path(name)
         beside = companion_name(os.fspath(name), companion.kind)
         path = Path(self._path(beside))
@@ -121,7 +121,7 @@ class FileStore:
         session: str,
         progress: ProgressCallback | None,
     ) -> tuple[_core.SnapshotWriter, SaveReport]:
-        """A file that nobody sees before it is published, nor at all once `stack` is closed."""
+        """Writes a file without publishing it; `stack` removes it if it stays unpublished."""
         started = time.monotonic()
         path = self._path(name)
         chunks = list(range(content.chunks))
@@ -145,7 +145,7 @@ class FileStore:
         return _core.SnapshotReader.open(self._path(name))
 
     def find_prefix(self, hashes: Sequence[bytes]) -> _core.SnapshotReader | None:
-        """None: files are looked up by name alone."""
+        """Returns None: this store finds files by name only."""
         del hashes
         return None
 
@@ -165,11 +165,11 @@ class FileStore:
         return [_entry(file) for file in sorted(files)]
 
     def delete(self, name: str) -> None:
-        """Removes a file and those of its companions, for good. See `SnapshotStore.delete`.
+        """Removes a file and its companions' files, durably. See `SnapshotStore.delete`.
 
         Raises:
-            StorageError: there is none, or the system refused; it says so too where the file is
-                gone and may be there again after a power failure.
+            StorageError: there is no such file, or a system call failed; also if the file was
+                removed but a power failure could bring it back.
         """
         path = self._path(name)
         beside = _companions(path)
@@ -189,9 +189,10 @@ class FileStore:
 
 
 def _companions(path: str) -> list[Path]:
-    """The companions of the file at `path`: those that it or that themselves say so.
+    """The companions of the file at `path`: those that it names, and those that name it.
 
-    Either will do: both may have been renamed, one be damaged, or the primary never published.
+    One link is enough: both files may have been renamed, one may be damaged, or the primary may
+    never have been published.
     """
     primary = _opened(path)
     named = {} if primary is None else links_of(primary.session, path)[0]
@@ -212,7 +213,7 @@ def _companions(path: str) -> list[Path]:
 
 
 def _opened(path: str) -> _core.SnapshotReader | None:
-    """A snapshot file, if it can be read."""
+    """Opens a snapshot file; None if it cannot be read."""
     try:
         return _core.SnapshotReader.open(path)
     except PagerError:
@@ -220,7 +221,7 @@ def _opened(path: str) -> _core.SnapshotReader | None:
 
 
 def _remove(files: Iterable[Path]) -> None:
-    """Removes companions that belong to nothing any more."""
+    """Removes files of companions without a primary."""
     for file in files:
         try:
             file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A snapshot and its companions into a directory store: written apart, published together."""
+"""Saves a snapshot and its companions into a directory store and publishes them together."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from kvpager.stores.tables import Snapshot
 
 _log = logging.getLogger(__name__)
 
-# Takes the store's lock; gives what it says now.
+# Takes the store's lock; returns the store's contents while the lock is held.
 Locked = Callable[[], AbstractContextManager[tuple[Catalogue, StoreSettings, int]]]
 
 
 class GroupSaving:
-    """write_companions write publish, in this order; leaving the `with` block lets go of all.
+    """Call write_companions, write, publish in this order; leaving the block releases everything.
 
-    What goes wrong with a companion costs the companion: the primary is saved without it, and a
-    warning is logged.
+    If a companion cannot be saved, the primary is saved without it, and a warning is logged.
     """
 
     def __init__(self, locked: Locked, name: str, *, overwrite: bool = False) -> None:
-        """`overwrite`: also what is of another salt or model, which has the name.
+        """`overwrite`: also replace a snapshot of another salt or model.
 
         Raises InvalidArgumentError for a name that no snapshot can have.
         """
@@ -48,7 +47,7 @@ class GroupSaving:
     def write_companions(
         self, companions: Sequence[CompanionSnapshot], progress: ProgressCallback | None
     ) -> None:
-        """Writes them, visible to nobody yet; those that cannot be saved are left out."""
+        """Writes them without publishing; leaves out those that cannot be saved."""
         for companion in companions:
             try:
                 name = check_name(companion_name(self._name, companion.kind))
@@ -69,7 +68,7 @@ class GroupSaving:
         session: str,
         progress: ProgressCallback | None,
     ) -> None:
-        """Writes the primary, which names them; where there is room for one only, without them."""
+        """Writes the primary, which names the companions; drops these if there is no room."""
 
         def primary() -> Saving:
             reports = {
@@ -118,7 +117,7 @@ class GroupSaving:
         return [*self._companions.values(), self._primary]
 
     def publish(self, catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> list[Snapshot]:
-        """Makes all visible, the primary last; returns what had their names.
+        """Publishes all, the primary last; returns the snapshots that they replaced.
 
         REQUIRES: the store's lock.
         """
@@ -133,7 +132,7 @@ class GroupSaving:
             part.undo(catalogue)
 
     def report(self, seconds: float) -> SaveReport:
-        """What was done, in so many seconds."""
+        """The report. seconds: from the call until all was in place."""
         *companions, primary = self._parts
         return primary.report(
             seconds,
@@ -141,7 +140,7 @@ class GroupSaving:
         )
 
     def release(self) -> None:
-        """Removes what was not published, and lets go of locks. Doing so twice is harmless."""
+        """Removes what was not published, and releases locks. May be called twice."""
         self._stack.close()
 
     def __enter__(self) -> GroupSaving:

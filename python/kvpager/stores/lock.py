@@ -1,9 +1,9 @@
-"""Locks of a directory store: flock(), which the kernel takes back when a process dies.
+"""Locks of a directory store: flock(), which the kernel releases when a process dies.
 
 Every acquisition has a descriptor of its own, so that threads of one process exclude each other as
-processes do. Descriptors are closed on exec, and every lock is taken back before its descriptor is
-closed, so that a forked child does not go on holding what its parent let go. Native objects own
-both from the first instant, so that an interrupt loses none.
+processes do. Descriptors are closed on exec, and every lock is released before its descriptor is
+closed, so that a forked child does not keep a lock that its parent has released. Native objects own
+both from the start, so that an interrupt loses neither.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvpager.stores.names import is_temporary
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW
 
 
-TIMEOUT_SECONDS = 120.0  # many times what any holder needs: none reads chunks meanwhile
+TIMEOUT_SECONDS = 120.0  # many times what a holder needs: none reads chunks with the lock
 
 
 def checked_timeout(field: str, seconds: float) -> float:
-    """A number of seconds to wait at most, infinity for ever; InvalidArgumentError if it is none.
+    """Checks a number of seconds to wait at most, or infinity. Raises InvalidArgumentError.
 
-    field: what the argument is called.
+    field: name of the argument, for the message.
     """
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not number or not seconds >= 0:
@@ -41,20 +41,20 @@ def checked_timeout(field: str, seconds: float) -> float:
 
 
 def exclusive(path: str, timeout_seconds: float) -> _core.ExclusiveLock:
-    """Holds the lock file at `path`, made where it is missing, for as long as the block runs.
+    """Holds the lock file at `path` (made if missing) for a `with` block.
 
-    Entering it raises StorageError or OSError: the file cannot be had, its file system has no
-    flock(), or somebody, who is named, has held it all the time. The `with` statement must be given
-    this very object: its native methods leave an interrupt no instant between taking the lock and
-    the block.
+    Entering raises OSError if the file cannot be opened, and StorageError if its file system has no
+    flock() or if another holder, whom the message names, kept the lock for the whole time. Pass the
+    returned object itself to `with`: its native methods let no interrupt come between taking the
+    lock and entering the block.
     """
     return _core.ExclusiveLock(path, timeout_seconds)
 
 
 def in_use(path: str) -> bool:
-    """Whether somebody, in this process or another one, holds the file at `path`.
+    """Whether this or another process holds the file at `path`.
 
-    REQUIRES: the store's lock, without which the answer is old when it arrives.
+    REQUIRES: the store's lock, without which the answer may be out of date.
     """
     try:
         with _core.OwnedFile(path, _FLAGS) as file:
@@ -64,14 +64,14 @@ def in_use(path: str) -> bool:
 
 
 def remove_dead_temporaries(folder: str) -> int:
-    """Removes what writers that died have left beside single files; returns how many files.
+    """Removes temporary files of dead writers beside single files; returns their number.
 
-    A file that is being written is locked, and one that was just made but is not locked yet is made
-    again by its writer. What cannot be looked at or removed stays for another time.
+    A file that is being written is locked. If one is removed just before its writer locks it, the
+    writer makes it again. Files that cannot be read or removed stay.
     """
     removed = 0
     with contextlib.suppress(OSError):
-        # Not scandir: an interrupt would leave its descriptor open.
+        # Not scandir: an interrupt could leave its descriptor open.
         for name in filter(is_temporary, os.listdir(folder)):  # noqa: PTH208
             path = f"{folder}/{name}"
             with (
@@ -86,20 +86,20 @@ def remove_dead_temporaries(folder: str) -> int:
 
 
 class Hold:
-    """Keeps files from being removed by anybody who asks `in_use` first. A context manager."""
+    """Marks files as in use, so that no collection removes them. A context manager."""
 
     def __init__(self) -> None:
         self._files: list[_core.OwnedFile] = []
 
     def add(self, paths: Iterable[str]) -> None:
-        """Holds these files too. REQUIRES: the store's lock, so that none is being removed."""
+        """Holds these files too. REQUIRES: the store's lock, which removals need too."""
         for path in paths:
             self._files.append(_core.OwnedFile(path, _FLAGS))
             if not self._files[-1].lock(fcntl.LOCK_SH | fcntl.LOCK_NB):
                 raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
 
     def release(self) -> None:
-        """Lets all of them go. Doing so twice is harmless."""
+        """Releases all of them. May be called twice."""
         for file in self._files:
             file.unlock()
             file.close()

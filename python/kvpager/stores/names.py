@@ -18,10 +18,10 @@ _TEMPORARY = re.compile(r"\.kvsnap-[0-9a-f]+\.tmp")
 
 
 def check_name(name: object) -> str:
-    """`name`, once it is known to be one a snapshot can have.
+    """Returns `name` if a snapshot can have it.
 
     Raises:
-        InvalidArgumentError: for anything else.
+        InvalidArgumentError: no snapshot can.
     """
     if isinstance(name, str) and _NAME.fullmatch(name):
         return name
@@ -56,7 +56,7 @@ def damage_of(file: str) -> str | None:
 
 
 def is_temporary(file: str) -> bool:
-    """Whether a file of this name is being written, or was when its writer died."""
+    """Whether this is the name of a temporary file, whose writer may be dead."""
     return _TEMPORARY.fullmatch(file) is not None
 
 
@@ -66,5 +66,5 @@ def new_pack_id() -> str:
 
 
 def temporary_name() -> str:
-    """A file name that a sweep knows to be nobody's once its lock is free."""
+    """A name for a temporary file; once its lock is free, a sweep may remove it."""
     return f".kvsnap-{secrets.token_hex(8)}.tmp"

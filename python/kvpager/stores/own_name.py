@@ -1,7 +1,7 @@
-"""The name that a snapshot of a directory store says it was saved under.
+"""The name that a snapshot of a directory store was saved under, as its file records it.
 
-Files that are put in one another's place are told apart by it. Single files may be renamed, and
-snapshots of older releases do not know their names.
+It detects files that were exchanged by hand. Single files may be renamed, and snapshots of older
+releases do not record their names.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ _NAME = "stored_as"  # in the session section
 
 
 def with_name(session: str, name: str) -> str:
-    """A session's JSON text that says its name; text that is no JSON object stays as it is."""
+    """Adds the name to a session's JSON text; text that is no JSON object stays unchanged."""
     try:
         values = parse_section(session, name, "session")
-    except CorruptSnapshotError:  # reported to whoever restores it
+    except CorruptSnapshotError:  # `restore` reports it
         return session
     return json.dumps(values | {_NAME: name}, sort_keys=True, separators=(",", ":"))
 
 
 def name_in(session: str, path: str) -> str | None:
-    """What a session's JSON text says; None where it says nothing that can be read."""
+    """The name in a session's JSON text; None if there is none or it cannot be read."""
     if f'"{_NAME}"' not in session:
         return None
     try:
         name = parse_section(session, path, "session").get(_NAME)
-    except CorruptSnapshotError:  # likewise
+    except CorruptSnapshotError:  # `restore` reports it
         return None
     return name if isinstance(name, str) else None
 
 
 def misnamed(path: str, saved: str | None, name: str) -> str | None:
-    """What is wrong with a snapshot `saved` under one name and found under another, if it is."""
+    """What is wrong if a snapshot `saved` under one name is found as `name`; None: nothing."""
     if saved is None or saved == name:
         return None
     return (

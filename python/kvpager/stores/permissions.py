@@ -1,7 +1,7 @@
-"""Who may read what kvpager writes: prompts are private, so that files are 0600 and folders 0700.
+"""Permissions of files and folders: prompts are private, so files are 0600 and folders 0700.
 
-A mode that was asked for holds whatever the umask, as with `install -m`: the umask speaks for those
-who did not say. A file that is replaced keeps the permissions that it lacks.
+A mode that the user gives holds regardless of the umask, as with `install -m`. A replaced file
+gains no permission that it lacked.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvpager.errors import InvalidArgumentError
 PRIVATE = 0o600
 _ALL = 0o666
 _OCTAL = re.compile(r"0?o?[0-7]{3,4}")
-_WITHOUT_MODES = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # as mounted
+_WITHOUT_MODES = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # the file system has no modes
 
 
 def parse_mode(field: str, value: object) -> int:
     """A file's permissions, from 0o640 or "640".
 
     Raises:
-        InvalidArgumentError: naming `field`; also where the owner could not read and write.
+        InvalidArgumentError: names `field`; also if the owner could not read and write.
     """
     mode = -1
     if isinstance(value, int) and not isinstance(value, bool):
@@ -39,12 +39,12 @@ def parse_mode(field: str, value: object) -> int:
 
 
 def folder_mode(mode: int) -> int:
-    """Of the folders of files with this mode: who may read may look up."""
+    """The mode of folders for files with `mode`: read permission adds search permission."""
     return mode | (mode & 0o444) >> 2
 
 
 def kept_mode(path: str, mode: int) -> int:
-    """`mode` less what a file that is there already lacks."""
+    """`mode` without the permissions that an existing file at `path` lacks."""
     try:
         return mode & Path(path).stat().st_mode
     except OSError:
@@ -52,7 +52,7 @@ def kept_mode(path: str, mode: int) -> int:
 
 
 def set_mode(descriptor: int, mode: int) -> None:
-    """Gives an open file exactly this mode, where its file system has any."""
+    """Gives an open file exactly this mode, if its file system has modes."""
     if os.fstat(descriptor).st_mode & 0o7777 == mode:
         return
     try:
@@ -63,7 +63,7 @@ def set_mode(descriptor: int, mode: int) -> None:
 
 
 def make_folder(path: str, mode: int) -> None:
-    """Makes a folder for files of this mode; one that is there stays as it is."""
+    """Makes a folder for files of this mode; an existing one stays unchanged."""
     try:
         Path(path).mkdir(mode=0o700)
     except FileExistsError:
@@ -78,7 +78,7 @@ def make_folder(path: str, mode: int) -> None:
 
 
 def widen(path: str, mode: int) -> None:
-    """Adds the permissions that `mode` has and a file or folder of one's own lacks."""
+    """Adds the permissions of `mode` to a file or folder that this user owns."""
     try:
         now = Path(path).stat().st_mode & 0o7777
         if now | mode != now:
@@ -89,7 +89,7 @@ def widen(path: str, mode: int) -> None:
 
 
 def share_folders(store: str, mode: int) -> None:
-    """Lets whoever may use files of this mode come to them, and take the lock."""
+    """Widens a store's folders and lock so that users of files of this mode can use them."""
     for folder in (store, f"{store}/packs", f"{store}/snapshots"):
         widen(folder, folder_mode(mode))
     widen(f"{store}/lock", mode)

@@ -1,4 +1,4 @@
-"""What a save has to write, and where the rest of the snapshot is already."""
+"""Plans a save: which chunks to write, and where the store has the others."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import numpy.typing as npt
 
 from kvpager.stores.chunk_index import Place
 
-MAX_PACKS = 64  # of one manifest: descriptors of whoever opens it
-# Once there would be more, the smallest are copied together until this many are left. Much less
-# than the most, so that a chunk is copied again only when its pack is among the smallest again:
-# a logarithm of the number of turns, as in any log-structured store.
+MAX_PACKS = 64  # of one manifest; a reader needs a descriptor for each
+# If there would be more packs, the smallest are merged until this many are left. That is far below
+# the maximum, so that a chunk is copied again only when its pack is among the smallest again: about
+# log(turns) times, as in a log-structured store.
 MERGED_PACKS = 32
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Sealed chunks by number: those to write, ascending, and where the others are."""
+    """Sealed chunks by number: those to write, ascending, and the places of the others."""
 
     write: tuple[int, ...]
     shared: dict[int, Place]
 
     @property
     def shared_packs(self) -> set[str]:
-        """Ids of packs of the store that the snapshot will need."""
+        """Ids of existing packs that the snapshot will need."""
         return {place.pack for place in self.shared.values()}
 
 
 @dataclass(frozen=True)
 class PackTable:
-    """What a manifest says of its packs; see docs/snapshot_format.md.
+    """The pack table of a manifest; see docs/snapshot_format.md.
 
     Attributes:
         packs: (id, chunks in it), in order of first use.
@@ -51,12 +51,12 @@ def plan_write(
     content_ids: Sequence[bytes],
     find: Callable[[bytes, bytes], Sequence[Place]],
 ) -> WritePlan:
-    """Which sealed chunks to write, so that the fewest bytes are and no manifest has many packs.
+    """Chooses the chunks to write: as few bytes as possible with at most MAX_PACKS packs.
 
     Args:
         chain_hashes: of the snapshot's sealed chunks.
         content_ids: likewise.
-        find: where the store has a chunk with this chain hash and content id.
+        find: returns the store's places of a chunk with this chain hash and content id.
     """
     found = [find(chain, content) for chain, content in zip(chain_hashes, content_ids)]
     popularity = Counter(place.pack for places in found for place in places)
@@ -83,8 +83,8 @@ def table_of(
 
     Args:
         places: of all sealed chunks.
-        sizes: how many chunks a pack has.
-        summary_checksum: of a sealed chunk.
+        sizes: returns the number of chunks of a pack.
+        summary_checksum: returns that of a sealed chunk.
     """
     numbers: dict[str, int] = {}
     for place in places:

@@ -1,4 +1,4 @@
-"""The longest known beginning of a text, among all snapshots of a store."""
+"""Finds the longest prefix of a text among all snapshots of a store."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvpager.stores.tables import Snapshot
 def longest_prefix(
     catalogue: Catalogue, snapshots: Iterable[Snapshot], hashes: Sequence[bytes]
 ) -> tuple[Snapshot, int] | None:
-    """The snapshot to read it from, and of how many chunks it is.
+    """The snapshot with the longest prefix, and the prefix's number of chunks; None without any.
 
-    A name stands for all tokens up to its chunk, and for the fingerprint, salt and provenance they
-    were computed under, so that whoever has the k-th as chunk k has the ones before it too. With
-    the hashes of before format 1.2 that holds unless somebody made them collide: see who calls.
-    Of several, the one that was used last.
+    A chunk's name covers all tokens up to its end, and the fingerprint, salt and provenance they
+    were computed under: so a snapshot whose chunk k has the k-th name has the chunks before it too.
+    With the hashes of formats before 1.2 an attacker could make collisions, so callers compare the
+    token ids. If several snapshots qualify, returns the one used last.
 
     Args:
         catalogue: of the store.
@@ -34,7 +34,7 @@ def longest_prefix(
 
 
 def _common(catalogue: Catalogue, snapshot: Snapshot, hashes: Sequence[bytes]) -> int:
-    """How many of the snapshot's first chunks have these hashes and are sound."""
+    """How many of the snapshot's first chunks have these hashes and are undamaged."""
     manifest = snapshot.manifest
     most = min(manifest.sealed_chunks, len(hashes))
 
@@ -43,7 +43,7 @@ def _common(catalogue: Catalogue, snapshot: Snapshot, hashes: Sequence[bytes]) -
 
     tables = [catalogue.packs.get(pack) for pack in manifest.packs]
     if all(table is not None and table.chunks and not table.damaged for table in tables):
-        # Once a hash differs all later ones do, so that a few looks find the place.
+        # Once a hash differs, all later ones do: so a binary search finds the place.
         return bisect.bisect_left(range(most), True, key=differs)
     return next((chunk for chunk in range(most) if differs(chunk)), most)
 

@@ -1,7 +1,8 @@
-"""Taking files out of a directory store, in an order that a crash or power failure may interrupt.
+"""Removes files of a directory store, in an order that a crash or power failure may interrupt.
 
-A manifest goes, for good, before any of its packs: no snapshot is ever visible without its bytes.
-REQUIRES, of every function: the store's lock, and a catalogue refreshed under it, which is kept up.
+Removes a manifest durably before any of its packs: no snapshot is ever visible without its bytes.
+REQUIRES, of every function: the store's lock, and a catalogue refreshed under it, which the
+function keeps up to date.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from kvpager.stores.lock import in_use
 
 
 def remove_snapshots(catalogue: Catalogue, names: Iterable[str]) -> list[str]:
-    """Removes snapshots and their companions, then those of their packs nobody needs or holds.
+    """Removes snapshots and their companions, then those of their packs no longer needed or held.
 
-    Returns the ids of the packs that went.
+    Returns the ids of the removed packs.
     """
     packs: set[str] = set()
     gone = 0
@@ -35,10 +36,10 @@ def remove_snapshots(catalogue: Catalogue, names: Iterable[str]) -> list[str]:
 
 
 def remove_unneeded_packs(catalogue: Catalogue, packs: Iterable[str]) -> list[str]:
-    """Removes those of `packs` that no readable snapshot needs and nobody holds.
+    """Removes those of `packs` that no readable snapshot needs and no reader or writer holds.
 
-    None at all while there is a manifest that is sound for all that is known, but cannot be read
-    now or by this version: it may need any of them.
+    Removes none while a manifest that may be undamaged cannot be read now or by this version: it
+    may need any of them.
     """
     if any(not snapshot.manifest.corrupt for snapshot in catalogue.unreadable()):
         return []
@@ -54,7 +55,7 @@ def remove_unneeded_packs(catalogue: Catalogue, packs: Iterable[str]) -> list[st
 
 
 def remove_pack(catalogue: Catalogue, pack: str) -> None:
-    """Removes a pack and what is noted of it."""
+    """Removes a pack and its list of damage."""
     table = catalogue.packs.pop(pack)
     catalogue.index.discard(pack, table.chain_hashes, table.content_ids)
     catalogue.remove(table.path)
@@ -63,7 +64,7 @@ def remove_pack(catalogue: Catalogue, pack: str) -> None:
 
 
 def remove_temporaries(catalogue: Catalogue) -> int:
-    """Removes what writers that died have left; returns how many files."""
+    """Removes temporary files of dead writers; returns their number."""
     dead = [path for path in catalogue.temporaries if not in_use(path)]
     for path in dead:
         catalogue.remove(path)
@@ -72,7 +73,7 @@ def remove_temporaries(catalogue: Catalogue) -> int:
 
 
 def remove_strays(catalogue: Catalogue) -> int:
-    """Removes notes on snapshots and packs that are no more; returns how many files."""
+    """Removes sidecars and lists of damage whose snapshot or pack is gone; returns their number."""
     count = len(catalogue.strays)
     for path in list(catalogue.strays):
         catalogue.remove(path)

@@ -24,12 +24,12 @@ PACK_SESSION = '{"pack":true}'
 
 
 class Saving:
-    """begin write publish, in this order; leaving the `with` block lets go of everything.
+    """Call begin, write, publish in this order; leaving the `with` block releases everything.
 
     Attributes:
-        plan: which chunks are written and which are shared; known after `begin`.
-        bytes_written: size of the files, after `write`.
-        logical_digest: of the snapshot, likewise.
+        plan: which chunks are written and which are shared; set by `begin`.
+        bytes_written: size of the files; set by `write`.
+        logical_digest: of the snapshot; set by `write`.
     """
 
     plan: WritePlan
@@ -44,9 +44,9 @@ class Saving:
         owner: str | None = None,
         overwrite: bool = False,
     ) -> None:
-        """`owner`: of a companion, the snapshot it is saved for, whose notes are its own.
+        """`owner`: for a companion, the name of its primary, whose sidecar it uses.
 
-        overwrite: also what is of another salt or model, which has the name.
+        overwrite: also replace a snapshot of another salt or model.
         """
         self._overwrite = overwrite
         self.name = name
@@ -65,12 +65,12 @@ class Saving:
         self._summary_checksums: dict[int, int] = {}
 
     def begin(self, catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> None:
-        """Plans, makes room, takes it. REQUIRES: the store's lock.
+        """Plans the save, makes room and takes it. REQUIRES: the store's lock.
 
         Raises:
-            InvalidArgumentError: the name is that of somebody else's companion, or what is to be a
-                companion has that of a snapshot of its own, or what has it is of another salt or
-                model and is not to be replaced.
+            InvalidArgumentError: the name belongs to another snapshot's companion; or a companion
+                would take the name of a session; or a snapshot of another salt or model has the
+                name and `overwrite` is False.
         """
         content = self._content
         self._check_name(catalogue)
@@ -134,7 +134,7 @@ class Saving:
         )
 
     def write(self, progress: ProgressCallback | None) -> None:
-        """Writes and syncs both files, visible to nobody yet."""
+        """Writes and syncs both files without publishing them."""
         assert self._manifest is not None
         content = self._content
         if self._pack is not None:
@@ -175,7 +175,7 @@ class Saving:
     def publish(self, catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> None:
         """Makes the snapshot visible. REQUIRES: the store's lock.
 
-        Whatever fails here before the last rename leaves the name as it was, and `undo` tidies up.
+        If it fails before the last rename, the name is unchanged, and `undo` removes what is left.
         """
         assert self._manifest is not None
         before = catalogue.snapshots.get(self.name)
@@ -187,14 +187,14 @@ class Saving:
         self.release()
 
     def _write_sidecar(self, catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> None:
-        # Its room was made at the start, but is not held. Without a sidecar, the last use is the
-        # manifest's own time.
+        # `begin` made room for the sidecar but does not hold it. Without a sidecar, the last use is
+        # the manifest's own time.
         budget = settings.byte_budget
         if budget is None or catalogue.bytes + SIDECAR_BYTES <= budget:
             Sidecar().write(catalogue.sidecar_path(self.name), now_ns, settings.mode)
 
     def report(self, seconds: float, companions: tuple[SaveReport, ...] = ()) -> SaveReport:
-        """What was done, in so many seconds. REQUIRES: it was written."""
+        """The report. seconds: from the call until it was in place. REQUIRES: `write`."""
         content = self._content
         return SaveReport(
             name=self.name,
@@ -215,7 +215,7 @@ class Saving:
         remove_unneeded_packs(catalogue, [self.pack_id])
 
     def release(self) -> None:
-        """Removes what was not published, and lets go of locks. Doing so twice is harmless."""
+        """Removes what was not published, and releases locks. May be called twice."""
         for writer in (self._pack, self._manifest):
             if writer is not None:
                 writer.discard()

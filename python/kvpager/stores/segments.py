@@ -1,4 +1,4 @@
-"""Segments as snapshots: what the session section of one says of itself."""
+"""Segments saved as snapshots: the note in their session section."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOTE = "segment"  # in the session section
 
 @dataclass(frozen=True)
 class SegmentNote:
-    """What makes a snapshot one of a segment.
+    """The note that makes a snapshot that of a segment.
 
     Attributes:
         name: of the segment.
@@ -37,11 +37,13 @@ class SegmentNote:
 
     @classmethod
     def of(cls, session: Mapping[str, Any], held: int, path: str) -> SegmentNote:
-        """From a parsed session section. held: tokens of the snapshot, padding included.
+        """Reads the note of a parsed session section.
+
+        held: tokens of the snapshot, padding included.
 
         Raises:
-            InvalidArgumentError: it is no segment.
-            CorruptSnapshotError, UnsupportedVersionError: it says what no writer does.
+            InvalidArgumentError: the snapshot is no segment.
+            CorruptSnapshotError, UnsupportedVersionError: the note has invalid values.
         """
         note = session.get(_NOTE)
         if note is None:
@@ -69,20 +71,20 @@ class SegmentNote:
         return cls(name, tokens, digest)
 
     def to_session(self) -> dict[str, object]:
-        """What a segment's snapshot says beside its chunks."""
+        """The session section of a segment's snapshot."""
         return {_NOTE: {"version": VERSION, **asdict(self)}}
 
 
 def noted_segment(session: str, held: int, path: str) -> SegmentNote | None:
-    """The note in a session's JSON text; None where there is none, or none that can be read."""
+    """The note in a session's JSON text; None if there is none or it cannot be read."""
     if f'"{_NOTE}"' not in session:
         return None
     try:
         return SegmentNote.of(parse_section(session, path, "session"), held, path)
-    except PagerError:  # reported to whoever loads it
+    except PagerError:  # loading the segment reports it
         return None
 
 
 def stored_name(name: str) -> str:
-    """What a segment is called in a store."""
+    """The name of a segment's snapshot in a store."""
     return PREFIX + check_name(name)

@@ -1,4 +1,4 @@
-"""What a directory store was told once, for all who open it: STORE/store.json."""
+"""The recorded settings of a directory store, for all who open it: STORE/store.json."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]?)\s*")
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """Budget and time to live, None: without bound; permissions of new files."""
+    """Budget and time to live (None: unlimited), and permissions of new files."""
 
     byte_budget: int | None = None
     ttl_seconds: float | None = None
     mode: int = PRIVATE
 
     def updated(self, byte_budget: object, ttl: object, mode: object = None) -> StoreSettings:
-        """With what was given in its place; None keeps what there is."""
+        """A copy with the given values; None keeps the old one."""
         changed = self
         if byte_budget is not None:
             changed = replace(changed, byte_budget=parse_budget(byte_budget))
@@ -54,12 +54,12 @@ class StoreSettings:
 
     @classmethod
     def read(cls, folder: str) -> StoreSettings:
-        """What the store's file says.
+        """Reads the store's file.
 
         Raises:
-            FileNotFoundError: it is no store.
+            FileNotFoundError: the folder is no store.
             UnsupportedVersionError: a newer version made it.
-            CorruptSnapshotError: it is not what was written.
+            CorruptSnapshotError: the file is damaged.
         """
         path = f"{folder}/{SETTINGS_FILE}"
         try:
@@ -97,7 +97,7 @@ def parse_ttl(field: str, value: object) -> float | None:
     """Seconds from a number, "90s", "30m", "12h", "7d", "2w" or "never".
 
     Raises:
-        InvalidArgumentError: naming `field`, for anything else.
+        InvalidArgumentError: names `field`, for anything else.
     """
     if value == NEVER:
         return None

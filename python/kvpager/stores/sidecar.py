@@ -1,7 +1,6 @@
-"""What a store notes of a snapshot beside it: whether it is pinned, and its own time to live.
+"""A small file beside a snapshot: whether it is pinned, and its own time to live.
 
-The time at which the sidecar was last touched is the snapshot's last use; the manifest's own time
-is when it was saved.
+The sidecar's modification time is the snapshot's last use; the manifest's is the time of the save.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ SIDECAR_BYTES = 256  # more than any sidecar has
 
 @dataclass(frozen=True)
 class Sidecar:
-    """One snapshot's notes.
+    """The sidecar of one snapshot.
 
     Attributes:
-        pinned: kept whatever its age and the budget.
-        ttl_seconds: None: the store's; infinite: none.
-        error: why the file could not be read; it is taken for a pin then, the careful reading.
+        pinned: whether it never expires and is never evicted.
+        ttl_seconds: its time to live; None: the store's; infinity: it never expires.
+        error: why the file could not be read; then the snapshot counts as pinned, to be safe.
     """
 
     pinned: bool = False
@@ -32,7 +31,7 @@ class Sidecar:
     error: str | None = None
 
     def write(self, path: str, last_used_ns: int, mode: int) -> None:
-        """Puts the notes in place; the last use stays what it was."""
+        """Writes the file, with the given last use as its time."""
         ttl = NEVER if self.ttl_seconds == math.inf else self.ttl_seconds
         text = json.dumps({"pinned": self.pinned, "ttl_seconds": ttl}) + "\n"
         write_atomically(path, text, mode)
@@ -40,7 +39,7 @@ class Sidecar:
 
     @classmethod
     def read(cls, path: str) -> Sidecar:
-        """What the file says; the defaults where there is none."""
+        """Reads the file; returns the defaults if there is none."""
         try:
             values = read_json(path)
             pinned, ttl = values["pinned"], values["ttl_seconds"]

@@ -1,4 +1,4 @@
-"""What the files of a directory store say of themselves: packs and manifests, read once each."""
+"""Tables of the packs and manifests of a directory store, read once each."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvpager.stores.own_name import name_in
 from kvpager.stores.segments import SegmentNote, noted_segment
 from kvpager.stores.sidecar import Sidecar
 
-KNOWN_MINOR = 2  # newest format this store writes; a newer file is read and left as it is
+KNOWN_MINOR = 2  # newest format this store writes; newer files are read and never rewritten
 
 
 class Stamp(NamedTuple):
-    """Tells one file from another that later has its name."""
+    """Distinguishes a file from a later one of the same name."""
 
     inode: int
     bytes: int
@@ -36,13 +36,13 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Pack:
-    """A file of sealed chunks. Never changes, so that it is read once per process.
+    """A file of sealed chunks. It never changes, so each process reads it once.
 
     Attributes:
-        kind: what chunks must have in common to lie in one pack.
-        damaged: chunks that are known to be damaged; they are served and shared no more.
-        error: why the file cannot be used; it has no chunks then.
-        corrupt: whether that is the file's fault, rather than the system's or this version's.
+        kind: identifies the layout; only chunks of one kind share a pack.
+        damaged: chunks known to be damaged; they are not shared any more.
+        error: why the file cannot be used; then it has no chunks.
+        corrupt: whether `error` means damage, rather than a failed read or a newer version.
     """
 
     id: str
@@ -66,7 +66,7 @@ class Pack:
 
     @classmethod
     def read(cls, pack: str, path: str, stamp: Stamp) -> Pack:
-        """The table of the pack at `path`."""
+        """Reads the table of the pack at `path`."""
         try:
             reader = _core.SnapshotReader.open(path)
             if reader.packs or reader.chunks != reader.sealed_chunks:
@@ -93,14 +93,14 @@ class Manifest:
 
     Attributes:
         companions: digests by kind of the companions it names.
-        companion_of: name of the snapshot that it says it belongs to.
-        segment: what it says of the segment that it is; None for a session.
-        saved_as: the name that it says it has; None where it does not say.
-        belonging: what it was saved under; None where it cannot be read.
+        companion_of: name of the primary that it names.
+        segment: the note of its segment; None for a session.
+        saved_as: the name it records; None if it records none.
+        belonging: the salt and model it was saved under; None if it cannot be read.
         packs: ids of the packs it needs, in order of first use.
         pack_places: [sealed chunks, 2] pack number and chunk in it.
-        error: why it cannot be opened; which packs it needs is unknown then.
-        corrupt: whether that is the file's fault, rather than the system's or this version's.
+        error: why it cannot be opened; then the packs it needs are unknown.
+        corrupt: whether `error` means damage, rather than a failed read or a newer version.
     """
 
     name: str
@@ -124,23 +124,23 @@ class Manifest:
 
     @property
     def sealed_chunks(self) -> int:
-        """Chunks that lie in packs."""
+        """Number of chunks that lie in packs."""
         return len(self.pack_places)
 
     def place(self, chunk: int) -> Place:
-        """Where a sealed chunk is."""
+        """The place of a sealed chunk."""
         pack, number = self.pack_places[chunk].tolist()
         return Place(self.packs[pack], number)
 
     @cached_property
     def uses(self) -> dict[str, npt.NDArray[np.uint32]]:
-        """Of each pack, the chunks it needs."""
+        """The chunks it needs, by pack."""
         numbers, chunks = self.pack_places[:, 0], self.pack_places[:, 1]
         return {pack: chunks[numbers == number] for number, pack in enumerate(self.packs)}
 
     @classmethod
     def read(cls, name: str, path: str, stamp: Stamp, packs_folder: str) -> Manifest:
-        """The table of the manifest at `path`."""
+        """Reads the table of the manifest at `path`."""
         try:
             reader = _core.SnapshotReader.open(path, packs_folder)
             companions, owner = links_of(reader.session, path)
@@ -161,7 +161,7 @@ class Manifest:
                 pack_places=np.asarray(reader.places, dtype=np.uint32).reshape(-1, 2),
             )
         except PagerError as error:
-            # The manifest itself is there, so what is missing is a pack: that will not pass.
+            # The manifest itself exists, so a pack is missing: permanent damage.
             missing = os.strerror(errno.ENOENT) in str(error)
             corrupt = isinstance(error, CorruptSnapshotError) or missing
             return cls(name, path, stamp, error=str(error), corrupt=corrupt)
@@ -169,7 +169,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A manifest, what is noted of it, and when it was last used."""
+    """A manifest, its sidecar, and the time of its last use."""
 
     manifest: Manifest
     sidecar: Sidecar
@@ -178,21 +178,21 @@ class Snapshot:
 
     @cached_property
     def bytes(self) -> int:
-        """Size of the files that are its alone by name: manifest and sidecar."""
+        """Size of its own files: manifest and sidecar."""
         return self.manifest.stamp.bytes + self.sidecar_bytes
 
     def ttl(self, default: float | None) -> float | None:
-        """Seconds it lives after its last use; None: for ever. `default` is the store's."""
+        """Seconds it lives after its last use; None: forever. `default` is the store's."""
         if self.sidecar.ttl_seconds is None:
             return default
         return None if self.sidecar.ttl_seconds == math.inf else self.sidecar.ttl_seconds
 
     def mortal(self, default: float | None) -> bool:
-        """Whether its time can ever be over. A pinned one's cannot."""
+        """Whether it can expire. A pinned one cannot."""
         return not self.sidecar.pinned and self.ttl(default) is not None
 
     def expired(self, now_ns: int, default: float | None) -> bool:
-        """Whether its time is over."""
+        """Whether it has expired."""
         ttl = self.ttl(default)
         return self.mortal(default) and ttl is not None and now_ns - self.last_used_ns > ttl * 1e9
 

@@ -1,4 +1,4 @@
-"""What putting a session together from segments came to."""
+"""The report of a session that was put together from segments."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from dataclasses import dataclass
 class Assembly:
     """How `Engine.assemble` has filled a session, and what it cost.
 
-    Every token of the text is of one of four kinds, whose numbers add up to `tokens`.
+    Every token of the text is exact, moved, recomputed or fresh; these four add up to `tokens`.
 
     Attributes:
-        tokens: of the text.
-        exact: at its beginning, with the K/V a full prefill gives: a true prefix, whatever was
-            computed right after it, and with everything recomputed the whole text.
-        moved: K/V of a segment, with keys rotated to their new positions; approximate.
-        recomputed: likewise of a segment, but computed again in place; approximate.
-        fresh: ids that were in no segment, after something that is approximate.
-        shared: of the exact tokens, those that were there already and nobody had to compute.
-        rows: rows of forwards of the whole model, padding apart: for each of the other exact
-            tokens, each recomputed and each fresh one, one.
-        probe_rows: rows that a policy has spent on its choice, in forwards of the whole model; a
-            forward that stops after some layers counts as their share of all.
-        forwards: forwards run for all of it, probes included.
-        policy: what chose the tokens to recompute.
+        tokens: number of tokens of the text.
+        exact: tokens at the beginning whose K/V are those of a full prefill: the prefix that was
+            found, and what was computed right after it; the whole text if everything was
+            recomputed.
+        moved: tokens with K/V of a segment, keys rotated to their new positions; approximate.
+        recomputed: tokens of a segment whose K/V were computed again in place; approximate.
+        fresh: tokens of no segment that follow an approximate one.
+        shared: exact tokens whose K/V the pager or a store had already.
+        rows: rows that the model computed, without padding: one for each exact token that was not
+            shared, each recomputed and each fresh token.
+        probe_rows: rows that the policy needed to choose, in forwards of the whole model; a forward
+            that stops after some layers counts with their share.
+        forwards: forwards run, probes included.
+        policy: the policy that chose the tokens to recompute.
         seconds: from the call of `assemble` to its return.
     """
 
@@ -42,6 +43,6 @@ class Assembly:
 
     @property
     def recomputed_share(self) -> float:
-        """Recomputed tokens by those that segments were to bring; 0 without any."""
+        """The share recomputed / (moved + recomputed); 0 if both are 0."""
         segments = self.moved + self.recomputed
         return self.recomputed / segments if segments else 0.0

@@ -1,4 +1,4 @@
-"""What another model holds of a conversation's text, for as long as the conversation lives."""
+"""The interface of a companion: another model's cache of a conversation's text."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvpager.stores.companion import CompanionSnapshot
 class Companion(Cache, Protocol):
     """A cache that is cut, forked, saved and closed with the transcript it belongs to."""
 
-    kind: str  # of companion, in a store
+    kind: str  # of companion, as a store records it
 
     def fork(self) -> Companion:
-        """The same for a transcript with the same text; empty where there is no room for it."""
+        """A companion for a fork of the transcript; an empty one if there is no room."""
         ...
 
     def freeze(self, upto: int) -> CompanionSnapshot | None:
-        """What it holds of the first `upto` tokens, for a save; None if that is nothing."""
+        """Its cache of the first `upto` tokens, for a save; None if it holds none of them."""
         ...
 
     def close(self) -> None:
-        """Gives its chunks up. Twice is harmless."""
+        """Releases its chunks. May be called twice."""
         ...

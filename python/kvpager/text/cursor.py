@@ -1,4 +1,4 @@
-"""Where one conversation stands over its sequence: committed, uncomputed, pending, accepted."""
+"""The position of one conversation: committed, uncomputed, pending and accepted tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class Accepted:
-    """Guesses that a forward has confirmed and nobody was given yet: rows of the sequence.
+    """Guesses that a forward confirmed and that no caller has received yet.
 
-    start: position of the first. logits: [len(tokens), vocab], after each of them. sampling: what
-    chose them.
+    The sequence holds their K/V. start: position of the first. logits: [len(tokens), vocab], after
+    each of them. sampling: the options that chose them.
     """
 
     start: int
@@ -29,7 +29,7 @@ class Accepted:
 
     @property
     def end(self) -> int:
-        """Where the sequence ends while it holds them."""
+        """The position after the last of them."""
         return self.start + len(self.tokens)
 
     def rest(self) -> Accepted:
@@ -42,27 +42,27 @@ class Cursor:
 
         0            committed                    next_position
         | K/V are there | uncomputed ............ | pending |
-        | K/V are there | accepted: K/V are there, no part of the text yet |
+        | K/V are there | accepted: K/V are there, not yet part of the text |
 
     *Uncomputed* tokens belong to the text, but their K/V have to be computed (again). The *pending*
-    one was sampled last; its K/V come with the next forward. *Accepted* guesses were committed by
-    the forward that verified them, and are no part of the text until each is sampled and becomes
-    pending in its turn; every other step drops them.
+    token was sampled last; the next forward computes its K/V. *Accepted* guesses were committed by
+    the forward that verified them. Each becomes part of the text when it is sampled and becomes the
+    pending token; every other step drops them.
 
-    Each value holds for one position only and is void at any other, so that a commit or a trim of
-    the sequence, at whatever moment an exception strikes, leaves nothing that is wrong.
+    Each value is stored with the position it is valid for and is ignored at any other position. So
+    an exception between a commit or trim of the sequence and the update here leaves no wrong value.
     """
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
-        self._provisional: int | None = None  # see `provisional`; the first of such rows
+        self._provisional: int | None = None  # position of the first provisional row
         self._pending: tuple[int, int] | None = None  # (position, token)
         self._logits: tuple[int, torch.Tensor] | None = None  # (position of what they predict, ...)
         self._uncomputed: tuple[int, TokenIds] | None = None  # (position of the first, tokens)
         self._accepted: Accepted | None = None
 
     def copy_to(self, twin: Cursor) -> None:
-        """Brings another one, over a fork of the sequence, to the same place."""
+        """Copies the state to `twin`, a cursor over a fork of the sequence."""
         assert self._accepted is None
         twin._provisional = self._provisional
         twin._pending, twin._logits = self._pending, self._logits
@@ -77,7 +77,7 @@ class Cursor:
 
     @property
     def provisional(self) -> bool:
-        """Whether rows after the last sealed chunk may have come from a forward of any row count.
+        """Whether a forward with an unproven row count may have written rows of the open chunk.
 
         Set before such a row is committed.
         """
@@ -101,26 +101,26 @@ class Cursor:
 
     @property
     def next_position(self) -> int:
-        """Where the next sampled token goes."""
+        """The position of the next sampled token."""
         if self._uncomputed is None:
             return self.committed
         return self.committed + len(self.uncomputed)
 
     @property
     def pending(self) -> int | None:
-        """The sampled token that no forward has taken yet."""
+        """The token sampled last, if no forward has computed its K/V yet."""
         if self._pending is not None and self._pending[0] == self.next_position:
             return self._pending[1]
         return None
 
     @property
     def length(self) -> int:
-        """Tokens of the text, the pending one included."""
+        """Number of tokens of the text, the pending one included."""
         return self.next_position + (self.pending is not None)
 
     @property
     def tokens(self) -> TokenIds:
-        """All of the text, [length] int32, the pending token included; a copy."""
+        """A copy of the text, [length] int32, the pending token included."""
         held = self.sequence.tokens[: self.committed]
         uncomputed, pending = self.uncomputed, self.pending
         if not uncomputed.size and pending is None:
@@ -137,23 +137,23 @@ class Cursor:
 
     @property
     def ready(self) -> bool:
-        """Whether the next token can be chosen without a forward."""
+        """Whether the next token can be sampled without a forward."""
         position = self.next_position
         pending = self._pending is not None and self._pending[0] == position
         return not pending and self._logits is not None and self._logits[0] == position
 
     def set_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Remembers, in a copy, the logits after the last committed token."""
+        """Copies and keeps the logits after the last committed token."""
         kept = logits.clone()
         self._logits = (self.next_position, kept)
         return kept
 
     def set_pending(self, token: int | None) -> None:
-        """Makes a token the pending one, wherever it was sampled; or none."""
+        """Makes `token` the pending one; None: no token is pending."""
         self._pending = None if token is None else (self.next_position, token)
 
     def sample(self, sampling: Sampling) -> int:
-        """Chooses the next token and makes it the pending one. REQUIRES: ready."""
+        """Samples the next token and makes it the pending one. REQUIRES: ready."""
         position, accepted = self.next_position, self._accepted
         if accepted is not None and position == accepted.start and sampling == accepted.sampling:
             token = accepted.tokens[0]
@@ -165,11 +165,11 @@ class Cursor:
         return token
 
     def accept(self, accepted: Accepted) -> None:
-        """What a forward is about to commit beyond the pending token; void until it has."""
+        """Keeps the guesses that a forward is about to commit; ignored until it has."""
         self._accepted = accepted
 
     def advance(self) -> bool:
-        """Commits the pending token without a forward, where it is the first accepted one."""
+        """Commits the pending token without a forward if it is the first accepted one."""
         accepted = self._accepted
         if (
             accepted is None
@@ -182,29 +182,29 @@ class Cursor:
         return True
 
     def drop_accepted(self) -> None:
-        """Trims accepted guesses away. They fill no chunk, so that this takes no room."""
+        """Trims accepted guesses away. They never fill a chunk, so this needs no free block."""
         if self._accepted is not None:
             self.sequence.trim(self.committed)
             self._accepted = None
 
     def set_text(self, tokens: TokenIds) -> None:
-        """Makes `tokens` the text; what the sequence has no K/V of is uncomputed."""
+        """Makes `tokens` the text; tokens without K/V in the sequence are uncomputed."""
         self._uncomputed = (0, tokens)
 
     def forget_from(self, position: int) -> None:
-        """Gives up the K/V from `position` on; their tokens are uncomputed from now on."""
+        """Drops the K/V from `position` on; their tokens become uncomputed."""
         if position >= self.committed:
             return
         tokens = np.concatenate([self.sequence.tokens[position : self.committed], self.uncomputed])
-        # Before the trim this is what was uncomputed; after it, the tokens trimmed as well.
+        # Before the trim these are the tokens uncomputed so far; after it, the trimmed ones too.
         self._uncomputed = (position, tokens)
         self.sequence.trim(position)
 
     def forget_provisional(self, chunk_tokens: int) -> None:
-        """Gives up the K/V of rows that must not be sealed; their tokens are uncomputed then.
+        """Drops the K/V of rows that must not be sealed; their tokens become uncomputed.
 
-        All of their chunk, where that can be: after a cut a window may have let go of what the
-        chunk's first rows need. Those before the first provisional one are exact.
+        Drops their whole chunk where possible. After a cut, the chunks that the first rows need may
+        be released (behind a window); then only rows from the first provisional one on are dropped.
         """
         if self._provisional is None:
             return
@@ -214,7 +214,7 @@ class Cursor:
         self._provisional = None
 
     def cut(self, position: int) -> None:
-        """Keeps the tokens [0, position) of the text; the pending one goes, unless it is one."""
+        """Keeps the tokens [0, position) of the text, the pending one only if it is among them."""
         if position > self.next_position:
             return
         committed = self.committed

@@ -1,4 +1,4 @@
-"""What a transcript does about chunks of its snapshot that are damaged."""
+"""How a transcript handles damaged chunks of its snapshot."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class DamageHandling:
-    """What is done about damaged chunks, and how much of it was done. Thread-safe."""
+    """What to do about damaged chunks, and how many tokens were computed again. Thread-safe."""
 
-    on_corrupt: str = RECOMPUTE  # who restored nothing must not fail for another's file
-    store: SnapshotStore | None = None  # it was restored from, and
-    reader: _core.SnapshotReader | None = None  # what of it
-    first: int = 0  # chunk of the text that is the first there
-    tokens: int = 0  # computed again
+    on_corrupt: str = RECOMPUTE  # a session that shares another's damaged chunk must not fail
+    store: SnapshotStore | None = None  # the store it was restored from
+    reader: _core.SnapshotReader | None = None  # the snapshot there
+    first: int = 0  # index in the text of the snapshot's first chunk
+    tokens: int = 0  # tokens computed again
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def for_fork(self) -> DamageHandling:
-        """That of a fork, which has computed nothing again yet."""
+        """The same settings for a fork, with its count at 0."""
         return DamageHandling(self.on_corrupt, self.store, self.reader, self.first)
 
     def count(self, tokens: int) -> None:
-        """Adds tokens that were computed again."""
+        """Adds to the tokens that were computed again."""
         with self._lock:
             self.tokens += tokens
 
     def report(self, chunk: int) -> None:
-        """Tells the store, which must not share this chunk any more, nor take it for saved."""
+        """Reports a damaged chunk to the store, so that no later save relies on it."""
         report_damage = getattr(self.store, "report_damage", None)
         if report_damage is None:
             return

@@ -1,4 +1,4 @@
-"""A transcript's own K/V, and state where there is one, as the primary cache of a group."""
+"""A transcript's own K/V and recurrent state, as the primary cache of its cache group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvpager.text.transcript import Transcript
 
 
 class PrimaryCache:
-    """What cannot be kept of the text is uncomputed from then on; the text stays."""
+    """Tokens whose K/V cannot be kept become uncomputed; the text itself stays."""
 
     def __init__(self, transcript: Transcript) -> None:
         self._transcript = transcript
@@ -19,9 +19,9 @@ class PrimaryCache:
         return self._transcript.committed
 
     def trim(self, position: int) -> TrimAnswer:
-        """Refused behind what a window has let go; from a checkpoint where state is recurrent.
+        """Refuses positions before the earliest trim; for recurrent layers it names a checkpoint.
 
-        Where the pool has no block for a part of a sealed chunk, the chunk's beginning is one.
+        If the pool has no block to copy a part of a sealed chunk, it names that chunk's beginning.
         """
         transcript = self._transcript
         size = transcript.config.chunk_tokens
@@ -52,7 +52,7 @@ class PrimaryCache:
         return Ok()
 
     def rewind(self, position: int) -> None:
-        """The tokens from the checkpoint on are uncomputed."""
+        """Makes the tokens from `position`, a checkpoint, on uncomputed."""
         transcript = self._transcript
         transcript.forget_from(position)
         transcript.provisional = False
@@ -60,5 +60,5 @@ class PrimaryCache:
             transcript.states.rewind(position)
 
     def reset(self) -> None:
-        """All tokens are uncomputed."""
+        """Makes all tokens uncomputed."""
         self.rewind(0)

@@ -1,4 +1,4 @@
-"""Room below the pool that a text may still need, reserved by whoever will write it."""
+"""Room below the pool for tokens that a text may still get, reserved before they are written."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvpager.pager import Sequence
 
 
 class Reservation:
-    """Room for so many tokens of a text, until it is released. Made by `Reservations.reserve`."""
+    """Room for a number of tokens of a text. Made by `Reservations.reserve`."""
 
     def __init__(self, reservations: Reservations, total_tokens: int) -> None:
         self.total_tokens = total_tokens
         self._reservations = reservations
 
     def release(self) -> None:
-        """Gives back the room that no other reservation of the text needs. Twice is harmless."""
+        """Releases the room that no other reservation of the text needs. May be called twice."""
         self._reservations.release(self)
 
     def __enter__(self) -> Reservation:
@@ -33,9 +33,9 @@ class Reservation:
 
 
 class Reservations:
-    """Those of one transcript. The pager holds room for the largest of them.
+    """The reservations of one transcript. The pager holds room for the largest.
 
-    sequence: what the transcript holds now; whoever exchanges it says so here.
+    sequence: the transcript's sequence; whoever replaces that one has to replace it here too.
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -43,7 +43,7 @@ class Reservations:
         self._held: list[Reservation] = []
 
     def reserve(self, total_tokens: int) -> Reservation:
-        """Holds room for the text to grow to so many tokens.
+        """Holds room for the text to grow to `total_tokens`.
 
         Raises:
             CapacityError: nothing more is held than before.
@@ -63,11 +63,11 @@ class Reservations:
             return
         self._held.remove(reservation)
         if not self.sequence.closed:
-            # Of another sequence than was reserved for, it has what it could have; closed by
-            # another thread meanwhile or inherited by a forked child, it has nothing to give.
+            # A sequence that replaced the first one keeps what it could reserve; one that another
+            # thread closed, or that a forked child inherited, has nothing to release.
             with suppress(PagerError):
                 self.sequence.reserve(self._most())
 
     def _most(self) -> int:
-        """Accepted guesses may have brought the sequence further already."""
+        """The largest reservation, at least the sequence's length (accepted guesses count)."""
         return max([self.sequence.length, *(one.total_tokens for one in self._held)])

@@ -1,4 +1,4 @@
-"""One conversation as the runtime has it: its text, its caches, and what is known of both."""
+"""One conversation as the runtime sees it: its text, its caches and their state."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ MakeStates = Callable[[Sequence], StateCursor | None]
 
 
 class Transcript(Cursor):
-    """A text, the sequence that holds its K/V, and what goes with it; made by `Transcripts`.
+    """A text, the sequence with its K/V, and their companions; made by `Transcripts`.
 
-    A `kvpager.Session` is its user's handle. One that nobody holds gives its chunks up, as if
-    closed.
+    A `kvpager.Session` is the user's handle of one. A transcript without references releases its
+    chunks, as `close` does.
 
     Attributes:
-        config: of the engine.
-        sampling: of the last generation, or the restored one; before the first, its seed alone
-            counts.
-        speculation: of all generations that speculated.
-        damage: what is done about damaged chunks.
-        tokens_computed: of prompts: rows that forwards committed, whatever they shared.
-        generation_start: where the last generation began; None where it was cut or there was none.
+        config: the engine's.
+        sampling: options of the last generation, or the restored ones; before the first generation
+            only the seed is meaningful.
+        speculation: counters of all generations that speculated.
+        damage: what to do about damaged chunks.
+        tokens_computed: rows that forwards committed for prompts.
+        generation_start: where the last generation began; None if that was cut or there was none.
         companions: other models' caches of the text.
-        states: of recurrent layers; None for a model without such layers.
-        assembly: how it was put together, if from segments.
+        states: positions with recurrent states; None for a model without recurrent layers.
+        assembly: how the text was put together, if from segments.
         restored_tokens: positions that came from a snapshot or store.
-        restored_tokens_consumed: of those, how many have served in place of a prefill.
-        trims: where its trims are counted.
+        restored_tokens_consumed: restored positions that replaced a prefill.
+        trims: counters of its trims.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Transcript(Cursor):
         self.states: StateCursor | None = None
         self.assembly: Assembly | None = None
         self._reservations = Reservations(sequence)
-        self._reprefilled_to = 0  # up to where tokens are computed that a trim had kept
+        self._reprefilled_to = 0  # end of the tokens computed again that a trim had kept
         self._begin(sequence, restored_tokens)
 
     def _begin(self, sequence: Sequence, restored_tokens: int) -> None:
@@ -82,7 +82,7 @@ class Transcript(Cursor):
 
     @property
     def closed(self) -> bool:
-        """Whether its chunks were given up."""
+        """Whether its chunks were released."""
         return self.sequence.closed
 
     @property
@@ -97,7 +97,7 @@ class Transcript(Cursor):
         )
 
     def seed_for(self, sampling: Sampling) -> int:
-        """Of a generation that was given none: see `Session.generate`."""
+        """The seed of a generation that was given none: see `Session.generate`."""
         own = self.sampling.seed
         return own if self.pending is not None or sampling.temperature == 0 else seed_after(own)
 
@@ -106,54 +106,54 @@ class Transcript(Cursor):
         return int(self.sequence.tokens[position])
 
     def reserve(self, total_tokens: int) -> Reservation:
-        """Holds room to grow to so many tokens, until what is returned is released."""
+        """Holds room to grow to `total_tokens` until the reservation is released."""
         return self._reservations.reserve(total_tokens)
 
     def sample(self, sampling: Sampling) -> int:
-        """Chooses the token after the committed ones and makes it the pending one."""
+        """Samples the token after the committed ones and makes it the pending one."""
         token = super().sample(sampling)
         self.sampling = sampling
         return token
 
     def keep_logits(self, logits: Any) -> Any:
-        """`set_logits` of a forward, for which the K/V held so far were used."""
+        """`set_logits` with logits of a forward, which used the K/V held so far."""
         kept = self.set_logits(logits)
         self.mark_used()
         return kept
 
     def mark_used(self) -> None:
-        """The K/V held so far have served in place of a prefill."""
+        """Records that the K/V held so far replaced a prefill."""
         self.restored_tokens_consumed = self._restored_left
 
     def mark_provisional(self) -> None:
-        """The next rows come from a forward of any row count."""
+        """Call before a forward with an unproven row count commits rows."""
         if self.config.exact == "reuse":
             self.provisional = True
 
     def drop_inexact(self) -> None:
-        """Makes the K/V held such that exact rows may follow; what it costs is uncomputed."""
+        """Drops K/V that no exact row may follow; their tokens become uncomputed."""
         self.drop_accepted()
         self.forget_provisional(self.config.chunk_tokens)
 
     def count_computed(self, start: int, count: int) -> None:
-        """A forward has committed `count` tokens of the text from `start` on."""
+        """Counts `count` tokens of the text from `start` on that a forward has committed."""
         self.tokens_computed += count
         if start + count >= self._reprefilled_to:
             self._reprefilled_to = 0
 
     def count_adopted(self, start: int, count: int) -> None:
-        """Chunks of others hold these tokens, so that they need not be computed again after all."""
+        """Counts tokens that were found in shared chunks and need not be computed again."""
         found = max(0, min(start + count, self._reprefilled_to) - start)
         self.trims.tokens_reprefilled -= found
 
     def count_speculation(self, proposed: int, accepted: int) -> None:
-        """A forward has continued the text, with so many guesses in it."""
+        """Counts a forward with `proposed` guesses, of which it confirmed `accepted`."""
         one = SpeculationStats(1, proposed, accepted, 1 + accepted)
         self.speculation += one
         self._owner.speculation += one
 
     def finish_cut(self, position: int, held: int) -> None:
-        """Cuts the text at a position, now that no cache goes beyond. held: committed before."""
+        """Cuts the text once all caches are trimmed. held: tokens committed before the trim."""
         kept = self.committed
         self.cut(position)
         lost = min(held, position)
@@ -165,10 +165,9 @@ class Transcript(Cursor):
     def replace_sequence(
         self, sequence: Sequence, *, restored_tokens: int = 0, text: TokenIds | None = None
     ) -> None:
-        """Goes on with another sequence in the place of its own, which is closed.
+        """Replaces its sequence by another one and closes the old one.
 
-        text: what the text is from now on, of which the sequence has a beginning or more; None:
-            what it was.
+        text: the new text, of which the sequence holds a prefix; None: the text stays.
         """
         text = self.tokens if text is None else text
         before = self.sequence
@@ -179,14 +178,14 @@ class Transcript(Cursor):
         self._owner.register(self, before)
 
     def restart(self, sequence: Sequence, text: TokenIds, pending: int | None) -> None:
-        """Goes on over an empty sequence, with all of its text uncomputed."""
+        """Replaces its sequence by an empty one; all of `text` is uncomputed."""
         self.replace_sequence(sequence, text=text)
         self.set_pending(pending)
         self.damage = DamageHandling(tokens=self.damage.tokens)
         self.assembly = None
 
     def fork(self) -> Transcript:
-        """Another one with the same text, without companions; sealed chunks are shared."""
+        """A transcript with the same text, without companions; both share the sealed chunks."""
         self.drop_accepted()
         twin = self._owner.adopt(
             self.sequence.fork(), sampling=self.sampling, damage=self.damage.for_fork()
@@ -199,7 +198,7 @@ class Transcript(Cursor):
         return twin
 
     def close(self) -> None:
-        """Gives the chunks up, and the companions'. Twice is harmless."""
+        """Releases its chunks and closes its companions. May be called twice."""
         if not self.closed:
             self.sequence.close()
         if self.states is not None:
@@ -212,11 +211,11 @@ class Transcripts:
     """The transcripts of one engine, by the sequence each holds.
 
     Attributes:
-        config: of the engine.
-        states_of: makes what is known of a sequence's recurrent state; of a model without
-            recurrent layers, None.
-        trims: counters of all their trims.
-        speculation: of all of them.
+        config: the engine's.
+        states_of: makes the `StateCursor` of a sequence; returns None for a model without recurrent
+            layers.
+        trims: counters of all trims.
+        speculation: counters of all generations that speculated.
     """
 
     def __init__(self, config: PagerConfig, states_of: MakeStates) -> None:
@@ -229,21 +228,21 @@ class Transcripts:
         )
 
     def adopt(self, sequence: Sequence, **state: Any) -> Transcript:
-        """A transcript over `sequence`."""
+        """Makes a transcript over `sequence`."""
         transcript = Transcript(self, sequence, **state)
         self.register(transcript)
         return transcript
 
     def register(self, transcript: Transcript, before: Sequence | None = None) -> None:
-        """Remembers which one holds a sequence; before: the one it held until now."""
+        """Records the transcript under its sequence. before: its sequence until now."""
         self._by_sequence[transcript.sequence.uid] = transcript
         if before is not None:
             self._by_sequence.pop(before.uid, None)
 
     def of(self, sequence: Sequence) -> Transcript | None:
-        """The one that holds a sequence, if one does."""
+        """The transcript that holds `sequence`, or None."""
         return self._by_sequence.get(sequence.uid)
 
     def __iter__(self) -> Iterator[Transcript]:
-        """Those that somebody holds, each once."""
+        """Every transcript that is referenced, once."""
         return iter(list(dict.fromkeys(self._by_sequence.values())))

@@ -205,7 +205,7 @@ COMPANIONS = (
         name="a-text-found-with-others-runs-an-empty-forward",
         breaks="what is owed may be found with others to the last token",
         file="python/kvpager/scheduling/packing.py",
-        old="        if packing.used:  # all that was owed may have been found with others\n"
+        old="        if packing.used:  # shared chunks may have provided all uncomputed tokens\n"
         "            packing.run()\n",
         new="        packing.run()\n",
         killers=(TRIM + "test_what_was_lost_is_not_counted_where_others_hold_it_still",),

@@ -76,7 +76,7 @@ SEGMENT_COMMANDS = (
         name="a-note-of-a-newer-release-spoils-its-snapshot",
         breaks="a segment that this release cannot use is a sound snapshot all the same",
         file="python/kvpager/stores/segments.py",
-        old="    except PagerError:  # reported to whoever loads it\n        return None\n",
+        old="    except PagerError:  # loading the segment reports it\n        return None\n",
         new="    except PagerError:\n        raise\n",
         killers=(TESTS + "test_a_note_that_no_release_has_written_is_a_problem_and_not_a_crash",),
     ),
