@@ -91,6 +91,9 @@ ctest: $(TOOLS_STAMP)
 	cmake --build --preset dev
 	ctest --preset dev
 
+ctest-long: ctest
+	ctest --preset dev -C long -L long
+
 pytest: build
 	$(PY) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
@@ -153,7 +156,7 @@ asan: build ## C++ and Python tests under AddressSanitizer and UBSan
 	$(DOCTEST)
 	cmake --preset asan --log-level=WARNING
 	cmake --build --preset asan
-	ctest --preset asan
+	ctest --preset asan -C long
 	rm -rf $(ASAN_SITE)
 	$(INSTALL) --no-deps --target $(ASAN_SITE) --config-settings=build-dir=build/asan-python $(DEVICES) \
 	  --config-settings=cmake.define.KVPAGER_CUDA=OFF \
@@ -169,7 +172,7 @@ tsan: build ## C++ tests under ThreadSanitizer
 	$(DOCTEST)
 	cmake --preset tsan --log-level=WARNING
 	cmake --build --preset tsan
-	ctest --preset tsan
+	ctest --preset tsan -C long
 
 cuda: $(TOOLS_STAMP) ## compile the CUDA plug-in alone; needs nvcc (scripts/fetch_nvcc.sh) and no GPU
 	cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release -DKVPAGER_CUDA=ON \

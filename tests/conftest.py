@@ -24,6 +24,7 @@ from long_tests import (  # noqa: E402, F401
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,
+    pytest_fixture_setup,
     pytest_runtest_makereport,
     pytest_runtest_protocol,
 )

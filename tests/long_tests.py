@@ -2,23 +2,26 @@
 
 A test is long if it took more than LIMIT_S seconds of a processor, its own and its children's,
 when tests were last timed (`make time-tests`), and no mutant needs it: of each mutant of the
-catalogue, the cheapest of the tests that kill it stays in the fast suite. `long_tests.txt` lists
-them, a test a line; a name without brackets stands for all of its cases. A long test that is named
-on the command line runs.
+catalogue, the cheapest of the tests that kill it stays in the fast suite. What a fixture takes that
+tests of a file share is divided among those that use it. `long_tests.txt` lists the long tests, a
+test a line; a name without brackets stands for all of its cases. A long test that is named on the
+command line runs.
 """
 
 from __future__ import annotations
 
+import re
 import resource
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-LIMIT_S = 0.6
+LIMIT_S = 0.45
 KEPT_S = 10.0  # a test that takes longer is long also where a mutant needs it
 LIST = Path(__file__).with_name("long_tests.txt")
-TIMED = pytest.StashKey[float]()
+STARTED = pytest.StashKey[float]()
+SHARED = pytest.StashKey[dict[str, float]]()  # by fixture that outlives the test, its seconds
 
 
 def _cpu_s() -> float:
@@ -58,15 +61,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
-    item.stash[TIMED] = _cpu_s()
+    item.stash[STARTED] = _cpu_s()
+    item.stash[SHARED] = {}
     yield
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest):
+    before, shared = _cpu_s(), request._pyfuncitem.stash[SHARED]
+    within = sum(shared.values())
+    yield
+    if fixturedef.scope != "function":
+        nested = sum(shared.values()) - within
+        shared[fixturedef.argname] = _cpu_s() - before - nested
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     result = yield
     if call.when == "teardown":
-        result.get_result().cpu_s = _cpu_s() - item.stash[TIMED]
+        shared = item.stash[SHARED]
+        report = result.get_result()
+        report.cpu_s = _cpu_s() - item.stash[STARTED] - sum(shared.values())
+        report.shared, report.uses = shared, list(item.fixturenames)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,35 +95,69 @@ class Timing:
     """Collects what every test cost and writes the list."""
 
     def __init__(self) -> None:
-        self.cost: dict[str, float] = {}
+        self._own: dict[str, float] = {}
+        self._shared: dict[tuple[str, str], float] = defaultdict(float)  # by (file, fixture)
+        self._users: dict[tuple[str, str], list[str]] = defaultdict(list)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            self.cost[_name(report.nodeid)] = report.cpu_s
+            name = _name(report.nodeid)
+            file = name.split("::")[0]
+            self._own[name] = report.cpu_s
+            for fixture in report.uses:
+                self._users[file, fixture].append(name)
+            for fixture, seconds in report.shared.items():
+                self._shared[file, fixture] += seconds
+
+    def cost(self, *, alone: bool = False) -> dict[str, float]:
+        """Seconds by test, with its part of what it shares; alone: with all of it."""
+        cost = dict(self._own)
+        for place, seconds in self._shared.items():
+            users = self._users[place]
+            for name in users:
+                cost[name] += seconds if alone else seconds / len(users)
+        return cost
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        long, survivors = choose(self.cost, killers())
-        LIST.write_text(written(long, survivors, self.cost, not_run(self.cost)))
+        cost = self.cost()
+        long, survivors = choose(cost, self.cost(alone=True), killers())
+        LIST.write_text(written(long, survivors, cost, not_run(cost)))
         terminalreporter.write_line(
-            f"{len(long)} of {len(self.cost)} tests are long; the others take "
-            f"{sum(cost for name, cost in self.cost.items() if name not in long):.0f} s, "
-            f"all of them {sum(self.cost.values()):.0f} s"
+            f"{len(long)} of {len(cost)} tests are long; the others take "
+            f"{sum(seconds for name, seconds in cost.items() if name not in long):.0f} s, "
+            f"all of them {sum(cost.values()):.0f} s"
         )
 
 
 def killers() -> dict[str, list[str]]:
-    """By mutant, the Python tests that kill it; those that C++ tests kill too are left out."""
+    """By mutant, the Python tests that kill it; those that a fast C++ test kills are left out."""
     from mutants.catalogue import CATALOGUE
 
-    return {
-        mutant.name: list(mutant.killers)
-        for mutant in CATALOGUE
-        if not any(".cc::" in killer for killer in mutant.killers)
-    }
+    found = {}
+    for mutant in CATALOGUE:
+        native = [killer for killer in mutant.killers if ".cc::" in killer]
+        if all(_is_long_case(killer) for killer in native):
+            found[mutant.name] = [killer for killer in mutant.killers if killer not in native]
+    return found
 
 
-def choose(cost: dict[str, float], killers: dict[str, list[str]]) -> tuple[set[str], list[str]]:
-    """The long tests, and the mutants that only they kill."""
+def _is_long_case(killer: str) -> bool:
+    """Whether a test case of C++, "file::name", is in the test suite `long`."""
+    file, _, name = killer.partition("::")
+    text = re.sub(r'"\s*\n\s*"', "", (LIST.parent / file).read_text())  # a name on two lines
+    return (
+        re.search(re.escape(f'"{name}"') + r'\s*\*\s*doctest::test_suite\("long"\)', text)
+        is not None
+    )
+
+
+def choose(
+    cost: dict[str, float], alone: dict[str, float], killers: dict[str, list[str]]
+) -> tuple[set[str], list[str]]:
+    """The long tests, and the mutants that no fast test kills.
+
+    cost, alone: seconds by test, with its part and with all of what it shares. killers: by mutant.
+    """
     cases = defaultdict(list)
     for name in cost:
         cases[_function(name)].append(name)
@@ -114,10 +165,10 @@ def choose(cost: dict[str, float], killers: dict[str, list[str]]) -> tuple[set[s
     survivors = []
     for mutant, named in sorted(killers.items()):
         tests = [case for name in named for case in ([name] if name in cost else cases[name])]
-        if not tests or any(name not in long for name in tests):
+        if any(name not in long for name in tests):
             continue
-        cheapest = min(tests, key=lambda name: cost[name])
-        if cost[cheapest] <= KEPT_S:
+        cheapest = min(tests, key=lambda name: alone[name], default=None)
+        if cheapest is not None and alone[cheapest] <= KEPT_S:
             long.discard(cheapest)
         else:
             survivors.append(mutant)
@@ -129,7 +180,11 @@ def not_run(cost: dict[str, float]) -> set[str]:
     from mutants.mutant import ROOT, exists
 
     timed = {*cost, *map(_function, cost)}
-    return {line for line in _listed() - timed if exists(line, ROOT)}
+    return {
+        line
+        for line in _listed() - timed
+        if line.endswith("::runTest") or exists(line, ROOT)  # hypothesis writes runTest
+    }
 
 
 def written(

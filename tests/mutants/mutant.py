@@ -64,7 +64,7 @@ def exists(test: str, root: Path = ROOT) -> bool:
     if path.suffix == ".cc":
         text = re.sub(r'"\s*\n\s*"', "", text)  # a name on two lines
         macro = "(?:TEST_CASE|PAGER_TEST|DEVICE_TEST)"
-        return re.search(rf'{macro}\(\s*"{re.escape(name)}"\s*\)', text) is not None
+        return re.search(rf'{macro}\(\s*"{re.escape(name)}"\s*[*)]', text) is not None
     scope, _, function = name.partition("[")[0].rpartition("::")
     begin = re.search(rf"^class {re.escape(scope)}\b", text, re.MULTILINE) if scope else None
     if scope and begin is None:

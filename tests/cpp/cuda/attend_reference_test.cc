@@ -76,8 +76,8 @@ Shape wide_random_shape(Dice& dice) {
   return shape;
 }
 
-TEST_CASE(
-    "any problem has the CPU's bits, wherever its chunks are and however its splits are cut") {
+TEST_CASE("any problem has the CPU's bits, wherever its chunks are and however its splits are cut" *
+          doctest::test_suite("long")) {
   for_each_device([&](device::Device& device) {
     for (uint32_t seed = 0; seed < (small_tests() ? 8 : 120); ++seed) {
       CAPTURE(seed);

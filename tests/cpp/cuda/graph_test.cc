@@ -183,7 +183,8 @@ void replays_equal_launches(const Setup& setup) {
   shim.release(graph);
 }
 
-TEST_CASE("a captured layer, replayed for other rows, positions and chunks, has the CPU's bits") {
+TEST_CASE("a captured layer, replayed for other rows, positions and chunks, has the CPU's bits" *
+          doctest::test_suite("long")) {
   if (!tests_shim()) return;
   for (const char* seed : {"1", "2", "5"}) {
     const Environment environment("KVPAGER_SHIM_SEED", seed);

@@ -123,7 +123,7 @@ PAGER_TEST("a sequence is created, forked and closed, or nothing is, at every al
         }) == 0);
 }
 
-PAGER_TEST("a forward begins or does not, at every allocation") {
+PAGER_TEST("a forward begins or does not, at every allocation" * doctest::test_suite("long")) {
   const Folder folder;
   const auto reader = saved_turn(folder);
   const auto more = some_tokens(14, 9);
@@ -196,7 +196,8 @@ PAGER_TEST("a layer is attended to or the forward ends, at every allocation") {
   }
 }
 
-PAGER_TEST("rows become positions or none does, at every allocation of a commit") {
+PAGER_TEST("rows become positions or none does, at every allocation of a commit" *
+           doctest::test_suite("long")) {
   const auto more = some_tokens(16, 9);
   for (const int kind : {0, 1, 2, 3}) {
     CAPTURE(kind);  // the first seal; one that spills; a shared chunk; recalls

@@ -219,8 +219,8 @@ DEVICE_TEST("a device without the memory gives a CapacityError and keeps nothing
   }
 }
 
-DEVICE_TEST(
-    "a forward that outgrows its tables and finds no memory for larger ones did not begin") {
+DEVICE_TEST("a forward that outgrows its tables and finds no memory for larger ones did not begin" *
+            doctest::test_suite("long")) {
   const Disarm disarm;
   Pager pager(small_options(80, 0));
   // One long sequence many times over: 32 rows of chunks seen, each by a sequence of its own.

@@ -138,7 +138,8 @@ TEST_CASE("a graph captured in one forward is every later forward's attention") 
   }
 }
 
-TEST_CASE("a graph of memory that is gone is refused, and so is a begin inside a capture") {
+TEST_CASE("a graph of memory that is gone is refused, and so is a begin inside a capture" *
+          doctest::test_suite("long")) {
   if (!has_shim()) return;
   const OnDevice on("shim");
   Pager pager(small_options(80, 0));

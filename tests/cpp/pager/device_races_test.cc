@@ -68,7 +68,8 @@ bool holds(uint64_t seed, const std::string& folder, const std::string& sample,
   }
 }
 
-TEST_CASE("a life on the device has the processor's bits, however late copies and kernels run") {
+TEST_CASE("a life on the device has the processor's bits, however late copies and kernels run" *
+          doctest::test_suite("long")) {
   const Folder folder;
   const std::string sample = folder.file("sample");
   save_sample(sample);
@@ -91,7 +92,7 @@ const std::set<std::string> kElsewhere = {
     // home the bytes go to: what a late copy then reads is nobody's.
     "compute writes after down read", "up writes after down read"};
 
-TEST_CASE("each wait is needed: without it some life goes wrong") {
+TEST_CASE("each wait is needed: without it some life goes wrong" * doctest::test_suite("long")) {
   if (!has_shim()) return;
   const Folder folder;
   const std::string sample = folder.file("sample");

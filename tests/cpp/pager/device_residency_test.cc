@@ -30,8 +30,8 @@ DEVICE_TEST("a clean chunk leaves the pool without a byte going down") {
   require_intact(pager, sequence);
 }
 
-DEVICE_TEST(
-    "dense attention through an eighth of the pool is dense attention, staged or in place") {
+DEVICE_TEST("dense attention through an eighth of the pool is dense attention, staged or in place" *
+            doctest::test_suite("long")) {
   for (const char* mode : {"direct", "staged", "auto"}) {
     CAPTURE(mode);
     PagerOptions options = small_options(5, 80);

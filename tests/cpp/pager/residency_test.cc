@@ -53,7 +53,8 @@ PagerOptions options_of(const Case& c, const std::string& folder, Selection::Kin
   return options;
 }
 
-PAGER_TEST("attention outputs have the same bits wherever chunks live and whatever was evicted") {
+PAGER_TEST("attention outputs have the same bits wherever chunks live and whatever was evicted" *
+           doctest::test_suite("long")) {
   for (const Selection::Kind kind : {Selection::Kind::kDense, Selection::Kind::kTopK}) {
     std::vector<std::vector<float>> first;
     for (const Case& c : cases()) {

@@ -47,7 +47,8 @@ PAGER_TEST(
   }
 }
 
-PAGER_TEST("pinning a restored sequence reads each of its chunks once") {
+PAGER_TEST("pinning a restored sequence reads each of its chunks once" *
+           doctest::test_suite("long")) {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
   const int64_t chunks = (int64_t{5} << 19) / kChunkBytes;  // 2.5 MiB

@@ -57,7 +57,8 @@ Made make(int threads, Selection::Kind kind, DType dtype, const std::string& pat
   return made;
 }
 
-PAGER_TEST("outputs, selections, summaries and saved bytes are the same on 1, 2, 3 and 7 threads") {
+PAGER_TEST("outputs, selections, summaries and saved bytes are the same on 1, 2, 3 and 7 threads" *
+           doctest::test_suite("long")) {
   const Folder folder;
   for (const Selection::Kind kind : {Selection::Kind::kDense, Selection::Kind::kTopK}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -78,7 +79,8 @@ PAGER_TEST("outputs, selections, summaries and saved bytes are the same on 1, 2,
   }
 }
 
-PAGER_TEST("a caller that rounds, flushes or traps as it likes gets the same bits") {
+PAGER_TEST("a caller that rounds, flushes or traps as it likes gets the same bits" *
+           doctest::test_suite("long")) {
   const Folder folder;
   constexpr unsigned kTraps = 0x1900;  // invalid operations, divisions by zero and overflows
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {

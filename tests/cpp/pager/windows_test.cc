@@ -91,7 +91,8 @@ PAGER_TEST("outputs are those of a pager that keeps all, in every tier") {
   }
 }
 
-PAGER_TEST("a trim goes back to every position that the window and the rewind leave, or to none") {
+PAGER_TEST("a trim goes back to every position that the window and the rewind leave, or to none" *
+           doctest::test_suite("long")) {
   for (const int64_t rewind : {int64_t{0}, int64_t{16}, int64_t{50}}) {
     CAPTURE(rewind);
     for (int64_t position = 0; position <= 7 * 16 + 3; ++position) {
@@ -297,7 +298,8 @@ PAGER_TEST("a frozen sequence is sound wherever its sealed chunks end") {
   }
 }
 
-PAGER_TEST("a life with a window does not depend on the pool, and keeps within it") {
+PAGER_TEST("a life with a window does not depend on the pool, and keeps within it" *
+           doctest::test_suite("long")) {
   const Folder folder;
   const std::string sample = folder.file("sample");
   {
@@ -356,7 +358,8 @@ PAGER_TEST("shares of attention are told of what is held, wherever they are comp
   }
 }
 
-TEST_CASE("a text of a million tokens is kept in books of a bounded length") {
+TEST_CASE("a text of a million tokens is kept in books of a bounded length" *
+          doctest::test_suite("long")) {
   PagerOptions options = windowed(most() + 2, most());
   options.device = "meta";
   options.poison = false;
