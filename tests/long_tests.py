@@ -30,7 +30,8 @@ def _cpu_s() -> float:
     return sum(used.ru_utime + used.ru_stime for used in usage)
 
 
-def _listed() -> set[str]:
+def listed() -> set[str]:
+    """The lines of the list."""
     return {line for line in LIST.read_text().splitlines() if not line.startswith("#")}
 
 
@@ -52,10 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if any("::" in argument for argument in config.args):
         return
-    listed = _listed()
+    lines = listed()
     for item in items:
         name = _name(item.nodeid)
-        if name in listed or _function(name) in listed:
+        if name in lines or _function(name) in lines:
             item.add_marker("long")
 
 
@@ -120,8 +121,9 @@ class Timing:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         cost = self.cost()
-        long, survivors = choose(cost, self.cost(alone=True), killers())
-        LIST.write_text(written(long, survivors, cost, not_run(cost)))
+        kept = not_run(cost)
+        long, survivors = choose(cost, self.cost(alone=True), killers(), kept)
+        LIST.write_text(written(long, survivors, cost, kept))
         terminalreporter.write_line(
             f"{len(long)} of {len(cost)} tests are long; the others take "
             f"{sum(seconds for name, seconds in cost.items() if name not in long):.0f} s, "
@@ -152,11 +154,15 @@ def _is_long_case(killer: str) -> bool:
 
 
 def choose(
-    cost: dict[str, float], alone: dict[str, float], killers: dict[str, list[str]]
+    cost: dict[str, float],
+    alone: dict[str, float],
+    killers: dict[str, list[str]],
+    kept: set[str],
 ) -> tuple[set[str], list[str]]:
     """The long tests, and the mutants that no fast test kills.
 
     cost, alone: seconds by test, with its part and with all of what it shares. killers: by mutant.
+    kept: lines of the list whose tests were not timed; others that were not are fast.
     """
     cases = defaultdict(list)
     for name in cost:
@@ -165,7 +171,9 @@ def choose(
     survivors = []
     for mutant, named in sorted(killers.items()):
         tests = [case for name in named for case in ([name] if name in cost else cases[name])]
-        if any(name not in long for name in tests):
+        timed = {*tests, *map(_function, tests)}
+        fast = [name for name in named if not {name, _function(name)} & (timed | kept)]
+        if fast or any(name not in long for name in tests):
             continue
         cheapest = min(tests, key=lambda name: alone[name], default=None)
         if cheapest is not None and alone[cheapest] <= KEPT_S:
@@ -182,14 +190,12 @@ def not_run(cost: dict[str, float]) -> set[str]:
     timed = {*cost, *map(_function, cost)}
     return {
         line
-        for line in _listed() - timed
+        for line in listed() - timed
         if line.endswith("::runTest") or exists(line, ROOT)  # hypothesis writes runTest
     }
 
 
-def written(
-    long: set[str], survivors: list[str], cost: dict[str, float], kept: set[str] = frozenset()
-) -> str:
+def written(long: set[str], survivors: list[str], cost: dict[str, float], kept: set[str]) -> str:
     """The text of the list; `kept` are lines to keep as they are."""
     cases = defaultdict(set)
     for name in cost:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvpager import _core
+from long_tests import listed
 from mutants.mutant import ROOT, Mutant
 from mutants.preloaded import Preloaded
 
@@ -49,12 +50,16 @@ class Workshop:
     can be changed, and the pager does not check its invariants by itself.
     """
 
-    def __init__(self, folder: Path, *, jobs: int, installed: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, jobs: int, installed: bool = False, fast: bool = False
+    ) -> None:
+        """fast: without the long tests, which are then "not found"."""
         self._tree = folder / "tree"
         self._build = folder / "build"
         self._site = folder / "site"
         self._jobs = jobs
         self._installed = installed
+        self._fast = fast
         self._built = installed
         self._python: Preloaded | None = None
 
@@ -133,6 +138,7 @@ class Workshop:
             self._build / "tests" / "cpp" / f"{room}_test",
             f"--source-file=*/{room}/{Path(file).name}",
             f"--test-case={name.replace(',', '?')}",
+            *(["--test-suite-exclude=long"] if self._fast else []),
         ]
         try:
             done = self._run(*command, timeout_s=timeout_s)
@@ -147,6 +153,10 @@ class Workshop:
         report.unlink(missing_ok=True)
         options = ("-q", "-m", "", "--tb=line", "-p", "no:cacheprovider", f"--junitxml={report}")
         tests = [f"tests/{node}" for node in nodes]
+        if self._fast:
+            functions = {node.partition("[")[0] for node in nodes}
+            left = [line for line in listed() if line.partition("[")[0] in functions]
+            tests += [part for line in left for part in ("--deselect", f"tests/{line}")]
         assert self._python is not None, "prepare() comes first"
         try:
             self._python.run("-m", "pytest", *options, *tests, timeout_s=timeout_s)

@@ -46,22 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_writable("--output", args.output)
         code: int = args.run(args)
     except KeyboardInterrupt:
-        return _tell("interrupted", INTERRUPTED)
+        return _failed("interrupted", INTERRUPTED)
     except _TerminatedError:
-        return _tell("terminated", TERMINATED)
+        return _failed("terminated", TERMINATED)
     except BrokenPipeError:  # whoever read stdout has gone; nothing is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
     except CliError as error:
-        return _tell(str(error), error.exit_code)
+        return _failed(str(error), error.exit_code)
     except (PagerError, OSError) as error:
-        return _tell(str(error), 1)
+        return _failed(str(error), 1)
     finally:
         _on_sigterm(previous)
     return code
 
 
-def _tell(message: str, code: int) -> int:
+def _failed(message: str, code: int) -> int:
     if os.environ.get("KVPAGER_DEBUG", "") not in ("", "0"):
         traceback.print_exc()
     print("kvpager: " + " ".join(message.split()), file=sys.stderr)

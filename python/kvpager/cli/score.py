@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - start
     note(args, f"{len(ids):,} tokens in {duration(seconds)}")
     if recorded is None:
-        return _tell(args, ids, score, seconds)
+        return _print(args, ids, score, seconds)
     return _tell_agreement(args, recorded, score, different, seconds)
 
 
@@ -119,7 +119,7 @@ def _mismatches(
     )
 
 
-def _tell(args: argparse.Namespace, ids: list[int], score: Score, seconds: float) -> int:
+def _print(args: argparse.Namespace, ids: list[int], score: Score, seconds: float) -> int:
     values = {
         "command": "score",
         "ids": ids,

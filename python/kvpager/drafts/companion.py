@@ -144,7 +144,7 @@ class DraftCompanion:
             self._cache.reset()
 
     def _cut(self, position: int) -> None:
-        """Forgets tokens from `position` on that have no K/V, and what may be owed of them."""
+        """Forgets tokens from `position` on that have no K/V."""
         self.transcript.cut(position)
         self._sound = min(self._sound, self.transcript.committed)
 

@@ -1,6 +1,6 @@
 """A machine's rates, found out in about a second.
 
-Every figure is the best of a few runs: what else the machine was doing is nobody's property.
+Every figure is the best of a few runs: what else the machine was doing only adds time.
 Attention of many rows is timed on the processor; on a GPU it follows from what products achieve,
 and the scan of summaries from the memory's rate.
 """
@@ -170,7 +170,7 @@ def _framework(place: torch.device) -> tuple[float, float]:
         runs.append(partial(little.eval().to(place), input_ids=ids, use_cache=False))
         runs[-1]()
     seconds = [float("inf")] * len(runs)
-    for _ in range(_FRAMEWORK_RUNS):  # in turns, so that a bad moment is nobody's alone
+    for _ in range(_FRAMEWORK_RUNS):  # in turns, so that a busy moment slows all of them
         seconds = [min(best, _best(run, 1, place)) for best, run in zip(seconds, runs)]
     layer = max(1e-6, (seconds[1] - seconds[0]) / (_LAYERS[1] - _LAYERS[0]))
     return layer, max(1e-6, seconds[0] - _LAYERS[0] * layer)

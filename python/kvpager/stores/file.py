@@ -199,7 +199,7 @@ def _companions(path: str) -> list[Path]:
     found = []
     for kind in KINDS:
         beside = companion_name(path, kind)
-        if not os.path.isfile(beside):  # noqa: PTH113  # a name too long is nobody's
+        if not os.path.isfile(beside):  # noqa: PTH113  # no file has a name that long
             continue
         companion = _opened(beside)
         if companion is None:

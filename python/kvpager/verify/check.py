@@ -182,7 +182,7 @@ class Check:
         """Tokens, K/V of every layer, and the logits after the last committed token."""
         from kvpager.verify.recording import record
 
-        logits = session.logits  # computes first what is owed
+        logits = session.logits  # computes first what is uncomputed
         self.recording(record(session, {session.committed - 1: logits}), cold)
 
     def _of_length(self, cold: Recording, length: int) -> Recording:

@@ -234,7 +234,7 @@ def _run_pin(args: argparse.Namespace) -> int:
     pinned = args.verb == "pin"
     (store.pin if pinned else store.unpin)(address.name)
     told = "pinned: kept until it is unpinned" if pinned else "not pinned"
-    return _tell(args, {"pinned": pinned}, f"{args.snapshot}: {told}")
+    return _print(args, {"pinned": pinned}, f"{args.snapshot}: {told}")
 
 
 def _run_ttl(args: argparse.Namespace) -> int:
@@ -248,10 +248,10 @@ def _run_ttl(args: argparse.Namespace) -> int:
     assert address.name is not None
     DirectoryStore(address.store, create=False).set_ttl(address.name, args.ttl)
     told = "lives for ever" if seconds is None else f"lives {args.ttl} after its last use"
-    return _tell(args, {"ttl_seconds": seconds}, f"{args.snapshot}: {told}")
+    return _print(args, {"ttl_seconds": seconds}, f"{args.snapshot}: {told}")
 
 
-def _tell(args: argparse.Namespace, values: dict[str, Any], text: str) -> int:
+def _print(args: argparse.Namespace, values: dict[str, Any], text: str) -> int:
     values = {"command": f"snapshot {args.verb}", "snapshot": args.snapshot, **values}
     emit_result(args, values, lambda: text + "\n")
     return 0
