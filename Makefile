@@ -78,9 +78,10 @@ lint: build
 
 # What mutexes guard (kvpager/mutex.h), by clang's analysis; clang-tidy is a compiler enough for that.
 locks: build
-	$(BIN)/clang-tidy --quiet --checks='-*,misc-unused-alias-decls,clang-diagnostic-thread-safety*' \
-	  --header-filter='/csrc/' $(LOCKING) -- -std=c++17 -Icsrc/include -Icsrc \
-	  -Wthread-safety
+	@echo "clang-tidy -Wthread-safety: $(words $(LOCKING)) files"
+	@printf '%s\n' $(LOCKING) | xargs -P $(JOBS) -I FILE $(BIN)/clang-tidy --quiet \
+	  --checks='-*,misc-unused-alias-decls,clang-diagnostic-thread-safety*' \
+	  --header-filter='/csrc/' FILE -- -std=c++17 -Icsrc/include -Icsrc -Wthread-safety
 
 # doctest's header, where the system has none.
 DOCTEST = scripts/fetch_doctest.sh build/doctest

@@ -57,8 +57,7 @@ Made make(int threads, Selection::Kind kind, DType dtype, const std::string& pat
   return made;
 }
 
-PAGER_TEST("outputs, selections, summaries and saved bytes are the same on 1, 2, 3 and 7 threads" *
-           doctest::test_suite("long")) {
+PAGER_TEST("outputs, selections, summaries and saved bytes are the same on 1, 2, 3 and 7 threads") {
   const Folder folder;
   for (const Selection::Kind kind : {Selection::Kind::kDense, Selection::Kind::kTopK}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
