@@ -98,8 +98,9 @@ ctest-long: ctest
 pytest: build
 	$(PY) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
+# In a random order, another one each time; PYTEST_ARGS=--randomly-seed=N repeats one.
 pytest-long: build
-	$(PY) -m pytest $(PARALLEL) -m "long and not deep and not bench and not cuda" $(PYTEST_ARGS)
+	$(PY) -m pytest $(PARALLEL) -p pytest_randomly -m "long and not deep and not bench and not cuda" $(PYTEST_ARGS)
 
 time-tests: build ## time the Python tests, and write which of them are long
 	$(PY) -m pytest $(PARALLEL) -m "not deep and not bench and not cuda" --time-tests $(PYTEST_ARGS)
