@@ -132,7 +132,7 @@ void Ledger::publish(RecordId id) {
   ++published_;
 }
 
-// Whoever was pushed past the place that becomes empty moves into it, so that no search ends early.
+// An entry that was pushed past the place that becomes empty moves into it, so that no search ends early.
 void Ledger::withdraw(const ChunkRecord& record) {
   KVPAGER_REQUIRE(record.published);
   size_t hole = place_of(record.name);

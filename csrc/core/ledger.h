@@ -1,4 +1,4 @@
-// The ledger: one record per chunk that exists, whoever uses it. Integers and facts; no bytes are
+// The ledger: one record per chunk that exists, however many sequences use it. Integers and facts; no bytes are
 // moved here.
 //
 //        create_open                 seal                     drop (references = 0)
@@ -60,7 +60,7 @@ struct ChunkRecord {
   RecordRef previous;  // of the chunk before, with which this one was computed; none: not known any
                        // more, or this is a text's first
   // Sealed: chunk_tokens ids. A restored record's, like its checksums, are the snapshot's own, which
-  // `source` keeps: who resets or replaces that replaces these, and nobody takes them along.
+  // `source` keeps: they are replaced when that is reset or replaced.
   SharedArray<TokenId> tokens;
   // Sealed: one per layer slice. Of a chunk sealed on a device none until they are first asked for;
   // its bytes are in memory until then.
@@ -70,7 +70,7 @@ struct ChunkRecord {
   uint64_t last_use = 0;  // forward number
   uint64_t recalled = 0;
 
-  // Among the cached records, in the order in which they were let go: see Ledger::cache.
+  // Among the cached records, in the order in which they were released: see Ledger::cache.
   RecordId older;
   RecordId newer;
   bool cached = false;
@@ -96,7 +96,7 @@ class Ledger {
   // Room for `more` records, so that creating them allocates nothing here.
   void expect(int64_t more);
   // The record leaves the index and is free for reuse. REQUIRES: it owns no block, slot or summary
-  // any more, and nobody reads it.
+  // any more, and has no reader.
   void drop(RecordId id);
 
   void seal(RecordId id);  // open -> sealed. REQUIRES: it is open

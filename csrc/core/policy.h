@@ -26,7 +26,7 @@ struct VictimFacts {
 // then older.
 bool evicted_before(Policy policy, const VictimFacts& a, const VictimFacts& b);
 
-// Whether bringing `candidate` in is worth evicting `victim`: sheltered chunks stay, and under QK
+// Whether loading `candidate` is worth evicting `victim`: sheltered chunks stay, and under QK
 // the candidate must beat the victim's score by the hysteresis fraction, so that near-ties do not
 // swap forever.
 bool worth_recalling(Policy policy, double hysteresis, const VictimFacts& candidate,

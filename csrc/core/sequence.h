@@ -22,7 +22,7 @@ struct ChunkUse {
   uint64_t selected = 0;
 };
 
-// Chunks of a sequence that were let go, of each Provenance. It never gets better along a sequence, so
+// Released chunks of a sequence, of each Provenance. It never gets better along a sequence, so
 // that the counts say which chunks they are.
 using ProvenanceCounts = std::array<int64_t, 3>;
 
@@ -30,7 +30,7 @@ using ProvenanceCounts = std::array<int64_t, 3>;
 //              |--------|--------|---------------|- - - - -|
 //               released  sealed[0..)  frontier[0..)  rows of a running forward
 //   sealed[i] is chunk released + i, frontier[i] is chunk floor(length / C) + i, open, in a block.
-//   What is released was let go: it is behind every window, and nobody here knows its bytes.
+//   What is released is behind every window; its bytes are not known here.
 struct Sequence {
   explicit Sequence(const ChunkNamer& of_its_chunks) : namer(of_its_chunks) {}
 
@@ -46,12 +46,12 @@ struct Sequence {
   std::vector<ChunkUse> sealed;
   std::vector<ChunkUse> frontier;
   int64_t target = 0;    // positions that were reserved last
-  int64_t reserved = 0;  // homes promised to chunks that are not sealed yet
+  int64_t reserved = 0;  // homes for chunks that are not sealed yet
   int64_t reserved_by_forward =
       0;                         // of these, what the running forward gives back if it ends unused
-  bool frozen = false;           // a save's view of another sequence; nobody else knows it
+  bool frozen = false;           // a save's view of another sequence, which no caller can name
   int32_t part = -1;             // of the running forward, as a number in Forward::parts; -1: none
-  bool dropped = false;          // nobody owns it: it goes when the running forward ends
+  bool dropped = false;          // its owner has gone: it goes when the running forward ends
   bool summaries_loaded = true;  // false: some sealed chunk's summary is still in its snapshot
 
   // Chunks [0, sealed_chunks()) are full, of which [released, sealed_chunks()) are held.

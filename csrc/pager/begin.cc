@@ -191,7 +191,7 @@ void RunningForward::allocate_frontier(Forward* next) {
                                     static_cast<size_t>(blocks_wanted(part)));
   }
   // Where blocks are the only room, allocating one may forget a cached chunk: blocks for the rows and for
-  // what has to be loaded for them are had at once, or neither.
+  // what has to be loaded for them are allocated at once, or not at all.
   Readers readers(ledger_);
   std::vector<RecordId> missing;
   if (backend_.reads_all() && parts_.config.blocks_are_homes()) {

@@ -6,7 +6,7 @@
 
 namespace kvpager {
 
-// Whether some chunk may have a copy below the pool, so that its block can be had without forgetting it.
+// Whether some chunk may have a copy below the pool, so that it can be evicted without being forgotten.
 bool Residency::lower_copies() const { return !config_.blocks_are_homes() || budget_.restored > 0; }
 
 bool Residency::can_allocate_blocks(int64_t count) {
@@ -38,8 +38,7 @@ std::optional<BlockId> Residency::allocate_block() {
       return blocks_.take();
     }
   }
-  // A cached chunk is forgotten where that gives a block. Elsewhere its block can be had without that,
-  // or it has none.
+  // A cached chunk is forgotten where that gives a block. Elsewhere it can be evicted, or has none.
   if (!config_.blocks_are_homes() || !reclaim_cached()) return std::nullopt;
   return blocks_.take();
 }

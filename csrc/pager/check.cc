@@ -35,9 +35,9 @@ void Residency::check_invariants() const {
   require(blocks_.slots() == config_.slots.pool, 2, "the pool is not the size it was given");
   require(homes == budget_.referenced && restored == budget_.restored, 2,
           "home counts do not add up");
-  const int64_t promised = budget_.referenced + budget_.reserved;
-  require(promised <= config_.home_capacity(), 2, "more homes promised than there are");
-  require(promised + budget_.restored <= summary_slots_.slots(), 2,
+  const int64_t taken = budget_.referenced + budget_.reserved;
+  require(taken <= config_.home_capacity(), 2, "more homes promised than there are");
+  require(taken + budget_.restored <= summary_slots_.slots(), 2,
           "more summaries promised than there are");
 }
 

@@ -29,7 +29,7 @@ class ChunkFiles {
   // Tells the system that a chunk will be read: a cold disk reads many as fast as one.
   void will_need(const ChunkRecord& record) const;
 
-  // REQUIRES: the slot is taken, and who has it knows the checksums of the bytes.
+  // REQUIRES: the slot is taken, and its record will have the checksums of these bytes.
   void write_slot(SlotId slot, const std::byte* chunk) { disk_.write(slot.value(), chunk); }
 
  private:

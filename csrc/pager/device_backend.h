@@ -168,6 +168,8 @@ class DeviceBackend final : public Backend {
   gpu::Tables upload_given();
   gpu::HostCounts counts(bool into_graph) const;
   const float* sinks_on_device(const AttendOptions& attend_options, void* stream, bool into_graph);
+  void launch_select(int layer, const TensorView& q, const AttendOptions& attend_options,
+                     const gpu::Tables& tables, bool into_graph);
   void mark_dense(int64_t window);
   void set_tickets(Ticket done) noexcept;
   void take_results();

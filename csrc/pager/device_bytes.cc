@@ -12,8 +12,7 @@ namespace kvpager {
 
 using device::Direction;
 
-// Of all that the lane was given by now. Where none can be had at the moment, whoever waits for this
-// one takes it.
+// Of all that the lane was given by now. If taking one fails at the moment, the first wait for it takes it.
 DeviceBackend::Ticket DeviceBackend::ticket(Lane lane) noexcept {
   try {
     return timeline_.take(lane);
@@ -152,7 +151,7 @@ void DeviceBackend::load(const std::vector<Arrival>& arrivals, int threads) {
   }
 }
 
-// Of an open chunk nobody asks for rows of the running forward, and those before it are complete.
+// Of an open chunk only rows before the running forward are asked for, and these are complete.
 const std::byte* DeviceBackend::view(const ChunkRecord& record, int64_t offset, int64_t bytes) {
   if (record.on_host()) {
     host_read(host_.place(record.host.value()));

@@ -38,7 +38,7 @@ gpu::HostCounts DeviceBackend::counts(bool into_graph) const {
 }
 
 // The chunks that given positions are written to are among those the forward writes: begin() has
-// ordered the caller's stream behind whoever still uses them.
+// ordered the caller's stream behind all that still uses them.
 gpu::Tables DeviceBackend::upload_given() {
   const Forward& forward = *forward_;
   grow_given(forward.given_count);
@@ -133,44 +133,51 @@ const float* DeviceBackend::sinks_on_device(const AttendOptions& attend_options,
   return reinterpret_cast<const float*>(sinks_.at(slot));
 }
 
+// Scores a layer's summaries and, unless its rows attend to all before them, selects chunks by the scores.
+void DeviceBackend::launch_select(int layer, const TensorView& q,
+                                  const AttendOptions& attend_options, const gpu::Tables& tables,
+                                  bool into_graph) {
+  const Selection& selection = config_.options.selection;
+  const bool dense = forward_->dense;
+  gpu::SelectParams params;
+  params.shape = shape(q.dtype);
+  params.tables = tables;
+  params.counts = counts(into_graph);
+  params.scorer = scorer_;
+  params.layer = layer;
+  params.q = tensor(q);
+  params.scaling = attend_options.scaling;
+  params.window = attend_options.window;
+  params.kind = static_cast<int32_t>(dense ? Selection::Kind::kDense : selection.kind);
+  params.k = selection.chunks;
+  params.sinks = selection.sinks;
+  params.recent = selection.recent;
+  params.always = reinterpret_cast<const int64_t*>(always_.data());
+  params.always_count = static_cast<int32_t>(selection.always.size());
+  params.mass = reinterpret_cast<uint64_t*>(arrays_.results.data() + entry_offset(false));
+  if (!dense) {
+    params.selected = reinterpret_cast<uint8_t*>(arrays_.selected.data());
+    params.selected_stride = arrays_.selected_stride;
+    params.read = reinterpret_cast<uint8_t*>(arrays_.results.data() + entry_offset(true));
+  }
+  params.scratch = arrays_.scratch.data();
+  params.scratch_bytes = arrays_.scratch.bytes();
+  launch("selecting chunks",
+         [&] { return api_.select(device_->context(), &params, attend_options.stream); });
+  running_.scored = true;
+}
+
 void DeviceBackend::attend(int layer, const TensorView& q, const TensorView& out,
                            const AttendOptions& attend_options) {
   const ScopedTimer timer(&counters_.seconds_attend);
   void* const stream = attend_options.stream;
   const bool into_graph = to_stream(stream);
-  const Selection& selection = config_.options.selection;
   const bool dense = forward_->dense;
   const int half = layer % 2;
   const bool staged = !into_graph && !running_.staged.empty() && staged_layer_[half] == layer;
   const gpu::Tables tables = arrays_.layout.tables(arrays_.tables.data(), staged ? half : -1);
   const float* const sinks = sinks_on_device(attend_options, stream, into_graph);
-  if (config_.scores(layer, dense)) {
-    gpu::SelectParams params;
-    params.shape = shape(q.dtype);
-    params.tables = tables;
-    params.counts = counts(into_graph);
-    params.scorer = scorer_;
-    params.layer = layer;
-    params.q = tensor(q);
-    params.scaling = attend_options.scaling;
-    params.window = attend_options.window;
-    params.kind = static_cast<int32_t>(dense ? Selection::Kind::kDense : selection.kind);
-    params.k = selection.chunks;
-    params.sinks = selection.sinks;
-    params.recent = selection.recent;
-    params.always = reinterpret_cast<const int64_t*>(always_.data());
-    params.always_count = static_cast<int32_t>(selection.always.size());
-    params.mass = reinterpret_cast<uint64_t*>(arrays_.results.data() + entry_offset(false));
-    if (!dense) {
-      params.selected = reinterpret_cast<uint8_t*>(arrays_.selected.data());
-      params.selected_stride = arrays_.selected_stride;
-      params.read = reinterpret_cast<uint8_t*>(arrays_.results.data() + entry_offset(true));
-    }
-    params.scratch = arrays_.scratch.data();
-    params.scratch_bytes = arrays_.scratch.bytes();
-    launch("selecting chunks", [&] { return api_.select(device_->context(), &params, stream); });
-    running_.scored = true;
-  }
+  if (config_.scores(layer, dense)) launch_select(layer, q, attend_options, tables, into_graph);
   if (dense) mark_dense(attend_options.window);
 
   gpu::AttendParams params;

@@ -1,6 +1,6 @@
-// How many homes and summaries are promised, and to what: invariant 2. Chunks that sequences use and that
-// need a home, and chunks to come for which a home is reserved, never exceed what there is. Cached chunks,
-// which no sequence uses, give theirs up when one is asked for.
+// How many homes and summaries are taken (invariant 2): by chunks that sequences use and that need a home,
+// and by reservations for chunks to come. Together they never exceed what there is. Cached chunks, which
+// no sequence uses, give theirs up when one is asked for.
 //
 // Used under the pager's lock.
 #pragma once

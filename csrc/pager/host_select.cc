@@ -1,4 +1,4 @@
-// Which chunks each row attends to at one layer, and what the ledger hears of it.
+// Which chunks each row attends to at one layer, and the scores that the ledger keeps.
 #include <algorithm>
 #include <cstring>
 

@@ -13,7 +13,7 @@
 namespace kvpager {
 namespace {
 
-// Whether a row is the next one of a span. Positions may be anything: nobody has looked at them yet.
+// Whether a row is the next one of a span. Positions may be anything: they are not checked yet.
 bool continues(const RowSpan& span, const RowDescriptor& row) {
   if (row.kind != span.kind) return false;
   if (row.kind == RowKind::kPadding) return true;

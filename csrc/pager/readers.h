@@ -15,7 +15,7 @@ class Readers {
   Readers(const Readers&) = delete;
   Readers& operator=(const Readers&) = delete;
 
-  // True: nobody read it before.
+  // True: it had no reader before.
   bool add(RecordId id) {
     records_.push_back(id);
     return (*ledger_)[id].readers++ == 0;

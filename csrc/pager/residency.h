@@ -78,7 +78,7 @@ class Residency {
 
   // --- Blocks.
   // Whether allocate_block() succeeds `count` times: free ones, those of evictable chunks, and where
-  // blocks are homes those of cached chunks, which nobody uses.
+  // blocks are homes those of cached chunks.
   bool can_allocate_blocks(int64_t count);
   // CapacityError naming `action` unless it does.
   void require_blocks(int64_t count, const char* action);

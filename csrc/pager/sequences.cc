@@ -92,6 +92,12 @@ void Sequences::erase(Sequence& sequence) noexcept {
   residency_.invalidate_eviction();
 }
 
+void Sequences::thaw(SequenceId id) noexcept {
+  const auto found = sequences_.find(id.value());
+  KVPAGER_REQUIRE(found != sequences_.end() && found->second.frozen);
+  erase(found->second);
+}
+
 // Gives up the records of the last chunks, from `chunk` on; the caller forgets the uses.
 void Sequences::release_from(Sequence& sequence, int64_t chunk) {
   for (int64_t c = sequence.chunks(); c-- > chunk;) {

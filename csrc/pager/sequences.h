@@ -44,7 +44,8 @@ class Sequences {
   void drop(SequenceId id);
   // REQUIRES: it is in no running forward.
   void erase(Sequence& sequence) noexcept;
-  void thaw(SequenceId id) noexcept { erase(const_cast<Sequence&>(frozen(id))); }
+  // REQUIRES: freezing made it.
+  void thaw(SequenceId id) noexcept;
   SequenceId fork(SequenceId id);
   void trim(SequenceId id, int64_t position);
   void drop_use_pins(ChunkUse& use);

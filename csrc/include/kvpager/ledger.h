@@ -20,9 +20,9 @@ struct ChunkInfo {
   int64_t start = 0;
   int64_t stop = 0;
   bool sealed = false;
-  bool released = false;    // let go behind a window: it has no bytes and no record
+  bool released = false;    // behind a window: it has no bytes and no record
   bool damaged = false;     // its bytes on disk or in the snapshot are not what was put there
-  bool checkpoint = false;  // whoever keeps recurrent states has one behind it; the pager has none
+  bool checkpoint = false;  // of recurrent states behind it, which the pager does not keep
   uint8_t tiers = 0;        // of Tier
   BlockId block;            // value -1: not resident
   DType k_dtype = DType::kFloat32;
@@ -35,7 +35,7 @@ struct ChunkInfo {
   double qk_score = 0;
   uint64_t last_use = 0;  // number of the last forward that read it
   uint64_t selected = 0;  // forwards of this sequence that read it
-  uint64_t recalled = 0;  // times it was brought back into the pool
+  uint64_t recalled = 0;  // times it was loaded back into the pool
 };
 
 }  // namespace kvpager

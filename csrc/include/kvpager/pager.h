@@ -31,7 +31,7 @@ struct PagerOptions {
   Layout layout;
   int64_t pool_blocks = 0;  // hard bound of the resident pool, in chunks
   int64_t rows = 64;        // M: most rows of a forward; a forward of exactly M rows is `exact`
-  // Row counts below M, ascending, whose forwards are `exact` too: whoever runs the model has proven
+  // Row counts below M, ascending, whose forwards are `exact` too: the caller has proven
   // that they give the bits of M rows.
   std::vector<int64_t> smaller_rows;
   bool exact = true;  // false: no forward is, whatever its row count
@@ -42,12 +42,12 @@ struct PagerOptions {
   std::string disk_path;         // existing folder; the spill file has no name in it
   int64_t summary_bytes = -1;  // budget of summaries; -1: enough for all homes of chunks and a pool
   Policy policy = Policy::kQk;
-  int32_t recall_chunks = 4;  // most chunks a commit brings back into the pool ahead of need
+  int32_t recall_chunks = 4;  // most chunks a commit loads into the pool ahead of need
   double hysteresis = 0.1;    // a recall must beat its victim's score by this fraction
   int threads = 1;
   std::string namespace_key;  // fingerprint of all that bits depend on; enters every chain hash
   // No row of any layer sees keys at positions <= its own - window; 0: some layer has no window. With
-  // one, a sequence lets go of sealed chunks that lie behind it, but for what trims by up to `rewind`
+  // one, a sequence releases sealed chunks that lie behind it, but for what trims by up to `rewind`
   // tokens need. Both up to 2^40 tokens.
   int64_t window = 0;
   int64_t rewind = 0;
@@ -140,8 +140,8 @@ struct PagerStats {
   int64_t sequences = 0, records = 0, cached_records = 0, reserved_chunks = 0, home_chunks = 0;
   int64_t forwards = 0, aborted_forwards = 0, rows_committed = 0;
   int64_t chunks_sealed = 0, chunks_shared = 0, chunks_evicted = 0, chunks_recalled = 0;
-  int64_t chunks_released = 0;    // let go by a sequence, behind its window
-  int64_t chunks_forgotten = 0;   // cached ones that gave way; nobody finds them any more
+  int64_t chunks_released = 0;    // by a sequence, behind its window
+  int64_t chunks_forgotten = 0;   // cached ones that gave way, and are found no more
   int64_t chunks_healed = 0;      // recomputed, bit for bit, because a lower copy was damaged
   int64_t summaries_rebuilt = 0;  // from verified payload, because their snapshot's was damaged
   int64_t chunks_spilled = 0, slices_streamed = 0, prefix_tokens_reused = 0;
@@ -184,10 +184,10 @@ class Pager {
   SequenceId fork(SequenceId sequence);
   // To `position`: 0, or earliest_trim() to length.
   void trim(SequenceId sequence, int64_t position);
-  // Positions of the whole text, and their ids: also of what was let go.
+  // Positions of the whole text, and their ids: also of what was released.
   int64_t length(SequenceId sequence) const;
   std::vector<TokenId> tokens(SequenceId sequence) const;
-  // The first positions whose chunks were let go behind the window; their K/V are gone.
+  // The first positions whose chunks were released behind the window; their K/V are gone.
   int64_t released(SequenceId sequence) const;
   // The first position a trim can go back to, 0 apart, so that rows there and just before it see all
   // that their window shows them.
@@ -195,8 +195,8 @@ class Pager {
 
   // Admission: lower-tier room to grow to `total_tokens`, or CapacityError with the bytes needed.
   // Replaces what an earlier call held. With a window that is room for what the sequence holds at a
-  // time. What others go on using of the chunks it lets go (a restored or adopted sequence, a save) is
-  // promised again as far as there is room; begin() asks for the rest.
+  // time. What others go on using of the chunks it releases (a restored or adopted sequence, a save) is
+  // reserved again as far as there is room; begin() asks for the rest.
   void reserve(SequenceId sequence, int64_t total_tokens);
   // REQUIRES: an empty sequence. Shares the longest chain of sealed exact chunks whose tokens these
   // are; with a window, only those that it shows, and `rewind` tokens before it, have to be there.
@@ -253,7 +253,7 @@ class Pager {
   bool forward_running() const;
   // Whether this is a forked child of the process that made it.
   bool forked() const noexcept;
-  // The number of the running forward, 0: none. Waits for nobody.
+  // The number of the running forward, 0: none. Does not wait for the lock.
   uint64_t running_forward() const;
 
   // The chunks a row with these queries at `position` would attend to, per kv head. q [1, q_heads,
@@ -273,14 +273,14 @@ class Pager {
   // no bit.
   int64_t evict_all();
 
-  // The first `upto` positions (-1: all) as they are now, without what was let go, for saving while
+  // The first `upto` positions (-1: all) as they are now, without what was released, for saving while
   // the sequence goes on. REQUIRES: upto >= earliest_trim().
   // Sealed chunks are shared, only a tail is copied. Its chunks, and the pager's memory, stay until
   // it is destroyed; no room but theirs is taken.
   std::shared_ptr<SnapshotContent> freeze(SequenceId sequence, int64_t upto = -1);
   // Lazy: the first `upto` positions (-1: all) of a snapshot. `file_namespace` is the namespace_key
   // the file was written under; provenance other than kExact puts the chunks in a namespace of their
-  // own. `before`: what was let go before the snapshot's first position, which `upto` counts too;
+  // own. `before`: what was released before the snapshot's first position, which `upto` counts too;
   // only a pager with a window that is not wider can do without them.
   SequenceId restore(std::shared_ptr<SnapshotReader> reader, const std::string& salt,
                      Provenance provenance, const std::string& file_namespace, int64_t upto = -1,

@@ -67,7 +67,7 @@ struct SnapshotPacks {
   bool empty() const { return packs.empty(); }
 };
 
-// The beginning of a text whose chunks were let go behind a window: what a content does not have. Its
+// The beginning of a text whose chunks were released behind a window: what a content does not have. Its
 // chain hashes are computed from this.
 struct ReleasedText {
   std::vector<TokenId> tokens;          // a multiple of chunk_tokens
@@ -82,11 +82,11 @@ struct SnapshotMeta {
   std::string fingerprint;  // UTF-8 JSON object, opaque here; compared field by field by the caller
   std::string session;      // UTF-8 JSON object, opaque here (pending token, sampler)
   SharedArray<TokenId> tokens;  // ids of all committed positions
-  // Of a frozen sequence: what came before these. Not written: whoever saves puts it into `session`.
+  // Of a frozen sequence: what came before these. Not written: the caller that saves puts it into `session`.
   ReleasedText before;
   std::vector<SnapshotChunk> chunks;
   // The chunks' names are the XXH3-128 chain hashes of versions 1.0 and 1.1, and the file is written as
-  // one of those: new names need the salt, which nobody knows here.
+  // one of those: new names need the salt, which is not known here.
   bool legacy_names = false;
   SnapshotHints hints;
   SnapshotPacks packs;  // of a manifest; empty: self-contained
