@@ -1,1 +1,1 @@
-"""A draft model, which guesses for all texts of an engine."""
+"""A draft model that guesses tokens for all texts of an engine."""

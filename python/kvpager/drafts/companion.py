@@ -1,4 +1,4 @@
-"""What a draft model holds of one text, and of all texts of an engine."""
+"""A draft model's caches: of one text, and of all texts of an engine."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from kvpager.tokens import TokenIds
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 1  # of what a snapshot keeps of it beside the K/V
+_VERSION = 1  # of its session section in a snapshot
 
 
 class DraftCaches:
-    """The companions that one engine's texts have in its draft model.
+    """The draft model's companions of all texts of one engine.
 
     Attributes:
         core: the draft model's.
-        lock: held by whoever changes a companion.
-        closed: companions that gave their room up for good.
+        lock: held while a companion changes.
+        closed: companions that were closed.
     """
 
     def __init__(self, core: EngineCore, trims: TrimCounters) -> None:
-        """`trims`: of the target's texts, where refusals are counted."""
+        """`trims`: the target's counters, which also count refusals here."""
         self.core = core
         self.lock = threading.RLock()
         self.closed = 0
@@ -45,17 +45,17 @@ class DraftCaches:
         self._companions: weakref.WeakSet[DraftCompanion] = weakref.WeakSet()
 
     def register(self, companion: DraftCompanion) -> None:
-        """Remembers one, so that it can give its room to others."""
+        """Adds a companion, whose room others can then take."""
         with self.lock:
             self._companions.add(companion)
 
     def note_refusal(self, position: int) -> None:
-        """Counts a companion that could not be cut at `position` and began anew."""
+        """Counts a companion that could not be cut at `position` and was emptied."""
         self._trims.trim_companion_refused += 1
         self._trims.tokens_reprefilled += position
 
     def of(self, transcript: Transcript) -> DraftCompanion:
-        """What is held of a text; empty where it was not needed yet."""
+        """The companion of a text; makes an empty one if there is none."""
         for companion in transcript.companions:
             if isinstance(companion, DraftCompanion):
                 return companion
@@ -73,30 +73,30 @@ class DraftCaches:
 class DraftCompanion:
     """The draft model's cache of one text: a companion of its transcript.
 
-    It may end before the text does or hold guesses beyond it. Whatever happened to the text
-    meanwhile, `follow` finds out by comparing tokens, so that nobody has to tell it. Nothing it
-    does or loses changes a token: it decides how many guesses are right.
+    It may end before the text does, or hold guesses beyond it. `follow` compares its tokens with
+    the text, so the text may change in any way without notice. The companion never changes the
+    text's tokens, only how many guesses are right.
     """
 
     kind = DRAFT
 
     def __init__(self, caches: DraftCaches) -> None:
-        """Empty."""
+        """Makes an empty companion."""
         self._caches = caches
         self.transcript = caches.core.transcript()
         self.used = 0  # when it last guessed, on its caches' clock
         self._refused: tuple[int, int] | None = None  # (length of a text, room given up by then)
-        self._sound = 0  # of its tokens, how many are known to be the text's
+        self._sound = 0  # number of its first tokens known to equal the text's
         caches.register(self)
 
     @property
     def length(self) -> int:
-        """How far into the text it is, guesses left out."""
+        """Number of the text's tokens it has, without guesses."""
         return min(self._sound, self.transcript.committed)
 
     @property
     def empty(self) -> bool:
-        """Whether it has no room that others could use."""
+        """Whether it holds no room that others could take."""
         return self.transcript.closed or not self.transcript.committed
 
     def trim(self, position: int) -> TrimAnswer:
@@ -122,7 +122,7 @@ class DraftCompanion:
             self._cut(0)
 
     def follow(self, text: TokenIds) -> None:
-        """Keeps what it holds of the beginning of `text` [n] int32, and nothing else."""
+        """Keeps only the common prefix of its tokens and `text` [n] int32."""
         with self._caches.lock:
             held = self.transcript.tokens
             common = min(len(held), len(text))
@@ -135,7 +135,7 @@ class DraftCompanion:
             self.transcript.drop_inexact()
 
     def _keep(self, position: int) -> None:
-        """Cuts what it holds beyond the text, guesses mostly; where it cannot, it begins anew."""
+        """Cuts at `position`, mostly guesses; if that is impossible, empties itself."""
         answer = self._cache.trim(position)
         if isinstance(answer, NeedsCheckpoint):
             self._cache.rewind(answer.position)
@@ -144,27 +144,27 @@ class DraftCompanion:
             self._cache.reset()
 
     def _cut(self, position: int) -> None:
-        """Forgets tokens from `position` on that have no K/V."""
+        """Drops tokens from `position` on that have no K/V."""
         self.transcript.cut(position)
         self._sound = min(self._sound, self.transcript.committed)
 
     def give_up(self, text: TokenIds) -> None:
-        """No text as long as this one is followed, until others have given room up."""
+        """Refuses texts of this length or more until other companions have released room."""
         self.reset()
         self._refused = (len(text), self._caches.closed)
 
     def refuses(self, text: TokenIds) -> bool:
-        """Whether a text as long as this one was given up, and would be again."""
+        """Whether a text of this length was refused, and no room was released since."""
         return self._refused is not None and (
             len(text) >= self._refused[0] and self._refused[1] == self._caches.closed
         )
 
     def note_text(self, length: int) -> None:
-        """So many of its first tokens are the text's."""
+        """Records that its first `length` tokens equal the text's."""
         self._sound = length
 
     def fork(self) -> DraftCompanion:
-        """The same for a fork of the text; empty where there is no room for it."""
+        """A companion for a fork of the text; an empty one if there is no room."""
         twin = DraftCompanion(self._caches)
         with self._caches.lock:
             try:
@@ -178,16 +178,16 @@ class DraftCompanion:
         return twin
 
     def close(self) -> None:
-        """Gives its chunks up. May be called twice."""
+        """Releases its chunks. May be called twice."""
         with self._caches.lock:
             if not self.transcript.closed:
                 self.transcript.close()
                 self._caches.closed += 1
 
     def freeze(self, upto: int) -> CompanionSnapshot | None:
-        """What it holds of the first `upto` tokens, for a save; None if that is nothing.
+        """Its cache of the first `upto` tokens, for a save; None if it holds none of them.
 
-        Of a recurrent draft nothing is saved: its K/V alone are of no use.
+        None for a recurrent draft, whose K/V are of no use without states.
         """
         if self.transcript.states is not None:
             return None
@@ -204,10 +204,10 @@ class DraftCompanion:
             )
 
     def restore(self, snapshot: SnapshotInfo, source: SnapshotStore) -> None:
-        """Goes on with what `freeze` kept, in the place of what it has.
+        """Replaces its cache by one that `freeze` saved.
 
-        Another release or processor is fine: guesses need no bits. `source`, which it is in, is
-        told of damage that is found later.
+        Another release or processor may have saved it, because guesses need no equal bits. Damage
+        found later is reported to `source`, the store with the snapshot.
 
         Raises:
             PagerError: it cannot be used; nothing was changed.

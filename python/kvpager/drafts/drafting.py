@@ -1,4 +1,4 @@
-"""Guesses by a draft model, for all texts that want some in the same forward."""
+"""Guesses of a draft model, for all texts that want some in the same forward."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvpager.tokens import TokenIds
 
 _log = logging.getLogger(__name__)
 
-# Most forwards of the draft, beside those that guess, between two of the target: what a companion
-# may take to catch up before the text goes on without its guesses. With 64 rows a text of 32,768
-# tokens is caught up within the 64 of one chunk.
+# Most forwards of the draft, beside those that guess, between two of the target. A companion that
+# is still behind after them makes no guesses this time. With 64 rows, a text of 32,768 tokens is
+# caught up while the target generates one chunk of 64.
 _CATCHING_UP = 8
 
 
@@ -45,22 +45,22 @@ class Drafting(DraftCaches):
     Thread-safe: texts of different threads take turns.
 
     Attributes:
-        guess_cost: of one guess beside a forward of the target.
-        shares_forwards: whether guesses of several texts take one forward together.
+        guess_cost: cost of one guess relative to a forward of the target.
+        shares_forwards: whether one forward computes guesses of several texts.
     """
 
     def __init__(self, core: EngineCore, trims: TrimCounters, guess_cost: float) -> None:
-        """`trims`: of the target's texts, where refusals are counted."""
+        """`trims`: the target's counters, which also count refusals here."""
         super().__init__(core, trims)
         self.guess_cost = guess_cost
         self.shares_forwards = core.recurrence is None
         self._clock = count(1)
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """Guesses for each, at most as many as it asked for; none where its companion lags.
+        """Returns guesses for each ask, at most `most`; none if its companion lags behind the text.
 
-        The draft runs at most a forward per guess and a fixed number of further ones, in each of
-        which companions that lag share the rows that nobody guesses in.
+        The draft runs at most one forward per guess and a fixed number of further ones. Companions
+        that lag share the rows of each that no guess takes.
         """
         guesses: list[list[int]] = []
         with self.lock:
@@ -74,7 +74,7 @@ class Drafting(DraftCaches):
         return guesses
 
     def _together(self, asks: Sequence[_Wanted], group: Sequence[_Wanted]) -> list[list[int]]:
-        """Guesses for these of a group, or for each half where something is wrong with one."""
+        """Guesses for a group; after an error, tries each half alone."""
         try:
             return self._guess(asks)
         except ModelChangedError:
@@ -94,7 +94,7 @@ class Drafting(DraftCaches):
     def _guess(self, asks: Sequence[_Wanted]) -> list[list[int]]:
         seats = [_Seat(ask) for ask in asks if self._fits(ask)]
         longest = max((seat.ask.most for seat in seats), default=0)
-        catching_up = 0  # forwards in which nobody guessed
+        catching_up = 0  # forwards without a guess
         for _ in range(_CATCHING_UP + longest):
             for seat in seats:
                 seat.take()
@@ -112,15 +112,15 @@ class Drafting(DraftCaches):
         return [by_companion.get(ask.companion, []) for ask in asks]
 
     def _fits(self, ask: _Wanted) -> bool:
-        """Whether the draft has positions for the text and its guesses, and has not given it up."""
+        """Whether the draft has positions for the text and its guesses, and did not refuse it."""
         most = self.core.positions.most
         within = most is None or len(ask.text) + ask.most - 1 <= most
         return within and not ask.companion.refuses(ask.text)
 
     def _make_room(self, asks: Sequence[_Wanted]) -> bool:
-        """Empties the one that guessed least recently and is none of these, if there is one.
+        """Empties the companion, in no ask, that guessed least recently; False if there is none.
 
-        Its session loses guesses until it has caught up.
+        Its session gets no guesses until it has caught up.
         """
         asking = {ask.companion for ask in asks}
         idle = [one for one in self._companions if one not in asking and not one.empty]
@@ -131,7 +131,7 @@ class Drafting(DraftCaches):
 
 
 def draft_stats(drafter: Drafter | None) -> dict[str, float]:
-    """The draft's part of `Engine.stats`; zeros without one."""
+    """The draft's part of `Engine.stats`; zeros without a draft."""
     runner = None if drafter is None else drafter.core.runner
     return {
         "draft_forwards": 0 if runner is None else runner.forwards,
@@ -161,7 +161,7 @@ class _Seat:
 
     @property
     def guess(self) -> list[int]:
-        """What was guessed so far."""
+        """The guesses so far."""
         return self.stream.produced
 
     @property
@@ -175,7 +175,7 @@ class _Seat:
         return self._fed and self.stream.live
 
     def take(self) -> None:
-        """Notes how far the last forward has brought it, and chooses the guess that is due."""
+        """Takes the result of the last forward, and samples a guess if one is due."""
         transcript = self.ask.companion.transcript
         if not self._fed:
             self.ask.companion.note_text(transcript.committed)
@@ -185,7 +185,7 @@ class _Seat:
 
 
 def _give_up(ask: _Wanted, error: Exception) -> None:
-    """Leaves a text without guesses, or without what was restored of them where that is damaged."""
+    """Refuses guesses to a text after an error; if a restored chunk is damaged, drops the cache."""
     if isinstance(error, CorruptSnapshotError):
         _log.warning("the draft model computes a text again: %s", error)
         ask.companion.reset()

@@ -1,4 +1,4 @@
-"""A draft model, and how it is paged."""
+"""A draft model and its pager's options."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvpager.hf.recurrent import is_recurrent
 from kvpager.opening.choices import configuration
 from kvpager.opening.identity import open_core
 
-# What a draft takes over from the engine it guesses for, unless it is told otherwise.
+# Options that a draft inherits from its engine unless they are given.
 _INHERITED = ("pool_tokens", "chunk_tokens", "rows", "selection", "host_bytes", "rewind_tokens")
 
 
 class DraftModel:
-    """A small model that guesses how texts go on, and how it is paged.
+    """A small model that guesses the next tokens of texts, and its pager's options.
 
     Example:
         >>> draft = DraftModel(small_model, pool_tokens=4096, host_bytes="2GiB")
@@ -27,15 +27,15 @@ class DraftModel:
     """
 
     def __init__(self, model: Any, *, guess_cost: float | None = None, **options: Any) -> None:
-        """Checks the options; the model when an engine takes it.
+        """Checks the options; the engine that takes the draft checks the model.
 
         Args:
             model: a transformers causal LM with the target's vocabulary, in eval mode.
-            guess_cost: time of one of its forwards beside one of the target's, 0 or more; decides
-                how much is guessed. None: as its parameters are to the target's.
-            **options: of PagerConfig, for a pager of its own. What is not given of pool_tokens,
-                chunk_tokens, rows, selection, host_bytes and rewind_tokens is the target's; `exact`
-                is False, because guesses need no bits.
+            guess_cost: time of one of its forwards relative to one of the target's, 0 or more;
+                decides how many tokens are guessed. None: the ratio of their parameters.
+            **options: of PagerConfig, for the draft's own pager. Defaults of pool_tokens,
+                chunk_tokens, rows, selection, host_bytes and rewind_tokens are the target's;
+                `exact` is False, because guesses need no equal bits.
 
         Raises:
             InvalidArgumentError: an option is unknown, or guess_cost out of range.
@@ -53,11 +53,11 @@ class DraftModel:
 
 
 def open_draft(draft: DraftModel | Any, target: EngineCore) -> Drafting:
-    """An engine for a draft model, or for a bare model as one.
+    """Opens an engine core for a draft: a `DraftModel`, or a bare model with default options.
 
     Raises:
         InvalidArgumentError: another vocabulary than the target's, an option out of range, or a
-            target whose rows depend on their company, which nothing can speculate for.
+            target whose rows depend on the other rows of a forward, which excludes speculation.
         UnsupportedModelError, CapacityError, DeviceError: as for any engine.
     """
     if not isinstance(draft, DraftModel):
@@ -85,7 +85,7 @@ def open_draft(draft: DraftModel | Any, target: EngineCore) -> Drafting:
 
 
 def _weights(model: Any) -> int:
-    """Parameters that a forward reads: all but an input embedding that is no output head too."""
+    """Number of parameters a forward reads: all but an input embedding not tied to the head."""
     total = sum(parameter.numel() for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()

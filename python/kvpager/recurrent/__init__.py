@@ -1,1 +1,1 @@
-"""States of recurrent layers: where a text stands, what is kept, and how it is saved."""
+"""States of recurrent layers: of each text, as checkpoints, and in snapshots."""

@@ -1,8 +1,8 @@
-"""States of recurrent layers that are kept, at chunk boundaries, of all texts of an engine.
+"""Checkpoints: states of recurrent layers at chunk boundaries, of all texts of an engine.
 
-A state is a function of the tokens before it, so it is found by their chain hash: by the session
-that made it, by its forks, and by any other whose text begins alike. How many are kept is a matter
-of memory alone; what is missing costs tokens to compute again, and never a bit.
+A state is a function of the tokens before it and is found by their chain hash: by the session that
+made it, by its forks, and by every text with the same prefix. The number of checkpoints only
+affects memory and speed: after a missing one, tokens are computed again, with the same bits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvpager.hf.state import RecurrentState
 
 @dataclass
 class Checkpoint:
-    """One state that is kept.
+    """One checkpoint.
 
     Attributes:
-        state: it, on the CPU.
-        before: chain hash of the one before it along its text, as far as is known; None: the
-            text's beginning.
-        used: when it was last asked for; a count that goes up.
+        state: the state, on the CPU.
+        before: chain hash of the previous checkpoint of its text, if known; None: the text's
+            beginning.
+        used: time of its last use, on a counter.
     """
 
     state: RecurrentState
@@ -33,25 +33,25 @@ class Checkpoint:
 
     @property
     def position(self) -> int:
-        """Tokens behind it."""
+        """Number of tokens before it."""
         return self.state.position
 
 
-# Chooses which of some checkpoints goes. REQUIRES: some may go.
+# Chooses the checkpoint to evict. REQUIRES: at least one may go.
 Policy = Callable[[Mapping[bytes, Checkpoint], Collection[bytes]], bytes]
 
 
 def _least_recently_used(held: Mapping[bytes, Checkpoint], may_go: Collection[bytes]) -> bytes:
-    """The one that nobody asked for since longest ago."""
+    """The least recently used one."""
     return min(may_go, key=lambda key: held[key].used)
 
 
 def _smallest_gap(held: Mapping[bytes, Checkpoint], may_go: Collection[bytes]) -> bytes:
-    """The one without which the way from the one before to the one after it is shortest.
+    """The one whose removal leaves the smallest gap between its two neighbours.
 
-    Where a text ends at a checkpoint, the way is to itself. Of equals the one not used for longest.
+    If it is the last one of its text, the gap ends at itself. Of equals the least recently used.
     """
-    after: dict[bytes, int] = {}  # position of the nearest one whose text goes through it
+    after: dict[bytes, int] = {}  # position of the next checkpoint of a text through it
     for checkpoint in held.values():
         if (one := checkpoint.before) is not None:
             after[one] = min(after.get(one, checkpoint.position), checkpoint.position)
@@ -71,15 +71,15 @@ POLICIES: Mapping[str, Policy] = {
 
 @dataclass
 class CheckpointCounters:
-    """What checkpoints have cost and saved, of all texts.
+    """Counters of checkpoints, over all texts.
 
     Attributes:
         checkpoint_states: states held now.
-        checkpoint_bytes: bytes of them.
-        checkpoints_evicted: states that gave way to others.
+        checkpoint_bytes: their size.
+        checkpoints_evicted: states evicted for others.
         checkpoints_not_kept: states for which there was no room.
-        checkpoints_restored: times a session went on from one, or from one in a snapshot.
-        state_tokens_recomputed: tokens computed again because no state was held behind them.
+        checkpoints_restored: how often a session went on from one, in memory or in a snapshot.
+        state_tokens_recomputed: tokens computed again because a later state was missing.
     """
 
     checkpoint_states: int = 0
@@ -91,16 +91,16 @@ class CheckpointCounters:
 
 
 class Checkpoints:
-    """Kept states of one engine, in a byte budget. Thread-safe.
+    """All checkpoints of one engine, within a byte budget. Thread-safe.
 
-    The newest checkpoint of each text in use never goes: a session without it would have to begin
-    anew. Where nothing may go, a new state is not kept.
+    The newest checkpoint of each open text is never evicted: without it the session would have to
+    compute its whole text again. If none may be evicted, a new state is not kept.
     """
 
     def __init__(
         self, *, budget_bytes: int, every: int, chunk_tokens: int, policy: str = "smallest-gap"
     ) -> None:
-        """`every`: chunks from one to the next. Raises InvalidArgumentError: unknown policy."""
+        """`every`: chunks between two checkpoints. Raises InvalidArgumentError: unknown policy."""
         if policy not in POLICIES:
             raise InvalidArgumentError(
                 f"checkpoint_policy is {policy!r}; expected one of {', '.join(map(repr, POLICIES))}"
@@ -116,16 +116,16 @@ class Checkpoints:
         self._counters = CheckpointCounters()
 
     def due(self, position: int) -> bool:
-        """Whether a state at this position is one of those that are to be kept."""
+        """Whether a state at this position should be kept."""
         return position > 0 and position % (self._every * self._size) == 0
 
     def put(self, owner: object, hashes: Sequence[bytes], state: RecurrentState) -> None:
-        """Keeps a state, if there is room or can be made.
+        """Keeps a state, if there is room or eviction can make some.
 
         Args:
-            owner: whose text it is; from here on this is its newest checkpoint.
-            hashes: chain hashes of the text's chunks up to the state's position, which they end at.
-            state: exact; at a chunk boundary.
+            owner: its text; from now on this is the owner's newest checkpoint.
+            hashes: chain hashes of the text's chunks up to the state's position.
+            state: an exact state at a chunk boundary.
         """
         key = hashes[-1]
         with self._lock:
@@ -149,9 +149,9 @@ class Checkpoints:
                 self._counters.checkpoints_evicted += 1
 
     def get(self, owner: object, key: bytes) -> RecurrentState | None:
-        """The state after the tokens that `key` is the chain hash of, which its owner goes on from.
+        """The state with the chain hash `key`, from which the owner goes on; None if not held.
 
-        From here on it is the owner's newest one.
+        From now on it is the owner's newest checkpoint.
         """
         with self._lock:
             found = self._held.get(key)
@@ -164,27 +164,27 @@ class Checkpoints:
             return found.state
 
     def held(self, hashes: Sequence[bytes]) -> list[int]:
-        """Which of a text's chunk boundaries have a state: positions, ascending."""
+        """Positions of a text's chunk boundaries that have a state, ascending."""
         with self._lock:
             return [(i + 1) * self._size for i, key in enumerate(hashes) if key in self._held]
 
     def states(self, hashes: Sequence[bytes]) -> dict[bytes, RecurrentState]:
-        """What is held of a text, by chain hash; changes nothing."""
+        """The states of a text, by chain hash; does not count as a use."""
         with self._lock:
             return {key: self._held[key].state for key in hashes if key in self._held}
 
     def forget_owner(self, owner: object) -> None:
-        """Its text is not in use any more; its checkpoints stay while there is room."""
+        """Call when a text is closed; its checkpoints stay while there is room."""
         with self._lock:
             self._newest.pop(owner, None)
 
     def note_restored(self) -> None:
-        """A session goes on from a state that a snapshot holds."""
+        """Counts a session that goes on from a state in a snapshot."""
         with self._lock:
             self._counters.checkpoints_restored += 1
 
     def note_recomputed(self, tokens: int) -> None:
-        """Tokens are to be computed again for want of a state."""
+        """Counts tokens to compute again because a state is missing."""
         with self._lock:
             self._counters.state_tokens_recomputed += tokens
 
@@ -194,7 +194,7 @@ class Checkpoints:
             return asdict(self._counters)
 
     def clear(self) -> None:
-        """Forgets all states."""
+        """Drops all states."""
         with self._lock:
             self._held.clear()
             self._newest.clear()

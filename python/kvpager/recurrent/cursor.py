@@ -1,4 +1,4 @@
-"""The states of one text's recurrent layers: where it is, and where it can go back to."""
+"""The recurrent states of one text: the current ones, and those it can go back to."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kvpager.stores.companions import STATES
 
 @dataclass(frozen=True)
 class StateContext:
-    """What the states of one engine's texts have in common.
+    """What the states of all texts of one engine have in common.
 
     Attributes:
-        pager: that holds the K/V beside them.
-        checkpoints: states that are kept for all texts.
+        pager: holds the texts' K/V.
+        checkpoints: of all texts.
         format: how a state is saved.
-        fingerprint: what states depend on.
+        fingerprint: of the engine.
         chunk_tokens: of the pager's layout.
-        shared: whether texts may go on from states that others have computed.
+        shared: whether a text may go on from a state that another text computed.
     """
 
     pager: pager.Pager
@@ -40,16 +40,16 @@ class StateContext:
 
 
 class StateCursor:
-    """What recurrent layers know of a text, beside a sequence that holds its K/V.
+    """The states of a text's recurrent layers, beside the sequence with its K/V.
 
         0        base             live
         | chunks | rows of a tail |
           ^ checkpoints, of all texts of the engine
 
-    The *base* is the exact state at the last chunk boundary that the text has passed, *live* the
-    one after its last committed row. Each holds for one position only and is void at any other, so
-    that a commit or a cut of the sequence, whenever an exception strikes, leaves nothing wrong: a
-    forward that fails has worked on a copy.
+    *base* is the exact state at the last chunk boundary before the text's end, *live* the state
+    after its last committed row. Each is stored with its position and ignored at any other. So an
+    exception between a commit or cut of the sequence and the update here leaves no wrong state. A
+    forward works on a copy.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StateCursor:
         saved: SavedStates | None = None,
         namespace: bytes = b"",
     ) -> None:
-        """`namespace`: enters the name of each checkpoint; for states that are not exact."""
+        """`namespace`: part of each checkpoint's name; keeps states apart that are not exact."""
         self._context = context
         self._sequence = sequence
         self._base = base
@@ -73,13 +73,13 @@ class StateCursor:
 
     @property
     def length(self) -> int:
-        """How far into the text it is."""
+        """Number of the text's tokens before the newest state."""
         return self._live.position
 
     def at(self, position: int) -> RecurrentState | None:
-        """The state after the first `position` committed tokens, if it is held anywhere.
+        """The state after the first `position` committed tokens, or None.
 
-        One that a snapshot holds is read now. If it is damaged there, it is held no more.
+        Reads it from the snapshot if only that has it. If it is damaged there, the cursor drops it.
         """
         for state in (EMPTY, self._live, self._base):
             if state.position == position:
@@ -98,11 +98,11 @@ class StateCursor:
         return found
 
     def nearest(self, position: int) -> int:
-        """The greatest position up to this one at which a state is held; 0 always is one."""
+        """The greatest position up to `position` with a state; 0 always has one."""
         return max(one for one in self.held(position) if one <= position)
 
     def held(self, position: int) -> set[int]:
-        """Where states are held of the first `position` tokens, and maybe further on; 0 always."""
+        """Positions with a state, up to `position` and maybe beyond; 0 is always one."""
         hashes = self._hashes(position)
         held = {0, self._live.position, self._base.position}
         held.update(self._context.checkpoints.held(hashes))
@@ -111,7 +111,7 @@ class StateCursor:
         return held
 
     def trim(self, position: int) -> TrimAnswer:
-        """Ok where a state is held, and a row can go on; else the nearest place where one is."""
+        """Ok if `position` has a state; else names the nearest position before it that has one."""
         if position >= self.length:
             return Ok()
         nearest = self.nearest(position)
@@ -121,20 +121,20 @@ class StateCursor:
         return Ok()
 
     def rewind(self, position: int) -> None:
-        """Goes back to a position at which a state is held."""
+        """Goes back to a position with a state."""
         if self._live.position > position:
             self._live = self._base if self._base.position <= position else EMPTY
         if self._base.position > position:
             self._base = EMPTY
 
     def reset(self) -> None:
-        """Forgets everything but what is kept for all texts."""
+        """Drops its own states; checkpoints stay."""
         self._base = self._live = EMPTY
 
     def advance(self, state: RecurrentState) -> None:
-        """A forward has committed rows and left this state.
+        """Takes the state after rows that a forward has committed.
 
-        At a chunk boundary it is exact, unless the text is not: no decoded row is sealed.
+        At a chunk boundary it is exact if the text is: no decoded row is sealed.
         """
         self._live = state
         if state.position % self._context.chunk_tokens:
@@ -144,12 +144,12 @@ class StateCursor:
             self.keep_base()
 
     def keep_base(self) -> None:
-        """Makes the base a checkpoint, as where a prompt ends that others may begin with."""
+        """Makes the base a checkpoint, for example at the end of a prompt that others may share."""
         if self._base.position and self._base.position <= self._sequence.length:
             self._context.checkpoints.put(self, self._hashes(self._base.position), self._base)
 
     def freeze(self, upto: int) -> CompanionSnapshot | None:
-        """What is held of the first `upto` tokens, for a save; None if that is nothing."""
+        """The states of the first `upto` tokens, for a save; None if there are none."""
         hashes = self._hashes(min(upto, self._sequence.length))
         size = self._context.chunk_tokens
         found = self._context.checkpoints.states(hashes)
@@ -171,12 +171,12 @@ class StateCursor:
         )
 
     def attach(self, snapshot: pager.SnapshotInfo, hashes: Sequence[bytes]) -> None:
-        """Goes back to what `freeze` kept as well, from now on.
+        """Adds the states that `freeze` saved.
 
         Args:
-            snapshot: of the states, in today's terms.
-            hashes: chain hashes of the text's chunks as the primary's snapshot has them; under
-                another fingerprint they are others here.
+            snapshot: of the states, with its fingerprint translated to this release.
+            hashes: chain hashes of the text's chunks in the primary's snapshot; they differ from
+                those here if the fingerprint does.
 
         Raises:
             PagerError: it cannot be used; nothing was changed.
@@ -196,7 +196,7 @@ class StateCursor:
         self._saved = SavedStates(self._context.format, snapshot, names)
 
     def fork(self, sequence: pager.Sequence) -> StateCursor:
-        """Those of a fork with the same text; states are shared."""
+        """The cursor of a fork with the same text; both share the states."""
         return StateCursor(
             self._context,
             sequence,
@@ -207,13 +207,13 @@ class StateCursor:
         )
 
     def close(self) -> None:
-        """The text is not in use any more."""
+        """Call when the text is closed."""
         self._context.checkpoints.forget_owner(self)
         self.reset()
         self._saved = None
 
     def _hashes(self, position: int) -> list[bytes]:
-        """Names of the text's chunk boundaries up to a position that is committed."""
+        """Names of the text's chunk boundaries up to a committed position."""
         size = self._context.chunk_tokens
         tokens = self._sequence.tokens[: position // size * size]
         if not len(tokens):
@@ -228,9 +228,9 @@ class StateCursor:
 
 
 def state_cursor(context: StateContext, sequence: pager.Sequence) -> StateCursor:
-    """Of a sequence at whose beginning alone, or after whose adopted chunks, a state is held.
+    """The cursor of a sequence that is empty or has adopted chunks with a state at their end.
 
-    States of a text that is not exact are its own: whoever shares them shares the sequence.
+    States of a text that is not exact are shared with its forks only.
     """
     sealed = sequence.ledger()[: sequence.length // context.chunk_tokens]
     exact = context.shared and all(chunk.provenance == "exact" for chunk in sealed)

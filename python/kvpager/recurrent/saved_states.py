@@ -1,9 +1,9 @@
-"""States of recurrent layers in a snapshot: written as chunks of its own, read when needed.
+"""States of recurrent layers in a companion snapshot: one chunk per state, read when needed.
 
-A companion snapshot has one chunk per state. A chunk's layers are those that carry a state, and the
-last one is the hidden states of the last token; a layer's slice is the bytes of its tensors, one
-after the other. Its token ids are the 32 bytes of the name of the text before it, by which a state
-is found; in version 1 they were the 16 of its hash.
+A chunk has one layer for each recurrent layer, and a last one for the hidden states of the last
+token; a layer's slice is the bytes of its tensors, one after the other. The chunk's token ids are
+the 32 bytes of the name of the text before the state, by which a state is found; in version 1 they
+were the 16 bytes of its hash.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.companions import STATES
 
 _VERSION = 2
-_NAME_BYTES = {1: 16, 2: 32}  # of a text's name, by version; and ids of a chunk
+_NAME_BYTES = {1: 16, 2: 32}  # of a text's name, by version; one token id per byte
 _DIMS = (16, 64, 256)  # head_dim of the layout: a slice is whole pages of it
 _MOST_HEADS = 1024
-_ALIGNMENT = 16  # of a tensor within a slice
+_ALIGNMENT = 16  # bytes; of a tensor within a slice
 
 _log = logging.getLogger(__name__)
 
 
 class StateFormat:
-    """Where each tensor of one model's states is in a chunk."""
+    """The place in a chunk of each tensor of one model's states."""
 
     def __init__(self, shape: StateShape, version: int = _VERSION) -> None:
         """`version`: of the snapshots."""
@@ -60,7 +60,7 @@ class StateFormat:
         return chunk
 
     def unpack(self, position: int, chunk: np.ndarray[Any, Any]) -> RecurrentState:
-        """The state in a chunk as `pack` made it, in memory of its own."""
+        """The state of a chunk that `pack` made; a copy."""
         tensors = []
         for slot, at, offset in self._places:
             start = at * self._slice_bytes + offset
@@ -70,7 +70,7 @@ class StateFormat:
 
 
 def _layout(slices: int, slice_bytes: int, chunk_tokens: int) -> Layout:
-    """The smallest pages with which a slice is so large."""
+    """The layout with the smallest pages whose slices have at least `slice_bytes` bytes."""
     for dim in _DIMS:
         page = 2 * dim * chunk_tokens * 4  # float32 keys and values
         heads = max(1, -(-slice_bytes // page))
@@ -94,15 +94,15 @@ def freeze_states(
     exact: bool,
     fingerprint: str,
 ) -> CompanionSnapshot:
-    """States, each with the name of the text before it, as they are saved.
+    """Packs states, each with the name of the text before it, for a save.
 
-    exact: whether they are what a cold run has. fingerprint: of the engine, JSON text.
+    exact: whether they are those of a cold run. fingerprint: of the engine, JSON text.
     """
     hashes = [one for one, _ in states]
     content = _core.loose_content(
         layout=format_.layout.native(),
         tokens=np.frombuffer(b"".join(hashes), dtype=np.uint8).astype(np.int32),
-        # Another name than the text's own chunk has: the two may be in one store.
+        # Not the name of the text's own chunk, because one store may hold both.
         chain_hashes=[_state_name(one) for one in hashes],
         exact=[exact] * len(states),
         payload=[format_.pack(state) for _, state in states],
@@ -125,12 +125,12 @@ def _state_name(text: bytes) -> bytes:
 
 
 class SavedStates:
-    """States that an opened snapshot holds; each is read and verified when it is asked for."""
+    """The states of an opened snapshot; each is read and verified when it is needed."""
 
     def __init__(
         self, format_: StateFormat, snapshot: SnapshotInfo, names: Mapping[bytes, bytes]
     ) -> None:
-        """`names`: of each name that the saver had for the text, the one it has here.
+        """`names`: maps the saver's name of a text to its name here.
 
         Raises:
             FingerprintMismatchError, CorruptSnapshotError: not such states, or damaged.
@@ -144,13 +144,13 @@ class SavedStates:
         }
 
     def held(self, hashes: Sequence[bytes]) -> list[int]:
-        """Positions at which there is a state, of a text with these names."""
+        """Positions with a state, of a text with these names."""
         return [self._chunk[key][1] for key in hashes if key in self._chunk]
 
     def read(self, key: bytes) -> RecurrentState | None:
-        """The state behind the text of this name; None if there is none, or not any more.
+        """The state after the text of this name; None if there is none.
 
-        One that is damaged is forgotten, with a warning.
+        Drops a damaged one, with a warning.
         """
         if key not in self._chunk:
             return None
@@ -173,7 +173,7 @@ def _version_of(snapshot: SnapshotInfo) -> int:
 
 
 def _contents(format_: StateFormat, snapshot: SnapshotInfo) -> list[tuple[bytes, int]]:
-    """Name of the text before, and position, of each chunk."""
+    """(name of the text before it, position) of each chunk."""
     path, session = snapshot.path, snapshot.session
     expected = format_.shape.to_json()
     if session.get("state") != expected or snapshot.layout != format_.layout:

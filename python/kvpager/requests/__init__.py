@@ -1,1 +1,1 @@
-"""Many prompts with an end of their own: the scheduler, its requests, their completions."""
+"""Requests that end independently: the scheduler, its requests, their completions."""

@@ -1,4 +1,4 @@
-"""What became of one prompt."""
+"""The result of one request."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvpager.tokens import TokenIds
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """The end of a request of `Engine.run` or of a `Scheduler`.
+    """The result of a request of `Engine.run` or of a `Scheduler`.
 
     Attributes:
         index: number of the prompt, or of the submission, from 0.
         prompt_tokens: tokens of the prompt.
-        tokens: what was produced, [n] int32.
-        logprobs: their log-probabilities, [n] float32, where they were asked for.
+        tokens: the tokens produced, [n] int32.
+        logprobs: their log-probabilities, [n] float32; None unless requested.
         finish: "eos", "stop", "length", "cancelled", "closed" (its engine was) or "error".
-        seed: of the draws: given again, it gives the same tokens.
-        error: why, where finish is "error".
-        session: the one given as prompt, or the one made for it where that was to be kept.
-        speculation: what speculation was worth to this request.
+        seed: of sampling; the same seed gives the same tokens again.
+        error: the exception, if finish is "error".
+        session: the one given as prompt, or with `keep_session` the one made for the request.
+        speculation: counters of this request's speculation.
         first_token_s: seconds from its submission to its first token; None if there was none.
         total_s: seconds from its submission to its end.
     """

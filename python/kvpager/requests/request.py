@@ -1,4 +1,4 @@
-"""One prompt on its way through a scheduler."""
+"""One request of a scheduler."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ OnToken: TypeAlias = "Callable[[Request, Token], object]"
 
 
 class Request:
-    """Made by `Scheduler.submit`. `cancel` may be called from any thread, the rest by the owner's.
+    """Made by `Scheduler.submit`. Any thread may call `cancel`; the rest is for the owner's thread.
 
         waiting --admitted--> prefilling --the prompt's last row--> decoding --> finished
            ^                      |                                    |
            +------- the pool has no room for it any more --------------+
 
-    One that had to wait again computes its tokens again, and goes on with the same bits.
+    A request that went back to waiting computes its tokens again and goes on with the same bits.
 
     Attributes:
         index: number of the submission, from 0.
         prompt_tokens: tokens of the prompt.
-        seed: of its draws.
-        completion: what became of it; None until it is finished.
+        seed: of sampling.
+        completion: its result; None until it is finished.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Request:
         self._done = 0  # tokens computed, once it is finished
         self._session: Session | None = None
         self._feed: Feed | None = None
-        self._fed: Feed | None = None  # the same when it is done: it holds the room
+        self._fed: Feed | None = None  # the finished feed, which holds the room
         self._stream: Stream | None = None
         if isinstance(prompt, np.ndarray):
             self.prompt_tokens = len(prompt)
@@ -84,13 +84,13 @@ class Request:
 
     @property
     def tokens(self) -> TokenIds:
-        """What it has produced so far, [n] int32."""
+        """The tokens produced so far, [n] int32."""
         if self.completion is not None:
             return self.completion.tokens
         return np.array([] if self._stream is None else self._stream.produced, dtype=np.int32)
 
     def cancel(self) -> None:
-        """Ends it before another token is told; the scheduler's next step finishes it."""
+        """Cancels it: it emits no further token, and the scheduler's next step finishes it."""
         self._cancelled = True
         self._cancellations.append(self)
 
@@ -103,29 +103,29 @@ class Request:
 
     @property
     def feed(self) -> Feed:
-        """REQUIRES: state is prefilling."""
+        """Its prompt's feed. REQUIRES: state is prefilling."""
         assert self._feed is not None
         return self._feed
 
     @property
     def stream(self) -> Stream:
-        """REQUIRES: state is prefilling or decoding."""
+        """Its stream. REQUIRES: state is prefilling or decoding."""
         assert self._stream is not None
         return self._stream
 
     @property
     def given_session(self) -> Session | None:
-        """The session it goes on with, where the prompt is one."""
+        """The session that was given as prompt, or None."""
         return None if isinstance(self._prompt, np.ndarray) else self._prompt
 
     @property
     def planned(self) -> int:
-        """Tokens to compute, if it produces as many as it may."""
+        """Tokens to compute in all, if it produces as many as it may."""
         return self._to_compute + self._generation.max_new_tokens
 
     @property
     def done(self) -> int:
-        """Of them, those that were."""
+        """Tokens computed so far, of `planned`."""
         if self.completion is not None:
             return self._done
         if self._session is None:
@@ -135,7 +135,7 @@ class Request:
         return self._to_compute + len(self.stream.produced)
 
     def admit(self, core: EngineCore, make_session: Callable[[], Session]) -> None:
-        """Begins, or begins again after `suspend`: holds room for all it may produce.
+        """Starts it, or starts it again after `suspend`, and reserves room for all it may produce.
 
         Raises:
             CapacityError: there is no room; nothing was changed.
@@ -160,7 +160,7 @@ class Request:
         self._stream, self._feed, self._session = stream, feed, session
 
     def suspend(self) -> bool:
-        """Gives up its chunks, to be computed again; False for a session that was given."""
+        """Releases its chunks, which it computes again later; False for a given session."""
         if self._session is None or self.given_session is not None:
             return False
         self._session.close()
@@ -169,12 +169,12 @@ class Request:
         return True
 
     def fed(self) -> None:
-        """The prompt is in the session: tokens follow."""
+        """Call when the prompt is prefilled: the request is decoding from now on."""
         self.feed.transcript.mark_used()
         self._fed, self._feed = self._feed, None
 
     def sample(self) -> Token:
-        """Produces the next token, and remembers it. REQUIRES: the session is ready."""
+        """Samples the next token and adds it to `tokens`. REQUIRES: the session is ready."""
         token = self.stream.sample()
         if isinstance(token, GeneratedToken):
             self._logprobs.append(token.logprob)
@@ -183,12 +183,12 @@ class Request:
         return token
 
     def emit(self, token: Token) -> None:
-        """Hands a token to whoever wants it as it comes."""
+        """Calls `on_token` with a token."""
         if self._on_token is not None:
             self._on_token(self, token)
 
     def finish(self, reason: str, error: Exception | None = None) -> None:
-        """Ends it: a session made for it is closed unless it is to be kept."""
+        """Finishes it; closes a session made for it unless that is to be kept."""
         self._done = self.done
         session = self._session
         unwanted = self.given_session is None and (error is not None or not self._keep)
@@ -215,17 +215,17 @@ class Request:
             ),
             total_s=now - self._submitted,
         )
-        # A session holds logits, and requests may be many.
+        # A session holds logits, and there may be many requests.
         self._session = self._feed = self._fed = self._stream = None
 
     def _leave(self) -> None:
-        """Gives back the room that was held for it."""
+        """Releases the room reserved for it."""
         for holder in (self._feed, self._fed, self._stream):
             if holder is not None:
                 holder.leave()
 
     def discard(self) -> None:
-        """Closes the session that was made for it, kept or not."""
+        """Closes the session that was made for it, even if it was to be kept."""
         session = self._session if self.completion is None else self.completion.session
         if session is not None and session is not self.given_session:
             session.close()

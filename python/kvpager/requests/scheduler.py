@@ -1,4 +1,4 @@
-"""Many requests through common forwards: admission, turns, cancellation, and one's error alone."""
+"""Runs many requests in common forwards: admission, turns, cancellation, isolation of errors."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ class Scheduler:
     """Runs requests together, a forward at a time; made by `Engine.scheduler`.
 
     Every forward holds a row of each decoding request (in turns, if there are more than rows), then
-    rows of prompts, shared fairly, then speculation. What is packed with a request changes no bit
-    of it. Requests are admitted in the order of their submission, while the tiers below the pool
-    can hold all that they may produce, and the pool their unsealed chunks; one whose tokens do not
-    fit even alone ends with CapacityError.
+    rows of prompts, shared fairly, then speculation. The other requests of a forward change no bit
+    of a request. Requests are admitted in the order of their submission, while the tiers below the
+    pool have room for all tokens they may produce and the pool for their unsealed chunks. A request
+    that does not fit even alone ends with CapacityError.
 
-    `submit`, `close` and `Request.cancel` may be called from any thread, `step` by one at a time.
-    What fails with a request in a forward and goes well without it is that request's fault,
-    whatever it is: it alone ends, with finish "error". What fails alone with every one of them ends
-    every one.
+    Any thread may call `submit`, `close` and `Request.cancel`; only one thread at a time may call
+    `step`. If a forward fails with a request and succeeds without it, that request alone ends, with
+    finish "error". If it fails with each request alone, all of them end.
 
     Example:
         >>> with engine.scheduler() as scheduler:
@@ -71,14 +70,14 @@ class Scheduler:
         self._decoding: deque[Request] = deque()
         self._unfinished: dict[int, Request] = {}  # by index
         self._submitted = 0
-        self._full = False  # one had to give its chunks up: nobody is admitted until one ends
+        self._full = False  # a request had to release its chunks: admit none until one ends
         self._past = 0  # tokens that finished requests computed
-        self._planned = 0  # tokens that the others may take
+        self._planned = 0  # tokens that unfinished requests may compute in all
         self._cancelled: deque[Request] = deque()
         self._blocked: list[tuple[Request, CapacityError]] = []  # of this step
-        self._ending: str | None = None  # why nothing is taken any more
+        self._ending: str | None = None  # the finish of all requests, once it is closed
         self._stepping = _core.Place()
-        self._queues = threading.Lock()  # others submit while one steps
+        self._queues = threading.Lock()  # other threads submit during a step
 
     def submit(
         self,
@@ -91,19 +90,19 @@ class Scheduler:
         on_token: OnToken | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Request:
-        """Queues a prompt; nothing is computed before `step`.
+        """Queues a prompt; `step` computes it.
 
         Args:
-            prompt: token ids, [n] or [1, n], or a session that is to go on.
+            prompt: token ids, [n] or [1, n], or a session to continue.
             max_new_tokens: as for `Session.generate`.
-            seed: likewise; by default a fresh one for token ids. `Request.seed` says which.
+            seed: likewise; for token ids by default a fresh one, see `Request.seed`.
             logprobs: likewise.
-            keep_session: leave the session that is made for the prompt open, for the completion.
-            on_token: called with (request, token) as each token is produced; it may cancel.
+            keep_session: keep the session that is made for the prompt open, in the completion.
+            on_token: called with (request, token) as each token is produced; may cancel.
             **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
 
         Raises:
-            InvalidArgumentError: an argument cannot be, or the session is in another request.
+            InvalidArgumentError: an argument is invalid, or the session is in another request.
         """
         generation = Generation.checked(self._core, max_new_tokens, options, logprobs=logprobs)
         return self.queue(prompt, generation, seed, keep_session=keep_session, on_token=on_token)
@@ -118,7 +117,7 @@ class Scheduler:
         on_token: OnToken | None,
         name: str = "prompt",
     ) -> Request:
-        """`submit`, with arguments that were checked already; `name` is the prompt's in errors."""
+        """`submit` with checked arguments; `name` is the prompt's in error messages."""
         core = self._core
         checked: TokenIds | Session
         if isinstance(prompt, Session):
@@ -133,7 +132,7 @@ class Scheduler:
             core.check_open()
             seed = fresh_seed() if seed is None else seed
             checked = as_token_ids(prompt, core.vocab_size, name)
-        generation.sampling_with(seed)  # refuses a seed that cannot be
+        generation.sampling_with(seed)  # raises for an invalid seed
         if on_token is not None and not callable(on_token):
             raise InvalidArgumentError(
                 f"on_token is {on_token!r}; expected a callable (request, token)"
@@ -186,15 +185,15 @@ class Scheduler:
         return self._past + running, self._past + self._planned
 
     def step(self) -> list[tuple[Request, Token]]:
-        """One forward and what goes with it; returns the tokens it brought, in order.
+        """Admits requests, runs one forward and returns the tokens it produced, in order.
 
-        With speculation a request may have several. What is one request's fault ends that request,
-        with finish "error"; so is an Exception of the model, a proposer or `on_token`. Requests
-        that end have a `completion` when this returns.
+        With speculation a request may have several. An error that one request causes ends that
+        request with finish "error", also an Exception of the model, a proposer or `on_token`.
+        Requests that end have a `completion` when this returns.
 
         Raises:
             InvalidArgumentError: the scheduler or the engine is closed, something that bits depend
-                on was changed (torch's threads, for example), or another step runs. Stepping again
+                on was changed (torch's threads, for example), or another step runs. A later step
                 goes on.
         """
         self._core.check_open()
@@ -205,7 +204,7 @@ class Scheduler:
         return self.step_if_open()
 
     def step_if_open(self) -> list[tuple[Request, Token]]:
-        """`step`, which brings nothing where somebody has closed the scheduler or its engine."""
+        """`step`, which returns [] if the scheduler or its engine is closed."""
         try:
             with _core.Claim(self._stepping) as alone:
                 if not alone:
@@ -241,9 +240,9 @@ class Scheduler:
         return [(request, token) for request in turn for token in self._emit(request)]
 
     def close(self) -> None:
-        """Cancels what is not finished; sessions that were made for it are closed.
+        """Cancels unfinished requests and closes the sessions made for them.
 
-        Nothing can be submitted any more. Where a step runs, its requests end when it returns.
+        Nothing can be submitted afterwards. If a step runs, its requests end when it returns.
         """
         self.end("cancelled")
 
@@ -256,14 +255,14 @@ class Scheduler:
         self._end_if_idle()
 
     def _is_over(self) -> bool:
-        """Whether the scheduler or its engine was closed, perhaps by another thread, just now."""
+        """Whether the scheduler or its engine is closed, perhaps by another thread."""
         if self._ending is None and self._core.turns.ended:
             with self._queues:
                 self._ending = self._ending or "closed"
         return self._ending is not None
 
     def _end_if_idle(self) -> None:
-        """Ends what is not finished, unless a step runs, which does it when it returns."""
+        """Ends unfinished requests; if a step runs, that does it when it returns."""
         if self._ending is None:
             return
         with _core.Claim(self._stepping) as alone:
@@ -282,7 +281,7 @@ class Scheduler:
         self.close()
 
     def _finish_ended(self) -> None:
-        """Ends what was cancelled, or was told its last token when something interrupted."""
+        """Ends cancelled requests, and those with all tokens emitted before an interrupt."""
         while self._cancelled:
             self._finish(self._cancelled.popleft(), "cancelled")
         for request in list(self._decoding):
@@ -290,7 +289,7 @@ class Scheduler:
                 self._finish(request, request.stream.finish)
 
     def _admit(self) -> None:
-        """First come, first served: nobody overtakes one that waits for room."""
+        """Admits requests in order: none overtakes one that waits for room."""
         while self._waiting:
             running = len(self._prefilling) + len(self._decoding)
             if running and (self._full or running >= self._limit):
@@ -304,7 +303,7 @@ class Scheduler:
                 self._finish(request, "error", error)
             except ModelChangedError:
                 raise
-            except Exception as error:  # whatever it is, it is this request's
+            except Exception as error:  # only this request ends
                 if self._is_over():
                     return
                 self._finish(request, "error", error)
@@ -321,7 +320,7 @@ class Scheduler:
     def _forward(
         self, decoding: list[Request], prompts: list[Request], room: int | None = None
     ) -> bool:
-        """Advances these: together, or apart where they cannot. False if nothing came of it."""
+        """Advances these, in one forward or in smaller ones. False if none advanced."""
         try:
             advance(
                 self._core,
@@ -338,16 +337,16 @@ class Scheduler:
             return False
         except ModelChangedError:
             raise
-        except Exception as error:  # whatever it is, it belongs to one of these
+        except Exception as error:  # one of these requests causes it
             if self._is_over():
-                return True  # all of them end when the step does
+                return True  # all requests end with the step
             if len(decoding) + len(prompts) > 1:
                 return self._split(decoding, prompts)
             self._finish((decoding or prompts)[0], "error", error)
         return True
 
     def _split(self, decoding: list[Request], prompts: list[Request]) -> bool:
-        """In two forwards, decode first; so one that fails is found in a few."""
+        """Advances these in two forwards, decode first; a few splits isolate a failing request."""
         if decoding and prompts:
             parts = [(decoding, []), ([], prompts)]
         elif decoding:
@@ -360,7 +359,7 @@ class Scheduler:
         return any(done)
 
     def _make_room(self) -> None:
-        """Nothing fits: the last one admitted gives its chunks up, and waits again."""
+        """Suspends the request admitted last, because no request can advance."""
         running = sorted([*self._prefilling, *self._decoding], key=lambda request: request.index)
         if len(running) > 1:
             for request in reversed(running):
@@ -374,7 +373,7 @@ class Scheduler:
         self._finish(request, "error", error)
 
     def _emit(self, request: Request) -> Iterator[Token]:
-        """Samples and hands out what a forward has made ready of one request."""
+        """Samples and emits the tokens of one request that a forward has made ready."""
         while request.state == "decoding" and request.stream.live:
             transcript = request.stream.transcript
             if transcript.closed or not transcript.ready:
@@ -384,7 +383,7 @@ class Scheduler:
             try:
                 token = request.sample()
                 request.emit(token)
-            except Exception as error:  # of its sampling, or of its owner
+            except Exception as error:  # of sampling, or of `on_token`
                 if not self._is_over():
                     self._finish(request, "error", error)
                 return
@@ -416,7 +415,7 @@ class Scheduler:
 
 
 def _open_chunks(core: EngineCore) -> int:
-    """How many sessions' unsealed chunks the pool holds beside what a forward needs; 1 at least."""
+    """How many sessions' unsealed chunks the pool can hold beside a forward's own; at least 1."""
     size = core.layout.chunk_tokens
     forward = -(-(size - 1 + core.rows) // size)
     return max(1, core.config.pool_blocks - forward)

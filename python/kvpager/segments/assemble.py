@@ -1,4 +1,4 @@
-"""A session from cached segments and new ids."""
+"""Puts a session together from cached segments and new ids."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assemble(
 
 
 class _Assembling:
-    """One assembly: the exact beginning, the policy's choice, what it leaves, the question."""
+    """One assembly: the exact prefix, the policy's choice, the moved K/V, the question."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class _Assembling:
     def run(self, start: float) -> Assembly:
         """Fills the transcript. start: when the call began, of `time.perf_counter`."""
         transcript, text = self._transcript, self._text
-        with transcript.reserve(len(text)):  # refused before anything is computed
+        with transcript.reserve(len(text)):  # raises before anything is computed
             return self._run(start)
 
     def _run(self, start: float) -> Assembly:
@@ -93,11 +93,11 @@ class _Assembling:
         live = chosen | ~self._moved
         given = np.flatnonzero(self._moved & ~chosen)
         exact = int(given[0]) if given.size else len(text)
-        # What is computed right after an exact beginning is as exact as that.
+        # Rows computed right after an exact prefix are exact too.
         self._prefill(exact)
         shared = exact - transcript.tokens_computed
         if exact < self._question:
-            with transcript.reserve(len(text)):  # prefill may have taken another sequence
+            with transcript.reserve(len(text)):  # prefill may have replaced the sequence
                 self._stitcher.extend(
                     transcript.sequence, self._question, live, report=self._report
                 )
@@ -123,7 +123,7 @@ class _Assembling:
         return report
 
     def _compute_prefix(self) -> None:
-        """The pieces before which nothing is approximate: found, given, or computed."""
+        """Fills the exact pieces, with shared chunks, a segment's K/V or a prefill."""
         first = self._pieces[0]
         if first.segment is not None:
             sequence, stop = self._transcript.sequence, first.stop
@@ -135,7 +135,7 @@ class _Assembling:
         self._prefill(max((piece.stop for piece in self._pieces if piece.exact), default=0))
 
     def _choose(self) -> tuple[Mask, float, int]:
-        """The moved tokens to compute again; and the rows and forwards it took to choose."""
+        """The moved tokens to compute again, and the rows and forwards that the choice needed."""
         if not self._moved.any():
             return self._moved, 0.0, 0
         view = StitchedText(
@@ -157,14 +157,14 @@ class _Assembling:
         return chosen & self._moved, view.rows, view.forwards
 
     def _prefill(self, stop: int) -> None:
-        """Computes the text up to there as any prompt, if that is not there yet."""
+        """Prefills the text up to `stop`, unless its K/V are there already."""
         if self._transcript.committed < stop:
             prefill_all(self._core, [(self._transcript, self._text[:stop])], None)
             self._report(stop)
 
 
 def _part(segments: Segments, number: int, part: object) -> Segment | TokenIds:
-    """A part, checked."""
+    """Checks a part."""
     if isinstance(part, str):
         part = segments[part]
     if isinstance(part, Segment):

@@ -1,4 +1,4 @@
-"""Where each part of an assembled text lies."""
+"""The parts of an assembled text and their positions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Piece:
     Attributes:
         start: position of its first token.
         tokens: its ids, int32 [stop - start].
-        segment: what its K/V come from; None for ids that have to be computed.
-        exact: whether nothing before it is approximate, so that its K/V are a full prefill's.
+        segment: the segment with its K/V; None for ids that have to be computed.
+        exact: whether nothing before it is approximate, so that its K/V equal a full prefill's.
     """
 
     start: int
@@ -34,15 +34,15 @@ class Piece:
 
     @property
     def moved(self) -> bool:
-        """Whether its K/V were computed elsewhere, without what now comes before them."""
+        """Whether its K/V were computed without the text that now comes before it."""
         return self.segment is not None and not self.exact
 
 
 def lay_out(parts: Iterable[Segment | TokenIds]) -> list[Piece]:
     """One piece for each part that is not empty, in order.
 
-    Ids at the beginning, or a segment there, are a true prefix; what follows a segment that is not
-    at position 0 is approximate.
+    Ids or a segment at position 0 are exact, and ids after an exact piece too; a segment at another
+    position is approximate, and so is everything after it.
     """
     pieces: list[Piece] = []
     start, exact = 0, True
@@ -58,7 +58,7 @@ def lay_out(parts: Iterable[Segment | TokenIds]) -> list[Piece]:
 
 
 def question_of(pieces: Sequence[Piece]) -> int:
-    """Where the ids begin that follow the last segment; the text's end if a segment is last."""
+    """Position of the ids after the last segment; the text's end if a segment is last."""
     stop = pieces[-1].stop
     for piece in reversed(pieces):
         if piece.segment is not None:

@@ -1,8 +1,8 @@
-"""Which tokens of moved segments are computed again, so that they see what comes before them.
+"""Repair policies: which tokens of moved segments are computed again, after the text before them.
 
-A segment's K/V were computed as if nothing came before it. Moved behind other text they are wrong
-where a full prefill's rows would have looked back beyond the segment. A repair policy says which of
-these tokens are worth a row of the model.
+A segment's K/V were computed as if nothing came before it. Moved behind other text, they differ
+from a full prefill's wherever a row would attend beyond the segment. A repair policy chooses the
+tokens that the model computes again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ KEY, VALUE = "key", "value"
 
 
 class Stitched(Protocol):
-    """A text put together from moved segments, none of them repaired, as a policy sees it.
+    """A text with moved segments before any repair, as a policy sees it.
 
-    What it measures is computed when first asked for, in rows that change nothing and are counted.
+    Measurements are computed at their first use, in rows that are counted and not committed.
 
     Attributes:
-        tokens: how many there are, the question included.
-        moved: [tokens] those a policy may choose.
+        tokens: number of tokens, the question included.
+        moved: [tokens] bool, the tokens that a policy may choose.
         layers: of the model.
     """
 
@@ -45,10 +45,10 @@ class Stitched(Protocol):
     layers: int
 
     def deviation(self, among: Mask, layer: int, of: str) -> Scores:
-        """How far the keys or values of tokens are from what they would be here.
+        """How much the keys or values of moved tokens differ from those computed in this text.
 
         Args:
-            among: [tokens] moved ones to look at, each a row through the layers before `layer`.
+            among: [tokens] moved tokens to compare; each costs a row up to `layer`.
             layer: 1 .. layers - 1; at layer 0 nothing deviates.
             of: "key" or "value".
 
@@ -58,10 +58,10 @@ class Stitched(Protocol):
         ...
 
     def question_attention(self, rows: int) -> Scores:
-        """How much the question looks at each token, before any repair.
+        """How much the question attends to each token, before any repair.
 
         Args:
-            rows: the last rows of the text that are asked, at most.
+            rows: use at most this many of the text's last rows.
 
         Returns:
             [tokens] attention probabilities, summed over rows, layers and heads.
@@ -71,16 +71,16 @@ class Stitched(Protocol):
 
 @runtime_checkable
 class RepairPolicy(Protocol):
-    """Chooses the tokens that are computed again. A function of what it is shown, and no more."""
+    """Chooses the tokens to compute again. A pure function of the `Stitched` text."""
 
     def choose(self, text: Stitched) -> Mask:
-        """[tokens] those to compute again; only moved ones count."""
+        """Returns [tokens] bool, those to compute again; tokens that are not moved are ignored."""
         ...
 
 
 @dataclass(frozen=True)
 class NoRepair:
-    """Nothing is computed again: the cheapest, and the furthest from a full prefill."""
+    """Computes nothing again: the cheapest policy, and the furthest from a full prefill."""
 
     def choose(self, text: Stitched) -> Mask:
         """None of them."""
@@ -89,7 +89,7 @@ class NoRepair:
 
 @dataclass(frozen=True)
 class FullRepair:
-    """Everything is computed again, which is a full prefill, and as exact."""
+    """Computes everything again: a full prefill, and as exact."""
 
     def choose(self, text: Stitched) -> Mask:
         """All of them."""
@@ -122,10 +122,10 @@ class SegmentHead:
 
 @dataclass(frozen=True)
 class SeamTail:
-    """The last tokens before every seam between segments, as the first systems did.
+    """The last tokens of every moved segment, as the first systems did.
 
-    A segment's tail sees the segment itself, which is right already, so that it repairs little; it
-    is here to be compared with.
+    A segment's tail mostly attends to its own segment, so this repairs little; it is a baseline for
+    comparisons.
 
     Args:
         tokens: per segment.
@@ -149,17 +149,17 @@ class SeamTail:
 class Deviation:
     """The tokens of each segment whose keys or values deviate most in the first layers.
 
-    All moved tokens run through the layers before the first that is looked at; with more `layers`
-    fewer of them through each further one. Which tokens of a segment are chosen does not depend on
-    what comes after it.
+    All moved tokens run through the layers before the first compared one; with more `layers`, fewer
+    tokens run through each further one. The choice within a segment does not depend on the text
+    after it.
 
     Source: CacheBlend (Yao et al., 2024), gradual filtering.
 
     Args:
         fraction: of each segment's tokens, 0 .. 1.
         of: "value" or "key".
-        layers: how many layers are looked at, from layer 1 on.
-        widen: how many times `fraction` is kept after the first of several layers.
+        layers: how many layers are compared, from layer 1 on.
+        widen: with several layers, keep `widen` times `fraction` after the first.
     """
 
     fraction: float = 0.15
@@ -176,10 +176,10 @@ class Deviation:
             raise InvalidArgumentError(f"widen is {self.widen!r}; expected a number, 1 or more")
 
     def choose(self, text: Stitched) -> Mask:
-        """What is left after the last layer."""
+        """Those left after the last layer."""
         chosen: Mask = np.array(text.moved)
         last = min(self.layers, text.layers - 1)
-        if not self.fraction or not last:  # a model of one layer deviates nowhere
+        if not self.fraction or not last:  # layer 0 never deviates
             return np.zeros(text.tokens, dtype=np.bool_)
         for layer in range(1, last + 1):
             left = (last - layer) / max(1, last - 1)
@@ -195,15 +195,16 @@ class Deviation:
 
 @dataclass(frozen=True)
 class QueryGuided:
-    """The tokens that the question looks at most.
+    """The tokens that the question attends to most.
 
-    Its rows run once over the stitched text, and their attention is summed over layers and heads.
+    The question's rows run once over the stitched text; their attention is summed over layers and
+    heads.
 
     Source: ProphetKV (2025), which ranks by the user's query.
 
     Args:
         fraction: of all moved tokens, 0 .. 1.
-        rows: of the question's last rows, how many are asked.
+        rows: how many of the question's last rows are used.
     """
 
     fraction: float = 0.15
@@ -214,7 +215,7 @@ class QueryGuided:
         _check_count("rows", self.rows, least=1)
 
     def choose(self, text: Stitched) -> Mask:
-        """The most looked at."""
+        """Those with the most attention."""
         if not self.fraction or not text.moved.any():
             return np.zeros(text.tokens, dtype=np.bool_)
         count = _share(self.fraction, int(text.moved.sum()))
@@ -223,7 +224,7 @@ class QueryGuided:
 
 @dataclass(frozen=True, init=False)
 class Combined:
-    """What any of several policies chooses."""
+    """The union of what several policies choose."""
 
     policies: tuple[RepairPolicy, ...]
 
@@ -241,7 +242,7 @@ class Combined:
 
 
 def check_policy(policy: object) -> None:
-    """Raises InvalidArgumentError for what is no repair policy."""
+    """Raises InvalidArgumentError unless `policy` is a repair policy."""
     if isinstance(policy, type) or not isinstance(policy, RepairPolicy):
         raise InvalidArgumentError(
             f"repair is {policy!r}; expected a policy, such as SegmentHead(16), or None for the "
@@ -250,7 +251,7 @@ def check_policy(policy: object) -> None:
 
 
 def _best(scores: Scores, count: int, among: Mask) -> Mask:
-    """The `count` highest of those among which is chosen; of equals the earlier."""
+    """The `count` highest scores of `among`; of equal ones the earlier."""
     candidates = np.flatnonzero(among)
     order = np.argsort(-scores[candidates], kind="stable")[:count]
     chosen = np.zeros(len(scores), dtype=np.bool_)
@@ -259,7 +260,7 @@ def _best(scores: Scores, count: int, among: Mask) -> Mask:
 
 
 def _share(fraction: float, tokens: int) -> int:
-    """So many tokens, rounded up."""
+    """`fraction` of `tokens`, rounded up."""
     return math.ceil(round(fraction * tokens, 6))
 
 

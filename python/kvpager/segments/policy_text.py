@@ -1,4 +1,4 @@
-"""Repair policies as text, for a command line."""
+"""Parses repair policies from a command line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_policy(text: str) -> RepairPolicy:
             (`Combined`). N is tokens per segment, F a share of tokens from 0 to 1.
 
     Raises:
-        InvalidArgumentError: it names none, or its number is not one it can have.
+        InvalidArgumentError: it names no policy, or its number is out of range.
     """
     try:
         policies = [_parse_one(part.strip()) for part in text.split("+")]

@@ -1,4 +1,4 @@
-"""What a repair policy can measure of a stitched text, in rows that change nothing."""
+"""Measurements of a stitched text for repair policies, in rows that are not committed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY_BLOCK = 8192  # keys that queries are multiplied with at a time
 
 @dataclass(frozen=True)
 class _Asked:
-    """Queries of one layer, and how it attends. q: [T, q_heads, k_dim]; k: [T, kv_heads, k_dim]."""
+    """Queries and keys of one layer. q: [T, q_heads, k_dim]; k: [T, kv_heads, k_dim]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -32,11 +32,11 @@ class _Asked:
 
 
 class StitchedText:
-    """A `Stitched` over an engine: the text with moved K/V and no repair, made when first needed.
+    """A `Stitched` over an engine: the text with moved K/V and no repair, made at its first use.
 
     Attributes:
-        rows: that were spent so far; a forward that stops early counts by its layers.
-        forwards: run for it.
+        rows: rows computed so far; a forward that stops early counts by its share of layers.
+        forwards: forwards run so far.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StitchedText:
         prefix: pager.Sequence,
         question: int,
     ) -> None:
-        """prefix: holds the exact beginning of the text. question: where the last ids begin."""
+        """prefix: holds the exact beginning of the text. question: position of the question."""
         self.pieces = tuple(pieces)
         self.tokens = len(text)
         self.layers = core.layout.layers
@@ -95,7 +95,7 @@ class StitchedText:
             batch = self._reading(sequence, at)
             self._look(sequence, batch, hear)
             held = self._kept(sequence, layer, at, of)
-            # As the pager would keep it: what rounding to its dtype does is no deviation.
+            # In the pager's dtype, so that rounding does not count as a deviation.
             computed = fresh[0][: len(at)].to(held.dtype).float()
             scores[at] = (computed - held.float()).square().sum(dim=(1, 2)).numpy()
         return scores
@@ -111,7 +111,7 @@ class StitchedText:
         return np.asarray(mass.numpy(), dtype=np.float32)
 
     def close(self) -> None:
-        """Gives its chunks up."""
+        """Releases its chunks."""
         if self._sequence is not None:
             self._sequence.close()
 
@@ -131,7 +131,7 @@ class StitchedText:
         return self._sequence
 
     def _ask(self) -> list[_Asked]:
-        """The question's last rows at every layer; without a question, the text's last rows."""
+        """Each layer's queries of the question's last rows, or of the text's without a question."""
         if self._asked is not None:
             return self._asked
         core, sequence = self._core, self._stitched()
@@ -189,7 +189,7 @@ class StitchedText:
         return torch.softmax(scores, dim=-1)[..., : self.tokens].sum(dim=(0, 1, 2))
 
     def _kept(self, sequence: pager.Sequence, layer: int, at: np.ndarray, of: str) -> torch.Tensor:
-        """What a sequence holds at ascending positions of one layer: [n, kv_heads, dim]."""
+        """Keys or values of a sequence at ascending positions of one layer: [n, kv_heads, dim]."""
         start, stop = int(at[0]), int(at[-1]) + 1
         kept = recomputing_damage(
             self._core, [sequence], lambda: sequence.read_kv(layer, start, stop)

@@ -1,4 +1,4 @@
-"""A segment as its snapshot has it."""
+"""A segment as read from its snapshot."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class SavedSegment(NamedTuple):
     def of(
         cls, transcript: Mapping[str, Any], tokens: TokenIds, path: str, name: str
     ) -> SavedSegment:
-        """From a snapshot's session section and its ids, padding included, found under a name.
+        """Reads a snapshot's session section.
+
+        tokens: the snapshot's ids, padding included. name: under which it was found.
 
         Raises:
             InvalidArgumentError: it is no segment.
-            CorruptSnapshotError, UnsupportedVersionError: it says what no writer does, or is the
+            CorruptSnapshotError, UnsupportedVersionError: its note has invalid values, or it is the
                 segment of another name.
         """
         note = SegmentNote.of(transcript, len(tokens), path)
@@ -44,5 +46,5 @@ class SavedSegment(NamedTuple):
 
 
 def segment_note(segment: Segment) -> dict[str, object]:
-    """What a segment's snapshot says beside its chunks."""
+    """The session section of a segment's snapshot."""
     return SegmentNote(segment.name, len(segment), segment.digest).to_session()

@@ -1,4 +1,4 @@
-"""A text whose K/V were computed alone, kept in chunks of its own namespace."""
+"""A segment: a text whose K/V were computed alone, in chunks of a namespace of its own."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from kvpager.tokens import TokenIds
 
 
 class Segment:
-    """Made by `Engine.cache_segment`. Its K/V are of positions 0, 1, ...: as if a text began there.
+    """Made by `Engine.cache_segment`. Its K/V are of positions 0, 1, ..., without text before it.
 
-    They are kept in sealed chunks, which leave the pool like any others, so that a segment costs no
-    block while nobody uses it: the last chunk is filled up with padding, which no token before it
-    sees. Where the keys of its tokens belong in a text is decided by `Engine.assemble`.
+    They are kept in sealed chunks, which can be evicted like any others, so that an unused segment
+    needs no block. Padding fills the last chunk; no token before it attends to it.
+    `Engine.assemble` moves the keys to their positions in a text.
 
     Attributes:
-        name: what it is called, and found by.
-        digest: hex digest of its token ids, which it is found by as well.
+        name: its key in `Engine.segments`.
+        digest: hex digest of its token ids; also a key.
         tokens: its ids, int32 [n]; n may be 0.
     """
 
     def __init__(
         self, core: EngineCore, name: str, tokens: TokenIds, transcript: Transcript | None
     ) -> None:
-        """session: holds the tokens and their padding; None for a segment without tokens."""
+        """transcript: holds the tokens and their padding; None for a segment without tokens."""
         self._core = core
         self._transcript = transcript
         self.name = name
@@ -42,14 +42,14 @@ class Segment:
 
     @property
     def closed(self) -> bool:
-        """Whether its chunks were given up, by `Segments.remove` or with its engine."""
+        """Whether its chunks were released, by `Segments.remove` or with its engine."""
         return self._core.closed or (self._transcript is not None and self._transcript.closed)
 
     @property
     def transcript(self) -> Transcript | None:
-        """What holds its chunks, padding included; None for a segment without tokens.
+        """The transcript with its chunks, padding included; None for a segment without tokens.
 
-        They are computed again where the engine has forgotten them.
+        Computes them again if the engine has dropped them.
         """
         if self._transcript is not None and self._transcript.uncomputed.size:
             prefill_all(self._core, [(self._transcript, self._transcript.tokens)], None)
@@ -78,7 +78,7 @@ class Segment:
             )
 
     def close(self) -> None:
-        """Gives its chunks up. Sessions that were made with it keep their own."""
+        """Releases its chunks. Sessions assembled from it keep theirs."""
         if self._transcript is not None:
             self._transcript.close()
 
@@ -90,12 +90,12 @@ class Segment:
 
 
 def digest_of(tokens: TokenIds) -> str:
-    """Hex digest of token ids (BLAKE2b, 256 bits): no two texts can be made that share one."""
+    """Hex digest of token ids (BLAKE2b, 256 bits), resistant to collisions."""
     return hashlib.blake2b(_bytes_of(tokens), digest_size=32).hexdigest()
 
 
 def old_digest_of(tokens: TokenIds) -> str:
-    """What segments were saved with before: it finds damage, and does not tell texts apart."""
+    """The digest of older releases: it detects damage, but is not resistant to collisions."""
     return xxhash.xxh3_128_hexdigest(_bytes_of(tokens))
 
 
@@ -104,11 +104,11 @@ def _bytes_of(tokens: TokenIds) -> bytes:
 
 
 def padded(tokens: TokenIds, chunk_tokens: int) -> TokenIds:
-    """The ids, and padding up to the end of a chunk."""
+    """The ids with padding up to the end of a chunk."""
     missing = -len(tokens) % chunk_tokens
     return np.concatenate([tokens, np.full(missing, PADDING_TOKEN, dtype=np.int32)])
 
 
 def namespace_of(salt: str) -> str:
-    """The salt that segments of an engine with this salt have: no prompt finds their chunks."""
+    """The salt of an engine's segments, so that no prompt finds their chunks."""
     return f"{salt}\0segment"

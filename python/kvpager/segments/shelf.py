@@ -31,10 +31,10 @@ from kvpager.tokens import TokenIds, TokenIdsLike, as_token_ids
 
 
 class Segments:
-    """`Engine.segments`: what `Engine.cache_segment` has made and nobody has removed.
+    """`Engine.segments`: the segments that `Engine.cache_segment` has made.
 
-    A mapping from name to `Segment`; a segment's digest finds it too, and so does a name under
-    which one was saved in the engine's store, from where it is then loaded.
+    A mapping from name to `Segment`. A segment's digest is a key too, and so is the name of a
+    segment in the engine's store, which is then loaded.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -67,10 +67,10 @@ class Segments:
         return segment
 
     def remove(self, name: str) -> None:
-        """Gives a segment's chunks up; what was saved of it stays where it is.
+        """Releases a segment's chunks; a saved copy stays in its store.
 
         Raises:
-            InvalidArgumentError: there is none of this name.
+            InvalidArgumentError: no segment has this name.
         """
         segment = self._by_name.pop(name, None)
         if segment is None:
@@ -85,16 +85,16 @@ class Segments:
         progress: Progress = None,
         overwrite: bool = False,
     ) -> SaveReport:
-        """Keeps a segment in a store, by default the engine's, as the snapshot `segment-NAME`.
+        """Saves a segment into a store, as the snapshot `segment-NAME`.
 
         Args:
             name: of the segment.
-            store: where to; None: the engine's.
+            store: None: the engine's.
             progress: as for `Session.save`.
-            overwrite: replace what has the name also where another salt or model has saved it.
+            overwrite: also replace a snapshot of another salt or model.
 
         Raises:
-            InvalidArgumentError: there is none of this name, it has no tokens, or there is no
+            InvalidArgumentError: no segment has this name, it has no tokens, or there is no
                 store.
             CapacityError, StorageError: as for `Session.save`.
         """
@@ -113,11 +113,11 @@ class Segments:
             return state.write(report)
 
     def load(self, name: str, store: SnapshotStore | None = None) -> Segment:
-        """The segment that a store has under this name; its chunks are read when first needed.
+        """Loads a segment from a store; its chunks are read when first needed.
 
         Raises:
-            StorageError: the store has none of this name.
-            FingerprintMismatchError: it is of another model, or of other numerics.
+            StorageError: the store has no segment of this name.
+            FingerprintMismatchError: another model, or other numerics, computed it.
             CorruptSnapshotError, UnsupportedVersionError: it cannot be used, or is the segment of
                 another name.
             CapacityError: its summaries do not fit.
@@ -153,7 +153,7 @@ class Segments:
         return segment
 
     def get(self, name: str) -> Segment | None:
-        """The segment of this name or digest that is in memory."""
+        """The segment of this name or digest in memory, or None."""
         found = self._by_name.get(name)
         return self._by_digest(name) if found is None else found
 
@@ -161,7 +161,7 @@ class Segments:
         """By name or digest, from memory or from the engine's store.
 
         Raises:
-            InvalidArgumentError: there is none.
+            InvalidArgumentError: there is no such segment.
         """
         found = self.get(name)
         if found is None and self.core.store is not None:
@@ -189,11 +189,11 @@ class Segments:
         return len(self._by_name)
 
     def forget(self) -> None:
-        """All of them, whose chunks are gone with their engine's pager."""
+        """Drops the chunks of all segments, after the engine has opened a new pager."""
         self._by_name.clear()
 
     def _computed(self, name: str, tokens: TokenIds, progress: Progress) -> Transcript | None:
-        """A session that holds the tokens and their padding, in the namespace of segments."""
+        """Makes a transcript with the tokens and their padding, in the namespace of segments."""
         if not len(tokens):
             return None
         core = self.core
@@ -226,7 +226,7 @@ class Segments:
 
 
 def require_segments(core: EngineCore) -> None:
-    """Raises UnsupportedModelError for a model whose K/V cannot be used at another position."""
+    """Raises UnsupportedModelError for a model whose K/V cannot be moved."""
     if core.recurrence is not None:
         raise UnsupportedModelError(
             "segments: the model has recurrent layers, whose state is a function of all tokens "
@@ -242,7 +242,7 @@ def require_segments(core: EngineCore) -> None:
 
 
 def as_segment_ids(ids: Any, vocab_size: int, name: str = "ids") -> TokenIds:
-    """Checked token ids, of which there may be none."""
+    """Checks token ids, which may be empty."""
     if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor)) and not len(ids):
         return np.zeros(0, dtype=np.int32)
     return as_token_ids(ids, vocab_size, name)

@@ -18,19 +18,18 @@ from kvpager.segments.pieces import Piece
 from kvpager.segments.policies import Mask
 from kvpager.tokens import TokenIds
 
-GIVEN_BYTES = 64 << 20  # of K/V that one forward is given, at most; a chunk's at least
-POOL_SHARE = 4  # a forward opens at most this part of the pool's blocks, if it can
+GIVEN_BYTES = 64 << 20  # most K/V given to one forward; at least a chunk's
+POOL_SHARE = 4  # a forward opens at most 1/POOL_SHARE of the pool's blocks, if possible
 
 Report = Callable[[int], object]
 
 
 class Stitcher:
-    """The K/V of a text whose parts are laid out, written into sequences of one engine.
+    """Writes the K/V of a text whose parts are laid out into sequences of one engine.
 
-    A forward continues the sequence with *given* rows, whose K/V come from segments, between *live*
-    ones, which the model computes: each at its position, over everything before it as it then is,
-    in every layer. So what a live row sees is decided by positions alone, and no row sees what
-    comes after it.
+    A forward continues the sequence with *given* rows, whose K/V come from segments, and *live*
+    rows, which the model computes. In every layer, each live row attends to all positions before
+    it, given or live, and to none after it.
 
     Attributes:
         rows: live rows so far.
@@ -57,18 +56,18 @@ class Stitcher:
         provenance: str = "approximate",
         report: Report = lambda done: None,
     ) -> None:
-        """Makes a sequence hold the text up to `stop`, of which it holds a beginning.
+        """Extends a sequence, which holds a prefix of the text, up to `stop`.
 
         Args:
-            sequence: to be continued; reserve room for it first.
-            stop: where to end.
-            live: [tokens] those to compute; the others have to be of segments.
-            provenance: what the new tokens are worth.
-            report: called with the tokens held.
+            sequence: to extend; reserve room for it first.
+            stop: position after the last token to write.
+            live: [tokens] bool, those to compute; all others must be in segments.
+            provenance: of the new tokens.
+            report: called with the number of tokens held.
 
         Raises:
             CapacityError: the pool cannot hold the open chunks of even one forward.
-            CorruptSnapshotError, StorageError, NonFiniteError: what was written before stays.
+            CorruptSnapshotError, StorageError, NonFiniteError: K/V written before stay.
         """
         planned = int(live[sequence.length : stop].sum())
         before = self.rows
@@ -87,7 +86,7 @@ class Stitcher:
             )
 
     def _window(self, start: int, stop: int, live: Mask) -> int:
-        """Where a forward from `start` ends: by its rows, what it is given, and the open chunks."""
+        """Where a forward from `start` ends, limited by its rows, given bytes and open chunks."""
         size = self._chunk_tokens
         end = min(stop, (start // size + self._open_chunks) * size)
         rows = np.flatnonzero(live[start:end])
@@ -118,7 +117,7 @@ class Stitcher:
         self.rows += batch.used
 
     def moved(self, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """K/V of these positions, ascending and all of segments, with keys where they belong.
+        """K/V of ascending positions, all of segments, with keys moved to these positions.
 
         Returns:
             k [layers, n, kv_heads, k_dim] and v [layers, n, kv_heads, v_dim] on the CPU.
@@ -147,7 +146,7 @@ class Stitcher:
 
 
 def _runs(live: Mask, start: int, stop: int) -> list[tuple[int, int]]:
-    """The longest ranges within [start, stop) that are all live or all given, in order."""
+    """The maximal ranges within [start, stop) that are all live or all given, in order."""
     changes = start + 1 + np.flatnonzero(np.diff(live[start:stop]))
     edges = [start, *map(int, changes), stop]
     return list(pairwise(edges))

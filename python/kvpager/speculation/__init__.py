@@ -1,1 +1,1 @@
-"""Guesses at what follows, by cheap means, and what the model made of them."""
+"""Cheap guesses of the next tokens, and records of how many the model accepted."""

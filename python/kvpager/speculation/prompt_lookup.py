@@ -1,8 +1,8 @@
-"""Proposals copied from the text itself: what followed its last tokens where they stood before.
+"""Proposals copied from the text itself: the tokens after an earlier occurrence of its last ones.
 
-Prompt lookup decoding (Saxena 2023). Nothing is remembered between proposals: a few vector
-comparisons find the place, mostly in 10 us in 8K tokens and 70 us in 128K, so that no index has to
-follow what is appended, trimmed or rejected.
+Prompt lookup decoding (Saxena 2023). It keeps no index, which would have to follow appends, trims
+and rejections: a few vector comparisons find the place, mostly in 10 us in 8K tokens and 70 us in
+128K.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy.typing as npt
 from kvpager.errors import InvalidArgumentError
 from kvpager.tokens import TokenIds
 
-_MOST = 1024  # of an n-gram: a longer one tells nothing more about what follows
+_MOST = 1024  # longest n-gram; a longer one predicts no better
 
 
 class PromptLookup:
-    """Proposes the continuation of the longest n-gram that ends the text and stood in it before.
+    """Proposes the continuation of the longest n-gram that ends the text and occurs in it before.
 
-    Of its earlier places the most recent is taken. A continuation that reaches the end of the text
-    goes round, so that a period is continued however short it is.
+    Takes the most recent earlier occurrence. A continuation that reaches the end of the text starts
+    over, so that even a short period is continued.
 
     A pure function of the tokens. Memory: two bytes per token during a call, none between calls.
 
@@ -47,20 +47,20 @@ class PromptLookup:
         self.min_ngram = min_ngram
 
     def propose(self, tokens: TokenIds, count: int) -> list[int]:
-        """`count` token ids that may follow `tokens` [n] int32; [] where no n-gram stood before."""
+        """`count` token ids that may follow `tokens` [n] int32; [] if no n-gram occurs before."""
         start = self._continuation(tokens)
         if start is None:
             return []
-        proposed: list[int] = np.resize(tokens[start:], count).tolist()  # goes round
+        proposed: list[int] = np.resize(tokens[start:], count).tolist()  # starts over at the end
         return proposed
 
     def _continuation(self, tokens: TokenIds) -> int | None:
-        """Where the earlier n-gram ends, which is the index of the token that followed it."""
+        """The index of the token after the earlier n-gram; None without one."""
         longest = min(self.max_ngram, len(tokens) - 1)
         if longest < self.min_ngram:
             return None
         ngram = 1
-        agree = tokens[:-1] == tokens[-1]  # by where an n-gram starts
+        agree = tokens[:-1] == tokens[-1]  # indexed by the start of an n-gram
         while ngram < longest and (ngram < self.min_ngram or _is_dense(agree)):
             longer = agree[1:] & (tokens[: -ngram - 1] == tokens[-ngram - 1])
             if ngram >= self.min_ngram and not longer.any():
@@ -77,5 +77,5 @@ class PromptLookup:
 
 
 def _is_dense(places: npt.NDArray[np.bool_]) -> bool:
-    """Whether comparing all places is faster than listing those that agree."""
+    """Whether comparing all places is faster than listing the equal ones."""
     return int(np.count_nonzero(places)) * 16 > len(places)

@@ -1,32 +1,32 @@
-"""How many tokens to propose: many where text repeats, none where proposing them never pays."""
+"""How many tokens to propose: many where text repeats, none where proposals never pay."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Beside the reading of all weights, which is 1; between those measured for small and large models,
-# short and long texts. They decide how fast it goes and nothing else.
-_ROW_COST = 1 / 32  # a further row of a forward, were it padding
+# Costs relative to reading all weights (1), in the middle of those measured for small and large
+# models, short and long texts. They affect speed only.
+_ROW_COST = 1 / 32  # a further row of a forward, as padding
 _TOKEN_COST = 1 / 16  # a proposed token: its attention, its logits, its removal when refused
 
-_MEMORY = 0.7  # of what was seen, how much weighs after another proposal
+_MEMORY = 0.7  # weight of earlier observations after another proposal
 _MOST = 128  # tokens of one proposal
-_TRIAL = 4  # tokens of one that is to find out whether it pays again
+_TRIAL = 4  # tokens of a trial, which finds out whether proposals pay again
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # forwards between trials; doubles while they fail
 
 
 class ProposalLength:
-    """Chooses the number of tokens that makes a forward's tokens per cost largest.
+    """Chooses the number of tokens that maximises a forward's tokens per cost.
 
-    A proposed token is taken to be accepted with probability a if all before it were, so that k of
-    them give a + a^2 + ... + a^k; a follows what was accepted lately. Where none pays, nothing is
-    proposed but a trial now and then. A pure function of what was observed: no clock is read.
+    Assumes that a proposed token is accepted with probability a if all before it were, so that k of
+    them give a + a^2 + ... + a^k tokens; a follows recent acceptance. If no number pays, it only
+    proposes a trial from time to time. A pure function of the observations; reads no clock.
     """
 
     def __init__(self, guess_cost: float = 0.0) -> None:
-        """`guess_cost`: of making one guess, beside a forward that reads all weights."""
+        """`guess_cost`: cost of one guess relative to a forward that reads all weights."""
         self._guess_cost = guess_cost
-        self._accepted = self._refused = 1.0  # with no experience: every other one
+        self._accepted = self._refused = 1.0  # before any observation a is 1/2
         self._waited, self._wait = 0, _FIRST_WAIT
 
     @property
@@ -35,13 +35,13 @@ class ProposalLength:
         return self._accepted / (self._accepted + self._refused)
 
     def choose(self, *, room: int, used: int, fit: Callable[[int], int], paid: int = 0) -> int:
-        """Tokens to propose now.
+        """The number of tokens to propose now.
 
         Args:
-            room: most there may be.
-            used: rows that the forward has without them.
-            fit: rows that a forward of so many used ones is run with.
-            paid: how many of them cost nothing to guess, since others guess beside them.
+            room: the most there may be.
+            used: rows of the forward without them.
+            fit: maps used rows to the rows that the forward runs with.
+            paid: how many of them cost no draft forward, because other sessions guess as many.
         """
         if room <= 0:
             return 0
@@ -62,12 +62,12 @@ class ProposalLength:
             rate = expected / (1 + _ROW_COST * fit(used + count) + spent)
             if rate > best_rate:
                 best, best_rate = count, rate
-            if chance <= cost * rate:  # from here on a token costs more than it gives
+            if chance <= cost * rate:  # further tokens cost more than they gain
                 break
         return best
 
     def observe(self, proposed: int, accepted: int) -> None:
-        """Learns what became of a proposal; of `accepted` < `proposed`, the next was refused."""
+        """Records a proposal's outcome; if `accepted` < `proposed`, the next token was refused."""
         if not proposed:
             return
         self._accepted = _MEMORY * self._accepted + accepted

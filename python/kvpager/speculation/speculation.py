@@ -1,8 +1,8 @@
-"""Speculation: tokens proposed by cheap means, and what the model made of them.
+"""Speculation: tokens that a cheap method proposes and a forward of the model verifies.
 
-Proposed tokens ride as further rows in a forward that runs anyway. The logits of each row are what
-they would be without them, so a row is kept exactly if sampling gives its token: the same text and
-the same bits as one token after another, in fewer forwards.
+Proposed tokens are further rows of a forward that runs anyway. They do not change the logits of any
+other row, so a row is kept exactly if sampling gives its token: the result is the same text with
+the same bits as decoding token by token, in fewer forwards.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvpager.tokens import TokenIds
 
 @runtime_checkable
 class Proposer(Protocol):
-    """Guesses how a text goes on. One per session; it never decides what the text becomes.
+    """Guesses the next tokens of a text. One per session; it never changes the text.
 
-    One that takes time says so by an attribute `guess_cost`: the time of one guess beside that of a
-    forward of the model, 0 or more; without it, 0. It decides how many tokens are asked for.
+    It may have an attribute `guess_cost`: the time of one guess relative to a forward of the model,
+    0 or more; 0 if missing. The cost decides how many tokens it is asked for.
 
     Example:
         >>> class Counting:
@@ -37,9 +37,9 @@ class Proposer(Protocol):
     """
 
     def propose(self, tokens: TokenIds, count: int) -> Sequence[int]:
-        """At most `count` token ids that may follow `tokens`; fewer, or none, at will.
+        """Returns at most `count` token ids that may follow `tokens`; may return none.
 
-        Between calls the text may have grown by any number of tokens, or been cut and changed.
+        Between calls the text may grow by any number of tokens, or be cut and changed.
 
         Args:
             tokens: the whole text so far, [n] int32, read-only.
@@ -58,13 +58,13 @@ DRAFT = "draft"  # the engine's draft model, which guesses for all sessions of a
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """What speculation was worth; sums with +.
+    """Counters of speculation; two of them add up with +.
 
     Attributes:
-        forwards: that continued the text.
+        forwards: forwards that continued the text.
         proposed: rows that speculation added to them.
-        accepted: of those, rows whose token turned out to be the text's.
-        tokens: by which the text grew: one per forward, and the accepted ones.
+        accepted: proposed rows whose token became the text's.
+        tokens: tokens the text grew by: one per forward, and the accepted ones.
     """
 
     forwards: int = 0
@@ -74,7 +74,7 @@ class SpeculationStats:
 
     @property
     def acceptance(self) -> float:
-        """The share of proposed tokens that were accepted; 0 if none was proposed."""
+        """The share accepted / proposed; 0 if none was proposed."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     @property
@@ -92,14 +92,14 @@ class SpeculationStats:
 
 
 class Speculation:
-    """One session's record, and how much its guesses are trusted; they come from elsewhere.
+    """One session's counters and its choice of proposal lengths; subclasses make the guesses.
 
     Attributes:
-        stats: what it was worth so far.
+        stats: counters so far.
     """
 
     def __init__(self, guess_cost: float = 0.0) -> None:
-        """`guess_cost`: of one guess, beside a forward of the model."""
+        """`guess_cost`: cost of one guess relative to a forward of the model."""
         self.stats = SpeculationStats()
         self._length = ProposalLength(guess_cost)
 
@@ -108,7 +108,7 @@ class Speculation:
         return self._length.choose(room=room, used=used, fit=fit, paid=paid)
 
     def observe(self, proposed: int, accepted: int) -> None:
-        """Notes a forward that continued the text, and of its proposed rows how many were kept."""
+        """Counts a forward that continued the text; `accepted` of its `proposed` rows were kept."""
         assert 0 <= accepted <= proposed
         self.stats += SpeculationStats(1, proposed, accepted, 1 + accepted)
         self._length.observe(proposed, accepted)
@@ -119,7 +119,7 @@ class Drafted(Speculation):
 
 
 class Proposed(Speculation):
-    """Guesses by a proposer of the session's own."""
+    """Guesses by the session's own proposer."""
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
         self._proposer = proposer
@@ -144,12 +144,12 @@ class Proposed(Speculation):
         Args:
             tokens: the text, [n] int32, its pending token included.
             room: most ids to return; none if it is not positive.
-            used: rows the forward has so far, this session's own included.
-            fit: the rows that a forward of so many used ones is run with.
+            used: rows the forward has so far, this session's included.
+            fit: maps used rows to the rows that the forward runs with.
 
         Raises:
-            InvalidArgumentError: the proposer raised (that is the cause), or returned something
-                else than at most so many ids of the vocabulary.
+            InvalidArgumentError: the proposer raised (its error is the cause), or did not return at
+                most `room` ids of the vocabulary.
         """
         count = self.choose(room=room, used=used, fit=fit)
         if not count:
@@ -168,7 +168,7 @@ class Proposed(Speculation):
     def _checked(self, proposed: Iterable[int], count: int) -> list[int]:
         said = f"speculate: {self._name}.propose returned"
         try:
-            values = list(islice(proposed, count + 1))  # it may never end
+            values = list(islice(proposed, count + 1))  # the iterable may be endless
         except TypeError as error:
             raise InvalidArgumentError(
                 f"{said} {proposed!r}; expected a sequence of token ids"
@@ -199,18 +199,19 @@ def resolve_speculation(
     exact: str | bool,
     draft_cost: float | None = None,
 ) -> Callable[[], Speculation] | None:
-    """A maker of one Speculation per session; None for None.
+    """Returns a function that makes one Speculation per session; None for None.
 
     Args:
         speculate: see `Speculate`.
-        vocab_size: ids that a proposer may return are below it.
+        vocab_size: a proposer may only return ids below it.
         exact: the engine's.
-        draft_cost: of a guess of the engine's draft model, beside a forward; None without one.
+        draft_cost: cost of a guess of the engine's draft model, relative to a forward; None
+            without a draft.
 
     Raises:
-        InvalidArgumentError: `speculate` is something else than it may be, or the engine's rows
-            depend on what else is in a forward (`exact` is not "all"). The maker raises it if what
-            a callable returns is no Proposer.
+        InvalidArgumentError: `speculate` is invalid, or the engine's rows depend on other rows of a
+            forward (`exact` is not "all"). The function raises it if a callable returns no
+            Proposer.
     """
     if speculate is None:
         return None

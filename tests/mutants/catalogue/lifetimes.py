@@ -107,7 +107,7 @@ LIFETIMES = (
         name="only-known-errors-are-a-requests-own",
         breaks="whatever fails with a request ends it alone, and nothing loops",
         file="python/kvpager/requests/scheduler.py",
-        old="        except Exception as error:  # whatever it is, it belongs to one of these\n",
+        old="        except Exception as error:  # one of these requests causes it\n",
         new="        except InvalidArgumentError as error:\n",
         killers=(
             FAILING + "test_a_forward_that_fails_is_found_by_halving_and_the_others_go_on",
@@ -118,7 +118,7 @@ LIFETIMES = (
         name="a-callback-takes-the-batch-with-it",
         breaks="a callback that raises ends its own request",
         file="python/kvpager/requests/scheduler.py",
-        old="            except Exception as error:  # of its sampling, or of its owner\n",
+        old="            except Exception as error:  # of sampling, or of `on_token`\n",
         new="            except CapacityError as error:\n",
         killers=(FAILING + "test_a_callback_that_raises_ends_its_request",),
     ),
