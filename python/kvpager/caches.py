@@ -1,9 +1,8 @@
-"""Caches of one text, cut together: what each can give up alone, and what the others then lose.
+"""Trims all caches of one text together, although each can only be cut at some positions.
 
-A model's caches cannot all be cut at any position: a window has let go of what lies behind it, a
-recurrent state knows only where it is and where it was kept, and a draft model's cache ends
-somewhere else. So a cache says what it can do, and a refusal changes nothing; the group decides,
-and loses no more than it must.
+Chunks behind a window are released, recurrent states exist only at checkpoints, and a draft
+model's cache ends elsewhere than the text. So each cache answers whether it can be trimmed, and a
+refusal changes nothing; the group then decides, and loses no more than necessary.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ok:
-    """The cache holds what it held before the position, and nothing from it on."""
+    """The cache was cut: it holds everything before the position and nothing after."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The cache is as it was: what a row at the position needs is not there any more.
+    """The cache is unchanged: data that a row at the position needs were released.
 
     Attributes:
-        reason: why, for people.
+        reason: why, for a log.
     """
 
     reason: str
@@ -36,7 +35,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class NeedsCheckpoint:
-    """The cache is as it was: the nearest place before that it can go back to is `position`."""
+    """The cache is unchanged: `position` is the nearest earlier one it can be cut at."""
 
     position: int
 
@@ -46,42 +45,41 @@ TrimAnswer: TypeAlias = Ok | Refused | NeedsCheckpoint
 
 @runtime_checkable
 class Cache(Protocol):
-    """What one model holds of a text: something for each of its first `length` tokens."""
+    """One model's cache of a text, with data for each of its first `length` tokens."""
 
     @property
     def length(self) -> int:
-        """How far into the text it is."""
+        """Number of tokens it holds."""
         ...
 
     def trim(self, position: int) -> TrimAnswer:
-        """Forgets everything from `position` on, or says why not and changes nothing.
+        """Drops everything from `position` on, or answers why not and changes nothing.
 
-        A position at or after `length` takes nothing away: Ok. One that raises has changed nothing
-        either.
+        Returns Ok for a position at or after `length`. After an exception it is unchanged too.
         """
         ...
 
     def rewind(self, position: int) -> None:
-        """Goes back to the checkpoint that a trim has just named."""
+        """Cuts the cache at the checkpoint that `trim` has just named."""
         ...
 
     def reset(self) -> None:
-        """Forgets everything. Does not fail."""
+        """Empties the cache. Never fails."""
         ...
 
 
 @dataclass(frozen=True)
 class TrimReport:
-    """What a trim came to.
+    """The result of a trim.
 
     Attributes:
         position: where the text was cut.
-        primary: what the primary cache answered.
-        companions: what each companion answered; Ok for one that had not come so far, None for one
-            that was not asked, because the primary refused.
-        kept: tokens that the primary cache holds now; those from here to `position` are to be
+        primary: the primary cache's answer.
+        companions: each companion's answer; Ok for one that ends before the position, None if the
+            primary refused and the companion was not asked.
+        kept: tokens that the primary cache holds now; those from here to `position` have to be
             computed again.
-        lost: tokens before `position` that a cache held and has to compute again, of all caches.
+        lost: tokens before `position` that have to be computed again, summed over all caches.
     """
 
     position: int
@@ -93,12 +91,12 @@ class TrimReport:
 
 @dataclass
 class TrimCounters:
-    """What trims have cost, over all groups that share the counters.
+    """Counters of trims, over all groups that share them.
 
     Attributes:
-        trim_primary_refused: trims that the primary cache refused, so that all began anew.
-        trim_companion_refused: trims that a companion refused, which then began anew, alone.
-        tokens_reprefilled: tokens that a trim kept and a cache has to compute again all the same.
+        trim_primary_refused: trims that the primary cache refused, so that all caches were emptied.
+        trim_companion_refused: trims that a companion refused, so that it alone was emptied.
+        tokens_reprefilled: tokens of the remaining text that a cache has to compute again.
     """
 
     trim_primary_refused: int = 0
@@ -117,22 +115,21 @@ class TrimCounters:
 class CacheGroup:
     """A primary cache and its companions, which may lag behind it, run ahead, or be empty.
 
-    What the primary holds is what the text costs to compute, so nothing that a companion cannot do
-    touches it. The other way round, a companion without its primary is of no use: where the primary
-    has to begin anew, all do.
+    The primary is expensive to compute, so a companion's refusal never affects it. A companion is
+    of no use without its primary, so if the primary is emptied, all companions are too.
 
         primary    companion    what happens
         ok         ok           both are cut
-        ok         refused      the companion begins anew; the primary does not notice
-        refused    ok           all begin anew
-        refused    refused      all begin anew
+        ok         refused      the companion is emptied; the primary is cut
+        refused    ok           all are emptied
+        refused    refused      all are emptied
 
-    A cache that needs a checkpoint goes back to it; what follows is computed again. The text itself
-    belongs to the caller and survives everything.
+    A cache that needs a checkpoint goes back to it, and the tokens after it are computed again. The
+    caller owns the text itself, which is never lost.
 
-    A companion that fails, rather than refuse, is in no state that anybody knows: it begins anew as
-    well. A PagerError is its own affair and counts as a refusal; anything else is raised, but not
-    before every other cache is cut, so that none goes on beyond the text.
+    A companion that raises is in an unknown state and is emptied too. A PagerError counts as a
+    refusal; any other exception is raised again after every other cache is cut, so that no cache
+    reaches beyond the text.
     """
 
     def __init__(
@@ -146,14 +143,14 @@ class CacheGroup:
         self.counters = TrimCounters() if counters is None else counters
 
     def trim(self, position: int) -> TrimReport:
-        """Cuts all caches to the first `position` tokens of the text, or further where they must.
+        """Cuts all caches to the first `position` tokens of the text, or to fewer if necessary.
 
-        position: 0 or more; one at or after a cache's length takes nothing away from it.
+        position: 0 or more; a cache that ends before it is unchanged.
 
         Raises:
             InvalidArgumentError: the position is negative; nothing was done.
-            Exception: the primary's own, and nothing was done; or a companion's that is no
-                PagerError, and all was done, that companion having begun anew.
+            Exception: from the primary, and nothing was changed; or from a companion (no
+                PagerError), and everything was cut and that companion emptied.
         """
         if position < 0:
             raise InvalidArgumentError(f"position is {position}; expected 0 or more")
@@ -192,7 +189,7 @@ class CacheGroup:
 
 
 def _cut(cache: Cache, position: int) -> TrimAnswer:
-    """Cuts one cache: where it refuses it is emptied, where it needs a checkpoint it is there."""
+    """Cuts one cache, if necessary back to a checkpoint; empties it if it refuses."""
     if position >= cache.length:
         return Ok()
     answer = cache.trim(position)

@@ -1,8 +1,8 @@
-"""Work in fresh processes: started together, ended with this one, never left behind.
+"""Runs jobs in fresh processes, which start together and never outlive this process.
 
-A job is a JSON object in a file, and what comes of it another one beside that file. The parent
-keeps a pipe to each child open: when it closes, the parent has gone and the child ends. Children
-are in sessions of their own, so that Ctrl-C reaches the parent alone, which then ends them.
+A job is a JSON object in a file; its result is another file beside it. The parent keeps a pipe to
+each child open; when it closes, the parent has ended, and the child ends too. Children are in
+sessions of their own, so that Ctrl-C reaches only the parent, which then ends them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def run_children(
     """Runs `python -m module` for each job, side by side; the module's `main` is `serve`.
 
     Args:
-        module: what runs a job.
-        jobs: for each process its environment, beside ours, and its job, JSON-able.
-        workdir: where jobs, what they leave and results are kept.
+        module: runs a job.
+        jobs: for each process, variables to add to our environment, and its job (JSON values).
+        workdir: folder for jobs, their files and results.
         shown: whether children write to our stderr; otherwise an error quotes their last line.
 
     Raises:
-        ChildError: naming what failed.
+        ChildError: says what failed.
     """
     started: list[tuple[subprocess.Popen[bytes], Path]] = []
     try:
@@ -81,8 +81,8 @@ def run_children(
 def serve(argv: Sequence[str], work: Callable[[dict[str, Any], Path], Any]) -> int:
     """The child's side: one job; returns the exit code.
 
-    work: of the job and the folder that it may leave files in, gives a JSON-able result. Where it
-    keeps job["doing"] up to date, an error says what it did.
+    work: takes the job and a folder for its files; returns JSON values. If it keeps job["doing"] up
+    to date, an error message says what it was doing.
     """
     if len(argv) != 1:
         print("usage: python -m MODULE JOB.json; a part of another command", file=sys.stderr)
@@ -93,7 +93,7 @@ def serve(argv: Sequence[str], work: Callable[[dict[str, Any], Path], Any]) -> i
     job = json.loads(path.read_text(encoding="utf-8"))
     try:
         said: dict[str, Any] = {"result": work(job, path.parent)}
-    except Exception as error:  # told to the parent, whatever it is
+    except Exception as error:  # reported to the parent
         if os.environ.get("KVPAGER_DEBUG", "") not in ("", "0"):
             raise
         doing = f"{job['doing']}: " if "doing" in job else ""

@@ -1,4 +1,4 @@
-"""What a user decides: how much stays resident, what attention selects, where the rest may live.
+"""The user's options: how much stays resident, what attention selects, where the rest may live.
 
 Each option is defined once, in the field that holds it: its type, its default, what it accepts and
 what it means. Checking, error messages and `options()` all read that definition. Every object is
@@ -23,9 +23,10 @@ from kvpager.errors import InvalidArgumentError
 from kvpager.paths import usable_path
 
 DEFAULT_SCORER = "bits2"
-# Of these the first that a configuration allows. On the CPU prefill is about as fast as it can be
-# with 256, if a forward with less to do may have fewer; else 64 cost little more than one. On a GPU
-# the weights are read once for all rows: 256 cost little more than one, and 128 are a whole tile.
+# Default M: the first of these that the configuration allows. On the CPU, prefill is about as fast
+# as possible with 256 if smaller forwards may have fewer rows; if not, 64 rows cost little more
+# than one. On a GPU the weights are read once for all rows: 256 rows cost little more than one, and
+# 128 are a whole tile.
 DEFAULT_ROWS = {"cpu": (256, 64, 32, 16), "cuda": (256, 128, 64, 32, 16)}
 CHUNK_TOKENS = (16, 32, 64, 128, 256)
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -49,7 +50,7 @@ Parser: TypeAlias = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class Option:
-    """One configuration option as a person reads it: for reference pages and command-line help."""
+    """One configuration option, for reference pages and command-line help."""
 
     name: str
     type: str
@@ -238,7 +239,7 @@ def _ranges(field: str, value: Any) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(ranges))
 
 
-_PINNED_BYTES = 8 << 30  # by default; pinning takes time, and what is pinned nobody else can use
+_PINNED_BYTES = 8 << 30  # default; pinning takes time, and takes the memory from other processes
 _POOL_PER_ROW = 4  # tokens of pool per row of a forward, where many rows are the default
 _MANY = 2**40  # more tokens than any context; keeps sums far from 64-bit limits
 _TOKENS = _integer(0, _MANY)
@@ -295,10 +296,10 @@ _DENSE = Dense()
 
 @dataclass(frozen=True)
 class PagerConfig(_Validated):
-    """Everything a pager can be told.
+    """All options of a pager.
 
     `selection`, `scorer`, `rows`, `exact`, `chunk_tokens`, `kv_dtype`, `device` and `attention`
-    change results; all else decides where bytes live, or how fast it goes, and never changes a bit.
+    change results. All others affect only placement and speed, never a bit.
     """
 
     pool_tokens: int | str = _option(
@@ -432,14 +433,14 @@ class PagerConfig(_Validated):
     def row_choices(
         self, device: str = "cpu", suits: Callable[[int], bool] | None = None
     ) -> tuple[int, ...]:
-        """What M, the most rows of a forward, may be on `device`: best first.
+        """Candidates for M, the most rows of a forward, on `device`; best first.
 
-        One value if `rows` is given; else the best default that this configuration allows, followed
-        by what to take where small row counts cannot be proven to give the bits of so many.
+        One value if `rows` is given. Otherwise the best default that this configuration allows,
+        followed by those to use if small row counts cannot be proven to give the bits of that many.
 
         Args:
-            device: kind of it: "cpu" or "cuda".
-            suits: which defaults the model may have; the least one it may have in any case.
+            device: "cpu" or "cuda".
+            suits: whether the model may have a default; the smallest one is always allowed.
 
         Raises:
             InvalidArgumentError: the pool cannot hold one sequence's frontier, the recent window is
@@ -463,7 +464,7 @@ class PagerConfig(_Validated):
         return tuple(choices[: last + 1])
 
     def resolve_rows(self, device: str = "cpu") -> int:
-        """The most rows of a forward on `device`, if all that depends on the model works out.
+        """The most rows of a forward on `device`, before anything about the model is known.
 
         Raises:
             InvalidArgumentError: as `row_choices`.
@@ -471,10 +472,10 @@ class PagerConfig(_Validated):
         return self.row_choices(device)[0]
 
     def _allows_by_default(self, rows: int) -> bool:
-        """Whether M may be `rows`, and leaves the pool room for other sequences if it is many.
+        """Whether M may be `rows`; a large M must leave the pool room for other sequences.
 
-        With an automatic pool it may: M decides bits, so that it must not follow from what memory
-        happens to be free; the pool is then made large enough for M, or refused.
+        The pool's size does not matter if it is automatic: M changes bits, so it must not depend on
+        how much memory is free. The pool is then made large enough for M, or refused.
         """
         try:
             self._check_rows(rows, "rows")
@@ -525,7 +526,7 @@ class PagerConfig(_Validated):
         """`pool_tokens` as a number.
 
         Raises:
-            InvalidArgumentError: it is "auto", which takes a model and the machine it runs on.
+            InvalidArgumentError: it is "auto", which only an engine can resolve.
         """
         if isinstance(self.pool_tokens, str):
             raise _refusal(
@@ -566,15 +567,15 @@ class PagerConfig(_Validated):
         return self.scorer or DEFAULT_SCORER
 
     def replace(self, **changes: Any) -> PagerConfig:
-        """A copy with some options changed; an unknown name is refused, naming the closest."""
+        """A copy with some options changed; the error for an unknown name suggests a known one."""
         return dataclasses.replace(self, **known_options(changes))
 
 
 def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options`, once every name is known to be one of PagerConfig's.
+    """Returns `options` if every name is an option of PagerConfig.
 
     Raises:
-        InvalidArgumentError: naming the unknown option and the closest known one.
+        InvalidArgumentError: names the unknown option and the closest known one.
     """
     names = [field.name for field in dataclasses.fields(PagerConfig)]
     for name in options:
@@ -586,7 +587,7 @@ def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_selection(selection: Selection) -> str:
-    """One canonical line that says all a selection chooses by, except its scorer."""
+    """One canonical line with all parameters of a selection, except its scorer."""
     values = [
         f"{field.name}={getattr(selection, field.name)}"
         for field in sorted(dataclasses.fields(selection), key=lambda field: field.name)
@@ -603,7 +604,7 @@ def physical_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of memory this process may still take without the system giving something up for it."""
+    """Bytes of memory this process may still take without making the system swap."""
     free = physical_memory()
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -1,4 +1,4 @@
-"""The engine, as its user has it: a model, a pager, and the sessions of both."""
+"""The user's handle of an engine: a model, its pager and its sessions."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Runs sessions of one transformers causal LM over one pager.
 
-    The token at a position, its K/V and its logits are a pure function of the tokens before it, of
-    the model and of what `fingerprint` holds: not of the pool's size, of other sessions, of when it
-    was computed, of speculation, nor of whether it was saved and restored meanwhile. That is
-    `PagerConfig.exact="all"`; with "reuse" it holds for sealed and saved chunks, generated text
-    included, and with False for nothing.
+    The token at a position, its K/V and its logits are a pure function of the tokens before it,
+    the model and the fields of `fingerprint`. They do not depend on the pool's size, other
+    sessions, the time of computation, speculation, or saves and restores in between. This holds
+    with `PagerConfig.exact="all"`; with "reuse" it holds for sealed and saved chunks, generated
+    text included; with False for nothing.
 
-    A model on a GPU (`model.to("cuda")`) is paged there, on torch's current stream; logits come to
-    the CPU once per forward, where tokens are chosen.
+    A model on a GPU (`model.to("cuda")`) is paged there, on torch's current stream; each forward
+    copies its logits to the CPU, where tokens are sampled.
 
-    The model stays its owner's: `model()` and `model.generate` are what they were, also while an
-    engine is open and in other threads; only its weights must not change. `close` (or leaving the
-    `with` block) ends the sessions and frees the pool. One thread at a time per session; forwards
-    of different sessions take turns.
+    The engine does not modify the model: `model()` and `model.generate` work as before, also while
+    the engine is open and in other threads. Only its weights must not change. `close` (or leaving
+    the `with` block) ends the sessions and frees the pool. One thread at a time per session;
+    forwards of different sessions take turns.
 
     Example:
         >>> engine = Engine(model, PagerConfig(pool_tokens=2048, selection=TopK(chunks=32)))
@@ -94,24 +94,23 @@ class Engine:
     ) -> None:
         """Checks the model on rows of made-up tokens, and hashes its weights.
 
-        Finding out which row counts give the same bits (`row_counts`, `row_proof`) takes about as
-        long as a prefill of 2 M tokens; with a smaller `rows` it takes less.
+        Finding the row counts that give the same bits (`row_counts`, `row_proof`) takes about as
+        long as a prefill of 2 M tokens; less with a smaller `rows`.
 
         Args:
             model: a transformers causal LM in eval mode, on the CPU or on one GPU; the pool is
                 where the model is.
-            config: how to page; or give its options by name, which also override it. With
-                `pool_tokens="auto"` the pool holds the model's longest context as far as free
-                memory goes; `plan` says what was chosen and why, and no bit depends on it.
+            config: the pager's options; options given by name override it. With
+                `pool_tokens="auto"` the pool holds the model's longest context, or as much as free
+                memory allows; `plan` says what was chosen and why. No bit depends on it.
             salt: separates tenants: no chunk and no snapshot is shared between different salts. It
-                is no password: see docs/stores.md. A guess at it from files costs some 50 ms.
-            store: where a prefill of an empty session looks for the beginning of its prompt, in all
-                snapshots that were saved under this fingerprint and salt.
-            threads: set torch's number of threads, for the whole process; by default it is left
-                alone.
-            draft: a small model of the same vocabulary that guesses how texts go on, for
-                `speculate="draft"`; or a `DraftModel`, which says how to page it. It has a pager of
-                its own, beside this one.
+                is no password: see docs/stores.md. Testing a guess against files takes some 50 ms.
+            store: where a prefill of an empty session looks for the beginning of its prompt, among
+                all snapshots saved under this fingerprint and salt.
+            threads: sets torch's number of threads for the whole process; None: leaves it alone.
+            draft: a small model of the same vocabulary that guesses tokens, for
+                `speculate="draft"`; or a `DraftModel`, which has options for its pager. The draft
+                has a pager of its own.
             progress: of hashing the weights: True for a bar on stderr, or a callable (bytes done,
                 bytes in all).
             verify: compare decoding, packing, speculation and reuse with a cold run, bit by bit,
@@ -122,7 +121,7 @@ class Engine:
             VerificationError: with `verify`, if a bit differs; `.report` says where.
             UnsupportedModelError: this model cannot keep the promise; says why and what to do.
             InvalidArgumentError: an option is unknown or out of range.
-            CapacityError: the memory asked for cannot be had.
+            CapacityError: there is not enough memory.
             DeviceError: the model's device cannot be used; says what was found.
         """
         check_store(store)
@@ -154,7 +153,7 @@ class Engine:
         )
 
     def _serve(self, core: EngineCore) -> None:
-        self.core = core  # what the runtime works on
+        self.core = core  # the runtime works on it
         self.segments = Segments(core)
         self._saves = Saves()
         self._schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
@@ -166,17 +165,17 @@ class Engine:
 
     @property
     def config(self) -> PagerConfig:
-        """How it is paged, with a number of `pool_tokens` also where that was "auto"."""
+        """The pager's options; `pool_tokens` is a number even if "auto" was given."""
         return self.core.config
 
     @property
     def plan(self) -> PoolChoice | None:
-        """How `pool_tokens="auto"` was answered, and why; None where a number was given."""
+        """The pool size chosen for `pool_tokens="auto"`, and why; None if a number was given."""
         return self.core.plan
 
     @property
     def salt(self) -> str:
-        """What separates its chunks and snapshots from those of other salts."""
+        """Separates its chunks and snapshots from those of other salts."""
         return self.core.salt
 
     @property
@@ -196,7 +195,7 @@ class Engine:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids the model knows."""
+        """Number of token ids the model accepts."""
         return self.core.vocab_size
 
     @property
@@ -211,7 +210,7 @@ class Engine:
 
     @property
     def row_counts(self) -> RowCounts:
-        """The numbers of rows that forwards have."""
+        """The row counts that forwards may have."""
         return self.core.row_counts
 
     @property
@@ -225,7 +224,7 @@ class Engine:
         if self.core.drafter is None:
             return None
         engine = object.__new__(Engine)
-        engine._serve(self.core.drafter.core)  # one of its own kind
+        engine._serve(self.core.drafter.core)
         return engine
 
     def session(self) -> Session:
@@ -234,7 +233,7 @@ class Engine:
         return self._session_of(self.core.transcript())
 
     def adopt(self, sequence: Sequence) -> Session:
-        """A session over a sequence of the engine's pager, such as one under a salt of its own."""
+        """Makes a session over a sequence of the engine's pager, such as one of another salt."""
         self.core.check_open()
         return self._session_of(self.core.transcripts.adopt(sequence))
 
@@ -248,27 +247,27 @@ class Engine:
     ) -> Session:
         """The session that `Session.save` wrote. Reads metadata only; chunks follow when needed.
 
-        The next `prefill` takes the whole, longer prompt and computes what follows the restored
-        tokens; one that does not begin with them is refused, never silently computed again.
-        `restored_tokens_consumed` of the session tells that they were used.
+        The next `prefill` takes the whole, longer prompt and computes the tokens after the restored
+        ones. A prompt that does not begin with the restored tokens raises an error; they are never
+        silently computed again. The session's `restored_tokens_consumed` says how many were used.
 
-        Every chunk is verified when it is read. One that is not what was saved raises
-        CorruptSnapshotError where it is first needed, naming chunk, tokens and layer; the forward
-        ends as if it had not begun, and the session stays usable for what does not need the chunk.
-        With `on_corrupt="recompute"` its tokens are computed again instead, with the bits that were
-        saved; `recomputed_tokens` of the session counts them, and a warning is logged. Damaged
-        metadata fail always: nothing would prove the result.
+        Every chunk is verified when it is read. A damaged one raises CorruptSnapshotError where it
+        is first needed, naming chunk, tokens and layer. The forward changes nothing; the session
+        stays usable for everything that does not need the chunk. With `on_corrupt="recompute"` its
+        tokens are computed again instead, with the bits that were saved; the session's
+        `recomputed_tokens` counts them, and a warning is logged. Damaged metadata always raise,
+        because the result could not be verified.
 
-        What a draft model and recurrent layers held comes back too, where it was saved and is
-        sound; else it is computed again, with a warning.
+        A draft model's cache and recurrent states are restored too, if they were saved and are
+        undamaged; otherwise they are computed again, with a warning.
 
         Args:
             name_or_path: the snapshot's name in `store`; without one, the path of a file.
-            store: what it was saved to.
+            store: the store it was saved to.
             on_mismatch: "refuse", or "approximate" to accept another value of the waivable fields
                 of `kvpager.fingerprint.RULES` (releases, processor, threads ...), with results that
                 may differ in their last bits and are never shared as exact. Another model, layout,
-                dtype, RoPE, selection, row or chunk count, or salt is refused always.
+                dtype, RoPE, selection, row or chunk count, or salt is always refused.
             on_corrupt: "fail" or "recompute".
 
         Raises:
@@ -285,14 +284,14 @@ class Engine:
     def cache_segment(
         self, ids: TokenIdsLike, name: str | None = None, *, progress: Progress = None
     ) -> Segment:
-        """Computes a text's K/V alone, once, to be used at any place of other texts (`assemble`).
+        """Computes a text's K/V alone, once, for use at any place of other texts (`assemble`).
 
-        A text that is cached already is returned as it is, and one whose chunks are in the engine's
-        store is not computed again. `segments` lists, saves, loads and removes them.
+        Does not compute again a text that is cached already, or whose chunks are in the engine's
+        store. `segments` lists, saves, loads and removes segments.
 
         Args:
             ids: the text, [n] or [1, n]; n may be 0.
-            name: to find it by: letters, digits, '.', '_' and '-'; by default its ids' digest.
+            name: its name, of letters, digits, '.', '_' and '-'; by default its ids' digest.
             progress: as for `Session.prefill`.
 
         Raises:
@@ -312,14 +311,14 @@ class Engine:
         repair: RepairPolicy | None = None,
         progress: Progress = None,
     ) -> Session:
-        """A session whose text is these parts in this order, with K/V of segments where they go.
+        """Makes a session whose text is these parts in this order, with the K/V of segments.
 
-        Ids at the beginning, or a segment at position 0, give the K/V a full prefill would. A
-        segment further on was computed without what is before it now: its keys are rotated to their
-        new positions, and the tokens that `repair` chooses are computed again, over everything
-        before them. So from the first moved token that is left as it is, the session is
-        *approximate*, and so is all that follows: its chunks say so, and are shared with nobody.
-        `Session.assembly` says what was done.
+        Ids at the beginning, or a segment at position 0, have the K/V of a full prefill. A segment
+        at another position was computed without the text before it: its keys are rotated to their
+        new positions, and the tokens that `repair` chooses are computed again, attending to
+        everything before them. From the first moved token that is not computed again, the session
+        is *approximate*: its chunks are marked so and never shared. `Session.assembly` reports what
+        was done.
 
         Example:
             >>> engine.cache_segment(ids_a, name="a")
@@ -335,13 +334,12 @@ class Engine:
             progress: True for a bar on stderr, or a callable (tokens done, tokens in all).
 
         Raises:
-            InvalidArgumentError: no tokens, a segment that is unknown or removed, ids as for
-                `Session.prefill`, or no policy.
+            InvalidArgumentError: no tokens, a segment that is unknown or removed, invalid ids (as
+                for `Session.prefill`), or `repair` is no policy.
             UnsupportedModelError: as for `cache_segment`.
             CapacityError: the tiers below the pool cannot hold the text, or the pool the chunks
                 that one forward of the repair opens.
-            CorruptSnapshotError: what a store has of a segment is damaged, and cannot be computed
-                again.
+            CorruptSnapshotError: a segment's snapshot is damaged, and cannot be computed again.
         """
         return self._session_of(assemble(self.segments, parts, repair, progress))
 
@@ -391,8 +389,8 @@ class Engine:
         """`Session.generate` for several sessions at once; yields (session, token) as they come.
 
         Each session's tokens are those it would produce alone. `seed` may be one per session;
-        sessions of the same tokens that share a seed draw alike. The other arguments are those of
-        `Session.generate`, for each session.
+        sessions with equal tokens and equal seeds produce equal tokens. The other arguments are
+        those of `Session.generate`, for each session.
         """
         self.core.check_open()
         by_transcript: dict[Transcript, Session] = {}
@@ -419,19 +417,19 @@ class Engine:
         progress: Progress = None,
         **options: Unpack[GenerationOptions],
     ) -> list[Completion]:
-        """Completes many prompts, as many at a time as there is room for; in the prompts' order.
+        """Completes many prompts, as many at a time as fit; returns results in the prompts' order.
 
-        Each prompt's tokens are those it would have alone. What goes wrong with one of them is in
-        its completion (finish "error"), not raised, and so is a prompt that cannot fit.
+        Each prompt's tokens are those it would have alone. An error of one prompt is reported in
+        its completion (finish "error") and not raised, also if the prompt cannot fit.
 
         Args:
-            prompts: token ids, [n] or [1, n] each, or sessions that are to go on.
+            prompts: token ids, [n] or [1, n] each, or sessions to continue.
             max_new_tokens: as for `Session.generate`.
-            seed: likewise, for all or one each; by default a given session's as in `generate`, and
-                a fresh one for every other prompt. `Completion.seed` says which it was.
-            logprobs: have log-probabilities in the completions.
+            seed: likewise, one for all or one each; by default a given session's as in `generate`,
+                and a fresh one for every other prompt. `Completion.seed` is the seed used.
+            logprobs: whether completions have log-probabilities.
             max_sessions: most prompts that run at once; by default one per row of a forward.
-            keep_sessions: leave the sessions that are made open, in the completions.
+            keep_sessions: keep the sessions made for prompts open, in the completions.
             on_token: called with (request, token) as each token is produced; `request.index` is the
                 prompt's number, and `request.cancel()` ends it.
             progress: True for a bar on stderr, or a callable (tokens done, tokens in all).
@@ -441,8 +439,8 @@ class Engine:
             InvalidArgumentError: at the call, for an argument out of range or an unknown option,
                 before anything is computed.
 
-        What is no Exception (Ctrl-C): the sessions made here are closed, and those given are as far
-        as they had come. Where another thread closes the engine, what is not finished ends with
+        After a BaseException such as Ctrl-C, sessions made here are closed, and given sessions keep
+        the tokens they have. If another thread closes the engine, unfinished prompts end with
         finish "closed".
         """
         self.core.check_open()
@@ -499,10 +497,10 @@ class Engine:
         return score_tokens(self.core, as_token_ids(ids, self.vocab_size), progress)
 
     def snapshots(self, store: SnapshotStore | None = None) -> list[StoreEntry]:
-        """What a store has of this engine's salt, by name; of others nothing is told.
+        """Lists a store's snapshots of this engine's salt, by name.
 
-        Sessions and segments, of whatever model. This is order, not protection: whoever has the
-        store can list all of it (`store.entries()`).
+        Sessions and segments of any model. This is no access control: anyone with the store can
+        list all of it (`store.entries()`).
 
         Args:
             store: by default the engine's.
@@ -519,31 +517,30 @@ class Engine:
         return [entry for entry in chosen.entries() if is_under(self.salt, entry.salt_digest)]
 
     def weights_changed(self, *, progress: Progress = None) -> None:
-        """Goes on with the model as it is now; to be called after weights or adapters were changed.
+        """Goes on with the model as it is now. Call this after changing weights or adapters.
 
         The engine gets another fingerprint, as a new `Engine` would. Sessions keep their text,
-        their pending token and what they have of sampling; their K/V are computed again with their
-        next forward, and have the bits of a new engine. Chunks, segments' K/V, checkpoints of
-        recurrent states and whatever else was computed of the old model are forgotten; segments
-        are computed again when they are next used. A draft model's cache stays. What was saved
-        stays what it is, a snapshot of the old model.
+        pending token and sampling options; their next forward computes their K/V again, with the
+        bits of a new engine. Everything computed with the old model is dropped: chunks, segments'
+        K/V, checkpoints of recurrent states. Segments are computed again when they are next used. A
+        draft model's cache stays. Saved snapshots remain snapshots of the old model.
 
-        Row counts are proven again where more than the values of weights has changed. To be called
-        while no other thread uses the engine. Saves that still run are waited for.
+        Row counts are proven again if more than the values of weights has changed. No other thread
+        may use the engine during the call. It waits for running saves.
 
         Args:
             progress: of hashing the weights: True for a bar on stderr, or a callable (bytes done,
                 bytes in all).
 
         Raises:
-            UnsupportedModelError: the model as it is now cannot keep the promise; the engine is as
-                it was.
-            InvalidArgumentError: its vocabulary is not its draft's any more; likewise.
-            CapacityError: the memory asked for cannot be had again; the engine is closed.
+            UnsupportedModelError: the changed model cannot keep the promise; the engine is
+                unchanged.
+            InvalidArgumentError: its vocabulary differs from the draft's now; likewise.
+            CapacityError: there is not enough memory any more; the engine is closed.
         """
         core = self.core
         core.check_open()
-        self._saves.wait()  # which write under the name that they began with
+        self._saves.wait()  # they write under the old fingerprint
         found = False
         try:
             with core.turns:  # between forwards
@@ -551,7 +548,7 @@ class Engine:
                 found = True
                 begin_anew(core)
         except BaseException:
-            if found:  # what the sessions held is gone
+            if found:  # the sessions' K/V are gone
                 self.close()
             raise
 
@@ -581,16 +578,16 @@ class Engine:
         return self.core.closed
 
     def close(self) -> None:
-        """Ends all that the engine owns, and frees it; or changes nothing. May be called twice.
+        """Ends and frees everything that the engine owns; or raises and changes nothing.
 
-        Any thread may call it. A forward that runs in another one is waited for, and so are saves;
-        requests that are not finished end with finish "closed" (those of a scheduler that another
-        thread steps, when that step returns), iterators of tokens raise at their next token. In a
-        forked child nothing is done: all is the parent's.
+        May be called twice, and from any thread. It waits for running forwards and saves.
+        Unfinished requests end with finish "closed" (if another thread runs a scheduler's step,
+        when that step returns); iterators of tokens raise at their next token. Does nothing in a
+        forked child, because the parent owns everything.
 
         Raises:
-            InvalidArgumentError: called inside a forward (from a hook or a proposer), or from the
-                progress callback of a save, either of which it would have to wait for.
+            InvalidArgumentError: called inside a forward (from a hook or a proposer) or from the
+                progress callback of a save, which it would wait for.
         """
         core = self.core
         if core.made_in.forked:
@@ -617,10 +614,10 @@ class Engine:
         return Session(self.core, transcript, self._saves)
 
     def _verify(self) -> None:
-        start = importlib.import_module("kvpager.verify.start")  # which stands above this module
+        start = importlib.import_module("kvpager.verify.start")  # of a room above this one
         try:
             start.verify_engine(self)
-            self.core.pager.reset()  # what it left behind
+            self.core.pager.reset()  # drops the chunks of the verification
             self.core.checkpoints.clear()
             self.core.make_runner()
             self.core.transcripts.speculation = SpeculationStats()

@@ -65,7 +65,7 @@ for _name in ("start", "stop"):  # as `chunk` and `layer`: None unless one chunk
 def locate_damage(
     error: CorruptSnapshotError, chunk_tokens: int, length: int | None = None
 ) -> None:
-    """Gives an error that names a chunk the token range [`.start`, `.stop`) of that chunk."""
+    """Sets `.start` and `.stop`, the chunk's token range, of an error that names a chunk."""
     chunk = damaged_chunk(error)
     start: int | None = None
     stop: int | None = None
@@ -76,13 +76,13 @@ def locate_damage(
 
 
 def damaged_chunk(error: CorruptSnapshotError) -> int | None:
-    """The chunk that is damaged; None where the damage concerns the file as a whole."""
+    """The damaged chunk; None if the damage concerns the file as a whole."""
     chunk: int | None = getattr(error, "chunk", None)
     return chunk
 
 
 def explain_damage(error: CorruptSnapshotError, why: str) -> CorruptSnapshotError:
-    """The same damage, at the same place, with one more sentence on it."""
+    """A copy of the error with one more sentence in its message."""
     explained = CorruptSnapshotError(f"{error}; {why}")
     for name in ("chunk", "layer", "start", "stop"):
         setattr(explained, name, getattr(error, name, None))
@@ -106,7 +106,7 @@ class ModelChangedError(InvalidArgumentError):
 
 
 class VerificationError(PagerError):
-    """Two ways to the same tokens gave other bits, or it could not be told whether they do.
+    """Two ways to the same tokens gave other bits, or could not be compared.
 
     Attributes:
         report: a `kvpager.verify.Report`: every relation, and the first number that differs.

@@ -1,6 +1,6 @@
-"""All that the bits of K/V and logits depend on, as a flat mapping, and how two are compared.
+"""The fingerprint: everything the bits of K/V and logits depend on, as a flat mapping.
 
-Where chunks live (pool, host, disk, policy) is not in it: that never changes a bit.
+The place of chunks (pool, host, disk, policy) is not part of it, because it never changes a bit.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def describe(
         config: of the engine.
         layout: of its chunks.
         row_counts: of its forwards.
-        kernel_version: of the attention that the pager runs; see `attention_version`.
+        kernel_version: of the pager's attention; see `attention_version`.
         salt: the tenant's.
-        behaviour: digest of what a forward of it gives; see kvpager.hf.behaviour.
-        aligned: a forward is a chunk of one sequence, from the state before it.
-        progress: told the bytes of weights hashed, and of all.
+        behaviour: digest of a forward's result; see kvpager.hf.behaviour.
+        aligned: True for recurrent models: a forward is a chunk of one sequence.
+        progress: called with (bytes of weights hashed, bytes in all).
     """
     device = model.device
     on_cpu = device.type == "cpu"
@@ -96,7 +96,7 @@ def describe(
         "transformers_version": transformers.__version__,
         "processor": numerics.describe_processor(device)
         + (_placement(model) if aligned and on_cpu else ""),
-        # What the host computes with does not matter to a GPU.
+        # The host's threads do not affect bits on a GPU.
         "threads": torch.get_num_threads() if on_cpu else 0,
         "mkl_cbwr": os.environ.get("MKL_CBWR", "") if on_cpu else "",
         "matmul_precision": torch.get_float32_matmul_precision() if on_cpu else "",
@@ -105,10 +105,10 @@ def describe(
 
 
 def _placement(model: Any) -> str:
-    """A digest of where weights begin within a cache line; empty where all begin with one.
+    """A digest of the weights' offsets within a cache line; empty if all are 0.
 
-    Products of a single row in float32 differ by it, and a chunk that is computed alone may have
-    them: in experts that one token chose, or in every layer where forwards have one row.
+    The bits of single-row products in float32 depend on it. A recurrent model may have such
+    products: in experts that one token chose, or in every layer if forwards have one row.
     """
     line = 64
     offsets = [
@@ -135,18 +135,18 @@ def compare(
     can_waive: bool = True,
     source: str = "the snapshot",
 ) -> str:
-    """What K/V computed under `found` are worth under `expected`: "exact" or "approximate".
+    """Whether K/V computed under `found` are "exact" or "approximate" under `expected`.
 
     Args:
         expected: the running engine's.
         found: the snapshot's.
         on_mismatch: "refuse", or "approximate" to waive the fields in WAIVABLE.
-        can_waive: whether whoever asks could have said so, for the message.
-        source: what `found` is of, for the message.
+        can_waive: whether the message may suggest `on_mismatch`.
+        source: names the owner of `found` in the message.
 
     Raises:
         FingerprintMismatchError: with `.field`, `.expected` and `.found` of the first field that
-            differs and is not waived; fields that never are come first.
+            differs and is not waived; non-waivable fields come first.
     """
     if on_mismatch not in ("refuse", "approximate"):
         raise InvalidArgumentError(

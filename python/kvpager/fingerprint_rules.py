@@ -1,6 +1,6 @@
-"""What each field of a fingerprint is, and what becomes of a snapshot in which it differs.
+"""The meaning of each field of a fingerprint, and what to do if it differs.
 
-Apart from `kvpager.fingerprint`, which computes them: a store compares two without loading torch.
+Separate from `kvpager.fingerprint`, which computes them, so that stores need not load torch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Rule:
-    """What one field of a fingerprint is, and what becomes of a snapshot in which it differs.
+    """The meaning of one field of a fingerprint, and what to do if it differs.
 
     Attributes:
         meaning: what the field holds.
-        waivable: False: the K/V mean something else, and the snapshot is refused always. True: only
-            last bits may differ, so `on_mismatch="approximate"` accepts it, and then nothing of it
-            is ever shared as exact.
+        waivable: False: the K/V mean something else, and the snapshot is always refused. True: only
+            last bits may differ, so `on_mismatch="approximate"` accepts it; its chunks are then
+            never shared as exact.
         remedy: what to do about a mismatch.
         only_on: the kind of device whose fingerprints have it; empty: all.
-        follows: it differs as soon as a waivable field does, and is waived with that; alone, never.
+        follows: it changes with waivable fields, and is waived only together with one of them.
     """
 
     meaning: str

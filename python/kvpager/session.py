@@ -1,4 +1,4 @@
-"""One conversation, as its user has it."""
+"""The user's handle of one conversation."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reuse:
-    """What `Session.update` found to be there already.
+    """How much of a text `Session.update` could reuse.
 
     Attributes:
         total: tokens of the text.
-        computed: of those, tokens whose K/V had to be computed.
-        changed: position of the first token that was another one; the session's old length where
-            the new text merely goes on.
+        computed: tokens whose K/V had to be computed.
+        changed: position of the first token that differs; the session's old length if the new text
+            only extends it.
     """
 
     total: int
@@ -53,7 +53,7 @@ class Reuse:
 
     @property
     def reused(self) -> int:
-        """Tokens that were not computed."""
+        """Number of tokens that were not computed."""
         return self.total - self.computed
 
 
@@ -61,25 +61,25 @@ class Session:
     """Made by `Engine.session`, `Engine.restore` or `fork`. One thread at a time.
 
     The session's tokens are the committed ones, whose K/V the pager holds, and at most one
-    *pending* token: the last one sampled, whose K/V come with the next forward. `tokens`, `length`
+    *pending* token: the last one sampled, whose K/V the next forward computes. `tokens`, `length`
     and the prompt that `prefill` takes include it; `committed` does not. An operation that fails
-    changes nothing, except that a prefill keeps what its earlier forwards committed: calling it
+    changes nothing, except that a prefill keeps what its earlier forwards committed; calling it
     again goes on from there.
 
-    With `exact="reuse"` there may be *uncomputed* tokens between the two: decoded ones whose K/V
-    are computed again before a chunk is sealed or saved. Nobody has to do anything about them.
+    With `exact="reuse"` there may be *uncomputed* tokens between the two: decoded tokens whose K/V
+    the session computes again, by itself, before a chunk is sealed or saved.
     """
 
     def __init__(self, core: EngineCore, transcript: Transcript, saves: Saves) -> None:
-        """`saves`: of the engine, which waits for those of its sessions."""
-        self.transcript = transcript  # it and the core are what the runtime works on
+        """`saves`: the engine's, which waits for saves of its sessions."""
+        self.transcript = transcript  # the runtime works on it and the core
         self.core = core
         self._engine_saves = saves
         self._saves = Saves()
 
     @property
     def sequence(self) -> Sequence:
-        """What holds its K/V, for those who want to look at them; its chunks are the session's."""
+        """The sequence with its K/V, for inspection; the session owns its chunks."""
         return self.transcript.sequence
 
     @property
@@ -89,7 +89,7 @@ class Session:
 
     @property
     def pending(self) -> int | None:
-        """The sampled token that no forward has taken yet."""
+        """The token sampled last, if no forward has computed its K/V yet."""
         return self.transcript.pending
 
     @property
@@ -109,12 +109,12 @@ class Session:
 
     @property
     def sampling(self) -> Sampling:
-        """Of the last generation, or the restored one; before the first, its seed alone counts."""
+        """Options of the last generation, or the restored ones; before the first, only its seed."""
         return self.transcript.sampling
 
     @property
     def speculation(self) -> SpeculationStats:
-        """What speculation was worth, over all generations that speculated."""
+        """Counters of all generations that speculated."""
         return self.transcript.speculation
 
     @property
@@ -124,35 +124,35 @@ class Session:
 
     @property
     def generation_start(self) -> int | None:
-        """Where the last `generate` or `regenerate` began; None where it was cut or never was."""
+        """Where the last `generate` or `regenerate` began; None if it was cut or there was none."""
         return self.transcript.generation_start
 
     @property
     def tokens_computed(self) -> int:
-        """Of prompts: tokens whose K/V were computed, whatever was shared with others."""
+        """Number of prompt tokens whose K/V were computed rather than shared."""
         return self.transcript.tokens_computed
 
     @property
     def restored_tokens(self) -> int:
-        """Tokens whose K/V came from a snapshot or a store."""
+        """Number of tokens whose K/V came from a snapshot or a store."""
         return self.transcript.restored_tokens
 
     @property
     def restored_tokens_consumed(self) -> int:
-        """Of those, how many have served in place of a prefill."""
+        """How many of `restored_tokens` have replaced a prefill."""
         return self.transcript.restored_tokens_consumed
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens computed again because what a snapshot holds of them is damaged."""
+        """Number of tokens computed again because their chunks in a snapshot are damaged."""
         return self.transcript.damage.tokens
 
     @property
     def logits(self) -> torch.Tensor:
-        """Logits [vocab] after the last token that is not pending, in the model's dtype; a copy.
+        """Logits [vocab] after the last committed token, in the model's dtype; a copy.
 
-        Those of the last forward, or computed again with one row that reads: the same bits. This
-        commits no pending token, which was chosen from these logits.
+        They are those of the last forward, or one reading row computes them again with the same
+        bits. A pending token, which was sampled from these logits, stays pending.
 
         Raises:
             InvalidArgumentError: the session is empty.
@@ -172,13 +172,13 @@ class Session:
 
         Raises:
             PrefixMismatchError: `ids` is shorter than or differs from what the session holds;
-                `.position` is the first token that differs. A restored session that cannot be used
-                says so here.
+                `.position` is the first token that differs. RestoreNotConsumedError for a restored
+                session.
             InvalidArgumentError: no tokens, not integers, or an id outside the vocabulary.
             CapacityError: the tiers below the pool cannot hold the prompt; says how many bytes it
                 needs.
-            CorruptSnapshotError: a restored chunk it needs is damaged, and was to be reported; see
-                `Engine.restore`.
+            CorruptSnapshotError: a restored chunk it needs is damaged, and the session was restored
+                with `on_corrupt="fail"`.
         """
         self._check_open()
         checked = as_token_ids(ids, self.core.vocab_size)
@@ -218,14 +218,16 @@ class Session:
         logprobs: bool = False,
         **options: Any,
     ) -> Iterator[Any]:
-        """Yields token ids as they are produced, each part of the session by then. Abandon at will.
+        """Yields token ids as they are produced. The caller may stop iterating at any point.
+
+        A yielded token is part of the session already.
 
         Args:
             max_new_tokens: most tokens to produce, at least 1.
-            seed: of the draws. By default a text that was left in the middle goes on with its own
-                (also after a save), and every other call has a new one, which follows from the last
-                and so, over all calls, from one that a new session or fork takes from the system.
-                `sampling.seed` says which it was: given again, it gives the same text.
+            seed: of sampling. By default an interrupted generation goes on with its own seed (also
+                after a save), and every other call derives a new one from the last; a new session
+                or fork takes its first from the system. `sampling.seed` is the seed in use; the
+                same seed gives the same text again.
             logprobs: yield `GeneratedToken(id, logprob)` instead of ids.
             **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
 
@@ -244,10 +246,10 @@ class Session:
     def trim(self, position: int) -> None:
         """Keeps the tokens [0, position), 0 <= position <= length.
 
-        The text is cut there whatever the caches can do. What one of them cannot keep (a window has
-        let go of what lies behind it, a recurrent state was kept at fewer places, the pool has no
-        block for a part of a chunk) is computed again with the next forward, and a companion's loss
-        is its own: see `kvpager.CacheGroup`, and `Engine.stats` for what it cost.
+        The text is always cut there. If a cache cannot keep all of the rest (chunks behind a window
+        were released, recurrent states exist at fewer positions, the pool has no block to copy a
+        part of a chunk), the next forward computes it again; if a companion cannot, only the
+        companion is affected: see `kvpager.CacheGroup`. `Engine.stats` counts the tokens.
         """
         self._check_open()
         if type(position) is not int or not 0 <= position <= self.length:
@@ -260,13 +262,13 @@ class Session:
     def regenerate(
         self, max_new_tokens: int, *, from_position: int | None = None, **options: Any
     ) -> Iterator[Any]:
-        """Drops what was generated last and yields tokens in its place, as `generate` does.
+        """Drops the text generated last and yields new tokens instead, as `generate` does.
 
         Args:
             max_new_tokens: as for `generate`.
             from_position: where the new text begins, 1 .. length; None: where the last call of
                 `generate` or `regenerate` began, also if it was before a save.
-            **options: of `generate`; with a temperature each call draws another text, unless a
+            **options: of `generate`; with a temperature each call gives another text, unless a
                 `seed` is given.
 
         Raises:
@@ -302,26 +304,25 @@ class Session:
             self.trim(start)
             try:
                 return self.generate(max_new_tokens, seed=seed, logprobs=logprobs, **options)
-            except BaseException:  # chunks that others hold as well made no room
+            except BaseException:  # dropping shared chunks made no room
                 transcript.set_text(text)
                 transcript.generation_start = begun
                 raise
 
     def update(self, ids: TokenIdsLike, *, progress: Progress = None) -> Reuse:
-        """Makes the session hold exactly `ids`, whatever it held: the common beginning is kept.
+        """Makes the session hold exactly `ids`; keeps the K/V of the common prefix.
 
-        For an edited message, reasoning that is dropped between turns, or a client that renders the
-        whole conversation anew each time. `prefill` is for those who are sure that the text only
-        grows, and says so where it does not.
+        For edited messages, reasoning that is dropped between turns, or a client that renders the
+        whole conversation each time. `prefill` instead requires that the text only grows.
 
         Args:
             ids: the whole text, [n] or [1, n].
             progress: as for `prefill`.
 
         Raises:
-            InvalidArgumentError: no tokens, not integers, or an id outside the vocabulary, or
-                progress is nothing to report to; nothing was changed.
-            CapacityError, CorruptSnapshotError: as for `prefill`; the common beginning is kept, and
+            InvalidArgumentError: no tokens, not integers, an id outside the vocabulary, or an
+                invalid `progress`; nothing was changed.
+            CapacityError, CorruptSnapshotError: as for `prefill`; the common prefix is kept, and
                 calling it again goes on from there.
         """
         self._check_open()
@@ -338,9 +339,9 @@ class Session:
         return Reuse(total=len(new), computed=self.tokens_computed - before, changed=changed)
 
     def fork(self) -> Session:
-        """Another session with the same tokens; sealed chunks are shared, the rest is its own.
+        """Another session with the same tokens, which shares the sealed chunks.
 
-        What it draws is its own as well, unless `generate` is given a seed.
+        It has a seed of its own, unless `generate` is given one.
         """
         self._check_open()
         twin = self.transcript.fork()
@@ -361,9 +362,9 @@ class Session:
         return recomputing_damage(self.core, [sequence], lambda: sequence.pin(start, stop))
 
     def ledger(self) -> list[ChunkInfo]:
-        """What is known of each chunk, in logical order: where it is, its provenance, its score.
+        """One entry per chunk, in logical order: its tiers, provenance, score and so on.
 
-        With recurrent layers also whether the state behind it is kept (`checkpoint`).
+        With recurrent layers also whether the state after it is kept (`checkpoint`).
         """
         self._check_open()
         self.transcript.drop_accepted()
@@ -421,28 +422,27 @@ class Session:
         wait: bool = True,
         progress: Progress = None,
     ) -> SaveReport | SaveHandle:
-        """Saves the session as it is now, atomically: whole, or what had the name is as it was.
+        """Saves the session as it is now, atomically; after an error an older snapshot stays.
 
-        Everything `Engine.restore` needs is saved: tokens, K/V, summaries, the pending token and
-        the sampler; and beside it, under the name and `.draft` or `.states`, what a draft model and
-        recurrent layers hold of the text (`SaveReport.companions`). With `wait=False` a thread
-        writes while the session goes on; what is saved is the session at the call, bit for bit, and
-        `close` of the session or its engine waits for it.
+        Saves everything `Engine.restore` needs: tokens, K/V, summaries, the pending token and the
+        sampler; and beside it, as NAME.draft and NAME.states, a draft model's cache and recurrent
+        states (`SaveReport.companions`). With `wait=False` a thread writes the session as it was at
+        the call, bit for bit, while the session goes on; `close` of the session or its engine waits
+        for the thread.
 
         Args:
             name_or_path: the snapshot's name in `store`; without one, the path of a file.
-            store: where to, such as a DirectoryStore, which writes only chunks it does not have.
+            store: such as a DirectoryStore, which writes only chunks it does not have.
             upto: the first tokens alone, 1 .. length; None: all, the pending one included. With
                 fewer, the restored session has no pending token.
-            overwrite: replace what has the name in a directory store also where that was saved
-                under another salt or by another model.
-            wait: whether to return when it is saved, or a handle at once.
+            overwrite: in a directory store, also replace a snapshot of another salt or model.
+            wait: True: return a report when it is saved; False: return a handle at once.
             progress: True for a bar on stderr, or a callable (bytes done, bytes in all); with
-                `wait=False` it is called from the writing thread. What it raises stops the save.
+                `wait=False` the writing thread calls it. If it raises, the save stops.
 
         Raises:
-            InvalidArgumentError: the session is empty, or an argument cannot be.
-            StorageError: the system refused to write; nothing is left of it.
+            InvalidArgumentError: the session is empty, or an argument is invalid.
+            StorageError: a system call failed; nothing of the new snapshot is left.
             CapacityError: the store's budget cannot hold it.
             CorruptSnapshotError: a restored chunk that has to be copied is damaged, and the session
                 was restored with `on_corrupt="fail"`.
@@ -456,9 +456,9 @@ class Session:
         return SaveHandle(state, progress).start(self._saves, self._engine_saves)
 
     def close(self) -> None:
-        """Gives the session's chunks up, once its saves have ended. May be called twice.
+        """Waits for the session's saves, then releases its chunks. May be called twice.
 
-        In a forked child nothing is done.
+        Does nothing in a forked child.
         """
         if self.core.made_in.forked:
             return
@@ -485,7 +485,7 @@ class Session:
         self.core.check_open(self.transcript)
 
     def belongs_to(self, core: EngineCore) -> bool:
-        """Whether it is one of that engine's."""
+        """Whether it belongs to that engine."""
         return self.core is core
 
 

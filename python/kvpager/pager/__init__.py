@@ -8,9 +8,8 @@
         forward.commit()
 
 Tensors are torch tensors on the pager's device, or numpy arrays on the CPU, and are read in place;
-outputs are of the same kind. On a GPU all work goes to torch's current stream, and nothing waits
-for it but `commit`. A pager may be used from several threads; calls take turns, and one forward
-runs at a time.
+outputs are of the same kind. On a GPU all work goes to torch's current stream, and only `commit`
+waits for it. Several threads may use a pager; calls take turns, and one forward runs at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Which device a pager keeps its pool on, and what can be said of the devices of this machine.
+"""The device of a pager's pool, and the devices of this machine.
 
-Nothing here initialises CUDA: what a process without a GPU asks is answered by the plug-in's own
-probe.
+Nothing here initialises CUDA: the plug-in's own probe finds the devices.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Place:
 
     Attributes:
         name: as the core opens it: "cpu", "shim", "meta" or "cuda:0".
-        tensors: the device of the tensors it is given and gives.
+        tensors: the device of the tensors it takes and returns.
     """
 
     name: str
@@ -37,23 +36,23 @@ class Place:
 
     @property
     def stream(self) -> int:
-        """The handle of torch's current stream there; 0 where torch has no streams."""
+        """The handle of torch's current stream there; 0 for a device without streams."""
         if self.tensors.type != "cuda":
             return 0
         return int(torch.cuda.current_stream(self.tensors).cuda_stream)
 
 
 def resolve(wanted: str, tensors: torch.device | None, field: str = "PagerConfig.device") -> Place:
-    """The device a pager is to be made on.
+    """Chooses the device of a new pager.
 
     Args:
-        wanted: as `PagerConfig.device` has it.
-        tensors: where the model is; None: there is none, and "auto" means the CPU.
-        field: what `wanted` is called in messages.
+        wanted: a value of `PagerConfig.device`.
+        tensors: the model's device; None: there is no model, and "auto" means the CPU.
+        field: name of `wanted` in messages.
 
     Raises:
         InvalidArgumentError: tensors on one device cannot be paged by another.
-        DeviceError: there is no such device; says what was found and what to do.
+        DeviceError: there is no such device; the message says what was found and what to do.
     """
     match = _NAME.fullmatch(wanted if wanted != "auto" else _auto(tensors))
     assert match is not None
@@ -90,7 +89,7 @@ def resolve(wanted: str, tensors: torch.device | None, field: str = "PagerConfig
 
 
 def require(kind: str) -> None:
-    """Raises DeviceError unless devices of a kind ("cuda", "shim") can be used, saying why not."""
+    """Raises DeviceError, with the reason, unless devices of `kind` ("cuda", "shim") can be used."""
     if why_not := missing(kind):
         raise DeviceError(f'{kind}: {why_not}; or use device="cpu"')
 
@@ -106,7 +105,7 @@ def missing(kind: str) -> str:
 
 
 def torch_device(name: str) -> torch.device:
-    """Where a model goes that is to be paged on a device, once it is known to be there.
+    """The torch device for a model that is to be paged on the device `name`.
 
     Raises:
         DeviceError: as `resolve`.

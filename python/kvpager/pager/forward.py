@@ -1,4 +1,4 @@
-"""One forward of a model as a transaction, and what its rows are."""
+"""One forward of a model as a transaction, and the kinds of its rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 ROW_COMMIT = 0  # writes its K/V at its position, may be committed
 ROW_READ = 1  # its K/V exist already; only attends
 ROW_PADDING = 2  # output is zeros
-ROW_GIVEN = 3  # commits K/V that are handed in: no row of the model's; in spans only
+ROW_GIVEN = 3  # commits K/V from `Forward.give`, without a row of the model; only in spans
 
 # Rows of one sequence at positions position, position + 1, ...: (sequence, position, count, kind);
 # sequence None: padding.
@@ -30,8 +30,8 @@ Span: TypeAlias = "tuple[Any, int, int, int]"
 class Forward(_core.OwnedForward):
     """One forward of the model as a transaction; made by `Pager.begin`.
 
-    Use it in a `with` block: an exception inside, or leaving without `commit`, aborts it, and every
-    sequence is as it was. One that nobody holds any more is aborted, too.
+    Use it in a `with` block: an exception inside, or leaving without `commit`, aborts it and leaves
+    every sequence unchanged. A forward without references is aborted, too.
 
     On a GPU `attend` and `write` can be captured into a CUDA graph, in which every later forward of
     as many rows runs. `begin` and `commit` stay outside of it:
@@ -69,7 +69,7 @@ class Forward(_core.OwnedForward):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Any:
-        """Writes the rows' K/V at this layer and attends over everything they may see.
+        """Writes the rows' K/V at this layer, then computes their attention.
 
         Args:
             layer: 0-based layer.
@@ -77,8 +77,8 @@ class Forward(_core.OwnedForward):
             k: [rows, kv_heads, k_dim]; rotary embedding already applied.
             v: [rows, kv_heads, v_dim].
             scaling: multiplies every dot product.
-            window: keys at positions > position - window only; None: all. Of a pager with a
-                window: not more than that.
+            window: keys at positions > position - window only; None: all. In a pager with a
+                window: at most that one.
             softcap: scores become softcap * tanh(score / softcap); None: unchanged.
             sinks: [q_heads] attention-sink logits, where q is.
             out: [rows, q_heads, v_dim] to write to; made when None.
@@ -88,12 +88,12 @@ class Forward(_core.OwnedForward):
 
         Raises:
             InvalidArgumentError: a tensor of another shape, dtype or device than expected.
-            NonFiniteError: a query, key or value of a row that is no padding is not finite; the
-                forward was aborted. On a GPU `commit` raises it. A row that reads brings no keys
-                and values.
+            NonFiniteError: a query, key or value of a row (padding apart) is not finite; the
+                forward was aborted. On a GPU `commit` raises it. Keys and values of ROW_READ rows
+                are ignored.
             StorageError: a chunk could not be read; the forward was aborted.
-            CorruptSnapshotError: a chunk's bytes are not what was saved; the forward was aborted.
-                `.chunk`, `.layer` and the token range [`.start`, `.stop`) say which.
+            CorruptSnapshotError: a chunk is damaged; the forward was aborted. The error has
+                `.chunk`, `.layer` and the token range [`.start`, `.stop`).
         """
         core, pager = self.core, self.pager
         if out is None:
@@ -123,10 +123,10 @@ class Forward(_core.OwnedForward):
         return out
 
     def give(self, k: Tensor | SequenceOf[Tensor], v: Tensor | SequenceOf[Tensor]) -> None:
-        """The keys and values of all ROW_GIVEN positions, at all layers; before the first attend.
+        """Takes the K/V of all ROW_GIVEN positions, at all layers. Call it before the first attend.
 
-        Rows of this forward see them as if they had been committed before, each row those at its
-        own position and before it.
+        Each row of this forward attends to those at its own position and before it, as if they had
+        been committed earlier.
 
         Args:
             k: [layers, given, kv_heads, k_dim], or a tensor [given, kv_heads, k_dim] of each layer;
@@ -134,8 +134,9 @@ class Forward(_core.OwnedForward):
             v: [layers, given, kv_heads, v_dim], likewise.
 
         Raises:
-            InvalidArgumentError: no position is given, or all were; or a tensor of another shape,
-                dtype or device than expected. The forward goes on.
+            InvalidArgumentError: the forward has no ROW_GIVEN positions, or their K/V were passed
+                already; or a tensor of another shape, dtype or device than expected. The forward
+                goes on.
             NonFiniteError: a key or value is not finite; the forward was aborted. On a GPU `commit`
                 raises it.
         """
@@ -146,16 +147,16 @@ class Forward(_core.OwnedForward):
         self.core.write(layer, k, v, self.pager.place.stream)
 
     def replayed(self, generation: int) -> None:
-        """Says that a CUDA graph was replayed, in which every layer of a forward was captured.
+        """Call it after replaying a CUDA graph that has every layer of a forward.
 
         Call it on the stream of the replay, between `Pager.begin` and `commit`.
 
         Args:
-            generation: `Pager.generation` as it was when the graph was captured.
+            generation: `Pager.generation` at the time of the capture.
 
         Raises:
-            InvalidArgumentError: memory that the graph writes to was made anew since; abort this
-                forward, or capture it again.
+            InvalidArgumentError: memory that the graph writes to has been allocated again; abort
+                this forward, or capture it again.
         """
         self.core.mark_replayed(generation, self.pager.place.stream)
 
@@ -168,15 +169,15 @@ class Forward(_core.OwnedForward):
         """Makes rows part of their sequences; chunks that fill up are sealed.
 
         Args:
-            accepted: how many of each sequence's commit rows, from the first; None: all of all.
-                Given positions count like rows.
-            provenance: what these rows are worth at best: "exact" (in a forward of M rows, or of a
-                count proven to be its equal), "decode" or "approximate". In a forward of given
-                positions alone they are worth just that, except that with `config.exact` False
-                nothing is exact.
+            accepted: how many of each sequence's commit rows, from the first; None: all rows of
+                all sequences. Given positions count like rows.
+            provenance: the best provenance these rows may have: "exact" (in a forward of M rows, or
+                of a count proven equal), "decode" or "approximate". In a forward of given positions
+                alone they have exactly this one, except that with `config.exact` False nothing is
+                exact.
 
         Raises:
-            InvalidArgumentError: a layer was not written, or what is given was not handed in.
+            InvalidArgumentError: a layer was not written, or `give` was not called.
             NonFiniteError: on a GPU, a query, key or value is not finite; the forward was aborted.
         """
         if accepted is None:
@@ -186,7 +187,7 @@ class Forward(_core.OwnedForward):
 
 
 def _float32_column(values: Tensor) -> Tensor:
-    """[n] numbers as float32 [1, n, 1], where they are."""
+    """[n] numbers as float32 [1, n, 1], on the same device."""
     if isinstance(values, torch.Tensor):
         return values.detach().float().contiguous().view(1, -1, 1)
     return np.ascontiguousarray(values, dtype=np.float32).reshape(1, -1, 1)

@@ -26,7 +26,7 @@ class Layout:
         k_dim: head_dim of keys, a multiple of 16.
         v_dim: head_dim of values, a multiple of 16.
         chunk_tokens: tokens per chunk: 16, 32, 64, 128 or 256.
-        k_dtype: "float32", "float16" or "bfloat16"; keys are kept in it.
+        k_dtype: "float32", "float16" or "bfloat16", in which keys are stored.
         v_dtype: likewise for values.
 
     Raises:

@@ -42,7 +42,7 @@ TIER_RESIDENT, TIER_HOST, TIER_DISK, TIER_SNAPSHOT = 1, 2, 4, 8
 class Pin(_core.OwnedPin):
     """Keeps a range of positions resident until released; changes no result. A context manager.
 
-    Made by `Sequence.pin`; one that nobody holds any more is released.
+    Made by `Sequence.pin`; a pin without references is released.
     """
 
     if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class Pin(_core.OwnedPin):
 
 
 class Sequence(_core.OwnedSequence):
-    """An ordered list of chunks and a tail; made by a `Pager`. Closing it lets its chunks go.
+    """An ordered list of chunks and a tail; made by a `Pager`. Closing it releases its chunks.
 
-    One that nobody holds any more is closed. Only the pager that made it takes it: another one, or
-    this one once it was closed or reset, raises InvalidArgumentError.
+    A sequence without references is closed. Only the pager that made it accepts it; another one, or
+    this one after a close or reset, raises InvalidArgumentError.
 
     Attributes:
         pager: the `Pager` that made it.
-        uid: its number, which no other sequence of the process has.
+        uid: its number, unique in the process.
         salt: of its chunks.
         length: committed positions.
         closed: whether it was closed, or its pager closed or reset.
@@ -71,31 +71,31 @@ class Sequence(_core.OwnedSequence):
 
     @property
     def released(self) -> int:
-        """The first positions, whose chunks were let go behind the pager's window."""
+        """Number of first positions whose chunks were released behind the pager's window."""
         return self.core.released(self.uid)
 
     @property
     def earliest_trim(self) -> int:
-        """The first position, 0 apart, that `trim` can go back to: 0 while nothing was let go."""
+        """The first position, beside 0, that `trim` can cut at; 0 while no chunk was released."""
         return self.core.earliest_trim(self.uid)
 
     def reserve(self, total_tokens: int) -> None:
-        """Admission: holds lower-tier room to grow to `total_tokens` positions.
+        """Admission: reserves lower-tier room to grow to `total_tokens` positions.
 
-        A later call replaces what an earlier one held. With a window that is room for what the
-        sequence holds at a time. Of what it lets go, chunks that others go on using are replaced
-        while there is room for others; later a forward's `begin` asks for them.
+        A later call replaces the earlier reservation. With a window, the room is for the chunks
+        that the sequence holds at a time. If a released chunk stays because other sequences use it,
+        its room is reserved again as long as there is some; later a forward's `begin` reserves it.
 
         Raises:
-            CapacityError: with the bytes needed; nothing is held.
+            CapacityError: names the bytes needed; nothing is reserved.
         """
         self.core.reserve(self.uid, total_tokens)
 
     def adopt_prefix(self, tokens: Iterable[int] | Tensor) -> int:
-        """Shares the longest run of sealed, exact chunks the pager has for these tokens.
+        """Adopts the longest prefix of sealed, exact chunks that the pager has for these tokens.
 
-        Only an empty sequence can. Returns the positions now held, a multiple of chunk_tokens. With
-        a window the chunks before it need not be there any more.
+        REQUIRES: the sequence is empty. Returns the positions now held, a multiple of chunk_tokens.
+        With a window, chunks behind it may be missing.
         """
         return self.core.adopt_prefix(self.uid, _token_ids(tokens))
 
@@ -108,16 +108,16 @@ class Sequence(_core.OwnedSequence):
             tokens: [n] ids.
             k: [layers, n, kv_heads, k_dim].
             v: [layers, n, kv_heads, v_dim].
-            provenance: what they are worth: "exact" only if they carry the bits an M-row forward
-                of these tokens gives; it makes the chunks shareable.
+            provenance: "exact" only if they have the bits of an M-row forward of these tokens; it
+                makes the chunks shareable.
 
         Raises:
             InvalidArgumentError: a tensor of another shape, dtype or device than expected.
             NonFiniteError: a key or value is not finite.
             CapacityError: no room for the chunks.
 
-        After an error the sequence is as it was; but one that has let go of what that would take
-        keeps the positions that were added by then.
+        After an error the sequence is unchanged; but if chunks that a cut would need were released
+        meanwhile, it keeps the positions added so far.
         """
         ids = _token_ids(tokens)
         layout = self.pager.layout
@@ -128,7 +128,7 @@ class Sequence(_core.OwnedSequence):
                     f"{name}: shape {tuple(tensor.shape)}, expected {expected} "
                     "(layers, tokens, kv_heads, head_dim)"
                 )
-        rows = self.pager.rows  # at a time: what every pool has open blocks for
+        rows = self.pager.rows  # at a time; every pool has open blocks for that many
         start = self.length
         self.reserve(start + len(ids))
         try:
@@ -149,8 +149,8 @@ class Sequence(_core.OwnedSequence):
     ) -> list[list[int]]:
         """The chunks a row with queries q [q_heads, k_dim] would attend to, per kv head, ascending.
 
-        `position` is the row's own; by default the next one. q may be on the CPU, or where the
-        pager is. Raises NonFiniteError if it is not finite.
+        `position` is the row's own; by default the next one. q may be on the CPU or on the pager's
+        device. Raises NonFiniteError if it is not finite.
         """
         at = self.length if position is None else position
         if isinstance(q, torch.Tensor):
@@ -173,10 +173,10 @@ class Sequence(_core.OwnedSequence):
         )
 
     def pin(self, start: int, stop: int) -> Pin:
-        """Keeps positions [start, stop) resident; residency only, no result changes.
+        """Keeps positions [start, stop) resident; changes no result.
 
         Raises:
-            CapacityError: too many pins; says how many chunks are free to pin.
+            CapacityError: too many pins; the message says how many chunks can still be pinned.
         """
         try:
             return Pin(self, start, stop)
@@ -185,11 +185,11 @@ class Sequence(_core.OwnedSequence):
             raise
 
     def trim(self, position: int) -> None:
-        """Forgets everything from `position` on.
+        """Drops everything from `position` on.
 
         Raises:
-            InvalidArgumentError: not 0 .. length, or behind what a window has let go: between 0 and
-                `earliest_trim`. Nothing was changed.
+            InvalidArgumentError: not 0 .. length, or between 0 and `earliest_trim`, where a window
+                has released chunks. Nothing was changed.
         """
         with _locating(self.pager.layout):
             self.core.trim(self.uid, position)
@@ -199,7 +199,7 @@ class Sequence(_core.OwnedSequence):
         return Sequence(self.core, self.pager, self)
 
     def ledger(self) -> list[ChunkInfo]:
-        """What the ledger says of each chunk, in logical order; `released` ones were let go."""
+        """The ledger's entry of each chunk, in logical order, `released` ones included."""
         return self.core.ledger(self.uid)
 
     def residency(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -207,14 +207,14 @@ class Sequence(_core.OwnedSequence):
         return self.core.residency(self.uid)
 
     def freeze(self, upto: int | None = None) -> _core.SnapshotContent:
-        """The first `upto` positions (None: all) as they are now, to be saved by any thread.
+        """Freezes the first `upto` positions (None: all), so that any thread can save them.
 
-        Sealed chunks are shared, only an unsealed tail is copied; the sequence goes on meanwhile.
-        What was let go is not in it: `session_text` tells of those tokens.
+        It shares sealed chunks and copies an unsealed tail; the sequence can go on. It does not
+        include released chunks; `session_text` adds their tokens.
 
         Raises:
             InvalidArgumentError: `upto` is not 1 .. length, or before `earliest_trim`.
-            CorruptSnapshotError: what has to be copied now is damaged in the snapshot it is in.
+            CorruptSnapshotError: the rows to copy are damaged in the snapshot they are from.
         """
         if upto is not None and not 1 <= upto <= self.length:
             raise InvalidArgumentError(
@@ -236,13 +236,13 @@ class Sequence(_core.OwnedSequence):
         Args:
             path: of the file; an older one is replaced.
             upto: how much of the sequence, 1 .. length.
-            session: JSON-able, kept beside the K/V; see `SnapshotInfo.session`.
-            progress: called with (bytes done, bytes in all); what it raises stops and undoes.
+            session: JSON values to save beside the K/V; see `SnapshotInfo.session`.
+            progress: called with (bytes done, bytes in all); if it raises, the save is undone.
 
         Raises:
             InvalidArgumentError: the sequence is empty, or `upto` is out of range.
-            StorageError: the system refused; no file is left and an older one is untouched.
-            CorruptSnapshotError: a chunk to be copied is damaged in the snapshot it is in.
+            StorageError: a system call failed; no new file is left, an older one is untouched.
+            CorruptSnapshotError: a chunk to copy is damaged in the snapshot it is from.
         """
         content = self.freeze(upto)
         return FileStore().save(
@@ -258,12 +258,12 @@ class Sequence(_core.OwnedSequence):
         values: Mapping[str, object] | None = None,
         content: _core.SnapshotContent | None = None,
     ) -> str:
-        """JSON text of a snapshot's session section: `values`, and what a restore needs.
+        """JSON text of a snapshot's session section: `values`, and entries that a restore needs.
 
         Args:
-            values: JSON-able, the caller's own.
-            content: what is saved, from `freeze`. Only without a window it can be left out: the
-                tokens that it has no chunks of are kept here.
+            values: the caller's own JSON values.
+            content: from `freeze`. May be left out only without a window: the tokens of released
+                chunks are saved here.
         """
         before = None if content is None else ReleasedText.of_content(content)
         released = {} if before is None else before.session_values()
@@ -285,22 +285,21 @@ class Pager:
         rows: M, the most rows a forward may have. Forwards of exactly M rows are "exact".
         smaller_rows: row counts below M, ascending, whose forwards are "exact" too, because they
             were proven to give the bits of M rows. With `config.exact` False no forward is exact.
-        fingerprint: flat JSON-able mapping of all that the bits of K/V depend on.
-            Chunks and snapshots are shared only under an equal one. On a GPU what
-            `attention_version` says belongs to it.
-        window: how far back any layer looks: no row sees keys at positions <= its own - window; 0:
-            some layer sees all. Chunks behind it are let go, but for `config.rewind_tokens` (at
-            least a chunk) by which a sequence can still be trimmed.
+        fingerprint: flat mapping of JSON values of everything the bits of K/V depend on. Chunks and
+            snapshots are shared only if it is equal. On a GPU it must include `attention_version`.
+        window: the largest window of any layer: no row attends to keys at positions <= its own -
+            window; 0: some layer has no window. Chunks behind it are released, except for
+            `config.rewind_tokens` (at least a chunk), by which a sequence can still be trimmed.
         threads: of our own kernels; torch's number by default. Never changes a bit.
-        device: where the tensors are, in the place of `config.device`: "cuda:1", a torch.device ...
-            "meta" keeps the books of chunks that have no bytes: a forward says
-            `replayed(pager.generation)` in the place of `attend`. For measuring and simulating.
-        q_heads: query heads of the model; needed on a GPU, and of no meaning on the CPU.
+        device: the tensors' device, instead of `config.device`: "cuda:1", a torch.device ...
+            "meta" manages chunks without bytes: a forward calls `replayed(pager.generation)`
+            instead of `attend`. For measuring and simulating.
+        q_heads: query heads of the model; required on a GPU, ignored on the CPU.
 
     Raises:
-        InvalidArgumentError: naming the option, its value and what was expected.
-        CapacityError: the system refuses the memory, or the device has too little.
-        DeviceError: there is no such device; says what was found.
+        InvalidArgumentError: names the option, its value and what was expected.
+        CapacityError: there is not enough memory on the host or the device.
+        DeviceError: there is no such device; the message says what was found.
     """
 
     def __init__(
@@ -352,7 +351,7 @@ class Pager:
         options.hysteresis = config.hysteresis
         options.threads = threads if threads is not None else torch.get_num_threads()
         options.window = window
-        # The rows since the last sealed chunk may be dropped at any time.
+        # Provisional rows since the last sealed chunk may be dropped at any time.
         options.rewind = max(config.rewind_tokens, layout.chunk_tokens)
         options.namespace_key = self.fingerprint_json
         options.shuffle_seed = config.debug_shuffle_seed or 0
@@ -369,18 +368,19 @@ class Pager:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of forwards are: the CPU, or a CUDA device."""
+        """The device of forwards' tensors: the CPU, or a CUDA device."""
         return self.place.tensors
 
     @property
     def generation(self) -> int:
-        """Changes when memory that a captured forward uses is made anew; see `Forward.replayed`."""
+        """Changes when a captured forward's memory is reallocated; see `Forward.replayed`."""
         return self.core.generation()
 
     def sequence(self, *, salt: str = "") -> Sequence:
         """An empty sequence. `salt` separates tenants: it enters every chunk's name.
 
-        It should be hard to guess: names can be computed for guesses. `Engine` stretches its own.
+        It should be hard to guess, because an attacker can compute names for guesses. `Engine`
+        stretches its salt.
         """
         return Sequence(self.core, self, salt)
 
@@ -407,7 +407,7 @@ class Pager:
         """
         if isinstance(sequences, np.ndarray):
             sequences = sequences.astype(np.int64, casting="safe", copy=False)
-        return Forward(  # nothing of Python is between the begin and its owner
+        return Forward(  # no Python code runs between the begin and taking ownership
             self.core,
             self,
             sequences=sequences,
@@ -425,12 +425,12 @@ class Pager:
         given: SequenceOf[int] | np.ndarray[Any, Any] | None = None,
         dense: bool = False,
     ) -> Forward:
-        """`begin` for rows of which many follow each other: what it costs is per span, not per row.
+        """`begin` for long runs of consecutive rows: its cost is per span, not per row.
 
             pager.begin_spans([(a, a.length, 40, ROW_COMMIT), (None, 0, 24, ROW_PADDING)], tokens)
 
-        Positions whose K/V exist somewhere take no row of the model. They are named in ROW_GIVEN
-        spans, and what they hold is handed in with `Forward.give`:
+        Positions whose K/V exist elsewhere need no row of the model. ROW_GIVEN spans name them, and
+        `Forward.give` passes their K/V:
 
             spans = [(a, 0, 500, ROW_GIVEN), (a, 500, 64, ROW_COMMIT), (a, 564, 100, ROW_GIVEN)]
             with pager.begin_spans(spans, tokens, given=ids, dense=True) as forward:
@@ -440,11 +440,11 @@ class Pager:
             spans: (sequence, position, count, kind), in the order of the rows; sequence None for
                 padding. `count` rows at positions position, position + 1, ...
                 ROW_GIVEN and ROW_COMMIT spans of a sequence continue it, in any order of kinds.
-            tokens: [rows] ids, of all spans but the given ones together. Empty if there are no
-                others: nothing attends then.
-            given: [given] ids, of the ROW_GIVEN spans together.
-            dense: rows of this forward attend to everything before them, whatever the
-                configuration's selection. Needed for given spans, unless that is dense: a row
+            tokens: [rows] ids, of all spans except the given ones. Empty if there are no others:
+                then no row attends.
+            given: [given] ids, of all ROW_GIVEN spans.
+            dense: rows of this forward attend to everything before them, instead of the
+                configuration's selection. Required for given spans unless that is dense: a row
                 cannot select among chunks that are not sealed yet.
 
         Raises:
@@ -465,11 +465,11 @@ class Pager:
         )
 
     def open_snapshot(self, path: str | os.PathLike[str]) -> SnapshotInfo:
-        """Opens a snapshot: metadata only.
+        """Opens a snapshot: reads only its metadata.
 
         Raises:
-            StorageError: missing or unreadable.
-            CorruptSnapshotError, UnsupportedVersionError: not a sound file of a known version.
+            StorageError: the file is missing or unreadable.
+            CorruptSnapshotError: it is damaged. UnsupportedVersionError: a newer release wrote it.
         """
         return open_snapshot(path)
 
@@ -481,21 +481,21 @@ class Pager:
         provenance: str = "exact",
         upto: int | None = None,
     ) -> Sequence:
-        """A sequence that holds the snapshot's positions; chunks are read when first needed.
+        """Makes a sequence with the snapshot's positions; chunks are read when first needed.
 
-        Only an unsealed tail is read now. Each chunk is verified when it is read; one that is not
-        what was saved raises CorruptSnapshotError there, and all others stay usable.
+        Reads only an unsealed tail now. Each chunk is verified when it is read; a damaged one
+        raises CorruptSnapshotError then, and all others stay usable.
 
         Args:
             snapshot: from `open_snapshot`; the file stays open while its chunks are in use.
             salt: the one it was saved under.
             provenance: "approximate" accepts a file saved under another fingerprint, in a namespace
                 of its own; "exact" does not.
-            upto: the first positions alone, 0 .. what the snapshot holds; None: all.
+            upto: only the first positions, 0 .. what the snapshot holds; None: all.
 
         Raises:
-            FingerprintMismatchError: naming the field; the pager is as it was. "window": this pager
-                would look behind what the saver has kept.
+            FingerprintMismatchError: names the field; the pager is unchanged. "window": this pager
+                needs chunks that the saver had released.
             InvalidArgumentError: the file is a pack of a store, or `upto` is out of range, or
                 before `earliest_trim` of what was saved.
             CorruptSnapshotError: the tail is damaged.
@@ -516,7 +516,7 @@ class Pager:
                 expected=self.layout,
                 found=snapshot.layout,
             )
-        # The chain hashes prove the salt, but a snapshot without a full chunk has none.
+        # The chain hashes verify the salt, but a snapshot without a full chunk has none.
         if SALT_FIELD in snapshot.session and not is_of(salt, snapshot.session[SALT_FIELD]):
             raise FingerprintMismatchError(
                 f"salt: {snapshot.path} was saved under another salt; pass that one",
@@ -545,21 +545,21 @@ class Pager:
             raise FingerprintMismatchError(str(error), field=field) from error
 
     def chain_hashes(self, tokens: Iterable[int] | Tensor, salt: str = "") -> list[bytes]:
-        """The name (32 bytes) of each full chunk of these tokens, by which a store finds it.
+        """The name (32 bytes) of each full chunk of these tokens, by which stores find it.
 
-        Each covers all tokens before its chunk's end, the pager's fingerprint and the salt.
+        A name covers all tokens before its chunk's end, the pager's fingerprint and the salt.
         """
         return self.core.chain_hashes(_token_ids(tokens), salt)
 
     def legacy_chain_hashes(self, tokens: Iterable[int] | Tensor, salt: str = "") -> list[bytes]:
-        """What snapshots of format 1.0 and 1.1 call the same chunks (16 bytes each).
+        """The same chunks' hashes (16 bytes each) in snapshots of formats 1.0 and 1.1.
 
-        Two texts can be made to have one of them, so whoever finds by them compares all token ids.
+        They are not resistant to collisions, so callers must compare all token ids.
         """
         return self.core.legacy_chain_hashes(_token_ids(tokens), salt)
 
     def evict_all(self) -> int:
-        """Moves every chunk that may leave out of the pool; returns how many. Changes no result."""
+        """Evicts every chunk that may leave the pool; returns how many. Changes no result."""
         return self.core.evict_all()
 
     def stats(self) -> dict[str, int | float]:
@@ -567,12 +567,12 @@ class Pager:
         return self.core.stats()
 
     def check_invariants(self) -> None:
-        """Restates the invariants of DESIGN.md; InvariantError names the one that does not hold."""
+        """Checks the invariants of DESIGN.md; raises InvariantError with the violated one."""
         self.core.check_invariants()
 
     def reset(self) -> None:
-        """Forgets everything, as if just made. Sequences of before can no longer be used."""
-        self._core = None  # first: two pools at a time may be too much
+        """Drops everything, as if just made. Older sequences can no longer be used."""
+        self._core = None  # first, because two pools may not fit into memory
         self._core = _core.Pager(self._options)
 
     def close(self) -> None:
@@ -583,10 +583,10 @@ class Pager:
 def attention_version(
     layout: Layout, config: PagerConfig, place: Place, q_heads: int, q_dtype: torch.dtype
 ) -> int | str:
-    """What decides the bits of a pager's attention for queries of a dtype, before there is one.
+    """Identifies the arithmetic of a pager's attention for queries of a dtype; needs no pager.
 
-    The number of our reference arithmetic, which is the same on every device; or a word with the
-    number of another, such as "tensor 1".
+    Returns the number of our reference arithmetic, which is the same on every device, or a word and
+    number for another one, such as "tensor 1".
     """
     options = _device_options(layout, config, place, q_heads)
     name, version = _core.attention_of(options, str(q_dtype).removeprefix("torch."))
@@ -595,7 +595,7 @@ def attention_version(
 
 @contextmanager
 def _locating(layout: Layout, length: int | None = None) -> Iterator[None]:
-    """Damage found inside says which tokens it concerns; `length` ends the last chunk."""
+    """Adds the token range to damage found inside the block; `length` ends the last chunk."""
     try:
         yield
     except CorruptSnapshotError as error:
@@ -604,7 +604,7 @@ def _locating(layout: Layout, length: int | None = None) -> Iterator[None]:
 
 
 def _token_ids(tokens: Any) -> np.ndarray[Any, Any]:
-    """`tokens` as int32 [n], once it is known that nothing is lost by it."""
+    """`tokens` as int32 [n]; raises if a value does not fit."""
     ids = np.asarray(tokens)
     if ids.dtype == np.int32 and ids.ndim == 1:
         return ids
@@ -646,7 +646,7 @@ def _require_equal(expected: Mapping[str, object], found: Mapping[str, object], 
 def _device_options(
     layout: Layout, config: PagerConfig, place: Place, q_heads: int | None
 ) -> _core.PagerOptions:
-    """Options that say where a pager is, and what attends there."""
+    """Core options for the pager's device and its attention."""
     options = _core.PagerOptions()
     options.layout = layout.native()
     options.device = place.name

@@ -1,4 +1,4 @@
-"""Snapshots as they are opened: metadata first, payload when somebody needs it."""
+"""Opened snapshots: metadata are read first, the payload when it is needed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _PACK = "pack"  # likewise: the file keeps chunks of a directory store, of no on
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """An opened snapshot: metadata is read and verified, payload waits until somebody needs it.
+    """An opened snapshot: metadata are read and verified, the payload when it is needed.
 
     Attributes:
-        path: the file, or what the reader calls itself.
-        fingerprint: what it was saved under.
-        session: what the runtime keeps beside the K/V.
+        path: of the file, or the reader's own name.
+        fingerprint: of the engine that saved it.
+        session: the session section, which the runtime writes beside the K/V.
         layout: shape of its chunks.
-        scorer: what made its summaries.
-        tokens: int32 ids of all committed positions, also of those whose chunks were let go.
-        released: the beginning of the text that the file has no chunks of; None: it has all.
+        scorer: the scorer that made its summaries.
+        tokens: int32 ids of all committed positions, also of released chunks.
+        released: the released beginning of the text; None: the file has all chunks.
     """
 
     path: str
@@ -44,11 +44,11 @@ class SnapshotInfo:
 
     @classmethod
     def of(cls, reader: _core.SnapshotReader) -> SnapshotInfo:
-        """What an opened reader says: of a file, of a store's manifest, or of gathered chunks.
+        """Makes it from a reader of a file, of a store's manifest, or of gathered chunks.
 
         Raises:
-            CorruptSnapshotError: fingerprint or session are no JSON objects, or the session says
-                of released tokens what no writer does.
+            CorruptSnapshotError: fingerprint or session are no JSON objects, or the session's
+                released tokens are invalid.
         """
         native = reader.layout
         session = parse_section(reader.session, reader.path, "session")
@@ -77,17 +77,17 @@ class SnapshotInfo:
 
     @property
     def released_tokens(self) -> np.ndarray[Any, Any]:
-        """int32 ids of the first positions, whose chunks were let go before the save."""
+        """Ids (int32) of the first positions, whose chunks were released before the save."""
         return np.zeros(0, dtype=np.int32) if self.released is None else self.released.tokens
 
     @property
     def logical_digest(self) -> str:
-        """Hex digest of tokens, payload, summaries and provenance; computed when asked for."""
+        """Hex digest of tokens, payload, summaries and provenance; computed on demand."""
         return self.reader.logical_digest
 
     @property
     def is_pack(self) -> bool:
-        """Whether the file keeps chunks for a directory store, and is no snapshot of its own."""
+        """Whether the file is a pack of a directory store rather than a snapshot."""
         return self.session.get(_PACK) is True
 
     def require_restorable(self) -> None:
@@ -99,8 +99,8 @@ class SnapshotInfo:
 
 
 def open_snapshot(path: str | os.PathLike[str]) -> SnapshotInfo:
-    """Opens a snapshot without a pager: metadata only. See `Pager.open_snapshot`.
+    """Opens a snapshot without a pager; reads only metadata. See `Pager.open_snapshot`.
 
-    A manifest of a directory store opens as well, and its packs with it.
+    Also opens a manifest of a directory store, with its packs.
     """
     return SnapshotInfo.of(_core.SnapshotReader.open(usable_path(path, "path")))
