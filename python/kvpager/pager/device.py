@@ -89,7 +89,7 @@ def resolve(wanted: str, tensors: torch.device | None, field: str = "PagerConfig
 
 
 def require(kind: str) -> None:
-    """Raises DeviceError, with the reason, unless devices of `kind` ("cuda", "shim") can be used."""
+    """Raises DeviceError, with the reason, unless devices of `kind` can be used."""
     if why_not := missing(kind):
         raise DeviceError(f'{kind}: {why_not}; or use device="cpu"')
 
