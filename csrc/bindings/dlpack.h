@@ -44,7 +44,7 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
-// What a capsule named "dltensor" holds. Whoever takes it renames the capsule and calls the deleter.
+// What a capsule named "dltensor" holds. The consumer renames the capsule and calls the deleter.
 struct ManagedTensor {
   Tensor tensor;
   void* manager;

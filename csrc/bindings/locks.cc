@@ -226,7 +226,7 @@ void leave_locked(const py::object& self, const py::object&, const py::object& e
   lock.release();
 }
 
-// A lock that knows who holds it, and that nobody gets any more once it was ended.
+// A lock that knows who holds it, and that cannot be taken any more once it was ended.
 class Turns {
  public:
   void enter() {
@@ -275,7 +275,7 @@ class Turns {
   std::atomic<bool> ended_ = false;
 };
 
-// What one at a time may have, and nobody waits for.
+// What one thread at a time may have, without waiting for it.
 struct Place {
   std::atomic<bool> taken = false;
 };

@@ -28,7 +28,7 @@ uint64_t version_of([[maybe_unused]] PyObject* dict) {
 }
 
 // Dictionaries and lists as they were: the same keys and values, by identity, in the same order.
-// Whoever makes one keeps the containers and all that was in them alive.
+// The maker of one keeps the containers and all that was in them alive.
 class ObjectTable {
  public:
   void add(const py::object& container) {

@@ -28,7 +28,7 @@ constexpr uint8_t kSigma[10][16] = {
     {10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0},
 };
 
-// Whoever hashes vectors may bring a faster one for them.
+// A file that hashes vectors may overload it.
 template <int kRight, class Word>
 inline Word rotated(Word word) {
   return word >> kRight | word << (64 - kRight);

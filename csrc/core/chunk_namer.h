@@ -5,7 +5,7 @@
 //
 // The parent of a text's first chunk has the empty name. So a name stands for all token ids up to its
 // chunk's end, for the provenance of each chunk, and for namespace and salt; two texts with one name
-// would be a collision of BLAKE2b, and without the salt nobody can compute one. Chunks that are not
+// would be a collision of BLAKE2b, and without the salt none can be computed. Chunks that are not
 // exact have other names from the first one on, so that the kinds never meet (invariant 10).
 #pragma once
 

@@ -2,7 +2,7 @@
 //
 //   root  = H(namespace_key, salt)      chunk = H(parent hash, the chunk's token ids, provenance)
 //
-// They show that a file is not damaged or mixed up. Whoever chooses token ids can make two texts of one
+// They show that a file is not damaged or mixed up. An author of token ids can make two texts of one
 // hash, so nothing is found or shared by them: chunks of such a file get names as they are read.
 #pragma once
 

@@ -17,7 +17,7 @@ namespace kvpager::device {
 
 namespace {
 
-// Of each lane; the oldest is recorded anew. Whoever still waits for its old ticket waits for the
+// Of each lane; the oldest is recorded anew. A wait for its old ticket waits for the
 // new one, which is done no sooner.
 constexpr uint64_t kEvents = 256;
 constexpr int kHost = kLanes;  // as a waiter
@@ -248,7 +248,7 @@ void Timeline::host_before_write(const Place& place) {
 }
 
 void Timeline::wrote(Place* place, Ticket ticket) {
-  // The write waited for all of them, so that whoever waits for it does too.
+  // The write waited for all of them, so that a wait for it does too.
   place->written = ticket;
   place->read = {};
 }
@@ -259,7 +259,7 @@ void Timeline::reads(Place* place, Ticket ticket) {
 }
 
 void Timeline::compute_may_read(Place* place) {
-  // A ticket nobody has taken yet: whoever asks for it takes it. No event per block and forward.
+  // A ticket that is not taken yet: the first question takes it. No event per block and forward.
   impl_->compute_open = true;
   reads(place, {Lane::kCompute, impl_->at(Lane::kCompute).newest + 1});
 }

@@ -46,7 +46,7 @@ class Timeline {
   void set_compute(Stream stream);
   Stream stream(Lane lane) const;
 
-  // A ticket may also be the next one, newest + 1: whoever waits for it or asks for it takes it.
+  // A ticket may also be the next one, newest + 1: the first wait or question takes it.
   // Fault points "device.record" of take, "device.wait" of wait, "device.order" of order.
   Ticket take(Lane lane);          // a ticket for all that is enqueued on the lane by now
   Ticket newest(Lane lane) const;  // the last one taken

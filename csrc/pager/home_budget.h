@@ -16,7 +16,7 @@ struct HomeBudget {
 
   // CapacityError naming `action` and the bytes, unless `more` homes and summaries can be reserved.
   void require(int64_t more, const char* action) const;
-  // How many can be.
+  // How many more can be reserved.
   int64_t left() const;
 
   int64_t reserved = 0;    // for chunks that are not sealed yet, over all sequences

@@ -10,7 +10,6 @@
 namespace kvpager {
 
 void HostBackend::begin(Forward* forward, void*) {
-  forward_ = forward;
   parts_.assign(forward->parts.size(), {});
   for (size_t p = 0; p < parts_.size(); ++p) {
     const size_t visible = static_cast<size_t>(forward->parts[p].visible);
@@ -18,6 +17,7 @@ void HostBackend::begin(Forward* forward, void*) {
     parts_[p].slices.resize(visible);
     parts_[p].needed.resize(visible);
   }
+  forward_ = forward;
 }
 
 // Where a position that is not committed yet is written, at layer 0.

@@ -49,13 +49,13 @@ class Residency {
   RecordId create_restored(const std::shared_ptr<SnapshotReader>& reader, int64_t in_file,
                            SlotId summary);
   void add_reference(RecordId id);
-  // One sequence less uses it. Without any it is cached where it can be found again, else dropped.
+  // One reference less. A record without any is cached where it can be found again, else dropped.
   void release(RecordId id);
   void drop(RecordId id);
-  // One per layer; of what is in memory, computed where they were put off.
+  // One per layer. Where they were put off they are computed, from the bytes in memory.
   const SharedArray<uint64_t>& checksums(RecordId id);
-  // What a save writes from: the address of a chunk's bytes, counted in ChunkRecord::borrows, or a copy
-  // of them in scratch, or null if they are below memory.
+  // A chunk's bytes for a save: their address, counted in ChunkRecord::borrows, or a copy in scratch, or
+  // null if they are below memory.
   const std::byte* lend(RecordId id, std::byte* scratch);
 
   // Forwards begun, by which uses are dated.
@@ -70,10 +70,11 @@ class Residency {
   void free_home(const Home& home);
   // The sealed chunk has this home from now on. REQUIRES: it is in use and had no copy below the pool.
   void set_home(RecordId id, const Home& home);
-  // The same for one of a damaged snapshot: these are the bytes it had, as its checksums say.
+  // A chunk whose snapshot is damaged was computed again, with the bytes its checksums say: it has this
+  // home instead.
   void heal_by_home(RecordId id, const Home& home, SharedArray<TokenId> tokens,
                     SharedArray<uint64_t> checksums);
-  // The same for a damaged one, from now on read from chunk `in_file` of a sound snapshot.
+  // A damaged chunk was found in a sound snapshot: it is read from there, and gives its disk slot back.
   void heal_by_source(RecordId id, const std::shared_ptr<SnapshotReader>& reader, int64_t in_file);
 
   // --- Blocks.
@@ -84,13 +85,13 @@ class Residency {
   void require_blocks(int64_t count, const char* action);
   std::optional<BlockId> allocate_block();
   void free_block(BlockId block);
-  // Everything that can leaves the pool; how many chunks that were.
+  // Evicts every chunk that can be evicted; returns how many.
   int64_t evict_all();
 
   // --- Slots of the host arena, for copies of what is below.
   // A free one.
   std::optional<SlotId> allocate_host_slot() { return host_slots_.take(); }
-  // Also one of a copy, or of a home that can go to disk, unless it is read.
+  // A free one, or one of a copy, or of a home that can go to disk, unless it is read.
   std::optional<SlotId> reclaim_host_slot(HostReaders readers);
   void free_host_slot(SlotId slot);
 
@@ -103,8 +104,8 @@ class Residency {
   void load_summaries(const std::vector<RecordId>& ids);
 
   // --- Loading chunks.
-  // Of these, which a forward read and which are not in the pool, the few that the policy values most,
-  // where they are worth more than what they replace. Ahead of need: errors of files are ignored.
+  // Loads a few chunks ahead of need, which the last forward read and which are not in the pool: those that
+  // the policy values most, where they are worth more than the chunks they replace. Errors end it.
   void recall(const std::vector<RecordId>& missed);
 
   // What may be evicted has changed.

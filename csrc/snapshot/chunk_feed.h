@@ -1,5 +1,5 @@
 // Chunks of a content on their way into a file: borrowed, and their checksums checked or computed,
-// a few groups ahead of whoever writes them. The preparing is done by a thread of its own, so that
+// a few groups ahead of the thread that writes them. The preparing is done by a thread of its own, so that
 // it costs no time beside writing; a content of one group is prepared by the caller.
 //
 // Bounded: kGroups groups, each of one chunk or of about kGroupBytes, are borrowed at any time.

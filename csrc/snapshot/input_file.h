@@ -21,8 +21,8 @@ class InputFile {
   // Whether the name leads to this very file, with the size it had.
   bool is_what_the_name_leads_to() const;
 
-  // A shared flock, held until the file is closed: whoever cannot have an exclusive one knows that
-  // it is being read. Waits a moment for a writer that is about to let go; StorageError if it does
+  // A shared flock, held until the file is closed: a process that cannot have an exclusive one knows that
+  // it is being read. Waits a moment for a writer that is about to release it; StorageError if it does
   // not, or if the file was removed meanwhile. Goes on without on file systems that have no locks.
   void lock_shared();
 

@@ -41,7 +41,7 @@ class SharedArray {
     return SharedArray(data_, count);
   }
   // Views that keep nothing, of all elements or of [from, from + count). REQUIRES: from + count <=
-  // size(), and whoever has one keeps what this is a part of.
+  // size(), and the holder of one keeps what this is a part of.
   SharedArray borrow() const { return borrow(0, size_); }
   SharedArray borrow(size_t from, size_t count) const {
     KVPAGER_REQUIRE(from <= size_ && count <= size_ - from);
