@@ -1,4 +1,4 @@
-"""What `kvpager bench` does; `kvpager.cli.bench` has its options."""
+"""Runs `kvpager bench`; `kvpager.cli.bench` has its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvpager bench` shows while questions are asked, and what it says in the end."""
+"""The output of `kvpager bench` while questions run and at the end."""
 
 from __future__ import annotations
 

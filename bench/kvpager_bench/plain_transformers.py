@@ -1,4 +1,4 @@
-"""The same prompts through transformers alone: what the promise is worth.
+"""The same prompts through transformers alone, to show what the promise prevents.
 
 Two ways to the same tokens, as everybody uses them: a kept prefix with a suffix of whatever length
 comes, and one-token decode; each against one prefill of all the tokens. Plain transformers, its own

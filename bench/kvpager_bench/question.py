@@ -1,4 +1,4 @@
-"""The questions there are: what each asks, how long it takes, whom it puts beside us.
+"""The questions: what each asks, how long it takes, which peers it measures.
 
 Nothing here imports a question, so that they can be listed at once.
 """
@@ -15,8 +15,8 @@ SUITE_MINUTES = 40  # what the questions of the suite may take together, on two 
 class Question:
     """One module of `kvpager_bench.questions`.
 
-    asks: one line. minutes: of its standard size on two quiet cores. peers: whom it puts beside
-    us, as its table names them, without versions. reports: the files it writes, without size or
+    asks: one line. minutes: of its standard size on two quiet cores. peers: which it measures too,
+    as its table names them, without versions. reports: the files it writes, without size or
     ending. in_suite: whether `make bench` asks it. needs: what it takes beside time.
     """
 

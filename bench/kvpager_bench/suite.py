@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one question. failure: empty, or why there is nothing to show."""
+    """The result of one question. failure: empty, or why there is none."""
 
     question: Question
     seconds: float
@@ -86,21 +86,21 @@ class Outcome:
 
 
 class Watcher(Protocol):
-    """Is told how it goes on."""
+    """Receives the progress of a run."""
 
     def begins(self, number: int, question: Question) -> None:
-        """The question that is asked from now on; they are counted from 0."""
+        """Called when a question starts. number: from 0."""
 
     def goes_on(self, question: Question, seconds: float, said: str) -> None:
-        """Several times a second. said: the last line that it printed."""
+        """Called several times a second. said: the last line that the question printed."""
 
     def ends(self, outcome: Outcome) -> None:
-        """What became of it."""
+        """Called with a question's result."""
 
 
 @dataclass
 class Summary:
-    """What a run of several questions came to."""
+    """The result of a run of several questions."""
 
     plan: Plan
     outcomes: list[Outcome] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Summary:
         return said
 
     def short(self) -> list[str]:
-        """What fell short: aims that were missed and claims that do not hold, one line each."""
+        """Missed aims and claims that do not hold, one line each."""
         return [line for report in self.reports for line in shortfalls(report)]
 
     def to_json(self) -> dict[str, Any]:

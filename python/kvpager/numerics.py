@@ -1,4 +1,4 @@
-"""What matrix products depend on beside the model and its inputs, on each kind of device."""
+"""Settings and libraries that matrix products depend on, on each kind of device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _cpu_settings() -> dict[str, object]:
     return {
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.backends.mkldnn.enabled": bool(torch.backends.mkldnn.enabled),
-        # Nothing else tells.
+        # torch has no getter for it.
         "torch.set_flush_denormal, as it was called on this thread,": _DENORMAL * _ONE == 0,
     }
 
@@ -53,7 +53,7 @@ def _cuda_settings() -> dict[str, object]:
 
 
 def describe_settings(device: torch.device) -> str:
-    """The same in one line."""
+    """`settings` in one line."""
     return ", ".join(f"{name}={value}" for name, value in settings(device).items())
 
 
@@ -66,7 +66,7 @@ def tunes_kernels() -> bool:
 
 
 def describe_processor(device: torch.device) -> str:
-    """What a matrix library chooses its kernels by."""
+    """The processor, as far as a matrix library chooses kernels by it."""
     if device.type == "cpu":
         amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001  # no public way
         return "+".join([torch.backends.cpu.get_cpu_capability(), *["amx"] * amx])
@@ -107,7 +107,7 @@ def _loaded(name: str) -> Iterator[str]:
 
 
 def _told(ask: Callable[[], object]) -> object:
-    """A switch; torch does not tell one that was set by both its old and its new name."""
+    """The value of a switch; torch refuses to return one that was set by its old and new names."""
     try:
         return ask()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Which process something was made in, for what a forked child must leave alone."""
+"""Records the process that made an object, so that a forked child leaves it alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MadeIn:
         return os.getpid() != self._number
 
     def require(self, what: str) -> None:
-        """Raises InvalidArgumentError in a forked child; `what` is what its parent has made."""
+        """Raises InvalidArgumentError in a forked child; `what` names the object."""
         if os.getpid() != self._number:
             raise InvalidArgumentError(
                 f"{what} was made by process {self._number}, and this is process {os.getpid()}, "

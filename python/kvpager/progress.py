@@ -1,4 +1,4 @@
-"""How far a long call has come, told to whoever asked."""
+"""Progress reports of long calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Progress: TypeAlias = Callable[[int, int], object] | bool | None
 
 @contextmanager
 def reporting(progress: Progress, label: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Yields a function of the tokens done so far: a bar on stderr, the caller's own, or nothing.
+    """Yields a function that takes the tokens done: it updates a bar, calls `progress`, or nothing.
 
     progress: True for the bar, a callable (done, total), None or False for silence.
     """
@@ -23,14 +23,14 @@ def reporting(progress: Progress, label: str, total: int) -> Iterator[Callable[[
 
 @contextmanager
 def reporting_work(progress: Progress, label: str) -> Iterator[Callable[[int, int], object]]:
-    """Yields a function of what is done so far and in all, which may change; as `reporting`."""
+    """Like `reporting`, but the function takes (done, in all); the latter may change."""
     with _reporting(progress, label, in_bytes=False) as report:
         yield report
 
 
 @contextmanager
 def reporting_bytes(progress: Progress, label: str) -> Iterator[Callable[[int, int], object]]:
-    """Yields a function of the bytes done so far and in all; otherwise as `reporting`."""
+    """Like `reporting`, but the function takes (bytes done, bytes in all)."""
     with _reporting(progress, label, in_bytes=True) as report:
         yield report
 

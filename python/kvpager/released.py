@@ -1,7 +1,7 @@
-"""The beginning of a text whose chunks were let go behind a window, as a snapshot tells of it.
+"""The released beginning of a text (chunks behind a window) in a snapshot.
 
 A snapshot of such a sequence holds chunks from the first kept one on. The token ids before them are
-in its session section, because every chain hash covers them: a restore computes the chain anew.
+in its session section, because a restore computes all chain hashes again, which cover them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MOST_WINDOW = 2**40
 
 @dataclass(frozen=True)
 class ReleasedText:
-    """What came before the first chunk that is held.
+    """The text before the first held chunk.
 
     Attributes:
         tokens: int32 ids, a multiple of chunk_tokens.
         provenance: how many of their chunks were exact, decode and approximate, in this order.
-        window: of the pager that let them go, in tokens.
+        window: of the pager that released them, in tokens.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -38,7 +38,7 @@ class ReleasedText:
     window: int
 
     def session_values(self) -> dict[str, object]:
-        """What of it a snapshot's session section keeps."""
+        """Its entries in a snapshot's session section."""
         ids = np.ascontiguousarray(self.tokens, dtype="<i4")
         return {
             _TOKENS: base64.b64encode(ids.tobytes()).decode("ascii"),
@@ -48,7 +48,7 @@ class ReleasedText:
 
     @classmethod
     def of_content(cls, content: _core.SnapshotContent) -> ReleasedText | None:
-        """What a frozen sequence has no chunks of; None where it has all."""
+        """The released text of a frozen sequence; None if it has all chunks."""
         text = _core.released_text(content)
         if text is None:
             return None
@@ -59,10 +59,10 @@ class ReleasedText:
     def of_session(
         cls, session: Mapping[str, Any], path: str, chunk_tokens: int
     ) -> ReleasedText | None:
-        """What the session section of `path` says; None where nothing was let go.
+        """Reads the session section of `path`; None if nothing was released.
 
         Raises:
-            CorruptSnapshotError: naming the field that is not what a writer writes.
+            CorruptSnapshotError: names the field that is invalid.
         """
         if not {_TOKENS, _PROVENANCE, _WINDOW} & session.keys():
             return None

@@ -1,7 +1,7 @@
-"""From logits to a token: greedy, or drawn with a number that depends on seed and position alone.
+"""Chooses a token from logits: greedy, or sampled with a number of seed and position alone.
 
-A token's draw never depends on which other sessions shared its forward, on how often generation was
-interrupted, or on how many numbers were drawn before: u = Philox(seed, absolute position).
+The number is u = Philox(seed, absolute position). It never depends on other sessions of the
+forward, on interruptions, or on how many numbers were drawn before.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class Sampling:
         return ids, weights
 
     def to_json(self) -> dict[str, float | int]:
-        """What a snapshot keeps."""
+        """JSON values for a snapshot."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Sampling:
-        """The inverse of `to_json`; raises InvalidArgumentError for values that cannot be."""
+        """The inverse of `to_json`; raises InvalidArgumentError for invalid values."""
         try:
             return cls(**values)
         except TypeError as error:
@@ -102,19 +102,19 @@ class Sampling:
 
 
 def check_logits(logits: torch.Tensor, position: int) -> None:
-    """Raises NonFiniteError unless logits [vocab] are of some distribution at `position`."""
+    """Raises NonFiniteError unless logits [vocab] define a distribution."""
     _require_finite(float(logits.max()), position)  # a NaN is the largest of all
 
 
 def fresh_seed() -> int:
-    """A seed nobody has drawn before: 63 bits of the system's entropy."""
+    """A new random seed: 63 bits of the system's entropy."""
     return secrets.randbits(63)
 
 
 def seed_after(seed: int) -> int:
-    """The seed of the generation that follows one with `seed`, where none is given: 63 bits.
+    """The default seed (63 bits) of the generation that follows one with `seed`.
 
-    So a conversation has other draws in every turn, and can be repeated by its first seed.
+    So every turn of a conversation has other random numbers, and its first seed repeats them all.
     """
     follower = np.random.Philox(key=seed, counter=_BEYOND_POSITIONS)
     return int(follower.random_raw()) >> 1

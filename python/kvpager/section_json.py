@@ -1,4 +1,4 @@
-"""The JSON sections of a snapshot. What others wrote is taken strictly, or not at all."""
+"""Strict parsing of a snapshot's JSON sections."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def parse_section(text: str, path: str, section: str) -> dict[str, Any]:
         section: "fingerprint" or "session", likewise.
 
     Raises:
-        CorruptSnapshotError: it is no JSON object, or one that readers could take differently: a
-            name occurs twice, a number is not finite, it is nested without end.
+        CorruptSnapshotError: it is no JSON object, or an ambiguous one: a name occurs twice, a
+            number is not finite, or it is nested too deeply.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)

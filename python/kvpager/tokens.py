@@ -1,4 +1,4 @@
-"""Token ids from whatever a caller holds them in, checked before anything else happens."""
+"""Checks a caller's token ids: lists, arrays or tensors."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ Progress = Callable[[int, int], object]
 def weights_digest(model: Any, progress: Progress | None = None) -> str:
     """BLAKE3 over name, shape, dtype and bytes of every live parameter and buffer, in hex.
 
-    Live tensors, not files: an adapter that is active in memory is part of it. A gigabyte or more
-    per second and thread, and nobody can make other weights that have the same digest.
+    It hashes live tensors, not files, so it covers an adapter that is active in memory. Hashes a
+    gigabyte or more per second and thread; resistant to collisions.
 
     Args:
         model: the model.
@@ -30,7 +30,7 @@ def weights_digest(model: Any, progress: Progress | None = None) -> str:
 
 
 def old_weights_digest(model: Any) -> str:
-    """What snapshots of 1.0 and 1.1 have: XXH3-128, which whoever makes weights can collide."""
+    """The digest in snapshots of 1.0 and 1.1: XXH3-128, not resistant to collisions."""
     return _digest(model, None, xxhash.xxh3_128, xxhash.xxh3_128_digest)
 
 
@@ -56,8 +56,8 @@ def _digest(
 
 
 def _blake3(block: Any) -> bytes:
-    # Threads of its own: an executor of Python's can be interrupted into waiting for ever, and one
-    # pool for all has no threads any more in a forked child.
+    # Threads of its own: an interrupt can make a Python executor wait forever, and a shared pool
+    # has no threads in a forked child.
     threads = min(8, os.cpu_count() or 1) if len(block) >= _SHARED else 1
     return blake3(block, max_threads=threads).digest()
 

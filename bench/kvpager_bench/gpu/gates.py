@@ -1,4 +1,4 @@
-"""What the figures of the GPU benchmark have to reach. A figure that is missing fails its gate."""
+"""The targets of the GPU benchmark's figures. A missing figure fails its gate."""
 
 from __future__ import annotations
 

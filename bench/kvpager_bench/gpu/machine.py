@@ -85,7 +85,7 @@ class Machine(ABC):
         return torch.randn(*shape, dtype=dtype, device=self.tensors, generator=generator)
 
     def free(self) -> None:
-        """Gives memory nobody holds back, so that the next section can have it."""
+        """Releases unused memory for the next section."""
         gc.collect()
 
     def out_of_memory(self, error: BaseException) -> bool:

@@ -8,7 +8,7 @@ A pass brings another text into the session: the same prefix, in which every sec
 token near the end, and a suffix of its own. Then the session goes on, with speculation. So every
 pass cuts the text further back than a windowed draft model remembers: its trim is refused.
 
-    kept     the companion begins anew, alone: the target computes what has changed
+    kept     only the companion is emptied: the target computes what has changed
     wiped    the behaviour this is put beside: where either trim fails both caches are dropped, so
              that the whole prompt is computed again. The session is replaced by one whose salt is
              new, which finds nothing of its own by hash

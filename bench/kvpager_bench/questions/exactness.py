@@ -1,4 +1,4 @@
-"""What the promise is worth: the same prompts through plain transformers, and through kvpager.
+"""Compares bits and texts of the same prompts through plain transformers and through kvpager.
 
     kvpager bench exactness --
     kvpager bench exactness -- --subjects untied-bf16 --prompts 30

@@ -1,4 +1,4 @@
-"""What packing is worth: tokens per second as sessions fill the rows of a forward, and beyond.
+"""The gain of packing: tokens per second as sessions fill the rows of a forward, and beyond.
 
     kvpager bench packing --
     kvpager bench packing -- --sessions 1,8,64 --rows 64

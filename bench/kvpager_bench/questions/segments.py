@@ -1,4 +1,4 @@
-"""What repairing stitched documents is worth, and how soon they answer.
+"""The quality of repaired stitched documents, and their time to the first token.
 
     kvpager bench segments
     kvpager bench segments -- --prompts 200 --lengths 4096,16384    # what is published

@@ -1,4 +1,4 @@
-"""What speculation is worth, and that it changes nothing: tokens, log-probabilities, K/V.
+"""The gain of speculation, and a check that it changes no token, log-probability or K/V.
 
     kvpager bench speculation
     kvpager bench speculation -- --full

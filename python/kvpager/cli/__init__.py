@@ -1,7 +1,7 @@
 """The `kvpager` command.
 
 Results go to stdout (or `--output`), everything else to stderr. Exit codes: 0, 1 for a failure, 2
-for a wrong command line, 130 when interrupted, 141 when nobody reads stdout any more, 143 when
+for a wrong command line, 130 when interrupted, 141 when stdout was closed by its reader, 143 when
 terminated; `snapshot verify` and `snapshot diff` have a further one, 3, and say so. A failure is
 one line; KVPAGER_DEBUG=1 shows where it came from.
 """
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     previous = _on_sigterm(_terminate)
     try:
-        # Here, so that an interrupt while modules load is told as any other.
+        # Imported here, so that an interrupt while modules load is handled like any other.
         from kvpager.cli.commands import parse
         from kvpager.cli.output import check_writable
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed("interrupted", INTERRUPTED)
     except _TerminatedError:
         return _failed("terminated", TERMINATED)
-    except BrokenPipeError:  # whoever read stdout has gone; nothing is left to tell
+    except BrokenPipeError:  # stdout's reader has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
     except CliError as error:
@@ -75,5 +75,5 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def _on_sigterm(handler: signal._HANDLER) -> signal._HANDLER:
     try:
         return signal.signal(signal.SIGTERM, handler)
-    except ValueError:  # not the main thread: the embedding program's affair
+    except ValueError:  # not the main thread: signals belong to the embedding program
         return handler

@@ -1,6 +1,6 @@
-"""`kvpager bench`: how fast this is, beside peers measured in the same run.
+"""`kvpager bench`: measures kvpager's speed beside peers in the same run.
 
-What it does is in `bench/kvpager_bench` of a checkout, which no wheel has.
+The benchmarks are in `bench/kvpager_bench` of a checkout; no wheel has them.
 """
 
 from __future__ import annotations
@@ -79,5 +79,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench_folder() -> Path:
-    """Where a checkout has the benchmarks, beside the package of its editable install."""
+    """The checkout's folder of benchmarks, beside the package of its editable install."""
     return Path(__file__).resolve().parents[3] / "bench"

@@ -32,7 +32,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _common() -> Parser:
-    """What every command takes."""
+    """The options of every command."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group("output")
     group.add_argument(

@@ -117,7 +117,7 @@ def _conversation(
     about = load_config(model)
     if _finds_needles(about):
         document, questions = _needles(args, config, about.vocab_size)
-    else:  # of a model of which nothing is known, bits can be compared
+    else:  # for an unknown model only bits can be compared
         rng = np.random.default_rng(args.seed)
         document = rng.integers(0, about.vocab_size, args.context).tolist()
         drawn = rng.integers(0, about.vocab_size, (args.needles, 4)).tolist()
@@ -134,7 +134,7 @@ def _conversation(
 
 
 def _finds_needles(about: Any) -> bool:
-    """Whether a model speaks the needle task's language: the shipped one or its like."""
+    """Whether a model was trained on the needle task, as the shipped one was."""
     try:
         shipped = load_config(shipped_model_path())
     except FileNotFoundError:

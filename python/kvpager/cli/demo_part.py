@@ -1,4 +1,4 @@
-"""A part of `kvpager demo` in a process of its own: a turn, or what turns are compared with."""
+"""A part of `kvpager demo` in a process of its own: a turn, or the reference for all turns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COMPARED = 4096  # tokens of K/V at a time
 
 
 def work(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Turn number job["turn"], from 1; the reference where that is None."""
+    """Runs turn number job["turn"], from 1; the reference if that is None."""
     config = config_from_json(job["config"])
     model = load_model(job["model"], job["dtype"], config.device)
     with Engine(model, config, threads=job["threads"]) as engine:

@@ -1,4 +1,4 @@
-"""How a command ends when it cannot do what was asked."""
+"""Errors that end a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpager.errors import PagerError
 
 
 class CliError(Exception):
-    """A failure told in one line on stderr."""
+    """A failure, reported in one line on stderr."""
 
     exit_code = 1
 
@@ -20,19 +20,19 @@ class UsageError(CliError):
     exit_code = 2
 
 
-DIFFERENT = 1  # exit code: what was looked for was found
-IMPOSSIBLE = 3  # exit code: it could not be looked for
+DIFFERENT = 1  # exit code: a difference or damage was found
+IMPOSSIBLE = 3  # exit code: the check could not be made
 
 
 class ImpossibleError(CliError):
-    """It could not be found out, which is another answer than yes or no."""
+    """The check could not be made, which is neither yes nor no."""
 
     exit_code = IMPOSSIBLE
 
 
 @contextmanager
 def or_impossible() -> Iterator[None]:
-    """Failures inside end with IMPOSSIBLE, so that a script can tell them from an answer."""
+    """Failures inside the block exit with IMPOSSIBLE, so that scripts can distinguish them."""
     try:
         yield
     except BrokenPipeError:

@@ -149,7 +149,7 @@ def _load_draft(args: argparse.Namespace, device: str) -> Any:
 
 
 class _Begun(NamedTuple):
-    """A session that holds the prompt, and how many of its tokens were there or computed."""
+    """A session that holds the prompt, and how many of its tokens were reused or computed."""
 
     session: Session
     reused: int
@@ -249,7 +249,7 @@ def _report(args: argparse.Namespace, answer: Answer) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was generated, and what it cost.
+    """The generated tokens, and what they cost.
 
     prompt_ids: all tokens before the generated ones. logprobs: one per generated token, each
     exactly a float32; None unless asked for, as speculation. seed: of the draws; None where the

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `info` tells."""
+    """Everything that `info` reports."""
     import numpy as np
     import torch
     import transformers

@@ -89,7 +89,7 @@ def _check_folder(path: str | Path) -> None:
 
 @contextmanager
 def _readable(path: str | Path) -> Iterator[None]:
-    """A damaged folder makes transformers raise nearly anything; the first line says what."""
+    """Turns errors of transformers, which a damaged folder causes, into a CliError of one line."""
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     try:
@@ -104,7 +104,7 @@ def _readable(path: str | Path) -> Iterator[None]:
             logger.setLevel(level)
 
 
-_UNFINISHED = "\ufffd"  # what a tokenizer shows for the first bytes of a character
+_UNFINISHED = "\ufffd"  # a tokenizer's text for an incomplete character
 
 
 class TextPieces:
@@ -133,7 +133,7 @@ class TextPieces:
         return piece
 
     def finish(self) -> str:
-        """What was held back."""
+        """The rest of the text."""
         return "" if self._tokenizer is None else self._text()[self._shown :]
 
     def _text(self) -> str:

@@ -1,4 +1,4 @@
-"""Options that several commands take, spelled once, and what their values are."""
+"""Options of several commands, defined once, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int] | None:
 
 
 def read_text(option: str, path: str) -> str:
-    """What a UTF-8 file holds. Raises CliError, which names the option."""
+    """The text of a UTF-8 file. Raises CliError, which names the option."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Where a command's result goes, and what it says meanwhile."""
+"""Writes a command's result, and notes on stderr."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def note(args: argparse.Namespace, text: str) -> None:
 
 
 def shows_progress(args: argparse.Namespace) -> bool:
-    """Whether bars are wanted and seen."""
+    """Whether progress bars are wanted and stderr is a terminal."""
     return not args.quiet and sys.stderr.isatty()
 
 
@@ -58,7 +58,7 @@ def write_file(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        if path.exists():  # a new one is its owner's alone: it may hold prompts and answers
+        if path.exists():  # a new file stays private: it may hold prompts and answers
             Path(name).chmod(stat.S_IMODE(path.stat().st_mode))
         Path(name).replace(path)
     except OSError as error:

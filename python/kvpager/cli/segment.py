@@ -72,11 +72,11 @@ def _add_add(verbs: Any, common: Parser) -> None:
 
 @dataclass(frozen=True)
 class Added:
-    """What became of one text.
+    """The result of adding one text.
 
     Attributes:
-        tokens: of the text.
-        computed: of these, how many had to be; the store knew the others.
+        tokens: number of tokens of the text.
+        computed: how many of them were computed; the store had the others.
         bytes_written, bytes_shared: as of its SaveReport; 0 where nothing had to be saved.
     """
 
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 def _already_there(
     engine: Engine, store: DirectoryStore, ids: Mapping[str, Sequence[int]], *, replace: bool
 ) -> set[str]:
-    """The names of those that need nothing.
+    """The names of texts that are stored already.
 
     Raises:
         CliError: a name belongs to something else, without `replace`; nothing was computed.
@@ -150,7 +150,7 @@ def _already_there(
                 f"{name}: in the store {store.path} the name belongs to {other}; give --replace "
                 "to replace it, or another name. Nothing was added"
             )
-        if other is None and entry.error is None:  # else what is damaged is written again
+        if other is None and entry.error is None:  # a damaged one is written again
             there.add(name)
     return there
 
@@ -158,7 +158,7 @@ def _already_there(
 def _other(
     engine: Engine, store: DirectoryStore, entry: StoreEntry, name: str, tokens: Sequence[int]
 ) -> str | None:
-    """What has a segment's name in the store; None if it is this text, for this engine."""
+    """Describes what has a segment's name in the store; None if it is this text of this engine."""
     if entry.segment is None:
         return "a snapshot that cannot be read" if entry.error else "a snapshot of another kind"
     try:
@@ -171,7 +171,7 @@ def _other(
 
 
 def _add(args: argparse.Namespace, engine: Engine, name: str, tokens: Sequence[int]) -> Added:
-    """Computes a segment and saves it; its memory is given back."""
+    """Computes a segment, saves it and releases its memory."""
     segment = engine.cache_segment(tokens, name=name, progress=shows_progress(args))
     assert segment.transcript is not None
     computed = segment.transcript.tokens_computed
@@ -190,7 +190,7 @@ def _add(args: argparse.Namespace, engine: Engine, name: str, tokens: Sequence[i
 
 @dataclass(frozen=True)
 class NamedText:
-    """What a segment is to be called, and its text or token ids."""
+    """A segment's name, and its text or token ids."""
 
     name: str
     text: str | list[int]

@@ -1,4 +1,4 @@
-"""The segments that a store has: `kvpager segment ls` and `rm`, and how others find them."""
+"""The segments of a store: `kvpager segment ls` and `rm`, and look-up for other commands."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredSegment:
-    """A segment, as its store's entry tells it.
+    """A segment of a store.
 
     Attributes:
-        name: which finds it.
+        name: of the segment.
         entry: of its snapshot.
-        problem: why it cannot be used, or not without computing a part again; None where it is
-            sound.
+        problem: why it cannot be used, or only after computing a part again; None: no damage is
+            known.
     """
 
     name: str

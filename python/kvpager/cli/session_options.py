@@ -1,4 +1,4 @@
-"""Where `generate` takes a text's beginning from and saves it: files, a store, its segments."""
+"""Sources and destinations of `generate`'s session: files, a store, its segments."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class SessionPlaces:
-    """A session's past and future.
+    """Where a session is restored from and saved to.
 
     Attributes:
         args: the command line.

@@ -1,4 +1,4 @@
-"""The transformers seam: an unmodified causal LM whose attention runs over chunks."""
+"""The seam to transformers: runs an unmodified causal LM with attention over chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody has added to a model: adapters and their state, hooks, patched methods."""
+"""Additions to a model: adapters and their state, hooks, patched methods."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from kvpager.hf.looks import changes_nothing
 from kvpager.hf.structure import name_of
 
-_OWN = ("torch", "transformers")  # whose modules are told by the fingerprint's other fields
+_OWN = ("torch", "transformers")  # other fields of the fingerprint cover their modules
 
 
 def additions_digest(model: Any) -> str:
-    """A digest, in hex, of what is not transformers' own of a model; empty where nothing is.
+    """A digest, in hex, of everything in a model that is not from transformers; may be empty.
 
-    Of modules of others (the layers of an adapter, a custom model): name, class and plain
-    attributes, so that another active adapter, another scaling and a merge are seen. Of hooks and
-    methods that were put in the place of a class's: their names; what they compute is seen by a
-    forward (`behaviour`). The same in every process.
+    For modules of other packages (the layers of an adapter, a custom model) it covers name, class
+    and plain attributes, which another active adapter, another scaling and a merge change. For
+    hooks and replaced methods it covers their names; a forward's `behaviour` covers what they
+    compute. The same in every process.
     """
     found = [item for name, module in model.named_modules() for item in _of_module(name, module)]
     if not found:
@@ -47,7 +47,7 @@ def _of_module(name: str, module: torch.nn.Module) -> Iterator[list[Any]]:
 
 
 def _told(value: Any) -> Any:
-    """A plain value as JSON has it, or None for any other."""
+    """A plain value in JSON's types, or None for any other."""
     if isinstance(value, (bool, int, float, str)):
         return [type(value).__name__, repr(value)]
     if isinstance(value, (set, frozenset)):

@@ -1,9 +1,8 @@
-"""A model with recurrent layers, tried at the start: is a chunk a function of state and tokens?
+"""Tests a model with recurrent layers at start: is a chunk a function of state and tokens?
 
-Rows of such a model are not independent, so that there are no row counts to prove: a chunk is
-always computed alone, by one forward, from the state before it. What has to hold is that the same
-forward gives the same bits, that it leaves the state it began with as it was, and that it does go
-on from that state.
+Rows of such a model depend on each other, so there are no row counts to prove: one forward computes
+a chunk alone, from the state before it. The test requires that an equal forward gives equal bits,
+does not change the state it starts from, and really continues from that state.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvpager.hf.rows import RowCounts
 from kvpager.hf.state import EMPTY, RecurrentState
 
 _SHORT = 4  # rows just behind a state, where its trace is clearest
-_CLOSE = 0.2  # of the distance that a part of the state makes
+_CLOSE = 0.2  # fraction of the distance that leaving out a part of the state causes
 
 
 def settle_states(model: Any, chunk_tokens: int) -> tuple[Observation, RowCounts, Recurrence]:
@@ -165,7 +164,7 @@ class _Trial:
     def goes_on(self, state: RecurrentState, rows: int) -> bool:
         """Whether each kind of a state's tensors makes a difference to the rows after it.
 
-        Some layers take up their convolution where it was, and begin their recurrence anew.
+        Some layers continue their convolution but restart their recurrence.
         """
         told = self.run(state, rows).tensors()
         return not any(all(map(same_bits, told, other)) for other in self._without(state, rows))
@@ -179,7 +178,7 @@ class _Trial:
         )
 
     def _without(self, state: RecurrentState, rows: int) -> Iterator[list[torch.Tensor]]:
-        """What rows after a state give, each kind of its tensors being zero in turn."""
+        """Results of the rows after a state, with each kind of its tensors set to zero in turn."""
         kinds = [slot.name for slot in self.recurrence.shape.slots]
         for kind in sorted(set(kinds)):
             tensors = tuple(

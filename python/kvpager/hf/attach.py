@@ -1,10 +1,10 @@
-"""How a live model comes to attend through kvpager in an engine's forward, and nowhere else.
+"""Makes a live model attend through kvpager in forwards of an engine, and nowhere else.
 
-transformers looks its attention up by a name that the model's configuration tells. Nothing is
-written to the model or its configuration: while a forward of an engine runs, and only in the thread
-(context) it runs in, a configuration that was made known here answers that question with kvpager's
-name. So `model()` and `model.generate` are what they were, in every thread, and a copy, a saved
-model or an engine that nobody closed has nothing to give back.
+transformers looks up its attention function by a name in the model's configuration. kvpager writes
+nothing to the model or its configuration. Instead, while a forward of an engine runs, and only in
+its thread (context), a configuration registered here returns kvpager's name. So `model()` and
+`model.generate` work as before in every thread, and nothing has to be undone in a copy, in a saved
+model or when an engine is never closed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvpager.hf.attention import NAME, is_running, register
 
 _ANSWER = "_attn_implementation"  # the property that transformers asks
 
-# Configurations of models that engines were made for, by id. One stays until it is collected; it
-# makes no difference outside a forward.
+# Configurations of models that engines were made for, by id, until they are collected. They have no
+# effect outside a forward.
 _known: dict[int, weakref.ref[Any]] = {}
 _installing = threading.Lock()
 
 
 def attach(model: Any) -> None:
-    """Makes a model's configurations known, once for all its engines. There is no way back.
+    """Registers a model's configurations, once for all its engines. Cannot be undone.
 
     Raises:
         UnsupportedModelError: the model does not take a registered attention.
@@ -46,7 +46,7 @@ def attach(model: Any) -> None:
 
 
 def _configurations(model: Any) -> Iterator[Any]:
-    """Of a model and its modules, each once, with those that are parts of another."""
+    """The configurations of a model and its modules, nested ones included, each once."""
     seen: set[int] = set()
     waiting = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
@@ -69,7 +69,7 @@ def _remember(config: Any) -> None:
 
 
 def _install() -> None:
-    """Teaches transformers' configurations to answer by what runs; once per process."""
+    """Patches transformers' configurations to answer by the running forward; once per process."""
     with _installing:
         own = getattr(PreTrainedConfig, _ANSWER, None)
         if not isinstance(own, property) or own.fget is None:

@@ -1,7 +1,7 @@
-"""The seam: what transformers calls instead of its own attention, for models nobody had to change.
+"""The seam: the function that transformers calls instead of its own attention.
 
-transformers gives an attention function its module, queries, keys and values, but no word of which
-sequence a row belongs to. The running forward knows; it is found through a context variable.
+transformers passes it the module, queries, keys and values, but not the sequence of each row. The
+running forward knows that; a context variable finds it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpager.hf.mask_windows import mask_window
 
 NAME = "kvpager"
 
-# Keyword arguments that say nothing about which keys a row sees.
+# Keyword arguments without influence on the keys a row attends to.
 _HARMLESS = frozenset(
     {"attention_mask", "cache_position", "is_causal", "output_attentions", "output_hidden_states"}
     | {"output_router_logits", "past_key_values", "position_embeddings", "position_ids"}
@@ -27,7 +27,7 @@ _HARMLESS = frozenset(
 
 
 class RowAttention(Protocol):
-    """What answers for the rows of a forward: a `kvpager.pager.Forward`, or a probe."""
+    """Computes attention for the rows of a forward: a `kvpager.pager.Forward`, or a probe."""
 
     def attend(
         self,
@@ -96,9 +96,9 @@ def attention(
     ([1, M, Hq, Dv], None).
 
     The mask is not read: the running forward knows every row's sequence and position. Window, soft
-    cap and sinks are what this call says, never what the configuration says (some configurations
-    name a soft cap that their model does not apply); a window that only the mask has was found when
-    the engine started (own_attention.py).
+    cap and sinks come from this call, never from the configuration (some configurations name a soft
+    cap that their model does not apply); a window that only the mask has was found when the engine
+    started (own_attention.py).
 
     Raises:
         InvalidArgumentError: no engine is running a forward.

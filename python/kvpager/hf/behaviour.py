@@ -1,7 +1,7 @@
-"""What a model computes from a few made-up tokens, as a digest.
+"""A digest of a model's results for a few made-up tokens.
 
-Parameters and settings do not say all that a forward does: a hook, a patched method, an adapter
-that is left out. Their effect does.
+Parameters and settings do not determine a forward completely: a hook, a patched method or an
+inactive adapter may change it. The digest covers their effect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The bytes of a model's weights, read again a little at a time.
+"""Detects changed bytes of a model's weights, by reading a little of them at a time.
 
-Somebody who writes through `.data`, as training loops and weight synchronisation do, leaves no
-trace but the bytes themselves. Those on the CPU are read natively, some of every tensor at each
-call and the rest in turns; those on a GPU by gathering elements there, at longer intervals.
+Writes through `.data`, as in training loops and weight synchronisation, change no counter, only the
+bytes. Weights on the CPU are read natively: some bytes of every tensor at each call, the rest in
+turns. On a GPU some elements are gathered there, at longer intervals.
 """
 
 from __future__ import annotations

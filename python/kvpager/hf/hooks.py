@@ -1,7 +1,7 @@
-"""Hooks on a live model that only see the calls of whoever put them there.
+"""Hooks on a live model that only record calls of the thread that added them.
 
-Other threads may be running the same modules meanwhile: their calls pass by, and neither see nor
-break anything. What a `with` block put there is gone after it, whatever interrupted it.
+Other threads may run the same modules meanwhile; the hooks ignore their calls. A `with` block
+removes its hooks at its end, even after an interrupt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLACES = ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwar
 
 
 class OwnHook:
-    """A hook of kvpager, there for one forward; whoever compares a model's hooks leaves it out."""
+    """A hook of kvpager for one forward; comparisons of a model's hooks ignore it."""
 
     def __init__(self, watch: object, note: Note) -> None:
         self._watch = watch
@@ -38,7 +38,7 @@ class OwnHook:
 class Watch:
     """While entered, notes calls of modules in this thread (context).
 
-    before: told of each call of `modules`, with its arguments. after: told of each output of
+    before: called with the arguments of each call of `modules`. after: called with each output of
     `whole`.
     """
 

@@ -1,4 +1,4 @@
-"""Hooks that only look, which an open engine lets pass."""
+"""Marks hooks that change nothing, which an open engine accepts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def only_looks(hook: _Hook) -> _Hook:
-    """Says that a module hook changes nothing that a forward computes, and returns it.
+    """Marks a module hook as one that changes nothing that a forward computes, and returns it.
 
-    A hook that is added while an engine is open may change what the model computes, so that the
-    engine refuses to go on. One that only looks, to collect activations or to count calls, is let
-    pass by this word for it; nobody checks it.
+    If a hook is added while an engine is open, it may change what the model computes, so the engine
+    refuses to go on. Mark a hook that only collects activations or counts calls, and the engine
+    accepts it. The engine does not check this.
 
     Example:
         >>> handle = module.register_forward_hook(kvpager.only_looks(collect))
@@ -25,6 +25,6 @@ def only_looks(hook: _Hook) -> _Hook:
 
 
 def changes_nothing(hook: Any) -> bool:
-    """Whether a hook is known to change nothing: by its owner's word, or because it is our own."""
+    """Whether a hook is marked by `only_looks`, or is kvpager's own."""
     module = getattr(hook, "__module__", None) or ""
     return getattr(hook, _MARK, False) or module.partition(".")[0] == "kvpager"

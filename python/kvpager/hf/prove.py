@@ -1,7 +1,7 @@
-"""Which row counts give the bits of M rows, found out when an engine starts.
+"""Finds the row counts that give the bits of M rows, when an engine starts.
 
-Nothing about a library or an architecture is believed. Every part of the model is tried alone, on
-numbers that show another order of summation, and then the whole model, with its own weights.
+It assumes nothing about a library or an architecture. It tests every part of the model alone, on
+numbers that reveal another order of summation, and then the whole model, with its own weights.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Recurrence:
     ) -> RowAttention:
         """What attention calls of a model that is run with `cache` belong to.
 
-        `forward` is told pager's layers, or with by_cache_layer those of the cache.
+        `forward` gets the pager's layer numbers, or with by_cache_layer those of the cache.
         """
         return DirectedAttention(forward, cache.place, {} if by_cache_layer else self.layers)
 

@@ -1,4 +1,4 @@
-"""Moves stored keys to other positions, by what the model was seen to do to its keys."""
+"""Moves stored keys to other positions, by rotations found by running the model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Positions = Sequence[int] | np.ndarray[Any, Any]
 
 
 class KeyMover:
-    """Knows of each layer how position enters its keys; immutable, so that threads may share it.
+    """Knows how position enters the keys of each layer; immutable, so that threads may share it.
 
-    Positions are turned once, from where a key was computed to where it is to be. Turning in
-    several steps would round in each, so keys that were moved are never moved again.
+    A key is rotated once, from the position it was computed at to its new one. Each further
+    rotation would round again, so a moved key is never moved again.
     """
 
     def __init__(self, rotations: Sequence[Rotation | None]) -> None:
@@ -108,7 +108,7 @@ def find_rotation(model: Any) -> KeyMover:
     A few tokens are run at several positions, each attending to itself alone, so that only position
     differs. What takes a layer's keys from position 0 to all the others, within rounding, is taken:
     nothing, or a rotation by one of the model's own tables of frequencies. Names of architectures
-    and of options are not believed.
+    and of options are not trusted.
 
     Args:
         model: a causal LM that `check_supported` accepted and `attach` knows. No

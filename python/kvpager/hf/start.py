@@ -1,4 +1,4 @@
-"""How many rows an engine's forwards have: M, as configured or the best that can be, and less."""
+"""The row counts of an engine's forwards: M, as configured or the best one possible, and less."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvpager.hf.rows import RowCounts
 
 _log = logging.getLogger(__name__)
 
-# Most rows worth having where no small count is the same: a decode step pays for all of them. A GPU
-# reads the weights once, whatever the rows.
+# The largest useful M if no smaller count is proven: a decode step pays for all rows. A GPU reads
+# the weights once for any number of rows.
 _ALONE = {"cpu": 64, "cuda": 256}
 _SMALL = 16  # a count that makes up for many rows
 

@@ -1,4 +1,4 @@
-"""What recurrent layers know of a text: a value, that forwards begin at and leave behind."""
+"""The state of recurrent layers: a value that a forward starts from, and the one it leaves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpager.errors import NonFiniteError
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """What recurrent layers know of the first `position` tokens. Immutable.
+    """The state of recurrent layers after the first `position` tokens. Immutable.
 
     Attributes:
         position: tokens behind it.

@@ -62,7 +62,7 @@ class AttentionAndStateLayer(
 
 
 class DirectedAttention:
-    """Attention that is told its layer by the cache: modules that layers share do not know it."""
+    """Attention that gets its layer from the cache, because modules shared by layers lack it."""
 
     def __init__(self, forward: RowAttention, place: Place, layers: Mapping[int, int]) -> None:
         self._forward = forward
@@ -72,6 +72,6 @@ class DirectedAttention:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any
     ) -> torch.Tensor:
-        """As RowAttention says; `layer` is not believed."""
+        """As RowAttention; ignores `layer`."""
         at = self._place.layer
         return self._forward.attend(self._layers.get(at, at), q, k, v, **call)

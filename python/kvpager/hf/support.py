@@ -1,4 +1,4 @@
-"""Which models can keep the promise, judged before anything runs, with reasons and remedies."""
+"""Decides before anything runs which models can keep the promise, with reasons and remedies."""
 
 from __future__ import annotations
 

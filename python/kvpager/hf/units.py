@@ -58,7 +58,7 @@ class Unit:
 
 
 def units_of(seen: Observation) -> list[Unit]:
-    """Every part whose rows can be told apart in its arguments and results, smallest first."""
+    """Every part whose arguments and results have a dimension of rows, smallest first."""
     units: list[Unit] = []
     for call in seen.calls:
         replay = Replay(call, seen.rows)

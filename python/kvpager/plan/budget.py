@@ -1,4 +1,4 @@
-"""What there is, what is to run on it, and what is left alone."""
+"""The memory there is, the workload, and the margin that stays free."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from kvpager.errors import InvalidArgumentError
 
-MARGIN_SHARE = 16  # a sixteenth of a memory is left alone,
-LEAST_MARGIN = 256 << 20  # and at least so much
+MARGIN_SHARE = 16  # a sixteenth of a memory stays free,
+LEAST_MARGIN = 256 << 20  # and at least this many bytes
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,5 @@ class Workload:
 
 
 def margin_of(memory: int) -> int:
-    """Bytes of a memory that nobody plans with: the framework, fragmentation, everything else."""
+    """Bytes of a memory that stay free, for the framework, fragmentation and everything else."""
     return max(LEAST_MARGIN, memory // MARGIN_SHARE)

@@ -1,4 +1,4 @@
-"""A machine's rates, found out in about a second.
+"""Measures a machine's rates in about a second.
 
 Every figure is the best of a few runs: what else the machine was doing only adds time.
 Attention of many rows is timed on the processor; on a GPU it follows from what products achieve,
@@ -213,8 +213,8 @@ def _link(place: torch.device) -> float:
 def _fresh() -> float:
     """The first touch of memory mapped as pools and arenas are: in huge pages where there are any.
 
-    The middle of several: where memory is lent by a host, what nobody has used before costs many
-    times what an earlier process had.
+    The median of several: in a virtual machine, memory that no process has used before costs many
+    times as much as reused memory.
     """
     import mmap
 
@@ -264,7 +264,7 @@ def _disk_rates(folder: Path) -> tuple[float, float, float, float]:
     buffer = bytearray(_DISK_BYTES)
     handle, name = tempfile.mkstemp(prefix=".kvpager-plan-", dir=folder)
     try:
-        Path(name).unlink()  # nobody looks for it, and a process that is killed leaves nothing
+        Path(name).unlink()  # the open file needs no name, and a killed process leaves nothing
         os.write(handle, b"0" * 4096)
         start = time.perf_counter()
         os.fsync(handle)

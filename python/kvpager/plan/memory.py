@@ -1,4 +1,4 @@
-"""Bytes that a pager takes, before it is made; `Pager.stats()` tells the same of one that is."""
+"""Bytes that a pager will take; `Pager.stats()` has the same of an existing one."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def gathered_bytes(shape: ModelShape, rows: int) -> int:
 
 
 def suits_experts(shape: ModelShape, rows: int) -> bool:
-    """Whether a model's forwards may have so many rows unless told otherwise.
+    """Whether forwards of a model may have `rows` rows by default.
 
-    Of a mixture of experts the copies that a forward gathers take at most an eighth of the weights'
-    bytes, or 256 MiB. A function of the model alone, as M changes bits.
+    For a mixture of experts, the copies that a forward gathers may take at most an eighth of the
+    weights' bytes, or 256 MiB. A function of the model alone, because M changes bits.
     """
     return gathered_bytes(shape, rows) <= max(shape.weight_bytes // 8, _GATHERED_ANYWAY)
 

@@ -1,4 +1,4 @@
-"""What a plan is for, what it says, and what it expects."""
+"""A plan: its inputs, its configuration, and the expected speeds."""
 
 from __future__ import annotations
 

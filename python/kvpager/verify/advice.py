@@ -1,4 +1,4 @@
-"""What a person could do about what was found."""
+"""Advice on the findings of a verification."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvpager.engine import Engine
     from kvpager.hf.shapes import ShapeReport
 
-# Relations that decoding with one row, as exact="reuse" does, leaves aside.
+# Relations that exact="reuse", which decodes with one row, does not promise.
 _OF_ALL = {"decoded", "packed", "speculated", "re-scored"}
 _SMALL = 16  # more decode rows than this cost noticeably more than one
 

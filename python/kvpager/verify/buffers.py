@@ -1,7 +1,6 @@
 """Buffers that transformers does not save, such as a rotary embedding's frequencies.
 
-They are computed anew when a model is loaded, and in a model that was cast as a whole they are not
-what they were.
+They are computed when a model is loaded, and differ in a model that was cast as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def save_buffers(model: Any, folder: Path) -> None:
 
 
 def load_buffers(model: Any, folder: Path) -> None:
-    """Puts what `save_buffers` wrote, if it did, in the place of a loaded model's own."""
+    """Replaces a loaded model's buffers by those that `save_buffers` wrote, if it did."""
     if not (folder / _FILE).is_file():
         return
     for name, tensor in load_file(folder / _FILE).items():

@@ -1,4 +1,4 @@
-"""What one relation compares, and what came of it."""
+"""The comparisons of one relation, and its outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_APPLICABLE: Status = "does not apply"
 
 
 class NotRunError(Exception):
-    """A relation could not be checked; says why. What is not checked is not kept."""
+    """A relation could not be checked; says why. It counts as not kept."""
 
 
 class DoesNotApplyError(Exception):
@@ -35,7 +35,7 @@ class DoesNotApplyError(Exception):
 
 @dataclass(frozen=True)
 class Measure:
-    """How far apart two ways are where bits are not promised.
+    """The distance between two ways whose bits need not be equal.
 
     Attributes:
         what: "logits", "keys".
@@ -65,7 +65,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one relation under one selection.
+    """The result of one relation under one selection.
 
     Attributes:
         relation: its name.
@@ -74,12 +74,12 @@ class Outcome:
         status: "same"; "within" a bound, where bits are not promised; "differs" in some bit;
             "failed" with an error, beyond a bound, or with other work than promised; "not run"; or
             "does not apply".
-        reason: what else there is to say of it, in a line; `comparison.first` is what differs.
+        reason: a further explanation, in a line; `comparison.first` is the first difference.
         comparison: of all bits compared.
-        cases: situations in which they were.
+        cases: number of situations compared.
         notes: figures beside the bits.
-        seconds: it took.
-        measures: what is within a bound, or not.
+        seconds: duration.
+        measures: distances with a bound.
     """
 
     relation: str
@@ -95,7 +95,7 @@ class Outcome:
 
     @property
     def kept(self) -> bool:
-        """Whether nothing speaks against the promise: same, within, or nothing was promised."""
+        """Whether the promise holds: same, within, or does not apply."""
         return self.status in (SAME, WITHIN, NOT_APPLICABLE)
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Check:
         self._case = ""
 
     def case(self, words: str) -> None:
-        """Begins another situation; its words go before the place of what differs in it."""
+        """Begins another situation; differences in it are reported with `words` in front."""
         self._case = words
         self.cases += 1
 
@@ -131,18 +131,18 @@ class Check:
         self.comparison += compare_bits(actual, expected, self._placed(place))
 
     def close(self, what: str, apart: float, bound: float, unit: str, place: str) -> None:
-        """What is not promised to the bit: the largest difference, and how large it may be."""
+        """Adds a value that need not be equal to the bit: the largest difference, and its bound."""
         measure = Measure(what, apart, bound, unit, place)
         self.measures.append(measure)
         self.require(measure.within, str(measure))
 
     def require(self, condition: bool, otherwise: str) -> None:
-        """What must hold beside the bits, such as how much was computed."""
+        """Adds a condition beside the bits, such as how much was computed."""
         if not condition and not self.broken:
             self.broken = f"{self._case}: {otherwise}" if self._case else otherwise
 
     def note(self, words: str) -> None:
-        """A figure to tell beside the bits."""
+        """Adds a figure to report beside the bits."""
         self.notes.append(words)
 
     def logits(self, actual: Array, cold: Recording, position: int) -> None:
@@ -162,7 +162,7 @@ class Check:
     def recording(self, actual: Recording, cold: Recording) -> None:
         """Tokens, K/V of every layer, then whatever logits `actual` has.
 
-        K/V come first, layer by layer, so that the first difference is told where it arose.
+        K/V come first, layer by layer, so that the first difference is reported where it arose.
         """
         length = len(actual.tokens)
         cold = self._of_length(cold, length)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class DisturbedRunner:
     """Runs each batch with its rows elsewhere, and counts what it did.
 
-    The rows of a sequence keep their order, which they must; all else is drawn: the row count, from
-    those that are said to give the same bits; which rows are padding; and what the padding holds:
-    random tokens at random positions, whose attention answers with NaN.
+    The rows of a sequence keep their order, as required. Everything else is random: the row count,
+    from those proven to give the same bits; which rows are padding; and the content of padding:
+    random tokens at random positions, whose attention is NaN.
     """
 
     def __init__(self, engine: Engine, seed: int) -> None:

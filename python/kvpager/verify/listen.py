@@ -1,4 +1,4 @@
-"""Logits as the forwards of an engine give them, without asking for one more."""
+"""Collects logits from the forwards of an engine, without running further ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Runs each batch as it is, and remembers its rows and the logits that were wanted of them."""
+    """Runs each batch unchanged, and keeps its rows and the logits they requested."""
 
     def __init__(self, engine: Engine) -> None:
         self._inner = engine.core.runner
@@ -44,10 +44,10 @@ class Listener:
         return logits
 
     def heard(self, uid: int, tokens: TokenIds) -> Iterator[tuple[int, torch.Tensor]]:
-        """(position, logits after it) of every row that carried on the text `tokens`.
+        """(position, logits after it) of every row that belongs to the text `tokens`.
 
-        A row that was proposed and is not in the text belongs to another text, and so do all rows
-        after it in its forward.
+        A row with a rejected proposal belongs to another text, and so do all rows after it in its
+        forward.
         """
         for owner, rows in self._seen:
             if owner != uid:

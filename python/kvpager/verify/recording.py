@@ -1,4 +1,4 @@
-"""What a run left behind: token ids, K/V of every layer, logits where they are wanted."""
+"""The results of a run: token ids, K/V of every layer, logits at some positions."""
 
 from __future__ import annotations
 

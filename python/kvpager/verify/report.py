@@ -1,4 +1,4 @@
-"""What a verification found: data, JSON, and one line that says it all."""
+"""The report of a verification: data, JSON, and a verdict in one line."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Report:
-    """Of one model under one configuration on one machine.
+    """The report on one model under one configuration on one machine.
 
     Attributes:
         about: what was verified: model, dtype, threads, row counts and the like.
         outcomes: of every relation, under every selection.
-        shapes: what was found of each shape of layer, as told by `kvpager.hf.shapes.probe_shapes`.
-        advice: what could be done, in sentences.
+        shapes: findings on each shape of layer, from `kvpager.hf.shapes.probe_shapes`.
+        advice: suggestions, in sentences.
         refusal: why an engine refuses the model, so that nothing was checked; else empty.
-        seconds: it took.
+        seconds: duration.
         lengths: of the texts that were compared with a cold run, in tokens, ascending.
     """
 
@@ -53,7 +53,7 @@ class Report:
         return total
 
     def outcome(self, relation: str, selection: str | None = None) -> Outcome:
-        """That of a relation, under a selection or the first. Raises KeyError if there is none."""
+        """A relation's outcome, under a selection or the first. Raises KeyError without one."""
         for outcome in self.outcomes:
             if outcome.relation == relation and selection in (None, outcome.selection):
                 return outcome

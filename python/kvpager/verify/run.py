@@ -1,4 +1,4 @@
-"""Checks relations of a subject, one after another, the first of all before any other counts."""
+"""Checks the relations of a subject one after another, self-consistency first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Called with a relation's name, the selection, and how many are done, of how many in all.
 OnRelation: TypeAlias = Callable[[str, str, int, int], object] | None
 
-# Errors that say nothing about bits: the relation could not be tried here.
+# Errors that are no statement about bits: the relation could not be checked here.
 _NO_ROOM = (CapacityError, StorageError, OSError, MemoryError)
 _NO_ROOM_NAMES = frozenset(kind.__name__ for kind in _NO_ROOM)
 
@@ -54,13 +54,13 @@ def verify(
 ) -> Report:
     """Compares every relation's bits with a cold run's.
 
-    The first relation is that the subject agrees with itself. Where it does not, or could not be
-    tried, nothing else is: there are no bits to compare with.
+    The first relation is self-consistency. If it does not hold or could not be checked, no other
+    relation is: there are no bits to compare with.
 
     Args:
         subject: model, configuration and prompts.
-        relations: which; self-consistency is checked first whether it is among them or not.
-        on_relation: told before each one.
+        relations: to check; self-consistency is always checked first.
+        on_relation: called before each one.
 
     Returns:
         The report; `report.kept` only if every relation was checked and holds.
@@ -124,10 +124,10 @@ def verify_selections(subject: Subject, *, on_relation: OnRelation = None) -> Re
 def moved_order(seed: int) -> list[Relation]:
     """The relations that a second pass checks, in an order of its own.
 
-    A fault that hangs on what was called before, on what a freed block held or on where a tensor
-    lies shows in one of many calls, and always the same ones where calls come in one order.
+    A defect that depends on earlier calls, on the content of freed blocks or on addresses shows in
+    few calls, and always in the same ones if their order never changes.
 
-    Those that start fresh processes are left out: there all is new each time.
+    Leaves out relations that start fresh processes, which have no earlier calls.
     """
     again = [
         relation
@@ -143,7 +143,7 @@ def moved_order(seed: int) -> list[Relation]:
 
 @contextmanager
 def memory_moved(seed: int) -> Iterator[Sequence[torch.Tensor]]:
-    """While open, tensors of odd sizes lie between others, and holes where some were let go."""
+    """While open, memory is fragmented: tensors of odd sizes, and holes where some were freed."""
     draw = random.Random(seed)
     sizes = [draw.randrange(1, _MOST_BYTES) for _ in range(_HELD_TENSORS)]
     held = [torch.full((size,), 0xA5, dtype=torch.uint8, device="cpu") for size in sizes]
@@ -161,7 +161,7 @@ def _told(
 
 
 def check_relation(subject: Subject, relation: Relation) -> Outcome:
-    """What comes of one relation; every error but an interruption is part of the outcome."""
+    """Checks one relation; every error except an interrupt becomes part of the outcome."""
     if relation.of_all and not subject.all_exact:
         reason = f"not promised with exact={subject.config.exact!r}"
         return _outcome(subject.selection, relation, NOT_APPLICABLE, Check(), 0.0, reason)
@@ -177,7 +177,7 @@ def check_relation(subject: Subject, relation: Relation) -> Outcome:
     except ChildError as error:
         unable = not error.kind or error.kind in _NO_ROOM_NAMES
         status, reason = (NOT_RUN if unable else FAILED), str(error)
-    except Exception as error:  # a refusal or a crash is no promise kept
+    except Exception as error:  # a refusal or a crash breaks the promise
         status, reason = FAILED, _said(error)
     if not check.comparison.same:  # whatever came afterwards
         status = DIFFERS

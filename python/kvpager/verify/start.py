@@ -1,4 +1,4 @@
-"""The short form, on an engine that has just been made."""
+"""The short verification of an engine that has just been made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def verify_engine(engine: Engine) -> Report:
-    """Checks in the engine itself what needs no other process or engine; a second or so.
+    """Checks the relations that need no other process or engine; takes about a second.
 
     Leaves chunks and counters behind: reset the pager afterwards.
 

@@ -1,4 +1,4 @@
-"""What is verified: a model under a configuration, its prompts, and the bits it has when cold."""
+"""The subject of a verification: a model, a configuration, prompts, and their cold runs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _EVERYTHING = 1 << 40  # tokens
 
 
 class Subject:
-    """A model and a configuration, from which relations make what they need. A context manager.
+    """A model and a configuration, which make engines and cold runs for relations.
 
-    Engines are opened when first asked for and closed together; cold runs are remembered. Several
-    engines over one model are fine, and the model gets its own attention back at the end.
+    A context manager. Engines are opened at their first use and closed together; cold runs are
+    cached. Several engines may share the model.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Subject:
             effort: "start", "short" or "full": how much is tried.
             seed: of made-up prompts and of disturbances.
             engine: one that is open already and stays so; `model` and `config` are then its own.
-            label: told with the selection, where one model is verified more than once.
+            label: reported with the selection, if one model is verified more than once.
 
         Raises:
             InvalidArgumentError: `config.exact` is False, which promises nothing.
@@ -79,7 +79,7 @@ class Subject:
                 'PagerConfig.exact to "all" or "reuse"'
             )
         self.model = model
-        # Bits of all of a text are compared, also of what windows would let go.
+        # All bits of a text are compared, so no chunk may be released behind a window.
         self.config = config.replace(rewind_tokens=_EVERYTHING) if engine is None else config
         self.effort: Effort = effort
         self.seed = seed
@@ -137,7 +137,7 @@ class Subject:
         return self._engines[key]
 
     def fresh_engine(self, **changes: Any) -> Engine:
-        """One that nobody else uses; the caller closes it."""
+        """A new engine that is not shared; the caller closes it."""
         from kvpager.engine import Engine
 
         return Engine(self.model, self.config.replace(**changes))
@@ -166,7 +166,7 @@ class Subject:
         return next((run for ids, run in self._cold.items() if ids.startswith(key)), None)
 
     def forget(self) -> None:
-        """Lets all cold runs but the long prompt's go."""
+        """Drops all cold runs but the long prompt's."""
         kept = self.prompt.tobytes()
         self._cold = {ids: run for ids, run in self._cold.items() if ids == kept}
 

@@ -64,8 +64,8 @@ DURABILITY = (
         name="a-measured-disk-keeps-its-file",
         breaks="measuring a disk leaves no file, whatever fails",
         file="python/kvpager/plan/measure.py",
-        old="        Path(name).unlink()  # nobody looks for it,",
-        new="        pass  # nobody looks for it,",
+        old="        Path(name).unlink()  # the open file needs no name,",
+        new="        pass  # the open file needs no name,",
         killers=(CALLS,),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""How a user names a snapshot: a file, or STORE/NAME for one that a directory store keeps."""
+"""Names of snapshots on the command line: a file, or STORE/NAME in a directory store."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def find_entry(text: str) -> Address:
 
 
 def find_place(text: str, name: str) -> tuple[Path, str]:
-    """Where an import shall go: a store, there or to be made, and a name in it.
+    """The destination of an import: a store, existing or new, and a name in it.
 
     Args:
         text: STORE or STORE/NAME.

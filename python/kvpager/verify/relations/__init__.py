@@ -1,6 +1,6 @@
 """The relations that make up the promise: each a function that compares bits with a cold run.
 
-They are checked in this order; the first is what all others rest on.
+They are checked in this order; all others depend on the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Relation:
 
     Attributes:
         name: short, as in the table.
-        statement: the same in a line; what it says is equal to a cold run.
+        statement: one line that says which run equals a cold run.
         compare: makes the runs and compares them.
         of_all: promised with `exact="all"` alone.
         processes: whether it starts fresh processes.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Recalling:
-    """Proposes what a text is known to become; every `wrong`-th token is another one."""
+    """Proposes the known continuation of a text; every `wrong`-th token is replaced."""
 
     def __init__(self, text: TokenIds, vocab_size: int, wrong: int = 0) -> None:
         self._text = text
@@ -57,7 +57,7 @@ def speculated(subject: Subject, check: Check) -> None:
 
 
 def _proposers(text: TokenIds, vocab_size: int) -> dict[str, str | Callable[[], Recalling]]:
-    """What `speculate=` takes, by what is to be said of it."""
+    """Values for `speculate=`, by their description."""
     return {
         "good": lambda: Recalling(text, vocab_size),
         "bad": lambda: Recalling(text, vocab_size, wrong=1),

@@ -1,8 +1,8 @@
-"""What an engine computes is what transformers computes with the model's own attention.
+"""Compares an engine with transformers running the model's own attention.
 
-Bits are not promised here: the two sum in other orders. How far they may be apart is measured, not
-chosen: transformers runs the prompt again with every module's result moved by one rounding, and the
-engine may be a few times as far from it as that.
+Equal bits are not promised here, because the two sum in different orders. The allowed distance is
+measured: transformers runs the prompt again with every module's result moved by one rounding, and
+the engine may be a few times as far from transformers as that run.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def _rms(x: torch.Tensor) -> torch.Tensor:
 
 
 def _worst(subject: Subject, apart: torch.Tensor) -> float:
-    """The largest of a value per position; of experts in 16 bits the one that 3 of 4 are below.
+    """The largest of a value per position; with experts in 16 bits the upper quartile.
 
-    There a near tie of a router sends a row to another expert, and nothing of it is alike.
+    There a near tie of a router sends a row to another expert, which changes the whole row.
     """
     if has_experts(subject.model) and subject.model.dtype != torch.float32:
         return float(apart.quantile(0.75))
