@@ -450,7 +450,7 @@ class Engine:
             seeds = seeds_of(seed, [0] * len(prompts))
         scheduler = self.scheduler(max_sessions)
         generation = Generation.checked(self.core, max_new_tokens, options, logprobs=logprobs)
-        requests = [
+        jobs = [
             scheduler.queue(
                 prompt,
                 generation,
@@ -468,10 +468,10 @@ class Engine:
                     scheduler.step_if_open()
                     report(*scheduler.work)
         except BaseException:
-            for request in requests:
-                request.discard()
+            for job in jobs:
+                job.discard()
             raise
-        return [request.completion for request in requests if request.completion is not None]
+        return [job.completion for job in jobs if job.completion is not None]
 
     def scheduler(self, max_sessions: int | None = None) -> Scheduler:
         """The lower level of `run`, for a serving stack: submit requests, step, cancel.

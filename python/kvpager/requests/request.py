@@ -24,6 +24,52 @@ OnToken: TypeAlias = "Callable[[Request, Token], object]"
 class Request:
     """Made by `Scheduler.submit`. Any thread may call `cancel`; the rest is for the owner's thread.
 
+    Attributes:
+        index: number of the submission, from 0.
+        prompt_tokens: tokens of the prompt.
+        seed: of its draws.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.index = job.index
+        self.prompt_tokens = job.prompt_tokens
+        self.seed = job.seed
+        self._job = job
+
+    @property
+    def state(self) -> str:
+        """One of "waiting", "prefilling", "decoding", "finished"."""
+        return self._job.state
+
+    @property
+    def tokens(self) -> TokenIds:
+        """What it has produced so far, [n] int32."""
+        return self._job.tokens
+
+    @property
+    def completion(self) -> Completion | None:
+        """What became of it; None until it is finished."""
+        return self._job.completion
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._job.cancelled
+
+    def cancel(self) -> None:
+        """Ends it before another token is produced; the scheduler's next step finishes it."""
+        self._job.cancel()
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.index}, {self.state}, {self.prompt_tokens} prompt tokens, "
+            f"{len(self.tokens)} produced)"
+        )
+
+
+class Job:
+    """A request as its scheduler works on it.
+
         waiting --admitted--> prefilling --the prompt's last row--> decoding --> finished
            ^                      |                                    |
            +------- the pool has no room for it any more --------------+
@@ -31,10 +77,7 @@ class Request:
     A request that went back to waiting computes its tokens again and goes on with the same bits.
 
     Attributes:
-        index: number of the submission, from 0.
-        prompt_tokens: tokens of the prompt.
-        seed: of sampling.
-        completion: its result; None until it is finished.
+        request: its owner's handle, which shows the attributes of the same names.
     """
 
     def __init__(
@@ -46,9 +89,9 @@ class Request:
         *,
         keep_session: bool,
         on_token: OnToken | None,
-        cancelled: deque[Request],
+        cancelled: deque[Job],
     ) -> None:
-        """`cancelled`: takes the request when `cancel` is called."""
+        """`cancelled`: takes the job when `cancel` is called."""
         self.index = index
         self.completion: Completion | None = None
         self._prompt = prompt
@@ -59,7 +102,7 @@ class Request:
         self._logprobs: list[float] = []
         self._submitted = time.perf_counter()
         self._first_token: float | None = None
-        self._cancelled = False
+        self.cancelled = False
         self._cancellations = cancelled
         self._done = 0  # tokens computed, once it is finished
         self._session: Session | None = None
@@ -72,10 +115,11 @@ class Request:
         else:
             self.prompt_tokens = prompt.length
             self._to_compute = 0
+        self.request = Request(self)
 
     @property
     def state(self) -> str:
-        """One of "waiting", "prefilling", "decoding", "finished"."""
+        """See `Request.state`."""
         if self.completion is not None:
             return "finished"
         if self._session is None:
@@ -84,22 +128,15 @@ class Request:
 
     @property
     def tokens(self) -> TokenIds:
-        """The tokens produced so far, [n] int32."""
+        """See `Request.tokens`."""
         if self.completion is not None:
             return self.completion.tokens
         return np.array([] if self._stream is None else self._stream.produced, dtype=np.int32)
 
     def cancel(self) -> None:
-        """Cancels it: it emits no further token, and the scheduler's next step finishes it."""
-        self._cancelled = True
+        """See `Request.cancel`."""
+        self.cancelled = True
         self._cancellations.append(self)
-
-    # For the scheduler.
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._cancelled
 
     @property
     def feed(self) -> Feed:
@@ -185,7 +222,7 @@ class Request:
     def emit(self, token: Token) -> None:
         """Calls `on_token` with a token."""
         if self._on_token is not None:
-            self._on_token(self, token)
+            self._on_token(self.request, token)
 
     def finish(self, reason: str, error: Exception | None = None) -> None:
         """Finishes it; closes a session made for it unless that is to be kept."""
@@ -229,9 +266,3 @@ class Request:
         session = self._session if self.completion is None else self.completion.session
         if session is not None and session is not self.given_session:
             session.close()
-
-    def __repr__(self) -> str:
-        return (
-            f"Request({self.index}, {self.state}, {self.prompt_tokens} prompt tokens, "
-            f"{len(self.tokens)} produced)"
-        )

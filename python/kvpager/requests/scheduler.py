@@ -16,7 +16,7 @@ from kvpager.errors import (
     ModelChangedError,
 )
 from kvpager.execution.core import EngineCore
-from kvpager.requests.request import OnToken, Request, Token
+from kvpager.requests.request import Job, OnToken, Request, Token
 from kvpager.sampling import fresh_seed
 from kvpager.scheduling.feed import runnable
 from kvpager.scheduling.packing import advance
@@ -65,16 +65,16 @@ class Scheduler:
         self._core = core
         self._make_session = make_session
         self._limit = min(core.rows if max_sessions is None else max_sessions, _open_chunks(core))
-        self._waiting: deque[Request] = deque()
-        self._prefilling: list[Request] = []
-        self._decoding: deque[Request] = deque()
-        self._unfinished: dict[int, Request] = {}  # by index
+        self._waiting: deque[Job] = deque()
+        self._prefilling: list[Job] = []
+        self._decoding: deque[Job] = deque()
+        self._unfinished: dict[int, Job] = {}  # by index
         self._submitted = 0
         self._full = False  # a request had to release its chunks: admit none until one ends
         self._past = 0  # tokens that finished requests computed
         self._planned = 0  # tokens that unfinished requests may compute in all
-        self._cancelled: deque[Request] = deque()
-        self._blocked: list[tuple[Request, CapacityError]] = []  # of this step
+        self._cancelled: deque[Job] = deque()
+        self._blocked: list[tuple[Job, CapacityError]] = []  # of this step
         self._ending: str | None = None  # the finish of all requests, once it is closed
         self._stepping = _core.Place()
         self._queues = threading.Lock()  # other threads submit during a step
@@ -105,7 +105,9 @@ class Scheduler:
             InvalidArgumentError: an argument is invalid, or the session is in another request.
         """
         generation = Generation.checked(self._core, max_new_tokens, options, logprobs=logprobs)
-        return self.queue(prompt, generation, seed, keep_session=keep_session, on_token=on_token)
+        return self.queue(
+            prompt, generation, seed, keep_session=keep_session, on_token=on_token
+        ).request
 
     def queue(
         self,
@@ -116,7 +118,7 @@ class Scheduler:
         keep_session: bool,
         on_token: OnToken | None,
         name: str = "prompt",
-    ) -> Request:
+    ) -> Job:
         """`submit` with checked arguments; `name` is the prompt's in error messages."""
         core = self._core
         checked: TokenIds | Session
@@ -148,12 +150,12 @@ class Scheduler:
                     "the scheduler is closed; make another with engine.scheduler()"
                 )
             if isinstance(checked, Session) and any(
-                request.given_session is checked for request in self._unfinished.values()
+                job.given_session is checked for job in self._unfinished.values()
             ):
                 raise InvalidArgumentError(
                     f"{name}: the session is in another request of this scheduler; give a fork"
                 )
-            request = Request(
+            job = Job(
                 self._submitted,
                 checked,
                 generation,
@@ -163,10 +165,10 @@ class Scheduler:
                 cancelled=self._cancelled,
             )
             self._submitted += 1
-            self._planned += request.planned
-            self._unfinished[request.index] = request
-            self._waiting.append(request)
-        return request
+            self._planned += job.planned
+            self._unfinished[job.index] = job
+            self._waiting.append(job)
+        return job
 
     @property
     def idle(self) -> bool:
@@ -177,7 +179,7 @@ class Scheduler:
     def work(self) -> tuple[int, int]:
         """Tokens done and tokens in all, prompts included, of everything submitted so far."""
         try:
-            running = sum(request.done for request in (*self._prefilling, *self._decoding))
+            running = sum(job.done for job in (*self._prefilling, *self._decoding))
         except InvalidArgumentError:  # sessions that are being closed right now
             if not self._is_over():
                 raise
@@ -225,19 +227,19 @@ class Scheduler:
         turn = list(islice(self._decoding, self._core.rows))
         self._decoding.rotate(-len(turn))
         size = self._core.layout.chunk_tokens
-        chosen = runnable((request.feed for request in self._prefilling), size)
-        prompts = [request for request in self._prefilling if request.feed in chosen]
+        chosen = runnable((job.feed for job in self._prefilling), size)
+        prompts = [job for job in self._prefilling if job.feed in chosen]
         self._blocked.clear()
         if (turn or prompts) and not self._forward(turn, prompts):
             self._make_room()
         if self._is_over():
             return []
-        for request in [request for request in self._prefilling if not request.feed.left]:
-            self._prefilling.remove(request)
-            request.fed()
-            self._decoding.append(request)
-            turn.append(request)
-        return [(request, token) for request in turn for token in self._emit(request)]
+        for job in [job for job in self._prefilling if not job.feed.left]:
+            self._prefilling.remove(job)
+            job.fed()
+            self._decoding.append(job)
+            turn.append(job)
+        return [(job.request, token) for job in turn for token in self._emit(job)]
 
     def close(self) -> None:
         """Cancels unfinished requests and closes the sessions made for them.
@@ -266,8 +268,8 @@ class Scheduler:
         if self._ending is None:
             return
         with _core.Claim(self._stepping) as alone:
-            for request in list(self._unfinished.values()) if alone else ():
-                self._finish(request, self._ending)
+            for job in list(self._unfinished.values()) if alone else ():
+                self._finish(job, self._ending)
 
     def __enter__(self) -> Scheduler:
         return self
@@ -284,9 +286,9 @@ class Scheduler:
         """Ends cancelled requests, and those with all tokens emitted before an interrupt."""
         while self._cancelled:
             self._finish(self._cancelled.popleft(), "cancelled")
-        for request in list(self._decoding):
-            if request.stream.finish is not None:
-                self._finish(request, request.stream.finish)
+        for job in list(self._decoding):
+            if job.stream.finish is not None:
+                self._finish(job, job.stream.finish)
 
     def _admit(self) -> None:
         """Admits requests in order: none overtakes one that waits for room."""
@@ -294,38 +296,36 @@ class Scheduler:
             running = len(self._prefilling) + len(self._decoding)
             if running and (self._full or running >= self._limit):
                 return
-            request = self._waiting[0]
+            job = self._waiting[0]
             try:
-                request.admit(self._core, self._make_session)
+                job.admit(self._core, self._make_session)
             except CapacityError as error:
                 if running:
                     return
-                self._finish(request, "error", error)
+                self._finish(job, "error", error)
             except ModelChangedError:
                 raise
             except Exception as error:  # only this request ends
                 if self._is_over():
                     return
-                self._finish(request, "error", error)
+                self._finish(job, "error", error)
             else:
                 self._waiting.popleft()
-                if request.state == "prefilling":
-                    request.feed.served = min(
+                if job.state == "prefilling":
+                    job.feed.served = min(
                         (other.feed.served for other in self._prefilling), default=0
                     )
-                    self._prefilling.append(request)
+                    self._prefilling.append(job)
                 else:
-                    self._decoding.append(request)
+                    self._decoding.append(job)
 
-    def _forward(
-        self, decoding: list[Request], prompts: list[Request], room: int | None = None
-    ) -> bool:
+    def _forward(self, decoding: list[Job], prompts: list[Job], room: int | None = None) -> bool:
         """Advances these, in one forward or in smaller ones. False if none advanced."""
         try:
             advance(
                 self._core,
-                [request.stream for request in decoding],
-                [request.feed for request in prompts],
+                [job.stream for job in decoding],
+                [job.feed for job in prompts],
                 room=room,
             )
         except CapacityError as error:
@@ -345,7 +345,7 @@ class Scheduler:
             self._finish((decoding or prompts)[0], "error", error)
         return True
 
-    def _split(self, decoding: list[Request], prompts: list[Request]) -> bool:
+    def _split(self, decoding: list[Job], prompts: list[Job]) -> bool:
         """Advances these in two forwards, decode first; a few splits isolate a failing request."""
         if decoding and prompts:
             parts = [(decoding, []), ([], prompts)]
@@ -360,57 +360,57 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Suspends the request admitted last, because no request can advance."""
-        running = sorted([*self._prefilling, *self._decoding], key=lambda request: request.index)
+        running = sorted([*self._prefilling, *self._decoding], key=lambda job: job.index)
         if len(running) > 1:
-            for request in reversed(running):
-                if request.suspend():
+            for job in reversed(running):
+                if job.suspend():
                     with self._queues:
-                        self._remove(request)
-                        self._waiting.appendleft(request)
+                        self._remove(job)
+                        self._waiting.appendleft(job)
                     self._full = True
                     return
-        request, error = self._blocked[-1]
-        self._finish(request, "error", error)
+        job, error = self._blocked[-1]
+        self._finish(job, "error", error)
 
-    def _emit(self, request: Request) -> Iterator[Token]:
+    def _emit(self, job: Job) -> Iterator[Token]:
         """Samples and emits the tokens of one request that a forward has made ready."""
-        while request.state == "decoding" and request.stream.live:
-            transcript = request.stream.transcript
+        while job.state == "decoding" and job.stream.live:
+            transcript = job.stream.transcript
             if transcript.closed or not transcript.ready:
                 return
-            if request.cancelled:
+            if job.cancelled:
                 break
             try:
-                token = request.sample()
-                request.emit(token)
+                token = job.sample()
+                job.emit(token)
             except Exception as error:  # of sampling, or of `on_token`
                 if not self._is_over():
-                    self._finish(request, "error", error)
+                    self._finish(job, "error", error)
                 return
             yield token
             if self._is_over():
                 return
-            if request.stream.live and not transcript.closed:
+            if job.stream.live and not transcript.closed:
                 transcript.advance()
-        if request.state == "decoding":
-            self._finish(request, request.stream.finish or "cancelled")
+        if job.state == "decoding":
+            self._finish(job, job.stream.finish or "cancelled")
 
-    def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        if request.completion is not None:
+    def _finish(self, job: Job, reason: str, error: Exception | None = None) -> None:
+        if job.completion is not None:
             return
         with self._queues:
-            self._remove(request)
-        request.finish(reason, error)
+            self._remove(job)
+        job.finish(reason, error)
         with self._queues:
-            self._past += request.done
-            self._planned -= request.planned
-            self._unfinished.pop(request.index, None)
+            self._past += job.done
+            self._planned -= job.planned
+            self._unfinished.pop(job.index, None)
         self._full = False
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, job: Job) -> None:
         for queue in (self._decoding, self._prefilling, self._waiting):
-            if request in queue:
-                queue.remove(request)
+            if job in queue:
+                queue.remove(job)
                 return
 
 

@@ -100,7 +100,7 @@ LIFETIMES = (
         breaks="a request that ends holds no room",
         file="python/kvpager/requests/request.py",
         old="                holder.leave()\n",
-        new="                holder.session.length  # noqa: B018\n",
+        new="                holder.transcript.length  # noqa: B018\n",
         killers=(ROOM + "test_requests_that_end_early_hold_nothing",),
     ),
     Mutant(
