@@ -1,10 +1,10 @@
-"""What requests do to a pool of chunks, as a trace, and a reference that keeps the books of it.
+"""A trace of requests on a pool of chunks, and a reference pool that replays it.
 
 Requests arrive with a prompt that begins like an earlier one's (a template, or the whole of a
-conversation that ended), compute what is not found, grow, fork and finish. What nobody uses stays
-to be found again until its room is needed; what was let go first is forgotten first. No two
-requests compute the same chunk at the same time, and no prompt ends with a chunk, so that any pool
-of equal size with the same rule has to find and forget exactly the same chunks.
+conversation that ended), compute the chunks they do not find, grow, fork and finish. Unused chunks
+stay cached until their room is needed; those released first are evicted first. No two requests
+compute the same chunk at the same time, and no prompt ends with a chunk, so that every pool of
+equal size with the same rule has to find and evict exactly the same chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY = 50_000
 
 
 class Kind(IntEnum):
-    """What an event does; the columns it uses."""
+    """The kind of an event, with the columns it uses."""
 
     ARRIVE = 0  # session, first, count: the prompt is tokens[first : first + count]
     GROW = 1  # step, session, first, count: its next tokens; events of one step go together
@@ -87,7 +87,7 @@ class Trace:
 
 
 class ReferencePool:
-    """The books of a pool with least-recently-released reuse, as plainly as they can be kept."""
+    """The bookkeeping of a pool that evicts the chunks released first, as simple as possible."""
 
     def __init__(self, pool_chunks: int, chunk_tokens: int) -> None:
         self.capacity = pool_chunks
@@ -154,7 +154,7 @@ class ReferencePool:
                 self.cached[name] = None
 
     def _take(self, chunks: int) -> None:
-        # What is being taken is not yet counted as in use by anybody.
+        # Chunks being taken do not count as used yet.
         self.counts.taken += chunks
         while self.in_use + len(self.cached) + chunks > self.capacity:
             self.cached.popitem(last=False)

@@ -1,8 +1,8 @@
-"""How every benchmark here measures.
+"""The method of every benchmark here.
 
-A subject is shown to be deterministic before it is timed. Calls are warmed, run several times and
-given as a median with the fastest and the slowest run beside it. Subjects that are compared take
-turns. A report (report.py) carries the machine, the versions and the commit.
+Each subject is checked to be deterministic before it is timed. Calls are warmed up and run several
+times; the result is the median, with the fastest and the slowest run. Compared subjects take turns.
+A report (report.py) has the machine, the versions and the commit.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ DEFAULT_THREADS = 2
 
 
 class NondeterministicSubjectError(Exception):
-    """What was to be measured gives other bits when it is run again."""
+    """A subject gives other bits when it is run again."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Subject:
-    """A synchronous call to be timed, and what has to be so before each run; that is not timed."""
+    """A synchronous call to be timed, and an untimed preparation of each run."""
 
     call: Callable[[], object]
     before: Callable[[], object] = lambda: None
@@ -150,7 +150,7 @@ def interleave(
     """Times several subjects side by side, for ratios between them.
 
     Every round runs each of them once, and begins with another one than the round before: what
-    slows the machine for a while slows all of them, and nobody always runs first.
+    slows the machine for a while slows all of them, and none always runs first.
     """
     names = list(subjects)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -218,7 +218,7 @@ def require_deterministic(subject: Callable[[], object], name: str, times: int =
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on beside the code: machine, versions, commit, date, load."""
+    """The conditions of a figure beside the code: machine, versions, commit, date, load."""
     record = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -240,7 +240,7 @@ def environment() -> dict[str, Any]:
 
 
 def native_digest() -> str:
-    """Of the extension's bytes and its package's sources: what cached cells are good for."""
+    """Digest of the extension and its package's sources, for which cached cells are valid."""
     state = xxhash.xxh3_128()
     package = Path(kvpager.__file__).parent
     for path in [Path(str(_core.__file__)), *sorted(package.rglob("*.py"))]:

@@ -1,6 +1,6 @@
-"""Where figures are kept, in the checkout's folders, and where modules are found.
+"""Folders of results in the checkout, and the environment in which modules are found.
 
-And where files lie while they are measured: in folders that go with whoever made them.
+Also scratch folders for measured files, which are removed with the process that made them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def module_environment() -> dict[str, str]:
 def write_text(path: Path, text: str) -> None:
     """Replaces a file as a whole or not at all.
 
-    It has the umask's permissions: figures hold nobody's text, and are there to be published.
+    It has the umask's permissions: figures contain no user's text and are meant to be published.
     """
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
@@ -54,10 +54,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """A new folder below `parent`, or that of temporary files; it goes when the block ends.
+    """A new folder below `parent`, or that of temporary files; removed when the block ends.
 
-    Its maker holds a lock on it for as long as it lives. What makers that were killed left behind
-    goes first: it can be gigabytes, and nobody else will look for it.
+    Its process holds a lock on it. Folders of killed processes are removed first, because they can
+    have gigabytes.
     """
     within = Path(parent or tempfile.gettempdir())
     sweep(within)
@@ -73,10 +73,10 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Removes folders of `scratch_folder` whose makers are gone; returns them."""
+    """Removes folders of `scratch_folder` whose processes have ended; returns them."""
     swept = []
     for folder in parent.glob(FOLDER_PREFIX + "*"):
-        with contextlib.suppress(OSError):  # somebody else's, or gone by now
+        with contextlib.suppress(OSError):  # another user's, or removed by now
             if time.time() - folder.stat().st_mtime < _SETTLED_S:
                 continue
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -90,7 +90,7 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def end_cleanly_when_told() -> None:
-    """SIGTERM ends the process as an interrupt does: what it made is removed on the way out."""
+    """Makes SIGTERM end the process as an interrupt does, so that it removes its files."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Ways to repair stitched text that are compared, what each prompt came to, and its statistics.
+"""Ways to repair stitched text that are compared, the result of each prompt, and statistics.
 
 Prompts come in sets: those of one set share their documents, in another order each, so that they
 are no independent draws. A set is therefore the unit of every standard error.
@@ -84,7 +84,7 @@ class Way:
     def repair(self, lengths: Sequence[int], default: Outcome | None = None) -> RepairPolicy:
         """The policy for a text with segments of these lengths.
 
-        default: what the default policy came to on it, for a way that spends as much.
+        default: the default policy's result on it, for a way that spends as much.
         """
         if self.share is not None:
             return FAMILIES[self.policy](self.share, lengths)
@@ -109,7 +109,7 @@ class Outcome:
     right: whether the greedy answer is the expected one. kl: of the first answer token's
     distribution from the full prefill's, in nats. mean_error, max_error: of its logits, absolute,
     over the vocabulary. recomputed, moved: tokens of segments; those that became exact count as
-    recomputed. rows: of whole forwards, as if nobody had computed the beginning before. probe_rows:
+    recomputed. rows: of whole forwards, as if the beginning were not cached. probe_rows:
     spent on the choice. same_bits: whether the logits are the full prefill's.
     """
 

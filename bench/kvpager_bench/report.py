@@ -1,8 +1,8 @@
-"""What a benchmark has to say with its numbers: a table, claims judged, peers beside our figures.
+"""The report of a benchmark: a table, verdicts on claims, comparisons with peers.
 
 A report names its columns once; a row that lacks one, or holds a number that is not finite, is an
-error and never a zero. Comparisons are what the one table of all questions is made of. Nothing here
-imports torch, so that what was measured can be read and shown at once.
+error and never a zero. The one table of all questions consists of the comparisons. Nothing here
+imports torch, so that results can be read and shown quickly.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Report:
         return float(value)
 
     def to_json(self) -> dict[str, Any]:
-        """What a file keeps: a row as the list of its cells, floats of nine digits."""
+        """JSON for a file: a row as the list of its cells, floats of nine digits."""
         if not self.rows:
             raise MissingNumberError(f"{self.name}: no rows were measured")
         compared = [

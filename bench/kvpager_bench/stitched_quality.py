@@ -120,7 +120,7 @@ class Asked:
 class Answers:
     """Prompt by prompt, those of a set beside each other.
 
-    full: whether a full prefill answers. told: what each way came to.
+    full: whether a full prefill answers. told: the result of each way.
     """
 
     full: list[bool]

@@ -70,7 +70,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Turns:
-    """What all repetitions of one way came to."""
+    """The results of all repetitions of one way."""
 
     turns: tuple[Turn, ...]
 

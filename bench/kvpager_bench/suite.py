@@ -1,7 +1,7 @@
-"""Asks questions one after the other, each in a process of its own, and gathers what they said.
+"""Runs questions one after the other, each in a process of its own, and collects their reports.
 
-A question that fails, hangs or writes nothing does not keep the others out. An interrupt ends the
-one that runs, with all it started; what the others wrote stays. Nothing here imports torch.
+If a question fails, hangs or writes nothing, the others still run. An interrupt ends the running
+question with all its processes; reports of the others stay. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Plan:
         return [*command, *self.extra]
 
     def limit_s(self, question: Question) -> float | None:
-        """Seconds after which a question hangs; of a full size nobody knows."""
+        """Seconds after which a question counts as hanging; None, unknown, for a full size."""
         if self.size == FULL or self.extra:
             return None
         return max(_LEAST_LIMIT_S, _LIMIT * 60 * question.minutes)
@@ -151,7 +151,7 @@ class Summary:
 
 
 def shortfalls(report: Report) -> list[str]:
-    """What a report says fell short."""
+    """The missed aims and failed claims of a report."""
     missed = [
         f"{c.figure}: {c.ratio:.3g}x {c.peer}, {c.aim:g}x aimed at"
         for c in report.comparisons
@@ -230,7 +230,7 @@ def _wait(
     watcher: Watcher,
     start: float,
 ) -> str:
-    """Until it is over or hangs; returns why it failed, or nothing."""
+    """Waits until it has ended or hangs; returns why it failed, or nothing."""
     limit = plan.limit_s(question)
     log = plan.log(question)
     while True:
@@ -261,7 +261,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # nobody is left in it
+    with contextlib.suppress(ProcessLookupError):  # the group is empty
         os.killpg(group, number)
 
 
@@ -276,7 +276,7 @@ def last_line(log: Path) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes when a report is written anew."""
+    """Time and inode of a report, which change when it is written again."""
     try:
         found = path.stat()
     except FileNotFoundError:

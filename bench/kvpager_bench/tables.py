@@ -3,7 +3,7 @@
     bench.md      the one table of all comparisons, what fell short, figures
     results.md    every question in full
     README.md     the promised comparisons, between its two markers; in a checkout alone
-    segments.md   what the question `segments` came to, between two such markers; likewise
+    segments.md   the results of the question `segments`, between two such markers; likewise
 
 Figures of a checkout's own folder of results go to docs/results. Others, and those of quick and
 full runs, go beside what they were made from. A result that is missing is left out and named; one

@@ -11,7 +11,7 @@ import xxhash
 from blake3 import blake3
 
 _BLOCK = 64 << 20  # bytes hashed at a time
-_SHARED = 16 << 20  # bytes of a block from which on threads that begin for it are worth their start
+_SHARED = 16 << 20  # bytes of a block from which on starting threads for it pays
 
 Progress = Callable[[int, int], object]
 

@@ -99,7 +99,7 @@ def result(run: Run, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(run: Run, options: argparse.Namespace) -> Path | None:
-    """Replaces the file of this kind of run; a rehearsal is written only where it is told to."""
+    """Replaces the file of this kind of run; a rehearsal is written only to a given path."""
     folder = options.out or (None if run.machine.rehearsal else harness.RESULTS_DIR)
     if folder is None:
         return None

@@ -57,7 +57,7 @@ def pager_of(
 ) -> Iterator[Pager]:
     """A pager without a model. host_tokens: what the pinned arena holds; 0: blocks are homes.
 
-    Dense attention scans no summaries: with "lru" nobody asks for scores.
+    Dense attention scans no summaries: "lru" needs no scores.
     """
     frontier = 2 * (rows + 2 * CHUNK_TOKENS)
     pool = -(-(pool_tokens + frontier) // CHUNK_TOKENS) * CHUNK_TOKENS

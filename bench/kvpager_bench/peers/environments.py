@@ -245,7 +245,7 @@ def _logged(command: Sequence[str], recipe: Recipe, log: IO[str]) -> None:
         stdout=log,
         stderr=subprocess.STDOUT,
         env=_variables(recipe),
-        cwd=root(),  # nothing that lies where somebody stands may be imported
+        cwd=root(),  # modules in the caller's current folder must not be imported
         check=False,
     )
     if done.returncode:

@@ -308,7 +308,7 @@ def measure(
 
 
 def check_close(case: Case, got: torch.Tensor, sdpa: Sdpa, rows: int) -> None:
-    """Of the first layer: outputs that differ are not worth timing."""
+    """Compares outputs of the first layer: differing ones are not timed."""
     k, v = sdpa.kv[0]
     expected = sdpa.attend(k.float(), v.float()) if case.dtype == "float32" else sdpa.attend(k, v)
     difference = (got.float() - expected[0].transpose(0, 1).float()).abs().max().item()

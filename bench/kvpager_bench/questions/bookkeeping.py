@@ -122,7 +122,7 @@ class Replay:
         self, spans: list[tuple[Sequence, int, int, int]], tokens: np.ndarray[Any, Any]
     ) -> None:
         with self.pager.begin_spans(spans, tokens) as forward:
-            forward.replayed(0)  # in the place of attention at every layer
+            forward.replayed(0)  # instead of attention at every layer
             forward.commit()
 
     def _fork(self, at: int, session: int, parent: int) -> None:
@@ -177,7 +177,7 @@ def require_same_work(who: str, trace: Trace, found: list[int], cached: int) -> 
 
 
 def hash_seconds(trace: Trace) -> float:
-    """What naming the chunks of the trace takes us: part of our figures, told apart for once."""
+    """The time to name the chunks of the trace: a part of our figures, measured alone."""
     pager = trace_pager(trace.shape)
     arrivals = [
         trace.tokens[first : first + count]

@@ -103,7 +103,7 @@ class Size:
 
 @dataclass
 class Outcome:
-    """What the passes of one way came to; prompts but for the first, which is cold."""
+    """The results of one way's passes, without the first, cold prompt."""
 
     tokens: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -287,7 +287,7 @@ def differing(tokens: list[int], expected: list[int]) -> int:
 def measure_reset(model: Any, name: str, size: Size, report: Report) -> None:
     """Acceptance around one cut that a windowed draft refuses; a dense one is there to compare.
 
-    The text after the cut is the one before it, so that its guesses should be worth as much.
+    The text after the cut equals the one before it, so guesses should be accepted as often.
     """
     ids = texts(model, size)[0]
     spans = (CHUNK_TOKENS, AFTER_TOKENS)
@@ -465,7 +465,7 @@ def main() -> None:
         model = subjects.load_model(shape)
         for wanted in chosen:
             size = wanted
-            if shape != subjects.SHIPPED:  # whose guesses are worth nothing
+            if shape != subjects.SHIPPED:  # random weights: guesses are hardly ever right
                 size = replace(wanted, new_tokens=min(wanted.new_tokens, FEW_TOKENS))
             plain: list[int] = []
             for name in drafts:

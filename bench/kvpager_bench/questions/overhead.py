@@ -133,7 +133,7 @@ class Ours:
         self._session: Session | None = None
 
     def draw(self, tokens: int) -> Any:
-        """Token ids that nobody has computed."""
+        """Token ids that are not cached."""
         self._drawn += 1
         return subjects.random_ids(self.model, tokens, seed=self._drawn)
 

@@ -226,7 +226,7 @@ def measure_sessions(
     arguments: argparse.Namespace,
 ) -> None:
     model, new_tokens = packed.engine.model, arguments.new_tokens
-    # The run that is compared comes last; those before it have prompts that nobody has seen.
+    # The compared run comes last; those before it have prompts that are not cached.
     fresh = iter(
         draw_prompts(kind, model, sessions, seed=seed)
         for seed in (*(100 * sessions + run for run in range(2, arguments.runs + 1)), 1)

@@ -151,7 +151,7 @@ def measure_tier(
         Copies(layout, chunks) if tier == "host" else Reads(layout, chunks, folder)
     )
     with closing(open_pager(layout, chunks, tier, folder, threads)) as pager:
-        # Once for memory that nobody has touched yet, and once to be measured.
+        # Once to touch fresh memory; the measured run follows.
         warm_up = pager.sequence()
         subjects.inject(warm_up, layout, chunks * layout.chunk_tokens)
         warm_up.close()

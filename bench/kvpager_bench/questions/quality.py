@@ -191,7 +191,7 @@ def ask_kvpress(
 ) -> Iterator[tuple[str, Budget, int, list[list[int]]]]:
     """(press, budget, tokens kept, answers) of every press at every budget.
 
-    unsuited: is told which presses were not asked, because the model is none they were made for.
+    unsuited: filled with the presses that were left out because they do not support the model.
     Raises peers.PeerError, and RuntimeError for a press that kept more than its budget.
     """
     cells = [(press, budget) for press in PRESSES for budget in budgets]

@@ -145,7 +145,7 @@ def add_quality(report: Report, context: int, answers: Answers) -> None:
 
 
 def judge_quality(report: Report) -> None:
-    """Of every context: bits, growth, what the default is worth beside other policies."""
+    """Verdicts on every context: bits, growth, and the default beside other policies."""
     for context in dict.fromkeys(int(report.number(row, "context")) for row in report.rows):
         rows = [row for row in report.rows if row["context"] == context]
         at = harness.tokens_name(context)

@@ -282,7 +282,7 @@ def judge(report: Report) -> None:
 
 
 def cases(arguments: argparse.Namespace) -> list[tuple[Case, Any, tuple[str, ...]]]:
-    """What is asked for, with its model and the proposers that are worth a look."""
+    """The texts to generate, each with its model and the proposers to compare."""
     shipped = subjects.load_model(subjects.SHIPPED)
     chosen: list[tuple[Case, Any, tuple[str, ...]]] = []
     every = ("prompt-lookup", "all wrong", "all right")

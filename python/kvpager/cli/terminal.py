@@ -88,7 +88,7 @@ def look(args: argparse.Namespace) -> Look:
 
 @contextmanager
 def byte_progress(args: argparse.Namespace, label: str) -> Iterator[ProgressCallback | None]:
-    """A callable (bytes done, bytes in all) that draws a bar, or None where nobody would see it."""
+    """A callable (bytes done, bytes in all) that draws a bar, or None if no one would see it."""
     if args.quiet or not sys.stderr.isatty():
         yield None
         return

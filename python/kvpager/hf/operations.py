@@ -137,7 +137,7 @@ def specs_in(value: Any) -> Iterator[TensorSpec]:
 
 
 def rebuilt(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Recorded arguments with tensors in the place of their descriptions."""
+    """Recorded arguments, with their TensorSpecs replaced by tensors."""
     if isinstance(value, TensorSpec):
         return next(tensors)
     return tuple(rebuilt(item, tensors) for item in value) if isinstance(value, tuple) else value
@@ -153,7 +153,7 @@ def recorded(call: Callable[[], object], tried: frozenset[int] = frozenset()) ->
     recording = _Recording(tried)
     try:
         # Entered and left natively, so that an interrupt cannot strike in between: torch enters and
-        # leaves a mode in several steps of Python, and what was zero by then would be for ever.
+        # leaves a mode in several steps of Python, and a mode left active would zero all products.
         with _core.ContextValue(_active, recording), recording:
             call()
     finally:

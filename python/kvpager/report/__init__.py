@@ -1,4 +1,4 @@
-"""Pictures of what a snapshot says of its chunks."""
+"""Pictures of a snapshot's chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a snapshot says of its chunks: scores, last uses, and what their bits are worth."""
+"""A table of a snapshot's chunks: scores, last uses and provenance."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ChunkTable:
     def bins(self, columns: int) -> ChunkTable:
         """The same in at most `columns` rows, each for a group of neighbours.
 
-        Of a group the best score, the least age and the worst provenance are kept, so that nothing
-        that stands out is lost.
+        A group has its best score, least age and worst provenance, so that no exceptional chunk is
+        hidden.
         """
         if self.chunks <= columns:
             return self

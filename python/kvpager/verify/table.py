@@ -21,7 +21,7 @@ _COLOURS = {
     "failed": "bold red",
     "not run": "yellow",
 }
-_LENGTHS = 24  # told one by one
+_LENGTHS = 24  # listed one by one
 _PARTS_OF_A_NAME = 2  # self_attn.q_proj: the layer's number says nothing of a shape
 
 

@@ -32,7 +32,7 @@ LONGEST = 1 << 22
 def make_manager(pool: int, block: int) -> Any:
     spec = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=16, dtype=torch.float32)
     config = KVCacheConfig(
-        num_blocks=pool + 1,  # one of them is the null block, which nobody gets
+        num_blocks=pool + 1,  # one of them is the null block, which is never allocated
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
     )

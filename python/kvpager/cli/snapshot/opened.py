@@ -1,4 +1,4 @@
-"""An opened snapshot, what kind of file it is, and what was saved beside it."""
+"""An opened snapshot, its kind of file, and its companions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.companions import companion_name, named_companions
 from kvpager.stores.names import SNAPSHOT_SUFFIX
 
-# As the reader says it of a manifest: its pack cannot be opened.
+# The beginning of the reader's message for a manifest whose pack cannot be opened.
 _PACK_IS_GONE = "cannot open the snapshot: No such file"
 
 SELF_CONTAINED, MANIFEST, PACK = "self-contained", "manifest", "pack"
@@ -55,7 +55,7 @@ class LayoutFields:
 
 @dataclass(frozen=True)
 class Opened:
-    """A reader with its JSON sections parsed. Opening it counts as no use in its store."""
+    """A reader with its JSON sections parsed. Opening it does not count as a use in its store."""
 
     address: Address
     reader: _core.SnapshotReader
@@ -120,10 +120,10 @@ class Opened:
 
 
 def open_or_damaged(address: Address) -> Opened | CorruptSnapshotError:
-    """An opened snapshot, or what is wrong with its bytes; a pack that is missing is wrong too.
+    """Opens a snapshot, or returns the damage that prevents it; a missing pack counts as damage.
 
     Raises:
-        StorageError, UnsupportedVersionError: it cannot be told.
+        StorageError, UnsupportedVersionError: whether it is damaged is unknown.
     """
     try:
         return Opened.at(address)
@@ -142,14 +142,14 @@ _MISSING = "missing: left out by a restore"
 
 @dataclass(frozen=True)
 class Companion:
-    """One that a snapshot names.
+    """A companion that a snapshot names.
 
     Attributes:
         kind: of `kvpager.stores.companions.KINDS`.
         address: where it is, or should be.
-        state: SOUND, or why a restore goes on without it, for people.
-        opened: the snapshot it is; None where it cannot be opened.
-        damage: why not, where its bytes are the reason.
+        state: SOUND, or in words why a restore skips it.
+        opened: its snapshot; None if that cannot be opened.
+        damage: the error, if damage prevents opening it.
     """
 
     kind: str
@@ -172,7 +172,7 @@ class Companion:
 
 
 def companions_of(primary: Opened) -> Iterator[Companion]:
-    """Those that a snapshot names, whether they are there or not."""
+    """All companions that a snapshot names, missing ones included."""
     for kind, digest in named_companions(primary.session).items():
         address = _beside(primary.address, kind)
         if not address.path.is_file():
@@ -189,12 +189,12 @@ def companions_of(primary: Opened) -> Iterator[Companion]:
 
 
 def sound_companions(primary: Opened) -> list[Companion]:
-    """Those that a restore would take."""
+    """The companions that a restore would use."""
     return [companion for companion in companions_of(primary) if companion.state == SOUND]
 
 
 def _beside(address: Address, kind: str) -> Address:
-    """Where a companion is: in a store under a name of its own, else a file beside the file."""
+    """A companion's address: in a store a name of its own, otherwise a file beside the file."""
     text = companion_name(address.text, kind)
     folder = address.path.parent
     if address.store is None and not (folder.name == SNAPSHOTS and is_store(folder.parent)):

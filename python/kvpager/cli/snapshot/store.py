@@ -162,7 +162,7 @@ def _add_rm(verbs: Any, common: Parser) -> None:
 
 def _run_rm(args: argparse.Namespace) -> int:
     """Runs the verb."""
-    addresses = [find_entry(text) for text in args.snapshots]  # all are there, or none is removed
+    addresses = [find_entry(text) for text in args.snapshots]  # all must exist, or none is removed
     freed = remove(addresses, force=args.force)
     told = f"removed {counted(len(args.snapshots), 'snapshot')}, {byte_size(freed)} freed\n"
     values = {"command": "snapshot rm", "removed": args.snapshots, "bytes_freed": freed}
@@ -171,11 +171,11 @@ def _run_rm(args: argparse.Namespace) -> int:
 
 
 def remove(addresses: Sequence[Address], *, force: bool) -> int:
-    """Takes snapshots out of their stores; returns the bytes by which these shrank.
+    """Removes snapshots from their stores; returns the bytes by which these shrank.
 
     Raises:
         CliError: one is pinned, without `force`; nothing was removed.
-        StorageError: the system refused.
+        StorageError: a system call failed.
     """
     stores = {
         str(address.store): DirectoryStore(str(address.store), create=False)

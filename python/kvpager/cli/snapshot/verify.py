@@ -124,7 +124,7 @@ def _check_snapshot(
 def _check_payload(
     args: argparse.Namespace, opened: Opened, progress: ProgressCallback | None
 ) -> tuple[list[Damage], int]:
-    """Damage of an opened snapshot's chunks, which its store remembers, and bytes read."""
+    """Damage of an opened snapshot's chunks, which its store records, and bytes read."""
     address, reader = opened.address, opened.reader
     bad = reader.verify(args.threads, progress)
     if address.store is not None and bad:

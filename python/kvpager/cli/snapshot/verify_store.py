@@ -1,6 +1,6 @@
 """The check of a whole store: every pack is read once, then every snapshot's own part.
 
-It takes no lock, so that others work on; files that disappear meanwhile are theirs to remove.
+It takes no lock, so other processes can go on; files that they remove meanwhile are skipped.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class StoreCheck:
 
 
 def verify_store(folder: Path, threads: int, progress: ProgressCallback | None) -> StoreCheck:
-    """Checks every byte of every pack and snapshot. The store remembers damage that is found.
+    """Checks every byte of every pack and snapshot. The store records the damage found.
 
     Raises:
-        StorageError, UnsupportedVersionError: a file that is there cannot be read.
+        StorageError, UnsupportedVersionError: an existing file cannot be read.
     """
     check = StoreCheck()
     store = DirectoryStore(folder, create=False)
@@ -79,7 +79,7 @@ def _check_snapshot(
     reader = opened.reader
     used = [packs.get(pack) for pack, _ in reader.packs]
     if not used or any(pack is not None and pack.corrupt for pack in used):
-        # Whole in itself; or, a pack's own tables are damaged, but not all of its chunks need be.
+        # A self-contained file; or a pack with damaged tables, though its chunks may be intact.
         return [
             of_chunk(opened, name, chunk, layer if layer >= 0 else None, message)
             for chunk, layer, message in reader.verify(threads)
@@ -133,7 +133,7 @@ Wrong = tuple["int | None", str]  # layer (None: the summary), message
 
 
 class CheckedPack:
-    """What is wrong with each chunk, and which of it some snapshot has claimed.
+    """The damage of each chunk of a pack, and which of it belongs to a snapshot.
 
     Attributes:
         path: the file.
@@ -161,7 +161,7 @@ class CheckedPack:
                 self._wrong[chunk].append((layer if layer >= 0 else None, message))
 
     def damaged_chunks(self) -> list[tuple[Opened, int]]:
-        """Chunks whose bytes are not what was written, in order, with whom to read them from."""
+        """Damaged chunks, in order, each with the file to read it from."""
         return [(self._opened, chunk) for chunk in sorted(self._wrong) if self._opened is not None]
 
     def claim(self, chunk: int, slices: npt.NDArray[Any], summary: int) -> list[Wrong]:
@@ -178,7 +178,7 @@ class CheckedPack:
         return [(layer, message) for layer in other]
 
     def unclaimed(self) -> list[Damage]:
-        """Damage that is no snapshot's: of the file's own tables, and of chunks nobody needs."""
+        """Damage of the file's own tables, and of chunks that no snapshot needs."""
         if self.corrupt is not None:
             return [whole_file(str(self.path), None, self.corrupt)]
         return [
@@ -243,7 +243,7 @@ def of_chunk(
 
 
 def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
-    """A line for each, as many as a person reads."""
+    """A line for each, up to a limit."""
     for part in damage[:_SHOWN]:
         yield f"  {part}"
     if len(damage) > _SHOWN:
@@ -251,9 +251,9 @@ def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
 
 
 def remember_damage(store: DirectoryStore, opened: Opened, chunk: int) -> None:
-    """Tells a store of damage in a snapshot of it, so that the chunk is shared no more.
+    """Records damage in the snapshot's store, so that the chunk is not shared any more.
 
-    One that may only be read is checked all the same.
+    Does nothing to a read-only store.
     """
     with contextlib.suppress(StorageError):
         store.report_damage(opened.reader, chunk)
