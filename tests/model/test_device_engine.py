@@ -50,7 +50,7 @@ CASES = [
     ("mistral", "bfloat16", {}),  # windows
     ("gemma2", "float32", {}),  # soft caps
     ("gpt_oss", "bfloat16", {}),  # sinks
-    ("llama", "float16", {"hidden": 1024}),  # a shape that tensor cores would take
+    ("llama", "float16", {"hidden": 1024, **TENSOR}),  # a shape that tensor cores would take
 ]
 
 
@@ -60,7 +60,7 @@ def test_the_reference_order_gives_the_cpus_bits_end_to_end(
 ):
     options = dict(options)
     model = build(architecture, dtype, hidden=options.pop("hidden", 256))
-    ids = prompt(90 if "selection" in options else 50)
+    ids = prompt(90 if "selection" in options or "chunk_tokens" in options else 50)
     options = {**SMALL, "attention": "reference", "recall_chunks": 2, **options}
     mine = closing(make_engine(model, device=shim, **options))
     theirs = closing(make_engine(model, **options))

@@ -894,6 +894,17 @@ def test_tokens_that_were_owed_before_a_cut_are_no_loss_of_it(model, closing):
     assert engine.stats()["tokens_reprefilled"] == 0
 
 
+def test_a_prompt_that_does_not_fit_leaves_an_empty_session_empty(model, closing):
+    engine = closing(make_engine(model, pool_tokens=96, host_bytes=0))
+    other, session = engine.session(), engine.session()
+    other.prefill(prompt(40))
+    with pytest.raises(CapacityError, match="bytes"):
+        session.prefill([*prompt(40), *prompt(400, 2)])  # whose first chunks are there
+    assert session.length == session.committed == 0
+    session.prefill(prompt(20, 3))
+    assert session.tokens.tolist() == prompt(20, 3).tolist()
+
+
 def test_a_refused_cut_that_cannot_be_computed_for_want_of_room_still_has_its_text(model, closing):
     engine = closing(make_engine(model, pool_tokens=96, host_bytes=0))
     session = engine.session()

@@ -32,11 +32,14 @@ COMMANDS = (
         ),
     ),
     Mutant(
-        name="the-benchmarks-are-in-the-wheel",
-        breaks="a wheel has the package and no benchmark",
+        name="the-benchmarks-are-in-the-sdist",
+        breaks="an sdist has what builds the package, and no benchmark",
         file="pyproject.toml",
-        old='wheel.packages = ["python/kvpager"]',
-        new='wheel.packages = ["python/kvpager", "bench/kvpager_bench"]',
-        killers=("python/test_distribution.py::test_a_wheel_has_the_package_and_no_benchmark",),
+        old='"/python", "/tests/cpp"',
+        new='"/python", "/bench", "/tests/cpp"',
+        killers=(
+            "python/test_distribution.py::"
+            "test_an_sdist_has_what_builds_the_package_and_nothing_else",
+        ),
     ),
 )

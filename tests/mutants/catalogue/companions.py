@@ -264,14 +264,12 @@ COMPANIONS = (
         ),
     ),
     Mutant(
-        name="a-refused-admission-loses-what-is-owed",
+        name="a-refused-prompt-leaves-what-it-shares",
         breaks="a prompt that does not fit leaves the session its text",
         file="python/kvpager/scheduling/feed.py",
         old="core.pager.sequence(salt=transcript.sequence.salt), text=text\n",
         new="core.pager.sequence(salt=transcript.sequence.salt)\n",
-        killers=(
-            TRIM + "test_a_refused_cut_that_cannot_be_computed_for_want_of_room_still_has_its_text",
-        ),
+        killers=(TRIM + "test_a_prompt_that_does_not_fit_leaves_an_empty_session_empty",),
     ),
     Mutant(
         name="what-is-ahead-must-fit-into-what-is-asked-for",

@@ -154,9 +154,7 @@ PROBES = (
         file="python/kvpager/hf/whole.py",
         old="        if what := self._difference(rows, kept=rows - rows // 4):\n",
         new="        if what := None:\n",
-        killers=(
-            REFUSALS + "test_a_step_between_modules_that_lets_rows_see_one_another_is_refused",
-        ),
+        killers=(REFUSALS + "test_rows_that_see_one_another_between_modules_are_refused",),
     ),
     Mutant(
         name="parts-are-not-tried-beside-other-rows",
@@ -205,7 +203,8 @@ PROBES = (
         old="        if sum(map(_VERSION, self._counted)) != self._versions:\n",
         new="        if self._versions < 0:\n",
         killers=(
-            "model/test_sessions.py::test_weights_that_are_trained_under_an_engine_are_refused",
+            "model/test_changed_models.py::"
+            "test_a_changed_model_is_noticed_before_anything_is_adopted_saved_or_committed",
         ),
     ),
     Mutant(
