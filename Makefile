@@ -8,6 +8,8 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0+cpu
 TORCH_FALLBACK ?= torch>=2.10
 PYTEST_ARGS ?=
+# Python tests that need no GPU and not minutes each.
+REGULAR := not deep and not bench and not cuda
 # Processes that run the Python tests; 0: none but pytest's own. Each needs about 2 GiB of memory.
 N ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 PARALLEL := $(if $(filter-out 0 1,$(N)),-n $(N) --dist loadfile)
@@ -100,10 +102,10 @@ pytest: build
 
 # In a random order, another one each time; PYTEST_ARGS=--randomly-seed=N repeats one.
 pytest-long: build
-	$(PY) -m pytest $(PARALLEL) -p pytest_randomly -m "long and not deep and not bench and not cuda" $(PYTEST_ARGS)
+	$(PY) -m pytest $(PARALLEL) -p pytest_randomly -m "long and $(REGULAR)" $(PYTEST_ARGS)
 
 time-tests: build ## time the Python tests, and write which of them are long
-	$(PY) -m pytest $(PARALLEL) -m "not deep and not bench and not cuda" --time-tests $(PYTEST_ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "$(REGULAR)" --time-tests $(PYTEST_ARGS)
 
 verify-all: build ## every relation for every model, dtype, shape and thread count, to the bit (about an hour)
 	$(PY) bench/verify_all.py $(VERIFY_ARGS)
@@ -168,7 +170,7 @@ asan: build ## C++ and Python tests under AddressSanitizer and UBSan
 	LD_PRELOAD="$(foreach lib,libasan.so libubsan.so libstdc++.so.6,$(shell g++ -print-file-name=$(lib)))" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  PYTHONPATH="$(ASAN_SITE):$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-	  $(PY) -S -m pytest -m "not deep and not bench and not cuda" $(PYTEST_ARGS)
+	  $(PY) -S -m pytest -m "$(REGULAR)" $(PYTEST_ARGS)
 
 tsan: build ## C++ tests under ThreadSanitizer
 	$(DOCTEST)

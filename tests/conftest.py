@@ -24,9 +24,6 @@ from long_tests import (  # noqa: E402, F401
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,
-    pytest_fixture_setup,
-    pytest_runtest_makereport,
-    pytest_runtest_protocol,
 )
 
 torch.set_num_threads(int(os.environ.get("KVPAGER_TEST_THREADS", _THREADS)))

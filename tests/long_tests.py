@@ -10,7 +10,6 @@ command line runs.
 
 from __future__ import annotations
 
-import re
 import resource
 from collections import defaultdict
 from pathlib import Path
@@ -60,36 +59,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("long")
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item: pytest.Item):
-    item.stash[STARTED] = _cpu_s()
-    item.stash[SHARED] = {}
-    yield
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest):
-    before, shared = _cpu_s(), request._pyfuncitem.stash[SHARED]
-    within = sum(shared.values())
-    yield
-    if fixturedef.scope != "function":
-        nested = sum(shared.values()) - within
-        shared[fixturedef.argname] = _cpu_s() - before - nested
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
-    result = yield
-    if call.when == "teardown":
-        shared = item.stash[SHARED]
-        report = result.get_result()
-        report.cpu_s = _cpu_s() - item.stash[STARTED] - sum(shared.values())
-        report.shared, report.uses = shared, list(item.fixturenames)
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--time-tests") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Timing(), "time-tests")
+    if config.getoption("--time-tests"):
+        config.pluginmanager.register(Clock())
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Timing())
+
+
+class Clock:
+    """Says in the last report of each test what it cost; in every process that runs tests."""
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item):
+        item.stash[STARTED] = _cpu_s()
+        item.stash[SHARED] = {}
+        yield
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest):
+        before, shared = _cpu_s(), request._pyfuncitem.stash[SHARED]
+        within = sum(shared.values())
+        yield
+        if fixturedef.scope != "function":
+            nested = sum(shared.values()) - within
+            shared[fixturedef.argname] = _cpu_s() - before - nested
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
+        result = yield
+        if call.when == "teardown":
+            shared = item.stash[SHARED]
+            report = result.get_result()
+            report.cpu_s = _cpu_s() - item.stash[STARTED] - sum(shared.values())
+            report.shared, report.uses = shared, list(item.fixturenames)
 
 
 class Timing:
@@ -134,23 +136,14 @@ class Timing:
 def killers() -> dict[str, list[str]]:
     """By mutant, the Python tests that kill it; those that a fast C++ test kills are left out."""
     from mutants.catalogue import CATALOGUE
+    from mutants.mutant import is_long_case
 
     found = {}
     for mutant in CATALOGUE:
         native = [killer for killer in mutant.killers if ".cc::" in killer]
-        if all(_is_long_case(killer) for killer in native):
+        if all(is_long_case(killer) for killer in native):
             found[mutant.name] = [killer for killer in mutant.killers if killer not in native]
     return found
-
-
-def _is_long_case(killer: str) -> bool:
-    """Whether a test case of C++, "file::name", is in the test suite `long`."""
-    file, _, name = killer.partition("::")
-    text = re.sub(r'"\s*\n\s*"', "", (LIST.parent / file).read_text())  # a name on two lines
-    return (
-        re.search(re.escape(f'"{name}"') + r'\s*\*\s*doctest::test_suite\("long"\)', text)
-        is not None
-    )
 
 
 def choose(

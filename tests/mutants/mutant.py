@@ -62,12 +62,25 @@ def exists(test: str, root: Path = ROOT) -> bool:
         return False
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".cc":
-        text = re.sub(r'"\s*\n\s*"', "", text)  # a name on two lines
-        macro = "(?:TEST_CASE|PAGER_TEST|DEVICE_TEST)"
-        return re.search(rf'{macro}\(\s*"{re.escape(name)}"\s*[*)]', text) is not None
+        return _case(text, name) is not None
     scope, _, function = name.partition("[")[0].rpartition("::")
     begin = re.search(rf"^class {re.escape(scope)}\b", text, re.MULTILINE) if scope else None
     if scope and begin is None:
         return False
     line = rf"^{'    ' if scope else ''}def {re.escape(function)}\("
     return re.compile(line, re.MULTILINE).search(text, begin.end() if begin else 0) is not None
+
+
+def is_long_case(test: str, root: Path = ROOT) -> bool:
+    """Whether a test case of C++, "file::name", is in the test suite `long`."""
+    file, _, name = test.partition("::")
+    found = _case((root / "tests" / file).read_text(encoding="utf-8"), name)
+    return found is not None and found["suite"] == "long"
+
+
+def _case(text: str, name: str) -> re.Match[str] | None:
+    """Where a file of C++ defines a test case; its group `suite` is its test suite, if any."""
+    text = re.sub(r'"\s*\n\s*"', "", text)  # a name on two lines
+    macro = "(?:TEST_CASE|PAGER_TEST|DEVICE_TEST)"
+    suite = r'(?:\*\s*doctest::test_suite\("(?P<suite>\w+)"\)\s*)?'
+    return re.search(rf'{macro}\(\s*"{re.escape(name)}"\s*{suite}\)', text)
