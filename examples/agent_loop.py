@@ -23,10 +23,10 @@ with tempfile.TemporaryDirectory() as folder:
     for turn, key, value in zip(range(1, 5), records.keys, records.values):
         text += task.filler(64).tolist()
         message = session.update(text)  # makes the session hold exactly this text
-        thoughts = list(session.generate(48, eos=None, temperature=0.4, seed=turn))
+        thoughts = session.generate(48, eos=None, temperature=0.4, seed=turn).tokens.tolist()
         question = task.query(key).tolist()
         call = session.update([*text, *thoughts, *question])
-        answer = list(session.generate(4, eos=END))
+        answer = session.generate(4, eos=END).tokens.tolist()
         right = answer == task.answer(value).tolist()
         print(f"turn {turn}: {message.computed:,} of {message.total:,} tokens computed, then")
         print(f"        {call.computed} of {call.total:,}; the answer is right: {right}")
@@ -36,5 +36,5 @@ with tempfile.TemporaryDirectory() as folder:
             engine.close()
             engine = kvpager.Engine(model, pool_tokens=16384)
             session = engine.restore("agent", store=store)
-    print("another answer:", list(session.regenerate(4, eos=END, temperature=1.0, seed=1)))
+    print("another answer:", session.regenerate(4, eos=END, temperature=1.0, seed=1).tokens)
     engine.close()

@@ -30,7 +30,7 @@ with kvpager.Engine(model, pool_tokens=16384) as engine:
         found = task.rng.permutation(FACTS)  # both documents of each, in another order every time
         names = [f"{kind}-{i}" for kind in ("value", "key") for i in found]
         session = engine.assemble([system, *names, task.query(keys[n])])
-        right = list(session.generate(2, eos=END)) == [values[n], END]
+        right = session.generate(2, eos=END).tokens.tolist() == [values[n], END]
         made = session.assembly
         assert made is not None
         print(f"{' '.join(names)}: {made.rows} of {made.tokens:,} tokens computed;")

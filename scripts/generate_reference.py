@@ -11,7 +11,8 @@ import inspect
 import sys
 from pathlib import Path
 
-from kvpager import Dense, PagerConfig, TopK, Window, _core
+from kvpager import Dense, PagerConfig, TopK, _core
+from kvpager.config import Window
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -25,7 +26,8 @@ def page() -> str:
         "option once.",
     ]
     for kind in (PagerConfig, Dense, TopK, Window):
-        lines += ["", f"## {kind.__name__}", "", inspect.cleandoc(kind.__doc__ or "")]
+        meaning = inspect.cleandoc(kind.__doc__ or "").partition("\n\nOptions:")[0]
+        lines += ["", f"## {kind.__name__}", "", meaning]
         if options := kind.options():
             lines += ["", "| option | default | accepts | meaning |", "|---|---|---|---|"]
         for option in options:

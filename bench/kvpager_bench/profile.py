@@ -158,7 +158,7 @@ def forwards(model: Any, arguments: argparse.Namespace, report: Report) -> None:
         for context in (CHUNK_TOKENS, arguments.context):
             with engine.session() as session:
                 session.prefill(ids(context))
-                stream = session.generate(steps + 2, eos=None)
+                stream = session.generate(steps + 2, eos=None, stream="tokens")
                 next(stream)
                 step = partial_next(stream, 1)
                 split(engine, f"decode at {context}", fit(1), step, steps, report)

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpager import (
+from kvpager.segments import (
+    DEFAULT_REPAIR,
     Assembly,
     Combined,
     Deviation,
@@ -26,7 +27,6 @@ from kvpager import (
     SeamTail,
     SegmentHead,
 )
-from kvpager.segments import DEFAULT_REPAIR
 from kvpager_bench.labels import NO_REPAIR
 
 Numbers: TypeAlias = npt.NDArray[np.float64]

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpager import ROW_COMMIT, ROW_PADDING, Layout, Pager, PagerConfig, Sequence, TopK, _core
+from kvpager import Layout, Pager, PagerConfig, TopK, _core
+from kvpager.pager import ROW_COMMIT, ROW_PADDING, Sequence
 from kvpager_bench import file_peers, harness, subjects
 from kvpager_bench.file_peers import FILE_STATES, TENSOR_FILES
 from kvpager_bench.harness import Subject

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpager import Assembly, Engine, PagerConfig, RepairPolicy
+from kvpager import Engine, PagerConfig
+from kvpager.segments import Assembly, RepairPolicy
 from kvpager_bench import harness, repairs
 from kvpager_bench.repairs import Outcome, Way
 from kvpager_bench.two_hop import TwoHopTask, TwoHopText
@@ -79,9 +80,9 @@ class Asked:
         )
         with self.engine.adopt(self.engine.pager.sequence(salt=self._salt)) as session:
             session.prefill(ids)
-            return session.logits, list(session.generate(len(prompt.answer), eos=None)) == (
-                prompt.answer
-            )
+            return session.logits, session.generate(
+                len(prompt.answer), eos=None
+            ).tokens.tolist() == (prompt.answer)
 
     def stitched(self, prompt: Prompt, repair: RepairPolicy) -> tuple[torch.Tensor, bool, Assembly]:
         """The same from segments."""
@@ -90,7 +91,7 @@ class Asked:
         with self.engine.assemble(parts, repair=repair) as session:
             assert session.assembly is not None
             logits = session.logits
-            answer = list(session.generate(len(prompt.answer), eos=None))
+            answer = session.generate(len(prompt.answer), eos=None).tokens.tolist()
             return logits, answer == prompt.answer, session.assembly
 
     def ask(self, prompt: Prompt, ways: Sequence[Way]) -> tuple[bool, dict[Way, Outcome]]:

@@ -18,15 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpager import (
-    Engine,
-    NoRepair,
-    PagerConfig,
-    RepairPolicy,
-    Session,
-    Stitched,
-)
-from kvpager.segments import DEFAULT_REPAIR
+from kvpager import Engine, PagerConfig, Session
+from kvpager.segments import DEFAULT_REPAIR, NoRepair, RepairPolicy, Stitched
 from kvpager_bench import subjects
 from kvpager_bench.harness import MissingNumberError, Timing
 from kvpager_bench.two_hop import TwoHopTask
@@ -190,7 +183,7 @@ class Turntable:
         start = time.perf_counter()
         with self._salted(salt) as session:
             session.prefill(ids)
-            next(session.generate(1, eos=None))
+            next(session.generate(1, eos=None, stream="tokens"))
             seconds = time.perf_counter() - start
             return Turn(seconds, session.tokens_computed)
 
@@ -199,7 +192,7 @@ class Turntable:
         start = time.perf_counter()
         with self.engine.assemble([self._system, *names, text.question], repair=policy) as session:
             assembled = time.perf_counter() - start
-            next(session.generate(1, eos=None))
+            next(session.generate(1, eos=None, stream="tokens"))
             seconds = time.perf_counter() - start
             report = session.assembly
         if report is None:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from kvpager import Layout, Sequence
+from kvpager import Layout
 from kvpager.needles import Document, NeedleTask, shipped_model_path
+from kvpager.pager import Sequence
 from kvpager_bench import file_peers, two_hop
 
 SHIPPED = "shipped"

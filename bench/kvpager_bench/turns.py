@@ -85,7 +85,7 @@ def work_cold(task: dict[str, Any]) -> dict[str, Any]:
     saved = session.save(task["path"])
     start = time.perf_counter()
     session.prefill(turn.prompt)
-    token = next(session.generate(1))
+    token = next(session.generate(1, stream="tokens"))
     return {
         "first_token_s": prefill_s + time.perf_counter() - start,
         "token": token,
@@ -105,7 +105,7 @@ def work_warm(task: dict[str, Any]) -> dict[str, Any]:
     session = turn.engine.restore(task["path"])
     restored = time.perf_counter()
     session.prefill(turn.prompt)
-    token = next(session.generate(1))
+    token = next(session.generate(1, stream="tokens"))
     end = time.perf_counter()
     return {
         "restore_s": restored - start,

@@ -1,7 +1,18 @@
 """kvpager: pages the KV cache of long conversations through a hard-bounded pool.
 
-See `Engine` for transformers models and `Pager` for a serving stack that runs its own model. Names
-are loaded when first used, so that `import kvpager` costs nothing until torch is needed.
+`Engine` runs a transformers model, and `Pager` serves a stack that runs its own. What is less often
+needed is in submodules:
+
+- `kvpager.pager`: sequences, forwards and rows of the lower level.
+- `kvpager.requests`: many prompts at once, step by step.
+- `kvpager.stores`: snapshots that share chunks, budgets, garbage collection.
+- `kvpager.segments`: texts computed once and used at any position.
+- `kvpager.companions`, `kvpager.drafts`, `kvpager.speculation`: caches of other models beside a
+  text's own, and guesses of the next tokens.
+- `kvpager.verify`: the contract as relations that anybody can check.
+- `kvpager.errors`: all errors; the rare ones are only there.
+
+Names are loaded when first used, so that `import kvpager` costs nothing until torch is needed.
 """
 
 from __future__ import annotations
@@ -15,26 +26,13 @@ from typing import TYPE_CHECKING, Any
 from kvpager._version import __version__
 
 if TYPE_CHECKING:
-    from kvpager.caches import (
-        Cache,
-        CacheGroup,
-        NeedsCheckpoint,
-        Ok,
-        Refused,
-        TrimAnswer,
-        TrimCounters,
-        TrimReport,
-    )
-    from kvpager.config import Dense, PagerConfig, TopK, Window
-    from kvpager.drafts.model import DraftModel
+    from kvpager.config import Dense, PagerConfig, PagerOptions, TopK
     from kvpager.engine import Engine
     from kvpager.errors import (
         CapacityError,
         CorruptSnapshotError,
-        DeviceError,
         FingerprintMismatchError,
         InvalidArgumentError,
-        InvariantError,
         ModelChangedError,
         NonFiniteError,
         PagerError,
@@ -43,147 +41,65 @@ if TYPE_CHECKING:
         StorageError,
         UnsupportedModelError,
         UnsupportedVersionError,
-        VerificationError,
     )
-    from kvpager.hf.looks import only_looks
-    from kvpager.pager import (
-        ROW_COMMIT,
-        ROW_GIVEN,
-        ROW_PADDING,
-        ROW_READ,
-        ChunkInfo,
-        Forward,
-        Layout,
-        Pager,
-        Pin,
-        Sequence,
-        SnapshotInfo,
-        open_snapshot,
-    )
-    from kvpager.requests.completion import Completion
-    from kvpager.requests.request import Request
-    from kvpager.requests.scheduler import Scheduler
-    from kvpager.sampling import Sampling
+    from kvpager.pager import Layout, Pager, open_snapshot
     from kvpager.scheduling.agreement import Agreement
+    from kvpager.scheduling.completion import Completion
     from kvpager.scheduling.options import GenerationOptions
     from kvpager.scheduling.score import Score
     from kvpager.scheduling.stream import GeneratedToken
-    from kvpager.segments import (
-        Combined,
-        Deviation,
-        FullRepair,
-        NoRepair,
-        Piece,
-        QueryGuided,
-        RepairPolicy,
-        SeamTail,
-        SegmentHead,
-        Stitched,
-    )
-    from kvpager.segments.segment import Segment
-    from kvpager.segments.shelf import Segments
     from kvpager.session import Reuse, Session
     from kvpager.snapshots.saving import SaveHandle
-    from kvpager.speculation.prompt_lookup import PromptLookup
-    from kvpager.speculation.speculation import Proposer, SpeculationStats
-    from kvpager.stores import (
-        DirectoryStore,
-        FileStore,
-        GcReport,
-        SaveReport,
-        SnapshotStore,
-        StoreEntry,
-    )
-    from kvpager.text.assembly import Assembly
+    from kvpager.stores import DirectoryStore, FileStore, SaveReport
 
-_ROOMS = {
-    "kvpager.config": (
-        "Dense",
-        "PagerConfig",
-        "TopK",
-        "Window",
-    ),
-    "kvpager.errors": (
-        "CapacityError",
-        "CorruptSnapshotError",
-        "DeviceError",
-        "FingerprintMismatchError",
-        "InvalidArgumentError",
-        "InvariantError",
-        "ModelChangedError",
-        "NonFiniteError",
-        "PagerError",
-        "PrefixMismatchError",
-        "RestoreNotConsumedError",
-        "StorageError",
-        "UnsupportedModelError",
-        "UnsupportedVersionError",
-        "VerificationError",
-    ),
-    "kvpager.hf.looks": ("only_looks",),
-    "kvpager.pager": (
-        "ROW_COMMIT",
-        "ROW_GIVEN",
-        "ROW_PADDING",
-        "ROW_READ",
-        "ChunkInfo",
-        "Forward",
-        "Layout",
-        "Pager",
-        "Pin",
-        "Sequence",
-        "SnapshotInfo",
-        "open_snapshot",
-    ),
-    "kvpager.caches": (
-        "Cache",
-        "CacheGroup",
-        "NeedsCheckpoint",
-        "Ok",
-        "Refused",
-        "TrimAnswer",
-        "TrimCounters",
-        "TrimReport",
-    ),
-    "kvpager.drafts.model": ("DraftModel",),
-    "kvpager.engine": ("Engine",),
-    "kvpager.requests.completion": ("Completion",),
-    "kvpager.requests.request": ("Request",),
-    "kvpager.requests.scheduler": ("Scheduler",),
-    "kvpager.scheduling.options": ("GenerationOptions",),
-    "kvpager.sampling": ("Sampling",),
-    "kvpager.scheduling.agreement": ("Agreement",),
-    "kvpager.scheduling.score": ("Score",),
-    "kvpager.scheduling.stream": ("GeneratedToken",),
-    "kvpager.segments": (
-        "Combined",
-        "Deviation",
-        "FullRepair",
-        "NoRepair",
-        "Piece",
-        "QueryGuided",
-        "RepairPolicy",
-        "SeamTail",
-        "SegmentHead",
-        "Stitched",
-    ),
-    "kvpager.segments.segment": ("Segment",),
-    "kvpager.segments.shelf": ("Segments",),
-    "kvpager.session": ("Reuse", "Session"),
-    "kvpager.snapshots.saving": ("SaveHandle",),
-    "kvpager.speculation.prompt_lookup": ("PromptLookup",),
-    "kvpager.speculation.speculation": ("Proposer", "SpeculationStats"),
-    "kvpager.stores": (
-        "DirectoryStore",
-        "FileStore",
-        "GcReport",
-        "SaveReport",
-        "SnapshotStore",
-        "StoreEntry",
-    ),
-    "kvpager.text.assembly": ("Assembly",),
+_HOME = {
+    "Agreement": "kvpager.scheduling.agreement",
+    "CapacityError": "kvpager.errors",
+    "Completion": "kvpager.scheduling.completion",
+    "CorruptSnapshotError": "kvpager.errors",
+    "Dense": "kvpager.config",
+    "DirectoryStore": "kvpager.stores",
+    "Engine": "kvpager.engine",
+    "FileStore": "kvpager.stores",
+    "FingerprintMismatchError": "kvpager.errors",
+    "GeneratedToken": "kvpager.scheduling.stream",
+    "GenerationOptions": "kvpager.scheduling.options",
+    "InvalidArgumentError": "kvpager.errors",
+    "Layout": "kvpager.pager",
+    "ModelChangedError": "kvpager.errors",
+    "NonFiniteError": "kvpager.errors",
+    "Pager": "kvpager.pager",
+    "PagerConfig": "kvpager.config",
+    "PagerError": "kvpager.errors",
+    "PagerOptions": "kvpager.config",
+    "PrefixMismatchError": "kvpager.errors",
+    "RestoreNotConsumedError": "kvpager.errors",
+    "Reuse": "kvpager.session",
+    "SaveHandle": "kvpager.snapshots.saving",
+    "SaveReport": "kvpager.stores",
+    "Score": "kvpager.scheduling.score",
+    "Session": "kvpager.session",
+    "StorageError": "kvpager.errors",
+    "TopK": "kvpager.config",
+    "UnsupportedModelError": "kvpager.errors",
+    "UnsupportedVersionError": "kvpager.errors",
+    "open_snapshot": "kvpager.pager",
 }
-_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+_SUBMODULES = frozenset(
+    {
+        "companions",
+        "config",
+        "drafts",
+        "errors",
+        "pager",
+        "requests",
+        "sampling",
+        "segments",
+        "speculation",
+        "stores",
+        "verify",
+    }
+)
 
 logging.getLogger("kvpager").addHandler(logging.NullHandler())
 
@@ -198,92 +114,52 @@ def _fix_workspace() -> None:
 _fix_workspace()
 
 __all__ = [
-    "ROW_COMMIT",
-    "ROW_GIVEN",
-    "ROW_PADDING",
-    "ROW_READ",
     "Agreement",
-    "Assembly",
-    "Cache",
-    "CacheGroup",
     "CapacityError",
-    "ChunkInfo",
-    "Combined",
     "Completion",
     "CorruptSnapshotError",
     "Dense",
-    "Deviation",
-    "DeviceError",
     "DirectoryStore",
-    "DraftModel",
     "Engine",
     "FileStore",
     "FingerprintMismatchError",
-    "Forward",
-    "FullRepair",
-    "GcReport",
     "GeneratedToken",
     "GenerationOptions",
     "InvalidArgumentError",
-    "InvariantError",
     "Layout",
     "ModelChangedError",
-    "NeedsCheckpoint",
-    "NoRepair",
     "NonFiniteError",
-    "Ok",
     "Pager",
     "PagerConfig",
     "PagerError",
-    "Piece",
-    "Pin",
+    "PagerOptions",
     "PrefixMismatchError",
-    "PromptLookup",
-    "Proposer",
-    "QueryGuided",
-    "Refused",
-    "RepairPolicy",
-    "Request",
     "RestoreNotConsumedError",
     "Reuse",
-    "Sampling",
     "SaveHandle",
     "SaveReport",
-    "Scheduler",
     "Score",
-    "SeamTail",
-    "Segment",
-    "SegmentHead",
-    "Segments",
-    "Sequence",
     "Session",
-    "SnapshotInfo",
-    "SnapshotStore",
-    "SpeculationStats",
-    "Stitched",
     "StorageError",
-    "StoreEntry",
     "TopK",
-    "TrimAnswer",
-    "TrimCounters",
-    "TrimReport",
     "UnsupportedModelError",
     "UnsupportedVersionError",
-    "VerificationError",
-    "Window",
     "__version__",
-    "only_looks",
     "open_snapshot",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # checkers know the names above and no others
+
+    def __getattr__(name: str) -> Any:
+        if name in _SUBMODULES:
+            return importlib.import_module(f"kvpager.{name}")
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_SUBMODULES})

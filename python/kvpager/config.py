@@ -13,11 +13,12 @@ import difflib
 import math
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias, TypedDict
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.paths import usable_path
@@ -34,7 +35,7 @@ POLICIES = ("qk", "lru")
 ATTENTIONS = ("auto", "reference")
 MISSED_CHUNKS = ("auto", "direct", "staged")
 CHECKPOINT_POLICIES = ("smallest-gap", "lru")
-AUTO = "auto"
+AUTO: Final = "auto"
 AUTO_BYTES = -1  # of a budget: as much as the other budgets can ever need
 
 _UNITS = {"": 1, "B": 1} | {
@@ -302,9 +303,10 @@ class PagerConfig(_Validated):
     change results. All others affect only placement and speed, never a bit.
     """
 
-    pool_tokens: int | str = _option(
+    pool_tokens: int | Literal["auto"] = _option(
         _integer(1, _MANY, auto="what an Engine's model needs, as far as free memory goes"),
         "tokens the resident pool holds, its hard bound; a multiple of chunk_tokens",
+        "auto",
     )
     chunk_tokens: int = _option(_choice(CHUNK_TOKENS), "tokens per chunk", 64)
     rows: int | None = _option(
@@ -317,13 +319,13 @@ class PagerConfig(_Validated):
         "most rows of a forward of the model",
         None,
     )
-    small_rows: str | tuple[int, ...] = _option(
+    small_rows: Literal["proven", "fixed"] | tuple[int, ...] = _option(
         ('"proven", "fixed" or row counts', _row_counts),
         "smaller row counts for forwards with little to do: those proven at start to give the bits "
         "of `rows`; none (`fixed`); or these, each proven or refused",
         "proven",
     )
-    exact: str | bool = _option(
+    exact: Literal["all", "reuse", False] = _option(
         ('"all", "reuse" or False', _exact),
         "what has one set of bits: everything; prompts and generated text once reused; nothing",
         "all",
@@ -345,7 +347,7 @@ class PagerConfig(_Validated):
     summary_bytes: int | str = _option(
         _bytes(auto="enough for every chunk that fits"), "memory for key summaries", "auto"
     )
-    policy: str = _option(_choice(POLICIES), "which chunks stay resident", "qk")
+    policy: Literal["qk", "lru"] = _option(_choice(POLICIES), "which chunks stay resident", "qk")
     recall_chunks: int = _option(
         _integer(0, 4096), "most chunks brought back ahead of need after a forward", 4
     )
@@ -364,7 +366,7 @@ class PagerConfig(_Validated):
     checkpoint_bytes: int = _option(
         _bytes(), "recurrent layers: memory for checkpoints, of all texts", 1 << 30
     )
-    checkpoint_policy: str = _option(
+    checkpoint_policy: Literal["smallest-gap", "lru"] = _option(
         _choice(CHECKPOINT_POLICIES),
         "which checkpoint goes when memory is full: the one whose loss leaves the smallest gap, or "
         "the one that nobody used for longest",
@@ -375,20 +377,22 @@ class PagerConfig(_Validated):
         "texts longer than the model's max_position_embeddings; never with learned positions",
         False,
     )
-    kv_dtype: str = _option(_choice(KV_DTYPES), "dtype K/V are kept in; auto: the model's", "auto")
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = _option(
+        _choice(KV_DTYPES), "dtype K/V are kept in; auto: the model's", "auto"
+    )
     device: str = _option(
         ('"auto", "cpu", "cuda", "cuda:N" or "shim"', _device),
         "where the pool is and attention runs; auto: where the model is, or the CPU without one; "
         "shim: the GPU's code on the processor (tests)",
         "auto",
     )
-    attention: str = _option(
+    attention: Literal["auto", "reference"] = _option(
         _choice(ATTENTIONS),
         "on a GPU: tensor cores where the shape has a kernel (`auto`), or always the CPU's order "
         "of operations, which is slower",
         "auto",
     )
-    missed_chunks: str = _option(
+    missed_chunks: Literal["auto", "direct", "staged"] = _option(
         _choice(MISSED_CHUNKS),
         "on a GPU: how a chunk outside the pool is read: in place from pinned memory, page by page "
         "(`direct`), or copied ahead, layer by layer (`staged`)",
@@ -569,6 +573,53 @@ class PagerConfig(_Validated):
     def replace(self, **changes: Any) -> PagerConfig:
         """A copy with some options changed; the error for an unknown name suggests a known one."""
         return dataclasses.replace(self, **known_options(changes))
+
+
+class PagerOptions(TypedDict, total=False):
+    """The options of `PagerConfig` as keyword arguments; `help(PagerConfig)` explains each."""
+
+    pool_tokens: int | Literal["auto"]
+    chunk_tokens: int
+    rows: int | None
+    small_rows: Literal["proven", "fixed"] | tuple[int, ...]
+    exact: Literal["all", "reuse", False]
+    selection: Selection
+    host_bytes: int | str
+    disk_path: str | os.PathLike[str] | None
+    disk_bytes: int | str
+    summary_bytes: int | str
+    policy: Literal["qk", "lru"]
+    recall_chunks: int
+    hysteresis: float
+    rewind_tokens: int
+    checkpoint_chunks: int
+    checkpoint_bytes: int | str
+    checkpoint_policy: Literal["smallest-gap", "lru"]
+    beyond_max_positions: bool
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"]
+    device: str
+    attention: Literal["auto", "reference"]
+    missed_chunks: Literal["auto", "direct", "staged"]
+    scorer: str | None
+    debug_shuffle_seed: int | None
+    debug_poison: bool
+
+
+def _explain(options: type[_Validated]) -> None:
+    """Adds what each option means to the docstring, for `help()`."""
+    if not options.__doc__ or not dataclasses.fields(options):  # type: ignore[arg-type]
+        return  # python -OO leaves docstrings out
+    lines = []
+    for option in options.options():
+        known = option.default is not dataclasses.MISSING
+        default = f" (default: {option.default!r})" if known else ""
+        text = f"{option.name}: {option.help}; {option.accepts}{default}"
+        lines += textwrap.wrap(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    options.__doc__ = "\n".join([options.__doc__.rstrip(), "", "    Options:", *lines, "    "])
+
+
+for _options in (Dense, TopK, Window, PagerConfig):
+    _explain(_options)
 
 
 def known_options(options: Mapping[str, Any]) -> dict[str, Any]:

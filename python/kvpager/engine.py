@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from kvpager.config import PagerConfig
+from kvpager.config import PagerConfig, PagerOptions
 from kvpager.drafts.drafting import draft_stats
 from kvpager.drafts.model import DraftModel, open_draft
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.hf import RowCounts, RowProof
-from kvpager.opening.choices import configuration
+from kvpager.opening.choices import configuration, vocab_size
 from kvpager.opening.identity import open_core
 from kvpager.opening.renewal import begin_anew, identify_again
 from kvpager.pager import Layout, Pager, Sequence
 from kvpager.plan import PoolChoice
 from kvpager.progress import Progress, reporting_work
-from kvpager.requests.completion import Completion
+from kvpager.requests.completion import RequestCompletion
 from kvpager.requests.request import OnToken
 from kvpager.requests.scheduler import Scheduler
 from kvpager.scheduling.decode import TokenIterator, begin_streams
@@ -45,8 +45,9 @@ from kvpager.snapshots.saving import Saves
 from kvpager.speculation.speculation import SpeculationStats
 from kvpager.stores import SnapshotStore, StoreEntry
 from kvpager.stores.belonging import is_under
+from kvpager.text.tokenizer import Tokenizer
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import TokenIdsLike, as_token_ids
+from kvpager.tokens import Integer, TextOrIds, as_prompts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,13 +85,14 @@ class Engine:
         model: Any,
         config: PagerConfig | None = None,
         *,
+        tokenizer: Any = None,
         salt: str = "",
         store: SnapshotStore | None = None,
-        threads: int | None = None,
+        threads: Integer | None = None,
         draft: DraftModel | Any = None,
         progress: Progress = None,
         verify: bool = False,
-        **options: Any,
+        **options: Unpack[PagerOptions],
     ) -> None:
         """Checks the model on rows of made-up tokens, and hashes its weights.
 
@@ -103,6 +105,8 @@ class Engine:
             config: the pager's options; options given by name override it. With
                 `pool_tokens="auto"` the pool holds the model's longest context, or as much as free
                 memory allows; `plan` says what was chosen and why. No bit depends on it.
+            tokenizer: the model's, of transformers. With one, text is taken wherever token ids are,
+                and `Session.chat` and streamed text work.
             salt: separates tenants: no chunk and no snapshot is shared between different salts. It
                 is no password: see docs/stores.md. Testing a guess against files takes some 50 ms.
             store: where a prefill of an empty session looks for the beginning of its prompt, among
@@ -115,7 +119,7 @@ class Engine:
                 bytes in all).
             verify: compare decoding, packing, speculation and reuse with a cold run, bit by bit,
                 before anything else; a second for a small model. See `kvpager.verify`.
-            **options: of PagerConfig.
+            **options: of `PagerConfig`, whose help explains each.
 
         Raises:
             VerificationError: with `verify`, if a bit differs; `.report` says where.
@@ -125,6 +129,7 @@ class Engine:
             DeviceError: the model's device cannot be used; says what was found.
         """
         check_store(store)
+        text = None if tokenizer is None else Tokenizer(tokenizer, vocab_size(model))
         threads_before = torch.get_num_threads()
         core = open_core(
             model,
@@ -134,6 +139,7 @@ class Engine:
             threads=threads,
             progress=progress,
         )
+        core.tokenizer = text
         try:
             if draft is not None:
                 core.drafter = open_draft(draft, core)
@@ -162,6 +168,11 @@ class Engine:
     def model(self) -> Any:
         """The transformers model."""
         return self.core.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer it was given, or None."""
+        return None if self.core.tokenizer is None else self.core.tokenizer.wrapped
 
     @property
     def config(self) -> PagerConfig:
@@ -282,7 +293,7 @@ class Engine:
         )
 
     def cache_segment(
-        self, ids: TokenIdsLike, name: str | None = None, *, progress: Progress = None
+        self, ids: TextOrIds, name: str | None = None, *, progress: Progress = None
     ) -> Segment:
         """Computes a text's K/V alone, once, for use at any place of other texts (`assemble`).
 
@@ -306,7 +317,7 @@ class Engine:
 
     def assemble(
         self,
-        parts: Iterable[TokenIdsLike | Segment | str],
+        parts: Iterable[TextOrIds | Segment | str],
         *,
         repair: RepairPolicy | None = None,
         progress: Progress = None,
@@ -344,14 +355,14 @@ class Engine:
         return self._session_of(assemble(self.segments, parts, repair, progress))
 
     def prefill_many(
-        self, prompts: Iterable[tuple[Session, TokenIdsLike]], *, progress: Progress = None
+        self, prompts: Iterable[tuple[Session, TextOrIds]], *, progress: Progress = None
     ) -> None:
         """`Session.prefill` for several sessions, packed into common forwards; the same bits.
 
         Every prompt is checked, and room is reserved for all, before anything is computed.
         """
         self.core.check_open()
-        given = [(session, as_token_ids(ids, self.vocab_size)) for session, ids in prompts]
+        given = [(session, self.core.read_ids(ids)) for session, ids in prompts]
         checked = [(require_own(self.core, session), ids) for session, ids in given]
         prefill_all(self.core, checked, progress)
 
@@ -359,9 +370,9 @@ class Engine:
     def generate_many(
         self,
         sessions: Iterable[Session],
-        max_new_tokens: int,
+        max_new_tokens: Integer,
         *,
-        seed: int | Iterable[int] | None = None,
+        seed: Integer | Iterable[Integer] | None = None,
         logprobs: Literal[False] = False,
         **options: Unpack[GenerationOptions],
     ) -> Iterator[tuple[Session, int]]: ...
@@ -370,9 +381,9 @@ class Engine:
     def generate_many(
         self,
         sessions: Iterable[Session],
-        max_new_tokens: int,
+        max_new_tokens: Integer,
         *,
-        seed: int | Iterable[int] | None = None,
+        seed: Integer | Iterable[Integer] | None = None,
         logprobs: Literal[True],
         **options: Unpack[GenerationOptions],
     ) -> Iterator[tuple[Session, GeneratedToken]]: ...
@@ -380,9 +391,9 @@ class Engine:
     def generate_many(
         self,
         sessions: Iterable[Session],
-        max_new_tokens: int,
+        max_new_tokens: Integer,
         *,
-        seed: int | Iterable[int] | None = None,
+        seed: Integer | Iterable[Integer] | None = None,
         logprobs: bool = False,
         **options: Any,
     ) -> Iterator[tuple[Session, Any]]:
@@ -406,24 +417,25 @@ class Engine:
 
     def run(
         self,
-        prompts: Iterable[TokenIdsLike | Session],
-        max_new_tokens: int,
+        prompts: Iterable[TextOrIds | Session] | Mapping[str, Any],
+        max_new_tokens: Integer,
         *,
-        seed: int | Iterable[int] | None = None,
+        seed: Integer | Iterable[Integer] | None = None,
         logprobs: bool = False,
         max_sessions: int | None = None,
         keep_sessions: bool = False,
         on_token: OnToken | None = None,
         progress: Progress = None,
         **options: Unpack[GenerationOptions],
-    ) -> list[Completion]:
+    ) -> list[RequestCompletion]:
         """Completes many prompts, as many at a time as fit; returns results in the prompts' order.
 
         Each prompt's tokens are those it would have alone. An error of one prompt is reported in
         its completion (finish "error") and not raised, also if the prompt cannot fit.
 
         Args:
-            prompts: token ids, [n] or [1, n] each, or sessions to continue.
+            prompts: text or token ids each, or sessions to continue; or what a tokenizer returns
+                for several texts, whose padding is left out.
             max_new_tokens: as for `Session.generate`.
             seed: likewise, one for all or one each; by default a given session's as in `generate`,
                 and a fresh one for every other prompt. `Completion.seed` is the seed used.
@@ -444,10 +456,10 @@ class Engine:
         finish "closed".
         """
         self.core.check_open()
-        prompts = list(prompts)
-        seeds: list[int] | list[None] = [None] * len(prompts)
+        given = as_prompts(prompts)
+        seeds: list[int] | list[None] = [None] * len(given)
         if seed is not None:
-            seeds = seeds_of(seed, [0] * len(prompts))
+            seeds = seeds_of(seed, [0] * len(given))
         scheduler = self.scheduler(max_sessions)
         generation = Generation.checked(self.core, max_new_tokens, options, logprobs=logprobs)
         jobs = [
@@ -459,7 +471,7 @@ class Engine:
                 on_token=on_token,
                 name=f"prompts[{i}]",
             )
-            for i, (prompt, its_seed) in enumerate(zip(prompts, seeds))
+            for i, (prompt, its_seed) in enumerate(zip(given, seeds))
         ]
         try:
             with scheduler, reporting_work(progress, "run") as report:
@@ -483,7 +495,7 @@ class Engine:
         self._schedulers.add(scheduler)
         return scheduler
 
-    def score(self, ids: TokenIdsLike, *, progress: Progress = None) -> Score:
+    def score(self, ids: TextOrIds, *, progress: Progress = None) -> Score:
         """Log-probabilities of given tokens, teacher-forced in a sequence of its own.
 
         Args:
@@ -494,7 +506,7 @@ class Engine:
             InvalidArgumentError, CapacityError: as for `Session.prefill`.
         """
         self.core.check_open()
-        return score_tokens(self.core, as_token_ids(ids, self.vocab_size), progress)
+        return score_tokens(self.core, self.core.read_ids(ids), progress)
 
     def snapshots(self, store: SnapshotStore | None = None) -> list[StoreEntry]:
         """Lists a store's snapshots of this engine's salt, by name.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -16,7 +17,10 @@ from kvpager.execution.core import EngineCore
 from kvpager.pager import ChunkInfo, Pin, Sequence
 from kvpager.progress import Progress, check_progress, reporting_bytes
 from kvpager.sampling import Sampling, fresh_seed
-from kvpager.scheduling.decode import TokenIterator, begin_streams
+from kvpager.scheduling.chat import begin_turn, settled
+from kvpager.scheduling.completion import Completion
+from kvpager.scheduling.decode import TextStream, TokenStream, begin_streams
+from kvpager.scheduling.options import repeatable
 from kvpager.scheduling.packing import read_logits
 from kvpager.scheduling.prefill import prefill_all
 from kvpager.scheduling.recompute import recomputing_damage
@@ -27,13 +31,18 @@ from kvpager.snapshots.saving import SaveHandle, Saves
 from kvpager.speculation.speculation import SpeculationStats
 from kvpager.stores import SaveReport, SnapshotStore
 from kvpager.text.assembly import Assembly
+from kvpager.text.metadata import check_metadata
+from kvpager.text.tokenizer import Message
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import TokenIds, TokenIdsLike, as_token_ids
+from kvpager.tokens import Integer, TextOrIds, TokenIds, as_integer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from kvpager.scheduling.options import GenerationOptions
+
+
+_HELD = "the tokens the session holds"
 
 
 @dataclass(frozen=True)
@@ -163,7 +172,7 @@ class Session:
         logits = self.transcript.known_logits
         return (read_logits(self.core, self.transcript) if logits is None else logits).clone()
 
-    def prefill(self, ids: TokenIdsLike, *, progress: Progress = None) -> None:
+    def prefill(self, ids: TextOrIds, *, progress: Progress = None) -> None:
         """Makes the session hold exactly the whole prompt `ids`, computing only what is missing.
 
         Args:
@@ -181,46 +190,73 @@ class Session:
                 with `on_corrupt="fail"`.
         """
         self._check_open()
-        checked = as_token_ids(ids, self.core.vocab_size)
+        checked = self.core.read_ids(ids)
+        self._settle()
         prefill_all(self.core, [(self.transcript, checked)], progress)
 
-    def append(self, ids: TokenIdsLike, *, progress: Progress = None) -> None:
+    def append(self, ids: TextOrIds, *, progress: Progress = None) -> None:
         """Adds new tokens after the session's own, the pending one included. Errors: `prefill`."""
         self._check_open()
-        new = as_token_ids(ids, self.core.vocab_size)
+        new = self.core.read_ids(ids, special_tokens=not self.length)
         self.prefill(np.concatenate([self.tokens, new]), progress=progress)
 
     @overload
     def generate(
         self,
-        max_new_tokens: int,
+        max_new_tokens: Integer,
         *,
-        seed: int | None = None,
-        logprobs: Literal[False] = False,
+        seed: Integer | None = None,
+        logprobs: bool = False,
+        stream: Literal[False] = False,
         **options: Unpack[GenerationOptions],
-    ) -> Iterator[int]: ...
+    ) -> Completion: ...
 
     @overload
     def generate(
         self,
-        max_new_tokens: int,
+        max_new_tokens: Integer,
         *,
-        seed: int | None = None,
-        logprobs: Literal[True],
+        seed: Integer | None = None,
+        logprobs: bool = False,
+        stream: Literal[True],
         **options: Unpack[GenerationOptions],
-    ) -> Iterator[GeneratedToken]: ...
+    ) -> TextStream: ...
+
+    @overload
+    def generate(
+        self,
+        max_new_tokens: Integer,
+        *,
+        seed: Integer | None = None,
+        logprobs: Literal[False] = False,
+        stream: Literal["tokens"],
+        **options: Unpack[GenerationOptions],
+    ) -> TokenStream[int]: ...
+
+    @overload
+    def generate(
+        self,
+        max_new_tokens: Integer,
+        *,
+        seed: Integer | None = None,
+        logprobs: Literal[True],
+        stream: Literal["tokens"],
+        **options: Unpack[GenerationOptions],
+    ) -> TokenStream[GeneratedToken]: ...
 
     def generate(
         self,
-        max_new_tokens: int,
+        max_new_tokens: Integer,
         *,
-        seed: int | None = None,
+        seed: Integer | None = None,
         logprobs: bool = False,
+        stream: bool | Literal["tokens"] = False,
         **options: Any,
-    ) -> Iterator[Any]:
-        """Yields token ids as they are produced. The caller may stop iterating at any point.
+    ) -> Any:
+        """Goes on with the text.
 
-        A yielded token is part of the session already.
+        Each token is part of the session as soon as it is produced: one that was interrupted, or
+        whose iterator was abandoned, keeps the tokens it has.
 
         Args:
             max_new_tokens: most tokens to produce, at least 1.
@@ -228,48 +264,184 @@ class Session:
                 after a save), and every other call derives a new one from the last; a new session
                 or fork takes its first from the system. `sampling.seed` is the seed in use; the
                 same seed gives the same text again.
-            logprobs: yield `GeneratedToken(id, logprob)` instead of ids.
+            logprobs: whether to compute the log-probability of each token.
+            stream: False: produce all of it, and return a `Completion`. True: return an iterator of
+                text, each piece as soon as it is complete. "tokens": one of token ids, with
+                `logprobs` of `GeneratedToken(id, logprob)`. The iterators' `completion` is set when
+                they have ended.
             **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
 
         Raises:
             InvalidArgumentError: at the call, for an argument out of range, an unknown option or an
                 empty session; from the iterator, for a proposer that misbehaves.
             CapacityError: at the call, if max_new_tokens more do not fit below the pool.
-            NonFiniteError: from the iterator.
-            CorruptSnapshotError: from the iterator, as for `prefill`; generate again to go on.
+            NonFiniteError: as tokens are produced.
+            CorruptSnapshotError: likewise, as for `prefill`; generate again to go on.
         """
-        streams = begin_streams(
-            self.core, [self.transcript], max_new_tokens, seed, logprobs, options
+        _check_stream(self.core, stream)
+        (one,) = begin_streams(
+            self.core,
+            [self.transcript],
+            max_new_tokens,
+            seed,
+            logprobs,
+            options,
+            as_text=stream is True,
         )
-        return TokenIterator(self.core, streams, lambda step: step[1])
+        if stream is True:
+            return TextStream(self.core, one)
+        tokens: TokenStream[Any] = TokenStream(self.core, one)
+        return tokens if stream else tokens.run()
 
-    def trim(self, position: int) -> None:
+    @overload
+    def chat(
+        self,
+        messages: str | SequenceOf[Message],
+        max_new_tokens: Integer | None = None,
+        *,
+        tools: SequenceOf[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        seed: Integer | None = None,
+        logprobs: bool = False,
+        stream: Literal[False] = False,
+        progress: Progress = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        messages: str | SequenceOf[Message],
+        max_new_tokens: Integer | None = None,
+        *,
+        tools: SequenceOf[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        seed: Integer | None = None,
+        logprobs: bool = False,
+        stream: Literal[True],
+        progress: Progress = None,
+        **options: Unpack[GenerationOptions],
+    ) -> TextStream: ...
+
+    @overload
+    def chat(
+        self,
+        messages: str | SequenceOf[Message],
+        max_new_tokens: Integer | None = None,
+        *,
+        tools: SequenceOf[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        seed: Integer | None = None,
+        logprobs: bool = False,
+        stream: Literal["tokens"],
+        progress: Progress = None,
+        **options: Unpack[GenerationOptions],
+    ) -> TokenStream[Any]: ...
+
+    def chat(
+        self,
+        messages: str | SequenceOf[Message],
+        max_new_tokens: Integer | None = None,
+        *,
+        tools: SequenceOf[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        seed: Integer | None = None,
+        logprobs: bool = False,
+        stream: bool | Literal["tokens"] = False,
+        progress: Progress = None,
+        **options: Any,
+    ) -> Any:
+        """Answers a user's message, by the tokenizer's chat template.
+
+        The session's K/V are used as far as the template's text of this turn begins with that of
+        the last one; an answer keeps the tokens it was produced with. `messages` remembers the
+        conversation, and `save` saves it.
+
+        Args:
+            messages: the user's next message; or the whole conversation, as a list of
+                `{"role": ..., "content": ...}`, of which the session may hold a beginning.
+            max_new_tokens: most tokens of the answer; by default 1,024, or what the model's
+                positions leave.
+            tools: for the template, as for `apply_chat_template`.
+            chat_template_kwargs: its further arguments, such as `{"enable_thinking": False}`.
+            seed: as for `generate`.
+            logprobs: likewise.
+            stream: likewise.
+            **options: likewise.
+            progress: of the prefill: True for a bar on stderr, or a callable (tokens done, tokens
+                in all).
+
+        Raises:
+            InvalidArgumentError: the engine has no tokenizer or the tokenizer no chat template, the
+                template refuses the messages, or as for `generate`; nothing was changed.
+            CapacityError, CorruptSnapshotError: as for `prefill`; the message was not taken.
+        """
+        self._check_open()
+        _check_stream(self.core, stream)
+        check_progress(progress)
+        options = repeatable(options)
+        template = dict(chat_template_kwargs or {})
+        if tools is not None:
+            template["tools"] = list(tools)
+        most, conversation = begin_turn(
+            self.core,
+            self.transcript,
+            messages,
+            max_new_tokens,
+            template=template,
+            options=options,
+            seed=seed,
+            logprobs=logprobs,
+            update=lambda ids: self.update(ids, progress=progress),
+        )
+        streamed: Any = stream or "tokens"
+        begun: Any = self.generate(most, seed=seed, logprobs=logprobs, stream=streamed, **options)
+        self.transcript.conversation = conversation
+        return begun if stream else begun.run()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation that `chat` has led, the last answer included; a copy.
+
+        Only `chat` changes it. To go back in it, give `chat` the messages up to there.
+        """
+        self._check_open()
+        return [dict(message) for message in settled(self.core, self.transcript).messages]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The user's own JSON values; saved and restored with the session, copied by `fork`."""
+        return self.transcript.metadata
+
+    @metadata.setter
+    def metadata(self, values: dict[str, Any]) -> None:
+        check_metadata(values)
+        self.transcript.metadata = values
+
+    def trim(self, position: Integer) -> None:
         """Keeps the tokens [0, position), 0 <= position <= length.
 
         The text is always cut there. If a cache cannot keep all of the rest (chunks behind a window
         were released, recurrent states exist at fewer positions, the pool has no block to copy a
         part of a chunk), the next forward computes it again; if a companion cannot, only the
-        companion is affected: see `kvpager.CacheGroup`. `Engine.stats` counts the tokens.
+        companion is affected: see `kvpager.companions.CacheGroup`. `Engine.stats` counts the
+        tokens.
         """
         self._check_open()
-        if type(position) is not int or not 0 <= position <= self.length:
-            raise InvalidArgumentError(
-                f"position is {position!r}; expected 0 to {self.length}, the tokens the session "
-                "holds"
-            )
-        trim(self.core, self.transcript, position)
+        cut = as_integer(position, "position", 0, self.length, what=_HELD)
+        trim(self.core, self.transcript, cut)
 
     def regenerate(
-        self, max_new_tokens: int, *, from_position: int | None = None, **options: Any
-    ) -> Iterator[Any]:
-        """Drops the text generated last and yields new tokens instead, as `generate` does.
+        self, max_new_tokens: Integer, *, from_position: Integer | None = None, **options: Any
+    ) -> Any:
+        """Drops the text generated last and produces another one instead, as `generate` does.
 
         Args:
             max_new_tokens: as for `generate`.
             from_position: where the new text begins, 1 .. length; None: where the last call of
                 `generate` or `regenerate` began, also if it was before a save.
-            **options: of `generate`; with a temperature each call gives another text, unless a
-                `seed` is given.
+            **options: of `generate`, `stream` too; with a temperature each call gives another text,
+                unless a `seed` is given.
 
         Raises:
             InvalidArgumentError: at the call, before anything is dropped: nothing was generated
@@ -284,32 +456,31 @@ class Session:
                 "regenerate: the session has generated nothing since it began or was cut; give "
                 "from_position"
             )
-        if type(start) is not int or not 1 <= start <= self.length:
-            raise InvalidArgumentError(
-                f"from_position is {start!r}; expected 1 to {self.length}, the tokens the session "
-                "holds"
-            )
-        if "stop" in options:  # both are read twice
-            options["stop"] = [list(part) for part in options["stop"]]
-        if isinstance(options.get("eos"), Iterator):
-            options["eos"] = list(options["eos"])
+        start = as_integer(start, "from_position", 1, self.length, what=_HELD)
+        options = repeatable(options)
         seed, logprobs = options.pop("seed", None), options.pop("logprobs", False)
+        stream = options.pop("stream", False)
+        _check_stream(self.core, stream)
         generation = Generation.checked(self.core, max_new_tokens, options, logprobs=logprobs)
-        if seed is not None:
-            generation.sampling_with(seed)
-        self.core.positions.check(start + max_new_tokens, "the text with max_new_tokens")
+        generation.check_seed(seed)
+        room = start + generation.max_new_tokens
+        self.core.positions.check(room, "the text with max_new_tokens")
         transcript = self.transcript
-        with transcript.reserve(start + max_new_tokens):
+        with transcript.reserve(room):
             text, begun = transcript.tokens, transcript.generation_start
             self.trim(start)
+            streamed: Any = "tokens" if stream is False else stream
             try:
-                return self.generate(max_new_tokens, seed=seed, logprobs=logprobs, **options)
+                begun_again: Any = self.generate(
+                    max_new_tokens, seed=seed, logprobs=logprobs, stream=streamed, **options
+                )
             except BaseException:  # dropping shared chunks made no room
                 transcript.set_text(text)
                 transcript.generation_start = begun
                 raise
+        return begun_again.run() if stream is False else begun_again
 
-    def update(self, ids: TokenIdsLike, *, progress: Progress = None) -> Reuse:
+    def update(self, ids: TextOrIds, *, progress: Progress = None) -> Reuse:
         """Makes the session hold exactly `ids`; keeps the K/V of the common prefix.
 
         For edited messages, reasoning that is dropped between turns, or a client that renders the
@@ -326,9 +497,10 @@ class Session:
                 calling it again goes on from there.
         """
         self._check_open()
-        new = as_token_ids(ids, self.core.vocab_size)
+        new = self.core.read_ids(ids)
         check_progress(progress)
         self.core.positions.check(len(new), "ids")
+        self._settle()
         held = self.tokens
         common = min(len(held), len(new))
         different = np.flatnonzero(held[:common] != new[:common])
@@ -484,9 +656,22 @@ class Session:
     def _check_open(self) -> None:
         self.core.check_open(self.transcript)
 
+    def _settle(self) -> None:
+        self.transcript.conversation = settled(self.core, self.transcript)
+
     def belongs_to(self, core: EngineCore) -> bool:
         """Whether it belongs to that engine."""
         return self.core is core
+
+
+def _check_stream(core: EngineCore, stream: object) -> None:
+    if not (isinstance(stream, bool) or stream == "tokens"):
+        raise InvalidArgumentError(f'stream is {stream!r}; expected False, True (text) or "tokens"')
+    if stream is True and core.tokenizer is None:
+        raise InvalidArgumentError(
+            "stream is True, but the engine has no tokenizer; give Engine(model, tokenizer=...), "
+            'or stream="tokens"'
+        )
 
 
 def require_own(core: EngineCore, session: object) -> Transcript:

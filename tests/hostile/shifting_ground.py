@@ -156,19 +156,19 @@ def with_engine(folder):
             session = engine.session()
             session.prefill(prompt)
             session.save(path)
-            expected = list(session.generate(4, eos=None))
+            expected = session.generate(4, eos=None).tokens.tolist()
         with Engine(model, pool_tokens=16 * C, rows=C, chunk_tokens=C, host_bytes="8MiB") as engine:
             session = engine.restore(path)
             change(path, spans(path))
             try:
-                got = list(session.generate(4, eos=None))
+                got = session.generate(4, eos=None).tokens.tolist()
                 outcome = "same" if got == expected else "other"
             except (CorruptSnapshotError, StorageError) as error:
                 outcome = type(error).__name__
             kept = session.tokens.tolist()[: len(prompt)] == prompt
             fresh = engine.session()
             fresh.prefill(prompt)
-            outcome_fresh = list(fresh.generate(4, eos=None)) == expected
+            outcome_fresh = fresh.generate(4, eos=None).tokens.tolist() == expected
             engine.pager.check_invariants()
         results[change.__name__] = {"outcome": outcome, "tokens": kept, "fresh": outcome_fresh}
     return results

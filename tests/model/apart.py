@@ -19,7 +19,9 @@ def alone(engine, ids, max_new_tokens, **options):
     session = apart(engine)
     session.prefill(ids)
     options = {"eos": None, **options}
-    return session, list(session.generate(max_new_tokens, logprobs=True, **options))
+    return session, list(
+        session.generate(max_new_tokens, logprobs=True, **options, stream="tokens")
+    )
 
 
 def ids_of(tokens):

@@ -7,7 +7,7 @@ import copy
 import torch
 from reference_models import make_engine
 
-from kvpager import DraftModel
+from kvpager.drafts import DraftModel
 
 
 def noisy(model, amount, seed=0):

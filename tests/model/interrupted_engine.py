@@ -47,12 +47,14 @@ def append(s: Subject) -> None:
 
 
 def generate(s: Subject) -> None:
-    for _ in s.session.generate(5):
+    for _ in s.session.generate(5, stream="tokens"):
         pass
 
 
 def speculate(s: Subject) -> None:
-    for _ in s.session.generate(5, speculate="prompt-lookup", temperature=0.7, seed=1):
+    for _ in s.session.generate(
+        5, speculate="prompt-lookup", temperature=0.7, seed=1, stream="tokens"
+    ):
         pass
 
 
@@ -84,13 +86,13 @@ def update(s: Subject) -> None:
 
 
 def regenerate(s: Subject) -> None:
-    list(s.session.generate(3))
-    list(s.session.regenerate(3))
+    s.session.generate(3).tokens.tolist()
+    s.session.regenerate(3).tokens.tolist()
 
 
 def fork(s: Subject) -> None:
     s.made = s.session.fork()
-    list(s.made.generate(2))
+    s.made.generate(2).tokens.tolist()
     s.made.close()
 
 

@@ -9,7 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_models import CHUNK, VOCAB, build, make_engine
 
-from kvpager import Combined, Deviation, FullRepair, NoRepair, QueryGuided, SeamTail, SegmentHead
+from kvpager.segments import (
+    Combined,
+    Deviation,
+    FullRepair,
+    NoRepair,
+    QueryGuided,
+    SeamTail,
+    SegmentHead,
+)
 
 POOL_TOKENS = 96
 LENGTHS = [0, 1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5, POOL_TOKENS + CHUNK + 3]
@@ -89,7 +97,7 @@ class Texts:
                 expected = "exact" if chunk.stop <= done.exact else "approximate"
                 assert chunk.provenance == expected
             self.check_exact(session, text)
-            assert len(list(session.generate(2, eos=None))) == 2
+            assert len(session.generate(2, eos=None).tokens.tolist()) == 2
         engine.pager.check_invariants()
 
     def check_exact(self, session, text):

@@ -173,7 +173,7 @@ def test_a_changed_model_is_noticed_before_anything_is_adopted_saved_or_committe
         lambda: engine.restore(tmp_path / "before.kvsnap"),
         lambda: session.save(tmp_path / "after.kvsnap"),
         lambda: session.append([5]),
-        lambda: list(session.generate(2)),
+        lambda: session.generate(2).tokens.tolist(),
         lambda: engine.score([1, 2, 3]),
         lambda: engine.run([prompt(40)], 2),
     ):
@@ -287,7 +287,7 @@ def test_what_changes_nothing_is_let_pass(closing):
     session = engine.session()
     seen = []
     model.model.layers[0].register_forward_hook(
-        kvpager.only_looks(lambda module, given, output: seen.append(1))
+        kvpager.hf.only_looks(lambda module, given, output: seen.append(1))
     )
     model.config.use_cache = False
     model.generation_config.max_new_tokens = 7

@@ -105,10 +105,10 @@ def test_closing_inside_a_forward_is_refused_and_changes_nothing(engine, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.core.runner, "_begin", closes)
-        assert len(list(session.generate(3, eos=None))) == 3
+        assert len(session.generate(3, eos=None).tokens.tolist()) == 3
     assert refused
     assert not engine.closed
-    assert len(list(session.generate(3, eos=None))) == 3
+    assert len(session.generate(3, eos=None).tokens.tolist()) == 3
 
 
 def test_many_threads_may_close_at_once(model):
@@ -129,7 +129,7 @@ def test_requests_of_a_closed_engine_end_as_closed(engine):
     assert [request.state for request in requests] == ["decoding", "decoding", "waiting"]
     engine.close()
     assert [request.state for request in requests] == ["finished"] * 3
-    assert [request.completion.finish for request in requests] == ["closed"] * 3
+    assert [request.completion.finish_reason for request in requests] == ["closed"] * 3
     assert len(requests[0].completion.tokens) > 0
     assert scheduler.idle
     for call in (scheduler.step, lambda: scheduler.submit(prompt(20), 5)):
@@ -150,7 +150,7 @@ def test_a_run_whose_engine_is_closed_by_another_thread_returns_what_it_has(engi
     assert told.wait(30)
     engine.close()
     running.join()
-    assert {completion.finish for completion in outcome[0]} == {"closed"}
+    assert {completion.finish_reason for completion in outcome[0]} == {"closed"}
     assert all(completion.error is None for completion in outcome[0])
 
 
@@ -158,14 +158,14 @@ def test_a_callback_may_close_the_engine_it_is_called_by(engine):
     found = engine.run(
         [prompt(20), prompt(30)], 20, eos=None, on_token=lambda request, token: engine.close()
     )
-    assert {completion.finish for completion in found} == {"closed"}
+    assert {completion.finish_reason for completion in found} == {"closed"}
     assert engine.closed
 
 
 def test_nothing_is_submitted_to_a_closed_scheduler(engine):
     with engine.scheduler() as scheduler:
         request = scheduler.submit(prompt(20), 5)
-    assert request.completion.finish == "cancelled"
+    assert request.completion.finish_reason == "cancelled"
     with pytest.raises(InvalidArgumentError, match="scheduler is closed"):
         scheduler.submit(prompt(20), 5)
     with pytest.raises(InvalidArgumentError, match="scheduler is closed"):
@@ -183,7 +183,7 @@ def test_a_scheduler_closed_during_a_step_of_another_thread_ends_with_it(engine,
     scheduler.close()
     slow.go_on.set()
     stepping.join()
-    assert request.completion.finish == "cancelled"
+    assert request.completion.finish_reason == "cancelled"
     assert not engine.closed
 
 
@@ -191,7 +191,10 @@ def test_iterators_of_a_closed_engine_say_so(engine):
     sessions = [engine.session() for _ in range(2)]
     for session in sessions:
         session.prefill(prompt(20))
-    begun, fresh = sessions[0].generate(50, eos=None), sessions[1].generate(50, eos=None)
+    begun, fresh = (
+        sessions[0].generate(50, eos=None, stream="tokens"),
+        sessions[1].generate(50, eos=None, stream="tokens"),
+    )
     next(begun)
     engine.close()
     for stream in (begun, fresh):
@@ -212,7 +215,7 @@ def test_a_draft_is_closed_with_its_engine(model):
     engine = make_engine(model, pool_tokens=256, draft=model)
     session = engine.session()
     session.prefill(prompt(40))
-    list(session.generate(5, eos=None, speculate="draft"))
+    session.generate(5, eos=None, speculate="draft").tokens.tolist()
     draft = engine.draft
     engine.close()
     assert draft.closed

@@ -18,7 +18,8 @@ from drafts import Seen, draft_of, drafted_engine
 from recurrent_models import make_recurrent_engine
 from reference_models import make_engine, prompt
 
-from kvpager import CapacityError, Engine, InvalidArgumentError, NeedsCheckpoint, Ok, Refused
+from kvpager import CapacityError, Engine, InvalidArgumentError
+from kvpager.companions import NeedsCheckpoint, Ok, Refused
 from kvpager.drafts.companion import DraftCompanion
 from kvpager.pager import Sequence
 
@@ -96,7 +97,7 @@ class Talk:
         self.engine, self.cold = engine, cold_engine
         self.session = apart(engine)
         self.session.prefill(prompt(PROMPT))
-        self.produced = list(self.session.generate(NEW, eos=None, speculate="draft"))
+        self.produced = self.session.generate(NEW, eos=None, speculate="draft").tokens.tolist()
         assert self.session.speculation.acceptance > 0.4
         self.text = self.session.tokens.tolist()
 
@@ -170,10 +171,12 @@ def assert_goes_on(talk, position, what):
         whole.prefill(talk.text[:position])
         assert_same_bits(session.logits, whole.logits, f"{what}: logits after the cut")
     before = session.speculation
-    first = list(islice(session.generate(2 * CHUNK, eos=None, speculate="draft"), CHUNK))
+    first = list(
+        islice(session.generate(2 * CHUNK, eos=None, speculate="draft", stream="tokens"), CHUNK)
+    )
     level = session.speculation
     assert level.accepted > before.accepted, f"{what}: no guess was right within a chunk"
-    rest = list(session.generate(CHUNK, eos=None, speculate="draft"))
+    rest = session.generate(CHUNK, eos=None, speculate="draft").tokens.tolist()
     after = session.speculation
     accepted, proposed = after.accepted - level.accepted, after.proposed - level.proposed
     assert accepted > 0.4 * proposed > 0, what
@@ -275,8 +278,8 @@ def test_an_edited_and_a_regenerated_text_are_guessed_at_again(talk, target, dra
     talk.text = edited
     assert_goes_on(talk, len(edited), f"{target} with {draft}, edited")
     start = session.length
-    first = list(session.generate(CHUNK, eos=None, speculate="draft"))
-    assert list(session.regenerate(CHUNK, eos=None, speculate="draft")) == first
+    first = session.generate(CHUNK, eos=None, speculate="draft").tokens.tolist()
+    assert session.regenerate(CHUNK, eos=None, speculate="draft").tokens.tolist() == first
     assert session.length == start + CHUNK
     assert_cold(session, talk.cold, f"{target} with {draft}, regenerated")
 
@@ -368,7 +371,7 @@ def test_of_two_texts_only_the_one_that_is_cut_loses_its_draft(talk):
     one.session.trim(BETWEEN)
     assert (one.draft.length, other.draft.length) == (0, length)
     assert_goes_on(one, BETWEEN, "the one that was cut")
-    list(other.session.generate(CHUNK, eos=None, speculate="draft"))
+    other.session.generate(CHUNK, eos=None, speculate="draft").tokens.tolist()
     assert_cold(other.session, other.cold, "the other")
 
 
@@ -402,9 +405,9 @@ def test_rows_to_be_computed_again_are_those_whose_window_is_there(
     assert earliest % CHUNK
     session.trim(earliest + 1)
     assert session.committed == earliest + 1  # inside a chunk that begins out of reach
-    list(session.generate(5, eos=None))
+    session.generate(5, eos=None).tokens.tolist()
     if then == "generate":
-        list(session.generate(CHUNK, eos=None))
+        session.generate(CHUNK, eos=None).tokens.tolist()
     elif then == "append":
         session.append(prompt(30, 5))
     else:
@@ -442,7 +445,7 @@ def test_a_recurrent_target_goes_back_to_the_state_before_the_cut_and_has_no_dra
 ):
     session = recurrent.session()
     session.prefill(prompt(PROMPT))
-    list(session.generate(NEW, eos=None))
+    session.generate(NEW, eos=None).tokens.tolist()
     text = session.tokens.tolist()
     if lost:
         recurrent.core.checkpoints.clear()
@@ -496,6 +499,6 @@ def test_a_recurrent_draft_needs_no_options_of_its_own(models, closing):
     )
     session = engine.session()
     session.prefill(prompt(40))
-    produced = list(session.generate(20, eos=None, speculate="draft"))
+    produced = session.generate(20, eos=None, speculate="draft").tokens.tolist()
     assert produced == ids_of(alone(engine, prompt(40), 20)[1])
     assert np.isfinite(session.speculation.acceptance)

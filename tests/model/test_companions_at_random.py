@@ -8,7 +8,7 @@ from bits import assert_same_bits
 from companion_models import CHUNK, member
 from reference_models import VOCAB, make_engine
 
-from kvpager import DraftModel
+from kvpager.drafts import DraftModel
 from kvpager.stores import DirectoryStore
 
 STEPS, MANY_STEPS = 20, 60
@@ -95,7 +95,7 @@ class Author:
     def generate(self):
         count, options = self.number(1, 30), self.options()
         self.note("generate", count, options)
-        self.text += self.session.generate(count, **options)
+        self.text += self.session.generate(count, **options, stream="tokens")
 
     def trim(self):
         self.cut(self.number(1, len(self.text) + 1))
@@ -118,12 +118,12 @@ class Author:
     def regenerate(self):
         position, options = self.number(1, len(self.text) + 1), self.options()
         self.note("regenerate", position, options)
-        produced = self.session.regenerate(8, from_position=position, **options)
+        produced = self.session.regenerate(8, from_position=position, **options, stream="tokens")
         self.text = [*self.text[:position], *produced]
 
     def suspended(self):
         self.note("trim while suspended")
-        stream = self.session.generate(20, **self.options())
+        stream = self.session.generate(20, **self.options(), stream="tokens")
         self.text += [next(stream) for _ in range(3)]
         self.cut(max(1, len(self.text) - self.number(0, 40)))
         self.text += [next(stream) for _ in range(4)]

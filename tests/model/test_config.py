@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from kvpager import Dense, InvalidArgumentError, PagerConfig, TopK, Window
-from kvpager.config import AUTO_BYTES, describe_selection, parse_bytes, physical_memory
+from kvpager import Dense, InvalidArgumentError, PagerConfig, TopK
+from kvpager.config import AUTO_BYTES, Window, describe_selection, parse_bytes, physical_memory
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_every_option_says_what_it_is():
     options = {option.name: option for option in PagerConfig.options()}
     assert list(options) == [field.name for field in dataclasses.fields(PagerConfig)]
     assert all(option.help and option.accepts and option.type for option in options.values())
-    assert options["pool_tokens"].default is dataclasses.MISSING
+    assert options["pool_tokens"].default == "auto"
     assert options["policy"].default == "qk"
 
 

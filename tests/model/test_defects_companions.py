@@ -17,7 +17,7 @@ from drafts import Seen, draft_of, drafted_engine
 from recurrent_models import make_recurrent_engine
 from reference_models import make_engine, prompt
 
-from kvpager import NeedsCheckpoint, Refused
+from kvpager.companions import NeedsCheckpoint, Refused
 from kvpager.text.primary import PrimaryCache
 from mutants.mutant import exists
 
@@ -125,7 +125,7 @@ def test_a_draft_that_refuses_costs_no_forward_of_the_target_and_no_draw(engine,
     """Seen: one trim of the two failed, and both caches and the sampler were made anew."""
     session = apart(engine)
     session.prefill(prompt(PROMPT))
-    told = list(session.generate(30, speculate="draft", **SAMPLED))
+    told = session.generate(30, speculate="draft", **SAMPLED).tokens.tolist()
     computed, sampling = session.tokens_computed, session.sampling
     kv = [part.clone() for part in session.sequence.read_kv(1, 0, PROMPT + 5)]
     with Seen(engine) as seen:
@@ -139,7 +139,7 @@ def test_a_draft_that_refuses_costs_no_forward_of_the_target_and_no_draw(engine,
     for now, was in zip(session.sequence.read_kv(1, 0, CUT), kv):
         assert_same_bits(now, was[:CUT], "K/V of the target")
     session.append(prompt(PROMPT)[CUT:])
-    assert list(session.generate(30, speculate="draft", **SAMPLED)) == told
+    assert session.generate(30, speculate="draft", **SAMPLED).tokens.tolist() == told
     assert session.tokens_computed - computed == PROMPT - CUT
     _, expected = alone(cold, prompt(PROMPT), 30, **SAMPLED)
     assert told == ids_of(expected)
@@ -172,7 +172,7 @@ def test_a_target_that_refuses_keeps_its_text_its_sampler_and_chunks_of_others(c
     session, other = engine.session(), engine.session()
     session.prefill(prompt(PROMPT))
     other.prefill(prompt(CUT + 12))
-    told = list(session.generate(20, **SAMPLED))
+    told = session.generate(20, **SAMPLED).tokens.tolist()
     trims = replace(engine.core.transcripts.trims)
     session.trim(CUT)
     assert engine.core.transcripts.trims.trim_primary_refused == trims.trim_primary_refused + 1
@@ -181,7 +181,7 @@ def test_a_target_that_refuses_keeps_its_text_its_sampler_and_chunks_of_others(c
     computed = session.tokens_computed
     session.append(prompt(PROMPT)[CUT:])
     assert session.tokens_computed - computed <= PROMPT - CUT + CHUNK  # the rest was found
-    assert list(session.generate(20, **SAMPLED)) == told
+    assert session.generate(20, **SAMPLED).tokens.tolist() == told
 
 
 @pytest.mark.parametrize("kind", ["dense", "windowed", "recurrent"])
@@ -192,18 +192,18 @@ def test_a_draft_that_was_emptied_is_filled_again_and_guesses_as_well_as_before(
     engine = closing(drafted_engine(target, member(kind, layers=2)))
     session = apart(engine)
     session.prefill(prompt(PROMPT))
-    list(session.generate(2 * CHUNK, eos=None, speculate="draft"))
+    session.generate(2 * CHUNK, eos=None, speculate="draft").tokens.tolist()
     level = session.speculation.acceptance
     assert level > 0.4
     draft_of(session).reset()
     before = session.speculation
     with Seen(engine) as seen:
-        list(session.generate(CHUNK, eos=None, speculate="draft"))
+        session.generate(CHUNK, eos=None, speculate="draft").tokens.tolist()
     assert seen.draft_tokens_fed >= PROMPT
     assert draft_of(session).length > PROMPT + 2 * CHUNK
     assert session.speculation.accepted > before.accepted  # within one chunk
     before = session.speculation
-    list(session.generate(2 * CHUNK, eos=None, speculate="draft"))
+    session.generate(2 * CHUNK, eos=None, speculate="draft").tokens.tolist()
     again = session.speculation
     ratio = (again.accepted - before.accepted) / (again.proposed - before.proposed)
     assert ratio > level - 0.25

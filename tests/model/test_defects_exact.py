@@ -184,7 +184,7 @@ def test_generated_text_is_reused_to_the_last_full_chunk(engine, how):
     ids = np.tile(prompt(11), 3)  # says the same thing again, so that lookup finds something
     with engine.session() as session:
         session.prefill(ids)
-        assert len(list(session.generate(3 * CHUNK, eos=None, **how))) == 3 * CHUNK
+        assert len(session.generate(3 * CHUNK, eos=None, **how).tokens.tolist()) == 3 * CHUNK
         text = session.tokens
         assert {info.provenance for info in session.ledger()} == {"exact"}
     before = engine.stats()["prefix_tokens_reused"]
@@ -212,14 +212,16 @@ def test_speculated_text_is_the_text_of_plain_decoding(engine, how):
     ids, count = prompt(CHUNK - 3), 5 * CHUNK
     with apart(engine, "plain") as session:
         session.prefill(ids)
-        plain = list(session.generate(count, eos=None, logprobs=True, **how))
+        plain = list(session.generate(count, eos=None, logprobs=True, **how, stream="tokens"))
         text = session.tokens
     for speculate in (lambda: Echo(text), "prompt-lookup"):
         with apart(engine, f"speculated {speculate}") as session:
             session.prefill(ids)
             forwards = engine.stats()["model_forwards"]
             found = list(
-                session.generate(count, eos=None, logprobs=True, speculate=speculate, **how)
+                session.generate(
+                    count, eos=None, logprobs=True, speculate=speculate, **how, stream="tokens"
+                )
             )
             forwards = engine.stats()["model_forwards"] - forwards
             assert found == plain
@@ -237,12 +239,12 @@ def test_a_speculating_stream_may_be_left_anywhere(engine, left, tmp_path):
     ids = prompt(CHUNK + 1)
     with apart(engine, "plain") as session:
         session.prefill(ids)
-        list(session.generate(3 * CHUNK, **how))
+        session.generate(3 * CHUNK, **how).tokens.tolist()
         text = session.tokens
     cold = cold_run(engine, text, "cold")
     session = engine.session()
     session.prefill(ids)
-    stream = session.generate(3 * CHUNK, speculate=lambda: Echo(text), **how)
+    stream = session.generate(3 * CHUNK, speculate=lambda: Echo(text), **how, stream="tokens")
     for _ in range(left):
         next(stream)
     told = len(ids) + left
@@ -251,18 +253,18 @@ def test_a_speculating_stream_may_be_left_anywhere(engine, left, tmp_path):
     session.save(tmp_path / "left")
     for one in (twin, engine.restore(tmp_path / "left"), session):
         assert one.tokens.tolist() == text[:told].tolist()
-        assert [*one.fork().generate(9, **how)] == text[told : told + 9].tolist()
+        assert [*one.fork().generate(9, **how, stream="tokens")] == text[told : told + 9].tolist()
         assert_is_cold(one, cold, "gone on from")
-        other = [*one.fork().generate(9, eos=None)]  # greedy: another text
+        other = [*one.fork().generate(9, eos=None, stream="tokens")]  # greedy: another text
         with apart(engine, f"greedy {told}") as plain:
             plain.prefill(text[:told])
-            assert other == list(plain.generate(9, eos=None))
+            assert other == plain.generate(9, eos=None).tokens.tolist()
     next(stream)  # of `session`: goes on where it was left
     assert session.tokens.tolist() == text[: told + 1].tolist()
-    greedy = [*session.generate(4, eos=None)]
+    greedy = [*session.generate(4, eos=None, stream="tokens")]
     with apart(engine, f"greedy {told + 1}") as plain:
         plain.prefill(text[: told + 1])
-        assert greedy == list(plain.generate(4, eos=None))
+        assert greedy == plain.generate(4, eos=None).tokens.tolist()
 
 
 def test_text_decoded_row_by_row_is_sealed_with_the_bits_of_a_cold_run(model, closing):
@@ -270,7 +272,7 @@ def test_text_decoded_row_by_row_is_sealed_with_the_bits_of_a_cold_run(model, cl
     assert engine.row_counts.ladder[0] > 1  # else one row is as good as M, and nothing is owed
     with watched(engine) as forwards, engine.session() as session:
         session.prefill(prompt(CHUNK + 3))
-        list(session.generate(4 * CHUNK, temperature=1.0, seed=2, eos=None))
+        session.generate(4 * CHUNK, temperature=1.0, seed=2, eos=None).tokens.tolist()
         text = session.tokens
         sealed = session.committed // CHUNK
         assert {info.provenance for info in session.ledger()[:sealed]} == {"exact"}
@@ -286,7 +288,7 @@ def test_generated_text_is_found_in_a_store_by_another_engine(model, tmp_path, c
     store = DirectoryStore(tmp_path / "store")
     with make_engine(model) as engine, engine.session() as session:
         session.prefill(prompt(20))
-        list(session.generate(40, temperature=1.0, seed=1, eos=None))
+        session.generate(40, temperature=1.0, seed=1, eos=None).tokens.tolist()
         session.save("turn", store=store)
         text = session.tokens
     engine = closing(make_engine(model, store=store))
@@ -328,7 +330,7 @@ def test_sampled_and_greedy_generation_are_the_same_forwards(engine):
     for how in ({}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "top_k": 20, "seed": 1}):
         with watched(engine) as forwards, engine.session() as session:
             session.prefill([*ids, 7, 8])
-            list(session.generate(20, eos=None, **how))
+            session.generate(20, eos=None, **how).tokens.tolist()
             assert_is_cold(session, cold_run(engine, session.tokens, f"cold {how}"), str(how))
         own = [
             (rows, [position for uid, position in work if uid == session.sequence.uid])
@@ -392,7 +394,7 @@ def test_a_fresh_process_scores_token_ids_to_the_bits_generation_told(engine):
     for how in ({}, {"temperature": 1.0, "seed": 9}):
         with engine.session() as session:
             session.prefill(prompt(23))
-            stream = session.generate(60, eos=None, logprobs=True, **how)
+            stream = session.generate(60, eos=None, logprobs=True, **how, stream="tokens")
             told.append(np.array([token.logprob for token in stream], dtype=np.float32))
             texts.append(session.tokens.tolist())
     job = {"architecture": "qwen3", "dtype": "float32", "threads": torch.get_num_threads()}
@@ -458,7 +460,9 @@ def test_decode_is_swept_by_decoding(engine, start):
             session.prefill(prompt(start))
             fed = len(forwards)
             seen = {}
-            for _ in session.generate(count, temperature=1.0, seed=start, eos=None):
+            for _ in session.generate(
+                count, temperature=1.0, seed=start, eos=None, stream="tokens"
+            ):
                 seen[session.committed - 1] = session.logits
             decoded = [work for _, work in forwards[fed:]]
             assert [[p for _, p in work] for work in decoded] == [

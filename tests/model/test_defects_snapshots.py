@@ -125,7 +125,7 @@ def copy(saved, tmp_path):
 def test_every_way_to_save_saves_the_same_session_and_says_what_it_did(engine, tmp_path):
     session = engine.session()
     session.prefill(prompt(70))
-    next(session.generate(1, eos=None))
+    next(session.generate(1, eos=None, stream="tokens"))
     store = DirectoryStore(tmp_path / "store")
     reports = {
         "file": session.save(tmp_path / "file"),
@@ -139,11 +139,11 @@ def test_every_way_to_save_saves_the_same_session_and_says_what_it_did(engine, t
     }
     assert {(report.tokens, report.chunks) for report in reports.values()} == {(70, 5)}
     assert reports["store beside"].chunks_written == 1  # the tail
-    expected = list(session.fork().generate(5, eos=None))
+    expected = session.fork().generate(5, eos=None).tokens.tolist()
     for name, where in (("file", None), ("beside", None), ("turn", store), ("again", store)):
         again = engine.restore(name if where else tmp_path / name, store=where)
         assert again.pending == session.pending
-        assert list(again.generate(5, eos=None)) == expected
+        assert again.generate(5, eos=None).tokens.tolist() == expected
 
 
 def test_a_restore_reads_metadata_and_the_tail_and_a_turn_reads_what_it_selects(
@@ -349,7 +349,7 @@ def test_what_was_restored_is_consumed_or_the_prefill_is_refused(
     with pytest.raises(kvpager.RestoreNotConsumedError):
         again.prefill(prompt(99))
     if way == "generate":
-        next(again.generate(1, eos=None))
+        next(again.generate(1, eos=None, stream="tokens"))
     elif way == "logits":
         again.logits  # noqa: B018
     else:

@@ -12,8 +12,7 @@ import torch
 from bits import assert_same_bits, assert_same_session
 from reference_models import CHUNK, VOCAB, build, make_engine
 
-from kvpager import NoRepair, QueryGuided, SegmentHead
-from kvpager.segments import DEFAULT_REPAIR
+from kvpager.segments import DEFAULT_REPAIR, NoRepair, QueryGuided, SegmentHead
 from mutants.mutant import exists
 
 HERE = "model/test_defects_stitching.py"

@@ -112,7 +112,7 @@ def test_greedy_text_of_a_larger_model_shows_neither_pool_nor_company_nor_restor
         with Engine(model, pool_tokens=pool, host_bytes="2GiB", **options) as engine:
             session = engine.session()
             session.prefill(ids)
-            texts[name] = list(session.generate(96, eos=None))
+            texts[name] = session.generate(96, eos=None).tokens.tolist()
             kv[name] = [session.sequence.read_kv(layer, 0, session.committed) for layer in (0, 7)]
             if name == "small":
                 stats = engine.stats()
@@ -131,7 +131,7 @@ def test_greedy_text_of_a_larger_model_shows_neither_pool_nor_company_nor_restor
             restored = engine.restore(tmp_path / "turn.kvsnap")
             restored.prefill(ids)
             assert restored.restored_tokens_consumed == 11_000
-            texts["restored"] = list(restored.generate(96, eos=None))
+            texts["restored"] = restored.generate(96, eos=None).tokens.tolist()
     assert texts["small"] == texts["large"] == texts["restored"]
     for ours, theirs in zip(kv["small"], kv["large"]):
         for a, b in zip(ours, theirs):
@@ -254,7 +254,7 @@ def test_two_engines_of_one_model_give_the_same_bits(closing, tmp_path):
     sessions = [engine.session() for engine in (first, second)]
     for session in sessions:
         session.prefill(ids)
-        list(session.generate(20, eos=None, speculate="prompt-lookup"))
+        session.generate(20, eos=None, speculate="prompt-lookup").tokens.tolist()
     assert_same_session(*sessions, "of another engine")
     scored = [engine.score(sessions[0].tokens).logprobs for engine in (first, second)]
     assert_same_bits(*scored, "scores")

@@ -38,7 +38,7 @@ def run(engine, ids):
     session = engine.session()
     session.prefill(ids[: len(ids) // 2])
     session.prefill(ids)
-    text = list(session.generate(NEW, eos=None))
+    text = session.generate(NEW, eos=None).tokens.tolist()
     return session, text
 
 
@@ -144,7 +144,7 @@ def test_a_snapshot_of_the_reference_order_serves_the_cpu_and_the_shim_alike(
             assert {chunk.provenance for chunk in session.ledger()} == {"exact"}
             session.prefill(ids)
             assert session.restored_tokens_consumed == 70
-            assert list(session.generate(NEW, eos=None)) == text
+            assert session.generate(NEW, eos=None).tokens.tolist() == text
             assert_same_session(session, whole, f"saved on {saved}, restored on {restored}")
 
 

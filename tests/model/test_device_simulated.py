@@ -16,8 +16,9 @@ from simulated_gpu import GPU, MAKERS, MixedDevicesError, SimulatedGpu, on_gpu, 
 from torch.overrides import TorchFunctionMode, resolve_name
 
 import kvpager
-from kvpager import Combined, Deviation, PagerConfig, QueryGuided, SegmentHead, TopK
+from kvpager import PagerConfig, TopK
 from kvpager.hf import attach, probe_shapes, settle_rows
+from kvpager.segments import Combined, Deviation, QueryGuided, SegmentHead
 from kvpager.verify import RELATIONS, Subject, verify
 from kvpager_bench.plain_transformers import compare_with_transformers
 
@@ -33,7 +34,7 @@ MODELS = [
 def run(engine):
     with engine, engine.session() as session:
         session.prefill(prompt(50))
-        text = list(session.generate(6, eos=None, speculate="prompt-lookup"))
+        text = session.generate(6, eos=None, speculate="prompt-lookup").tokens.tolist()
         return text, session.logits, session.sequence.read_kv(1, 0, session.committed)
 
 
@@ -48,7 +49,7 @@ def test_saving_scoring_and_packing_mix_no_devices(monkeypatch, tmp_path):
         engine.restore(tmp_path / "turn.kvsnap").append([5, 6, 7])
         assert np.isfinite(engine.score(prompt(40)).sum)
         completions = engine.run([prompt(20), prompt(30)], 3, eos=None, temperature=1.0)
-        assert [completion.finish for completion in completions] == ["length", "length"]
+        assert [completion.finish_reason for completion in completions] == ["length", "length"]
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), [MODELS[0], MODELS[-1]], ids=str)

@@ -12,7 +12,8 @@ from bits import assert_same_session
 from drafts import Seen, draft_of, drafted_engine, noisy, shallow
 from reference_models import CHUNK, SHIPPED, build, make_engine, prompt
 
-from kvpager import DraftModel, InvalidArgumentError
+from kvpager import InvalidArgumentError
+from kvpager.drafts import DraftModel
 
 IDS = prompt(45, 3)
 NEW = 40
@@ -204,7 +205,7 @@ def test_a_stream_goes_on_over_appends_trims_and_forks(often, taken):
     for way in ("draft", None):
         session = apart(often)
         session.prefill(IDS)
-        stream = session.generate(NEW, eos=None, speculate=way, **SAMPLED)
+        stream = session.generate(NEW, eos=None, speculate=way, **SAMPLED, stream="tokens")
         tokens = list(islice(stream, taken))
         session.append([9, 8, 7])
         tokens += islice(stream, 4)
@@ -213,9 +214,9 @@ def test_a_stream_goes_on_over_appends_trims_and_forks(often, taken):
         session.update(np.concatenate([session.tokens[:30], prompt(20, 8)]))
         tokens += islice(stream, 4)
         with session.fork() as twin:
-            tokens += twin.generate(7, eos=None, speculate=way)
+            tokens += twin.generate(7, eos=None, speculate=way, stream="tokens")
             twin.trim(20)
-            tokens += twin.generate(7, eos=None, speculate=way)
+            tokens += twin.generate(7, eos=None, speculate=way, stream="tokens")
         tokens += islice(stream, 4)
         texts.append((tokens, session))
     (ours, session), (theirs, plain) = texts
@@ -228,11 +229,11 @@ def test_a_fork_goes_on_with_the_companion_of_its_origin(engine):
     with session.fork() as twin:
         assert draft_of(twin).length == draft_of(session).length > 140
         with Seen(engine) as seen:
-            list(twin.generate(12, eos=None, speculate="draft"))
+            twin.generate(12, eos=None, speculate="draft").tokens.tolist()
         assert seen.speculation_accepted > 0
         assert seen.draft_tokens_fed < 40
     assert draft_of(session).length > 140
-    list(session.generate(12, eos=None, speculate="draft"))
+    session.generate(12, eos=None, speculate="draft").tokens.tolist()
     assert session.speculation.acceptance == 1
 
 
@@ -240,12 +241,12 @@ def test_a_closed_session_gives_the_drafts_chunks_back(model):
     with drafted_engine(model, model) as engine:
         with engine.session() as session:
             session.prefill(IDS)
-            list(session.generate(8, eos=None, speculate="draft"))
+            session.generate(8, eos=None, speculate="draft").tokens.tolist()
             assert engine.draft.stats()["sequences"] == 1
         assert engine.draft.stats()["sequences"] == 0
         forgotten = engine.session()
         forgotten.prefill(IDS)
-        list(forgotten.generate(8, eos=None, speculate="draft"))
+        forgotten.generate(8, eos=None, speculate="draft").tokens.tolist()
         del forgotten
         assert engine.draft.stats()["sequences"] == 0
 
@@ -264,7 +265,7 @@ def test_nothing_is_guessed_after_a_guess_that_ends_the_text(engine, monkeypatch
     end = ids_of(tokens)[5]
     session = apart(engine)
     session.prefill(IDS)
-    produced = list(session.generate(NEW, eos=end, speculate="draft"))
+    produced = session.generate(NEW, eos=end, speculate="draft").tokens.tolist()
     assert produced == ids_of(tokens)[: ids_of(tokens).index(end) + 1]
     assert session.speculation.proposed == session.speculation.accepted
     assert len(draft_of(session).transcript.tokens) <= session.length

@@ -13,15 +13,10 @@ from recurrent_models import build_recurrent
 from reference_models import CHUNK, ROWS, build, prompt
 
 import kvpager
-from kvpager import (
-    CapacityError,
-    CorruptSnapshotError,
-    NonFiniteError,
-    Sampling,
-    StorageError,
-)
+from kvpager import CapacityError, CorruptSnapshotError, NonFiniteError, StorageError
 from kvpager.drafts.drafting import _CATCHING_UP
 from kvpager.execution.core import Ask
+from kvpager.sampling import Sampling
 
 IDS = prompt(100, 3)
 
@@ -41,14 +36,16 @@ def talked(engine, ids=IDS, count=8):
     """A session of its own whose companion is up to date."""
     session = apart(engine)
     session.prefill(ids)
-    list(session.generate(count, eos=None, speculate="draft"))
+    session.generate(count, eos=None, speculate="draft").tokens.tolist()
     return session
 
 
 def forwards_until_accepted(session, most=CHUNK):
     """Tokens told until a guess is right again."""
     before = session.speculation.accepted
-    for count, _ in enumerate(session.generate(most, eos=None, speculate="draft"), 1):
+    for count, _ in enumerate(
+        session.generate(most, eos=None, speculate="draft", stream="tokens"), 1
+    ):
         if session.speculation.accepted > before:
             return count
     raise AssertionError(f"no guess was right within {most} tokens")
@@ -60,9 +57,9 @@ def forwards_until_accepted(session, most=CHUNK):
 def test_a_companion_is_made_when_it_is_first_needed(engine):
     session = apart(engine)
     session.prefill(IDS)
-    list(session.generate(4, eos=None))
+    session.generate(4, eos=None).tokens.tolist()
     assert session.transcript.companions == []
-    list(session.generate(6, eos=None, speculate="draft"))
+    session.generate(6, eos=None, speculate="draft").tokens.tolist()
     assert [companion.kind for companion in session.transcript.companions] == ["draft"]
 
 
@@ -83,7 +80,7 @@ def test_a_trim_cuts_the_companion_with_the_session(engine):
     assert seen.trim_companion_refused == seen.tokens_reprefilled == 0
     with Seen(engine) as seen:
         session.append(prompt(10, 5))
-        list(session.generate(10, eos=None, speculate="draft"))
+        session.generate(10, eos=None, speculate="draft").tokens.tolist()
     assert seen.draft_tokens_fed < 30
     assert session.speculation.acceptance == 1
 
@@ -104,7 +101,7 @@ def test_text_that_was_changed_behind_the_companions_back_is_noticed(engine):
     session.append(prompt(30, 7))
     session.transcript.companions.append(companion)
     _, expected = alone(engine, session.tokens, 12)
-    assert list(session.generate(12, eos=None, speculate="draft")) == ids_of(expected)
+    assert session.generate(12, eos=None, speculate="draft").tokens.tolist() == ids_of(expected)
     assert session.speculation.acceptance == 1
 
 
@@ -112,10 +109,10 @@ def test_appended_text_is_fed_when_guesses_are_wanted_again(engine):
     session = talked(engine)
     with Seen(engine) as seen:
         session.append(prompt(150, 4))
-        list(session.generate(5, eos=None))
+        session.generate(5, eos=None).tokens.tolist()
     assert seen.draft_tokens_fed == 0
     with Seen(engine) as seen:
-        list(session.generate(8, eos=None, speculate="draft"))
+        session.generate(8, eos=None, speculate="draft").tokens.tolist()
     assert 150 <= seen.draft_tokens_fed < 190
     assert session.speculation.acceptance == 1
 
@@ -132,8 +129,8 @@ def test_after_a_reset_guesses_are_right_again_within_one_chunk(engine):
         told = forwards_until_accepted(session)
     assert told <= 3
     assert seen.draft_tokens_fed >= len(IDS)  # the prefix was computed again
-    list(reference.generate(told, eos=None))
-    rest = [list(one.generate(20, eos=None)) for one in (session, reference)]
+    reference.generate(told, eos=None)
+    rest = [one.generate(20, eos=None).tokens.tolist() for one in (session, reference)]
     assert rest[0] == rest[1]
     assert_same_session(session, reference, "after a reset")
 
@@ -146,7 +143,7 @@ def test_a_long_text_is_caught_up_a_few_forwards_at_a_time(model):
         session = apart(engine)
         session.prefill(ids)
         produced = []
-        stream = session.generate(40, eos=None, speculate="draft")
+        stream = session.generate(40, eos=None, speculate="draft", stream="tokens")
         while not session.speculation.proposed:
             with Seen(engine) as seen:
                 produced.append(next(stream))
@@ -164,7 +161,7 @@ def test_who_lags_is_fed_in_rows_that_others_leave(model):
         quick, slow = apart(engine), apart(engine)
         quick.prefill(prompt(10, 1))
         slow.prefill(prompt(700, 2))
-        list(quick.generate(6, eos=None, speculate="draft"))
+        quick.generate(6, eos=None, speculate="draft").tokens.tolist()
         told = {quick: [], slow: []}
         with Seen(engine) as seen:
             for session, token in engine.generate_many(
@@ -225,7 +222,7 @@ def test_what_stops_the_draft_stops_no_text(engine, monkeypatch, caplog, error):
     failing = Failing(engine, monkeypatch)
     session = apart(engine)
     session.prefill(IDS)
-    stream = session.generate(30, eos=None, speculate="draft")
+    stream = session.generate(30, eos=None, speculate="draft", stream="tokens")
     produced = [next(stream) for _ in range(3)]
     failing.next(error, 10**6)
     if isinstance(error, CorruptSnapshotError):
@@ -243,13 +240,13 @@ def test_an_interruption_of_the_draft_leaves_a_text_that_goes_on(engine, monkeyp
     failing = Failing(engine, monkeypatch)
     session = apart(engine)
     session.prefill(IDS)
-    stream = session.generate(30, eos=None, speculate="draft")
+    stream = session.generate(30, eos=None, speculate="draft", stream="tokens")
     produced = [next(stream) for _ in range(2)]
     failing.next(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         produced.extend(stream)
     assert session.tokens.tolist() == [*IDS, *produced]
-    produced += session.generate(30 - len(produced), eos=None, speculate="draft")
+    produced += session.generate(30 - len(produced), eos=None, speculate="draft", stream="tokens")
     assert produced == ids_of(expected)
     assert session.speculation.acceptance == 1
 
@@ -286,12 +283,12 @@ def test_idle_companions_give_their_room_to_those_that_guess(model):
         sessions = [apart(engine) for _ in range(3)]
         for seed, session in enumerate(sessions):
             session.prefill(prompt(150, seed))
-            list(session.generate(10, eos=None, speculate="draft"))
+            session.generate(10, eos=None, speculate="draft").tokens.tolist()
             assert session.speculation.accepted > 0
         assert draft_of(sessions[0]).length == 0  # the one that guessed least recently
         assert draft_of(sessions[2]).length > 150
         sessions[1].close()
-        list(sessions[0].generate(10, eos=None, speculate="draft"))
+        sessions[0].generate(10, eos=None, speculate="draft").tokens.tolist()
         assert draft_of(sessions[0]).length > 150
 
 
@@ -302,13 +299,13 @@ def test_a_text_too_long_for_the_drafts_tiers_goes_on_without_guesses(model, cap
         session = apart(engine)
         session.prefill(prompt(250, 1))
         with caplog.at_level(logging.WARNING), Seen(engine) as seen:
-            produced = list(session.generate(20, eos=None, speculate="draft"))
+            produced = session.generate(20, eos=None, speculate="draft").tokens.tolist()
         assert produced == ids_of(expected)
         assert seen.speculation_proposed == 0
         assert seen.draft_forwards < 40  # it was tried, and not over and over again
         assert sum("no guesses" in record.message for record in caplog.records) == 1
         session.trim(40)
-        list(session.generate(10, eos=None, speculate="draft"))
+        session.generate(10, eos=None, speculate="draft").tokens.tolist()
         assert session.speculation.accepted > 0
 
 
@@ -328,7 +325,7 @@ def test_a_windowed_draft_guesses_for_a_model_that_sees_everything(windowed):
     _, expected = alone(windowed, IDS, 40)
     session = apart(windowed)
     session.prefill(IDS)
-    assert list(session.generate(40, eos=None, speculate="draft")) == ids_of(expected)
+    assert session.generate(40, eos=None, speculate="draft").tokens.tolist() == ids_of(expected)
     assert draft_of(session).transcript.sequence.released > 0
 
 
@@ -344,7 +341,7 @@ def test_a_trim_behind_the_drafts_window_costs_the_draft_alone(windowed):
     assert (session.committed, draft_of(session).length) == (30, 0)
     _, expected = alone(windowed, IDS[:30], 20)
     with Seen(windowed) as seen:
-        assert list(session.generate(20, eos=None, speculate="draft")) == ids_of(expected)
+        assert session.generate(20, eos=None, speculate="draft").tokens.tolist() == ids_of(expected)
     assert session.tokens_computed == tokens_computed  # the session's own K/V were kept
     assert seen.draft_tokens_fed >= 30
     assert draft_of(session).length > 30
@@ -368,7 +365,7 @@ def test_a_windowed_draft_that_is_behind_a_changed_text_begins_anew(windowed):
     session.append(prompt(50, 5))
     session.transcript.companions.append(companion)
     with Seen(windowed) as seen:
-        list(session.generate(10, eos=None, speculate="draft"))
+        session.generate(10, eos=None, speculate="draft").tokens.tolist()
     assert seen.trim_companion_refused == 1
     assert seen.tokens_reprefilled == 20
     assert draft_of(session).length >= 70
@@ -377,14 +374,14 @@ def test_a_windowed_draft_that_is_behind_a_changed_text_begins_anew(windowed):
 def test_a_windowed_draft_is_saved_with_what_it_still_holds(windowed, tmp_path):
     session = windowed.session()
     session.prefill(IDS)
-    list(session.generate(8, eos=None, speculate="draft"))
+    session.generate(8, eos=None, speculate="draft").tokens.tolist()
     report = session.save(tmp_path / "chat")
     assert report.companions[0].tokens == draft_of(session).length
     restored = windowed.restore(tmp_path / "chat")
     assert draft_of(restored).length == draft_of(session).length
     with Seen(windowed) as seen:
-        ours = list(restored.generate(10, eos=None, speculate="draft"))
-    assert ours == list(session.generate(10, eos=None))
+        ours = restored.generate(10, eos=None, speculate="draft").tokens.tolist()
+    assert ours == session.generate(10, eos=None).tokens.tolist()
     assert seen.draft_tokens_fed < 50
 
 
@@ -421,6 +418,7 @@ def test_guesses_are_what_the_draft_goes_on_with_whatever_became_of_the_text(mod
                         temperature=sampling.temperature,
                         top_k=sampling.top_k,
                         seed=sampling.seed,
+                        stream="tokens",
                     )
                     assert guess == list(expected), (cut, more)
                 assert companion.length == len(text)
@@ -431,7 +429,7 @@ def test_a_recurrent_draft_guesses_and_changes_no_bit(model, tmp_path):
         plain, expected = alone(engine, IDS, 30)
         session = apart(engine)
         session.prefill(IDS)
-        stream = session.generate(30, eos=None, logprobs=True, speculate="draft")
+        stream = session.generate(30, eos=None, logprobs=True, speculate="draft", stream="tokens")
         assert list(stream) == expected
         assert_same_session(session, plain, "recurrent draft")
         assert session.speculation.proposed > 0
@@ -440,7 +438,7 @@ def test_a_recurrent_draft_guesses_and_changes_no_bit(model, tmp_path):
         assert seen.trim_companion_refused == seen.trim_primary_refused == 0
         assert draft_of(session).length <= 50
         assert session.save(tmp_path / "chat").companions == ()
-        again = list(session.generate(10, eos=None, speculate="draft"))
+        again = session.generate(10, eos=None, speculate="draft").tokens.tolist()
         assert again == ids_of(alone(engine, IDS[:50], 10)[1])
 
 
@@ -448,6 +446,6 @@ def test_a_session_without_a_draft_has_no_companions(model):
     with kvpager.Engine(model, pool_tokens=256, rows=ROWS, chunk_tokens=CHUNK) as engine:
         session = engine.session()
         session.prefill(np.arange(40))
-        list(session.generate(5, eos=None))
+        session.generate(5, eos=None).tokens.tolist()
         assert session.transcript.companions == []
         assert engine.stats()["draft_forwards"] == engine.stats()["draft_tokens_fed"] == 0

@@ -11,8 +11,9 @@ from bits import assert_same_bits, assert_same_session
 from drafts import Seen, draft_of, drafted_engine, noisy
 from reference_models import CHUNK, build, make_engine, prompt
 
-from kvpager import DirectoryStore, InvalidArgumentError, SnapshotInfo
+from kvpager import DirectoryStore, InvalidArgumentError
 from kvpager.errors import CapacityError
+from kvpager.pager import SnapshotInfo
 
 IDS = prompt(100, 3)
 NEW = 24
@@ -70,7 +71,7 @@ class Place:
 def talked(engine):
     session = engine.session()
     session.prefill(IDS)
-    list(session.generate(8, eos=None, speculate="draft"))
+    session.generate(8, eos=None, speculate="draft").tokens.tolist()
     return session
 
 
@@ -82,11 +83,13 @@ def session(engine):
 
 def goes_on(engine, place, session, caplog=None, **more):
     """Restores, continues with guesses, and compares with the session going on plainly."""
-    expected = list(session.fork().generate(NEW, eos=None, logprobs=True))
+    expected = list(session.fork().generate(NEW, eos=None, logprobs=True, stream="tokens"))
     with Seen(engine) as seen:
         restored = place.restore(engine, **more)
         seen.restored_draft = draft_of(restored).length
-        produced = list(restored.generate(NEW, eos=None, logprobs=True, speculate="draft"))
+        produced = list(
+            restored.generate(NEW, eos=None, logprobs=True, speculate="draft", stream="tokens")
+        )
     assert produced == expected
     assert restored.speculation.acceptance == 1
     return restored, seen
@@ -99,7 +102,7 @@ def test_a_session_is_restored_with_what_the_draft_held(engine, place, session):
     assert seen.restored_draft == draft_of(session).length > len(IDS)
     assert seen.draft_tokens_fed < 2 * NEW
     twin = session.fork()
-    list(twin.generate(NEW, eos=None))
+    twin.generate(NEW, eos=None).tokens.tolist()
     assert_same_session(restored, twin, "restored")
     ours, theirs = (draft_of(one).transcript.sequence for one in (restored, session))
     for layer in range(engine.draft.layout.layers):
@@ -110,7 +113,7 @@ def test_a_session_is_restored_with_what_the_draft_held(engine, place, session):
 def test_a_save_beside_the_session_keeps_the_companion_as_it_was(engine, place, session):
     held, length = draft_of(session).length, session.length
     handle = place.save(session, wait=False)
-    list(session.generate(30, eos=None, speculate="draft"))
+    session.generate(30, eos=None, speculate="draft").tokens.tolist()
     session.trim(20)
     report = handle.result()
     assert report.companions[0].tokens == held
@@ -131,7 +134,7 @@ def test_a_companion_that_is_missing_is_computed_again(engine, place, session, c
 def test_a_companion_of_another_save_is_computed_again(engine, place, session, caplog):
     place.save(session)
     kept = place.companion.read_bytes()
-    list(session.generate(20, eos=None, speculate="draft"))
+    session.generate(20, eos=None, speculate="draft").tokens.tolist()
     place.save(session)
     place.companion.write_bytes(kept)
     with caplog.at_level(logging.WARNING):
@@ -169,13 +172,13 @@ def test_a_companion_that_cannot_be_opened_costs_the_companion_alone(
 
 def test_another_draft_model_begins_anew(model, place, session, caplog):
     place.save(session)
-    expected = list(session.fork().generate(NEW, eos=None))
+    expected = session.fork().generate(NEW, eos=None).tokens.tolist()
     with drafted_engine(model, noisy(model, 0.02)) as other:
         with caplog.at_level(logging.WARNING):
             restored = place.restore(other)
         assert "is left out" in caplog.text
         assert draft_of(restored).length == 0
-        assert list(restored.generate(NEW, eos=None, speculate="draft")) == expected
+        assert restored.generate(NEW, eos=None, speculate="draft").tokens.tolist() == expected
 
 
 def test_a_draft_of_another_release_is_restored(engine, place, session, monkeypatch):
@@ -189,11 +192,11 @@ def test_a_draft_of_another_release_is_restored(engine, place, session, monkeypa
 
 def test_an_engine_without_a_draft_restores_the_session_alone(model, place, session, caplog):
     place.save(session)
-    expected = list(session.fork().generate(NEW, eos=None))
+    expected = session.fork().generate(NEW, eos=None).tokens.tolist()
     with make_engine(model, pool_tokens=512) as plain, caplog.at_level(logging.WARNING):
         restored = place.restore(plain)
         assert restored.transcript.companions == []
-        assert list(restored.generate(NEW, eos=None)) == expected
+        assert restored.generate(NEW, eos=None).tokens.tolist() == expected
     assert caplog.records == []
 
 
@@ -202,7 +205,7 @@ def test_a_session_that_never_guessed_is_saved_alone(engine, place):
         session.prefill(IDS)
         assert place.save(session).companions == ()
         with place.restore(engine) as restored:
-            list(restored.generate(8, eos=None, speculate="draft"))
+            restored.generate(8, eos=None, speculate="draft").tokens.tolist()
             assert restored.speculation.acceptance == 1
 
 
@@ -227,7 +230,7 @@ def test_what_was_restored_can_be_saved_again_at_once(engine, place, session):
 
 def test_guesses_beyond_the_text_are_not_saved(model, place):
     with drafted_engine(model, noisy(model, 0.2)) as engine, talked(engine) as session:
-        list(session.generate(30, eos=None, speculate="draft"))
+        session.generate(30, eos=None, speculate="draft").tokens.tolist()
         assert session.speculation.acceptance < 1
         place.save(session)
         store = place.options.get("store")
@@ -252,7 +255,7 @@ def test_a_companion_that_cannot_be_frozen_is_left_out(engine, place, session, m
 def test_turns_in_a_store_write_the_new_chunks_of_the_companion(engine, session, tmp_path):
     store = DirectoryStore(tmp_path / "store")
     first = session.save("chat", store=store)
-    list(session.generate(2 * CHUNK, eos=None, speculate="draft"))
+    session.generate(2 * CHUNK, eos=None, speculate="draft").tokens.tolist()
     second = session.save("chat", store=store)
     assert first.companions[0].chunks_written > 6
     assert second.companions[0].chunks_written <= 4
@@ -263,11 +266,14 @@ def test_a_generation_can_be_made_anew_after_a_restore(engine, place):
     options = {"eos": None, "temperature": 1.0}
     with engine.session() as session:
         session.prefill(IDS)
-        list(session.generate(12, seed=1, **options))
+        session.generate(12, seed=1, **options).tokens.tolist()
         place.save(session)
-        expected = list(session.regenerate(12, seed=2, **options))
+        expected = session.regenerate(12, seed=2, **options).tokens.tolist()
         with place.restore(engine) as restored:
-            assert list(restored.regenerate(12, seed=2, speculate="draft", **options)) == expected
+            assert (
+                restored.regenerate(12, seed=2, speculate="draft", **options).tokens.tolist()
+                == expected
+            )
             restored.trim(50)
             place.save(restored)
         with place.restore(engine) as cut, pytest.raises(InvalidArgumentError):
@@ -278,13 +284,15 @@ def test_a_fork_of_a_restored_session_shares_the_restored_companion(engine, plac
     place.save(session)
     with place.restore(engine) as restored, restored.fork() as twin:
         assert draft_of(twin).length == draft_of(restored).length == draft_of(session).length
-        expected = list(session.fork().generate(8, eos=None))
+        expected = session.fork().generate(8, eos=None).tokens.tolist()
         for one in (twin, restored):
-            assert list(one.generate(8, eos=None, speculate="draft")) == expected
+            assert one.generate(8, eos=None, speculate="draft").tokens.tolist() == expected
 
 
 def test_logprobs_are_those_of_plain_decode_after_a_restore(engine, place, session):
     place.save(session)
     with place.restore(engine) as restored:
-        ours = list(restored.generate(NEW, eos=None, logprobs=True, speculate="draft"))
-    assert ids_of(ours) == list(session.generate(NEW, eos=None))
+        ours = list(
+            restored.generate(NEW, eos=None, logprobs=True, speculate="draft", stream="tokens")
+        )
+    assert ids_of(ours) == session.generate(NEW, eos=None).tokens.tolist()

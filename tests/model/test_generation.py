@@ -7,14 +7,8 @@ import pytest
 import torch
 from reference_models import build, make_engine, prompt
 
-from kvpager import (
-    Agreement,
-    GeneratedToken,
-    InvalidArgumentError,
-    NonFiniteError,
-    Sampling,
-)
-from kvpager.sampling import log_probability, uniform
+from kvpager import Agreement, GeneratedToken, InvalidArgumentError, NonFiniteError
+from kvpager.sampling import Sampling, log_probability, uniform
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +113,10 @@ def test_arguments_out_of_range_are_refused_at_the_call(session, options, messag
 @pytest.mark.parametrize(
     "call",
     [
-        lambda engine, session, **options: session.generate(4, **options),
-        lambda engine, session, **options: session.regenerate(4, from_position=1, **options),
+        lambda engine, session, **options: session.generate(4, **options, stream="tokens"),
+        lambda engine, session, **options: session.regenerate(
+            4, from_position=1, **options, stream="tokens"
+        ),
         lambda engine, session, **options: engine.generate_many([session], 4, **options),
         lambda engine, session, **options: engine.run([[1, 2]], 4, **options),
         lambda engine, session, **options: engine.scheduler().submit([1, 2], 4, **options),
@@ -143,7 +139,7 @@ def test_a_generation_of_no_tokens_is_refused(session, count):
 def test_the_same_seed_draws_the_same_tokens_and_another_seed_others(engine, session):
     def draw(seed):
         with session.fork() as fork:
-            return list(fork.generate(20, temperature=1.0, seed=seed, eos=None))
+            return fork.generate(20, temperature=1.0, seed=seed, eos=None).tokens.tolist()
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
@@ -151,18 +147,18 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others(engine, ses
 
 def test_interrupted_sampling_draws_what_uninterrupted_does(session):
     with session.fork() as fork:
-        whole = list(fork.generate(12, temperature=1.0, seed=6, eos=None))
+        whole = fork.generate(12, temperature=1.0, seed=6, eos=None).tokens.tolist()
     pieces = []
     for count in (1, 5, 2, 4):
-        pieces += session.generate(count, temperature=1.0, seed=6, eos=None)
+        pieces += session.generate(count, temperature=1.0, seed=6, eos=None, stream="tokens")
     assert pieces == whole
 
 
 def test_the_sessions_seed_is_the_one_used_last(session):
     with session.fork() as fork:
-        whole = list(fork.generate(8, temperature=1.0, seed=77, eos=None))
-    first = list(session.generate(4, temperature=1.0, seed=77, eos=None))
-    assert first + list(session.generate(4, temperature=1.0, eos=None)) == whole
+        whole = fork.generate(8, temperature=1.0, seed=77, eos=None).tokens.tolist()
+    first = session.generate(4, temperature=1.0, seed=77, eos=None).tokens.tolist()
+    assert first + session.generate(4, temperature=1.0, eos=None).tokens.tolist() == whole
 
 
 def test_company_changes_no_token(engine):
@@ -170,7 +166,7 @@ def test_company_changes_no_token(engine):
     for seed in range(5):
         with engine.session() as session:
             session.prefill(prompt(30 + seed, seed))
-            alone.append(list(session.generate(10, temperature=1.0, seed=seed, eos=None)))
+            alone.append(session.generate(10, temperature=1.0, seed=seed, eos=None).tokens.tolist())
     sessions = [engine.session() for _ in range(5)]
     engine.prefill_many((s, prompt(30 + i, i)) for i, s in enumerate(sessions))
     together = {id(session): [] for session in sessions}
@@ -195,30 +191,30 @@ def test_more_sessions_than_rows_take_turns(closing):
 
 def test_an_end_token_is_produced_and_ends_generation(session):
     with session.fork() as fork:
-        whole = list(fork.generate(10, eos=None))
+        whole = fork.generate(10, eos=None).tokens.tolist()
     end = whole[3]
-    assert list(session.generate(10, eos=end)) == whole[: whole.index(end) + 1]
+    assert session.generate(10, eos=end).tokens.tolist() == whole[: whole.index(end) + 1]
     assert session.pending == end
 
 
 def test_the_models_own_end_token_is_the_default(session, engine, monkeypatch):
     with session.fork() as fork:
-        whole = list(fork.generate(10, eos=None))
+        whole = fork.generate(10, eos=None).tokens.tolist()
     monkeypatch.setattr(engine.model.generation_config, "eos_token_id", [whole[2], 1])
-    assert list(session.generate(10)) == whole[: whole.index(whole[2]) + 1]
+    assert session.generate(10).tokens.tolist() == whole[: whole.index(whole[2]) + 1]
 
 
 def test_a_stop_sequence_is_produced_and_ends_generation(session):
     with session.fork() as fork:
-        whole = list(fork.generate(10, eos=None))
-    produced = list(session.generate(10, eos=None, stop=[[299, 299, 299], whole[4:6]]))
+        whole = fork.generate(10, eos=None).tokens.tolist()
+    produced = session.generate(10, eos=None, stop=[[299, 299, 299], whole[4:6]]).tokens.tolist()
     end = next(i for i in range(len(whole)) if whole[i : i + 2] == whole[4:6]) + 2
     assert produced == whole[:end]
 
 
 def test_tokens_are_streamed_as_they_are_produced(engine, session):
     before = engine.core.runner.forwards
-    stream = session.generate(5, eos=None)
+    stream = session.generate(5, eos=None, stream="tokens")
     assert engine.core.runner.forwards == before
     for count in range(5):
         next(stream)
@@ -228,8 +224,10 @@ def test_tokens_are_streamed_as_they_are_produced(engine, session):
 def test_logprobs_come_with_the_tokens_and_are_those_of_a_score(engine, session):
     prompt_tokens = session.length
     with session.fork() as fork:
-        plain = list(fork.generate(12, temperature=1.0, seed=4, eos=None))
-    told = list(session.generate(12, temperature=1.0, seed=4, eos=None, logprobs=True))
+        plain = fork.generate(12, temperature=1.0, seed=4, eos=None).tokens.tolist()
+    told = list(
+        session.generate(12, temperature=1.0, seed=4, eos=None, logprobs=True, stream="tokens")
+    )
     assert all(isinstance(token, GeneratedToken) for token in told)
     assert [token.id for token in told] == plain
     seen = np.array([token.logprob for token in told], dtype=np.float32)
@@ -247,14 +245,16 @@ def test_logprobs_come_with_the_tokens_and_are_those_of_a_score(engine, session)
 def test_logprobs_are_the_models_whatever_the_sampling(session):
     """Of a greedy token under a low temperature the sampler's own would be near zero."""
     logits = session.logits
-    token = next(session.generate(1, temperature=0.01, top_k=1, eos=None, logprobs=True))
+    token = next(
+        session.generate(1, temperature=0.01, top_k=1, eos=None, logprobs=True, stream="tokens")
+    )
     assert token.logprob == np.float32(log_probability(logits, token.id))
     assert token.logprob < -0.5
 
 
 def test_logprobs_of_several_sessions_come_with_their_sessions(engine, session):
     others = [session.fork() for _ in range(2)]
-    alone = list(session.generate(5, eos=None, logprobs=True))
+    alone = list(session.generate(5, eos=None, logprobs=True, stream="tokens"))
     for other, token in engine.generate_many(others, 5, eos=None, logprobs=True):
         assert token == alone[other.length - 41]
     for other in others:
@@ -262,7 +262,9 @@ def test_logprobs_of_several_sessions_come_with_their_sessions(engine, session):
 
 
 def test_an_agreement_counts_bits_and_measures_the_rest(engine, session):
-    told = list(session.generate(10, temperature=1.0, seed=4, eos=None, logprobs=True))
+    told = list(
+        session.generate(10, temperature=1.0, seed=4, eos=None, logprobs=True, stream="tokens")
+    )
     score = engine.score(session.tokens)
     seen = np.array([token.logprob for token in told], dtype=np.float32)
     seen[3] = np.nextafter(seen[3], np.float32(0))
@@ -290,7 +292,7 @@ def test_an_agreement_counts_bits_and_measures_the_rest(engine, session):
 def test_log_probabilities_that_cannot_be_those_of_a_generation_are_refused(
     engine, session, logprobs, message
 ):
-    list(session.generate(3, eos=None))
+    session.generate(3, eos=None).tokens.tolist()
     with pytest.raises(InvalidArgumentError, match=message):
         engine.score(session.tokens).against(logprobs)
 

@@ -14,8 +14,9 @@ import torch
 from bits import assert_same_bits
 from transformers import AutoModelForCausalLM
 
-from kvpager import ROW_COMMIT, ROW_PADDING, Engine, Layout, Pager, PagerConfig, TopK, open_snapshot
+from kvpager import Engine, Layout, Pager, PagerConfig, TopK, open_snapshot
 from kvpager.needles import NeedleTask, shipped_model_path
+from kvpager.pager import ROW_COMMIT, ROW_PADDING
 
 CHUNKS, SINKS, RECENT = 4, 64, 256
 ROWS = 64
@@ -95,7 +96,7 @@ def test_a_restored_document_gives_the_same_answer_and_only_what_it_selects_is_r
         session.save(path)
         session.prefill(prompt)
         expected = session.logits
-        answer = list(session.generate(4))
+        answer = session.generate(4).tokens.tolist()
     assert answer == task.answer(document.values[needle]).tolist()
     with Engine(model, config(0)) as engine:
         with Reads() as restoring:
@@ -105,7 +106,7 @@ def test_a_restored_document_gives_the_same_answer_and_only_what_it_selects_is_r
         counted = engine.stats()["snapshot_bytes_read"]
         assert restored.restored_tokens_consumed == len(document.ids)
         assert_same_bits(restored.logits, expected, "logits after the question")
-        assert list(restored.generate(4)) == answer
+        assert restored.generate(4).tokens.tolist() == answer
     rows = len(prompt) - len(document.ids)
     check(path, restoring, attending, rows=rows, counted=counted, share=share)
 

@@ -36,7 +36,7 @@ class Plain:
         self.engine = engine
         self.options = {"eos": None, **options}
         session = self.session()
-        self.tokens = list(session.generate(NEW, logprobs=True, **self.options))
+        self.tokens = list(session.generate(NEW, logprobs=True, **self.options, stream="tokens"))
         self.text = session.tokens
 
     def session(self):
@@ -46,7 +46,7 @@ class Plain:
 
     def after(self, count):
         session = self.session()
-        stream = session.generate(NEW, **self.options)
+        stream = session.generate(NEW, **self.options, stream="tokens")
         for _ in range(count):
             next(stream)
         return session
@@ -54,7 +54,7 @@ class Plain:
     def speculating(self, wrong=0, **more):
         session = self.session()
         options = {**self.options, "speculate": lambda: Oracle(self.text, wrong), **more}
-        return session, session.generate(NEW, **options)
+        return session, session.generate(NEW, **options, stream="tokens")
 
 
 GREEDY = {}
@@ -98,10 +98,10 @@ def test_prompt_lookup_accepts_more_than_one_and_a_half_tokens_per_forward_where
     plain, guessing = apart(engine), apart(engine)
     for session in (plain, guessing):
         session.prefill(IDS)
-    expected = list(plain.generate(160, eos=None, logprobs=True))
-    assert list(guessing.generate(160, eos=None, logprobs=True, speculate="prompt-lookup")) == (
-        expected
-    )
+    expected = list(plain.generate(160, eos=None, logprobs=True, stream="tokens"))
+    assert list(
+        guessing.generate(160, eos=None, logprobs=True, speculate="prompt-lookup", stream="tokens")
+    ) == (expected)
     assert_same_session(guessing, plain, "prompt lookup")
     assert guessing.speculation.tokens_per_forward > 1.5
 
@@ -115,10 +115,12 @@ OPERATIONS = {
     "trim nothing": lambda session: session.trim(session.length),
     "logits": lambda session: session.logits,
     "ledger": lambda session: session.ledger(),
-    "generate with another seed": lambda session: list(
-        session.generate(3, temperature=1.5, seed=99, eos=None)
-    ),
-    "generate greedily": lambda session: list(session.generate(3, temperature=0, eos=None)),
+    "generate with another seed": lambda session: session.generate(
+        3, temperature=1.5, seed=99, eos=None
+    ).tokens.tolist(),
+    "generate greedily": lambda session: session.generate(
+        3, temperature=0, eos=None
+    ).tokens.tolist(),
     "pin": lambda session: session.pin(0, session.committed).release(),
 }
 
@@ -139,7 +141,7 @@ def test_a_stream_abandoned_anywhere_leaves_what_plain_decode_leaves(plain, take
     )
     assert len(session.ledger()) == len(expected.ledger())
     assert_same_session(session, expected, f"{operation} after {taken}")
-    rest = [list(one.generate(5, **plain.options)) for one in (session, expected)]
+    rest = [one.generate(5, **plain.options).tokens.tolist() for one in (session, expected)]
     assert rest[0] == rest[1]
     assert_same_session(session, expected, f"{operation} after {taken}, gone on")
 
@@ -147,7 +149,10 @@ def test_a_stream_abandoned_anywhere_leaves_what_plain_decode_leaves(plain, take
 @pytest.mark.parametrize("taken", [1, 3, 6])
 def test_a_stream_goes_on_over_what_its_owner_does_meanwhile(plain, taken):
     reference = plain.session()
-    sessions = [plain.speculating(), (reference, reference.generate(NEW, **plain.options))]
+    sessions = [
+        plain.speculating(),
+        (reference, reference.generate(NEW, **plain.options, stream="tokens")),
+    ]
     texts = []
     for session, stream in sessions:
         tokens = [next(stream) for _ in range(taken)]
@@ -156,7 +161,7 @@ def test_a_stream_goes_on_over_what_its_owner_does_meanwhile(plain, taken):
         session.trim(session.length - 2)
         tokens += [next(stream) for _ in range(3)]
         with session.fork() as twin:
-            tokens += list(twin.generate(4, **plain.options))
+            tokens += twin.generate(4, **plain.options).tokens.tolist()
         tokens += [next(stream) for _ in range(4)]
         texts.append(tokens)
     assert texts[0] == texts[1]
@@ -191,7 +196,7 @@ def test_a_fork_and_a_save_in_the_middle_of_a_burst_have_what_plain_decode_has(
 def test_at_every_token_the_session_is_as_plain_decode_leaves_it(plain):
     session, stream = plain.speculating()
     reference = plain.session()
-    for token, other in zip(stream, reference.generate(NEW, **plain.options)):
+    for token, other in zip(stream, reference.generate(NEW, **plain.options, stream="tokens")):
         assert token == other
         assert (session.length, session.committed, session.pending) == (
             reference.length,
@@ -205,7 +210,7 @@ def test_at_every_token_the_session_is_as_plain_decode_leaves_it(plain):
 def test_what_is_ahead_takes_no_block_and_seals_nothing(engine, plain):
     session, stream = plain.speculating()
     reference = plain.session()
-    other = reference.generate(NEW, **plain.options)
+    other = reference.generate(NEW, **plain.options, stream="tokens")
     for _ in range(NEW):
         next(stream)
         next(other)
@@ -223,7 +228,7 @@ def test_an_interruption_around_the_commit_of_a_burst_tells_nobody_a_token_too_m
 ):
     session, stream = plain.speculating()
     taken = [next(stream)]
-    commit = kvpager.Forward.commit
+    commit = kvpager.pager.Forward.commit
 
     def interrupted(self, accepted=None, **options):
         if accepted is None:
@@ -233,12 +238,12 @@ def test_an_interruption_around_the_commit_of_a_burst_tells_nobody_a_token_too_m
         raise CommitError
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvpager.Forward, "commit", interrupted)
+        patch.setattr(kvpager.pager.Forward, "commit", interrupted)
         with pytest.raises(CommitError):
             taken.extend(stream)
     told = len(taken)
     assert session.tokens.tolist() == [*IDS, *taken]
-    produced = list(session.generate(NEW - told, **plain.options))
+    produced = session.generate(NEW - told, **plain.options).tokens.tolist()
     assert produced == ids_of(plain.tokens[told:])
     assert_same_session(session, plain.after(NEW), "interrupted")
 

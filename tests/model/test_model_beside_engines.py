@@ -84,7 +84,7 @@ def test_a_model_answers_with_the_same_bits_while_engines_are_open(architecture,
         with first.session() as session:
             session.prefill(prompt(40))
             assert_equal(everything(model), before, "beside two engines")
-            list(session.generate(3))
+            session.generate(3).tokens.tolist()
         found = []
         thread = threading.Thread(target=lambda: found.extend(everything(model)))
         thread.start()
@@ -133,7 +133,7 @@ def test_a_model_that_is_run_inside_a_forward_has_its_own_attention():
     with make_engine(model) as engine, engine.session() as session:
         seen.clear()  # the start tries operations on numbers of its own
         session.prefill(prompt(20))
-        list(session.generate(2))
+        session.generate(2).tokens.tolist()
     assert seen
     for logits in seen:
         assert_same_bits(logits, expected, "logits of the other model")

@@ -12,7 +12,8 @@ from apart import apart, ids_of
 from bits import assert_same_bits, assert_same_session
 from reference_models import CHUNK, ROWS, build, make_engine, prompt
 
-from kvpager import FingerprintMismatchError, only_looks
+from kvpager import FingerprintMismatchError
+from kvpager.hf import only_looks
 
 LENGTH = 37
 NEW = 60
@@ -83,14 +84,14 @@ def batches(engine, monkeypatch):
 
 
 def test_rows_decoded_one_at_a_time_have_other_bits_here(session, cold):
-    list(session.generate(8, eos=None))
+    session.generate(8, eos=None).tokens.tolist()
     assert session.ledger()[-1].provenance == "decode"
     assert differs_from_cold(session, cold)
 
 
 @pytest.mark.parametrize("count", [1, 10, 11, 12, 26, 27, 28, NEW])
 def test_sealed_chunks_of_generated_text_are_those_of_a_cold_run(session, cold, count):
-    list(session.generate(count, eos=None))
+    session.generate(count, eos=None).tokens.tolist()
     assert session.length == LENGTH + count
     assert_sealed_as_cold(session, cold, f"{count} tokens")
 
@@ -101,7 +102,7 @@ def test_a_decode_step_has_as_many_rows_as_sessions_and_none_of_prompts(engine, 
         scheduler.submit(prompt(12 * ROWS, 9), 2, eos=None)
         while not scheduler.idle:
             scheduler.step()
-    assert all(one.completion.finish == "length" for one in decoding)
+    assert all(one.completion.finish_reason == "length" for one in decoding)
     ladder = engine.row_counts.ladder
     for exact, used, run, owners in batches:
         if exact:
@@ -116,7 +117,7 @@ def test_sessions_together_seal_what_each_seals_alone(engine, cold):
     prompts = [prompt(20 + 3 * seed, seed) for seed in range(5)]
     completions = engine.run(prompts, 40, eos=None, keep_sessions=True)
     for completion in completions:
-        assert completion.finish == "length"
+        assert completion.finish_reason == "length"
         assert_sealed_as_cold(completion.session, cold, f"prompt {completion.index}")
         completion.session.close()
 
@@ -137,7 +138,7 @@ def test_a_count_of_the_ladder_leaves_nothing_to_settle(engine, cold, batches):
 
 
 def test_generated_text_is_reused_by_the_next_prompt(engine, session):
-    list(session.generate(NEW, eos=None))
+    session.generate(NEW, eos=None).tokens.tolist()
     before = engine.stats()["prefix_tokens_reused"]
     with engine.session() as other:
         other.prefill(session.tokens)
@@ -147,7 +148,7 @@ def test_generated_text_is_reused_by_the_next_prompt(engine, session):
 
 @pytest.mark.parametrize("new", [1, 5, 40])
 def test_an_append_settles_and_gives_what_a_cold_prefill_gives(session, cold, new):
-    list(session.generate(20, eos=None))
+    session.generate(20, eos=None).tokens.tolist()
     session.append(prompt(new, 3))
     whole = apart(cold)
     whole.prefill(session.tokens)
@@ -160,8 +161,8 @@ def test_a_snapshot_is_exact_and_saving_does_not_touch_the_session(
     session, cold, closing, tmp_path, count
 ):
     twin = session.fork()
-    list(session.generate(count, eos=None))
-    list(twin.generate(count, eos=None))
+    session.generate(count, eos=None).tokens.tolist()
+    twin.generate(count, eos=None).tokens.tolist()
     text = session.tokens
     tail = session.sequence.read_kv(0, 0, session.committed)[0]
     session.save(tmp_path / "turn.kvsnap")
@@ -174,13 +175,16 @@ def test_a_snapshot_is_exact_and_saving_does_not_touch_the_session(
     whole.transcript.set_pending(int(text[-1]))
     assert_same_session(again, whole, "restored in the mode all")
     assert {info.provenance for info in again.ledger()} == {"exact"}
-    assert list(session.generate(30, eos=None)) == list(twin.generate(30, eos=None))
+    assert (
+        session.generate(30, eos=None).tokens.tolist()
+        == twin.generate(30, eos=None).tokens.tolist()
+    )
     assert_sealed_as_cold(session, cold, "after a save")
 
 
 @pytest.mark.parametrize("upto", [16, 20, 32, 45, 50])
 def test_a_partial_save_is_exact_too(session, cold, closing, tmp_path, upto):
-    list(session.generate(20, eos=None))
+    session.generate(20, eos=None).tokens.tolist()
     session.save(tmp_path / "part.kvsnap", upto=upto)
     again = closing(cold.restore(tmp_path / "part.kvsnap"))
     whole = closing(apart(cold))
@@ -191,10 +195,10 @@ def test_a_partial_save_is_exact_too(session, cold, closing, tmp_path, upto):
 def test_a_snapshot_of_the_mode_all_goes_on_in_the_mode_reuse(engine, cold, closing, tmp_path):
     with cold.session() as session:  # a tail alone, which shares nothing
         session.prefill(prompt(10))
-        list(session.generate(3, eos=None))
+        session.generate(3, eos=None).tokens.tolist()
         session.save(tmp_path / "turn.kvsnap")
     again = closing(engine.restore(tmp_path / "turn.kvsnap"))
-    list(again.generate(NEW, eos=None))
+    again.generate(NEW, eos=None).tokens.tolist()
     assert_sealed_as_cold(again, cold, "gone on")
 
 
@@ -204,7 +208,7 @@ class ModelError(Exception):
 
 BEFORE = 3 * CHUNK - LENGTH  # tokens after which the pending one is to fill a chunk
 AFTERWARDS = {
-    "generate": lambda session: list(session.generate(9, eos=None)),
+    "generate": lambda session: session.generate(9, eos=None).tokens.tolist(),
     "append": lambda session: session.append([7, 8]),
     "prefill": lambda session: session.prefill(session.tokens),
     "trim the pending token": lambda session: session.trim(session.length - 1),
@@ -217,7 +221,7 @@ AFTERWARDS = {
 @pytest.fixture
 def interrupted(model, engine, session):
     """A session whose settling failed: its last tokens are owed."""
-    stream = session.generate(NEW, eos=None)
+    stream = session.generate(NEW, eos=None, stream="tokens")
     for _ in range(BEFORE):
         next(stream)
     text, pending, logits = session.tokens, session.pending, session.logits
@@ -249,7 +253,7 @@ def test_an_error_while_settling_loses_nothing(interrupted, cold, afterwards):
     AFTERWARDS[afterwards](interrupted)
     kept = min(len(text), interrupted.length)
     assert interrupted.tokens.tolist()[:kept] == text[:kept]
-    list(interrupted.generate(NEW, eos=None))
+    interrupted.generate(NEW, eos=None).tokens.tolist()
     assert interrupted.length >= kept + NEW
     assert_sealed_as_cold(interrupted, cold, f"interrupted, then {afterwards}")
 
@@ -274,7 +278,7 @@ def test_settling_in_several_forwards_goes_on_after_an_error_between_them(model,
     reference = closing(make_engine(model, pool_tokens=1024, rows=8))
     session = engine.session()
     session.prefill(prompt(LENGTH))
-    stream = session.generate(NEW, eos=None)
+    stream = session.generate(NEW, eos=None, stream="tokens")
     for _ in range(BEFORE):
         next(stream)
     text = session.tokens.tolist()
@@ -294,14 +298,14 @@ def test_settling_in_several_forwards_goes_on_after_an_error_between_them(model,
     assert session.tokens.tolist() == text
     assert session.committed == 2 * CHUNK + 8
     assert len(session.transcript.uncomputed) == 7
-    list(session.generate(NEW, eos=None))
+    session.generate(NEW, eos=None).tokens.tolist()
     assert_sealed_as_cold(session, reference, "settled in pieces")
 
 
 def test_trims_of_provisional_rows_keep_the_promise(session, cold):
     random = np.random.default_rng(1)
     for _ in range(12):
-        list(session.generate(int(random.integers(1, 25)), eos=None))
+        session.generate(int(random.integers(1, 25)), eos=None).tokens.tolist()
         assert_sealed_as_cold(session, cold, "generated")
         session.trim(int(random.integers(1, session.length + 1)))
         assert_sealed_as_cold(session, cold, "trimmed")
@@ -316,7 +320,7 @@ def test_the_modes_all_and_reuse_are_one_to_a_snapshot_and_false_is_another(
     assert engine.fingerprint == cold.fingerprint
     session = approximate.session()
     session.prefill(prompt(40))
-    list(session.generate(20, eos=None))
+    session.generate(20, eos=None).tokens.tolist()
     session.save(tmp_path / "turn.kvsnap")
     with pytest.raises(FingerprintMismatchError) as refused:
         cold.restore(tmp_path / "turn.kvsnap")
@@ -332,7 +336,7 @@ def test_without_exactness_nothing_is_shared(model, closing):
     engine = closing(make_engine(model, pool_tokens=512, exact=False))
     first, second = engine.session(), engine.session()
     first.prefill(prompt(100))
-    list(first.generate(20, eos=None))
+    first.generate(20, eos=None).tokens.tolist()
     second.prefill(first.tokens)
     stats = engine.stats()
     assert stats["prefix_tokens_reused"] == stats["chunks_shared"] == 0
@@ -344,7 +348,7 @@ def test_without_exactness_a_forward_has_exactly_the_rows_there_are(model, closi
     engine = closing(make_engine(model, pool_tokens=512, exact=False))
     session = engine.session()
     session.prefill(prompt(ROWS + 5))
-    list(session.generate(4, eos=None))
+    session.generate(4, eos=None).tokens.tolist()
     engine.run([prompt(5), prompt(6, 1)], 4, eos=None)
     assert session.logits.isfinite().all()
     engine.score(prompt(20))
@@ -359,8 +363,8 @@ def test_without_exactness_text_is_close_to_what_it_is_with_it(model, cold, clos
     for session in (ours, theirs):
         session.prefill(ids)
     assert (ours.logits - theirs.logits).abs().max() < 1e-3
-    ours = list(ours.generate(5, eos=None, logprobs=True))
-    theirs = list(theirs.generate(5, eos=None, logprobs=True))
+    ours = list(ours.generate(5, eos=None, logprobs=True, stream="tokens"))
+    theirs = list(theirs.generate(5, eos=None, logprobs=True, stream="tokens"))
     assert ids_of(ours) == ids_of(theirs)
     np.testing.assert_allclose(
         [token.logprob for token in ours], [token.logprob for token in theirs], atol=1e-3

@@ -106,7 +106,7 @@ def test_a_bad_logit_is_refused_at_every_offset_of_a_chunk(closing, bad, samplin
     start = len(PROMPT)
     session = engine.session()
     session.prefill(PROMPT)
-    expected = list(map(id_of, session.generate(C, **SAMPLINGS[sampling])))
+    expected = list(map(id_of, session.generate(C, **SAMPLINGS[sampling], stream="tokens")))
     session.close()
     head = BadHead(engine, -1, bad)
     for offset in range(0, C, 3):
@@ -115,13 +115,13 @@ def test_a_bad_logit_is_refused_at_every_offset_of_a_chunk(closing, bad, samplin
         session.prefill(PROMPT)
         told = []
         with pytest.raises(NonFiniteError, match=f"position {start + offset} "):
-            told.extend(map(id_of, session.generate(C, **SAMPLINGS[sampling])))
+            told.extend(map(id_of, session.generate(C, **SAMPLINGS[sampling], stream="tokens")))
         assert told == expected[:offset]
         session.close()
     head.position = -1
     session = engine.session()
     session.prefill(PROMPT)
-    assert list(map(id_of, session.generate(C, **SAMPLINGS[sampling]))) == expected
+    assert list(map(id_of, session.generate(C, **SAMPLINGS[sampling], stream="tokens"))) == expected
     engine.pager.check_invariants()
 
 
@@ -143,12 +143,12 @@ def test_a_forbidden_token_is_no_fault_and_is_never_chosen(closing, sampling):
     engine = closing(make_engine())
     session = engine.session()
     session.prefill(PROMPT)
-    would = id_of(next(session.generate(1, **SAMPLINGS[sampling])))
+    would = id_of(next(session.generate(1, **SAMPLINGS[sampling], stream="tokens")))
     session.close()
     BadHead(engine, len(PROMPT), -math.inf, would)
     session = engine.session()
     session.prefill(PROMPT)
-    assert id_of(next(session.generate(1, **SAMPLINGS[sampling]))) != would
+    assert id_of(next(session.generate(1, **SAMPLINGS[sampling], stream="tokens"))) != would
     logprobs = engine.score([*PROMPT, would]).logprobs
     assert logprobs[-1] == -math.inf
     assert np.isfinite(logprobs[:-1]).all()

@@ -72,7 +72,7 @@ def test_sessions_packed_into_common_forwards_give_the_bits_of_each_alone(
     for session, ids in zip(sessions, prompts):
         single = alone.session()
         single.prefill(ids)
-        assert list(single.generate(6, eos=None)) == produced[id(session)]
+        assert single.generate(6, eos=None).tokens.tolist() == produced[id(session)]
         assert_same_session(session, single, f"packed, {len(ids)} tokens")
 
 
@@ -104,7 +104,7 @@ def test_a_pool_of_an_eighth_gives_the_bits_of_one_that_holds_everything(selecti
     for engine in (small, large):
         session = engine.session()
         session.prefill(ids)
-        assert len(list(session.generate(8, eos=None))) == 8
+        assert len(session.generate(8, eos=None).tokens.tolist()) == 8
         sessions.append(session)
     assert small.stats()["chunks_evicted"] > 0
     assert large.stats()["chunks_evicted"] == 0
@@ -126,7 +126,7 @@ def test_a_score_is_the_log_probability_that_generation_saw(closing):
     session = engine.session()
     session.prefill(prompt(60))
     seen = []
-    for token in session.generate(10, temperature=1.0, seed=3, eos=None):
+    for token in session.generate(10, temperature=1.0, seed=3, eos=None, stream="tokens"):
         logits = session.logits.double().numpy()
         top = logits.max()
         seen.append(np.float32(logits[token] - top - np.log(np.exp(logits - top).sum())))

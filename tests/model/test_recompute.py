@@ -31,7 +31,7 @@ def model():
 def write(model, path, ids, **options):
     with make_engine(model, **options) as engine, engine.session() as session:
         session.prefill(ids)
-        next(session.generate(1, eos=None))
+        next(session.generate(1, eos=None, stream="tokens"))
         session.save(path)
 
 
@@ -74,7 +74,7 @@ LONGER = prompt(20, seed=1)
 def go_on(session):
     """A turn: what the session held is read, new tokens are computed, others are decoded."""
     session.append(LONGER)
-    return list(session.generate(4, eos=None))
+    return session.generate(4, eos=None).tokens.tolist()
 
 
 def test_the_first_use_of_a_damaged_chunk_names_chunk_tokens_and_layer(copy, engine):
@@ -170,7 +170,10 @@ def test_damage_found_in_the_middle_of_decoding_is_repaired_there(
     path, expected = copy("topk"), sound("topk", selection=TOP_K)
     engine = closing(make_engine(model, selection=TOP_K, host_bytes=0, pool_tokens=256))
     again = engine.restore(path, on_corrupt="recompute")
-    stream, other = again.generate(24, eos=None), expected.generate(24, eos=None)
+    stream, other = (
+        again.generate(24, eos=None, stream="tokens"),
+        expected.generate(24, eos=None, stream="tokens"),
+    )
     assert next(stream) == next(other)
     for chunk in range(6):
         damage_chunk(path, engine, chunk, layer=chunk % 3)
@@ -342,7 +345,7 @@ def test_a_session_that_must_fail_does_so_beside_one_that_is_repaired(model, tmp
     assert failing.recomputed_tokens == 0
     assert (failing.length, repaired.length) == (71, 71)
     failing.close()
-    list(repaired.generate(3, eos=None))
+    repaired.generate(3, eos=None).tokens.tolist()
     assert repaired.recomputed_tokens == CHUNK
 
 

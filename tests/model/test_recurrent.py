@@ -15,8 +15,9 @@ from bits import assert_same_bits
 from recurrent_models import CHUNK, build_recurrent, make_recurrent_engine
 from reference_models import prompt
 
-from kvpager import NeedsCheckpoint, Ok, only_looks
+from kvpager.companions import NeedsCheckpoint, Ok
 from kvpager.errors import CapacityError, InvalidArgumentError, NonFiniteError
+from kvpager.hf import only_looks
 from kvpager.stores import DirectoryStore
 
 # A hybrid, one without attention, and one of single-row forwards.
@@ -89,7 +90,7 @@ def test_rows_of_another_forward_have_other_bits(hybrid_engine, hybrid_cold_run)
     """Otherwise the tests below would prove nothing."""
     session = hybrid_engine.session()
     session.prefill(prompt(LENGTH))
-    list(session.generate(5, eos=None))
+    session.generate(5, eos=None).tokens.tolist()
     kv, _ = hybrid_cold_run(session.tokens[:-1])
     ours = session.sequence.read_kv(1, 5 * CHUNK, session.committed)[0]
     assert (ours != kv[1][0][5 * CHUNK :]).any()
@@ -98,7 +99,7 @@ def test_rows_of_another_forward_have_other_bits(hybrid_engine, hybrid_cold_run)
 def test_what_generation_seals_and_what_follows_it_is_a_cold_runs(engine, cold_run):
     session = engine.session()
     session.prefill(prompt(LENGTH))
-    list(session.generate(2 * CHUNK, eos=None))
+    session.generate(2 * CHUNK, eos=None).tokens.tolist()
     session.append(prompt(CHUNK + 3, seed=1))
     assert_as_cold(session, cold_run, "a turn after a generated one")
     engine.pager.check_invariants()
@@ -115,7 +116,7 @@ def test_a_prompt_fed_in_pieces_is_a_cold_runs(engine, cold_run):
 def test_a_text_that_was_cut_and_goes_on_otherwise_is_a_cold_runs(engine, cold_run, position):
     session = engine.session()
     session.prefill(prompt(LENGTH))
-    list(session.generate(CHUNK, eos=None))
+    session.generate(CHUNK, eos=None).tokens.tolist()
     session.trim(position)
     if position:
         assert_as_cold(session, cold_run, f"cut at {position}")
@@ -148,8 +149,8 @@ def test_an_edited_text_is_a_cold_runs_and_its_beginning_is_kept(engine, cold_ru
 def test_a_text_generated_again_is_what_it_was(engine, cold_run):
     session = engine.session()
     session.prefill(prompt(LENGTH))
-    first = list(session.generate(CHUNK + 4, eos=None))
-    assert list(session.regenerate(CHUNK + 4, eos=None)) == first
+    first = session.generate(CHUNK + 4, eos=None).tokens.tolist()
+    assert session.regenerate(CHUNK + 4, eos=None).tokens.tolist() == first
     session.append([5])
     assert_as_cold(session, cold_run, "a text generated twice")
 
@@ -159,7 +160,7 @@ def test_forks_go_their_own_ways_from_one_state(engine, cold_run):
     session.prefill(prompt(LENGTH))
     twin = session.fork()
     session.append(prompt(CHUNK, seed=1))
-    list(twin.generate(4, eos=None))
+    twin.generate(4, eos=None).tokens.tolist()
     twin.append(prompt(CHUNK, seed=2))
     assert_as_cold(session, cold_run, "a session that was forked")
     assert_as_cold(twin, cold_run, "its fork")
@@ -253,7 +254,7 @@ def test_sessions_that_take_turns_do_not_touch_one_another(engine, cold_run):
     for i, session in enumerate(sessions):
         with engine.session() as alone:
             alone.prefill(prompt(2 * CHUNK + 5 * i + 1, seed=i))
-            assert list(alone.generate(CHUNK + 4, eos=None)) == told[id(session)]
+            assert alone.generate(CHUNK + 4, eos=None).tokens.tolist() == told[id(session)]
         session.append([5])
         assert_as_cold(session, cold_run, f"session {i} of two")
 
@@ -264,7 +265,7 @@ def test_scheduled_requests_have_the_tokens_they_would_have_alone(engine):
     for ids, completion in zip(prompts, completions):
         with engine.session() as alone:
             alone.prefill(ids)
-            assert completion.tokens.tolist() == list(alone.generate(CHUNK + 3, eos=None))
+            assert completion.tokens.tolist() == alone.generate(CHUNK + 3, eos=None).tokens.tolist()
 
 
 def test_tokens_do_not_depend_on_the_pool(model, engine, closing):
@@ -273,7 +274,7 @@ def test_tokens_do_not_depend_on_the_pool(model, engine, closing):
     for one in (engine, small):
         session = one.session()
         session.prefill(prompt(LENGTH))
-        texts.append(list(session.generate(2 * CHUNK, eos=None)))
+        texts.append(session.generate(2 * CHUNK, eos=None).tokens.tolist())
     assert texts[0] == texts[1]
 
 
@@ -284,13 +285,15 @@ def test_a_forward_that_fails_leaves_the_state_as_it_was(engine, model, cold_run
     session.prefill(prompt(2 * CHUNK + 3))
     more = {"chunk": 2 * CHUNK, "tail": 5, "one": 0}[rows]
     if not more:
-        list(session.generate(1, eos=None))
+        session.generate(1, eos=None).tokens.tolist()
     held = session.transcript.states.at(session.committed)
     before = [tensor.clone() for tensor in held.tensors]
     layers = model.get_decoder().layers
     handle = layers[-1].register_forward_hook(only_looks(_fail))
     with pytest.raises(RuntimeError, match="as planned"):
-        session.append(prompt(more, seed=1)) if more else next(session.generate(2, eos=None))
+        session.append(prompt(more, seed=1)) if more else next(
+            session.generate(2, eos=None, stream="tokens")
+        )
     handle.remove()
     for one, other in zip(held.tensors, before):
         assert_same_bits(one, other, "the state before a forward that failed")
@@ -352,9 +355,9 @@ def test_sampled_tokens_are_drawn_by_position(engine):
         session = engine.session()
         session.prefill(prompt(CHUNK + 3))
         options = {"temperature": 0.8, "seed": 5, "eos": None}
-        text = list(session.generate(10, **options))
+        text = session.generate(10, **options).tokens.tolist()
         if cut is not None:
-            text = list(session.regenerate(10, **options))
+            text = session.regenerate(10, **options).tokens.tolist()
         texts.append(text)
     assert texts[0] == texts[1]
 
@@ -375,13 +378,13 @@ def test_without_exactness_a_text_goes_on_from_its_live_state(model, closing):
     )
     session = engine.session()
     session.prefill(prompt(CHUNK + 5))
-    list(session.generate(3, eos=None))
+    session.generate(3, eos=None).tokens.tolist()
     before = engine.core.runner.rows_used
     session.append(prompt(4, seed=1))
     assert engine.core.runner.rows_used - before == 5  # the pending token, and four
     session.trim(CHUNK + 2)
     session.append(prompt(3 * CHUNK, seed=2))
-    list(session.generate(CHUNK, eos=None))
+    session.generate(CHUNK, eos=None).tokens.tolist()
     assert engine.stats()["checkpoint_states"] > 0
     assert engine.core.checkpoints.held(engine.pager.chain_hashes(session.tokens)) == []
 
@@ -401,7 +404,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_the_session_stays(hybrid, clo
 def test_a_stream_of_a_session_that_was_emptied_is_refused(hybrid_engine):
     session = hybrid_engine.session()
     session.prefill(prompt(CHUNK))
-    stream = session.generate(4, eos=None)
+    stream = session.generate(4, eos=None, stream="tokens")
     next(stream)
     session.trim(0)
     with pytest.raises(InvalidArgumentError, match="the session is empty"):

@@ -16,7 +16,8 @@ from recurrent_models import (
 )
 from reference_models import build, make_engine, prompt
 
-from kvpager import Engine, UnsupportedModelError, VerificationError
+from kvpager import Engine, UnsupportedModelError
+from kvpager.errors import VerificationError
 from kvpager.hf import attach, observe
 from kvpager.hf.aligned import settle_states
 from kvpager.hf.recurrent import is_recurrent
@@ -41,7 +42,7 @@ def test_generation_is_that_of_transformers(name, closing):
         session = engine.session()
         session.prefill(ids)
         logits = session.logits
-        tokens = list(session.generate(NEW, eos=None))
+        tokens = session.generate(NEW, eos=None).tokens.tolist()
     assert model.config._attn_implementation == own
     given = torch.as_tensor(ids)[None]
     with torch.inference_mode():
@@ -65,7 +66,7 @@ def test_half_precision_is_as_exact(name):
     with make_recurrent_engine(model, pool_tokens=256) as engine:
         session = engine.session()
         session.prefill(prompt(CHUNK + 5))
-        list(session.generate(CHUNK, eos=None))
+        session.generate(CHUNK, eos=None).tokens.tolist()
         session.append([5])
         tokens, logits = session.tokens, session.logits
         kv = session.sequence.read_kv(0, 0, 2 * CHUNK)

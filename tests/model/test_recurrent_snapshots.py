@@ -63,13 +63,13 @@ def test_a_restored_session_goes_on_where_it_was(model, closing, place):
         session.prefill(prompt(LENGTH))
         report = session.save(name, store=store)
         assert [one.name for one in report.companions] == [f"{name}.states"]
-        expected = list(session.generate(CHUNK, eos=None))
+        expected = session.generate(CHUNK, eos=None).tokens.tolist()
 
     engine = closing(make(model))
     session = engine.restore(name, store=store)
     ids = session.tokens
     session.prefill(ids)
-    assert list(session.generate(CHUNK, eos=None)) == expected
+    assert session.generate(CHUNK, eos=None).tokens.tolist() == expected
     # What was saved of the tail is not gone on from: its rows are computed by one forward.
     assert engine.stats()["state_tokens_recomputed"] <= CHUNK
     session.trim(5 * CHUNK + 3)
@@ -82,7 +82,7 @@ def test_a_restored_session_is_extended_as_a_cold_run(model, closing, tmp_path):
     path = str(tmp_path / "chat.kvsnap")
     with make(model) as engine, engine.session() as session:
         session.prefill(prompt(LENGTH))
-        list(session.generate(7, eos=None))
+        session.generate(7, eos=None).tokens.tolist()
         session.save(path)
         pending = session.pending
     engine = closing(make(model))
@@ -395,7 +395,7 @@ def test_saving_a_part_of_a_text_counts_as_no_cut(hybrid, closing, tmp_path):
     engine = closing(make(hybrid))
     session = engine.session()
     session.prefill(prompt(LENGTH))
-    list(session.generate(CHUNK, eos=None))
+    session.generate(CHUNK, eos=None).tokens.tolist()
     before = engine.stats()["tokens_reprefilled"]
     session.save(tmp_path / "part.kvsnap", upto=session.committed - 1)
     assert engine.stats()["tokens_reprefilled"] == before

@@ -57,7 +57,7 @@ def test_a_forward_that_fails_is_found_by_halving_and_the_others_go_on(engine, m
     expected = engine.run(prompts, NEW, eos=None)
     failing_run(engine, monkeypatch, lambda b: (b.tokens[: b.used] == POISON).any())
     found = engine.run([*prompts[:2], poisoned(33), *prompts[2:]], NEW, eos=None)
-    assert [completion.finish for completion in found] == ["length"] * 2 + ["error"] + [
+    assert [completion.finish_reason for completion in found] == ["length"] * 2 + ["error"] + [
         "length"
     ] * 3
     assert isinstance(found[2].error, IndexError)
@@ -76,7 +76,7 @@ def test_what_fails_for_everyone_ends_everyone(engine, monkeypatch, error):
         for _ in range(5):
             scheduler.step()
         assert scheduler.idle
-    assert [request.completion.finish for request in requests] == ["error"] * 4
+    assert [request.completion.finish_reason for request in requests] == ["error"] * 4
     assert {type(request.completion.error) for request in requests} == {error}
     assert engine.stats()["reserved_chunks"] == 0
 
@@ -87,8 +87,8 @@ def test_a_callback_that_raises_ends_its_request(engine):
             raise ZeroDivisionError("the owner's")
 
     first, second = engine.run([prompt(20), prompt(30)], NEW, eos=None, on_token=on_token)
-    assert (first.finish, len(first.tokens)) == ("length", NEW)
-    assert (second.finish, len(second.tokens)) == ("error", 2)
+    assert (first.finish_reason, len(first.tokens)) == ("length", NEW)
+    assert (second.finish_reason, len(second.tokens)) == ("error", 2)
     assert isinstance(second.error, ZeroDivisionError)
 
 
@@ -100,7 +100,7 @@ def test_a_proposer_that_raises_ends_its_request(engine):
             return []
 
     found = engine.run([prompt(20), prompt(20, seed=1)], 6, eos=None, speculate=Proposer)
-    assert [completion.finish for completion in found] == ["error", "length"]
+    assert [completion.finish_reason for completion in found] == ["error", "length"]
     assert "LookupError: no idea" in str(found[0].error)
 
 
@@ -110,7 +110,7 @@ def test_new_requests_are_served_after_one_that_failed(engine, monkeypatch):
         bad, good = scheduler.submit(poisoned(20), NEW), scheduler.submit(prompt(20), NEW)
         for _ in range(10):
             scheduler.step()
-        assert [bad.completion.finish, good.completion.finish] == ["error", "length"]
+        assert [bad.completion.finish_reason, good.completion.finish_reason] == ["error", "length"]
 
 
 def test_a_draft_that_fails_leaves_the_text_without_guesses(model, closing, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_draft_that_fails_leaves_the_text_without_guesses(model, closing, monk
 
     monkeypatch.setattr(engine.draft.core.runner, "run", fails)
     (found,) = engine.run([prompt(20)], NEW, eos=None, speculate="draft")
-    assert found.finish == "length"
+    assert found.finish_reason == "length"
     assert found.tokens.tolist() == expected.tokens.tolist()
 
 
@@ -147,8 +147,8 @@ def test_texts_beyond_a_models_positions_are_refused_at_the_call(closing):
     calls = [
         lambda: session.prefill(np.append(session.tokens, long)),
         lambda: session.update(long),
-        lambda: session.generate(LIMIT - 39),
-        lambda: session.regenerate(LIMIT - 9, from_position=10),
+        lambda: session.generate(LIMIT - 39, stream="tokens"),
+        lambda: session.regenerate(LIMIT - 9, from_position=10, stream="tokens"),
         lambda: engine.run([prompt(10), prompt(50)], 15),
         lambda: engine.scheduler().submit(prompt(50), 15),
         lambda: engine.score(prompt(LIMIT + 2)),
@@ -159,7 +159,7 @@ def test_texts_beyond_a_models_positions_are_refused_at_the_call(closing):
         with pytest.raises(InvalidArgumentError, match=r"positions for 64 .*beyond_max_positions"):
             call()
     assert session.tokens.tolist() == text
-    assert len(list(session.generate(LIMIT - 40, eos=None))) == LIMIT - 40
+    assert len(session.generate(LIMIT - 40, eos=None).tokens.tolist()) == LIMIT - 40
     assert engine.score(prompt(LIMIT + 1)).logprobs.size == LIMIT
 
 
@@ -167,7 +167,7 @@ def test_an_engine_goes_beyond_rotary_positions_if_told_to(closing):
     engine = closing(make_engine(short(), beyond_max_positions=True))
     with engine.session() as session:
         session.prefill(prompt(LIMIT + 10))
-        list(session.generate(3, eos=None))
+        session.generate(3, eos=None).tokens.tolist()
     same = closing(make_engine(short()))
     assert engine.fingerprint == same.fingerprint
 
@@ -179,7 +179,7 @@ def test_learned_positions_have_an_end(gpt2, option):
             engine.run([prompt(20), prompt(LIMIT + 6)], NEW)
         assert "beyond_max_positions" not in str(error.value)
         first, second = engine.run([prompt(LIMIT - NEW), prompt(20)], NEW, eos=None)
-        assert {first.finish, second.finish} == {"length"}
+        assert {first.finish_reason, second.finish_reason} == {"length"}
 
 
 def test_a_draft_stops_where_its_positions_end(closing):
@@ -188,6 +188,9 @@ def test_a_draft_stops_where_its_positions_end(closing):
     (expected,) = engine.run([prompt(50)], 30, eos=None)
     with engine.session() as session:
         session.prefill(prompt(50))
-        assert list(session.generate(30, eos=None, speculate="draft")) == expected.tokens.tolist()
+        assert (
+            session.generate(30, eos=None, speculate="draft").tokens.tolist()
+            == expected.tokens.tolist()
+        )
         assert session.speculation.proposed > 0
         assert 50 < draft_of(session).transcript.length <= LIMIT

@@ -38,13 +38,13 @@ def held(engine):
 def eos_of(session, count):
     """The token that a greedy continuation has at `count` first, and how many come up to it."""
     with session.fork() as twin:
-        tokens = list(twin.generate(count, eos=None))
+        tokens = twin.generate(count, eos=None).tokens.tolist()
     return tokens[-1], tokens.index(tokens[-1]) + 1
 
 
 def test_a_text_that_ends_early_holds_no_more_room(engine, session):
     eos, count = eos_of(session, 4)
-    stream = session.generate(LONG, eos=eos)
+    stream = session.generate(LONG, eos=eos, stream="tokens")
     assert held(engine) > 20
     assert len(list(stream)) == count
     assert held(engine) == 0
@@ -54,7 +54,7 @@ def test_room_is_given_back_with_the_last_token_not_after_it(engine, session):
     """Whoever looks for the end of a text in its tokens never asks for the one after it."""
     _, count = eos_of(session, 4)
     token, _ = eos_of(session, 4)
-    stream = session.generate(LONG, eos=token)
+    stream = session.generate(LONG, eos=token, stream="tokens")
     for _ in range(count):
         next(stream)
     assert held(engine) == 0
@@ -62,7 +62,7 @@ def test_room_is_given_back_with_the_last_token_not_after_it(engine, session):
 
 def test_stop_sequences_end_the_room_too(engine, session):
     token, count = eos_of(session, 4)
-    assert len(list(session.generate(LONG, eos=None, stop=[[token]]))) == count
+    assert len(session.generate(LONG, eos=None, stop=[[token]]).tokens.tolist()) == count
     assert held(engine) == 0
 
 
@@ -70,7 +70,7 @@ def test_stop_sequences_end_the_room_too(engine, session):
 @pytest.mark.parametrize("way", ["dropped", "closed", "raised"])
 def test_an_abandoned_stream_holds_no_room(engine, session, taken, way):
     def consume():
-        stream = session.generate(LONG, eos=None)
+        stream = session.generate(LONG, eos=None, stream="tokens")
         for _ in range(taken):
             next(stream)
         assert held(engine) > 20
@@ -94,7 +94,7 @@ def test_three_idle_sessions_leave_room_for_a_fourth(model):
         for seed in range(4):
             session = engine.session()
             session.prefill(prompt(40, seed=seed))
-            stream = session.generate(30 * CHUNK, eos=None)
+            stream = session.generate(30 * CHUNK, eos=None, stream="tokens")
             for _ in range(25):
                 next(stream)
             idle.append(session)
@@ -129,9 +129,11 @@ def test_a_refused_call_for_many_holds_nothing_for_the_first(model):
 
 
 def test_a_stream_that_replaces_another_keeps_its_own_room(engine, session):
-    stream = session.generate(10 * CHUNK, eos=None)
+    stream = session.generate(10 * CHUNK, eos=None, stream="tokens")
     next(stream)
-    stream = session.generate(20 * CHUNK, eos=None)  # the first is collected after this call
+    stream = session.generate(
+        20 * CHUNK, eos=None, stream="tokens"
+    )  # the first is collected after this call
     gc.collect()
     assert held(engine) >= 19
     del stream
@@ -140,8 +142,8 @@ def test_a_stream_that_replaces_another_keeps_its_own_room(engine, session):
 
 
 def test_a_text_regenerated_or_scored_or_refused_holds_nothing(engine, session):
-    list(session.generate(5, eos=None))
-    next(session.regenerate(LONG, eos=None))
+    session.generate(5, eos=None).tokens.tolist()
+    next(session.regenerate(LONG, eos=None, stream="tokens"))
     gc.collect()
     assert held(engine) == 0
     engine.score(prompt(60))
@@ -170,7 +172,7 @@ def test_a_prefill_that_fails_holds_nothing(engine, session, monkeypatch):
 
 
 def test_a_forward_that_fails_ends_the_stream_and_its_room(engine, session, monkeypatch):
-    stream = session.generate(LONG, eos=None)
+    stream = session.generate(LONG, eos=None, stream="tokens")
     next(stream)
 
     def fails(batch):
@@ -185,7 +187,7 @@ def test_a_forward_that_fails_ends_the_stream_and_its_room(engine, session, monk
 def test_requests_that_end_early_hold_nothing(engine, session):
     token, _ = eos_of(session, 4)
     kept = engine.run([prompt(40), session], LONG, eos=token, keep_sessions=True)
-    assert {completion.finish for completion in kept} == {"eos"}
+    assert {completion.finish_reason for completion in kept} == {"eos"}
     assert held(engine) == 0
     with engine.scheduler() as scheduler:
         request = scheduler.submit(prompt(200, seed=5), LONG, keep_session=True)
@@ -206,7 +208,7 @@ def test_speculation_and_its_draft_hold_nothing(model, closing):
     engine = closing(make_engine(model, pool_tokens=512, draft=model))
     with engine.session() as session:
         session.prefill(prompt(40))
-        stream = session.generate(LONG, eos=None, speculate="draft")
+        stream = session.generate(LONG, eos=None, speculate="draft", stream="tokens")
         for _ in range(6):
             next(stream)
         stream.close()

@@ -12,8 +12,8 @@ import transformers
 from bits import assert_same_bits
 from reference_models import DTYPES, build, make_engine, prompt
 
-from kvpager import Engine, InvalidArgumentError, UnsupportedModelError, only_looks
-from kvpager.hf import Head, RowCounts, probe_shapes, same_bits
+from kvpager import Engine, InvalidArgumentError, UnsupportedModelError
+from kvpager.hf import Head, RowCounts, only_looks, probe_shapes, same_bits
 from kvpager.hf.cancelling import cancelling_product, like
 from kvpager.hf.rows import counts_below, spread
 from kvpager.hf.rowwise import RowwiseProbe, Sample
@@ -236,7 +236,7 @@ def test_only_counts_of_the_ladder_are_run():
         assert len(ladder) > 2
         first, second = engine.session(), engine.session()
         engine.prefill_many([(first, prompt(45)), (second, prompt(3, seed=1))])
-        list(first.generate(3, eos=None))
+        first.generate(3, eos=None).tokens.tolist()
         list(engine.generate_many([first, second], 3, eos=None))
         engine.score(prompt(40))
     assert seen <= {*ladder}

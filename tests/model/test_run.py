@@ -10,7 +10,8 @@ from apart import Oracle, alone, apart, ids_of, logprob_bits
 from bits import assert_same_session
 from reference_models import CHUNK, VOCAB, build, make_engine, prompt
 
-from kvpager import CapacityError, InvalidArgumentError, NonFiniteError, only_looks
+from kvpager import CapacityError, InvalidArgumentError, NonFiniteError
+from kvpager.hf import only_looks
 
 LENGTHS = (5, 70, 1, 121, 33, 16, 48, 90)
 NEW = 12
@@ -46,7 +47,7 @@ def run(engine, prompts, **options):
 def assert_as_alone(completions, references, finish="length"):
     assert [completion.index for completion in completions] == list(range(len(references)))
     for completion, (_, tokens) in zip(completions, references):
-        assert completion.finish == finish, completion.error
+        assert completion.finish_reason == finish, completion.error
         assert completion.tokens.dtype == np.int32
         assert completion.tokens.tolist() == ids_of(tokens)
         assert completion.logprobs.dtype == np.float32
@@ -91,7 +92,7 @@ def test_a_prompt_that_can_never_fit_fails_alone(model, prompts, references, clo
     engine = closing(make_engine(model, host_bytes="480KiB"))
     completions = run(engine, [*prompts, prompt(2000)], seed=[*range(len(prompts)), 0])
     assert_as_alone(completions[:-1], references)
-    assert completions[-1].finish == "error"
+    assert completions[-1].finish_reason == "error"
     assert isinstance(completions[-1].error, CapacityError)
     assert "bytes" in str(completions[-1].error)
     assert completions[-1].tokens.size == 0
@@ -115,7 +116,7 @@ def test_sessions_go_on_beside_prompts(engine, prompts):
     reserved = engine.stats()["reserved_chunks"]
     session = apart(engine)
     session.prefill(prompts[1])
-    first = list(session.generate(4, temperature=1.0, seed=5, eos=None))
+    first = session.generate(4, temperature=1.0, seed=5, eos=None).tokens.tolist()
     completions = engine.run(
         [prompts[0], session, prompts[3]], NEW - 4, temperature=1.0, eos=None, logprobs=True
     )
@@ -131,9 +132,12 @@ def test_sessions_go_on_beside_prompts(engine, prompts):
 def test_completions_say_how_they_ended_and_how_long_it_took(engine, prompts, references):
     tokens = ids_of(references[1][1])
     ended = run(engine, prompts[1:2], seed=1, eos=tokens[3])[0]
-    assert (ended.finish, ended.tokens.tolist()) == ("eos", tokens[: tokens.index(tokens[3]) + 1])
+    assert (ended.finish_reason, ended.tokens.tolist()) == (
+        "eos",
+        tokens[: tokens.index(tokens[3]) + 1],
+    )
     stopped = run(engine, prompts[1:2], seed=1, stop=[tokens[4:6]])[0]
-    assert (stopped.finish, stopped.tokens.tolist()) == ("stop", tokens[:6])
+    assert (stopped.finish_reason, stopped.tokens.tolist()) == ("stop", tokens[:6])
     assert stopped.prompt_tokens == LENGTHS[1]
     assert 0 < stopped.first_token_s <= stopped.total_s
     assert run(engine, prompts[1:2], logprobs=False)[0].logprobs is None
@@ -172,7 +176,7 @@ def test_a_request_cancelled_from_on_token_ends_with_that_token(engine, prompts,
 
     reserved = engine.stats()["reserved_chunks"]
     completions = run(engine, prompts[:3], on_token=stop_second)
-    assert completions[1].finish == "cancelled"
+    assert completions[1].finish_reason == "cancelled"
     assert completions[1].tokens.tolist() == ids_of(references[1][1])[:4]
     assert_as_alone([completions[0]], references[:1])
     assert completions[2].tokens.tolist() == ids_of(references[2][1])
@@ -191,7 +195,7 @@ def test_a_request_cancelled_in_the_middle_of_a_burst_ends_with_that_token(
     completion = run(
         engine, prompts[1:2], seed=1, on_token=stop, speculate=lambda: Oracle(session.tokens)
     )[0]
-    assert completion.finish == "cancelled"
+    assert completion.finish_reason == "cancelled"
     assert completion.tokens.tolist() == ids_of(tokens)[:count]
     assert completion.speculation.accepted
 
@@ -275,7 +279,7 @@ def test_keys_that_are_not_finite_end_the_request_they_belong_to(
         completions = run(engine, asked, seed=chosen)
     finally:
         handle.remove()
-    assert completions[2].finish == "error"
+    assert completions[2].finish_reason == "error"
     assert isinstance(completions[2].error, NonFiniteError)
     for completion, i in zip(completions, chosen):
         if i != 3:
@@ -292,7 +296,7 @@ def test_a_session_that_somebody_closes_ends_its_own_request(engine, prompts, re
             session.close()
 
     completions = run(engine, [prompts[0], session, prompts[2]], on_token=close)
-    assert completions[1].finish == "error"
+    assert completions[1].finish_reason == "error"
     assert "closed" in str(completions[1].error)
     assert completions[0].tokens.tolist() == ids_of(references[0][1])
     assert completions[2].tokens.tolist() == ids_of(references[2][1])
@@ -308,7 +312,7 @@ class Faulty:
 def test_a_proposer_that_misbehaves_ends_the_requests_that_have_one(engine, prompts, references):
     completions = run(engine, prompts[:2], speculate=Faulty)
     for completion, (_, tokens) in zip(completions, references):
-        assert completion.finish == "error"
+        assert completion.finish_reason == "error"
         assert "Faulty.propose raised ZeroDivisionError" in str(completion.error)
         assert completion.tokens.tolist() == ids_of(tokens)[: len(completion.tokens)]
 
@@ -370,5 +374,5 @@ def test_a_request_cancelled_from_another_thread_ends(engine, prompts):
     thread.start()
     completion = engine.run(prompts[:1], 4000, eos=None, on_token=note)[0]
     thread.join()
-    assert completion.finish == "cancelled"
+    assert completion.finish_reason == "cancelled"
     assert 1 <= len(completion.tokens) < 4000

@@ -35,7 +35,7 @@ def engine(model, closing):
 def session(engine):
     session = engine.session()
     session.prefill(prompt(100))
-    next(session.generate(1, eos=None))
+    next(session.generate(1, eos=None, stream="tokens"))
     return session
 
 
@@ -80,11 +80,13 @@ def test_a_save_beside_decoding_holds_the_session_at_the_call_bit_for_bit(
     engine = closing(make_engine(model, **options))
     session, other = engine.session(), engine.session()
     session.prefill(prompt(130))
-    next(session.generate(1, eos=None, temperature=0.7, seed=3))
+    next(session.generate(1, eos=None, temperature=0.7, seed=3, stream="tokens"))
     session.save(tmp_path / "at-once")
     handle = session.save(tmp_path / "beside", wait=False, progress=gate)
     assert gate.reached.wait(60)
-    produced = list(session.generate(20, eos=None))  # with the writer in the middle of its work
+    produced = session.generate(
+        20, eos=None
+    ).tokens.tolist()  # with the writer in the middle of its work
     other.prefill(prompt(48, seed=5))
     engine.pager.evict_all()
     engine.pager.check_invariants()
@@ -112,7 +114,7 @@ def test_many_saves_at_once_each_hold_their_own_moment(model, tmp_path, closing)
     for turn in range(12):
         session.save(tmp_path / f"{turn}.at-once")
         handles.append(session.save(tmp_path / f"{turn}.beside", wait=False))
-        for _ in session.generate(5, eos=None):
+        for _ in session.generate(5, eos=None, stream="tokens"):
             engine.pager.evict_all()
     for turn, handle in enumerate(handles):
         assert handle.result().tokens == 60 + 5 * turn - (turn > 0)
@@ -168,8 +170,8 @@ def test_a_partial_save_is_the_session_that_had_only_these_tokens(
     cold.prefill(prompt(100)[:upto])
     assert cold.save(tmp_path / "cold").logical_digest == report.logical_digest
     if upto == 101:
-        next(cold.generate(1, eos=None))
-    assert list(again.generate(4, eos=None)) == list(cold.generate(4, eos=None))
+        next(cold.generate(1, eos=None, stream="tokens"))
+    assert again.generate(4, eos=None).tokens.tolist() == cold.generate(4, eos=None).tokens.tolist()
 
 
 @pytest.mark.parametrize("upto", [0, -1, 102, True, 3.5])

@@ -57,7 +57,7 @@ def test_a_request_goes_through_its_states(scheduler):
         scheduler.step()
         states.append(request.state)
     assert states == ["waiting", "prefilling", "decoding", "decoding", "finished"]
-    assert request.completion.finish == "length"
+    assert request.completion.finish_reason == "length"
     assert request.tokens.tolist() == request.completion.tokens.tolist()
     assert "finished" in repr(request)
 
@@ -171,7 +171,11 @@ def test_what_can_never_fit_fails_alone_and_says_what_it_needs(model, closing):
             for ids, new in ((prompt(20), 4), (prompt(9), 4000), (prompt(30), 4))
         ]
         finish(scheduler)
-    assert [request.completion.finish for request in requests] == ["length", "error", "length"]
+    assert [request.completion.finish_reason for request in requests] == [
+        "length",
+        "error",
+        "length",
+    ]
     assert isinstance(requests[1].completion.error, CapacityError)
     assert "Raise host_bytes" in str(requests[1].completion.error)
 
@@ -198,7 +202,7 @@ def test_one_that_gave_its_chunks_up_goes_on_with_the_same_bits(model, closing):
     assert "waiting" in states
     for seed, request in enumerate(requests):
         expected = alone(roomy, prompt(10, seed), 20, temperature=1.0, seed=seed)[1]
-        assert request.completion.finish == "length", request.completion.error
+        assert request.completion.finish_reason == "length", request.completion.error
         assert request.completion.tokens.tolist() == ids_of(expected)
         assert request.completion.logprobs.tobytes() == logprob_bits(expected)
 
@@ -240,7 +244,7 @@ def test_a_cancelled_request_gives_everything_back(engine, state):
         chosen.cancel()
         chosen.cancel()
         scheduler.step()
-        assert chosen.completion.finish == "cancelled"
+        assert chosen.completion.finish_reason == "cancelled"
         assert chosen.completion.tokens.tolist() == produced
         finish(scheduler)
         for seed, request in zip(seeds, requests):
@@ -258,7 +262,7 @@ def test_cancelling_a_finished_request_changes_nothing(scheduler):
     request.cancel()
     scheduler.step()
     assert request.completion is completion
-    assert completion.finish == "length"
+    assert completion.finish_reason == "length"
 
 
 def test_closing_a_scheduler_cancels_what_is_left(engine):
@@ -268,7 +272,7 @@ def test_closing_a_scheduler_cancels_what_is_left(engine):
         scheduler.step()
     scheduler.close()
     assert scheduler.idle
-    assert [one.completion.finish for one in requests] == ["cancelled"] * 3
+    assert [one.completion.finish_reason for one in requests] == ["cancelled"] * 3
     assert len(requests[0].completion.tokens) == 4
     assert engine.stats()["sequences"] == 0
 
@@ -300,7 +304,7 @@ def test_the_last_token_told_ends_a_request_though_its_callback_was_interrupted(
     with pytest.raises(KeyboardInterrupt):
         scheduler.step()
     scheduler.step()
-    assert request.completion.finish == "length"
+    assert request.completion.finish_reason == "length"
     assert len(request.completion.tokens) == 1
 
 
@@ -347,7 +351,7 @@ def test_several_threads_may_submit_and_cancel_while_one_steps(engine, scheduler
     assert sorted(request.index for _, request in requests) == list(range(12))
     for length, request in requests:
         expected = ids_of(alone(engine, prompt(length, length), 8)[1])
-        assert request.completion.finish == ("cancelled" if length % 2 else "length")
+        assert request.completion.finish_reason == ("cancelled" if length % 2 else "length")
         assert request.completion.tokens.tolist() == expected[: len(request.tokens)]
 
 
@@ -504,13 +508,13 @@ def close_kept(architecture, dtype, submitted):
             continue
         seen.append(True)
         session, tokens = reference(architecture, dtype, *what[:4])
-        assert completion.finish in ("length", "cancelled"), completion.error
+        assert completion.finish_reason in ("length", "cancelled"), completion.error
         count = len(completion.tokens)
-        assert count == what[2] or completion.finish == "cancelled"
+        assert count == what[2] or completion.finish_reason == "cancelled"
         assert completion.tokens.tolist() == ids_of(tokens[:count])
         assert completion.logprobs.tobytes() == logprob_bits(tokens[:count])
         if completion.session is not None:
-            if completion.finish == "length":
+            if completion.finish_reason == "length":
                 assert_same_session(completion.session, session, f"request {what}")
             completion.session.close()
 

@@ -37,9 +37,11 @@ def test_sampled_runs_of_one_prompt_differ_and_each_can_be_repeated(engine):
 
 def test_sessions_draw_differently_and_record_their_seed(engine):
     sessions = [begun(engine) for _ in range(4)]
-    texts = [list(session.generate(12, **HOT)) for session in sessions]
+    texts = [session.generate(12, **HOT).tokens.tolist() for session in sessions]
     assert len(set(map(tuple, texts))) == 4
-    seeded = [list(begun(engine).generate(12, seed=s.sampling.seed, **HOT)) for s in sessions]
+    seeded = [
+        begun(engine).generate(12, seed=s.sampling.seed, **HOT).tokens.tolist() for s in sessions
+    ]
     assert seeded == texts
 
 
@@ -55,26 +57,30 @@ def test_greedy_text_is_the_same_whatever_the_seed(engine):
 
 def test_regenerated_text_is_another(engine):
     session = begun(engine)
-    first = list(session.generate(12, **HOT))
-    texts = {tuple(first)} | {tuple(session.regenerate(12, **HOT)) for _ in range(4)}
+    first = session.generate(12, **HOT).tokens.tolist()
+    texts = {tuple(first)} | {
+        tuple(session.regenerate(12, **HOT, stream="tokens")) for _ in range(4)
+    }
     assert len(texts) == 5
     last = session.tokens.tolist()[len(IDS) :]
-    assert list(session.regenerate(12, seed=session.sampling.seed, **HOT)) == last
+    assert session.regenerate(12, seed=session.sampling.seed, **HOT).tokens.tolist() == last
 
 
 def test_an_interrupted_text_goes_on_with_its_draws(engine):
-    whole = list(begun(engine).generate(12, seed=11, **HOT))
+    whole = begun(engine).generate(12, seed=11, **HOT).tokens.tolist()
     session = begun(engine)
-    stream = session.generate(12, seed=11, **HOT)
+    stream = session.generate(12, seed=11, **HOT, stream="tokens")
     first = [next(stream) for _ in range(5)]
-    assert first + list(session.generate(7, **HOT)) == whole
+    assert first + session.generate(7, **HOT).tokens.tolist() == whole
 
 
 def test_forks_draw_differently_unless_given_a_seed(engine):
     session = begun(engine)
-    list(session.generate(4, seed=3, **HOT))
+    session.generate(4, seed=3, **HOT).tokens.tolist()
     forks = [session.fork() for _ in range(3)]
-    assert len({tuple(fork.generate(12, **HOT)) for fork in (session, *forks)}) == 4
+    assert (
+        len({tuple(fork.generate(12, **HOT, stream="tokens")) for fork in (session, *forks)}) == 4
+    )
     session = begun(engine)
     streams = [session, session.fork(), session.fork()]
     told = {one: [] for one in streams}
@@ -82,24 +88,25 @@ def test_forks_draw_differently_unless_given_a_seed(engine):
         told[one].append(token)
     assert len(set(map(tuple, told.values()))) == 3
     same = [session.fork() for _ in range(2)]
-    assert len({tuple(fork.generate(6, seed=5, **HOT)) for fork in same}) == 1
+    assert len({tuple(fork.generate(6, seed=5, **HOT, stream="tokens")) for fork in same}) == 1
 
 
 @pytest.mark.parametrize("seed", [None, 21])
 def test_what_a_restored_session_draws_is_what_the_uninterrupted_one_does(engine, tmp_path, seed):
     """In the middle of a text, in the turns after it, and where text is dropped and drawn again."""
     session = begun(engine)
-    list(session.generate(9, seed=seed, **HOT))
+    session.generate(9, seed=seed, **HOT).tokens.tolist()
     session.save(tmp_path / "saved")
     restored = engine.restore(tmp_path / "saved")
     for turn in range(3):
-        ours, theirs = (list(one.generate(6, **HOT)) for one in (session, restored))
+        ours, theirs = (one.generate(6, **HOT).tokens.tolist() for one in (session, restored))
         assert ours == theirs
         assert session.sampling == restored.sampling
         for one in (session, restored):
             one.append(prompt(5, seed=turn))
-    assert list(session.regenerate(6, from_position=40, **HOT)) == list(
-        restored.regenerate(6, from_position=40, **HOT)
+    assert (
+        session.regenerate(6, from_position=40, **HOT).tokens.tolist()
+        == restored.regenerate(6, from_position=40, **HOT).tokens.tolist()
     )
 
 
@@ -107,11 +114,11 @@ def test_turns_of_a_conversation_have_seeds_of_their_own(engine):
     session = begun(engine)
     seeds = []
     for turn in range(3):
-        list(session.generate(4, **HOT))
+        session.generate(4, **HOT).tokens.tolist()
         seeds.append(session.sampling.seed)
         session.append(prompt(3, seed=turn))
     assert len(set(seeds)) == 3
-    list(session.generate(4, seed=seeds[0], **HOT))
+    session.generate(4, seed=seeds[0], **HOT).tokens.tolist()
     session.append(prompt(3, seed=0))
-    list(session.generate(4, **HOT))
+    session.generate(4, **HOT).tokens.tolist()
     assert session.sampling.seed == seeds[1]  # a conversation can be repeated by its first seed

@@ -12,19 +12,16 @@ from bits import assert_same_bits, assert_same_session
 from damage import damage_chunk, packs
 from reference_models import CHUNK, VOCAB, build, make_engine
 
-from kvpager import (
+from kvpager import DirectoryStore, InvalidArgumentError, PagerError, TopK
+from kvpager.config import Window
+from kvpager.segments import (
     Combined,
     Deviation,
-    DirectoryStore,
     FullRepair,
-    InvalidArgumentError,
     NoRepair,
-    PagerError,
     QueryGuided,
     SeamTail,
     SegmentHead,
-    TopK,
-    Window,
 )
 from kvpager.segments.pieces import lay_out
 from kvpager.segments.stitching import Stitcher
@@ -292,7 +289,7 @@ def test_engines_that_promise_less_assemble_as_well(model, exact):
         session = engine.assemble(PARTS, repair=SegmentHead(4))
         worth = {chunk.provenance for chunk in session.ledger()}
         assert worth == ({"exact", "approximate"} if exact else {"approximate", "decode"})
-        assert len(list(session.generate(2 * CHUNK, eos=None))) == 2 * CHUNK
+        assert len(session.generate(2 * CHUNK, eos=None).tokens.tolist()) == 2 * CHUNK
         engine.pager.check_invariants()
 
 
@@ -341,18 +338,18 @@ def test_a_segment_larger_than_the_pool_can_be_moved(model):
         session = engine.assemble([SYSTEM_IDS, "long", QUESTION_IDS], repair=SegmentHead(4))
         assert len(long) > 5 * engine.config.pool_tokens
         assert session.assembly.moved == len(long) - 4
-        assert len(list(session.generate(5, eos=None))) == 5
+        assert len(session.generate(5, eos=None).tokens.tolist()) == 5
         engine.pager.check_invariants()
 
 
 def test_an_assembled_session_goes_on_like_any_other(model, tmp_path):
     with with_segments(model) as engine:
         session = engine.assemble(PARTS)
-        answer = list(session.generate(20, eos=None))
+        answer = session.generate(20, eos=None).tokens.tolist()
         twin = engine.assemble(PARTS)
-        assert list(twin.generate(20, eos=None)) == answer
+        assert twin.generate(20, eos=None).tokens.tolist() == answer
         twin.trim(len(TEXT))
-        assert list(twin.generate(20, eos=None)) == answer
+        assert twin.generate(20, eos=None).tokens.tolist() == answer
         session.save(tmp_path / "one.kvsnap")
         with engine.restore(tmp_path / "one.kvsnap") as restored:
             assert_same_session(restored, session, "restored")
@@ -515,6 +512,6 @@ def test_a_removed_segment_is_refused_and_sessions_made_with_it_stay(model):
         assert segment.closed
         with pytest.raises(InvalidArgumentError, match="was removed"):
             engine.assemble([segment])
-        assert len(list(session.generate(3, eos=None))) == 3
+        assert len(session.generate(3, eos=None).tokens.tolist()) == 3
         with pytest.raises(InvalidArgumentError, match="name is 'a'; expected one of"):
             engine.segments.remove("a")

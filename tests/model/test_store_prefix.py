@@ -67,7 +67,9 @@ def test_a_session_starts_from_the_longest_prefix_of_any_snapshot(start, cold):
     assert (session.restored_tokens, session.restored_tokens_consumed) == (64, 64)
     assert engine.core.runner.forwards == 2  # 46 tokens that the store has not
     whole = cold(ids)
-    assert list(session.generate(5, eos=None)) == list(whole.generate(5, eos=None))
+    assert (
+        session.generate(5, eos=None).tokens.tolist() == whole.generate(5, eos=None).tokens.tolist()
+    )
     assert_same_session(session, whole, "from a prefix")
     assert session.recomputed_tokens == 0
 
@@ -289,12 +291,12 @@ def test_turns_saved_by_one_process_start_the_next_ones(model, store, closing, c
         session = engine.session()
         session.prefill(ids)
         assert session.restored_tokens >= len(ids) // CHUNK * CHUNK - (64 if turn == 0 else 32)
-        list(session.generate(12, eos=None))
+        session.generate(12, eos=None).tokens.tolist()
         session.save(f"turn-{turn}", store=store)
         ids = np.concatenate([session.tokens, prompt(9, seed=turn)])
         engine.close()
     whole = cold(with_end(5, seed=4))
-    list(whole.generate(12, eos=None))
+    whole.generate(12, eos=None).tokens.tolist()
     whole.append(prompt(9, seed=0))
-    list(whole.generate(12, eos=None))
+    whole.generate(12, eos=None).tokens.tolist()
     assert whole.tokens.tolist() == ids[: whole.length].tolist()

@@ -20,11 +20,10 @@ from kvpager import (
     CorruptSnapshotError,
     InvalidArgumentError,
     PrefixMismatchError,
-    Refused,
     Reuse,
-    TrimCounters,
-    only_looks,
 )
+from kvpager.companions import Refused, TrimCounters
+from kvpager.hf import only_looks
 from kvpager.text.primary import PrimaryCache
 
 PROMPT = 150
@@ -83,7 +82,7 @@ def exact(engine):
 
 def talk(session):
     session.prefill(prompt(PROMPT))
-    list(session.generate(NEW, eos=None))
+    session.generate(NEW, eos=None).tokens.tolist()
     assert (session.length, session.committed) == (LENGTH, LENGTH - 1)
     return session
 
@@ -154,7 +153,7 @@ def test_after_a_cut_the_logits_are_those_of_a_cold_run(talked, cold, place, exa
         with apart(cold) as whole:
             whole.prefill(talked.tokens[: talked.length - (talked.pending is not None)])
             assert_same_bits(talked.logits, whole.logits, f"logits at {place}")
-    assert len(list(talked.generate(5, eos=None))) == 5
+    assert len(talked.generate(5, eos=None).tokens.tolist()) == 5
     assert_cold(talked, cold, f"generated after a cut at {place}")
 
 
@@ -219,7 +218,10 @@ def test_many_cuts_in_a_row_add_up_to_one(talked, cold):
             talked.append(new)
             text = [*text[:position], *new]
         else:
-            text = [*text[:position], *talked.generate(int(random.integers(1, 30)), eos=None)]
+            text = [
+                *text[:position],
+                *talked.generate(int(random.integers(1, 30)), eos=None, stream="tokens"),
+            ]
         assert talked.tokens.tolist() == text
     assert_cold(talked, cold, "cut again and again")
 
@@ -233,14 +235,14 @@ def test_a_cut_drops_what_speculation_has_ahead_of_the_text(model, cold, closing
     engine = closing(make_engine(model))
     session = engine.session()
     session.prefill(prompt(60))
-    stream = session.generate(40, eos=None, speculate=lambda: Oracle(whole.tokens))
+    stream = session.generate(40, eos=None, speculate=lambda: Oracle(whole.tokens), stream="tokens")
     for _ in range(3):
         next(stream)
     assert session.sequence.length > session.committed  # some of it is ahead
     session.trim(session.length - back)
     assert session.sequence.length == session.committed == 63 - back
     session.append([9, 8])
-    list(session.generate(6, eos=None, speculate=lambda: Oracle(whole.tokens)))
+    session.generate(6, eos=None, speculate=lambda: Oracle(whole.tokens)).tokens.tolist()
     assert_cold(session, cold, "cut while text was ahead")
 
 
@@ -248,14 +250,18 @@ def test_less_may_be_generated_than_an_abandoned_stream_has_ahead(model, cold, c
     whole, told = alone(cold, prompt(60), 40)
     engine = closing(make_engine(model))
     ways = {
-        "generate": lambda session: list(session.generate(1, eos=None)),
-        "regenerate": lambda session: list(session.regenerate(1, from_position=60, eos=None)),
+        "generate": lambda session: session.generate(1, eos=None).tokens.tolist(),
+        "regenerate": lambda session: session.regenerate(
+            1, from_position=60, eos=None
+        ).tokens.tolist(),
         "run": lambda session: engine.run([session], 1, eos=None)[0].tokens.tolist(),
     }
     for name, way in ways.items():
         session = closing(apart(engine))
         session.prefill(prompt(60))
-        stream = session.generate(40, eos=None, speculate=lambda: Oracle(whole.tokens))
+        stream = session.generate(
+            40, eos=None, speculate=lambda: Oracle(whole.tokens), stream="tokens"
+        )
         produced = [next(stream) for _ in range(6)]
         stream.close()
         assert session.sequence.length > session.length + 1  # more is ahead than is asked for
@@ -271,7 +277,7 @@ def test_a_suspended_generator_goes_on_from_where_its_text_was_cut(
 ):
     session = closing(apart(engine))
     session.prefill(prompt(70))
-    stream = session.generate(40, eos=None)
+    stream = session.generate(40, eos=None, stream="tokens")
     first = [next(stream) for _ in range(taken)]
     session.trim(session.length - back)
     rest = list(stream)
@@ -282,7 +288,7 @@ def test_a_suspended_generator_goes_on_from_where_its_text_was_cut(
 
 
 def test_a_suspended_generator_whose_text_was_cut_to_nothing_says_so(talked):
-    stream = talked.generate(5, eos=None)
+    stream = talked.generate(5, eos=None, stream="tokens")
     next(stream)
     talked.trim(0)
     with pytest.raises(InvalidArgumentError, match="the session is empty"):
@@ -301,7 +307,7 @@ def test_a_request_whose_session_was_cut_to_nothing_ends_alone(engine, closing):
         emptied.trim(0)
         while not scheduler.idle:
             scheduler.step()
-    assert [request.completion.finish for request in requests] == ["error", "length"]
+    assert [request.completion.finish_reason for request in requests] == ["error", "length"]
     assert "the session is empty" in str(requests[0].completion.error)
 
 
@@ -352,7 +358,7 @@ def test_a_cut_into_a_damaged_chunk_that_is_to_be_reported_changes_nothing(
     for cut in (
         lambda: session.trim(CHUNK + 5),
         lambda: session.update([*text[: CHUNK + 5], 7, 8]),
-        lambda: session.regenerate(3, from_position=CHUNK + 5),
+        lambda: session.regenerate(3, from_position=CHUNK + 5, stream="tokens"),
     ):
         with pytest.raises(CorruptSnapshotError, match="chunk 1"):
             cut()
@@ -442,7 +448,7 @@ def test_an_update_with_the_text_that_is_held_computes_the_pending_token_and_not
     engine = closing(make_engine(model))
     session = engine.session()
     session.prefill(prompt(50))
-    next(session.generate(1, eos=None))
+    next(session.generate(1, eos=None, stream="tokens"))
     assert session.update(session.tokens) == Reuse(total=51, computed=1, changed=51)
     assert session.pending is None
     forwards = engine.core.runner.forwards
@@ -469,8 +475,8 @@ def test_reasoning_that_is_dropped_between_turns_costs_what_follows_it_and_nothi
     text: list[int] = prompt(90).tolist()
     for turn in range(3):
         session.update(text)
-        reasoning = list(session.generate(25, eos=None))
-        answer = list(session.generate(10, eos=None))
+        reasoning = session.generate(25, eos=None).tokens.tolist()
+        answer = session.generate(10, eos=None).tokens.tolist()
         assert session.tokens.tolist() == text + reasoning + answer
         kept = len(text)
         text = text + answer + prompt(20, turn + 1).tolist()
@@ -566,7 +572,7 @@ OPTIONS = {"temperature": 1.0, "top_k": 50, "eos": None}
 
 def test_greedy_text_generated_again_is_the_same_and_nothing_of_it_is_left_twice(talked, cold):
     text = talked.tokens.tolist()
-    assert list(talked.regenerate(NEW, eos=None)) == text[PROMPT:]
+    assert talked.regenerate(NEW, eos=None).tokens.tolist() == text[PROMPT:]
     assert talked.tokens.tolist() == text
     assert_cold(talked, cold, "generated again")
 
@@ -578,9 +584,9 @@ def test_another_seed_gives_the_text_that_it_would_have_given_the_first_time(mod
     for seed in (1, 2, 3, 1):
         options = {**OPTIONS, "seed": seed}
         produced = list(
-            session.regenerate(20, **options)
+            session.regenerate(20, **options, stream="tokens")
             if session.generation_start is not None
-            else session.generate(20, **options)
+            else session.generate(20, **options, stream="tokens")
         )
         _, expected = alone(cold, prompt(40), 20, **options)
         assert produced == ids_of(expected)
@@ -594,7 +600,7 @@ def test_text_generated_again_from_anywhere_has_the_bits_of_a_cold_run(talked, c
         with pytest.raises(InvalidArgumentError, match="from_position is 0; expected 1 to"):
             talked.regenerate(5, from_position=0)
         return
-    produced = list(talked.regenerate(9, from_position=position, eos=None))
+    produced = talked.regenerate(9, from_position=position, eos=None).tokens.tolist()
     assert talked.tokens.tolist() == [*text[:position], *produced]
     if exact == "all":
         _, expected = alone(cold, text[:position], 9)
@@ -605,16 +611,16 @@ def test_text_generated_again_from_anywhere_has_the_bits_of_a_cold_run(talked, c
 
 def test_what_was_appended_since_is_dropped_with_the_generated_text(talked):
     talked.append(prompt(30, 3))
-    list(talked.regenerate(4, eos=None))
+    talked.regenerate(4, eos=None).tokens.tolist()
     assert talked.length == PROMPT + 4
 
 
 def test_a_stopped_stream_can_be_generated_again(talked):
     text = talked.tokens.tolist()
-    stream = talked.regenerate(NEW, eos=None)
+    stream = talked.regenerate(NEW, eos=None, stream="tokens")
     taken = [next(stream) for _ in range(3)]
     stream.close()
-    assert list(talked.regenerate(NEW, eos=None)) == text[PROMPT:]
+    assert talked.regenerate(NEW, eos=None).tokens.tolist() == text[PROMPT:]
     assert taken == text[PROMPT : PROMPT + 3]
 
 
@@ -623,10 +629,10 @@ def test_regenerate_knows_where_generation_began_after_a_restore_and_in_a_fork(
 ):
     text = saved.tokens.tolist()
     with saved.fork() as twin:
-        assert list(twin.regenerate(NEW, eos=None)) == text[PROMPT:]
+        assert twin.regenerate(NEW, eos=None).tokens.tolist() == text[PROMPT:]
     engine = closing(make_engine(model, exact=exact))
     again = engine.restore(tmp_path / "turn.kvsnap")
-    assert list(again.regenerate(NEW, eos=None)) == text[PROMPT:]
+    assert again.regenerate(NEW, eos=None).tokens.tolist() == text[PROMPT:]
     saved.save(tmp_path / "part.kvsnap", upto=PROMPT - 1)
     with pytest.raises(InvalidArgumentError, match="generated nothing"):
         engine.restore(tmp_path / "part.kvsnap").regenerate(3)
@@ -635,11 +641,11 @@ def test_regenerate_knows_where_generation_began_after_a_restore_and_in_a_fork(
 def test_regenerate_after_a_scheduled_request_drops_what_that_produced(engine, talked):
     before = talked.length
     (completion,) = engine.run([talked], 5, eos=None)
-    assert list(talked.regenerate(5, eos=None)) == completion.tokens.tolist()
+    assert talked.regenerate(5, eos=None).tokens.tolist() == completion.tokens.tolist()
     assert talked.length == before + 5
     (completion,) = engine.run([prompt(30, 6)], 5, eos=None, keep_sessions=True)
     with completion.session as session:
-        assert list(session.regenerate(5, eos=None)) == completion.tokens.tolist()
+        assert session.regenerate(5, eos=None).tokens.tolist() == completion.tokens.tolist()
         assert session.length == 35
 
 
@@ -650,7 +656,7 @@ def test_without_generated_text_regenerate_needs_a_position(engine, closing):
     session.prefill(prompt(20))
     with pytest.raises(InvalidArgumentError, match="give from_position"):
         session.regenerate(3)
-    assert len(list(session.regenerate(3, from_position=10, eos=None))) == 3
+    assert len(session.regenerate(3, from_position=10, eos=None).tokens.tolist()) == 3
     session.trim(9)
     with pytest.raises(InvalidArgumentError, match="give from_position"):
         session.regenerate(3)
@@ -691,10 +697,10 @@ def test_end_sequences_that_can_be_read_only_once_end_the_text_all_the_same(talk
     text = talked.tokens.tolist()
     tokens = text[PROMPT:]
     stop = iter([iter(tokens[2:4])])
-    produced = list(talked.regenerate(NEW, eos=None, stop=stop))
+    produced = talked.regenerate(NEW, eos=None, stop=stop).tokens.tolist()
     assert produced[-2:] == tokens[2:4]
     eos = iter([tokens[5]])
-    produced = list(talked.regenerate(NEW, eos=eos))
+    produced = talked.regenerate(NEW, eos=eos).tokens.tolist()
     assert produced == tokens[: tokens.index(tokens[5]) + 1]
 
 
@@ -702,12 +708,12 @@ def test_text_for_which_there_is_no_room_is_not_given_up(model, cold, closing):
     engine = closing(make_engine(model, pool_tokens=96, host_bytes=0))
     session = engine.session()
     session.prefill(prompt(40))
-    list(session.generate(10, eos=None))
+    session.generate(10, eos=None).tokens.tolist()
     text = session.tokens.tolist()
     with pytest.raises(CapacityError, match="bytes"):
         session.regenerate(500)
     assert session.tokens.tolist() == text
-    assert list(session.regenerate(10, eos=None)) == text[40:]
+    assert session.regenerate(10, eos=None).tokens.tolist() == text[40:]
 
 
 def test_text_whose_chunks_a_fork_holds_as_well_is_not_given_up_either(
@@ -717,7 +723,7 @@ def test_text_whose_chunks_a_fork_holds_as_well_is_not_given_up_either(
     engine = closing(make_engine(model))
     session = engine.session()
     session.prefill(prompt(40))
-    list(session.generate(30, eos=None))
+    session.generate(30, eos=None).tokens.tolist()
     text = session.tokens.tolist()
     reserve = type(session.sequence).reserve
     calls = []
@@ -735,7 +741,7 @@ def test_text_whose_chunks_a_fork_holds_as_well_is_not_given_up_either(
     assert session.tokens.tolist() == text
     with session.fork() as twin:
         assert_cold(twin, cold, "put back")
-    assert list(session.regenerate(30, eos=None)) == text[40:]
+    assert session.regenerate(30, eos=None).tokens.tolist() == text[40:]
 
 
 # What is owed
@@ -774,7 +780,7 @@ def test_owed_tokens_give_the_logits_of_a_cold_run(owing, cold):
 
 def test_owed_tokens_are_computed_before_the_next_one_is_generated(owing, cold):
     text = owing.tokens.tolist()
-    produced = list(owing.generate(20, eos=None))
+    produced = owing.generate(20, eos=None).tokens.tolist()
     _, expected = alone(cold, text, 20)
     assert produced[0] == expected[0].id
     if owing.core.config.exact == "all":
@@ -784,12 +790,12 @@ def test_owed_tokens_are_computed_before_the_next_one_is_generated(owing, cold):
 
 def test_a_pending_token_that_is_owed_with_the_rest_was_not_lost(owing, cold):
     text = owing.tokens.tolist()
-    token = next(owing.generate(1, eos=None))
+    token = next(owing.generate(1, eos=None, stream="tokens"))
     with refusing():
         owing.trim(owing.length - 1)
         assert owing.tokens.tolist() == text
-        assert next(owing.generate(1, eos=None)) == token
-    list(owing.generate(4, eos=None))
+        assert next(owing.generate(1, eos=None, stream="tokens")) == token
+    owing.generate(4, eos=None).tokens.tolist()
     assert_cold(owing, cold, "with a pending token")
 
 
@@ -835,7 +841,7 @@ def test_a_scheduler_computes_what_sessions_owe_beside_those_that_owe_nothing(
     sessions = [owing, other, third]
     texts = [session.tokens.tolist() for session in sessions]
     completions = engine.run([*sessions, prompt(45, 6)], 12, eos=None)
-    assert [completion.finish for completion in completions] == ["length"] * 4
+    assert [completion.finish_reason for completion in completions] == ["length"] * 4
     for session, text, completion in zip(sessions, texts, completions):
         assert session.tokens.tolist() == [*text, *completion.tokens]
         if engine.config.exact == "all":
@@ -884,7 +890,7 @@ def test_tokens_that_were_owed_before_a_cut_are_no_loss_of_it(model, closing):
     engine = closing(make_engine(model, pool_tokens=512, exact="reuse"))
     session, other = engine.session(), engine.session()
     session.prefill(prompt(5))
-    list(session.generate(6, eos=None))
+    session.generate(6, eos=None).tokens.tolist()
     session.transcript.drop_inexact()
     assert session.transcript.uncomputed.size == 10
     text = session.tokens[:9].tolist()

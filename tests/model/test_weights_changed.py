@@ -57,7 +57,7 @@ def test_everything_after_it_has_the_bits_of_a_new_engine(kind, tmp_path, closin
     old = dict(engine.fingerprint)
     session = engine.session()
     session.prefill(TEXT)
-    told = list(session.generate(5))
+    told = session.generate(5).tokens.tolist()
     session.save("old", store=store)
     twin = session.fork()
     change(model)
@@ -75,7 +75,7 @@ def test_everything_after_it_has_the_bits_of_a_new_engine(kind, tmp_path, closin
     session.prefill(text)
     assert {chunk.provenance for chunk in session.ledger()} == {"exact"}
     assert_same_session(session, expected, "prefilled")
-    assert list(session.generate(6)) == list(expected.generate(6))
+    assert session.generate(6).tokens.tolist() == expected.generate(6).tokens.tolist()
     expected.prefill(expected.tokens)
     session.prefill(session.tokens)
     assert_same_session(session, expected, "decoded")
@@ -91,7 +91,7 @@ def test_everything_after_it_has_the_bits_of_a_new_engine(kind, tmp_path, closin
     # What began before the change and was not touched goes on as a new session of its text would.
     alone = fresh.session()
     alone.prefill(text)
-    assert list(twin.generate(4)) == list(alone.generate(4))
+    assert twin.generate(4).tokens.tolist() == alone.generate(4).tokens.tolist()
     with pytest.raises(FingerprintMismatchError):
         engine.restore("old", store=store)
     engine.pager.check_invariants()
@@ -134,7 +134,7 @@ def test_a_pending_token_stays_pending_and_is_the_next_to_be_computed(closing):
     engine = closing(make_engine(model))
     session = engine.session()
     session.prefill(TEXT)
-    next(session.generate(3))
+    next(session.generate(3, stream="tokens"))
     pending = session.pending
     assert pending is not None
     trained(model)
@@ -144,7 +144,7 @@ def test_a_pending_token_stays_pending_and_is_the_next_to_be_computed(closing):
     assert session.length == len(TEXT) + 1
     fresh = closing(make_engine(model)).session()
     fresh.prefill(session.tokens)
-    assert list(session.generate(4)) == list(fresh.generate(4))
+    assert session.generate(4).tokens.tolist() == fresh.generate(4).tokens.tolist()
 
 
 def test_a_generation_goes_on_over_the_change(closing):
@@ -152,14 +152,14 @@ def test_a_generation_goes_on_over_the_change(closing):
     engine = closing(make_engine(model))
     session = engine.session()
     session.prefill(TEXT)
-    stream = session.generate(8)
+    stream = session.generate(8, stream="tokens")
     first = [next(stream) for _ in range(3)]
     trained(model)
     engine.weights_changed()
     rest = list(stream)
     fresh = closing(make_engine(model)).session()
     fresh.prefill([*TEXT, *first])
-    assert rest == list(fresh.generate(5))
+    assert rest == fresh.generate(5).tokens.tolist()
 
 
 def test_requests_of_a_scheduler_go_on(closing):
@@ -173,7 +173,7 @@ def test_requests_of_a_scheduler_go_on(closing):
         engine.weights_changed()
         while not scheduler.idle:
             scheduler.step()
-    assert [request.completion.finish for request in requests] == ["length"] * 3
+    assert [request.completion.finish_reason for request in requests] == ["length"] * 3
     assert {len(request.completion.tokens) for request in requests} == {6}
 
 
@@ -212,7 +212,7 @@ def test_a_draft_models_cache_stays_and_guesses_for_the_new_model(closing):
     engine = closing(make_engine(model, draft=small))
     session = engine.session()
     session.prefill(TEXT)
-    list(session.generate(6, speculate="draft"))
+    session.generate(6, speculate="draft").tokens.tolist()
     held = draft_of(session).length
     assert held
     trained(model)
@@ -220,7 +220,9 @@ def test_a_draft_models_cache_stays_and_guesses_for_the_new_model(closing):
     assert draft_of(session).length == held
     fresh = closing(make_engine(model)).session()
     fresh.prefill(session.tokens)
-    assert list(session.generate(6, speculate="draft")) == list(fresh.generate(6))
+    assert (
+        session.generate(6, speculate="draft").tokens.tolist() == fresh.generate(6).tokens.tolist()
+    )
 
 
 def test_a_model_that_cannot_be_kept_leaves_the_engine_as_it_was(closing):

@@ -12,7 +12,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from kvpager import NeedsCheckpoint, Ok, Refused, TrimAnswer
+from kvpager.companions import NeedsCheckpoint, Ok, Refused, TrimAnswer
 
 CHUNK = 4
 WINDOW = 6

@@ -233,7 +233,7 @@ def engine_in_child(folder: Path) -> None:
     with make_engine() as engine:
         session = engine.session()
         session.prefill(TOKENS[:150] % 64)
-        first = list(session.generate(4))
+        first = session.generate(4).tokens.tolist()
         scheduler = engine.scheduler()
         scheduler.submit(TOKENS[:40] % 64, 4)
         writing, forked = threading.Event(), threading.Event()
@@ -249,7 +249,7 @@ def engine_in_child(folder: Path) -> None:
             for call in (
                 engine.session,
                 lambda: session.prefill(TOKENS[:200] % 64),
-                lambda: next(session.generate(1)),
+                lambda: next(session.generate(1, stream="tokens")),
                 lambda: session.save("b", store=store),
                 lambda: session.trim(3),
                 lambda: session.fork(),
@@ -268,7 +268,7 @@ def engine_in_child(folder: Path) -> None:
                 lambda: list(engine.generate_many([session], 1)),
                 lambda: session.append(TOKENS[:4] % 64),
                 lambda: session.update(TOKENS[:40] % 64),
-                lambda: list(session.regenerate(2)),
+                lambda: session.regenerate(2).tokens.tolist(),
                 lambda: session.pin(0, C),
                 session.ledger,
                 handle.result,
@@ -293,10 +293,10 @@ def engine_in_child(folder: Path) -> None:
         again = engine.restore("a", store=store)
         again.prefill(session.tokens[: again.length])
         assert first == list(session.tokens[150:154])
-        more = list(session.generate(4))
+        more = session.generate(4).tokens.tolist()
     with make_engine() as engine, engine.session() as cold:
         cold.prefill(TOKENS[:150] % 64)
-        assert first + more == list(cold.generate(8))
+        assert first + more == cold.generate(8).tokens.tolist()
 
 
 def fork_while_writing(folder: Path) -> None:

@@ -99,7 +99,7 @@ def make(subject: str, path: str) -> dict[str, Any]:
     with make_engine(subject) as engine:
         session = engine.session()
         session.prefill(PROMPT)
-        generated = list(session.generate(20, temperature=0.7, seed=3))
+        generated = session.generate(20, temperature=0.7, seed=3).tokens.tolist()
         found = {"generated": generated, **described(session)}
         session.save(path)
     reader = _core.SnapshotReader.open(path)
@@ -114,7 +114,7 @@ def go_on(subject: str, path: str, save: str) -> dict[str, Any]:
         session = engine.restore(path)
         found = {f"restored {name}": value for name, value in described(session).items()}
         session.append(MORE)
-        generated = list(session.generate(12, temperature=0.7, seed=4))
+        generated = session.generate(12, temperature=0.7, seed=4).tokens.tolist()
         found.update({"generated": generated, **described(session)})
         session.save(save)
     found["digest"] = _core.SnapshotReader.open(save).logical_digest

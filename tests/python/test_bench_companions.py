@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("kvpager_bench")
 
-from kvpager import SpeculationStats
+from kvpager.speculation import SpeculationStats
 from kvpager_bench import plots, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Report
 from kvpager_bench.questions import companions, hybrid, speculation

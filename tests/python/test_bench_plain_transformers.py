@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from kvpager import Sampling
+from kvpager.sampling import Sampling
 from kvpager_bench.plain_transformers import LEAST_TOKENS, compare_with_transformers, prefix_tokens
 
 VOCAB = 256

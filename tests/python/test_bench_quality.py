@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("kvpager_bench")
 
-from kvpager import TopK, Window
+from kvpager import TopK
+from kvpager.config import Window
 from kvpager_bench import harness
 from kvpager_bench.harness import Report
 from kvpager_bench.questions import quality

@@ -13,7 +13,8 @@ from bench_reports import environment
 
 pytest.importorskip("kvpager_bench")
 
-from kvpager import Assembly, Engine, FullRepair, PagerConfig, QueryGuided, SeamTail
+from kvpager import Engine, PagerConfig
+from kvpager.segments import Assembly, FullRepair, QueryGuided, SeamTail
 from kvpager_bench import pages, places, plots, repairs, stitched_quality, stitched_turns, subjects
 from kvpager_bench.harness import (
     NOT_APPLICABLE,

@@ -23,17 +23,9 @@ from fake_caches import (
     refusing,
 )
 
-from kvpager import (
-    Cache,
-    CacheGroup,
-    CapacityError,
-    InvalidArgumentError,
-    InvariantError,
-    NeedsCheckpoint,
-    Ok,
-    Refused,
-    TrimCounters,
-)
+from kvpager import CapacityError, InvalidArgumentError
+from kvpager.companions import Cache, CacheGroup, NeedsCheckpoint, Ok, Refused, TrimCounters
+from kvpager.errors import InvariantError
 
 TEXT = [7 * i * i % 101 for i in range(60)]
 OTHER = [3 * i + 1 for i in range(60)]

@@ -13,15 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpager import (
-    CacheGroup,
-    CapacityError,
-    NeedsCheckpoint,
-    Ok,
-    Refused,
-    TrimAnswer,
-    TrimCounters,
-)
+from kvpager import CapacityError
+from kvpager.companions import CacheGroup, NeedsCheckpoint, Ok, Refused, TrimAnswer, TrimCounters
 
 kinds = st.sampled_from(sorted(KINDS))
 shares = st.floats(0, 1)

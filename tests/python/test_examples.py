@@ -104,7 +104,7 @@ def test_the_guide_names_options_counters_and_attributes_that_exist():
     from kvpager.recurrent.checkpoints import CheckpointCounters
 
     counters = {
-        *(field.name for field in fields(kvpager.TrimCounters)),
+        *(field.name for field in fields(kvpager.companions.TrimCounters)),
         *(field.name for field in fields(CheckpointCounters)),
     }
     options = {field.name for field in fields(kvpager.PagerConfig)}

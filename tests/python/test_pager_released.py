@@ -38,11 +38,10 @@ from kvpager import (
     InvalidArgumentError,
     NonFiniteError,
     Pager,
-    Sequence,
     open_snapshot,
 )
 from kvpager.config import TopK
-from kvpager.pager import SnapshotInfo
+from kvpager.pager import Sequence, SnapshotInfo
 from kvpager.stores import DirectoryStore
 
 REWIND = C  # the least there is: what was sealed last can always be dropped

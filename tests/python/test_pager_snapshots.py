@@ -15,11 +15,10 @@ from kvpager import (
     Layout,
     Pager,
     PagerConfig,
-    Sequence,
     StorageError,
     open_snapshot,
 )
-from kvpager.pager import SnapshotInfo
+from kvpager.pager import Sequence, SnapshotInfo
 from kvpager.stores import DirectoryStore, FileStore
 
 C = 16

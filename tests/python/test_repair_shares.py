@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvpager import Deviation, QueryGuided
+from kvpager.segments import Deviation, QueryGuided
 
 
 def text(tokens, pieces=()):

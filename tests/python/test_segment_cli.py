@@ -491,7 +491,7 @@ def test_a_damaged_chunk_of_a_segment_is_computed_again(generate, store):
 
 
 def test_every_policy_has_a_text():
-    from kvpager import (
+    from kvpager.segments import (
         Combined,
         Deviation,
         FullRepair,

@@ -138,7 +138,7 @@ def decode_steps(session: Session, steps: int) -> tuple[Timing, float, float]:
     core = session.core
     seconds, copied, rows = [], [], []
     with session.fork() as fork:
-        stream = fork.generate(WARM_UP + steps + 1, eos=None)
+        stream = fork.generate(WARM_UP + steps + 1, eos=None, stream="tokens")
         for _ in range(WARM_UP):
             next(stream)
         for _ in range(steps):
@@ -340,7 +340,7 @@ def dense_pool(run: Run) -> None:
 
 def _decoded_logits(session: Session, steps: int) -> Iterator[Any]:
     with session.fork() as fork:
-        for _ in fork.generate(steps, eos=None):
+        for _ in fork.generate(steps, eos=None, stream="tokens"):
             yield fork.logits
 
 

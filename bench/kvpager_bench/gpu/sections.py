@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from kvpager import Pager, Sequence, TopK
+from kvpager import Pager, TopK
+from kvpager.pager import Sequence
 from kvpager_bench.gpu.machine import Machine
 from kvpager_bench.gpu.run import Run
 from kvpager_bench.gpu.sizes import CHUNK_TOKENS, Sizes

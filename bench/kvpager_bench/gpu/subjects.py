@@ -11,8 +11,9 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache, Qwen3ForCausalLM
 
-from kvpager import ROW_READ, Dense, Forward, Layout, Pager, PagerConfig, Sequence
+from kvpager import Dense, Layout, Pager, PagerConfig
 from kvpager.config import Selection
+from kvpager.pager import ROW_READ, Forward, Sequence
 from kvpager.verify.bits import compare_bits
 from kvpager_bench import harness
 from kvpager_bench.gpu.machine import Machine

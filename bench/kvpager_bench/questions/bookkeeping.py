@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpager import ROW_COMMIT, Dense, Layout, Pager, PagerConfig, Sequence
+from kvpager import Dense, Layout, Pager, PagerConfig
+from kvpager.pager import ROW_COMMIT, Sequence
 from kvpager_bench import harness
 from kvpager_bench.allocation_trace import Kind, Shape, Trace, make_trace
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report

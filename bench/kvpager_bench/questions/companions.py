@@ -35,8 +35,10 @@ from typing import Any
 import numpy as np
 from transformers import AutoModelForCausalLM
 
-from kvpager import DraftModel, Engine, PagerConfig, Session, SpeculationStats
+from kvpager import Engine, PagerConfig, Session
+from kvpager.drafts import DraftModel
 from kvpager.needles import NeedleTask
+from kvpager.speculation import SpeculationStats
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Cell, Column, Report
 
@@ -150,7 +152,12 @@ class Way:
         reuse = self.session.update(ids)
         middle = time.perf_counter()
         out.tokens += self.session.generate(
-            new_tokens, temperature=TEMPERATURE, seed=SEED, eos=None, speculate=self._speculate
+            new_tokens,
+            temperature=TEMPERATURE,
+            seed=SEED,
+            eos=None,
+            speculate=self._speculate,
+            stream="tokens",
         )
         end = time.perf_counter()
         out.refused += refused
@@ -330,7 +337,7 @@ class Span:
 def speak(session: Session, spans: Sequence[int]) -> list[Span]:
     """Generates once, and tells each of the stretches apart."""
     stream = session.generate(
-        sum(spans), temperature=TEMPERATURE, seed=SEED, eos=None, speculate="draft"
+        sum(spans), temperature=TEMPERATURE, seed=SEED, eos=None, speculate="draft", stream="tokens"
     )
     told = []
     for count in spans:

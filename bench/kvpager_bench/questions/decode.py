@@ -109,7 +109,7 @@ def decode_split(session: Session, steps: int) -> Split:
     seconds: list[float] = []
     parts: list[tuple[float, float, float, float]] = []
     with session.fork() as fork, clock.running(decoder):
-        stream = fork.generate(WARM_UP_STEPS + steps + 1, eos=None)
+        stream = fork.generate(WARM_UP_STEPS + steps + 1, eos=None, stream="tokens")
         for _ in range(WARM_UP_STEPS):
             next(stream)
         for _ in range(steps):

@@ -57,7 +57,7 @@ class Ours:
         self._session.prefill(ids)
         self.prefill_seconds = time.perf_counter() - start
         self._logits = [self._session.logits]
-        self._stream = self._session.generate(steps + 1, eos=None)
+        self._stream = self._session.generate(steps + 1, eos=None, stream="tokens")
         next(self._stream)  # from the logits the prefill left
 
     def step(self) -> float:

@@ -110,7 +110,9 @@ class Ours:
         """Of the logits after the prompt, and after a few tokens decoded from there."""
         with self._base.fork() as fork:
             after_prompt = harness.digest(fork.logits)
-            decoded = [fork.logits for _ in fork.generate(CHECKED_TOKENS, eos=None)]
+            decoded = [
+                fork.logits for _ in fork.generate(CHECKED_TOKENS, eos=None, stream="tokens")
+            ]
             return after_prompt, harness.digest(*decoded)
 
     def decoding(self, tokens: int) -> Subject:
@@ -124,7 +126,7 @@ class Ours:
         """One step ahead of the clock: the first token costs no forward, the second warms."""
         self._drop()
         self._session = self._base.fork()
-        self._stream = self._session.generate(tokens + 2, eos=None)
+        self._stream = self._session.generate(tokens + 2, eos=None, stream="tokens")
         next(self._stream)
         next(self._stream)
 

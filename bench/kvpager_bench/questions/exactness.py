@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpager import Agreement, Engine, PagerConfig, Sampling, Session
+from kvpager import Agreement, Engine, PagerConfig, Session
 from kvpager.needles import NeedleTask
+from kvpager.sampling import Sampling
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report
@@ -127,6 +128,7 @@ def decoded(session: Session, sampling: Sampling, new_tokens: int) -> Text:
         seed=sampling.seed,
         eos=None,
         logprobs=True,
+        stream="tokens",
     ):
         tokens.append(token.id)
         logits.append(session.logits)

@@ -135,7 +135,7 @@ def turn(session: Session, ids: np.ndarray[Any, Any]) -> Turn:
     sealed = session.committed // CHUNK_TOKENS * CHUNK_TOKENS
     for layer in range(session.core.layout.layers):
         outcome.extend(session.sequence.read_kv(layer, 0, sealed))
-    tokens = list(session.generate(ANSWER_TOKENS, temperature=1.0, seed=5, eos=None))
+    tokens = session.generate(ANSWER_TOKENS, temperature=1.0, seed=5, eos=None).tokens.tolist()
     outcome.append(np.array(tokens, np.int32))
     return Turn(ids, reuse.changed, reuse.computed, outcome)
 

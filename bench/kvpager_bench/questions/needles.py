@@ -23,7 +23,8 @@ from typing import Any
 
 import xxhash
 
-from kvpager import Dense, Engine, PagerConfig, Session, TopK, Window
+from kvpager import Dense, Engine, PagerConfig, Session, TopK
+from kvpager.config import Window
 from kvpager.weights import weights_digest
 from kvpager_bench import harness
 from kvpager_bench.hard_keys import TRAINED, VARIANTS, load_with_keys
@@ -118,7 +119,7 @@ def measure_cell(cell: Cell, model: Any, seeds: int, quiet: int) -> dict[str, An
                     with session.fork() as fork:
                         fork.append(prompt)
                         before, start = engine.stats(), time.perf_counter()
-                        tokens = list(fork.generate(ANSWER_TOKENS))
+                        tokens = fork.generate(ANSWER_TOKENS).tokens.tolist()
                         wall += time.perf_counter() - start
                         after = engine.stats()
                     found.append(tokens == answer)
@@ -139,7 +140,7 @@ def measure_cell(cell: Cell, model: Any, seeds: int, quiet: int) -> dict[str, An
 def _first_answer(session: Session, prompt: list[int]) -> tuple[list[int], str]:
     with session.fork() as fork:
         fork.append(prompt)
-        tokens = list(fork.generate(ANSWER_TOKENS))
+        tokens = fork.generate(ANSWER_TOKENS).tokens.tolist()
         return tokens, harness.digest(fork.logits)
 
 

@@ -325,7 +325,7 @@ def work_turns(task: dict[str, Any]) -> list[dict[str, float]]:
         session = engine.restore(task["path"])
         restored = time.perf_counter()
         session.prefill(prompt)
-        next(session.generate(1))
+        next(session.generate(1, stream="tokens"))
         end = time.perf_counter()
         after = engine.stats()
         taken = {name: after[name] - before[name] for name in after if name in WARM_PARTS}

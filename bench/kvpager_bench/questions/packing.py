@@ -24,7 +24,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from kvpager import Completion, Engine, PagerConfig
+from kvpager import Engine, PagerConfig
+from kvpager.requests.completion import RequestCompletion
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report, Subject, Timing
@@ -86,7 +87,7 @@ class Packed:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.completions: list[Completion] = []
+        self.completions: list[RequestCompletion] = []
         self.work: dict[str, float] = {}
 
     def run(self, prompts: Sequence[Prompt], new_tokens: int, *, together: bool = True) -> None:
@@ -105,9 +106,9 @@ class Packed:
 
     def require_whole(self, new_tokens: int) -> None:
         for completion in self.completions:
-            if completion.finish != "length" or len(completion.tokens) != new_tokens:
+            if completion.finish_reason != "length" or len(completion.tokens) != new_tokens:
                 raise harness.MissingNumberError(
-                    f"prompt {completion.index} ended with {completion.finish!r} after "
+                    f"prompt {completion.index} ended with {completion.finish_reason!r} after "
                     f"{len(completion.tokens)} tokens: {completion.error}"
                 )
 
@@ -118,7 +119,7 @@ class Packed:
         self.completions = []
 
 
-def compare(packed: Sequence[Completion], alone: Sequence[Completion]) -> Bits:
+def compare(packed: Sequence[RequestCompletion], alone: Sequence[RequestCompletion]) -> Bits:
     """Of the prompts that both have run."""
     total, changed = Comparison(), 0
     for mine, reference in zip(packed, alone):

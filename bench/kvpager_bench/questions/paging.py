@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpager import Layout, Pager, PagerConfig, Sequence, TopK
+from kvpager import Layout, Pager, PagerConfig, TopK
+from kvpager.pager import Sequence
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report, Subject
 from kvpager_bench.places import scratch_folder

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpager import Dense, Engine, PagerConfig, TopK, Window
+from kvpager import Dense, Engine, PagerConfig, TopK
+from kvpager.config import Window
 from kvpager_bench import harness, subjects
 from kvpager_bench.hard_keys import PLAIN, RETRIEVING_LAYER, TRAINED, load_with_keys
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report
@@ -175,7 +176,9 @@ def ask(
         for prompt, q in zip(asked.prompts, queries):
             with session.fork() as fork:
                 fork.append(prompt)
-                answers.append([int(token) for token in fork.generate(ANSWER_TOKENS)])
+                answers.append(
+                    [int(token) for token in fork.generate(ANSWER_TOKENS, stream="tokens")]
+                )
             if policy in SCORERS:
                 chosen = sequence.select(RETRIEVING_LAYER, torch.from_numpy(q))
                 recalls.append(mass_recall(q, keys, chosen, q.shape[1] ** -0.5))

@@ -25,8 +25,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from kvpager import ROW_COMMIT, Engine, Forward, PagerConfig, Sequence, TopK
+from kvpager import Engine, PagerConfig, TopK
 from kvpager.config import DEFAULT_SCORER
+from kvpager.pager import ROW_COMMIT, Forward, Sequence
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report
 from kvpager_bench.labels import AGREE, INDEPENDENT, PLOTTED_WAYS, PRINTED_POOL
@@ -155,7 +156,7 @@ def record_steps(engine: Engine, tokens: int, needles: int) -> Recording:
             with session.fork() as fork:
                 fork.append(prompt)
                 forwards.pop()  # the question's own rows are a small prefill, not a decode step
-                list(fork.generate(ANSWER_TOKENS, eos=None))
+                fork.generate(ANSWER_TOKENS, eos=None).tokens.tolist()
     finally:
         engine.pager.begin = begin  # type: ignore[method-assign]
         session.close()
@@ -184,7 +185,8 @@ def record_steps(engine: Engine, tokens: int, needles: int) -> Recording:
 def _answer(session: Any, prompt: list[int]) -> list[int]:
     with session.fork() as fork:
         fork.append(prompt)
-        return list(fork.generate(ANSWER_TOKENS))
+        answer: list[int] = fork.generate(ANSWER_TOKENS).tokens.tolist()
+        return answer
 
 
 def independent(record: Recording, groups: int, seed: int = SEED) -> Recording:

@@ -90,7 +90,7 @@ def decode(session: Session, tokens: int, saver: Saver | None = None) -> Decoded
     """Decodes in a fork; with a saver, beside its saves."""
     decoded = Decoded()
     with session.fork() as fork:
-        stream = fork.generate(WARM_UP_TOKENS + tokens, eos=None)
+        stream = fork.generate(WARM_UP_TOKENS + tokens, eos=None, stream="tokens")
         for _ in range(WARM_UP_TOKENS):
             next(stream)
         saves_before = len(saver.saves) if saver else 0

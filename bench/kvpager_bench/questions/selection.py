@@ -17,8 +17,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvpager import Layout, Pager, PagerConfig, Sequence, TopK
-from kvpager.pager import ROW_COMMIT
+from kvpager import Layout, Pager, PagerConfig, TopK
+from kvpager.pager import ROW_COMMIT, Sequence
 from kvpager_bench import harness, machine, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Timing
 

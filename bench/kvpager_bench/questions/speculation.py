@@ -30,17 +30,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvpager import (
-    Dense,
-    DraftModel,
-    Engine,
-    PagerConfig,
-    PromptLookup,
-    Session,
-    SpeculationStats,
-    TopK,
-)
+from kvpager import Dense, Engine, PagerConfig, Session, TopK
+from kvpager.drafts import DraftModel
 from kvpager.needles import END
+from kvpager.speculation import PromptLookup, SpeculationStats
 from kvpager.speculation.speculation import Speculate
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager_bench import harness, subjects
@@ -163,6 +156,7 @@ def generate(base: Session, case: Case, speculate: Speculate) -> Outcome:
                 seed=11,
                 speculate=speculate,
                 logprobs=True,
+                stream="tokens",
             ):
                 outcome.tokens.append(token.id)
                 outcome.logprobs.append(token.logprob)
@@ -192,7 +186,7 @@ def measure(case: Case, model: Any, runs: int, proposers: Sequence[str], report:
     with Engine(model, config, draft=draft) as engine, engine.session() as base:
         base.prefill(case.context)
         if draft is not None:  # what it holds of the context was there before the question
-            list(base.generate(SPOKEN_BEFORE, eos=None, speculate=DRAFT))
+            base.generate(SPOKEN_BEFORE, eos=None, speculate=DRAFT).tokens.tolist()
             base.trim(len(case.context))
         plain = generate(base, case, None)
         for proposer in proposers:

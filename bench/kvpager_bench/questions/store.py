@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpager import Pager, PagerConfig, Sequence, _core
+from kvpager import Pager, PagerConfig, _core
+from kvpager.pager import Sequence
 from kvpager.stores import DirectoryStore, FileStore
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report, Timing

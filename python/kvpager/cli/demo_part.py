@@ -117,7 +117,7 @@ def ask(session: Session, questions: list[Question]) -> tuple[float, list[list[i
     for question in questions:
         session.append(question["ids"])
         answer = []
-        for token in session.generate(ANSWER_TOKENS, eos=None):
+        for token in session.generate(ANSWER_TOKENS, eos=None, stream="tokens"):
             first = first or time.perf_counter()
             answer.append(token)
             logits.append(session.logits.cpu())
@@ -138,7 +138,7 @@ def _cold(engine: Engine, job: dict[str, Any]) -> tuple[float, torch.Tensor]:
     start = time.perf_counter()
     with engine.adopt(engine.pager.sequence(salt="cold")) as session:
         session.prefill(prompt, progress=not job["quiet"])
-        next(iter(session.generate(1, eos=None)))
+        next(iter(session.generate(1, eos=None, stream="tokens")))
         return time.perf_counter() - start, session.logits.cpu()
 
 

@@ -33,7 +33,9 @@ from kvpager.cli.session_options import (
 )
 
 if TYPE_CHECKING:
-    from kvpager import Assembly, Engine, Session, SpeculationStats
+    from kvpager import Engine, Session
+    from kvpager.segments import Assembly
+    from kvpager.speculation import SpeculationStats
 
 
 # Of kvpager.speculation.speculation, which needs torch.
@@ -197,6 +199,7 @@ def _generate(
         seed=args.seed,
         speculate=args.speculate,
         logprobs=args.logprobs,
+        stream="tokens",
     )
     pieces = TextPieces(tokenizer)
     streaming = args.format == "terminal" and args.output is None

@@ -152,7 +152,7 @@ def _parse(option: Option, text: Any) -> Any:
         return text
     if text.lower() == "none" and "None" in option.type:
         return None
-    if "bool" in option.type and text.lower() in (*_TRUE, *_FALSE):
+    if ("bool" in option.type or "False" in option.type) and text.lower() in (*_TRUE, *_FALSE):
         return text.lower() in _TRUE
     if "tuple[int" in option.type and re.fullmatch(r"\d+(,\d+)*", text):
         return tuple(map(int, text.split(",")))

@@ -21,7 +21,8 @@ from kvpager.stores.permissions import PRIVATE
 from kvpager.stores.settings import UNLIMITED, parse_ttl
 
 if TYPE_CHECKING:
-    from kvpager import Engine, RepairPolicy, Session
+    from kvpager import Engine, Session
+    from kvpager.segments import RepairPolicy
 
 
 def add_session_options(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 
 from kvpager import fingerprint as fingerprints
-from kvpager.caches import Cache, NeedsCheckpoint, Ok, Refused, TrimAnswer, TrimCounters
+from kvpager.companions import Cache, NeedsCheckpoint, Ok, Refused, TrimAnswer, TrimCounters
 from kvpager.errors import PagerError
 from kvpager.execution.core import EngineCore
 from kvpager.pager import SnapshotInfo

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
-from kvpager.caches import TrimCounters
+from kvpager.companions import TrimCounters
 from kvpager.drafts.companion import DraftCaches, DraftCompanion
 from kvpager.errors import (
     CapacityError,
@@ -148,15 +148,7 @@ class _Seat:
         transcript = ask.companion.transcript
         self.ask = ask
         self.feed = Feed(transcript, ask.text)
-        self.stream = Stream(
-            transcript=transcript,
-            sampling=ask.sampling,
-            remaining=ask.most,
-            eos=ask.eos,
-            stop=(),
-            speculation=None,
-            logprobs=False,
-        )
+        self.stream = Stream(transcript, ask.sampling, remaining=ask.most, eos=ask.eos)
         self._fed = self.feed.left <= 0
 
     @property

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvpager.config import known_options
+from kvpager.config import PagerOptions, known_options
 from kvpager.drafts.drafting import Drafting
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.opening.choices import configuration
 from kvpager.opening.identity import open_core
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Options that a draft inherits from its engine unless they are given.
 _INHERITED = ("pool_tokens", "chunk_tokens", "rows", "selection", "host_bytes", "rewind_tokens")
@@ -26,7 +29,9 @@ class DraftModel:
         >>> session.generate(256, speculate="draft")
     """
 
-    def __init__(self, model: Any, *, guess_cost: float | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: Any, *, guess_cost: float | None = None, **options: Unpack[PagerOptions]
+    ) -> None:
         """Checks the options; the engine that takes the draft checks the model.
 
         Args:

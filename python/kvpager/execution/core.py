@@ -28,8 +28,9 @@ from kvpager.recurrent.cursor import StateContext, StateCursor, state_cursor
 from kvpager.recurrent.saved_states import StateFormat
 from kvpager.sampling import Sampling
 from kvpager.stores import SnapshotStore
+from kvpager.text.tokenizer import Tokenizer, read_ids
 from kvpager.text.transcript import Transcript, Transcripts
-from kvpager.tokens import TokenIds
+from kvpager.tokens import TextOrIds, TokenIds
 
 
 class Numerics(NamedTuple):
@@ -109,6 +110,7 @@ class EngineCore:
         checkpoints: all recurrent states.
         turns: lets one forward run at a time.
         drafter: of the engine's draft model, if it has one.
+        tokenizer: the user's, if one was given.
     """
 
     layout: Layout
@@ -154,6 +156,7 @@ class EngineCore:
         )
         self.transcripts = Transcripts(config, self.states_of)
         self.drafter: Drafter | None = None
+        self.tokenizer: Tokenizer | None = None
         self.made_in = MadeIn()
         self._threads = threads
         self._closing = Lock()
@@ -220,6 +223,19 @@ class EngineCore:
         self.runner = Runner(
             self.model, self.pager, self.row_counts, unchanged, self.recurrence, self.turns
         )
+
+    def read_ids(
+        self, given: TextOrIds, name: str = "ids", *, special_tokens: bool = True
+    ) -> TokenIds:
+        """The token ids [n] of text or of ids; see `kvpager.tokens.as_token_ids`.
+
+        special_tokens: for text, whether it gets the tokens that begin a text, such as BOS.
+
+        Raises:
+            InvalidArgumentError: no tokens, ids that are none of the model's, or text without a
+                tokenizer.
+        """
+        return read_ids(given, self.tokenizer, self.vocab_size, name, special_tokens=special_tokens)
 
     def transcript(self) -> Transcript:
         """Makes a new, empty transcript."""

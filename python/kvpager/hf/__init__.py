@@ -7,6 +7,7 @@ from kvpager.hf.attention import NAME, running
 from kvpager.hf.bits import same_bits
 from kvpager.hf.head import HEAD_ROWS, Head
 from kvpager.hf.layout import layout_of
+from kvpager.hf.looks import only_looks
 from kvpager.hf.observe import Observation, dummy_mask, observe, packed_inputs
 from kvpager.hf.prove import Dropped, RowProof, prove
 from kvpager.hf.rotary import KeyMover, find_rotation
@@ -31,6 +32,7 @@ __all__ = [
     "find_rotation",
     "layout_of",
     "observe",
+    "only_looks",
     "packed_inputs",
     "probe_shapes",
     "prove",

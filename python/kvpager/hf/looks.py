@@ -18,7 +18,7 @@ def only_looks(hook: _Hook) -> _Hook:
     accepts it. The engine does not check this.
 
     Example:
-        >>> handle = module.register_forward_hook(kvpager.only_looks(collect))
+        >>> handle = module.register_forward_hook(kvpager.hf.only_looks(collect))
     """
     setattr(hook, _MARK, True)
     return hook

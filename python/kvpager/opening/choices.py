@@ -26,11 +26,6 @@ def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> Pag
     """A checked configuration, from a `PagerConfig` or from keyword options."""
     options = known_options(options)
     if config is None:
-        if "pool_tokens" not in options:
-            raise InvalidArgumentError(
-                "pool_tokens is missing; give Engine(model, PagerConfig(pool_tokens=...)) or "
-                'Engine(model, pool_tokens=...), a number or "auto"'
-            )
         return PagerConfig(**options)
     if not isinstance(config, PagerConfig):
         raise InvalidArgumentError(f"config is {config!r}; expected a PagerConfig")

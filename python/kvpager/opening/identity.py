@@ -18,6 +18,7 @@ from kvpager.pager.device import resolve
 from kvpager.progress import Progress, reporting_bytes
 from kvpager.salts import stretched
 from kvpager.stores import SnapshotStore
+from kvpager.tokens import Integer, as_integer
 
 
 def open_core(
@@ -26,7 +27,7 @@ def open_core(
     *,
     salt: str = "",
     store: SnapshotStore | None = None,
-    threads: int | None = None,
+    threads: Integer | None = None,
     progress: Progress = None,
 ) -> EngineCore:
     """Opens an engine's core: a model with a pager and a runner.
@@ -39,8 +40,7 @@ def open_core(
     choices = row_choices(config, model, exact=exact)
     if not isinstance(salt, str):
         raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise InvalidArgumentError(f"threads is {threads!r}; expected an integer, 1 or more")
+    threads = None if threads is None else as_integer(threads, "threads", 1)
     core = EngineCore(
         model,
         config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, cast
 
 from kvpager.config import (
     DEFAULT_ROWS,
@@ -117,7 +118,7 @@ def recommend(
         disk_path=disk_path if disk else None,
         disk_bytes=disk * kv.chunk_bytes,
         summary_bytes=summaries * kv.summary_bytes,
-        kv_dtype=kv_dtype,
+        kv_dtype=cast(Any, kv_dtype),  # KvShape has checked it
     )
     spare = rest - memory.device
     why = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpager import fingerprint as fingerprints
 from kvpager import pager
-from kvpager.caches import NeedsCheckpoint, Ok, TrimAnswer
+from kvpager.companions import NeedsCheckpoint, Ok, TrimAnswer
 from kvpager.errors import CorruptSnapshotError
 from kvpager.hf.state import EMPTY, RecurrentState
 from kvpager.recurrent.checkpoints import Checkpoints

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvpager.execution.core import EngineCore
-from kvpager.requests.completion import Completion
+from kvpager.requests.completion import RequestCompletion
+from kvpager.scheduling.completion import FinishReason
 from kvpager.scheduling.feed import Feed
 from kvpager.scheduling.stream import GeneratedToken, Generation, Stream
 from kvpager.session import Session
 from kvpager.speculation.speculation import SpeculationStats
+from kvpager.text.transcript import Transcript
 from kvpager.tokens import TokenIds
 
 Token: TypeAlias = int | GeneratedToken
 OnToken: TypeAlias = "Callable[[Request, Token], object]"
+OnFinish: TypeAlias = "Callable[[Request, RequestCompletion], object]"
+
+_log = logging.getLogger(__name__)
 
 
 class Request:
@@ -47,7 +53,7 @@ class Request:
         return self._job.tokens
 
     @property
-    def completion(self) -> Completion | None:
+    def completion(self) -> RequestCompletion | None:
         """What became of it; None until it is finished."""
         return self._job.completion
 
@@ -89,19 +95,19 @@ class Job:
         *,
         keep_session: bool,
         on_token: OnToken | None,
+        on_finish: OnFinish | None,
         cancelled: deque[Job],
     ) -> None:
         """`cancelled`: takes the job when `cancel` is called."""
         self.index = index
-        self.completion: Completion | None = None
+        self.completion: RequestCompletion | None = None
         self._prompt = prompt
         self._generation = generation
         self.seed = seed
         self._keep = keep_session
         self._on_token = on_token
-        self._logprobs: list[float] = []
+        self._on_finish = on_finish
         self._submitted = time.perf_counter()
-        self._first_token: float | None = None
         self.cancelled = False
         self._cancellations = cancelled
         self._done = 0  # tokens computed, once it is finished
@@ -180,7 +186,7 @@ class Job:
         session = self.given_session or make_session()
         transcript = session.transcript
         try:
-            stream = self._stream or self._generation.stream(transcript, self.seed)
+            stream = self._stream or self._new_stream(transcript)
             feed = None
             if isinstance(self._prompt, np.ndarray):
                 feed = Feed(transcript, np.append(self._prompt, self.tokens))
@@ -212,19 +218,14 @@ class Job:
 
     def sample(self) -> Token:
         """Samples the next token and adds it to `tokens`. REQUIRES: the session is ready."""
-        token = self.stream.sample()
-        if isinstance(token, GeneratedToken):
-            self._logprobs.append(token.logprob)
-        if self._first_token is None:
-            self._first_token = time.perf_counter()
-        return token
+        return self.stream.sample()
 
     def emit(self, token: Token) -> None:
         """Calls `on_token` with a token."""
         if self._on_token is not None:
             self._on_token(self.request, token)
 
-    def finish(self, reason: str, error: Exception | None = None) -> None:
+    def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Finishes it; closes a session made for it unless that is to be kept."""
         self._done = self.done
         session = self._session
@@ -233,27 +234,42 @@ class Job:
             session.close()
         self._leave()
         kept = session if session is not None and not session.closed else self.given_session
-        speculation = self._stream.speculation if self._stream is not None else None
-        now = time.perf_counter()
-        self.completion = Completion(
-            index=self.index,
-            prompt_tokens=self.prompt_tokens,
-            tokens=self.tokens,
-            logprobs=(
-                np.array(self._logprobs, dtype=np.float32) if self._generation.logprobs else None
-            ),
-            finish=reason,
-            seed=self.seed,
-            error=error,
-            session=kept,
-            speculation=SpeculationStats() if speculation is None else speculation.stats,
-            first_token_s=(
-                None if self._first_token is None else self._first_token - self._submitted
-            ),
-            total_s=now - self._submitted,
+        self.completion = RequestCompletion(
+            **self._result(), index=self.index, finish_reason=reason, error=error, session=kept
         )
         # A session holds logits, and there may be many requests.
         self._session = self._feed = self._fed = self._stream = None
+
+    def notify(self) -> None:
+        """Calls `on_finish`. REQUIRES: it is finished."""
+        assert self.completion is not None
+        if self._on_finish is not None:
+            try:
+                self._on_finish(self.request, self.completion)
+            except Exception:
+                _log.exception("on_finish of request %d", self.index)
+
+    def _new_stream(self, transcript: Transcript) -> Stream:
+        prompt = self._prompt
+        before = prompt if isinstance(prompt, np.ndarray) else prompt.tokens
+        stream = self._generation.stream(transcript, self.seed, before)
+        stream.begun = self._submitted
+        return stream
+
+    def _result(self) -> dict[str, Any]:
+        """The fields of its completion that a stream has; without one, those of no tokens."""
+        if self._stream is not None:
+            return self._stream.result()
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": np.zeros(0, dtype=np.int32),
+            "text": None if self._generation.tokenizer is None else "",
+            "logprobs": np.zeros(0, dtype=np.float32) if self._generation.logprobs else None,
+            "seed": self.seed,
+            "speculation": SpeculationStats(),
+            "first_token_s": None,
+            "total_s": time.perf_counter() - self._submitted,
+        }
 
     def _leave(self) -> None:
         """Releases the room reserved for it."""

@@ -16,13 +16,14 @@ from kvpager.errors import (
     ModelChangedError,
 )
 from kvpager.execution.core import EngineCore
-from kvpager.requests.request import Job, OnToken, Request, Token
+from kvpager.requests.request import Job, OnFinish, OnToken, Request, Token
 from kvpager.sampling import fresh_seed
+from kvpager.scheduling.completion import FinishReason
 from kvpager.scheduling.feed import runnable
 from kvpager.scheduling.packing import advance
 from kvpager.scheduling.stream import Generation
 from kvpager.session import Session, require_own
-from kvpager.tokens import TokenIds, TokenIdsLike, as_token_ids
+from kvpager.tokens import Integer, TextOrIds, TokenIds, as_integer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,16 +56,13 @@ class Scheduler:
         self,
         core: EngineCore,
         make_session: Callable[[], Session],
-        max_sessions: int | None = None,
+        max_sessions: Integer | None = None,
     ) -> None:
         """`max_sessions`: most requests that run at once; by default one per row of a forward."""
-        if max_sessions is not None and (type(max_sessions) is not int or max_sessions < 1):
-            raise InvalidArgumentError(
-                f"max_sessions is {max_sessions!r}; expected an integer, 1 or more, or None"
-            )
+        most = core.rows if max_sessions is None else as_integer(max_sessions, "max_sessions", 1)
         self._core = core
         self._make_session = make_session
-        self._limit = min(core.rows if max_sessions is None else max_sessions, _open_chunks(core))
+        self._limit = min(most, _open_chunks(core))
         self._waiting: deque[Job] = deque()
         self._prefilling: list[Job] = []
         self._decoding: deque[Job] = deque()
@@ -75,30 +73,33 @@ class Scheduler:
         self._planned = 0  # tokens that unfinished requests may compute in all
         self._cancelled: deque[Job] = deque()
         self._blocked: list[tuple[Job, CapacityError]] = []  # of this step
-        self._ending: str | None = None  # the finish of all requests, once it is closed
+        self._ending: FinishReason | None = None  # the finish of all requests, once it is closed
         self._stepping = _core.Place()
         self._queues = threading.Lock()  # other threads submit during a step
 
     def submit(
         self,
-        prompt: TokenIdsLike | Session,
-        max_new_tokens: int,
+        prompt: TextOrIds | Session,
+        max_new_tokens: Integer,
         *,
-        seed: int | None = None,
+        seed: Integer | None = None,
         logprobs: bool = False,
         keep_session: bool = False,
         on_token: OnToken | None = None,
+        on_finish: OnFinish | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Request:
         """Queues a prompt; `step` computes it.
 
         Args:
-            prompt: token ids, [n] or [1, n], or a session to continue.
+            prompt: text, token ids, [n] or [1, n], or a session to continue.
             max_new_tokens: as for `Session.generate`.
             seed: likewise; for token ids by default a fresh one, see `Request.seed`.
             logprobs: likewise.
             keep_session: keep the session that is made for the prompt open, in the completion.
             on_token: called with (request, token) as each token is produced; may cancel.
+            on_finish: called with (request, completion) once, when the request has ended. What it
+                raises is logged.
             **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
 
         Raises:
@@ -106,17 +107,23 @@ class Scheduler:
         """
         generation = Generation.checked(self._core, max_new_tokens, options, logprobs=logprobs)
         return self.queue(
-            prompt, generation, seed, keep_session=keep_session, on_token=on_token
+            prompt,
+            generation,
+            seed,
+            keep_session=keep_session,
+            on_token=on_token,
+            on_finish=on_finish,
         ).request
 
     def queue(
         self,
-        prompt: TokenIdsLike | Session,
+        prompt: TextOrIds | Session,
         generation: Generation,
-        seed: int | None,
+        seed: Integer | None,
         *,
         keep_session: bool,
         on_token: OnToken | None,
+        on_finish: OnFinish | None = None,
         name: str = "prompt",
     ) -> Job:
         """`submit` with checked arguments; `name` is the prompt's in error messages."""
@@ -128,17 +135,24 @@ class Scheduler:
                 raise InvalidArgumentError(
                     f"{name}: the session is empty; give token ids, or call prefill(ids) first"
                 )
-            seed = prompt.transcript.seed_for(generation.sampling) if seed is None else seed
+            own = prompt.transcript.seed_for(generation.sampling)
+            seed = own if seed is None else as_integer(seed, "seed", 0)
             checked = prompt
         else:
             core.check_open()
-            seed = fresh_seed() if seed is None else seed
-            checked = as_token_ids(prompt, core.vocab_size, name)
+            seed = fresh_seed() if seed is None else as_integer(seed, "seed", 0)
+            checked = core.read_ids(prompt, name)
         generation.sampling_with(seed)  # raises for an invalid seed
-        if on_token is not None and not callable(on_token):
-            raise InvalidArgumentError(
-                f"on_token is {on_token!r}; expected a callable (request, token)"
-            )
+        callbacks: tuple[tuple[str, object], ...] = (
+            ("on_token", on_token),
+            ("on_finish", on_finish),
+        )
+        for callback, value in callbacks:
+            if value is not None and not callable(value):
+                given = "token" if callback == "on_token" else "completion"
+                raise InvalidArgumentError(
+                    f"{callback} is {value!r}; expected a callable (request, {given})"
+                )
         core.positions.check(
             (checked.length if isinstance(checked, Session) else len(checked))
             + generation.max_new_tokens,
@@ -162,6 +176,7 @@ class Scheduler:
                 seed,
                 keep_session=keep_session,
                 on_token=on_token,
+                on_finish=on_finish,
                 cancelled=self._cancelled,
             )
             self._submitted += 1
@@ -248,7 +263,7 @@ class Scheduler:
         """
         self.end("cancelled")
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: FinishReason) -> None:
         """`close`, with another finish than "cancelled"."""
         if self._core.made_in.forked:
             return
@@ -395,7 +410,7 @@ class Scheduler:
         if job.state == "decoding":
             self._finish(job, job.stream.finish or "cancelled")
 
-    def _finish(self, job: Job, reason: str, error: Exception | None = None) -> None:
+    def _finish(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
         if job.completion is not None:
             return
         with self._queues:
@@ -406,6 +421,7 @@ class Scheduler:
             self._planned -= job.planned
             self._unfinished.pop(job.index, None)
         self._full = False
+        job.notify()
 
     def _remove(self, job: Job) -> None:
         for queue in (self._decoding, self._prefilling, self._waiting):

@@ -9,9 +9,11 @@ from typing import Any, Generic, TypeVar
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
+from kvpager.scheduling.completion import Completion
 from kvpager.scheduling.packing import advance
 from kvpager.scheduling.stream import GeneratedToken, Generation, Stream, seeds_of
 from kvpager.text.transcript import Transcript
+from kvpager.tokens import Integer
 
 _Token = TypeVar("_Token")
 _Step = tuple[Transcript, int | GeneratedToken]
@@ -20,23 +22,33 @@ _Step = tuple[Transcript, int | GeneratedToken]
 def begin_streams(
     core: EngineCore,
     transcripts: list[Transcript],
-    max_new_tokens: int,
-    seed: int | Iterable[int] | None,
+    max_new_tokens: Integer,
+    seed: Integer | Iterable[Integer] | None,
     logprobs: bool,
     options: Mapping[str, Any],
+    *,
+    as_text: bool = False,
 ) -> list[Stream]:
-    """The streams of a generation, with room for all of it. Arguments: as for `generate`."""
+    """The streams of a generation, with room for all of it. Arguments: as for `generate`.
+
+    as_text: whether each token's text is wanted as it comes.
+    """
     core.check_open()
     if len(set(transcripts)) != len(transcripts):
         raise InvalidArgumentError("a session is named twice; expected each once")
     generation = Generation.checked(core, max_new_tokens, options, logprobs=logprobs)
     seeds = seeds_of(seed, [one.seed_for(generation.sampling) for one in transcripts])
-    streams = [generation.stream(one, its_seed) for one, its_seed in zip(transcripts, seeds)]
     for transcript in transcripts:
         core.check_open(transcript)
         if not transcript.length:
             raise InvalidArgumentError("generate: the session is empty; call prefill(ids) first")
-        core.positions.check(transcript.length + max_new_tokens, "the text with max_new_tokens")
+        core.positions.check(
+            transcript.length + generation.max_new_tokens, "the text with max_new_tokens"
+        )
+    streams = [
+        generation.stream(one, its_seed, one.tokens, as_text=as_text)
+        for one, its_seed in zip(transcripts, seeds)
+    ]
     try:
         for stream in streams:
             stream.reserve()
@@ -78,6 +90,73 @@ class TokenIterator(Iterator[_Token], Generic[_Token]):
             self._steps.close()
         finally:
             self._finalizer()
+
+
+class _OfOne(TokenIterator[_Token]):
+    """The tokens of one text."""
+
+    def __init__(self, core: EngineCore, stream: Stream, pick: Callable[[_Step], _Token]) -> None:
+        super().__init__(core, [stream], pick)
+        self._stream = stream
+        self._failed = False
+        self._completion: Completion | None = None
+
+    @property
+    def completion(self) -> Completion | None:
+        """What it came to, once it has ended or was closed; None before, and after an error."""
+        return self._completion
+
+    def __next__(self) -> _Token:
+        try:
+            return self._pick(next(self._steps))
+        except (StopIteration, GeneratorExit):
+            self.close()
+            raise
+        except BaseException:
+            self._failed = True
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends it; a generation that goes on ends as "cancelled". May be called twice."""
+        if self._completion is None and not self._failed:
+            reason = self._stream.finish or "cancelled"
+            self._completion = Completion(finish_reason=reason, **self._stream.result())
+        super().close()
+
+    def run(self) -> Completion:
+        """Produces the rest of it."""
+        for _ in self:
+            pass
+        assert self._completion is not None
+        return self._completion
+
+
+class TokenStream(_OfOne[_Token]):
+    """Yields a session's tokens as they are produced; may be abandoned at any point."""
+
+    def __init__(self, core: EngineCore, stream: Stream) -> None:
+        super().__init__(core, stream, _token_of)
+
+
+class TextStream(_OfOne[str]):
+    """Yields a session's text as it is complete; may be abandoned at any point.
+
+    A piece has at least one character, and comes as soon as it is certain: it may be of a part of a
+    token or of several.
+    """
+
+    def __init__(self, core: EngineCore, stream: Stream) -> None:
+        super().__init__(core, stream, lambda _: stream.piece)
+
+    def __next__(self) -> str:
+        while not (piece := super().__next__()):
+            pass
+        return piece
+
+
+def _token_of(step: _Step) -> Any:
+    return step[1]
 
 
 def _end(streams: list[Stream]) -> None:

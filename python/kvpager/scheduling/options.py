@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias, TypedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, Literal, TypeAlias, TypedDict
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.speculation.speculation import Speculate
+from kvpager.tokens import Integer, TokenIdsLike
 
-MODEL_EOS = "model"
+MODEL_EOS: Final = "model"
 
-EndTokens: TypeAlias = int | Iterable[int] | str | None
+EndTokens: TypeAlias = Integer | Iterable[Integer] | Literal["model"] | None
+Stops: TypeAlias = str | Iterable[str | TokenIdsLike]
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -23,18 +25,20 @@ class GenerationOptions(TypedDict, total=False):
         top_p: choose among the most likely tokens that together reach this probability; by default
             1, all.
         eos: token ids that end generation once produced; by default the model's; None for none.
-        stop: sequences of token ids that end generation once produced, as produced by this call.
+        stop: what ends generation once this call has produced it: a string, or a list of strings
+            and of sequences of token ids. Strings need the engine's tokenizer. The tokens are part
+            of the session; `Completion.text` and streamed text end before the string.
         speculate: "draft" (the engine's draft model), "prompt-lookup", or a callable that returns a
-            fresh `kvpager.Proposer`. Guesses are verified in the same forwards. Tokens, the
-            session's state after each of them and every bit stay the same; only the time changes.
-            `Session.speculation` reports the gain. Needs `exact="all"`.
+            fresh `kvpager.speculation.Proposer`. Guesses are verified in the same forwards. Tokens,
+            the session's state after each of them and every bit stay the same; only the time
+            changes. `Session.speculation` reports the gain. Needs `exact="all"`.
     """
 
     temperature: float
     top_k: int
     top_p: float
     eos: EndTokens
-    stop: Iterable[Iterable[int]]
+    stop: Stops
     speculate: Speculate
 
 
@@ -46,6 +50,17 @@ DEFAULTS: GenerationOptions = {
     "stop": (),
     "speculate": None,
 }
+
+
+def repeatable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, to be read twice: what can be iterated over once is a list."""
+    read = dict(options)
+    stop = read.get("stop", ())
+    if not isinstance(stop, str) and isinstance(stop, Iterable):
+        read["stop"] = [list(part) if isinstance(part, Iterator) else part for part in stop]
+    if isinstance(read.get("eos"), Iterator):
+        read["eos"] = list(read["eos"])
+    return read
 
 
 def with_defaults(options: Mapping[str, Any], *beside: str) -> GenerationOptions:

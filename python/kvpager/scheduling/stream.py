@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -11,11 +12,16 @@ import numpy as np
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.sampling import Sampling, log_probability
-from kvpager.scheduling.options import MODEL_EOS, EndTokens, with_defaults
-from kvpager.speculation.speculation import Speculation, resolve_speculation
+from kvpager.scheduling.completion import FinishReason
+from kvpager.scheduling.options import MODEL_EOS, EndTokens, Stops, with_defaults
+from kvpager.speculation.speculation import Speculation, SpeculationStats, resolve_speculation
+from kvpager.text.answer import AnswerText
 from kvpager.text.reservations import Reservation
+from kvpager.text.tokenizer import Detokenizer, Tokenizer, text_of
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import as_token_ids
+from kvpager.tokens import Integer, TokenIds, as_integer, as_token_ids, is_integer
+
+_CONTEXT = 8  # tokens before a text that its first characters may depend on
 
 
 class GeneratedToken(NamedTuple):
@@ -36,34 +42,31 @@ class Generation:
     sampling: Sampling  # its seed is 0: each stream has its own seed
     eos: frozenset[int]
     stop: tuple[tuple[int, ...], ...]
+    stop_strings: tuple[str, ...]
     speculation: Callable[[], Speculation] | None
     logprobs: bool
+    tokenizer: Tokenizer | None
 
     @classmethod
     def checked(
         cls,
         core: EngineCore,
-        max_new_tokens: int,
+        max_new_tokens: Integer,
         options: Mapping[str, Any],
         *,
         logprobs: bool = False,
     ) -> Generation:
         """Raises InvalidArgumentError for a bad value or an unknown option."""
-        if type(max_new_tokens) is not int or max_new_tokens < 1:
-            raise InvalidArgumentError(
-                f"max_new_tokens is {max_new_tokens!r}; expected an integer, 1 or more"
-            )
         if not isinstance(logprobs, bool):
             raise InvalidArgumentError(f"logprobs is {logprobs!r}; expected True or False")
-        chosen = with_defaults(options, "seed", "logprobs")
+        chosen = with_defaults(options, "seed", "logprobs", "stream")
+        ids, strings = _stops(core, chosen["stop"])
         return cls(
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=as_integer(max_new_tokens, "max_new_tokens", 1),
             sampling=Sampling(chosen["temperature"], chosen["top_k"], chosen["top_p"]),
             eos=_end_tokens(core, chosen["eos"]),
-            stop=tuple(
-                tuple(as_token_ids(list(part), core.vocab_size, f"stop[{i}]").tolist())
-                for i, part in enumerate(chosen["stop"])
-            ),
+            stop=ids,
+            stop_strings=strings,
             speculation=resolve_speculation(
                 chosen["speculate"],
                 vocab_size=core.vocab_size,
@@ -71,14 +74,28 @@ class Generation:
                 draft_cost=None if core.drafter is None else core.drafter.guess_cost,
             ),
             logprobs=logprobs,
+            tokenizer=core.tokenizer,
         )
 
     def sampling_with(self, seed: int) -> Sampling:
         """The sampling options with a stream's own seed. Raises InvalidArgumentError."""
         return replace(self.sampling, seed=seed)
 
-    def stream(self, transcript: Transcript, seed: int) -> Stream:
-        """One session's part, before its first token."""
+    def check_seed(self, seed: Integer | None) -> None:
+        """Raises InvalidArgumentError unless `seed` is None or one of sampling."""
+        if seed is not None:
+            self.sampling_with(as_integer(seed, "seed", 0))
+
+    def stream(
+        self, transcript: Transcript, seed: int, before: TokenIds, *, as_text: bool = False
+    ) -> Stream:
+        """One session's part, before its first token.
+
+        before: the text before it. as_text: whether each token's text is wanted as it comes.
+        """
+        answer = None
+        if self.tokenizer is not None and (as_text or self.stop_strings):
+            answer = AnswerText(Detokenizer(self.tokenizer, before), self.stop_strings)
         return Stream(
             transcript=transcript,
             sampling=self.sampling_with(seed),
@@ -87,21 +104,37 @@ class Generation:
             stop=self.stop,
             speculation=self.speculation() if self.speculation is not None else None,
             logprobs=self.logprobs,
+            before=before[-_CONTEXT:].copy(),
+            prompt_tokens=len(before),
+            tokenizer=self.tokenizer,
+            answer=answer,
         )
 
 
 @dataclass
 class Stream:
-    """One session's generation: the tokens it may still produce, and what ends it earlier."""
+    """One session's generation: the tokens it may still produce, and what ends it earlier.
+
+    Attributes:
+        piece: the text that the last token completed, if text is wanted as it comes.
+    """
 
     transcript: Transcript
     sampling: Sampling
     remaining: int
     eos: frozenset[int]
-    stop: tuple[tuple[int, ...], ...]
-    speculation: Speculation | None
-    logprobs: bool
+    stop: tuple[tuple[int, ...], ...] = ()
+    speculation: Speculation | None = None
+    logprobs: bool = False
+    before: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))  # last tokens
+    prompt_tokens: int = 0
+    tokenizer: Tokenizer | None = None
+    answer: AnswerText | None = None
     produced: list[int] = field(default_factory=list)
+    produced_logprobs: list[float] = field(default_factory=list)
+    piece: str = ""
+    begun: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None  # when it came
     room: Reservation | None = None  # for all tokens it may produce
 
     def reserve(self) -> None:
@@ -115,8 +148,10 @@ class Stream:
             room.release()
 
     @property
-    def finish(self) -> str | None:
+    def finish(self) -> FinishReason | None:
         """Why it has ended: "eos", "stop" or "length"; None while it goes on."""
+        if self.answer is not None and self.answer.stopped:
+            return "stop"
         if self.produced:
             if self.produced[-1] in self.eos:
                 return "eos"
@@ -136,19 +171,49 @@ class Stream:
         token = self.transcript.sample(self.sampling)
         self.produced.append(token)
         self.remaining -= 1
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        if self.answer is not None:
+            self.piece = self.answer.push(token)
+            if self.finish is not None:
+                self.piece += self.answer.finish()
         if not self.logprobs:
             return token
         assert logits is not None
-        return GeneratedToken(token, float(np.float32(log_probability(logits, token))))
+        found = GeneratedToken(token, float(np.float32(log_probability(logits, token))))
+        self.produced_logprobs.append(found.logprob)
+        return found
+
+    def result(self) -> dict[str, Any]:
+        """The fields of a `Completion` that it knows, as of now."""
+        text = None
+        if self.answer is not None:
+            text = self.answer.text
+        elif self.tokenizer is not None:
+            text = text_of(self.produced, self.before, self.tokenizer)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": np.array(self.produced, dtype=np.int32),
+            "text": text,
+            "logprobs": (
+                np.array(self.produced_logprobs, dtype=np.float32) if self.logprobs else None
+            ),
+            "seed": self.sampling.seed,
+            "speculation": (
+                SpeculationStats() if self.speculation is None else self.speculation.stats
+            ),
+            "first_token_s": None if self.first_token is None else self.first_token - self.begun,
+            "total_s": time.perf_counter() - self.begun,
+        }
 
 
-def seeds_of(seed: int | Iterable[int] | None, defaults: list[int]) -> list[int]:
+def seeds_of(seed: Integer | Iterable[Integer] | None, defaults: list[int]) -> list[int]:
     """One seed per stream: `defaults` if `seed` is None, `seed` for all, or those it lists."""
     if seed is None:
         return defaults
-    if isinstance(seed, int):
-        return [seed] * len(defaults)
-    seeds = list(seed)
+    if is_integer(seed):
+        return [as_integer(seed, "seed", 0)] * len(defaults)
+    seeds = [as_integer(each, "seed", 0) for each in seed]
     if len(seeds) != len(defaults):
         raise InvalidArgumentError(
             f"seed has {len(seeds)} values; expected {len(defaults)}, one each"
@@ -163,8 +228,27 @@ def _end_tokens(core: EngineCore, eos: EndTokens) -> frozenset[int]:
         if eos != MODEL_EOS:
             raise InvalidArgumentError(f'eos is {eos!r}; expected token ids, None or "{MODEL_EOS}"')
         return _models_end_tokens(core.model)
-    ids = [eos] if isinstance(eos, int) else list(eos)
+    ids = [eos] if is_integer(eos) else list(eos)
     return frozenset(as_token_ids(ids, core.vocab_size, "eos").tolist())
+
+
+def _stops(core: EngineCore, stop: Stops) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+    """Sequences of token ids, and strings, of which each ends a generation."""
+    ids: list[tuple[int, ...]] = []
+    strings: list[str] = []
+    for i, part in enumerate([stop] if isinstance(stop, str) else stop):
+        if not isinstance(part, str):
+            ids.append(tuple(as_token_ids(part, core.vocab_size, f"stop[{i}]").tolist()))
+        elif not part:
+            raise InvalidArgumentError(f"stop[{i}] is empty; expected text or token ids")
+        elif core.tokenizer is None:
+            raise InvalidArgumentError(
+                f"stop[{i}] is {part!r}, but the engine has no tokenizer; give Engine(model, "
+                "tokenizer=...), or token ids"
+            )
+        else:
+            strings.append(part)
+    return tuple(ids), tuple(strings)
 
 
 def _models_end_tokens(model: Any) -> frozenset[int]:

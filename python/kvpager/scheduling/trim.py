@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpager.caches import CacheGroup
+from kvpager.companions import CacheGroup
 from kvpager.execution.core import EngineCore
 from kvpager.scheduling.recompute import recomputing_damage
 from kvpager.text.primary import PrimaryCache

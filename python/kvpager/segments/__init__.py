@@ -15,6 +15,8 @@ from kvpager.segments.policies import (
     SegmentHead,
     Stitched,
 )
+from kvpager.segments.segment import Segment
+from kvpager.segments.shelf import Segments
 from kvpager.text.assembly import Assembly
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "QueryGuided",
     "RepairPolicy",
     "SeamTail",
+    "Segment",
     "SegmentHead",
+    "Segments",
     "Stitched",
 ]

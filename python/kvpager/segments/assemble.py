@@ -170,4 +170,4 @@ def _part(segments: Segments, number: int, part: object) -> Segment | TokenIds:
     if isinstance(part, Segment):
         part.check_open(segments.core)
         return part
-    return as_segment_ids(part, segments.core.vocab_size, f"parts[{number}]")
+    return as_segment_ids(segments.core, part, f"parts[{number}]")

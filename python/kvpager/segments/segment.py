@@ -56,7 +56,9 @@ class Segment:
         return self._transcript
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K/V of its tokens [start, stop) as they were computed; see `kvpager.Sequence.read_kv`.
+        """K/V of its tokens [start, stop) as they were computed.
+
+        See `kvpager.pager.Sequence.read_kv`.
 
         Raises:
             CorruptSnapshotError: a restored chunk is damaged, and cannot be computed again.

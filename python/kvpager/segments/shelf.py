@@ -27,7 +27,7 @@ from kvpager.stores.names import check_name
 from kvpager.stores.segments import stored_name
 from kvpager.text.damage import RECOMPUTE, DamageHandling
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import TokenIds, TokenIdsLike, as_token_ids
+from kvpager.tokens import TextOrIds, TokenIds
 
 
 class Segments:
@@ -42,13 +42,13 @@ class Segments:
         self._by_name: dict[str, Segment] = {}
 
     def cache(
-        self, ids: TokenIdsLike, name: str | None = None, *, progress: Progress = None
+        self, ids: TextOrIds, name: str | None = None, *, progress: Progress = None
     ) -> Segment:
         """See `Engine.cache_segment`."""
         core = self.core
         core.check_open()
         require_segments(core)
-        tokens = as_segment_ids(ids, core.vocab_size)
+        tokens = as_segment_ids(core, ids)
         digest = digest_of(tokens)
         if name is None:
             known = self._by_digest(digest)
@@ -241,8 +241,10 @@ def require_segments(core: EngineCore) -> None:
     core.key_mover  # noqa: B018  # raises where keys do not move by a rotation
 
 
-def as_segment_ids(ids: Any, vocab_size: int, name: str = "ids") -> TokenIds:
-    """Checks token ids, which may be empty."""
+def as_segment_ids(core: EngineCore, ids: Any, name: str = "ids") -> TokenIds:
+    """Checks text or token ids, which may be empty."""
     if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor)) and not len(ids):
         return np.zeros(0, dtype=np.int32)
-    return as_token_ids(ids, vocab_size, name)
+    if isinstance(ids, str) and not ids:
+        return np.zeros(0, dtype=np.int32)
+    return core.read_ids(ids, name, special_tokens=False)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvpager import _core
-from kvpager.caches import TrimCounters
+from kvpager.companions import TrimCounters
 from kvpager.errors import (
     CorruptSnapshotError,
     InvalidArgumentError,
@@ -22,6 +22,7 @@ from kvpager.errors import (
 )
 from kvpager.execution.core import EngineCore
 from kvpager.released import ReleasedText
+from kvpager.scheduling.chat import settled
 from kvpager.scheduling.prefill import prefill_all
 from kvpager.scheduling.recompute import recompute_chunk, recomputing_damage, require_repairable
 from kvpager.scheduling.trim import trim
@@ -29,6 +30,7 @@ from kvpager.snapshots.companions import freeze_companions
 from kvpager.stores import FileStore, SaveReport, SnapshotStore
 from kvpager.stores.companion import CompanionSnapshot
 from kvpager.text.damage import DamageHandling
+from kvpager.text.metadata import check_metadata
 from kvpager.text.transcript import Transcript
 from kvpager.tokens import TokenIds
 
@@ -132,6 +134,7 @@ def freeze(
         raise InvalidArgumentError(
             f"upto is {upto!r}; expected 1 to {length}, the tokens the session holds"
         )
+    check_metadata(transcript.metadata)
     core.runner.unchanged.check_model(thorough=True)
     content = _content(core, transcript, min(upto, transcript.next_position))
     released = ReleasedText.of_content(content)
@@ -141,6 +144,12 @@ def freeze(
         "sampling": transcript.sampling.to_json(),
         **beside,
     }
+    if transcript.metadata:
+        values["metadata"] = transcript.metadata
+    if upto == length:
+        conversation = settled(core, transcript)
+        if conversation.messages:
+            values["conversation"] = conversation.to_json(transcript.tokens)
     if transcript.generation_start is not None and transcript.generation_start <= upto:
         values["generation_start"] = transcript.generation_start
     return FrozenState(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvpager import fingerprint as fingerprints
 from kvpager.errors import (
@@ -21,6 +23,7 @@ from kvpager.snapshots.companions import restore_companions
 from kvpager.snapshots.freezing import RELEASED_VERSION, SESSION_VERSION, destination
 from kvpager.snapshots.older import in_todays_terms, salt_of
 from kvpager.stores import SnapshotStore
+from kvpager.text.conversation import Conversation
 from kvpager.text.damage import ON_CORRUPT, RECOMPUTE, DamageHandling
 from kvpager.text.transcript import Transcript
 
@@ -70,6 +73,8 @@ def restore_transcript(
             _recompute_tail(core, transcript, snapshot, damage)
         transcript.set_pending(state.pending)
         transcript.generation_start = state.generation_start
+        transcript.conversation = state.conversation
+        transcript.metadata = state.metadata
         restore_companions(core, transcript, snapshot, name, source)
     except BaseException:
         transcript.close()
@@ -84,11 +89,15 @@ class SavedState(NamedTuple):
         pending: the pending token, if any.
         sampling: options of the last generation.
         generation_start: where that began; None if it was cut or there was none.
+        metadata: the user's.
+        conversation: the messages and their text.
     """
 
     pending: int | None
     sampling: Sampling
     generation_start: int | None
+    metadata: dict[str, Any]
+    conversation: Conversation
 
     @classmethod
     def of(cls, snapshot: SnapshotInfo, vocab_size: int) -> SavedState:
@@ -115,8 +124,18 @@ class SavedState(NamedTuple):
             raise CorruptSnapshotError(
                 f"{path}: session.sampling is {sampling!r}; expected an object"
             )
+        metadata = state.get("metadata", {})
+        if not isinstance(metadata, dict):
+            raise CorruptSnapshotError(
+                f"{path}: session.metadata is {metadata!r}; expected an object"
+            )
+        conversation = Conversation()
+        if "conversation" in state:
+            last = [] if pending is None else [pending]
+            text = np.append(snapshot.tokens, np.array(last, dtype=np.int32))
+            conversation = Conversation.from_json(state["conversation"], text, path)
         try:
-            return cls(pending, Sampling.from_json(sampling), start)
+            return cls(pending, Sampling.from_json(sampling), start, metadata, conversation)
         except InvalidArgumentError as error:
             raise CorruptSnapshotError(f"{path}: session.sampling: {error}") from error
 

@@ -235,7 +235,7 @@ def resolve_speculation(
         if not isinstance(proposer, Proposer) or isinstance(proposer, type):
             raise InvalidArgumentError(
                 f"speculate returned {proposer!r}; expected an object with "
-                "propose(tokens, count), a kvpager.Proposer"
+                "propose(tokens, count), a kvpager.speculation.Proposer"
             )
         return Proposed(proposer, vocab_size)
 

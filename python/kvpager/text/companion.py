@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvpager.caches import Cache
+from kvpager.companions import Cache
 from kvpager.stores.companion import CompanionSnapshot
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpager.caches import NeedsCheckpoint, Ok, Refused, TrimAnswer
+from kvpager.companions import NeedsCheckpoint, Ok, Refused, TrimAnswer
 from kvpager.errors import CapacityError
 from kvpager.text.transcript import Transcript
 

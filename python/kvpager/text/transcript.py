@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvpager.caches import TrimCounters
+from kvpager.companions import TrimCounters
 from kvpager.config import PagerConfig
 from kvpager.pager import Sequence
 from kvpager.recurrent.cursor import StateCursor
@@ -14,6 +15,7 @@ from kvpager.sampling import Sampling, fresh_seed, seed_after
 from kvpager.speculation.speculation import SpeculationStats
 from kvpager.text.assembly import Assembly
 from kvpager.text.companion import Companion
+from kvpager.text.conversation import Conversation
 from kvpager.text.cursor import Cursor
 from kvpager.text.damage import DamageHandling
 from kvpager.text.reservations import Reservation, Reservations
@@ -39,6 +41,8 @@ class Transcript(Cursor):
         companions: other models' caches of the text.
         states: positions with recurrent states; None for a model without recurrent layers.
         assembly: how the text was put together, if from segments.
+        conversation: the messages of `Session.chat`.
+        metadata: the user's own JSON values, saved with it.
         restored_tokens: positions that came from a snapshot or store.
         restored_tokens_consumed: restored positions that replaced a prefill.
         trims: counters of its trims.
@@ -64,6 +68,8 @@ class Transcript(Cursor):
         self.companions: list[Companion] = []
         self.states: StateCursor | None = None
         self.assembly: Assembly | None = None
+        self.conversation = Conversation()
+        self.metadata: dict[str, Any] = {}
         self._reservations = Reservations(sequence)
         self._reprefilled_to = 0  # end of the tokens computed again that a trim had kept
         self._begin(sequence, restored_tokens)
@@ -193,6 +199,8 @@ class Transcript(Cursor):
         self.copy_to(twin)
         twin.generation_start = self.generation_start
         twin.assembly = self.assembly
+        twin.conversation = self.conversation
+        twin.metadata = copy.deepcopy(self.metadata)
         if self.states is not None:
             twin.states = self.states.fork(twin.sequence)
         return twin

@@ -93,7 +93,9 @@ def _restore(model: Any, task: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         session.prefill(np.array(task["ids"], dtype=np.int32))
         logits = {session.committed - 1: session.logits}
         if task["new_tokens"]:
-            for _ in session.generate(task["new_tokens"], temperature=1.0, seed=7, eos=None):
+            for _ in session.generate(
+                task["new_tokens"], temperature=1.0, seed=7, eos=None, stream="tokens"
+            ):
                 logits[session.committed - 1] = session.logits
         recording = record(session, logits)
         summary = {

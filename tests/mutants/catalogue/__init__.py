@@ -7,6 +7,7 @@ from mutants.catalogue.companions import COMPANIONS
 from mutants.catalogue.devices import DEVICES
 from mutants.catalogue.drafts import DRAFTS
 from mutants.catalogue.durability import DURABILITY
+from mutants.catalogue.front_door import FRONT_DOOR
 from mutants.catalogue.given import GIVEN_ROWS
 from mutants.catalogue.identity import IDENTITY
 from mutants.catalogue.lifetimes import LIFETIMES
@@ -45,6 +46,7 @@ CATALOGUE = (
     *RUNTIME,
     *LIFETIMES,
     *SAMPLING,
+    *FRONT_DOOR,
     *COMPANIONS,
     *DRAFTS,
     *RECURRENT,

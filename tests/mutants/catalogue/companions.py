@@ -12,7 +12,7 @@ COMPANIONS = (
     Mutant(
         name="either-refusal-empties-all",
         breaks="what a companion cannot do does not touch the primary cache",
-        file="python/kvpager/caches.py",
+        file="python/kvpager/companions.py",
         old="                answers.append(_cut(companion, position))\n",
         new="                answers.append(_cut(companion, position))\n"
         "                if isinstance(answers[-1], Refused):\n"
@@ -22,7 +22,7 @@ COMPANIONS = (
     Mutant(
         name="a-primary-that-begins-anew-leaves-its-companions",
         breaks="where the primary has to begin anew, all do",
-        file="python/kvpager/caches.py",
+        file="python/kvpager/companions.py",
         old="                companion.reset()\n                answers.append(None)\n",
         new="                answers.append(None)\n",
         killers=(PAIRS,),
@@ -30,7 +30,7 @@ COMPANIONS = (
     Mutant(
         name="what-refused-is-left-as-it-was",
         breaks="a cache that cannot be cut begins anew, instead of holding another text",
-        file="python/kvpager/caches.py",
+        file="python/kvpager/companions.py",
         old="    if isinstance(answer, Refused):\n        cache.reset()\n    elif",
         new="    if",
         killers=(PAIRS,),
@@ -38,7 +38,7 @@ COMPANIONS = (
     Mutant(
         name="nobody-goes-back-to-the-checkpoint",
         breaks="a recurrent state is rewound to the checkpoint that its trim names",
-        file="python/kvpager/caches.py",
+        file="python/kvpager/companions.py",
         old="        cache.rewind(answer.position)\n",
         new="        pass\n",
         killers=(
@@ -50,7 +50,7 @@ COMPANIONS = (
     Mutant(
         name="a-success-is-believed",
         breaks="a trim that says Ok and has not rewound its state is found out",
-        file="python/kvpager/caches.py",
+        file="python/kvpager/companions.py",
         old="    if cache.length > position:\n",
         new="    if cache.length < 0:\n",
         killers=(GROUP + "test_a_success_that_left_the_state_where_it_was_is_not_believed",),
@@ -58,7 +58,7 @@ COMPANIONS = (
     Mutant(
         name="a-companion-that-failed-is-used-on",
         breaks="a companion that failed in a trim begins anew",
-        file="python/kvpager/caches.py",
+        file="python/kvpager/companions.py",
         old="                companion.reset()\n                answers.append(Refused(",
         new="                answers.append(Refused(",
         killers=(GROUP + "test_a_companion_that_fails_is_its_own_affair_and_begins_anew",),
@@ -66,7 +66,7 @@ COMPANIONS = (
     Mutant(
         name="the-first-failure-ends-the-trim",
         breaks="what a companion raises comes through when no cache is beyond the cut",
-        file="python/kvpager/caches.py",
+        file="python/kvpager/companions.py",
         old="                    failures.append(failure)\n",
         new="                    raise\n",
         killers=(
@@ -77,7 +77,7 @@ COMPANIONS = (
     Mutant(
         name="tokens-after-the-cut-count-as-lost",
         breaks="tokens_reprefilled counts what a trim kept and has to be computed again",
-        file="python/kvpager/caches.py",
+        file="python/kvpager/companions.py",
         old="max(0, min(before, position) - cache.length)",
         new="max(0, before - cache.length)",
         killers=(
@@ -163,9 +163,9 @@ COMPANIONS = (
         file="python/kvpager/session.py",
         old="        generation = Generation.checked("
         "self.core, max_new_tokens, options, logprobs=logprobs)\n"
-        "        if seed is not None:\n"
-        "            generation.sampling_with(seed)\n",
-        new="",
+        "        generation.check_seed(seed)\n"
+        "        room",
+        new="        generation = Generation.checked(self.core, max_new_tokens, {})\n        room",
         killers=(TRIM + "test_what_cannot_be_generated_is_refused_before_anything_is_dropped",),
     ),
     Mutant(

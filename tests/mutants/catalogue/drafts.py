@@ -13,8 +13,8 @@ DRAFTS = (
         name="the-draft-draws-other-numbers",
         breaks="guesses are sampled with the draws of the tokens they stand for",
         file="python/kvpager/drafts/drafting.py",
-        old="            sampling=ask.sampling,\n",
-        new="            sampling=Sampling(**{**ask.sampling.to_json(), 'seed': 77}),\n",
+        old="Stream(transcript, ask.sampling,",
+        new="Stream(transcript, Sampling(**{**ask.sampling.to_json(), 'seed': 77}),",
         killers=(DRAFT + "test_drafted_text_has_the_tokens_and_the_bits_of_plain_decode",),
     ),
     Mutant(

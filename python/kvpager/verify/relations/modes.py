@@ -24,7 +24,7 @@ def resealed(subject: Subject, check: Check) -> None:
         salt_of[start] = f"resealed {start}"
         with subject.session(engine, salt=salt_of[start]) as session:
             session.prefill(subject.prompt[:start])
-            for _ in session.generate(chunk + 6, eos=None):
+            for _ in session.generate(chunk + 6, eos=None, stream="tokens"):
                 pass
             check.case(f"generated from {start} on")
             texts[start] = session.tokens

@@ -100,7 +100,9 @@ def _as_they_come(
     for i, completion in enumerate(completions):
         check.case(f"run, round {turn}, session {i} of {len(prompts[i])} tokens")
         if completion.session is None:
-            raise NotRunError(f"session {i} ended with {completion.finish}: {completion.error}")
+            raise NotRunError(
+                f"session {i} ended with {completion.finish_reason}: {completion.error}"
+            )
         with completion.session as session:
             check.tokens(completion.tokens, session.tokens[len(prompts[i]) :])
             check.session(session, subject.cold(session.tokens))

@@ -25,7 +25,7 @@ class Recalling:
         self._wrong = wrong
 
     def propose(self, tokens: TokenIds, count: int) -> Sequence[int]:
-        """See `kvpager.Proposer`."""
+        """See `kvpager.speculation.Proposer`."""
         proposed: list[int] = self._text[len(tokens) : len(tokens) + count].tolist()
         if not self._wrong:
             return proposed
@@ -46,7 +46,7 @@ def speculated(subject: Subject, check: Check) -> None:
         how: dict[str, Any] = {"temperature": temperature, "seed": 3, "eos": None}
         with subject.session() as plain:
             plain.prefill(prompt)
-            list(plain.generate(new_tokens, **how))
+            plain.generate(new_tokens, **how).tokens.tolist()
             text = plain.tokens
         cold = subject.cold(text)
         proposers = _proposers(text, subject.engine().vocab_size)
@@ -77,7 +77,10 @@ def _speculate(
 ) -> None:
     with subject.session() as session, listening(subject.engine()) as listener:
         session.prefill(prompt)
-        tokens = [int(token) for token in session.generate(len(text) - len(prompt), **how)]
+        tokens = [
+            int(token)
+            for token in session.generate(len(text) - len(prompt), **how, stream="tokens")
+        ]
         check.tokens(np.array(tokens, dtype=np.int32), text[len(prompt) :])
         if tokens != text[len(prompt) :].tolist():
             return  # another text: its K/V and logits have nothing to be compared with

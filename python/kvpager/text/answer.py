@@ -1,0 +1,62 @@
+"""The text of a generation, as it comes and up to where a string ends it."""
+
+from __future__ import annotations
+
+from kvpager.text.tokenizer import Detokenizer
+
+
+class AnswerText:
+    """The text of the tokens of one generation, up to the first of the stop strings.
+
+    Text that may be the beginning of a stop string is held back until the next token decides.
+
+    Attributes:
+        stopped: whether a stop string was found; nothing follows then.
+    """
+
+    def __init__(self, pieces: Detokenizer, stops: tuple[str, ...] = ()) -> None:
+        self._pieces = pieces
+        self._stops = stops
+        self._returned: list[str] = []
+        self._held = ""
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """What was returned so far."""
+        return "".join(self._returned)
+
+    def push(self, token: int) -> str:
+        """The text that is certain with this token, after what was returned before."""
+        return self._take(self._pieces.push(token))
+
+    def finish(self) -> str:
+        """The rest of the text, when no token follows."""
+        rest = self._take(self._pieces.finish())
+        held, self._held = self._held, ""
+        return rest + self._return(held)
+
+    def _take(self, piece: str) -> str:
+        if self.stopped:
+            return ""
+        held = self._held + piece
+        found = [at for at in map(held.find, self._stops) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return self._return(held[: min(found)])
+        kept = max((_overlap(held, stop) for stop in self._stops), default=0)
+        certain, self._held = held[: len(held) - kept], held[len(held) - kept :]
+        return self._return(certain)
+
+    def _return(self, piece: str) -> str:
+        if piece:
+            self._returned.append(piece)
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` with which `stop` begins, less than all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

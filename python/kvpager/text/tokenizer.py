@@ -1,0 +1,150 @@
+"""A transformers tokenizer as the runtime uses it: text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.tokens import TextOrIds, TokenIds, as_token_ids
+
+Message: TypeAlias = Mapping[str, Any]
+
+_UNFINISHED = "\ufffd"  # a tokenizer's text for an incomplete character
+
+
+class Tokenizer:
+    """Wraps a transformers tokenizer.
+
+    Args:
+        tokenizer: with `encode`, `decode` and, for chats, `apply_chat_template`.
+        vocab_size: the model's; a text with a token id beyond it is refused.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        for method in ("encode", "decode"):
+            if not callable(getattr(tokenizer, method, None)):
+                raise InvalidArgumentError(
+                    f"tokenizer is {tokenizer!r}; expected one of transformers, such as "
+                    "AutoTokenizer.from_pretrained(name)"
+                )
+        self.wrapped = tokenizer
+        self._vocab_size = vocab_size
+
+    def encode(self, text: str, name: str, *, special_tokens: bool) -> TokenIds:
+        """The ids of `text`; with those that begin a text, such as BOS, if `special_tokens`.
+
+        Raises:
+            InvalidArgumentError: no tokens, or an id that the model does not have.
+        """
+        ids = self.wrapped.encode(text, add_special_tokens=special_tokens)
+        return as_token_ids(list(ids), self._vocab_size, f"{name} (as token ids)")
+
+    def decode(self, ids: Sequence[int] | TokenIds, *, special_tokens: bool = False) -> str:
+        """The text of ids; that of special tokens only if `special_tokens`."""
+        text: str = self.wrapped.decode(
+            [int(token) for token in ids],
+            skip_special_tokens=not special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        """The text of a conversation up to where the model answers, by the chat template.
+
+        Args:
+            messages: as `apply_chat_template` takes them.
+            options: further arguments of the template, such as `tools` or `enable_thinking`.
+
+        Raises:
+            InvalidArgumentError: there is no template, or it refuses the messages.
+        """
+        if not getattr(self.wrapped, "chat_template", None):
+            raise InvalidArgumentError(
+                "the tokenizer has no chat template; set tokenizer.chat_template, or use prefill "
+                "and generate"
+            )
+        try:
+            text: str = self.wrapped.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **options,
+            )
+        except Exception as error:  # of a template, which is a program
+            raise InvalidArgumentError(
+                f"the chat template refuses the messages: {type(error).__name__}: {error}"
+            ) from error
+        return text
+
+
+def read_ids(
+    given: TextOrIds,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    name: str = "ids",
+    *,
+    special_tokens: bool = True,
+) -> TokenIds:
+    """The ids of a text, or the ids given; arguments and errors as for `as_token_ids`."""
+    if isinstance(given, str) and tokenizer is not None:
+        return tokenizer.encode(given, name, special_tokens=special_tokens)
+    return as_token_ids(given, vocab_size, name)  # type: ignore[arg-type]  # text is refused
+
+
+class Detokenizer:
+    """Turns tokens into text as they come, no character before it is complete.
+
+    The text of a token depends on the tokens before it (spaces, bytes of one character), so the
+    last few are decoded again with each new one: the time per token does not grow.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, before: TokenIds | None = None, *, special_tokens: bool = False
+    ) -> None:
+        """before: the tokens before the first one; the last few are enough."""
+        self._tokenizer = tokenizer
+        self._special = special_tokens
+        self._tokens = [] if before is None else [int(token) for token in before[-8:]]
+        self._told = len(self._tokens)  # tokens whose text was returned
+
+    def push(self, token: int) -> str:
+        """The text that is complete with this token, after what was returned before."""
+        self._tokens.append(token)
+        piece = self._new_text()
+        if not piece or piece.endswith(_UNFINISHED):
+            return ""
+        self._tell()
+        return piece
+
+    def finish(self) -> str:
+        """The text of incomplete characters at the end."""
+        piece = self._new_text()
+        self._tell()
+        return piece
+
+    def _new_text(self) -> str:
+        before, all_of_it = self._decode(self._tokens[: self._told]), self._decode(self._tokens)
+        return all_of_it[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, special_tokens=self._special)
+
+    def _tell(self) -> None:
+        """Keeps the tokens since the last return, as context of the next ones."""
+        self._tokens = self._tokens[min(self._told, len(self._tokens) - 1) :]
+        self._told = len(self._tokens)
+
+
+def text_of(
+    ids: Sequence[int] | TokenIds,
+    before: TokenIds,
+    tokenizer: Tokenizer,
+    *,
+    special_tokens: bool = False,
+) -> str:
+    """The text of `ids` after `before`: what a `Detokenizer` returns for them in all."""
+    pieces = Detokenizer(tokenizer, before, special_tokens=special_tokens)
+    return "".join([*map(pieces.push, np.asarray(ids).tolist()), pieces.finish()])

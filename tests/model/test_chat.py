@@ -1,0 +1,412 @@
+"""Conversations by a chat template: what is computed again, remembered, saved and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import text_models
+from bits import assert_same_session
+
+from kvpager import CapacityError, CorruptSnapshotError, Engine, InvalidArgumentError, Session
+from kvpager.text.conversation import Conversation
+
+SAMPLED = {"temperature": 1.0, "seed": 5, "eos": None}
+END = text_models.SPECIAL.index(text_models.END)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return text_models.byte_level()
+
+
+@pytest.fixture
+def engine(tokenizer: Any) -> Iterator[Engine]:
+    with Engine(text_models.model(), tokenizer=tokenizer, pool_tokens=4096, rows=32) as made:
+        yield made
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    ids: list[int] = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    return ids
+
+
+def test_a_first_turn_is_what_the_chat_template_makes(engine: Engine, tokenizer: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    session = engine.session()
+    done = session.chat(messages, 12, **SAMPLED)
+    assert session.tokens[: done.prompt_tokens].tolist() == rendered(tokenizer, messages)
+    assert session.messages == [*messages, {"role": "assistant", "content": done.text}]
+
+
+def test_a_conversation_is_computed_once(engine: Engine, tokenizer: Any) -> None:
+    session = engine.session()
+    session.chat("What is a cache?", 20, **SAMPLED)
+    session.chat("And a pager?", 20, **SAMPLED)
+    before, computed = session.tokens, session.tokens_computed
+    session.chat("Thanks.", 20, **SAMPLED)
+    assert session.tokens[: len(before)].tolist() == before.tolist()
+    new = tokenizer.encode(
+        f"{text_models.END}\n<|im_start|>user\nThanks.{text_models.END}\n<|im_start|>assistant\n"
+    )
+    # One more: the answer's last token was pending.
+    assert session.tokens_computed - computed == len(new) + 1
+    assert [message["role"] for message in session.messages] == ["user", "assistant"] * 3
+
+
+def test_answers_keep_the_tokens_they_were_produced_with(engine: Engine, tokenizer: Any) -> None:
+    """Encoding an answer anew would give fewer tokens, and lose all K/V behind them."""
+    session = engine.session()
+    done = session.chat("What is a cache?", 20, **SAMPLED)
+    again = tokenizer.encode(done.text)
+    assert again != done.tokens.tolist()
+    start = done.prompt_tokens
+    session.chat("And a pager?", 3, **SAMPLED)
+    assert session.tokens[start : start + 20].tolist() == done.tokens.tolist()
+
+
+def test_the_whole_conversation_may_be_given_each_time(engine: Engine) -> None:
+    one, other = engine.session(), engine.session()
+    conversation: list[dict[str, Any]] = []
+    for text in ("What is a cache?", "And a pager?", "Thanks."):
+        conversation.append({"role": "user", "content": text})
+        whole = other.chat(conversation, 15, **SAMPLED)
+        part = one.chat(text, 15, **SAMPLED)
+        assert part.tokens.tolist() == whole.tokens.tolist()
+        conversation.append({"role": "assistant", "content": whole.text})
+        assert one.messages == other.messages == conversation
+    assert one.tokens_computed == other.tokens_computed
+
+
+def test_a_stateless_client_shares_what_other_sessions_computed(engine: Engine) -> None:
+    first = engine.session()
+    first.chat("What is a cache? " * 40, 15, **SAMPLED)
+    messages = [*first.messages, {"role": "user", "content": "And a pager?"}]
+    fresh = engine.session()
+    fresh.chat(messages, 15, **SAMPLED)
+    assert fresh.tokens_computed < fresh.length // 3
+
+
+def test_an_edited_message_keeps_what_stands_before_it(engine: Engine) -> None:
+    session = engine.session()
+    session.chat("What is a cache? " * 20, 15, **SAMPLED)
+    kept = session.length
+    session.chat("And a pager?", 15, **SAMPLED)
+    messages = session.messages
+    edited = [*messages[:2], {"role": "user", "content": "And a ledger?"}]
+    computed = session.tokens_computed
+    done = session.chat(edited, 15, **SAMPLED)
+    assert session.messages == [*edited, {"role": "assistant", "content": done.text}]
+    assert session.tokens_computed - computed < session.length - kept
+    cold = engine.session()
+    cold.prefill(session.tokens[:-1])  # the last one is pending
+    session.trim(session.length - 1)
+    assert_same_session(session, cold, "a cold run")
+
+
+def test_the_last_answer_can_be_had_again(engine: Engine) -> None:
+    session = engine.session()
+    first = session.chat("What is a cache?", 15, **SAMPLED)
+    computed = session.tokens_computed
+    again = session.chat(session.messages[:-1], 15, **SAMPLED)
+    assert again.tokens.tolist() == first.tokens.tolist()
+    other = session.chat(session.messages[:-1], 15, temperature=1.0, seed=6, eos=None)
+    assert other.tokens.tolist() != first.tokens.tolist()
+    assert session.messages[-1]["content"] == other.text
+    assert session.tokens_computed == computed
+
+
+def test_thinking_that_the_template_leaves_out_is_cut_from_the_cache(
+    engine: Engine, tokenizer: Any
+) -> None:
+    session = engine.session()
+    session.chat("What is a cache?", 10, **SAMPLED)
+    thought = session.messages
+    thought[-1] = {"role": "assistant", "content": "<think>Hm.</think>A place."}
+    later = [*thought, {"role": "user", "content": "And a pager?"}]
+    session.chat(later, 10, **SAMPLED)
+    text = tokenizer.decode(session.tokens)
+    assert "Hm." not in text
+    assert f"assistant\nA place.{text_models.END}" in text
+
+
+def test_streamed_answers_are_remembered_as_far_as_they_came(engine: Engine) -> None:
+    session = engine.session()
+    stream = session.chat("What is a cache?", 30, stream=True, **SAMPLED)
+    assert session.messages == [{"role": "user", "content": "What is a cache?"}]
+    pieces = [next(stream) for _ in range(5)]
+    stream.close()
+    told = session.messages[-1]
+    assert told["role"] == "assistant"
+    assert told["content"].startswith("".join(pieces))
+    session.chat("And a pager?", 5, **SAMPLED)
+    assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
+
+
+def test_an_answer_that_goes_on_is_one_message(engine: Engine) -> None:
+    session = engine.session()
+    whole = session.fork().chat("What is a cache?", 20, **SAMPLED)
+    session.chat("What is a cache?", 8, **SAMPLED)
+    session.generate(12, **SAMPLED)
+    assert session.messages[-1]["content"] == whole.text
+    assert len(session.messages) == 2
+
+
+def test_a_stop_string_is_not_part_of_the_message(engine: Engine) -> None:
+    session = engine.session()
+    whole = session.fork().chat("What is a cache?", 60, **SAMPLED).text
+    assert whole is not None
+    stop = next(whole[i : i + 4] for i in range(8, len(whole)) if whole.find(whole[i : i + 4]) == i)
+    done = session.chat("What is a cache?", 60, stop=stop, **SAMPLED)
+    assert done.finish_reason == "stop"
+    assert session.messages[-1]["content"] == done.text == whole[: whole.index(stop)]
+
+
+def test_an_end_token_of_the_model_ends_the_answer_and_stays_in_the_cache(engine: Engine) -> None:
+    session = engine.session()
+    whole = session.fork().chat("What is a cache?", 20, **SAMPLED)
+    last = int(whole.tokens[9])
+    done = session.chat("What is a cache?", 20, temperature=1.0, seed=5, eos=last)
+    assert done.finish_reason == "eos"
+    assert session.tokens[-1] == last
+
+
+def test_a_saved_conversation_goes_on_in_another_engine(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "talk.kvsnap"
+    model = text_models.model()
+    with Engine(model, tokenizer=tokenizer, pool_tokens=4096, rows=32) as engine:
+        session = engine.session()
+        session.metadata["who"] = {"name": "Ada", "tags": [1, 2.5, None]}
+        session.chat("What is a cache?", 20, **SAMPLED)
+        session.save(path)
+        messages, metadata = session.messages, session.metadata
+        expected = session.chat("And a pager?", 20, **SAMPLED)
+        held = session.tokens.tolist()
+    with Engine(model, tokenizer=tokenizer, pool_tokens=4096, rows=32) as engine:
+        again = engine.restore(path)
+        assert (again.messages, again.metadata) == (messages, metadata)
+        done = again.chat("And a pager?", 20, **SAMPLED)
+        assert done.tokens.tolist() == expected.tokens.tolist()
+        assert again.tokens.tolist() == held
+        assert again.restored_tokens_consumed == again.restored_tokens
+        assert again.tokens_computed < 40
+
+
+def test_a_save_of_a_beginning_has_no_messages(engine: Engine, tmp_path: Path) -> None:
+    session = engine.session()
+    session.chat("What is a cache?", 20, **SAMPLED)
+    session.save(tmp_path / "part.kvsnap", upto=5)
+    assert engine.restore(tmp_path / "part.kvsnap").messages == []
+
+
+def test_a_save_leaves_the_answer_open(engine: Engine, tmp_path: Path) -> None:
+    session = engine.session()
+    whole = session.fork().chat("What is a cache?", 20, **SAMPLED)
+    session.chat("What is a cache?", 8, **SAMPLED)
+    session.save(tmp_path / "a.kvsnap")
+    session.generate(12, **SAMPLED)
+    assert session.messages[-1]["content"] == whole.text
+
+
+def test_forks_lead_conversations_of_their_own(engine: Engine) -> None:
+    session = engine.session()
+    session.chat("What is a cache?", 10, **SAMPLED)
+    session.metadata["part"] = ["shared"]
+    fork = session.fork()
+    fork.metadata["part"].append("fork")
+    fork.chat("And a pager?", 10, **SAMPLED)
+    assert len(session.messages) == 2
+    assert fork.messages[:2] == session.messages
+    assert session.metadata == {"part": ["shared"]}
+
+
+def test_a_session_that_was_cut_computes_what_is_missing(engine: Engine) -> None:
+    session, other = engine.session(), engine.session()
+    for each in (session, other):
+        each.chat("What is a cache? " * 10, 10, **SAMPLED)
+    session.trim(7)
+    done, expected = (each.chat("And a pager?", 10, **SAMPLED) for each in (session, other))
+    messages = session.messages
+    assert messages[0] == other.messages[0]
+    assert messages[-1]["content"] == done.text
+    assert expected.finish_reason == done.finish_reason
+
+
+def test_text_that_was_put_between_turns_is_no_part_of_an_answer(engine: Engine) -> None:
+    session = engine.session()
+    done = session.chat("What is a cache?", 10, **SAMPLED)
+    session.append(" (a note)")
+    assert session.messages[-1]["content"] == done.text
+    session.chat("And a pager?", 10, **SAMPLED)
+    assert "(a note)" not in engine.tokenizer.decode(session.tokens)
+
+
+def test_tools_and_further_arguments_reach_the_template(engine: Engine, tokenizer: Any) -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    session = engine.session()
+    done = session.chat(
+        "Hello", 3, tools=[tool], chat_template_kwargs={"enable_thinking": True}, **SAMPLED
+    )
+    prompt = tokenizer.decode(session.tokens[: done.prompt_tokens])
+    assert "look_up" in prompt
+    assert prompt.endswith("<think>")
+
+
+def test_an_answer_is_long_enough_by_default_and_ends_with_the_positions(engine: Engine) -> None:
+    limit = engine.core.positions.most
+    assert limit == 4096
+    session = engine.session()
+    session.chat("x " * 2000, 1, **SAMPLED)
+    filler = "y " * ((limit - session.length - 40) // 2)
+    done = session.chat(filler, eos=None)
+    assert done.finish_reason == "length"
+    assert session.length == limit
+
+
+def unchanged(session: Session, call: Any, message: str, kind: type[Exception]) -> None:
+    before, talk, computed = session.tokens, session.messages, session.tokens_computed
+    with pytest.raises(kind, match=message):
+        call()
+    assert session.tokens.tolist() == before.tolist()
+    assert session.messages == talk
+    assert session.tokens_computed == computed
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (b"text", "messages is b'text'; expected a list of messages"),
+        (7, "messages is 7"),
+        (["hello"], r"messages\[0\] is 'hello'"),
+        ([{"content": "hello"}], r"messages\[0\]"),
+        ({"role": "user", "content": "hello"}, "a list of messages"),
+        ([{"role": "user", "content": object()}], "JSON"),
+        ([{"role": "user", "content": float("nan")}], "JSON"),
+    ],
+)
+def test_what_are_no_messages_is_refused(engine: Engine, given: Any, message: str) -> None:
+    session = engine.session()
+    session.chat("What is a cache?", 5, **SAMPLED)
+    unchanged(session, lambda: session.chat(given, 5), message, InvalidArgumentError)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temprature": 1.0}, "did you mean temperature"),
+        ({"stream": "yes"}, "stream is 'yes'"),
+        ({"progress": "yes"}, "progress"),
+        ({"max_new_tokens": 5000}, "positions for 4096"),
+        ({"logprobs": "yes"}, "logprobs is 'yes'"),
+        ({"stop": [[]]}, r"stop\[0\] is empty"),
+        ({"stop": ""}, r"stop\[0\] is empty"),
+    ],
+)
+def test_a_wrong_option_changes_nothing(
+    engine: Engine, options: dict[str, Any], message: str
+) -> None:
+    session = engine.session()
+    session.chat("What is a cache?", 5, **SAMPLED)
+    unchanged(session, lambda: session.chat("And?", **options), message, InvalidArgumentError)
+
+
+def test_a_turn_without_room_is_not_taken(tokenizer: Any) -> None:
+    room = {"pool_tokens": 1024, "host_bytes": 0, "disk_bytes": 0}
+    with Engine(text_models.model(), tokenizer=tokenizer, rows=32, **room) as engine:
+        session = engine.session()
+        session.chat("What is a cache?", 5, **SAMPLED)
+        unchanged(session, lambda: session.chat("And? " * 500, 5), "bytes", CapacityError)
+        unchanged(session, lambda: session.chat("And?", 1000), "bytes", CapacityError)
+        session.chat("And a pager?", 5, **SAMPLED)
+        assert len(session.messages) == 4
+
+
+def test_a_template_that_refuses_is_named(tmp_path: Path) -> None:
+    with Engine(text_models.model(), tokenizer=text_models.metaspace(), pool_tokens=2048) as engine:
+        session = engine.session()
+        with pytest.raises(InvalidArgumentError, match=r"template refuses .*no system messages"):
+            session.chat([{"role": "system", "content": "Be brief."}], 5)
+        assert session.length == 0
+
+
+def test_a_tokenizer_without_a_template_is_named(tokenizer: Any) -> None:
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with (
+            Engine(text_models.model(), tokenizer=tokenizer, pool_tokens=2048) as engine,
+            pytest.raises(InvalidArgumentError, match="no chat template"),
+        ):
+            engine.session().chat("Hello", 5)
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_another_template_with_another_tokenizer(tmp_path: Path) -> None:
+    """Answers begin with a space there, which the template takes away and puts back."""
+    with Engine(text_models.model(), tokenizer=text_models.metaspace(), pool_tokens=2048) as engine:
+        session = engine.session()
+        for text in ("What is a cache?", "And a pager?", "Thanks."):
+            session.chat(text, 12, **SAMPLED)
+        session.save(tmp_path / "talk.kvsnap")
+        again = engine.restore(tmp_path / "talk.kvsnap")
+        assert again.messages == session.messages
+        cold = engine.session()
+        cold.prefill(session.tokens[:-1])  # the last one is pending
+        session.trim(session.length - 1)
+        assert_same_session(session, cold, "a cold run")
+
+
+@pytest.mark.parametrize(
+    "value", [{1: 2}, {"a": (1,)}, {"a": object()}, {"a": float("inf")}, [1], "x"]
+)
+def test_metadata_that_json_would_change_are_refused(
+    engine: Engine, tmp_path: Path, value: Any
+) -> None:
+    session = engine.session()
+    session.prefill([5, 6])
+    with pytest.raises(InvalidArgumentError, match=r"metadata.*a dict of JSON values"):
+        session.metadata = value
+    assert session.metadata == {}
+    if isinstance(value, dict):
+        session.metadata.update(value)
+        with pytest.raises(InvalidArgumentError, match="metadata"):
+            session.save(tmp_path / "x.kvsnap")
+        assert list(tmp_path.iterdir()) == []
+
+
+FORGED = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "stretches": [["Hello", 2], ["World", 1]],
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": "x"},
+        {"messages": [1]},
+        {"messages": None},
+        {"stretches": [["Hello", 4]]},
+        {"stretches": [["Hello", -1]]},
+        {"stretches": [["Hello", True]]},
+        {"stretches": [["Hello", 2], ["World", 2]]},
+        {"stretches": [[5, 1]]},
+        {"stretches": [["Hello"]]},
+        {"stretches": 5},
+    ],
+)
+def test_a_forged_conversation_is_refused_by_name(change: dict[str, Any]) -> None:
+    tokens = np.array([5, 6, 7], dtype=np.int32)
+    sound = Conversation.from_json(json.loads(json.dumps(FORGED)), tokens, "x.kvsnap")
+    assert sound.to_json(tokens) == FORGED
+    with pytest.raises(CorruptSnapshotError, match=r"x\.kvsnap: session\.conversation"):
+        Conversation.from_json({**FORGED, **change}, tokens, "x.kvsnap")

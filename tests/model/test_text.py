@@ -1,0 +1,372 @@
+"""Text in and text out: encoding, streamed text, stop strings, tokenizers of two kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import text_models
+import torch
+
+from kvpager import Engine, InvalidArgumentError
+from kvpager.text.answer import AnswerText
+from kvpager.text.tokenizer import Detokenizer, Tokenizer, text_of
+
+TOKENIZERS = {"bytes": text_models.byte_level, "metaspace": text_models.metaspace}
+SAMPLED = {"temperature": 1.0, "seed": 5, "eos": None}
+TEXTS = [
+    "A cache keeps keys and values.",
+    "naïve — 世界 🎉🏳️‍🌈 \n\n  two  spaces\ttab",
+    "مرحبا بالعالم  नमस्ते",
+    " leads with a space and ends with one ",
+]
+
+
+@pytest.fixture(params=sorted(TOKENIZERS))
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return TOKENIZERS[request.param]()
+
+
+@pytest.fixture
+def engine(tokenizer: Any) -> Iterator[Engine]:
+    with Engine(text_models.model(), tokenizer=tokenizer, pool_tokens=2048, rows=32) as made:
+        yield made
+
+
+@pytest.fixture
+def silent() -> Iterator[Engine]:
+    """An engine without a tokenizer."""
+    with Engine(text_models.model(), pool_tokens=2048, rows=32) as made:
+        yield made
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_pieces_of_a_text_are_the_text(tokenizer: Any, text: str) -> None:
+    wrapped = Tokenizer(tokenizer, text_models.VOCAB)
+    ids = wrapped.encode(text, "text", special_tokens=False)
+    pieces = Detokenizer(wrapped)
+    assert "".join([*map(pieces.push, ids), pieces.finish()]) == wrapped.decode(ids)
+
+
+def test_the_pieces_of_any_tokens_are_their_text_behind_what_stands_before(tokenizer: Any) -> None:
+    wrapped = Tokenizer(tokenizer, text_models.VOCAB)
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        ids = random.integers(0, len(tokenizer), 60).astype(np.int32)
+        whole = wrapped.decode(ids)
+        split = 8
+        before = wrapped.decode(ids[:split])
+        if before.endswith("\ufffd"):
+            continue
+        assert before + text_of(ids[split:], ids[:split], wrapped) == whole
+
+
+def test_no_piece_has_half_a_character(tokenizer: Any) -> None:
+    wrapped = Tokenizer(tokenizer, text_models.VOCAB)
+    pieces = Detokenizer(wrapped)
+    for token in wrapped.encode("世界🎉", "text", special_tokens=False):
+        assert "\ufffd" not in pieces.push(token)
+
+
+def test_text_is_prefilled_as_the_tokenizer_encodes_it(engine: Engine, tokenizer: Any) -> None:
+    session = engine.session()
+    session.prefill("A cache keeps")
+    first = tokenizer.encode("A cache keeps")
+    assert session.tokens.tolist() == first
+    session.append(" keys.")  # goes on: no token that begins a text
+    rest = tokenizer.encode(" keys.", add_special_tokens=False)
+    assert session.tokens.tolist() == first + rest
+    session.update("A cache keeps values.")
+    assert session.tokens.tolist() == tokenizer.encode("A cache keeps values.")
+
+
+def test_all_that_takes_ids_takes_text(engine: Engine, tokenizer: Any) -> None:
+    ids = tokenizer.encode("A cache keeps keys")
+    with_ids, with_text = engine.score(ids), engine.score("A cache keeps keys")
+    assert with_ids.logprobs.tobytes() == with_text.logprobs.tobytes()
+    sessions = [engine.session(), engine.session()]
+    engine.prefill_many([(sessions[0], "A cache keeps keys"), (sessions[1], ids)])
+    assert sessions[0].tokens.tolist() == sessions[1].tokens.tolist() == ids
+    done = engine.run(["A cache keeps keys", ids], 6, **SAMPLED)
+    assert done[0].tokens.tolist() == done[1].tokens.tolist()
+    assert engine.cache_segment("keys and values", name="kv").tokens.tolist() == tokenizer.encode(
+        "keys and values", add_special_tokens=False
+    )
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_what_a_tokenizer_returns_is_taken_without_its_padding(
+    engine: Engine, tokenizer: Any, length: int
+) -> None:
+    texts = ["A cache", "A cache keeps keys and values, and more of them"]
+    tokenizer.pad_token = tokenizer.eos_token
+    alone = engine.run([tokenizer.encode(text) for text in texts], length, **SAMPLED)
+    for side in ("left", "right"):
+        tokenizer.padding_side = side
+        for kind in ("pt", "np", None):
+            batch = tokenizer(texts, padding=True, return_tensors=kind)
+            padded = engine.run(batch, length, **SAMPLED)
+            for one, other in zip(alone, padded):
+                assert one.tokens.tolist() == other.tokens.tolist()
+                assert one.prompt_tokens == other.prompt_tokens
+    session = engine.session()
+    session.prefill(tokenizer(texts[1], return_tensors="pt"))
+    assert session.tokens.tolist() == tokenizer.encode(texts[1])
+    session.update(tokenizer(texts[0], padding="max_length", max_length=40))
+    assert session.tokens.tolist() == tokenizer.encode(texts[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_mask": [1]}, "without input_ids"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "in the middle"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 1]}, r"shape \[2\]"),
+        ({"input_ids": [[1], [2]], "attention_mask": [[1], [1]]}, r"shape \[2, 1\]"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "empty"),
+    ],
+)
+def test_a_batch_that_cannot_be_understood_is_refused(
+    silent: Engine, given: Any, message: str
+) -> None:
+    session = silent.session()
+    with pytest.raises(InvalidArgumentError, match=message):
+        session.prefill(given)
+    assert session.length == 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("one text", "a list of prompts"),
+        ({"input_ids": [1, 2, 3]}, "the ids of one prompt"),
+        ({"input_ids": [[1]], "attention_mask": [[1], [1]]}, "1 rows of input_ids and 2"),
+        (5, "a list of prompts"),
+        ({"ids": [[1]]}, "without input_ids"),
+    ],
+)
+def test_prompts_that_are_no_list_of_prompts_are_refused(
+    engine: Engine, prompts: Any, message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        engine.run(prompts, 3)
+
+
+def test_a_completion_has_the_text_of_its_tokens(engine: Engine, tokenizer: Any) -> None:
+    session = engine.session()
+    session.prefill("A cache keeps")
+    before = len(session.tokens)
+    done = session.generate(30, **SAMPLED)
+    assert done.finish_reason == "length"
+    assert (done.prompt_tokens, len(done.tokens)) == (before, 30)
+    assert done.tokens.tolist() == session.tokens[before:].tolist()
+    decoded = tokenizer.decode(session.tokens, skip_special_tokens=True)
+    assert decoded.endswith(done.text)
+    assert str(done) == done.text
+
+
+def test_streamed_text_is_the_text_of_the_completion(engine: Engine) -> None:
+    session = engine.session()
+    session.prefill("A cache keeps")
+    done = session.fork().generate(40, **SAMPLED)
+    stream = session.generate(40, stream=True, **SAMPLED)
+    assert stream.completion is None
+    pieces = list(stream)
+    assert all(pieces)
+    assert "".join(pieces) == done.text
+    assert stream.completion is not None
+    assert stream.completion.text == done.text
+    assert stream.completion.tokens.tolist() == done.tokens.tolist()
+    assert stream.completion.finish_reason == done.finish_reason == "length"
+
+
+def test_text_that_was_not_asked_for_costs_no_bits(engine: Engine, silent: Engine) -> None:
+    ids = engine.core.read_ids("A cache keeps keys and values")
+    texts = []
+    for each in (engine, silent):
+        session = each.session()
+        session.prefill(ids)
+        texts.append(session.generate(20, logprobs=True, **SAMPLED))
+    with_text, without = texts
+    assert with_text.tokens.tolist() == without.tokens.tolist()
+    assert with_text.logprobs is not None
+    assert without.logprobs is not None
+    assert with_text.logprobs.tobytes() == without.logprobs.tobytes()
+    assert without.text is None
+
+
+def stop_in(text: str) -> str:
+    """Four characters out of the middle of a text, which occur there for the first time."""
+    return next(text[i : i + 4] for i in range(8, len(text)) if text.find(text[i : i + 4]) == i)
+
+
+def test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind(engine: Engine) -> None:
+    session = engine.session()
+    session.prefill("A cache keeps")
+    whole = session.fork().generate(60, **SAMPLED)
+    assert whole.text is not None
+    stop = stop_in(whole.text)
+    one = session.fork().generate(60, stop=stop, **SAMPLED)
+    assert one.finish_reason == "stop"
+    assert one.text == whole.text[: whole.text.index(stop)]
+    count = len(one.tokens)
+    assert one.tokens.tolist() == whole.tokens[:count].tolist()
+    fork = session.fork()
+    pieces = fork.generate(60, stop=["no such text", stop], stream=True, **SAMPLED)
+    assert "".join(pieces) == one.text
+    assert fork.length == session.length + count
+    (packed,) = engine.run([session.fork()], 60, stop=stop, **SAMPLED)
+    assert (packed.text, packed.finish_reason) == (one.text, "stop")
+    assert packed.tokens.tolist() == one.tokens.tolist()
+
+
+def test_strings_and_ids_can_both_end_a_generation(engine: Engine) -> None:
+    session = engine.session()
+    session.prefill("A cache keeps")
+    whole = session.fork().generate(60, **SAMPLED)
+    assert whole.text is not None
+    part = whole.tokens[4:6].tolist()
+    done = session.fork().generate(60, stop=["no such text", part], **SAMPLED)
+    assert (done.finish_reason, len(done.tokens)) == ("stop", 6)
+
+
+class Spelled:
+    """Pieces given one by one, in place of a tokenizer's."""
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = list(pieces)
+
+    def push(self, token: int) -> str:
+        return self.pieces[token]
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "told"),
+    [
+        (["ab", "cd"], (), ["ab", "cd"]),
+        (["ab", "c", "x"], ("bcd",), ["a", "", "bcx"]),
+        (["ab", "c", "d", "e"], ("bcd",), ["a", "", "", ""]),
+        (["aab", "aac"], ("aaa", "aac"), ["aab", ""]),
+        (["aa", "a", "b"], ("aab",), ["", "a", ""]),
+        (["xyz"], ("z", "y"), ["x"]),
+        (["", "a", ""], ("b",), ["", "a", ""]),
+    ],
+)
+def test_text_is_held_back_while_it_may_begin_a_stop_string(
+    pieces: list[str], stops: tuple[str, ...], told: list[str]
+) -> None:
+    answer = AnswerText(Spelled(*pieces), stops)  # type: ignore[arg-type]
+    assert [answer.push(i) for i in range(len(pieces))] == told
+    whole = "".join(pieces)
+    ends = [whole.index(stop) for stop in stops if stop in whole]
+    assert answer.stopped == bool(ends)
+    answer.finish()
+    assert answer.text == whole[: min(ends, default=len(whole))]
+
+
+def test_an_abandoned_stream_says_what_it_came_to(engine: Engine) -> None:
+    session = engine.session()
+    session.prefill("A cache keeps")
+    stream = session.generate(40, stream="tokens", **SAMPLED)
+    taken = [next(stream) for _ in range(3)]
+    stream.close()
+    assert stream.completion is not None
+    assert stream.completion.finish_reason == "cancelled"
+    assert stream.completion.tokens.tolist() == taken
+    assert list(stream) == []
+    assert session.generate(1, **SAMPLED).finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [1, "text", None, "token"])
+def test_a_stream_of_another_kind_is_refused(engine: Engine, stream: Any) -> None:
+    session = engine.session()
+    session.prefill("A cache keeps")
+    with pytest.raises(InvalidArgumentError, match=r"stream is .*expected False, True"):
+        session.generate(3, stream=stream)
+
+
+def test_without_a_tokenizer_text_is_refused_by_name(silent: Engine) -> None:
+    session = silent.session()
+    session.prefill([5, 6, 7])
+    for call in (
+        lambda: session.append("text"),
+        lambda: session.generate(3, stream=True),
+        lambda: session.generate(3, stop="x"),
+        lambda: session.generate(3, stop=[[1], "x"]),
+        lambda: session.chat("hello"),
+        lambda: silent.run(["text"], 3),
+        lambda: silent.score("text"),
+        lambda: silent.cache_segment("text"),
+    ):
+        with pytest.raises(InvalidArgumentError, match="tokenizer"):
+            call()
+    assert session.tokens.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("value", ["a name", 5, object()])
+def test_a_tokenizer_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"tokenizer is .*AutoTokenizer"):
+        Engine(text_models.model(), tokenizer=value, pool_tokens=2048)
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(silent: Engine) -> None:
+    wrapped = Tokenizer(text_models.byte_level(), 5)
+    with pytest.raises(InvalidArgumentError, match=r"ids \(as token ids\)\[0\] is .*0 to 4"):
+        wrapped.encode("hello", "ids", special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        (5, 6, 7),
+        np.array([5, 6, 7], dtype=np.uint16),
+        torch.tensor([[5, 6, 7]]),
+        range(5, 8),
+        (np.int64(i) for i in (5, 6, 7)),
+        [torch.tensor(5), np.int8(6), 7],
+        {"input_ids": [5, 6, 7]},
+    ],
+    ids=["tuple", "uint16", "tensor", "range", "generator", "scalars", "mapping"],
+)
+def test_ids_are_taken_in_any_form(silent: Engine, ids: Any) -> None:
+    session = silent.session()
+    session.prefill(ids)
+    assert session.tokens.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.uint8, np.array, torch.tensor])
+def test_integers_of_numpy_and_torch_are_integers(silent: Engine, integer: Any) -> None:
+    session = silent.session()
+    session.prefill(range(5, 25))
+    done = session.generate(integer(4), seed=integer(3), temperature=1.0, eos=integer(2))
+    session.trim(integer(20))
+    again = session.generate(4, seed=3, temperature=1.0, eos=2)
+    assert again.tokens.tolist() == done.tokens.tolist()
+    assert session.regenerate(integer(2), from_position=integer(20)).prompt_tokens == 20
+    (packed,) = silent.run([range(5, 25)], integer(4), seed=integer(3), temperature=1.0, eos=2)
+    assert packed.tokens.tolist() == done.tokens.tolist()
+
+
+@pytest.mark.parametrize("wrong", [True, np.bool_(True), 4.0, "4", None, np.array([4]), -1])
+def test_what_is_no_integer_is_refused(silent: Engine, wrong: Any) -> None:
+    session = silent.session()
+    session.prefill(range(5, 25))
+    with pytest.raises(InvalidArgumentError, match=r"max_new_tokens is .*an integer, 1 or more"):
+        session.generate(wrong)
+    with pytest.raises(InvalidArgumentError, match=r"position is .*expected 0 to 20"):
+        session.trim(wrong)
+    assert session.length == 20
+
+
+def test_an_engine_without_options_has_a_pool_for_the_longest_text() -> None:
+    with Engine(text_models.model()) as engine:
+        assert engine.config.pool_tokens >= 4096
+        assert engine.plan is not None
+        session = engine.session()
+        session.prefill([5, 6, 7])
+        assert session.generate(3).finish_reason in ("length", "eos")

@@ -1,0 +1,128 @@
+"""Mutants of what users type: text, conversations, tokens in many forms."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+TEXT = "model/test_text.py::"
+CHAT = "model/test_chat.py::"
+TOKENS = "python/kvpager/tokens.py"
+CONVERSATION = "python/kvpager/text/conversation.py"
+
+FRONT_DOOR = (
+    Mutant(
+        name="a-turn-encodes-all-of-its-text-anew",
+        breaks="answers keep the tokens they were produced with",
+        file=CONVERSATION,
+        old="            if not text.startswith(stretch.text, at):\n",
+        new="            if stretch.text:\n",
+        killers=(
+            CHAT + "test_answers_keep_the_tokens_they_were_produced_with",
+            CHAT + "test_a_conversation_is_computed_once",
+        ),
+    ),
+    Mutant(
+        name="a-turn-believes-that-nothing-was-edited",
+        breaks="an edited message is in the text",
+        file=CONVERSATION,
+        old="            if not text.startswith(stretch.text, at):\n",
+        new="            if at + len(stretch.text) > len(text):\n",
+        killers=(CHAT + "test_thinking_that_the_template_leaves_out_is_cut_from_the_cache",),
+    ),
+    Mutant(
+        name="a-message-keeps-its-stop-string",
+        breaks="a message ends before a stop string",
+        file=CONVERSATION,
+        old="content = content.partition(stop)[0]",
+        new="pass",
+        killers=(CHAT + "test_a_stop_string_is_not_part_of_the_message",),
+    ),
+    Mutant(
+        name="a-save-forgets-the-conversation",
+        breaks="a conversation is saved with its text",
+        file="python/kvpager/snapshots/freezing.py",
+        old="        if conversation.messages:\n",
+        new="        if not conversation.messages:\n",
+        killers=(CHAT + "test_a_saved_conversation_goes_on_in_another_engine",),
+    ),
+    Mutant(
+        name="a-chat-looks-at-its-seed-too-late",
+        breaks="a wrong option changes nothing",
+        file="python/kvpager/scheduling/chat.py",
+        old="    generation.check_seed(seed)\n",
+        new="",
+        killers=(CHAT + "test_a_wrong_option_changes_nothing",),
+    ),
+    Mutant(
+        name="a-chat-reserves-no-room",
+        breaks="a turn without room changes nothing",
+        file="python/kvpager/scheduling/chat.py",
+        old="    with transcript.reserve(max(length + most, transcript.length)):\n",
+        new="    if length:\n",
+        killers=(CHAT + "test_a_turn_without_room_is_not_taken",),
+    ),
+    Mutant(
+        name="forks-share-metadata",
+        breaks="a fork has metadata of its own",
+        file="python/kvpager/text/transcript.py",
+        old="copy.deepcopy(self.metadata)",
+        new="self.metadata",
+        killers=(CHAT + "test_forks_lead_conversations_of_their_own",),
+    ),
+    Mutant(
+        name="half-a-character-is-told",
+        breaks="no piece has half a character",
+        file="python/kvpager/text/tokenizer.py",
+        old="if not piece or piece.endswith(_UNFINISHED):",
+        new="if not piece:",
+        killers=(TEXT + "test_no_piece_has_half_a_character",),
+    ),
+    Mutant(
+        name="a-piece-is-decoded-without-what-stands-before",
+        breaks="the pieces of a text are the text",
+        file="python/kvpager/text/tokenizer.py",
+        old="self._tokens[min(self._told, len(self._tokens) - 1) :]",
+        new="[]",
+        killers=(TEXT + "test_the_pieces_of_a_text_are_the_text",),
+    ),
+    Mutant(
+        name="a-text-that-goes-on-begins-again",
+        breaks="appended text has no tokens that begin a text",
+        file="python/kvpager/session.py",
+        old="special_tokens=not self.length",
+        new="special_tokens=True",
+        killers=(TEXT + "test_text_is_prefilled_as_the_tokenizer_encodes_it",),
+    ),
+    Mutant(
+        name="the-beginning-of-a-stop-string-is-told",
+        breaks="text is held back while it may begin a stop string",
+        file="python/kvpager/text/answer.py",
+        old="for length in range(min(len(text), len(stop) - 1), 0, -1):",
+        new="for length in ():",
+        killers=(TEXT + "test_text_is_held_back_while_it_may_begin_a_stop_string",),
+    ),
+    Mutant(
+        name="a-stop-string-ends-nothing",
+        breaks="a stop string ends a generation",
+        file="python/kvpager/scheduling/stream.py",
+        old="        if self.answer is not None and self.answer.stopped:\n",
+        new="        if self.answer is None:\n            pass\n        elif False:\n",
+        killers=(TEXT + "test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind",),
+    ),
+    Mutant(
+        name="padding-is-prompt",
+        breaks="the padding of a tokenizer's batch is left out",
+        file=TOKENS,
+        old="    return array[used]\n",
+        new="    return array\n",
+        killers=(TEXT + "test_what_a_tokenizer_returns_is_taken_without_its_padding",),
+    ),
+    Mutant(
+        name="true-is-one",
+        breaks="a bool is no integer",
+        file=TOKENS,
+        old="    if isinstance(value, (bool, np.bool_)):\n        return None\n",
+        new="",
+        killers=(TEXT + "test_what_is_no_integer_is_refused",),
+    ),
+)
