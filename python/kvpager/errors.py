@@ -40,6 +40,20 @@ __all__ = [
 ]
 
 
+class _Pickled:
+    """Lets errors be pickled whose constructors need more than a message."""
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self), self.args, self.__dict__)  # type: ignore[attr-defined]
+
+
+def _unpickled(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
 class FingerprintMismatchError(_CoreFingerprintMismatchError):
     """The file is sound, but belongs to another model, layout, numerics or salt.
 
@@ -57,6 +71,19 @@ class FingerprintMismatchError(_CoreFingerprintMismatchError):
         self.expected = expected
         self.found = found
 
+
+for _kind in (
+    CapacityError,
+    CorruptSnapshotError,
+    DeviceError,
+    InvalidArgumentError,
+    InvariantError,
+    NonFiniteError,
+    PagerError,
+    StorageError,
+    UnsupportedVersionError,
+):
+    _kind.__module__ = __name__  # where users find it, in tracebacks and pickles
 
 for _name in ("start", "stop"):  # as `chunk` and `layer`: None unless one chunk is concerned
     setattr(CorruptSnapshotError, _name, None)
@@ -105,7 +132,7 @@ class ModelChangedError(InvalidArgumentError):
         self.what = what
 
 
-class VerificationError(PagerError):
+class VerificationError(_Pickled, PagerError):
     """Two ways to the same tokens gave other bits, or could not be compared.
 
     Attributes:
@@ -117,7 +144,7 @@ class VerificationError(PagerError):
         self.report = report
 
 
-class PrefixMismatchError(InvalidArgumentError):
+class PrefixMismatchError(_Pickled, InvalidArgumentError):
     """A prompt that does not continue what the session holds.
 
     Attributes:
