@@ -57,6 +57,8 @@ SequenceId SequenceHandle::id_in(const Pager& other) const {
 void SequenceHandle::close() {
   if (closed_) return;
   const Release release;
+  const std::lock_guard<std::mutex> lock(closing_);
+  if (closed_) return;  // by the thread that was waited for
   const PagerPointer pager = pager_.lock();
   if (pager != nullptr && !pager->forked()) pager->destroy_sequence(id_);
   closed_ = true;

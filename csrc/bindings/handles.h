@@ -11,7 +11,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -43,7 +45,8 @@ class SequenceHandle {
   PagerPointer pager() const;
   // Its number in `pager`. InvalidArgumentError if it is closed, or another pager's.
   SequenceId id_in(const Pager& pager) const;
-  // Closing twice is allowed. InvalidArgumentError while it is in a running forward: it stays open.
+  // Closing twice is allowed, also by two threads at once. InvalidArgumentError while it is in a
+  // running forward: it stays open.
   void close();
 
  private:
@@ -51,7 +54,8 @@ class SequenceHandle {
   pybind11::object owner_;
   std::string salt_;
   SequenceId id_;
-  bool closed_ = false;
+  std::mutex closing_;  // taken without the GIL
+  std::atomic<bool> closed_{false};
 };
 
 class PinHandle {

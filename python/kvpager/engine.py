@@ -29,6 +29,7 @@ from kvpager.progress import Progress, reporting_work
 from kvpager.requests.completion import RequestCompletion
 from kvpager.requests.request import OnToken
 from kvpager.requests.scheduler import Scheduler
+from kvpager.requests.streams import AsyncScheduler
 from kvpager.scheduling.decode import TokenIterator, begin_streams
 from kvpager.scheduling.options import GenerationOptions
 from kvpager.scheduling.prefill import prefill_all
@@ -422,7 +423,7 @@ class Engine:
         *,
         seed: Integer | Iterable[Integer] | None = None,
         logprobs: bool = False,
-        max_sessions: int | None = None,
+        max_sessions: Integer | None = None,
         keep_sessions: bool = False,
         on_token: OnToken | None = None,
         progress: Progress = None,
@@ -485,7 +486,7 @@ class Engine:
             raise
         return [job.completion for job in jobs if job.completion is not None]
 
-    def scheduler(self, max_sessions: int | None = None) -> Scheduler:
+    def scheduler(self, max_sessions: Integer | None = None) -> Scheduler:
         """The lower level of `run`, for a serving stack: submit requests, step, cancel.
 
         max_sessions: most requests that run at once; by default one per row of a forward.
@@ -494,6 +495,18 @@ class Engine:
         scheduler = Scheduler(self.core, self.session, max_sessions)
         self._schedulers.add(scheduler)
         return scheduler
+
+    def serve(self, max_sessions: Integer | None = None) -> AsyncScheduler:
+        """Requests of many asyncio tasks in common forwards, which a thread of its own runs.
+
+        Example:
+            >>> async with engine.serve() as serving:
+            ...     async for text in serving.stream("Once upon a time", 100):
+            ...         print(text, end="", flush=True)
+
+        max_sessions: most requests that run at once; by default one per row of a forward.
+        """
+        return AsyncScheduler(self.scheduler(max_sessions), has_text=self.tokenizer is not None)
 
     def score(self, ids: TextOrIds, *, progress: Progress = None) -> Score:
         """Log-probabilities of given tokens, teacher-forced in a sequence of its own.

@@ -17,7 +17,7 @@ from kvpager.execution.core import EngineCore
 from kvpager.pager import ChunkInfo, Pin, Sequence
 from kvpager.progress import Progress, check_progress, reporting_bytes
 from kvpager.sampling import Sampling, fresh_seed
-from kvpager.scheduling.chat import begin_turn, settled
+from kvpager.scheduling.chat import plan_turn, settled
 from kvpager.scheduling.completion import Completion
 from kvpager.scheduling.decode import TextStream, TokenStream, begin_streams
 from kvpager.scheduling.options import repeatable
@@ -25,7 +25,7 @@ from kvpager.scheduling.packing import read_logits
 from kvpager.scheduling.prefill import prefill_all
 from kvpager.scheduling.recompute import recomputing_damage
 from kvpager.scheduling.stream import GeneratedToken, Generation
-from kvpager.scheduling.trim import trim
+from kvpager.scheduling.trim import trim, trim_to_common
 from kvpager.snapshots.freezing import freeze
 from kvpager.snapshots.saving import SaveHandle, Saves
 from kvpager.speculation.speculation import SpeculationStats
@@ -380,23 +380,25 @@ class Session:
         _check_stream(self.core, stream)
         check_progress(progress)
         options = repeatable(options)
-        template = dict(chat_template_kwargs or {})
-        if tools is not None:
-            template["tools"] = list(tools)
-        most, conversation = begin_turn(
+        turn = plan_turn(
             self.core,
             self.transcript,
             messages,
             max_new_tokens,
-            template=template,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
             options=options,
             seed=seed,
             logprobs=logprobs,
-            update=lambda ids: self.update(ids, progress=progress),
         )
-        streamed: Any = stream or "tokens"
-        begun: Any = self.generate(most, seed=seed, logprobs=logprobs, stream=streamed, **options)
-        self.transcript.conversation = conversation
+        most = turn.generation.max_new_tokens
+        with self.transcript.reserve(max(len(turn.ids) + most, self.length)):
+            self.update(turn.ids, progress=progress)
+            streamed: Any = stream or "tokens"
+            begun: Any = self.generate(
+                most, seed=seed, logprobs=logprobs, stream=streamed, **options
+            )
+        self.transcript.conversation = turn.conversation
         return begun if stream else begun.run()
 
     @property
@@ -501,11 +503,7 @@ class Session:
         check_progress(progress)
         self.core.positions.check(len(new), "ids")
         self._settle()
-        held = self.tokens
-        common = min(len(held), len(new))
-        different = np.flatnonzero(held[:common] != new[:common])
-        changed = int(different[0]) if different.size else common
-        self.trim(changed)
+        changed = trim_to_common(self.core, self.transcript, new)
         before = self.tokens_computed
         self.prefill(new, progress=progress)
         return Reuse(total=len(new), computed=self.tokens_computed - before, changed=changed)

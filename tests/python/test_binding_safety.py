@@ -97,6 +97,28 @@ class Emptying:
         return self.tensor.__dlpack__()
 
 
+def test_two_threads_may_close_a_sequence_at_once() -> None:
+    pager = Pager(LAYOUT, PagerConfig(pool_tokens=1024, chunk_tokens=C), rows=16)
+    errors: list[Exception] = []
+    for _ in range(300):
+        sequence, together = pager.sequence(), threading.Barrier(2)
+
+        def close(sequence: Any = sequence, together: Any = together) -> None:
+            together.wait()
+            try:
+                sequence.close()
+            except Exception as error:  # told below
+                errors.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sequence.closed
+    assert errors == []
+
+
 def test_lists_that_are_emptied_during_a_give_lose_nothing() -> None:
     author = Author()
     pager = author.pager

@@ -5,5 +5,6 @@ from __future__ import annotations
 from kvpager.requests.completion import RequestCompletion
 from kvpager.requests.request import Request
 from kvpager.requests.scheduler import Scheduler
+from kvpager.requests.streams import AsyncScheduler, RequestStream
 
-__all__ = ["Request", "RequestCompletion", "Scheduler"]
+__all__ = ["AsyncScheduler", "Request", "RequestCompletion", "RequestStream", "Scheduler"]

@@ -12,11 +12,14 @@ import numpy as np
 
 from kvpager.execution.core import EngineCore
 from kvpager.requests.completion import RequestCompletion
+from kvpager.scheduling.chat import PlannedTurn, settled
 from kvpager.scheduling.completion import FinishReason
 from kvpager.scheduling.feed import Feed
 from kvpager.scheduling.stream import GeneratedToken, Generation, Stream
+from kvpager.scheduling.trim import trim_to_common
 from kvpager.session import Session
 from kvpager.speculation.speculation import SpeculationStats
+from kvpager.text.conversation import Conversation
 from kvpager.text.transcript import Transcript
 from kvpager.tokens import TokenIds
 
@@ -53,6 +56,11 @@ class Request:
         return self._job.tokens
 
     @property
+    def piece(self) -> str:
+        """The text that its last token completed, if it has an `on_token` and a tokenizer."""
+        return self._job.piece
+
+    @property
     def completion(self) -> RequestCompletion | None:
         """What became of it; None until it is finished."""
         return self._job.completion
@@ -84,12 +92,14 @@ class Job:
 
     Attributes:
         request: its owner's handle, which shows the attributes of the same names.
+        given_session: the session whose text goes on, or None.
     """
 
     def __init__(
         self,
         index: int,
-        prompt: TokenIds | Session,
+        prompt: TokenIds | PlannedTurn | None,
+        session: Session | None,
         generation: Generation,
         seed: int,
         *,
@@ -98,10 +108,28 @@ class Job:
         on_finish: OnFinish | None,
         cancelled: deque[Job],
     ) -> None:
-        """`cancelled`: takes the job when `cancel` is called."""
+        """Makes it; nothing is computed before `admit`.
+
+        Args:
+            index: see `Request`.
+            prompt: the whole text, or a turn of the session's conversation; None: the session's.
+            session: whose text goes on; None: one is made for the request.
+            generation: of the request.
+            seed: of its draws.
+            keep_session: see `Scheduler.submit`.
+            on_token: likewise.
+            on_finish: likewise.
+            cancelled: takes the job when `cancel` is called.
+        """
         self.index = index
         self.completion: RequestCompletion | None = None
-        self._prompt = prompt
+        self._conversation: Conversation | None = None
+        self._ids: TokenIds | None
+        if isinstance(prompt, PlannedTurn):
+            self._ids, self._conversation = prompt.ids, prompt.conversation
+        else:
+            self._ids = prompt
+        self.given_session = session
         self._generation = generation
         self.seed = seed
         self._keep = keep_session
@@ -115,12 +143,11 @@ class Job:
         self._feed: Feed | None = None
         self._fed: Feed | None = None  # the finished feed, which holds the room
         self._stream: Stream | None = None
-        if isinstance(prompt, np.ndarray):
-            self.prompt_tokens = len(prompt)
-            self._to_compute = len(prompt)
+        if self._ids is not None:
+            self.prompt_tokens = self._to_compute = len(self._ids)
         else:
-            self.prompt_tokens = prompt.length
-            self._to_compute = 0
+            assert session is not None
+            self.prompt_tokens, self._to_compute = session.length, 0
         self.request = Request(self)
 
     @property
@@ -139,6 +166,11 @@ class Job:
             return self.completion.tokens
         return np.array([] if self._stream is None else self._stream.produced, dtype=np.int32)
 
+    @property
+    def piece(self) -> str:
+        """See `Request.piece`."""
+        return "" if self._stream is None else self._stream.piece
+
     def cancel(self) -> None:
         """See `Request.cancel`."""
         self.cancelled = True
@@ -155,11 +187,6 @@ class Job:
         """Its stream. REQUIRES: state is prefilling or decoding."""
         assert self._stream is not None
         return self._stream
-
-    @property
-    def given_session(self) -> Session | None:
-        """The session that was given as prompt, or None."""
-        return None if isinstance(self._prompt, np.ndarray) else self._prompt
 
     @property
     def planned(self) -> int:
@@ -188,9 +215,8 @@ class Job:
         try:
             stream = self._stream or self._new_stream(transcript)
             feed = None
-            if isinstance(self._prompt, np.ndarray):
-                feed = Feed(transcript, np.append(self._prompt, self.tokens))
-                feed.admit(core, len(feed.ids) + stream.remaining)
+            if self._ids is not None:
+                feed = self._feed_of(core, transcript, stream)
             else:
                 stream.transcript = transcript
                 stream.reserve()
@@ -201,6 +227,23 @@ class Job:
         stream.transcript = transcript
         transcript.generation_start = transcript.length if feed is None else self.prompt_tokens
         self._stream, self._feed, self._session = stream, feed, session
+
+    def _feed_of(self, core: EngineCore, transcript: Transcript, stream: Stream) -> Feed:
+        """The admitted feed of the prompt; a given session's text is cut to what they share."""
+        assert self._ids is not None
+        ids = np.append(self._ids, self.tokens)
+        total = len(ids) + stream.remaining
+        feed = Feed(transcript, ids)
+        if self.given_session is None:
+            feed.admit(core, total)
+            return feed
+        with transcript.reserve(max(total, transcript.length)):  # before anything is cut
+            transcript.conversation = settled(core, transcript)
+            trim_to_common(core, transcript, ids)
+            feed.admit(core, total)
+        if self._conversation is not None:
+            transcript.conversation = self._conversation
+        return feed
 
     def suspend(self) -> bool:
         """Releases its chunks, which it computes again later; False for a given session."""
@@ -250,9 +293,9 @@ class Job:
                 _log.exception("on_finish of request %d", self.index)
 
     def _new_stream(self, transcript: Transcript) -> Stream:
-        prompt = self._prompt
-        before = prompt if isinstance(prompt, np.ndarray) else prompt.tokens
-        stream = self._generation.stream(transcript, self.seed, before)
+        before = transcript.tokens if self._ids is None else self._ids
+        as_text = self._on_token is not None
+        stream = self._generation.stream(transcript, self.seed, before, as_text=as_text)
         stream.begun = self._submitted
         return stream
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpager import _core
 from kvpager.errors import (
@@ -18,11 +19,14 @@ from kvpager.errors import (
 from kvpager.execution.core import EngineCore
 from kvpager.requests.request import Job, OnFinish, OnToken, Request, Token
 from kvpager.sampling import fresh_seed
+from kvpager.scheduling.chat import PlannedTurn, plan_turn
 from kvpager.scheduling.completion import FinishReason
 from kvpager.scheduling.feed import runnable
+from kvpager.scheduling.options import repeatable
 from kvpager.scheduling.packing import advance
 from kvpager.scheduling.stream import Generation
 from kvpager.session import Session, require_own
+from kvpager.text.tokenizer import Message
 from kvpager.tokens import Integer, TextOrIds, TokenIds, as_integer
 
 if TYPE_CHECKING:
@@ -76,12 +80,14 @@ class Scheduler:
         self._ending: FinishReason | None = None  # the finish of all requests, once it is closed
         self._stepping = _core.Place()
         self._queues = threading.Lock()  # other threads submit during a step
+        self.changed = threading.Condition()  # notified of submissions and of its end
 
     def submit(
         self,
         prompt: TextOrIds | Session,
         max_new_tokens: Integer,
         *,
+        session: Session | None = None,
         seed: Integer | None = None,
         logprobs: bool = False,
         keep_session: bool = False,
@@ -93,6 +99,8 @@ class Scheduler:
 
         Args:
             prompt: text, token ids, [n] or [1, n], or a session to continue.
+            session: with text or ids: the session that is to hold them and go on, as
+                `Session.update` does; nothing else may use it meanwhile.
             max_new_tokens: as for `Session.generate`.
             seed: likewise; for token ids by default a fresh one, see `Request.seed`.
             logprobs: likewise.
@@ -110,17 +118,61 @@ class Scheduler:
             prompt,
             generation,
             seed,
+            session=session,
             keep_session=keep_session,
+            on_token=on_token,
+            on_finish=on_finish,
+        ).request
+
+    def chat(
+        self,
+        session: Session,
+        messages: str | SequenceOf[Message],
+        max_new_tokens: Integer | None = None,
+        *,
+        tools: SequenceOf[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        seed: Integer | None = None,
+        logprobs: bool = False,
+        on_token: OnToken | None = None,
+        on_finish: OnFinish | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Request:
+        """Queues a turn of a session's conversation; `Session.chat` beside other requests.
+
+        Nothing else may use the session before the request is finished. The arguments are those of
+        `Session.chat` and `submit`, and so are the errors.
+        """
+        require_own(self._core, session)
+        read = repeatable(options)
+        turn = plan_turn(
+            self._core,
+            session.transcript,
+            messages,
+            max_new_tokens,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            options=read,
+            seed=seed,
+            logprobs=logprobs,
+        )
+        return self.queue(
+            turn,
+            turn.generation,
+            seed,
+            session=session,
+            keep_session=False,
             on_token=on_token,
             on_finish=on_finish,
         ).request
 
     def queue(
         self,
-        prompt: TextOrIds | Session,
+        prompt: TextOrIds | Session | PlannedTurn,
         generation: Generation,
         seed: Integer | None,
         *,
+        session: Session | None = None,
         keep_session: bool,
         on_token: OnToken | None,
         on_finish: OnFinish | None = None,
@@ -128,52 +180,62 @@ class Scheduler:
     ) -> Job:
         """`submit` with checked arguments; `name` is the prompt's in error messages."""
         core = self._core
-        checked: TokenIds | Session
+        core.check_open()
+        whole: TokenIds | PlannedTurn | None = None
         if isinstance(prompt, Session):
-            require_own(core, prompt)
-            if not prompt.length:
+            if session is not None:
+                raise InvalidArgumentError(
+                    f"{name} is a session, and session is given too; expected one of them"
+                )
+            session = prompt
+        elif isinstance(prompt, PlannedTurn):
+            whole = prompt
+        else:
+            whole = core.read_ids(prompt, name)
+        if session is not None:
+            require_own(core, session)
+            if whole is None and not session.length:
                 raise InvalidArgumentError(
                     f"{name}: the session is empty; give token ids, or call prefill(ids) first"
                 )
-            own = prompt.transcript.seed_for(generation.sampling)
-            seed = own if seed is None else as_integer(seed, "seed", 0)
-            checked = prompt
+        if seed is not None:
+            draws = as_integer(seed, "seed", 0)
+        elif session is not None:
+            draws = session.transcript.seed_for(generation.sampling)
         else:
-            core.check_open()
-            seed = fresh_seed() if seed is None else as_integer(seed, "seed", 0)
-            checked = core.read_ids(prompt, name)
-        generation.sampling_with(seed)  # raises for an invalid seed
-        callbacks: tuple[tuple[str, object], ...] = (
-            ("on_token", on_token),
-            ("on_finish", on_finish),
+            draws = fresh_seed()
+        generation.sampling_with(draws)  # raises for an invalid seed
+        callbacks: tuple[tuple[str, object, str], ...] = (
+            ("on_token", on_token, "token"),
+            ("on_finish", on_finish, "completion"),
         )
-        for callback, value in callbacks:
+        for callback, value, given in callbacks:
             if value is not None and not callable(value):
-                given = "token" if callback == "on_token" else "completion"
                 raise InvalidArgumentError(
                     f"{callback} is {value!r}; expected a callable (request, {given})"
                 )
-        core.positions.check(
-            (checked.length if isinstance(checked, Session) else len(checked))
-            + generation.max_new_tokens,
-            f"{name} with max_new_tokens",
-        )
+        ids = whole.ids if isinstance(whole, PlannedTurn) else whole
+        if ids is None:
+            assert session is not None
+            ids = session.tokens
+        core.positions.check(len(ids) + generation.max_new_tokens, f"{name} with max_new_tokens")
         with self._queues:
             if self._ending is not None:
                 raise InvalidArgumentError(
                     "the scheduler is closed; make another with engine.scheduler()"
                 )
-            if isinstance(checked, Session) and any(
-                job.given_session is checked for job in self._unfinished.values()
+            if session is not None and any(
+                job.given_session is session for job in self._unfinished.values()
             ):
                 raise InvalidArgumentError(
                     f"{name}: the session is in another request of this scheduler; give a fork"
                 )
             job = Job(
                 self._submitted,
-                checked,
+                whole,
+                session,
                 generation,
-                seed,
+                draws,
                 keep_session=keep_session,
                 on_token=on_token,
                 on_finish=on_finish,
@@ -183,6 +245,8 @@ class Scheduler:
             self._planned += job.planned
             self._unfinished[job.index] = job
             self._waiting.append(job)
+        with self.changed:
+            self.changed.notify_all()
         return job
 
     @property
@@ -270,6 +334,18 @@ class Scheduler:
         with self._queues:
             self._ending = self._ending or reason
         self._end_if_idle()
+        with self.changed:
+            self.changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it or its engine was closed."""
+        return self._is_over()
+
+    def fail(self, error: Exception) -> None:
+        """Ends all unfinished requests with finish "error". REQUIRES: no step runs."""
+        for job in list(self._unfinished.values()):
+            self._finish(job, "error", error)
 
     def _is_over(self) -> bool:
         """Whether the scheduler or its engine is closed, perhaps by another thread."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpager.errors import InvalidArgumentError
@@ -11,7 +12,7 @@ from kvpager.scheduling.stream import Generation
 from kvpager.text.conversation import Conversation, OpenAnswer, checked_messages
 from kvpager.text.tokenizer import Message, Tokenizer
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import Integer, TokenIds, as_integer
+from kvpager.tokens import Integer, TokenIds
 
 MOST_NEW_TOKENS = 1024  # of an answer, where the caller names no number
 
@@ -30,37 +31,37 @@ def require_tokenizer(core: EngineCore, what: str) -> Tokenizer:
     return core.tokenizer
 
 
-def begin_turn(
+@dataclass(frozen=True)
+class PlannedTurn:
+    """A checked turn of a conversation, before anything has changed.
+
+    Attributes:
+        ids: the whole prompt.
+        generation: of the answer.
+        conversation: once the answer is begun.
+    """
+
+    ids: TokenIds
+    generation: Generation
+    conversation: Conversation
+
+
+def plan_turn(
     core: EngineCore,
     transcript: Transcript,
     messages: str | Sequence[Message],
     max_new_tokens: Integer | None,
     *,
-    template: Mapping[str, Any],
+    tools: Sequence[Any] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
     options: Mapping[str, Any],
     seed: Integer | None,
     logprobs: bool,
-    update: Callable[[TokenIds], object],
-) -> tuple[int, Conversation]:
-    """Makes the transcript hold the prompt for the next answer.
-
-    Returns how many tokens the answer may have, and the conversation once it is begun.
-
-    Args:
-        core: with a tokenizer.
-        transcript: of the conversation.
-        messages: as for `Session.chat`.
-        max_new_tokens: likewise.
-        template: further arguments of the chat template.
-        options: of the generation, to be checked before anything changes.
-        seed: likewise.
-        logprobs: likewise.
-        update: makes the transcript hold the whole prompt.
-    """
+) -> PlannedTurn:
+    """Checks a turn and renders its prompt; arguments and errors as for `Session.chat`."""
+    core.check_open(transcript)
     tokenizer = require_tokenizer(core, "chat")
-    most = MOST_NEW_TOKENS
-    if max_new_tokens is not None:
-        most = as_integer(max_new_tokens, "max_new_tokens", 1)
+    most = MOST_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     generation = Generation.checked(core, most, options, logprobs=logprobs)
     generation.check_seed(seed)
     before = settled(core, transcript)
@@ -68,12 +69,14 @@ def begin_turn(
         whole = [*before.messages, {"role": "user", "content": messages}]
     else:
         whole = checked_messages(messages)
+    template = dict(chat_template_kwargs or {})
+    if tools is not None:
+        template["tools"] = list(tools)
     turn = before.turn(whole, tokenizer, template)
     length, limit = len(turn.ids), core.positions.most
     if max_new_tokens is None and limit is not None:
-        most = max(1, min(most, limit - length))
-    core.positions.check(length + most, "the conversation with max_new_tokens")
-    with transcript.reserve(max(length + most, transcript.length)):
-        update(turn.ids)
+        left = max(1, min(MOST_NEW_TOKENS, limit - length))
+        generation = replace(generation, max_new_tokens=left)
+    core.positions.check(length + generation.max_new_tokens, "the conversation with max_new_tokens")
     answer = OpenAnswer(length, generation.stop_strings)
-    return most, Conversation(turn.messages, turn.stretches, answer)
+    return PlannedTurn(turn.ids, generation, Conversation(turn.messages, turn.stretches, answer))

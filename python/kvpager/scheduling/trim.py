@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvpager.companions import CacheGroup
 from kvpager.execution.core import EngineCore
 from kvpager.scheduling.recompute import recomputing_damage
 from kvpager.text.primary import PrimaryCache
 from kvpager.text.transcript import Transcript
+from kvpager.tokens import TokenIds
 
 
 def trim(core: EngineCore, transcript: Transcript, position: int) -> None:
@@ -24,3 +27,13 @@ def trim(core: EngineCore, transcript: Transcript, position: int) -> None:
     finally:  # also if a companion failed: the primary cache has been cut by then
         if transcript.committed <= position:
             transcript.finish_cut(position, held)
+
+
+def trim_to_common(core: EngineCore, transcript: Transcript, text: TokenIds) -> int:
+    """Keeps the tokens with which `text` begins too; returns how many that are."""
+    held = transcript.tokens
+    common = min(len(held), len(text))
+    different = np.flatnonzero(held[:common] != text[:common])
+    kept = int(different[0]) if different.size else common
+    trim(core, transcript, kept)
+    return kept

@@ -130,9 +130,9 @@ COMPANIONS = (
     Mutant(
         name="an-edit-keeps-what-came-before-it-too-long",
         breaks="an update keeps the common beginning and not a token more",
-        file="python/kvpager/session.py",
-        old="        changed = int(different[0]) if different.size else common\n",
-        new="        changed = int(different[-1]) if different.size else common\n",
+        file="python/kvpager/scheduling/trim.py",
+        old="    kept = int(different[0]) if different.size else common\n",
+        new="    kept = int(different[-1]) if different.size else common\n",
         killers=(
             TRIM + "test_an_edited_text_has_the_bits_of_a_cold_run_and_what_is_before_the_edit_"
             "is_kept",
@@ -141,9 +141,9 @@ COMPANIONS = (
     Mutant(
         name="an-edit-computes-everything-anew",
         breaks="an update computes what follows the edit and nothing before it",
-        file="python/kvpager/session.py",
-        old="        self.trim(changed)\n",
-        new="        self.trim(0)\n",
+        file="python/kvpager/scheduling/trim.py",
+        old="    trim(core, transcript, kept)\n",
+        new="    trim(core, transcript, 0)\n",
         killers=(
             TRIM + "test_an_edited_text_has_the_bits_of_a_cold_run_and_what_is_before_the_edit_"
             "is_kept",

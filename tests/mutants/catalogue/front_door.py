@@ -6,6 +6,7 @@ from mutants.mutant import Mutant
 
 TEXT = "model/test_text.py::"
 CHAT = "model/test_chat.py::"
+SERVING = "model/test_serving.py::"
 TOKENS = "python/kvpager/tokens.py"
 CONVERSATION = "python/kvpager/text/conversation.py"
 
@@ -56,9 +57,9 @@ FRONT_DOOR = (
     Mutant(
         name="a-chat-reserves-no-room",
         breaks="a turn without room changes nothing",
-        file="python/kvpager/scheduling/chat.py",
-        old="    with transcript.reserve(max(length + most, transcript.length)):\n",
-        new="    if length:\n",
+        file="python/kvpager/session.py",
+        old="        with self.transcript.reserve(max(len(turn.ids) + most, self.length)):\n",
+        new="        if most:\n",
         killers=(CHAT + "test_a_turn_without_room_is_not_taken",),
     ),
     Mutant(
@@ -108,6 +109,30 @@ FRONT_DOOR = (
         old="        if self.answer is not None and self.answer.stopped:\n",
         new="        if self.answer is None:\n            pass\n        elif False:\n",
         killers=(TEXT + "test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind",),
+    ),
+    Mutant(
+        name="a-given-session-keeps-what-it-held",
+        breaks="a session given with a prompt is made to hold it",
+        file="python/kvpager/requests/request.py",
+        old="            trim_to_common(core, transcript, ids)\n",
+        new="",
+        killers=(SERVING + "test_a_given_session_is_made_to_hold_the_prompt",),
+    ),
+    Mutant(
+        name="a-given-session-is-cut-before-there-is-room",
+        breaks="a request without room leaves its session as it was",
+        file="python/kvpager/requests/request.py",
+        old="        with transcript.reserve(max(total, transcript.length)):",
+        new="        if total:",
+        killers=(SERVING + "test_a_prompt_without_room_leaves_its_session_as_it_was",),
+    ),
+    Mutant(
+        name="a-cancelled-task-leaves-its-request",
+        breaks="a task that is cancelled ends its request",
+        file="python/kvpager/requests/streams.py",
+        old="        except asyncio.CancelledError:\n            await self.aclose()\n",
+        new="        except asyncio.CancelledError:\n",
+        killers=(SERVING + "test_a_task_that_is_cancelled_ends_its_request",),
     ),
     Mutant(
         name="padding-is-prompt",

@@ -176,8 +176,8 @@ LIFETIMES = (
         name="runs-of-one-prompt-draw-alike",
         breaks="without a seed every request draws afresh",
         file="python/kvpager/requests/scheduler.py",
-        old="fresh_seed() if seed is None else as_integer",
-        new="0 if seed is None else as_integer",
+        old="            draws = fresh_seed()\n",
+        new="            draws = 0\n",
         killers=(SEEDS + "test_sampled_runs_of_one_prompt_differ_and_each_can_be_repeated",),
     ),
     Mutant(
