@@ -41,11 +41,11 @@ def attach(model: Any) -> None:
         )
     register()
     _install()
-    for config in _configurations(model):
+    for config in configurations(model):
         _remember(config)
 
 
-def _configurations(model: Any) -> Iterator[Any]:
+def configurations(model: Any) -> Iterator[Any]:
     """The configurations of a model and its modules, nested ones included, each once."""
     seen: set[int] = set()
     waiting = [getattr(module, "config", None) for module in model.modules()]
@@ -85,7 +85,7 @@ def _install() -> None:
         def answer(config: Any) -> Any:
             if torch.compiler.is_compiling():  # the caller's own graph, which no engine runs
                 return told(config)
-            return NAME if is_running() and id(config) in _known else told(config)
+            return NAME if is_running(config) and id(config) in _known else told(config)
 
         answer._of_kvpager = True  # type: ignore[attr-defined]  # noqa: SLF001  # our own function
         setattr(PreTrainedConfig, _ANSWER, property(answer, own.fset, own.fdel, own.__doc__))

@@ -44,8 +44,15 @@ class RowAttention(Protocol):
         """Of q [M, Hq, Dk], k [M, Hkv, Dk] and v [M, Hkv, Dv]: [M, Hq, Dv] in q's dtype."""
 
 
-class CallProbe:
-    """Answers attention calls as they are, with masks that the model builds. See own_attention."""
+class WholeCalls:
+    """Answers attention calls as they are: any batch, the mask and every keyword.
+
+    A probe does, with masks that the model builds (own_attention.py), and a transformers cache.
+    """
+
+    def concerns(self, config: Any) -> bool:
+        """Whether attention of modules with this configuration is answered here."""
+        return True
 
     def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """A mask, as transformers asks an implementation of attention for one."""
@@ -60,21 +67,37 @@ class CallProbe:
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Of [1, heads, n, dim] tensors, a mask and all keywords: [1, n, q_heads, v_dim]."""
+        """Of [batch, heads, n, dim] tensors and all keywords: [batch, n, q_heads, v_dim]."""
         raise NotImplementedError
 
 
-_running: ContextVar[RowAttention | CallProbe | None] = ContextVar("kvpager_forward", default=None)
+_running: ContextVar[RowAttention | WholeCalls | None] = ContextVar("kvpager_forward", default=None)
 
 
-def running(forward: RowAttention | CallProbe) -> _core.ContextValue:
+def running(forward: RowAttention | WholeCalls) -> _core.ContextValue:
     """Makes `forward` the one that attention calls in this context belong to, within a `with`."""
     return _core.ContextValue(_running, forward)
 
 
-def is_running() -> bool:
-    """Whether attention calls in this context belong to a forward of an engine, or to a probe."""
-    return _running.get() is not None
+def current() -> RowAttention | WholeCalls | None:
+    """The one that attention calls in this context belong to."""
+    return _running.get()
+
+
+def replace(forward: RowAttention | WholeCalls | None) -> None:
+    """`running` for who has no block: the caller replaces it again, whatever happens."""
+    _running.set(forward)
+
+
+def is_running(config: Any = None) -> bool:
+    """Whether attention calls in this context belong to a forward of an engine, or to a probe.
+
+    config: of the modules that ask; None: of any.
+    """
+    forward = _running.get()
+    if isinstance(forward, WholeCalls):
+        return config is None or forward.concerns(config)
+    return forward is not None
 
 
 def attention(
@@ -112,8 +135,9 @@ def attention(
             "works inside an engine's forward alone and needs no such name; call "
             'model.set_attn_implementation("sdpa")'
         )
-    _check_call(module, query, dropout, kwargs)
-    if isinstance(forward, CallProbe):
+    whole = isinstance(forward, WholeCalls)
+    _check_call(module, query, dropout, kwargs, whole=whole)
+    if isinstance(forward, WholeCalls):
         options: dict[str, Any] = {
             "scaling": scaling,
             "sliding_window": sliding_window,
@@ -138,9 +162,14 @@ def attention(
 
 
 def _check_call(
-    module: torch.nn.Module, query: torch.Tensor, dropout: float, kwargs: dict[str, Any]
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    dropout: float,
+    kwargs: dict[str, Any],
+    *,
+    whole: bool,
 ) -> None:
-    if query.shape[0] != 1:
+    if query.shape[0] != 1 and not whole:
         raise InvalidArgumentError(
             f"{_name(module)} was given a batch of {query.shape[0]}; "
             "a forward is one batch entry of M rows"
@@ -169,7 +198,7 @@ def _name(module: torch.nn.Module) -> str:
 def _no_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """No mask over the positions of one batch entry exists where it packs many sequences."""
     forward = _running.get()
-    return forward.mask(*args, **kwargs) if isinstance(forward, CallProbe) else None
+    return forward.mask(*args, **kwargs) if isinstance(forward, WholeCalls) else None
 
 
 def register() -> None:

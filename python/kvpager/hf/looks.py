@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 _MARK = "_kvpager_only_looks"
+# Whose hooks collect and nothing else. transformers leaves its own on every layer of a model that
+# was once asked for hidden states.
+_COLLECTORS = ("transformers.utils.output_capturing",)
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -25,6 +28,10 @@ def only_looks(hook: _Hook) -> _Hook:
 
 
 def changes_nothing(hook: Any) -> bool:
-    """Whether a hook is marked by `only_looks`, or is kvpager's own."""
+    """Whether a hook is marked by `only_looks`, is kvpager's own, or collects for transformers."""
     module = getattr(hook, "__module__", None) or ""
-    return getattr(hook, _MARK, False) or module.partition(".")[0] == "kvpager"
+    return (
+        getattr(hook, _MARK, False)
+        or module.partition(".")[0] == "kvpager"
+        or module in _COLLECTORS
+    )

@@ -18,7 +18,7 @@ import torch
 from transformers import AttentionInterface
 
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
-from kvpager.hf.attention import CallProbe, running
+from kvpager.hf.attention import WholeCalls, running
 from kvpager.hf.decoder import decoder_of
 from kvpager.hf.dense import attend_dense
 from kvpager.hf.mask_windows import note_mask_window
@@ -44,7 +44,7 @@ class _Call:
 
 
 @dataclass
-class _OwnCalls(CallProbe):
+class _OwnCalls(WholeCalls):
     """Answers every call as the model's own eager attention does, in float32."""
 
     name: str

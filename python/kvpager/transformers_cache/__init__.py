@@ -1,0 +1,1 @@
+"""A transformers `Cache` whose keys and values live in a pager."""

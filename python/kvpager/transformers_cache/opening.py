@@ -1,0 +1,106 @@
+"""What is found out about a model before it gets a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvpager import fingerprint as fingerprints
+from kvpager.config import PagerConfig, known_options
+from kvpager.errors import InvalidArgumentError, UnsupportedModelError
+from kvpager.hf import RowCounts, attach, check_supported, layout_of, running
+from kvpager.hf.attach import configurations
+from kvpager.hf.behaviour import behaviour_digest
+from kvpager.hf.decoder import decoder_of
+from kvpager.hf.observe import Observation, Recorder, packed_inputs
+from kvpager.hf.own_attention import require_own_attention
+from kvpager.hf.recurrent import is_recurrent
+from kvpager.hf.watch import ModelWatch
+from kvpager.opening.choices import attention, common_window, row_choices, sized
+from kvpager.pager import Pager
+from kvpager.pager.device import resolve
+from kvpager.progress import Progress, reporting_bytes
+from kvpager.transformers_cache.hooks import Hooks
+from kvpager.transformers_cache.host import Host, Known
+
+_ROWS = 16  # of the forwards that are looked at here; also what the fingerprint's digest is of
+
+
+def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> PagerConfig:
+    """The pager's options; forwards have as many rows as they have, so nothing is exact."""
+    options = known_options(options)
+    if options.get("exact", False) is not False:
+        raise InvalidArgumentError(
+            f"exact is {options['exact']!r}; forwards of transformers have row counts of their "
+            "own, so a Cache promises no bits: leave it out, or use kvpager.Engine"
+        )
+    if config is None:
+        config = PagerConfig(**{"pool_tokens": "auto", **options, "exact": False})
+    elif not isinstance(config, PagerConfig):
+        raise InvalidArgumentError(f"config is {config!r}; expected a PagerConfig")
+    return config.replace(**{**options, "exact": False})
+
+
+def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
+    """Checks a model, hashes its weights and makes its pager.
+
+    Raises UnsupportedModelError, InvalidArgumentError, CapacityError, DeviceError.
+    """
+    model = check_supported(model, exact=False, one_at_a_time=True)
+    if is_recurrent(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: some of its layers keep a state beside K/V, which a pager "
+            'has no place for; use kvpager.Engine(model, exact="reuse")'
+        )
+    place = resolve(config.device, model.device)
+    rows = row_choices(config, model, exact=False)[0]
+    watch = ModelWatch(model)
+    attach(model)
+    require_own_attention(model, config.chunk_tokens, packed=False)
+    seen = _observed(model)
+    layout = layout_of(model, seen, chunk_tokens=config.chunk_tokens, kv_dtype=config.kv_dtype)
+    config, _ = sized(config, model, layout, rows, place)
+    q_heads, kernel_version = attention(seen, layout, config, place)
+    counts = RowCounts(_ROWS)
+    with reporting_bytes(progress, "hash weights") as report:
+        fingerprint = fingerprints.describe(
+            model,
+            config,
+            layout,
+            row_counts=counts,
+            kernel_version=kernel_version,
+            salt="",
+            behaviour=behaviour_digest(model, counts),
+            progress=report,
+        )
+    watch.learn()
+    watch.check(thorough=True)
+    pager = Pager(
+        layout,
+        config,
+        rows=rows,
+        fingerprint=fingerprint,
+        window=common_window(seen),
+        device=place.name,
+        q_heads=q_heads,
+    )
+    windows = tuple(seen.windows[layer] for layer in range(layout.layers))
+    configs = frozenset(map(id, configurations(model)))
+    known = Known(model, config, windows, configs, fingerprint, watch)
+    return Host(known, pager, Hooks.of(model))
+
+
+def _observed(model: Any) -> Observation:
+    """One forward of a few made-up tokens: shapes and windows of its attention calls."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    vocab = model.get_input_embeddings().weight.shape[0]
+    longest = getattr(model.config, "max_position_embeddings", None) or _ROWS
+    count = min(_ROWS, longest)
+    tokens = torch.randint(vocab, (count,), generator=generator, device="cpu").to(model.device)
+    positions = torch.arange(count, device=model.device)
+    recorder = Recorder()
+    with torch.inference_mode(), running(recorder):
+        hidden = decoder_of(model)(**packed_inputs(tokens, positions))[0][0]
+    return Observation(tokens, positions, recorder.calls, hidden, [], recorder.windows)
