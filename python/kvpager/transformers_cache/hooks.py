@@ -209,11 +209,6 @@ def _part(
 
 def _require_possible(module: Any, cache: Given, arguments: dict[str, Any]) -> None:
     cache.require_model(module)
-    if torch.compiler.is_compiling() or getattr(module, "_compiled_call_impl", None) is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} is compiled, and a pager's forward cannot be: call the model "
-            "uncompiled with a kvpager cache"
-        )
     wanted = arguments.get("output_attentions")
     if module.config.output_attentions if wanted is None else wanted:
         raise InvalidArgumentError(
@@ -225,7 +220,12 @@ def _require_possible(module: Any, cache: Given, arguments: dict[str, Any]) -> N
 
 
 def _cache_in(module: Any, args: Any, kwargs: Any) -> Given | None:
-    """Our cache among the arguments of a call."""
+    """Our cache among the arguments of a call.
+
+    None in a graph that torch compiles, for which a layer then refuses the cache.
+    """
+    if torch.compiler.is_compiling():
+        return None
     found = kwargs.get(_NAME)
     if found is None and args:
         found = _named(module, args, kwargs).get(_NAME)
@@ -234,6 +234,8 @@ def _cache_in(module: Any, args: Any, kwargs: Any) -> Given | None:
 
 def _forget_interrupted() -> None:
     """Undoes a call that an interrupt has ended in this thread, after which nothing else was."""
+    if torch.compiler.is_compiling():
+        return
     attention = current()
     while isinstance(attention, CacheAttention):
         call = attention.call()
