@@ -1,7 +1,7 @@
 """kvpager: pages the KV cache of long conversations through a hard-bounded pool.
 
-`Engine` runs a transformers model, and `Pager` serves a stack that runs its own. What is less often
-needed is in submodules:
+`Engine` runs a transformers model, `Cache` is for its own `generate`, and `Pager` serves a stack
+that runs its own. What is less often needed is in submodules:
 
 - `kvpager.pager`: sequences, forwards and rows of the lower level.
 - `kvpager.requests`: many prompts at once, step by step.
@@ -51,9 +51,11 @@ if TYPE_CHECKING:
     from kvpager.session import Reuse, Session
     from kvpager.snapshots.saving import SaveHandle
     from kvpager.stores import DirectoryStore, FileStore, SaveReport
+    from kvpager.transformers_cache.cache import Cache
 
 _HOME = {
     "Agreement": "kvpager.scheduling.agreement",
+    "Cache": "kvpager.transformers_cache.cache",
     "CapacityError": "kvpager.errors",
     "Completion": "kvpager.scheduling.completion",
     "CorruptSnapshotError": "kvpager.errors",
@@ -115,6 +117,7 @@ _fix_workspace()
 
 __all__ = [
     "Agreement",
+    "Cache",
     "CapacityError",
     "Completion",
     "CorruptSnapshotError",

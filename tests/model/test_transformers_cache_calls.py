@@ -24,10 +24,10 @@ from kvpager.hf.attention import is_running
 TEXT, MORE = ids_of(50), ids_of(90, 1)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted():
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def uninterrupted(request):
     """Logits of a model that nobody else uses, before it had a cache, and of two calls with one."""
-    model = small("mistral")
+    model = small(request.param)
     stock = forward(model, TEXT)
     with make_cache(model, rewind_tokens=16) as cache:
         forward(model, TEXT, cache)
@@ -36,7 +36,7 @@ def uninterrupted():
 
 
 def after_text(model):
-    """A cache that holds a text; the next prompt releases chunks of it behind the window."""
+    """A cache that holds a text; the next prompt releases chunks of it behind a window."""
     cache = make_cache(model, rewind_tokens=16)
     forward(model, TEXT, cache)
     return cache

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 import transformers
 
-from kvpager.config import PagerConfig
+from kvpager.config import PagerConfig, PagerOptions
 from kvpager.errors import InvalidArgumentError
 from kvpager.hf.decoder import decoder_of
 from kvpager.pager import ChunkInfo, Pager, Sequence
@@ -23,6 +23,9 @@ from kvpager.transformers_cache.layers import PagedLayer
 from kvpager.transformers_cache.opening import configuration, open_host
 from kvpager.transformers_cache.saving import restored_batch, save_text
 from kvpager.transformers_cache.texts import Batch, Texts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _Whole:
@@ -69,7 +72,7 @@ class Cache(transformers.Cache):
         config: PagerConfig | None = None,
         *,
         progress: Progress = None,
-        **options: Any,
+        **options: Unpack[PagerOptions],
     ) -> None:
         """Runs a few made-up tokens and hashes the weights.
 
@@ -112,7 +115,7 @@ class Cache(transformers.Cache):
         on_mismatch: str = "refuse",
         config: PagerConfig | None = None,
         progress: Progress = None,
-        **options: Any,
+        **options: Unpack[PagerOptions],
     ) -> Cache:
         """The cache that `save` wrote. Reads metadata only; chunks follow when needed, verified.
 

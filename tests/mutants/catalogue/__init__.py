@@ -24,6 +24,7 @@ from mutants.catalogue.segment_commands import SEGMENT_COMMANDS
 from mutants.catalogue.segments import SEGMENT_MUTANTS
 from mutants.catalogue.selection import SELECTION
 from mutants.catalogue.snapshots import SNAPSHOTS
+from mutants.catalogue.transformers_caches import TRANSFORMERS_CACHES
 from mutants.catalogue.windows import WINDOWS
 
 CATALOGUE = (
@@ -45,6 +46,7 @@ CATALOGUE = (
     *COMMANDS,
     *RUNTIME,
     *LIFETIMES,
+    *TRANSFORMERS_CACHES,
     *SAMPLING,
     *FRONT_DOOR,
     *COMPANIONS,

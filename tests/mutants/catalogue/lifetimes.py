@@ -13,8 +13,8 @@ LIFETIMES = (
         name="open-models-attend-through-kvpager",
         breaks="outside an engine's forward a model attends as its owner had it",
         file="python/kvpager/hf/attach.py",
-        old="            return NAME if is_running(config) and id(config) in _known else told(config)\n",
-        new="            return NAME if id(config) in _known else told(config)\n",
+        old="return NAME if is_running(config) and id(config) in _known else told(config)\n",
+        new="return NAME if id(config) in _known else told(config)\n",
         killers=(
             BESIDE + "test_a_model_answers_with_the_same_bits_while_engines_are_open[llama-sdpa]",
             BESIDE + "test_an_engine_that_nobody_closed_is_collected_and_harms_nobody",
@@ -24,8 +24,8 @@ LIFETIMES = (
         name="a-forward-takes-every-models-attention",
         breaks="a forward of an engine changes the attention of its own model alone",
         file="python/kvpager/hf/attach.py",
-        old="            return NAME if is_running(config) and id(config) in _known else told(config)\n",
-        new="            return NAME if is_running(config) else told(config)\n",
+        old="return NAME if is_running(config) and id(config) in _known else told(config)\n",
+        new="return NAME if is_running(config) else told(config)\n",
         killers=(BESIDE + "test_a_model_that_is_run_inside_a_forward_has_its_own_attention",),
     ),
     Mutant(
