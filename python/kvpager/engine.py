@@ -371,7 +371,7 @@ class Engine:
     def generate_many(
         self,
         sessions: Iterable[Session],
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None = None,
         *,
         seed: Integer | Iterable[Integer] | None = None,
         logprobs: Literal[False] = False,
@@ -382,7 +382,7 @@ class Engine:
     def generate_many(
         self,
         sessions: Iterable[Session],
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None = None,
         *,
         seed: Integer | Iterable[Integer] | None = None,
         logprobs: Literal[True],
@@ -392,7 +392,7 @@ class Engine:
     def generate_many(
         self,
         sessions: Iterable[Session],
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None = None,
         *,
         seed: Integer | Iterable[Integer] | None = None,
         logprobs: bool = False,
@@ -419,7 +419,7 @@ class Engine:
     def run(
         self,
         prompts: Iterable[TextOrIds | Session] | Mapping[str, Any],
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None = None,
         *,
         seed: Integer | Iterable[Integer] | None = None,
         logprobs: bool = False,
@@ -446,7 +446,8 @@ class Engine:
             on_token: called with (request, token) as each token is produced; `request.index` is the
                 prompt's number, and `request.cancel()` ends it.
             progress: True for a bar on stderr, or a callable (tokens done, tokens in all).
-            **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
+            **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, min_p, penalties,
+                logit_bias, logits_processor, generation_config, eos, stop, speculate and others.
 
         Raises:
             InvalidArgumentError: at the call, for an argument out of range or an unknown option,

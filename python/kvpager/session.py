@@ -203,7 +203,7 @@ class Session:
     @overload
     def generate(
         self,
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None = None,
         *,
         seed: Integer | None = None,
         logprobs: bool = False,
@@ -214,7 +214,7 @@ class Session:
     @overload
     def generate(
         self,
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None = None,
         *,
         seed: Integer | None = None,
         logprobs: bool = False,
@@ -225,7 +225,7 @@ class Session:
     @overload
     def generate(
         self,
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None = None,
         *,
         seed: Integer | None = None,
         logprobs: Literal[False] = False,
@@ -236,7 +236,7 @@ class Session:
     @overload
     def generate(
         self,
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None = None,
         *,
         seed: Integer | None = None,
         logprobs: Literal[True],
@@ -246,7 +246,7 @@ class Session:
 
     def generate(
         self,
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None = None,
         *,
         seed: Integer | None = None,
         logprobs: bool = False,
@@ -259,7 +259,7 @@ class Session:
         whose iterator was abandoned, keeps the tokens it has.
 
         Args:
-            max_new_tokens: most tokens to produce, at least 1.
+            max_new_tokens: most tokens to produce, at least 1; None: as generation_config says.
             seed: of sampling. By default an interrupted generation goes on with its own seed (also
                 after a save), and every other call derives a new one from the last; a new session
                 or fork takes its first from the system. `sampling.seed` is the seed in use; the
@@ -269,7 +269,8 @@ class Session:
                 text, each piece as soon as it is complete. "tokens": one of token ids, with
                 `logprobs` of `GeneratedToken(id, logprob)`. The iterators' `completion` is set when
                 they have ended.
-            **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
+            **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, min_p, penalties,
+                logit_bias, logits_processor, generation_config, eos, stop, speculate and others.
 
         Raises:
             InvalidArgumentError: at the call, for an argument out of range, an unknown option or an
@@ -434,7 +435,11 @@ class Session:
         trim(self.core, self.transcript, cut)
 
     def regenerate(
-        self, max_new_tokens: Integer, *, from_position: Integer | None = None, **options: Any
+        self,
+        max_new_tokens: Integer | None = None,
+        *,
+        from_position: Integer | None = None,
+        **options: Any,
     ) -> Any:
         """Drops the text generated last and produces another one instead, as `generate` does.
 

@@ -308,6 +308,7 @@ class Job:
             "tokens": np.zeros(0, dtype=np.int32),
             "text": None if self._generation.tokenizer is None else "",
             "logprobs": np.zeros(0, dtype=np.float32) if self._generation.logprobs else None,
+            "top_logprobs": [] if self._generation.top_logprobs else None,
             "seed": self.seed,
             "speculation": SpeculationStats(),
             "first_token_s": None,

@@ -85,7 +85,7 @@ class Scheduler:
     def submit(
         self,
         prompt: TextOrIds | Session,
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None = None,
         *,
         session: Session | None = None,
         seed: Integer | None = None,
@@ -108,7 +108,8 @@ class Scheduler:
             on_token: called with (request, token) as each token is produced; may cancel.
             on_finish: called with (request, completion) once, when the request has ended. What it
                 raises is logged.
-            **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, eos, stop, speculate.
+            **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, min_p, penalties,
+                logit_bias, logits_processor, generation_config, eos, stop, speculate and others.
 
         Raises:
             InvalidArgumentError: an argument is invalid, or the session is in another request.

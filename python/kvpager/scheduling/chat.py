@@ -61,8 +61,9 @@ def plan_turn(
     """Checks a turn and renders its prompt; arguments and errors as for `Session.chat`."""
     core.check_open(transcript)
     tokenizer = require_tokenizer(core, "chat")
-    most = MOST_NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    generation = Generation.checked(core, most, options, logprobs=logprobs)
+    generation = Generation.checked(
+        core, max_new_tokens, options, logprobs=logprobs, otherwise=MOST_NEW_TOKENS
+    )
     generation.check_seed(seed)
     before = settled(core, transcript)
     if isinstance(messages, str):
@@ -75,7 +76,7 @@ def plan_turn(
     turn = before.turn(whole, tokenizer, template)
     length, limit = len(turn.ids), core.positions.most
     if max_new_tokens is None and limit is not None:
-        left = max(1, min(MOST_NEW_TOKENS, limit - length))
+        left = max(1, min(generation.max_new_tokens, limit - length))
         generation = replace(generation, max_new_tokens=left)
     core.positions.check(length + generation.max_new_tokens, "the conversation with max_new_tokens")
     answer = OpenAnswer(length, generation.stop_strings)

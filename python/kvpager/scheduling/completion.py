@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvpager.sampling import Alternatives
 from kvpager.speculation.speculation import SpeculationStats
 from kvpager.tokens import TokenIds
 
@@ -24,6 +25,8 @@ class Completion:
         text: their text, up to a stop string and without special tokens; None if the engine has no
             tokenizer.
         logprobs: their log-probabilities, [n] float32; None unless requested.
+        top_logprobs: for each the most likely tokens as (id, log-probability), by descending
+            log-probability, equal ones by ascending id; None unless requested.
         finish_reason: "eos" (the model ended it), "stop" (one of `stop`), "length"
             (`max_new_tokens`), "cancelled" (also: its iterator was closed); of requests also
             "closed" (their engine was) and "error".
@@ -38,6 +41,7 @@ class Completion:
     tokens: TokenIds
     text: str | None
     logprobs: npt.NDArray[np.float32] | None
+    top_logprobs: list[Alternatives] | None
     finish_reason: FinishReason
     seed: int
     speculation: SpeculationStats

@@ -22,7 +22,7 @@ _Step = tuple[Transcript, int | GeneratedToken]
 def begin_streams(
     core: EngineCore,
     transcripts: list[Transcript],
-    max_new_tokens: Integer,
+    max_new_tokens: Integer | None,
     seed: Integer | Iterable[Integer] | None,
     logprobs: bool,
     options: Mapping[str, Any],

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, Literal, TypeAlias, TypedDict
+from dataclasses import replace
+from typing import Any, Final, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.logits.arguments import Number, refusal
+from kvpager.logits.processors import LogitsProcessor
+from kvpager.sampling import Sampling
+from kvpager.scheduling.generation_config import ConfigLike, options_of
 from kvpager.speculation.speculation import Speculate
-from kvpager.tokens import Integer, TokenIdsLike
+from kvpager.tokens import Integer, TokenIdsLike, as_integer, as_token_ids
 
 MODEL_EOS: Final = "model"
+MOST_ALTERNATIVES = 20  # as in the OpenAI API
 
 EndTokens: TypeAlias = Integer | Iterable[Integer] | Literal["model"] | None
 Stops: TypeAlias = str | Iterable[str | TokenIdsLike]
@@ -28,18 +35,53 @@ class GenerationOptions(TypedDict, total=False):
         stop: what ends generation once this call has produced it: a string, or a list of strings
             and of sequences of token ids. Strings need the engine's tokenizer. The tokens are part
             of the session; `Completion.text` and streamed text end before the string.
+        min_p: choose among the tokens at least this many times as likely as the most likely one;
+            0, the default, for all.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of every token
+            that occurs in the text, prompt included; by default 1, off.
+        presence_penalty: subtracted from the logits of tokens that this generation has produced; by
+            default 0. A generation that goes on with an interrupted one counts its tokens too.
+        frequency_penalty: likewise, times the number of their occurrences.
+        logit_bias: {token id: number to add to its logit}; -inf forbids it.
+        suppress_tokens: token ids that are never produced.
+        begin_suppress_tokens: token ids that are not produced first.
+        top_logprobs: how many of the most likely tokens `GeneratedToken.top` lists, 0 (default) to
+            20; needs logprobs=True.
+        logits_processor: callables (input_ids [1, n] int64, scores [1, vocab] float32) -> scores,
+            as transformers has them, on the CPU; called once per token of each text, after bias and
+            penalties and before the temperature. They are not saved with a session, and the text is
+            a function of tokens and seed only as far as they are.
+        generation_config: a transformers GenerationConfig, or "model" for the model's own; see
+            docs/sampling.md. Options given by name come before what it says. A field that would
+            change the text in a way that is not honoured is refused.
         speculate: "draft" (the engine's draft model), "prompt-lookup", or a callable that returns a
             fresh `kvpager.speculation.Proposer`. Guesses are verified in the same forwards. Tokens,
             the session's state after each of them and every bit stay the same; only the time
             changes. `Session.speculation` reports the gain. Needs `exact="all"`.
     """
 
-    temperature: float
-    top_k: int
-    top_p: float
+    temperature: Number
+    top_k: SupportsIndex
+    top_p: Number
     eos: EndTokens
     stop: Stops
+    min_p: Number
+    repetition_penalty: Number
+    presence_penalty: Number
+    frequency_penalty: Number
+    logit_bias: Mapping[int, float] | None
+    suppress_tokens: Iterable[int] | None
+    begin_suppress_tokens: Iterable[int] | None
+    top_logprobs: SupportsIndex
+    logits_processor: Iterable[LogitsProcessor] | None
+    generation_config: ConfigLike
     speculate: Speculate
+
+
+class ChosenOptions(GenerationOptions):
+    """Options of which each has a value, and what a generation_config says of the length."""
+
+    max_new_tokens: int | None
 
 
 DEFAULTS: GenerationOptions = {
@@ -48,25 +90,38 @@ DEFAULTS: GenerationOptions = {
     "top_p": 1.0,
     "eos": MODEL_EOS,
     "stop": (),
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "top_logprobs": 0,
+    "logits_processor": None,
+    "generation_config": None,
     "speculate": None,
 }
 
 
 def repeatable(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options, to be read twice: what can be iterated over once is a list."""
-    read = dict(options)
+    read = {
+        name: list(value) if isinstance(value, Iterator) else value
+        for name, value in options.items()
+    }
     stop = read.get("stop", ())
     if not isinstance(stop, str) and isinstance(stop, Iterable):
         read["stop"] = [list(part) if isinstance(part, Iterator) else part for part in stop]
-    if isinstance(read.get("eos"), Iterator):
-        read["eos"] = list(read["eos"])
     return read
 
 
-def with_defaults(options: Mapping[str, Any], *beside: str) -> GenerationOptions:
-    """Fills in defaults for the options not given. `beside`: further names the function takes.
+def with_defaults(options: Mapping[str, Any], model: Any, *beside: str) -> ChosenOptions:
+    """Fills in the options not given: those of a generation_config, then defaults.
 
-    Raises InvalidArgumentError for an unknown option.
+    model: of transformers, whose own config completes a given one. beside: further names the
+    function takes. Raises InvalidArgumentError for an unknown option, and for a config that is
+    refused.
     """
     unknown = sorted(options.keys() - DEFAULTS.keys())
     if unknown:
@@ -74,5 +129,49 @@ def with_defaults(options: Mapping[str, Any], *beside: str) -> GenerationOptions
         close = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
         raise InvalidArgumentError(f"generate has no option {unknown[0]!r}; {hint}")
-    chosen: Any = DEFAULTS | dict(options)
+    config = options.get("generation_config")
+    asked = {} if config is None else options_of(config, model)
+    chosen: Any = {"max_new_tokens": None, **DEFAULTS, **asked, **options}
     return chosen  # type: ignore[no-any-return]
+
+
+def sampling_of(chosen: GenerationOptions, vocab_size: int) -> Sampling:
+    """How these options, with defaults, choose tokens. Raises InvalidArgumentError."""
+    values: Any = chosen  # which Sampling checks
+    sampling = Sampling(
+        temperature=values["temperature"],
+        top_k=values["top_k"],
+        top_p=values["top_p"],
+        min_p=values["min_p"],
+        repetition_penalty=values["repetition_penalty"],
+        presence_penalty=values["presence_penalty"],
+        frequency_penalty=values["frequency_penalty"],
+        logit_bias=values["logit_bias"] or {},
+        begin_suppress_tokens=_ids(
+            chosen["begin_suppress_tokens"], vocab_size, "begin_suppress_tokens"
+        ),
+    )
+    forbidden = dict.fromkeys(
+        _ids(chosen["suppress_tokens"], vocab_size, "suppress_tokens"), -math.inf
+    )
+    outside = [token for token in sampling.logit_bias if token >= vocab_size]
+    if outside:
+        raise InvalidArgumentError(
+            f"logit_bias has token id {outside[0]}; expected ids from 0 to {vocab_size - 1}"
+        )
+    if not forbidden:
+        return sampling
+    return replace(sampling, logit_bias={**sampling.logit_bias, **forbidden})
+
+
+def alternatives_of(chosen: GenerationOptions, logprobs: bool) -> int:
+    """`top_logprobs`. Raises InvalidArgumentError."""
+    count = as_integer(chosen["top_logprobs"], "top_logprobs", 0, MOST_ALTERNATIVES)
+    if count and not logprobs:
+        raise refusal("top_logprobs", count, "0, or logprobs=True beside it")
+    return count
+
+
+def _ids(given: Iterable[int] | None, vocab_size: int, name: str) -> tuple[int, ...]:
+    ids = [] if given is None else list(given)
+    return tuple(as_token_ids(ids, vocab_size, name).tolist()) if ids else ()

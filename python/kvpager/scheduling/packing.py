@@ -17,7 +17,7 @@ from kvpager import pager
 from kvpager.errors import InvalidArgumentError, NonFiniteError
 from kvpager.execution.batch import Batch
 from kvpager.execution.core import Ask, EngineCore
-from kvpager.sampling import Sampling
+from kvpager.sampling import choose_after
 from kvpager.scheduling import aligned
 from kvpager.scheduling.feed import Feed, runnable, share_rows
 from kvpager.scheduling.recompute import run
@@ -25,6 +25,7 @@ from kvpager.scheduling.stream import Stream
 from kvpager.speculation.speculation import Proposed, Speculation
 from kvpager.text.cursor import Accepted
 from kvpager.text.transcript import Transcript
+from kvpager.tokens import TokenIds
 
 
 def advance(
@@ -106,6 +107,7 @@ class _Share:
     position: int = 0  # of the first row
     guess: list[int] = field(default_factory=list)  # tokens of further rows
     guess_rows: range = range(0)
+    text: TokenIds | None = None  # with the pending token, if sampling the guesses reads it
     accepted: int = 0
 
 
@@ -221,6 +223,9 @@ class Packing:
         """Adds rows for guesses after a share's pending token."""
         if not guess:
             return
+        assert share.stream is not None
+        if share.stream.reads_tokens:
+            share.text = share.transcript.tokens
         share.guess = guess
         share.guess_rows = self._batch.commit(
             share.transcript.sequence, share.position + 1, np.array(guess, dtype=np.int32)
@@ -266,22 +271,30 @@ class Packing:
             at += len(rows)
             if share.guess:
                 assert share.stream is not None
-                share.accepted = _confirmed(share, rows, share.stream.sampling)
+                share.accepted = _confirmed(share, rows, share.stream)
                 kept[share.transcript.sequence] = 1 + share.accepted
         return kept
 
 
-def _confirmed(share: _Share, logits: torch.Tensor, sampling: Sampling) -> int:
+def _confirmed(share: _Share, logits: torch.Tensor, stream: Stream) -> int:
     """How many guesses, from the first on, equal the token that sampling would choose."""
     accepted = 0
     first = share.position + 1
+    sampling, processors = stream.sampling, stream.processors
+    text = None
+    if share.text is not None:
+        text = np.append(share.text, np.array(share.guess, dtype=np.int32))
     try:
         while accepted < len(share.guess):
-            token = sampling.choose(logits[accepted], first + accepted)
+            position = first + accepted
+            if text is None:
+                token = sampling.choose(logits[accepted], position)
+            else:
+                token = choose_after(text[:position], logits[accepted], sampling, processors)
             if token != share.guess[accepted]:
                 break
             accepted += 1
-    except NonFiniteError:  # raised again when this token is sampled
+    except (NonFiniteError, InvalidArgumentError):  # raised again when this token is sampled
         pass
     if accepted:
         share.transcript.accept(
@@ -290,6 +303,7 @@ def _confirmed(share: _Share, logits: torch.Tensor, sampling: Sampling) -> int:
                 tokens=tuple(share.guess[:accepted]),
                 logits=logits[1 : 1 + accepted].clone(),
                 sampling=sampling,
+                processors=processors,
             )
         )
     return accepted

@@ -11,9 +11,17 @@ import numpy as np
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
-from kvpager.sampling import Sampling, log_probability
+from kvpager.logits.processors import LogitsProcessor, Processors, as_processors
+from kvpager.sampling import Alternatives, Sampling, log_probability, top_log_probabilities
 from kvpager.scheduling.completion import FinishReason
-from kvpager.scheduling.options import MODEL_EOS, EndTokens, Stops, with_defaults
+from kvpager.scheduling.options import (
+    MODEL_EOS,
+    EndTokens,
+    Stops,
+    alternatives_of,
+    sampling_of,
+    with_defaults,
+)
 from kvpager.speculation.speculation import Speculation, SpeculationStats, resolve_speculation
 from kvpager.text.answer import AnswerText
 from kvpager.text.reservations import Reservation
@@ -28,10 +36,13 @@ class GeneratedToken(NamedTuple):
     """A token, and its log-probability (natural) under the model's raw logits.
 
     Sampling options have no influence on it. It is a float32, bit for bit that of `Engine.score`.
+    `top` has the most likely tokens as (id, logprob), as many as `top_logprobs` asked for: by
+    descending log-probability, equal ones by ascending id.
     """
 
     id: int
     logprob: float
+    top: Alternatives = ()
 
 
 @dataclass(frozen=True)
@@ -39,31 +50,43 @@ class Generation:
     """The checked arguments of `Session.generate`, `Engine.run` and their like."""
 
     max_new_tokens: int
-    sampling: Sampling  # its seed is 0: each stream has its own seed
+    sampling: Sampling  # its seed and start are 0: each stream has its own
     eos: frozenset[int]
     stop: tuple[tuple[int, ...], ...]
     stop_strings: tuple[str, ...]
     speculation: Callable[[], Speculation] | None
     logprobs: bool
     tokenizer: Tokenizer | None
+    top_logprobs: int = 0
+    processors: tuple[LogitsProcessor, ...] = ()
 
     @classmethod
     def checked(
         cls,
         core: EngineCore,
-        max_new_tokens: Integer,
+        max_new_tokens: Integer | None,
         options: Mapping[str, Any],
         *,
         logprobs: bool = False,
+        otherwise: int | None = None,
     ) -> Generation:
-        """Raises InvalidArgumentError for a bad value or an unknown option."""
+        """Raises InvalidArgumentError for a bad value or an unknown option.
+
+        otherwise: the number of tokens if neither the call nor a generation_config gives one.
+        """
         if not isinstance(logprobs, bool):
             raise InvalidArgumentError(f"logprobs is {logprobs!r}; expected True or False")
-        chosen = with_defaults(options, "seed", "logprobs", "stream")
+        chosen = with_defaults(options, core.model, "seed", "logprobs", "stream")
+        if max_new_tokens is None:
+            max_new_tokens = chosen["max_new_tokens"] or otherwise
+        if max_new_tokens is None:
+            raise InvalidArgumentError(
+                "max_new_tokens is not given, and no generation_config has it; expected an integer"
+            )
         ids, strings = _stops(core, chosen["stop"])
         return cls(
             max_new_tokens=as_integer(max_new_tokens, "max_new_tokens", 1),
-            sampling=Sampling(chosen["temperature"], chosen["top_k"], chosen["top_p"]),
+            sampling=sampling_of(chosen, core.vocab_size),
             eos=_end_tokens(core, chosen["eos"]),
             stop=ids,
             stop_strings=strings,
@@ -75,11 +98,13 @@ class Generation:
             ),
             logprobs=logprobs,
             tokenizer=core.tokenizer,
+            top_logprobs=alternatives_of(chosen, logprobs),
+            processors=as_processors(chosen["logits_processor"]),
         )
 
-    def sampling_with(self, seed: int) -> Sampling:
-        """The sampling options with a stream's own seed. Raises InvalidArgumentError."""
-        return replace(self.sampling, seed=seed)
+    def sampling_with(self, seed: int, start: int = 0) -> Sampling:
+        """The sampling options with a stream's own seed and start. Raises InvalidArgumentError."""
+        return replace(self.sampling, seed=seed, start=start)
 
     def check_seed(self, seed: Integer | None) -> None:
         """Raises InvalidArgumentError unless `seed` is None or one of sampling."""
@@ -96,9 +121,10 @@ class Generation:
         answer = None
         if self.tokenizer is not None and (as_text or self.stop_strings):
             answer = AnswerText(Detokenizer(self.tokenizer, before), self.stop_strings)
+        start = transcript.start_for(self.sampling, len(before))
         return Stream(
             transcript=transcript,
-            sampling=self.sampling_with(seed),
+            sampling=self.sampling_with(seed, start),
             remaining=self.max_new_tokens,
             eos=self.eos,
             stop=self.stop,
@@ -108,6 +134,8 @@ class Generation:
             prompt_tokens=len(before),
             tokenizer=self.tokenizer,
             answer=answer,
+            top_logprobs=self.top_logprobs,
+            processors=Processors(self.processors) if self.processors else None,
         )
 
 
@@ -130,8 +158,11 @@ class Stream:
     prompt_tokens: int = 0
     tokenizer: Tokenizer | None = None
     answer: AnswerText | None = None
+    top_logprobs: int = 0
+    processors: Processors | None = None
     produced: list[int] = field(default_factory=list)
     produced_logprobs: list[float] = field(default_factory=list)
+    produced_top: list[Alternatives] = field(default_factory=list)
     piece: str = ""
     begun: float = field(default_factory=time.perf_counter)
     first_token: float | None = None  # when it came
@@ -161,6 +192,11 @@ class Stream:
         return None if self.remaining > 0 else "length"
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether its choices depend on the tokens before them, and not on logits alone."""
+        return self.sampling.reads_tokens or self.processors is not None
+
+    @property
     def live(self) -> bool:
         """Whether it goes on."""
         return self.finish is None
@@ -168,7 +204,7 @@ class Stream:
     def sample(self) -> int | GeneratedToken:
         """Samples the next token, which becomes the session's pending one."""
         logits = self.transcript.known_logits if self.logprobs else None
-        token = self.transcript.sample(self.sampling)
+        token = self.transcript.sample(self.sampling, self.processors)
         self.produced.append(token)
         self.remaining -= 1
         if self.first_token is None:
@@ -180,9 +216,12 @@ class Stream:
         if not self.logprobs:
             return token
         assert logits is not None
-        found = GeneratedToken(token, float(np.float32(log_probability(logits, token))))
-        self.produced_logprobs.append(found.logprob)
-        return found
+        logprob = float(np.float32(log_probability(logits, token)))
+        self.produced_logprobs.append(logprob)
+        top = top_log_probabilities(logits, self.top_logprobs) if self.top_logprobs else ()
+        if self.top_logprobs:
+            self.produced_top.append(top)
+        return GeneratedToken(token, logprob, top)
 
     def result(self) -> dict[str, Any]:
         """The fields of a `Completion` that it knows, as of now."""
@@ -198,6 +237,7 @@ class Stream:
             "logprobs": (
                 np.array(self.produced_logprobs, dtype=np.float32) if self.logprobs else None
             ),
+            "top_logprobs": list(self.produced_top) if self.top_logprobs else None,
             "seed": self.sampling.seed,
             "speculation": (
                 SpeculationStats() if self.speculation is None else self.speculation.stats

@@ -135,9 +135,20 @@ class SavedState(NamedTuple):
             text = np.append(snapshot.tokens, np.array(last, dtype=np.int32))
             conversation = Conversation.from_json(state["conversation"], text, path)
         try:
-            return cls(pending, Sampling.from_json(sampling), start, metadata, conversation)
+            options = Sampling.from_json(sampling)
         except InvalidArgumentError as error:
             raise CorruptSnapshotError(f"{path}: session.sampling: {error}") from error
+        outside = [
+            token
+            for token in (*options.logit_bias, *options.begin_suppress_tokens)
+            if token >= vocab_size
+        ]
+        if outside:
+            raise CorruptSnapshotError(
+                f"{path}: session.sampling names token id {outside[0]}; expected ids below "
+                f"{vocab_size}"
+            )
+        return cls(pending, options, start, metadata, conversation)
 
 
 def _without_tail(

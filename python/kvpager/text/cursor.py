@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from kvpager.logits.processors import Processors
 from kvpager.pager import Sequence
-from kvpager.sampling import Sampling
+from kvpager.sampling import Sampling, choose_after
 from kvpager.tokens import TokenIds
 
 _NONE = np.zeros(0, dtype=np.int32)
@@ -19,13 +20,14 @@ class Accepted:
     """Guesses that a forward confirmed and that no caller has received yet.
 
     The sequence holds their K/V. start: position of the first. logits: [len(tokens), vocab], after
-    each of them. sampling: the options that chose them.
+    each of them. sampling, processors: the options that chose them.
     """
 
     start: int
     tokens: tuple[int, ...]
     logits: torch.Tensor
     sampling: Sampling
+    processors: Processors | None = None
 
     @property
     def end(self) -> int:
@@ -152,15 +154,24 @@ class Cursor:
         """Makes `token` the pending one; None: no token is pending."""
         self._pending = None if token is None else (self.next_position, token)
 
-    def sample(self, sampling: Sampling) -> int:
+    def sample(self, sampling: Sampling, processors: Processors | None = None) -> int:
         """Samples the next token and makes it the pending one. REQUIRES: ready."""
         position, accepted = self.next_position, self._accepted
-        if accepted is not None and position == accepted.start and sampling == accepted.sampling:
+        if (
+            accepted is not None
+            and position == accepted.start
+            and sampling == accepted.sampling
+            and processors is accepted.processors
+        ):
             token = accepted.tokens[0]
         else:
             assert self._logits is not None
             assert self._logits[0] == position
-            token = sampling.choose(self._logits[1], position)
+            logits = self._logits[1]
+            if sampling.reads_tokens or processors is not None:
+                token = choose_after(self.tokens, logits, sampling, processors)
+            else:
+                token = sampling.choose(logits, position)
         self._pending = (position, token)
         return token
 

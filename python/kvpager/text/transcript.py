@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpager.companions import TrimCounters
 from kvpager.config import PagerConfig
+from kvpager.logits.processors import Processors
 from kvpager.pager import Sequence
 from kvpager.recurrent.cursor import StateCursor
 from kvpager.sampling import Sampling, fresh_seed, seed_after
@@ -115,9 +116,20 @@ class Transcript(Cursor):
         """Holds room to grow to `total_tokens` until the reservation is released."""
         return self._reservations.reserve(total_tokens)
 
-    def sample(self, sampling: Sampling) -> int:
+    def start_for(self, sampling: Sampling, position: int) -> int:
+        """`Sampling.start` of a generation whose first token is at `position`.
+
+        One that goes on with an interrupted generation counts that one's tokens too, also after a
+        save, as it takes over its seed.
+        """
+        if not sampling.counts_produced:
+            return 0
+        goes_on = self.pending is not None and self.sampling.counts_produced
+        return self.sampling.start if goes_on else position
+
+    def sample(self, sampling: Sampling, processors: Processors | None = None) -> int:
         """Samples the token after the committed ones and makes it the pending one."""
-        token = super().sample(sampling)
+        token = super().sample(sampling, processors)
         self.sampling = sampling
         return token
 

@@ -148,8 +148,8 @@ RUNTIME = (
         name="logprobs-in-another-precision",
         breaks="generation tells the log-probability that scoring gives",
         file="python/kvpager/scheduling/stream.py",
-        old="GeneratedToken(token, float(np.float32(log_probability(logits, token))))",
-        new="GeneratedToken(token, float(logits.float().log_softmax(-1)[token]))",
+        old="logprob = float(np.float32(log_probability(logits, token)))",
+        new="logprob = float(logits.float().log_softmax(-1)[token])",
         killers=(DEFECTS + "test_a_fresh_process_scores_token_ids_to_the_bits_generation_told",),
     ),
 )

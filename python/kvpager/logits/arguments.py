@@ -1,0 +1,66 @@
+"""Checks numbers that a caller gave: Python's, numpy's, or torch's with no dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import SupportsFloat, SupportsIndex, TypeAlias
+
+import numpy as np
+import torch
+
+from kvpager.errors import InvalidArgumentError
+
+Number: TypeAlias = SupportsFloat | SupportsIndex
+
+_ARRAYS = (np.generic, np.ndarray, torch.Tensor)
+
+
+def plain(value: object) -> object:
+    """The Python number of a numpy scalar or of an array or tensor [] ; else `value` itself."""
+    if isinstance(value, _ARRAYS):
+        return value.item() if not value.ndim else value
+    return value
+
+
+def is_number(value: object) -> bool:
+    """Whether `value`, of `plain`, is a number; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> bool:
+    """Whether `value`, of `plain`, is an integer; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def as_biases(value: object) -> dict[int, float]:
+    """{token id: bias} in the order of ids. Raises InvalidArgumentError.
+
+    -inf forbids a token; NaN and infinity are refused.
+    """
+    if not isinstance(value, Mapping):
+        raise refusal("logit_bias", value, "a dictionary {token id: bias}")
+    biases = {}
+    for token, given in value.items():
+        token_id, bias = plain(token), plain(given)
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise refusal("logit_bias", value, f"token ids as keys, not {token!r}")
+        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not bias < float("inf"):
+            raise refusal(f"logit_bias[{token_id}]", given, "a finite number, or -inf to forbid it")
+        biases[token_id] = float(bias)
+    return dict(sorted(biases.items()))
+
+
+def as_ids(value: object, name: str) -> tuple[int, ...]:
+    """Token ids, of a tuple or list of them. Raises InvalidArgumentError."""
+    given = value if isinstance(value, (tuple, list)) else [value]
+    ids = []
+    for one in map(plain, given):
+        if not isinstance(one, int) or isinstance(one, bool) or one < 0:
+            raise refusal(name, value, "token ids")
+        ids.append(one)
+    return tuple(ids)
+
+
+def refusal(field: str, value: object, expected: str) -> InvalidArgumentError:
+    """The error about an option's value."""
+    return InvalidArgumentError(f"{field} is {value!r}; expected {expected}")
