@@ -66,6 +66,44 @@ def _add_generation_options(parser: Parser) -> None:
     sampling.add_argument("--top-k", type=natural, default=0, metavar="K", help="0 (default): off")
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 (default): off")
     sampling.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="keep tokens at least this many times as likely as the most likely one; "
+        "0 (default): off",
+    )
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divides positive logits, and multiplies negative ones, of tokens that occur in the "
+        "text, prompt included; 1 (default): off",
+    )
+    sampling.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtracted from the logits of tokens that were produced; 0 (default): off",
+    )
+    sampling.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="likewise, times the number of their occurrences",
+    )
+    sampling.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=BIAS",
+        help="added to the logit of a token id, -inf to forbid it; may be repeated",
+    )
+    sampling.add_argument(
         "--seed",
         type=natural,
         metavar="N",
@@ -95,6 +133,17 @@ def _add_generation_options(parser: Parser) -> None:
         help="log-probability of each token under the model; with --format json what "
         "`kvpager score --against` takes",
     )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """An ID=BIAS. Raises argparse.ArgumentTypeError."""
+    token, _, bias = text.partition("=")
+    try:
+        return natural(token), float(bias)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no ID=BIAS, such as 198=-1.5 or 198=-inf"
+        ) from error
 
 
 def run(args: argparse.Namespace) -> int:
@@ -196,6 +245,11 @@ def _generate(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        logit_bias=dict(args.logit_bias),
         seed=args.seed,
         speculate=args.speculate,
         logprobs=args.logprobs,
