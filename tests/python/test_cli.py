@@ -575,3 +575,25 @@ def test_inspect_tells_what_was_saved(capsys, model_dir, tmp_path):
     assert values["file_bytes"] == path.stat().st_size
     assert main(["snapshot", "inspect", str(path)]) == 0
     assert values["logical_digest"] in capsys.readouterr().out
+
+
+def test_generate_takes_penalties_and_biases(capsys, model_dir):
+    common = ("--model", model_dir, "--ids", "1,2,3", "--max-new-tokens", 12)
+    plain = generate(capsys, *common)["ids"]
+    forbidden = generate(
+        capsys, *common, "--logit-bias", f"{plain[0]}=-inf", "--logit-bias", "9=0.5"
+    )
+    assert plain[0] not in forbidden["ids"]
+    penalties = ("--presence-penalty", "100", "--frequency-penalty", "1")
+    assert len(set(generate(capsys, *common, *penalties)["ids"])) == 12
+    assert generate(capsys, *common, "--repetition-penalty", "9")["ids"] != plain
+    sampled = ("--temperature", "5", "--seed", "3")
+    assert generate(capsys, *common, *sampled)["ids"] != plain
+    assert generate(capsys, *common, *sampled, "--min-p", "1")["ids"] == plain
+
+
+@pytest.mark.parametrize("bias", ["5", "x=1", "-1=2", "5=much"])
+def test_a_bias_that_is_none_is_a_usage_error(capsys, bias):
+    code, err = refused(capsys, "generate", "--model", "m", f"--logit-bias={bias}")
+    assert code == 2
+    assert "no ID=BIAS" in err

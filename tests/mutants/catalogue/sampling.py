@@ -4,6 +4,8 @@ from mutants.mutant import Mutant
 
 FILE = "python/kvpager/sampling.py"
 GENERATION = "model/test_generation.py::"
+CHOICES = "python/test_sampling.py::"
+OPTIONS = "model/test_sampling_options.py::"
 
 SAMPLING = (
     Mutant(
@@ -69,5 +71,111 @@ SAMPLING = (
             "model/test_stock_transformers.py::test_score_is_the_log_softmax_of_transformers"
             "[llama-float32]",
         ),
+    ),
+    Mutant(
+        name="repetition-leaves-the-prompt-out",
+        breaks="a repetition penalty is of every token of the text",
+        file="python/kvpager/logits/adjustments.py",
+        old="    occurs[tokens] = True\n",
+        new="    occurs[tokens[-5:]] = True\n",
+        killers=(CHOICES + "test_scores_and_kept_tokens_are_those_of_transformers",),
+    ),
+    Mutant(
+        name="repetition-divides-what-is-negative",
+        breaks="a repetition penalty lowers negative logits too",
+        file="python/kvpager/logits/adjustments.py",
+        old="np.where(found < 0, found * penalty, found / penalty)",
+        new="found / penalty",
+        killers=(CHOICES + "test_scores_and_kept_tokens_are_those_of_transformers",),
+    ),
+    Mutant(
+        name="presence-counts-the-prompt",
+        breaks="presence and frequency are of the tokens produced",
+        file=FILE,
+        old="produced = tokens[self.start :]",
+        new="produced = tokens",
+        killers=(CHOICES + "test_presence_and_frequency_count_the_tokens_produced_alone",),
+    ),
+    Mutant(
+        name="min-p-keeps-too-many",
+        breaks="min_p is a share of the largest probability",
+        file=FILE,
+        old='np.searchsorted(-weights, -self.min_p, "right")',
+        new='np.searchsorted(-weights, -self.min_p / 2, "right")',
+        killers=(CHOICES + "test_scores_and_kept_tokens_are_those_of_transformers",),
+    ),
+    Mutant(
+        name="options-that-are-off-are-saved",
+        breaks="a snapshot without new options has the bytes it had",
+        file=FILE,
+        old="if name in _ALWAYS_SAVED or value != _DEFAULTS[name]",
+        new="if name in _ALWAYS_SAVED or value is not None",
+        killers=(CHOICES + "test_what_is_saved_has_only_the_new_options_that_are_set",),
+    ),
+    Mutant(
+        name="alternatives-in-another-order",
+        breaks="alternatives that are equal are in the order of their ids",
+        file=FILE,
+        old='np.argsort(-rounded[ids], kind="stable")]',
+        new='np.argsort(rounded[ids], kind="stable")[::-1]]',
+        killers=(CHOICES + "test_alternatives_are_the_most_likely_tokens_in_a_fixed_order",),
+    ),
+    Mutant(
+        name="going-on-counts-anew",
+        breaks="a generation that goes on counts the tokens of the interrupted one",
+        file="python/kvpager/text/transcript.py",
+        old="return self.sampling.start if goes_on else position",
+        new="return position",
+        killers=(
+            OPTIONS + "test_a_text_that_was_interrupted_goes_on_as_if_it_was_not[sampled-9-None]",
+        ),
+    ),
+    Mutant(
+        name="a-guess-is-judged-by-the-tokens-after-it",
+        breaks="a guess is verified after the text that it follows",
+        file="python/kvpager/scheduling/packing.py",
+        old="token = choose_after(text[:position], logits[accepted], sampling, processors)",
+        new="token = sampling.choose(logits[accepted], position, text)",
+        killers=(OPTIONS + "test_speculation_changes_no_token_of_a_text_with_penalties",),
+    ),
+    Mutant(
+        name="processors-are-asked-again",
+        breaks="a processor sees each text once",
+        file="python/kvpager/logits/processors.py",
+        old="        known = self._recall(tokens)\n",
+        new="        self._recall(tokens)\n        known = None\n",
+        killers=(
+            OPTIONS + "test_processors_see_each_text_once_and_in_order",
+            OPTIONS + "test_processors_see_each_text_once_although_guesses_were_dropped",
+        ),
+    ),
+    Mutant(
+        name="a-processor-fails-the-forward",
+        breaks="a processor that raises ends its own request",
+        file="python/kvpager/scheduling/packing.py",
+        old="    except (NonFiniteError, InvalidArgumentError):  # raised again when this token is",
+        new="    except NonFiniteError:  # raised again when this token is",
+        killers=(
+            OPTIONS + "test_a_processor_that_raises_leaves_the_session_as_it_was_before_that_token",
+        ),
+    ),
+    Mutant(
+        name="a-config-is-believed-in-part",
+        breaks="a field that is not honoured is refused",
+        file="python/kvpager/scheduling/generation_config.py",
+        old="    if found:\n",
+        new="    if len(found) > 1:\n",
+        killers=(
+            CHOICES + "test_a_field_that_would_change_the_text_is_refused_with_its_value",
+            CHOICES + "test_a_field_that_no_table_has_is_refused_if_transformers_reads_it",
+        ),
+    ),
+    Mutant(
+        name="a-config-forgets-the-models-own",
+        breaks="what a config leaves out is the model's own",
+        file="python/kvpager/scheduling/generation_config.py",
+        old="({} if own is None else vars(own), DEFAULTS_OF_TRANSFORMERS)",
+        new="({}, DEFAULTS_OF_TRANSFORMERS)",
+        killers=(CHOICES + "test_what_a_config_leaves_out_is_the_models_own",),
     ),
 )
