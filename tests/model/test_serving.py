@@ -171,6 +171,21 @@ def test_a_task_that_is_cancelled_ends_its_request(engine: Engine) -> None:
     assert run(serve()) == "cancelled"
 
 
+def test_a_stream_that_nobody_has_any_more_ends_its_request(engine: Engine) -> None:
+    async def serve() -> str:
+        async with engine.serve() as serving:
+            stream = serving.stream("Hello", 2000, **SAMPLED)
+            await anext(stream)
+            request = stream.request
+            del stream
+            gc.collect()
+            while request.completion is None:
+                await asyncio.sleep(0.01)
+            return request.completion.finish_reason
+
+    assert run(serve()) == "cancelled"
+
+
 def test_a_wrong_argument_is_an_error_of_the_call(engine: Engine) -> None:
     async def serve() -> None:
         async with engine.serve() as serving:

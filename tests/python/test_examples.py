@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
+import text_models
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -43,6 +50,84 @@ def test_documents_that_were_read_alone_answer_together_in_any_order(run):
     assert len({found[1] for found in orders}) == 4
     assert all(int(found[2]) < 4228 / 6 for found in orders)
     assert [line.strip() for line in lines[1::2]] == ["the answer is right: True"] * 4
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """The folder of a small model with a tokenizer and a chat template of its own."""
+    folder = tmp_path_factory.mktemp("model")
+    text_models.model().save_pretrained(folder)
+    text_models.byte_level().save_pretrained(folder)
+    return str(folder)
+
+
+def loaded(name):
+    """An example as a module, of which nothing has run."""
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLES / f"{name}.py")))
+
+
+def test_a_chat_goes_on_after_a_restart(chat_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    told = []
+    for message in ("Hello", "And again"):
+        capsys.readouterr()
+        loaded("chat").main(chat_model, message)
+        told.append(capsys.readouterr().out)
+    first, second = (text.rpartition("\n(")[0] for text in told)
+    counts = [re.findall(r"\((\d+) tokens restored, (\d+) computed\)", text)[0] for text in told]
+    assert second.startswith(first)
+    (none, prompt), (restored, new) = (map(int, count) for count in counts)
+    assert none == 0
+    assert restored > prompt
+    assert new < prompt + 10
+
+
+def test_a_service_answers_sixteen_clients_as_if_each_were_alone(chat_model, capsys):
+    lines = ("Hello", "And again")
+
+    async def client(port, number):
+        reader, writer = await asyncio.open_connection("localhost", port)
+        writer.write("".join(f"{line} {number}\n" for line in lines).encode() + b"\n")
+        answers = await reader.read()
+        writer.close()
+        return answers
+
+    async def leave(port):
+        reader, writer = await asyncio.open_connection("localhost", port)
+        writer.write(b"Hello\n")
+        await reader.read(1)
+        writer.close()
+
+    async def run():
+        service = asyncio.ensure_future(loaded("service").main(chat_model, "0"))
+        while not (found := re.search(r"listening on port (\d+)", capsys.readouterr().out)):
+            await asyncio.sleep(0.01)
+            assert not service.done(), service.result()
+        port = int(found[1])
+        await leave(port)
+        together = await asyncio.gather(*(client(port, n) for n in range(16)))
+        alone = [await client(port, n) for n in (3, 11)]
+        assert [together[3], together[11]] == alone
+        service.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await service
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_a_model_over_the_pager_computes_what_full_attention_does(capsys):
+    made = loaded("own_model")
+    assert re.match(r"[1-4] of 10 chunks are in the pool\n", capsys.readouterr().out)
+    x = made.embed[made.ids]
+    n = len(made.ids)
+    for queries, keys_values in zip(made.queries, made.keys_values):
+        q = (x @ queries).view(n, made.HEADS, made.DIM).transpose(0, 1)
+        k, v = (x @ keys_values).view(n, 2, made.KV_HEADS, made.DIM).unbind(1)
+        seen = torch.nn.functional.scaled_dot_product_attention(
+            q, k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True
+        )
+        x = x + torch.nn.functional.silu(seen.transpose(0, 1).reshape(n, -1))
+    torch.testing.assert_close(made.paged, x, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

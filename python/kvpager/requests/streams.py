@@ -21,16 +21,29 @@ _log = logging.getLogger(__name__)
 class RequestStream(AsyncIterator[_Piece], Generic[_Piece]):
     """What one request produces, as it comes: text, or tokens; made by `AsyncScheduler`.
 
-    To stop early, leave the loop and call `aclose`, or cancel the task: the request is cancelled.
+    To stop early, call `aclose`, cancel the task or drop the stream: the request is cancelled.
     """
 
     def __init__(self, submit: Callable[[Any, Any], Request], *, as_text: bool) -> None:
         """submit: queues the request with these `on_token` and `on_finish`."""
-        self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Queue[Any] = asyncio.Queue()
-        self._as_text = as_text
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Queue[Any] = asyncio.Queue()
+
+        def tell(piece: object) -> None:  # of the thread that steps
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(ready.put_nowait, piece)
+
+        def on_token(request: Request, token: Token) -> None:
+            piece = request.piece if as_text else token
+            if not as_text or piece:
+                tell(piece)
+
+        # The request does not refer to the stream, so that one that is dropped is cancelled.
+        self.request = submit(on_token, lambda _, completion: tell(completion))
+        self._ready = ready
         self._ended = False
-        self.request = submit(self._on_token, self._on_finish)
+        finalizer = weakref.finalize(self, _cancel, self.request)
+        finalizer.atexit = False
 
     def __aiter__(self) -> RequestStream[_Piece]:
         return self
@@ -58,8 +71,7 @@ class RequestStream(AsyncIterator[_Piece], Generic[_Piece]):
     async def aclose(self) -> None:
         """Cancels the request if it goes on. May be called twice."""
         self._ended = True
-        if self.request.completion is None:
-            self.request.cancel()
+        _cancel(self.request)
 
     @property
     def completion(self) -> RequestCompletion | None:
@@ -73,17 +85,10 @@ class RequestStream(AsyncIterator[_Piece], Generic[_Piece]):
         assert self.request.completion is not None
         return self.request.completion
 
-    def _on_token(self, request: Request, token: Token) -> None:
-        piece = request.piece if self._as_text else token
-        if not self._as_text or piece:
-            self._tell(piece)
 
-    def _on_finish(self, request: Request, completion: RequestCompletion) -> None:
-        self._tell(completion)
-
-    def _tell(self, piece: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ready.put_nowait, piece)
+def _cancel(request: Request) -> None:
+    if request.completion is None:
+        request.cancel()
 
 
 class AsyncScheduler:
