@@ -82,6 +82,14 @@ def test_speculation_changes_no_token_of_a_text_with_penalties(engine, options):
     assert told(begun(engine), speculate="prompt-lookup", **options) == plain
 
 
+def test_a_draft_model_guesses_with_the_same_penalties(engine, options):
+    plain = told(begun(engine), **options)
+    with make_engine(engine.model, pool_tokens=512, draft=build("llama")) as drafting:
+        session = begun(drafting)
+        assert told(session, speculate="draft", **options) == plain
+        assert session.speculation.acceptance > 0.9  # both models are the same
+
+
 def test_company_changes_no_token_of_a_text_with_penalties(engine, options):
     prompts = [IDS, IDS[:20], prompt(31, 5)]
     alone = [told(begun(engine, ids), **options) for ids in prompts]
@@ -217,20 +225,21 @@ def test_processors_see_each_text_once_although_guesses_were_dropped(engine, tmp
 @pytest.mark.parametrize("speculates", [False, True])
 def test_a_processor_that_raises_leaves_the_session_as_it_was_before_that_token(engine, speculates):
     plain = told(begun(engine), eos=None)
-    session, recorder = begun(engine), Recorder(raises_at=6)
     text = [*IDS.tolist(), *plain]
-    stream = session.generate(
-        NEW,
-        stream="tokens",
-        eos=None,
-        speculate=(lambda: Oracle(text, 0)) if speculates else None,
-        logits_processor=[recorder],
-    )
-    with pytest.raises(InvalidArgumentError, match=r"logits_processor\[0\], Recorder, raised Run"):
-        list(stream)
-    assert session.tokens.tolist() == text[: len(IDS) + 5]
-    assert len(recorder.calls) == 6
-    assert told(session, NEW - 5, eos=None) == plain[5:]
+    for produced in range(4, 12):  # the last and other guesses of a forward among them
+        session, recorder = begun(engine), Recorder(raises_at=produced + 1)
+        stream = session.generate(
+            NEW,
+            stream="tokens",
+            eos=None,
+            speculate=(lambda: Oracle(text, 0)) if speculates else None,
+            logits_processor=[recorder],
+        )
+        with pytest.raises(InvalidArgumentError, match=r"\[0\], Recorder, raised RuntimeError"):
+            list(stream)
+        assert session.tokens.tolist() == text[: len(IDS) + produced]
+        assert len(recorder.calls) == produced + 1
+    assert told(session, NEW - produced, eos=None) == plain[produced:]
 
 
 def test_a_processor_that_fails_ends_its_own_request_alone(engine):
@@ -321,6 +330,11 @@ def test_log_probabilities_and_alternatives_are_those_of_the_raw_logits(engine, 
         with begun(engine, text[: len(IDS) + n]) as until:
             assert token.top == top_log_probabilities(until.logits, 4)
     assert all(not token.top for token in told(session, 2, logprobs=True, **options))
+    asked = {"logprobs": True, "top_logprobs": 4, **options}
+    whole = begun(engine).generate(8, **asked)
+    (run,) = engine.run([IDS], 8, **asked)
+    assert whole.top_logprobs == run.top_logprobs == [token.top for token in found]
+    assert begun(engine).generate(2, logprobs=True, eos=None).top_logprobs is None
 
 
 def test_a_generation_config_is_the_options_it_stands_for(engine):
@@ -338,11 +352,25 @@ def test_a_generation_config_is_the_options_it_stands_for(engine):
     named = {**options, "suppress_tokens": [4, 5], "logit_bias": {9: 1.5}, "seed": 5, "eos": None}
     expected = told(begun(engine), **named)
     assert told(begun(engine), seed=5, eos=None, generation_config=config) == expected
-    runs = engine.run([IDS], NEW, seed=5, eos=None, generation_config=config)
-    assert runs[0].tokens.tolist() == expected
+    asked = {"seed": 5, "eos": None, "generation_config": config}
+    assert begun(engine).generate(**asked).tokens.tolist() == expected  # as long as it says
+    assert begun(engine).generate(3, **asked).tokens.tolist() == expected[:3]
+    assert engine.run([IDS], **asked)[0].tokens.tolist() == expected
     assert told(begun(engine), seed=5, eos=None, temperature=0, generation_config=config) == told(
         begun(engine), **{**named, "temperature": 0}
     )
+
+
+def test_a_length_and_strings_that_end_a_text_are_passed_on(engine):
+    session = begun(engine)
+    with pytest.raises(InvalidArgumentError, match="max_new_tokens is not given"):
+        session.generate()
+    strings = GenerationConfig(stop_strings=["END"], max_new_tokens=4)
+    with pytest.raises(
+        InvalidArgumentError, match=r"stop\[0\] is 'END', but the engine has no tok"
+    ):
+        session.generate(generation_config=strings)
+    assert session.length == len(IDS)
 
 
 def test_the_models_own_config_is_used_where_it_is_asked_for(engine, monkeypatch):
