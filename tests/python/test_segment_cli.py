@@ -559,7 +559,7 @@ def test_the_guides_example_runs_and_says_what_came_from_segments(model_dir, tmp
         made = names["session"].assembly
         assert made.tokens == 480
         assert f"{made.moved} of 480 tokens came from segments" in capsys.readouterr().out
-        assert len(names["answer"]) == 64
+        assert len(names["answer"].tokens) == 64
     assert list(listed(capsys, tmp_path / "store")) == ["a"]
 
 
@@ -570,7 +570,7 @@ def test_the_guides_policies_and_options_exist(capsys):
     rows = re.findall(r"^\| `(\w+)\(\w*\)` \| `([a-z0-9:.]+)` \|", GUIDE, flags=re.MULTILINE)
     assert len(rows) == 6
     for name, text in rows:
-        assert type(parse_policy(text)) is getattr(kvpager, name)
+        assert type(parse_policy(text)) is getattr(kvpager.segments, name)
     shown = ""
     for words in (("segment", "add"), ("segment", "ls"), ("segment", "rm"), ("generate",)):
         with pytest.raises(SystemExit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpager.cli.failure import CliError, UsageError
-from kvpager.cli.models import TextPieces, load_model, load_tokenizer
+from kvpager.cli.models import load_model, load_tokenizer
 from kvpager.cli.options import (
     add_model_options,
     add_prompt_options,
@@ -18,6 +19,7 @@ from kvpager.cli.options import (
     positive,
     prompt_ids,
     read_prompt,
+    read_text,
     require_model,
 )
 from kvpager.cli.output import emit_result, note, shows_progress
@@ -31,9 +33,10 @@ from kvpager.cli.session_options import (
     segment_parts,
     session_places,
 )
+from kvpager.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpager import Engine, Session
+    from kvpager import Completion, Engine, Session
     from kvpager.segments import Assembly
     from kvpager.speculation import SpeculationStats
 
@@ -49,7 +52,21 @@ def add(commands: Any, common: Parser) -> None:
         "generate", parents=[common], help="continue a prompt, or a saved session"
     )
     add_model_options(parser, default="none: it has to be given")
-    add_prompt_options(parser, "One of these; with --restore it is appended, and may be left out.")
+    prompt = add_prompt_options(
+        parser, "One of these; with --restore it is appended, and may be left out."
+    )
+    prompt.add_argument(
+        "--message",
+        metavar="TEXT",
+        help="a user's message, by the model's chat template; with --restore the conversation goes "
+        "on",
+    )
+    prompt.add_argument(
+        "--messages",
+        metavar="FILE",
+        help='the whole conversation, from a JSON file: [{"role": "user", "content": "..."}, ...]; '
+        "with --restore as far as it is not the saved one",
+    )
     add_session_options(parser)
     add_segment_options(parser)
     _add_generation_options(parser)
@@ -112,6 +129,13 @@ def _add_generation_options(parser: Parser) -> None:
     )
     generation = parser.add_argument_group("generation")
     generation.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends the text, which goes up to it; may be given many times",
+    )
+    generation.add_argument(
         "--speculate",
         nargs="?",
         const=PROPOSERS[0],
@@ -149,9 +173,12 @@ def _bias(text: str) -> tuple[int, float]:
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     require_model(args)
-    prompt = read_prompt(args)
-    if prompt is None and args.restore is None:
-        raise UsageError("a prompt is missing; give --prompt, --prompt-file, --ids or --restore")
+    prompt, messages = read_prompt(args), _read_messages(args)
+    if prompt is None and messages is None and args.restore is None:
+        raise UsageError(
+            "a prompt is missing; give --prompt, --prompt-file, --ids, --message, --messages or "
+            "--restore"
+        )
     if args.draft is not None and args.speculate is None:
         args.speculate = DRAFT
     if (args.draft is not None) != (args.speculate == DRAFT):
@@ -166,6 +193,8 @@ def run(args: argparse.Namespace) -> int:
             f"--speculate: --exact is {config.exact!r}, under which a token's bits depend on how "
             "many rows its forward has; use --exact all, or no --speculate"
         )
+    if args.segments and messages is not None:
+        raise UsageError("--segment has no meaning with messages; give --prompt")
     segments = segment_parts(args)
     places = session_places(args)
     model = load_model(args.model, args.dtype, config.device)
@@ -173,22 +202,51 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.model)
     begins = args.restore is None and segments is None
     given = prompt_ids(args, prompt, tokenizer, special_tokens=begins)
+    if tokenizer is None and (args.stop or messages is not None):
+        raise CliError(
+            f"--model {args.model} has no tokenizer, which "
+            f"{'--stop needs' if args.stop else 'messages need'}"
+        )
 
     from kvpager import Engine
 
     with Engine(
         model,
         config,
+        tokenizer=tokenizer,
         threads=args.threads,
         store=places.store,
         draft=draft,
         progress=shows_progress(args),
     ) as engine:
         start = time.perf_counter()
-        begun = _begin(args, places, segments, engine, given, tokenizer)
-        answer = _generate(args, places, begun, tokenizer, start)
+        if messages is None:
+            begun = _begin(args, places, segments, engine, given, tokenizer)
+        else:
+            begun = _Begun(places.restore(engine), reused=0, prefilled=0)
+        answer = _generate(args, places, begun, messages, start)
     _report(args, answer)
     return 0
+
+
+def _read_messages(args: argparse.Namespace) -> str | list[Any] | None:
+    """A message or all of them, before a model is loaded; None where none was given."""
+    if args.messages is None:
+        message: str | None = args.message
+        return message
+    text = read_text("--messages", args.messages)
+    try:
+        messages = json.loads(text)
+    except ValueError as error:
+        raise CliError(f"--messages {args.messages}: no JSON ({error})") from error
+    from kvpager.text.conversation import checked_messages  # loads torch
+
+    try:
+        checked_messages(messages)
+    except InvalidArgumentError as error:
+        raise CliError(f"--messages {args.messages}: {error}") from error
+    found: list[Any] = messages
+    return found
 
 
 def _load_draft(args: argparse.Namespace, device: str) -> Any:
@@ -235,58 +293,53 @@ def _generate(
     args: argparse.Namespace,
     places: SessionPlaces,
     begun: _Begun,
-    tokenizer: Any | None,
+    messages: str | list[Any] | None,
     start: float,
 ) -> Answer:
     session = begun.session
+    options: dict[str, Any] = {
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "presence_penalty": args.presence_penalty,
+        "frequency_penalty": args.frequency_penalty,
+        "logit_bias": dict(args.logit_bias),
+        "stop": args.stop,
+        "seed": args.seed,
+        "speculate": args.speculate,
+        "logprobs": args.logprobs,
+    }
+    has_text = session.core.tokenizer is not None
+    options["stream"] = True if has_text else "tokens"
+    computed = session.tokens_computed
+    if messages is None:
+        stream = session.generate(args.max_new_tokens, **options)
+    else:
+        options["progress"] = not args.quiet
+        stream = session.chat(messages, args.max_new_tokens, **options)
+        new = session.tokens_computed - computed
+        begun = begun._replace(reused=session.length - new, prefilled=new)
     before = session.tokens.tolist()
-    stream = session.generate(
-        args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        logit_bias=dict(args.logit_bias),
-        seed=args.seed,
-        speculate=args.speculate,
-        logprobs=args.logprobs,
-        stream="tokens",
-    )
-    pieces = TextPieces(tokenizer)
-    streaming = args.format == "terminal" and args.output is None
-    ids: list[int] = []
-    logprobs: list[float] = []
-    first = 0.0
-    for produced in stream:
-        first = first or time.perf_counter()
-        token = produced
-        if not isinstance(produced, int):
-            token = produced.id
-            logprobs.append(produced.logprob)
-        ids.append(token)
-        if streaming:
-            sys.stdout.write(pieces.push(token))
-            sys.stdout.flush()
-    if streaming:
-        sys.stdout.write(pieces.finish() + "\n")
-        sys.stdout.flush()
+    done = _shown(args, stream, has_text=has_text)
     generated = time.perf_counter()
     saved = places.save(session, progress=shows_progress(args))
+    first = done.first_token_s or 0.0
     return Answer(
         prompt_ids=before,
-        ids=ids,
-        text=None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True),
-        logprobs=logprobs if args.logprobs else None,
+        ids=done.tokens.tolist(),
+        text=done.text,
+        finish_reason=done.finish_reason,
+        messages=session.messages if messages is not None else None,
+        logprobs=None if done.logprobs is None else done.logprobs.tolist(),
         seed=session.sampling.seed if args.temperature else None,
         speculation=session.speculation if args.speculate else None,
         reused_tokens=begun.reused,
         prefilled_tokens=begun.prefilled,
         assembly=session.assembly,
-        time_to_first_token_s=first - start,
-        generate_s=generated - first,
+        time_to_first_token_s=generated - start - done.total_s + first,
+        generate_s=done.total_s - first,
         restored_tokens=session.restored_tokens,
         restored_tokens_consumed=session.restored_tokens_consumed,
         recomputed_tokens=session.recomputed_tokens,
@@ -295,6 +348,23 @@ def _generate(
         saved_shared_bytes=None if saved is None else saved.bytes_shared,
         fingerprint=session.core.fingerprint,
     )
+
+
+def _shown(args: argparse.Namespace, stream: Any, *, has_text: bool) -> Completion:
+    """Runs a generation, and prints what it produces as it comes if that is asked for."""
+    streaming = args.format == "terminal" and args.output is None
+    space = ""
+    for piece in stream:
+        if streaming:
+            token = piece if isinstance(piece, (str, int)) else piece.id
+            sys.stdout.write(f"{space}{token}")
+            sys.stdout.flush()
+            space = "" if has_text else " "
+    if streaming:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    done: Completion = stream.completion
+    return done
 
 
 def _report(args: argparse.Namespace, answer: Answer) -> None:
@@ -308,14 +378,16 @@ def _report(args: argparse.Namespace, answer: Answer) -> None:
 class Answer:
     """The generated tokens, and what they cost.
 
-    prompt_ids: all tokens before the generated ones. logprobs: one per generated token, each
-    exactly a float32; None unless asked for, as speculation. seed: of the draws; None where the
-    text is greedy. assembly: of a text with segments.
+    prompt_ids: all tokens before the generated ones. messages: of a conversation. logprobs: one per
+    generated token, each exactly a float32; None unless asked for, as speculation. seed: of the
+    draws; None where the text is greedy. assembly: of a text with segments.
     """
 
     prompt_ids: list[int]
     ids: list[int]
     text: str | None
+    finish_reason: str
+    messages: list[dict[str, Any]] | None
     logprobs: list[float] | None
     seed: int | None
     speculation: SpeculationStats | None

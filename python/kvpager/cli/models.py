@@ -1,9 +1,10 @@
-"""Models and tokenizers from folders, and text from their tokens."""
+"""Models and tokenizers from folders, or from the cache of the Hugging Face hub."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,21 +12,23 @@ from typing import Any
 
 from kvpager.cli.failure import CliError
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
 
 def load_config(path: str | Path) -> Any:
     """A model's configuration. Raises CliError, as `load_model`."""
     from transformers import AutoConfig
 
-    _check_folder(path)
+    folder = folder_of(path)
     with _readable(path):
-        return AutoConfig.from_pretrained(str(path), local_files_only=True)
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
 
 
 def load_model(path: str | Path, dtype: str = "auto", device: str = "cpu") -> Any:
-    """A causal LM in eval mode, from a local folder alone.
+    """A causal LM in eval mode; nothing is downloaded.
 
     Args:
-        path: the folder.
+        path: its folder, or the name of a model in the cache of the Hugging Face hub.
         dtype: one of DTYPES.
         device: where it is to be paged, as `PagerConfig.device` has it; on the CPU unless a GPU is
             named.
@@ -42,11 +45,11 @@ def load_model(path: str | Path, dtype: str = "auto", device: str = "cpu") -> An
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    _check_folder(path)
+    folder = folder_of(path)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with _readable(path):
         model: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, local_files_only=True
+            str(folder), dtype=dtype, local_files_only=True
         )
     return model.eval().to(place)
 
@@ -64,9 +67,10 @@ def given_model(args: argparse.Namespace) -> Path:
 
 
 def load_tokenizer(path: str | Path) -> Any | None:
-    """The tokenizer in a model's folder; None where there is none."""
+    """The tokenizer of a model, which `load_model` has loaded; None where there is none."""
     from transformers import AutoTokenizer
 
+    folder = folder_of(path)
     files = (
         "tokenizer.json",
         "tokenizer.model",
@@ -74,17 +78,39 @@ def load_tokenizer(path: str | Path) -> Any | None:
         "vocab.json",
         "vocab.txt",
     )
-    if not any((Path(path) / name).is_file() for name in files):
+    if not any((folder / name).is_file() for name in files):
         return None
     with _readable(path):
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
-def _check_folder(path: str | Path) -> None:
-    if not Path(path).exists():
-        raise CliError(f"--model {path}: no such folder")
-    if not (Path(path) / "config.json").is_file():
+def folder_of(path: str | Path) -> Path:
+    """The folder of a model: `path`, or where the cache of the Hugging Face hub has it.
+
+    Raises:
+        CliError: there is no such folder or cached model, or it has no config.json.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        folder = _cached(str(path))
+    if not (folder / "config.json").is_file():
         raise CliError(f"--model {path}: no config.json in it; expected a transformers model")
+    return folder
+
+
+def _cached(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if not _HUB_NAME.fullmatch(name):
+        raise CliError(f"--model {name}: no such folder")
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise CliError(
+            f"--model {name}: no such folder, and the cache of the Hugging Face hub has no model "
+            f"of that name; `hf download {name}` gets one"
+        ) from error
 
 
 @contextmanager
@@ -102,41 +128,3 @@ def _readable(path: str | Path) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels):
             logger.setLevel(level)
-
-
-_UNFINISHED = "\ufffd"  # a tokenizer's text for an incomplete character
-
-
-class TextPieces:
-    """Turns tokens into printable pieces; without a tokenizer, into numbers."""
-
-    def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []  # since the last line end: context that spacing depends on
-        self._shown = 0
-        self._first = True
-
-    def push(self, token: int) -> str:
-        """The text that this token completes; may be empty."""
-        if self._tokenizer is None:
-            piece = f"{'' if self._first else ' '}{token}"
-            self._first = False
-            return piece
-        self._tokens.append(token)
-        text = self._text()
-        if text.endswith(_UNFINISHED):
-            return ""
-        piece = text[self._shown :]
-        self._shown = len(text)
-        if text.endswith("\n"):
-            self._tokens, self._shown = [], 0
-        return piece
-
-    def finish(self) -> str:
-        """The rest of the text."""
-        return "" if self._tokenizer is None else self._text()[self._shown :]
-
-    def _text(self) -> str:
-        assert self._tokenizer is not None
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        return text

@@ -19,7 +19,10 @@ def add_model_options(parser: argparse.ArgumentParser, *, default: str) -> None:
     """--model, --dtype, --threads; `default` says what is used without --model."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--model", metavar="PATH", help=f"folder of a transformers causal LM (default: {default})"
+        "--model",
+        metavar="MODEL",
+        help="folder of a transformers causal LM, or the name of one in the cache of the Hugging "
+        f"Face hub, such as Qwen/Qwen3-0.6B (default: {default})",
     )
     group.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="dtype of the weights (default: the file's)"
@@ -32,7 +35,10 @@ def add_model_options(parser: argparse.ArgumentParser, *, default: str) -> None:
 def require_model(args: argparse.Namespace) -> None:
     """Raises UsageError where --model was left out by a command that has no default for it."""
     if args.model is None:
-        raise UsageError("--model is missing; expected the folder of a transformers causal LM")
+        raise UsageError(
+            "--model is missing; expected the folder of a transformers causal LM, or the name of "
+            "one in the cache of the Hugging Face hub"
+        )
 
 
 def positive(text: str) -> int:
