@@ -96,7 +96,7 @@ def is_running(config: Any = None) -> bool:
     """
     forward = _running.get()
     if isinstance(forward, WholeCalls):
-        return config is None or forward.concerns(config)
+        return forward.concerns(config)
     return forward is not None
 
 
