@@ -18,6 +18,7 @@ from cached_models import (
     shared,
     small,
 )
+from devices import DEVICES, require, tensors_of
 from reference_models import make_engine
 
 from kvpager import CapacityError, InvalidArgumentError, TopK, UnsupportedModelError
@@ -31,6 +32,20 @@ def test_generation_beyond_the_pool_is_that_of_a_stock_cache(name, closing):
     assert_close(generate(model, ids, cache), expected)
     assert cache.get_seq_length() == expected.sequences.shape[1] - 1
     assert cache.tokens.tolist()[:150] == ids[0].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_generates_what_a_stock_cache_does(device, closing):
+    device = require(device)
+    model = small("mistral").to(tensors_of(device))
+    ids = torch.cat([ids_of(70), torch.nn.functional.pad(ids_of(41, 1), (29, 0))])
+    ids = ids.to(model.device)
+    mask = torch.ones_like(ids)
+    mask[1, :29] = 0
+    kind = "shim" if device == "shim" else "auto"
+    cache = closing(make_cache(model, pool_tokens=192, device=kind))
+    expected = generate(model, ids, attention_mask=mask)
+    assert_close(generate(model, ids, cache, attention_mask=mask), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "mistral"])
