@@ -363,7 +363,7 @@ def test_a_generation_config_is_the_options_it_stands_for(engine):
 
 def test_a_length_and_strings_that_end_a_text_are_passed_on(engine):
     session = begun(engine)
-    with pytest.raises(InvalidArgumentError, match="max_new_tokens is not given"):
+    with pytest.raises(InvalidArgumentError, match="max_new_tokens is None"):
         session.generate()
     strings = GenerationConfig(stop_strings=["END"], max_new_tokens=4)
     with pytest.raises(

@@ -81,7 +81,7 @@ class Generation:
             max_new_tokens = chosen["max_new_tokens"] or otherwise
         if max_new_tokens is None:
             raise InvalidArgumentError(
-                "max_new_tokens is not given, and no generation_config has it; expected an integer"
+                "max_new_tokens is None, and no generation_config has it; expected an integer"
             )
         ids, strings = _stops(core, chosen["stop"])
         return cls(
