@@ -81,7 +81,8 @@ class Generation:
             max_new_tokens = chosen["max_new_tokens"] or otherwise
         if max_new_tokens is None:
             raise InvalidArgumentError(
-                "max_new_tokens is None, and no generation_config has it; expected an integer"
+                "max_new_tokens is None, and no generation_config gives it; expected an integer, "
+                "1 or more"
             )
         ids, strings = _stops(core, chosen["stop"])
         return cls(
