@@ -63,7 +63,11 @@ def judge(
         except BuildError as error:
             outcome, detail = "does not build", str(error)
         else:
-            alive = [f"{test} {result}" for test, result in results.items() if result != "failed"]
+            # What waits for ever in its mutant's place has failed too: it passed without.
+            killing = ("failed", "timed out")
+            alive = [
+                f"{test} {result}" for test, result in results.items() if result not in killing
+            ]
             killed = len(alive) < len(results) if fast else not alive
             outcome, detail = (KILLED, "") if killed else ("SURVIVED", "; ".join(alive))
     return Finding(mutant, outcome, detail, time.monotonic() - start)

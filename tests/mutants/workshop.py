@@ -197,11 +197,15 @@ class Workshop:
 
     def _environment(self) -> dict[str, str]:
         paths = [self._site, self._tree / "python"]
-        return os.environ | {
+        environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_WAIT_POLICY": "passive",
         }
+        # The shim is not beside the extension, as it is in a package that was installed.
+        for plugin in self._build.glob("csrc/**/libkvpager_shim.so"):
+            environment["KVPAGER_DEVICE_PATH"] = str(plugin.parent)
+        return environment
 
 
 def outcomes_in(report: ET.Element, nodes: list[str]) -> dict[str, str]:

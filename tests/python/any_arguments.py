@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from small_store import LAYOUT, Author, C, text
+from small_store import LAYOUT, Author, C, rows, text
 
 from kvpager import _core
+from kvpager.pager import ROW_PADDING
 
 # What a caller can be expected to handle. Others, such as RuntimeError or MemoryError, say that a
 # binding took what it should have refused.
@@ -120,9 +121,9 @@ class Specimens:
         if kind == "OwnedForward":
             return _core.OwnedForward(core, None, [(None, 0, C, 2)], [0] * C)
         if kind == "ChunkInfo":
-            with self.author.pager.sequence() as held:
-                held.append([1], *(np.zeros((2, LAYOUT.layers, 1, 1, LAYOUT.k_dim), np.float32)))
-                return core.ledger(held.uid)[0]
+            held = self.author.pager.sequence()
+            held.append([1], *rows([1]))
+            return core.ledger(held.uid)[0]
         if kind == "ByteWatch":
             return _core.ByteWatch([], 1)
         if kind == "OwnedFile":
@@ -144,6 +145,12 @@ class Specimens:
             "provenance": lambda: "exact",
             "scorer": lambda: "bits2",
             "which": lambda: [0],
+            "sequences": lambda: [None],
+            "positions": lambda: [0],
+            "tokens": lambda: [0],
+            "kinds": lambda: [ROW_PADDING],
+            "before": lambda: None,
+            "upto": lambda: C,
             "q_dtype": lambda: "float32",
             "k_dtype": lambda: "float32",
             "v_dtype": lambda: "float32",
@@ -200,6 +207,12 @@ class Attempts:
 
     def try_all(self, call: Call) -> None:
         what = f"{call.owner}.{call.name}"
+        try:
+            self._run(call, self._target(call), {})
+        except TypeError as error:  # nothing would be tried then
+            self.untyped.append(f"{what} with sound arguments: {error}")
+        except Exception:  # of its state
+            pass
         if call.kind == "get" or not call.arguments:
             self.attempt(what, lambda: self._run(call, self._target(call), {}))
             return

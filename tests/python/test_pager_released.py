@@ -462,6 +462,9 @@ def test_a_promise_is_kept_chunk_by_chunk_beside_others(text: Text) -> None:
     for stop in range(C, LENGTH, 11):
         grow(a, text, stop)
         grow(b, others, stop, 3)
+        if stop + MOST * C < LENGTH:  # all of the room is still promised
+            with pytest.raises(CapacityError, match="reserve: 1 more"):
+                pager.sequence().reserve(C)
     assert pager.stats()["reserved_chunks"] <= 2 * MOST
     a.reserve(a.length)
     b.reserve(b.length)
