@@ -140,7 +140,7 @@ SOUND = dict.fromkeys(MUTANT.killers, "passed")
     [
         (FakeWorkshop(["failed"] * len(SOUND)), SOUND, "killed"),
         (FakeWorkshop(["passed"] + ["failed"] * (len(SOUND) - 1)), SOUND, "SURVIVED"),
-        (FakeWorkshop(["timed out"] * len(SOUND)), SOUND, "SURVIVED"),
+        (FakeWorkshop(["timed out"] * len(SOUND)), SOUND, "killed"),
         (FakeWorkshop(["failed"] * len(SOUND)), {}, "no verdict"),
         (FakeWorkshop(error=BuildError("syntax")), SOUND, "does not build"),
     ],
