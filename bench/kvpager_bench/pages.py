@@ -1,7 +1,7 @@
 """Results inside pages that people write: what stands between two markers is replaced.
 
-README.md has the promised comparisons (tables.py), docs/segments.md what repair is worth and how
-soon stitched text answers.
+docs/benchmarks.md has the promised comparisons (tables.py), docs/segments.md what repair is worth
+and how soon stitched text answers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     bench.md      the one table of all comparisons, what fell short, figures
     results.md    every question in full
-    README.md     the promised comparisons, between its two markers; in a checkout alone
+    benchmarks.md the promised comparisons, between its two markers; in a checkout alone
     segments.md   the results of the question `segments`, between two such markers; likewise
 
 Figures of a checkout's own folder of results go to docs/results. Others, and those of quick and
@@ -67,7 +67,7 @@ def write_all(source: Path, suffix: str) -> Written:
     if kept:
         reports = load_all(source, suffix)
         pages = {
-            places.CHECKOUT / "README.md": promises(reports),
+            places.CHECKOUT / "docs" / "benchmarks.md": promises(reports),
             places.CHECKOUT / "docs" / "segments.md": segments_text(reports),
         }
         told = {path: text for path, text in pages.items() if text is not None}
@@ -202,7 +202,7 @@ def section(report: Report, figures: Sequence[str]) -> str:
 
 
 def promises(reports: dict[str, Report]) -> str | None:
-    """What the README says: the promised comparisons; None where nothing was promised.
+    """What docs/benchmarks.md says: the promised comparisons; None where nothing was promised.
 
     Of every question the last promise per peer is shown, which is the one at the largest size.
     """
@@ -226,6 +226,6 @@ def promises(reports: dict[str, Report]) -> str | None:
         rows.append(cells)
     link = (
         f"{_score(promised)} [All comparisons, figures and what fell short]"
-        "(docs/results/bench.md); written by `make bench`."
+        "(results/bench.md); written by `make bench`."
     )
     return f"{markdown_table(columns, rows)}\n\n{link}"

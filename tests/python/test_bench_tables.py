@@ -1,4 +1,4 @@
-"""Tables and figures from stored results, and what goes into the README."""
+"""Tables and figures from stored results, and what goes into docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpager_bench import headline, pages, places, tables
 from kvpager_bench.report import MissingNumberError
 from kvpager_bench.suite import SUITE_FILE
 
-README = f"# A project\n\nBefore.\n\n{pages.BEGIN}\nold\n{pages.END}\n\nAfter.\n"
+PAGE = f"# A project\n\nBefore.\n\n{pages.BEGIN}\nold\n{pages.END}\n\nAfter.\n"
 FIGURES = {
     "bench-first-token.png",
     "bench-decode-speed.png",
@@ -42,7 +42,9 @@ def checkout(tmp_path, results, undrawn, monkeypatch):
     monkeypatch.setattr(places, "CHECKOUT", tmp_path)
     monkeypatch.setattr(places, "RESULTS_DIR", results)
     monkeypatch.setattr(places, "DOCS_DIR", tmp_path / "docs" / "results")
-    (tmp_path / "README.md").write_text(README)
+    page = tmp_path / "docs" / "benchmarks.md"
+    page.parent.mkdir()
+    page.write_text(PAGE)
     return tmp_path
 
 
@@ -122,18 +124,18 @@ def test_a_result_that_lacks_a_number_stops_everything(results, tmp_path):
         tables.render(results, tmp_path / "docs", "")
 
 
-class TestReadme:
+class TestThePageOfResults:
     def test_promised_comparisons_replace_what_stood_between_the_markers(self, checkout, results):
         written = tables.write_all(results, "")
-        text = (checkout / "README.md").read_text()
+        text = (checkout / "docs" / "benchmarks.md").read_text()
         assert text.startswith(f"# A project\n\nBefore.\n\n{pages.BEGIN}\n| figure ")
         assert text.endswith(f"{pages.END}\n\nAfter.\n")
         assert "\nold\n" not in text
         assert "decode at 128K, bfloat16" in text
-        assert "](docs/results/bench.md)" in text
-        assert checkout / "README.md" in written.files
+        assert "](results/bench.md)" in text
+        assert checkout / "docs" / "benchmarks.md" in written.files
         tables.write_all(results, "")
-        assert (checkout / "README.md").read_text() == text
+        assert (checkout / "docs" / "benchmarks.md").read_text() == text
 
     def test_figures_without_a_promise_stay_out_and_missed_aims_are_marked(self, checkout, results):
         report = decode_report()
@@ -141,7 +143,7 @@ class TestReadme:
         report.compare("scan", ours=1.0, theirs=2.0, peer="torch", unit="s", aim=0.75)
         report.write(results)
         tables.write_all(results, "")
-        lines = (checkout / "README.md").read_text().splitlines()
+        lines = (checkout / "docs" / "benchmarks.md").read_text().splitlines()
         assert not any(line.startswith("| prefill") for line in lines)
         (scan,) = (line for line in lines if line.startswith("| scan"))
         assert "**missed**" in scan
@@ -152,23 +154,21 @@ class TestReadme:
             report.compare(f"scan at {size}", ours=1, theirs=2, peer="torch", unit="s", aim=1.0)
         report.write(results)
         tables.write_all(results, "")
-        text = (checkout / "README.md").read_text()
+        text = (checkout / "docs" / "benchmarks.md").read_text()
         assert "scan at 64K" in text
         assert "scan at 4K" not in text
 
     @pytest.mark.parametrize(
         "text",
-        ["no markers", pages.BEGIN, f"{pages.END}\n{pages.BEGIN}", README + pages.BEGIN],
+        ["no markers", pages.BEGIN, f"{pages.END}\n{pages.BEGIN}", PAGE + pages.BEGIN],
     )
-    def test_a_readme_without_its_markers_is_left_alone_and_told(self, checkout, results, text):
-        (checkout / "README.md").write_text(text)
+    def test_a_page_without_its_markers_is_left_alone_and_told(self, checkout, results, text):
+        (checkout / "docs" / "benchmarks.md").write_text(text)
         with pytest.raises(MissingNumberError, match="markers"):
             tables.write_all(results, "")
-        assert (checkout / "README.md").read_text() == text
+        assert (checkout / "docs" / "benchmarks.md").read_text() == text
 
-    def test_figures_of_another_folder_or_size_touch_neither_readme_nor_docs(
-        self, checkout, results
-    ):
+    def test_figures_of_another_folder_or_size_touch_no_page(self, checkout, results):
         other = checkout / "other"
         decode_report().write(other)
         written = tables.write_all(other, "")
@@ -178,18 +178,18 @@ class TestReadme:
         report.write(results)
         written = tables.write_all(results, "-quick")
         assert all(path.is_relative_to(results / "tables-quick") for path in written.files)
-        assert (checkout / "README.md").read_text() == README
-        assert not (checkout / "docs").exists()
+        assert (checkout / "docs" / "benchmarks.md").read_text() == PAGE
+        assert [path.name for path in (checkout / "docs").iterdir()] == ["benchmarks.md"]
 
-    def test_nothing_promised_leaves_the_readme_as_it_is(self, checkout, results):
+    def test_nothing_promised_leaves_the_page_as_it_is(self, checkout, results):
         for path in results.iterdir():
             path.unlink()
         make_report("save_beside").write(results)
         tables.write_all(results, "")
-        assert (checkout / "README.md").read_text() == README
+        assert (checkout / "docs" / "benchmarks.md").read_text() == PAGE
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/segments.md"])
+@pytest.mark.parametrize("page", ["docs/benchmarks.md", "docs/segments.md"])
 def test_a_page_of_this_checkout_has_the_markers(page):
     text = (places.CHECKOUT / page).read_text(encoding="utf-8")
     assert (text.count(pages.BEGIN), text.count(pages.END)) == (1, 1)

@@ -5,25 +5,74 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "model"))
+import text_models  # noqa: E402
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+# Pages whose examples run as one program each, with a small model in the place of theirs.
+# Those of docs/segments.md, companions.md and exactness.md have tests of their own.
+RUNS = ("README.md", "docs/pager.md", "docs/transformers_cache.md")
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_every_python_example_of_the_readme_runs(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def examples(page: str) -> str:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("page", RUNS)
+def test_the_examples_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    code = examples(page)
+    assert code
     monkeypatch.chdir(tmp_path)
-    exec(compile(EXAMPLES[number], f"README example {number}", "exec"), {})
+    monkeypatch.setattr("transformers.AutoModelForCausalLM", Shipped(text_models.model))
+    monkeypatch.setattr("transformers.AutoTokenizer", Shipped(text_models.byte_level))
+    names = {
+        "model": text_models.model(),
+        "tokenizer": text_models.byte_level(),
+        "prompt": "A cache keeps",
+        "longer": "A cache keeps keys and values",
+    }
+    for _ in range(2):  # again, with what the first run has saved
+        exec(compile(code, page, "exec"), dict(names))
 
 
-def test_the_readme_has_both_examples() -> None:
-    assert len(EXAMPLES) == 2
+class Shipped:
+    """Loads a model of the tests, whatever is asked for."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def from_pretrained(self, name: str, **options: Any) -> Any:
+        assert name == "Qwen/Qwen3-0.6B"
+        return self._make()
+
+
+def test_the_readme_is_one_screen_with_limitations() -> None:
+    assert len(README.encode()) <= 8192
+    assert "## Limitations" in README
+    assert "make demo" in README[:2000]
+    assert "make test" in README[:2000]
+
+
+def test_the_figures_of_the_readme_are_those_that_were_measured() -> None:
+    table = README.split("## Results")[1].split("\n\n")[2]
+    rows = [[cell.strip() for cell in row.split("|")[2:5]] for row in table.splitlines()[2:]]
+    measured = (ROOT / "docs/results/bench.md").read_text(encoding="utf-8")
+    lines = [line.replace(",", "") for line in measured.splitlines()]
+    for ours, theirs, ratio in rows:
+        cells = [f"| {part.partition(':')[0].replace(',', '')} " for part in (ours, theirs, ratio)]
+        assert any(
+            all(re.search(r"\|\s+" + re.escape(cell[2:]), line) for cell in cells) for line in lines
+        ), cells
 
 
 def test_check_invariants_cites_only_numbers_that_design_defines() -> None:
