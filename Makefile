@@ -53,7 +53,7 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 .PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long time-tests verify-all mutants asan tsan fuzz
 .PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
-.PHONY: bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
+.PHONY: docs bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' Makefile
@@ -67,7 +67,10 @@ demo: build ## prefill, save, restore in a new process, compare every bit
 
 test: lint ctest pytest ## linters, types, stub drift, C++ tests, Python tests: those that take minutes together
 
-test-all: test ctest-long pytest-long ## also the long tests (tests/long_tests.txt), as CI does
+test-all: test docs ctest-long pytest-long ## also the site and the long tests (tests/long_tests.txt), as CI does
+
+docs: build ## the site, into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 lint: build
 	$(PY) -m ruff check $(PYTHON_SOURCES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import kvpager
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "model"))
@@ -18,7 +22,16 @@ import text_models  # noqa: E402
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Pages whose examples run as one program each, with a small model in the place of theirs.
 # Those of docs/segments.md, companions.md and exactness.md have tests of their own.
-RUNS = ("README.md", "docs/pager.md", "docs/transformers_cache.md")
+RUNS = (
+    "README.md",
+    "docs/pager.md",
+    "docs/transformers_cache.md",
+    *(f"docs/tutorials/{name}.md" for name in ("first_conversation", "agent_loop", "documents")),
+    *(
+        f"docs/how_to/{name}.md"
+        for name in ("changing_weights", "damaged_snapshot", "pool_and_selection", "serving")
+    ),
+)
 
 
 def examples(page: str) -> str:
@@ -36,10 +49,12 @@ def test_the_examples_of_a_page_run(
     monkeypatch.setattr("transformers.AutoModelForCausalLM", Shipped(text_models.model))
     monkeypatch.setattr("transformers.AutoTokenizer", Shipped(text_models.byte_level))
     names = {
-        "model": text_models.model(),
+        "model": copy.deepcopy(text_models.model()),  # one page changes its weights
         "tokenizer": text_models.byte_level(),
         "prompt": "A cache keeps",
         "longer": "A cache keeps keys and values",
+        "kvpager": kvpager,
+        "torch": torch,
     }
     for _ in range(2):  # again, with what the first run has saved
         exec(compile(code, page, "exec"), dict(names))

@@ -52,7 +52,7 @@ class RequestStream(AsyncIterator[_Piece], Generic[_Piece]):
         """The next piece.
 
         Raises:
-            PagerError, or what else ended the request with `finish_reason` "error".
+            PagerError: or what else ended the request with `finish_reason` "error".
         """
         if self._ended:
             raise StopAsyncIteration
