@@ -7,7 +7,8 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -27,9 +28,10 @@ from kvpager.pager import Layout, Pager, Sequence
 from kvpager.plan import PoolChoice
 from kvpager.progress import Progress, reporting_work
 from kvpager.requests.completion import RequestCompletion
-from kvpager.requests.request import OnToken
+from kvpager.requests.request import Job, OnToken
 from kvpager.requests.scheduler import Scheduler
 from kvpager.requests.streams import AsyncScheduler
+from kvpager.sampling import seed_after
 from kvpager.scheduling.decode import TokenIterator, begin_streams
 from kvpager.scheduling.options import GenerationOptions
 from kvpager.scheduling.prefill import prefill_all
@@ -48,7 +50,7 @@ from kvpager.stores import SnapshotStore, StoreEntry
 from kvpager.stores.belonging import is_under
 from kvpager.text.tokenizer import Tokenizer
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import Integer, TextOrIds, as_prompts
+from kvpager.tokens import Integer, TextOrIds, as_integer, as_prompts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -421,6 +423,7 @@ class Engine:
         prompts: Iterable[TextOrIds | Session] | Mapping[str, Any],
         max_new_tokens: Integer | None = None,
         *,
+        n: Integer = 1,
         seed: Integer | Iterable[Integer] | None = None,
         logprobs: bool = False,
         max_sessions: Integer | None = None,
@@ -438,13 +441,16 @@ class Engine:
             prompts: text or token ids each, or sessions to continue; or what a tokenizer returns
                 for several texts, whose padding is left out.
             max_new_tokens: as for `Session.generate`.
+            n: completions of each prompt, which share its chunks; a prompt's stand together in the
+                results. Those of a session come from forks of it, but for the first.
             seed: likewise, one for all or one each; by default a given session's as in `generate`,
-                and a fresh one for every other prompt. `Completion.seed` is the seed used.
+                and a fresh one for every other prompt. The second completion of a prompt has a seed
+                that follows from that of the first, and so on. `Completion.seed` is the seed used.
             logprobs: whether completions have log-probabilities.
             max_sessions: most prompts that run at once; by default one per row of a forward.
             keep_sessions: keep the sessions made for prompts open, in the completions.
-            on_token: called with (request, token) as each token is produced; `request.index` is the
-                prompt's number, and `request.cancel()` ends it.
+            on_token: called with (request, token) as each token is produced; `request.index` counts
+                completions in the order of the results, and `request.cancel()` ends one.
             progress: True for a bar on stderr, or a callable (tokens done, tokens in all).
             **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, min_p, penalties,
                 logit_bias, logits_processor, generation_config, eos, stop, speculate and others.
@@ -458,34 +464,47 @@ class Engine:
         finish "closed".
         """
         self.core.check_open()
-        given = as_prompts(prompts)
+        given, choices = as_prompts(prompts), as_integer(n, "n", 1)
         seeds: list[int] | list[None] = [None] * len(given)
         if seed is not None:
             seeds = seeds_of(seed, [0] * len(given))
         scheduler = self.scheduler(max_sessions)
         generation = Generation.checked(self.core, max_new_tokens, options, logprobs=logprobs)
-        jobs = [
-            scheduler.queue(
-                prompt,
-                generation,
-                its_seed,
-                keep_session=keep_sessions,
-                on_token=on_token,
-                name=f"prompts[{i}]",
-            )
-            for i, (prompt, its_seed) in enumerate(zip(given, seeds))
-        ]
-        try:
-            with scheduler, reporting_work(progress, "run") as report:
-                report(*scheduler.work)
-                while not scheduler.idle:
-                    scheduler.step_if_open()
+        jobs: list[Job] = []
+        with ExitStack() as forks:
+            for i, (prompt, its_seed) in enumerate(zip(given, seeds)):
+                for choice in range(choices):
+                    own = prompt
+                    if choice and isinstance(prompt, Session):
+                        own = forks.enter_context(prompt.fork())
+                    job = scheduler.queue(
+                        own,
+                        generation,
+                        its_seed,
+                        keep_session=keep_sessions,
+                        on_token=on_token,
+                        name=f"prompts[{i}]",
+                    )
+                    jobs.append(job)
+                    its_seed = None if its_seed is None else seed_after(its_seed)
+            try:
+                with scheduler, reporting_work(progress, "run") as report:
                     report(*scheduler.work)
-        except BaseException:
-            for job in jobs:
-                job.discard()
-            raise
-        return [job.completion for job in jobs if job.completion is not None]
+                    while not scheduler.idle:
+                        scheduler.step_if_open()
+                        report(*scheduler.work)
+            except BaseException:
+                for job in jobs:
+                    job.discard()
+                raise
+            if keep_sessions:
+                forks.pop_all()
+        done = [job.completion for job in jobs if job.completion is not None]
+        if choices == 1:
+            return done
+        return [
+            replace(each, index=each.index // choices, choice=each.index % choices) for each in done
+        ]
 
     def scheduler(self, max_sessions: Integer | None = None) -> Scheduler:
         """The lower level of `run`, for a serving stack: submit requests, step, cancel.

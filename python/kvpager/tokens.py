@@ -129,7 +129,8 @@ def as_prompts(prompts: Any, name: str = "prompts") -> list[Any]:
             row if mask is None else {"input_ids": row, "attention_mask": mask}
             for row, mask in zip(listed, padding)
         ]
-    return _listed(prompts, name)
+    # What can be iterated over once may be read several times.
+    return [list(each) if isinstance(each, Iterator) else each for each in _listed(prompts, name)]
 
 
 def _listed(values: Any, name: str) -> list[Any]:

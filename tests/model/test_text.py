@@ -370,3 +370,39 @@ def test_an_engine_without_options_has_a_pool_for_the_longest_text() -> None:
         session = engine.session()
         session.prefill([5, 6, 7])
         assert session.generate(3).finish_reason in ("length", "eos")
+
+
+def test_several_completions_of_a_prompt_share_its_chunks(engine: Engine) -> None:
+    prompt = "A cache keeps keys and values of all tokens. " * 8
+    other = "A pager moves them. " * 8
+    second = iter(engine.core.read_ids(other).tolist())
+    done = engine.run([prompt, second], 10, n=3, temperature=1.0, seed=5, eos=None)
+    assert [(each.index, each.choice) for each in done] == [
+        (index, choice) for index in range(2) for choice in range(3)
+    ]
+    assert len({tuple(each.tokens.tolist()) for each in done[:3]}) == 3
+    assert done[0].seed == done[3].seed == 5
+    for each in done:
+        session = engine.session()
+        session.prefill((prompt, other)[each.index])
+        alone = session.generate(10, temperature=1.0, seed=each.seed, eos=None)
+        assert alone.tokens.tolist() == each.tokens.tolist()
+    whole = engine.stats()["prefix_tokens_reused"]
+    assert whole >= 2 * 2 * (done[0].prompt_tokens // 64 * 64)
+
+
+def test_several_completions_of_a_session_are_its_own_and_its_forks(engine: Engine) -> None:
+    session = engine.session()
+    session.prefill("A cache keeps")
+    before = session.tokens.tolist()
+    twin = session.fork()
+    done = engine.run([session], 6, n=3, temperature=1.0, seed=5, eos=None)
+    assert done[0].session is session
+    assert session.tokens.tolist() == [*before, *done[0].tokens.tolist()]
+    assert [each.session.closed for each in done if each.session] == [False, True, True]
+    kept = engine.run([twin], 6, n=2, temperature=1.0, seed=5, eos=None, keep_sessions=True)
+    assert kept[1].session is not None
+    assert kept[1].session.tokens.tolist() == [*before, *done[1].tokens.tolist()]
+    for wrong in (0, True, 1.5):
+        with pytest.raises(InvalidArgumentError, match=r"n is .*an integer, 1 or more"):
+            engine.run([twin], 6, n=wrong)  # type: ignore[arg-type]

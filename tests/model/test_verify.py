@@ -329,13 +329,13 @@ def test_padding_whose_nan_reaches_other_rows_is_found(subject, leaky):
 def test_proposals_that_are_taken_unchecked_are_found(subject, monkeypatch):
     from kvpager.text.cursor import Accepted
 
-    def trusting(share, logits, sampling):
+    def trusting(share, logits, stream):
         share.transcript.accept(
             Accepted(
                 start=share.position + 1,
                 tokens=tuple(share.guess),
                 logits=logits[1 : 1 + len(share.guess)].clone(),
-                sampling=sampling,
+                sampling=stream.sampling,
             )
         )
         return len(share.guess)
@@ -346,7 +346,7 @@ def test_proposals_that_are_taken_unchecked_are_found(subject, monkeypatch):
 
 
 def test_proposals_of_which_none_is_ever_accepted_prove_nothing(subject, monkeypatch):
-    monkeypatch.setattr(packing, "_confirmed", lambda share, logits, sampling: 0)
+    monkeypatch.setattr(packing, "_confirmed", lambda share, logits, stream: 0)
     assert "no good proposal was accepted" in broken(subject, "speculated", "not run").reason
 
 

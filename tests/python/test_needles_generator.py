@@ -278,7 +278,6 @@ def test_one_forward_judges_an_answer_as_greedy_decoding_does(
             attention_mask=torch.ones_like(prompt),
             do_sample=False,
             max_new_tokens=4,
-            stream="tokens",
         )[0, prompt.shape[1] :]
         wrong = answer.copy()
         wrong[1] ^= 1

@@ -14,6 +14,7 @@ class RequestCompletion(Completion):
 
     Attributes:
         index: number of the prompt, or of the submission, from 0.
+        choice: which of the `n` completions of its prompt, from 0.
         error: the exception, if `finish_reason` is "error".
         session: the one given as prompt, or with `keep_session` the one made for the request.
     """
@@ -21,3 +22,4 @@ class RequestCompletion(Completion):
     index: int
     error: Exception | None
     session: Session | None
+    choice: int = 0

@@ -111,6 +111,14 @@ FRONT_DOOR = (
         killers=(TEXT + "test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind",),
     ),
     Mutant(
+        name="choices-draw-alike",
+        breaks="several completions of a prompt differ",
+        file="python/kvpager/engine.py",
+        old="its_seed = None if its_seed is None else seed_after(its_seed)",
+        new="pass",
+        killers=(TEXT + "test_several_completions_of_a_prompt_share_its_chunks",),
+    ),
+    Mutant(
         name="a-given-session-keeps-what-it-held",
         breaks="a session given with a prompt is made to hold it",
         file="python/kvpager/requests/request.py",
