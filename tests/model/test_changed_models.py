@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import types
 
+import peft
 import pytest
 import torch
 from adapters import add, layers_of, merge, with_adapters
@@ -340,6 +341,24 @@ def test_a_plain_model_has_no_additions_and_one_behaviour_whatever_the_pool_and_
     assert one["additions"] == ""
     assert make_and_close(model, rows=64, pool_tokens=512)["behaviour"] == one["behaviour"]
     assert make_and_close(plain())["behaviour"] == one["behaviour"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_a_model_that_peft_has_wrapped_is_the_model_inside(closing):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(build("llama"), config).eval()
+    ids = prompt(40)
+    texts = []
+    for model in (wrapped, wrapped.get_base_model()):
+        session = closing(make_engine(model)).session()
+        session.prefill(ids)
+        texts.append(session.generate(8, logprobs=True))
+    assert texts[0].tokens.tolist() == texts[1].tokens.tolist()
+    assert texts[0].logprobs.tobytes() == texts[1].logprobs.tobytes()
+    engine = closing(make_engine(wrapped))
+    with wrapped.disable_adapter(), pytest.raises(ModelChangedError):
+        engine.score(ids)
 
 
 def test_a_session_of_one_adapter_is_refused_under_another(tmp_path, closing):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import peft
 import pytest
 import torch
 import transformers
@@ -100,7 +101,15 @@ def test_anything_but_a_transformers_model_is_refused():
         def get_base_model(self):
             return None
 
-    refused(Wrapper(), "get_base_model()")
+    refused(Wrapper(), "NoneType", "AutoModelForCausalLM")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_adapters_that_put_vectors_before_a_prompt_are_refused():
+    tuned = peft.get_peft_model(
+        build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
+    refused(tuned.eval(), "prompt learning", "LoRA")
 
 
 def test_weights_that_are_not_in_memory_are_refused():

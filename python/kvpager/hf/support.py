@@ -22,7 +22,7 @@ _EXPERT_WORDS = ("expert", "moe", "router")  # of names of modules and of their 
 def check_supported(
     model: Any, *, exact: bool = True, one_at_a_time: bool = False
 ) -> PreTrainedModel:
-    """Returns the model, typed.
+    """Returns the model, typed; of one that peft has wrapped, the model inside.
 
     With `exact` False its experts may run in any way. With `one_at_a_time` a forward has tokens of
     one sequence only if the model has recurrent layers, so that it may have them.
@@ -31,18 +31,29 @@ def check_supported(
         UnsupportedModelError: the token at a position would not be a pure function of the tokens
             before it, or the model is not of a kind that is run here. Says why and what to do.
     """
+    model = _unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         remedy = ", as AutoModelForCausalLM.from_pretrained(...) returns"
         if hasattr(model, "_orig_mod"):
             remedy = ", and this one is compiled: pass its _orig_mod"
-        elif hasattr(model, "get_base_model"):
-            remedy = ": pass its get_base_model(), which keeps the adapter active"
         raise UnsupportedModelError(
             f"model is a {type(model).__name__}; expected a transformers causal LM{remedy}"
         )
     if why_not := why_unsupported(model, exact=exact, one_at_a_time=one_at_a_time):
         raise UnsupportedModelError(f"{type(model).__name__}: {why_not}")
     return model
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside a `PeftModel`, whose adapters are layers of it."""
+    if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
+        return model
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__} whose adapter puts vectors before every prompt "
+            "(prompt learning), which are no tokens; expected adapters of layers, such as LoRA"
+        )
+    return model.get_base_model()
 
 
 def why_unsupported(

@@ -111,6 +111,16 @@ FRONT_DOOR = (
         killers=(TEXT + "test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind",),
     ),
     Mutant(
+        name="vectors-before-a-prompt-are-left-out",
+        breaks="a model whose adapter is no layer is refused",
+        file="python/kvpager/hf/support.py",
+        old='if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):',
+        new="if False:",
+        killers=(
+            "model/test_refusals.py::test_adapters_that_put_vectors_before_a_prompt_are_refused",
+        ),
+    ),
+    Mutant(
         name="choices-draw-alike",
         breaks="several completions of a prompt differ",
         file="python/kvpager/engine.py",
