@@ -72,19 +72,6 @@ class FingerprintMismatchError(_CoreFingerprintMismatchError):
         self.found = found
 
 
-for _kind in (
-    CapacityError,
-    CorruptSnapshotError,
-    DeviceError,
-    InvalidArgumentError,
-    InvariantError,
-    NonFiniteError,
-    PagerError,
-    StorageError,
-    UnsupportedVersionError,
-):
-    _kind.__module__ = __name__  # where users find it, in tracebacks and pickles
-
 for _name in ("start", "stop"):  # as `chunk` and `layer`: None unless one chunk is concerned
     setattr(CorruptSnapshotError, _name, None)
 
@@ -158,3 +145,7 @@ class PrefixMismatchError(_Pickled, InvalidArgumentError):
 
 class RestoreNotConsumedError(PrefixMismatchError):
     """A restored session was given a prompt that its K/V cannot serve; nothing was prefilled."""
+
+
+for _name in __all__:  # where users find those of the core too, in tracebacks and pickles
+    globals()[_name].__module__ = __name__

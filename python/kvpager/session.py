@@ -19,7 +19,7 @@ from kvpager.progress import Progress, check_progress, reporting_bytes
 from kvpager.sampling import Sampling, fresh_seed
 from kvpager.scheduling.chat import plan_turn, settled
 from kvpager.scheduling.completion import Completion
-from kvpager.scheduling.decode import TextStream, TokenStream, begin_streams
+from kvpager.scheduling.decode import TextStream, TokenStream, begin_streams, require_text
 from kvpager.scheduling.options import repeatable
 from kvpager.scheduling.packing import read_logits
 from kvpager.scheduling.prefill import prefill_all
@@ -670,11 +670,8 @@ class Session:
 def _check_stream(core: EngineCore, stream: object) -> None:
     if not (isinstance(stream, bool) or stream == "tokens"):
         raise InvalidArgumentError(f'stream is {stream!r}; expected False, True (text) or "tokens"')
-    if stream is True and core.tokenizer is None:
-        raise InvalidArgumentError(
-            "stream is True, but the engine has no tokenizer; give Engine(model, tokenizer=...), "
-            'or stream="tokens"'
-        )
+    if stream is True:
+        require_text(has_text=core.tokenizer is not None)
 
 
 def require_own(core: EngineCore, session: object) -> Transcript:

@@ -13,6 +13,7 @@ from kvpager.errors import InvalidArgumentError
 from kvpager.requests.completion import RequestCompletion
 from kvpager.requests.request import Request, Token
 from kvpager.requests.scheduler import Scheduler
+from kvpager.scheduling.decode import require_text
 
 _Piece = TypeVar("_Piece")
 _log = logging.getLogger(__name__)
@@ -178,11 +179,8 @@ class AsyncScheduler:
     def _stream(self, stream: object, submit: Callable[[Any, Any], Request]) -> RequestStream[Any]:
         if stream not in (None, True, "tokens"):
             raise InvalidArgumentError(f'stream is {stream!r}; expected True (text) or "tokens"')
-        if stream is True and not self._has_text:
-            raise InvalidArgumentError(
-                "stream is True, but the engine has no tokenizer; give Engine(model, "
-                'tokenizer=...), or stream="tokens"'
-            )
+        if stream is True:
+            require_text(has_text=self._has_text)
         as_text = self._has_text if stream is None else stream is True
         return RequestStream(submit, as_text=as_text)
 

@@ -19,7 +19,10 @@ MOST_NEW_TOKENS = 1024  # of an answer, where the caller names no number
 
 def settled(core: EngineCore, transcript: Transcript) -> Conversation:
     """The conversation with its last answer as a message, as far as it was produced."""
-    return transcript.conversation.settled(transcript.tokens, core.tokenizer)
+    conversation = transcript.conversation
+    if conversation.answer is None:  # as before nearly every prefill: the tokens need no copy
+        return conversation
+    return conversation.settled(transcript.tokens, core.tokenizer)
 
 
 def require_tokenizer(core: EngineCore, what: str) -> Tokenizer:

@@ -155,6 +155,15 @@ class TextStream(_OfOne[str]):
         return piece
 
 
+def require_text(*, has_text: bool) -> None:
+    """Raises InvalidArgumentError if an engine without a tokenizer is to stream text."""
+    if not has_text:
+        raise InvalidArgumentError(
+            "stream is True, but the engine has no tokenizer; give Engine(model, tokenizer=...), "
+            'or stream="tokens"'
+        )
+
+
 def _token_of(step: _Step) -> Any:
     return step[1]
 

@@ -101,13 +101,12 @@ class Conversation:
         return Turn(tuple(messages), ids, tuple(kept))
 
     def settled(self, tokens: TokenIds, tokenizer: Tokenizer | None) -> Conversation:
-        """The conversation with its open answer as a message.
+        """The conversation with its open answer as a message. REQUIRES: there is one.
 
         tokens: the session's, of which the answer is the end. Without a tokenizer, or if nothing
         was produced, the answer is left out.
         """
-        if self.answer is None:
-            return self
+        assert self.answer is not None
         start = self.answer.start
         if tokenizer is None or len(tokens) <= start:
             return replace(self, answer=None)
