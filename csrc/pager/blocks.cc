@@ -38,8 +38,8 @@ std::optional<BlockId> Residency::allocate_block() {
       return blocks_.take();
     }
   }
-  // A cached chunk is forgotten where that gives a block. Elsewhere it can be evicted, or has none.
-  if (!config_.blocks_are_homes() || !reclaim_cached()) return std::nullopt;
+  // Where cached chunks count as room, because a block is all that they have.
+  if (!reclaim_cached()) return std::nullopt;
   return blocks_.take();
 }
 

@@ -1,7 +1,7 @@
 // The numbered invariants (DESIGN.md), each restated by the class whose state it is about.
 #include <map>
+#include <ostream>
 #include <set>
-#include <string>
 
 #include "kvpager/error.h"
 #include "pager/residency.h"
@@ -12,8 +12,37 @@ namespace kvpager {
 
 namespace {
 
-void require(bool holds, int number, const std::string& what) {
-  if (!holds) throw InvariantError(str("invariant ", number, ": ", what));
+// The parts of a message are put together only where an invariant does not hold: checking builds come
+// here with every chunk after every change.
+template <typename... Parts>
+void require(bool holds, int number, const Parts&... what) {
+  if (!holds) throw InvariantError(str("invariant ", number, ": ", what...));
+}
+
+struct RecordLabel {
+  RecordId id;
+  int64_t chunk;
+};
+
+std::ostream& operator<<(std::ostream& out, const RecordLabel& of) {
+  return out << "record " << of.id.value() << " (chunk " << of.chunk << ")";
+}
+
+struct ChunkLabel {
+  int64_t sequence;
+  int64_t chunk;
+};
+
+std::ostream& operator<<(std::ostream& out, const ChunkLabel& of) {
+  return out << "sequence " << of.sequence << " chunk " << of.chunk;
+}
+
+struct SequenceLabel {
+  int64_t sequence;
+};
+
+std::ostream& operator<<(std::ostream& out, const SequenceLabel& of) {
+  return out << "sequence " << of.sequence;
 }
 
 }  // namespace
@@ -49,22 +78,22 @@ void Residency::check_slots() const {
   std::set<int32_t> summaries;
   int64_t resident = 0;
   ledger_.each([&](RecordId id, const ChunkRecord& record) {
-    const std::string name = str("record ", id.value(), " (chunk ", record.index, ")");
+    const RecordLabel name{id, record.index};
     if (record.resident()) {
-      require(blocks_.taken(record.block), 1, name + " owns a block that is free");
-      require(++owners[static_cast<size_t>(record.block.value())] == 1, 1,
-              str("block ", record.block.value(), " has two owners"));
+      require(blocks_.taken(record.block), 1, name, " owns a block that is free");
+      require(++owners[static_cast<size_t>(record.block.value())] == 1, 1, "block ",
+              record.block.value(), " has two owners");
       ++resident;
     }
     if (record.on_host()) {
-      require(host.insert(record.host.value()).second, 2, name + " shares a host slot");
+      require(host.insert(record.host.value()).second, 2, name, " shares a host slot");
     }
     if (record.on_disk()) {
-      require(disk.insert(record.disk.value()).second, 2, name + " shares a disk slot");
+      require(disk.insert(record.disk.value()).second, 2, name, " shares a disk slot");
     }
     if (record.state == ChunkState::kSealed) {
-      require(record.summary.value() >= 0, 9, name + " is sealed without a summary");
-      require(summaries.insert(record.summary.value()).second, 9, name + " shares a summary");
+      require(record.summary.value() >= 0, 9, name, " is sealed without a summary");
+      require(summaries.insert(record.summary.value()).second, 9, name, " shares a summary");
     }
   });
   require(resident == blocks_.used(), 1, "a block is taken but no record owns it");
@@ -88,35 +117,37 @@ void Residency::check_cached() const {
 }
 
 void Residency::check_record(RecordId id, const ChunkRecord& record) const {
-  const std::string name = str("record ", id.value(), " (chunk ", record.index, ")");
+  const RecordLabel name{id, record.index};
   if (record.state == ChunkState::kOpen) {
-    require(record.resident() && record.references == 1 && !record.has_lower_copy(), 1,
-            name + " is open but not a private block");
-    require(record.summary.value() < 0, 9, name + " is open but has a summary");
+    require(record.resident() && record.references == 1 && !record.has_lower_copy(), 1, name,
+            " is open but not a private block");
+    require(record.summary.value() < 0, 9, name, " is open but has a summary");
   } else {
-    require(record.resident() || record.has_lower_copy(), 1, name + " has no copy anywhere");
-    require(!record.summary_pending || record.source != nullptr, 9,
-            name + " waits for a summary no file has");
+    require(record.resident() || record.has_lower_copy(), 1, name, " has no copy anywhere");
+    require(!record.summary_pending || record.source != nullptr, 9, name,
+            " waits for a summary no file has");
     const bool put_off = record.checksums.empty() && record.in_memory();
     require((put_off || static_cast<int64_t>(record.checksums.size()) == layout_.layers) &&
                 static_cast<int64_t>(record.tokens.size()) == layout_.chunk_tokens,
-            9, name + " is sealed without checksums or token ids");
-    require(!ledger_.published(id) || record.provenance == Provenance::kExact, 10,
-            name + " is not exact but can be found as if it were");
+            9, name, " is sealed without checksums or token ids");
+    require(!ledger_.published(id) || record.provenance == Provenance::kExact, 10, name,
+            " is not exact but can be found as if it were");
   }
-  require(record.pins == 0 || record.resident(), 3, name + " is pinned but not resident");
+  require(record.pins == 0 || record.resident(), 3, name, " is pinned but not resident");
   require(record.borrows == 0 || record.home_on_host() ||
               (record.resident() && !record.has_lower_copy()),
-          5, name + " was lent to a save and has moved");
-  require(!record.damaged || record.on_disk() || record.source != nullptr, 9,
-          name + " is damaged but neither on disk nor in a snapshot");
+          5, name, " was lent to a save and has moved");
+  require(!record.damaged || record.on_disk() || record.source != nullptr, 9, name,
+          " is damaged but neither on disk nor in a snapshot");
   if (record.source != nullptr) {
     const TokenId* theirs = record.source->meta().tokens.data();
-    require(record.tokens.data() == theirs + record.source_chunk * layout_.chunk_tokens, 9,
-            name + " has token ids that its snapshot does not keep");
+    require(record.tokens.data() == theirs + record.source_chunk * layout_.chunk_tokens, 9, name,
+            " has token ids that its snapshot does not keep");
+  } else if (record.state == ChunkState::kSealed) {
+    require(!record.tokens.watch().expired(), 9, name, " has token ids that nobody keeps");
   }
-  require(record.cached == (record.references == 0), 1,
-          name + " is used by nobody and not cached, or the other way around");
+  require(record.cached == (record.references == 0), 1, name,
+          " is used by nobody and not cached, or the other way around");
 }
 
 void Sequences::check_invariants() const {
@@ -134,33 +165,32 @@ void Sequences::check_invariants() const {
   }
   require(reserved == residency_.budget().reserved, 2, "reserved homes do not add up");
   ledger_.each([&](RecordId id, const ChunkRecord& record) {
-    require(references[id.value()] == record.references, 1,
-            str("record ", id.value(), " counts ", record.references, " references, has ",
-                references[id.value()]));
-    require(pins[id.value()] == record.pins, 3,
-            str("record ", id.value(), " has the wrong number of pins"));
+    require(references[id.value()] == record.references, 1, "record ", id.value(), " counts ",
+            record.references, " references, has ", references[id.value()]);
+    require(pins[id.value()] == record.pins, 3, "record ", id.value(),
+            " has the wrong number of pins");
   });
 }
 
 void Sequences::check(const Sequence& sequence) const {
-  const std::string name = str("sequence ", sequence.id.value());
+  const SequenceLabel name{sequence.id.value()};
   const int64_t c = layout_.chunk_tokens;
-  require(sequence.sealed_chunks() == sequence.length / c, 6,
-          name + " has the wrong number of sealed chunks");
-  require(static_cast<int64_t>(sequence.tokens.size()) == sequence.length, 6,
-          name + " has the wrong number of token ids");
+  require(sequence.sealed_chunks() == sequence.length / c, 6, name,
+          " has the wrong number of sealed chunks");
+  require(static_cast<int64_t>(sequence.tokens.size()) == sequence.length, 6, name,
+          " has the wrong number of token ids");
   require(sequence.part >= 0 ||
               static_cast<int64_t>(sequence.frontier.size()) == (sequence.length % c == 0 ? 0 : 1),
-          14, name + " keeps frontier chunks outside a forward");
+          14, name, " keeps frontier chunks outside a forward");
   int64_t released = 0;
   for (const int64_t of_one : sequence.released_worth) released += of_one;
   require(sequence.released == 0 || sequence.frozen ||  // to which no row comes
               (options_.window > 0 && earliest_trim(sequence) <= sequence.length),
-          16, name + " has let go of what its window shows");
+          16, name, " has let go of what its window shows");
   require(released == sequence.released && sequence.released_provenance() <= sequence.provenance,
-          10, name + " does not know what its released chunks were worth");
-  require(sequence.released > 0 || sequence.base.empty(), 10,
-          name + " begins after a chunk that it never had");
+          10, name, " does not know what its released chunks were worth");
+  require(sequence.released > 0 || sequence.base.empty(), 10, name,
+          " begins after a chunk that it never had");
   check_chunks(sequence);
 }
 
@@ -171,27 +201,27 @@ void Sequences::check_chunks(const Sequence& sequence) const {
     const ChunkUse& use = sequence.use(i);
     const ChunkRecord& record = ledger_[use.record];
     const bool sealed = i < sequence.sealed_chunks();
-    const std::string name = str("sequence ", sequence.id.value(), " chunk ", i);
-    require(record.state == (sealed ? ChunkState::kSealed : ChunkState::kOpen), 6,
-            name + " is in the wrong state");
-    require(!record.summary_pending || !sequence.summaries_loaded, 9,
-            name + " takes its summary for loaded, but it is still in the snapshot");
-    require(record.index == i, 9, name + " is another chunk's record");
+    const ChunkLabel name{sequence.id.value(), i};
+    require(record.state == (sealed ? ChunkState::kSealed : ChunkState::kOpen), 6, name,
+            " is in the wrong state");
+    require(!record.summary_pending || !sequence.summaries_loaded, 9, name,
+            " takes its summary for loaded, but it is still in the snapshot");
+    require(record.index == i, 9, name, " is another chunk's record");
     if (!sealed) continue;
     require(sequence.tokens.equals(static_cast<size_t>(i * c), record.tokens.data(),
                                    record.tokens.size()),
-            10, name + " holds other tokens");
-    require(record.provenance <= sequence.provenance, 10,
-            name + " is worth less than its sequence says");
+            10, name, " holds other tokens");
+    require(record.provenance <= sequence.provenance, 10, name,
+            " is worth less than its sequence says");
     if (!record.name_checked) {  // once: it is made again from the one before, for each chunk
       require(
           record.name == sequence.namer.next(previous, record.tokens.data(), c, record.provenance),
-          10, name + " has another name than its tokens and the chunks before give");
+          10, name, " has another name than its tokens and the chunks before give");
       record.name_checked = true;
     }
     previous = record.name;
     require(i == sequence.released || ledger_.follows(use.record, sequence.use(i - 1).record), 10,
-            name + " was computed after another record than the one before it");
+            name, " was computed after another record than the one before it");
   }
 }
 
@@ -199,12 +229,11 @@ void RunningForward::check_invariants() const {
   for (const auto& [key, sequence] : sequences_.all()) {
     const auto part = static_cast<size_t>(sequence.part);
     require(sequence.part < 0 || (forward_ && forward_->parts[part].sequence == &sequence), 14,
-            str("sequence ", key, " takes part in a forward that does not run"));
+            "sequence ", key, " takes part in a forward that does not run");
   }
   ledger_.each([&](RecordId id, const ChunkRecord& record) {
-    require(
-        record.readers == 0 || forward_ != nullptr, 5,
-        str("record ", id.value(), " (chunk ", record.index, ") is being read outside a forward"));
+    require(record.readers == 0 || forward_ != nullptr, 5, RecordLabel{id, record.index},
+            " is being read outside a forward");
   });
 }
 

@@ -112,8 +112,10 @@ OutputFile::OutputFile(const std::string& path, uint32_t mode) : path_(path), mo
   for (int attempt = 0; temporary_.empty(); ++attempt) {
     create_temporary();
     lock();
-    if (holds_our_file(temporary_)) break;
-    if (errno != ENOENT) fail(errno, "cannot look at the temporary file");
+    const int error =
+        error_of("snapshot.look", [&] { return holds_our_file(temporary_) ? 0 : -1; });
+    if (error == 0) break;
+    if (error != ENOENT) fail(error, "cannot look at the temporary file");
     // Between the two steps it looked like a dead writer's, and somebody swept it away.
     temporary_.clear();
     if (attempt >= kNameAttempts) fail(EBUSY, "the temporary file is removed again and again");

@@ -33,6 +33,7 @@ from kvpager.stores import DirectoryStore
 POINTS = [
     "snapshot.create",
     "snapshot.lock",
+    "snapshot.look",
     "snapshot.reserve",
     "snapshot.write",
     "snapshot.truncate",

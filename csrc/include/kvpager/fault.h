@@ -12,7 +12,7 @@ namespace kvpager::fault {
 inline constexpr int kKill = -1;
 
 // Known points: "host.write", "disk.reserve", "disk.write", "disk.read", "snapshot.read", "snapshot.share" (the lock
-// on a pack that is read), and of a snapshot being written "snapshot.create", "snapshot.lock",
+// on a pack that is read), and of a snapshot being written "snapshot.create", "snapshot.lock", "snapshot.look",
 // "snapshot.reserve", "snapshot.write", "snapshot.truncate", "snapshot.fsync" (file, then folder),
 // "snapshot.rename". Of a device: "device.allocate", "device.pin", "device.up" and "device.down" (a
 // copy is refused when it is enqueued), "device.record" (a ticket cannot be taken), "device.order"

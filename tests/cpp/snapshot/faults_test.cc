@@ -104,6 +104,7 @@ TEST_CASE("AFailureAtAnyStepLeavesNothingAndKeepsTheOldSnapshot") {
   check_every_visit(save_by_chunks, small,
                     {{"snapshot.create", 1},
                      {"snapshot.lock", 1},
+                     {"snapshot.look", 1},
                      {"snapshot.reserve", 0},
                      {"snapshot.write", 2},  // everything, header
                      {"snapshot.truncate", 0},
@@ -113,6 +114,7 @@ TEST_CASE("AFailureAtAnyStepLeavesNothingAndKeepsTheOldSnapshot") {
   check_every_visit(save_reserved, large,
                     {{"snapshot.create", 1},
                      {"snapshot.lock", 1},
+                     {"snapshot.look", 1},
                      {"snapshot.reserve", 1},
                      {"snapshot.write", 6},
                      {"snapshot.truncate", 1},
@@ -125,6 +127,7 @@ TEST_CASE("AFailureAtAnyStepOfWritingAContentLeavesNothingAndKeepsTheOldSnapshot
   check_every_visit(save_whole, large,
                     {{"snapshot.create", 1},
                      {"snapshot.lock", 1},
+                     {"snapshot.look", 1},
                      {"snapshot.reserve", 1},
                      {"snapshot.write", 6},  // 4 groups, metadata, header
                      {"snapshot.truncate", 1},
@@ -164,7 +167,7 @@ TEST_CASE("AnInterruptedStepIsTakenAgain") {
   const Sample sample = content_sample(small_layout(), 29);
   save_whole(folder.file("expected"), sample);
   for (const char* point :
-       {"snapshot.create", "snapshot.lock", "snapshot.reserve", "snapshot.write",
+       {"snapshot.create", "snapshot.lock", "snapshot.look", "snapshot.reserve", "snapshot.write",
         "snapshot.truncate", "snapshot.fsync", "snapshot.rename"}) {
     CAPTURE(point);
     fault::arm(point, 0, EINTR);

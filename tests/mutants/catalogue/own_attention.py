@@ -75,13 +75,4 @@ OWN_ATTENTION = (
             + "test_a_compiled_model_is_refused_at_once_and_accepted_once_loaded_again[model]",
         ),
     ),
-    Mutant(
-        name="any-weight-tensor",
-        breaks="weights that are no plain tensors are refused and named",
-        file="python/kvpager/hf/weights.py",
-        old="        if not plain or not parameter.dtype.is_floating_point"
-        " or parameter.dtype.itemsize < 2:\n",
-        new="        if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:\n",
-        killers=(REFUSALS + "test_weights_of_another_kind_of_tensor_are_refused_and_named",),
-    ),
 )

@@ -155,15 +155,11 @@ PAGING = (
         ),
     ),
     Mutant(
-        name="what-nobody-uses-is-forgotten-for-nothing",
+        name="cached-chunks-are-room-wherever-they-are",
         breaks="6: a refused begin leaves cached chunks as they were",
         file="csrc/pager/blocks.cc",
-        old="  if (!config_.blocks_are_homes() || !reclaim_cached()) return std::nullopt;\n"
-        "  return blocks_.take();\n",
-        new="  while (reclaim_cached()) {\n"
-        "    if (const auto block = blocks_.take()) return block;\n"
-        "  }\n"
-        "  return std::nullopt;\n",
+        old=" - (config_.blocks_are_homes() ? ledger_.cached() : 0);",
+        new=" - ledger_.cached();",
         killers=(REFUSALS + "a refused begin forgets no cached chunk, wherever homes are",),
     ),
     Mutant(

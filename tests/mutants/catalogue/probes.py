@@ -250,8 +250,8 @@ PROBES = (
         name="unknown-operations-accepted",
         breaks="an operation that nothing is known of leaves M as the only row count",
         file="python/kvpager/hf/between.py",
-        old="            if pair.whole.kind == UNKNOWN and pair.has_rows:\n",
-        new="            if pair.whole.kind == UNKNOWN and not pair.has_rows:\n",
+        old="pair.whole.kind == UNKNOWN and pair.has_rows and not pair.whole.in_part:",
+        new="pair.whole.kind == UNKNOWN and not pair.has_rows:",
         killers=(BETWEEN + "test_an_operation_that_nothing_is_known_of_leaves_m_alone",),
     ),
     Mutant(

@@ -218,8 +218,8 @@ SNAPSHOTS = (
         ),
     ),
     Mutant(
-        name="a-healed-chunk-holds-on-to-the-snapshot",
-        breaks="no metadata is kept for the sake of a chunk that was computed anew",
+        name="a-healed-chunk-keeps-no-token-ids",
+        breaks="a chunk that was computed anew keeps its token ids itself",
         file="csrc/pager/residency.cc",
         old="  record.tokens = std::move(tokens);  // no longer the snapshot's\n",
         new="  static_cast<void>(tokens);\n",
@@ -329,9 +329,9 @@ SNAPSHOTS = (
     Mutant(
         name="weights-digest-without-buffers",
         breaks="equal fingerprint means equal weights: buffers are weights too",
-        file="python/kvpager/weights.py",
-        old="sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0])",
-        new="sorted([*model.named_parameters()], key=lambda item: item[0])",
+        file="python/kvpager/held.py",
+        old="in [*model.named_parameters(), *model.named_buffers()]:",
+        new="in [*model.named_parameters()]:",
         killers=(
             "model/test_fingerprint.py::test_the_digest_sees_every_weight_and_survives_a_round_trip",
         ),
