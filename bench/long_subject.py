@@ -60,7 +60,7 @@ def subject(selection: str, length: int) -> Subject:
     return LongSubject(
         model,
         config,
-        folder=shipped_model_path(),
+        folder=shipped_model_path("tiny-retriever"),
         prompts=[document.ids],
         effort="start",
     )

@@ -1,7 +1,7 @@
 """Results inside pages that people write: what stands between two markers is replaced.
 
-docs/benchmarks.md has the promised comparisons (tables.py), docs/segments.md what repair is worth
-and how soon stitched text answers.
+docs/benchmarks.md has all results (benchmarks_page.py), docs/segments.md what repair is worth and
+how soon stitched text answers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvpager_bench.pictures.gallery import picture_of
 from kvpager_bench.places import write_text
 from kvpager_bench.report import (
     NOT_APPLICABLE,
@@ -42,6 +43,7 @@ def segments_text(reports: Mapping[str, Report]) -> str | None:
     quality, times = reports.get("segments"), reports.get("segments_first_token")
     if quality is None or times is None:
         return None
+    picture = picture_of("segments")
     context = quality.rows[0]["context"]
     rows = [row for row in quality.rows if row["context"] == context]
     prompts = f"{tokens_name(int(context))} tokens, {rows[0]['prompts']} prompts"
@@ -49,12 +51,11 @@ def segments_text(reports: Mapping[str, Report]) -> str | None:
         [
             f"{_machine(quality)} {prompts}; ± is the standard error.",
             _quality_table(quality, rows),
-            "![error and exact match by tokens recomputed](results/segments.png)",
+            f"![{picture.alt(quality)}](results/{picture.name}.png)",
             *_fell_short(quality),
             f"{_machine(times)} Medians of {times.rows[0]['runs']} texts, each with documents and "
             "a question of its own.",
             _time_table(times),
-            "![time to the first token](results/segments-first-token.png)",
             *_fell_short(times),
         ]
     )

@@ -17,7 +17,8 @@ class Question:
 
     asks: one line. minutes: of its standard size on two quiet cores. peers: which it measures too,
     as its table names them, without versions. reports: the files it writes, without size or
-    ending. in_suite: whether `make bench` asks it. needs: what it takes beside time.
+    ending. in_suite: whether `make bench` asks it. needs: what it takes beside time. published: the
+    options with which what the documentation shows was measured.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Question:
     reports: tuple[str, ...] = ()
     in_suite: bool = False
     needs: str = ""
+    published: str = ""
 
 
 QUESTIONS = {
@@ -143,6 +145,7 @@ QUESTIONS = {
             ("full prefill", "prefix caching", "seam tail"),
             ("segments", "segments_first_token"),
             in_suite=True,
+            published="--prompts 200 --lengths 4096,16384",
         ),
         Question(
             "plan",
@@ -182,6 +185,14 @@ QUESTIONS = {
             ("packing",),
         ),
         Question(
+            "residency",
+            "where the chunks of a conversation are, moment by moment",
+            0.5,
+            (),
+            ("residency",),
+            in_suite=True,
+        ),
+        Question(
             "residency_traffic",
             "bytes across a link by unit of residency",
             4,
@@ -204,6 +215,22 @@ QUESTIONS = {
         ),
     )
 }
+
+# Reports of programs that are no questions, and what runs those.
+PROGRAMS = {
+    "profile": "python -m kvpager_bench.profile",
+    "profile_moving": "python -m kvpager_bench.profile",
+    "verify_all": "make verify-all",
+}
+
+
+def command_of(report: str) -> str:
+    """What measures a report, as it was measured for the documentation."""
+    for question in QUESTIONS.values():
+        if report in question.reports:
+            options = f" -- {question.published}" if question.published else ""
+            return f"kvpager bench {question.name}{options}"
+    return PROGRAMS[report]
 
 
 def suite() -> tuple[Question, ...]:

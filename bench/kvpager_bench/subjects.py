@@ -70,8 +70,7 @@ def load_model(shape: str, *, layers: int = 8) -> Any:
         return two.eval()
     name, _, dtype = shape.partition("-")
     if name in (SHIPPED, PLAIN) and dtype in ("", *DTYPES):
-        path = shipped_model_path()
-        path = path if name == SHIPPED else path.with_name("tiny-retriever-plain")
+        path = shipped_model_path("tiny-retriever" if name == SHIPPED else "tiny-retriever-plain")
         trained: Any = AutoModelForCausalLM.from_pretrained(path)
         return trained.to(DTYPES[dtype or "fp32"]).eval()
     if name not in _QWEN3 or dtype not in DTYPES:

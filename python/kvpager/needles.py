@@ -184,10 +184,12 @@ class NeedleTask:
         return of[1], of[0]
 
 
-def shipped_model_path(name: str = "tiny-retriever") -> Path:
+def shipped_model_path(name: str = "tiny-retriever-bf16") -> Path:
     """The directory of a tiny trained model that comes with kvpager.
 
-    name: "tiny-retriever", trained on this task, or "tiny-two-hop", on texts of two hops.
+    name: "tiny-retriever-bf16", trained on this task, its weights rounded to bfloat16: the one that
+        a wheel holds. A checkout also has "tiny-retriever", as it was trained, and "tiny-two-hop",
+        trained on texts of two hops.
     Looks in the installed package, then in the repository that this file lies in.
     Raises FileNotFoundError, naming both places, if neither holds it.
     """
@@ -202,6 +204,7 @@ def shipped_model_path(name: str = "tiny-retriever") -> Path:
     raise FileNotFoundError(
         f"the tiny retrieval model {name} is in neither "
         + " nor ".join(str(place) for place in places)
+        + ": a wheel holds tiny-retriever-bf16, a checkout all of them, an sdist none"
     )
 
 

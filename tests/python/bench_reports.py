@@ -26,7 +26,7 @@ def make_report(name="sample", columns=None, rows=(), **changes):
         "name": name,
         "question": f"How fast is {name}?",
         "columns": tuple(columns),
-        "settings": {"runs": 3},
+        "settings": {"runs": 3, "layers": {"shipped": 2}, "chunks": 58, "needles": 16},
         "environment": environment(),
     }
     report = Report(**(values | changes))

@@ -175,7 +175,7 @@ def test_tables_are_written_beside_results_of_another_folder(capsys, tmp_path):
     make_report("save_beside").write(tmp_path)
     assert main(["bench", "tables", "--results", str(tmp_path), "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert str(tmp_path / "tables" / "bench.md") in told["files"]
+    assert str(tmp_path / "tables" / "benchmarks.md") in told["files"]
     assert "decode" in told["missing"]
 
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("kvpager_bench")
 
 from kvpager.speculation import SpeculationStats
-from kvpager_bench import plots, subjects
+from kvpager_bench import subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Report
 from kvpager_bench.questions import companions, hybrid, speculation
 from kvpager_bench.questions.companions import DENSE, KEPT, NONE, WINDOWED, WIPED, Size
@@ -125,13 +125,6 @@ class TestPasses:
         companions.judge_passes(report)
         assert not report.verdicts[-1].holds
 
-    def test_its_figure_needs_a_draft(self, passes, tmp_path):
-        assert plots.draw_companions(passes, tmp_path, "-quick") == ["companions-quick.png"]
-        assert (tmp_path / "companions-quick.png").read_bytes().startswith(b"\x89PNG")
-        plain = Report("companions", "?", companions.PASS_COLUMNS, {}, {})
-        plain.add(**row_of(passes, draft=NONE))
-        assert plots.draw_companions(plain, tmp_path, "") == []
-
     def test_a_prefix_shorter_than_the_promised_one_promises_nothing(self, passes):
         report = Report("companions", "?", companions.PASS_COLUMNS, {}, {})
         for row in passes.rows:
@@ -213,10 +206,6 @@ class TestHybrid:
         assert [verdict.holds for verdict in reports[1].verdicts] == [True]
         (comparison,) = reports[1].comparisons
         assert comparison.peer == "a forward of one chunk"
-
-    def test_its_figure_shows_memory_against_what_a_cut_computes(self, reports, tmp_path):
-        assert plots.draw_hybrid_cost(reports[1], tmp_path, "") == ["hybrid-cost.png"]
-        assert (tmp_path / "hybrid-cost.png").read_bytes().startswith(b"\x89PNG")
 
     def test_memory_for_a_few_states_is_never_exceeded_and_gaps_are_told(self, reports):
         assert [(row["policy"], row["after"]) for row in reports[2].rows] == [

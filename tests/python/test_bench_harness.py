@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvpager_bench import file_peers, hard_keys, harness, subjects, tables
+from kvpager_bench.exact_cost_table import exact_cost_table
 from kvpager_bench.harness import Column, MissingNumberError, NondeterministicSubjectError, Report
 from kvpager_bench.questions import exact_cost as bench_exact_cost
 from kvpager_bench.questions import exactness as bench_exactness
@@ -492,15 +493,14 @@ class TestQuickRuns:
             monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--threads", threads, *options])
             module.main()
             (path,) = (tmp_path / "results").iterdir()
-            tables.render(tmp_path / "results", tmp_path / "docs", "-quick")
-            figures = [path.name for path in (tmp_path / "docs").glob("*.png")]
-            return harness.load_report(path), figures
+            written = tables.write_all(tmp_path / "results", "-quick")
+            return harness.load_report(path), [path.name for path in written.files]
 
         return run
 
     def test_exactness(self, run_plainly):
-        report, figures = run_plainly(bench_exactness, "--rows", "32")
-        assert figures == ["exactness-quick.png"]
+        report, files = run_plainly(bench_exactness, "--rows", "32")
+        assert {"exactness-quick.png", "exactness-quick.csv"} < set(files)
         assert [row["by"] for row in report.rows] == ["transformers"] * 2 + ["kvpager"] * 2
         assert report.verdicts[0].holds
         for row in report.rows[2:]:
@@ -511,17 +511,17 @@ class TestQuickRuns:
         assert table[-1].endswith("| 0; 0% | 0; 0% |")
 
     def test_exact_cost(self, run_plainly, capsys):
-        report, figures = run_plainly(bench_exact_cost, "--rows", "16,32")
-        assert figures == ["exact-cost-quick.png"]
+        report, files = run_plainly(bench_exact_cost, "--rows", "16,32")
+        assert {"exact_cost-quick.csv", "benchmarks-quick.md"} < set(files)
         assert [row["mode"] for row in report.rows] == 2 * list(bench_exact_cost.MODES)
-        table = bench_exact_cost.compact(report)
+        table = exact_cost_table(report)
         assert table in capsys.readouterr().out
         assert table.splitlines()[0].endswith("| M = 16 | M = 32 |")
         assert [line.count("|") for line in table.splitlines()] == [4] * 6
 
     def test_packing(self, run_plainly):
-        report, figures = run_plainly(bench_packing)
-        assert figures == ["packing-quick.png"]
+        report, files = run_plainly(bench_packing)
+        assert {"packing-quick.png", "packing-quick.csv"} < set(files)
         assert [row["sessions"] for row in report.rows] == [1, 2, 8, 1, 2, 8]
         for row in report.rows:
             assert row["differing_bits"] == 0
@@ -537,9 +537,9 @@ class TestQuickRuns:
         assert bound.holds
         for row in reads.rows:
             assert 0 < row["restore_reads_mib"] < row["first_forward_reads_mib"]
-        tables.render(tmp_path / "results", tmp_path / "docs", "-quick")
-        figures = {path.name for path in (tmp_path / "docs").iterdir()}
-        assert {"snapshot-save-quick.png", "snapshot-restore-quick.png"} < figures
+        written = tables.write_all(tmp_path / "results", "-quick")
+        names = {path.name for path in written.files}
+        assert {"snapshot_save-quick.csv", "snapshot_read-quick.csv"} < names
 
     def test_stores(self, run):
         reports = run(bench_store, "--cells", "shipped:2048", "--snapshots", "4")
@@ -553,14 +553,15 @@ class TestQuickRuns:
         assert row["saves"] > 0
 
 
-def test_tables_refuse_an_empty_folder_and_render_what_is_there(tmp_path):
+def test_tables_refuse_an_empty_folder_and_write_what_is_there(tmp_path):
     with pytest.raises(MissingNumberError, match="no results"):
-        tables.render(tmp_path, tmp_path / "docs", "")
+        tables.write_all(tmp_path, "")
     report = make_report(name="save_beside")
     report.add(shape="a", time_ms=1.25, scan_ms=3)
     report.judge("it is short", False, "1.25 ms")
     report.write(tmp_path)
-    assert "decode" in tables.render(tmp_path, tmp_path / "docs", "").missing
-    text = (tmp_path / "docs" / "results.md").read_text(encoding="utf-8")
-    assert "does not hold" in text
-    assert "1.25" in text
+    assert "decode" in tables.write_all(tmp_path, "").missing
+    claims = (tmp_path / "tables" / "claims.csv").read_text(encoding="utf-8")
+    assert "save_beside,it is short,no,1.25 ms," in claims
+    rows = (tmp_path / "tables" / "save_beside.csv").read_text(encoding="utf-8")
+    assert rows.splitlines()[1] == "a,1.25,3"

@@ -15,13 +15,15 @@ pytest.importorskip("kvpager_bench")
 
 from kvpager import Engine, PagerConfig
 from kvpager.segments import Assembly, FullRepair, QueryGuided, SeamTail
-from kvpager_bench import pages, places, plots, repairs, stitched_quality, stitched_turns, subjects
+from kvpager_bench import pages, places, repairs, stitched_quality, stitched_turns, subjects
 from kvpager_bench.harness import (
     NOT_APPLICABLE,
     MissingNumberError,
     NondeterministicSubjectError,
     Report,
 )
+from kvpager_bench.pictures import gallery
+from kvpager_bench.pictures.gallery import picture_of
 from kvpager_bench.questions import segments
 from kvpager_bench.repairs import Estimate, Outcome, Way
 from kvpager_bench.stitched_quality import Answers
@@ -330,15 +332,11 @@ class TestFirstToken:
 
 
 class TestPages:
-    def test_the_figures_are_drawn_from_the_rows(self, monkeypatch, tmp_path):
-        assert plots.draw_segments(quality_of(made_up()), tmp_path, "") == ["segments.png"]
-        told = turns_of(cold=9.0, prefix=8.0, floor=1.0, stitched=3.0)
-        times = times_of(told, monkeypatch, 4096)
-        assert plots.draw_segments_first_token(times, tmp_path, "-quick") == [
-            "segments-first-token-quick.png"
-        ]
-        for path in tmp_path.iterdir():
-            assert path.read_bytes().startswith(b"\x89PNG")
+    def test_the_picture_is_drawn_from_the_rows(self, tmp_path):
+        quality = quality_of(made_up())
+        assert gallery.draw_all({"segments": quality}, tmp_path, "-quick") == ["segments-quick.png"]
+        assert (tmp_path / "segments-quick.png").read_bytes().startswith(b"\x89PNG")
+        assert "% of the answers are right" in picture_of("segments").message(quality)
 
     def test_the_guide_has_both_tables_and_says_what_fell_short(self, monkeypatch):
         quality = quality_of(made_up(**{repairs.DEFAULT: WRONG}))

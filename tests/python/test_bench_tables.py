@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 
 import pytest
 from bench_reports import decode_report, environment, make_report, warm_report, whole_suite
 
-from kvpager_bench import headline, pages, places, tables
+from kvpager_bench import pages, places, tables
+from kvpager_bench.pictures import canvas
+from kvpager_bench.pictures.gallery import picture_of
 from kvpager_bench.report import MissingNumberError
 from kvpager_bench.suite import SUITE_FILE
 
 PAGE = f"# A project\n\nBefore.\n\n{pages.BEGIN}\nold\n{pages.END}\n\nAfter.\n"
-FIGURES = {
-    "bench-first-token.png",
-    "bench-decode-speed.png",
-    "bench-quality.png",
-    "bench-attention.png",
-    "bench-aims.png",
-}
+DRAWN = {"turn-cost", "decode-speed", "quality"}  # of the reports of `whole_suite`
 
 
 @pytest.fixture
@@ -31,9 +29,8 @@ def results(tmp_path):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Without figures, which take their time."""
-    monkeypatch.setattr(headline, "DRAWINGS", ())
-    monkeypatch.setattr(tables, "DRAWINGS", {})
+    """Without pictures, which take their time."""
+    monkeypatch.setattr(tables, "draw_all", lambda reports, folder, suffix: [])
 
 
 @pytest.fixture
@@ -48,80 +45,129 @@ def checkout(tmp_path, results, undrawn, monkeypatch):
     return tmp_path
 
 
-def test_the_one_table_holds_every_comparison_of_every_question(results, undrawn, tmp_path):
-    tables.render(results, tmp_path / "docs", "")
-    text = (tmp_path / "docs" / "bench.md").read_text()
-    for report in whole_suite():
-        for comparison in report.comparisons:
-            (line,) = (row for row in text.splitlines() if row.startswith(f"| {comparison.figure}"))
-            assert f" {comparison.peer} " in line
-    lines = text.splitlines()
-    attention, decode, warm = (
-        next(i for i, line in enumerate(lines) if line.startswith(f"| {start}"))
-        for start in ("attention of 1", "decode at 128K", "first token after")
-    )
-    assert attention < decode < warm  # the registry's order
+@pytest.fixture
+def written(results, undrawn):
+    """Writes the tables of the results as they now are; returns the folder."""
+
+    def write():
+        tables.write_all(results, "")
+        return results / "tables"
+
+    return write
 
 
-def test_aims_that_were_missed_and_peers_left_out_are_said(results, undrawn, tmp_path):
+def csv_rows(path):
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_comparison_of_every_question_is_in_one_file_with_its_machine(written):
+    rows = csv_rows(written() / "comparisons.csv")
+    told = [(r.name, c) for r in whole_suite() for c in r.comparisons]
+    assert {(row["report"], row["figure"], row["peer"]) for row in rows} == {
+        (name, c.figure, c.peer) for name, c in told
+    }
+    assert len(rows) == len(told)
+    decode = next(row for row in rows if row["report"] == "decode")
+    assert (float(decode["ratio"]), decode["met"], decode["unit"]) == (10.0, "yes", "tokens/s")
+    assert (decode["commit"], decode["machine"]) == ("0123456789ab", "Test CPU, 1 cores")
+    order = list(dict.fromkeys(row["report"] for row in rows))
+    assert order == ["attention", "decode", "warm"]  # the registry's
+
+
+def test_every_row_of_a_report_is_in_its_file_with_units_and_every_digit(written, results):
+    report = decode_report()
+    report.rows[0]["tokens_per_s"] = 1 / 3
+    report.write(results)
+    rows = csv_rows(written() / "decode.csv")
+    assert len(rows) == len(report.rows)
+    assert float(rows[0]["tokens_per_s [1/s]"]) == 0.333333333
+    assert rows[0]["llama_tokens_per_s [1/s]"] == "n/a"
+
+
+def test_aims_that_were_missed_and_peers_left_out_are_said(written, results):
     short = warm_report()
     short.compare("save", ours=1.0, theirs=2.0, peer="memcpy", unit="GB/s", aim=0.9)
     short.judge("it is flat", False, "it grows by 12%")
     short.write(results)
-    tables.render(results, tmp_path / "docs", "")
-    text = (tmp_path / "docs" / "bench.md").read_text()
+    folder = written()
+    text = (folder / "benchmarks.md").read_text()
     assert "4 of 5 aims are met." in text
     assert "- warm: save: 0.5x memcpy, 0.9x aimed at" in text
     assert "- warm: it is flat: it grows by 12%" in text
     assert "- llama.cpp 0.3.36: not installed" in text
+    (claim,) = csv_rows(folder / "claims.csv")
+    assert (claim["claim"], claim["holds"]) == ("it is flat", "no")
 
 
-def test_each_figure_is_drawn_from_what_is_there_and_named_in_the_text(results, tmp_path):
-    written = tables.render(results, tmp_path / "docs", "")
-    names = {path.name for path in (tmp_path / "docs").glob("*.png")}
-    assert names >= FIGURES
-    assert {path.name for path in written.files} >= FIGURES
-    text = (tmp_path / "docs" / "bench.md").read_text()
-    assert all(f"]({name})" in text for name in FIGURES)
+def test_each_picture_is_drawn_from_what_is_there_and_shown_with_its_message(results):
+    written = tables.write_all(results, "")
+    folder = results / "tables"
+    assert {path.stem for path in folder.glob("*.png")} == DRAWN
+    text = (folder / "benchmarks.md").read_text()
+    for name in DRAWN:
+        assert folder / f"{name}.png" in written.files
+        assert f"]({name}.png)" in text
+    assert "![A saved conversation of 32K tokens goes on after 6.0 ms, restored from disk" in text
+    assert "`kvpager bench decode`; Test CPU, 1 cores, 1 thread, torch 2.13.0, 2026-11-22" in text
     assert "needles" in written.missing
     assert "warm" not in written.missing
 
 
-def test_the_same_results_give_the_same_files(results, tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    tables.render(results, first, "")
-    tables.render(results, second, "")
-    for path in first.iterdir():
-        assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+def test_the_same_results_give_the_same_files_and_others_another_source(results, tmp_path):
+    tables.write_all(results, "")
+    first = {path.name: path.read_bytes() for path in (results / "tables").iterdir()}
+    tables.write_all(results, "")
+    for path in (results / "tables").iterdir():
+        assert path.read_bytes() == first[path.name], path.name
+    picture, report = picture_of("warm"), warm_report()
+    assert picture.source(report).encode() in first["turn-cost.png"]
+    report.rows[0]["cold_s"] = 0.125
+    assert picture.source(report).encode() not in first["turn-cost.png"]
 
 
-def test_what_the_last_suite_took_is_said(results, undrawn, tmp_path):
+def test_what_the_last_suite_took_is_said(written, results):
     (results / SUITE_FILE).write_text(json.dumps({"seconds": 2040.0}))
-    tables.render(results, tmp_path / "docs", "")
-    assert "The suite took 34 minutes." in (tmp_path / "docs" / "bench.md").read_text()
+    assert "took 34 minutes." in (written() / "benchmarks.md").read_text()
 
 
-def test_a_result_without_comparisons_is_listed_in_full_all_the_same(tmp_path):
-    make_report("save_beside").write(tmp_path / "results")
-    tables.render(tmp_path / "results", tmp_path / "docs", "")
-    assert "How fast is save_beside?" in (tmp_path / "docs" / "results.md").read_text()
-    assert "aims are met" not in (tmp_path / "docs" / "bench.md").read_text()
+def test_a_result_without_comparisons_is_listed_all_the_same(tmp_path):
+    make_report("save_beside").write(tmp_path)
+    tables.write_all(tmp_path, "")
+    text = (tmp_path / "tables" / "benchmarks.md").read_text()
+    assert "| [save_beside](save_beside.csv) | How fast is save_beside? |" in text
+    assert "aims are met" not in text
 
 
 def test_a_report_measured_with_local_changes_says_so(tmp_path):
-    make_report("save_beside", environment=environment(dirty=True)).write(tmp_path / "results")
-    tables.render(tmp_path / "results", tmp_path / "docs", "")
-    assert "0123456789ab, changed" in (tmp_path / "docs" / "bench.md").read_text()
+    make_report("save_beside", environment=environment(dirty=True)).write(tmp_path)
+    tables.write_all(tmp_path, "")
+    assert "0123456789ab, changed" in (tmp_path / "tables" / "benchmarks.md").read_text()
 
 
-def test_a_result_that_lacks_a_number_stops_everything(results, tmp_path):
+def test_a_result_that_lacks_a_number_stops_everything(results):
     path = results / "decode.json"
     data = json.loads(path.read_text())
     names = [column["name"] for column in data["columns"]]
     data["rows"][0][names.index("tokens_per_s")] = None
     path.write_text(json.dumps(data))
     with pytest.raises(MissingNumberError, match="tokens_per_s"):
-        tables.render(results, tmp_path / "docs", "")
+        tables.write_all(results, "")
+    assert not (results / "tables").exists()
+
+
+def test_a_title_that_does_not_fit_its_picture_is_refused(tmp_path):
+    figure, _ = canvas.blank("A title " * 30)
+    with pytest.raises(ValueError, match="wider than it"):
+        canvas.save(figure, tmp_path / "wide.png", "")
+    assert not (tmp_path / "wide.png").exists()
+
+
+def test_labels_at_the_ends_of_lines_keep_apart_and_in_order():
+    heights = canvas.apart([0.1, 0.11, 0.12, 0.9])
+    assert heights[0] == 0.1
+    assert heights[3] == 0.9
+    assert all(b - a > 0.05 for a, b in itertools.pairwise(heights))
 
 
 class TestThePageOfResults:
@@ -132,7 +178,7 @@ class TestThePageOfResults:
         assert text.endswith(f"{pages.END}\n\nAfter.\n")
         assert "\nold\n" not in text
         assert "decode at 128K, bfloat16" in text
-        assert "](results/bench.md)" in text
+        assert "](results/comparisons.csv)" in text
         assert checkout / "docs" / "benchmarks.md" in written.files
         tables.write_all(results, "")
         assert (checkout / "docs" / "benchmarks.md").read_text() == text
@@ -156,7 +202,7 @@ class TestThePageOfResults:
         tables.write_all(results, "")
         text = (checkout / "docs" / "benchmarks.md").read_text()
         assert "scan at 64K" in text
-        assert "scan at 4K" not in text
+        assert "| scan at 4K" not in text
 
     @pytest.mark.parametrize(
         "text",
@@ -181,12 +227,14 @@ class TestThePageOfResults:
         assert (checkout / "docs" / "benchmarks.md").read_text() == PAGE
         assert [path.name for path in (checkout / "docs").iterdir()] == ["benchmarks.md"]
 
-    def test_nothing_promised_leaves_the_page_as_it_is(self, checkout, results):
+    def test_nothing_promised_leaves_the_list_of_what_was_measured(self, checkout, results):
         for path in results.iterdir():
             path.unlink()
         make_report("save_beside").write(results)
         tables.write_all(results, "")
-        assert (checkout / "docs" / "benchmarks.md").read_text() == PAGE
+        text = (checkout / "docs" / "benchmarks.md").read_text()
+        assert "| figure" not in text
+        assert "| [save_beside](results/save_beside.csv)" in text
 
 
 @pytest.mark.parametrize("page", ["docs/benchmarks.md", "docs/segments.md"])

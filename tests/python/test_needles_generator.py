@@ -192,8 +192,8 @@ def test_the_shipped_model_is_found_in_the_package_first_then_in_the_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "python" / "kvpager" / "needles.py"
-    packaged = module.parent / "_models" / "tiny-retriever"
-    checkout = tmp_path / "models" / "tiny-retriever"
+    packaged = module.parent / "_models" / "tiny-retriever-bf16"
+    checkout = tmp_path / "models" / "tiny-retriever-bf16"
     monkeypatch.setattr(needles, "__file__", str(module))
     with pytest.raises(FileNotFoundError, match="tiny retrieval model") as missing:
         needles.shipped_model_path()

@@ -28,6 +28,7 @@ import numpy as np
 from kvpager import Engine, PagerConfig, Session
 from kvpager.config import DEFAULT_ROWS
 from kvpager_bench import harness, subjects
+from kvpager_bench.exact_cost_table import exact_cost_table
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Subject, Timing
 
 FIXED, ALL, REUSE, FREE = "all, M only", "all", "reuse", "False"
@@ -284,32 +285,6 @@ def judge(report: Report, subject: str) -> None:
         )
 
 
-def compact(report: Report) -> str:
-    """Markdown for a page that has room for little: decode and prefill, as multiples."""
-    lines = []
-    for subject in dict.fromkeys(str(row["subject"]) for row in report.rows):
-        mine = [row for row in report.rows if row["subject"] == subject]
-        counts = list(dict.fromkeys(int(report.number(row, "rows")) for row in mine))
-        lines += [
-            "",
-            f"| {subject}: decode / prefill time, as multiples of transformers' | "
-            + " | ".join(f"M = {count}" for count in counts)
-            + " |",
-            "|---" * (len(counts) + 1) + "|",
-        ]
-        for mode in dict.fromkeys(str(row["mode"]) for row in mine):
-            cells = {
-                int(
-                    report.number(row, "rows")
-                ): f"{report.number(row, 'decode_over_transformers'):.2f}"
-                f" / {report.number(row, 'prefill_over_transformers'):.2f}"
-                for row in mine
-                if row["mode"] == mode
-            }
-            lines.append(f"| {mode} | " + " | ".join(cells.get(c, "-") for c in counts) + " |")
-    return "\n".join(lines[1:])
-
-
 def main() -> None:
     parser = harness.cli(__doc__)
     parser.add_argument(
@@ -329,7 +304,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name = harness.report_name("exact_cost", arguments)
     if arguments.compact:
-        print(compact(harness.load_report(harness.results_dir() / f"{name}.json")))
+        print(exact_cost_table(harness.load_report(harness.results_dir() / f"{name}.json")))
         return
     if arguments.quick:
         arguments.subjects = [subjects.SHIPPED]
@@ -360,7 +335,7 @@ def main() -> None:
                 measure_rows(report, subject, model, rows, few)
         judge(report, subject)
     report.finish()
-    print("\n" + compact(report))
+    print("\n" + exact_cost_table(report))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from kvpager.cli.parser import Parser
 TABLES, PEERS = "tables", "peers"
 _EPILOG = """\
 other uses:
-  kvpager bench tables                        tables and plots anew, from what was measured
+  kvpager bench tables                        pages and pictures anew, from what was measured
   kvpager bench peers [list]                  peers that need an environment of their own
   kvpager bench peers install|remove [PEER...]
   kvpager bench QUESTION -- OPTIONS           options of one question; `-- --help` lists them

@@ -1,0 +1,157 @@
+"""What docs/benchmarks.md says between its markers: all of it from the reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpager.words import counted
+from kvpager_bench.downloads import CLAIMS, COMPARISONS, commit_name, machine_name
+from kvpager_bench.exact_cost_table import exact_cost_table
+from kvpager_bench.pictures.gallery import PICTURES, Picture
+from kvpager_bench.question import command_of
+from kvpager_bench.report import Column, Comparison, Report, comparison_cells, markdown_table
+from kvpager_bench.suite import shortfalls
+
+
+@dataclass(frozen=True)
+class Links:
+    """Where the page finds its files: before and after each of their names."""
+
+    before: str = "results/"
+    suffix: str = ""
+
+    def to(self, name: str, ending: str) -> str:
+        return f"{self.before}{name}{self.suffix}.{ending}"
+
+
+def benchmarks_text(
+    reports: Mapping[str, Report], links: Links, suite_seconds: float | None = None
+) -> str:
+    """The page from its first table on."""
+    parts = [_promises(reports, links)]
+    parts += [
+        _part(picture, reports[picture.report], links)
+        for picture in PICTURES
+        if picture.report in reports
+    ]
+    if "verify_all" in reports:
+        parts.append(_verified(reports["verify_all"], links))
+    if "exact_cost" in reports:
+        parts.append(_exact_cost(reports["exact_cost"], links))
+    short = [f"{name}: {line}" for name, report in reports.items() for line in shortfalls(report)]
+    parts.append(_listed("What fell short", short))
+    skipped: dict[str, str] = {}
+    for report in reports.values():
+        for entry in report.skipped:
+            skipped.setdefault(entry.peer, entry.reason)
+    parts.append(_listed("Peers left out", [f"{peer}: {why}" for peer, why in skipped.items()]))
+    parts.append(_downloads(reports, links, suite_seconds))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _promises(reports: Mapping[str, Report], links: Links) -> str:
+    """Of every question the last promise per peer, which is the one at the largest size."""
+    promised = [
+        (name, c)
+        for name, report in reports.items()
+        for c in report.comparisons
+        if c.aim is not None
+    ]
+    told = sum(len(report.comparisons) for report in reports.values())
+    files = (
+        f"[All {told} comparisons]({links.to(COMPARISONS, 'csv')}) and [all claims]"
+        f"({links.to(CLAIMS, 'csv')}) are files to download."
+    )
+    if not promised:
+        return files
+    columns = tuple(
+        Column(name, text=name in ("figure", "peer"))
+        for name in ("figure", "kvpager", "peer", "beside it", "ratio", "aim")
+    )
+    shown = {(name, comparison.peer): comparison for name, comparison in promised}
+    rows = [_promise(comparison) for comparison in shown.values()]
+    met = sum(comparison.holds for _, comparison in promised)
+    score = f"{met} of {len(promised)} aims are met. {files}"
+    return f"{markdown_table(columns, rows)}\n\n{score}"
+
+
+def _promise(comparison: Comparison) -> list[str]:
+    *cells, _ = comparison_cells(comparison)
+    cells[-1] += "" if comparison.holds else ", **missed**"
+    return cells
+
+
+def _part(picture: Picture, report: Report, links: Links) -> str:
+    return "\n\n".join(
+        [
+            f"## {picture.heading}",
+            f"![{picture.alt(report)}]({links.to(picture.name, 'png')})",
+            picture.told_beside(report),
+            origin(report, links),
+        ]
+    )
+
+
+def origin(report: Report, links: Links) -> str:
+    """Where the figures are from: the command, the machine, the commit, the rows."""
+    told = report.environment
+    name = _plain(report, links)
+    where = f"{machine_name(report)}, {counted(told['threads'], 'thread')}, torch {told['torch']}"
+    when = f"{str(told['date'])[:10]}, commit {commit_name(report)}"
+    return f"`{command_of(name)}`; {where}, {when}. [Its rows]({links.to(name, 'csv')})."
+
+
+def _verified(report: Report, links: Links) -> str:
+    told = [
+        f"- {verdict.claim}: {'holds' if verdict.holds else '**does not hold**'} "
+        f"({verdict.evidence})"
+        for verdict in report.verdicts
+    ]
+    return "\n\n".join(["## Every way to the same bits", "\n".join(told), origin(report, links)])
+
+
+def _exact_cost(report: Report, links: Links) -> str:
+    return "\n\n".join(
+        [
+            "## What exactness costs",
+            "One session: time to decode a token / to prefill 256 tokens, as multiples of what "
+            "transformers takes beside it (one-token steps over a DynamicCache; one-shot prefill), "
+            "by mode and rows M of a forward. Where a few rows are proven to give the bits of M, "
+            "decode runs in forwards of a few; `all, M only` is without such proofs.",
+            exact_cost_table(report),
+            origin(report, links),
+        ]
+    )
+
+
+def _downloads(reports: Mapping[str, Report], links: Links, suite_seconds: float | None) -> str:
+    """Every report: its rows, when, where and from what it was measured, and how to do it again."""
+    columns = tuple(
+        Column(name, text=name != "rows")
+        for name in ("report", "says", "rows", "date", "commit", "machine", "command")
+    )
+    rows = [
+        [
+            f"[{name}]({links.to(name, 'csv')})",
+            report.question.replace("|", "\\|"),
+            str(len(report.rows)),
+            str(report.environment["date"])[:10],
+            commit_name(report),
+            machine_name(report),
+            f"`{command_of(name)}`",
+        ]
+        for name, report in reports.items()
+    ]
+    lines = ["## Everything that was measured"]
+    if suite_seconds is not None:
+        lines.append(f"The suite, `make bench`, took {suite_seconds / 60:.0f} minutes.")
+    return "\n\n".join([*lines, markdown_table(columns, rows)])
+
+
+def _listed(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"## {title}", "", *(f"- {line}" for line in lines)]) if lines else ""
+
+
+def _plain(report: Report, links: Links) -> str:
+    return report.name.removesuffix(links.suffix) if links.suffix else report.name

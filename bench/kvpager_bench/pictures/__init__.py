@@ -1,0 +1,1 @@
+"""The pictures of the documentation: one message each, made from what the questions wrote."""

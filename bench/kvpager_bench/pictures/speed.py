@@ -1,0 +1,167 @@
+"""Pictures of time: a turn's cost, decoding, many sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvpager_bench.peers.recipes import PEERS
+from kvpager_bench.report import Cell, Report, significant, tokens_name
+
+Rows = Sequence[Mapping[str, Cell]]
+# Of a line: its label, the report's column, and how many of the column's units a plotted one has.
+Line = tuple[str, str, float]
+
+TURN_LINES: tuple[Line, ...] = (
+    ("kvpager, restored", "first_token_ms", 1e3),
+    ("llama.cpp, prefill", "llama_cold_s", 1.0),
+    ("transformers, prefill", "transformers_cold_s", 1.0),
+    ("kvpager, prefill", "cold_s", 1.0),
+    ("transformers, safetensors", "safetensors_ms", 1e3),
+    ("llama.cpp, state restored", "llama_ms", 1e3),
+)
+DECODE_LINES: tuple[Line, ...] = (
+    ("kvpager, 4K tokens selected", "tokens_per_s", 1.0),
+    ("transformers, full attention", "transformers_tokens_per_s", 1.0),
+    ("llama.cpp, full attention", "llama_tokens_per_s", 1.0),
+    ("kvpager, full attention", "dense_tokens_per_s", 1.0),
+)
+PACKING_LINES: tuple[Line, ...] = (
+    ("kvpager, together", "tokens_per_s", 1.0),
+    ("transformers, padded batch", "transformers_batch_tokens_per_s", 1.0),
+    ("kvpager, one by one", "one_by_one_tokens_per_s", 1.0),
+)
+MIXED = "mixed"
+
+
+def seconds(value: float) -> str:
+    """31 ms, 7.5 s."""
+    return f"{significant(value * 1e3, 2)} ms" if value < 1 else f"{significant(value, 2)} s"
+
+
+def turn_rows(report: Report) -> Rows:
+    """Of the shape with the most contexts, with the file read from disk where that was measured."""
+    dropped = [row for row in report.rows if row.get("file") == "dropped"] or report.rows
+    shapes: dict[Cell, list[Mapping[str, Cell]]] = {}
+    for row in dropped:
+        shapes.setdefault(row["shape"], []).append(row)
+    chosen = max(shapes.values(), key=lambda rows: len({row["context"] for row in rows}))
+    return sorted(chosen, key=lambda row: report.number(row, "context"))
+
+
+def turn_title(report: Report) -> str:
+    last = turn_rows(report)[-1]
+    warm, cold = (report.number(last, name) for name in ("first_token_ms", "transformers_cold_s"))
+    tokens = tokens_name(int(report.number(last, "context")))
+    return (
+        f"A saved conversation of {tokens} tokens goes on after {seconds(warm / 1e3)},\n"
+        f"restored from disk; to prefill it again takes transformers {seconds(cold)}"
+    )
+
+
+def draw_turn(report: Report) -> Any:
+    from kvpager_bench.pictures.canvas import against_context, blank
+
+    figure, axis = blank(turn_title(report))
+    rows = turn_rows(report)
+    contexts = sorted({report.number(row, "context") for row in rows})
+    against_context(axis, contexts, "time to the first token [s]")
+    _lines(axis, report, rows, TURN_LINES, "context", seconds)
+    return figure
+
+
+def decode_rows(report: Report) -> Rows:
+    """Of the last shape, the one that is most like a model in use."""
+    shape = report.rows[-1]["shape"]
+    rows = [row for row in report.rows if row["shape"] == shape]
+    return sorted(rows, key=lambda row: report.number(row, "context"))
+
+
+def decode_title(report: Report) -> str:
+    last = decode_rows(report)[-1]
+    ours, full, theirs = (
+        significant(report.number(last, name), 2)
+        for name in ("tokens_per_s", "dense_tokens_per_s", "transformers_tokens_per_s")
+    )
+    return (
+        f"At {tokens_name(int(report.number(last, 'context')))} tokens of context kvpager decodes "
+        f"{ours} tokens/s with 4K selected,\n{full} with full attention; transformers {theirs}"
+    )
+
+
+def draw_decode(report: Report) -> Any:
+    from kvpager_bench.pictures.canvas import against_context, blank
+
+    figure, axis = blank(decode_title(report))
+    rows = decode_rows(report)
+    contexts = [report.number(row, "context") for row in rows]
+    against_context(axis, contexts, "decode speed [tokens/s], one session")
+    _lines(axis, report, rows, DECODE_LINES, "context", lambda value: significant(value, 2))
+    return figure
+
+
+def packing_rows(report: Report) -> Rows:
+    """Of prompts of mixed lengths."""
+    rows = [row for row in report.rows if row["prompts"] == MIXED] or report.rows
+    return sorted(rows, key=lambda row: report.number(row, "sessions"))
+
+
+def packing_title(report: Report) -> str:
+    last = packing_rows(report)[-1]
+    together, alone = (
+        report.number(last, name) for name in ("tokens_per_s", "one_by_one_tokens_per_s")
+    )
+    return (
+        f"{report.number(last, 'sessions'):g} sessions together make {together:.0f} tokens/s,\n"
+        f"{significant(together / alone, 2)} times what they make one by one"
+    )
+
+
+def draw_packing(report: Report) -> Any:
+    from kvpager_bench.pictures.canvas import blank
+
+    figure, axis = blank(packing_title(report))
+    rows = packing_rows(report)
+    counts = [report.number(row, "sessions") for row in rows]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [f"{count:g}" for count in counts])
+    axis.minorticks_off()
+    most = max(report.number(row, column) for row in rows for _, column, _ in PACKING_LINES)
+    axis.set_ylim(0, 1.1 * most)
+    axis.set_xlabel("sessions")
+    axis.set_ylabel("generated tokens/s, all sessions")
+    axis.grid(alpha=0.25)
+    _lines(axis, report, rows, PACKING_LINES, "sessions", lambda value: f"{value:.0f}")
+    return figure
+
+
+def _lines(
+    axis: Any, report: Report, rows: Rows, lines: Sequence[Line], x: str, spelled: Any
+) -> None:
+    """The columns that the report has, the first one bold; each with its label and last value."""
+    from kvpager_bench.pictures.canvas import OTHERS, OURS, label_ends
+
+    ends = []
+    others = iter(OTHERS)
+    for label, column, per_unit in lines:
+        first = column == lines[0][1]
+        colour = OURS if first else next(others)
+        points = [
+            (report.number(row, x), report.number(row, column) / per_unit)
+            for row in rows
+            if isinstance(row.get(column), (int, float))
+        ]
+        if not points:
+            continue
+        shown = label.replace("transformers", f"transformers {report.environment['transformers']}")
+        shown = shown.replace("llama.cpp", PEERS["llama"].title)
+        axis.plot(
+            *zip(*points),
+            marker="o",
+            color=colour,
+            linewidth=3 if first else 1.6,
+            linestyle="-" if first or "kvpager" not in label else "--",
+            zorder=3 if first else 2,
+        )
+        ends.append((f"{shown}: {spelled(points[-1][1])}", *points[-1], colour))
+    label_ends(axis, ends)
