@@ -5,19 +5,10 @@
 
 #include "core/blake2b_lanes.h"
 #include "core/blake2b_rounds.h"
+#include "kvpager/processor.h"
 #include "kvpager/require.h"
 
 namespace kvpager {
-namespace {
-
-#ifdef KVPAGER_CORE_V3
-bool has_v3() {
-  static const bool has = (__builtin_cpu_init(), __builtin_cpu_supports("x86-64-v3") != 0);
-  return has;
-}
-#endif
-
-}  // namespace
 
 void Blake2b::compress(State* state, const unsigned char* block, uint64_t counted, bool last) {
   uint64_t m[16];
@@ -64,7 +55,7 @@ Blake2b::Digest Blake2b::operator()(const void* message, size_t bytes) const {
 void Blake2b::each(const void* const* messages, size_t bytes, size_t count, Digest* out) const {
   size_t done = 0;
 #ifdef KVPAGER_CORE_V3
-  if (has_v3() && bytes > 0) {
+  if (processor().level >= 3 && bytes > 0) {
     for (; done + kBlake2bLanes <= count; done += kBlake2bLanes) {
       blake2b_lanes_v3(keyed_.data(), counted_, messages + done, bytes, out[done].data());
     }

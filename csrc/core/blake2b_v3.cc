@@ -1,4 +1,6 @@
 // BLAKE2b once more, four messages side by side. Compiled for x86-64-v3; nothing of it is shared.
+#include <immintrin.h>
+
 #include <cstring>
 
 #include "core/blake2b_lanes.h"
@@ -17,7 +19,8 @@ inline Lanes rotated(Lanes words) {
   for (size_t i = 0; i < sizeof(Bytes); ++i) {
     from[i] = static_cast<uint8_t>(i / 8 * 8 + (i + kRight / 8) % 8);
   }
-  return reinterpret_cast<Lanes>(__builtin_shuffle(reinterpret_cast<Bytes>(words), from));
+  return reinterpret_cast<Lanes>(
+      _mm256_shuffle_epi8(reinterpret_cast<__m256i>(words), reinterpret_cast<__m256i>(from)));
 }
 
 }  // namespace

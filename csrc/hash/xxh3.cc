@@ -2,6 +2,7 @@
 
 #include "hash/xxh3_stripes.h"
 #include "hash/xxh3_v3.h"
+#include "kvpager/processor.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "inputs are read as little-endian words");
 
@@ -163,8 +164,7 @@ Hash128 hash128_to_240(const uint8_t* data, size_t bytes) {
 
 void sums_of(const uint8_t* data, size_t bytes, uint64_t* out) {
 #ifdef KVPAGER_HASH_V3
-  static const bool has_v3 = (__builtin_cpu_init(), __builtin_cpu_supports("x86-64-v3") != 0);
-  if (has_v3) return sum_stripes_v3(data, bytes, out);
+  if (processor().level >= 3) return sum_stripes_v3(data, bytes, out);
 #endif
   sum_stripes(data, bytes, out);
 }

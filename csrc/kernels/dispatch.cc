@@ -5,27 +5,10 @@
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
+#include "kvpager/processor.h"
 
 namespace kvpager {
 namespace {
-
-int machine_level() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("x86-64-v4")) return 4;
-  if (__builtin_cpu_supports("x86-64-v3")) return 3;
-#endif
-  return 1;
-}
-
-bool machine_has_vnni() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512vnni") != 0;
-#else
-  return false;
-#endif
-}
 
 const char* level_name(int level) { return level == 4 ? "v4" : level == 3 ? "v3" : "base"; }
 
@@ -40,7 +23,7 @@ const KernelTable& table_of(int level, bool vnni) {
 
 const KernelTable& chosen() {
   static const KernelTable& table =
-      table_of(choose_level(std::getenv("KVPAGER_ISA"), machine_level()), machine_has_vnni());
+      table_of(choose_level(std::getenv("KVPAGER_ISA"), processor().level), processor().vnni);
   return table;
 }
 
@@ -71,12 +54,12 @@ const KernelTable& kernels() {
 }
 
 std::vector<const KernelTable*> runnable_kernels() {
-  const int machine = machine_level();
+  const int machine = processor().level;
   std::vector<const KernelTable*> tables;
   for (const int level : {1, 3, 4}) {
     if (level <= machine) tables.push_back(&table_of(level, false));
   }
-  if (machine == 4 && machine_has_vnni()) tables.push_back(&table_of(4, true));
+  if (machine == 4 && processor().vnni) tables.push_back(&table_of(4, true));
   return tables;
 }
 

@@ -13,6 +13,7 @@
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "kvpager/layout.h"
+#include "kvpager/processor.h"
 #include "kvpager/thread_pool.h"
 
 namespace kvpager {
@@ -206,6 +207,17 @@ TEST_CASE("work too small to wake anybody for stays on the thread that brings it
       pool.worth_waking(1500));
   CHECK_FALSE(elsewhere);
 }
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+TEST_CASE("the processor is asked as the compiler's own library asks it") {
+  __builtin_cpu_init();
+  const Processor found = ask_processor();
+  CHECK((found.level >= 3) == (__builtin_cpu_supports("x86-64-v3") != 0));
+  CHECK((found.level >= 4) == (__builtin_cpu_supports("x86-64-v4") != 0));
+  CHECK((found.level >= 4 && found.vnni) ==
+        (found.level >= 4 && __builtin_cpu_supports("avx512vnni") != 0));
+}
+#endif
 
 TEST_CASE("KVPAGER_ISA chooses a tier, downwards only, and refuses words it does not know") {
   CHECK(choose_level(nullptr, 4) == 4);
