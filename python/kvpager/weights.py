@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import xxhash
 from blake3 import blake3
+
+from kvpager.held import held_by
 
 _BLOCK = 64 << 20  # bytes hashed at a time
 _SHARED = 16 << 20  # bytes of a block from which on starting threads for it pays
@@ -19,8 +22,9 @@ Progress = Callable[[int, int], object]
 def weights_digest(model: Any, progress: Progress | None = None) -> str:
     """BLAKE3 over name, shape, dtype and bytes of every live parameter and buffer, in hex.
 
-    It hashes live tensors, not files, so it covers an adapter that is active in memory. Hashes a
-    gigabyte or more per second and thread; resistant to collisions.
+    Of a quantised weight it covers all tensors that the weight is made of, and the settings they
+    are read with. It hashes live tensors, not files, so it covers an adapter that is active in
+    memory. Hashes a gigabyte or more per second and thread; resistant to collisions.
 
     Args:
         model: the model.
@@ -40,7 +44,8 @@ def _digest(
     hasher: Callable[[], Any],
     of_block: Callable[[Any], bytes],
 ) -> str:
-    tensors = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0])
+    held = held_by(model)
+    tensors = sorted(held.tensors, key=lambda item: item[0])
     total = sum(tensor.nbytes for _, tensor in tensors)
     report = progress or (lambda done, total: None)
     summary = hasher()
@@ -52,6 +57,9 @@ def _digest(
             summary.update(of_block(_on_host(block).numpy()))
             done += len(block)
             report(done, total)
+    if held.settings:
+        settings = sorted(held.settings, key=lambda item: item[0])
+        summary.update(json.dumps(settings, separators=(",", ":")).encode())
     return str(summary.hexdigest())
 
 
@@ -71,6 +79,7 @@ def _on_host(block: torch.Tensor) -> torch.Tensor:
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor's bytes in logical order, in blocks; copied only if it is not contiguous."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().as_subclass(torch.Tensor)
+    raw = plain.contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, max(1, len(raw)), _BLOCK):
         yield raw[start : start + _BLOCK]

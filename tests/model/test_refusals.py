@@ -136,37 +136,6 @@ def test_norms_in_float32_beside_a_model_of_sixteen_bits_are_accepted():
     check_supported(model)
 
 
-class Packed(torch.Tensor):
-    """A weight that says it is float32 and is kept otherwise, as libraries of quantisation do."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-def test_weights_of_another_kind_of_tensor_are_refused_and_named():
-    model = build("llama")
-    projection = model.model.layers[0].self_attn.q_proj
-    packed = projection.weight.detach().as_subclass(Packed)
-    projection.weight = torch.nn.Parameter(packed, requires_grad=False)
-    refused(model, "layers.0.self_attn.q_proj.weight is a Packed", "quantise")
-
-
-def test_integer_weights_are_refused_and_named():
-    model = build("llama")
-    weight = model.model.layers[2].mlp.down_proj.weight
-    whole = torch.nn.Parameter(weight.detach().to(torch.int8), requires_grad=False)
-    model.model.layers[2].mlp.down_proj.weight = whole
-    refused(model, "layers.2.mlp.down_proj.weight is int8", "quantise")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_modules_that_hold_quantised_weights_are_refused_and_named():
-    model = build("llama")
-    dynamic = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-    refused(dynamic, "quantise")
-
-
 @pytest.mark.parametrize("part", ["model", "layer", "wrapped layer", "forward"])
 def test_a_compiled_model_is_refused_at_once_and_accepted_once_loaded_again(part):
     model = build("llama")
@@ -262,12 +231,6 @@ def test_heads_of_another_size_in_some_layers_are_refused_and_not_raised():
         num_kv_shared_layers=0,
     )
     refused(transformers.AutoModelForCausalLM.from_config(config).eval(), "2 shapes")
-
-
-def test_quantised_weights_are_refused():
-    model = build("llama")
-    model.config.quantization_config = {"quant_method": "made up"}
-    refused(model, "quantised")
 
 
 def test_layers_of_different_shapes_are_refused():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvpager.hf.looks import changes_nothing
+from kvpager.hf.placement import replaced_to_place
 from kvpager.hf.structure import name_of
 
 _OWN = ("torch", "transformers")  # other fields of the fingerprint cover their modules
@@ -43,12 +44,14 @@ def _of_module(name: str, module: torch.nn.Module) -> Iterator[list[Any]]:
                 if callable(called) and not changes_nothing(called):
                     yield [name, key, name_of(called)]
         elif callable(value) and hasattr(kind, key) and not isinstance(value, torch.nn.Module):
+            if replaced_to_place(module, key):
+                continue
             yield [name, "method", key, name_of(value)]
 
 
 def _told(value: Any) -> Any:
     """A plain value in JSON's types, or None for any other."""
-    if isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (bool, int, float, str, torch.dtype)):
         return [type(value).__name__, repr(value)]
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=repr)

@@ -14,14 +14,15 @@ import torch
 
 from kvpager import numerics
 from kvpager.errors import UnsupportedModelError
+from kvpager.held import is_quantised
 from kvpager.hf.attention import running
 from kvpager.hf.decoder import decoder_of
 from kvpager.hf.head import Head
 from kvpager.hf.observe import Observation, Recorder, packed_inputs
 from kvpager.hf.operation_trial import OperationTrial, Pair, trial_of
 from kvpager.hf.operations import PRODUCT, UNKNOWN, Operation, recorded
-from kvpager.hf.support import has_expert_weights
 from kvpager.hf.units import tried_products
+from kvpager.hf.weights import has_expert_weights
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,11 @@ class Between:
         self._run = run
         self._base = base
         self._tried = tried_products(model, seen)
+        self._parts = [
+            module
+            for module in model.modules()
+            if is_quantised(module) and not any(module.children())
+        ]
         self._experts = {
             tuple(sorted(weight.shape[1:]))
             for call in seen.calls
@@ -59,7 +65,7 @@ class Between:
         return {count: what for count in counts if (what := self._difference(count))}
 
     def _recorded(self, count: int) -> list[Operation]:
-        return recorded(lambda: self._run(count), self._tried)
+        return recorded(lambda: self._run(count), self._tried, self._parts)
 
     def _require_independent_rows(self) -> None:
         few = 2 if self._base != 2 else 3  # beside which the dimensions of rows show
@@ -92,7 +98,7 @@ class Between:
         if pairs is None:
             return f"{self._name}, which then does other operations"
         for pair in pairs:
-            if pair.whole.kind == UNKNOWN and pair.has_rows:
+            if pair.whole.kind == UNKNOWN and pair.has_rows and not pair.whole.in_part:
                 return f"{pair.other}, which is not known to be of each row alone"
             try:
                 trial = self._trial(pair)

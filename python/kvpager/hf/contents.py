@@ -25,7 +25,7 @@ class Contents:
     """What some tensors held when this was made. Keeps their memory alive."""
 
     def __init__(self, model: Any, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        tensors = [tensor.detach() for _, tensor in named]
+        tensors = [tensor.detach().as_subclass(torch.Tensor) for _, tensor in named]
         self._names = [name for name, _ in named]
         self._kept = [tensor.untyped_storage() for tensor in tensors]
         self._on_cpu = [i for i, one in enumerate(tensors) if one.device.type == "cpu"]
@@ -58,7 +58,8 @@ class _Gathered:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         generator = torch.Generator("cpu").manual_seed(0)
-        self._tensors = list(tensors)
+        # Not every operation knows numbers of a byte.
+        self._tensors = [x.view(torch.uint8) if x.itemsize == 1 else x for x in tensors]
         self._places = [
             torch.randint(
                 max(1, tensor.numel()),

@@ -39,7 +39,7 @@ class Watch:
     """While entered, notes calls of modules in this thread (context).
 
     before: called with the arguments of each call of `modules`. after: called with each output of
-    `whole`.
+    `whole`. ended: called with each output of `modules`.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Watch:
         after: Note,
         modules: Iterable[torch.nn.Module] = (),
         before: Note | None = None,
+        ended: Note | None = None,
     ) -> None:
         self._whole = whole
         self._modules = list(modules)
@@ -56,7 +57,8 @@ class Watch:
         self._after = OwnHook(mark, after)
         self._before = None if before is None else OwnHook(mark, before)
         self._token: Token[object] | None = None
-        hooks = [hook for hook in (self._after, self._before) if hook is not None]
+        self._ended = None if ended is None else OwnHook(mark, ended)
+        hooks = [hook for hook in (self._after, self._before, self._ended) if hook is not None]
         # An interruption may strike in the middle of entering or of leaving.
         self._removal = weakref.finalize(self, _remove, [whole, *self._modules], hooks)
         self._removal.atexit = False
@@ -65,9 +67,11 @@ class Watch:
         try:
             self._token = _watching.set(self._mark)
             self._whole.register_forward_hook(self._after)
-            if self._before is not None:
-                for module in self._modules:
+            for module in self._modules:
+                if self._before is not None:
                     module.register_forward_pre_hook(self._before, with_kwargs=True)
+                if self._ended is not None:
+                    module.register_forward_hook(self._ended)
         except BaseException:
             self._leave()
             raise

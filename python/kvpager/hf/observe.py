@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,13 +11,15 @@ from typing import Any
 import torch
 
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
+from kvpager.held import held_by_one
 from kvpager.hf.attention import running
 from kvpager.hf.bits import same_bits
 from kvpager.hf.cancelling import line_bytes
 from kvpager.hf.decoder import decoder_of
 from kvpager.hf.head import HEAD_ROWS, Head
 from kvpager.hf.hooks import Watch
-from kvpager.hf.support import has_expert_weights
+from kvpager.hf.placement import only_aligns
+from kvpager.hf.weights import has_expert_weights
 
 LayerTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -187,12 +190,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Equal for modules that library kernels cannot tell apart but by content."""
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    held = held_by_one(module)
     return (
         type(module),
-        id(module) if "forward" in vars(module) else None,  # patched: one of its kind
+        json.dumps(held.settings),
+        # One of its kind, if it is patched.
+        id(module) if "forward" in vars(module) and not only_aligns(module) else None,
         tuple(
-            (name, x.shape, x.stride(), x.dtype, x.data_ptr() % line_bytes(x)) for name, x in own
+            (name, x.shape, x.stride(), x.dtype, x.data_ptr() % line_bytes(x))
+            for name, x in held.tensors
         ),
         tuple((x.shape, x.stride(), x.dtype) for x in tensors_in((args, kwargs))),
     )

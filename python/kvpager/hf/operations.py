@@ -7,7 +7,8 @@ real forward, and nothing else decides a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpager import _core
+from kvpager.hf.hooks import Watch
 
 _ALIGNMENT = 64  # bytes: a processor's cache line, to which torch aligns what it allocates
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"})
@@ -74,12 +76,14 @@ class Operation:
         op: the function.
         arguments: positional ones, then pairs of name and value; tensors are TensorSpec.
         results: its tensors.
+        in_part: within a module that is tried alone, with the weights it has.
     """
 
     op: Any
     arguments: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...]
     results: tuple[TensorSpec, ...]
+    in_part: bool = False
 
     @property
     def name(self) -> str:
@@ -143,18 +147,23 @@ def rebuilt(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return tuple(rebuilt(item, tensors) for item in value) if isinstance(value, tuple) else value
 
 
-def recorded(call: Callable[[], object], tried: frozenset[int] = frozenset()) -> list[Operation]:
+def recorded(
+    call: Callable[[], object],
+    tried: frozenset[int] = frozenset(),
+    parts: Sequence[torch.nn.Module] = (),
+) -> list[Operation]:
     """Every operation of a call that computes something, in order. Products give zeros meanwhile.
 
     Args:
         call: what to run, in this thread.
         tried: addresses of weights whose products were tried otherwise.
+        parts: modules that were tried alone, with the weights they have.
     """
     recording = _Recording(tried)
     try:
         # Entered and left natively, so that an interrupt cannot strike in between: torch enters and
         # leaves a mode in several steps of Python, and a mode left active would zero all products.
-        with _core.ContextValue(_active, recording), recording:
+        with recording.inside(parts), _core.ContextValue(_active, recording), recording:
             call()
     finally:
         _take_left_behind()
@@ -179,6 +188,18 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self._tried = tried
         self._whole: set[Any] = set()  # functions that call no others
+        self._part: torch.nn.Module | None = None  # that runs
+
+    def inside(self, parts: Sequence[torch.nn.Module]) -> AbstractContextManager[object]:
+        """While entered, notes which operations are of these modules."""
+
+        def begin(module: torch.nn.Module, *_: Any) -> None:
+            self._part = self._part or module
+
+        def end(module: torch.nn.Module, *_: Any) -> None:
+            self._part = None if self._part is module else self._part
+
+        return Watch(parts[0], lambda *_: None, parts, begin, end) if parts else nullcontext()
 
     def __torch_dispatch__(
         self,
@@ -191,6 +212,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if _active.get() is not self:
             return func(*args, **kwargs)
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # it calls functions of the tensors that it is made of
         if func not in self._whole:
             with self:  # what a composite function calls comes here too
                 made = func.decompose(*args, **kwargs)
@@ -203,7 +226,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments, named = self._noted(args), self._noted(tuple(kwargs.items()))
         made = _zeros(base_name(func), args) if kind == PRODUCT else func(*args, **kwargs)
         results = tuple(specs_in(self._noted((made,))))
-        self.operations.append(Operation(func, arguments, named, results))
+        part = self._part is not None
+        self.operations.append(Operation(func, arguments, named, results, part))
         return made
 
     def _noted(self, value: Any) -> Any:

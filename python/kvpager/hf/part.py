@@ -52,6 +52,9 @@ class Part:
         if probe.neighbour_dependent():
             what = "what other rows of the forward hold"
             remedy = "use an architecture or implementation that computes each row alone"
+            if self._unit.quantised:
+                what += " (a scale of activations over several rows, or columns chosen by them)"
+                remedy = "quantise weights alone, or activations by a scale of each token"
         else:
             what = "its index in the forward"
             remedy = "set rows to a multiple of 64, or use one torch thread or another dtype"

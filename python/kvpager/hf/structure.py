@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig
 
 from kvpager import _core
+from kvpager.held import Held
 from kvpager.hf.looks import changes_nothing
 
 _DEPTH = 3  # of lists and dictionaries in one another
@@ -35,7 +36,8 @@ _USED = frozenset({"warnings_issued", "generation_config"})
 class Structure:
     """The objects a model is made of, as they were when this was made."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, held: Held) -> None:
+        """`held`: what the model computes with."""
         self._table = _core.ObjectTable()
         self._places: list[tuple[str, Any, Any]] = []  # (name, kind, container)
         self._before: list[Any] = []  # copies of the containers, which keep what was in them
@@ -44,6 +46,12 @@ class Structure:
         self._configs: set[int] = set()
         for name, module in model.named_modules():
             self._add_module(name, module)
+        for name, container in {id(one): (name, one) for name, one in held.containers}.values():
+            self._add(name, "value", container)
+        # Another tensor's dictionary may take the place of one, with all that is in it.
+        self._made = [tensor for _, tensor in held.made_of_others]
+        self._made_names = [name for name, _ in held.made_of_others]
+        self._made_of = [vars(tensor) for tensor in self._made]
         for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
             self._add(f"torch's {name}", "hooks", getattr(torch_module, name))
         types = {type(module) for _, module in model.named_modules()}
@@ -58,6 +66,8 @@ class Structure:
             # Other objects, but equal ones, or of no consequence.
             self._before[number] = _copied(self._places[number][2])
             self._table.refresh(number)
+        if self._made and list(map(id, map(vars, self._made))) != list(map(id, self._made_of)):
+            return self._exchanged()
         for number in self._table.changed_types():
             name, module = self._objects[number]
             return f"module {name or '(the model)'} has become a {type(module).__name__}"
@@ -132,10 +142,18 @@ class Structure:
             if kind == "module" and key not in old and not hasattr(self._type_of(number), key):
                 continue  # something that no method of the class looks for
             was, now = _told(old, key), _told(new, key)
+            if now == was:
+                return f"{where}[{key!r}] was replaced"
             if kind == "value":
                 return f"{where}[{key!r}] is {now}, and was {was}"
             return f"{where}.{key} is {now}, and was {was}"
         return None
+
+    def _exchanged(self) -> str:
+        for name, tensor, before in zip(self._made_names, self._made, self._made_of):
+            if vars(tensor) is not before:
+                return f"{name} was exchanged for another tensor"
+        raise AssertionError("unreachable: a dictionary is another")
 
     def _type_of(self, number: int) -> type:
         container = self._places[number][2]

@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpager.errors import UnsupportedModelError
+from kvpager.hf.placement import placement_problems
 from kvpager.hf.recurrent import is_recurrent
-from kvpager.hf.weights import compiled_part, weight_problems
+from kvpager.hf.weights import compiled_part, has_expert_weights, weight_problems
 from kvpager.numerics import tunes_kernels
 
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")
@@ -94,11 +95,6 @@ def has_experts(model: Any) -> bool:
     )
 
 
-def has_expert_weights(module: torch.nn.Module) -> bool:
-    """Whether a module holds matrices of several experts."""
-    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-
-
 def require_known_experts(model: Any, modules: Iterable[torch.nn.Module]) -> None:
     """Raises UnsupportedModelError if rows choose among experts that no module of these holds.
 
@@ -118,7 +114,8 @@ def _problems(
     config = model.config
     yield from _kind_problems(model)
     if loaded:
-        yield from _placement_problems(model)
+        yield from placement_problems(model)
+        yield from _tuning_problems()
     recurrent = is_recurrent(model)
     mixing = sorted(set(getattr(config, "layer_types", None) or ()) - set(_PLAIN_LAYERS))
     if recurrent and not one_at_a_time:
@@ -177,22 +174,7 @@ def _kind_problems(model: Any) -> Iterator[tuple[str, str]]:
         yield "it is in training mode (dropout is random)", "call model.eval() first"
 
 
-def _placement_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    tensors = [*model.parameters(), *model.buffers()]
-    places = sorted({str(tensor.device) for tensor in tensors})
-    if "meta" in places:
-        yield (
-            "some of its weights are not in memory (meta tensors, or offloaded ones)",
-            "load it whole, without device_map, to the CPU or to one GPU",
-        )
-    elif len(places) != 1:
-        yield (
-            f"its parameters are on {', '.join(places)}, and rows of one forward are computed on "
-            "one device",
-            'load it without device_map, to the CPU or to one GPU: model.to("cuda")',
-        )
-    elif tensors[0].device.type not in ("cpu", "cuda"):
-        yield f"its parameters are on {places[0]}", 'call model.to("cuda") or model.to("cpu")'
+def _tuning_problems() -> Iterator[tuple[str, str]]:
     if tunes_kernels():
         yield (
             "torch.cuda.tunable times kernels and takes the fastest, so that a row's bits depend "

@@ -15,15 +15,18 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from kvpager.errors import UnsupportedModelError
+from kvpager.held import is_plain, is_quantised
 from kvpager.hf.cancelling import cancelling_product
+from kvpager.hf.cancelling_rows import cancelling_rows
 from kvpager.hf.experts import affordable_rows, expert_samples
 from kvpager.hf.head import HEAD_ROWS, Head
 from kvpager.hf.observe import Call, Observation, tensors_in
 from kvpager.hf.replay import Replay
 from kvpager.hf.rowwise import Sample
-from kvpager.hf.support import has_expert_weights
+from kvpager.hf.weights import has_expert_weights
 
 _ACTIVATION_TRIALS = 8
+_QUANTISED_TRIALS = 4  # a count of one row is tried with three rows of each
 _NOTHING = (torch.nn.Dropout, torch.nn.Identity)
 _PLAIN_PRODUCTS = (torch.nn.Linear, Conv1D)  # their content adds nothing to a product that cancels
 
@@ -40,6 +43,7 @@ class Unit:
         base: the row count that others are compared with.
         samples: makes what to try, of a given number of rows.
         gathers: it gathers matrices for every row, so that many rows take much memory.
+        quantised: its weights are.
     """
 
     kind: str
@@ -50,6 +54,7 @@ class Unit:
     base: int
     samples: Callable[[int], list[Sample]]
     gathers: bool = False
+    quantised: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -78,7 +83,10 @@ def head_unit(model: Any, seen: Observation) -> Unit:
     finish = Head(model).finish
 
     def samples(rows: int) -> list[Sample]:
-        products = [replace(sample, dear=True) for sample in _products(replay, rows)]
+        products = _products(replay, rows)
+        if not products and is_quantised(module):
+            products = _samples(replay, rows)
+        products = [replace(sample, dear=True) for sample in products]
         if finish is None:
             return products
         generator = torch.Generator("cpu").manual_seed(0)
@@ -108,6 +116,7 @@ def _unit(replay: Replay, base: int, samples: Callable[[int], list[Sample]]) -> 
         dtype=(weights or replay.inputs)[0].dtype,
         base=base,
         samples=samples,
+        quantised=is_quantised(replay.module),
     )
 
 
@@ -141,6 +150,13 @@ def _samples(replay: Replay, rows: int) -> list[Sample]:
     if not any(x.is_floating_point() for x in given):
         return samples
     generator = torch.Generator("cpu").manual_seed(0)
+    if is_quantised(replay.module):
+        for _ in range(_QUANTISED_TRIALS):
+            drawn = [_random_like(x, generator) for x in given]
+            if len(drawn) == 1:
+                drawn = [cancelling_rows(lambda x: replay([x])[0], drawn[0], generator)]
+            samples.append(Sample(replay, drawn))
+        return samples
     has_weights = any(True for _ in replay.module.parameters())
     if has_weights or len(given) > 1:
         samples.append(Sample(replay, [_random_like(x, generator) for x in given]))
@@ -173,6 +189,8 @@ def _multiplies(module: Any, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether a module is a product of its only argument and its weight, as far as shapes tell."""
     weight = getattr(module, "weight", None)
     if len(inputs) != 1 or not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        return False
+    if not is_plain(weight) or is_quantised(module):
         return False
     return inputs[0].dtype == weight.dtype and inputs[0].shape[-1] == weight.shape[_summed(module)]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvpager.errors import ModelChangedError
+from kvpager.held import held_by
 from kvpager.hf.contents import Contents
 from kvpager.hf.structure import Structure, kind_of
 
@@ -29,8 +30,10 @@ class ModelWatch:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._dtype = model.dtype
-        self._structure = Structure(model)
-        named = [*model.named_parameters(), *model.named_buffers()]
+        held = held_by(model)
+        self._structure = Structure(model, held)
+        # A tensor that several weights are made of counts once.
+        named = [*{id(one): (name, one) for name, one in held.tensors}.values()]
         self._names = [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
         self._counted = [one for one in self._tensors if not one.is_inference()]
@@ -78,6 +81,11 @@ class ModelWatch:
         what = self._structure.changed()
         if what is not None:
             return what
+        # A library's own kind of tensor may have a say in functions of it; these ask torch alone.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # no public name
+            return self._tensors_changed()
+
+    def _tensors_changed(self) -> str | None:
         if list(map(_ADDRESS, self._tensors)) != self._addresses:
             return self._moved()
         if sum(map(_VERSION, self._counted)) != self._versions:

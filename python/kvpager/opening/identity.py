@@ -10,6 +10,7 @@ from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.hf import attach, check_supported
 from kvpager.hf.behaviour import behaviour_digest
+from kvpager.hf.first_forward import settle_weights
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.choices import row_choices, vocab_size
@@ -71,6 +72,7 @@ def identify(core: EngineCore, progress: Progress, *, proven: bool = False) -> N
 
     proven: keep the row counts and the layout found before.
     """
+    settle_weights(core.model)
     watch = ModelWatch(core.model)
     recurrent = is_recurrent(core.model)
     if recurrent or not proven:

@@ -16,7 +16,9 @@ from mutants.catalogue.own_attention import OWN_ATTENTION
 from mutants.catalogue.ownership import OWNERSHIP
 from mutants.catalogue.paging import PAGING
 from mutants.catalogue.probes import PROBES
+from mutants.catalogue.quantised import QUANTISED
 from mutants.catalogue.recurrent import RECURRENT
+from mutants.catalogue.results import RESULTS
 from mutants.catalogue.rotary import ROTARY
 from mutants.catalogue.runtime import RUNTIME
 from mutants.catalogue.sampling import SAMPLING
@@ -40,6 +42,7 @@ CATALOGUE = (
     *WINDOWS,
     *PROBES,
     *OWN_ATTENTION,
+    *QUANTISED,
     *ROTARY,
     *SEGMENT_MUTANTS,
     *SEGMENT_COMMANDS,
@@ -49,6 +52,7 @@ CATALOGUE = (
     *TRANSFORMERS_CACHES,
     *SAMPLING,
     *FRONT_DOOR,
+    *RESULTS,
     *COMPANIONS,
     *DRAFTS,
     *RECURRENT,

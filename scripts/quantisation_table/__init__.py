@@ -1,0 +1,1 @@
+"""What `scripts/quantisation.py` tries, and how."""
