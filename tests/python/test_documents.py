@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import kvpager
+from kvpager_bench.report import Comparison, comparison_cells
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "model"))
@@ -81,13 +83,16 @@ def test_the_readme_is_one_screen_with_limitations() -> None:
 def test_the_figures_of_the_readme_are_those_that_were_measured() -> None:
     table = README.split("## Results")[1].split("\n\n")[2]
     rows = [[cell.strip() for cell in row.split("|")[2:5]] for row in table.splitlines()[2:]]
-    measured = (ROOT / "docs/results/bench.md").read_text(encoding="utf-8")
-    lines = [line.replace(",", "") for line in measured.splitlines()]
-    for ours, theirs, ratio in rows:
-        cells = [f"| {part.partition(':')[0].replace(',', '')} " for part in (ours, theirs, ratio)]
-        assert any(
-            all(re.search(r"\|\s+" + re.escape(cell[2:]), line) for cell in cells) for line in lines
-        ), cells
+    measured = {
+        tuple(comparison_cells(comparison)[place] for place in (1, 3, 4))
+        for path in (ROOT / "bench" / "results").glob("*.json")
+        for comparison in json.loads(path.read_text(encoding="utf-8")).get("comparisons", [])
+        for comparison in [Comparison(**comparison)]
+    }
+    assert len(rows) == 5
+    for row in rows:
+        cells = tuple(cell.partition(":")[0].replace(",", "") for cell in row)
+        assert cells in measured
 
 
 def test_check_invariants_cites_only_numbers_that_design_defines() -> None:

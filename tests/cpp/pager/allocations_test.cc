@@ -240,10 +240,10 @@ PAGER_TEST("the index of names grows at a commit or the commit is none") {
   // most. Then a restore takes that room: 26 chunks, 5 and 2.
   const auto more = some_tokens(2 * 16, 9);
   const int64_t chunks = 26;
+  const OnDevice processor("cpu");
   PagerOptions options = small_options(8, 64);
   options.rows = 32;
   options.smaller_rows = {16};
-  const OnDevice processor("cpu");
   const Folder folder;
   const auto reader = saved_turn(folder);
   bool failed = true;
