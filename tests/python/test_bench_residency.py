@@ -27,8 +27,8 @@ def report(tmp_path_factory):
 
 def places(row):
     """Tier and number of chunks, in logical order."""
-    parts = (part.split(" ") for part in row["places"].split(", "))
-    return [(tier, int(count)) for count, tier in parts]
+    tiers = {"p": "pool", "h": "host", "d": "disk"}
+    return [(tiers[part[-1]], int(part[:-1])) for part in row["places"].split(" ")]
 
 
 def test_a_row_follows_each_forward_and_each_answer(report):

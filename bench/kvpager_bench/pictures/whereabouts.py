@@ -14,11 +14,11 @@ _NAMES = {"pool": "in the pool", "host": "in host memory", "disk": "on disk"}
 
 
 def places(text: str) -> list[str]:
-    """The tier of every chunk, from how many neighbours each has: "2 pool, 1 disk"."""
+    """The tier of every chunk, from how many neighbours each has: "2p 1d"."""
+    tiers = {tier[0]: tier for tier in TIERS}
     found = []
-    for part in text.split(", "):
-        count, tier = part.split(" ")
-        found += [tier] * int(count)
+    for part in text.split(" "):
+        found += [tiers[part[-1]]] * int(part[:-1])
     return found
 
 

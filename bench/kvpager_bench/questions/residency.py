@@ -50,8 +50,8 @@ def where(session: Session) -> list[str]:
 
 
 def runs(places: list[str]) -> str:
-    """How many neighbouring chunks each tier has: "160 disk, 64 host, 32 pool"."""
-    return ", ".join(f"{len(list(same))} {place}" for place, same in groupby(places))
+    """How many neighbouring chunks each tier has, by its first letter: "160d 64h 32p"."""
+    return " ".join(f"{len(list(same))}{place[0]}" for place, same in groupby(places))
 
 
 class Record:
