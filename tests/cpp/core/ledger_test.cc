@@ -19,8 +19,9 @@ ChunkName name_of(const std::vector<TokenId>& tokens, const ChunkName& parent = 
   return namer.next(parent, tokens.data(), static_cast<int64_t>(tokens.size()), Provenance::kExact);
 }
 
+// The parent's name by value: a ledger that grows moves its records.
 RecordId sealed(Ledger* ledger, const std::vector<TokenId>& tokens = kTokens,
-                const ChunkName& parent = {}) {
+                const ChunkName parent = {}) {
   const RecordId id = ledger->create(ChunkState::kSealed);
   ChunkRecord& record = (*ledger)[id];
   record.tokens = tokens;
