@@ -105,7 +105,7 @@ void fill(std::byte* data, size_t bytes, DType dtype, uint32_t seed) {
     for (size_t i = 0; i < bytes / 4; ++i) x[i] = static_cast<float>(random() % 2001) * 1e-3f - 1;
   } else {
     uint16_t* x = reinterpret_cast<uint16_t*>(data);
-    const uint16_t base = dtype == DType::kBFloat16 ? 0x3E00 : 0x3000;
+    const uint16_t base = dtype == DType::kFloat16 ? 0x3000 : 0x3E00;  // scales are bfloat16
     for (size_t i = 0; i < bytes / 2; ++i) x[i] = static_cast<uint16_t>(base | (random() & 0x81FF));
   }
 }
@@ -289,7 +289,8 @@ std::string name_of(const Shape& shape) {
 }
 
 void all_attention(const Options& options, double budget, kvpager::ThreadPool& pool) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+  for (const DType dtype :
+       {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kQ8, DType::kQ4}) {
     if (!options.dtype.empty() && options.dtype != kvpager::dtype_name(dtype)) continue;
     for (const Shape& shape :
          {Shape{16, 8, 128}, Shape{8, 2, 64}, Shape{32, 8, 128}, Shape{16, 2, 128}}) {

@@ -19,7 +19,8 @@ int64_t AttendWorkspace::bytes() const {
   for (const ThreadScratch& scratch : impl_->threads) {
     total += scratch.tile.bytes() + scratch.states.bytes();
   }
-  return total + capacity_bytes(impl_->order) + capacity_bytes(impl_->tiles) +
+  return total + capacity_bytes(impl_->integers) + capacity_bytes(impl_->units) +
+         capacity_bytes(impl_->order) + capacity_bytes(impl_->tiles) +
          capacity_bytes(impl_->walks) + capacity_bytes(impl_->pieces);
 }
 
@@ -40,7 +41,7 @@ void check_tensor(const char* name, const TensorView& tensor, int64_t rows, int6
     throw InvalidArgumentError(str(name, " is [", tensor.rows, ", ", tensor.heads, ", ", tensor.dim,
                                    "]; expected [", rows, ", ", heads, ", ", dim, "]"));
   }
-  if (!is_supported(tensor.dtype)) {
+  if (!is_float(tensor.dtype)) {
     throw InvalidArgumentError(
         str(name, " is ", dtype_name(tensor.dtype), "; expected float32, float16 or bfloat16"));
   }
@@ -202,6 +203,11 @@ void attend_begin(const AttendParams& params, AttendWorkspace& workspace, Thread
   impl.totals.reserve(params.rows * params.q_heads * problem.stride);
   const bool widen = params.q.dtype != DType::kFloat32;
   if (widen) impl.queries.reserve(params.rows * params.q_heads * params.layout->k_dim);
+  const bool coded = is_coded(params.layout->k_dtype);
+  if (coded) {
+    impl.units.resize(static_cast<size_t>(params.rows * params.q_heads));
+    impl.integers.resize(impl.units.size() * static_cast<size_t>(params.layout->k_dim));
+  }
   const int64_t v_dim = params.layout->v_dim;
   for (const int64_t row : impl.order) {
     for (int64_t head = 0; head < params.q_heads; ++head) {
@@ -216,6 +222,12 @@ void attend_begin(const AttendParams& params, AttendWorkspace& workspace, Thread
                             row * params.q.row_stride + head * params.q.head_stride;
         float* wide = impl.queries.data() + (row * params.q_heads + head) * params.layout->k_dim;
         kernels().to_float(q, params.q.dtype, params.layout->k_dim, wide);
+      }
+      if (coded) {
+        const auto at = static_cast<size_t>(row * params.q_heads + head);
+        impl.units[at] =
+            kernels().round_query(problem.query(row, head), params.layout->k_dim,
+                                  &impl.integers[at * static_cast<size_t>(params.layout->k_dim)]);
       }
     }
   }

@@ -1,6 +1,7 @@
 // One tile against many queries: scores, online softmax, weighted values. The order of every
 // operation is the one attention.h states; a query's own sequence of operations is the same in a
 // block of one and of many.
+#include "kernels/attend_codes_isa.h"
 #include "kernels/attend_product_isa.h"
 
 namespace kvpager {
@@ -8,7 +9,7 @@ namespace KVPAGER_ISA_NS {
 namespace {
 
 // Keys or values of a tile, [rows][stride], with what is fetched while they are read.
-struct Side {
+struct Operand {
   const void* data;
   DType dtype;
   int64_t stride;
@@ -35,22 +36,26 @@ KVPAGER_INLINE void each_block(int64_t count, Function fn) {
 }
 
 // A side that many blocks go through is widened once, into memory that stays in the caches.
-Side widened(const Side& side, int64_t rows, float* wide) {
+Operand widened(const Operand& side, int64_t rows, float* wide) {
   if (side.dtype == DType::kFloat32) return side;
   to_float(side.data, side.dtype, rows * side.stride, wide);
   return {wide, DType::kFloat32, side.stride, 0};
 }
 
-// Lines [block / blocks, (block + 1) / blocks) of the next tile's side.
-void fetch_share(const Side& side, int64_t rows, int64_t block, int64_t blocks) {
-  if (side.ahead == 0) return;
-  const int64_t lines = rows * side.stride * dtype_bytes(side.dtype) / 64;
-  const uintptr_t next =
-      reinterpret_cast<uintptr_t>(side.data) + static_cast<uintptr_t>(side.ahead);
-  for (int64_t line = lines * block / blocks; line < lines * (block + 1) / blocks; ++line) {
+// Lines [first, last) of the next tile's side.
+void fetch_lines(const void* data, int64_t ahead, int64_t first, int64_t last) {
+  if (ahead == 0) return;
+  const uintptr_t next = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(ahead);
+  for (int64_t line = first; line < last; ++line) {
     __builtin_prefetch(reinterpret_cast<const void*>(next + static_cast<uintptr_t>(64 * line)), 0,
                        2);
   }
+}
+
+// Of `bytes`, what falls to one block of several.
+void fetch_share(const void* data, int64_t ahead, int64_t bytes, int64_t block, int64_t blocks) {
+  const int64_t lines = bytes / 64;
+  fetch_lines(data, ahead, lines * block / blocks, lines * (block + 1) / blocks);
 }
 
 // Queries that are softened together, so that one exp gives the factors of all.
@@ -77,7 +82,7 @@ KVPAGER_INLINE float greatest(const Softening& by, bool plain, const TileQuery& 
   for (int t = query.begin & ~15; t < query.end; t += 16) {
     Vec x = mul(load(s + t), by.scaling);
     if (by.capped) x = mul(tanh(div(x, by.cap)), by.cap);
-    x = keep_range(x, query.begin - t, query.end - t);
+    x = keep_range(x, query.begin - t, query.end - t, -__builtin_inff());
     store(s + t, x);
     top = max(top, x);
   }
@@ -138,7 +143,7 @@ void soften(const TileParams& params, const TileQuery* queries, int count, float
 
 // Values for a block of queries. Each query adds its own visible tokens in ascending order and no
 // others: those all queries of the block see go through together, the rest one query at a time.
-void accumulate(const TileParams& params, const Side& v, const TileQuery* queries, int count,
+void accumulate(const TileParams& params, const Operand& v, const TileQuery* queries, int count,
                 const float* const* weights, const float* rescale) {
   int common_begin = 0;
   int common_end = params.tokens;
@@ -176,51 +181,142 @@ void accumulate(const TileParams& params, const Side& v, const TileQuery* querie
   }
 }
 
-}  // namespace
+bool is_code(DType dtype) { return dtype == DType::kQ8 || dtype == DType::kQ4; }
 
-void attend_tile(const TileParams& params) {
-  Side k = {params.k, params.k_dtype, params.tokens, distance(params.k, params.next_k)};
-  Side v = {params.v, params.v_dtype, params.v_dim, distance(params.v, params.next_v)};
+// Queries that go through a tile in one block fetch the next one row by row as they read; where there are
+// many, its lines are spread over the blocks.
+bool in_one_block(const TileParams& params) { return params.count <= kQueryBlock; }
+
+// The block's queries, where their scores go, and the tokens that any of them sees.
+struct ScoreBlock {
+  ScoreBlock(const TileParams& params, int64_t first, int count, float* scores)
+      : begin(params.tokens), end(0) {
+    for (int i = 0; i < count; ++i) {
+      const TileQuery& query = params.queries[first + i];
+      q[i] = query.q;
+      integers[i] = query.integers;
+      units[i] = query.unit;
+      out[i] = scores + (first + i) * params.tokens;
+      if (query.begin < begin) begin = query.begin;
+      if (query.end > end) end = query.end;
+    }
+    begin &= ~15;
+    end = (end + 15) & ~15;
+  }
+  const float* q[kQueryBlock];
+  const int16_t* integers[kQueryBlock];
+  float units[kQueryBlock];
+  float* out[kQueryBlock];
+  int begin;
+  int end;
+};
+
+void score(const TileParams& params, float* scores, float* wide) {
+  const Operand k = {params.k, params.k_dtype, params.tokens, distance(params.k, params.next_k)};
+  const Operand read = params.count > kWidenQueries ? widened(k, params.k_dim, wide) : k;
+  const int64_t bytes = int64_t{params.tokens} * params.k_dim * dtype_bytes(params.k_dtype);
+  const bool few = in_one_block(params);
+  each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
+    const ScoreBlock of(params, first, count, scores);
+    if (!few) fetch_share(k.data, k.ahead, bytes, block, blocks);
+    multiply(read.dtype, count,
+             {of.q, 0, params.k_dim, read.data, read.stride, of.out, Start::kZero, nullptr,
+              few ? k.ahead : 0},
+             of.begin, of.end);
+  });
+}
+
+template <bool kVnni>
+void score_codes(const TileParams& params, float* scores) {
+  const int64_t ahead = distance(params.k, params.next_k);
+  const bool few = in_one_block(params);
+  const CodeTile tile(params.k, params.k_dtype, params.tokens, params.k_dim, few ? ahead : 0);
+  const int64_t codes = params.tokens * row_code_bytes(params.k_dtype, params.k_dim);
+  const int64_t bytes = params.tokens * row_bytes(params.k_dtype, params.k_dim);
+  if (few) fetch_lines(params.k, ahead, codes / 64, bytes / 64);
+  each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
+    const ScoreBlock of(params, first, count, scores);
+    if (!few) fetch_share(params.k, ahead, bytes, block, blocks);
+    KeyScores<kVnni>(tile, of.integers, of.units, of.out).run(count, of.begin, of.end);
+  });
+}
+
+void weigh_values(const TileParams& params, const float* scores, const float* rescale,
+                  float* wide) {
+  const Operand v = {params.v, params.v_dtype, params.v_dim, distance(params.v, params.next_v)};
+  Operand read = params.count > kWidenQueries ? widened(v, params.tokens, wide) : v;
+  const int64_t bytes = int64_t{params.tokens} * params.v_dim * dtype_bytes(params.v_dtype);
+  const bool few = in_one_block(params);
+  read.ahead = few ? v.ahead : 0;
+  each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
+    const float* weights[kQueryBlock];
+    for (int i = 0; i < count; ++i) weights[i] = scores + (first + i) * params.tokens;
+    if (!few) fetch_share(v.data, v.ahead, bytes, block, blocks);
+    accumulate(params, read, params.queries + first, count, weights, rescale + first);
+  });
+}
+
+template <bool kVnni>
+void weigh_codes(const TileParams& params, const float* scores, const float* rescale) {
+  const int64_t ahead = distance(params.v, params.next_v);
+  const bool few = in_one_block(params);
+  const CodeTile tile(params.v, params.v_dtype, params.tokens, params.v_dim, few ? ahead : 0);
+  const int64_t codes = params.tokens * row_code_bytes(params.v_dtype, params.v_dim);
+  const int64_t bytes = params.tokens * row_bytes(params.v_dtype, params.v_dim);
+  if (few) fetch_lines(params.v, ahead, codes / 64, bytes / 64);
+  each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
+    const float* weights[kQueryBlock];
+    for (int i = 0; i < count; ++i) weights[i] = scores + (first + i) * params.tokens;
+    if (!few) fetch_share(params.v, ahead, bytes, block, blocks);
+    WeightedValues<kVnni>(tile, params.queries + first, weights, rescale + first).run(count);
+  });
+}
+
+template <bool kVnni>
+void attend_tile_with(const TileParams& params) {
   const int64_t tokens = params.tokens;
   float* rescale = params.scratch;
   float* scores = rescale + (params.count + kLanes - 1) / kLanes * kLanes;
   float* wide = scores + params.count * tokens;
-  // With few queries the next tile is fetched row by row as this one is read; with many its lines
-  // are spread over the blocks.
-  const bool few = params.count <= kQueryBlock;
-  const bool widen = params.count > kWidenQueries;
-
-  const Side k_read = widen ? widened(k, params.k_dim, wide) : k;
-  each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
-    const float* q[kQueryBlock];
-    float* out[kQueryBlock];
-    int begin = params.tokens;
-    int end = 0;
-    for (int i = 0; i < count; ++i) {
-      const TileQuery& query = params.queries[first + i];
-      q[i] = query.q;
-      out[i] = scores + (first + i) * tokens;
-      if (query.begin < begin) begin = query.begin;
-      if (query.end > end) end = query.end;
-    }
-    if (!few) fetch_share(k, params.k_dim, block, blocks);
-    multiply(k_read.dtype, count,
-             {q, 0, params.k_dim, k_read.data, k_read.stride, out, Start::kZero, nullptr,
-              few ? k.ahead : 0},
-             begin & ~15, (end + 15) & ~15);
-  });
+  if (is_code(params.k_dtype)) {
+    score_codes<kVnni>(params, scores);
+  } else {
+    score(params, scores, wide);
+  }
   for (int64_t i = 0; i < params.count; i += kSoftened) {
     const int count = params.count - i < kSoftened ? static_cast<int>(params.count - i) : kSoftened;
     soften(params, params.queries + i, count, scores + i * tokens, rescale + i);
   }
-  Side v_read = widen ? widened(v, params.tokens, wide) : v;
-  v_read.ahead = few ? v.ahead : 0;
-  each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
-    const float* weights[kQueryBlock];
-    for (int i = 0; i < count; ++i) weights[i] = scores + (first + i) * tokens;
-    if (!few) fetch_share(v, params.tokens, block, blocks);
-    accumulate(params, v_read, params.queries + first, count, weights, rescale + first);
-  });
+  if (is_code(params.v_dtype)) {
+    weigh_codes<kVnni>(params, scores, rescale);
+  } else {
+    weigh_values(params, scores, rescale, wide);
+  }
+}
+
+}  // namespace
+
+void attend_tile(const TileParams& params) { attend_tile_with<false>(params); }
+#if KVPAGER_ISA_LEVEL == 4
+void attend_tile_vnni(const TileParams& params) { attend_tile_with<true>(params); }
+#endif
+
+float round_query(const float* q, int64_t count, int16_t* out) {
+  float largest[16] = {};
+  uint32_t bits = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = float_bits(q[i]) & 0x7FFFFFFFu;
+    bits = magnitude > bits ? magnitude : bits;
+  }
+  largest[0] = bits_float(bits);
+  float factors[16];
+  float units[16];
+  unit_of(largest, factors, units);
+  const bool finite = bits < 0x7F800000u;
+  for (int64_t i = 0; i < count; i += 16) {
+    store_rounded(out + i, finite ? load(q + i) : splat(0.0f), splat(finite ? factors[0] : 0.0f));
+  }
+  return finite ? units[0] : __builtin_nanf("");
 }
 
 // A = fmaf(A, exp(M - M'), a * exp(m - M')), L likewise, M' = max(M, m).

@@ -127,8 +127,14 @@ void walk_split(const Problem& problem, const Walk& walk, int64_t split, int64_t
       if (visible.begin >= visible.end) continue;
       for (int g = 0; g < problem.group; ++g) {
         float* state = states + (i - tile.begin) * group_stride + g * problem.stride;
-        scratch.queries.push_back({problem.query(row, int64_t{walk.head} * problem.group + g),
-                                   state, visible.begin, visible.end});
+        const int64_t head = int64_t{walk.head} * problem.group + g;
+        TileQuery query = {problem.query(row, head), state, visible.begin, visible.end};
+        if (is_coded(layout.k_dtype)) {
+          const size_t at = static_cast<size_t>(row * params.q_heads + head);
+          query.integers = &problem.impl.integers[at * static_cast<size_t>(layout.k_dim)];
+          query.unit = problem.impl.units[at];
+        }
+        scratch.queries.push_back(query);
       }
     }
     if (scratch.queries.empty()) continue;

@@ -113,8 +113,10 @@ class Cells {
 };
 
 struct AttendWorkspace::Impl {
-  FloatBuffer totals;   // [rows][q_heads][state_stride]
-  FloatBuffer queries;  // [rows][q_heads][k_dim], when q is not float32
+  FloatBuffer totals;             // [rows][q_heads][state_stride]
+  FloatBuffer queries;            // [rows][q_heads][k_dim], when q is not float32
+  std::vector<int16_t> integers;  // [rows][q_heads][k_dim], where keys are codes
+  std::vector<float> units;       // [rows][q_heads]
   FloatBuffer partials;
   std::vector<int64_t> order;  // rows that are not padding, by table, then as given
   std::vector<RowTile> tiles;

@@ -25,9 +25,23 @@ struct TileQuery {
   float* state = nullptr;    // [state_stride(v_dim)]
   int32_t begin = 0;         // visible keys of the tile, [begin, end), not empty
   int32_t end = 0;
+  const int16_t* integers = nullptr;  // q as round_query gives it, where keys are codes
+  float unit = 0.0f;
 };
 
 inline constexpr int64_t state_stride(int64_t v_dim) { return v_dim + kLanes; }
+
+// Which tile of a page: they are laid out the other way around (kvpager/layout.h).
+enum class Side { kKeys, kValues };
+
+// One tile of a page, as it is stored.
+struct Tile {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  Side side = Side::kKeys;
+  int32_t tokens = 0;
+  int32_t dim = 0;
+};
 
 struct TileParams {
   const void* k = nullptr;  // [k_dim][tokens]
@@ -47,8 +61,8 @@ struct TileParams {
   float* scratch = nullptr;  // [tile_scratch_floats]
 };
 
-// More queries than this and a tile of 16-bit elements is widened to float32 in scratch, once for
-// all blocks.
+// More queries than this and a tile that is not float32 is widened to it in scratch, once for all
+// blocks.
 inline constexpr int kWidenQueries = 12;
 
 inline constexpr int64_t tile_scratch_floats(const TileParams& params) {
@@ -87,7 +101,16 @@ struct KernelTable {
   void (*exp)(const float* x, float* y, int64_t count) = nullptr;
   void (*to_float)(const void* source, DType dtype, int64_t count, float* out) = nullptr;
   void (*from_float)(const float* source, DType dtype, int64_t count, void* out) = nullptr;
-  // Whether every element is finite, and still is when rounded to `stored`.
+  // The numbers of a tile as float32, exactly: [dim][tokens] of keys, [tokens][dim] of values.
+  void (*read_tile)(const Tile& tile, float* out) = nullptr;
+  // q, a multiple of 16 numbers, as integers times the unit that is returned: kvpager/codes.h.
+  float (*round_query)(const float* q, int64_t count, int16_t* out) = nullptr;
+  // The codes of one row of a head, one to a byte, and its scales: kvpager/codes.h. REQUIRES: a
+  // coded dtype, and numbers that all_fit it.
+  void (*encode)(const float* source, DType dtype, int64_t dim, uint8_t* codes,
+                 uint16_t* scales) = nullptr;
+  // Whether every element is finite, and still is when rounded to `stored`; of codes, whether it is
+  // below 2^127, so that no stored number overflows.
   bool (*all_fit)(const void* source, DType dtype, DType stored, int64_t count) = nullptr;
   // scores[row][i] is summary i's.
   void (*score_sketches)(const SketchParams& params, const std::byte* const* summaries,

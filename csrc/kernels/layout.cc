@@ -20,32 +20,18 @@ void check_dim(const char* field, int64_t value) {
   }
 }
 
-void check_dtype(const char* field, DType dtype) {
-  if (!is_supported(dtype)) {
+void check_dtype(const char* field, DType dtype, const char* dim_field, int64_t dim) {
+  if (!is_float(dtype) && !is_coded(dtype)) {
     throw InvalidArgumentError(str("layout.", field, " is ", dtype_name(dtype),
-                                   "; expected float32, float16 or bfloat16"));
+                                   "; expected float32, float16, bfloat16, q8 or q4"));
+  }
+  if (dtype == DType::kQ4 && dim % kQ4Group != 0) {
+    throw InvalidArgumentError(str("layout.", field, " is q4 and ", dim_field, " is ", dim,
+                                   "; expected a multiple of ", kQ4Group));
   }
 }
 
 }  // namespace
-
-const char* dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat8E4M3:
-      return "float8_e4m3";
-    case DType::kQ8_0:
-      return "q8_0";
-    case DType::kQ4_0:
-      return "q4_0";
-  }
-  return "unknown";
-}
 
 const char* provenance_name(Provenance provenance) {
   switch (provenance) {
@@ -69,8 +55,8 @@ void Layout::validate() const {
   }
   check_dim("k_dim", k_dim);
   check_dim("v_dim", v_dim);
-  check_dtype("k_dtype", k_dtype);
-  check_dtype("v_dtype", v_dtype);
+  check_dtype("k_dtype", k_dtype, "k_dim", k_dim);
+  check_dtype("v_dtype", v_dtype, "v_dim", v_dim);
 }
 
 }  // namespace kvpager

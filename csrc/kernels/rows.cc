@@ -26,7 +26,8 @@ bool row_fits(const KernelTable& table, const TensorView& tensor, DType stored, 
   return true;
 }
 
-// One head of one row in the stored dtype. `wide` holds dim floats, used when the dtypes differ.
+// One head of one row in the stored dtype, which is no code. `wide` holds dim floats, used when the
+// dtypes differ.
 void convert(const KernelTable& table, const std::byte* source, DType from, DType to, int64_t dim,
              float* wide, void* out) {
   if (from == to) {
@@ -56,11 +57,99 @@ void check_rows(const Layout& layout, const TensorView& k, const TensorView& v, 
             v.heads, ", ", v.dim, "]; expected at least ", count, " rows of [", layout.kv_heads,
             ", ", layout.k_dim, "] and [", layout.kv_heads, ", ", layout.v_dim, "]"));
   }
-  if (!is_supported(k.dtype) || !is_supported(v.dtype)) {
+  if (!is_float(k.dtype) || !is_float(v.dtype)) {
     throw InvalidArgumentError(str("keys are ", dtype_name(k.dtype), " and values ",
                                    dtype_name(v.dtype), "; expected float32, float16 or bfloat16"));
   }
 }
+
+// Rows of one tensor on their way into a tile, and the memory that takes.
+class TileWriter {
+ public:
+  TileWriter(const TensorView& rows, DType stored, Side side, const Layout& layout)
+      : rows_(rows),
+        stored_(stored),
+        side_(side),
+        tokens_(layout.chunk_tokens),
+        row_bytes_(row_code_bytes(stored, rows.dim)),
+        scales_(code_scales(stored, rows.dim)) {
+    wide_.resize(static_cast<size_t>(rows.dim));
+    codes_.resize(static_cast<size_t>(rows.dim));
+    row_scales_.resize(static_cast<size_t>(scales_));
+    gathered_.resize(static_cast<size_t>(tokens_ * row_bytes_));
+  }
+
+  // Rows [begin, end) of one head become the tokens offset, offset + 1, ... of the tile.
+  void write(int64_t begin, int64_t end, int64_t head, int64_t offset, std::byte* tile) {
+    const bool gather = side_ == Side::kKeys || stored_ == DType::kQ8;
+    std::byte* to = gather ? gathered_.data() : tile + offset * row_bytes_;
+    for (int64_t row = begin; row < end; ++row, to += row_bytes_) {
+      const std::byte* from = element(rows_, row, head);
+      if (is_coded(stored_)) {
+        encode(from, offset + row - begin, to, tile);
+      } else {
+        convert(kernels(), from, rows_.dtype, stored_, rows_.dim, wide_.data(), to);
+      }
+    }
+    if (!gather) return;
+    const std::byte* from = gathered_.data();
+    const int64_t count = end - begin;
+    if (side_ == Side::kValues) {
+      for (int64_t i = 0; i < count; ++i) interleave(from + i * row_bytes_, offset + i, tile);
+    } else if (stored_ == DType::kQ4) {
+      transpose<uint8_t>(from, count, row_bytes_, tokens_, offset, tile);
+    } else if (stored_ == DType::kQ8) {
+      transpose<uint16_t>(from, count, row_bytes_ / 2, tokens_, offset, tile);
+    } else if (stored_ == DType::kFloat32) {
+      transpose<uint32_t>(from, count, rows_.dim, tokens_, offset, tile);
+    } else {
+      transpose<uint16_t>(from, count, rows_.dim, tokens_, offset, tile);
+    }
+  }
+
+ private:
+  // Bytes of two tokens side by side.
+  void interleave(const std::byte* from, int64_t token, std::byte* tile) const {
+    std::byte* to = tile + token / 2 * 2 * row_bytes_ + token % 2;
+    for (int64_t j = 0; j < row_bytes_; ++j) to[2 * j] = from[j];
+  }
+
+  void encode(const std::byte* from, int64_t token, std::byte* to, std::byte* tile) {
+    const float* numbers = reinterpret_cast<const float*>(from);
+    if (rows_.dtype != DType::kFloat32) {
+      kernels().to_float(from, rows_.dtype, rows_.dim, wide_.data());
+      numbers = wide_.data();
+    }
+    uint8_t* codes = reinterpret_cast<uint8_t*>(to);
+    auto* scales = reinterpret_cast<uint16_t*>(tile + tokens_ * row_bytes_);
+    if (stored_ == DType::kQ8) {
+      kernels().encode(numbers, stored_, rows_.dim, codes, scales + token);
+      return;
+    }
+    kernels().encode(numbers, stored_, rows_.dim, codes_.data(), row_scales_.data());
+    for (int64_t i = 0; i < scales_; ++i) {
+      scales[i * tokens_ + token] = row_scales_[static_cast<size_t>(i)];
+    }
+    // Which two codes share a byte: kvpager/codes.h.
+    for (int64_t i = 0; i < row_bytes_; ++i) {
+      const int64_t low = side_ == Side::kKeys ? 2 * i : i / 16 * kQ4Group + i % 16;
+      const int64_t high = side_ == Side::kKeys ? 2 * i + 1 : low + 16;
+      codes[i] = static_cast<uint8_t>(codes_[static_cast<size_t>(low)] |
+                                      codes_[static_cast<size_t>(high)] << 4);
+    }
+  }
+
+  const TensorView& rows_;
+  DType stored_;
+  Side side_;
+  int64_t tokens_;
+  int64_t row_bytes_;  // of codes or numbers
+  int64_t scales_;     // of one row
+  std::vector<float> wide_;
+  std::vector<uint8_t> codes_;
+  std::vector<uint16_t> row_scales_;
+  std::vector<std::byte> gathered_;
+};
 
 }  // namespace
 
@@ -89,14 +178,8 @@ void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
                 const WriteRow* rows, int64_t count) {
   check_rows(layout, k, v, count);
   const FloatEnvironment environment;
-  const KernelTable& table = kernels();
-  const int64_t k_bytes = layout.k_dim * dtype_bytes(layout.k_dtype);
-  const int64_t v_bytes = layout.v_dim * dtype_bytes(layout.v_dtype);
-  thread_local std::vector<float> wide;
-  thread_local std::vector<std::byte> gathered;
-  wide.resize(static_cast<size_t>(layout.k_dim > layout.v_dim ? layout.k_dim : layout.v_dim));
-  gathered.resize(static_cast<size_t>(layout.chunk_tokens * k_bytes));
-
+  TileWriter keys(k, layout.k_dtype, Side::kKeys, layout);
+  TileWriter values(v, layout.v_dtype, Side::kValues, layout);
   int64_t end = 0;
   for (int64_t begin = 0; begin < count; begin = end) {
     end = begin + 1;
@@ -112,37 +195,85 @@ void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
     }
     for (int head = 0; head < layout.kv_heads; ++head) {
       std::byte* page = first.slice + layout.page_bytes() * head;
-      std::byte* v_tile = page + layout.k_tile_bytes() + first.offset * v_bytes;
-      for (int64_t row = begin; row < end; ++row) {
-        convert(table, element(k, row, head), k.dtype, layout.k_dtype, layout.k_dim, wide.data(),
-                gathered.data() + (row - begin) * k_bytes);
-        convert(table, element(v, row, head), v.dtype, layout.v_dtype, layout.v_dim, wide.data(),
-                v_tile + (row - begin) * v_bytes);
-      }
-      if (layout.k_dtype == DType::kFloat32) {
-        transpose<uint32_t>(gathered.data(), end - begin, layout.k_dim, layout.chunk_tokens,
-                            first.offset, page);
-      } else {
-        transpose<uint16_t>(gathered.data(), end - begin, layout.k_dim, layout.chunk_tokens,
-                            first.offset, page);
-      }
+      keys.write(begin, end, head, first.offset, page);
+      values.write(begin, end, head, first.offset, page + layout.k_tile_bytes());
     }
   }
 }
 
+void read_rows(const Layout& layout, const std::byte* slice, int64_t begin, int64_t end,
+               std::byte* k, std::byte* v) {
+  const FloatEnvironment environment;
+  const int64_t tokens = layout.chunk_tokens;
+  const int64_t k_element = dtype_bytes(read_dtype(layout.k_dtype));
+  const int64_t v_row = layout.v_dim * dtype_bytes(read_dtype(layout.v_dtype));
+  std::vector<float> read_keys;
+  std::vector<float> read_values;
+  const auto numbers = [&](const std::byte* tile, DType dtype, Side side, int32_t dim,
+                           std::vector<float>* read) {
+    if (!is_coded(dtype)) return tile;
+    read->resize(static_cast<size_t>(tokens * dim));
+    kernels().read_tile({tile, dtype, side, layout.chunk_tokens, dim}, read->data());
+    return reinterpret_cast<const std::byte*>(read->data());
+  };
+  for (int64_t head = 0; head < layout.kv_heads; ++head) {
+    const std::byte* page = slice + layout.page_bytes() * head;
+    const std::byte* keys = numbers(page, layout.k_dtype, Side::kKeys, layout.k_dim, &read_keys);
+    const std::byte* values = numbers(page + layout.k_tile_bytes(), layout.v_dtype, Side::kValues,
+                                      layout.v_dim, &read_values);
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t row = (token - begin) * layout.kv_heads + head;
+      for (int64_t d = 0; d < layout.k_dim; ++d) {
+        std::memcpy(k + (row * layout.k_dim + d) * k_element,
+                    keys + (d * tokens + token) * k_element, static_cast<size_t>(k_element));
+      }
+      std::memcpy(v + row * v_row, values + token * v_row, static_cast<size_t>(v_row));
+    }
+  }
+}
+
+namespace {
+
+// Columns [valid, tokens) of `rows` rows of `tokens` elements.
+void zero_columns(std::byte* to, int64_t rows, int64_t tokens, int64_t valid, int64_t element) {
+  for (int64_t row = 0; row < rows; ++row) {
+    std::memset(to + (row * tokens + valid) * element, 0,
+                static_cast<size_t>((tokens - valid) * element));
+  }
+}
+
+void zero_values_after(DType dtype, int64_t dim, int64_t tokens, int64_t valid, std::byte* tile) {
+  const int64_t row = row_code_bytes(dtype, dim);
+  if (dtype == DType::kQ8 && valid % 2 == 1) {
+    std::byte* pair = tile + (valid - 1) * row;
+    for (int64_t j = 0; j < dim; ++j) pair[2 * j + 1] = std::byte{0};
+    ++valid;
+  }
+  zero_columns(tile, 1, tokens, valid, row);
+}
+
+void zero_scales_after(DType dtype, int64_t dim, int64_t tokens, int64_t valid, std::byte* tile) {
+  if (!is_coded(dtype)) return;
+  zero_columns(tile + tokens * row_code_bytes(dtype, dim), code_scales(dtype, dim), tokens, valid,
+               2);
+}
+
+}  // namespace
+
 void zero_rows_after(const Layout& layout, std::byte* chunk, int valid) {
-  const int64_t left = layout.chunk_tokens - valid;
-  const int64_t k_element = dtype_bytes(layout.k_dtype);
-  const int64_t v_row = layout.v_dim * dtype_bytes(layout.v_dtype);
+  const int64_t tokens = layout.chunk_tokens;
+  const int64_t k_row = row_code_bytes(layout.k_dtype, layout.k_dim);
+  const int64_t element = layout.k_dtype == DType::kQ4   ? 1
+                          : layout.k_dtype == DType::kQ8 ? 2
+                                                         : dtype_bytes(layout.k_dtype);
   for (int layer = 0; layer < layout.layers; ++layer) {
     for (int head = 0; head < layout.kv_heads; ++head) {
-      std::byte* page = chunk + layout.page_offset(layer, head);
-      for (int64_t d = 0; d < layout.k_dim; ++d) {
-        std::memset(page + (d * layout.chunk_tokens + valid) * k_element, 0,
-                    static_cast<size_t>(left * k_element));
-      }
-      std::memset(page + layout.k_tile_bytes() + valid * v_row, 0,
-                  static_cast<size_t>(left * v_row));
+      std::byte* k_tile = chunk + layout.page_offset(layer, head);
+      std::byte* v_tile = k_tile + layout.k_tile_bytes();
+      zero_columns(k_tile, k_row / element, tokens, valid, element);
+      zero_values_after(layout.v_dtype, layout.v_dim, tokens, valid, v_tile);
+      zero_scales_after(layout.k_dtype, layout.k_dim, tokens, valid, k_tile);
+      zero_scales_after(layout.v_dtype, layout.v_dim, tokens, valid, v_tile);
     }
   }
 }

@@ -24,7 +24,8 @@ void load_finite_keys(const Layout& layout, const std::byte* k_tile, std::vector
   const int64_t count = int64_t{layout.k_dim} * layout.chunk_tokens;
   keys->resize(static_cast<size_t>(count));
   const KernelTable& table = kernels();
-  table.to_float(k_tile, layout.k_dtype, count, keys->data());
+  table.read_tile({k_tile, layout.k_dtype, Side::kKeys, layout.chunk_tokens, layout.k_dim},
+                  keys->data());
   if (table.all_fit(keys->data(), DType::kFloat32, DType::kFloat32, count)) return;
   for (float& key : *keys) key = finite(key);
 }

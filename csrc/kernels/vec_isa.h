@@ -21,6 +21,7 @@
 #endif
 
 #include "kernels/half.h"
+#include "kvpager/codes.h"
 
 #define KVPAGER_INLINE inline __attribute__((always_inline))
 
@@ -51,11 +52,12 @@ static KVPAGER_INLINE Vec power_of_two(Vec t) {
   const __m512i bits = _mm512_slli_epi32(_mm512_castps_si512(t.x), 23);
   return {_mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(0x3F800000)))};
 }
-// Lane i is a's where begin <= i < end, else -inf.
-static KVPAGER_INLINE Vec keep_range(Vec a, int begin, int end) {
-  const __mmask16 keep = static_cast<__mmask16>((0xFFFFu >> (16 - (end > 16 ? 16 : end))) &
-                                                ~((1u << (begin < 0 ? 0 : begin)) - 1u));
-  return {_mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), keep, a.x)};
+// Lane i is a's where begin <= i < end, else `other`.
+static KVPAGER_INLINE Vec keep_range(Vec a, int begin, int end, float other) {
+  const int first = begin < 0 ? 0 : begin > 16 ? 16 : begin;
+  const int last = end < 0 ? 0 : end > 16 ? 16 : end;
+  const __mmask16 keep = static_cast<__mmask16>((0xFFFFu >> (16 - last)) & ~((1u << first) - 1u));
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(other), keep, a.x)};
 }
 static KVPAGER_INLINE Vec sign_bits(Vec a) { return {_mm512_and_ps(a.x, _mm512_set1_ps(-0.0f))}; }
 static KVPAGER_INLINE Vec xor_bits(Vec a, Vec b) { return {_mm512_xor_ps(a.x, b.x)}; }
@@ -90,6 +92,44 @@ static KVPAGER_INLINE void put_together(Vec* even, Vec* odd) {
   const __m512 x = even->x;
   even->x = _mm512_permutex2var_ps(x, low, odd->x);
   odd->x = _mm512_permutex2var_ps(x, high, odd->x);
+}
+
+// Sixteen 32-bit sums, and sixteen pairs of 16-bit factors.
+struct Ints {
+  __m512i x;
+};
+struct Pairs {
+  __m512i x;
+};
+static KVPAGER_INLINE Ints no_ints() { return {_mm512_setzero_si512()}; }
+static KVPAGER_INLINE Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.x)}; }
+// Lane i of sum + a[0] * b[i][0] + a[1] * b[i][1].
+template <bool kVnni>
+static KVPAGER_INLINE Ints add_dots(const int16_t* a, Pairs b, Ints sum) {
+  int32_t both;
+  std::memcpy(&both, a, sizeof both);
+  const __m512i factors = _mm512_set1_epi32(both);
+  if (!kVnni) return {_mm512_add_epi32(sum.x, _mm512_madd_epi16(b.x, factors))};
+  // As an instruction: the rest of the function is for processors without it.
+  __m512i x = sum.x;
+  asm("vpdpwssd %2, %1, %0" : "+v"(x) : "v"(b.x), "v"(factors));
+  return {x};
+}
+static KVPAGER_INLINE __m128i load_bytes(const void* p) {
+  return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
+static KVPAGER_INLINE Pairs pairs_of(__m256i bytes) { return {_mm512_cvtepi8_epi16(bytes)}; }
+static KVPAGER_INLINE Pairs pairs_of(__m128i low, __m128i high) {
+  return pairs_of(_mm256_set_m128i(high, low));
+}
+static KVPAGER_INLINE Pairs load_pairs(const int8_t* p) {
+  return pairs_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// a * factor to the nearest integers, which fit 16 bits.
+static KVPAGER_INLINE void store_rounded(int16_t* p, Vec a, Vec factor) {
+  const __m512i bits =
+      _mm512_castps_si512(add(mul(a, factor), splat(12582912.0f)).x);  // 1.5 * 2^23
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bits));
 }
 
 #elif KVPAGER_ISA_LEVEL == 3
@@ -135,14 +175,14 @@ static KVPAGER_INLINE __m256 power_of_two_half(__m256 t) {
 static KVPAGER_INLINE Vec power_of_two(Vec t) {
   return {power_of_two_half(t.x), power_of_two_half(t.y)};
 }
-static KVPAGER_INLINE __m256 keep_half(__m256 a, int begin, int end) {
+static KVPAGER_INLINE __m256 keep_half(__m256 a, int begin, int end, float other) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i keep = _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(begin), lane),
                                            _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane));
-  return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), a, _mm256_castsi256_ps(keep));
+  return _mm256_blendv_ps(_mm256_set1_ps(other), a, _mm256_castsi256_ps(keep));
 }
-static KVPAGER_INLINE Vec keep_range(Vec a, int begin, int end) {
-  return {keep_half(a.x, begin, end), keep_half(a.y, begin - 8, end - 8)};
+static KVPAGER_INLINE Vec keep_range(Vec a, int begin, int end, float other) {
+  return {keep_half(a.x, begin, end, other), keep_half(a.y, begin - 8, end - 8, other)};
 }
 static KVPAGER_INLINE Vec sign_bits(Vec a) {
   const __m256 mask = _mm256_set1_ps(-0.0f);
@@ -183,6 +223,42 @@ static KVPAGER_INLINE void put_together(Vec* a) {
   const __m256 low = _mm256_unpacklo_ps(a->x, a->y);
   const __m256 high = _mm256_unpackhi_ps(a->x, a->y);
   *a = {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+
+struct Ints {
+  __m256i x, y;
+};
+struct Pairs {
+  __m256i x, y;
+};
+static KVPAGER_INLINE Ints no_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static KVPAGER_INLINE Vec to_floats(Ints a) {
+  return {_mm256_cvtepi32_ps(a.x), _mm256_cvtepi32_ps(a.y)};
+}
+template <bool kVnni>
+static KVPAGER_INLINE Ints add_dots(const int16_t* a, Pairs b, Ints sum) {
+  int32_t both;
+  std::memcpy(&both, a, sizeof both);
+  const __m256i factors = _mm256_set1_epi32(both);
+  return {_mm256_add_epi32(sum.x, _mm256_madd_epi16(b.x, factors)),
+          _mm256_add_epi32(sum.y, _mm256_madd_epi16(b.y, factors))};
+}
+static KVPAGER_INLINE __m128i load_bytes(const void* p) {
+  return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
+static KVPAGER_INLINE Pairs pairs_of(__m128i low, __m128i high) {
+  return {_mm256_cvtepi8_epi16(low), _mm256_cvtepi8_epi16(high)};
+}
+static KVPAGER_INLINE Pairs load_pairs(const int8_t* p) {
+  return pairs_of(load_bytes(p), load_bytes(p + 16));
+}
+static KVPAGER_INLINE void store_rounded(int16_t* p, Vec a, Vec factor) {
+  const Vec shifted = add(mul(a, factor), splat(12582912.0f));  // 1.5 * 2^23
+  const __m256i low = _mm256_slli_epi32(_mm256_castps_si256(shifted.x), 16);
+  const __m256i high = _mm256_slli_epi32(_mm256_castps_si256(shifted.y), 16);
+  const __m256i packed =
+      _mm256_packs_epi32(_mm256_srai_epi32(low, 16), _mm256_srai_epi32(high, 16));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
 }
 
 #else
@@ -227,8 +303,8 @@ static KVPAGER_INLINE Vec zero_below(const Vec& x, float limit, const Vec& a) {
 static KVPAGER_INLINE Vec power_of_two(const Vec& t) {
   return each_lane([&](int i) { return bits_float((float_bits(t.x[i]) << 23) + 0x3F800000u); });
 }
-static KVPAGER_INLINE Vec keep_range(const Vec& a, int begin, int end) {
-  return each_lane([&](int i) { return begin <= i && i < end ? a.x[i] : -__builtin_inff(); });
+static KVPAGER_INLINE Vec keep_range(const Vec& a, int begin, int end, float other) {
+  return each_lane([&](int i) { return begin <= i && i < end ? a.x[i] : other; });
 }
 static KVPAGER_INLINE Vec sign_bits(const Vec& a) {
   return each_lane([&](int i) { return bits_float(float_bits(a.x[i]) & 0x80000000u); });
@@ -243,6 +319,95 @@ static KVPAGER_INLINE Vec load_float16(const uint16_t* p) {
   return each_lane([&](int i) { return float16_to_float(p[i]); });
 }
 
+struct Ints {
+  int32_t x[16];
+};
+struct Pairs {
+  int16_t x[32];
+};
+static KVPAGER_INLINE Ints no_ints() { return {}; }
+static KVPAGER_INLINE Vec to_floats(const Ints& a) {
+  return each_lane([&](int i) { return static_cast<float>(a.x[i]); });
+}
+template <bool kVnni>
+static KVPAGER_INLINE Ints add_dots(const int16_t* a, const Pairs& b, Ints sum) {
+  for (int i = 0; i < 16; ++i) sum.x[i] += a[0] * b.x[2 * i] + a[1] * b.x[2 * i + 1];
+  return sum;
+}
+static KVPAGER_INLINE Pairs load_pairs(const int8_t* p) {
+  Pairs pairs;
+  for (int i = 0; i < 32; ++i) pairs.x[i] = p[i];
+  return pairs;
+}
+static KVPAGER_INLINE void store_rounded(int16_t* p, const Vec& a, const Vec& factor) {
+  for (int i = 0; i < 16; ++i) {
+    const float shifted = a.x[i] * factor.x[i] + 12582912.0f;  // 1.5 * 2^23
+    p[i] = static_cast<int16_t>(float_bits(shifted) & 0xFFFFu);
+  }
+}
+
+#endif
+
+// Of 4-bit codes: the levels of the low and of the high half of each byte, side by side; and those of
+// one half of two rows.
+#if KVPAGER_ISA_LEVEL == 4
+// Of the low four bits of each half lane.
+static KVPAGER_INLINE Pairs levels_of(__m512i codes) {
+  const __m256i levels = _mm256_cvtepi8_epi16(load_bytes(kQ4Levels));
+  const __m512i few = _mm512_and_si512(codes, _mm512_set1_epi32(0x000F000F));
+  return {_mm512_permutexvar_epi16(few, _mm512_castsi256_si512(levels))};
+}
+static KVPAGER_INLINE Pairs load_level_pairs(const uint8_t* p) {
+  const __m512i both = _mm512_cvtepu8_epi32(load_bytes(p));
+  return levels_of(_mm512_or_si512(both, _mm512_slli_epi32(both, 12)));
+}
+static KVPAGER_INLINE void load_rows_of_levels(const uint8_t* p, const uint8_t* next, Pairs* low,
+                                               Pairs* high) {
+  const __m512i both =
+      _mm512_or_si512(_mm512_cvtepu8_epi32(load_bytes(p)),
+                      _mm512_slli_epi32(_mm512_cvtepu8_epi32(load_bytes(next)), 16));
+  *low = levels_of(both);
+  *high = levels_of(_mm512_srli_epi32(both, 4));
+}
+#elif KVPAGER_ISA_LEVEL == 3
+static KVPAGER_INLINE __m128i low_levels(__m128i bytes) {
+  return _mm_shuffle_epi8(load_bytes(kQ4Levels), _mm_and_si128(bytes, _mm_set1_epi8(15)));
+}
+static KVPAGER_INLINE __m128i high_levels(__m128i bytes) {
+  return low_levels(_mm_srli_epi16(bytes, 4));
+}
+static KVPAGER_INLINE Pairs side_by_side(__m128i a, __m128i b) {
+  return pairs_of(_mm_unpacklo_epi8(a, b), _mm_unpackhi_epi8(a, b));
+}
+static KVPAGER_INLINE Pairs load_level_pairs(const uint8_t* p) {
+  const __m128i bytes = load_bytes(p);
+  return side_by_side(low_levels(bytes), high_levels(bytes));
+}
+static KVPAGER_INLINE void load_rows_of_levels(const uint8_t* p, const uint8_t* next, Pairs* low,
+                                               Pairs* high) {
+  const __m128i bytes = load_bytes(p);
+  const __m128i next_bytes = load_bytes(next);
+  *low = side_by_side(low_levels(bytes), low_levels(next_bytes));
+  *high = side_by_side(high_levels(bytes), high_levels(next_bytes));
+}
+#else
+static KVPAGER_INLINE Pairs load_level_pairs(const uint8_t* p) {
+  Pairs pairs;
+  for (int i = 0; i < 16; ++i) {
+    pairs.x[2 * i] = kQ4Levels[p[i] & 15];
+    pairs.x[2 * i + 1] = kQ4Levels[p[i] >> 4];
+  }
+  return pairs;
+}
+static KVPAGER_INLINE void load_rows_of_levels(const uint8_t* p, const uint8_t* next, Pairs* low,
+                                               Pairs* high) {
+  for (int i = 0; i < 16; ++i) {
+    low->x[2 * i] = kQ4Levels[p[i] & 15];
+    low->x[2 * i + 1] = kQ4Levels[next[i] & 15];
+    high->x[2 * i] = kQ4Levels[p[i] >> 4];
+    high->x[2 * i + 1] = kQ4Levels[next[i] >> 4];
+  }
+}
 #endif
 
 // Lanes folded in halves: i with i + 8, then + 4, + 2, + 1.

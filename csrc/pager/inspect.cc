@@ -69,30 +69,6 @@ void Pager::Impl::check_invariants() const {
   backend->check_invariants();
 }
 
-namespace {
-
-// Rows [begin, end) of a slice: k [rows, kv_heads, k_dim] and v [rows, kv_heads, v_dim]. In a slice keys
-// are stored with tokens innermost.
-void copy_rows(const Layout& layout, const std::byte* slice, int64_t begin, int64_t end,
-               std::byte* k, std::byte* v) {
-  const int64_t c = layout.chunk_tokens;
-  const int64_t k_element = dtype_bytes(layout.k_dtype);
-  const int64_t v_row = layout.v_dim * dtype_bytes(layout.v_dtype);
-  for (int64_t t = begin; t < end; ++t) {
-    for (int h = 0; h < layout.kv_heads; ++h) {
-      const std::byte* k_tile = slice + layout.page_bytes() * h;
-      const std::byte* v_tile = k_tile + layout.k_tile_bytes();
-      for (int d = 0; d < layout.k_dim; ++d, k += k_element) {
-        std::memcpy(k, k_tile + (d * c + t) * k_element, static_cast<size_t>(k_element));
-      }
-      std::memcpy(v, v_tile + t * v_row, static_cast<size_t>(v_row));
-      v += v_row;
-    }
-  }
-}
-
-}  // namespace
-
 void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop, std::byte* k,
                           std::byte* v) {
   const Layout& layout = config.layout;
@@ -120,9 +96,9 @@ void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop,
     const int64_t first = std::max(start, chunk * c);
     const int64_t end = std::min(stop, (chunk + 1) * c);
     const int64_t row = (first - start) * layout.kv_heads;
-    copy_rows(layout, slice, first - chunk * c, end - chunk * c,
-              k + row * layout.k_dim * dtype_bytes(layout.k_dtype),
-              v + row * layout.v_dim * dtype_bytes(layout.v_dtype));
+    read_rows(layout, slice, first - chunk * c, end - chunk * c,
+              k + row * layout.k_dim * dtype_bytes(read_dtype(layout.k_dtype)),
+              v + row * layout.v_dim * dtype_bytes(read_dtype(layout.v_dtype)));
   }
 }
 

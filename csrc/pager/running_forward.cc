@@ -18,7 +18,7 @@ void require_shape(const char* name, const TensorView& tensor, int64_t rows, int
     throw InvalidArgumentError(str(name, ": shape [", tensor.rows, ", ", tensor.heads, ", ",
                                    tensor.dim, "], expected [", rows, ", ", heads, ", ", dim, "]"));
   }
-  if (!is_supported(tensor.dtype)) {
+  if (!is_float(tensor.dtype)) {
     throw InvalidArgumentError(
         str(name, ": dtype ", dtype_name(tensor.dtype), " is not supported"));
   }

@@ -17,7 +17,8 @@
 //   exp     x <= 0: n = round(x log2 e), x - n ln 2 in two fmaf steps, a polynomial of degree 7,
 //           times 2^n; exp(0) is 1, below -87 it is 0. Constants: kernels/vec_isa.h
 //   tanh    sign(x) (1 - e) / (1 + e), e = exp(-2 |x|)
-// Everything is float32; keys and values of 16 bits are widened exactly.
+// Everything is float32; keys and values of 16 bits are widened exactly, and so are codes: level *
+// scale (kvpager/codes.h).
 // Invisible keys (after the row, outside its window, in an unselected chunk) are selected away,
 // never multiplied by zero, so that unwritten bytes (finite or NaN) cannot reach a result. A query
 // that is not finite, or a sum that overflows, spoils its own row and no other.
@@ -107,10 +108,16 @@ int64_t find_non_finite(const Layout& layout, const TensorView& k, const TensorV
 // Index of the first row with part[row] >= 0 that holds a number that is not finite; -1: none.
 int64_t find_non_finite(const TensorView& tensor, const int32_t* part);
 
-// Writes rows into tails, converting to the layout's dtypes (round to nearest even). k is
+// Writes rows into tails, converting to the layout's dtypes (round to nearest even; codes as
+// kvpager/codes.h says). k is
 // [count, kv_heads, k_dim], v is [count, kv_heads, v_dim].
 void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
                 const WriteRow* rows, int64_t count);
+
+// The inverse: rows [begin, end) of a slice as k [end - begin, kv_heads, k_dim] and v [end - begin,
+// kv_heads, v_dim], contiguous, in read_dtype() of the layout's dtypes.
+void read_rows(const Layout& layout, const std::byte* slice, int64_t begin, int64_t end,
+               std::byte* k, std::byte* v);
 
 // Sets the rows [valid, chunk_tokens) of a chunk to zero, so that a partial chunk has one set of
 // bytes.

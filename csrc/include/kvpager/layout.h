@@ -2,7 +2,7 @@
 //
 //   chunk = [layers][kv_heads] pages, contiguous, so that moving a chunk is one copy
 //   page  = K tile [k_dim][chunk_tokens], then V tile [chunk_tokens][v_dim], each padded to
-//           64 bytes
+//           64 bytes; tiles of codes have scales too (kvpager/codes.h)
 //
 // K is stored with tokens innermost: the lanes of a vector register are keys, a dot product runs
 // over k_dim in one fixed order, and nothing is ever summed across lanes.
@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "kvpager/codes.h"
 #include "kvpager/types.h"
 
 namespace kvpager {
@@ -28,12 +29,8 @@ struct Layout {
   // Throws InvalidArgumentError naming the first field that is out of range.
   void validate() const;
 
-  int64_t k_tile_bytes() const {
-    return align(int64_t{k_dim} * chunk_tokens * dtype_bytes(k_dtype));
-  }
-  int64_t v_tile_bytes() const {
-    return align(int64_t{v_dim} * chunk_tokens * dtype_bytes(v_dtype));
-  }
+  int64_t k_tile_bytes() const { return align(chunk_tokens * row_bytes(k_dtype, k_dim)); }
+  int64_t v_tile_bytes() const { return align(chunk_tokens * row_bytes(v_dtype, v_dim)); }
   int64_t page_bytes() const { return k_tile_bytes() + v_tile_bytes(); }
   // One layer's pages of a chunk: a "slice", the unit that is checksummed and streamed from disk.
   int64_t slice_bytes() const { return page_bytes() * kv_heads; }
@@ -44,8 +41,7 @@ struct Layout {
   }
   // Bytes of keys and values per token without padding, as a full cache would hold them.
   int64_t token_bytes() const {
-    return int64_t{layers} * kv_heads *
-           (k_dim * dtype_bytes(k_dtype) + v_dim * dtype_bytes(v_dtype));
+    return int64_t{layers} * kv_heads * (row_bytes(k_dtype, k_dim) + row_bytes(v_dtype, v_dim));
   }
 
   friend bool operator==(const Layout& a, const Layout& b) {

@@ -32,21 +32,39 @@ using PinId = Index<struct PinTag, int64_t>;            // never reused within a
 
 using TokenId = int32_t;
 
-// Element types of keys and values. Values above kBFloat16 are reserved for quantised codes: they
-// have a number so that files and ledgers can name them, and `is_supported` keeps every kernel from
-// meeting one.
+// Element types: of tensors, the floats; of keys and values in chunks, codes too (kvpager/codes.h).
 enum class DType : uint8_t {
   kFloat32 = 0,
   kFloat16 = 1,
   kBFloat16 = 2,
-  kFloat8E4M3 = 3,
-  kQ8_0 = 4,
-  kQ4_0 = 5,
+  kFloat8E4M3 = 3,  // has a number; nothing computes with it yet
+  kQ8 = 4,
+  kQ4 = 5,
 };
 
-constexpr bool is_supported(DType dtype) { return static_cast<uint8_t>(dtype) <= 2; }
+constexpr bool is_float(DType dtype) { return static_cast<uint8_t>(dtype) <= 2; }
+constexpr bool is_coded(DType dtype) { return dtype == DType::kQ8 || dtype == DType::kQ4; }
+// Of one element. REQUIRES: is_float(dtype).
 constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-const char* dtype_name(DType dtype);
+// The dtype in which stored elements are read back: of codes the numbers that they stand for.
+constexpr DType read_dtype(DType stored) { return is_coded(stored) ? DType::kFloat32 : stored; }
+constexpr const char* dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3";
+    case DType::kQ8:
+      return "q8";
+    case DType::kQ4:
+      return "q4";
+  }
+  return "unknown";
+}
 
 // What a chunk's bits are worth. Transitive: what follows an approximate chunk is approximate.
 enum class Provenance : uint8_t {

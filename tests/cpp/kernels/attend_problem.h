@@ -13,6 +13,7 @@
 #include "float_mode.h"
 #include "kernels/half.h"
 #include "kvpager/attention.h"
+#include "read_row.h"
 
 namespace kvpager::testing {
 
@@ -23,7 +24,7 @@ inline float round_to(DType dtype, float value) {
 }
 
 struct Shape {
-  static constexpr DType kSame = DType::kQ4_0;  // no kernel meets one: the dtype of the keys
+  static constexpr DType kSame = DType::kFloat8E4M3;  // no kernel meets one: the dtype of the keys
 
   int kv_heads = 2;
   int group = 2;
@@ -82,8 +83,18 @@ class Sequence {
   const float* k(int64_t t, int head) const { return k_.data() + index(t, head, layout_.k_dim); }
   const float* v(int64_t t, int head) const { return v_.data() + index(t, head, layout_.v_dim); }
   int64_t length() const { return length_; }
+  Stored key(int64_t t, int head, int d) const { return stored(t, head, d, true); }
+  Stored value(int64_t t, int head, int d) const { return stored(t, head, d, false); }
 
  private:
+  Stored stored(int64_t t, int head, int d, bool keys) const {
+    const std::byte* page =
+        slices_[static_cast<size_t>(t / layout_.chunk_tokens)] + layout_.page_bytes() * head;
+    return read_stored(keys ? layout_.k_dtype : layout_.v_dtype, keys,
+                       keys ? page : page + layout_.k_tile_bytes(), layout_.chunk_tokens,
+                       keys ? layout_.k_dim : layout_.v_dim, d, t % layout_.chunk_tokens);
+  }
+
   size_t index(int64_t t, int head, int dim) const {
     return static_cast<size_t>((t * layout_.kv_heads + head) * dim);
   }
@@ -117,6 +128,14 @@ class Sequence {
                         dim};
     };
     write_rows(layout, view(k_, layout.k_dim), view(v_, layout.v_dim), rows.data(), length);
+    if (!is_coded(layout.k_dtype) && !is_coded(layout.v_dtype)) return;
+    for (int64_t t = 0; t < length; ++t) {  // what the codes stand for
+      for (int head = 0; head < layout.kv_heads; ++head) {
+        read_row(layout, slices_[static_cast<size_t>(t / layout.chunk_tokens)], head,
+                 static_cast<int>(t % layout.chunk_tokens), &k_[index(t, head, layout.k_dim)],
+                 &v_[index(t, head, layout.v_dim)]);
+      }
+    }
   }
 
   Layout layout_;
@@ -367,6 +386,77 @@ inline void scalar_merge(const ScalarState& part, ScalarState* total) {
   total->m = m;
 }
 
+// Numbers as integers times a unit: kvpager/codes.h.
+struct Rounded {
+  explicit Rounded(const std::vector<float>& numbers) {
+    float largest = 0.0f;
+    for (const float x : numbers) largest = std::max(largest, std::fabs(x));
+    const bool usable = largest >= 1e-30f;
+    unit = usable ? largest / 32767.0f : 0.0f;
+    const float factor = usable ? 32767.0f / largest : 0.0f;
+    for (const float x : numbers) integers.push_back(std::lrintf(x * factor));
+  }
+  std::vector<int64_t> integers;
+  float unit;
+};
+
+inline int group_of(DType dtype, int dim) { return dtype == DType::kQ4 ? kQ4Group : dim; }
+
+// The score of one key before it is scaled, and what visible tokens of a chunk add to acc, by the steps
+// of kvpager/attention.h or, for codes, of kvpager/codes.h.
+inline float dot_in_order(const Shape& shape, const Sequence& sequence, const float* q, int64_t at,
+                          int head) {
+  float dot = 0.0f;
+  if (!is_coded(shape.dtype)) {
+    for (int d = 0; d < shape.k_dim; ++d) dot = std::fmaf(q[d], sequence.k(at, head)[d], dot);
+    return dot;
+  }
+  const Rounded query(std::vector<float>(q, q + shape.k_dim));
+  const int group = group_of(shape.dtype, shape.k_dim);
+  for (int g = 0; g < shape.k_dim; g += group) {
+    int64_t sum = 0;
+    for (int d = g; d < g + group; ++d) {
+      sum += query.integers[static_cast<size_t>(d)] *
+             static_cast<int64_t>(sequence.key(at, head, d).level);
+    }
+    dot = std::fmaf(static_cast<float>(sum), sequence.key(at, head, g).scale, dot);
+  }
+  return dot * query.unit;
+}
+
+inline void add_values_in_order(const Shape& shape, const Sequence& sequence, int head,
+                                int64_t first, const std::vector<int>& visible,
+                                const std::vector<float>& p, float r, std::vector<float>* acc) {
+  for (float& x : *acc) x = x * r;
+  if (!is_coded(shape.values())) {
+    for (const int t : visible) {
+      const float* v = sequence.v(first + t, head);
+      for (int j = 0; j < shape.v_dim; ++j) {
+        float& x = (*acc)[static_cast<size_t>(j)];
+        x = std::fmaf(p[static_cast<size_t>(t)], v[j], x);
+      }
+    }
+    return;
+  }
+  const int group = group_of(shape.values(), shape.v_dim);
+  for (int g = 0; g < shape.v_dim; g += group) {
+    std::vector<float> w;
+    for (const int t : visible) {
+      w.push_back(p[static_cast<size_t>(t)] * sequence.value(first + t, head, g).scale);
+    }
+    const Rounded weights(w);
+    for (int j = g; j < g + group; ++j) {
+      int64_t sum = 0;
+      for (size_t i = 0; i < visible.size(); ++i) {
+        sum += weights.integers[i] *
+               static_cast<int64_t>(sequence.value(first + visible[i], head, j).level);
+      }
+      float& x = (*acc)[static_cast<size_t>(j)];
+      x = std::fmaf(static_cast<float>(sum), weights.unit, x);
+    }
+  }
+}
+
 inline std::vector<float> reference_in_order(const Shape& shape, const Sequence& sequence,
                                              const Row& row) {
   const std::vector<float> q = query_of(shape, row);
@@ -392,12 +482,9 @@ inline std::vector<float> reference_in_order(const Shape& shape, const Sequence&
         for (int t = 0; t < shape.tokens; ++t) {
           const int64_t at = c * shape.tokens + t;
           if (!sees(shape, row, head, at)) continue;
-          float dot = 0.0f;
-          for (int d = 0; d < shape.k_dim; ++d) {
-            dot = std::fmaf(q[static_cast<size_t>(h * shape.k_dim + d)], sequence.k(at, head)[d],
-                            dot);
-          }
-          dot = dot * scaling_of(shape);
+          float dot =
+              dot_in_order(shape, sequence, &q[static_cast<size_t>(h * shape.k_dim)], at, head) *
+              scaling_of(shape);
           if (shape.softcap != 0) dot = scalar_tanh(dot / shape.softcap) * shape.softcap;
           s[static_cast<size_t>(t)] = dot;
           visible.push_back(t);
@@ -407,15 +494,12 @@ inline std::vector<float> reference_in_order(const Shape& shape, const Sequence&
         any = true;
         const float r = scalar_exp(part.m - m);
         float lanes[16] = {};
-        for (float& x : part.acc) x = x * r;
         for (const int t : visible) {
-          const float p = scalar_exp(s[static_cast<size_t>(t)] - m);
+          float& p = s[static_cast<size_t>(t)];
+          p = scalar_exp(p - m);
           lanes[t % 16] = lanes[t % 16] + p;
-          const float* v = sequence.v(c * shape.tokens + t, head);
-          for (int j = 0; j < shape.v_dim; ++j) {
-            part.acc[static_cast<size_t>(j)] = std::fmaf(p, v[j], part.acc[static_cast<size_t>(j)]);
-          }
         }
+        add_values_in_order(shape, sequence, head, c * shape.tokens, visible, s, r, &part.acc);
         for (int width = 8; width >= 1; width /= 2) {
           for (int i = 0; i < width; ++i) lanes[i] = lanes[i] + lanes[i + width];
         }

@@ -41,7 +41,9 @@ TEST_CASE("a layout out of range is refused by the name of its first bad field")
   refused([](Layout& l) { l.chunk_tokens = 48; }, "layout.chunk_tokens is 48");
   refused([](Layout& l) { l.k_dim = 72; }, "layout.k_dim is 72; expected a multiple of 16");
   refused([](Layout& l) { l.v_dim = 528; }, "layout.v_dim is 528");
-  refused([](Layout& l) { l.k_dtype = DType::kQ8_0; }, "layout.k_dtype is q8_0");
+  refused([](Layout& l) { l.k_dtype = DType::kFloat8E4M3; }, "layout.k_dtype is float8_e4m3");
+  refused([](Layout& l) { l.k_dtype = DType::kQ4, l.k_dim = 48; },
+          "layout.k_dtype is q4 and k_dim is 48; expected a multiple of 32");
   refused([](Layout& l) { l.v_dtype = DType::kFloat8E4M3; }, "layout.v_dtype is float8_e4m3");
 }
 

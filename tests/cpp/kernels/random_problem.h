@@ -38,14 +38,20 @@ inline Shape random_shape(Dice& dice) {
   const auto dtype = [&] {
     return dice.pick({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   };
+  const auto stored = [&](int* dim) {
+    if (dice.one_in(2)) return dtype();
+    const DType codes = dice.pick({DType::kQ8, DType::kQ4});
+    if (codes == DType::kQ4) *dim = (*dim + kQ4Group - 1) / kQ4Group * kQ4Group;
+    return codes;
+  };
   Shape shape;
   shape.kv_heads = dice.roll(1, 4);
   shape.group = dice.roll(1, 8);
   shape.tokens = 16 << dice.roll(0, 2);
   shape.k_dim = 16 * dice.roll(1, 6);
   shape.v_dim = 16 * dice.roll(1, 6);
-  shape.dtype = dtype();
-  shape.value_dtype = dtype();
+  shape.dtype = stored(&shape.k_dim);
+  shape.value_dtype = stored(&shape.v_dim);
   shape.io_dtype = dtype();
   if (dice.one_in(3)) shape.window = dice.roll(1, 200);
   if (dice.one_in(3)) shape.softcap = dice.pick({0.5f, 5.0f, 50.0f});
