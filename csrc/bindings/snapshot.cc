@@ -11,7 +11,9 @@
 #include <optional>
 
 #include "bindings/bind.h"
+#include "bindings/raw_rows.h"
 #include "bindings/shared.h"
+#include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "snapshot/loose_content.h"
 
@@ -149,6 +151,19 @@ py::array_t<uint8_t> read_slice(const SnapshotReader& reader, int64_t chunk, int
   const Release release;
   reader.read_slice(chunk, layer, to);
   return out;
+}
+
+py::typing::Tuple<py::array, py::array> read_rows_of(const SnapshotReader& reader, int64_t chunk,
+                                                     int layer) {
+  const Layout& layout = reader.meta().layout;
+  std::vector<std::byte> slice(static_cast<size_t>(layout.slice_bytes()));
+  RawRows rows(layout, layout.chunk_tokens);
+  {
+    const Release release;
+    reader.read_slice(chunk, layer, slice.data());
+    read_rows(layout, slice.data(), 0, layout.chunk_tokens, rows.k(), rows.v());
+  }
+  return rows.tuple();
 }
 
 using Damage = py::typing::Tuple<py::int_, py::int_, py::str>;
@@ -397,6 +412,9 @@ void bind_reader(py::module_& m) {
                              })
       .def("read_chunk", &read_chunk, py::arg("chunk"))
       .def("read_slice", &read_slice, py::arg("chunk"), py::arg("layer"))
+      .def("read_rows", &read_rows_of, py::arg("chunk"), py::arg("layer"),
+           "k [chunk_tokens, kv_heads, k_dim] and v of a slice, verified, as words of their size; "
+           "of codes the numbers that they stand for.")
       .def("verify", &verify, py::arg("threads"), py::arg("progress") = py::none(),
            "Reads everything; (chunk, layer, message) of all damage. Layer -1: the summary.")
       .def_property_readonly("payload_bytes_read", &SnapshotReader::payload_bytes_read);

@@ -96,6 +96,7 @@ bool has_packs(const std::vector<SectionEntry>& entries) {
 
 uint16_t minor_version_of(const std::vector<SectionEntry>& entries) {
   KVPAGER_REQUIRE(entries.size() >= kRequiredSections);
+  if (entries[kLayout - 1].version == kCodesVersion) return kCodesMinor;
   if (entries[kChunks - 1].version == kChunksVersion) return kNamesMinor;
   return has_packs(entries) ? kPacksMinor : 0;
 }

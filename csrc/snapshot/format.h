@@ -51,8 +51,10 @@ enum SectionType : uint16_t {
 inline constexpr uint16_t kRequiredSections = 7;
 inline constexpr uint16_t kPacksMinor = 1;     // the minor version that brought section kPacks
 inline constexpr uint16_t kNamesMinor = 2;     // that brought names of 32 bytes
+inline constexpr uint16_t kCodesMinor = 3;     // that brought keys and values in codes
 inline constexpr uint8_t kSectionVersion = 1;  // of every section above but
 inline constexpr uint8_t kChunksVersion = 2;   // of kChunks; 1: with the hashes of 1.0 and 1.1
+inline constexpr uint8_t kCodesVersion = 2;    // of kLayout where dtypes are codes; 1: where not
 inline constexpr uint8_t kFlagRequired = 1;
 
 struct SectionEntry {
@@ -66,7 +68,8 @@ struct SectionEntry {
   bool required() const { return (flags & kFlagRequired) != 0; }
   bool known() const {
     return type <= kPacks &&
-           (version == kSectionVersion || (type == kChunks && version == kChunksVersion));
+           (version == kSectionVersion || (type == kChunks && version == kChunksVersion) ||
+            (type == kLayout && version == kCodesVersion));
   }
   // Type, version and flags as the table's first four bytes: what identifies a section this version
   // does not know.

@@ -22,6 +22,7 @@ constexpr size_t kDtypesAt = 20;
 constexpr size_t kScorerBytesAt = 22;
 constexpr size_t kSummaryPageBytesAt = 24;
 constexpr size_t kLayoutFixedBytes = 32;
+constexpr size_t kCodesBytes = 8;  // more where dtypes are codes, reserved
 
 // Chunk table entry: fixed fields, then a checksum per layer. Before version 2 of the section a name
 // has 16 bytes.
@@ -73,8 +74,10 @@ std::string to_text(const Section& section) {
 }
 
 void decode_layout(const Section& section, SnapshotMeta* meta, const std::string& path) {
-  if (section.entry.size < kLayoutFixedBytes) {
-    corrupt(path, "layout.size", section.entry.size, "at least ", kLayoutFixedBytes);
+  const bool coded = section.entry.version == kCodesVersion;
+  const size_t fixed_bytes = kLayoutFixedBytes + (coded ? kCodesBytes : 0);
+  if (section.entry.size < fixed_bytes) {
+    corrupt(path, "layout.size", section.entry.size, "at least ", fixed_bytes);
   }
   const std::byte* from = section.data;
   Layout& layout = meta->layout;
@@ -88,10 +91,16 @@ void decode_layout(const Section& section, SnapshotMeta* meta, const std::string
   meta->summary_page_bytes = load<int64_t>(from + kSummaryPageBytesAt);
   for (const auto& [name, dtype] :
        {std::pair{"k_dtype", layout.k_dtype}, std::pair{"v_dtype", layout.v_dtype}}) {
-    if (!is_supported(dtype)) {
-      throw UnsupportedVersionError(str(path, ": layout.", name, " is ", int(dtype),
-                                        ", this reader knows 0 (f32), 1 (f16) and 2 (bf16)"));
+    if (!is_float(dtype) && !is_coded(dtype)) {
+      throw UnsupportedVersionError(
+          str(path, ": layout.", name, " is ", int(dtype),
+              ", this reader knows 0 (f32), 1 (f16), 2 (bf16), 4 (q8) and 5 (q4)"));
     }
+  }
+  if (section.entry.version != layout_version(layout)) {
+    corrupt(path, "layout.version", int{section.entry.version}, int{layout_version(layout)},
+            " (keys are ", dtype_name(layout.k_dtype), ", values ", dtype_name(layout.v_dtype),
+            ")");
   }
   if (const auto problem = check_geometry(layout, meta->summary_page_bytes)) {
     corrupt_problem(path, *problem);
@@ -100,9 +109,15 @@ void decode_layout(const Section& section, SnapshotMeta* meta, const std::string
   if (scorer_bytes > kMaxScorerBytes) {
     corrupt(path, "layout.scorer_bytes", scorer_bytes, "at most ", kMaxScorerBytes);
   }
-  expect_size(section, kLayoutFixedBytes + scorer_bytes,
-              str(kLayoutFixedBytes, " and a scorer of ", scorer_bytes, " bytes"), path);
-  meta->scorer.assign(reinterpret_cast<const char*>(from + kLayoutFixedBytes), scorer_bytes);
+  expect_size(section, fixed_bytes + scorer_bytes,
+              str(fixed_bytes, " and a scorer of ", scorer_bytes, " bytes"), path);
+  if (coded && !all_zero(from + kLayoutFixedBytes, kCodesBytes)) {
+    throw UnsupportedVersionError(
+        str(path,
+            ": layout.reserved is not zero, and this reader knows no layers or positions in "
+            "another dtype"));
+  }
+  meta->scorer.assign(reinterpret_cast<const char*>(from + fixed_bytes), scorer_bytes);
   if (!is_utf8(meta->scorer)) corrupt(path, "layout.scorer", "not UTF-8", "UTF-8");
 }
 
@@ -237,6 +252,32 @@ bool distinct(const std::vector<SnapshotPacks::Place>& places) {
 
 }  // namespace
 
+namespace {
+
+// Tiles of codes are laid out in pairs and groups.
+std::optional<Problem> check_dtype(const std::string& name, DType dtype, int64_t dim,
+                                   int64_t chunk_tokens) {
+  const std::string field = "layout." + name;
+  if (is_float(dtype)) return std::nullopt;
+  if (!is_coded(dtype)) return Problem{field + "_dtype", str(int(dtype)), "0, 1, 2, 4 or 5"};
+  const int64_t multiple = dtype == DType::kQ4 ? kQ4Group : 16;
+  if (dim % multiple != 0) {
+    return Problem{field + "_dim", str(dim),
+                   str("a multiple of ", multiple, " for ", dtype_name(dtype))};
+  }
+  if (chunk_tokens % 16 != 0) {
+    return Problem{"layout.chunk_tokens", str(chunk_tokens),
+                   str("a multiple of 16 for ", dtype_name(dtype))};
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+uint8_t layout_version(const Layout& layout) {
+  return is_coded(layout.k_dtype) || is_coded(layout.v_dtype) ? kCodesVersion : kSectionVersion;
+}
+
 std::optional<Problem> check_geometry(const Layout& layout, int64_t summary_page_bytes) {
   if (auto p = check_range("layout.layers", layout.layers, 1, kMaxLayers)) return p;
   if (auto p = check_range("layout.kv_heads", layout.kv_heads, 1, kMaxKvHeads)) return p;
@@ -244,8 +285,8 @@ std::optional<Problem> check_geometry(const Layout& layout, int64_t summary_page
     return p;
   if (auto p = check_range("layout.k_dim", layout.k_dim, 1, kMaxHeadDim)) return p;
   if (auto p = check_range("layout.v_dim", layout.v_dim, 1, kMaxHeadDim)) return p;
-  if (auto p = check_range("layout.k_dtype", int64_t(layout.k_dtype), 0, 2)) return p;
-  if (auto p = check_range("layout.v_dtype", int64_t(layout.v_dtype), 0, 2)) return p;
+  if (auto p = check_dtype("k", layout.k_dtype, layout.k_dim, layout.chunk_tokens)) return p;
+  if (auto p = check_dtype("v", layout.v_dtype, layout.v_dim, layout.chunk_tokens)) return p;
   return check_range("layout.summary_page_bytes", summary_page_bytes, 0, kMaxSummaryPageBytes);
 }
 
@@ -383,6 +424,7 @@ std::string encode_layout(const SnapshotMeta& meta) {
   append(&out, static_cast<uint8_t>(layout.v_dtype));
   append(&out, static_cast<uint16_t>(meta.scorer.size()));
   append(&out, meta.summary_page_bytes);
+  if (layout_version(layout) == kCodesVersion) out.append(kCodesBytes, '\0');
   return out + meta.scorer;
 }
 

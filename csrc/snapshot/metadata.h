@@ -22,6 +22,8 @@ struct Problem {
   std::string expected;
 };
 
+// Of the layout section.
+uint8_t layout_version(const Layout& layout);
 // Field ranges of the layout section, chosen so that every size below fits 63 bits.
 std::optional<Problem> check_geometry(const Layout& layout, int64_t summary_page_bytes);
 // Chunks against tokens: count, valid rows, hashes, one checksum per layer.

@@ -37,6 +37,12 @@ uint32_t required_tag(SectionType type) {
   return entry.tag();
 }
 
+uint32_t layout_tag(const Layout& layout) {
+  SectionEntry entry = SectionEntry::from_tag(required_tag(kLayout));
+  entry.version = layout_version(layout);
+  return entry.tag();
+}
+
 uint32_t chunks_tag(bool legacy_names) {
   SectionEntry entry = SectionEntry::from_tag(required_tag(kChunks));
   if (!legacy_names) entry.version = kChunksVersion;
@@ -308,7 +314,7 @@ Sections SnapshotWriter::Impl::lay_out(const SnapshotMeta& meta,
   out.describe(required_tag(kPayload), kFrontBytes, payload_bytes, payload_checksum(chunks, own));
   out.describe(required_tag(kSummaries), summaries_at, stream.size() - summaries_at,
                summaries_checksum(chunks, own));
-  out.add(required_tag(kLayout), encode_layout(meta));
+  out.add(layout_tag(meta.layout), encode_layout(meta));
   out.add(required_tag(kFingerprint), meta.fingerprint);
   out.add(required_tag(kSession), meta.session);
   out.add(required_tag(kTokens), encode_tokens(meta.tokens));

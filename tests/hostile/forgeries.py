@@ -151,11 +151,12 @@ def layout_fields_at_their_extremes(raw):
             "layout.summary_page_bytes",
         )
     for name in ("k_dtype", "v_dtype"):
-        for value in (3, 5, 255):
+        # Codes are sound in a layout of version 2 alone.
+        for value, field in ((3, name), (4, "version"), (5, "version"), (6, name), (255, name)):
             yield (
                 f"{name}={value}",
                 _with(raw, lambda p, n=name, v=value: p.set(LAYOUT, LAYOUT_FIELDS, n, v)),
-                f"layout.{name}",
+                f"layout.{field}",
             )
     for value in (0, 254, 255, 256, 65535):
         yield (

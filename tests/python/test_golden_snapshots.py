@@ -1,7 +1,8 @@
 """Every snapshot ever written stays readable: one file per version, never made again.
 
 `tests/golden/expected.json` was written beside the files of format 1.0 by the code of that time,
-`store-1.1/expected.json` when manifests came, `store-1.2/expected.json` with the names of 1.2.
+`store-1.1/expected.json` when manifests came, `store-1.2/expected.json` with the names of 1.2,
+`codes-1.3/expected.json` with keys and values in fewer bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvpager import FingerprintMismatchError, PagerConfig, TopK, _core
 from kvpager.pager import Pager, SnapshotInfo, open_snapshot
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-FOLDERS = (GOLDEN, GOLDEN / "store-1.1", GOLDEN / "store-1.2")
+FOLDERS = (GOLDEN, GOLDEN / "store-1.1", GOLDEN / "store-1.2", GOLDEN / "codes-1.3")
 FILES = {
     f"{folder.name}/{name}": (folder / name, expected)
     for folder in FOLDERS
@@ -79,7 +80,7 @@ def test_no_golden_file_is_without_its_expectation() -> None:
     described = {path for path, _ in FILES.values()}
     packs = {path for version in ("1.1", "1.2") for path in packs_of(version)}
     assert set(GOLDEN.rglob("*.kvsnap")) == described | packs
-    assert len(described) == 5
+    assert len(described) == 7
     assert len(packs) == 3
 
 
@@ -146,7 +147,7 @@ def test_a_restored_golden_snapshot_is_saved_with_the_same_content(
     writer.write_content(frozen, np.arange(frozen.chunks), reader.fingerprint, reader.session)
     writer.publish()
     saved = _core.SnapshotReader.open(str(tmp_path / "saved.kvsnap"))
-    assert saved.minor_version == 2
+    assert saved.minor_version == max(2, reader.minor_version)
     assert saved.chain_hashes == pager.chain_hashes(expected["tokens"], expected["salt"])
     assert saved.provenance == reader.provenance
     assert np.array_equal(saved.slice_checksums, reader.slice_checksums)

@@ -27,7 +27,7 @@ namespace kvpager {
 
 inline constexpr uint16_t kSnapshotMajor = 1;
 inline constexpr uint16_t kSnapshotMinor =
-    2;  // newest that is written; the oldest that suffices is
+    3;  // newest that is written; the oldest that suffices is
 
 // What the file says of one chunk. The last one may be partial (the tail): valid < chunk_tokens.
 struct SnapshotChunk {

@@ -349,6 +349,8 @@ TEST_CASE("ImpossibleLayoutsAndCountsAreRefusedByName") {
   expect_refused(&victim, "summaries.size", Outcome::kCorrupt,
                  [&](std::string* bytes) { put<int64_t>(bytes, layout + 24, 1 << 30); });
   expect_refused(&victim, "layout.k_dtype", Outcome::kUnsupported,
+                 [&](std::string* bytes) { put<uint8_t>(bytes, layout + 20, 3); });
+  expect_refused(&victim, "layout.version", Outcome::kCorrupt,  // codes, in a layout without room
                  [&](std::string* bytes) { put<uint8_t>(bytes, layout + 20, 4); });
   expect_refused(&victim, "layout.v_dtype", Outcome::kUnsupported,
                  [&](std::string* bytes) { put<uint8_t>(bytes, layout + 21, 255); });

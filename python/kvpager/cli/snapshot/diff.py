@@ -185,13 +185,6 @@ def _payload_lines(shown: Look, payload: dict[str, Any]) -> Iterator[str]:
         yield shown.field("", f"{name}: {first[name]!r} ({first[name + '_bits']})", wide=_NAME)
 
 
-_ALIGNMENT = 64  # of tiles, docs/snapshot_format.md
-_WORDS: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype("<u4"),
-    "float16": np.dtype("<u2"),
-    "bfloat16": np.dtype("<u2"),
-}
-
 Words = npt.NDArray[Any]
 
 
@@ -307,7 +300,7 @@ class _Slices:
     ) -> None:
         self._layout = a.layout
         self._chunk, self._layer = chunk, layer
-        self._bytes = (a.read_slice(chunk, layer), b.read_slice(chunk, layer))
+        self._rows = (a.read_rows(chunk, layer), b.read_rows(chunk, layer))
 
     def differ(self, rows: int) -> bool:
         """Whether the first `rows` rows do."""
@@ -341,21 +334,9 @@ class _Slices:
 
     def _tiles(self) -> Iterator[tuple[str, int, Words, Words]]:
         """(K or V, head, words [chunk_tokens, dim] of both files) of every tile."""
-        layout = self._layout
-        size, offset = layout.chunk_tokens, 0
-        parts = (("K", layout.k_dim, layout.k_dtype), ("V", layout.v_dim, layout.v_dtype))
-        for head in range(layout.kv_heads):
-            for part, dim, dtype in parts:
-                count = dim * size * _WORDS[dtype].itemsize
-                x, y = (
-                    np.asarray(data)[offset : offset + count].view(_WORDS[dtype])
-                    for data in self._bytes
-                )
-                if part == "K":  # kept transposed
-                    yield part, head, x.reshape(dim, size).T, y.reshape(dim, size).T
-                else:
-                    yield part, head, x.reshape(size, dim), y.reshape(size, dim)
-                offset += -(-count // _ALIGNMENT) * _ALIGNMENT
+        for head in range(self._layout.kv_heads):
+            for part, x, y in zip(("K", "V"), *self._rows, strict=True):
+                yield part, head, x[:, head], y[:, head]
 
 
 def _first_cell(x: Words, y: Words) -> tuple[int, int]:
