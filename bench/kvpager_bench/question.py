@@ -59,6 +59,14 @@ QUESTIONS = {
             in_suite=True,
         ),
         Question(
+            "codes",
+            "what keys and values in fewer bits save: time of attention, bytes",
+            0.3,
+            ("K/V in bfloat16", "memory bandwidth"),
+            ("codes",),
+            in_suite=True,
+        ),
+        Question(
             "warm",
             "how long a saved turn takes to answer again in a fresh process",
             5,

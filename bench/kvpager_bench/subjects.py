@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3F
 
 from kvpager import Layout
 from kvpager.needles import Document, NeedleTask, shipped_model_path
-from kvpager.pager import Sequence
+from kvpager.pager import READ_DTYPES, Sequence
 from kvpager_bench import file_peers, two_hop
 
 SHIPPED = "shipped"
@@ -130,7 +130,7 @@ def random_ids(model: Any, tokens: int, seed: int = 0) -> np.ndarray[Any, np.dty
 def random_kv(layout: Any, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V [layers, tokens, kv_heads, dim], for measuring time and nothing else."""
     generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, layout.k_dtype)
+    dtype = READ_DTYPES[layout.k_dtype]
     shape = (layout.layers, tokens, layout.kv_heads)
     k = torch.randn(*shape, layout.k_dim, generator=generator).to(dtype)
     v = torch.randn(*shape, layout.v_dim, generator=generator).to(dtype)

@@ -85,8 +85,23 @@ class Case:
     @property
     def row_bytes(self) -> int:
         """Of one token's K/V at one layer."""
+        return self.layout(layers=1).token_bytes
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Of queries, keys and values as they are given."""
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+
+    def layout(self, layers: int) -> Layout:
         _, kv_heads, dim = self.heads
-        return 2 * kv_heads * dim * (4 if self.dtype == "float32" else 2)
+        return Layout(
+            layers=layers,
+            kv_heads=kv_heads,
+            k_dim=dim,
+            v_dim=dim,
+            k_dtype=self.dtype,
+            v_dtype=self.dtype,
+        )
 
     @property
     def layers(self) -> int:
@@ -112,14 +127,7 @@ class Ours:
     def __init__(self, case: Case, threads: int) -> None:
         q_heads, kv_heads, dim = case.heads
         self.case = case
-        self.layout = Layout(
-            layers=case.layers,
-            kv_heads=kv_heads,
-            k_dim=dim,
-            v_dim=dim,
-            k_dtype=case.dtype,
-            v_dtype=case.dtype,
-        )
+        self.layout = case.layout(case.layers)
         chunks = case.context // CHUNK
         config = PagerConfig(
             pool_tokens=case.context + 4 * CHUNK,
@@ -130,7 +138,7 @@ class Ours:
         self.sequence = self.pager.sequence()
         subjects.inject(self.sequence, self.layout, case.context - ROWS)
         generator = torch.Generator().manual_seed(1)
-        dtype = getattr(torch, case.dtype)
+        dtype = case.row_dtype
         self.q = torch.randn(ROWS, q_heads, dim, generator=generator).to(dtype)
         self.k = torch.randn(ROWS, kv_heads, dim, generator=generator).to(dtype)
         self.v = torch.randn(ROWS, kv_heads, dim, generator=generator).to(dtype)
@@ -159,7 +167,7 @@ class Ours:
 
     def gathered(self, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V [1, kv_heads, tokens, dim] of each layer, the rows' own behind the context's."""
-        dtype = getattr(torch, self.case.dtype)
+        dtype = self.case.row_dtype
         found = []
         for layer in range(self.case.layers):
             k, v = self.sequence.read_kv(layer, 0, self.case.context - ROWS)
