@@ -51,7 +51,7 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-quantised time-tests verify-all mutants asan tsan fuzz
+.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised time-tests verify-all mutants asan tsan fuzz
 .PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
 .PHONY: types docs bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
@@ -68,7 +68,7 @@ demo: build ## prefill, save, restore in a new process, compare every bit
 
 test: lint ctest pytest ## linters, types, stub drift, C++ tests, Python tests: those that take minutes together
 
-test-all: test types docs ctest-long pytest-long pytest-quantised ## also the site and the long tests (tests/long_tests.txt), as CI does
+test-all: test types docs ctest-long pytest-long pytest-codes pytest-quantised ## also the site and the long tests (tests/long_tests.txt), as CI does
 
 types: build ## what pyright says of the examples, beside mypy in `make lint`
 	$(BIN)/basedpyright --pythonpath $(PY)
@@ -114,6 +114,14 @@ pytest-long: build
 # torchao (3.4 MB) has a folder of its own: where it is installed, transformers imports it everywhere.
 $(QUANTISED_SITE)/torchao: $(TOOLS_STAMP)
 	$(PIP) install --quiet --no-deps --target $(QUANTISED_SITE) "torchao==0.18.*"
+
+# The tests of the promise, with K/V in fewer bits.
+CODES := pure_function_of_tokens defects_snapshots relations trim_and_update recompute generation run serving \
+  lookahead store_prefix recurrent_snapshots transformers_cache transformers_cache_calls colliding_chunks closing \
+  draft_saving chat assemblies_at_random salts seeds
+pytest-codes: build
+	KVPAGER_TEST_KV_DTYPE=q8 $(PY) -m pytest $(PARALLEL) -m "$(REGULAR) and not long" $(PYTEST_ARGS) \
+	  $(CODES:%=tests/model/test_%.py)
 
 pytest-quantised: build $(QUANTISED_SITE)/torchao
 	PYTHONPATH=$(QUANTISED_SITE) $(PY) -m pytest -m "$(REGULAR)" $(PYTEST_ARGS) tests/model/test_quantised_torchao.py

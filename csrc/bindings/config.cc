@@ -11,12 +11,27 @@ namespace kvpager {
 
 namespace py = pybind11;
 
-DType dtype_from_name(const std::string& field, const std::string& name) {
-  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+static std::optional<DType> named(std::initializer_list<DType> dtypes, const std::string& name) {
+  for (const DType dtype : dtypes) {
     if (name == dtype_name(dtype)) return dtype;
   }
+  return std::nullopt;
+}
+
+DType dtype_from_name(const std::string& field, const std::string& name) {
+  const auto found = named({DType::kFloat32, DType::kFloat16, DType::kBFloat16}, name);
+  if (found) return *found;
   throw InvalidArgumentError(
       str(field, ": '", name, "', expected 'float32', 'float16' or 'bfloat16'"));
+}
+
+// Of elements in chunks.
+static DType stored_dtype_from_name(const std::string& field, const std::string& name) {
+  if (const auto code = named({DType::kQ8, DType::kQ4}, name)) return *code;
+  const auto found = named({DType::kFloat32, DType::kFloat16, DType::kBFloat16}, name);
+  if (found) return *found;
+  throw InvalidArgumentError(
+      str(field, ": '", name, "', expected 'float32', 'float16', 'bfloat16', 'q8' or 'q4'"));
 }
 
 void bind_config(py::module_& m) {
@@ -29,8 +44,8 @@ void bind_config(py::module_& m) {
              layout.chunk_tokens = chunk_tokens;
              layout.k_dim = k_dim;
              layout.v_dim = v_dim;
-             layout.k_dtype = dtype_from_name("k_dtype", k_dtype);
-             layout.v_dtype = dtype_from_name("v_dtype", v_dtype);
+             layout.k_dtype = stored_dtype_from_name("k_dtype", k_dtype);
+             layout.v_dtype = stored_dtype_from_name("v_dtype", v_dtype);
              layout.validate();
              return layout;
            }),

@@ -13,6 +13,7 @@
 #include "bindings/bind.h"
 #include "bindings/handles.h"
 #include "bindings/names.h"
+#include "bindings/raw_rows.h"
 #include "bindings/shared.h"
 #include "bindings/tensor.h"
 #include "kvpager/error.h"
@@ -209,21 +210,12 @@ py::typing::Tuple<py::array, py::array> read_kv(Pager& pager, int64_t sequence, 
                                    "): expected 0 <= start <= stop <= ", length,
                                    ", the positions this sequence holds"));
   }
-  const int64_t n = stop - start;
-  const auto raw = [&](DType dtype, int64_t dim) {
-    const std::vector<py::ssize_t> shape = {n, layout.kv_heads, dim};
-    return dtype == DType::kFloat32 ? py::array(py::dtype::of<uint32_t>(), shape)
-                                    : py::array(py::dtype::of<uint16_t>(), shape);
-  };
-  py::array k = raw(layout.k_dtype, layout.k_dim);
-  py::array v = raw(layout.v_dtype, layout.v_dim);
-  auto* k_bytes = static_cast<std::byte*>(k.mutable_data());
-  auto* v_bytes = static_cast<std::byte*>(v.mutable_data());
+  RawRows rows(layout, stop - start);
   {
     const Release release;
-    pager.read_kv(SequenceId(sequence), layer, start, stop, k_bytes, v_bytes);
+    pager.read_kv(SequenceId(sequence), layer, start, stop, rows.k(), rows.v());
   }
-  return py::make_tuple(k, v);
+  return rows.tuple();
 }
 
 using Counts = std::array<int64_t, 3>;

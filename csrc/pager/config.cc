@@ -99,6 +99,16 @@ void require_machine(const PagerOptions& options) {
   }
 }
 
+void require_place(const PagerOptions& options) {
+  const Layout& layout = options.layout;
+  if (options.device == "cpu" || (is_float(layout.k_dtype) && is_float(layout.v_dtype))) return;
+  const DType dtype = is_float(layout.k_dtype) ? layout.v_dtype : layout.k_dtype;
+  throw InvalidArgumentError(str("device: '", options.device, "' has no kernels for chunks in ",
+                                 dtype_name(dtype),
+                                 " yet; expected 'cpu', or keys and values in float32, float16 or "
+                                 "bfloat16"));
+}
+
 const PagerOptions& validated(const PagerOptions& options) {
   isa_name();  // a KVPAGER_ISA that cannot be had is refused here rather than in a first forward
   options.layout.validate();
@@ -107,6 +117,7 @@ const PagerOptions& validated(const PagerOptions& options) {
   require_budgets(options);
   require_policies(options);
   require_machine(options);
+  require_place(options);
   return options;
 }
 

@@ -290,6 +290,14 @@ class SnapshotReader(SnapshotContent):
     def read_chunk(
         self, chunk: typing.SupportsInt | typing.SupportsIndex
     ) -> numpy.typing.NDArray[numpy.uint8]: ...
+    def read_rows(
+        self,
+        chunk: typing.SupportsInt | typing.SupportsIndex,
+        layer: typing.SupportsInt | typing.SupportsIndex,
+    ) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """
+        k [chunk_tokens, kv_heads, k_dim] and v of a slice, verified, as words of their size; of codes the numbers that they stand for.
+        """
     def read_slice(
         self,
         chunk: typing.SupportsInt | typing.SupportsIndex,
@@ -913,5 +921,5 @@ def total_pinned_bytes() -> int:
 CHECKS_INVARIANTS: bool = False
 CHUNKS_PER_SPLIT: int = 8
 KERNEL_VERSION: int = 1
-SNAPSHOT_VERSION: tuple[int, int] = (1, 2)
+SNAPSHOT_VERSION: tuple[int, int] = (1, 3)
 __version__: str = "0.1.0"

@@ -30,7 +30,7 @@ DEFAULT_SCORER = "bits2"
 # 128 are a whole tile.
 DEFAULT_ROWS = {"cpu": (256, 64, 32, 16), "cuda": (256, 128, 64, 32, 16)}
 CHUNK_TOKENS = (16, 32, 64, 128, 256)
-KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "q8")
 POLICIES = ("qk", "lru")
 ATTENTIONS = ("auto", "reference")
 MISSED_CHUNKS = ("auto", "direct", "staged")
@@ -377,8 +377,10 @@ class PagerConfig(_Validated):
         "texts longer than the model's max_position_embeddings; never with learned positions",
         False,
     )
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = _option(
-        _choice(KV_DTYPES), "dtype K/V are kept in; auto: the model's", "auto"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "q8"] = _option(
+        _choice(KV_DTYPES),
+        "dtype K/V are kept in; auto: the model's; q8: 8 bits and a scale for each token and head",
+        "auto",
     )
     device: str = _option(
         ('"auto", "cpu", "cuda", "cuda:N" or "shim"', _device),
@@ -596,7 +598,7 @@ class PagerOptions(TypedDict, total=False):
     checkpoint_bytes: int | str
     checkpoint_policy: Literal["smallest-gap", "lru"]
     beyond_max_positions: bool
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"]
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "q8"]
     device: str
     attention: Literal["auto", "reference"]
     missed_chunks: Literal["auto", "direct", "staged"]

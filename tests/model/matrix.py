@@ -22,6 +22,7 @@ DIMENSIONS: Mapping[str, tuple[Any, ...]] = {
     "threads": (1, 2),
     "group": (1, 2, 4),  # query heads per kv head
     "selection": ("dense", "topk"),
+    "kv_dtype": ("auto", "q8"),
 }
 SELECTIONS: Mapping[str, Selection] = {
     "dense": Dense(),
@@ -41,11 +42,13 @@ class Case:
     threads: int
     group: int
     selection: str
+    kv_dtype: str
 
     def __str__(self) -> str:
         head = "tied" if self.tied else "untied"
         model = f"{self.architecture}-{self.dtype}-{self.hidden}-{head}-gqa{self.group}"
-        return f"{model}-{self.selection}-{self.threads}t"
+        kv = "" if self.kv_dtype == "auto" else f"-{self.kv_dtype}"
+        return f"{model}-{self.selection}{kv}-{self.threads}t"
 
     def model(self) -> Any:
         return build(
@@ -61,15 +64,22 @@ class Case:
             chunk_tokens=CHUNK,
             host_bytes="256MiB",
             selection=SELECTIONS[self.selection],
+            kv_dtype=self.kv_dtype,
         )
 
 
 def full() -> list[Case]:
-    """Every combination; but numbers of kv heads take turns, since the rest does not know them."""
-    dimensions = {name: values for name, values in DIMENSIONS.items() if name != "group"}
-    groups = DIMENSIONS["group"]
+    """Every combination; but numbers of kv heads and dtypes of K/V take turns, since the rest does
+    not know them."""
+    turns = ("group", "kv_dtype")
+    dimensions = {name: values for name, values in DIMENSIONS.items() if name not in turns}
+    groups, kv_dtypes = (DIMENSIONS[name] for name in turns)
     return [
-        Case(**dict(zip(dimensions, values)), group=groups[(i + i // 2 + i // 8) % len(groups)])
+        Case(
+            **dict(zip(dimensions, values)),
+            group=groups[(i + i // 2 + i // 8) % len(groups)],
+            kv_dtype=kv_dtypes[(i + i // 2 + i // 4 + i // 12) % len(kv_dtypes)],
+        )
         for i, values in enumerate(itertools.product(*dimensions.values()))
     ]
 

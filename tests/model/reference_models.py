@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -113,8 +114,12 @@ def build(architecture, dtype="float32", *, hidden=256, tied=None, group=None, *
 
 
 def make_engine(model, *, pool_tokens=96, **options):
-    """An engine with a small pool and few rows; every option can be overridden."""
+    """An engine with a small pool and few rows; every option can be overridden.
+
+    `make pytest-codes` runs these tests with K/V in fewer bits.
+    """
     settings = {"rows": ROWS, "chunk_tokens": CHUNK, "host_bytes": "256MiB"}
+    settings["kv_dtype"] = os.environ.get("KVPAGER_TEST_KV_DTYPE", "auto")
     return Engine(model, pool_tokens=pool_tokens, **{**settings, **options})
 
 

@@ -151,9 +151,7 @@ class Runtime {
     void* base = nullptr;
     if (posix_memalign(&base, 256, static_cast<size_t>(bytes)) != 0) return device::kOutOfMemory;
     std::memset(base, kPoison, static_cast<size_t>(bytes));
-    std::unique_ptr<void, decltype(&std::free)> held(base, &std::free);
     allocations_[static_cast<std::byte*>(base)] = {bytes, pinned};
-    held.release();
     used_[pinned] += bytes;
     *memory = base;
     return device::kOk;

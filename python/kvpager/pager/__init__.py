@@ -23,7 +23,7 @@ from kvpager.pager.forward import (
     Span,
     Tensor,
 )
-from kvpager.pager.layout import TORCH_DTYPES, Layout
+from kvpager.pager.layout import READ_DTYPES, Layout
 from kvpager.pager.pager import (
     TIER_DISK,
     TIER_HOST,
@@ -38,6 +38,7 @@ from kvpager.pager.pager import (
 from kvpager.pager.snapshot import SALT_FIELD, SnapshotInfo, open_snapshot
 
 __all__ = [
+    "READ_DTYPES",
     "ROW_COMMIT",
     "ROW_GIVEN",
     "ROW_PADDING",
@@ -47,7 +48,6 @@ __all__ = [
     "TIER_HOST",
     "TIER_RESIDENT",
     "TIER_SNAPSHOT",
-    "TORCH_DTYPES",
     "ChunkInfo",
     "Forward",
     "Layout",

@@ -9,10 +9,13 @@ import torch
 from kvpager import _core
 from kvpager.errors import InvalidArgumentError
 
-TORCH_DTYPES = {
+# What stored elements are read back in.
+READ_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "q8": torch.float32,
+    "q4": torch.float32,
 }
 
 
@@ -26,7 +29,8 @@ class Layout:
         k_dim: head_dim of keys, a multiple of 16.
         v_dim: head_dim of values, a multiple of 16.
         chunk_tokens: tokens per chunk: 16, 32, 64, 128 or 256.
-        k_dtype: "float32", "float16" or "bfloat16", in which keys are stored.
+        k_dtype: in which keys are stored: "float32", "float16", "bfloat16", or fewer bits, "q8" or
+            "q4" (csrc/include/kvpager/codes.h); "q4" needs a k_dim that is a multiple of 32.
         v_dtype: likewise for values.
 
     Raises:

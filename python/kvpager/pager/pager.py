@@ -20,7 +20,7 @@ from kvpager.errors import (
 )
 from kvpager.pager.device import Place, resolve
 from kvpager.pager.forward import ROW_GIVEN, Forward, Span, Tensor
-from kvpager.pager.layout import TORCH_DTYPES, Layout
+from kvpager.pager.layout import READ_DTYPES, Layout
 from kvpager.pager.snapshot import SALT_FIELD, SnapshotInfo, open_snapshot
 from kvpager.released import ReleasedText
 from kvpager.salts import is_of, salt_digest
@@ -159,17 +159,18 @@ class Sequence(_core.OwnedSequence):
             return self.core.select(self.uid, layer, q[None], at, int(window or 0))
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Raw keys and values of positions [start, stop) at one layer, in the layout's dtypes.
+        """Raw keys and values of positions [start, stop) at one layer.
 
         Returns:
-            k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies on the CPU, bit for bit.
+            k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies on the CPU, bit for bit, in
+            the layout's dtypes; of q8 and q4 the float32 numbers that the codes stand for.
         """
         layout = self.pager.layout
         with _locating(layout):
             k, v = self.core.read_kv(self.uid, layer, start, stop)
         return (
-            torch.from_numpy(k).view(TORCH_DTYPES[layout.k_dtype]),
-            torch.from_numpy(v).view(TORCH_DTYPES[layout.v_dtype]),
+            torch.from_numpy(k).view(READ_DTYPES[layout.k_dtype]),
+            torch.from_numpy(v).view(READ_DTYPES[layout.v_dtype]),
         )
 
     def pin(self, start: int, stop: int) -> Pin:

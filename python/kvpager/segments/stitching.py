@@ -12,7 +12,7 @@ from kvpager import pager
 from kvpager.errors import CapacityError, InvariantError
 from kvpager.execution.batch import Batch, Given
 from kvpager.execution.core import EngineCore
-from kvpager.pager import TORCH_DTYPES
+from kvpager.pager import READ_DTYPES
 from kvpager.scheduling.recompute import run
 from kvpager.segments.pieces import Piece
 from kvpager.segments.policies import Mask
@@ -124,8 +124,8 @@ class Stitcher:
         """
         layout = self._core.layout
         shape = (layout.layers, len(positions), layout.kv_heads)
-        k = torch.empty(*shape, layout.k_dim, dtype=TORCH_DTYPES[layout.k_dtype])
-        v = torch.empty(*shape, layout.v_dim, dtype=TORCH_DTYPES[layout.v_dtype])
+        k = torch.empty(*shape, layout.k_dim, dtype=READ_DTYPES[layout.k_dtype])
+        v = torch.empty(*shape, layout.v_dim, dtype=READ_DTYPES[layout.v_dtype])
         for piece in self._pieces:
             first, last = np.searchsorted(positions, [piece.start, piece.stop])
             if first == last:

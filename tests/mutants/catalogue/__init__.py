@@ -2,6 +2,7 @@
 
 from mutants.catalogue.attention import ATTENTION
 from mutants.catalogue.bookkeeping import BOOKKEEPING
+from mutants.catalogue.codes import CODES
 from mutants.catalogue.commands import COMMANDS
 from mutants.catalogue.companions import COMPANIONS
 from mutants.catalogue.devices import DEVICES
@@ -31,6 +32,7 @@ from mutants.catalogue.windows import WINDOWS
 
 CATALOGUE = (
     *ATTENTION,
+    *CODES,
     *SELECTION,
     *PAGING,
     *BOOKKEEPING,

@@ -200,8 +200,9 @@ ATTENTION = (
         name="scores-masked-by-adding",
         breaks="the score of an unwritten row is replaced, not added to: NaN - inf is NaN",
         file="csrc/kernels/attend_isa.cc",
-        old="    x = keep_range(x, query.begin - t, query.end - t);\n",
-        new="    x = add(x, keep_range(splat(0.0f), query.begin - t, query.end - t));\n",
+        old="    x = keep_range(x, query.begin - t, query.end - t, -__builtin_inff());\n",
+        new="    x = add(x, keep_range(splat(0.0f), query.begin - t, query.end - t,\n"
+        "                          -__builtin_inff()));\n",
         killers=(
             "python/test_defects_pool.py::test_rows_after_the_committed_length_are_never_read",
         ),

@@ -27,6 +27,7 @@ _TIMES = 4.0  # what one rounding of every module does; measured is up to 1
 _MOST = 0.5  # standard deviations of a logit; a bound beyond tells nothing
 _LONGEST = 8192  # tokens, so that windows up to about 5,000 are crossed
 _SEEDS = (11, 12)
+_CODES = {"q8": 2 / 127, "q4": 2 / 7}  # distance of two levels, of a row whose largest number is 2
 
 
 def equal_to_transformers(subject: Subject, check: Check) -> None:
@@ -70,12 +71,9 @@ def _prompt(subject: Subject, check: Check) -> TokenIds:
 def _rounding(subject: Subject) -> float:
     """Half a unit in the last place of the model's dtype, or of the one that K/V are kept in."""
     layout = subject.engine().layout
-    dtypes = [
-        subject.model.dtype,
-        *(getattr(torch, d, None) for d in (layout.k_dtype, layout.v_dtype)),
-    ]
-    known = [d for d in dtypes if d is not None and d.is_floating_point]
-    return max(torch.finfo(d).eps for d in known) / 2
+    stored = (layout.k_dtype, layout.v_dtype)
+    steps = [_CODES[d] if d in _CODES else torch.finfo(getattr(torch, d)).eps for d in stored]
+    return max(torch.finfo(subject.model.dtype).eps, *steps) / 2
 
 
 def _compare_logits(

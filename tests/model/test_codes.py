@@ -1,0 +1,161 @@
+"""Keys and values in 8 bits: the same promise, other numbers, texts apart from those of others.
+
+That every relation holds, to the bit, is among the cases of `matrix.py` and in `make pytest-codes`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from reference_models import CHUNK, SHIPPED, build, make_engine, prompt
+
+from kvpager import Dense, FingerprintMismatchError, PagerConfig, TopK
+from kvpager.cli import main
+from kvpager.errors import InvalidArgumentError
+from kvpager.needles import NeedleTask
+from kvpager.pager import Layout, Pager
+from kvpager.plan.shape import KvShape, read_shape
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", "bfloat16")
+
+
+@pytest.fixture
+def engine(model, closing):
+    return closing(make_engine(model, kv_dtype="q8"))
+
+
+def computed(engine, ids):
+    """Logits after a prompt, and K/V [2, n, kv_heads, dim] of the first layer."""
+    with engine.session() as session:
+        session.prefill(ids)
+        k, v = session.sequence.read_kv(0, 0, len(ids))
+        return session.logits.float(), torch.stack([k.float(), v.float()])
+
+
+def test_the_ledger_the_stats_and_a_session_say_what_chunks_are_kept_in(engine):
+    with engine.session() as session:
+        session.prefill(prompt(5 * CHUNK))
+        (entry, *_) = session.sequence.ledger()
+        assert (entry.k_dtype, entry.v_dtype) == ("q8", "q8")
+        k, v = session.sequence.read_kv(1, 3, 20)
+        assert k.dtype == v.dtype == torch.float32
+        assert engine.layout.k_dtype == "q8"
+    assert engine.stats()["pool_bytes"] % engine.layout.chunk_bytes == 0
+
+
+def test_a_chunk_has_little_more_than_half_of_its_bytes_in_bfloat16():
+    plain, codes = (
+        Layout(32, 8, 128, 128, k_dtype=dtype, v_dtype=dtype) for dtype in ("bfloat16", "q8")
+    )
+    assert codes.token_bytes == 32 * 8 * 2 * (128 + 2)
+    assert codes.chunk_bytes / plain.chunk_bytes < 0.51
+
+
+def test_each_number_is_within_half_a_step_of_the_one_that_was_computed(model, engine, closing):
+    ids = prompt(100)
+    plain = closing(make_engine(model, kv_dtype="float32"))
+    # The first layer's K/V depend on no other's: they are those that became codes.
+    expected, found = (computed(one, ids)[1] for one in (plain, engine))
+    step = expected.abs().amax(-1, keepdim=True) / 127
+    assert ((found - expected).abs() <= step * 0.51).all()
+    assert not torch.equal(found, expected)
+
+
+def test_logits_are_near_those_of_plain_chunks(model, engine, closing):
+    ids = prompt(200)
+    plain = closing(make_engine(model))
+    expected, found = (computed(one, ids)[0] for one in (plain, engine))
+    assert (found - expected).std() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("selection", [Dense(), TopK(chunks=4)])
+def test_a_trained_model_finds_its_needles(selection, closing):
+    model = build(SHIPPED)
+    task = NeedleTask(seed=3)
+    document = task.document(4096, 8, avoid=[(0, 64), (3500, 4096)])
+    found = {}
+    for dtype in ("auto", "q8"):
+        engine = closing(
+            make_engine(
+                model,
+                kv_dtype=dtype,
+                pool_tokens=2048,
+                chunk_tokens=64,
+                rows=64,
+                selection=selection,
+            )
+        )
+        found[dtype] = []
+        with engine.session() as session:
+            for key, value in zip(document.keys, document.values, strict=True):
+                session.prefill(np.concatenate([document.ids, task.query(key)]))
+                answer = session.generate(4, eos=None).tokens
+                found[dtype].append(answer.tolist() == task.answer(value).tolist())
+                session.trim(len(document.ids))
+    assert sum(found["q8"]) >= sum(found["auto"]) >= 6
+
+
+def test_a_text_in_one_dtype_is_refused_by_an_engine_of_another(model, engine, closing, tmp_path):
+    plain = closing(make_engine(model))
+    for saver, other in ((engine, plain), (plain, engine)):
+        with saver.session() as session:
+            session.prefill(prompt(40))
+            session.save(tmp_path / "text.kv")
+        with pytest.raises(FingerprintMismatchError, match="kv_dtype") as refused:
+            other.restore(tmp_path / "text.kv")
+        assert refused.value.field == "k_dtype"
+        with pytest.raises(FingerprintMismatchError, match="kv_dtype"):
+            other.restore(tmp_path / "text.kv", on_mismatch="approximate")
+        assert other.stats()["sequences"] == 0
+
+
+def test_texts_of_two_formats_share_no_chunk(model, engine, closing):
+    plain = closing(make_engine(model))
+    names = []
+    for one in (engine, plain):
+        with one.session() as session:
+            session.prefill(prompt(3 * CHUNK))
+            names.append(one.pager.chain_hashes(session.tokens, ""))
+    assert set(names[0]).isdisjoint(names[1])
+
+
+def test_a_device_without_kernels_refuses_it_and_says_what_it_takes():
+    layout = Layout(1, 1, 32, 32, k_dtype="q8", v_dtype="bfloat16")
+    with pytest.raises(InvalidArgumentError, match="no kernels for chunks in q8 yet"):
+        Pager(layout, PagerConfig(256, device="shim", host_bytes="1MiB"), rows=16, q_heads=1)
+
+
+def test_a_dtype_that_is_none_is_refused_with_those_there_are():
+    with pytest.raises(InvalidArgumentError, match=r"'q5', expected .*'q8' or 'q4'"):
+        Layout(1, 1, 32, 32, k_dtype="q5")
+    with pytest.raises(InvalidArgumentError, match="kv_dtype"):
+        PagerConfig(kv_dtype="q5")
+    with pytest.raises(InvalidArgumentError, match="q4 and k_dim is 48; expected a multiple of 32"):
+        Layout(1, 1, 48, 64, k_dtype="q4")
+
+
+def test_a_plan_counts_the_bytes_of_codes(model, tmp_path):
+    model.config.save_pretrained(tmp_path)
+    shape = read_shape(tmp_path, "bfloat16")
+    plain, codes = (KvShape.of(shape, 64, dtype, "bits2") for dtype in ("auto", "q8"))
+    dim = shape.k_dim
+    assert codes.token_bytes * 2 * dim == plain.token_bytes * (dim + 2)
+
+
+def test_inspect_and_diff_know_codes(engine, tmp_path, capsys):
+    paths = []
+    for name, ids in (("a", prompt(50)), ("b", np.append(prompt(49), 299))):
+        paths.append(str(tmp_path / f"{name}.kv"))
+        with engine.session() as session:
+            session.prefill(ids)
+            session.save(paths[-1])
+    assert main(["snapshot", "inspect", paths[0]]) == 0
+    assert f"head_dim {engine.layout.k_dim} (q8) and" in capsys.readouterr().out
+    assert main(["snapshot", "verify", paths[0]]) == 0
+    capsys.readouterr()
+    assert main(["snapshot", "diff", *paths]) == 1
+    assert "token 49" in capsys.readouterr().out

@@ -1,0 +1,52 @@
+"""Keys and values in fewer bits: codes of a row's own numbers, and sums without an order."""
+
+from mutants.mutant import Mutant
+
+CODES_TEST = "cpp/kernels/codes_test.cc::"
+RANDOM = (
+    "cpp/kernels/random_problems_test.cc::"
+    "a row of any problem has the bits of the reference that computes it alone"
+)
+
+CODES = (
+    Mutant(
+        name="a-scale-that-is-rounded-up",
+        breaks="what codes stand for has these codes again",
+        file="csrc/kernels/codes_isa.cc",
+        old="  *scale = float_to_bfloat16(largest / 127.0f);",
+        new="  *scale = static_cast<uint16_t>((float_bits(largest / 127.0f) + 0xFFFFu) >> 16);",
+        killers=(CODES_TEST + "what codes stand for has these codes again",),
+    ),
+    Mutant(
+        name="weights-of-tokens-that-nobody-sees",
+        breaks="a token that a row does not see has a weight of 0, whatever its scale is",
+        file="csrc/kernels/attend_codes_isa.h",
+        old="if (!all) weight = keep_range(weight, query.begin - t, query.end - t, 0.0f);",
+        new="(void)all;",
+        killers=(RANDOM,),
+    ),
+    Mutant(
+        name="the-unit-of-another-query",
+        breaks="a query's integers have a unit of their own",
+        file="csrc/kernels/attend_codes_isa.h",
+        old="store(out_[q] + at, last ? mul(score, splat(units_[q])) : score);",
+        new="store(out_[q] + at, last ? mul(score, splat(units_[0])) : score);",
+        killers=(RANDOM,),
+    ),
+    Mutant(
+        name="the-other-half-of-a-pair",
+        breaks="rows past the valid ones are zeros: two tokens share a pair of bytes",
+        file="csrc/kernels/rows.cc",
+        old="  if (dtype == DType::kQ8 && valid % 2 == 1) {\n",
+        new="  if (dtype == DType::kQ4 && valid % 2 == 1) {\n",
+        killers=(CODES_TEST + "rows past the valid ones are zeros, the others what they were",),
+    ),
+    Mutant(
+        name="codes-in-a-layout-without-room",
+        breaks="a reader of 1.2 refuses a file with codes, by the version of its layout",
+        file="csrc/snapshot/metadata.cc",
+        old="? kCodesVersion : kSectionVersion;",
+        new="? kSectionVersion : kSectionVersion;",
+        killers=("python/test_golden_snapshots.py::test_every_field_is_what_was_saved",),
+    ),
+)
