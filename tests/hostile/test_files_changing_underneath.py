@@ -134,7 +134,9 @@ def test_readers_in_threads_survive_a_file_that_shrinks_and_grows_all_the_time(s
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for n in range(300):
+    for n in range(30_000):  # on a busy machine the readers come late
+        if n >= 300 and outcomes["damaged"] and outcomes["read"]:
+            break
         os.truncate(files.single, 4096 + n * 13 % 9000)
         with files.single.open("r+b") as file:
             file.write(raw)
