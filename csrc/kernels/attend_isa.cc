@@ -42,20 +42,21 @@ Operand widened(const Operand& side, int64_t rows, float* wide) {
   return {wide, DType::kFloat32, side.stride, 0};
 }
 
-// Lines [first, last) of the next tile's side.
+// Lines [first, last) of the next tile's side; into the cache of the first level, or of the second.
+template <bool kNear>
 void fetch_lines(const void* data, int64_t ahead, int64_t first, int64_t last) {
   if (ahead == 0) return;
   const uintptr_t next = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(ahead);
   for (int64_t line = first; line < last; ++line) {
-    __builtin_prefetch(reinterpret_cast<const void*>(next + static_cast<uintptr_t>(64 * line)), 0,
-                       2);
+    const auto* at = reinterpret_cast<const void*>(next + static_cast<uintptr_t>(64 * line));
+    __builtin_prefetch(at, 0, kNear ? 3 : 2);
   }
 }
 
 // Of `bytes`, what falls to one block of several.
 void fetch_share(const void* data, int64_t ahead, int64_t bytes, int64_t block, int64_t blocks) {
   const int64_t lines = bytes / 64;
-  fetch_lines(data, ahead, lines * block / blocks, lines * (block + 1) / blocks);
+  fetch_lines<false>(data, ahead, lines * block / blocks, lines * (block + 1) / blocks);
 }
 
 // Queries that are softened together, so that one exp gives the factors of all.
@@ -233,7 +234,7 @@ void score_codes(const TileParams& params, float* scores) {
   const CodeTile tile(params.k, params.k_dtype, params.tokens, params.k_dim, few ? ahead : 0);
   const int64_t codes = params.tokens * row_code_bytes(params.k_dtype, params.k_dim);
   const int64_t bytes = params.tokens * row_bytes(params.k_dtype, params.k_dim);
-  if (few) fetch_lines(params.k, ahead, codes / 64, bytes / 64);
+  if (few) fetch_lines<true>(params.k, ahead, codes / 64, bytes / 64);
   each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
     const ScoreBlock of(params, first, count, scores);
     if (!few) fetch_share(params.k, ahead, bytes, block, blocks);
@@ -263,7 +264,7 @@ void weigh_codes(const TileParams& params, const float* scores, const float* res
   const CodeTile tile(params.v, params.v_dtype, params.tokens, params.v_dim, few ? ahead : 0);
   const int64_t codes = params.tokens * row_code_bytes(params.v_dtype, params.v_dim);
   const int64_t bytes = params.tokens * row_bytes(params.v_dtype, params.v_dim);
-  if (few) fetch_lines(params.v, ahead, codes / 64, bytes / 64);
+  if (few) fetch_lines<true>(params.v, ahead, codes / 64, bytes / 64);
   each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
     const float* weights[kQueryBlock];
     for (int i = 0; i < count; ++i) weights[i] = scores + (first + i) * params.tokens;
@@ -282,6 +283,11 @@ void attend_tile_with(const TileParams& params) {
     score_codes<kVnni>(params, scores);
   } else {
     score(params, scores, wide);
+  }
+  // While weights are made nothing is read; the memory need not wait.
+  constexpr int64_t kLinesMeanwhile = 32;
+  if (is_code(params.v_dtype) && in_one_block(params)) {
+    fetch_lines<true>(params.v, distance(params.v, params.next_v), 0, kLinesMeanwhile);
   }
   for (int64_t i = 0; i < params.count; i += kSoftened) {
     const int count = params.count - i < kSoftened ? static_cast<int>(params.count - i) : kSoftened;
