@@ -60,6 +60,7 @@ KVP_DEVICE void load_queries(const AttendParams& p, int64_t row, const Row& r,
   } else {
     widen_queries<BFloat16>(p, row, *queries, memory);
   }
+  if (p.shape.k_dtype == DType::kQ8) round_queries(p.shape, memory);
 }
 
 template <int kQueries, int kVectors>
@@ -296,7 +297,8 @@ int attend_reference(const AttendParams& attend, void* stream) {
   params.attend = attend;
   params.packs = (group + kernels.queries - 1) / kernels.queries;
   const int64_t walks = rows * shape.kv_heads * params.packs;
-  const int64_t shared = int64_t{kWarps} * kernels.queries * (shape.k_dim + shape.chunk_tokens) *
+  const int64_t shared = int64_t{kWarps} * kernels.queries *
+                         (shape.k_dim + shape.chunk_tokens + kWorthPacks) *
                          static_cast<int64_t>(sizeof(float));
   if (walks == 0) return 0;
 

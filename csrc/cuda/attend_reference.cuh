@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cuda/codes.cuh"
 #include "cuda/portable.h"
 #include "kvpager/attention.h"
 
@@ -123,11 +124,14 @@ struct State {
   }
 };
 
-// A warp's part of shared memory: queries by dimension, then scores or weights by token.
+// A warp's part of shared memory: queries by dimension, then scores or weights by token, then what the
+// integers of queries are worth where keys are codes.
+inline constexpr int kWorthPacks = 1;
+KVP_DEVICE int64_t worth_at(const Shape& shape) { return shape.k_dim + shape.chunk_tokens; }
 template <int kQueries>
 KVP_DEVICE Pack<kQueries>* warp_memory(const Shape& shape) {
   return reinterpret_cast<Pack<kQueries>*>(shared_memory()) +
-         static_cast<int64_t>(warp_index()) * (shape.k_dim + shape.chunk_tokens);
+         static_cast<int64_t>(warp_index()) * (worth_at(shape) + kWorthPacks);
 }
 
 template <class Source, int kQueries>
@@ -143,6 +147,36 @@ KVP_DEVICE void widen_queries(const AttendParams& p, int64_t row, const Queries&
     }
     out[d] = pack;
   }
+}
+
+// Each lane's numbers of the queries become integers, and the last pack what they are worth.
+template <int kQueries>
+KVP_DEVICE void round_queries(const Shape& shape, Pack<kQueries>* queries) {
+  uint32_t largest[kQueries] = {};
+  for (int d = lane_index(); d < shape.k_dim; d += kWarp) {
+    KVP_UNROLL
+    for (int q = 0; q < kQueries; ++q) {
+      const uint32_t bits = codes::magnitude_bits(queries[d].x[q]);
+      largest[q] = bits > largest[q] ? bits : largest[q];
+    }
+  }
+  Pack<kQueries> factor, worth;
+  KVP_UNROLL
+  for (int q = 0; q < kQueries; ++q) {
+    const codes::Unit unit = codes::unit_of(codes::largest_of_warp(largest[q]));
+    factor.x[q] = unit.factor;
+    worth.x[q] = unit.worth;
+  }
+  for (int d = lane_index(); d < shape.k_dim; d += kWarp) {
+    Pack<kQueries> pack = queries[d];
+    KVP_UNROLL
+    for (int q = 0; q < kQueries; ++q) {
+      const bool none = factor.x[q] == 0.0f;
+      pack.x[q] = codes::as_float(none ? 0 : codes::rounded(pack.x[q], factor.x[q]));
+    }
+    queries[d] = pack;
+  }
+  if (lane_index() == 0) queries[worth_at(shape)] = worth;
 }
 
 // The scores of tokens [start, start + 32 kGroups), -inf where not in [begin, end).
@@ -208,6 +242,42 @@ KVP_DEVICE void score_chunk(const AttendParams& p, const unsigned char* tile,
     } else {
       score<Source, kQueries, 1>(p, keys, queries, start, begin, end, scores);
     }
+  }
+}
+
+// The same of codes: pairs of dimensions, in integers.
+template <int kQueries>
+KVP_DEVICE void score_codes(const AttendParams& p, const unsigned char* tile,
+                            const Pack<kQueries>* queries, int begin, int end,
+                            Pack<kQueries>* scores) {
+  const int tokens = p.shape.chunk_tokens;
+  const auto* pairs = reinterpret_cast<const uint16_t*>(tile);
+  const uint16_t* scales = codes::scales_of(tile, tokens, p.shape.k_dim);
+  const Pack<kQueries> worth = queries[worth_at(p.shape)];
+  for (int start = begin / kWarp * kWarp; start < end; start += kWarp) {
+    const int t = start + lane_index();
+    if (t >= tokens) continue;
+    const bool visible = begin <= t && t < end;
+    int32_t sum[kQueries] = {};
+    for (int r = 0; visible && r < p.shape.k_dim / 2; ++r) {
+      const uint32_t pair = pairs[r * tokens + t];
+      const Pack<kQueries> first = queries[2 * r], second = queries[2 * r + 1];
+      KVP_UNROLL
+      for (int q = 0; q < kQueries; ++q) {
+        sum[q] += codes::as_int(first.x[q]) * codes::low_level(pair) +
+                  codes::as_int(second.x[q]) * codes::high_level(pair);
+      }
+    }
+    const float scale = visible ? bfloat16_bits_to_float(scales[t]) : 0.0f;
+    Pack<kQueries> pack;
+    KVP_UNROLL
+    for (int q = 0; q < kQueries; ++q) {
+      const float dot = fma_rn(static_cast<float>(sum[q]), scale, 0.0f) * worth.x[q];
+      float x = dot * p.scaling;
+      if (p.softcap != 0.0f) x = tanh(div_rn(x, p.softcap)) * p.softcap;
+      pack.x[q] = visible ? x : minus_infinity();
+    }
+    scores[t] = pack;
   }
 }
 
@@ -287,6 +357,62 @@ KVP_DEVICE void accumulate(const AttendParams& p, const unsigned char* tile, int
   }
 }
 
+// The same of codes: weights times scales become integers, and lose the floats they were.
+template <int kQueries, int kVectors>
+KVP_DEVICE void accumulate_codes(const AttendParams& p, const unsigned char* tile, int begin,
+                                 int end, Pack<kQueries>* weights,
+                                 State<kQueries, kVectors>* state) {
+  const int v_dim = p.shape.v_dim;
+  const uint16_t* scales = codes::scales_of(tile, p.shape.chunk_tokens, v_dim);
+  uint32_t largest[kQueries] = {};
+  sync_warp();  // the weights have been summed
+  for (int t = begin + lane_index(); t < end; t += kWarp) {
+    const float scale = bfloat16_bits_to_float(scales[t]);
+    Pack<kQueries> pack = weights[t];
+    KVP_UNROLL
+    for (int q = 0; q < kQueries; ++q) {
+      pack.x[q] = pack.x[q] * scale;
+      const uint32_t bits = codes::magnitude_bits(pack.x[q]);
+      largest[q] = bits > largest[q] ? bits : largest[q];
+    }
+    weights[t] = pack;
+  }
+  codes::Unit unit[kQueries];
+  KVP_UNROLL
+  for (int q = 0; q < kQueries; ++q) {
+    unit[q] = codes::unit_of(codes::largest_of_warp(largest[q]));
+  }
+  for (int t = begin + lane_index(); t < end; t += kWarp) {
+    Pack<kQueries> pack = weights[t];
+    KVP_UNROLL
+    for (int q = 0; q < kQueries; ++q) {
+      const bool none = unit[q].factor == 0.0f;
+      pack.x[q] = codes::as_float(none ? 0 : codes::rounded(pack.x[q], unit[q].factor));
+    }
+    weights[t] = pack;
+  }
+  sync_warp();
+  int32_t sum[kQueries][kVectors] = {};
+  for (int t = begin; t < end; ++t) {
+    const Pack<kQueries> weight = weights[t];
+    const unsigned char* row = tile + int64_t{t / 2} * 2 * v_dim + t % 2;
+    KVP_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      const int j = i * kWarp + lane_index();
+      const int32_t level = j < v_dim ? static_cast<int8_t>(row[2 * j]) : 0;
+      KVP_UNROLL
+      for (int q = 0; q < kQueries; ++q) sum[q][i] += codes::as_int(weight.x[q]) * level;
+    }
+  }
+  KVP_UNROLL
+  for (int q = 0; q < kQueries; ++q) {
+    KVP_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      state->acc[q][i] = fma_rn(static_cast<float>(sum[q][i]), unit[q].worth, state->acc[q][i]);
+    }
+  }
+}
+
 // Adds the visible tokens of chunk c.
 template <int kQueries, int kVectors>
 KVP_DEVICE void add_chunk(const AttendParams& p, const Queries& queries, int64_t c,
@@ -310,7 +436,9 @@ KVP_DEVICE void add_chunk(const AttendParams& p, const Queries& queries, int64_t
   Pack<kQueries>* scores = memory + p.shape.k_dim;
 
   sync_warp();  // the queries are there; the weights of the chunk before have been used
-  if (p.shape.k_dtype == DType::kFloat32) {
+  if (p.shape.k_dtype == DType::kQ8) {
+    score_codes(p, page, memory, begin, end, scores);
+  } else if (p.shape.k_dtype == DType::kFloat32) {
     score_chunk<Float32>(p, page, memory, begin, end, scores);
   } else if (p.shape.k_dtype == DType::kFloat16) {
     score_chunk<Float16>(p, page, memory, begin, end, scores);
@@ -319,7 +447,9 @@ KVP_DEVICE void add_chunk(const AttendParams& p, const Queries& queries, int64_t
   }
   sync_warp();
   soften(begin, end, scores, state);
-  if (p.shape.v_dtype == DType::kFloat32) {
+  if (p.shape.v_dtype == DType::kQ8) {
+    accumulate_codes(p, values, begin, end, scores, state);
+  } else if (p.shape.v_dtype == DType::kFloat32) {
     accumulate<Float32>(p, values, begin, end, scores, state);
   } else if (p.shape.v_dtype == DType::kFloat16) {
     accumulate<Float16>(p, values, begin, end, scores, state);

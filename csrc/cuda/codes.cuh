@@ -54,10 +54,8 @@ KVP_DEVICE const uint16_t* scales_of(const unsigned char* tile, int tokens, int 
 
 // A key of a K tile as the number that it stands for.
 KVP_DEVICE float key_of(const unsigned char* tile, int tokens, int dim, int d, int token) {
-  const auto level =
-      static_cast<int8_t>(tile[(int64_t{d / 2} * tokens + token) * 2 + d % 2]);
-  return static_cast<float>(level) *
-         bfloat16_bits_to_float(scales_of(tile, tokens, dim)[token]);
+  const auto level = static_cast<int8_t>(tile[(int64_t{d / 2} * tokens + token) * 2 + d % 2]);
+  return static_cast<float>(level) * bfloat16_bits_to_float(scales_of(tile, tokens, dim)[token]);
 }
 
 }  // namespace kvpager::gpu::codes

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cuda/codes.cuh"
 #include "cuda/kernels.h"
 #include "cuda/portable.h"
 #include "cuda/summarize_steps.cuh"
@@ -45,10 +46,16 @@ KVP_DEVICE void load_slab(const Job& job, const unsigned char* tile, int first, 
   const int pitch = slab_pitch(job);
   const int keys =
       (shape.k_dim - first < job.slab_dims ? shape.k_dim - first : job.slab_dims) * tokens;
+  for (int at = thread_index(); shape.k_dtype == DType::kQ8 && at < keys; at += kThreads) {
+    const int token = at % tokens;
+    slab[at / tokens * pitch + token] =
+        finite(codes::key_of(tile, tokens, shape.k_dim, first + at / tokens, token));
+  }
   const int element = shape.k_dtype == DType::kFloat32 ? 4 : 2;
   const int per_load = 16 / element;
   const unsigned char* from = tile + int64_t{first} * tokens * element;
-  for (int at = thread_index() * per_load; at < keys; at += kThreads * per_load) {
+  for (int at = thread_index() * per_load; shape.k_dtype != DType::kQ8 && at < keys;
+       at += kThreads * per_load) {
     const Words words = load_words(from + int64_t{at} * element);
     float* to = slab + at / tokens * pitch + at % tokens;
     KVP_UNROLL
@@ -263,7 +270,12 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_exact(const Job job) {
   const int64_t keys = int64_t{job.p.shape.k_dim} * job.p.shape.chunk_tokens;
   float* out = reinterpret_cast<float*>(page.out);
   for (int64_t i = thread_index(); i < keys; i += kThreads) {
-    out[i] = finite(element_to_float(page.tile, job.p.shape.k_dtype, i));
+    const Shape& shape = job.p.shape;
+    const int tokens = shape.chunk_tokens;
+    out[i] = finite(shape.k_dtype == DType::kQ8
+                        ? codes::key_of(page.tile, tokens, shape.k_dim,
+                                        static_cast<int>(i / tokens), static_cast<int>(i % tokens))
+                        : element_to_float(page.tile, shape.k_dtype, i));
   }
 }
 

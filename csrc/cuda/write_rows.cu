@@ -3,6 +3,7 @@
 // the K tile, are written side by side.
 #include <cstring>
 
+#include "cuda/codes.cuh"
 #include "cuda/kernels.h"
 #include "cuda/portable.h"
 
@@ -189,6 +190,56 @@ KVP_DEVICE int write_keys(const Source& source, const Places& places, int count,
   return failed;
 }
 
+KVP_DEVICE float number_of(const unsigned char* row, DType dtype, int d) {
+  if (dtype == DType::kFloat32) return bits_to_float(reinterpret_cast<const uint32_t*>(row)[d]);
+  const uint16_t bits = reinterpret_cast<const uint16_t*>(row)[d];
+  return dtype == DType::kFloat16 ? float16_bits_to_float(bits) : bfloat16_bits_to_float(bits);
+}
+
+// Codes of 8 bits: a warp makes a row's, as kernels/codes_isa.cc does. Keys lie in pairs of dimensions,
+// values in pairs of tokens.
+KVP_DEVICE int write_codes(const Source& source, DType dtype, bool keys, const Places& places,
+                           int count, int dim, int tokens, int64_t tile_offset) {
+  constexpr uint32_t kTooLarge = 0x7F000000u;  // 2^127
+  int failed = kTileRows;
+  for (int row = warp_index(); row < count; row += kThreads / 32) {
+    if (places.page[row] == 0) continue;
+    const unsigned char* from = source.data + row * source.row_bytes;
+    uint32_t bits = 0;
+    for (int d = lane_index(); d < dim; d += 32) {
+      const uint32_t magnitude = codes::magnitude_bits(number_of(from, dtype, d));
+      bits = magnitude > bits ? magnitude : bits;
+    }
+    bits = codes::largest_of_warp(bits);
+    if (bits >= kTooLarge) {
+      failed = row < failed ? row : failed;
+      continue;
+    }
+    const float largest = bits_to_float(bits);
+    const bool zeros = largest < codes::kNegligible;
+    const uint16_t scale = zeros ? 0 : float_to_bfloat16_bits(div_rn(largest, 127.0f));
+    const float inverse = zeros ? 0.0f : div_rn(1.0f, bfloat16_bits_to_float(scale));
+    unsigned char* tile = reinterpret_cast<unsigned char*>(places.page[row]) + tile_offset;
+    const int token = places.offset[row];
+    for (int d = 2 * lane_index(); d < dim; d += 64) {
+      const int32_t low = zeros ? 0 : codes::rounded(number_of(from, dtype, d), inverse);
+      const int32_t high = zeros ? 0 : codes::rounded(number_of(from, dtype, d + 1), inverse);
+      if (keys) {
+        reinterpret_cast<uint16_t*>(tile)[int64_t{d / 2} * tokens + token] =
+            static_cast<uint16_t>((low & 0xFF) | (high & 0xFF) << 8);
+      } else {
+        unsigned char* to = tile + (int64_t{token / 2} * dim + d) * 2 + token % 2;
+        to[0] = static_cast<unsigned char>(low);
+        to[2] = static_cast<unsigned char>(high);
+      }
+    }
+    if (lane_index() == 0) {
+      reinterpret_cast<uint16_t*>(tile + int64_t{tokens} * dim)[token] = scale;
+    }
+  }
+  return failed;
+}
+
 // Calls Write<from, to>::run(arguments...) for two dtypes of DType's first three.
 template <template <DType, DType> class Write, DType from, class... Arguments>
 KVP_DEVICE int dispatch_to(DType to, Arguments&&... arguments) {
@@ -279,11 +330,18 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 2) write_rows_kernel(const WriteParams p) {
     places.offset[thread_index()] = row.write_offset;
   }
   sync_block();
-  const int values = dispatch<Values>(p.v.dtype, shape.v_dtype, source_of(p.v, head, first), places,
-                                      count, static_cast<int>(shape.v_dim), shape.k_tile_bytes);
-  const int keys =
-      dispatch<Keys>(p.k.dtype, shape.k_dtype, source_of(p.k, head, first), places, count,
-                     static_cast<int>(shape.k_dim), static_cast<int>(shape.chunk_tokens), slab);
+  const Source v = source_of(p.v, head, first);
+  const Source k = source_of(p.k, head, first);
+  const int tokens = shape.chunk_tokens;
+  const int values =
+      shape.v_dtype == DType::kQ8
+          ? write_codes(v, p.v.dtype, false, places, count, shape.v_dim, tokens, shape.k_tile_bytes)
+          : dispatch<Values>(p.v.dtype, shape.v_dtype, v, places, count,
+                             static_cast<int>(shape.v_dim), shape.k_tile_bytes);
+  const int keys = shape.k_dtype == DType::kQ8
+                       ? write_codes(k, p.k.dtype, true, places, count, shape.k_dim, tokens, 0)
+                       : dispatch<Keys>(p.k.dtype, shape.k_dtype, k, places, count,
+                                        static_cast<int>(shape.k_dim), tokens, slab);
   const int failed = keys < values ? keys : values;
   if (failed < kTileRows) {
     atomic_min(p.status,

@@ -101,12 +101,12 @@ void require_machine(const PagerOptions& options) {
 
 void require_place(const PagerOptions& options) {
   const Layout& layout = options.layout;
-  if (options.device == "cpu" || (is_float(layout.k_dtype) && is_float(layout.v_dtype))) return;
-  const DType dtype = is_float(layout.k_dtype) ? layout.v_dtype : layout.k_dtype;
-  throw InvalidArgumentError(str("device: '", options.device, "' has no kernels for chunks in ",
-                                 dtype_name(dtype),
-                                 " yet; expected 'cpu', or keys and values in float32, float16 or "
-                                 "bfloat16"));
+  if (options.device == "cpu" || (layout.k_dtype != DType::kQ4 && layout.v_dtype != DType::kQ4)) {
+    return;
+  }
+  throw InvalidArgumentError(str("device: '", options.device,
+                                 "' has no kernels for chunks in q4 yet; expected 'cpu', or keys "
+                                 "and values in float32, float16, bfloat16 or q8"));
 }
 
 const PagerOptions& validated(const PagerOptions& options) {

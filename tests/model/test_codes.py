@@ -67,7 +67,7 @@ def test_each_number_is_within_half_a_step_of_the_one_that_was_computed(model, e
 
 def test_logits_are_near_those_of_plain_chunks(model, engine, closing):
     ids = prompt(200)
-    plain = closing(make_engine(model))
+    plain = closing(make_engine(model, kv_dtype="auto"))
     expected, found = (computed(one, ids)[0] for one in (plain, engine))
     assert (found - expected).std() < 0.05 * expected.std()
 
@@ -100,7 +100,7 @@ def test_a_trained_model_finds_its_needles(selection, closing):
 
 
 def test_a_text_in_one_dtype_is_refused_by_an_engine_of_another(model, engine, closing, tmp_path):
-    plain = closing(make_engine(model))
+    plain = closing(make_engine(model, kv_dtype="auto"))
     for saver, other in ((engine, plain), (plain, engine)):
         with saver.session() as session:
             session.prefill(prompt(40))
@@ -114,7 +114,7 @@ def test_a_text_in_one_dtype_is_refused_by_an_engine_of_another(model, engine, c
 
 
 def test_texts_of_two_formats_share_no_chunk(model, engine, closing):
-    plain = closing(make_engine(model))
+    plain = closing(make_engine(model, kv_dtype="auto"))
     names = []
     for one in (engine, plain):
         with one.session() as session:
@@ -123,9 +123,11 @@ def test_texts_of_two_formats_share_no_chunk(model, engine, closing):
     assert set(names[0]).isdisjoint(names[1])
 
 
-def test_a_device_without_kernels_refuses_it_and_says_what_it_takes():
-    layout = Layout(1, 1, 32, 32, k_dtype="q8", v_dtype="bfloat16")
-    with pytest.raises(InvalidArgumentError, match="no kernels for chunks in q8 yet"):
+def test_four_bits_are_refused_on_a_device_with_what_it_takes():
+    layout = Layout(1, 1, 32, 32, k_dtype="q8", v_dtype="q4")
+    with pytest.raises(
+        InvalidArgumentError, match="no kernels for chunks in q4 yet; expected 'cpu'"
+    ):
         Pager(layout, PagerConfig(256, device="shim", host_bytes="1MiB"), rows=16, q_heads=1)
 
 

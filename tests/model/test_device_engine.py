@@ -50,6 +50,8 @@ CASES = [
     ("mistral", "bfloat16", {}),  # windows
     ("gemma2", "float32", {}),  # soft caps
     ("gpt_oss", "bfloat16", {}),  # sinks
+    ("llama", "bfloat16", {"kv_dtype": "q8"}),
+    ("gpt_oss", "float32", {"kv_dtype": "q8", "selection": TOPK}),
     ("llama", "float16", {"hidden": 1024, **TENSOR}),  # a shape that tensor cores would take
 ]
 

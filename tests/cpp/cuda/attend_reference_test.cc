@@ -15,6 +15,7 @@ namespace kvpager::testing {
 namespace {
 
 constexpr DType kDtypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+constexpr DType kStored[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8};
 
 // The ways the kernels can go about it: which one is taken follows from the scratch they are given.
 enum class Way { kWalk, kOneWave, kManyWaves };
@@ -73,6 +74,9 @@ Shape wide_random_shape(Dice& dice) {
     shape.group = dice.roll(9, 20);
     shape.kv_heads = dice.roll(1, 2);
   }
+  for (DType* dtype : {&shape.dtype, &shape.value_dtype}) {
+    if (*dtype == DType::kQ4) *dtype = DType::kQ8;  // the devices have no kernels for it
+  }
   return shape;
 }
 
@@ -108,8 +112,8 @@ TEST_CASE("any problem has the CPU's bits, wherever its chunks are and however i
 
 TEST_CASE("keys, values and queries of any dtypes, head dimensions to 512 and chunks to 256") {
   int at = 0;
-  for (const DType keys : kDtypes) {
-    for (const DType values : kDtypes) {
+  for (const DType keys : kStored) {
+    for (const DType values : kStored) {
       for (const DType io : kDtypes) {
         Shape shape;
         shape.dtype = keys;

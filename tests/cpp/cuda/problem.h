@@ -375,14 +375,30 @@ class DeviceForward {
   }
 
   void poison_token(std::byte* slice, int64_t t) const {
+    const int64_t tokens = layout_.chunk_tokens;
+    const auto spoil = [](std::byte* at, int64_t bytes) {
+      std::memset(at, 0xFF, static_cast<size_t>(bytes));
+    };
     for (int head = 0; head < shape_.kv_heads; ++head) {
-      std::byte* page = slice + layout_.page_bytes() * head;
-      const int64_t k_bytes = dtype_bytes(layout_.k_dtype);
-      const int64_t v_row = dtype_bytes(layout_.v_dtype) * shape_.v_dim;
-      for (int64_t d = 0; d < shape_.k_dim; ++d) {
-        std::memset(page + (d * shape_.tokens + t) * k_bytes, 0xFF, static_cast<size_t>(k_bytes));
+      std::byte* keys = slice + layout_.page_bytes() * head;
+      std::byte* values = keys + layout_.k_tile_bytes();
+      if (layout_.k_dtype == DType::kQ8) {
+        for (int64_t r = 0; r < shape_.k_dim / 2; ++r) spoil(keys + (r * tokens + t) * 2, 2);
+        spoil(keys + tokens * shape_.k_dim + 2 * t, 2);
+      } else {
+        const int64_t element = dtype_bytes(layout_.k_dtype);
+        for (int64_t d = 0; d < shape_.k_dim; ++d) {
+          spoil(keys + (d * tokens + t) * element, element);
+        }
       }
-      std::memset(page + layout_.k_tile_bytes() + t * v_row, 0xFF, static_cast<size_t>(v_row));
+      if (layout_.v_dtype == DType::kQ8) {
+        std::byte* pair = values + t / 2 * 2 * shape_.v_dim + t % 2;
+        for (int64_t j = 0; j < shape_.v_dim; ++j) spoil(pair + 2 * j, 1);
+        spoil(values + tokens * shape_.v_dim + 2 * t, 2);
+      } else {
+        const int64_t row = dtype_bytes(layout_.v_dtype) * shape_.v_dim;
+        spoil(values + t * row, row);
+      }
     }
   }
 
