@@ -154,6 +154,16 @@ std::optional<RecordId> Sequences::copy_tail(Sequence& sequence, int64_t chunk) 
   try {
     reading.add(source);
     sequence.frontier.reserve(1);
+    if (!residency_.can_allocate_blocks(1) && !sequence.frontier.empty() &&
+        ledger_[source].in_memory()) {
+      // The trim gives up the open tail, and its block is enough. Nothing is read that could fail.
+      ledger_.expect(1);
+      ChunkRecord& open = ledger_[sequence.frontier.back().record];
+      const BlockId block = open.block;
+      backend_.load(ledger_[source], block);
+      open.block = BlockId();
+      return residency_.create_open(chunk, block);
+    }
     BlockLease block(residency_, 1, "trim");
     backend_.load(ledger_[source], block[0]);
     ledger_.expect(1);

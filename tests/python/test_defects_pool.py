@@ -501,3 +501,25 @@ def test_a_failed_page_in_aborts_the_forward_and_the_next_one_has_the_same_bits(
             assert sequence.length == at
             pager.check_invariants()
         assert same_bits(text.forward(pager, sequence, at, M), expected[:, at : at + M])
+
+
+def test_positions_that_are_given_in_parts_are_added_or_none_is() -> None:
+    pager = make(pool=8, host=0)
+    text, tenant = Text(300), Text(300, seed=1)
+    first = pager.sequence()
+    first.append(text.tokens[:46], text.k[:, :46], text.v[:, :46], provenance="exact")
+    cut = pager.sequence()
+    assert cut.adopt_prefix(text.tokens[:25]) == C
+    cut.trim(2)  # within a chunk that `first` has too: a block of its own
+    last = pager.sequence()
+    last.append(tenant.tokens[:31], tenant.k[:, :31], tenant.v[:, :31], provenance="exact")
+    before = pager.stats()
+    with pytest.raises(CapacityError, match="needs 1 blocks"):  # of its third forward
+        last.append(tenant.tokens[31:79], tenant.k[:, 31:79], tenant.v[:, 31:79])
+    assert last.length == 31
+    assert np.array_equal(last.tokens, tenant.tokens[:31])
+    assert pager.stats()["open_blocks"] == before["open_blocks"]
+    k, v = last.read_kv(1, 0, 31)
+    assert np.array_equal(k, tenant.k[1, :31])
+    assert np.array_equal(v, tenant.v[1, :31])
+    pager.check_invariants()

@@ -85,6 +85,25 @@ PAGER_TEST("a trim whose chunk cannot be read, or finds no block, is refused and
   require_intact(pager, sequence);
 }
 
+PAGER_TEST("a trim has the block of the open tail that it gives up, where no other can be had") {
+  for (const int64_t position : {5, 21, 47}) {
+    CAPTURE(position);
+    Pager pager(small_options(6, 16));
+    Known sequence = create(pager, 3 * 16 + 2, 1);
+    const PinId own = pager.pin(sequence.id, 0, 3 * 16);
+    std::vector<Known> tails;
+    for (uint64_t i = 1; i <= 2; ++i) tails.push_back(create(pager, 1, i));
+    CHECK(pager.stats().free_blocks == 0);
+    pager.trim(sequence.id, position);
+    sequence.tokens.resize(static_cast<size_t>(position));
+    require_intact(pager, sequence);
+    for (const Known& tail : tails) require_intact(pager, tail);
+    pager.unpin(own);
+    append(pager, &sequence, some_tokens(20, 3));
+    require_intact(pager, sequence);
+  }
+}
+
 PAGER_TEST("a trimmed sequence's homes are free for others, its cached chunks findable") {
   Pager pager(small_options(4, 6));
   Known a = create(pager, 6 * 16, 1);
