@@ -44,9 +44,16 @@ def test_every_relation_holds(case, threads):
         assert_kept(verify(subject, HERE), HERE)
 
 
-@pytest.mark.parametrize("selection", ["dense", pytest.param("topk", marks=pytest.mark.deep)])
-def test_relations_between_processes_hold(selection):
-    case = Case("qwen3", "bfloat16", 256, True, torch.get_num_threads(), 2, selection)
+@pytest.mark.parametrize(
+    ("selection", "kv_dtype"),
+    [
+        pytest.param("dense", "auto", id="dense"),
+        pytest.param("dense", "q8", id="q8"),
+        pytest.param("topk", "auto", id="topk", marks=pytest.mark.deep),
+    ],
+)
+def test_relations_between_processes_hold(selection, kv_dtype):
+    case = Case("qwen3", "bfloat16", 256, True, torch.get_num_threads(), 2, selection, kv_dtype)
     with Subject(case.model(), case.config, effort="start") as subject:
         assert_kept(verify(subject, ELSEWHERE), ELSEWHERE)
 
