@@ -117,8 +117,8 @@ class Sequence(_core.OwnedSequence):
             CapacityError: no room for the chunks.
 
         After an error the sequence is unchanged; but if chunks that a cut would need were released
-        meanwhile, or it ends at a chunk's border and the pool has no block for the cut, it keeps the
-        positions added so far.
+        meanwhile, or it ends at a chunk's border and the pool has no block for the cut, it keeps
+        the positions added so far.
         """
         ids = _token_ids(tokens)
         layout = self.pager.layout
