@@ -73,26 +73,26 @@ class TileWriter {
         tokens_(layout.chunk_tokens),
         row_bytes_(row_code_bytes(stored, rows.dim)),
         scales_(code_scales(stored, rows.dim)) {
-    wide_.resize(static_cast<size_t>(rows.dim));
-    codes_.resize(static_cast<size_t>(rows.dim));
-    row_scales_.resize(static_cast<size_t>(scales_));
-    gathered_.resize(static_cast<size_t>(tokens_ * row_bytes_));
+    at_least(&room_.wide, rows.dim);
+    at_least(&room_.codes, rows.dim);
+    at_least(&room_.scales, scales_);
+    at_least(&room_.gathered, tokens_ * row_bytes_);
   }
 
   // Rows [begin, end) of one head become the tokens offset, offset + 1, ... of the tile.
   void write(int64_t begin, int64_t end, int64_t head, int64_t offset, std::byte* tile) {
     const bool gather = side_ == Side::kKeys || stored_ == DType::kQ8;
-    std::byte* to = gather ? gathered_.data() : tile + offset * row_bytes_;
+    std::byte* to = gather ? room_.gathered.data() : tile + offset * row_bytes_;
     for (int64_t row = begin; row < end; ++row, to += row_bytes_) {
       const std::byte* from = element(rows_, row, head);
       if (is_coded(stored_)) {
         encode(from, offset + row - begin, to, tile);
       } else {
-        convert(kernels(), from, rows_.dtype, stored_, rows_.dim, wide_.data(), to);
+        convert(kernels(), from, rows_.dtype, stored_, rows_.dim, room_.wide.data(), to);
       }
     }
     if (!gather) return;
-    const std::byte* from = gathered_.data();
+    const std::byte* from = room_.gathered.data();
     const int64_t count = end - begin;
     if (side_ == Side::kValues) {
       for (int64_t i = 0; i < count; ++i) interleave(from + i * row_bytes_, offset + i, tile);
@@ -108,6 +108,22 @@ class TileWriter {
   }
 
  private:
+  // Kept between calls, one for each thread: rows are written at every layer of every forward.
+  struct Room {
+    std::vector<float> wide;
+    std::vector<uint8_t> codes;
+    std::vector<uint16_t> scales;
+    std::vector<std::byte> gathered;
+  };
+  static Room& room() {
+    thread_local Room one;
+    return one;
+  }
+  template <class T>
+  static void at_least(std::vector<T>* many, int64_t count) {
+    if (static_cast<int64_t>(many->size()) < count) many->resize(static_cast<size_t>(count));
+  }
+
   // Bytes of two tokens side by side.
   void interleave(const std::byte* from, int64_t token, std::byte* tile) const {
     std::byte* to = tile + token / 2 * 2 * row_bytes_ + token % 2;
@@ -117,8 +133,8 @@ class TileWriter {
   void encode(const std::byte* from, int64_t token, std::byte* to, std::byte* tile) {
     const float* numbers = reinterpret_cast<const float*>(from);
     if (rows_.dtype != DType::kFloat32) {
-      kernels().to_float(from, rows_.dtype, rows_.dim, wide_.data());
-      numbers = wide_.data();
+      kernels().to_float(from, rows_.dtype, rows_.dim, room_.wide.data());
+      numbers = room_.wide.data();
     }
     uint8_t* codes = reinterpret_cast<uint8_t*>(to);
     auto* scales = reinterpret_cast<uint16_t*>(tile + tokens_ * row_bytes_);
@@ -126,16 +142,16 @@ class TileWriter {
       kernels().encode(numbers, stored_, rows_.dim, codes, scales + token);
       return;
     }
-    kernels().encode(numbers, stored_, rows_.dim, codes_.data(), row_scales_.data());
+    kernels().encode(numbers, stored_, rows_.dim, room_.codes.data(), room_.scales.data());
     for (int64_t i = 0; i < scales_; ++i) {
-      scales[i * tokens_ + token] = row_scales_[static_cast<size_t>(i)];
+      scales[i * tokens_ + token] = room_.scales[static_cast<size_t>(i)];
     }
     // Which two codes share a byte: kvpager/codes.h.
     for (int64_t i = 0; i < row_bytes_; ++i) {
       const int64_t low = side_ == Side::kKeys ? 2 * i : i / 16 * kQ4Group + i % 16;
       const int64_t high = side_ == Side::kKeys ? 2 * i + 1 : low + 16;
-      codes[i] = static_cast<uint8_t>(codes_[static_cast<size_t>(low)] |
-                                      codes_[static_cast<size_t>(high)] << 4);
+      codes[i] = static_cast<uint8_t>(room_.codes[static_cast<size_t>(low)] |
+                                      room_.codes[static_cast<size_t>(high)] << 4);
     }
   }
 
@@ -145,10 +161,7 @@ class TileWriter {
   int64_t tokens_;
   int64_t row_bytes_;  // of codes or numbers
   int64_t scales_;     // of one row
-  std::vector<float> wide_;
-  std::vector<uint8_t> codes_;
-  std::vector<uint16_t> row_scales_;
-  std::vector<std::byte> gathered_;
+  Room& room_ = room();
 };
 
 }  // namespace
