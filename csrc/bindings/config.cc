@@ -27,8 +27,8 @@ DType dtype_from_name(const std::string& field, const std::string& name) {
 
 // Of elements in chunks.
 static DType stored_dtype_from_name(const std::string& field, const std::string& name) {
-  if (const auto code = named({DType::kQ8, DType::kQ4}, name)) return *code;
-  const auto found = named({DType::kFloat32, DType::kFloat16, DType::kBFloat16}, name);
+  const auto found =
+      named({DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8, DType::kQ4}, name);
   if (found) return *found;
   throw InvalidArgumentError(
       str(field, ": '", name, "', expected 'float32', 'float16', 'bfloat16', 'q8' or 'q4'"));

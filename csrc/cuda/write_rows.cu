@@ -6,6 +6,7 @@
 #include "cuda/codes.cuh"
 #include "cuda/kernels.h"
 #include "cuda/portable.h"
+#include "cuda/summarize_steps.cuh"
 
 namespace kvpager::gpu {
 namespace {
@@ -190,12 +191,6 @@ KVP_DEVICE int write_keys(const Source& source, const Places& places, int count,
   return failed;
 }
 
-KVP_DEVICE float number_of(const unsigned char* row, DType dtype, int d) {
-  if (dtype == DType::kFloat32) return bits_to_float(reinterpret_cast<const uint32_t*>(row)[d]);
-  const uint16_t bits = reinterpret_cast<const uint16_t*>(row)[d];
-  return dtype == DType::kFloat16 ? float16_bits_to_float(bits) : bfloat16_bits_to_float(bits);
-}
-
 // Codes of 8 bits: a warp makes a row's, as kernels/codes_isa.cc does. Keys lie in pairs of dimensions,
 // values in pairs of tokens.
 KVP_DEVICE int write_codes(const Source& source, DType dtype, bool keys, const Places& places,
@@ -207,7 +202,7 @@ KVP_DEVICE int write_codes(const Source& source, DType dtype, bool keys, const P
     const unsigned char* from = source.data + row * source.row_bytes;
     uint32_t bits = 0;
     for (int d = lane_index(); d < dim; d += 32) {
-      const uint32_t magnitude = codes::magnitude_bits(number_of(from, dtype, d));
+      const uint32_t magnitude = codes::magnitude_bits(scoring::element_to_float(from, dtype, d));
       bits = magnitude > bits ? magnitude : bits;
     }
     bits = codes::largest_of_warp(bits);
@@ -222,8 +217,10 @@ KVP_DEVICE int write_codes(const Source& source, DType dtype, bool keys, const P
     unsigned char* tile = reinterpret_cast<unsigned char*>(places.page[row]) + tile_offset;
     const int token = places.offset[row];
     for (int d = 2 * lane_index(); d < dim; d += 64) {
-      const int32_t low = zeros ? 0 : codes::rounded(number_of(from, dtype, d), inverse);
-      const int32_t high = zeros ? 0 : codes::rounded(number_of(from, dtype, d + 1), inverse);
+      const int32_t low =
+          zeros ? 0 : codes::rounded(scoring::element_to_float(from, dtype, d), inverse);
+      const int32_t high =
+          zeros ? 0 : codes::rounded(scoring::element_to_float(from, dtype, d + 1), inverse);
       if (keys) {
         reinterpret_cast<uint16_t*>(tile)[int64_t{d / 2} * tokens + token] =
             static_cast<uint16_t>((low & 0xFF) | (high & 0xFF) << 8);

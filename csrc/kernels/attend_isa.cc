@@ -182,8 +182,6 @@ void accumulate(const TileParams& params, const Operand& v, const TileQuery* que
   }
 }
 
-bool is_code(DType dtype) { return dtype == DType::kQ8 || dtype == DType::kQ4; }
-
 // Queries that go through a tile in one block fetch the next one row by row as they read; where there are
 // many, its lines are spread over the blocks.
 bool in_one_block(const TileParams& params) { return params.count <= kQueryBlock; }
@@ -227,18 +225,32 @@ void score(const TileParams& params, float* scores, float* wide) {
   });
 }
 
+// A tile of codes and the one that comes next, whose scales are fetched at once.
+struct CodeSide {
+  CodeSide(const void* data, const void* next, DType dtype, int tokens, int dim, bool in_one)
+      : few(in_one),
+        ahead(distance(data, next)),
+        bytes(tokens * row_bytes(dtype, dim)),
+        tile(data, dtype, tokens, dim, few ? ahead : 0) {
+    if (few) fetch_lines<true>(data, ahead, tokens * row_code_bytes(dtype, dim) / 64, bytes / 64);
+  }
+  void fetch(int64_t block, int64_t blocks) const {
+    if (!few) fetch_share(tile.codes, ahead, bytes, block, blocks);
+  }
+  bool few;
+  int64_t ahead;
+  int64_t bytes;
+  CodeTile tile;
+};
+
 template <bool kVnni>
 void score_codes(const TileParams& params, float* scores) {
-  const int64_t ahead = distance(params.k, params.next_k);
-  const bool few = in_one_block(params);
-  const CodeTile tile(params.k, params.k_dtype, params.tokens, params.k_dim, few ? ahead : 0);
-  const int64_t codes = params.tokens * row_code_bytes(params.k_dtype, params.k_dim);
-  const int64_t bytes = params.tokens * row_bytes(params.k_dtype, params.k_dim);
-  if (few) fetch_lines<true>(params.k, ahead, codes / 64, bytes / 64);
+  const CodeSide k(params.k, params.next_k, params.k_dtype, params.tokens, params.k_dim,
+                   in_one_block(params));
   each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
     const ScoreBlock of(params, first, count, scores);
-    if (!few) fetch_share(params.k, ahead, bytes, block, blocks);
-    KeyScores<kVnni>(tile, of.integers, of.units, of.out).run(count, of.begin, of.end);
+    k.fetch(block, blocks);
+    KeyScores<kVnni>(k.tile, of.integers, of.units, of.out).run(count, of.begin, of.end);
   });
 }
 
@@ -259,17 +271,13 @@ void weigh_values(const TileParams& params, const float* scores, const float* re
 
 template <bool kVnni>
 void weigh_codes(const TileParams& params, const float* scores, const float* rescale) {
-  const int64_t ahead = distance(params.v, params.next_v);
-  const bool few = in_one_block(params);
-  const CodeTile tile(params.v, params.v_dtype, params.tokens, params.v_dim, few ? ahead : 0);
-  const int64_t codes = params.tokens * row_code_bytes(params.v_dtype, params.v_dim);
-  const int64_t bytes = params.tokens * row_bytes(params.v_dtype, params.v_dim);
-  if (few) fetch_lines<true>(params.v, ahead, codes / 64, bytes / 64);
+  const CodeSide v(params.v, params.next_v, params.v_dtype, params.tokens, params.v_dim,
+                   in_one_block(params));
   each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
     const float* weights[kQueryBlock];
     for (int i = 0; i < count; ++i) weights[i] = scores + (first + i) * params.tokens;
-    if (!few) fetch_share(params.v, ahead, bytes, block, blocks);
-    WeightedValues<kVnni>(tile, params.queries + first, weights, rescale + first).run(count);
+    v.fetch(block, blocks);
+    WeightedValues<kVnni>(v.tile, params.queries + first, weights, rescale + first).run(count);
   });
 }
 
@@ -279,21 +287,21 @@ void attend_tile_with(const TileParams& params) {
   float* rescale = params.scratch;
   float* scores = rescale + (params.count + kLanes - 1) / kLanes * kLanes;
   float* wide = scores + params.count * tokens;
-  if (is_code(params.k_dtype)) {
+  if (is_coded(params.k_dtype)) {
     score_codes<kVnni>(params, scores);
   } else {
     score(params, scores, wide);
   }
   // While weights are made nothing is read; the memory need not wait.
   constexpr int64_t kLinesMeanwhile = 32;
-  if (is_code(params.v_dtype) && in_one_block(params)) {
+  if (is_coded(params.v_dtype) && in_one_block(params)) {
     fetch_lines<true>(params.v, distance(params.v, params.next_v), 0, kLinesMeanwhile);
   }
   for (int64_t i = 0; i < params.count; i += kSoftened) {
     const int count = params.count - i < kSoftened ? static_cast<int>(params.count - i) : kSoftened;
     soften(params, params.queries + i, count, scores + i * tokens, rescale + i);
   }
-  if (is_code(params.v_dtype)) {
+  if (is_coded(params.v_dtype)) {
     weigh_codes<kVnni>(params, scores, rescale);
   } else {
     weigh_values(params, scores, rescale, wide);
@@ -306,24 +314,6 @@ void attend_tile(const TileParams& params) { attend_tile_with<false>(params); }
 #if KVPAGER_ISA_LEVEL == 4
 void attend_tile_vnni(const TileParams& params) { attend_tile_with<true>(params); }
 #endif
-
-float round_query(const float* q, int64_t count, int16_t* out) {
-  float largest[16] = {};
-  uint32_t bits = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t magnitude = float_bits(q[i]) & 0x7FFFFFFFu;
-    bits = magnitude > bits ? magnitude : bits;
-  }
-  largest[0] = bits_float(bits);
-  float factors[16];
-  float units[16];
-  unit_of(largest, factors, units);
-  const bool finite = bits < 0x7F800000u;
-  for (int64_t i = 0; i < count; i += 16) {
-    store_rounded(out + i, finite ? load(q + i) : splat(0.0f), splat(finite ? factors[0] : 0.0f));
-  }
-  return finite ? units[0] : __builtin_nanf("");
-}
 
 // A = fmaf(A, exp(M - M'), a * exp(m - M')), L likewise, M' = max(M, m).
 void merge_state(float* total, const float* part, int32_t v_dim) {

@@ -131,6 +131,17 @@ int level_at(const Tile& tile, int64_t token, int64_t d) {
 
 }  // namespace
 
+float round_query(const float* q, int64_t count, int16_t* out) {
+  const float largest = largest_magnitude(q, count);
+  if (!(largest >= kNegligible && largest < __builtin_inff())) {
+    std::memset(out, 0, static_cast<size_t>(count) * sizeof(int16_t));
+    return largest < kNegligible ? 0.0f : __builtin_nanf("");
+  }
+  const Vec factor = splat(32767.0f / largest);
+  for (int64_t i = 0; i < count; i += 16) store_rounded(out + i, load(q + i), factor);
+  return largest / 32767.0f;
+}
+
 void encode(const float* source, DType dtype, int64_t dim, uint8_t* codes, uint16_t* scales) {
   if (dtype == DType::kQ8) return encode_q8(source, dim, codes, scales);
   for (int64_t i = 0; i < dim; i += kQ4Group) {
@@ -139,7 +150,7 @@ void encode(const float* source, DType dtype, int64_t dim, uint8_t* codes, uint1
 }
 
 void read_tile(const Tile& tile, float* out) {
-  if (tile.dtype != DType::kQ8 && tile.dtype != DType::kQ4) {
+  if (!is_coded(tile.dtype)) {
     return to_float(tile.data, tile.dtype, int64_t{tile.dim} * tile.tokens, out);
   }
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(

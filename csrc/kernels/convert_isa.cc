@@ -46,7 +46,7 @@ namespace {
 // The bits of the least magnitude of `dtype` that is not finite or rounds to infinity in `stored`:
 // for a narrower format half-way between its greatest finite value and the next power of two.
 int32_t least_unfit(DType dtype, DType stored) {
-  const bool coded = stored == DType::kQ8 || stored == DType::kQ4;
+  const bool coded = is_coded(stored);
   if (dtype == DType::kFloat32) {
     if (coded) return 0x7F000000;                       // 2^127
     if (stored == DType::kFloat16) return 0x477FF000;   // 65520

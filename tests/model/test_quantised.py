@@ -61,6 +61,15 @@ def refused(model, *words, **options):
         assert word in str(error.value)
 
 
+def assert_answers_are_scored_alike(engine):
+    """An answer has the log-probabilities of scoring it in one piece."""
+    session = engine.session()
+    session.prefill(prompt(40))
+    answer = session.generate(8, logprobs=True)
+    again = engine.score(np.concatenate([prompt(40), answer.tokens]))
+    assert again.against(answer.logprobs).differing == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantised_weights_are_taken_and_decoding_has_the_bits_of_a_prefill(kind, closing):
     engine = closing(make_engine(quantised(kind)))
@@ -281,11 +290,7 @@ def test_weights_that_a_first_forward_packs_are_what_an_engine_watches(closing):
 
 def test_activations_rounded_by_a_scale_of_each_token_are_taken(closing):
     engine = closing(make_engine(quantised(PerTokenLinear)))
-    session = engine.session()
-    session.prefill(prompt(40))
-    answer = session.generate(8, logprobs=True)
-    again = engine.score(np.concatenate([prompt(40), answer.tokens]))
-    assert again.against(answer.logprobs).differing == 0
+    assert_answers_are_scored_alike(engine)
 
 
 def test_activations_rounded_by_a_scale_of_the_whole_forward_are_refused():
@@ -437,11 +442,7 @@ def test_a_head_whose_quantised_weight_has_the_shape_of_a_plain_one_is_taken(clo
     model = quantised("tensor")
     model.lm_head = with_tensors(model.lm_head)
     engine = closing(make_engine(model))
-    session = engine.session()
-    session.prefill(prompt(40))
-    answer = session.generate(8, logprobs=True)
-    again = engine.score(np.concatenate([prompt(40), answer.tokens]))
-    assert again.against(answer.logprobs).differing == 0
+    assert_answers_are_scored_alike(engine)
 
 
 def test_quantised_experts_are_refused():

@@ -17,8 +17,8 @@
 //   exp     x <= 0: n = round(x log2 e), x - n ln 2 in two fmaf steps, a polynomial of degree 7,
 //           times 2^n; exp(0) is 1, below -87 it is 0. Constants: kernels/vec_isa.h
 //   tanh    sign(x) (1 - e) / (1 + e), e = exp(-2 |x|)
-// Everything is float32; keys and values of 16 bits are widened exactly, and so are codes: level *
-// scale (kvpager/codes.h).
+// Everything is float32; keys and values of 16 bits are widened exactly. Codes are multiplied as
+// integers, by the steps that kvpager/codes.h has in the place of these.
 // Invisible keys (after the row, outside its window, in an unselected chunk) are selected away,
 // never multiplied by zero, so that unwritten bytes (finite or NaN) cannot reach a result. A query
 // that is not finite, or a sum that overflows, spoils its own row and no other.
@@ -109,8 +109,7 @@ int64_t find_non_finite(const Layout& layout, const TensorView& k, const TensorV
 int64_t find_non_finite(const TensorView& tensor, const int32_t* part);
 
 // Writes rows into tails, converting to the layout's dtypes (round to nearest even; codes as
-// kvpager/codes.h says). k is
-// [count, kv_heads, k_dim], v is [count, kv_heads, v_dim].
+// kvpager/codes.h says). k is [count, kv_heads, k_dim], v is [count, kv_heads, v_dim].
 void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
                 const WriteRow* rows, int64_t count);
 
