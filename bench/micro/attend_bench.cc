@@ -126,7 +126,7 @@ void attend(kvpager::ThreadPool& pool, const Shape& shape, DType dtype, int64_t 
   const int64_t chunks = context / layout.chunk_tokens;
   // Layers in turns, as a pager keeps them: [chunks][layers][kv heads]. At least 512 MiB, so that a
   // small context is not read from the cache.
-  const int64_t size = chunks * layout.slice_bytes();
+  const int64_t size = chunks * layout.slice_bytes(0);
   const int64_t copies =
       rows > 1 ? 1 : std::max<int64_t>(1, (int64_t{512} << 20) / (size * layers));
   Bytes bytes(static_cast<size_t>(size * layers * copies));

@@ -82,7 +82,7 @@ class MemoryContent final : public SnapshotContent {
       std::vector<uint64_t> slices;
       for (int layer = 0; checked && layer < layout.layers; ++layer) {
         slices.push_back(kvpager::slice_checksum(
-            bytes + c * layout.chunk_bytes() + layout.slice_offset(layer), layout.slice_bytes()));
+            bytes + c * layout.chunk_bytes() + layout.slice_offset(layer), layout.slice_bytes(0)));
       }
       chunk.slice_checksum = std::move(slices);
       meta_.chunks.push_back(std::move(chunk));
@@ -219,7 +219,7 @@ Layout layout_of(int64_t chunk_kib) {
   layout.k_dtype = layout.v_dtype = kvpager::DType::kBFloat16;
   layout.layers = 1;
   layout.layers =
-      static_cast<int32_t>(std::max<int64_t>(1, chunk_kib * 1024 / layout.slice_bytes()));
+      static_cast<int32_t>(std::max<int64_t>(1, chunk_kib * 1024 / layout.slice_bytes(0)));
   return layout;
 }
 

@@ -1,6 +1,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "bindings/bind.h"
 #include "bindings/names.h"
 #include "kvpager/error.h"
@@ -37,7 +40,9 @@ static DType stored_dtype_from_name(const std::string& field, const std::string&
 void bind_config(py::module_& m) {
   py::class_<Layout>(m, "Layout", "Shape of a chunk's bytes.")
       .def(py::init([](int32_t layers, int32_t kv_heads, int32_t chunk_tokens, int32_t k_dim,
-                       int32_t v_dim, const std::string& k_dtype, const std::string& v_dtype) {
+                       int32_t v_dim, const std::string& k_dtype, const std::string& v_dtype,
+                       bool k_rotated, bool v_rotated, const std::vector<int32_t>& float_layers,
+                       const std::string& float_dtype) {
              Layout layout;
              layout.layers = layers;
              layout.kv_heads = kv_heads;
@@ -46,11 +51,23 @@ void bind_config(py::module_& m) {
              layout.v_dim = v_dim;
              layout.k_dtype = stored_dtype_from_name("k_dtype", k_dtype);
              layout.v_dtype = stored_dtype_from_name("v_dtype", v_dtype);
+             layout.k_rotated = k_rotated;
+             layout.v_rotated = v_rotated;
+             for (const int32_t layer : float_layers) {
+               if (layer < 0 || layer >= std::min(layers, int32_t{kMostLayers})) {
+                 throw InvalidArgumentError(
+                     str("layout.float_layers has ", layer, "; expected 0 to ", layers - 1));
+               }
+               layout.float_layers.add(layer);
+             }
+             layout.float_dtype = dtype_from_name("float_dtype", float_dtype);
              layout.validate();
              return layout;
            }),
            py::kw_only(), py::arg("layers"), py::arg("kv_heads"), py::arg("chunk_tokens"),
-           py::arg("k_dim"), py::arg("v_dim"), py::arg("k_dtype"), py::arg("v_dtype"))
+           py::arg("k_dim"), py::arg("v_dim"), py::arg("k_dtype"), py::arg("v_dtype"),
+           py::arg("k_rotated") = false, py::arg("v_rotated") = false,
+           py::arg("float_layers") = std::vector<int32_t>(), py::arg("float_dtype") = "float32")
       .def_readonly("layers", &Layout::layers)
       .def_readonly("kv_heads", &Layout::kv_heads)
       .def_readonly("chunk_tokens", &Layout::chunk_tokens)
@@ -58,8 +75,20 @@ void bind_config(py::module_& m) {
       .def_readonly("v_dim", &Layout::v_dim)
       .def_property_readonly("k_dtype", [](const Layout& l) { return dtype_name(l.k_dtype); })
       .def_property_readonly("v_dtype", [](const Layout& l) { return dtype_name(l.v_dtype); })
-      .def_property_readonly("page_bytes", &Layout::page_bytes)
-      .def_property_readonly("slice_bytes", &Layout::slice_bytes)
+      .def_readonly("k_rotated", &Layout::k_rotated)
+      .def_readonly("v_rotated", &Layout::v_rotated)
+      .def_property_readonly("float_layers",
+                             [](const Layout& l) {
+                               std::vector<int32_t> layers;
+                               for (int32_t layer = 0; layer < l.layers; ++layer) {
+                                 if (l.float_layers.has(layer)) layers.push_back(layer);
+                               }
+                               return layers;
+                             })
+      .def_property_readonly("float_dtype",
+                             [](const Layout& l) { return dtype_name(l.float_dtype); })
+      .def("slice_bytes", &Layout::slice_bytes, py::arg("layer"))
+      .def_property_readonly("largest_slice_bytes", &Layout::largest_slice_bytes)
       .def_property_readonly("chunk_bytes", &Layout::chunk_bytes)
       .def_property_readonly("token_bytes", &Layout::token_bytes);
 

@@ -197,7 +197,7 @@ void write(Pager& pager, int layer, py::handle k, py::handle v, uintptr_t stream
 
 py::typing::Tuple<py::array, py::array> read_kv(Pager& pager, int64_t sequence, int layer,
                                                 int64_t start, int64_t stop) {
-  const Layout& layout = pager.options().layout;
+  const Layout layout = pager.options().layout.of_layer(layer);
   int64_t length = 0;
   {
     const Release release;

@@ -12,6 +12,7 @@ namespace kvpager {
 
 class RawRows {
  public:
+  // layout: of the layer that is read.
   RawRows(const Layout& layout, int64_t rows)
       : k_(words(layout.k_dtype, rows, layout.kv_heads, layout.k_dim)),
         v_(words(layout.v_dtype, rows, layout.kv_heads, layout.v_dim)) {}

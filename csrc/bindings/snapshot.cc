@@ -146,7 +146,7 @@ py::array_t<uint8_t> read_chunk(const SnapshotReader& reader, int64_t chunk) {
 }
 
 py::array_t<uint8_t> read_slice(const SnapshotReader& reader, int64_t chunk, int layer) {
-  py::array_t<uint8_t> out = room(reader, chunk, reader.meta().layout.slice_bytes());
+  py::array_t<uint8_t> out = room(reader, chunk, reader.meta().layout.slice_bytes(layer));
   auto* to = reinterpret_cast<std::byte*>(out.mutable_data());
   const Release release;
   reader.read_slice(chunk, layer, to);
@@ -156,12 +156,13 @@ py::array_t<uint8_t> read_slice(const SnapshotReader& reader, int64_t chunk, int
 py::typing::Tuple<py::array, py::array> read_rows_of(const SnapshotReader& reader, int64_t chunk,
                                                      int layer) {
   const Layout& layout = reader.meta().layout;
-  std::vector<std::byte> slice(static_cast<size_t>(layout.slice_bytes()));
-  RawRows rows(layout, layout.chunk_tokens);
+  const Layout of_layer = layout.of_layer(layer);
+  std::vector<std::byte> slice(static_cast<size_t>(layout.slice_bytes(layer)));
+  RawRows rows(of_layer, layout.chunk_tokens);
   {
     const Release release;
     reader.read_slice(chunk, layer, slice.data());
-    read_rows(layout, slice.data(), 0, layout.chunk_tokens, rows.k(), rows.v());
+    read_rows(of_layer, slice.data(), 0, layout.chunk_tokens, rows.k(), rows.v());
   }
   return rows.tuple();
 }

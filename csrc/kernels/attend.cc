@@ -201,8 +201,8 @@ void attend_begin(const AttendParams& params, AttendWorkspace& workspace, Thread
   cut_tiles(problem, pool.threads());
   impl.threads.resize(static_cast<size_t>(pool.threads()));
   impl.totals.reserve(params.rows * params.q_heads * problem.stride);
-  const bool widen = params.q.dtype != DType::kFloat32;
-  if (widen) impl.queries.reserve(params.rows * params.q_heads * params.layout->k_dim);
+  const bool copied = !problem.queries_as_given();
+  if (copied) impl.queries.reserve(params.rows * params.q_heads * params.layout->k_dim);
   const bool coded = is_coded(params.layout->k_dtype);
   if (coded) {
     impl.units.resize(static_cast<size_t>(params.rows * params.q_heads));
@@ -217,11 +217,13 @@ void attend_begin(const AttendParams& params, AttendWorkspace& workspace, Thread
         total[v_dim] = params.sinks[head];
         total[v_dim + 1] = 1.0f;
       }
-      if (widen) {
-        const uint16_t* q = static_cast<const uint16_t*>(params.q.data) +
-                            row * params.q.row_stride + head * params.q.head_stride;
-        float* wide = impl.queries.data() + (row * params.q_heads + head) * params.layout->k_dim;
-        kernels().to_float(q, params.q.dtype, params.layout->k_dim, wide);
+      if (copied) {
+        const std::byte* q =
+            static_cast<const std::byte*>(params.q.data) +
+            (row * params.q.row_stride + head * params.q.head_stride) * dtype_bytes(params.q.dtype);
+        float* copy = impl.queries.data() + (row * params.q_heads + head) * params.layout->k_dim;
+        kernels().to_float(q, params.q.dtype, params.layout->k_dim, copy);
+        if (params.layout->k_rotated) kernels().rotate(copy, params.layout->k_dim);
       }
       if (coded) {
         const auto at = static_cast<size_t>(row * params.q_heads + head);
@@ -294,6 +296,7 @@ void attend_finish(const AttendParams& params, AttendWorkspace& workspace, Threa
           continue;
         }
         kernels().finish_state(total, static_cast<int32_t>(v_dim), result);
+        if (params.layout->v_rotated) kernels().rotate(result, v_dim);
         kernels().from_float(result, params.out.dtype, v_dim, out);
       }
     }

@@ -114,7 +114,7 @@ class Cells {
 
 struct AttendWorkspace::Impl {
   FloatBuffer totals;             // [rows][q_heads][state_stride]
-  FloatBuffer queries;            // [rows][q_heads][k_dim], when q is not float32
+  FloatBuffer queries;            // [rows][q_heads][k_dim], unless they are read where they are
   std::vector<int16_t> integers;  // [rows][q_heads][k_dim], where keys are codes
   std::vector<float> units;       // [rows][q_heads]
   FloatBuffer partials;
@@ -146,8 +146,9 @@ struct Problem {
   float* total(int64_t row, int64_t q_head) const {
     return impl.totals.data() + (row * params.q_heads + q_head) * stride;
   }
+  bool queries_as_given() const { return params.q.dtype == DType::kFloat32 && !layout.k_rotated; }
   const float* query(int64_t row, int64_t q_head) const {
-    if (params.q.dtype == DType::kFloat32) {
+    if (queries_as_given()) {
       return static_cast<const float*>(params.q.data) + row * params.q.row_stride +
              q_head * params.q.head_stride;
     }

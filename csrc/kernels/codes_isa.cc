@@ -131,6 +131,56 @@ int level_at(const Tile& tile, int64_t token, int64_t d) {
 
 }  // namespace
 
+namespace {
+
+// Numbers kStep apart are added and subtracted.
+template <int kStep>
+void add_and_subtract(float* x, int64_t dim) {
+  for (int64_t first = 0; first < dim; first += 2 * kStep) {
+    float* low = x + first;
+    float* high = low + kStep;
+    if constexpr (kStep >= 16) {
+      for (int i = 0; i < kStep; i += 16) {
+        const Vec a = load(low + i);
+        const Vec b = load(high + i);
+        store(low + i, add(a, b));
+        store(high + i, sub(a, b));
+      }
+    } else {
+      for (int i = 0; i < kStep; ++i) {
+        const float a = low[i];
+        const float b = high[i];
+        low[i] = a + b;
+        high[i] = a - b;
+      }
+    }
+  }
+}
+
+// 1 / sqrt(block) for a power of two.
+float rotation_factor(int64_t block) {
+  float factor = 1.0f;
+  for (; block >= 4; block /= 4) factor *= 0.5f;
+  return block == 2 ? factor * 0x1.6A09E6p-1f : factor;
+}
+
+}  // namespace
+
+void rotate(float* x, int64_t dim) {
+  const int64_t block = dim & -dim;
+  add_and_subtract<1>(x, dim);
+  add_and_subtract<2>(x, dim);
+  add_and_subtract<4>(x, dim);
+  add_and_subtract<8>(x, dim);
+  if (block >= 32) add_and_subtract<16>(x, dim);
+  if (block >= 64) add_and_subtract<32>(x, dim);
+  if (block >= 128) add_and_subtract<64>(x, dim);
+  if (block >= 256) add_and_subtract<128>(x, dim);
+  if (block >= 512) add_and_subtract<256>(x, dim);
+  const Vec factor = splat(rotation_factor(block));
+  for (int64_t i = 0; i < dim; i += 16) store(x + i, mul(load(x + i), factor));
+}
+
 float round_query(const float* q, int64_t count, int16_t* out) {
   const float largest = largest_magnitude(q, count);
   if (!(largest >= kNegligible && largest < __builtin_inff())) {

@@ -48,13 +48,13 @@ namespace {
 int32_t least_unfit(DType dtype, DType stored) {
   const bool coded = is_coded(stored);
   if (dtype == DType::kFloat32) {
-    if (coded) return 0x7F000000;                       // 2^127
+    if (coded) return 0x7A000000;                       // 2^117
     if (stored == DType::kFloat16) return 0x477FF000;   // 65520
     if (stored == DType::kBFloat16) return 0x7F7F8000;  // 0x1.FFp127
     return 0x7F800000;
   }
   if (dtype == DType::kFloat16) return 0x7C00;
-  if (coded) return 0x7F00;                            // 2^127
+  if (coded) return 0x7A00;                            // 2^117
   return stored == DType::kFloat16 ? 0x4780 : 0x7F80;  // 65536, the next after 65280
 }
 

@@ -14,6 +14,7 @@ void exp_lanes(const float* x, float* y, int64_t count);
 
 void to_float(const void* source, DType dtype, int64_t count, float* out);
 void from_float(const float* source, DType dtype, int64_t count, void* out);
+void rotate(float* x, int64_t dim);
 void read_tile(const Tile& tile, float* out);
 void encode(const float* source, DType dtype, int64_t dim, uint8_t* codes, uint16_t* scales);
 bool all_fit(const void* source, DType dtype, DType stored, int64_t count);

@@ -101,7 +101,10 @@ struct KernelTable {
   void (*exp)(const float* x, float* y, int64_t count) = nullptr;
   void (*to_float)(const void* source, DType dtype, int64_t count, float* out) = nullptr;
   void (*from_float)(const float* source, DType dtype, int64_t count, void* out) = nullptr;
-  // The numbers of a tile as float32, exactly: [dim][tokens] of keys, [tokens][dim] of values.
+  // The Walsh-Hadamard transform of a row, in place: kvpager/codes.h. dim: a multiple of 16.
+  void (*rotate)(float* x, int64_t dim) = nullptr;
+  // The numbers of a tile as float32, exactly: [dim][tokens] of keys, [tokens][dim] of values; of
+  // rows that were rotated, as they are then.
   void (*read_tile)(const Tile& tile, float* out) = nullptr;
   // q, a multiple of 16 numbers, as integers times the unit that is returned: kvpager/codes.h.
   float (*round_query)(const float* q, int64_t count, int16_t* out) = nullptr;
@@ -110,7 +113,7 @@ struct KernelTable {
   void (*encode)(const float* source, DType dtype, int64_t dim, uint8_t* codes,
                  uint16_t* scales) = nullptr;
   // Whether every element is finite, and still is when rounded to `stored`; of codes, whether it is
-  // below 2^127, so that no stored number overflows.
+  // below 2^117, so that no stored number overflows, rotated or not.
   bool (*all_fit)(const void* source, DType dtype, DType stored, int64_t count) = nullptr;
   // scores[row][i] is summary i's.
   void (*score_sketches)(const SketchParams& params, const std::byte* const* summaries,

@@ -1,5 +1,6 @@
 // Rows of keys and values into chunks and back: the K tile is [k_dim][tokens], so a row is one
 // column of it.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -66,13 +67,14 @@ void check_rows(const Layout& layout, const TensorView& k, const TensorView& v, 
 // Rows of one tensor on their way into a tile, and the memory that takes.
 class TileWriter {
  public:
-  TileWriter(const TensorView& rows, DType stored, Side side, const Layout& layout)
+  TileWriter(const TensorView& rows, Side side, const Layout& layout)
       : rows_(rows),
-        stored_(stored),
+        stored_(side == Side::kKeys ? layout.k_dtype : layout.v_dtype),
+        rotated_(side == Side::kKeys ? layout.k_rotated : layout.v_rotated),
         side_(side),
         tokens_(layout.chunk_tokens),
-        row_bytes_(row_code_bytes(stored, rows.dim)),
-        scales_(code_scales(stored, rows.dim)) {
+        row_bytes_(row_code_bytes(stored_, rows.dim)),
+        scales_(code_scales(stored_, rows.dim)) {
     at_least(&room_.wide, rows.dim);
     at_least(&room_.codes, rows.dim);
     at_least(&room_.scales, scales_);
@@ -132,10 +134,11 @@ class TileWriter {
 
   void encode(const std::byte* from, int64_t token, std::byte* to, std::byte* tile) {
     const float* numbers = reinterpret_cast<const float*>(from);
-    if (rows_.dtype != DType::kFloat32) {
+    if (rows_.dtype != DType::kFloat32 || rotated_) {
       kernels().to_float(from, rows_.dtype, rows_.dim, room_.wide.data());
       numbers = room_.wide.data();
     }
+    if (rotated_) kernels().rotate(room_.wide.data(), rows_.dim);
     uint8_t* codes = reinterpret_cast<uint8_t*>(to);
     auto* scales = reinterpret_cast<uint16_t*>(tile + tokens_ * row_bytes_);
     if (stored_ == DType::kQ8) {
@@ -157,6 +160,7 @@ class TileWriter {
 
   const TensorView& rows_;
   DType stored_;
+  bool rotated_;
   Side side_;
   int64_t tokens_;
   int64_t row_bytes_;  // of codes or numbers
@@ -191,8 +195,8 @@ void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
                 const WriteRow* rows, int64_t count) {
   check_rows(layout, k, v, count);
   const FloatEnvironment environment;
-  TileWriter keys(k, layout.k_dtype, Side::kKeys, layout);
-  TileWriter values(v, layout.v_dtype, Side::kValues, layout);
+  TileWriter keys(k, Side::kKeys, layout);
+  TileWriter values(v, Side::kValues, layout);
   int64_t end = 0;
   for (int64_t begin = 0; begin < count; begin = end) {
     end = begin + 1;
@@ -214,6 +218,18 @@ void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
   }
 }
 
+namespace {
+
+// Of numbers that need not be aligned. room: [dim].
+void rotate_in_place(int64_t dim, std::byte* numbers, float* room) {
+  const auto bytes = static_cast<size_t>(dim) * sizeof(float);
+  std::memcpy(room, numbers, bytes);
+  kernels().rotate(room, dim);
+  std::memcpy(numbers, room, bytes);
+}
+
+}  // namespace
+
 void read_rows(const Layout& layout, const std::byte* slice, int64_t begin, int64_t end,
                std::byte* k, std::byte* v) {
   const FloatEnvironment environment;
@@ -222,6 +238,7 @@ void read_rows(const Layout& layout, const std::byte* slice, int64_t begin, int6
   const int64_t v_row = layout.v_dim * dtype_bytes(read_dtype(layout.v_dtype));
   std::vector<float> read_keys;
   std::vector<float> read_values;
+  std::vector<float> row(static_cast<size_t>(std::max(layout.k_dim, layout.v_dim)));
   const auto numbers = [&](const std::byte* tile, DType dtype, Side side, int32_t dim,
                            std::vector<float>* read) {
     if (!is_coded(dtype)) return tile;
@@ -235,12 +252,15 @@ void read_rows(const Layout& layout, const std::byte* slice, int64_t begin, int6
     const std::byte* values = numbers(page + layout.k_tile_bytes(), layout.v_dtype, Side::kValues,
                                       layout.v_dim, &read_values);
     for (int64_t token = begin; token < end; ++token) {
-      const int64_t row = (token - begin) * layout.kv_heads + head;
+      const int64_t at = (token - begin) * layout.kv_heads + head;
+      std::byte* key = k + at * layout.k_dim * k_element;
       for (int64_t d = 0; d < layout.k_dim; ++d) {
-        std::memcpy(k + (row * layout.k_dim + d) * k_element,
-                    keys + (d * tokens + token) * k_element, static_cast<size_t>(k_element));
+        std::memcpy(key + d * k_element, keys + (d * tokens + token) * k_element,
+                    static_cast<size_t>(k_element));
       }
-      std::memcpy(v + row * v_row, values + token * v_row, static_cast<size_t>(v_row));
+      std::memcpy(v + at * v_row, values + token * v_row, static_cast<size_t>(v_row));
+      if (layout.k_rotated) rotate_in_place(layout.k_dim, key, row.data());
+      if (layout.v_rotated) rotate_in_place(layout.v_dim, v + at * v_row, row.data());
     }
   }
 }
@@ -271,23 +291,27 @@ void zero_scales_after(DType dtype, int64_t dim, int64_t tokens, int64_t valid, 
                2);
 }
 
-}  // namespace
-
-void zero_rows_after(const Layout& layout, std::byte* chunk, int valid) {
+void zero_layer_after(const Layout& layout, std::byte* slice, int valid) {
   const int64_t tokens = layout.chunk_tokens;
   const int64_t k_row = row_code_bytes(layout.k_dtype, layout.k_dim);
   const int64_t element = layout.k_dtype == DType::kQ4   ? 1
                           : layout.k_dtype == DType::kQ8 ? 2
                                                          : dtype_bytes(layout.k_dtype);
+  for (int head = 0; head < layout.kv_heads; ++head) {
+    std::byte* k_tile = slice + layout.page_bytes() * head;
+    std::byte* v_tile = k_tile + layout.k_tile_bytes();
+    zero_columns(k_tile, k_row / element, tokens, valid, element);
+    zero_values_after(layout.v_dtype, layout.v_dim, tokens, valid, v_tile);
+    zero_scales_after(layout.k_dtype, layout.k_dim, tokens, valid, k_tile);
+    zero_scales_after(layout.v_dtype, layout.v_dim, tokens, valid, v_tile);
+  }
+}
+
+}  // namespace
+
+void zero_rows_after(const Layout& layout, std::byte* chunk, int valid) {
   for (int layer = 0; layer < layout.layers; ++layer) {
-    for (int head = 0; head < layout.kv_heads; ++head) {
-      std::byte* k_tile = chunk + layout.page_offset(layer, head);
-      std::byte* v_tile = k_tile + layout.k_tile_bytes();
-      zero_columns(k_tile, k_row / element, tokens, valid, element);
-      zero_values_after(layout.v_dtype, layout.v_dim, tokens, valid, v_tile);
-      zero_scales_after(layout.k_dtype, layout.k_dim, tokens, valid, k_tile);
-      zero_scales_after(layout.v_dtype, layout.v_dim, tokens, valid, v_tile);
-    }
+    zero_layer_after(layout.of_layer(layer), chunk + layout.slice_offset(layer), valid);
   }
 }
 

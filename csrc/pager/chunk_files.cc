@@ -35,7 +35,7 @@ void read_source(const ChunkRecord& record, const Read& read) {
 void ChunkFiles::require_as_written(const ChunkRecord& record, int layer,
                                     const std::byte* slice) const {
   const uint64_t written = record.checksums[static_cast<size_t>(layer)];
-  if (slice_checksum(slice, layout_.slice_bytes()) != written) {
+  if (slice_checksum(slice, layout_.slice_bytes(layer)) != written) {
     record.damaged = true;
     throw StorageError(str("disk spill: chunk ", record.index, " layer ", layer,
                            " came back with other bytes than were written"));
@@ -60,7 +60,7 @@ void ChunkFiles::read_slice(const ChunkRecord& record, int layer, std::byte* out
     read_source(record, [&] { record.source->read_slice(record.source_chunk, layer, out); });
     return;
   }
-  disk_.read(record.disk.value(), layout_.slice_offset(layer), layout_.slice_bytes(), out);
+  disk_.read(record.disk.value(), layout_.slice_offset(layer), layout_.slice_bytes(layer), out);
   require_as_written(record, layer, out);
 }
 
@@ -71,9 +71,10 @@ void ChunkFiles::will_need(const ChunkRecord& record) const {
 std::vector<uint64_t> slice_checksums(const Layout& layout, const std::byte* chunk,
                                       ThreadPool& threads) {
   std::vector<uint64_t> sums(static_cast<size_t>(layout.layers));
-  threads.run(layout.layers, [&](int64_t layer, int) {
-    sums[static_cast<size_t>(layer)] =
-        slice_checksum(chunk + layout.slice_offset(static_cast<int>(layer)), layout.slice_bytes());
+  threads.run(layout.layers, [&](int64_t item, int) {
+    const int layer = static_cast<int>(item);
+    sums[static_cast<size_t>(item)] =
+        slice_checksum(chunk + layout.slice_offset(layer), layout.slice_bytes(layer));
   });
   return sums;
 }

@@ -101,12 +101,13 @@ void require_machine(const PagerOptions& options) {
 
 void require_place(const PagerOptions& options) {
   const Layout& layout = options.layout;
-  if (options.device == "cpu" || (layout.k_dtype != DType::kQ4 && layout.v_dtype != DType::kQ4)) {
-    return;
-  }
+  const bool plain = layout.k_dtype != DType::kQ4 && layout.v_dtype != DType::kQ4 &&
+                     !layout.k_rotated && !layout.v_rotated && layout.float_layers.empty();
+  if (options.device == "cpu" || plain) return;
   throw InvalidArgumentError(str("device: '", options.device,
-                                 "' has no kernels for chunks in q4 yet; expected 'cpu', or keys "
-                                 "and values in float32, float16, bfloat16 or q8"));
+                                 "' has no kernels for chunks in q4, rotated ones or float layers "
+                                 "beside codes yet; expected 'cpu', or keys and values in float32, "
+                                 "float16, bfloat16 or q8"));
 }
 
 const PagerOptions& validated(const PagerOptions& options) {
@@ -160,7 +161,7 @@ int64_t Config::scored_layers(bool forward_is_dense) const {
 void Config::summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const {
   const int layer = static_cast<int>(page / layout.kv_heads);
   const int head = static_cast<int>(page % layout.kv_heads);
-  scorer.summarize(layout, chunk + layout.page_offset(layer, head),
+  scorer.summarize(layout.of_layer(layer), chunk + layout.page_offset(layer, head),
                    summary + page * summary_page_bytes);
 }
 

@@ -40,7 +40,7 @@ gpu::Shape shape_of(const PagerOptions& options) {
   shape.v_dtype = layout.v_dtype;
   shape.k_tile_bytes = layout.k_tile_bytes();
   shape.page_bytes = layout.page_bytes();
-  shape.slice_bytes = layout.slice_bytes();
+  shape.slice_bytes = layout.largest_slice_bytes();
   return shape;
 }
 
@@ -62,7 +62,7 @@ int version_of(gpu::Attention attention) {
 // Slices of each half of staging.
 int64_t staged_slices(const PagerOptions& options, int64_t host_slots) {
   if (options.missed_chunks == "direct") return 0;
-  const int64_t slice = options.layout.slice_bytes();
+  const int64_t slice = options.layout.largest_slice_bytes();
   if (options.staging_bytes >= 0) return std::min(options.staging_bytes / (2 * slice), host_slots);
   return std::min({kStagedChunks, kStagingBytes / (2 * slice), host_slots});
 }
@@ -104,8 +104,8 @@ DeviceBackend::DeviceBackend(const BackendParts& parts)
       bounce_(device_->pin("transfer buffers", kBounces * layout_.chunk_bytes()), kBounces,
               layout_.chunk_bytes()),
       staging_(device_->allocate("staging", 2 * staged_slices(config_.options, host_.slots()) *
-                                                layout_.slice_bytes()),
-               2, staged_slices(config_.options, host_.slots()) * layout_.slice_bytes()),
+                                                layout_.largest_slice_bytes()),
+               2, staged_slices(config_.options, host_.slots()) * layout_.largest_slice_bytes()),
       sinks_(device_->allocate("attention sinks", sink_sets(layout_) * aligned(shape_.q_heads * 4)),
              sink_sets(layout_), aligned(shape_.q_heads * 4)),
       sinks_host_(device_->pin("attention sinks", sink_sets(layout_) * sinks_.slot_bytes)),

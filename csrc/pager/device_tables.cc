@@ -81,7 +81,7 @@ void DeviceBackend::find_entries(const Forward& forward) {
 // those of parts whose pages several tiles would read.
 void DeviceBackend::plan_staging(const Forward& forward, const device::TableArrays& arrays) {
   const std::string& mode = config_.options.missed_chunks;
-  const int64_t room = staging_.slot_bytes / layout_.slice_bytes();
+  const int64_t room = staging_.slot_bytes / layout_.largest_slice_bytes();
   const int32_t group = shape_.q_heads / shape_.kv_heads;
   std::vector<int32_t> rows(forward.parts.size(), 0);
   for (const int32_t part : forward.part_of_row) {
@@ -109,7 +109,8 @@ void DeviceBackend::plan_staging(const Forward& forward, const device::TableArra
     for (int half = 0; half < 2; ++half) {
       arrays.staged[static_cast<size_t>(half)][i] =
           slot < 0 ? 0
-                   : reinterpret_cast<uint64_t>(staging_.at(half) + slot * layout_.slice_bytes());
+                   : reinterpret_cast<uint64_t>(staging_.at(half) +
+                                                slot * layout_.largest_slice_bytes());
     }
   }
 }
@@ -209,10 +210,10 @@ void DeviceBackend::stage(int layer) {
     const int64_t slot = running_.staged[i].value();
     device::Timeline::reads(&host_.place(slot), later);
     move(Direction::kUp, timeline_.stream(Lane::kUp),
-         staging_.at(half) + static_cast<int64_t>(i) * layout_.slice_bytes(),
-         host_.at(slot) + layout_.slice_offset(layer), layout_.slice_bytes());
+         staging_.at(half) + static_cast<int64_t>(i) * layout_.largest_slice_bytes(),
+         host_.at(slot) + layout_.slice_offset(layer), layout_.slice_bytes(layer));
     ++counters_.slices_staged;
-    counters_.bytes_staged += layout_.slice_bytes();
+    counters_.bytes_staged += layout_.slice_bytes(layer);
   }
   ticket(Lane::kUp);
   staged_layer_[half] = layer;

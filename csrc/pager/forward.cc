@@ -7,8 +7,9 @@
 namespace kvpager {
 namespace {
 
-[[noreturn]] void refuse_key_or_value(const Layout& layout, int layer, SequenceId sequence,
+[[noreturn]] void refuse_key_or_value(const Layout& of_pager, int layer, SequenceId sequence,
                                       int64_t position) {
+  const Layout layout = of_pager.of_layer(layer);
   throw NonFiniteError(str("layer ", layer, ": the key or value at position ", position,
                            " of sequence ", sequence.value(), " is not finite (keys are kept in ",
                            dtype_name(layout.k_dtype), ", values in ", dtype_name(layout.v_dtype),

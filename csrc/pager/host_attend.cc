@@ -39,8 +39,9 @@ void HostBackend::give(const std::vector<TensorView>& k, const std::vector<Tenso
     const auto i = static_cast<size_t>(layer);
     std::vector<WriteRow> targets = give_targets_;
     for (WriteRow& row : targets) row.slice += layout_.slice_offset(static_cast<int>(layer));
-    bad[i] = find_non_finite(layout_, k[i], v[i], targets.data(), forward.given_count);
-    if (bad[i] < 0) write_rows(layout_, k[i], v[i], targets.data(), forward.given_count);
+    const Layout of_layer = layout_.of_layer(static_cast<int>(layer));
+    bad[i] = find_non_finite(of_layer, k[i], v[i], targets.data(), forward.given_count);
+    if (bad[i] < 0) write_rows(of_layer, k[i], v[i], targets.data(), forward.given_count);
   });
   for (int layer = 0; layer < layout_.layers; ++layer) {
     if (bad[static_cast<size_t>(layer)] >= 0) {
@@ -65,9 +66,10 @@ bool HostBackend::write(int layer, const TensorView* q, const TensorView& k, con
     const int64_t bad = find_non_finite(*q, forward_->part_of_row.data());
     if (bad >= 0) refuse_query(*forward_, layer, bad);
   }
-  const int64_t bad = find_non_finite(layout_, k, v, write_targets_.data(), rows);
+  const Layout of_layer = layout_.of_layer(layer);
+  const int64_t bad = find_non_finite(of_layer, k, v, write_targets_.data(), rows);
   if (bad >= 0) refuse_row(*forward_, layout_, layer, bad);
-  write_rows(layout_, k, v, write_targets_.data(), rows);
+  write_rows(of_layer, k, v, write_targets_.data(), rows);
   return true;
 }
 
@@ -102,7 +104,7 @@ void HostBackend::mark_needed(const AttendOptions& attend_options) {
 
 bool HostBackend::select(int layer, const TensorView& q, const AttendOptions& attend_options) {
   const bool dense = forward_->dense;
-  awake_.emplace(threads_, threads_.worth_waking(bytes_to_read() / 16));
+  awake_.emplace(threads_, threads_.worth_waking(bytes_to_read(layer) / 16));
   if (!dense) {
     select_rows(layer, q, attend_options);
   } else if (config_.scores(layer, dense)) {
@@ -115,8 +117,9 @@ bool HostBackend::select(int layer, const TensorView& q, const AttendOptions& at
 
 void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
                          const AttendOptions& attend_options) {
+  const Layout of_layer = layout_.of_layer(layer);
   AttendParams params;
-  params.layout = &layout_;
+  params.layout = &of_layer;
   params.q_heads = static_cast<int32_t>(q.heads);
   params.rows = q.rows;
   params.q = q;
@@ -140,7 +143,7 @@ void HostBackend::attend(int layer, const TensorView& q, const TensorView& out,
 }
 
 // About what one row of each sequence makes a layer read.
-int64_t HostBackend::bytes_to_read() const {
+int64_t HostBackend::bytes_to_read(int layer) const {
   const Selection& selection = config_.options.selection;
   int64_t chunks = 0;
   for (const ForwardPart& part : forward_->parts) {
@@ -150,7 +153,7 @@ int64_t HostBackend::bytes_to_read() const {
                   : std::min(held, selection.chunks +
                                        (selection.sinks + selection.recent) / layout_.chunk_tokens);
   }
-  return chunks * layout_.slice_bytes();
+  return chunks * layout_.slice_bytes(layer);
 }
 
 // Where the chunks that the layer reads lie; false if some are not in memory. Looked up once per

@@ -88,7 +88,7 @@ class HostBackend final : public Backend {
   void score_for_ledger(size_t part, int layer, const TensorView& q,
                         const AttendOptions& attend_options);
   void mark_needed(const AttendOptions& attend_options);
-  int64_t bytes_to_read() const;
+  int64_t bytes_to_read(int layer) const;
   bool find_slices(int layer);
   void run_attention(int layer, AttendParams& params);
   int64_t split_count(size_t first_part, size_t last_part) const;

@@ -84,11 +84,12 @@ void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop,
   if (start == stop) return;
   sequences.require_held(sequence, start, str("range [", start, ", ", stop, ")"));
   const int64_t c = layout.chunk_tokens;
-  std::vector<std::byte> buffer(static_cast<size_t>(layout.slice_bytes()));
+  const Layout of_layer = layout.of_layer(layer);
+  std::vector<std::byte> buffer(static_cast<size_t>(layout.slice_bytes(layer)));
   for (int64_t chunk = start / c; chunk * c < stop; ++chunk) {
     const ChunkRecord& record = ledger[sequence.use(chunk).record];
     const std::byte* slice =
-        backend->view(record, layout.slice_offset(layer), layout.slice_bytes());
+        backend->view(record, layout.slice_offset(layer), layout.slice_bytes(layer));
     if (slice == nullptr) {
       files.read_slice(record, layer, buffer.data());
       slice = buffer.data();
@@ -96,9 +97,9 @@ void Pager::Impl::read_kv(SequenceId id, int layer, int64_t start, int64_t stop,
     const int64_t first = std::max(start, chunk * c);
     const int64_t end = std::min(stop, (chunk + 1) * c);
     const int64_t row = (first - start) * layout.kv_heads;
-    read_rows(layout, slice, first - chunk * c, end - chunk * c,
-              k + row * layout.k_dim * dtype_bytes(read_dtype(layout.k_dtype)),
-              v + row * layout.v_dim * dtype_bytes(read_dtype(layout.v_dtype)));
+    read_rows(of_layer, slice, first - chunk * c, end - chunk * c,
+              k + row * layout.k_dim * dtype_bytes(read_dtype(of_layer.k_dtype)),
+              v + row * layout.v_dim * dtype_bytes(read_dtype(of_layer.v_dtype)));
   }
 }
 

@@ -4,7 +4,9 @@
 #include <functional>
 #include <numeric>
 
+#include "kernels/float_environment.h"
 #include "kernels/half.h"
+#include "kernels/kernel_table.h"
 #include "kvpager/capacity.h"
 #include "kvpager/require.h"
 
@@ -17,6 +19,12 @@ constexpr int64_t kPiece = 64;
 // About what one thread takes. A page is read at 20 GB/s and costs each head as if at 50.
 int64_t nanoseconds(int64_t page_bytes, int64_t pages, int64_t heads) {
   return pages * page_bytes * (5 + 2 * heads) / 100;
+}
+
+// Summaries are of keys as they are stored.
+void rotate_queries(int64_t dim, int group, float* q) {
+  const FloatEnvironment environment;
+  for (int head = 0; head < group; ++head) kernels().rotate(q + head * dim, dim);
 }
 
 }  // namespace
@@ -36,9 +44,9 @@ void read_query(const TensorView& q, int64_t row, int64_t first, int64_t count, 
   }
 }
 
-void Scan::prepare(const ScanLayout& where, const TensorView& q, const std::vector<ScanRow>& rows,
-                   ThreadPool& threads) {
-  const Layout& layout = *where.layout;
+void Scan::prepare(const ScanLayout& where, int layer, const TensorView& q,
+                   const std::vector<ScanRow>& rows, ThreadPool& threads) {
+  const Layout layout = where.layout->of_layer(layer);
   const int group = group_;
   query_bytes_ = where.scorer->query_bytes(layout, group);
   const size_t count = rows.size() * heads_;
@@ -55,6 +63,7 @@ void Scan::prepare(const ScanLayout& where, const TensorView& q, const std::vect
         numbers.resize(static_cast<size_t>(group * layout.k_dim));
         std::byte* query = queries_.data() + item * query_bytes_;
         read_query(q, row.row, static_cast<int64_t>(i % heads_) * group, group, numbers.data());
+        if (layout.k_rotated) rotate_queries(layout.k_dim, group, numbers.data());
         where.scorer->prepare(layout, group, numbers.data(), query);
         scales_[i] = where.scorer->query_scale(query);
       },
@@ -77,7 +86,7 @@ void Scan::run(const ScanLayout& where, int layer, const TensorView& q,
     KVPAGER_REQUIRE(row.range.end <= row.range.begin ||
                     row.range.end <= static_cast<int64_t>(row.summaries->size()));
   }
-  prepare(where, q, rows, threads);
+  prepare(where, layer, q, rows, threads);
   order_.resize(rows.size());
   std::iota(order_.begin(), order_.end(), size_t{0});
   std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) {

@@ -52,8 +52,8 @@ class Scan {
     int64_t begin, end;  // chunks
   };
 
-  void prepare(const ScanLayout& where, const TensorView& q, const std::vector<ScanRow>& rows,
-               ThreadPool& threads);
+  void prepare(const ScanLayout& where, int layer, const TensorView& q,
+               const std::vector<ScanRow>& rows, ThreadPool& threads);
   void score(const ScanLayout& where, int layer, const std::vector<ScanRow>& rows,
              const Item& item);
 

@@ -122,7 +122,7 @@ void ChunkFeed::prepare(size_t i, const std::byte* payload) {
   std::vector<uint64_t> found;
   for (int layer = 0; layer < layout_.layers; ++layer) {
     const uint64_t computed =
-        slice_checksum(payload + layout_.slice_offset(layer), layout_.slice_bytes());
+        slice_checksum(payload + layout_.slice_offset(layer), layout_.slice_bytes(layer));
     found.push_back(computed);
     const uint64_t expected = given.empty() ? computed : given[static_cast<size_t>(layer)];
     if (computed != expected) {

@@ -43,13 +43,23 @@ void ChunkSource::fetch(int64_t chunk, int layer, uint64_t bytes, uint64_t offse
   bytes_read += static_cast<int64_t>(bytes);
 }
 
+namespace {
+
+// Bytes of the first slices of chunks that lie behind each other.
+int64_t slices_before(const Layout& layout, int64_t slices) {
+  return slices / layout.layers * layout.chunk_bytes() +
+         layout.slice_offset(static_cast<int>(slices % layout.layers));
+}
+
+}  // namespace
+
 void ChunkSource::fetch_slices(int64_t chunk, int layer, int64_t slices, std::byte* out) const {
-  const auto each = static_cast<uint64_t>(layout().slice_bytes());
-  const uint64_t before = uint64_t{place(chunk).chunk} * static_cast<uint64_t>(layout().layers) +
-                          static_cast<uint64_t>(layer);
+  const auto begin = static_cast<uint64_t>(slices_before(layout(), layer));
+  const auto end = static_cast<uint64_t>(slices_before(layout(), layer + slices));
+  const uint64_t chunks = place(chunk).chunk * static_cast<uint64_t>(layout().chunk_bytes());
   const bool one = slices == 1;
   fetch(
-      chunk, one ? layer : -1, static_cast<uint64_t>(slices) * each, kFrontBytes + before * each,
+      chunk, one ? layer : -1, end - begin, kFrontBytes + chunks + begin,
       [&] { return one ? str(describe(chunk), ", layer ", layer) : describe(chunk); }, out);
 }
 
@@ -77,7 +87,7 @@ std::string ChunkSource::checksum_damage(int64_t chunk, const std::string& what,
 
 std::string ChunkSource::slice_damage(int64_t chunk, int layer, const std::byte* slice) const {
   const uint64_t expected = record(chunk).slice_checksum[static_cast<size_t>(layer)];
-  const uint64_t computed = slice_checksum(slice, layout().slice_bytes());
+  const uint64_t computed = slice_checksum(slice, layout().slice_bytes(layer));
   if (computed == expected) return {};
   return checksum_damage(chunk, str(describe(chunk), ", layer ", layer), computed, expected);
 }

@@ -34,8 +34,8 @@ LooseContent::LooseContent(const Layout& layout, std::vector<TokenId> tokens,
     }
     std::vector<uint64_t> checksums;
     for (int layer = 0; layer < layout.layers; ++layer) {
-      checksums.push_back(
-          slice_checksum(given.payload.get() + layout.slice_offset(layer), layout.slice_bytes()));
+      checksums.push_back(slice_checksum(given.payload.get() + layout.slice_offset(layer),
+                                         layout.slice_bytes(layer)));
     }
     SnapshotChunk record;
     record.valid = layout.chunk_tokens;

@@ -22,7 +22,9 @@ constexpr size_t kDtypesAt = 20;
 constexpr size_t kScorerBytesAt = 22;
 constexpr size_t kSummaryPageBytesAt = 24;
 constexpr size_t kLayoutFixedBytes = 32;
-constexpr size_t kCodesBytes = 8;  // more where dtypes are codes, reserved
+constexpr size_t kCodesBytes = 8;  // more where dtypes are codes
+constexpr uint8_t kKeysRotated = 1;
+constexpr uint8_t kValuesRotated = 2;
 
 // Chunk table entry: fixed fields, then a checksum per layer. Before version 2 of the section a name
 // has 16 bytes.
@@ -73,6 +75,36 @@ std::string to_text(const Section& section) {
   return std::string(reinterpret_cast<const char*>(section.data), section.entry.size);
 }
 
+// What a layout with codes says beside its dtypes: docs/snapshot_format.md. `layers` need not be aligned.
+void decode_codes(const std::byte* from, const std::byte* layers, SnapshotMeta* meta,
+                  const std::string& path) {
+  Layout& layout = meta->layout;
+  const auto flags = load<uint8_t>(from);
+  const auto floats = load<uint16_t>(from + 2);
+  if ((flags & ~(kKeysRotated | kValuesRotated)) != 0 || !all_zero(from + 4, 4)) {
+    throw UnsupportedVersionError(
+        str(path, ": layout.flags is ", int{flags}, " and layout.reserved ",
+            all_zero(from + 4, 4) ? "zero" : "not zero",
+            ", this reader knows 1 (keys are rotated) and 2 (values are)"));
+  }
+  layout.k_rotated = (flags & kKeysRotated) != 0;
+  layout.v_rotated = (flags & kValuesRotated) != 0;
+  layout.float_dtype = static_cast<DType>(load<uint8_t>(from + 1));
+  int32_t least = 0;
+  for (int i = 0; i < int{floats}; ++i) {
+    const int32_t layer = load<uint16_t>(layers + 2 * i);
+    const int32_t most = std::min(layout.layers, kMostLayers) - 1;
+    if (layer < least || layer > most) {
+      corrupt(path, str("layout.float_layers[", i, "]"), layer, least, " to ", most, ", ascending");
+    }
+    layout.float_layers.add(layer);
+    least = layer + 1;
+  }
+  if (const auto problem = check_geometry(layout, meta->summary_page_bytes)) {
+    corrupt_problem(path, *problem);
+  }
+}
+
 void decode_layout(const Section& section, SnapshotMeta* meta, const std::string& path) {
   const bool coded = section.entry.version == kCodesVersion;
   const size_t fixed_bytes = kLayoutFixedBytes + (coded ? kCodesBytes : 0);
@@ -109,15 +141,13 @@ void decode_layout(const Section& section, SnapshotMeta* meta, const std::string
   if (scorer_bytes > kMaxScorerBytes) {
     corrupt(path, "layout.scorer_bytes", scorer_bytes, "at most ", kMaxScorerBytes);
   }
-  expect_size(section, fixed_bytes + scorer_bytes,
-              str(fixed_bytes, " and a scorer of ", scorer_bytes, " bytes"), path);
-  if (coded && !all_zero(from + kLayoutFixedBytes, kCodesBytes)) {
-    throw UnsupportedVersionError(
-        str(path,
-            ": layout.reserved is not zero, and this reader knows no layers or positions in "
-            "another dtype"));
-  }
+  const size_t floats = coded ? load<uint16_t>(from + kLayoutFixedBytes + 2) : 0;
+  expect_size(section, fixed_bytes + scorer_bytes + floats * sizeof(uint16_t),
+              str(fixed_bytes, ", a scorer of ", scorer_bytes, " bytes and ", floats,
+                  " layers in a float dtype"),
+              path);
   meta->scorer.assign(reinterpret_cast<const char*>(from + fixed_bytes), scorer_bytes);
+  if (coded) decode_codes(from + kLayoutFixedBytes, from + fixed_bytes + scorer_bytes, meta, path);
   if (!is_utf8(meta->scorer)) corrupt(path, "layout.scorer", "not UTF-8", "UTF-8");
 }
 
@@ -272,6 +302,30 @@ std::optional<Problem> check_dtype(const std::string& name, DType dtype, int64_t
   return std::nullopt;
 }
 
+std::optional<Problem> check_codes(const Layout& layout) {
+  if (layout.k_rotated && !is_coded(layout.k_dtype)) {
+    return Problem{"layout.k_rotated", "true", "false where keys are no codes"};
+  }
+  if (layout.v_rotated && !is_coded(layout.v_dtype)) {
+    return Problem{"layout.v_rotated", "true", "false where values are no codes"};
+  }
+  if (layout.k_rotated && layout.k_dim % 16 != 0) {
+    return Problem{"layout.k_dim", str(layout.k_dim), "a multiple of 16 where keys are rotated"};
+  }
+  if (layout.v_rotated && layout.v_dim % 16 != 0) {
+    return Problem{"layout.v_dim", str(layout.v_dim), "a multiple of 16 where values are rotated"};
+  }
+  const bool floats = !layout.float_layers.empty();
+  if (floats && layout_version(layout) != kCodesVersion) {
+    return Problem{"layout.float_layers", "not empty", "none where nothing is codes"};
+  }
+  if (floats ? !is_float(layout.float_dtype) : layout.float_dtype != DType::kFloat32) {
+    return Problem{"layout.float_dtype", str(int(layout.float_dtype)),
+                   floats ? "0, 1 or 2" : "0 without layers in it"};
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 uint8_t layout_version(const Layout& layout) {
@@ -287,6 +341,7 @@ std::optional<Problem> check_geometry(const Layout& layout, int64_t summary_page
   if (auto p = check_range("layout.v_dim", layout.v_dim, 1, kMaxHeadDim)) return p;
   if (auto p = check_dtype("k", layout.k_dtype, layout.k_dim, layout.chunk_tokens)) return p;
   if (auto p = check_dtype("v", layout.v_dtype, layout.v_dim, layout.chunk_tokens)) return p;
+  if (auto p = check_codes(layout)) return p;
   return check_range("layout.summary_page_bytes", summary_page_bytes, 0, kMaxSummaryPageBytes);
 }
 
@@ -424,8 +479,17 @@ std::string encode_layout(const SnapshotMeta& meta) {
   append(&out, static_cast<uint8_t>(layout.v_dtype));
   append(&out, static_cast<uint16_t>(meta.scorer.size()));
   append(&out, meta.summary_page_bytes);
-  if (layout_version(layout) == kCodesVersion) out.append(kCodesBytes, '\0');
-  return out + meta.scorer;
+  if (layout_version(layout) != kCodesVersion) return out + meta.scorer;
+  std::string floats;
+  for (int layer = 0; layer < layout.layers; ++layer) {
+    if (layout.float_layers.has(layer)) append(&floats, static_cast<uint16_t>(layer));
+  }
+  append(&out, static_cast<uint8_t>((layout.k_rotated ? kKeysRotated : 0) |
+                                    (layout.v_rotated ? kValuesRotated : 0)));
+  append(&out, static_cast<uint8_t>(layout.float_dtype));
+  append(&out, static_cast<uint16_t>(floats.size() / sizeof(uint16_t)));
+  append(&out, uint32_t{0});
+  return out + meta.scorer + floats;
 }
 
 std::string encode_tokens(const SharedArray<TokenId>& tokens) {

@@ -71,7 +71,8 @@ int64_t Verification::bytes_of(const Piece& piece) const {
     case Piece::kChunks:
       return piece.count * source_.layout().chunk_bytes();
     case Piece::kSlices:
-      return piece.count * source_.layout().slice_bytes();
+      return source_.layout().slice_offset(piece.layer + static_cast<int>(piece.count)) -
+             source_.layout().slice_offset(piece.layer);
     default:
       return piece.count * source_.summary_bytes();
   }
@@ -116,7 +117,7 @@ void Verification::plan() {
     each_run(kReadBytes / layout.chunk_bytes(), none,
              [&](size_t first, int64_t count) { add({Piece::kChunks, first, 0, count}); });
   } else {
-    const int64_t most = std::max<int64_t>(1, kReadBytes / layout.slice_bytes());
+    const int64_t most = std::max<int64_t>(1, kReadBytes / layout.largest_slice_bytes());
     for (size_t first = 0; first < order.size(); ++first) {
       for (int64_t layer = 0; layer < layout.layers; layer += most) {
         add({Piece::kSlices, first, static_cast<int>(layer),
@@ -138,10 +139,11 @@ void Verification::found(int64_t chunk, int layer, const std::string& message) {
 }
 
 void Verification::check_slices(int64_t chunk, int layer, int64_t count, const std::byte* bytes) {
+  const Layout& layout = source_.layout();
   for (int64_t i = 0; i < count; ++i) {
     const int at = layer + static_cast<int>(i);
-    const std::string damage =
-        source_.slice_damage(chunk, at, bytes + i * source_.layout().slice_bytes());
+    const std::string damage = source_.slice_damage(
+        chunk, at, bytes + layout.slice_offset(at) - layout.slice_offset(layer));
     if (!damage.empty()) found(chunk, at, damage);
   }
 }

@@ -230,8 +230,8 @@ void SnapshotWriter::add_chunk(const std::byte* payload) {
   }
   std::vector<uint64_t> slices;
   for (int layer = 0; layer < w.layout.layers; ++layer) {
-    slices.push_back(
-        kvpager::slice_checksum(payload + w.layout.slice_offset(layer), w.layout.slice_bytes()));
+    slices.push_back(kvpager::slice_checksum(payload + w.layout.slice_offset(layer),
+                                             w.layout.slice_bytes(layer)));
   }
   w.note_added(std::move(slices));
   w.stream.append(payload, static_cast<uint64_t>(w.layout.chunk_bytes()));

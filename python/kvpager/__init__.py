@@ -42,7 +42,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedVersionError,
     )
-    from kvpager.pager import Layout, Pager, open_snapshot
+    from kvpager.layout import Layout
+    from kvpager.pager import Pager, open_snapshot
     from kvpager.scheduling.agreement import Agreement
     from kvpager.scheduling.completion import Completion
     from kvpager.scheduling.options import GenerationOptions
@@ -67,7 +68,7 @@ _HOME = {
     "GeneratedToken": "kvpager.scheduling.stream",
     "GenerationOptions": "kvpager.scheduling.options",
     "InvalidArgumentError": "kvpager.errors",
-    "Layout": "kvpager.pager",
+    "Layout": "kvpager.layout",
     "ModelChangedError": "kvpager.errors",
     "NonFiniteError": "kvpager.errors",
     "Pager": "kvpager.pager",

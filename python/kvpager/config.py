@@ -30,7 +30,7 @@ DEFAULT_SCORER = "bits2"
 # 128 are a whole tile.
 DEFAULT_ROWS = {"cpu": (256, 64, 32, 16), "cuda": (256, 128, 64, 32, 16)}
 CHUNK_TOKENS = (16, 32, 64, 128, 256)
-KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "q8")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "q8", "k8v4", "q4")
 POLICIES = ("qk", "lru")
 ATTENTIONS = ("auto", "reference")
 MISSED_CHUNKS = ("auto", "direct", "staged")
@@ -196,6 +196,23 @@ def _flag(field: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _refusal(field, value, "True or False")
     return value
+
+
+def _switch(field: str, value: Any) -> Any:
+    if isinstance(value, bool) or value == AUTO:
+        return value
+    raise _refusal(field, value, '"auto", True or False')
+
+
+def _layers(field: str, value: Any) -> Any:
+    if value == AUTO:
+        return AUTO
+    known = isinstance(value, (tuple, list, range)) and all(
+        isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in value
+    )
+    if not known:
+        raise _refusal(field, value, '"auto", or layers as integers from 0, such as (0, 1)')
+    return tuple(sorted(set(value)))
 
 
 def _name(*, none: str | None = None) -> tuple[str, Parser]:
@@ -377,9 +394,22 @@ class PagerConfig(_Validated):
         "texts longer than the model's max_position_embeddings; never with learned positions",
         False,
     )
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "q8"] = _option(
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "q8", "k8v4", "q4"] = _option(
         _choice(KV_DTYPES),
-        "dtype K/V are kept in; auto: the model's; q8: 8 bits and a scale for each token and head",
+        "what K/V are kept in; auto: the model's dtype; q8: 8 bits and a scale for each token and "
+        "head; q4: 4 bits and a scale for 32 numbers; k8v4: keys in q8, values in q4",
+        "auto",
+    )
+    kv_rotation: Literal["auto", True, False] = _option(
+        ('"auto", True or False', _switch),
+        "whether K/V of q8 and q4 are rotated, so that their largest numbers cost the others no "
+        "bits; auto: what has 4 bits is",
+        "auto",
+    )
+    float_layers: Literal["auto"] | tuple[int, ...] = _option(
+        ('layers of the model as integers, or "auto"', _layers),
+        "layers that are kept in the model's dtype where K/V are q8 or q4; auto: layer 0 where "
+        "something has 4 bits, else none",
         "auto",
     )
     device: str = _option(
@@ -598,7 +628,9 @@ class PagerOptions(TypedDict, total=False):
     checkpoint_bytes: int | str
     checkpoint_policy: Literal["smallest-gap", "lru"]
     beyond_max_positions: bool
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "q8"]
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "q8", "k8v4", "q4"]
+    kv_rotation: Literal["auto", True, False]
+    float_layers: Literal["auto"] | tuple[int, ...]
     device: str
     attention: Literal["auto", "reference"]
     missed_chunks: Literal["auto", "direct", "staged"]

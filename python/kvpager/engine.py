@@ -21,10 +21,11 @@ from kvpager.drafts.model import DraftModel, open_draft
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.hf import RowCounts, RowProof
+from kvpager.layout import Layout
 from kvpager.opening.choices import configuration, vocab_size
 from kvpager.opening.identity import open_core
 from kvpager.opening.renewal import begin_anew, identify_again
-from kvpager.pager import Layout, Pager, Sequence
+from kvpager.pager import Pager, Sequence
 from kvpager.plan import PoolChoice
 from kvpager.progress import Progress, reporting_work
 from kvpager.requests.completion import RequestCompletion

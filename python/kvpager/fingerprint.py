@@ -21,7 +21,7 @@ from kvpager.fingerprint_rules import FOLLOWING, WAIVABLE, Rule
 from kvpager.fingerprint_rules import RULES as RULES
 from kvpager.hf import RowCounts
 from kvpager.hf.additions import additions_digest
-from kvpager.pager import Layout
+from kvpager.layout import Layout
 from kvpager.salts import salt_digest, stretched
 from kvpager.weights import weights_digest
 
@@ -81,6 +81,7 @@ def describe(
         "v_dim": layout.v_dim,
         "k_dtype": layout.k_dtype,
         "v_dtype": layout.v_dtype,
+        **_of_codes(layout),
         "chunk_tokens": layout.chunk_tokens,
         "exact": "none" if config.exact is False else "aligned" if aligned else "rows",
         "rows": row_counts.ladder[0],
@@ -118,6 +119,17 @@ def _placement(model: Any) -> str:
     ]
     digest = xxhash.xxh3_64_hexdigest("\0".join(offsets).encode())
     return f", weights at {digest}" if offsets else ""
+
+
+def _of_codes(layout: Layout) -> dict[str, str]:
+    """What q8 has had from the first, nothing rotated and no float layer, needs no field."""
+    said = {}
+    if layout.k_rotated or layout.v_rotated:
+        said["kv_rotation"] = layout.rotation
+    if layout.float_layers:
+        layers = ", ".join(map(str, layout.float_layers))
+        said["float_layers"] = f"{layers} in {layout.float_dtype}"
+    return said
 
 
 def _of_cuda(device: torch.device) -> dict[str, str]:

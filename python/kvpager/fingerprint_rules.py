@@ -20,7 +20,8 @@ class Rule:
             last bits may differ, so `on_mismatch="approximate"` accepts it; its chunks are then
             never shared as exact.
         remedy: what to do about a mismatch.
-        only_on: the kind of device whose fingerprints have it; empty: all.
+        only_on: whose fingerprints have it: a kind of device, or "codes", those of K/V in fewer
+            bits; empty: all.
         follows: it changes with waivable fields, and is waived only together with one of them.
     """
 
@@ -62,6 +63,16 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "v_dim": Rule("head_dim of values", remedy=_MODEL),
         "k_dtype": Rule("dtype keys are kept in", remedy=_KV_DTYPE),
         "v_dtype": Rule("dtype values are kept in", remedy=_KV_DTYPE),
+        "kv_rotation": Rule(
+            "which of keys and values are rotated before they become codes",
+            remedy="set PagerConfig.kv_rotation to the value it was saved with",
+            only_on="codes",
+        ),
+        "float_layers": Rule(
+            "layers that are no codes, and their dtype",
+            remedy="set PagerConfig.float_layers to the value it was saved with",
+            only_on="codes",
+        ),
         "chunk_tokens": Rule(
             "tokens per chunk",
             remedy="set PagerConfig.chunk_tokens to the value it was saved with",

@@ -69,7 +69,7 @@ Everything read_everything(const SnapshotReader& reader) {
   std::vector<std::byte> chunk;
   std::vector<std::byte> slice;
   if (chunks > 0) chunk.resize(static_cast<size_t>(layout.chunk_bytes()));
-  if (chunks > 0) slice.resize(static_cast<size_t>(layout.slice_bytes()));
+  if (chunks > 0) slice.resize(static_cast<size_t>(layout.slice_bytes(0)));
   for (int64_t c = 0; c < chunks; ++c) {
     const bool all = whole([&] { reader.read_chunk(c, chunk.data()); });
     bool slices = true;

@@ -21,7 +21,8 @@ def flip(path, offset):
 def damage_chunk(path, engine, chunk, layer=0):
     """Flips a bit of one layer's keys of a chunk of a self-contained file or a pack."""
     layout = engine.layout.native()
-    flip(path, PAYLOAD_AT + chunk * layout.chunk_bytes + layer * layout.slice_bytes + 5)
+    before = sum(layout.slice_bytes(earlier) for earlier in range(layer))
+    flip(path, PAYLOAD_AT + chunk * layout.chunk_bytes + before + 5)
 
 
 def damage_summary(path, engine, chunk):

@@ -22,7 +22,7 @@ DIMENSIONS: Mapping[str, tuple[Any, ...]] = {
     "threads": (1, 2),
     "group": (1, 2, 4),  # query heads per kv head
     "selection": ("dense", "topk"),
-    "kv_dtype": ("auto", "q8"),
+    "kv_dtype": ("auto", "q8", "k8v4", "q4"),
 }
 SELECTIONS: Mapping[str, Selection] = {
     "dense": Dense(),

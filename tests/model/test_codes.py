@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: the same promise, other numbers, texts apart from those of others.
+"""Keys and values in 8 and 4 bits: the same promise, other numbers, texts of their own.
 
 That every relation holds, to the bit, is among the cases of `matrix.py` and in `make pytest-codes`.
 """
@@ -13,6 +13,7 @@ from reference_models import CHUNK, SHIPPED, build, make_engine, prompt
 from kvpager import Dense, FingerprintMismatchError, PagerConfig, TopK
 from kvpager.cli import main
 from kvpager.errors import InvalidArgumentError
+from kvpager.layout import CODED
 from kvpager.needles import NeedleTask
 from kvpager.pager import Layout, Pager
 from kvpager.plan.shape import KvShape, read_shape
@@ -23,9 +24,14 @@ def model():
     return build("llama", "bfloat16")
 
 
+@pytest.fixture(params=["q8", "k8v4", "q4"])
+def coded(request):
+    return request.param
+
+
 @pytest.fixture
-def engine(model, closing):
-    return closing(make_engine(model, kv_dtype="q8"))
+def engine(model, closing, coded):
+    return closing(make_engine(model, kv_dtype=coded))
 
 
 def computed(engine, ids):
@@ -36,14 +42,14 @@ def computed(engine, ids):
         return session.logits.float(), torch.stack([k.float(), v.float()])
 
 
-def test_the_ledger_the_stats_and_a_session_say_what_chunks_are_kept_in(engine):
+def test_the_ledger_the_stats_and_a_session_say_what_chunks_are_kept_in(engine, coded):
     with engine.session() as session:
         session.prefill(prompt(5 * CHUNK))
         (entry, *_) = session.sequence.ledger()
-        assert (entry.k_dtype, entry.v_dtype) == ("q8", "q8")
+        assert (entry.k_dtype, entry.v_dtype) == CODED[coded]
         k, v = session.sequence.read_kv(1, 3, 20)
         assert k.dtype == v.dtype == torch.float32
-        assert engine.layout.k_dtype == "q8"
+        assert engine.layout.format == coded
     assert engine.stats()["pool_bytes"] % engine.layout.chunk_bytes == 0
 
 
@@ -55,8 +61,48 @@ def test_a_chunk_has_little_more_than_half_of_its_bytes_in_bfloat16():
     assert codes.chunk_bytes / plain.chunk_bytes < 0.51
 
 
-def test_each_number_is_within_half_a_step_of_the_one_that_was_computed(model, engine, closing):
+def test_four_bits_are_rotated_and_leave_the_first_layer_as_it_is(model, closing):
+    assert layout_of_engine(model, closing, "q8") == ("none", ())
+    assert layout_of_engine(model, closing, "k8v4") == ("values", (0,))
+    assert layout_of_engine(model, closing, "q4") == ("keys and values", (0,))
+    assert layout_of_engine(model, closing, "q8", kv_rotation=True) == ("keys and values", ())
+    assert layout_of_engine(model, closing, "q4", kv_rotation=False) == ("none", (0,))
+    assert layout_of_engine(model, closing, "q8", float_layers=[1]) == ("none", (1,))
+    assert layout_of_engine(model, closing, "q4", float_layers=()) == ("keys and values", ())
+
+
+def layout_of_engine(model, closing, kv_dtype, **options):
+    layout = closing(make_engine(model, kv_dtype=kv_dtype, **options)).layout
+    return layout.rotation, layout.float_layers
+
+
+def test_a_float_layer_has_the_bits_of_an_engine_without_codes(model, closing):
     ids = prompt(100)
+    for dtype in ("k8v4", "q4"):
+        found = computed(closing(make_engine(model, kv_dtype=dtype)), ids)[1]
+        expected = computed(closing(make_engine(model, kv_dtype="auto")), ids)[1]
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_rotation": True}, "kv_rotation is True and kv_dtype 'auto'"),
+        ({"float_layers": (0,)}, r"float_layers is \(0,\) and kv_dtype 'auto'"),
+        ({"kv_dtype": "q4", "float_layers": (0, 7)}, "float_layers has 7; expected layers"),
+        ({"kv_dtype": "q4", "float_layers": (-1,)}, "float_layers is .*expected"),
+        ({"kv_dtype": "q4", "float_layers": 1}, "float_layers is 1; expected"),
+        ({"kv_dtype": "q4", "kv_rotation": "yes"}, "kv_rotation is 'yes'; expected"),
+    ],
+)
+def test_options_that_fit_no_codes_are_refused_by_name(model, options, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        make_engine(model, **options)
+
+
+def test_each_number_is_within_half_a_step_of_the_one_that_was_computed(model, closing):
+    ids = prompt(100)
+    engine = closing(make_engine(model, kv_dtype="q8"))
     plain = closing(make_engine(model, kv_dtype="float32"))
     # The first layer's K/V depend on no other's: they are those that became codes.
     expected, found = (computed(one, ids)[1] for one in (plain, engine))
@@ -65,20 +111,20 @@ def test_each_number_is_within_half_a_step_of_the_one_that_was_computed(model, e
     assert not torch.equal(found, expected)
 
 
-def test_logits_are_near_those_of_plain_chunks(model, engine, closing):
+def test_logits_are_near_those_of_plain_chunks(model, engine, coded, closing):
     ids = prompt(200)
     plain = closing(make_engine(model, kv_dtype="auto"))
     expected, found = (computed(one, ids)[0] for one in (plain, engine))
-    assert (found - expected).std() < 0.05 * expected.std()
+    assert (found - expected).std() < {"q8": 0.05, "k8v4": 0.3, "q4": 0.4}[coded] * expected.std()
 
 
 @pytest.mark.parametrize("selection", [Dense(), TopK(chunks=4)])
-def test_a_trained_model_finds_its_needles(selection, closing):
+def test_a_trained_model_finds_its_needles(selection, coded, closing):
     model = build(SHIPPED)
     task = NeedleTask(seed=3)
     document = task.document(4096, 8, avoid=[(0, 64), (3500, 4096)])
     found = {}
-    for dtype in ("auto", "q8"):
+    for dtype in ("auto", coded):
         engine = closing(
             make_engine(
                 model,
@@ -96,7 +142,7 @@ def test_a_trained_model_finds_its_needles(selection, closing):
                 answer = session.generate(4, eos=None).tokens
                 found[dtype].append(answer.tolist() == task.answer(value).tolist())
                 session.trim(len(document.ids))
-    assert sum(found["q8"]) >= sum(found["auto"]) >= 6
+    assert sum(found[coded]) >= sum(found["auto"]) >= 6
 
 
 def test_a_text_in_one_dtype_is_refused_by_an_engine_of_another(model, engine, closing, tmp_path):
@@ -113,6 +159,22 @@ def test_a_text_in_one_dtype_is_refused_by_an_engine_of_another(model, engine, c
         assert other.stats()["sequences"] == 0
 
 
+@pytest.mark.parametrize("changed", [{"kv_rotation": False}, {"float_layers": (1,)}])
+def test_a_text_is_refused_by_an_engine_that_rotates_or_keeps_other_layers(
+    model, closing, tmp_path, changed
+):
+    (field,) = changed
+    engine, other = (
+        closing(make_engine(model, kv_dtype="q4", **options)) for options in ({}, changed)
+    )
+    with engine.session() as session:
+        session.prefill(prompt(40))
+        session.save(tmp_path / "text.kv")
+    with pytest.raises(FingerprintMismatchError, match=field) as refused:
+        other.restore(tmp_path / "text.kv")
+    assert refused.value.field == field
+
+
 def test_texts_of_two_formats_share_no_chunk(model, engine, closing):
     plain = closing(make_engine(model, kv_dtype="auto"))
     names = []
@@ -126,7 +188,7 @@ def test_texts_of_two_formats_share_no_chunk(model, engine, closing):
 def test_four_bits_are_refused_on_a_device_with_what_it_takes():
     layout = Layout(1, 1, 32, 32, k_dtype="q8", v_dtype="q4")
     with pytest.raises(
-        InvalidArgumentError, match="no kernels for chunks in q4 yet; expected 'cpu'"
+        InvalidArgumentError, match="no kernels for chunks in q4, .* yet; expected 'cpu'"
     ):
         Pager(layout, PagerConfig(256, device="shim", host_bytes="1MiB"), rows=16, q_heads=1)
 
@@ -143,12 +205,14 @@ def test_a_dtype_that_is_none_is_refused_with_those_there_are():
 def test_a_plan_counts_the_bytes_of_codes(model, tmp_path):
     model.config.save_pretrained(tmp_path)
     shape = read_shape(tmp_path, "bfloat16")
-    plain, codes = (KvShape.of(shape, 64, dtype, "bits2") for dtype in ("auto", "q8"))
+    plain, codes, mixed = (KvShape.of(shape, 64, dtype, "bits2") for dtype in ("auto", "q8", "q4"))
     dim = shape.k_dim
     assert codes.token_bytes * 2 * dim == plain.token_bytes * (dim + 2)
+    each = plain.token_bytes // shape.layers
+    assert mixed.token_bytes == each + (shape.layers - 1) * each * 9 // 32  # one layer is bfloat16
 
 
-def test_inspect_and_diff_know_codes(engine, tmp_path, capsys):
+def test_inspect_and_diff_know_codes(engine, coded, tmp_path, capsys):
     paths = []
     for name, ids in (("a", prompt(50)), ("b", np.append(prompt(49), 299))):
         paths.append(str(tmp_path / f"{name}.kv"))
@@ -156,7 +220,9 @@ def test_inspect_and_diff_know_codes(engine, tmp_path, capsys):
             session.prefill(ids)
             session.save(paths[-1])
     assert main(["snapshot", "inspect", paths[0]]) == 0
-    assert f"head_dim {engine.layout.k_dim} (q8) and" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"head_dim {engine.layout.k_dim} ({CODED[coded][0]}) and" in out
+    assert ("rotated" in out) == ("float layers" in out) == (coded != "q8")
     assert main(["snapshot", "verify", paths[0]]) == 0
     capsys.readouterr()
     assert main(["snapshot", "diff", *paths]) == 1

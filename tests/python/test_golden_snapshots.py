@@ -80,7 +80,7 @@ def test_no_golden_file_is_without_its_expectation() -> None:
     described = {path for path, _ in FILES.values()}
     packs = {path for version in ("1.1", "1.2") for path in packs_of(version)}
     assert set(GOLDEN.rglob("*.kvsnap")) == described | packs
-    assert len(described) == 7
+    assert len(described) == 8
     assert len(packs) == 3
 
 
@@ -208,7 +208,7 @@ def test_damage_says_which_chunk_and_layer_it_hits(tmp_path: Path) -> None:
     reader = _core.SnapshotReader.open(str(path))
     layout = reader.layout
     with path.open("r+b") as file:
-        file.seek(4096 + 2 * layout.chunk_bytes + layout.slice_bytes + 5)
+        file.seek(4096 + 2 * layout.chunk_bytes + layout.slice_bytes(0) + 5)
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))

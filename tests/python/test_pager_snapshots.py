@@ -184,7 +184,7 @@ def test_a_damaged_chunk_says_which_tokens_it_holds_wherever_it_is_met(path: Pat
         return pager.restore(pager.open_snapshot(path))
 
     chunk_bytes = LAYOUT.native().chunk_bytes
-    flip(path, PAYLOAD_AT + 3 * chunk_bytes + LAYOUT.native().slice_bytes + 1)
+    flip(path, PAYLOAD_AT + 3 * chunk_bytes + LAYOUT.native().slice_bytes(0) + 1)
     for meet in (
         lambda sequence: sequence.read_kv(1, 0, LENGTH),
         lambda sequence: sequence.trim(3 * C + 1),

@@ -51,8 +51,8 @@ struct AttendRow {
 };
 
 struct AttendParams {
-  const Layout* layout = nullptr;
-  int32_t q_heads = 0;  // a multiple of layout->kv_heads
+  const Layout* layout = nullptr;  // of the layer: Layout::of_layer
+  int32_t q_heads = 0;             // a multiple of layout->kv_heads
   int64_t rows = 0;
   const AttendRow* row = nullptr;          // [rows]
   const ChunkTableView* tables = nullptr;  // one per sequence in the forward
@@ -108,6 +108,8 @@ int64_t find_non_finite(const Layout& layout, const TensorView& k, const TensorV
 // Index of the first row with part[row] >= 0 that holds a number that is not finite; -1: none.
 int64_t find_non_finite(const TensorView& tensor, const int32_t* part);
 
+// The layout of write_rows, find_non_finite and read_rows is one layer's.
+//
 // Writes rows into tails, converting to the layout's dtypes (round to nearest even; codes as
 // kvpager/codes.h says). k is [count, kv_heads, k_dim], v is [count, kv_heads, v_dim].
 void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,

@@ -5,7 +5,8 @@
 //   q8  one scale for the row; levels -127..127, one byte each
 //   q4  a scale for each group of 32 numbers; 4-bit codes, each of one of the 16 levels of kQ4Levels
 //
-// What a row stands for has that row's codes: reading and writing again changes no bit.
+// What a row stands for has that row's codes: reading and writing again changes no bit, unless rows are
+// rotated.
 // A scale is a bfloat16, of q4 of either sign, and a stored number is level * scale, which float32 holds exactly.
 //
 //   K tile = codes, then scales with tokens innermost
@@ -16,6 +17,13 @@
 //     q8: int8 [C / 2][v_dim][2], tokens 2 r and 2 r + 1 side by side;  bfloat16 [C]
 //     q4: bytes [C][v_dim / 2], byte i of 16 of a group of 32 columns with the code of column i in
 //         the low half, of column 16 + i in the high half;         bfloat16 [v_dim / 32][C]
+//
+// Rows that are rotated (Layout::k_rotated, v_rotated) have their largest numbers spread over all others
+// before they become codes. Numbers x[0..dim), in blocks of B, the largest power of two that divides dim:
+//   rotated  for h = 1, 2, 4, .. B / 2: x[i], x[i + h] = x[i] + x[i + h], x[i] - x[i + h] of every i of a
+//            block with i / h even; then each times 1 / sqrt(B), rounded to float32
+// in float32. Twice that is the identity but for rounding. Queries are rotated before they are rounded,
+// and outputs acc[j] / l of rotated values before they become the output's dtype.
 //
 // Attention multiplies levels as integers, so that sums have no order; floats, all float32, remain for:
 //   query    of each (row, head): u = max |q| / 32767; a[d] = q[d] * (32767 / max |q|), rounded to the

@@ -19,7 +19,8 @@ from kvpager.hf.positions import Positions
 from kvpager.hf.recurrent import Recurrence
 from kvpager.hf.rotary import KeyMover
 from kvpager.hf.watch import ModelWatch
-from kvpager.pager import Layout, Pager, Sequence
+from kvpager.layout import Layout
+from kvpager.pager import Pager, Sequence
 from kvpager.pager.device import Place
 from kvpager.plan import PoolChoice
 from kvpager.process import MadeIn

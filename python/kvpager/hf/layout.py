@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
+from kvpager.config import PagerConfig
 from kvpager.errors import UnsupportedModelError
 from kvpager.hf.observe import Observation
-from kvpager.pager import Layout
+from kvpager.layout import Layout
 
 NO_KV_DIM = 16  # head_dim of the zeros that stand for the K/V of a model without attention
 
 
 def layout_of(
-    model: Any, seen: Observation, *, chunk_tokens: int, kv_dtype: str, recurrent: bool = False
+    model: Any, seen: Observation, config: PagerConfig, *, recurrent: bool = False
 ) -> Layout:
     """The layout of the model's K/V.
 
@@ -23,12 +24,12 @@ def layout_of(
     Args:
         model: the model that was observed.
         seen: a forward of it.
-        chunk_tokens: tokens per chunk.
-        kv_dtype: "auto" for the dtype of the model's keys and values, or the dtype to keep them in.
+        config: how its keys and values are to be kept.
         recurrent: some of its layers carry a state, and need not attend.
 
     Raises:
         UnsupportedModelError: a layer has no K/V of its own, or layers differ in shape.
+        InvalidArgumentError: they cannot be kept so, naming the option.
     """
     name = type(model).__name__
     if recurrent and not seen.layers:
@@ -37,7 +38,7 @@ def layout_of(
             kv_heads=1,
             k_dim=NO_KV_DIM,
             v_dim=NO_KV_DIM,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=config.chunk_tokens,
             k_dtype="float16",
             v_dtype="float16",
         )
@@ -56,15 +57,16 @@ def layout_of(
             "layers); use a model with one shape in all layers"
         )
     kv_heads, k_dim, v_dim, k_dtype, v_dtype = shapes.pop()
-    return Layout(
+    own = Layout(
         layers=layers,
         kv_heads=kv_heads,
         k_dim=k_dim,
         v_dim=v_dim,
-        chunk_tokens=chunk_tokens,
-        k_dtype=_dtype_name(k_dtype) if kv_dtype == "auto" else kv_dtype,
-        v_dtype=_dtype_name(v_dtype) if kv_dtype == "auto" else kv_dtype,
+        chunk_tokens=config.chunk_tokens,
+        k_dtype=_dtype_name(k_dtype),
+        v_dtype=_dtype_name(v_dtype),
     )
+    return own.kept_as(config.kv_dtype, config.kv_rotation, config.float_layers)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -14,7 +14,8 @@ from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf import Observation
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.support import has_experts
-from kvpager.pager import Layout, attention_version
+from kvpager.layout import Layout
+from kvpager.pager import attention_version
 from kvpager.pager.device import Place
 from kvpager.plan import PoolChoice, choose_pool, shape_of
 from kvpager.plan.memory import suits_experts

@@ -26,13 +26,7 @@ def find_out(core: EngineCore, small_rows: str | tuple[int, ...]) -> None:
         seen, core.row_counts, core.row_proof = settle_rows(
             core.model, core.row_choices, small_rows=small_rows, exact=exact
         )
-    core.layout = layout_of(
-        core.model,
-        seen,
-        chunk_tokens=core.config.chunk_tokens,
-        kv_dtype=core.config.kv_dtype,
-        recurrent=core.recurrence is not None,
-    )
+    core.layout = layout_of(core.model, seen, core.config, recurrent=core.recurrence is not None)
     core.config, core.plan = sized(core.config, core.model, core.layout, core.rows, core.place)
     q_heads, kernel_version = attention(seen, core.layout, core.config, core.place)
     behaviour = "" if core.recurrence is None else behaviour_seen(core.model, seen)

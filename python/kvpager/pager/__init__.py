@@ -14,6 +14,7 @@ waits for it. Several threads may use a pager; calls take turns, and one forward
 
 from __future__ import annotations
 
+from kvpager.layout import Layout
 from kvpager.pager.forward import (
     ROW_COMMIT,
     ROW_GIVEN,
@@ -23,7 +24,6 @@ from kvpager.pager.forward import (
     Span,
     Tensor,
 )
-from kvpager.pager.layout import READ_DTYPES, Layout
 from kvpager.pager.pager import (
     TIER_DISK,
     TIER_HOST,
@@ -35,6 +35,7 @@ from kvpager.pager.pager import (
     Sequence,
     attention_version,
 )
+from kvpager.pager.read_dtypes import READ_DTYPES
 from kvpager.pager.snapshot import SALT_FIELD, SnapshotInfo, open_snapshot
 
 __all__ = [

@@ -18,9 +18,10 @@ from kvpager.errors import (
     InvalidArgumentError,
     locate_damage,
 )
+from kvpager.layout import Layout
 from kvpager.pager.device import Place, resolve
 from kvpager.pager.forward import ROW_GIVEN, Forward, Span, Tensor
-from kvpager.pager.layout import READ_DTYPES, Layout
+from kvpager.pager.read_dtypes import READ_DTYPES
 from kvpager.pager.snapshot import SALT_FIELD, SnapshotInfo, open_snapshot
 from kvpager.released import ReleasedText
 from kvpager.salts import is_of, salt_digest
@@ -164,11 +165,11 @@ class Sequence(_core.OwnedSequence):
 
         Returns:
             k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies on the CPU, bit for bit, in
-            the layout's dtypes; of q8 and q4 the float32 numbers that the codes stand for.
+            the layer's dtypes; of q8 and q4 the float32 numbers that the codes stand for.
         """
-        layout = self.pager.layout
-        with _locating(layout):
+        with _locating(self.pager.layout):
             k, v = self.core.read_kv(self.uid, layer, start, stop)
+        layout = self.pager.layout.of_layer(layer)
         return (
             torch.from_numpy(k).view(READ_DTYPES[layout.k_dtype]),
             torch.from_numpy(v).view(READ_DTYPES[layout.v_dtype]),

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpager import _core
 from kvpager.errors import InvalidArgumentError
-from kvpager.pager.layout import Layout
+from kvpager.layout import Layout
 from kvpager.paths import usable_path
 from kvpager.released import ReleasedText
 from kvpager.section_json import parse_section
@@ -60,15 +60,7 @@ class SnapshotInfo:
             path=reader.path,
             fingerprint=parse_section(reader.fingerprint, reader.path, "fingerprint"),
             session=session,
-            layout=Layout(
-                layers=native.layers,
-                kv_heads=native.kv_heads,
-                k_dim=native.k_dim,
-                v_dim=native.v_dim,
-                chunk_tokens=native.chunk_tokens,
-                k_dtype=native.k_dtype,
-                v_dtype=native.v_dtype,
-            ),
+            layout=Layout.of(native),
             scorer=reader.scorer,
             tokens=tokens,
             reader=reader,

@@ -179,7 +179,7 @@ def save(run: Run, tokens: int, *, known_tokens: int = 0) -> Cost:
 def snapshot_bytes(kv: KvShape, tokens: int) -> float:
     """Of a file that holds everything: K/V, summaries, token ids, checksums."""
     chunks = tokens / kv.chunk_tokens
-    checksums = 8 * kv.chunk_bytes / kv.slice_bytes
+    checksums = 8 * kv.layers
     return chunks * (kv.chunk_bytes + kv.summary_bytes + checksums + 4 * kv.chunk_tokens + 64)
 
 

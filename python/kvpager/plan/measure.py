@@ -23,7 +23,8 @@ import torch
 
 from kvpager.config import PagerConfig
 from kvpager.errors import StorageError
-from kvpager.pager import ROW_COMMIT, Layout, Pager
+from kvpager.layout import Layout
+from kvpager.pager import ROW_COMMIT, Pager
 from kvpager.plan.machine import Machine, Products
 
 _MEMORY_BYTES = 128 << 20  # more than caches hold

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvpager import _core
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
+from kvpager.layout import Layout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SLIDING = "sliding_attention"
@@ -114,13 +115,15 @@ class KvShape:
     """Bytes of K/V and of key summaries, as a pager lays them out.
 
     Attributes:
+        layers: of the model.
         chunk_tokens: tokens of a chunk.
         chunk_bytes: a chunk in the pool, the padding of its tiles included.
-        slice_bytes: its part of one layer.
+        slice_bytes: its part of one layer, of the largest one.
         token_bytes: a token's K/V, as a full cache holds them.
         summary_bytes: summaries of one chunk, of all layers and heads.
     """
 
+    layers: int
     chunk_tokens: int
     chunk_bytes: int
     slice_bytes: int
@@ -130,26 +133,26 @@ class KvShape:
     @classmethod
     def of(cls, shape: ModelShape, chunk_tokens: int, kv_dtype: str, scorer: str) -> KvShape:
         """The K/V of a model, kept in `kv_dtype` ("auto": the weights')."""
-        dtype = shape.dtype if kv_dtype == "auto" else kv_dtype
-        layout = _core.Layout(
+        layout = Layout(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             chunk_tokens=chunk_tokens,
             k_dim=shape.k_dim,
             v_dim=shape.v_dim,
-            k_dtype=dtype,
-            v_dtype=dtype,
+            k_dtype=shape.dtype,
+            v_dtype=shape.dtype,
         )
-        return cls.of_layout(layout, scorer)
+        return cls.of_layout(layout.kept_as(kv_dtype).native(), scorer)
 
     @classmethod
     def of_layout(cls, layout: _core.Layout, scorer: str) -> KvShape:
         """The same of a layout of the core."""
-        pages = layout.chunk_bytes // layout.page_bytes
+        pages = layout.layers * layout.kv_heads
         return cls(
+            layers=layout.layers,
             chunk_tokens=layout.chunk_tokens,
             chunk_bytes=layout.chunk_bytes,
-            slice_bytes=layout.slice_bytes,
+            slice_bytes=layout.largest_slice_bytes,
             token_bytes=layout.token_bytes,
             summary_bytes=pages * _core.summary_bytes(scorer, layout),
         )

@@ -20,7 +20,8 @@ import torch
 from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, FingerprintMismatchError, PagerError
 from kvpager.hf.state import RecurrentState, Slot, StateShape
-from kvpager.pager import Layout, SnapshotInfo
+from kvpager.layout import Layout
+from kvpager.pager import SnapshotInfo
 from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.companions import STATES
 

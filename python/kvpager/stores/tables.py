@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, PagerError
+from kvpager.layout import Layout
 from kvpager.stores.base import tokens_of
 from kvpager.stores.belonging import Belonging
 from kvpager.stores.chunk_index import Place
@@ -198,12 +199,8 @@ class Snapshot:
 
 
 def _kind(reader: Any) -> tuple[object, ...]:
-    layout = reader.layout
-    shape = (layout.layers, layout.kv_heads, layout.chunk_tokens, layout.k_dim, layout.v_dim)
-    dtypes = (layout.k_dtype, layout.v_dtype)
     return (
-        *shape,
-        *dtypes,
+        Layout.of(reader.layout),
         reader.scorer,
         reader.summary_page_bytes,
         reader.fingerprint,

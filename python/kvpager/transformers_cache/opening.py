@@ -60,7 +60,7 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
     attach(model)
     require_own_attention(model, config.chunk_tokens, packed=False)
     seen = _observed(model)
-    layout = layout_of(model, seen, chunk_tokens=config.chunk_tokens, kv_dtype=config.kv_dtype)
+    layout = layout_of(model, seen, config)
     config, _ = sized(config, model, layout, rows, place)
     q_heads, kernel_version = attention(seen, layout, config, place)
     counts = RowCounts(_ROWS)

@@ -77,6 +77,7 @@ Shape wide_random_shape(Dice& dice) {
   for (DType* dtype : {&shape.dtype, &shape.value_dtype}) {
     if (*dtype == DType::kQ4) *dtype = DType::kQ8;  // the devices have no kernels for it
   }
+  shape.k_rotated = shape.v_rotated = false;
   return shape;
 }
 

@@ -80,6 +80,7 @@ Shape random_tensor_shape(Dice& dice) {
   Shape shape = random_shape(dice);
   shape.dtype = dice.pick({DType::kFloat16, DType::kBFloat16});
   shape.value_dtype = shape.io_dtype = Shape::kSame;
+  shape.k_rotated = shape.v_rotated = false;
   shape.k_dim = shape.v_dim = dice.pick({64, 64, 96, 128});
   shape.kv_heads = dice.roll(1, 2);
   shape.tokens = 64;

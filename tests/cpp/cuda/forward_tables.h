@@ -24,7 +24,7 @@ inline gpu::Shape kernel_shape_of(const Layout& layout, int group, DType q_dtype
   s.q_dtype = q_dtype;
   s.k_tile_bytes = layout.k_tile_bytes();
   s.page_bytes = layout.page_bytes();
-  s.slice_bytes = layout.slice_bytes();
+  s.slice_bytes = layout.slice_bytes(0);
   return s;
 }
 

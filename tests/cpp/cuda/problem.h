@@ -123,7 +123,7 @@ class DeviceForward {
     chunk_count_ = bounds_.entries + 3;
     blocks_ = device.allocate("blocks", chunk_count_ * layout_.chunk_bytes());
     slots_ = device.pin("slots", chunk_count_ * layout_.chunk_bytes());
-    staging_ = device.allocate("staging", chunk_count_ * layout_.slice_bytes());
+    staging_ = device.allocate("staging", chunk_count_ * layout_.slice_bytes(0));
     table_block_ = device.allocate("tables", tables_.bytes());
     q_ = device.allocate("q", max_rows * q_row() * dtype_bytes(shape.io()));
     out_ = device.allocate("out", max_rows * out_row() * dtype_bytes(shape.io()));
@@ -414,7 +414,7 @@ class DeviceForward {
     chunks_.clear();
     staged_.clear();
     summary_addresses_.clear();
-    std::vector<std::byte> slice(static_cast<size_t>(layout_.slice_bytes()));
+    std::vector<std::byte> slice(static_cast<size_t>(layout_.slice_bytes(0)));
     for (int part = 0; part < forward_.header.parts; ++part) {
       const gpu::Part& p = forward_.parts[static_cast<size_t>(part)];
       const Sequence& sequence = *sequences_[static_cast<size_t>(sequence_of(part))];
@@ -444,13 +444,13 @@ class DeviceForward {
         const bool staged = percent(options_.staged_percent) && !written_to;
         std::byte* chunk = (pinned ? slots_ : blocks_).data() + home * layout_.chunk_bytes();
         std::byte* at = chunk + layout_.slice_offset(options_.layer);
-        std::byte* staging = staging_.data() + home * layout_.slice_bytes();
+        std::byte* staging = staging_.data() + home * layout_.slice_bytes(0);
         if (staged) {
-          stream_.upload(staging, slice.data(), layout_.slice_bytes());
+          stream_.upload(staging, slice.data(), layout_.slice_bytes(0));
         } else if (pinned) {
           std::memcpy(at, slice.data(), slice.size());
         } else {
-          stream_.upload(at, slice.data(), layout_.slice_bytes());
+          stream_.upload(at, slice.data(), layout_.slice_bytes(0));
         }
         chunks_.push_back(reinterpret_cast<uint64_t>(chunk));
         staged_.push_back(staged ? reinterpret_cast<uint64_t>(staging) : 0);

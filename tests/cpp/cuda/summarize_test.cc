@@ -115,7 +115,7 @@ void check_summaries(device::Device& device, const Scorer& scorer, const Layout&
   params.shape.v_dtype = layout.v_dtype;
   params.shape.k_tile_bytes = layout.k_tile_bytes();
   params.shape.page_bytes = layout.page_bytes();
-  params.shape.slice_bytes = layout.slice_bytes();
+  params.shape.slice_bytes = layout.slice_bytes(0);
   params.scorer = scorer_params;
   params.count = count;
   for (int c = 0; c < count; ++c) {

@@ -215,7 +215,7 @@ void check(device::Device& device, const Problem& p) {
   params.shape.v_dtype = layout.v_dtype;
   params.shape.k_tile_bytes = layout.k_tile_bytes();
   params.shape.page_bytes = layout.page_bytes();
-  params.shape.slice_bytes = layout.slice_bytes();
+  params.shape.slice_bytes = layout.slice_bytes(0);
   params.tables.header = reinterpret_cast<const gpu::Header*>(header.data());
   params.tables.rows = reinterpret_cast<const gpu::Row*>(rows.data());
   params.counts.rows = static_cast<int32_t>(p.counted);

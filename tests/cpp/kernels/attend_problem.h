@@ -34,6 +34,8 @@ struct Shape {
   DType dtype = DType::kFloat32;  // of keys, and of the rest where nothing else is said
   DType value_dtype = kSame;
   DType io_dtype = kSame;  // of queries and outputs
+  bool k_rotated = false;
+  bool v_rotated = false;
   int64_t window = 0;
   float softcap = 0.0f;
   bool sinks = false;
@@ -163,6 +165,8 @@ inline Layout layout_of(const Shape& shape) {
   layout.v_dim = shape.v_dim;
   layout.k_dtype = shape.dtype;
   layout.v_dtype = shape.values();
+  layout.k_rotated = shape.k_rotated;
+  layout.v_rotated = shape.v_rotated;
   return layout;
 }
 
@@ -194,6 +198,24 @@ struct RunOptions {
   unsigned mode = kPlainMode;            // of the calling thread, and of the threads it starts
   AttendWorkspace* workspace = nullptr;  // null: a fresh one
 };
+
+// The Walsh-Hadamard transform of kvpager/codes.h, from its text.
+template <class Number>
+std::vector<Number> rotated(std::vector<Number> x) {
+  size_t block = 1;
+  while (x.size() % (2 * block) == 0) block *= 2;
+  for (size_t h = 1; h < block; h *= 2) {
+    for (size_t i = 0; i < x.size(); ++i) {
+      if (i / h % 2 != 0) continue;
+      const Number sum = x[i] + x[i + h];
+      x[i + h] = x[i] - x[i + h];
+      x[i] = sum;
+    }
+  }
+  const auto factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)));
+  for (Number& number : x) number = number * factor;
+  return x;
+}
 
 // The rows' outputs as float32, [rows][q_heads * v_dim], each as attend wrote it (rounded to the
 // shape's dtype of outputs).
@@ -315,6 +337,8 @@ inline std::vector<double> reference64(const Shape& shape, const Sequence& seque
   std::vector<double> out;
   for (int h = 0; h < shape.kv_heads * shape.group; ++h) {
     const int head = h / shape.group;
+    std::vector<double> query(q.begin() + h * shape.k_dim, q.begin() + (h + 1) * shape.k_dim);
+    if (shape.k_rotated) query = rotated(query);
     std::vector<double> s;
     std::vector<int64_t> at;
     double m = shape.sinks ? double{sink_of(shape, h)} : -std::numeric_limits<double>::infinity();
@@ -322,7 +346,7 @@ inline std::vector<double> reference64(const Shape& shape, const Sequence& seque
       if (!sees(shape, row, head, t)) continue;
       double dot = 0;
       for (int d = 0; d < shape.k_dim; ++d) {
-        dot += double{q[static_cast<size_t>(h * shape.k_dim + d)]} * double{sequence.k(t, head)[d]};
+        dot += query[static_cast<size_t>(d)] * double{sequence.k(t, head)[d]};
       }
       dot *= double{scaling_of(shape)};
       if (shape.softcap != 0) dot = double{shape.softcap} * std::tanh(dot / double{shape.softcap});
@@ -338,7 +362,9 @@ inline std::vector<double> reference64(const Shape& shape, const Sequence& seque
       for (int j = 0; j < shape.v_dim; ++j)
         acc[static_cast<size_t>(j)] += p * double{sequence.v(at[i], head)[j]};
     }
-    for (const double x : acc) out.push_back(x / l);
+    for (double& x : acc) x /= l;
+    if (shape.v_rotated) acc = rotated(acc);
+    out.insert(out.end(), acc.begin(), acc.end());
   }
   return out;
 }
@@ -411,7 +437,8 @@ inline float dot_in_order(const Shape& shape, const Sequence& sequence, const fl
     for (int d = 0; d < shape.k_dim; ++d) dot = std::fmaf(q[d], sequence.k(at, head)[d], dot);
     return dot;
   }
-  const Rounded query(std::vector<float>(q, q + shape.k_dim));
+  const std::vector<float> given(q, q + shape.k_dim);
+  const Rounded query(shape.k_rotated ? rotated(given) : given);
   const int group = group_of(shape.dtype, shape.k_dim);
   for (int g = 0; g < shape.k_dim; g += group) {
     int64_t sum = 0;
@@ -508,7 +535,9 @@ inline std::vector<float> reference_in_order(const Shape& shape, const Sequence&
       }
       if (any) scalar_merge(part, &total);
     }
-    for (const float x : total.acc) out.push_back(round_to(shape.io(), x / total.l));
+    for (float& x : total.acc) x = x / total.l;
+    if (shape.v_rotated) total.acc = rotated(total.acc);
+    for (const float x : total.acc) out.push_back(round_to(shape.io(), x));
   }
   return out;
 }

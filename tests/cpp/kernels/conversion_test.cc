@@ -191,7 +191,7 @@ TEST_CASE("rows are stored rounded to nearest whatever the calling thread's roun
         std::vector<float> row(512);
         float k[512];
         float v[512];
-        std::vector<std::byte> slice(static_cast<size_t>(layout.slice_bytes()));
+        std::vector<std::byte> slice(static_cast<size_t>(layout.slice_bytes(0)));
         for (size_t first = 0; first + 512 <= all.size(); first += 512) {
           for (size_t d = 0; d < 512; ++d) {
             row[d] = std::isinf(format.value(all[first + d].code)) ? 0.0f : all[first + d].value;

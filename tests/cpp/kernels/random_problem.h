@@ -53,6 +53,8 @@ inline Shape random_shape(Dice& dice) {
   shape.dtype = stored(&shape.k_dim);
   shape.value_dtype = stored(&shape.v_dim);
   shape.io_dtype = dtype();
+  shape.k_rotated = is_coded(shape.dtype) && dice.one_in(2);
+  shape.v_rotated = is_coded(shape.values()) && dice.one_in(2);
   if (dice.one_in(3)) shape.window = dice.roll(1, 200);
   if (dice.one_in(3)) shape.softcap = dice.pick({0.5f, 5.0f, 50.0f});
   shape.sinks = dice.one_in(3);

@@ -106,16 +106,16 @@ TEST_CASE("rows come back as they were written, whatever runs they were written 
       k[i] = static_cast<float>(static_cast<int>(i % 251) - 125) / 16;
     for (size_t i = 0; i < v.size(); ++i)
       v[i] = static_cast<float>(static_cast<int>(i % 127) - 60) / 8;
-    std::vector<std::byte> memory(static_cast<size_t>(3 * layout.slice_bytes()), std::byte{0x11});
+    std::vector<std::byte> memory(static_cast<size_t>(3 * layout.slice_bytes(0)), std::byte{0x11});
     const std::vector<std::byte> before = memory;
     std::vector<WriteRow> where(static_cast<size_t>(rows));
     for (int64_t i = 0; i < 9; ++i)
       where[static_cast<size_t>(i)] = {memory.data(), static_cast<int32_t>(7 + i)};
     for (int64_t i = 9; i < 14; ++i) {
-      where[static_cast<size_t>(i)] = {memory.data() + layout.slice_bytes(),
+      where[static_cast<size_t>(i)] = {memory.data() + layout.slice_bytes(0),
                                        static_cast<int32_t>(i - 9)};
     }
-    where[16] = {memory.data() + layout.slice_bytes(), 12};  // 14, 15 and 17.. are not written
+    where[16] = {memory.data() + layout.slice_bytes(0), 12};  // 14, 15 and 17.. are not written
     write_rows(layout, view_of(k, rows, 3, 32), view_of(v, rows, 3, 16), where.data(), rows);
     int64_t written = 0;
     for (int64_t i = 0; i < rows; ++i) {
@@ -133,9 +133,9 @@ TEST_CASE("rows come back as they were written, whatever runs they were written 
     int64_t changed = 0;
     for (size_t i = 0; i < memory.size(); ++i) changed += memory[i] != before[i];
     CHECK(changed <= written * dtype_bytes(dtype));
-    CHECK(std::memcmp(memory.data() + 2 * layout.slice_bytes(),
-                      before.data() + 2 * layout.slice_bytes(),
-                      static_cast<size_t>(layout.slice_bytes())) == 0);
+    CHECK(std::memcmp(memory.data() + 2 * layout.slice_bytes(0),
+                      before.data() + 2 * layout.slice_bytes(0),
+                      static_cast<size_t>(layout.slice_bytes(0))) == 0);
   }
 }
 
@@ -143,7 +143,7 @@ TEST_CASE("rows outside a chunk or of another shape are refused") {
   const Layout layout = small_layout(DType::kFloat32);
   std::vector<float> k(2 * 3 * 32);
   std::vector<float> v(2 * 3 * 16);
-  std::vector<std::byte> memory(static_cast<size_t>(layout.slice_bytes()));
+  std::vector<std::byte> memory(static_cast<size_t>(layout.slice_bytes(0)));
   const WriteRow rows[2] = {{memory.data(), 15}, {memory.data(), 16}};
   CHECK_THROWS_AS(write_rows(layout, view_of(k, 2, 3, 32), view_of(v, 2, 3, 16), rows, 2),
                   InvariantError);

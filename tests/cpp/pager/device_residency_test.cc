@@ -43,7 +43,7 @@ DEVICE_TEST("dense attention through an eighth of the pool is dense attention, s
     CHECK(same_bits(probe(pager, sequence, 1), on_processor(options, 40 * 16, 1)));
     const PagerStats after = pager.stats();
     const int64_t staged = after.slices_staged - before.slices_staged;
-    CHECK(after.bytes_staged - before.bytes_staged == staged * small_layout().slice_bytes());
+    CHECK(after.bytes_staged - before.bytes_staged == staged * small_layout().slice_bytes(0));
     // Two layers of the chunks that are not resident; one row of few queries reads them in place.
     if (std::string(mode) == "direct") CHECK(staged == 0);
     if (std::string(mode) == "staged") CHECK(staged >= 2 * 2 * 35);
@@ -53,7 +53,7 @@ DEVICE_TEST("dense attention through an eighth of the pool is dense attention, s
 DEVICE_TEST("staging that holds a few of the missing chunks stages these, with the same bits") {
   PagerOptions options = small_options(5, 80);
   options.missed_chunks = "staged";
-  options.staging_bytes = 2 * 7 * options.layout.slice_bytes();
+  options.staging_bytes = 2 * 7 * options.layout.slice_bytes(0);
   Pager pager(options);
   CHECK(pager.stats().staging_bytes == options.staging_bytes);
   const Known sequence = create(pager, 40 * 16, 1);

@@ -71,7 +71,7 @@ TEST_CASE("DamageInAPackIsThatOfTheChunksTheManifestHasThere") {
   const StoreFixture store;
   store.write_two_packs(store.victim());
   const Sample& sample = store.sample();
-  const auto slice = static_cast<size_t>(sample.meta.layout.slice_bytes());
+  const auto slice = static_cast<size_t>(sample.meta.layout.slice_bytes(0));
   const std::string sound = read_bytes(store.pack_a());
   const size_t summaries = entry_of(sound, kSummaries - 1).offset;
   const auto each = static_cast<size_t>(sample.meta.summary_bytes_per_chunk());

@@ -141,7 +141,7 @@ TEST_CASE("AFlippedByteOfThePayloadFailsItsSliceAndNoOther") {
   const Sample sample = small_sample();
   const Layout& layout = sample.meta.layout;
   Victim victim(sample);
-  const auto slice_bytes = static_cast<size_t>(layout.slice_bytes());
+  const auto slice_bytes = static_cast<size_t>(layout.slice_bytes(0));
   const auto chunk_bytes = static_cast<size_t>(layout.chunk_bytes());
   std::vector<std::byte> out(chunk_bytes);
   for (size_t damaged = 0; damaged < 4 * chunk_bytes; damaged += 37) {
@@ -360,6 +360,31 @@ TEST_CASE("ImpossibleLayoutsAndCountsAreRefusedByName") {
                  [&](std::string* bytes) { put<uint16_t>(bytes, layout + 22, 255); });
   expect_refused(&victim, "layout.size", Outcome::kCorrupt,
                  [&](std::string* bytes) { put<uint16_t>(bytes, layout + 22, 0); });
+}
+
+TEST_CASE("WhatALayoutSaysOfItsCodesIsRefusedByNameWhereItCannotBe") {
+  const Sample sample = make_sample(mixed_layout(), 3 * 16 + 5);
+  Victim victim(sample);
+  const size_t codes = victim.offset_of(kLayout) + 32;
+  const size_t layers = codes + 8 + sample.meta.scorer.size();
+  for (const uint8_t flags : std::vector<uint8_t>{4, 128, 255}) {
+    expect_refused(&victim, "layout.flags", Outcome::kUnsupported,
+                   [&](std::string* bytes) { put(bytes, codes, flags); });
+  }
+  for (const uint8_t dtype : std::vector<uint8_t>{3, 4, 5, 255}) {
+    expect_refused(&victim, "layout.float_dtype", Outcome::kCorrupt,
+                   [&](std::string* bytes) { put(bytes, codes + 1, dtype); });
+  }
+  for (const uint16_t count : std::vector<uint16_t>{0, 1, 3, 65535}) {
+    expect_refused(&victim, "layout.size", Outcome::kCorrupt,
+                   [&](std::string* bytes) { put(bytes, codes + 2, count); });
+  }
+  expect_refused(&victim, "layout.reserved", Outcome::kUnsupported,
+                 [&](std::string* bytes) { put(bytes, codes + 4, uint32_t{1}); });
+  for (const uint16_t layer : std::vector<uint16_t>{0, 5, 1024, 65535}) {
+    expect_refused(&victim, "layout.float_layers[1]", Outcome::kCorrupt,
+                   [&](std::string* bytes) { put(bytes, layers + 2, layer); });
+  }
 }
 
 TEST_CASE("ChunkRecordsThatContradictTheTokensAreRefusedByName") {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <random>
 #include <thread>
 
@@ -113,13 +114,40 @@ TEST_CASE("GoldenFilesAreReadAndWrittenAgainToTheByte") {
   CHECK(files == 10);  // of 1.0: two; of 1.1: a manifest and its two packs; of 1.3: two
 }
 
+TEST_CASE("ALayoutWithCodesSaysWhatIsRotatedAndWhichLayersAreFloats") {
+  const TemporaryFolder folder;
+  const Sample sample = make_sample(mixed_layout(), 3 * 16 + 5);
+  write_sample(folder.file("a"), sample);
+  const auto reader = SnapshotReader::open(folder.file("a"));
+  check_equal(read_all(*reader), sample);
+  CHECK(reader->verify(2, {}).empty());
+  const Layout& layout = reader->meta().layout;
+  for (int64_t c = 0; c < 4; ++c) {
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      std::vector<std::byte> slice(static_cast<size_t>(layout.slice_bytes(layer)));
+      reader->read_slice(c, layer, slice.data());
+      CHECK(std::memcmp(slice.data(),
+                        sample.payload[static_cast<size_t>(c)].data() + layout.slice_offset(layer),
+                        slice.size()) == 0);
+    }
+  }
+  const Hash128 digest = reader->logical_digest();
+  for (const auto& change : std::vector<std::function<void(Layout*)>>{
+           [](Layout* l) { l->v_rotated = false; }, [](Layout* l) { l->k_rotated = true; },
+           [](Layout* l) { l->float_dtype = DType::kFloat16; }}) {
+    Sample other = sample;
+    change(&other.meta.layout);
+    CHECK_FALSE(digest_of(folder, other) == digest);
+  }
+}
+
 TEST_CASE("ASliceIsReadWhereverItLies") {
   const TemporaryFolder folder;
   const Sample sample = small_sample();
   const Layout& layout = sample.meta.layout;
   write_sample(folder.file("a"), sample);
   const auto reader = SnapshotReader::open(folder.file("a"));
-  std::vector<std::byte> slice(static_cast<size_t>(layout.slice_bytes()));
+  std::vector<std::byte> slice(static_cast<size_t>(layout.slice_bytes(0)));
   for (size_t c = 0; c < sample.payload.size(); ++c) {
     for (int layer = 0; layer < layout.layers; ++layer) {
       reader->read_slice(static_cast<int64_t>(c), layer, slice.data());
@@ -138,13 +166,13 @@ TEST_CASE("OpeningReadsNoPayloadAndReadsAreCounted") {
   CHECK(reader->payload_bytes_read() == 0);
   std::vector<std::byte> out(static_cast<size_t>(layout.chunk_bytes()));
   reader->read_slice(1, 1, out.data());
-  CHECK(reader->payload_bytes_read() == layout.slice_bytes());
+  CHECK(reader->payload_bytes_read() == layout.slice_bytes(0));
   reader->read_chunk(2, out.data());
-  CHECK(reader->payload_bytes_read() == layout.slice_bytes() + layout.chunk_bytes());
+  CHECK(reader->payload_bytes_read() == layout.slice_bytes(0) + layout.chunk_bytes());
   std::vector<std::byte> summaries(3 * sample.summaries[0].size());
   reader->read_summaries(0, 3, summaries.data());
   CHECK(reader->payload_bytes_read() ==
-        layout.slice_bytes() + layout.chunk_bytes() + static_cast<int64_t>(summaries.size()));
+        layout.slice_bytes(0) + layout.chunk_bytes() + static_cast<int64_t>(summaries.size()));
 }
 
 TEST_CASE("OpeningTakesTwoReadsAndEveryChunkOrSetOfSummariesOne") {
@@ -347,7 +375,7 @@ TEST_CASE("ManyThreadsReadOneReader") {
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
       std::mt19937 random(static_cast<unsigned>(t));
-      std::vector<std::byte> out(static_cast<size_t>(layout.slice_bytes()));
+      std::vector<std::byte> out(static_cast<size_t>(layout.slice_bytes(0)));
       for (int i = 0; i < kReads; ++i) {
         const auto chunk = random() % sample.payload.size();
         const int layer = static_cast<int>(random() % 2);
@@ -359,7 +387,7 @@ TEST_CASE("ManyThreadsReadOneReader") {
   }
   for (std::thread& thread : threads) thread.join();
   CHECK(wrong == 0);
-  CHECK(reader->payload_bytes_read() == kThreads * kReads * layout.slice_bytes());
+  CHECK(reader->payload_bytes_read() == kThreads * kReads * layout.slice_bytes(0));
 }
 
 }  // namespace

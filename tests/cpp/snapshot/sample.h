@@ -78,6 +78,23 @@ inline Layout small_layout() {
   return layout;
 }
 
+// Codes, rotated, beside two layers of floats.
+inline Layout mixed_layout() {
+  Layout layout;
+  layout.layers = 5;
+  layout.kv_heads = 2;
+  layout.chunk_tokens = 16;
+  layout.k_dim = 32;
+  layout.v_dim = 32;
+  layout.k_dtype = DType::kQ8;
+  layout.v_dtype = DType::kQ4;
+  layout.v_rotated = true;
+  layout.float_layers.add(0);
+  layout.float_layers.add(3);
+  layout.float_dtype = DType::kBFloat16;
+  return layout;
+}
+
 // A chunk of 2 MiB: written without passing the writer's buffer.
 inline Layout large_layout() {
   Layout layout;
@@ -138,7 +155,7 @@ inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_
     std::vector<uint64_t> slices;
     for (int layer = 0; layer < layout.layers; ++layer) {
       slices.push_back(slice_checksum(out.payload.back().data() + layout.slice_offset(layer),
-                                      layout.slice_bytes()));
+                                      layout.slice_bytes(layer)));
     }
     chunk.slice_checksum = std::move(slices);
     meta.chunks.push_back(chunk);

@@ -103,7 +103,7 @@ TEST_CASE("TheManifestOfTheSpecificationIsWhatTheWriterWrites") {
   sample.meta.hints = {};
   sample.meta.chunks[0].slice_checksum = std::vector<uint64_t>(
       static_cast<size_t>(sample.meta.layout.layers),
-      slice_checksum(sample.payload[0].data(), sample.meta.layout.slice_bytes()));
+      slice_checksum(sample.payload[0].data(), sample.meta.layout.slice_bytes(0)));
   SnapshotPacks packs;
   packs.packs = {{{0x8899aabbccddeeffu, 0x0011223344556677u}, 4}};
   packs.places = {{0, 2}};

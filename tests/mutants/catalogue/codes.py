@@ -49,4 +49,49 @@ CODES = (
         new="? kSectionVersion : kSectionVersion;",
         killers=("python/test_golden_snapshots.py::test_every_field_is_what_was_saved",),
     ),
+    Mutant(
+        name="queries-as-they-came",
+        breaks="a query meets rotated keys rotated",
+        file="csrc/kernels/attend.cc",
+        old="        if (params.layout->k_rotated) kernels().rotate(copy, params.layout->k_dim);\n",
+        new="",
+        killers=(RANDOM,),
+    ),
+    Mutant(
+        name="outputs-that-stay-rotated",
+        breaks="what attends to rotated values is turned back",
+        file="csrc/kernels/attend.cc",
+        old="        if (params.layout->v_rotated) kernels().rotate(result, v_dim);\n",
+        new="",
+        killers=(RANDOM,),
+    ),
+    Mutant(
+        name="a-selection-by-queries-as-they-came",
+        breaks="summaries are of keys as they are stored, and so are the queries they are held to",
+        file="csrc/pager/scan.cc",
+        old="        if (layout.k_rotated) rotate_queries(layout.k_dim, group, numbers.data());\n",
+        new="",
+        killers=("model/test_codes.py::test_a_trained_model_finds_its_needles",),
+    ),
+    Mutant(
+        name="a-float-layer-as-long-as-others",
+        breaks="each layer's slice begins where those before it end, whatever they are kept in",
+        file="csrc/include/kvpager/layout.h",
+        old="    return floats == 0 ? coded : coded + floats * float_slice_bytes();",
+        new="    return coded;",
+        killers=(
+            CODES_TEST + "layers in a float dtype have pages of their own, and the others theirs",
+        ),
+    ),
+    Mutant(
+        name="a-fingerprint-that-knows-no-rotation",
+        breaks="K/V that are rotated and K/V that are not are no text of each other",
+        file="python/kvpager/fingerprint.py",
+        old='        said["kv_rotation"] = layout.rotation',
+        new="        pass",
+        killers=(
+            "model/test_codes.py"
+            "::test_a_text_is_refused_by_an_engine_that_rotates_or_keeps_other_layers",
+        ),
+    ),
 )

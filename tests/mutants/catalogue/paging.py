@@ -427,7 +427,7 @@ PAGING = (
         name="a-spilled-chunk-is-not-verified",
         breaks="bytes that come back from disk are compared with what was written",
         file="csrc/pager/chunk_files.cc",
-        old="  if (slice_checksum(slice, layout_.slice_bytes()) != written) {",
+        old="  if (slice_checksum(slice, layout_.slice_bytes(layer)) != written) {",
         new="  if (slice == nullptr || written == ~uint64_t{}) {",
         killers=(
             "python/test_disk_tier.py::"

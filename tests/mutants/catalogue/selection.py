@@ -108,8 +108,9 @@ SELECTION = (
         name="summary-of-the-page-before",
         breaks="9: a summary is that of its own layer and kv head",
         file="csrc/pager/config.cc",
-        old="scorer.summarize(layout, chunk + layout.page_offset(layer, head),",
-        new="scorer.summarize(layout, chunk + layout.page_offset(layer, head > 0 ? head - 1 : 0),",
+        old="scorer.summarize(layout.of_layer(layer), chunk + layout.page_offset(layer, head),",
+        new="scorer.summarize(layout.of_layer(layer), "
+        "chunk + layout.page_offset(layer, head > 0 ? head - 1 : 0),",
         killers=(
             "python/test_pager_placement.py::"
             "test_top_k_takes_the_sinks_the_recent_window_always_and_the_best_of_the_rest",

@@ -63,9 +63,9 @@ SNAPSHOTS = (
         name="slices-are-read-unverified",
         breaks="every layer of every chunk is verified when it is read",
         file="csrc/snapshot/chunk_source.cc",
-        old="  const uint64_t computed = slice_checksum(slice, layout().slice_bytes());\n"
+        old="  const uint64_t computed = slice_checksum(slice, layout().slice_bytes(layer));\n"
         "  if (computed == expected) return {};",
-        new="  const uint64_t computed = slice_checksum(slice, layout().slice_bytes());\n"
+        new="  const uint64_t computed = slice_checksum(slice, layout().slice_bytes(layer));\n"
         "  if (computed != 0) return {};",
         killers=(
             CORRUPTION + "AFlippedByteOfThePayloadFailsItsSliceAndNoOther",

@@ -18,6 +18,7 @@ from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot.address import find_snapshot
 from kvpager.cli.snapshot.opened import Opened, fingerprint_rules
 from kvpager.cli.terminal import Look, look
+from kvpager.layout import Layout
 from kvpager.words import counted
 
 _NAME = 12
@@ -298,7 +299,7 @@ class _Slices:
     def __init__(
         self, a: _core.SnapshotReader, b: _core.SnapshotReader, chunk: int, layer: int
     ) -> None:
-        self._layout = a.layout
+        self._layout = Layout.of(a.layout).of_layer(layer)
         self._chunk, self._layer = chunk, layer
         self._rows = (a.read_rows(chunk, layer), b.read_rows(chunk, layer))
 

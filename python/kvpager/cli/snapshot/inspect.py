@@ -84,7 +84,7 @@ def describe(opened: Opened, table: ChunkTable) -> dict[str, Any]:
         "layout": {
             **opened.layout.to_json(),
             "chunk_bytes": layout.chunk_bytes,
-            "slice_bytes": layout.slice_bytes,
+            "slice_bytes": layout.largest_slice_bytes,
         },
         "scorer": reader.scorer,
         "summary_bytes": sealed * opened.summary_bytes,
@@ -184,6 +184,12 @@ def _facts(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{layout['layers']} layers x {layout['kv_heads']} kv heads, head_dim {layout['k_dim']} "
         f"({layout['k_dtype']}) and {layout['v_dim']} ({layout['v_dtype']})",
     )
+    if layout.get("k_rotated") or layout.get("v_rotated"):
+        parts = [word for word in ("keys", "values") if layout[f"{word[0]}_rotated"]]
+        yield "rotated", " and ".join(parts)
+    if layout.get("float_layers"):
+        layers = ", ".join(map(str, layout["float_layers"]))
+        yield "float layers", f"{layers} ({layout['float_dtype']})"
     yield "scorer", f"{values['scorer']} ({byte_size(values['summary_bytes'])} of summaries)"
     yield "digest", values["logical_digest"]
     for companion in values["companions"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kvpager import _core
@@ -11,6 +11,7 @@ from kvpager.cli.failure import CliError
 from kvpager.cli.snapshot.address import SNAPSHOTS, Address, is_store
 from kvpager.errors import CorruptSnapshotError, PagerError, StorageError
 from kvpager.fingerprint_rules import RULES
+from kvpager.layout import Layout
 from kvpager.paths import usable_path
 from kvpager.section_json import parse_section
 from kvpager.stores.companion import CompanionSnapshot
@@ -21,36 +22,6 @@ from kvpager.stores.names import SNAPSHOT_SUFFIX
 _PACK_IS_GONE = "cannot open the snapshot: No such file"
 
 SELF_CONTAINED, MANIFEST, PACK = "self-contained", "manifest", "pack"
-
-
-@dataclass(frozen=True)
-class LayoutFields:
-    """Shape of a chunk, as the file has it."""
-
-    layers: int
-    kv_heads: int
-    k_dim: int
-    v_dim: int
-    chunk_tokens: int
-    k_dtype: str
-    v_dtype: str
-
-    @classmethod
-    def of(cls, layout: _core.Layout) -> LayoutFields:
-        """Of the core's value."""
-        return cls(
-            layers=layout.layers,
-            kv_heads=layout.kv_heads,
-            k_dim=layout.k_dim,
-            v_dim=layout.v_dim,
-            chunk_tokens=layout.chunk_tokens,
-            k_dtype=layout.k_dtype,
-            v_dtype=layout.v_dtype,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """By name."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -86,9 +57,9 @@ class Opened:
         return PACK if self.session.get("pack") is True else SELF_CONTAINED
 
     @property
-    def layout(self) -> LayoutFields:
+    def layout(self) -> Layout:
         """Shape of a chunk."""
-        return LayoutFields.of(self.reader.layout)
+        return Layout.of(self.reader.layout)
 
     @property
     def summary_bytes(self) -> int:
