@@ -188,7 +188,7 @@ def test_texts_of_two_formats_share_no_chunk(model, engine, closing):
 def test_four_bits_are_refused_on_a_device_with_what_it_takes():
     layout = Layout(1, 1, 32, 32, k_dtype="q8", v_dtype="q4")
     with pytest.raises(
-        InvalidArgumentError, match="no kernels for chunks in q4, .* yet; expected 'cpu'"
+        InvalidArgumentError, match=r"no kernels for chunks in q4, .* yet; expected 'cpu'"
     ):
         Pager(layout, PagerConfig(256, device="shim", host_bytes="1MiB"), rows=16, q_heads=1)
 
