@@ -60,7 +60,7 @@ KVP_DEVICE void load_queries(const AttendParams& p, int64_t row, const Row& r,
   } else {
     widen_queries<BFloat16>(p, row, *queries, memory);
   }
-  if (p.shape.k_dtype == DType::kQ8) round_queries(p.shape, memory);
+  if (codes::coded(p.shape.k_dtype)) round_queries(p.shape, memory);
 }
 
 template <int kQueries, int kVectors>

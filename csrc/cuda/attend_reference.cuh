@@ -246,34 +246,46 @@ KVP_DEVICE void score_chunk(const AttendParams& p, const unsigned char* tile,
 }
 
 // The same of codes: pairs of dimensions, in integers.
-template <int kQueries>
+template <DType kCodes, int kQueries>
 KVP_DEVICE void score_codes(const AttendParams& p, const unsigned char* tile,
                             const Pack<kQueries>* queries, int begin, int end,
                             Pack<kQueries>* scores) {
   const int tokens = p.shape.chunk_tokens;
-  const auto* pairs = reinterpret_cast<const uint16_t*>(tile);
-  const uint16_t* scales = codes::scales_of(tile, tokens, p.shape.k_dim);
+  const int pairs = kCodes == DType::kQ4 ? kQ4Group / 2 : p.shape.k_dim / 2;  // that share a scale
+  const uint16_t* scales = codes::scales_of(tile, kCodes, tokens, p.shape.k_dim);
   const Pack<kQueries> worth = queries[worth_at(p.shape)];
   for (int start = begin / kWarp * kWarp; start < end; start += kWarp) {
     const int t = start + lane_index();
     if (t >= tokens) continue;
     const bool visible = begin <= t && t < end;
-    int32_t sum[kQueries] = {};
-    for (int r = 0; visible && r < p.shape.k_dim / 2; ++r) {
-      const uint32_t pair = pairs[r * tokens + t];
-      const Pack<kQueries> first = queries[2 * r], second = queries[2 * r + 1];
-      KVP_UNROLL
-      for (int q = 0; q < kQueries; ++q) {
-        sum[q] += codes::as_int(first.x[q]) * codes::low_level(pair) +
-                  codes::as_int(second.x[q]) * codes::high_level(pair);
+    float dot[kQueries] = {};
+    for (int first = 0, g = 0; visible && first < p.shape.k_dim / 2; first += pairs, ++g) {
+      int32_t sum[kQueries] = {};
+      for (int r = first; r < first + pairs; ++r) {
+        int32_t low, high;
+        if (kCodes == DType::kQ4) {
+          const uint32_t both = tile[r * tokens + t];
+          low = codes::level_of(both & 15u);
+          high = codes::level_of(both >> 4);
+        } else {
+          const uint32_t pair = reinterpret_cast<const uint16_t*>(tile)[r * tokens + t];
+          low = codes::low_level(pair);
+          high = codes::high_level(pair);
+        }
+        const Pack<kQueries> one = queries[2 * r], other = queries[2 * r + 1];
+        KVP_UNROLL
+        for (int q = 0; q < kQueries; ++q) {
+          sum[q] += codes::as_int(one.x[q]) * low + codes::as_int(other.x[q]) * high;
+        }
       }
+      const float scale = bfloat16_bits_to_float(scales[g * tokens + t]);
+      KVP_UNROLL
+      for (int q = 0; q < kQueries; ++q) dot[q] = fma_rn(static_cast<float>(sum[q]), scale, dot[q]);
     }
-    const float scale = visible ? bfloat16_bits_to_float(scales[t]) : 0.0f;
     Pack<kQueries> pack;
     KVP_UNROLL
     for (int q = 0; q < kQueries; ++q) {
-      const float dot = fma_rn(static_cast<float>(sum[q]), scale, 0.0f) * worth.x[q];
-      float x = dot * p.scaling;
+      float x = dot[q] * worth.x[q] * p.scaling;
       if (p.softcap != 0.0f) x = tanh(div_rn(x, p.softcap)) * p.softcap;
       pack.x[q] = visible ? x : minus_infinity();
     }
@@ -363,7 +375,7 @@ KVP_DEVICE void accumulate_codes(const AttendParams& p, const unsigned char* til
                                  int end, Pack<kQueries>* weights,
                                  State<kQueries, kVectors>* state) {
   const int v_dim = p.shape.v_dim;
-  const uint16_t* scales = codes::scales_of(tile, p.shape.chunk_tokens, v_dim);
+  const uint16_t* scales = codes::scales_of(tile, DType::kQ8, p.shape.chunk_tokens, v_dim);
   uint32_t largest[kQueries] = {};
   sync_warp();  // the weights have been summed
   for (int t = begin + lane_index(); t < end; t += kWarp) {
@@ -413,6 +425,59 @@ KVP_DEVICE void accumulate_codes(const AttendParams& p, const unsigned char* til
   }
 }
 
+// The same of codes with a scale for 32 columns, what the lanes have of one vector: every vector makes
+// integers of the weights anew, which stay the floats they were.
+template <int kQueries, int kVectors>
+KVP_DEVICE void accumulate_q4(const AttendParams& p, const unsigned char* tile, int begin, int end,
+                              const Pack<kQueries>* weights, State<kQueries, kVectors>* state) {
+  static_assert(kQ4Group == kWarp, "a group is a vector");
+  const int v_dim = p.shape.v_dim;
+  const int tokens = p.shape.chunk_tokens;
+  const uint16_t* all = codes::scales_of(tile, DType::kQ4, tokens, v_dim);
+  const int lane = lane_index();
+  KVP_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+    if (i * kWarp >= v_dim) break;
+    const uint16_t* scales = all + i * tokens;
+    uint32_t largest[kQueries] = {};
+    for (int t = begin + lane; t < end; t += kWarp) {
+      const float scale = bfloat16_bits_to_float(scales[t]);
+      KVP_UNROLL
+      for (int q = 0; q < kQueries; ++q) {
+        const uint32_t bits = codes::magnitude_bits(weights[t].x[q] * scale);
+        largest[q] = bits > largest[q] ? bits : largest[q];
+      }
+    }
+    codes::Unit unit[kQueries];
+    KVP_UNROLL
+    for (int q = 0; q < kQueries; ++q) {
+      unit[q] = codes::unit_of(codes::largest_of_warp(largest[q]));
+    }
+    int32_t sum[kQueries] = {};
+    for (int start = begin; start < end; start += kWarp) {
+      const int own = start + lane;
+      const float scale = own < end ? bfloat16_bits_to_float(scales[own]) : 0.0f;
+      int32_t integers[kQueries];
+      KVP_UNROLL
+      for (int q = 0; q < kQueries; ++q) {
+        const bool none = own >= end || unit[q].factor == 0.0f;
+        integers[q] = none ? 0 : codes::rounded(weights[own].x[q] * scale, unit[q].factor);
+      }
+      const int here = end - start < kWarp ? end - start : kWarp;
+      for (int s = 0; s < here; ++s) {
+        const uint32_t both = tile[int64_t{start + s} * (v_dim / 2) + i * 16 + lane % 16];
+        const int32_t level = codes::level_of(lane < 16 ? both & 15u : both >> 4);
+        KVP_UNROLL
+        for (int q = 0; q < kQueries; ++q) sum[q] += shuffle(integers[q], s) * level;
+      }
+    }
+    KVP_UNROLL
+    for (int q = 0; q < kQueries; ++q) {
+      state->acc[q][i] = fma_rn(static_cast<float>(sum[q]), unit[q].worth, state->acc[q][i]);
+    }
+  }
+}
+
 // Adds the visible tokens of chunk c.
 template <int kQueries, int kVectors>
 KVP_DEVICE void add_chunk(const AttendParams& p, const Queries& queries, int64_t c,
@@ -429,7 +494,7 @@ KVP_DEVICE void add_chunk(const AttendParams& p, const Queries& queries, int64_t
   const int64_t entry = queries.first + c;
   const uint64_t staged = p.tables.staged != nullptr ? p.tables.staged[entry] : 0;
   const uint64_t slice =
-      staged != 0 ? staged : p.tables.chunks[entry] + p.layer * p.shape.slice_bytes;
+      staged != 0 ? staged : p.tables.chunks[entry] + static_cast<uint64_t>(p.shape.slice_offset);
   const auto* page =
       reinterpret_cast<const unsigned char*>(slice) + queries.kv_head * p.shape.page_bytes;
   const unsigned char* values = page + p.shape.k_tile_bytes;
@@ -437,7 +502,9 @@ KVP_DEVICE void add_chunk(const AttendParams& p, const Queries& queries, int64_t
 
   sync_warp();  // the queries are there; the weights of the chunk before have been used
   if (p.shape.k_dtype == DType::kQ8) {
-    score_codes(p, page, memory, begin, end, scores);
+    score_codes<DType::kQ8>(p, page, memory, begin, end, scores);
+  } else if (p.shape.k_dtype == DType::kQ4) {
+    score_codes<DType::kQ4>(p, page, memory, begin, end, scores);
   } else if (p.shape.k_dtype == DType::kFloat32) {
     score_chunk<Float32>(p, page, memory, begin, end, scores);
   } else if (p.shape.k_dtype == DType::kFloat16) {
@@ -449,6 +516,8 @@ KVP_DEVICE void add_chunk(const AttendParams& p, const Queries& queries, int64_t
   soften(begin, end, scores, state);
   if (p.shape.v_dtype == DType::kQ8) {
     accumulate_codes(p, values, begin, end, scores, state);
+  } else if (p.shape.v_dtype == DType::kQ4) {
+    accumulate_q4(p, values, begin, end, scores, state);
   } else if (p.shape.v_dtype == DType::kFloat32) {
     accumulate<Float32>(p, values, begin, end, scores, state);
   } else if (p.shape.v_dtype == DType::kFloat16) {

@@ -177,7 +177,7 @@ KVP_DEVICE uint64_t slice_address(const AttendParams& p, const Part& part, int64
     const uint64_t staged = p.tables.staged[entry];
     if (staged != 0) return staged;
   }
-  return p.tables.chunks[entry] + static_cast<uint64_t>(p.shape.slice_bytes * p.layer);
+  return p.tables.chunks[entry] + static_cast<uint64_t>(p.shape.slice_offset);
 }
 
 // Whether a state holds anything. A sum that is not a number counts, so that it is seen.

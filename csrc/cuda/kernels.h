@@ -11,6 +11,8 @@ namespace kvpager::gpu {
 int write_rows(const WriteParams& params, void* stream);     // write_rows.cu
 int summarize(const SummarizeParams& params, void* stream);  // summarize.cu
 
+int rotate(const RotateParams& params, void* stream);  // rotate.cu
+
 int select(const SelectParams& params, void* stream);  // select.cu
 int64_t select_scratch_bytes(const Shape& shape, const Bounds& bounds);
 

@@ -28,9 +28,13 @@ struct Shape {
   int32_t k_dim = 0, v_dim = 0;
   DType k_dtype = DType::kFloat32, v_dtype = DType::kFloat32;
   DType q_dtype = DType::kFloat32;
-  int64_t k_tile_bytes = 0;  // of a page: the K tile, then the V tile
+  bool k_rotated = false, v_rotated = false;  // rows, before they become codes
+  int64_t k_tile_bytes = 0;                   // of a page: the K tile, then the V tile
   int64_t page_bytes = 0;
   int64_t slice_bytes = 0;  // kv_heads pages
+  // Of the layer's slice in its chunk. Where several layers are meant, of the first of them, and the
+  // others', which are as long, follow.
+  int64_t slice_offset = 0;
 };
 
 struct Bounds {
@@ -135,11 +139,19 @@ struct ScorerParams {
 };
 inline constexpr int kMaxSummarized = 16;
 struct SummarizeParams {
-  Shape shape;
+  Shape shape;              // of `layers` layers that are kept alike
+  int32_t first_layer = 0;  // the first of them
   ScorerParams scorer;
   int32_t count = 0;                        // chunks, up to kMaxSummarized
   const void* chunks[kMaxSummarized] = {};  // device: the chunk in the pool
-  void* summaries[kMaxSummarized] = {};     // device: layers * kv_heads * summary_page_bytes
+  void* summaries[kMaxSummarized] = {};     // device: all layers * kv_heads * summary_page_bytes
+};
+
+// Walsh-Hadamard transforms of every head of every row: kvpager/codes.h.
+struct RotateParams {
+  const Header* header = nullptr;
+  HostCounts counts;
+  Tensor from, to;  // of one shape; `to` may be `from`
 };
 
 // Which chunks each (row, kv head) attends to at one layer: what select_chunks() decides, bit for bit.

@@ -293,6 +293,7 @@ device::Api make_table() {
   t.fill = fill;
   t.write_rows = launch_in<gpu::WriteParams, gpu::write_rows>;
   t.summarize = launch_in<gpu::SummarizeParams, gpu::summarize>;
+  t.rotate = launch_in<gpu::RotateParams, gpu::rotate>;
   t.select = launch_in<gpu::SelectParams, gpu::select>;
   t.attend = launch_in<gpu::AttendParams, gpu::attend>;
   t.has_tensor_attention = has_tensor_attention;

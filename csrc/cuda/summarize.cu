@@ -46,15 +46,15 @@ KVP_DEVICE void load_slab(const Job& job, const unsigned char* tile, int first, 
   const int pitch = slab_pitch(job);
   const int keys =
       (shape.k_dim - first < job.slab_dims ? shape.k_dim - first : job.slab_dims) * tokens;
-  for (int at = thread_index(); shape.k_dtype == DType::kQ8 && at < keys; at += kThreads) {
+  for (int at = thread_index(); codes::coded(shape.k_dtype) && at < keys; at += kThreads) {
     const int token = at % tokens;
     slab[at / tokens * pitch + token] =
-        finite(codes::key_of(tile, tokens, shape.k_dim, first + at / tokens, token));
+        finite(codes::key_of(tile, shape.k_dtype, tokens, shape.k_dim, first + at / tokens, token));
   }
   const int element = shape.k_dtype == DType::kFloat32 ? 4 : 2;
   const int per_load = 16 / element;
   const unsigned char* from = tile + int64_t{first} * tokens * element;
-  for (int at = thread_index() * per_load; shape.k_dtype != DType::kQ8 && at < keys;
+  for (int at = thread_index() * per_load; !codes::coded(shape.k_dtype) && at < keys;
        at += kThreads * per_load) {
     const Words words = load_words(from + int64_t{at} * element);
     float* to = slab + at / tokens * pitch + at % tokens;
@@ -142,9 +142,10 @@ KVP_DEVICE Page page_of(const SummarizeParams& p) {
   const int64_t page = block_index() % pages;
   const int64_t layer = page / p.shape.kv_heads;
   const int64_t head = page % p.shape.kv_heads;
-  return {static_cast<const unsigned char*>(p.chunks[chunk]) + layer * p.shape.slice_bytes +
-              head * p.shape.page_bytes,
-          static_cast<unsigned char*>(p.summaries[chunk]) + page * p.scorer.summary_page_bytes};
+  const int64_t summary = int64_t{p.first_layer} * p.shape.kv_heads + page;
+  return {static_cast<const unsigned char*>(p.chunks[chunk]) + p.shape.slice_offset +
+              layer * p.shape.slice_bytes + head * p.shape.page_bytes,
+          static_cast<unsigned char*>(p.summaries[chunk]) + summary * p.scorer.summary_page_bytes};
 }
 
 KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_mean(const Job job) {
@@ -272,8 +273,8 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_exact(const Job job) {
   for (int64_t i = thread_index(); i < keys; i += kThreads) {
     const Shape& shape = job.p.shape;
     const int tokens = shape.chunk_tokens;
-    out[i] = finite(shape.k_dtype == DType::kQ8
-                        ? codes::key_of(page.tile, tokens, shape.k_dim,
+    out[i] = finite(codes::coded(shape.k_dtype)
+                        ? codes::key_of(page.tile, shape.k_dtype, tokens, shape.k_dim,
                                         static_cast<int>(i / tokens), static_cast<int>(i % tokens))
                         : element_to_float(page.tile, shape.k_dtype, i));
   }

@@ -191,47 +191,128 @@ KVP_DEVICE int write_keys(const Source& source, const Places& places, int count,
   return failed;
 }
 
-// Codes of 8 bits: a warp makes a row's, as kernels/codes_isa.cc does. Keys lie in pairs of dimensions,
-// values in pairs of tokens.
-KVP_DEVICE int write_codes(const Source& source, DType dtype, bool keys, const Places& places,
-                           int count, int dim, int tokens, int64_t tile_offset) {
-  constexpr uint32_t kTooLarge = 0x7F000000u;  // 2^127
-  int failed = kTileRows;
-  for (int row = warp_index(); row < count; row += kThreads / 32) {
-    if (places.page[row] == 0) continue;
-    const unsigned char* from = source.data + row * source.row_bytes;
+// A row of codes as a warp has it: kernels/codes_isa.cc says what becomes of which number, and
+// kvpager/codes.h where it lies.
+struct RowOfCodes {
+  unsigned char* tile;
+  int dim;
+  int tokens;
+  int token;
+  bool keys;
+
+  KVP_DEVICE void write_q8(const float* x) const {
     uint32_t bits = 0;
-    for (int d = lane_index(); d < dim; d += 32) {
-      const uint32_t magnitude = codes::magnitude_bits(scoring::element_to_float(from, dtype, d));
+    KVP_UNROLL
+    for (int i = 0; i < codes::kRowVectors; ++i) {
+      const uint32_t magnitude = codes::magnitude_bits(x[i]);
       bits = magnitude > bits ? magnitude : bits;
     }
-    bits = codes::largest_of_warp(bits);
-    if (bits >= kTooLarge) {
-      failed = row < failed ? row : failed;
-      continue;
-    }
-    const float largest = bits_to_float(bits);
+    const float largest = bits_to_float(codes::largest_of_warp(bits));
     const bool zeros = largest < codes::kNegligible;
     const uint16_t scale = zeros ? 0 : float_to_bfloat16_bits(div_rn(largest, 127.0f));
     const float inverse = zeros ? 0.0f : div_rn(1.0f, bfloat16_bits_to_float(scale));
-    unsigned char* tile = reinterpret_cast<unsigned char*>(places.page[row]) + tile_offset;
-    const int token = places.offset[row];
-    for (int d = 2 * lane_index(); d < dim; d += 64) {
-      const int32_t low =
-          zeros ? 0 : codes::rounded(scoring::element_to_float(from, dtype, d), inverse);
-      const int32_t high =
-          zeros ? 0 : codes::rounded(scoring::element_to_float(from, dtype, d + 1), inverse);
-      if (keys) {
-        reinterpret_cast<uint16_t*>(tile)[int64_t{d / 2} * tokens + token] =
-            static_cast<uint16_t>((low & 0xFF) | (high & 0xFF) << 8);
-      } else {
-        unsigned char* to = tile + (int64_t{token / 2} * dim + d) * 2 + token % 2;
-        to[0] = static_cast<unsigned char>(low);
-        to[2] = static_cast<unsigned char>(high);
-      }
+    KVP_UNROLL
+    for (int i = 0; i < codes::kRowVectors; ++i) {
+      const int d = i * codes::kWarp + lane_index();
+      if (d >= dim) continue;
+      const int32_t level = zeros ? 0 : codes::rounded(x[i], inverse);
+      tile[keys ? (int64_t{d / 2} * tokens + token) * 2 + d % 2
+                : (int64_t{token / 2} * dim + d) * 2 + token % 2] =
+          static_cast<unsigned char>(level);
     }
     if (lane_index() == 0) {
       reinterpret_cast<uint16_t*>(tile + int64_t{tokens} * dim)[token] = scale;
+    }
+  }
+
+  // A group is what the lanes have of one vector.
+  KVP_DEVICE void write_q4(const float* x) const {
+    uint16_t* scales = reinterpret_cast<uint16_t*>(tile + int64_t{tokens} * (dim / 2));
+    KVP_UNROLL
+    for (int i = 0; i < codes::kRowVectors; ++i) {
+      if (i * codes::kWarp >= dim) break;
+      uint16_t scale = 0;
+      const uint32_t code = q4_code(x[i], &scale);
+      const uint32_t beside = shuffle_xor(code, keys ? 1 : 16);
+      const int lane = lane_index();
+      if (keys && lane % 2 == 0) {
+        tile[int64_t{i * 16 + lane / 2} * tokens + token] =
+            static_cast<unsigned char>(code | beside << 4);
+      }
+      if (!keys && lane < 16) {
+        tile[int64_t{token} * (dim / 2) + i * 16 + lane] =
+            static_cast<unsigned char>(code | beside << 4);
+      }
+      if (lane == 0) scales[int64_t{i} * tokens + token] = scale;
+    }
+  }
+
+  // Of the lane's number in its group, and the group's scale.
+  KVP_DEVICE static uint32_t q4_code(float x, uint16_t* scale) {
+    const uint32_t bits = codes::largest_of_warp(codes::magnitude_bits(x));
+    const float largest = bits_to_float(bits);
+    if (largest < codes::kNegligible) return 8;  // level 0
+    // The first number of largest magnitude, with its sign.
+    uint32_t first = codes::magnitude_bits(x) == bits ? static_cast<uint32_t>(lane_index()) : 32u;
+    for (int mask = 16; mask > 0; mask /= 2) {
+      const uint32_t other = shuffle_xor(first, mask);
+      first = other < first ? other : first;
+    }
+    const float top = shuffle(x, static_cast<int>(first));
+    float least = 0.0f;
+    uint32_t best = 0;
+    for (int i = 0; i < 4; ++i) {
+      const float last = static_cast<float>(codes::level_of(i < 2 ? 0u : 15u));
+      const float end = last * (i % 2 == 0 ? 1.0f : 1.05f);
+      const uint16_t candidate = float_to_bfloat16_bits(div_rn(top, end));
+      const float step = bfloat16_bits_to_float(candidate);
+      const float y = x * div_rn(1.0f, step);
+      uint32_t code = 0;
+      for (uint32_t c = 0; c < 15; ++c) {
+        const float half_way = 0.5f * (static_cast<float>(codes::level_of(c)) +
+                                       static_cast<float>(codes::level_of(c + 1)));
+        code += y < half_way ? 0u : 1u;
+      }
+      const float off = x - static_cast<float>(codes::level_of(code)) * step;
+      float error = off * off;
+      for (int mask = 16; mask > 0; mask /= 2) error = error + shuffle_xor(error, mask);
+      if (i > 0 && !(error < least)) continue;
+      least = error;
+      *scale = candidate;
+      best = code;
+    }
+    return best;
+  }
+};
+
+KVP_DEVICE int write_codes(const Source& source, DType from, DType to, bool rotated, bool keys,
+                           const Places& places, int count, int dim, int tokens,
+                           int64_t tile_offset) {
+  constexpr uint32_t kTooLarge = 0x7A000000u;  // 2^117
+  int failed = kTileRows;
+  for (int row = warp_index(); row < count; row += kThreads / 32) {
+    if (places.page[row] == 0) continue;
+    const unsigned char* data = source.data + row * source.row_bytes;
+    float x[codes::kRowVectors];
+    uint32_t bits = 0;
+    KVP_UNROLL
+    for (int i = 0; i < codes::kRowVectors; ++i) {
+      const int d = i * codes::kWarp + lane_index();
+      x[i] = d < dim ? scoring::element_to_float(data, from, d) : 0.0f;
+      const uint32_t magnitude = codes::magnitude_bits(x[i]);
+      bits = magnitude > bits ? magnitude : bits;
+    }
+    if (codes::largest_of_warp(bits) >= kTooLarge) {
+      failed = row < failed ? row : failed;
+      continue;
+    }
+    if (rotated) codes::rotate_row(x, dim);
+    unsigned char* tile = reinterpret_cast<unsigned char*>(places.page[row]) + tile_offset;
+    const RowOfCodes out = {tile, dim, tokens, places.offset[row], keys};
+    if (to == DType::kQ8) {
+      out.write_q8(x);
+    } else {
+      out.write_q4(x);
     }
   }
   return failed;
@@ -321,22 +402,23 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 2) write_rows_kernel(const WriteParams p) {
   if (thread_index() < count) {
     const Row& row = p.tables.rows[first + thread_index()];
     places.page[thread_index()] =
-        row.write_chunk == 0 ? 0
-                             : row.write_chunk + static_cast<uint64_t>(shape.slice_bytes * p.layer +
-                                                                       shape.page_bytes * head);
+        row.write_chunk == 0
+            ? 0
+            : row.write_chunk + static_cast<uint64_t>(shape.slice_offset + shape.page_bytes * head);
     places.offset[thread_index()] = row.write_offset;
   }
   sync_block();
   const Source v = source_of(p.v, head, first);
   const Source k = source_of(p.k, head, first);
   const int tokens = shape.chunk_tokens;
-  const int values =
-      shape.v_dtype == DType::kQ8
-          ? write_codes(v, p.v.dtype, false, places, count, shape.v_dim, tokens, shape.k_tile_bytes)
-          : dispatch<Values>(p.v.dtype, shape.v_dtype, v, places, count,
-                             static_cast<int>(shape.v_dim), shape.k_tile_bytes);
-  const int keys = shape.k_dtype == DType::kQ8
-                       ? write_codes(k, p.k.dtype, true, places, count, shape.k_dim, tokens, 0)
+  const int values = codes::coded(shape.v_dtype)
+                         ? write_codes(v, p.v.dtype, shape.v_dtype, shape.v_rotated, false, places,
+                                       count, shape.v_dim, tokens, shape.k_tile_bytes)
+                         : dispatch<Values>(p.v.dtype, shape.v_dtype, v, places, count,
+                                            static_cast<int>(shape.v_dim), shape.k_tile_bytes);
+  const int keys = codes::coded(shape.k_dtype)
+                       ? write_codes(k, p.k.dtype, shape.k_dtype, shape.k_rotated, true, places,
+                                     count, shape.k_dim, tokens, 0)
                        : dispatch<Keys>(p.k.dtype, shape.k_dtype, k, places, count,
                                         static_cast<int>(shape.k_dim), tokens, slab);
   const int failed = keys < values ? keys : values;

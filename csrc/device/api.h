@@ -74,6 +74,7 @@ struct Api {
   // device memory, so that it can be part of a graph.
   int (*write_rows)(Context, const gpu::WriteParams*, Stream) = nullptr;
   int (*summarize)(Context, const gpu::SummarizeParams*, Stream) = nullptr;
+  int (*rotate)(Context, const gpu::RotateParams*, Stream) = nullptr;
   int (*select)(Context, const gpu::SelectParams*, Stream) = nullptr;
   int (*attend)(Context, const gpu::AttendParams*, Stream) = nullptr;
   // Whether `attend` has a tensor-core kernel for this shape; else only kReference runs.

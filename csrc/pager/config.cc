@@ -99,17 +99,6 @@ void require_machine(const PagerOptions& options) {
   }
 }
 
-void require_place(const PagerOptions& options) {
-  const Layout& layout = options.layout;
-  const bool plain = layout.k_dtype != DType::kQ4 && layout.v_dtype != DType::kQ4 &&
-                     !layout.k_rotated && !layout.v_rotated && layout.float_layers.empty();
-  if (options.device == "cpu" || plain) return;
-  throw InvalidArgumentError(str("device: '", options.device,
-                                 "' has no kernels for chunks in q4, rotated ones or float layers "
-                                 "beside codes yet; expected 'cpu', or keys and values in float32, "
-                                 "float16, bfloat16 or q8"));
-}
-
 const PagerOptions& validated(const PagerOptions& options) {
   isa_name();  // a KVPAGER_ISA that cannot be had is refused here rather than in a first forward
   options.layout.validate();
@@ -118,7 +107,6 @@ const PagerOptions& validated(const PagerOptions& options) {
   require_budgets(options);
   require_policies(options);
   require_machine(options);
-  require_place(options);
   return options;
 }
 

@@ -22,6 +22,17 @@ constexpr DType kQueryDtypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFlo
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
+void keep_as(const Layout& layer, gpu::Shape* shape) {
+  shape->k_dtype = layer.k_dtype;
+  shape->v_dtype = layer.v_dtype;
+  shape->k_rotated = layer.k_rotated;
+  shape->v_rotated = layer.v_rotated;
+  shape->k_tile_bytes = layer.k_tile_bytes();
+  shape->page_bytes = layer.page_bytes();
+  shape->slice_bytes = layer.page_bytes() * layer.kv_heads;
+}
+
+// Of layers that are no floats beside codes.
 gpu::Shape shape_of(const PagerOptions& options) {
   const Layout& layout = options.layout;
   if (options.q_heads <= 0 || options.q_heads % layout.kv_heads != 0) {
@@ -36,12 +47,26 @@ gpu::Shape shape_of(const PagerOptions& options) {
   shape.chunk_tokens = layout.chunk_tokens;
   shape.k_dim = layout.k_dim;
   shape.v_dim = layout.v_dim;
-  shape.k_dtype = layout.k_dtype;
-  shape.v_dtype = layout.v_dtype;
-  shape.k_tile_bytes = layout.k_tile_bytes();
-  shape.page_bytes = layout.page_bytes();
-  shape.slice_bytes = layout.largest_slice_bytes();
+  keep_as(layout, &shape);
   return shape;
+}
+
+// Shapes of runs of layers that are kept alike, and where each begins.
+std::vector<std::pair<int32_t, gpu::Shape>> runs_of_layers(const Layout& layout,
+                                                           const gpu::Shape& shape) {
+  std::vector<std::pair<int32_t, gpu::Shape>> runs;
+  for (int layer = 0; layer < layout.layers; ++layer) {
+    if (layer > 0 && layout.float_layers.has(layer) == layout.float_layers.has(layer - 1)) {
+      ++runs.back().second.layers;
+      continue;
+    }
+    gpu::Shape run = shape;
+    keep_as(layout.of_layer(layer), &run);
+    run.layers = 1;
+    run.slice_offset = layout.slice_offset(layer);
+    runs.push_back({layer, run});
+  }
+  return runs;
 }
 
 gpu::Attention attention_for(const device::Api& api, const PagerOptions& options,
@@ -89,6 +114,7 @@ DeviceBackend::DeviceBackend(const BackendParts& parts)
       threads_(parts.threads),
       counters_(parts.counters),
       shape_(shape_of(config_.options)),
+      runs_(runs_of_layers(layout_, shape_)),
       device_(device::Device::open(config_.options.device)),
       api_(device_->api()),
       scorer_(gpu::scorer_params(config_.scorer, config_.layout)),
@@ -142,6 +168,17 @@ gpu::Shape DeviceBackend::shape(DType q_dtype) const {
   return shape;
 }
 
+gpu::Shape DeviceBackend::shape_at(int layer, DType q_dtype) const {
+  gpu::Shape shape;
+  for (const auto& [first, run] : runs_) {
+    if (first <= layer) shape = run;
+  }
+  shape.layers = layout_.layers;
+  shape.slice_offset = layout_.slice_offset(layer);
+  shape.q_dtype = q_dtype;
+  return shape;
+}
+
 gpu::Attention DeviceBackend::attention(DType q_dtype) const {
   return attention_for(api_, config_.options, shape(q_dtype));
 }
@@ -161,7 +198,7 @@ bool DeviceBackend::capturing(void* stream) const {
 
 DeviceBackend::Arrays DeviceBackend::allocate_arrays(const gpu::Bounds& bounds) const {
   const int32_t group = shape_.q_heads / shape_.kv_heads;
-  Arrays arrays{bounds, device::TableLayout(bounds, group, 2), {}, {}, {}, {}, {}, 0, {}};
+  Arrays arrays{bounds, device::TableLayout(bounds, group, 2), {}, {}, {}, {}, {}, 0, {}, {}, {}};
   arrays.tables = device_->allocate("forward tables", arrays.layout.bytes());
   for (int64_t i = 0; i < kRing; ++i) {
     arrays.ring.push_back(device_->pin("forward tables", arrays.layout.bytes()));
@@ -188,6 +225,13 @@ DeviceBackend::Arrays DeviceBackend::allocate_arrays(const gpu::Bounds& bounds) 
                             bounds.chunks, " chunks. Raise scratch_bytes"));
   }
   arrays.scratch = device_->allocate("partial results", aligned(scratch));
+  const int64_t floats = int64_t{bounds.rows} * shape_.q_heads * sizeof(float);
+  if (layout_.k_rotated) {
+    arrays.queries = device_->allocate("rotated queries", aligned(floats * layout_.k_dim));
+  }
+  if (layout_.v_rotated) {
+    arrays.outputs = device_->allocate("rotated outputs", aligned(floats * layout_.v_dim));
+  }
   return arrays;
 }
 

@@ -105,7 +105,8 @@ class DeviceBackend final : public Backend {
     device::Memory results, results_host;  // status, mass and read, on the device and pinned
     device::Memory selected;               // device: a bit per row, kv head and chunk
     int64_t selected_stride = 0;
-    device::Memory scratch;  // device
+    device::Memory scratch;           // device
+    device::Memory queries, outputs;  // device: float32 rows, where keys or values are rotated
   };
   // What results begin with: WriteParams::status of the rows, of given positions, and
   // query_status.
@@ -140,6 +141,7 @@ class DeviceBackend final : public Backend {
 
   // device_backend.cc
   gpu::Shape shape(DType q_dtype) const;
+  gpu::Shape shape_at(int layer, DType q_dtype) const;
   Arrays allocate_arrays(const gpu::Bounds& bounds) const;
   void grow(int64_t entries, int64_t visible);
   void grow_given(int64_t rows);
@@ -168,8 +170,11 @@ class DeviceBackend final : public Backend {
   gpu::Tables upload_given();
   gpu::HostCounts counts(bool into_graph) const;
   const float* sinks_on_device(const AttendOptions& attend_options, void* stream, bool into_graph);
-  void launch_select(int layer, const TensorView& q, const AttendOptions& attend_options,
+  void launch_select(int layer, const gpu::Tensor& q, const AttendOptions& attend_options,
                      const gpu::Tables& tables, bool into_graph);
+  gpu::Tensor rotated(const gpu::Tensor& from, const device::Memory& to, bool into_graph,
+                      void* stream);
+  void rotate(const gpu::Tensor& from, const gpu::Tensor& to, bool into_graph, void* stream);
   void mark_dense(int64_t window);
   void set_tickets(Ticket done) noexcept;
   void take_results();
@@ -180,7 +185,9 @@ class DeviceBackend final : public Backend {
   ChunkFiles& files_;
   ThreadPool& threads_;
   PagerStats& counters_;
-  const gpu::Shape shape_;  // but for q_dtype
+  const gpu::Shape shape_;  // of layers that are no floats beside codes; but for q_dtype
+  // Layers that are kept alike: the first, and the shape of so many.
+  const std::vector<std::pair<int32_t, gpu::Shape>> runs_;
   std::shared_ptr<device::Device> device_;
   const device::Api& api_;
   gpu::ScorerParams scorer_;

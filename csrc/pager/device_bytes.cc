@@ -191,14 +191,17 @@ void DeviceBackend::summarize(BlockId block, SlotId summary) {
   timeline_.before_read(from, Lane::kCompute);
   timeline_.before_write(to, Lane::kCompute);
   gpu::SummarizeParams params;
-  params.shape = shape_;
   params.scorer = scorer_;
   params.count = 1;
   params.chunks[0] = pool_.at(block.value());
   params.summaries[0] = summaries_.at(summary.value());
-  launch("summarising a chunk", [&] {
-    return api_.summarize(device_->context(), &params, timeline_.stream(Lane::kCompute));
-  });
+  for (const auto& [first, run] : runs_) {
+    params.shape = run;
+    params.first_layer = first;
+    launch("summarising a chunk", [&] {
+      return api_.summarize(device_->context(), &params, timeline_.stream(Lane::kCompute));
+    });
+  }
   const Ticket done = ticket(Lane::kCompute);
   device::Timeline::wrote(&to, done);
   device::Timeline::reads(&from, done);

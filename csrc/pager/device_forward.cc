@@ -71,12 +71,12 @@ void DeviceBackend::give(const std::vector<TensorView>& k, const std::vector<Ten
                          void* stream) {
   timeline_.set_compute(stream);
   gpu::WriteParams params;
-  params.shape = shape_;
   params.tables = upload_given();
   params.counts.rows = static_cast<int32_t>(forward_->given_count);
   params.status = reinterpret_cast<uint64_t*>(arrays_.results.data()) + kGivenStatus;
   for (size_t layer = 0; layer < k.size(); ++layer) {
     params.layer = static_cast<int32_t>(layer);
+    params.shape = shape_at(static_cast<int>(layer), DType::kFloat32);
     params.k = tensor(k[layer]);
     params.v = tensor(v[layer]);
     launch("writing given keys and values",
@@ -88,7 +88,7 @@ bool DeviceBackend::write(int layer, const TensorView* q, const TensorView& k, c
                           void* stream) {
   const bool into_graph = to_stream(stream);
   gpu::WriteParams params;
-  params.shape = shape_;
+  params.shape = shape_at(layer, DType::kFloat32);
   params.tables = arrays_.layout.tables(arrays_.tables.data());
   params.counts = counts(into_graph);
   params.layer = layer;
@@ -103,6 +103,20 @@ bool DeviceBackend::write(int layer, const TensorView* q, const TensorView& k, c
          [&] { return api_.write_rows(device_->context(), &params, stream); });
   return !into_graph;
 }
+
+namespace {
+
+// Rows of the same heads in memory of their own, as float32.
+gpu::Tensor in_rows(const gpu::Tensor& like, const device::Memory& memory) {
+  gpu::Tensor rows = like;
+  rows.data = memory.data();
+  rows.dtype = DType::kFloat32;
+  rows.head_stride = like.dim;
+  rows.row_stride = int64_t{like.heads} * like.dim;
+  return rows;
+}
+
+}  // namespace
 
 // Sinks are weights: few contents, uploaded when one is first seen.
 const float* DeviceBackend::sinks_on_device(const AttendOptions& attend_options, void* stream,
@@ -134,18 +148,18 @@ const float* DeviceBackend::sinks_on_device(const AttendOptions& attend_options,
 }
 
 // Scores a layer's summaries and, unless its rows attend to all before them, selects chunks by the scores.
-void DeviceBackend::launch_select(int layer, const TensorView& q,
+void DeviceBackend::launch_select(int layer, const gpu::Tensor& q,
                                   const AttendOptions& attend_options, const gpu::Tables& tables,
                                   bool into_graph) {
   const Selection& selection = config_.options.selection;
   const bool dense = forward_->dense;
   gpu::SelectParams params;
-  params.shape = shape(q.dtype);
+  params.shape = shape_at(layer, q.dtype);
   params.tables = tables;
   params.counts = counts(into_graph);
   params.scorer = scorer_;
   params.layer = layer;
-  params.q = tensor(q);
+  params.q = q;
   params.scaling = attend_options.scaling;
   params.window = attend_options.window;
   params.kind = static_cast<int32_t>(dense ? Selection::Kind::kDense : selection.kind);
@@ -177,17 +191,22 @@ void DeviceBackend::attend(int layer, const TensorView& q, const TensorView& out
   const bool staged = !into_graph && !running_.staged.empty() && staged_layer_[half] == layer;
   const gpu::Tables tables = arrays_.layout.tables(arrays_.tables.data(), staged ? half : -1);
   const float* const sinks = sinks_on_device(attend_options, stream, into_graph);
-  if (config_.scores(layer, dense)) launch_select(layer, q, attend_options, tables, into_graph);
+  const gpu::Shape at = shape_at(layer, q.dtype);
+  const gpu::Tensor queries =
+      at.k_rotated ? rotated(tensor(q), arrays_.queries, into_graph, stream) : tensor(q);
+  if (config_.scores(layer, dense)) {
+    launch_select(layer, queries, attend_options, tables, into_graph);
+  }
   if (dense) mark_dense(attend_options.window);
 
   gpu::AttendParams params;
-  params.shape = shape(q.dtype);
+  params.shape = shape_at(layer, queries.dtype);
   params.tables = tables;
   params.counts = counts(into_graph);
   params.attention = attention(q.dtype);
   params.layer = layer;
-  params.q = tensor(q);
-  params.out = tensor(out);
+  params.q = queries;
+  params.out = at.v_rotated ? in_rows(tensor(out), arrays_.outputs) : tensor(out);
   params.scaling = attend_options.scaling;
   params.softcap = attend_options.softcap;
   params.window = attend_options.window;
@@ -200,8 +219,26 @@ void DeviceBackend::attend(int layer, const TensorView& q, const TensorView& out
   params.scratch_bytes = arrays_.scratch.bytes();
   if (staged) timeline_.before_read(staging_.place(half), Lane::kCompute);
   launch("attention", [&] { return api_.attend(device_->context(), &params, stream); });
+  if (at.v_rotated) rotate(params.out, tensor(out), into_graph, stream);
   if (staged) device::Timeline::reads(&staging_.place(half), ticket(Lane::kCompute));
   if (!into_graph) stage(layer + 1);
+}
+
+gpu::Tensor DeviceBackend::rotated(const gpu::Tensor& from, const device::Memory& to,
+                                   bool into_graph, void* stream) {
+  const gpu::Tensor rows = in_rows(from, to);
+  rotate(from, rows, into_graph, stream);
+  return rows;
+}
+
+void DeviceBackend::rotate(const gpu::Tensor& from, const gpu::Tensor& to, bool into_graph,
+                           void* stream) {
+  gpu::RotateParams params;
+  params.header = arrays_.layout.tables(arrays_.tables.data()).header;
+  params.counts = counts(into_graph);
+  params.from = from;
+  params.to = to;
+  launch("rotating rows", [&] { return api_.rotate(device_->context(), &params, stream); });
 }
 
 // What rows of a dense layer read is known without asking the device.

@@ -15,7 +15,7 @@ from kvpager.cli import main
 from kvpager.errors import InvalidArgumentError
 from kvpager.layout import CODED
 from kvpager.needles import NeedleTask
-from kvpager.pager import Layout, Pager
+from kvpager.pager import Layout
 from kvpager.plan.shape import KvShape, read_shape
 
 
@@ -183,14 +183,6 @@ def test_texts_of_two_formats_share_no_chunk(model, engine, closing):
             session.prefill(prompt(3 * CHUNK))
             names.append(one.pager.chain_hashes(session.tokens, ""))
     assert set(names[0]).isdisjoint(names[1])
-
-
-def test_four_bits_are_refused_on_a_device_with_what_it_takes():
-    layout = Layout(1, 1, 32, 32, k_dtype="q8", v_dtype="q4")
-    with pytest.raises(
-        InvalidArgumentError, match=r"no kernels for chunks in q4, .* yet; expected 'cpu'"
-    ):
-        Pager(layout, PagerConfig(256, device="shim", host_bytes="1MiB"), rows=16, q_heads=1)
 
 
 def test_a_dtype_that_is_none_is_refused_with_those_there_are():

@@ -52,6 +52,10 @@ CASES = [
     ("gpt_oss", "bfloat16", {}),  # sinks
     ("llama", "bfloat16", {"kv_dtype": "q8"}),
     ("gpt_oss", "float32", {"kv_dtype": "q8", "selection": TOPK}),
+    ("llama", "bfloat16", {"kv_dtype": "q4"}),
+    ("gpt_oss", "float32", {"kv_dtype": "q4", "selection": TOPK}),
+    ("qwen3", "float32", {"kv_dtype": "k8v4", "selection": TOPK, "float_layers": (1,)}),
+    ("llama", "float32", {"kv_dtype": "q8", "kv_rotation": True}),
     ("llama", "float16", {"hidden": 1024, **TENSOR}),  # a shape that tensor cores would take
 ]
 

@@ -82,6 +82,9 @@ const device::Api& table() {
     t.summarize = [](device::Context, const gpu::SummarizeParams* params, device::Stream s) {
       return gpu::summarize(*params, s);
     };
+    t.rotate = [](device::Context, const gpu::RotateParams* params, device::Stream s) {
+      return gpu::rotate(*params, s);
+    };
     t.select = [](device::Context, const gpu::SelectParams* params, device::Stream s) {
       return gpu::select(*params, s);
     };

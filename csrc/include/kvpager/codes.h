@@ -46,6 +46,17 @@ inline constexpr int kQ4Group = 32;  // numbers that share a scale
 static constexpr int8_t kQ4Levels[16] = {-127, -101, -81, -64, -49, -35, -22, -11,
                                          0,    11,   22,  35,  49,  64,  82,  106};
 
+// The same levels in words, a byte each, for code that cannot index a table of the host's.
+constexpr uint64_t q4_level_word(int first) {
+  uint64_t word = 0;
+  for (int i = 0; i < 8; ++i) {
+    word |= static_cast<uint64_t>(static_cast<uint8_t>(kQ4Levels[first + i])) << (8 * i);
+  }
+  return word;
+}
+static constexpr uint64_t kQ4LowLevels = q4_level_word(0);
+static constexpr uint64_t kQ4HighLevels = q4_level_word(8);
+
 constexpr int64_t code_scales(DType dtype, int64_t dim) {
   return dtype == DType::kQ4 ? dim / kQ4Group : 1;
 }

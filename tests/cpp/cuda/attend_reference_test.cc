@@ -15,7 +15,8 @@ namespace kvpager::testing {
 namespace {
 
 constexpr DType kDtypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-constexpr DType kStored[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8};
+constexpr DType kStored[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8,
+                             DType::kQ4};
 
 // The ways the kernels can go about it: which one is taken follows from the scratch they are given.
 enum class Way { kWalk, kOneWave, kManyWaves };
@@ -74,10 +75,9 @@ Shape wide_random_shape(Dice& dice) {
     shape.group = dice.roll(9, 20);
     shape.kv_heads = dice.roll(1, 2);
   }
-  for (DType* dtype : {&shape.dtype, &shape.value_dtype}) {
-    if (*dtype == DType::kQ4) *dtype = DType::kQ8;  // the devices have no kernels for it
-  }
-  shape.k_rotated = shape.v_rotated = false;
+  if (shape.dtype == DType::kQ4) shape.k_dim = (shape.k_dim + 31) / 32 * 32;
+  if (shape.values() == DType::kQ4) shape.v_dim = (shape.v_dim + 31) / 32 * 32;
+  shape.k_rotated = shape.v_rotated = false;  // queries and outputs are rotated around attention
   return shape;
 }
 
@@ -126,6 +126,8 @@ TEST_CASE("keys, values and queries of any dtypes, head dimensions to 512 and ch
         shape.k_dim = std::vector<int>{16, 64, 80, 192, 512}[static_cast<size_t>(at % 5)];
         shape.v_dim =
             std::vector<int>{512, 16, 144, 64, 128, 272, 256}[static_cast<size_t>(at % 7)];
+        if (keys == DType::kQ4) shape.k_dim = (shape.k_dim + 31) / 32 * 32;
+        if (values == DType::kQ4) shape.v_dim = (shape.v_dim + 31) / 32 * 32;
         ++at;
         if (small_tests() && at % 9 != 0) continue;
         CAPTURE(at);

@@ -24,6 +24,8 @@ inline gpu::Shape kernel_shape_of(const Layout& layout, int group, DType q_dtype
   s.q_dtype = q_dtype;
   s.k_tile_bytes = layout.k_tile_bytes();
   s.page_bytes = layout.page_bytes();
+  s.k_rotated = layout.k_rotated;
+  s.v_rotated = layout.v_rotated;
   s.slice_bytes = layout.slice_bytes(0);
   return s;
 }

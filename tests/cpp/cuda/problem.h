@@ -255,6 +255,7 @@ class DeviceForward {
     p.counts = counts();
     p.attention = attention;
     p.layer = options_.layer;
+    p.shape.slice_offset = layout_.slice_offset(options_.layer);
     p.q = {q_.data(), shape_.io(), q_heads(), shape_.k_dim, q_row(), q_head()};
     p.out = {out_.data(), shape_.io(), q_heads(), shape_.v_dim, out_row(), out_head()};
     p.scaling = scaling_of(shape_);
@@ -273,6 +274,7 @@ class DeviceForward {
     p.tables = tables();
     p.counts = counts();
     p.layer = options_.layer;
+    p.shape.slice_offset = layout_.slice_offset(options_.layer);
     const int32_t heads = shape_.kv_heads;
     p.k = {k_.data(),    options_.write_dtype,          heads,
            shape_.k_dim, int64_t{heads} * shape_.k_dim, shape_.k_dim};
@@ -382,9 +384,16 @@ class DeviceForward {
     for (int head = 0; head < shape_.kv_heads; ++head) {
       std::byte* keys = slice + layout_.page_bytes() * head;
       std::byte* values = keys + layout_.k_tile_bytes();
-      if (layout_.k_dtype == DType::kQ8) {
-        for (int64_t r = 0; r < shape_.k_dim / 2; ++r) spoil(keys + (r * tokens + t) * 2, 2);
-        spoil(keys + tokens * shape_.k_dim + 2 * t, 2);
+      const auto spoil_scales = [&](std::byte* tile, DType dtype, int64_t dim) {
+        std::byte* scales = tile + tokens * row_code_bytes(dtype, dim);
+        for (int64_t g = 0; g < code_scales(dtype, dim); ++g) {
+          spoil(scales + 2 * (g * tokens + t), 2);
+        }
+      };
+      if (is_coded(layout_.k_dtype)) {
+        const int64_t pair = layout_.k_dtype == DType::kQ8 ? 2 : 1;  // bytes of two dimensions
+        for (int64_t r = 0; r < shape_.k_dim / 2; ++r) spoil(keys + (r * tokens + t) * pair, pair);
+        spoil_scales(keys, layout_.k_dtype, shape_.k_dim);
       } else {
         const int64_t element = dtype_bytes(layout_.k_dtype);
         for (int64_t d = 0; d < shape_.k_dim; ++d) {
@@ -394,11 +403,11 @@ class DeviceForward {
       if (layout_.v_dtype == DType::kQ8) {
         std::byte* pair = values + t / 2 * 2 * shape_.v_dim + t % 2;
         for (int64_t j = 0; j < shape_.v_dim; ++j) spoil(pair + 2 * j, 1);
-        spoil(values + tokens * shape_.v_dim + 2 * t, 2);
       } else {
-        const int64_t row = dtype_bytes(layout_.v_dtype) * shape_.v_dim;
+        const int64_t row = row_code_bytes(layout_.v_dtype, shape_.v_dim);
         spoil(values + t * row, row);
       }
+      if (is_coded(layout_.v_dtype)) spoil_scales(values, layout_.v_dtype, shape_.v_dim);
     }
   }
 

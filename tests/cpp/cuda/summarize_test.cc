@@ -62,6 +62,8 @@ constexpr size_t kKindCount = sizeof kKinds / sizeof kKinds[0];
 std::vector<std::byte> tile_of(const Layout& layout, const Keys& keys, uint64_t seed) {
   const size_t count = static_cast<size_t>(layout.k_dim) * static_cast<size_t>(layout.chunk_tokens);
   const bool coded = is_coded(layout.k_dtype);
+  const int64_t code_bytes = layout.chunk_tokens * row_code_bytes(layout.k_dtype, layout.k_dim);
+  const int64_t scales = layout.chunk_tokens * code_scales(layout.k_dtype, layout.k_dim);
   const size_t element = coded ? 1 : static_cast<size_t>(dtype_bytes(layout.k_dtype));
   std::vector<std::byte> tile(static_cast<size_t>(layout.k_tile_bytes()));
   size_t turn = seed;
@@ -76,9 +78,11 @@ std::vector<std::byte> tile_of(const Layout& layout, const Keys& keys, uint64_t 
       DeviceForward::put(tile.data() + i * element, layout.k_dtype, x);
       continue;
     }
-    tile[i] = static_cast<std::byte>(static_cast<int>(127 * noise(seed, i)));
-    if (i < static_cast<size_t>(layout.chunk_tokens)) {
-      DeviceForward::put(tile.data() + count + 2 * i, DType::kBFloat16, x / 127);
+    if (static_cast<int64_t>(i) < code_bytes) {
+      tile[i] = static_cast<std::byte>(static_cast<int>(127 * noise(seed, i)));
+    }
+    if (static_cast<int64_t>(i) < scales) {
+      DeviceForward::put(tile.data() + code_bytes + 2 * i, DType::kBFloat16, x / 127);
     }
   }
   return tile;
@@ -144,9 +148,10 @@ void check_summaries(device::Device& device, const Scorer& scorer, const Layout&
       const size_t at = static_cast<size_t>(c * summary_step + page * page_bytes);
       CAPTURE(c);
       CAPTURE(page);
-      CAPTURE(kKinds[(static_cast<uint64_t>(c * layout.layers * layout.kv_heads + page) + seed) %
-                     kKindCount]
-                  .what);
+      CAPTURE(std::string(
+          kKinds[(static_cast<uint64_t>(c * layout.layers * layout.kv_heads + page) + seed) %
+                 kKindCount]
+              .what));
       CHECK(std::memcmp(got.data() + at, expected.data() + at, static_cast<size_t>(page_bytes)) ==
             0);
     }
@@ -166,7 +171,8 @@ Layout layout_of(int layers, int kv_heads, int tokens, int k_dim, DType dtype) {
   return layout;
 }
 
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8};
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8,
+                             DType::kQ4};
 
 TEST_CASE("summaries made on a device are the processor's for every scorer, dtype and shape") {
   for_each_device([](device::Device& device) {
@@ -176,6 +182,7 @@ TEST_CASE("summaries made on a device are the processor's for every scorer, dtyp
       for (const DType dtype : kDTypes) {
         for (const int tokens : {16, 32, 64, 128, 256}) {
           for (const int k_dim : {16, 48, 64, 96, 128, 256, 512}) {
+            if (dtype == DType::kQ4 && k_dim % kQ4Group != 0) continue;
             if (small_tests() && (tokens > 64 || (k_dim != 48 && k_dim != 128))) continue;
             // Large tiles with one dtype each: the others differ in what they convert alone.
             if (tokens * k_dim > 8192 &&
@@ -200,7 +207,8 @@ TEST_CASE("every layer and head of sixteen chunks of special keys is summarised 
       for (const DType dtype : kDTypes) {
         CAPTURE(name);
         CAPTURE(std::string(dtype_name(dtype)));
-        check_summaries(device, find_scorer(name), layout_of(3, 2, 32, 48, dtype),
+        check_summaries(device, find_scorer(name),
+                        layout_of(3, 2, 32, dtype == DType::kQ4 ? 64 : 48, dtype),
                         gpu::kMaxSummarized, 77);
       }
     }

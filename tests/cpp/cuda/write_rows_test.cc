@@ -16,7 +16,8 @@ namespace {
 using testing::TestStream;
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-constexpr DType kStored[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8};
+constexpr DType kStored[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8,
+                             DType::kQ4};
 
 // Rows of one tensor somewhere in a buffer, whatever else the buffer holds being NaN.
 struct View {
@@ -78,10 +79,12 @@ Layout layout_of(DType k, DType v, int kv_heads, int tokens, int k_dim, int v_di
   layout.layers = layers;
   layout.kv_heads = kv_heads;
   layout.chunk_tokens = tokens;
-  layout.k_dim = k_dim;
-  layout.v_dim = v_dim;
+  layout.k_dim = k == DType::kQ4 ? (k_dim + 31) / 32 * 32 : k_dim;
+  layout.v_dim = v == DType::kQ4 ? (v_dim + 31) / 32 * 32 : v_dim;
   layout.k_dtype = k;
   layout.v_dtype = v;
+  layout.k_rotated = is_coded(k) && (k_dim + tokens) / 16 % 2 == 0;
+  layout.v_rotated = is_coded(v) && (v_dim + kv_heads * 16) / 16 % 2 == 0;
   layout.validate();
   return layout;
 }
@@ -216,6 +219,9 @@ void check(device::Device& device, const Problem& p) {
   params.shape.k_tile_bytes = layout.k_tile_bytes();
   params.shape.page_bytes = layout.page_bytes();
   params.shape.slice_bytes = layout.slice_bytes(0);
+  params.shape.slice_offset = layout.slice_offset(p.layer);
+  params.shape.k_rotated = layout.k_rotated;
+  params.shape.v_rotated = layout.v_rotated;
   params.tables.header = reinterpret_cast<const gpu::Header*>(header.data());
   params.tables.rows = reinterpret_cast<const gpu::Row*>(rows.data());
   params.counts.rows = static_cast<int32_t>(p.counted);
@@ -285,7 +291,7 @@ TEST_CASE("rows are written as the processor writes them, in all dtypes, shapes 
           const int tokens[] = {16, 32, 64, 128, 256};
           const int dims[] = {16, 64, 96, 128, 144, 256, 272, 512};
           const int k_dim = dims[random() % 8], v_dim = dims[random() % 8];
-          p.layout = layout_of(to, kStored[round % 4], 1 + static_cast<int>(random() % 3),
+          p.layout = layout_of(to, kStored[round % 5], 1 + static_cast<int>(random() % 3),
                                tokens[random() % 5], k_dim, v_dim, 3);
           p.layer = static_cast<int>(random() % 3);
           p.k_dtype = from;

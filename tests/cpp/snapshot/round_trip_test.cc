@@ -111,7 +111,7 @@ TEST_CASE("GoldenFilesAreReadAndWrittenAgainToTheByte") {
     CHECK(reader->verify(1, {}).empty());
     ++files;
   }
-  CHECK(files == 10);  // of 1.0: two; of 1.1: a manifest and its two packs; of 1.3: two
+  CHECK(files == 11);
 }
 
 TEST_CASE("ALayoutWithCodesSaysWhatIsRotatedAndWhichLayersAreFloats") {
