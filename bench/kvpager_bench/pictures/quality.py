@@ -215,11 +215,10 @@ def draw_formats(report: Report) -> Any:
 
     figure, axis = blank(formats_title(report))
     told = divergences(report)
-    colours = {by: iter(OTHERS * 3) for by, _ in told}
-    ends = []
+    ends, others = [], iter(OTHERS * 3)
     for (by, kept), points in told.items():
         ours = by == KVPAGER
-        colour = OURS if ours else next(colours[by])
+        colour = OURS if ours else next(others)
         axis.plot(
             *zip(*points), "o-" if ours else "s--", color=colour, linewidth=2 if ours else 1.2
         )

@@ -38,8 +38,8 @@ class Aim(NamedTuple):
 
 AIMS = {
     "q8": Aim(1.7, 1 / 0.53, 0.8),
-    "k8v4": Aim(None, 1 / 0.42, None),
-    "q4": Aim(None, 1 / 0.31, None),
+    "k8v4": Aim(None, 1 / 0.44, None),
+    "q4": Aim(None, 1 / 0.34, None),
 }
 
 COLUMNS = (
