@@ -1,4 +1,4 @@
-"""What tiny-coder reads: its tokenizer, conversations made from sources, windows of packed tokens."""
+"""What tiny-coder reads: its tokenizer, conversations about sources, windows of packed tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> PreTr
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    wrapped: Any = PreTrainedTokenizerFast
+    made: PreTrainedTokenizerFast = wrapped(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
@@ -49,6 +50,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> PreTr
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+    return made
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ from transformers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-from coder_text import END_OF_TEXT, TURN_END, Corpus, train_tokenizer
+from coder_text import END_OF_TEXT, Corpus, train_tokenizer
 
 from kvpager_bench.library_text import held_out_texts, training_texts
 
-# 6,952,960 parameters; K/V of 12 KiB per token in fp32.
+# 6,951,680 parameters; K/V of 12 KiB per token in fp32.
 ARCHITECTURE: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -67,23 +67,25 @@ class Stage:
     tokens: int
     windows: int  # of a step
     steps: int
+    jumps: bool = False  # in positions
 
 
 RECIPE = (
-    Stage(tokens=512, windows=4, steps=2000),
-    Stage(tokens=2048, windows=2, steps=320),
-    Stage(tokens=8192, windows=1, steps=50),
-    Stage(tokens=32768, windows=1, steps=3),
+    Stage(tokens=512, windows=4, steps=1000),
+    Stage(tokens=2048, windows=2, steps=200, jumps=True),
+    Stage(tokens=8192, windows=1, steps=16, jumps=True),
+    Stage(tokens=32768, windows=1, steps=1),
 )
 SMOKE = tuple(Stage(tokens, windows=2, steps=3) for tokens in (32, 64, 96, 128))
-PEAK_RATE = 1.5e-3
+PEAK_RATE = 3e-3
 LAST_RATE = 1e-4
-WARM_UP_STEPS = 100
+WARM_UP_STEPS = 40
+JUMPS = 3  # in the positions of a window, up to the model's longest
 
 
 def build_model() -> Qwen3ForCausalLM:
     """The architecture with random weights."""
-    return Qwen3ForCausalLM(Qwen3Config(**ARCHITECTURE, attn_implementation="sdpa"))
+    return Qwen3ForCausalLM(Qwen3Config(**ARCHITECTURE))
 
 
 def learning_rate(step: int, done: float) -> float:
@@ -92,24 +94,53 @@ def learning_rate(step: int, done: float) -> float:
     return min(1.0, step / WARM_UP_STEPS) * (LAST_RATE + (PEAK_RATE - LAST_RATE) * cosine)
 
 
-def adam(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves vectors alone."""
+def optimisers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the embeddings and for vectors."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    embeddings = [p for name, p in model.named_parameters() if "embed" in name]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": embeddings, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
+    return [
+        torch.optim.Muon(matrices, lr=PEAK_RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95)),
+    ]
 
 
-def token_losses(model: Qwen3ForCausalLM, ids: Tensor) -> Tensor:
+def jumping_positions(rng: np.random.Generator, windows: int, tokens: int) -> Tensor:
+    """[windows, tokens]: ascending positions below the longest, with up to JUMPS gaps a row.
+
+    Short windows so show distances of long ones. Half of the rows have no gap.
+    """
+    positions = np.tile(np.arange(tokens), (windows, 1))
+    room = ARCHITECTURE["max_position_embeddings"] - tokens
+    for row in positions:
+        if rng.random() < 0.5:
+            continue
+        for gap in np.diff(np.sort(rng.integers(room, size=JUMPS)), prepend=0):
+            row[int(rng.integers(tokens)) :] += gap
+    return torch.from_numpy(positions)
+
+
+def token_losses(model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor | None = None) -> Tensor:
     """[B, T - 1]: the cross-entropy of every token but the first, given those before it."""
-    states = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    states = model.model(
+        input_ids=ids,
+        position_ids=positions,
+        # No mask is causal by index; transformers would take jumps for packed sequences.
+        attention_mask={"full_attention": None},
+        use_cache=False,
+    ).last_hidden_state[:, :-1]
     losses = [
         nn.functional.cross_entropy(
             model.lm_head(part).float().flatten(0, 1), wanted.flatten(), reduction="none"
         ).view(wanted.shape)
         for part, wanted in zip(
-            states.split(LOGIT_TOKENS, 1), ids[:, 1:].split(LOGIT_TOKENS, 1), strict=True
+            torch.split(states, LOGIT_TOKENS, 1),
+            torch.split(ids[:, 1:], LOGIT_TOKENS, 1),
+            strict=True,
         )
     ]
     return torch.cat(losses, 1)
@@ -119,13 +150,18 @@ class Trainer:
     """Runs a recipe on one model; `step` counts the steps of all stages."""
 
     def __init__(
-        self, model: Qwen3ForCausalLM, corpus: Corpus, recipe: Sequence[Stage], out: Path
+        self,
+        model: Qwen3ForCausalLM,
+        corpus: Corpus,
+        recipe: Sequence[Stage],
+        out: Path,
+        seed: int,
     ) -> None:
         self.model, self.corpus, self.recipe, self.out = model, corpus, recipe, out
-        self.optimiser = adam(model)
+        self.seed = seed
+        self.optimisers = optimisers(model)
         self.step = 0
         self.loss = math.nan  # smoothed
-        self.bfloat16 = True
 
     def run(self) -> float:
         """Trains from `step` to the end; returns the last smoothed loss."""
@@ -147,7 +183,11 @@ class Trainer:
             at = self.step - first
             self.step += 1
             rate = learning_rate(self.step, (read + at * tokens) / total)
-            loss = self._train_step(windows[at], rate)
+            positions = None
+            if self.recipe[number].jumps:
+                rng = np.random.default_rng([self.seed, number, self.step])
+                positions = jumping_positions(rng, *windows[at].shape)
+            loss = self._train_step(windows[at], positions, rate)
             self.loss = loss if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
             if self.step % 10 == 0 or at + 1 == steps or tokens > 20_000:
                 seconds = (time.monotonic() - started) / (self.step - resumed)
@@ -160,15 +200,16 @@ class Trainer:
             if self.step % CHECKPOINT_STEPS == 0 or at + 1 == steps:
                 self.save()
 
-    def _train_step(self, ids: Tensor, rate: float) -> float:
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
-            loss = token_losses(self.model, ids).mean()
-        self.optimiser.zero_grad(set_to_none=True)
+    def _train_step(self, ids: Tensor, positions: Tensor | None, rate: float) -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = token_losses(self.model, ids, positions).mean()
+        self.model.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimiser.step()
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+            optimiser.step()
         return float(loss.detach())
 
     def save(self) -> None:
@@ -176,7 +217,7 @@ class Trainer:
         save_model(self.model, self.out)
         state = {
             "model": self.model.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
             "step": self.step,
             "loss": self.loss,
         }
@@ -188,15 +229,17 @@ class Trainer:
         """Takes up what save() wrote."""
         state = torch.load(self.out / CHECKPOINT, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
         self.step, self.loss = int(state["step"]), float(state["loss"])
 
 
 def save_model(model: Qwen3ForCausalLM, out: Path) -> None:
     """Configuration and bfloat16 weights; the model is loaded in float32 all the same."""
+    model.config.dtype = torch.float32
     model.config.save_pretrained(out)
     ends = [ARCHITECTURE["eos_token_id"], ARCHITECTURE["pad_token_id"]]
-    GenerationConfig(eos_token_id=ends, pad_token_id=ends[1]).save_pretrained(out)
+    cast(Any, GenerationConfig)(eos_token_id=ends, pad_token_id=ends[1]).save_pretrained(out)
     weights = {
         name: weight.detach().to(torch.bfloat16).contiguous()
         for name, weight in model.state_dict().items()
@@ -218,9 +261,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
 
 def load(path: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
     """The model, in float32, and the tokenizer that lie in a folder."""
-    model = Qwen3ForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
+    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    model.train(False)
     return model, PreTrainedTokenizerFast.from_pretrained(path)
 
 
@@ -268,7 +310,6 @@ def train(out: Path, recipe: Sequence[Stage], seed: int, *, resume: bool, limit:
     limit: of the training texts, when not 0.
     """
     torch.manual_seed(seed)
-    np.random.seed(seed)
     texts = training_texts()[: limit or None]
     out.mkdir(parents=True, exist_ok=True)
     if resume:
@@ -276,7 +317,7 @@ def train(out: Path, recipe: Sequence[Stage], seed: int, *, resume: bool, limit:
     else:
         tokenizer = train_tokenizer([source for _, source in texts])
         save_tokenizer(tokenizer, out)
-    trainer = Trainer(build_model(), Corpus(texts, tokenizer, seed), recipe, out)
+    trainer = Trainer(build_model(), Corpus(texts, tokenizer, seed), recipe, out, seed)
     if resume:
         trainer.resume()
     loss = trainer.run()
