@@ -1,19 +1,21 @@
-"""A conversation that survives a restart: python chat.py MODEL "a message" ["another" ...]
+"""A conversation that survives a restart: python chat.py [--model M] "a message" ["another" ...]
 
-MODEL is a folder or the name of a chat model, such as Qwen/Qwen3-0.6B. Run it twice.
+M is a folder or the name of a chat model, such as Qwen/Qwen3-0.6B; without it the checkout's own
+tiny-coder speaks, of Python's library and little else. Run it twice.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvpager
+from kvpager.needles import shipped_model_path
 
 SAVED = Path("conversation.kvsnap")
 
 
-def main(name: str, *messages: str) -> None:
+def main(name: str | Path, *messages: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(name)
     tokenizer = AutoTokenizer.from_pretrained(name)
     with kvpager.Engine(model, tokenizer=tokenizer) as engine:
@@ -30,4 +32,8 @@ def main(name: str, *messages: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("messages", nargs="*")
+    args = parser.parse_args()
+    main(args.model or shipped_model_path("tiny-coder"), *args.messages)

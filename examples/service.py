@@ -1,6 +1,7 @@
-"""Many conversations in one process, a line in and an answer out: python service.py MODEL [PORT]
+"""Many conversations in one process, a line in and an answer out: python service.py [MODEL [PORT]]
 
-Talk to it with `nc localhost 7070`. Answers are computed in common forwards.
+Without MODEL the checkout's own tiny-coder answers, about Python's library. Talk to it with
+`nc localhost 7070`. Answers are computed in common forwards.
 """
 
 import asyncio
@@ -9,9 +10,11 @@ import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvpager
+from kvpager.needles import shipped_model_path
 
 
-async def main(name: str, port: str = "7070") -> None:
+async def main(name: str = "", port: str = "7070") -> None:
+    name = name or str(shipped_model_path("tiny-coder"))
     model = AutoModelForCausalLM.from_pretrained(name)
     tokenizer = AutoTokenizer.from_pretrained(name)
     with kvpager.Engine(model, tokenizer=tokenizer) as engine:

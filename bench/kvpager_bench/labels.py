@@ -6,3 +6,5 @@ from __future__ import annotations
 PREFILL, QUESTION = "prefill", "question"
 # segments
 NO_REPAIR = "none"
+# quality_formats: who keeps the K/V
+KVPAGER = "kvpager"

@@ -1,7 +1,7 @@
 """Results inside pages that people write: what stands between two markers is replaced.
 
 docs/benchmarks.md has all results (benchmarks_page.py), docs/segments.md what repair is worth and
-how soon stitched text answers.
+how soon stitched text answers, docs/kv_formats.md what K/V in fewer bits cost in quality.
 """
 
 from __future__ import annotations
@@ -58,6 +58,119 @@ def segments_text(reports: Mapping[str, Report]) -> str | None:
             _time_table(times),
             *_fell_short(times),
         ]
+    )
+
+
+def kv_formats_text(reports: Mapping[str, Report]) -> str | None:
+    """What docs/kv_formats.md says of K/V in fewer bits; None if that was not measured."""
+    texts, needles = reports.get("quality_formats"), reports.get("quality_needles")
+    if texts is None:
+        return None
+    picture = picture_of("quality_formats")
+    settings = texts.settings
+    counts = ", ".join(
+        f"{count} of {tokens_name(int(length))}" for length, count in settings["windows"].items()
+    )
+    parts = [
+        f"{_machine(texts)} {settings['model']}; windows: {counts} tokens, of which the last "
+        f"{settings['scored']} are scored. KL in nats, from the same system's K/V in the model's "
+        "dtype; ± is the standard error over windows.",
+        _formats_table(texts),
+        f"![{picture.alt(texts)}](results/{picture.name}.png)",
+        *_selected(texts),
+        *_fell_short(texts),
+    ]
+    if needles is not None:
+        first = needles.rows[0]
+        parts += [
+            f"{_machine(needles)} Needles found of {first['asked']}, in documents of "
+            f"{tokens_name(int(needles.number(first, 'context')))} tokens.",
+            _needles_table(needles),
+            *_fell_short(needles),
+        ]
+    return "\n\n".join(parts)
+
+
+def _formats_table(report: Report) -> str:
+    """Every system's formats where all of the context is read: a row each."""
+    told: dict[tuple[str, str], dict[int, Mapping[str, Cell]]] = {}
+    for row in report.rows:
+        if row["read"] == 100:
+            name = (str(row["by"]), str(row["format"]))
+            told.setdefault(name, {})[int(report.number(row, "context"))] = row
+    contexts = sorted({context for rows in told.values() for context in rows})
+    columns = (
+        *(Column(name, text=True) for name in ("kept by", "K/V in")),
+        Column("bytes a token"),
+        *(Column(f"KL at {tokens_name(context)}") for context in contexts),
+        *(Column(name) for name in ("p99 of KL", "same top token", "perplexity")),
+    )
+
+    def cells(name: tuple[str, str], rows: Mapping[int, Mapping[str, Cell]]) -> list[str]:
+        last = rows[max(rows)]
+        size = last["token_bytes"]
+        return [
+            *name,
+            "" if size == NOT_APPLICABLE else f"{report.number(last, 'token_bytes'):.0f}",
+            *(_with_error(report, rows[c], "kl") if c in rows else "" for c in contexts),
+            significant(report.number(last, "kl_p99"), 2),
+            f"{report.number(last, 'same_top'):.2f}%",
+            significant(report.number(last, "perplexity"), 5),
+        ]
+
+    lines = [cells(name, rows) for name, rows in told.items()]
+    note = "p99, top token and perplexity are of the longest context of a row."
+    return f"{markdown_table(columns, lines)}\n\n{note}"
+
+
+def _selected(report: Report) -> list[str]:
+    """The formats where a part of the longest context is read; nothing if that was not measured."""
+    parts = [row for row in report.rows if row["read"] != 100]
+    if not parts:
+        return []
+    context = max(report.number(row, "context") for row in parts)
+    parts = [row for row in parts if row["context"] == context]
+    shares = sorted({report.number(row, "read") for row in parts}, reverse=True)
+    told = {(str(row["format"]), report.number(row, "read")): row for row in parts}
+    columns = [Column("K/V in", text=True)]
+    for share in shares:
+        columns += [
+            Column(f"KL, {share:g}% read"),
+            Column(f"from all read, {share:g}%"),
+            Column(f"perplexity, {share:g}%"),
+        ]
+    lines = []
+    for name in dict.fromkeys(name for name, _ in told):
+        line = [name]
+        for share in shares:
+            row = told[name, share]
+            line += [
+                _with_error(report, row, "kl"),
+                significant(report.number(row, "kl_of_all"), 2),
+                significant(report.number(row, "perplexity"), 5),
+            ]
+        lines.append(line)
+    return [
+        f"The same with a part of {tokens_name(int(context))} tokens read, selected by score: KL "
+        "from K/V in the model's dtype under the same selection, and from those with all read.",
+        markdown_table(tuple(columns), lines),
+    ]
+
+
+def _needles_table(report: Report) -> str:
+    told = {
+        (str(row["format"]), (str(row["keys"]), report.number(row, "read"))): row
+        for row in report.rows
+    }
+    kinds = dict.fromkeys(kind for _, kind in told)
+    columns = (
+        Column("K/V in", text=True),
+        *(Column(f"{keys} keys, {read:g}% read") for keys, read in kinds),
+    )
+    names = dict.fromkeys(name for name, _ in told)
+    return markdown_table(
+        columns,
+        [[name, *(str(told[name, kind]["found"]) for kind in kinds)] for name in names],
     )
 
 

@@ -103,8 +103,9 @@ QUESTIONS = {
             "what is found with a part of the cache",
             3,
             ("oracle", "sliding window", "kvpress"),
-            ("quality",),
+            ("quality", "quality_formats", "quality_needles"),
             in_suite=True,
+            published="--parts budgets,formats,needles",
         ),
         Question(
             "overhead",

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvpager.segments import (
@@ -27,9 +26,8 @@ from kvpager.segments import (
     SeamTail,
     SegmentHead,
 )
+from kvpager_bench.divergence import Numbers, kl_divergences
 from kvpager_bench.labels import NO_REPAIR
-
-Numbers: TypeAlias = npt.NDArray[np.float64]
 
 NONE, FULL, DEFAULT = NO_REPAIR, "full", "default"
 HEAD, TAIL, QUESTION = "segment head", "seam tail", "question"
@@ -147,9 +145,8 @@ def outcome(
 
 
 def kl_divergence(full: torch.Tensor, logits: torch.Tensor) -> float:
-    """KL(softmax(full) || softmax(logits)) in nats; never below 0, which only rounding reaches."""
-    p, q = (torch.log_softmax(x.double(), dim=-1) for x in (full, logits))
-    return max(0.0, float((p.exp() * (p - q)).sum()))
+    """KL(softmax(full) || softmax(logits)) in nats, of [vocab] each."""
+    return float(kl_divergences(full[None], logits[None])[0])
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
     benchmarks.md    the page of results, between its two markers
     segments.md      the results of the question `segments`, between two such markers
+    kv_formats.md    what K/V in fewer bits cost in quality, likewise
     results/*.png    the pictures (pictures/gallery.py)
     results/*.csv    every report's rows, all comparisons, all claims
 
@@ -21,7 +22,7 @@ from typing import Any
 from kvpager_bench import places
 from kvpager_bench.benchmarks_page import Links, benchmarks_text
 from kvpager_bench.downloads import write_downloads
-from kvpager_bench.pages import replace_between, segments_text
+from kvpager_bench.pages import kv_formats_text, replace_between, segments_text
 from kvpager_bench.pictures.gallery import draw_all
 from kvpager_bench.places import write_text
 from kvpager_bench.question import PROGRAMS, QUESTIONS
@@ -87,6 +88,7 @@ def checkout_pages(reports: Mapping[str, Report], seconds: float | None) -> dict
     told = {
         docs / "benchmarks.md": benchmarks_text(reports, Links(), seconds),
         docs / "segments.md": segments_text(reports),
+        docs / "kv_formats.md": kv_formats_text(reports),
     }
     return {path: text for path, text in told.items() if text is not None}
 

@@ -188,8 +188,9 @@ def shipped_model_path(name: str = "tiny-retriever-bf16") -> Path:
     """The directory of a tiny trained model that comes with kvpager.
 
     name: "tiny-retriever-bf16", trained on this task, its weights rounded to bfloat16: the one that
-        a wheel holds. A checkout also has "tiny-retriever", as it was trained, and "tiny-two-hop",
-        trained on texts of two hops.
+        a wheel holds. A checkout also has "tiny-retriever", as it was trained, "tiny-two-hop",
+        trained on texts of two hops, and "tiny-coder", a language model with a tokenizer that was
+        trained on Python's sources.
     Looks in the installed package, then in the repository that this file lies in.
     Raises FileNotFoundError, naming both places, if neither holds it.
     """
@@ -202,7 +203,7 @@ def shipped_model_path(name: str = "tiny-retriever-bf16") -> Path:
         if (place / "config.json").is_file() and (place / "model.safetensors").is_file():
             return place
     raise FileNotFoundError(
-        f"the tiny retrieval model {name} is in neither "
+        f"the tiny model {name} is in neither "
         + " nor ".join(str(place) for place in places)
         + ": a wheel holds tiny-retriever-bf16, a checkout all of them, an sdist none"
     )

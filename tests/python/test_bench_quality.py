@@ -12,10 +12,10 @@ pytest.importorskip("kvpager_bench")
 
 from kvpager import TopK
 from kvpager.config import Window
-from kvpager_bench import harness
+from kvpager_bench import budgets, harness
+from kvpager_bench.budgets import Budget, found_of, mass_recall
 from kvpager_bench.harness import Report
 from kvpager_bench.questions import quality
-from kvpager_bench.questions.quality import Budget, found_of, mass_recall
 
 PERCENTS = (2, 5, 6, 10, 20, 50)
 
@@ -31,7 +31,7 @@ def test_an_answer_counts_only_when_every_token_is_right() -> None:
 
 def test_mass_recall_is_the_softmax_share_of_the_selected_chunks() -> None:
     random = np.random.default_rng(0)
-    tokens, kv_heads, dim, group = 3 * quality.CHUNK_TOKENS, 2, 8, 2
+    tokens, kv_heads, dim, group = 3 * budgets.CHUNK_TOKENS, 2, 8, 2
     k = random.standard_normal((tokens, kv_heads, dim), dtype=np.float32)
     q = random.standard_normal((kv_heads * group, dim), dtype=np.float32)
     assert mass_recall(q, k, [[0, 1, 2]] * kv_heads, 0.3) == pytest.approx(1)
@@ -40,13 +40,13 @@ def test_mass_recall_is_the_softmax_share_of_the_selected_chunks() -> None:
     shares = []
     for head in range(kv_heads * group):
         weights = np.exp(0.3 * (k[:, head // group].astype(float) @ q[head].astype(float)))
-        inside = np.repeat([c in chosen[head // group] for c in range(3)], quality.CHUNK_TOKENS)
+        inside = np.repeat([c in chosen[head // group] for c in range(3)], budgets.CHUNK_TOKENS)
         shares.append(weights[inside].sum() / weights.sum())
     assert mass_recall(q, k, chosen, 0.3) == pytest.approx(np.mean(shares))
 
 
 def test_mass_recall_survives_large_scores() -> None:
-    k = np.zeros((2 * quality.CHUNK_TOKENS, 1, 4), dtype=np.float32)
+    k = np.zeros((2 * budgets.CHUNK_TOKENS, 1, 4), dtype=np.float32)
     k[70] = 100
     q = np.full((1, 4), 100, dtype=np.float32)
     assert mass_recall(q, k, [[1]], 1.0) == pytest.approx(1)
@@ -56,18 +56,18 @@ def test_mass_recall_survives_large_scores() -> None:
 @pytest.mark.parametrize("context", [4096, 16384])
 def test_every_policy_reads_at_most_what_a_press_keeps(percent: int, context: int) -> None:
     budget = Budget(context, percent)
-    chunk = quality.CHUNK_TOKENS
+    chunk = budgets.CHUNK_TOKENS
     assert round(context * (1 - budget.compression_ratio)) == budget.tokens
     assert budget.tokens <= context * percent / 100 or budget.chunks == 4
     # The furthest position of a chunk sees the most of its recent window.
     last = 10 * chunk - 1
-    for policy in quality.SCORERS:
+    for policy in budgets.SCORERS:
         selection = budget.selection(policy)
         assert isinstance(selection, TopK)
-        assert selection.recent >= quality.ROWS
+        assert selection.recent >= budgets.ROWS
         recent = 10 - (last - chunk + 1 - selection.recent + 1) // chunk
         assert selection.sinks // chunk + selection.chunks + recent == budget.chunks
-    window = budget.selection(quality.WINDOW)
+    window = budget.selection(budgets.WINDOW)
     assert isinstance(window, Window)
     assert window.sinks + window.recent + chunk == budget.tokens
 

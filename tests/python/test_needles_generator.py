@@ -195,7 +195,7 @@ def test_the_shipped_model_is_found_in_the_package_first_then_in_the_repository(
     packaged = module.parent / "_models" / "tiny-retriever-bf16"
     checkout = tmp_path / "models" / "tiny-retriever-bf16"
     monkeypatch.setattr(needles, "__file__", str(module))
-    with pytest.raises(FileNotFoundError, match="tiny retrieval model") as missing:
+    with pytest.raises(FileNotFoundError, match="the tiny model") as missing:
         needles.shipped_model_path()
     assert str(packaged) in str(missing.value)
     assert str(checkout) in str(missing.value)

@@ -83,6 +83,18 @@ PICTURES = (
         "scores all keys; a press drops what it does not keep, kvpager drops nothing.",
     ),
     Picture(
+        "kv-formats",
+        "quality_formats",
+        "What K/V in fewer bits cost",
+        quality.formats_title,
+        quality.draw_formats,
+        "Mean KL divergence from K/V in the model's dtype against the context, both logarithmic: a "
+        "line per format, dashed for other systems, each beside its own cache without codes.",
+        "A language model of Python ({model}), on modules that it was not trained on; the last "
+        "{scored} tokens of a window. All formats, with a part of the context read, and needles: "
+        "[kv_formats.md](kv_formats.md).",
+    ),
+    Picture(
         "residency",
         "residency",
         "Where a conversation's chunks live",

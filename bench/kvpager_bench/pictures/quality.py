@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpager_bench.labels import NO_REPAIR
-from kvpager_bench.report import NOT_APPLICABLE, Report, significant
+from kvpager_bench.labels import KVPAGER, NO_REPAIR
+from kvpager_bench.report import NOT_APPLICABLE, Report, significant, tokens_name
 
 FULL = "full attention"
 REUSE, DECODE = "prefix reuse", "one-token decode"
@@ -182,4 +182,48 @@ def draw_segments(report: Report) -> Any:
     axis.set_ylabel("answers that are right [%]")
     axis.grid(alpha=0.25)
     axis.legend(title="policy", loc="lower right", frameon=False, fontsize=9.5)
+    return figure
+
+
+def divergences(report: Report) -> dict[tuple[str, str], Points]:
+    """Of each system's formats, the mean KL at each context, where all is read and it is not 0."""
+    told: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in report.rows:
+        kl = report.number(row, "kl")
+        if row["read"] == 100 and kl > 0:
+            name = (str(row["by"]), str(row["format"]))
+            told.setdefault(name, []).append((report.number(row, "context"), kl))
+    return {name: tuple(sorted(points)) for name, points in told.items()}
+
+
+def formats_title(report: Report) -> str:
+    ours = {kept: points[-1] for (by, kept), points in divergences(report).items() if by == KVPAGER}
+    told = [
+        f"{significant(ours[kept][1], 2)} nats in {kept}"
+        for kept in ("q8", "k8v4", "q4")
+        if kept in ours
+    ]
+    context = max(report.number(row, "context") for row in report.rows)
+    return (
+        f"K/V in fewer bits: the next token's distribution at {tokens_name(int(context))}\n"
+        f"moves by {', '.join(told)}"
+    )
+
+
+def draw_formats(report: Report) -> Any:
+    from kvpager_bench.pictures.canvas import OTHERS, OURS, against_context, blank, label_ends
+
+    figure, axis = blank(formats_title(report))
+    told = divergences(report)
+    ends, others = [], iter(OTHERS * 3)
+    for (by, kept), points in told.items():
+        ours = by == KVPAGER
+        colour = OURS if ours else next(others)
+        axis.plot(
+            *zip(*points), "o-" if ours else "s--", color=colour, linewidth=2 if ours else 1.2
+        )
+        ends.append((kept if ours else f"{by}, {kept}", *points[-1], colour))
+    contexts = sorted({context for points in told.values() for context, _ in points})
+    against_context(axis, contexts, "mean KL from K/V in floats [nats]")
+    label_ends(axis, ends)
     return figure

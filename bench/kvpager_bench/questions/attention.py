@@ -69,6 +69,10 @@ COLUMNS = (
 )
 
 
+# Dtypes of K and of V, where they differ, by kv_dtype.
+MIXED = {"k8v4": ("q8", "q4")}
+
+
 @dataclass(frozen=True)
 class Case:
     """q_heads/kv_heads/dim, dtype, and tokens of which the last ROWS are the queries' own."""
@@ -94,13 +98,21 @@ class Case:
 
     def layout(self, layers: int) -> Layout:
         _, kv_heads, dim = self.heads
+        k_dtype, v_dtype = MIXED.get(self.dtype, (self.dtype, self.dtype))
+        # As by default: what has 4 bits is rotated.
+        rotated: dict[str, Any] = {
+            field: True
+            for field, dtype in (("k_rotated", k_dtype), ("v_rotated", v_dtype))
+            if dtype == "q4"
+        }
         return Layout(
             layers=layers,
             kv_heads=kv_heads,
             k_dim=dim,
             v_dim=dim,
-            k_dtype=self.dtype,
-            v_dtype=self.dtype,
+            k_dtype=k_dtype,
+            v_dtype=v_dtype,
+            **rotated,
         )
 
     @property

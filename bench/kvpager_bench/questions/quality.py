@@ -1,50 +1,59 @@
-"""What is found with a part of the cache: ours, an oracle, a window, mean keys, and kvpress.
+"""What is found with a part of the cache, and with K/V in fewer bits.
 
     kvpager bench quality
+    kvpager bench quality -- --parts formats,needles    # K/V in fewer bits: half an hour
 
-A document with 16 needles is prefilled and each is asked for; an answer counts if all four tokens
-are right. A budget is a share of the document's chunks: as many tokens per layer and kv head as a
-policy may read for one row. kvpager selects per row and keeps everything, so that budget is what it
-reads; a press of kvpress keeps as many tokens and drops all others for good, before the question is
-known. Top-k spends one chunk of its budget on sinks and two on the recent window.
+"budgets": a document with 16 needles is prefilled and each is asked for; an answer counts if all
+four tokens are right. A budget is a share of the document's chunks: as many tokens per layer and kv
+head as a policy may read for one row. kvpager selects per row and keeps everything, so that budget
+is what it reads; a press of kvpress keeps as many tokens and drops all others for good, before the
+question is known. Top-k spends one chunk of its budget on sinks and two on the recent window.
 
 Attention-mass recall is measured at the layer that retrieves: the share of the question's softmax,
 over the whole document, that lies in the chunks selected for it, averaged over query heads.
+
+"formats" and "needles" (format_quality.py) keep K/V in fewer bits, and compare with K/V in the
+model's own dtype: the distribution over the next token in modules of Python's library that a small
+language model was not trained on, by context, format and share of the context read; and the
+needles that are found. Other systems' caches run the same windows with the same weights, each
+beside its own cache without codes.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from kvpager import Dense, Engine, PagerConfig, TopK
-from kvpager.config import Window
-from kvpager_bench import harness, subjects
-from kvpager_bench.hard_keys import PLAIN, RETRIEVING_LAYER, TRAINED, load_with_keys
+from kvpager_bench import format_quality, harness, subjects
+from kvpager_bench.budgets import (
+    ANSWER_TOKENS,
+    CHUNK_TOKENS,
+    FULL,
+    MEAN,
+    ORACLE,
+    OURS,
+    RECENT_CHUNKS,
+    SCORERS,
+    SINK_CHUNKS,
+    WINDOW,
+    Budget,
+    Retriever,
+    ask,
+    found_of,
+)
+from kvpager_bench.hard_keys import PLAIN, RETRIEVING_LAYER, TRAINED
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report
+from kvpager_bench.kv_formats import FORMATS, UnknownFormatError, formats_of
 from kvpager_bench.peers import environments as peers
 from kvpager_bench.places import scratch_folder
 
-CHUNK_TOKENS = 64
-ANSWER_TOKENS = 4
+BUDGETS, TEXTS, FOUND = "budgets", "formats", "needles"
+PARTS = (BUDGETS, TEXTS, FOUND)
+LENGTHS = (4096, 16384, 32768)
+PEER_LENGTHS = (4096, 16384)
 NEEDLES = 16
-ROWS = 64
-SINK_CHUNKS, RECENT_CHUNKS = 1, 2
-FULL, OURS, ORACLE, WINDOW, MEAN = (
-    "full attention",
-    "kvpager",
-    "oracle",
-    "sliding window",
-    "mean keys",
-)
-SCORERS = {OURS: "bits2", ORACLE: "exact", MEAN: "mean"}
 PRESSES = ("SnapKV", "ExpectedAttention", "KNorm", "StreamingLLM")
 SCRIPT = "kvpress_answers"
 
@@ -58,131 +67,6 @@ COLUMNS = (
     Column("asked"),
     Column("mass_recall", optional=True),
 )
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How many chunks of a context may be read for a row."""
-
-    context: int
-    percent: float
-
-    @property
-    def chunks(self) -> int:
-        least = SINK_CHUNKS + RECENT_CHUNKS + 1
-        return max(least, int(self.context * self.percent / 100) // CHUNK_TOKENS)
-
-    @property
-    def tokens(self) -> int:
-        return self.chunks * CHUNK_TOKENS
-
-    def selection(self, policy: str) -> Dense | TopK | Window:
-        """What `policy` may read: as many tokens as any other one."""
-        sinks = SINK_CHUNKS * CHUNK_TOKENS
-        if policy == FULL:
-            return Dense()
-        if policy == WINDOW:
-            # A window of W tokens touches one chunk more than W / CHUNK_TOKENS.
-            return Window(recent=self.tokens - sinks - CHUNK_TOKENS, sinks=sinks)
-        return TopK(
-            chunks=self.chunks - SINK_CHUNKS - RECENT_CHUNKS,
-            sinks=sinks,
-            recent=(RECENT_CHUNKS - 1) * CHUNK_TOKENS,
-            scorer=SCORERS[policy],
-        )
-
-    @property
-    def compression_ratio(self) -> float:
-        """The share of the document that a press drops, to keep as many tokens."""
-        return 1 - self.tokens / self.context
-
-
-def found_of(answers: list[list[int]], expected: list[list[int]]) -> int:
-    """Exact matches: every token of an answer is right."""
-    if len(answers) != len(expected):
-        raise harness.MissingNumberError(f"{len(answers)} answers to {len(expected)} questions")
-    return sum(answer == right for answer, right in zip(answers, expected))
-
-
-def mass_recall(
-    q: np.ndarray[Any, Any], k: np.ndarray[Any, Any], chunks: list[list[int]], scaling: float
-) -> float:
-    """Share of softmax(q k) that lies in the selected chunks, averaged over query heads.
-
-    Args:
-        q: [q_heads, dim] of one row.
-        k: [tokens, kv_heads, dim] of everything before it.
-        chunks: the selected chunks per kv head.
-        scaling: of the dot products.
-    """
-    group = q.shape[0] // k.shape[1]
-    shares = []
-    for head in range(q.shape[0]):
-        scores = (k[:, head // group].astype(np.float64) @ q[head].astype(np.float64)) * scaling
-        weights = np.exp(scores - scores.max())
-        selected = np.zeros(len(weights), dtype=bool)
-        for chunk in chunks[head // group]:
-            selected[chunk * CHUNK_TOKENS : (chunk + 1) * CHUNK_TOKENS] = True
-        shares.append(weights[selected].sum() / weights.sum())
-    return float(np.mean(shares))
-
-
-class Retriever:
-    """A model with its stock twin, which says what a question's queries are."""
-
-    def __init__(self, keys: str) -> None:
-        self.keys = keys
-        self.model = load_with_keys(keys)
-        self.stock = subjects.beside(self.model)
-        config = self.model.config
-        self.shape = (config.num_attention_heads, config.head_dim)
-
-    def queries(self, asked: subjects.Questions) -> list[np.ndarray[Any, Any]]:
-        """[q_heads, dim] of each prompt's last row at the retrieving layer, by full attention."""
-        cache, _ = subjects.stock_prefill(self.stock, asked.document.ids, subjects.PREFILL_TOKENS)
-        seen: list[torch.Tensor] = []
-        projection = self.stock.model.layers[RETRIEVING_LAYER].self_attn.q_proj
-        hook = projection.register_forward_hook(lambda _m, _i, output: seen.append(output))
-        try:
-            for prompt in asked.prompts:
-                subjects.stock_step(self.stock, copy.deepcopy(cache), prompt)
-        finally:
-            hook.remove()
-        return [rows[0, -1].reshape(self.shape).numpy() for rows in seen]
-
-
-def ask(
-    retriever: Retriever,
-    asked: subjects.Questions,
-    queries: list[np.ndarray[Any, Any]],
-    budget: Budget,
-    policy: str,
-) -> tuple[list[list[int]], float | str]:
-    """The answers under a policy, and its mass recall where chunks are selected by score."""
-    config = PagerConfig(
-        pool_tokens=budget.context + 2048,
-        chunk_tokens=CHUNK_TOKENS,
-        rows=ROWS,
-        selection=budget.selection(policy),
-    )
-    answers = []
-    recalls = []
-    with ExitStack() as stack:
-        engine = stack.enter_context(Engine(retriever.model, config))
-        session = stack.enter_context(engine.session())
-        session.prefill(asked.document.ids)
-        sequence = session.sequence
-        keys = sequence.read_kv(RETRIEVING_LAYER, 0, sequence.length)[0].float().numpy()
-        for prompt, q in zip(asked.prompts, queries):
-            with session.fork() as fork:
-                fork.append(prompt)
-                answers.append(
-                    [int(token) for token in fork.generate(ANSWER_TOKENS, stream="tokens")]
-                )
-            if policy in SCORERS:
-                chosen = sequence.select(RETRIEVING_LAYER, torch.from_numpy(q))
-                recalls.append(mass_recall(q, keys, chosen, q.shape[1] ** -0.5))
-    return answers, float(np.mean(recalls)) if recalls else NOT_APPLICABLE
 
 
 def ask_kvpress(
@@ -270,9 +154,40 @@ def judge(report: Report) -> None:
 
 def main() -> None:
     parser = harness.cli(__doc__)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--parts", type=harness.parse_list, default=[BUDGETS])
+    parser.add_argument("--seed", type=int, default=1, help="of documents with needles")
+    parser.add_argument("--formats", type=harness.parse_list, default=list(FORMATS))
+    parser.add_argument("--lengths", type=harness.parse_ints, help="tokens, of formats")
+    parser.add_argument(
+        "--peer-lengths",
+        type=harness.parse_ints,
+        default=list(PEER_LENGTHS),
+        help="those of them that peers run, too",
+    )
+    parser.add_argument("--model", type=Path, help="of formats: a folder; by default tiny-coder")
     arguments: argparse.Namespace = parser.parse_args()
+    if unknown := [part for part in arguments.parts if part not in PARTS]:
+        parser.error(f"--parts has {unknown[0]!r}; expected some of {', '.join(PARTS)}")
     record = harness.start(arguments)
+    if BUDGETS in arguments.parts:
+        budgets_report(arguments, record)
+    if TEXTS not in arguments.parts and FOUND not in arguments.parts:
+        return
+    try:
+        formats = formats_of(arguments.formats)
+    except UnknownFormatError as error:
+        parser.error(str(error))
+    if TEXTS in arguments.parts:
+        arguments.lengths = arguments.lengths or (LENGTHS[:1] if arguments.quick else LENGTHS)
+        name = harness.report_name("quality_formats", arguments)
+        format_quality.texts_report(name, arguments, formats, record)
+    if FOUND in arguments.parts:
+        name = harness.report_name("quality_needles", arguments)
+        format_quality.needles_report(name, arguments, formats, record)
+
+
+def budgets_report(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
+    """quality: what each policy finds with a part of the cache."""
     context, percents, variants = 16384, [2, 5, 6, 10, 20, 50], [TRAINED, PLAIN]
     if arguments.quick:
         context, percents, variants = 4096, [10, 50], [TRAINED]
