@@ -152,7 +152,7 @@ class Corpus:
         return np.array(self._encode(text + END_OF_TEXT).ids, dtype=np.int64)
 
     def windows(self, stage: int, count: int, tokens: int) -> Ids:
-        """[count, tokens]: shuffled sources and conversations, packed; the same for the same seed.
+        """[count, tokens]: sources and conversations, packed, shuffled; the same for the same seed.
 
         Windows are cut from one stream, wherever a text ends: attention reaches from a text into
         the one before it in a window, with END_OF_TEXT between them.
@@ -172,4 +172,5 @@ class Corpus:
                     talked += len(pieces[-1])
                 if total >= wanted:
                     break
-        return np.concatenate(pieces)[:wanted].reshape(count, tokens)
+        stream = np.concatenate(pieces)[:wanted].reshape(count, tokens)
+        return stream[rng.permutation(count)]  # or step after step would read one file

@@ -71,10 +71,10 @@ class Stage:
 
 
 RECIPE = (
-    Stage(tokens=512, windows=4, steps=1000),
-    Stage(tokens=2048, windows=2, steps=200, jumps=True),
-    Stage(tokens=8192, windows=1, steps=16, jumps=True),
-    Stage(tokens=32768, windows=1, steps=1),
+    Stage(tokens=512, windows=4, steps=1400),
+    Stage(tokens=2048, windows=2, steps=300, jumps=True),
+    Stage(tokens=8192, windows=1, steps=50, jumps=True),
+    Stage(tokens=32768, windows=1, steps=3),
 )
 SMOKE = tuple(Stage(tokens, windows=2, steps=3) for tokens in (32, 64, 96, 128))
 PEAK_RATE = 3e-3

@@ -115,6 +115,33 @@ def test_a_service_answers_sixteen_clients_as_if_each_were_alone(chat_model, cap
     asyncio.run(asyncio.wait_for(run(), 120))
 
 
+def test_the_checkouts_own_model_chats_when_none_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["chat.py", "What does `close` do?"])
+    runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
+    told = capsys.readouterr().out
+    assert re.search(r"assistant: .*\w", told)
+    assert "(0 tokens restored" in told
+
+
+def test_the_checkouts_own_model_serves_when_none_is_named(capsys):
+    async def run():
+        service = asyncio.ensure_future(loaded("service").main(port="0"))
+        while not (found := re.search(r"listening on port (\d+)", capsys.readouterr().out)):
+            await asyncio.sleep(0.01)
+            assert not service.done(), service.result()
+        reader, writer = await asyncio.open_connection("localhost", int(found[1]))
+        writer.write(b"What does `close` do?\n\n")
+        answer = await reader.read()
+        writer.close()
+        service.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await service
+        return answer.decode()
+
+    assert re.search(r"\w", asyncio.run(asyncio.wait_for(run(), 120)))
+
+
 def test_a_model_over_the_pager_computes_what_full_attention_does(capsys):
     made = loaded("own_model")
     assert re.match(r"[1-4] of 10 chunks are in the pool\n", capsys.readouterr().out)
