@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvpager import Engine, PagerConfig
 from kvpager.execution.batch import Batch
+from kvpager.execution.core import EngineCore
 from kvpager.needles import shipped_model_path
+from kvpager.pager import Sequence as Text
 from kvpager.scheduling.recompute import run
 from kvpager_bench import harness, library_text, repairs, subjects
 from kvpager_bench.budgets import CHUNK_TOKENS, FULL, OURS, ROWS, Budget, Retriever, ask, found_of
@@ -33,6 +35,7 @@ from kvpager_bench.kv_formats import FORMATS, NATIVE, Format
 from kvpager_bench.labels import KVPAGER
 from kvpager_bench.peers import kv_caches
 from kvpager_bench.peers.environments import PeerError
+from kvpager_bench.places import scratch_folder
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 
@@ -104,18 +107,34 @@ def last_logits(engine: Engine, ids: Ids, scored: int) -> torch.Tensor:
 
     By the forwards of a prefill, from an empty sequence.
     """
-    core, fed = engine.core, ids[:-1]
+    core = engine.core
+    with closing(core.pager.sequence(salt=core.namespace)) as sequence:
+        return _logits_after(core, sequence, ids, scored)
+
+
+def logits_after_a_file(engine: Engine, ids: Ids, scored: int, kv_dtype: str) -> torch.Tensor:
+    """The same, with all before those tokens saved in `kv_dtype` and read again."""
+    with scratch_folder() as folder:
+        path = folder / "text.kvsnap"
+        with engine.session() as session:
+            session.prefill(ids[: -1 - scored])
+            session.save(path, kv_dtype=kv_dtype)
+        with engine.restore(path, on_mismatch="convert") as session:
+            return _logits_after(engine.core, session.sequence, ids, scored)
+
+
+def _logits_after(core: EngineCore, sequence: Text, ids: Ids, scored: int) -> torch.Tensor:
+    fed = ids[:-1]
     first = len(fed) - scored
     rows = []
-    with closing(core.pager.sequence(salt=core.namespace)) as sequence:
-        sequence.reserve(len(fed))
-        while (start := sequence.length) < len(fed):
-            batch = Batch(core.rows)
-            batch.commit(sequence, start, fed[start : start + core.rows])
-            batch.wanted.extend(range(max(0, first - start), batch.used))
-            logits = run(core, batch)
-            if batch.wanted:
-                rows.append(logits.clone())
+    sequence.reserve(len(fed))
+    while (start := sequence.length) < len(fed):
+        batch = Batch(core.rows)
+        batch.commit(sequence, start, fed[start : start + core.rows])
+        batch.wanted.extend(range(max(0, first - start), batch.used))
+        logits = run(core, batch)
+        if batch.wanted:
+            rows.append(logits.clone())
     return torch.cat(rows)
 
 
@@ -188,9 +207,18 @@ def measure(
     for percent in percents:
         expected: list[torch.Tensor] = []
         for kept in formats:
+            if kept.saved is not None and percent != 100:
+                continue
             with Engine(model, config_of(kept, cut.context, percent)) as engine:
-                token_bytes = engine.layout.token_bytes
-                logits = [last_logits(engine, ids, cut.scored) for ids in cut.windows]
+                layout = engine.layout
+                if kept.saved is None:
+                    logits = [last_logits(engine, ids, cut.scored) for ids in cut.windows]
+                else:
+                    layout = layout.kept_as(kept.saved)
+                    logits = [
+                        logits_after_a_file(engine, ids, cut.scored, kept.saved)
+                        for ids in cut.windows
+                    ]
                 if len(report.rows) == 1:  # of the first format that is not native
                     again = [logits[0], last_logits(engine, cut.windows[0], cut.scored)]
                     bits = map(harness.digest, again)
@@ -205,7 +233,7 @@ def measure(
                 by=KVPAGER,
                 format=kept.name,
                 read=percent,
-                token_bytes=token_bytes,
+                token_bytes=layout.token_bytes,
             )
     return of_all
 
@@ -258,6 +286,7 @@ def judge(report: Report) -> None:
 
     judge_order("keys of 8 bits and values of 4 cost more than 8 bits for both", "q8", "k8v4")
     judge_order("4 bits for both cost more than for values alone", "k8v4", "q4")
+    judge_order("q8 is nearer to native with rotation than without", "q8", "q8 not rotated")
     judge_order("q4 is nearer to native with rotation than without", "q4", "q4 not rotated")
     judge_order("q4 is nearer to native with layer 0 in floats", "q4", "q4 every layer")
     for row in report.rows:
@@ -306,7 +335,7 @@ def texts_report(
         question="What K/V in fewer bits cost in the quality of a language model",
         columns=COLUMNS,
         settings={
-            "formats": {kept.name: dict(kept.fields) for kept in formats},
+            "formats": {kept.name: kept.settings for kept in formats},
             "model": folder.name,
             "scored": scored,
             "windows": {str(length): count for length, count in counts.items()},
@@ -351,7 +380,7 @@ def needles_report(
         question="What is found with K/V in fewer bits",
         columns=NEEDLE_COLUMNS,
         settings={
-            "formats": {kept.name: dict(kept.fields) for kept in formats},
+            "formats": {kept.name: kept.settings for kept in formats},
             "needles": NEEDLES,
             "documents": documents,
         },
@@ -364,6 +393,8 @@ def needles_report(
         queries = [retriever.queries(one) for one in asked]
         for percent in NEEDLE_PERCENTS:
             for kept in formats:
+                if kept.saved is not None:
+                    continue
                 policy = FULL if percent == 100 else OURS
                 told = [
                     ask(retriever, one, q, Budget(context, percent), policy, kept.fields)

@@ -18,10 +18,19 @@ class UnknownFormatError(Exception):
 
 @dataclass(frozen=True)
 class Format:
-    """name: in tables. fields: of the PagerConfig."""
+    """name: in tables. fields: of the PagerConfig.
+
+    saved: the dtype of a file in which what comes before the scored tokens was meanwhile.
+    """
 
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict)
+    saved: str | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For a report."""
+        return dict(self.fields) if self.saved is None else {"saved": self.saved}
 
 
 FORMATS: Mapping[str, Format] = {
@@ -30,11 +39,13 @@ FORMATS: Mapping[str, Format] = {
         Format(NATIVE),
         Format("bfloat16", {"kv_dtype": "bfloat16"}),
         Format("q8", {"kv_dtype": "q8"}),
-        Format("q8 rotated", {"kv_dtype": "q8", "kv_rotation": True}),
+        Format("q8 not rotated", {"kv_dtype": "q8", "kv_rotation": False}),
         Format("k8v4", {"kv_dtype": "k8v4"}),
         Format("q4", {"kv_dtype": "q4"}),
         Format("q4 not rotated", {"kv_dtype": "q4", "kv_rotation": False}),
         Format("q4 every layer", {"kv_dtype": "q4", "float_layers": ()}),
+        Format("saved in q8", saved="q8"),
+        Format("saved in q4", saved="q4"),
     )
 }
 

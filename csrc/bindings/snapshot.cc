@@ -5,15 +5,18 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <tuple>
 
 #include "bindings/bind.h"
 #include "bindings/raw_rows.h"
 #include "bindings/shared.h"
 #include "kvpager/attention.h"
+#include "kvpager/convert.h"
 #include "kvpager/error.h"
 #include "snapshot/loose_content.h"
 
@@ -304,6 +307,22 @@ std::shared_ptr<SnapshotContent> loose_content(const Layout& layout, const Array
       std::make_shared<snapshot::LooseContent>(layout, std::move(ids), std::move(chunks)));
 }
 
+using Counts = std::array<int64_t, 3>;
+
+std::shared_ptr<SnapshotContent> converted_content(
+    const std::shared_ptr<SnapshotContent>& source, const Layout& layout,
+    const std::string& namespace_key, const std::string& salt,
+    const std::optional<std::tuple<Array<int32_t>, Counts, int64_t>>& before) {
+  ConvertedNames names{namespace_key, salt, {}};
+  if (before) {
+    const Array<int32_t>& ids = std::get<0>(*before);
+    names.before = {std::vector<TokenId>(ids.data(), ids.data() + ids.size()), std::get<1>(*before),
+                    std::get<2>(*before)};
+  }
+  const Release release;
+  return dropped_without_gil(converted(source, layout, names));
+}
+
 void bind_content(py::module_& m) {
   py::class_<SnapshotContent, std::shared_ptr<SnapshotContent>>(
       m, "SnapshotContent",
@@ -485,6 +504,11 @@ void bind_snapshot(py::module_& m) {
         py::arg("chain_hashes"), py::arg("exact"), py::arg("payload"),
         "Sealed chunks to be written, from arrays [chunk_bytes] that must not change: 32 bytes of "
         "hash and chunk_tokens ids each. exact: of provenance exact, or approximate.");
+  m.def("converted_content", &converted_content, py::arg("source").none(false), py::arg("layout"),
+        py::arg("namespace_key"), py::arg("salt"), py::arg("before") = std::nullopt,
+        "A content with its K/V in the dtypes of `layout`, to be written to a self-contained file; "
+        "all chunks are approximate. namespace_key: the fingerprint that is saved with it. before: "
+        "released_text() of what was saved.");
   bind_reader(m);
   bind_writer(m);
   m.def(

@@ -44,6 +44,7 @@ __all__: list[str] = [
     "UnsupportedVersionError",
     "arm_fault",
     "attention_of",
+    "converted_content",
     "disarm_faults",
     "isa_name",
     "loose_content",
@@ -849,6 +850,24 @@ def arm_fault(
 def attention_of(options: PagerOptions, q_dtype: str) -> tuple[str, int]:
     """
     What a pager of these options runs for queries of a dtype, "reference" or "tensor", and its version.
+    """
+
+def converted_content(
+    source: SnapshotContent,
+    layout: Layout,
+    namespace_key: str,
+    salt: str,
+    before: tuple[
+        typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+        typing.Annotated[
+            collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], "FixedSize(3)"
+        ],
+        typing.SupportsInt | typing.SupportsIndex,
+    ]
+    | None = None,
+) -> SnapshotContent:
+    """
+    A content with its K/V in the dtypes of `layout`, to be written to a self-contained file; all chunks are approximate. namespace_key: the fingerprint that is saved with it. before: released_text() of what was saved.
     """
 
 def disarm_faults() -> None:

@@ -403,7 +403,7 @@ class PagerConfig(_Validated):
     kv_rotation: Literal["auto", True, False] = _option(
         ('"auto", True or False', _switch),
         "whether K/V of q8 and q4 are rotated, so that their largest numbers cost the others no "
-        "bits; auto: what has 4 bits is",
+        "bits; auto: they are",
         "auto",
     )
     float_layers: Literal["auto"] | tuple[int, ...] = _option(

@@ -279,10 +279,12 @@ class Engine:
         Args:
             name_or_path: the snapshot's name in `store`; without one, the path of a file.
             store: the store it was saved to.
-            on_mismatch: "refuse", or "approximate" to accept another value of the waivable fields
-                of `kvpager.fingerprint.RULES` (releases, processor, threads ...), with results that
-                may differ in their last bits and are never shared as exact. Another model, layout,
-                dtype, RoPE, selection, row or chunk count, or salt is always refused.
+            on_mismatch: "refuse"; "approximate" to accept another value of the waivable fields of
+                `kvpager.fingerprint.RULES` (releases, processor, threads ...), with results that
+                may differ in their last bits and are never shared as exact; or "convert" to accept
+                K/V of another dtype too, which are read and rounded to this engine's now, into a
+                temporary file. Another model, shape, RoPE, selection, row or chunk count, or salt
+                is always refused.
             on_corrupt: "fail" or "recompute".
 
         Raises:

@@ -17,7 +17,7 @@ import xxhash
 from kvpager import _core, numerics
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.errors import FingerprintMismatchError, InvalidArgumentError
-from kvpager.fingerprint_rules import FOLLOWING, WAIVABLE, Rule
+from kvpager.fingerprint_rules import CONVERTIBLE, FOLLOWING, ON_MISMATCH, WAIVABLE, Rule
 from kvpager.fingerprint_rules import RULES as RULES
 from kvpager.hf import RowCounts
 from kvpager.hf.additions import additions_digest
@@ -26,6 +26,7 @@ from kvpager.salts import salt_digest, stretched
 from kvpager.weights import weights_digest
 
 _WAIVE = 'or pass on_mismatch="approximate" to accept results that may differ in their last bits'
+_CONVERT = 'or pass on_mismatch="convert" to go on with K/V rounded to this engine\'s dtype'
 _UNKNOWN = Rule("a field this release does not know")
 # Of a model's configuration: says where it came from or how it is used, not what it computes.
 _INCIDENTAL = frozenset(
@@ -79,9 +80,7 @@ def describe(
         "kv_heads": layout.kv_heads,
         "k_dim": layout.k_dim,
         "v_dim": layout.v_dim,
-        "k_dtype": layout.k_dtype,
-        "v_dtype": layout.v_dtype,
-        **_of_codes(layout),
+        **dtypes_of(layout),
         "chunk_tokens": layout.chunk_tokens,
         "exact": "none" if config.exact is False else "aligned" if aligned else "rows",
         "rows": row_counts.ladder[0],
@@ -121,9 +120,12 @@ def _placement(model: Any) -> str:
     return f", weights at {digest}" if offsets else ""
 
 
-def _of_codes(layout: Layout) -> dict[str, str]:
-    """What q8 has had from the first, nothing rotated and no float layer, needs no field."""
-    said = {}
+def dtypes_of(layout: Layout) -> dict[str, str]:
+    """The fields that say what K/V are kept in, as in CONVERTIBLE.
+
+    What q8 has had from the first, nothing rotated and no float layer, needs no field.
+    """
+    said = {"k_dtype": layout.k_dtype, "v_dtype": layout.v_dtype}
     if layout.k_rotated or layout.v_rotated:
         said["kv_rotation"] = layout.rotation
     if layout.float_layers:
@@ -152,7 +154,8 @@ def compare(
     Args:
         expected: the running engine's.
         found: the snapshot's.
-        on_mismatch: "refuse", or "approximate" to waive the fields in WAIVABLE.
+        on_mismatch: "refuse"; "approximate" to waive the fields in WAIVABLE; or "convert" to waive
+            those in CONVERTIBLE too, which the caller then converts.
         can_waive: whether the message may suggest `on_mismatch`.
         source: names the owner of `found` in the message.
 
@@ -160,20 +163,24 @@ def compare(
         FingerprintMismatchError: with `.field`, `.expected` and `.found` of the first field that
             differs and is not waived; non-waivable fields come first.
     """
-    if on_mismatch not in ("refuse", "approximate"):
+    if on_mismatch not in ON_MISMATCH:
         raise InvalidArgumentError(
-            f'on_mismatch is {on_mismatch!r}; expected "refuse" or "approximate"'
+            f'on_mismatch is {on_mismatch!r}; expected "refuse", "approximate" or "convert"'
         )
+    converts = on_mismatch == "convert"
     names = [*expected, *(name for name in found if name not in expected)]
     different = [name for name in names if expected.get(name) != found.get(name)]
-    numerics = any(name in WAIVABLE for name in different)
+    numerics = any(name in WAIVABLE or (converts and name in CONVERTIBLE) for name in different)
     if numerics:
         different.sort(key=lambda name: 2 if name in FOLLOWING else name in WAIVABLE)
     for name in different:
         waivable = name in WAIVABLE or (numerics and name in FOLLOWING)
-        if waivable and on_mismatch == "approximate":
+        if waivable and on_mismatch != "refuse":
             continue
-        advice = f", {_WAIVE}" if can_waive and waivable else ""
+        if converts and name in CONVERTIBLE:
+            continue
+        advice = _CONVERT if name in CONVERTIBLE else _WAIVE if waivable else ""
+        advice = f", {advice}" if can_waive and advice else ""
         raise _mismatch(name, expected.get(name), found.get(name), source, advice)
     return "approximate" if different else "exact"
 

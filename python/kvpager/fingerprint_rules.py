@@ -21,7 +21,7 @@ class Rule:
             never shared as exact.
         remedy: what to do about a mismatch.
         only_on: whose fingerprints have it: a kind of device, or "codes", those of K/V in fewer
-            bits; empty: all.
+            bits; "converted", those of converted K/V; empty: all.
         follows: it changes with waivable fields, and is waived only together with one of them.
     """
 
@@ -72,6 +72,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "layers that are no codes, and their dtype",
             remedy="set PagerConfig.float_layers to the value it was saved with",
             only_on="codes",
+        ),
+        "kv_converted": Rule(
+            "what K/V were kept in before they were converted to these dtypes",
+            waivable=True,
+            remedy="use a snapshot that was saved without a kv_dtype of its own",
+            only_on="converted",
         ),
         "chunk_tokens": Rule(
             "tokens per chunk",
@@ -158,3 +164,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 # Numerics: another value may change last bits, and a caller may accept that.
 WAIVABLE = tuple(name for name, rule in RULES.items() if rule.waivable)
 FOLLOWING = tuple(name for name, rule in RULES.items() if rule.follows)
+# Fields that a conversion changes, and the one that it adds.
+CONVERTIBLE = ("k_dtype", "v_dtype", "kv_rotation", "float_layers")
+CONVERTED = "kv_converted"
+# What a caller may say of a difference: kvpager.fingerprint.compare.
+ON_MISMATCH = ("refuse", "approximate", "convert")

@@ -125,7 +125,7 @@ class Layout:
 
         Args:
             kv_dtype: `PagerConfig.kv_dtype`.
-            rotation: `PagerConfig.kv_rotation`; "auto": of what has 4 bits.
+            rotation: `PagerConfig.kv_rotation`; "auto": True where they are codes.
             float_layers: `PagerConfig.float_layers`; "auto": layer 0 where something has 4 bits
                 and there are other layers.
 
@@ -147,8 +147,8 @@ class Layout:
             self,
             k_dtype=k_dtype,
             v_dtype=v_dtype,
-            k_rotated=k_dtype == "q4" if rotation == "auto" else rotation,
-            v_rotated=v_dtype == "q4" if rotation == "auto" else rotation,
+            k_rotated=rotation is not False,
+            v_rotated=rotation is not False,
             float_layers=tuple(float_layers),
             float_dtype=self.k_dtype if float_layers and same else "float32",
         )

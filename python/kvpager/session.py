@@ -559,6 +559,7 @@ class Session:
         store: SnapshotStore | None = None,
         upto: int | None = None,
         overwrite: bool = False,
+        kv_dtype: str | None = None,
         wait: Literal[True] = True,
         progress: Progress = None,
     ) -> SaveReport: ...
@@ -571,6 +572,7 @@ class Session:
         store: SnapshotStore | None = None,
         upto: int | None = None,
         overwrite: bool = False,
+        kv_dtype: str | None = None,
         wait: Literal[False],
         progress: Progress = None,
     ) -> SaveHandle: ...
@@ -583,6 +585,7 @@ class Session:
         store: SnapshotStore | None = None,
         upto: int | None = None,
         overwrite: bool = False,
+        kv_dtype: str | None = None,
         wait: bool,
         progress: Progress = None,
     ) -> SaveReport | SaveHandle: ...
@@ -594,6 +597,7 @@ class Session:
         store: SnapshotStore | None = None,
         upto: int | None = None,
         overwrite: bool = False,
+        kv_dtype: str | None = None,
         wait: bool = True,
         progress: Progress = None,
     ) -> SaveReport | SaveHandle:
@@ -611,6 +615,9 @@ class Session:
             upto: the first tokens alone, 1 .. length; None: all, the pending one included. With
                 fewer, the restored session has no pending token.
             overwrite: in a directory store, also replace a snapshot of another salt or model.
+            kv_dtype: "q8", "k8v4", "q4", or a float dtype (`PagerConfig.kv_dtype`): converts K/V to
+                it while they are written; only `Engine.restore` with `on_mismatch` "approximate" or
+                "convert" reads that, as an approximation. None: as they are.
             wait: True: return a report when it is saved; False: return a handle at once.
             progress: True for a bar on stderr, or a callable (bytes done, bytes in all); with
                 `wait=False` the writing thread calls it. If it raises, the save stops.
@@ -623,7 +630,13 @@ class Session:
                 was restored with `on_corrupt="fail"`.
         """
         state = freeze(
-            self.core, self.transcript, name_or_path, store=store, upto=upto, overwrite=overwrite
+            self.core,
+            self.transcript,
+            name_or_path,
+            store=store,
+            upto=upto,
+            overwrite=overwrite,
+            kv_dtype=kv_dtype,
         )
         if wait:
             with reporting_bytes(progress, "save") as report:

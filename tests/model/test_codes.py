@@ -5,6 +5,9 @@ That every relation holds, to the bit, is among the cases of `matrix.py` and in 
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -61,19 +64,52 @@ def test_a_chunk_has_little_more_than_half_of_its_bytes_in_bfloat16():
     assert codes.chunk_bytes / plain.chunk_bytes < 0.51
 
 
-def test_four_bits_are_rotated_and_leave_the_first_layer_as_it_is(model, closing):
-    assert layout_of_engine(model, closing, "q8") == ("none", ())
-    assert layout_of_engine(model, closing, "k8v4") == ("values", (0,))
+KNOWN_MODELS = {  # layers, K/V heads; all with a head_dim of 128
+    "Qwen3-0.6B": (28, 8),
+    "Llama-3.1-8B": (32, 8),
+    "Qwen3-32B": (64, 8),
+}
+
+
+def test_the_page_has_the_bytes_of_a_token():
+    page = Path(__file__).parents[2] / "docs" / "kv_formats.md"
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.read_text(encoding="utf-8").splitlines()
+    ]
+    names = next(row[1:] for row in rows if row[0] == "`kv_dtype`" and row[1] in KNOWN_MODELS)
+    assert names == list(KNOWN_MODELS)
+    for kv_dtype in ("auto", *CODED):
+        told = next(
+            row[1:] for row in rows if row[0].startswith(f'`"{kv_dtype}"`') and row[1][-1].isdigit()
+        )
+        for (layers, heads), count in zip(KNOWN_MODELS.values(), told, strict=True):
+            own = Layout(layers, heads, 128, 128, k_dtype="bfloat16", v_dtype="bfloat16")
+            assert count == f"{own.kept_as(kv_dtype).token_bytes:,}"
+
+
+def test_codes_are_rotated_and_four_bits_leave_the_first_layer_as_it_is(model, closing):
+    assert layout_of_engine(model, closing, "q8") == ("keys and values", ())
+    assert layout_of_engine(model, closing, "k8v4") == ("keys and values", (0,))
     assert layout_of_engine(model, closing, "q4") == ("keys and values", (0,))
-    assert layout_of_engine(model, closing, "q8", kv_rotation=True) == ("keys and values", ())
+    assert layout_of_engine(model, closing, "q8", kv_rotation=False) == ("none", ())
     assert layout_of_engine(model, closing, "q4", kv_rotation=False) == ("none", (0,))
-    assert layout_of_engine(model, closing, "q8", float_layers=[1]) == ("none", (1,))
+    assert layout_of_engine(model, closing, "q8", float_layers=[1]) == ("keys and values", (1,))
     assert layout_of_engine(model, closing, "q4", float_layers=()) == ("keys and values", ())
 
 
 def layout_of_engine(model, closing, kv_dtype, **options):
     layout = closing(make_engine(model, kv_dtype=kv_dtype, **options)).layout
     return layout.rotation, layout.float_layers
+
+
+@pytest.mark.parametrize(("kv_dtype", "warned"), [("q4", True), ("k8v4", True), ("q8", False)])
+def test_a_model_with_attention_sinks_is_warned_about_below_eight_bits(
+    caplog, closing, kv_dtype, warned
+):
+    with caplog.at_level(logging.WARNING):
+        closing(make_engine(build("gpt_oss", "bfloat16"), kv_dtype=kv_dtype))
+    assert ("attention sinks in 3 of its 3 layers" in caplog.text) == warned
 
 
 def test_a_float_layer_has_the_bits_of_an_engine_without_codes(model, closing):
@@ -102,7 +138,7 @@ def test_options_that_fit_no_codes_are_refused_by_name(model, options, said):
 
 def test_each_number_is_within_half_a_step_of_the_one_that_was_computed(model, closing):
     ids = prompt(100)
-    engine = closing(make_engine(model, kv_dtype="q8"))
+    engine = closing(make_engine(model, kv_dtype="q8", kv_rotation=False))
     plain = closing(make_engine(model, kv_dtype="float32"))
     # The first layer's K/V depend on no other's: they are those that became codes.
     expected, found = (computed(one, ids)[1] for one in (plain, engine))
@@ -214,7 +250,8 @@ def test_inspect_and_diff_know_codes(engine, coded, tmp_path, capsys):
     assert main(["snapshot", "inspect", paths[0]]) == 0
     out = capsys.readouterr().out
     assert f"head_dim {engine.layout.k_dim} ({CODED[coded][0]}) and" in out
-    assert ("rotated" in out) == ("float layers" in out) == (coded != "q8")
+    assert "rotated      keys and values" in out
+    assert ("float layers" in out) == (coded != "q8")
     assert main(["snapshot", "verify", paths[0]]) == 0
     capsys.readouterr()
     assert main(["snapshot", "diff", *paths]) == 1

@@ -15,7 +15,14 @@ pytest.importorskip("kvpager_bench")
 from kvpager import Engine, PagerConfig
 from kvpager.config import KV_DTYPES
 from kvpager_bench import divergence, format_quality, kv_formats, pages
-from kvpager_bench.format_quality import COLUMNS, NEEDLE_COLUMNS, Cut, last_logits, windows
+from kvpager_bench.format_quality import (
+    COLUMNS,
+    NEEDLE_COLUMNS,
+    Cut,
+    last_logits,
+    logits_after_a_file,
+    windows,
+)
 from kvpager_bench.kv_formats import FORMATS, Format, UnknownFormatError, formats_of
 from kvpager_bench.peers import kv_caches
 from kvpager_bench.peers.environments import Missing, PeerError
@@ -128,6 +135,15 @@ class TestLogits:
                 with engine.session() as session:
                     session.prefill(self.IDS[: len(self.IDS) - 70 + row])
                     assert torch.equal(session.logits, logits[row])
+
+    def test_those_after_a_file_differ_only_if_the_file_has_other_numbers(self, model):
+        with engine_of(model) as engine:
+            logits = last_logits(engine, self.IDS, 70)
+            same = logits_after_a_file(engine, self.IDS, 70, "float32")
+            coded = logits_after_a_file(engine, self.IDS, 70, "q8")
+        assert torch.equal(same, logits)
+        assert not torch.equal(coded, logits)
+        assert divergence.kl_divergences(logits, coded).max() < 0.01
 
     def test_a_row_has_the_distance_from_native(self, model):
         cut = Cut(130, [self.IDS, self.IDS[::-1].copy()], 64)

@@ -441,6 +441,21 @@ def test_a_store_keeps_to_the_budget_and_ttl_it_was_given(capsys, model_dir, tmp
     assert "bytes" in err
 
 
+def test_a_file_in_fewer_bits_is_smaller_and_taken_only_where_that_is_said(
+    capsys, model_dir, tmp_path
+):
+    common = ("--model", model_dir, "--pool", "256", "--max-new-tokens", 2)
+    paths = [tmp_path / "whole.kvsnap", tmp_path / "coded.kvsnap"]
+    generate(capsys, *common, "--ids", text_ids(300), "--save", paths[0])
+    generate(capsys, *common, "--ids", text_ids(300), "--save", paths[1], "--save-kv-dtype", "q8")
+    assert paths[1].stat().st_size < 0.6 * paths[0].stat().st_size
+    code, err = refused(capsys, "generate", "-q", *common, "--restore", paths[1])
+    assert code == 1
+    assert 'on_mismatch="convert"' in err
+    again = generate(capsys, *common, "--restore", paths[1], "--on-mismatch", "convert")
+    assert len(again["ids"]) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -448,6 +463,7 @@ def test_a_store_keeps_to_the_budget_and_ttl_it_was_given(capsys, model_dir, tmp
         (("--store-ttl", "7d"), "--store-ttl has no meaning without --store"),
         (("--on-corrupt", "recompute"), "--on-corrupt has no meaning without --restore"),
         (("--on-mismatch", "approximate"), "--on-mismatch has no meaning without --restore"),
+        (("--save-kv-dtype", "q8"), "--save-kv-dtype has no meaning without --save"),
         (("--store", "s", "--store-budget", "much"), "--store-budget is 'much'"),
         (("--store", "s", "--store-ttl", "soon"), "--store-ttl is 'soon'"),
         (("--store", "s", "--save", "../up"), "--save is '../up'"),

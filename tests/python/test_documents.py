@@ -26,6 +26,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Those of docs/segments.md, companions.md and exactness.md have tests of their own.
 RUNS = (
     "README.md",
+    "docs/kv_formats.md",
     "docs/pager.md",
     "docs/transformers_cache.md",
     *(f"docs/tutorials/{name}.md" for name in ("first_conversation", "agent_loop", "documents")),

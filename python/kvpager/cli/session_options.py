@@ -13,8 +13,9 @@ from kvpager.cli.options import add_mode, parse_ids, prompt_ids, read_text
 from kvpager.cli.output import check_writable, shows_progress
 from kvpager.cli.segment_store import find_segments
 from kvpager.cli.snapshot.address import Address, find_snapshot, find_store
-from kvpager.config import parse_bytes
+from kvpager.config import KV_DTYPES, parse_bytes
 from kvpager.errors import InvalidArgumentError
+from kvpager.fingerprint_rules import ON_MISMATCH
 from kvpager.stores import DirectoryStore, FileStore, SaveReport
 from kvpager.stores.names import check_name
 from kvpager.stores.permissions import PRIVATE
@@ -35,6 +36,12 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--save", metavar="FILE", help="save the session at the end; with --store a NAME in it"
+    )
+    group.add_argument(
+        "--save-kv-dtype",
+        choices=KV_DTYPES,
+        help="K/V of --save are converted to it, such as q8, to take less room; only --restore "
+        "with --on-mismatch takes that, as an approximation (default: as they are)",
     )
     group.add_argument(
         "--store",
@@ -64,10 +71,11 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--on-mismatch",
-        choices=("refuse", "approximate"),
+        choices=ON_MISMATCH,
         default="refuse",
         help="where --restore was saved under another release, processor or number of threads: "
-        "refuse (default), or go on with results that may differ in their last bits",
+        "refuse (default), or approximate: go on with results that may differ in their last bits; "
+        "convert: also where it has K/V of another dtype, which are rounded to this one's",
     )
 
 
@@ -101,7 +109,9 @@ class SessionPlaces:
         if not self.args.save:
             return None
         store = self.store or FileStore(mode=self.args.mode or PRIVATE)
-        return session.save(self.args.save, store=store, progress=progress)
+        return session.save(
+            self.args.save, store=store, kv_dtype=self.args.save_kv_dtype, progress=progress
+        )
 
 
 def session_places(args: argparse.Namespace) -> SessionPlaces:
@@ -119,6 +129,8 @@ def session_places(args: argparse.Namespace) -> SessionPlaces:
             raise UsageError(f"{option} has no meaning without --store")
     if args.mode is not None and args.store is None and args.save is None:
         raise UsageError("--file-mode has no meaning without --save or --store")
+    if args.save_kv_dtype is not None and args.save is None:
+        raise UsageError("--save-kv-dtype has no meaning without --save")
     for option, value in (
         ("--on-corrupt", args.on_corrupt != "fail"),
         ("--on-mismatch", args.on_mismatch != "refuse"),

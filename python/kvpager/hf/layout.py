@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from kvpager.config import PagerConfig
 from kvpager.errors import UnsupportedModelError
 from kvpager.hf.observe import Observation
 from kvpager.layout import Layout
+
+_log = logging.getLogger(__name__)
 
 NO_KV_DIM = 16  # head_dim of the zeros that stand for the K/V of a model without attention
 
@@ -66,7 +69,16 @@ def layout_of(
         k_dtype=_dtype_name(k_dtype),
         v_dtype=_dtype_name(v_dtype),
     )
-    return own.kept_as(config.kv_dtype, config.kv_rotation, config.float_layers)
+    kept = own.kept_as(config.kv_dtype, config.kv_rotation, config.float_layers)
+    if seen.sinks and "q4" in (kept.k_dtype, kept.v_dtype):
+        _log.warning(
+            "%s has attention sinks in %d of its %d layers, which take weight from what 4 bits "
+            'leave of a key; no such model was measured in 4 bits: kv_dtype="q8" is safer',
+            name,
+            len(seen.sinks),
+            layers,
+        )
+    return kept
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

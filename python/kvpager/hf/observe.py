@@ -51,6 +51,7 @@ class Recorder:
 
     calls: dict[int, LayerTensors] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
+    sinks: set[int] = field(default_factory=set)
 
     def attend(
         self,
@@ -65,13 +66,15 @@ class Recorder:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Of v [M, Hkv, Dv]: its rows, one per head of q."""
-        del scaling, softcap, sinks
+        del scaling, softcap
         if layer in self.calls:
             raise UnsupportedModelError(
                 f"layer {layer} attends more than once; use a model with one attention per layer"
             )
         self.calls[layer] = (q, k, v)
         self.windows[layer] = window
+        if sinks is not None:
+            self.sinks.add(layer)
         return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(q.dtype)
 
 
@@ -95,6 +98,7 @@ class Observation:
         hidden: [M, hidden_size], the decoder's output.
         calls: of every distinct module without children, or with expert weights.
         windows: how many positions back each attention call let a row see; None: all of them.
+        sinks: layers whose softmax has attention sinks, logits of no key.
     """
 
     tokens: torch.Tensor
@@ -103,6 +107,7 @@ class Observation:
     hidden: torch.Tensor
     calls: list[Call]
     windows: dict[int, int | None] = field(default_factory=dict)
+    sinks: set[int] = field(default_factory=set)
 
     @property
     def rows(self) -> int:
@@ -143,7 +148,9 @@ def observe(model: Any, rows: int) -> Observation:
                 "that is plain, soft-capped or scaled"
             )
     calls = [*seen.calls.values()]
-    return Observation(tokens, positions, recorder.calls, seen.hidden, calls, recorder.windows)
+    return Observation(
+        tokens, positions, recorder.calls, seen.hidden, calls, recorder.windows, recorder.sinks
+    )
 
 
 @dataclass

@@ -21,12 +21,14 @@ from kvpager.errors import (
     locate_damage,
 )
 from kvpager.execution.core import EngineCore
+from kvpager.layout import Layout
 from kvpager.released import ReleasedText
 from kvpager.scheduling.chat import settled
 from kvpager.scheduling.prefill import prefill_all
 from kvpager.scheduling.recompute import recompute_chunk, recomputing_damage, require_repairable
 from kvpager.scheduling.trim import trim
 from kvpager.snapshots.companions import freeze_companions
+from kvpager.snapshots.converting import converted_content, layout_to_save, written
 from kvpager.stores import FileStore, SaveReport, SnapshotStore
 from kvpager.stores.companion import CompanionSnapshot
 from kvpager.text.damage import DamageHandling
@@ -51,7 +53,8 @@ class FrozenState:
     store: SnapshotStore
     companions: tuple[CompanionSnapshot, ...] = ()
     overwrite: bool = False
-    released: TokenIds | None = None  # token ids of released chunks, before the content
+    released: ReleasedText | None = None  # before the content
+    layout: Layout | None = None  # to convert to
 
     def write(self, report: Callable[[int, int], object]) -> SaveReport:
         """Saves it; computes damaged chunks again if the transcript allows."""
@@ -65,10 +68,11 @@ class FrozenState:
         repaired: set[int] = set()
         while True:
             try:
+                content, fingerprint = self._to_save(advance)
                 return self.store.save(
                     self.name,
-                    self.content,
-                    fingerprint=self.core.pager.fingerprint_json,
+                    content,
+                    fingerprint=fingerprint,
                     session=self.note,
                     progress=advance,
                     **beside,
@@ -85,12 +89,25 @@ class FrozenState:
                 self.damage.count(recompute_chunk(self.core, text, error, self.salt))
                 repaired.add(chunk)
 
+    def _to_save(self, progress: Callable[[int, int], None]) -> tuple[_core.SnapshotContent, str]:
+        """The content, converted if that was asked for, and its fingerprint."""
+        if self.layout is None:
+            return self.content, self.core.pager.fingerprint_json
+        content, fingerprint = converted_content(
+            self.content, self.layout, self.core.fingerprint, self.salt, self.released
+        )
+        if isinstance(self.store, FileStore):
+            return content, fingerprint
+        # A store needs to know what it has already before it writes.
+        return written(content, fingerprint, self.note, progress), fingerprint
+
     def _text(self) -> tuple[TokenIds, int]:
         """All token ids, and the number of chunks before the first of the content."""
         if self.released is None:
             return self.content.tokens, 0
-        first = len(self.released) // self.core.layout.chunk_tokens
-        return np.concatenate([self.released, self.content.tokens]), first
+        ids = self.released.tokens
+        first = len(ids) // self.core.layout.chunk_tokens
+        return np.concatenate([ids, self.content.tokens]), first
 
 
 def destination(name_or_path: object, store: SnapshotStore | None) -> tuple[str, SnapshotStore]:
@@ -118,6 +135,7 @@ def freeze(
     store: SnapshotStore | None = None,
     upto: int | None = None,
     overwrite: bool = False,
+    kv_dtype: object = None,
     beside: Mapping[str, object] = {},  # never changed
 ) -> FrozenState:
     """Freezes the transcript for a save. Arguments and errors: those of `Session.save`.
@@ -128,6 +146,7 @@ def freeze(
     if not transcript.length:
         raise InvalidArgumentError("save: the session is empty; call prefill(ids) first")
     name, target = destination(name_or_path, store)
+    layout = layout_to_save(core, kv_dtype)
     length = transcript.length
     upto = length if upto is None else upto
     if type(upto) is not int or not 1 <= upto <= length:
@@ -155,7 +174,8 @@ def freeze(
     return FrozenState(
         core=core,
         content=content,
-        released=None if released is None else released.tokens,
+        released=released,
+        layout=layout,
         note=transcript.sequence.session_text(values, content),
         salt=transcript.sequence.salt,
         damage=transcript.damage,

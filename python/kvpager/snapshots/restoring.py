@@ -20,6 +20,7 @@ from kvpager.pager import Sequence, SnapshotInfo
 from kvpager.sampling import Sampling
 from kvpager.scheduling.recompute import extend, recomputing_damage, require_repairable
 from kvpager.snapshots.companions import restore_companions
+from kvpager.snapshots.converting import in_layout
 from kvpager.snapshots.freezing import RELEASED_VERSION, SESSION_VERSION, destination
 from kvpager.snapshots.older import in_todays_terms, salt_of
 from kvpager.stores import SnapshotStore
@@ -49,8 +50,9 @@ def restore_transcript(
     )
     state = SavedState.of(snapshot, core.vocab_size)
     damage: CorruptSnapshotError | None = None
+    salt = salt_of(core, snapshot)
+    snapshot = in_layout(snapshot, core.layout, salt)
     try:
-        salt = salt_of(core, snapshot)
         sequence = core.pager.restore(snapshot, salt=salt, provenance=provenance)
     except CorruptSnapshotError as error:  # in the tail: no sealed chunk is read yet
         if on_corrupt != RECOMPUTE:

@@ -126,9 +126,9 @@ class Cache(transformers.Cache):
             model: with the weights that it was saved with.
             name_or_path: the snapshot's name in `store`; without one, the path of a file.
             store: the store it was saved to.
-            on_mismatch: "refuse", or "approximate" to accept other releases, processors, threads
-                and so on, also a snapshot that a `Session` saved; see
-                `kvpager.fingerprint.RULES`.
+            on_mismatch: "refuse"; "approximate" to accept other releases, processors, threads and
+                so on, also a snapshot that a `Session` saved; or "convert" to accept K/V of another
+                dtype too. See `Engine.restore`.
             config: the pager's options, as for a new cache.
             progress: as for a new cache.
             **options: of PagerConfig, as for a new cache.

@@ -103,4 +103,6 @@ def _observed(model: Any) -> Observation:
     recorder = Recorder()
     with torch.inference_mode(), running(recorder):
         hidden = decoder_of(model)(**packed_inputs(tokens, positions))[0][0]
-    return Observation(tokens, positions, recorder.calls, hidden, [], recorder.windows)
+    return Observation(
+        tokens, positions, recorder.calls, hidden, [], recorder.windows, recorder.sinks
+    )

@@ -9,6 +9,7 @@ from kvpager.errors import InvalidArgumentError
 from kvpager.pager import SnapshotInfo
 from kvpager.progress import Progress, reporting_bytes
 from kvpager.released import ReleasedText
+from kvpager.snapshots.converting import in_layout
 from kvpager.snapshots.freezing import RELEASED_VERSION, SESSION_VERSION, destination
 from kvpager.stores import SaveReport, SnapshotStore
 from kvpager.transformers_cache.host import Host
@@ -64,5 +65,6 @@ def restored_batch(
     provenance = fingerprints.compare(
         host.known.fingerprint, snapshot.fingerprint, on_mismatch=on_mismatch, source=snapshot.path
     )
+    snapshot = in_layout(snapshot, host.pager.layout, salt="")
     sequence = host.pager.restore(snapshot, provenance=provenance)
     return Batch((sequence,), (0,), (0,), sequence.length)
