@@ -5,7 +5,7 @@
 namespace kvpager::gpu {
 namespace tensor {
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCodes>
 int launch_tensor(const Launch& launch, void* stream);  // attend_tensor_*.cu
 
 namespace {
@@ -14,12 +14,19 @@ template <DType kType>
 int launch_dim(const Launch& launch, void* stream) {
   switch (launch.attend.shape.k_dim) {
     case 64:
-      return launch_tensor<kType, 64>(launch, stream);
+      return launch_tensor<kType, 64, false>(launch, stream);
     case 96:
-      return launch_tensor<kType, 96>(launch, stream);
+      return launch_tensor<kType, 96, false>(launch, stream);
     default:
-      return launch_tensor<kType, 128>(launch, stream);
+      return launch_tensor<kType, 128, false>(launch, stream);
   }
+}
+
+// Of q8.
+int launch_codes(const Launch& launch, void* stream) {
+  return launch.attend.shape.k_dim == 64
+             ? launch_tensor<DType::kBFloat16, 64, true>(launch, stream)
+             : launch_tensor<DType::kBFloat16, 128, true>(launch, stream);
 }
 
 // Whether neighbouring elements, the first of them even, can be read and written as one word.
@@ -35,9 +42,11 @@ constexpr int64_t kMostScratchBytes = int64_t{256} << 20;
 }  // namespace tensor
 
 bool has_tensor_attention(const Shape& shape) {
-  const bool half = shape.k_dtype == DType::kBFloat16 || shape.k_dtype == DType::kFloat16;
-  const bool dim = shape.k_dim == 64 || shape.k_dim == 96 || shape.k_dim == 128;
-  return half && shape.v_dtype == shape.k_dtype && shape.q_dtype == shape.k_dtype && dim &&
+  const bool codes = shape.k_dtype == DType::kQ8;
+  const bool halves = shape.k_dtype == DType::kBFloat16 || shape.k_dtype == DType::kFloat16;
+  const bool dim = shape.k_dim == 64 || shape.k_dim == 128 || (shape.k_dim == 96 && halves);
+  return (codes || halves) && shape.v_dtype == shape.k_dtype &&
+         shape.q_dtype == (codes ? DType::kBFloat16 : shape.k_dtype) && dim &&
          shape.v_dim == shape.k_dim && shape.chunk_tokens == tensor::kTokens;
 }
 
@@ -64,6 +73,7 @@ int attend_tensor(const AttendParams& params, void* stream) {
   }
   launch.q_words = tensor::in_words(params.q);
   launch.out_words = params.out.dtype != DType::kFloat32 && tensor::in_words(params.out);
+  if (params.shape.k_dtype == DType::kQ8) return tensor::launch_codes(launch, stream);
   return params.shape.k_dtype == DType::kBFloat16
              ? tensor::launch_dim<DType::kBFloat16>(launch, stream)
              : tensor::launch_dim<DType::kFloat16>(launch, stream);

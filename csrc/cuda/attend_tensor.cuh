@@ -14,6 +14,8 @@
 //           that saw no key is skipped. M' = max(M, m), L = fmaf(L, 2^(M - M'), l * 2^(m - M')),
 //           acc likewise
 //   out     acc / l, + 0 so that a zero has one sign; zeros for a row that sees no key
+// Of q8 codes, K and V are levels, exact in bfloat16: s[t] is times the key's scale before it is times
+// `scale`; p[t] times the value's scale is what is rounded. Rotated queries are rounded to bfloat16.
 // A weight that is 0 times a value is taken to add nothing, whatever the value: the values of later
 // rows of a tile are there in some forwards and zeros in others.
 #pragma once

@@ -2,6 +2,6 @@
 
 namespace kvpager::gpu::tensor {
 
-template int launch_tensor<DType::kBFloat16, 128>(const Launch& launch, void* stream);
+template int launch_tensor<DType::kBFloat16, 128, false>(const Launch& launch, void* stream);
 
 }  // namespace kvpager::gpu::tensor

@@ -52,10 +52,13 @@ struct Copy {
 };
 
 // Where a lane's row address for load_matrix_x4_trans is in a tile: add rows in multiples of 16 and
-// units in multiples of 2 with Units::step.
-template <int kUnits>
+// units in multiples of 2 with Units::step. A row of codes is a pair of rows: of eight of them, rows 2 i
+// and 2 i + 1 of a matrix are i and i + 4, so that a lane gets the codes of its places in b0 and b1.
+template <int kUnits, bool kCodes>
 KVP_DEVICE int matrix_offset() {
-  return Units<kUnits>::offset(lane_index() & 15, lane_index() >> 4);
+  int row = lane_index() & 15;
+  if (kCodes) row = (row & 8) | (row & 7) >> 1 | (row & 1) << 2;
+  return Units<kUnits>::offset(row, lane_index() >> 4);
 }
 
 template <DType kType>
@@ -149,20 +152,28 @@ struct SharedFragments {
   }
 };
 
+// Elements `at` and at + 1 of q as a pair of kType.
+template <DType kType>
+KVP_DEVICE uint32_t pair_of_floats(const Tensor& q, int64_t at) {
+  const float* from = static_cast<const float*>(q.data) + at;
+  return pack<kType>(from[0], from[1]);
+}
+
 KVP_DEVICE uint32_t load_pair(const uint16_t* from, bool words) {
   if (words) return *reinterpret_cast<const uint32_t*>(from);
   return static_cast<uint32_t>(from[0]) | static_cast<uint32_t>(from[1]) << 16;
 }
 
-template <int kDim, int kM, class Fragments>
+// Queries of codes may be rotated ones, which are float32.
+template <DType kType, int kDim, int kM, bool kCodes, class Fragments>
 KVP_DEVICE void load_queries(const Launch& launch, const Queries<kM>& queries, Fragments& out) {
   const Tensor& q = launch.attend.q;
   KVP_UNROLL
   for (int m = 0; m < kM; ++m) {
-    const uint16_t* from[2];
+    int64_t from[2];
     KVP_UNROLL
     for (int half = 0; half < 2; ++half) {
-      from[half] = static_cast<const uint16_t*>(q.data) + lane_index() % 4 * 2;
+      from[half] = lane_index() % 4 * 2;
       if (queries.row[m][half] >= 0) {
         from[half] += queries.row[m][half] * q.row_stride + queries.q_head(m, half) * q.head_stride;
       }
@@ -173,9 +184,14 @@ KVP_DEVICE void load_queries(const Launch& launch, const Queries<kM>& queries, F
       KVP_UNROLL
       for (int i = 0; i < 4; ++i) {
         const int half = i & 1;
-        a[i] = queries.row[m][half] < 0
-                   ? 0
-                   : load_pair(from[half] + 16 * k + 8 * (i >> 1), launch.q_words);
+        const int64_t at = from[half] + 16 * k + 8 * (i >> 1);
+        if (queries.row[m][half] < 0) {
+          a[i] = 0;
+        } else if (kCodes && q.dtype == DType::kFloat32) {
+          a[i] = pair_of_floats<kType>(q, at);
+        } else {
+          a[i] = load_pair(static_cast<const uint16_t*>(q.data) + at, launch.q_words);
+        }
       }
       out.put(m, k, a);
     }
@@ -199,8 +215,21 @@ KVP_DEVICE void add_scores(float (&s)[kM][kTokens / 8][4], const uint32_t (&q)[k
   }
 }
 
-// acc += p v over 16 tokens, in the same way. kKeep: a half that is not `seen` is
-// left as it is; without, all are seen or unused.
+// to += p b. kKeep: a half that is not `seen` is left as it is; without, all are seen or unused.
+template <DType kType, bool kKeep>
+KVP_DEVICE void add_value(float (&to)[4], const uint32_t (&p)[4], uint32_t b0, uint32_t b1,
+                          const bool (&seen)[2]) {
+  if constexpr (kKeep) {
+    float sum[4] = {to[0], to[1], to[2], to[3]};
+    mma<kType>(sum, p, b0, b1);
+    KVP_UNROLL
+    for (int e = 0; e < 4; ++e) to[e] = seen[e >> 1] ? sum[e] : to[e];
+  } else {
+    mma<kType>(to, p, b0, b1);
+  }
+}
+
+// acc += p v over 16 tokens, in the same way.
 template <DType kType, int kDim, int kM, bool kKeep>
 KVP_DEVICE void add_values(float (&acc)[kM][kDim / 8][4], const uint32_t (&p)[kM][4],
                            const unsigned char* values, int row, const bool (&seen)[kM][2]) {
@@ -212,19 +241,124 @@ KVP_DEVICE void add_values(float (&acc)[kM][kDim / 8][4], const uint32_t (&p)[kM
     for (int m = 0; m < kM; ++m) {
       KVP_UNROLL
       for (int i = 0; i < 2; ++i) {
-        float (&to)[4] = acc[m][2 * n + i];
-        if constexpr (kKeep) {
-          float sum[4] = {to[0], to[1], to[2], to[3]};
-          mma<kType>(sum, p[m], b[2 * i], b[2 * i + 1]);
-          KVP_UNROLL
-          for (int e = 0; e < 4; ++e) to[e] = seen[m][e >> 1] ? sum[e] : to[e];
-        } else {
-          mma<kType>(to, p[m], b[2 * i], b[2 * i + 1]);
-        }
+        add_value<kType, kKeep>(acc[m][2 * n + i], p[m], b[2 * i], b[2 * i + 1], seen[m]);
       }
     }
   }
 }
+
+// Four codes of q8 as the bfloat16 numbers that they are, exactly: levels have 7 bits and a sign.
+struct Levels {
+  uint32_t low, high;  // of the lower two, and of the upper two
+};
+KVP_DEVICE Levels levels_of(uint32_t codes) {
+  const uint32_t biased = codes ^ 0x80808080u;  // level + 128
+  uint32_t bits[4];
+  KVP_UNROLL
+  for (int i = 0; i < 4; ++i) {  // 2^23 + level + 128, less 2^23 + 128
+    bits[i] = float_to_bits(bits_to_float(0x4B000000u | (biased >> (8 * i) & 0xFFu)) - 8388736.0f);
+  }
+  return {bits[0] >> 16 | (bits[1] & 0xFFFF0000u), bits[2] >> 16 | (bits[3] & 0xFFFF0000u)};
+}
+
+// s += q k^T over 32 of d, of codes without their scales: 16 rows of pairs of d.
+template <int kM>
+KVP_DEVICE void add_code_scores(float (&s)[kM][kTokens / 8][4], const uint32_t (&q)[2][kM][4],
+                                const unsigned char* keys, int row) {
+  KVP_UNROLL
+  for (int n = 0; n < kTokens / 16; ++n) {
+    uint32_t b[4];
+    load_matrix_x4_trans(b, Units<kTokens / 8>::step(keys, row, 2 * n));
+    KVP_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const Levels levels = levels_of(b[i]);
+      KVP_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        mma<DType::kBFloat16>(s[m][2 * n + (i >> 1)], q[i & 1][m], levels.low, levels.high);
+      }
+    }
+  }
+}
+
+// acc += p v over 32 tokens, in the same way; p has the scales.
+template <int kDim, int kM, bool kKeep>
+KVP_DEVICE void add_code_values(float (&acc)[kM][kDim / 8][4], const uint32_t (&p0)[kM][4],
+                                const uint32_t (&p1)[kM][4], const unsigned char* values, int row,
+                                const bool (&seen)[kM][2]) {
+  KVP_UNROLL
+  for (int n = 0; n < kDim / 16; ++n) {
+    uint32_t b[4];
+    load_matrix_x4_trans(b, Units<kDim / 8>::step(values, row, 2 * n));
+    KVP_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const Levels levels = levels_of(b[i]);
+      KVP_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        add_value<DType::kBFloat16, kKeep>(acc[m][2 * n + (i >> 1)], (i & 1) == 0 ? p0[m] : p1[m],
+                                           levels.low, levels.high, seen[m]);
+      }
+    }
+  }
+}
+
+// acc += p v over 16 rows of a tile, the `step`th such.
+template <DType kType, int kDim, int kM, bool kCodes, bool kKeep>
+KVP_DEVICE void use_values(float (&acc)[kM][kDim / 8][4], const uint32_t (&p)[kTokens / 16][kM][4],
+                           int step, const unsigned char* values, int row,
+                           const bool (&seen)[kM][2]) {
+  if constexpr (kCodes) {
+    add_code_values<kDim, kM, kKeep>(acc, p[2 * step], p[2 * step + 1], values, row, seen);
+  } else {
+    add_values<kType, kDim, kM, kKeep>(acc, p[step], values, row, seen);
+  }
+}
+
+// How a page lies in memory. Rows of a tile are what it is brought by: of codes, pairs of d or tokens.
+template <int kDim, bool kCodes>
+struct Page {
+  static constexpr int kKeyRows = kCodes ? kDim / 2 : kDim;
+  static constexpr int kValueRows = kCodes ? kTokens / 2 : kTokens;
+  static constexpr int kTileBytes = kKeyRows * kTokens * 2;  // of K and of V, without scales
+  static constexpr int kValuesAt = kTileBytes + (kCodes ? kTokens * 2 : 0);
+};
+
+// Two bfloat16 scales as float32.
+KVP_DEVICE Float2 two_scales(uint32_t both) {
+  return {{bits_to_float(both << 16), bits_to_float(both & 0xFFFF0000u)}};
+}
+
+// Scales of a tile's keys and values, of codes: of the two columns that a lane has of block n. All lanes.
+struct LaneScales {
+  uint32_t mine[2] = {};  // of keys and values, of tokens 2 lane and 2 lane + 1
+
+  template <int kDim>
+  static KVP_DEVICE LaneScales of(const unsigned char* page) {
+    using P = Page<kDim, true>;
+    const int at = P::kTileBytes + 4 * lane_index();
+    return {{*reinterpret_cast<const uint32_t*>(page + at),
+             *reinterpret_cast<const uint32_t*>(page + P::kValuesAt + at)}};
+  }
+  KVP_DEVICE Float2 keys(int n) const {
+    return two_scales(shuffle(mine[0], 4 * n + lane_index() % 4));
+  }
+  KVP_DEVICE Float2 values(int n) const {
+    return two_scales(shuffle(mine[1], 4 * n + lane_index() % 4));
+  }
+};
+
+// The same in shared memory: those of keys, then those of values.
+struct SharedScales {
+  static constexpr int kBytes = 2 * kTokens * 2;
+  const unsigned char* memory = nullptr;
+
+  KVP_DEVICE Float2 keys(int n) const {
+    return two_scales(reinterpret_cast<const uint32_t*>(memory)[4 * n + lane_index() % 4]);
+  }
+  KVP_DEVICE Float2 values(int n) const {
+    return two_scales(
+        reinterpret_cast<const uint32_t*>(memory)[kTokens / 2 + 4 * n + lane_index() % 4]);
+  }
+};
 
 // cap * tanh(x) = cap * (1 - e) / (1 + e), the division as Newton steps from a line that is off by 1/17
 // at most: eight times as many digits after three of them, and no branch.
@@ -381,10 +515,22 @@ struct SplitState {
     }
   }
 
-  // The tile's scores become weights, packed as A fragments; acc is rescaled.
-  template <DType kType>
+  // The tile's scores become weights, packed as A fragments; acc is rescaled. scales: of codes.
+  template <DType kType, bool kCodes, class Scales>
   KVP_DEVICE void take(const Launch& launch, bool masked, const TileSight (&sight)[kM],
-                       float (&s)[kM][kTokens / 8][4], uint32_t (&p)[kTokens / 16][kM][4]) {
+                       const Scales& scales, float (&s)[kM][kTokens / 8][4],
+                       uint32_t (&p)[kTokens / 16][kM][4]) {
+    if constexpr (kCodes) {
+      KVP_UNROLL
+      for (int n = 0; n < kTokens / 8; ++n) {
+        const Float2 scale = scales.keys(n);
+        KVP_UNROLL
+        for (int i = 0; i < kM; ++i) {
+          KVP_UNROLL
+          for (int e = 0; e < 4; ++e) s[i][n][e] *= scale.x[e & 1];
+        }
+      }
+    }
     KVP_UNROLL
     for (int i = 0; i < kM; ++i) {
       float rescale[2];
@@ -395,6 +541,22 @@ struct SplitState {
           for (int e = 0; e < 4; ++e) acc[i][n][e] *= rescale[e >> 1];
         }
       }
+    }
+    if constexpr (kCodes) {
+      KVP_UNROLL
+      for (int n = 0; n < kTokens / 8; ++n) {
+        const Float2 scale = scales.values(n);
+        KVP_UNROLL
+        for (int i = 0; i < kM; ++i) {
+          KVP_UNROLL
+          for (int e = 0; e < 4; ++e) {  // the scale of a token that is not written may be anything
+            s[i][n][e] = s[i][n][e] == 0.0f ? 0.0f : s[i][n][e] * scale.x[e & 1];
+          }
+        }
+      }
+    }
+    KVP_UNROLL
+    for (int i = 0; i < kM; ++i) {
       KVP_UNROLL
       for (int k = 0; k < kTokens / 16; ++k) {
         KVP_UNROLL

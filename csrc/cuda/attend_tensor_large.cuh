@@ -1,7 +1,7 @@
 // Tiles of up to 128 queries: prefill. A block's warps share K and V tiles in shared memory.
 //
 // With head_dim 64 a warp has two 16-row tiles, which halves what is read from shared memory per
-// mma; with more its registers hold one. K and V are double buffered (one barrier per tile) and the
+// mma; with more, and with codes, its registers hold one. K and V are double buffered (one barrier per tile) and the
 // group's state lies in shared memory. At head_dim 128: 8 warps, 64 KiB of tiles, 68 KiB of state; per tile of 64 keys 1024
 // mma of 16x8x16 and 256 KiB read from shared memory, 2048 clocks at 128 bytes each.
 #pragma once
@@ -12,19 +12,20 @@
 
 namespace kvpager::gpu::tensor {
 
-template <int kDim>
+template <int kDim, bool kCodes>
 struct LargeShape {
-  static constexpr int kM = kDim == 64 ? 2 : 1;
+  using P = Page<kDim, kCodes>;
+  static constexpr int kM = kDim == 64 && !kCodes ? 2 : 1;
   static constexpr int kWarps = kLargeTile / (16 * kM);
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = 2;
-  static constexpr int kBlocksPerMultiprocessor = kDim == 64 ? 2 : 1;
-  static constexpr int kTileBytes = kDim * kTokens * 2;  // of K, and of V
-  static constexpr bool kSharedQueries = kM == 2;
+  static constexpr int kBlocksPerMultiprocessor = kM == 2 ? 2 : 1;
+  static constexpr int kTileBytes = P::kTileBytes;  // of K, and of V
+  static constexpr bool kSharedQueries = kM == 2 || (kCodes && kDim == 128);
   using Fragments =
       std::conditional_t<kSharedQueries, SharedFragments<kDim, kM>, RegisterFragments<kDim, kM>>;
   // In shared memory: addresses of a group's pages, what each warp sees of it, tiles, queries, the
-  // group's state, and what each thread's rows see of the group (its registers are full).
+  // group's state, what each thread's rows see of the group (its registers are full), and scales.
   static constexpr int kAddresses = 0;
   static constexpr int kRanges = kAddresses + kGroupChunks * 8;
   static constexpr int kBuffers = kRanges + 16 * 8;
@@ -32,12 +33,14 @@ struct LargeShape {
   static constexpr int kState =
       kQueries + (kSharedQueries ? kWarps * SharedFragments<kDim, kM>::kWarpBytes : 0);
   static constexpr int kSights = kState + kThreads * kM * (kDim / 8 + 1) * 16;
-  static constexpr int kBlockBytes = kSights + kThreads * kM * 2 * 16;
+  static constexpr int kScales = kSights + kThreads * kM * 2 * 16;
+  static constexpr int kBlockBytes = kScales + (kCodes ? kStages * SharedScales::kBytes : 0);
 };
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCodes>
 struct LargeWalk {
-  using L = LargeShape<kDim>;
+  using L = LargeShape<kDim, kCodes>;
+  using P = Page<kDim, kCodes>;
   static constexpr int kM = L::kM;
   static constexpr int kBlocks = kDim / 8;
 
@@ -94,11 +97,29 @@ struct LargeWalk {
     }
   }
   KVP_DEVICE void bring_keys(int tile, int stage) const {
-    bring<kDim, kTokens / 8>(key_tile(stage), page(tile), kTokens * 2, kDim);
+    bring<P::kKeyRows, kTokens / 8>(key_tile(stage), page(tile), kTokens * 2, P::kKeyRows);
   }
-  // `valid`: tokens of the tile that are written.
+  // `valid`: tokens of the tile that are written. Codes are finite whatever they are.
   KVP_DEVICE void bring_values(int tile, int valid, int stage) const {
-    bring<kTokens, kDim / 8>(value_tile(stage), page(tile) + kDim * kTokens * 2, kDim * 2, valid);
+    bring<P::kValueRows, kDim / 8>(value_tile(stage), page(tile) + P::kValuesAt, kDim * 2,
+                                   kCodes ? P::kValueRows : valid);
+  }
+  KVP_DEVICE unsigned char* scales(int stage) const {
+    return memory + L::kScales + stage * SharedScales::kBytes;
+  }
+  KVP_DEVICE void bring_scales(int tile, int stage) const {
+    constexpr int kUnits = kTokens * 2 / 16;  // of keys, and of values
+    const int unit = thread_index();
+    if (!kCodes || unit >= 2 * kUnits) return;
+    const unsigned char* from = page(tile) + P::kTileBytes + unit % kUnits * 16;
+    copy_async16(scales(stage) + unit * 16, from + (unit < kUnits ? 0 : P::kValuesAt), true);
+  }
+  // All of a tile. `written`: tokens of the group.
+  KVP_DEVICE void bring_tile(int tile, int written, int stage) const {
+    bring_keys(tile, stage);
+    bring_values(tile, written - tile * kTokens, stage);
+    bring_scales(tile, stage);
+    copy_async_commit();
   }
 
   struct Step {
@@ -127,7 +148,7 @@ struct LargeWalk {
     return ballot(use) != 0;
   }
 
-  KVP_DEVICE void use_keys(const unsigned char* keys, Step& step) {
+  KVP_DEVICE void use_keys(const unsigned char* keys, const SharedScales& scales, Step& step) {
     float s[kM][kTokens / 8][4];
     KVP_UNROLL
     for (int m = 0; m < kM; ++m) {
@@ -137,14 +158,25 @@ struct LargeWalk {
         for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
       }
     }
+    keys += matrix_offset<kTokens / 8, kCodes>();
     KVP_UNROLL
-    for (int k = 0; k < kDim / 16; ++k) {
-      uint32_t a[kM][4];
-      KVP_UNROLL
-      for (int m = 0; m < kM; ++m) q.get(m, k, a[m]);
-      add_scores<kType, kM>(s, a, keys + matrix_offset<kTokens / 8>(), 16 * k);
+    for (int k = 0; k < P::kKeyRows / 16; ++k) {
+      if constexpr (kCodes) {
+        uint32_t a[2][kM][4];
+        KVP_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          q.get(m, 2 * k, a[0][m]);
+          q.get(m, 2 * k + 1, a[1][m]);
+        }
+        add_code_scores<kM>(s, a, keys, 16 * k);
+      } else {
+        uint32_t a[kM][4];
+        KVP_UNROLL
+        for (int m = 0; m < kM; ++m) q.get(m, k, a[m]);
+        add_scores<kType, kM>(s, a, keys, 16 * k);
+      }
     }
-    state.template take<kType>(launch, step.masked, step.sight, s, step.weights);
+    state.template take<kType, kCodes>(launch, step.masked, step.sight, scales, s, step.weights);
     touched = true;
   }
 
@@ -156,10 +188,11 @@ struct LargeWalk {
       KVP_UNROLL
       for (int half = 0; half < 2; ++half) seen[m][half] = step.sight[m].seen[half];
     }
+    values += matrix_offset<kDim / 8, kCodes>();
     KVP_UNROLL
-    for (int k = 0; k < kTokens / 16; ++k) {
-      add_values<kType, kDim, kM, kKeep>(state.acc, step.weights[k],
-                                         values + matrix_offset<kDim / 8>(), 16 * k, seen);
+    for (int k = 0; k < P::kValueRows / 16; ++k) {
+      tensor::use_values<kType, kDim, kM, kCodes, kKeep>(state.acc, step.weights, k, values, 16 * k,
+                                                         seen);
     }
   }
 
@@ -230,9 +263,7 @@ struct LargeWalk {
     int stage = 0;
     Step step;
     if (tile < limit) {
-      bring_keys(tile, 0);
-      bring_values(tile, written - tile * kTokens, 0);
-      copy_async_commit();
+      bring_tile(tile, written, 0);
     }
     while (tile < limit) {
       const int following = range.next(tile + 1, limit);
@@ -240,12 +271,10 @@ struct LargeWalk {
       copy_async_wait<0>();
       sync_block();  // the tile is here, and the buffers of the one before are free
       if (following < limit) {
-        bring_keys(following, stage ^ 1);
-        bring_values(following, written - following * kTokens, stage ^ 1);
-        copy_async_commit();
+        bring_tile(following, written, stage ^ 1);
       }
       if (use) {
-        use_keys(key_tile(stage), step);
+        use_keys(key_tile(stage), SharedScales{scales(stage)}, step);
         use_values(step, value_tile(stage));
       }
       stage ^= 1;
@@ -295,10 +324,11 @@ struct LargeWalk {
   }
 };
 
-template <DType kType, int kDim>
-KVP_KERNEL KVP_BOUNDS((LargeShape<kDim>::kThreads), (LargeShape<kDim>::kBlocksPerMultiprocessor))
+template <DType kType, int kDim, bool kCodes>
+KVP_KERNEL KVP_BOUNDS((LargeShape<kDim, kCodes>::kThreads),
+                      (LargeShape<kDim, kCodes>::kBlocksPerMultiprocessor))
     large_tiles(const Launch launch) {
-  using L = LargeShape<kDim>;
+  using L = LargeShape<kDim, kCodes>;
   const AttendParams& p = launch.attend;
   const Header& header = *p.tables.header;
   const Plan plan = make_plan(launch);
@@ -315,14 +345,14 @@ KVP_KERNEL KVP_BOUNDS((LargeShape<kDim>::kThreads), (LargeShape<kDim>::kBlocksPe
     const Tile tile = p.tables.tiles[header.small_tiles + static_cast<int32_t>(walk % tiles)];
     const Part& part = p.tables.parts[tile.part];
     if (int64_t{unit} * unit_splits(plan, plan.large) * kChunksPerSplit >= part.visible) continue;
-    LargeWalk<kType, kDim> work{launch, plan, part, {}, {}, shared_memory(), unit, {}};
+    LargeWalk<kType, kDim, kCodes> work{launch, plan, part, {}, {}, shared_memory(), unit, {}};
     work.queries.place(p, part, static_cast<int>(walk / tiles),
                        tile.begin + warp_index() * 16 * L::kM, tile.end);
     if constexpr (L::kSharedQueries) {
       work.q.memory =
           shared_memory() + L::kQueries + warp_index() * SharedFragments<kDim, L::kM>::kWarpBytes;
     }
-    load_queries<kDim, L::kM>(launch, work.queries, work.q);
+    load_queries<kType, kDim, L::kM, kCodes>(launch, work.queries, work.q);
     work.walk();
   }
 }

@@ -1,4 +1,4 @@
-// The launches of one element type and head_dim; attend_tensor_*.cu instantiate one each, so that
+// The launches of one element type, head_dim and kind of page; attend_tensor_*.cu instantiate one each, so that
 // they compile side by side.
 #pragma once
 
@@ -10,10 +10,10 @@
 
 namespace kvpager::gpu::tensor {
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCodes>
 int launch_tensor(const Launch& launch, void* stream) {
-  using Small = SmallShape<kDim>;
-  using Large = LargeShape<kDim>;
+  using Small = SmallShape<kDim, kCodes>;
+  using Large = LargeShape<kDim, kCodes>;
   Launch args = launch;
   const AttendParams& p = args.attend;
   const HostCounts& counts = p.counts;
@@ -29,10 +29,10 @@ int launch_tensor(const Launch& launch, void* stream) {
                         processors * Large::kBlocksPerMultiprocessor);
   args.small_workers = static_cast<int32_t>(std::max<int64_t>(1, small_blocks * kSmallWarps));
   args.large_workers = static_cast<int32_t>(std::max<int64_t>(1, large_blocks));
-  int error = gpu::launch(large_tiles<kType, kDim>,
+  int error = gpu::launch(large_tiles<kType, kDim, kCodes>,
                           {large_blocks, Large::kThreads, Large::kBlockBytes, stream}, args);
   if (error != 0) return error;
-  error = gpu::launch(small_tiles<kType, kDim>,
+  error = gpu::launch(small_tiles<kType, kDim, kCodes>,
                       {small_blocks, 32 * kSmallWarps, Small::kBlockBytes, stream}, args);
   if (error != 0) return error;
   const int64_t merge_blocks =

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "cuda/attend_tensor_store.cuh"
 
@@ -19,12 +20,14 @@ inline constexpr int kSmallWarps = 4;
 inline constexpr int kSmallBlocks = 2;  // per multiprocessor
 inline constexpr int kSlots = 4;
 
-template <int kDim>
+template <int kDim, bool kCodes>
 struct SmallShape {
-  static constexpr int kKeyRows = 32;  // of d, in a slot
-  static constexpr int kKeySlices = kDim / kKeyRows;
-  static constexpr int kValueRows = kDim == 64 ? 32 : 16;  // tokens, in a slot
-  static constexpr int kValueSlices = kTokens / kValueRows;
+  using P = Page<kDim, kCodes>;
+  static constexpr int kKeyRows = 32;                      // in a slot
+  static constexpr int kValueRows = kDim == 64 ? 32 : 16;  // likewise
+  static constexpr int kKeySlices = P::kKeyRows / kKeyRows;
+  static constexpr int kValueSlices = P::kValueRows / kValueRows;
+  static_assert(P::kKeyRows % kKeyRows == 0 && P::kValueRows % kValueRows == 0, "");
   static constexpr int kSlices = kKeySlices + kValueSlices;
   static constexpr int kKeyBytes = kKeyRows * kTokens * 2;
   static constexpr int kValueBytes = kValueRows * kDim * 2;
@@ -38,9 +41,9 @@ struct SmallShape {
 };
 
 // Brings slices of one split into the ring, ahead of their use.
-template <int kDim>
+template <int kDim, bool kCodes>
 struct SmallFeed {
-  using S = SmallShape<kDim>;
+  using S = SmallShape<kDim, kCodes>;
   unsigned char* ring = nullptr;
   TileRange<kChunksPerSplit> range;
   uint64_t address = 0;  // of page `lane` of the split, in lanes 0..7
@@ -70,11 +73,12 @@ struct SmallFeed {
       } else {
         using U = Units<kDim / 8>;
         using C = Copy<kDim / 8>;
-        const int token = (slice - S::kKeySlices) * S::kValueRows;
+        const int first = (slice - S::kKeySlices) * S::kValueRows;
         const unsigned char* from =
-            page + kDim * kTokens * 2 + token * kDim * 2 + C::row() * (kDim * 2) + C::unit() * 16;
+            page + S::P::kValuesAt + first * kDim * 2 + C::row() * (kDim * 2) + C::unit() * 16;
         unsigned char* at = to + U::offset(C::row(), C::unit());
-        const int valid = written - (tile * kTokens + token + C::row());
+        // Codes are finite whatever they are.
+        const int valid = kCodes ? S::kValueRows : written - (tile * kTokens + first + C::row());
         KVP_UNROLL
         for (int row = 0; row < S::kValueRows; row += C::kRows) {
           KVP_UNROLL
@@ -86,6 +90,12 @@ struct SmallFeed {
     }
     copy_async_commit();
     slot = (slot + 1) % kSlots;
+  }
+
+  KVP_DEVICE LaneScales scales(int of_tile) const {
+    if constexpr (!kCodes) return {};
+    return LaneScales::of<kDim>(
+        reinterpret_cast<const unsigned char*>(shuffle(address, of_tile % kChunksPerSplit)));
   }
 
   KVP_DEVICE void begin() {
@@ -105,16 +115,23 @@ struct SmallFeed {
   }
 };
 
-template <DType kType, int kDim>
+template <int... kIndex, class Function>
+KVP_DEVICE void for_each_index(std::integer_sequence<int, kIndex...>, const Function& function) {
+  (function(std::integral_constant<int, kIndex>()), ...);
+}
+
+template <DType kType, int kDim, bool kCodes>
 KVP_DEVICE void walk_split(const Launch& launch, const Sight<kChunksPerSplit> (&sight)[2],
-                           const typename SmallShape<kDim>::Fragments& q, SmallFeed<kDim>& feed,
-                           SplitState<kDim, 1>& state) {
-  using S = SmallShape<kDim>;
+                           const typename SmallShape<kDim, kCodes>::Fragments& q,
+                           SmallFeed<kDim, kCodes>& feed, SplitState<kDim, 1>& state) {
+  using S = SmallShape<kDim, kCodes>;
   const TileRange<kChunksPerSplit>& range = feed.range;
   int tile = range.next(0, kChunksPerSplit);
   state.reset();
   feed.begin();
   while (tile < kChunksPerSplit) {
+    const int following = range.next(tile + 1, kChunksPerSplit);
+    const LaneScales scales = feed.scales(tile);
     const TileSight seen[1] = {tile_sight<kChunksPerSplit>(sight, tile)};
     const bool masked = ballot(seen[0].begin[0] > 0 || seen[0].begin[1] > 0 ||
                                seen[0].end[0] < kTokens || seen[0].end[1] < kTokens) != 0;
@@ -127,38 +144,52 @@ KVP_DEVICE void walk_split(const Launch& launch, const Sight<kChunksPerSplit> (&
     }
     KVP_UNROLL
     for (int slice = 0; slice < S::kKeySlices; ++slice) {
-      const unsigned char* keys = feed.next(slice) + matrix_offset<kTokens / 8>();
+      const unsigned char* keys = feed.next(slice) + matrix_offset<kTokens / 8, kCodes>();
       KVP_UNROLL
       for (int k = 0; k < S::kKeyRows / 16; ++k) {
-        uint32_t a[1][4];
-        q.get(0, slice * (S::kKeyRows / 16) + k, a[0]);
-        add_scores<kType, 1>(s, a, keys, 16 * k);
-      }
-    }
-    uint32_t weights[kTokens / 16][1][4];
-    state.template take<kType>(launch, masked, seen, s, weights);
-    KVP_UNROLL
-    for (int slice = 0; slice < S::kValueSlices; ++slice) {
-      const unsigned char* values = feed.next(S::kKeySlices + slice) + matrix_offset<kDim / 8>();
-      KVP_UNROLL
-      for (int k = 0; k < S::kValueRows / 16; ++k) {
-        const int step = slice * (S::kValueRows / 16) + k;
-        const bool halves[1][2] = {{seen[0].seen[0], seen[0].seen[1]}};
-        if (keep) {
-          add_values<kType, kDim, 1, true>(state.acc, weights[step], values, 16 * k, halves);
+        const int step = slice * (S::kKeyRows / 16) + k;
+        if constexpr (kCodes) {
+          uint32_t a[2][1][4];
+          q.get(0, 2 * step, a[0][0]);
+          q.get(0, 2 * step + 1, a[1][0]);
+          add_code_scores<1>(s, a, keys, 16 * k);
         } else {
-          add_values<kType, kDim, 1, false>(state.acc, weights[step], values, 16 * k, halves);
+          uint32_t a[1][4];
+          q.get(0, step, a[0]);
+          add_scores<kType, 1>(s, a, keys, 16 * k);
         }
       }
     }
-    tile = range.next(tile + 1, kChunksPerSplit);
+    uint32_t weights[kTokens / 16][1][4];
+    state.template take<kType, kCodes>(launch, masked, seen, scales, s, weights);
+    const bool halves[1][2] = {{seen[0].seen[0], seen[0].seen[1]}};
+    // The compiler unrolls no loop of two such bodies, and an index that it does not know puts weights
+    // into memory.
+    const auto use_slice = [&](auto number) {
+      constexpr int slice = decltype(number)::value;
+      const unsigned char* values =
+          feed.next(S::kKeySlices + slice) + matrix_offset<kDim / 8, kCodes>();
+      KVP_UNROLL
+      for (int k = 0; k < S::kValueRows / 16; ++k) {
+        const int step = slice * (S::kValueRows / 16) + k;
+        if (keep) {
+          use_values<kType, kDim, 1, kCodes, true>(state.acc, weights, step, values, 16 * k,
+                                                   halves);
+        } else {
+          use_values<kType, kDim, 1, kCodes, false>(state.acc, weights, step, values, 16 * k,
+                                                    halves);
+        }
+      }
+    };
+    for_each_index(std::make_integer_sequence<int, S::kValueSlices>(), use_slice);
+    tile = following;
   }
 }
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCodes>
 KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Part& part,
                                 const Queries<1>& queries, int unit, unsigned char* memory) {
-  using S = SmallShape<kDim>;
+  using S = SmallShape<kDim, kCodes>;
   constexpr int kBlocks = kDim / 8;
   const AttendParams& p = launch.attend;
   const Level level = plan.small;
@@ -170,7 +201,7 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
   typename S::Fragments q;
   if constexpr (S::kSharedQueries) q.memory = memory + kSlots * S::kSlotBytes;
   bool have_queries = false, in_group = false;
-  SmallFeed<kDim> feed;
+  SmallFeed<kDim, kCodes> feed;
   feed.ring = memory;
   SplitState<kDim, 1> state;
   const bool walk = level == Level::kWalk;
@@ -198,11 +229,11 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
     feed.written = static_cast<int32_t>(smaller(
         part.written - int64_t{split} * kChunksPerSplit * kTokens, kChunksPerSplit * kTokens));
     if (!have_queries) {
-      load_queries<kDim, 1>(launch, queries, q);
+      load_queries<kType, kDim, 1, kCodes>(launch, queries, q);
       have_queries = true;
     }
     sync_warp();  // the ring is free; collectives do not order memory
-    walk_split<kType, kDim>(launch, sight[0], q, feed, state);
+    walk_split<kType, kDim, kCodes>(launch, sight[0], q, feed, state);
     state.close(queries);
     if (level == Level::kSplit) {
       put<kBlocks>(store, state.acc[0], state.m[0], state.l[0]);
@@ -216,9 +247,9 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
   if (walk) write_total<kDim>(launch, queries, 0, total);
 }
 
-template <DType kType, int kDim>
+template <DType kType, int kDim, bool kCodes>
 KVP_KERNEL KVP_BOUNDS(32 * kSmallWarps, kSmallBlocks) small_tiles(const Launch launch) {
-  using S = SmallShape<kDim>;
+  using S = SmallShape<kDim, kCodes>;
   const AttendParams& p = launch.attend;
   const Header& header = *p.tables.header;
   const Plan plan = make_plan(launch);
@@ -237,7 +268,7 @@ KVP_KERNEL KVP_BOUNDS(32 * kSmallWarps, kSmallBlocks) small_tiles(const Launch l
     if (int64_t{unit} * unit_splits(plan, plan.small) * kChunksPerSplit >= part.visible) continue;
     Queries<1> queries;
     queries.place(p, part, static_cast<int>(walk % heads), tile.begin, tile.end);
-    walk_small_unit<kType, kDim>(launch, plan, part, queries, unit, memory);
+    walk_small_unit<kType, kDim, kCodes>(launch, plan, part, queries, unit, memory);
   }
 }
 

@@ -69,11 +69,17 @@ std::vector<std::pair<int32_t, gpu::Shape>> runs_of_layers(const Layout& layout,
   return runs;
 }
 
+// One for all layers: that of tensor cores where layers of codes and float layers both have it.
 gpu::Attention attention_for(const device::Api& api, const PagerOptions& options,
-                             const gpu::Shape& shape) {
-  return options.attention == "auto" && api.has_tensor_attention(&shape)
-             ? gpu::Attention::kTensor
-             : gpu::Attention::kReference;
+                             const std::vector<std::pair<int32_t, gpu::Shape>>& runs,
+                             DType q_dtype) {
+  if (options.attention != "auto") return gpu::Attention::kReference;
+  for (const auto& run : runs) {
+    gpu::Shape shape = run.second;
+    shape.q_dtype = q_dtype;
+    if (!api.has_tensor_attention(&shape)) return gpu::Attention::kReference;
+  }
+  return gpu::Attention::kTensor;
 }
 
 const char* name_of(gpu::Attention attention) {
@@ -99,10 +105,9 @@ int64_t sink_sets(const Layout& layout) { return layout.layers + 16; }
 AttentionKind attention_of(const PagerOptions& options, DType q_dtype) {
   if (options.device == "cpu") return {"reference", kKernelVersion};
   if (options.device == "meta") return {"none", 0};
-  gpu::Shape shape = shape_of(options);
-  shape.q_dtype = q_dtype;
+  const auto runs = runs_of_layers(options.layout, shape_of(options));
   const auto device = device::Device::open(options.device);
-  const gpu::Attention attention = attention_for(device->api(), options, shape);
+  const gpu::Attention attention = attention_for(device->api(), options, runs, q_dtype);
   return {name_of(attention), version_of(attention)};
 }
 
@@ -180,7 +185,7 @@ gpu::Shape DeviceBackend::shape_at(int layer, DType q_dtype) const {
 }
 
 gpu::Attention DeviceBackend::attention(DType q_dtype) const {
-  return attention_for(api_, config_.options, shape(q_dtype));
+  return attention_for(api_, config_.options, runs_, q_dtype);
 }
 
 const char* DeviceBackend::attention_name(DType q_dtype) const {

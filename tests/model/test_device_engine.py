@@ -174,10 +174,18 @@ def test_a_snapshot_of_tensor_cores_is_refused_elsewhere_or_taken_as_approximate
     assert_same_session(again, session, "restored where it was saved")
 
 
-@pytest.mark.parametrize("selection", [None, TOPK], ids=["dense", "topk"])
-def test_relations_hold_on_tensor_cores(selection, device):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"selection": TOPK},
+        {"kv_dtype": "q8", "selection": TOPK},
+        {"kv_dtype": "q8", "float_layers": (0,)},
+    ],
+    ids=["dense", "topk", "q8-topk", "q8-float-layer"],
+)
+def test_relations_hold_on_tensor_cores(options, device):
     model = build("llama", "bfloat16", hidden=1024).to(tensors_of(device))
-    options = {} if selection is None else {"selection": selection}
     config = PagerConfig(device=device, **TENSOR, **options)
     relations = [
         relation

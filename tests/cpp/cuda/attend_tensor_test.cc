@@ -17,7 +17,9 @@ namespace {
 
 using Outputs = std::vector<std::vector<float>>;
 
+constexpr DType kTypes[] = {DType::kBFloat16, DType::kFloat16, DType::kQ8};
 constexpr int kDims[] = {64, 96, 128};
+bool has_kernel(DType dtype, int dim) { return dtype != DType::kQ8 || dim != 96; }
 constexpr int32_t kOnlySmall = 1 << 20;
 constexpr int32_t kOnlyLarge = 0;
 
@@ -71,6 +73,7 @@ Outputs each_alone(device::Device& device, const Shape& shape,
 Shape tensor_shape(DType dtype, int dim) {
   Shape shape;
   shape.dtype = dtype;
+  if (dtype == DType::kQ8) shape.io_dtype = DType::kBFloat16;
   shape.k_dim = shape.v_dim = dim;
   shape.tokens = 64;
   return shape;
@@ -78,10 +81,12 @@ Shape tensor_shape(DType dtype, int dim) {
 
 Shape random_tensor_shape(Dice& dice) {
   Shape shape = random_shape(dice);
-  shape.dtype = dice.pick({DType::kFloat16, DType::kBFloat16});
+  shape.dtype = dice.pick({DType::kFloat16, DType::kBFloat16, DType::kQ8});
+  const bool codes = shape.dtype == DType::kQ8;
   shape.value_dtype = shape.io_dtype = Shape::kSame;
+  if (codes) shape.io_dtype = DType::kBFloat16;
   shape.k_rotated = shape.v_rotated = false;
-  shape.k_dim = shape.v_dim = dice.pick({64, 64, 96, 128});
+  shape.k_dim = shape.v_dim = codes ? dice.pick({64, 128}) : dice.pick({64, 64, 96, 128});
   shape.kv_heads = dice.roll(1, 2);
   shape.tokens = 64;
   if (shape.scaling == 0.01f) shape.scaling = 0.25f;
@@ -91,7 +96,7 @@ Shape random_tensor_shape(Dice& dice) {
 // The furthest an output is from float64, as a share of what rounding weights and outputs explains.
 double worst_error(const Shape& shape, const std::vector<Sequence*>& sequences,
                    const std::vector<Row>& rows, const Outputs& outputs) {
-  const double step = shape.dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
+  const double step = shape.io() == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
   double worst = 0;
   for (size_t i = 0; i < rows.size(); ++i) {
     if (rows[i].sequence < 0) {
@@ -151,10 +156,36 @@ TEST_CASE("tensor attention is there for 16-bit elements of one type and usual h
   });
 }
 
+TEST_CASE("tensor attention is there for q8 and queries of bfloat16") {
+  gpu::Shape shape;
+  shape.chunk_tokens = 64;
+  shape.k_dim = shape.v_dim = 128;
+  shape.k_dtype = shape.v_dtype = DType::kQ8;
+  shape.q_dtype = DType::kBFloat16;
+  for_each_device([&](device::Device& device) {
+    const auto has = [&](gpu::Shape s) { return device.api().has_tensor_attention(&s); };
+    CHECK(has(shape));
+    for (const DType dtype : {DType::kFloat16, DType::kFloat32}) {
+      gpu::Shape other = shape;
+      other.q_dtype = dtype;
+      CHECK(!has(other));
+    }
+    gpu::Shape other = shape;
+    other.k_dim = other.v_dim = 96;
+    CHECK(!has(other));
+    other = shape;
+    other.v_dtype = DType::kQ4;
+    CHECK(!has(other));
+    other.k_dtype = DType::kQ4;
+    CHECK(!has(other));
+  });
+}
+
 TEST_CASE("every head dimension and element type is right, for few rows and many") {
   for_each_device([&](device::Device& device) {
-    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const DType dtype : kTypes) {
       for (const int dim : kDims) {
+        if (!has_kernel(dtype, dim)) continue;
         CAPTURE(static_cast<int>(dtype));
         CAPTURE(dim);
         Shape shape = tensor_shape(dtype, dim);
@@ -228,8 +259,9 @@ void check_row_alone(device::Device& device, const Shape& shape, int64_t length,
 
 TEST_CASE("a row alone has the bits of the row among others, in tiles of any size and any cut") {
   for_each_device([&](device::Device& device) {
-    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const DType dtype : kTypes) {
       for (const int dim : kDims) {
+        if (!has_kernel(dtype, dim)) continue;
         CAPTURE(static_cast<int>(dtype));
         CAPTURE(dim);
         Shape shape = tensor_shape(dtype, dim);
@@ -250,8 +282,7 @@ TEST_CASE("what other rows select or see changes no bit of a row") {
     for (uint32_t seed = 0; seed < 12; ++seed) {
       CAPTURE(seed);
       Dice dice(seed + 77);
-      Shape shape = tensor_shape(seed % 2 == 0 ? DType::kBFloat16 : DType::kFloat16,
-                                 seed % 3 == 0 ? 128 : 64);
+      Shape shape = tensor_shape(kTypes[seed / 2 % 3], seed % 3 == 0 ? 128 : 64);
       shape.kv_heads = 2;
       shape.group = dice.pick({1, 2, 5});
       shape.window = seed % 3 == 1 ? 90 : 0;

@@ -1,0 +1,7 @@
+#include "cuda/attend_tensor_launch.cuh"
+
+namespace kvpager::gpu::tensor {
+
+template int launch_tensor<DType::kBFloat16, 64, true>(const Launch& launch, void* stream);
+
+}  // namespace kvpager::gpu::tensor
