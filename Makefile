@@ -208,13 +208,12 @@ cuda: $(TOOLS_STAMP) ## compile the CUDA plug-in alone; needs nvcc (scripts/fetc
 	cmake --build build/cuda --target kvpager_cuda
 
 # On a machine with a GPU, with the Python that has its torch, without the virtual environment and
-# without a network.
-gpu-test: ## build and run all tests that need a GPU, and the sanitizers (under 8 minutes)
-	$(PYTHON) scripts/gpu_test.py $(GPU_ARGS)
+# without a network. Steps of at most 8 minutes each: docs/cuda.md.
+gpu-test: ## build and run all tests that need a GPU, and the sanitizers; results in build/gpu
+	$(PYTHON) scripts/gpu.py build kernels python sanitizers $(GPU_ARGS)
 
-gpu-bench: ## measure on a GPU: bench/results/gpu.json (under 10 minutes)
-	$(PYTHON) scripts/gpu_test.py --only package --no-report
-	PYTHONPATH=build/gpu-site:bench $(PYTHON) -m kvpager_bench.gpu $(GPU_ARGS)
+gpu-bench: ## build and measure on a GPU, beside what is predicted; results in build/gpu
+	$(PYTHON) scripts/gpu.py build operations decode profiles verify $(GPU_ARGS)
 
 stubs: build ## regenerate python/kvpager/_core.pyi
 	$(PY) scripts/generate_stubs.py
