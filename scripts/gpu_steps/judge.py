@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _CASE = re.compile(r"^TEST CASE: +(.*)$", re.MULTILINE)
 _COUNT = re.compile(r"^\[doctest\] test cases: +([1-9]\d*) .*$", re.MULTILINE)
 _CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
-_KERNEL = re.compile(r"^=+ .*?\bat ((?:void )?[\w:~]+(?:<.*?>)?)\(", re.MULTILINE)
+_KERNEL = re.compile(r"^=+ .*?\bat (.+?)\+0x", re.MULTILINE)
 _PYTEST = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+, )*[1-9]\d* passed\b.*?)(?: =+)?$", re.MULTILINE)
 _PYTEST_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 _GATE = re.compile(r"^(?:holds|FAILS|MISSING|measured): .*$", re.MULTILINE)

@@ -54,7 +54,10 @@ def run(part: Part, limit: float, log: Path) -> Outcome:
         out.write(f"\n== {part.name}: {' '.join(part.command)}\n")
         out.flush()
         begin = out.tell()
-        status = _status(part, limit, out.fileno())
+        try:
+            status = _status(part, limit, out.fileno())
+        except OSError as error:
+            return Outcome(part.name, 0.0, limit, f"{part.command[0]}: {error.strerror}")
         out.seek(begin)
         output = out.read()
     seconds = time.monotonic() - start

@@ -11,9 +11,11 @@ import pytest
 import torch
 from bench_reports import named_rows
 
+from kvpager.errors import CapacityError
 from kvpager.pager.device import missing
 from kvpager_bench import harness
 from kvpager_bench.gpu import __main__ as gpu
+from kvpager_bench.gpu import facts as gpu_facts
 from kvpager_bench.gpu import gates as gpu_gates
 from kvpager_bench.gpu import subjects as gpu_subjects
 from kvpager_bench.gpu.machine import RehearsalMachine
@@ -346,6 +348,18 @@ def test_paging_runs_on_the_shim_and_moves_what_it_says(tmp_path, capsys):
     assert paging["duplex: both", 2]["bytes_down"] >= 2 * chunk
     in_place = paging["read in place", REHEARSAL.middle // 64]
     assert 0 <= in_place["bytes_up"] + in_place["bytes_down"] < in_place["bytes"]
+
+
+def test_memory_that_cannot_be_pinned_is_a_fact_and_no_error(run, monkeypatch):
+    def refuse(*_, **__):
+        raise CapacityError("host arena: none is left")
+
+    monkeypatch.setattr(gpu_facts, "Pager", refuse)
+    run.machine.rehearsal = True
+    run.carry_out("facts", gpu_facts.facts, 10)
+    assert run.errors == {}
+    (row,) = run.rows("facts", what="an arena of 36 GiB")
+    assert row["value"] == "refused: host arena: none is left"
 
 
 def test_every_other_section_runs_on_the_shim(tmp_path, capsys):

@@ -104,14 +104,20 @@ class TestJudges:
         assert judge.doctest(1, output).wrong == 'exit status 1: "sums are right"; "crashes"'
         assert judge.last_case(output) == "crashes"
 
-    def test_the_kernel_a_sanitizer_complains_of_is_named(self):
-        output = (
-            "========= Invalid __global__ read of size 2 bytes\n"
-            "=========     at void kvpager::gpu::merge_states<(int)64>(AttendParams)+0x70\n"
-            "========= ERROR SUMMARY: 1 error\n"
-        )
-        wrong = judge.sanitizer(99, output).wrong
-        assert wrong == "not clean: void kvpager::gpu::merge_states<(int)64>"
+    @pytest.mark.parametrize(
+        ("line", "summary"),
+        [
+            ("    at {}+0x70 in attend.cu:32", "ERROR SUMMARY: 1 error"),
+            (
+                "Error: Race reported between Write access at {}+0x1e0 and Read access",
+                "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)",
+            ),
+        ],
+    )
+    def test_the_kernel_a_sanitizer_complains_of_is_named(self, line, summary):
+        kernel = "void kvpager::gpu::<unnamed>::merge_states<(int)64>(AttendParams)"
+        output = f"========= Two threads\n========= {line.format(kernel)}\n========= {summary}\n"
+        assert judge.sanitizer(99, output).wrong == f"not clean: {kernel}"
 
     def test_a_wrong_result_is_named_before_a_section_that_stopped(self):
         output = "WRONG: attention kernel: off by 3\nsection attention stopped: WrongResultError\n"
@@ -135,6 +141,10 @@ class TestParts:
         outcome = run(Part("slow", command, 9), 0.5, tmp_path / "log")
         assert "stopped after" in outcome.wrong
         assert written.exists()
+
+    def test_a_tool_that_is_not_there_is_named(self, tmp_path):
+        outcome = run(Part("memcheck", ["no-such-tool", "--tool"], 9), 9, tmp_path / "log")
+        assert outcome.wrong == "no-such-tool: No such file or directory"
 
     def test_the_case_before_a_part_that_hangs_is_named(self, tmp_path):
         command = ["sh", "-c", "echo 'TEST CASE:  the last that ended'; sleep 9"]
