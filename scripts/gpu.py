@@ -45,7 +45,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="for JSON and logs; default: $OUT, else build/gpu",
     )
     parser.add_argument(
-        "--prebuilt", type=Path, metavar="FOLDER", help=f"has a {PLUGIN} that is not to be built"
+        "--prebuilt",
+        type=Path,
+        metavar="FOLDER",
+        help=f"of build: has a {PLUGIN} to be taken instead of compiling one",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="of the build")
     options = parser.parse_args(arguments)

@@ -72,13 +72,11 @@ class Place:
         paths = [str(self.site), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")]
         if self.has_package:
             paths += [path for path in sys.path[1:] if path]  # what -S leaves out
-        plugins = [self.tree / "csrc" / "cuda", self.tree / "csrc" / "cuda" / "shim"]
-        if self.prebuilt is not None:
-            plugins.insert(0, self.prebuilt.resolve())
-        given = os.environ.get("KVPAGER_DEVICE_PATH", "")
+        # C++ tests find the plug-ins where the package has them.
+        plugins = [str(self.site / "kvpager"), os.environ.get("KVPAGER_DEVICE_PATH", "")]
         return {
             **os.environ,
-            "KVPAGER_DEVICE_PATH": ":".join(filter(None, [*map(str, plugins), given])),
+            "KVPAGER_DEVICE_PATH": ":".join(filter(None, plugins)),
             "KVPAGER_TEST_DEVICES": self.device,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONUNBUFFERED": "1",

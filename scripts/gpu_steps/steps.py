@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpu_steps import judge
 from gpu_steps.part import Part
-from gpu_steps.place import ROOT, Place, architecture
+from gpu_steps.place import PLUGIN, ROOT, Place, architecture
 
 LIMIT = 480.0  # seconds of a step
 
@@ -86,6 +86,8 @@ def build(place: Place) -> Iterator[Part]:
         place.site / "kvpager",
         ignore=shutil.ignore_patterns("*.so", "__pycache__"),
     )
+    if place.prebuilt is not None:
+        shutil.copy2(place.prebuilt / PLUGIN, place.site / "kvpager")
     yield Part("install", ["cmake", "--install", str(place.tree), "--prefix", str(place.site)], 60)
     yield Part(
         "the plug-in loads", [*place.python, "-c", _PROBE, place.device], 60,

@@ -306,11 +306,15 @@ class TestSteps:
         assert "-DKVPAGER_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real" in configured(on_gpu)
         (command,) = compiled(on_gpu)
         assert command.count("kvpager_cuda") == 1
+        (tmp_path / "carried").mkdir()
+        (tmp_path / "carried" / PLUGIN).write_text("carried", encoding="utf-8")
         prebuilt = Place(tmp_path, prebuilt=tmp_path / "carried", build=tmp_path)
         assert "-DKVPAGER_CUDA=OFF" in configured(prebuilt)
         assert "kvpager_cuda" not in compiled(prebuilt)[0]
+        assert (prebuilt.site / "kvpager" / PLUGIN).read_text(encoding="utf-8") == "carried"
+        # C++ tests and the package have the same one.
         path = prebuilt.environment()["KVPAGER_DEVICE_PATH"]
-        assert path.split(":")[0] == str(tmp_path / "carried")
+        assert path.split(":")[0] == str(prebuilt.site / "kvpager")
 
     def test_python_tests_are_those_with_a_mark_for_a_gpu(self):
         names = {path.name for path in steps.device_tests()}

@@ -190,6 +190,7 @@ class CudaMachine(Machine):
             yield
 
     def profile(self, call: Call) -> list[Ran]:
+        torch.cuda.synchronize()  # what was launched before is none of the call's
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
             call()
             torch.cuda.synchronize()
