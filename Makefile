@@ -51,7 +51,7 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised time-tests verify-all mutants asan tsan fuzz
+.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised pytest-gpu-image time-tests verify-all mutants asan tsan fuzz
 .PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
 .PHONY: types docs bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
@@ -125,6 +125,10 @@ pytest-codes: build
 
 pytest-quantised: build $(QUANTISED_SITE)/torchao
 	PYTHONPATH=$(QUANTISED_SITE) $(PY) -m pytest -m "$(REGULAR)" $(PYTEST_ARGS) tests/model/test_quantised_torchao.py
+
+# Not part of `make test-all`: it needs Python 3.12, and fetches gigabytes where there is no CPU build of torch 2.11.
+pytest-gpu-image: ## model tests with the Python, torch and transformers that GPU images have
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) scripts/pytest_gpu_image.sh $(PYTEST_ARGS)
 
 time-tests: build ## time the Python tests, and write which of them are long
 	$(PY) -m pytest $(PARALLEL) -m "$(REGULAR)" --time-tests $(PYTEST_ARGS)

@@ -207,12 +207,15 @@ def profiles(place: Place) -> Iterator[Part]:
 
 def verify(place: Place) -> Iterator[Part]:
     """The promise end to end, on the shipped model in a dtype that has tensor kernels."""
-    small = ["--rows", "16", "--pool", "512", "--host", "64MiB"] if place.rehearse else []
+    # Every engine it starts pins its arena.
+    small = ["--pool", "4096", "--host", "256MiB"]
+    if place.rehearse:
+        small = ["--rows", "16", "--pool", "512", "--host", "64MiB"]
     command = [
         *place.python, "-m", "kvpager", "verify", "--device", place.device, "--dtype", "bfloat16",
         *small, "--quiet", "--format", "json", "--output", str(place.measured),
     ]  # fmt: skip
-    yield Part("verify", command, 240, judge.told, place.environment(), place.measured)
+    yield Part("verify", command, 300, judge.told, place.environment(), place.measured)
     yield measure(place, "dense_pool", "restore", limit=300)
 
 

@@ -7,6 +7,7 @@ import fnmatch
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -374,8 +375,20 @@ class TestCommand:
         assert places == sorted(places)
 
 
-@pytest.mark.parametrize("name", ["profiles"])
-def test_a_rehearsal_runs_a_step_from_end_to_end(name, tmp_path, monkeypatch):
+def test_without_the_python_of_gpu_images_their_tests_say_what_is_missing(tmp_path):
+    done = subprocess.run(
+        [ROOT / "scripts" / "pytest_gpu_image.sh"],
+        env={**os.environ, "HOME": str(tmp_path), "PYTHON312": "no-such-python"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "there is no Python 3.12, looked for no-such-python" in done.stderr
+
+
+def test_a_rehearsal_runs_a_step_from_end_to_end(tmp_path):
+    name = "profiles"
     if why_not := missing("shim"):
         assert "shim" not in os.environ.get("KVPAGER_TEST_DEVICES", ""), why_not
         pytest.skip(f"shim: {why_not}")
