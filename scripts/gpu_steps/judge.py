@@ -14,7 +14,7 @@ _PYTEST = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+, )*[1-9]\d* passed\b.*?)(?: =+)?$
 _PYTEST_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 _GATE = re.compile(r"^(?:holds|FAILS|MISSING|measured): .*$", re.MULTILINE)
 _WRONG = re.compile(r"^WRONG: (.*)$", re.MULTILINE)
-_STOPPED = re.compile(r"^section .* stopped: .*$", re.MULTILINE)
+_STOPPED = re.compile(r"^(?:section .* stopped|cannot measure): .*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "gpu"
 PLUGIN = "libkvpager_cuda.so"
+CUDA_TOOLS = "/usr/local/cuda/bin"  # has compute-sanitizer, where PATH has not
 
 
 class PlaceError(Exception):
@@ -78,6 +79,7 @@ class Place:
             **os.environ,
             "KVPAGER_DEVICE_PATH": ":".join(filter(None, plugins)),
             "KVPAGER_TEST_DEVICES": self.device,
+            "PATH": f"{os.environ.get('PATH', '')}:{CUDA_TOOLS}",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONUNBUFFERED": "1",
             **({"KVPAGER_TEST_SMALL": "1"} if small else {}),

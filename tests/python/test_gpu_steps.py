@@ -123,7 +123,8 @@ class TestJudges:
     def test_a_wrong_result_is_named_before_a_section_that_stopped(self):
         output = "WRONG: attention kernel: off by 3\nsection attention stopped: WrongResultError\n"
         assert judge.measurement(1, output).wrong == "attention kernel: off by 3"
-        assert "decode" in judge.measurement(1, "section decode stopped: full").wrong
+        for said in ("section decode stopped: full", "cannot measure: no driver"):
+            assert judge.measurement(1, f"== decode\n{said}\n9 s\n").wrong == said
 
 
 class TestParts:
@@ -277,6 +278,7 @@ class TestSteps:
             assert part.command[0] == "compute-sanitizer"
             assert "--report-api-errors no" in " ".join(part.command)
             assert part.environment["KVPAGER_TEST_SMALL"] == "1"
+            assert part.environment["PATH"].endswith(":/usr/local/cuda/bin")
             (pattern,) = [word for word in part.command if word.startswith("--source-file=")]
             room, name = pattern.removeprefix("--source-file=*/").split("/")
             text = (ROOT / "tests" / "cpp" / room / name).read_text(encoding="utf-8")
