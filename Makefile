@@ -51,7 +51,7 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised time-tests verify-all mutants asan tsan fuzz
+.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised pytest-gpu-image time-tests verify-all mutants asan tsan fuzz
 .PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
 .PHONY: types docs bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
@@ -125,6 +125,10 @@ pytest-codes: build
 
 pytest-quantised: build $(QUANTISED_SITE)/torchao
 	PYTHONPATH=$(QUANTISED_SITE) $(PY) -m pytest -m "$(REGULAR)" $(PYTEST_ARGS) tests/model/test_quantised_torchao.py
+
+# Not part of `make test-all`: it needs Python 3.12, and fetches gigabytes where there is no CPU build of torch 2.11.
+pytest-gpu-image: ## model tests with the Python, torch and transformers that GPU images have
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) scripts/pytest_gpu_image.sh $(PYTEST_ARGS)
 
 time-tests: build ## time the Python tests, and write which of them are long
 	$(PY) -m pytest $(PARALLEL) -m "$(REGULAR)" --time-tests $(PYTEST_ARGS)
@@ -208,13 +212,12 @@ cuda: $(TOOLS_STAMP) ## compile the CUDA plug-in alone; needs nvcc (scripts/fetc
 	cmake --build build/cuda --target kvpager_cuda
 
 # On a machine with a GPU, with the Python that has its torch, without the virtual environment and
-# without a network.
-gpu-test: ## build and run all tests that need a GPU, and the sanitizers (under 8 minutes)
-	$(PYTHON) scripts/gpu_test.py $(GPU_ARGS)
+# without a network. Steps of at most 8 minutes each: docs/cuda.md.
+gpu-test: ## build and run all tests that need a GPU, and the sanitizers; results in build/gpu
+	$(PYTHON) scripts/gpu.py build kernels python sanitizers $(GPU_ARGS)
 
-gpu-bench: ## measure on a GPU: bench/results/gpu.json (under 10 minutes)
-	$(PYTHON) scripts/gpu_test.py --only package --no-report
-	PYTHONPATH=build/gpu-site:bench $(PYTHON) -m kvpager_bench.gpu $(GPU_ARGS)
+gpu-bench: ## build and measure on a GPU, beside what is predicted; results in build/gpu
+	$(PYTHON) scripts/gpu.py build operations decode profiles verify $(GPU_ARGS)
 
 stubs: build ## regenerate python/kvpager/_core.pyi
 	$(PY) scripts/generate_stubs.py

@@ -11,21 +11,46 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from kvpager import _core
 from kvpager.pager.device import resolve
 from kvpager_bench.harness import Timing
 
 Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a profiler saw: a kernel, or a copy or fill of the device, and every time it ran."""
+
+    name: str
+    seconds: tuple[float, ...]
+
+    @property
+    def is_kernel(self) -> bool:
+        return not self.name.startswith(("Memcpy", "Memset"))
+
+
 AHEAD_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to enqueue what is timed
 
 
 def plugins() -> list[Any]:
     """What was found of each kind of device."""
     return [_core.probe_device(kind) for kind in ("cuda", "shim")]
+
+
+def _ran(profiler: Any, kind: str) -> list[Ran]:
+    seconds: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type.name == kind:
+            seconds.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e6)
+    found = [Ran(name, tuple(times)) for name, times in seconds.items()]
+    return sorted(found, key=lambda ran: -sum(ran.seconds))
 
 
 class Machine(ABC):
@@ -55,6 +80,10 @@ class Machine(ABC):
     @abstractmethod
     def both_ways(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copies to the first from the second of each pair, each pair on a stream of its own."""
+
+    @abstractmethod
+    def profile(self, call: Call) -> list[Ran]:
+        """What ran on the device in one call, which ran before; the longest in all comes first."""
 
     @contextmanager
     def attention_backend(self) -> Iterator[None]:
@@ -160,6 +189,13 @@ class CudaMachine(Machine):
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             yield
 
+    def profile(self, call: Call) -> list[Ran]:
+        torch.cuda.synchronize()  # what was launched before is none of the call's
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            call()
+            torch.cuda.synchronize()
+        return _ran(profiler, "CUDA")
+
     def free(self) -> None:
         super().free()
         torch.cuda.synchronize()
@@ -192,6 +228,12 @@ class RehearsalMachine(Machine):
 
     def describe(self) -> dict[str, Any]:
         return {"device": "shim", "rehearsal": True, "plugins": plugins()}
+
+    def profile(self, call: Call) -> list[Ran]:
+        """Of torch's operations: the shim's kernels are none that a profiler sees."""
+        with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("the call"):
+            call()
+        return _ran(profiler, "CPU")
 
     def pinned(self, bytes_: int) -> torch.Tensor:
         return torch.randint(0, 256, (bytes_,), dtype=torch.uint8)

@@ -18,6 +18,7 @@ from kvpager_bench.gpu.machine import Machine
 from kvpager_bench.gpu.run import Run
 from kvpager_bench.gpu.sizes import CHUNK_TOKENS
 from kvpager_bench.gpu.subjects import (
+    WrongResultError,
     append,
     build_model,
     config,
@@ -31,7 +32,7 @@ from kvpager_bench.harness import NOT_APPLICABLE, Column, MissingNumberError, Re
 WARM_UP = 2
 DENSE_STEPS = 3  # of a context that crosses the link whole at every step
 READ_TOKENS = 4096
-RESIDENT = "top-k, nothing missed"  # what reading missed pages in place costs, by comparison
+RESIDENT = "top-k, nothing missed"  # what missed pages cost, by comparison
 FREE_DISK = 1.2  # of a snapshot's size, before one is written
 
 
@@ -53,6 +54,10 @@ def engine_of(
     run.machine.free()
 
 
+def topk_name(run: Run) -> str:
+    return f"top-{run.sizes.selected}"
+
+
 def decode(run: Run) -> None:
     """Decoding one session end to end as its context grows, through a pool that does not."""
     sizes, machine = run.sizes, run.machine
@@ -70,19 +75,22 @@ def decode(run: Run) -> None:
         Column("over_transformers", "x", optional=True),
     )
     model = run.model()
+    topk, near, far = TopK(chunks=sizes.selected), sizes.near_contexts, (sizes.far_context,)
     stock: dict[int, Any] = {}
-    for context in sizes.contexts:
+    for context in (*near, *far):
         if run.out_of_time(f"transformers' DynamicCache at {context}"):
             break
         stock[context] = _stock_step_ms(run, model, context)
-    topk = TopK(chunks=sizes.selected)
-    resident = (sizes.resident_context,)
     steps_of = {"dense": min(DENSE_STEPS, sizes.decode_steps)}
+    # The arena of the last is the only large one: it takes long to pin.
     for name, selection, pool, contexts in (
-        (f"top-{sizes.selected}", topk, sizes.pool, sizes.contexts),
-        (RESIDENT, topk, sizes.resident_context + sizes.pool, resident),
-        ("dense", Dense(), sizes.pool, sizes.contexts),
+        (topk_name(run), topk, sizes.pool, near),
+        (RESIDENT, topk, max(near) + sizes.pool, near[-1:]),
+        ("dense", Dense(), sizes.pool, near),
+        (topk_name(run), topk, sizes.pool, far),
     ):
+        if run.out_of_time(f"decode, {name}, at {contexts}"):
+            continue
         room = max(contexts) + 2 * sizes.pool
         steps = steps_of.get(name, sizes.decode_steps)
         with engine_of(run, model, pool, host_tokens=room, selection=selection) as engine:
@@ -176,27 +184,26 @@ def restore(run: Run) -> None:
     transformers_cold = machine.wall(
         lambda: stock_prefill(machine, model, cold_ids), runs=1, warm_up=1
     )
-    room = 2 * max(sizes.restored) + 2 * sizes.pool
+    room = 2 * sizes.restored + 2 * sizes.pool
     for name, selection in (
         ("dense", Dense()),
-        (f"top-{sizes.selected}", TopK(chunks=sizes.selected)),
+        (topk_name(run), TopK(chunks=sizes.selected)),
     ):
         with engine_of(run, model, sizes.pool, host_tokens=room, selection=selection) as engine:
             cold = _cold_seconds(machine, engine, cold_ids)
-            for context in sizes.restored:
-                for source, timing, copied in _put_away(run, engine, name, context):
-                    report.add(
-                        selection=name,
-                        context=context,
-                        source=source,
-                        first_token_ms=1e3 * timing.median,
-                        spread=timing.spread,
-                        copied_up_mib=copied / 2**20,
-                        cold_tokens=sizes.cold,
-                        cold_ms=1e3 * cold,
-                        transformers_cold_ms=1e3 * transformers_cold.median,
-                        over_cold=cold * context / sizes.cold / timing.median,
-                    )
+            for source, timing, copied in _put_away(run, engine, name, sizes.restored):
+                report.add(
+                    selection=name,
+                    context=sizes.restored,
+                    source=source,
+                    first_token_ms=1e3 * timing.median,
+                    spread=timing.spread,
+                    copied_up_mib=copied / 2**20,
+                    cold_tokens=sizes.cold,
+                    cold_ms=1e3 * cold,
+                    transformers_cold_ms=1e3 * transformers_cold.median,
+                    over_cold=cold * sizes.restored / sizes.cold / timing.median,
+                )
 
 
 def _cold_seconds(machine: Machine, engine: Engine, ids: Any) -> float:
@@ -326,16 +333,19 @@ def dense_pool(run: Run) -> None:
                     bits += session.sequence.read_kv(layer, first, last)
             outcomes.append((prefilled, 1e3 * timing.median, bits))
     (prefill_s, step_ms, ours), (unbounded_s, unbounded_ms, expected) = outcomes
+    differing = sum(differing_bits(a, b) for a, b in zip(ours, expected, strict=True))
     report.add(
         context=sizes.dense_context,
         pool=sizes.dense_context // 8 // CHUNK_TOKENS * CHUNK_TOKENS,
         bits_compared=sum(8 * t.numel() * t.element_size() for t in ours),
-        differing_bits=sum(differing_bits(a, b) for a, b in zip(ours, expected, strict=True)),
+        differing_bits=differing,
         prefill_s=prefill_s,
         prefill_unbounded_s=unbounded_s,
         step_ms=step_ms,
         step_unbounded_ms=unbounded_ms,
     )
+    if differing:
+        raise WrongResultError(f"a pool of 1/8 of the context changes {differing} bits")
 
 
 def _decoded_logits(session: Session, steps: int) -> Iterator[Any]:
@@ -346,7 +356,7 @@ def _decoded_logits(session: Session, steps: int) -> Iterator[Any]:
 
 SECTIONS: dict[str, Callable[[Run], None]] = {
     "dense_pool": dense_pool,  # its model is a small one; the others share theirs
+    "rows": rows,
     "decode": decode,
     "restore": restore,
-    "rows": rows,
 }

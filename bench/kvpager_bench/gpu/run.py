@@ -11,13 +11,28 @@ from typing import Any
 
 from kvpager_bench.gpu.machine import Machine
 from kvpager_bench.gpu.sizes import Sizes
-from kvpager_bench.gpu.subjects import build_model
-from kvpager_bench.harness import Column, MissingNumberError, Report
+from kvpager_bench.gpu.subjects import WrongResultError, build_model
+from kvpager_bench.harness import Cell, Column, MissingNumberError, Report
+
+
+@dataclass
+class KeptReport(Report):
+    """A table that is written with every row, for a process that is killed loses the others."""
+
+    keep: Callable[[], None] = lambda: None
+
+    def add(self, **values: Cell) -> dict[str, Cell]:
+        row = super().add(**values)
+        self.keep()
+        return row
 
 
 @dataclass
 class Run:
-    """Reports by section, and why a section has none or not all."""
+    """Reports by section, and why a section has none or not all.
+
+    keep: writes what was measured so far.
+    """
 
     machine: Machine
     sizes: Sizes
@@ -26,28 +41,37 @@ class Run:
     errors: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    keep: Callable[[], None] = lambda: None
     _deadline: float = float("inf")
     _model: Any = None
 
     def report(self, name: str, question: str, *columns: Column) -> Report:
         """A new, empty table, which is part of the result as it grows."""
-        report = Report(name, question, columns, vars(self.sizes), self.environment)
+        report = KeptReport(
+            name, question, columns, vars(self.sizes), self.environment, keep=self.keep
+        )
         self.reports[name] = report
         return report
 
     def carry_out(self, name: str, section: Callable[[Run], None], budget: float) -> None:
-        """Runs a section. What it raises is recorded, and what it measured before is kept."""
+        """Runs a section. What it raises is recorded, and what it measured before is kept.
+
+        A wrong result, which makes every later figure worthless, and an interrupt go on.
+        """
         start = time.monotonic()
         self._deadline = start + budget
         try:
             section(self)
             self._require_rows(name)
-        except Exception as error:
+        except BaseException as error:
             self.errors[name] = f"{type(error).__name__}: {error}"
+            if isinstance(error, WrongResultError) or not isinstance(error, Exception):
+                raise
             traceback.print_exc()
         finally:
             self.seconds[name] = time.monotonic() - start
-            self.machine.free()
+            self.keep()
+        self.machine.free()
 
     def _require_rows(self, name: str) -> None:
         if not self.reports[name].rows:
@@ -88,7 +112,7 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         sections = {}
-        for name in {**self.seconds, **self.errors}:
+        for name in {**self.reports, **self.seconds, **self.errors}:
             spent = round(self.seconds.get(name, 0.0), 2)
             entry: dict[str, Any] = {"seconds": spent, "error": self.errors.get(name)}
             report = self.reports.get(name)

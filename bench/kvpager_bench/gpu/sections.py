@@ -136,6 +136,45 @@ def paging(run: Run) -> None:
             )
         _evict(run, report, pager, stored, many)
         _duplex(run, report, pager, stored)
+    _read_in_place(run, report)
+
+
+def _read_in_place(run: Run, report: Report) -> None:
+    """Dense attention of one row over chunks that are all in pinned memory."""
+    machine, sizes, context = run.machine, run.sizes, run.sizes.middle
+    layout = sizes.layout(1)
+    with pager_of(
+        machine,
+        layout,
+        sizes.q_heads,
+        sizes.append_rows,
+        rows=sizes.append_rows,
+        host_tokens=context + 2 * CHUNK_TOKENS,
+    ) as pager:
+        sequence = pager.sequence()
+        append(machine, sequence, layout, context, seed=4)
+        machine.synchronize()
+        pager.evict_all()
+        moved = Moved(pager)
+        with Reading(machine, pager, [sequence], 1, sizes.q_heads) as reading:
+            timing = machine.time(reading.all_layers, runs=sizes.runs)
+            up, down = moved.per_call(1)
+    size = context * sizes.page_token_bytes
+    if up + down >= size:
+        raise MissingNumberError(f"{up} bytes were copied up and {down} down, not read in place")
+    rate = size / timing.median / GB
+    report.add(
+        what="read in place",
+        chunks=context // CHUNK_TOKENS,
+        bytes=size,
+        time_ms=1e3 * timing.median,
+        spread=timing.spread,
+        rate_gbs=rate,
+        eta=rate / run.ceiling("pinned up"),
+        ratio=NOT_APPLICABLE,
+        bytes_up=up,
+        bytes_down=down,
+    )
 
 
 class Moved:
@@ -254,12 +293,12 @@ def attention(run: Run) -> None:
         Column("gathered_us", "us"),
         Column("relative_error"),
     )
-    for context in sizes.decode_contexts:
+    for context in sizes.contexts:
         _attend(run, "decode", 1, 1, context)
     for context in sizes.batch_contexts:
         _attend(run, "decode", 1, sizes.batch, context)
     for rows in sizes.prefill_rows:
-        for context in sizes.prefill_contexts:
+        for context in sizes.contexts:
             _attend(run, "prefill", rows, 1, context)
 
 
@@ -352,7 +391,7 @@ def selection(run: Run) -> None:
         Column("base_us", "us per layer"),
         Column("selection_us", "us per layer"),
         Column("summary_mib", "MiB per layer"),
-        Column("of_copy", "of the device copy"),
+        Column("of_copy", "of the device copy", optional=True),
         Column("spread", "(max-min)/median", 2),
     )
     layout = sizes.layout(sizes.scan_layers)
@@ -381,19 +420,14 @@ def selection(run: Run) -> None:
             base = per_layer
             continue
         scan = per_layer - base
-        if machine.rehearsal:  # so little is scanned that noise decides
-            scan = abs(scan) + 1e-9
-        if scan <= 0:
-            raise MissingNumberError(
-                f"a scan of {chunks} chunks took {1e6 * scan:.3g} us more than of none"
-            )
+        rate = summary / scan / GB if scan > 0 else None  # a short scan is lost in the noise
         report.add(
             chunks=chunks,
             attend_us=1e6 * per_layer,
             base_us=1e6 * base,
             selection_us=1e6 * scan,
             summary_mib=summary / 2**20,
-            of_copy=summary / scan / GB / run.ceiling("device copy, read + written"),
+            of_copy=rate / run.ceiling("device copy, read + written") if rate else NOT_APPLICABLE,
             spread=timing.spread,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,26 +32,30 @@ class Sizes:
     link_bytes: int = GIB
     matmul: int = 8192
 
+    pinned_bytes: tuple[int, ...] = (4 * GIB, 36 * GIB)  # arenas whose allocation is timed
+
     paged_chunks: tuple[int, ...] = (1, 32)
     duplex_chunks: int = 64
 
     rotated_bytes: int = 256 * MIB  # attention: K/V of the layers that take turns, at least
-    decode_contexts: tuple[int, ...] = (2048, 8192, 32768, 131072)
-    batch_contexts: tuple[int, ...] = (2048, 8192, 32768)
+    short: int = 2048  # contexts of attention; those of selection are the last two
+    middle: int = 32768
+    long: int = 131072
+    batch_contexts: tuple[int, ...] = (2048, 32768)
     batch: int = 8
     prefill_rows: tuple[int, ...] = (64, 256)
-    prefill_contexts: tuple[int, ...] = (2048, 8192, 32768, 131072)
 
-    scanned_chunks: tuple[int, ...] = (2048, 16384)
+    most_scanned: int = 16384  # chunks
     scan_layers: int = 2
     scan_rows: int = 1024
     selected: int = 32
 
     pool: int = 4096
-    contexts: tuple[int, ...] = (8192, 16384, 32768, 65536, 131072, 262144)
+    near_contexts: tuple[int, ...] = (16384, 65536)  # decoded first, through a small arena
+    far_context: int = 262144  # last, because its arena is 37 GiB of pinned memory
     decode_steps: int = 16
-    resident_context: int = 32768  # also decoded with a pool that holds it whole
-    restored: tuple[int, ...] = (32768, 131072)
+    profiled_steps: int = 5
+    restored: int = 32768
     cold: int = 32768  # the longest prompt that is prefilled cold
     rows: tuple[int, ...] = (64, 128, 256)
     rows_prompt: int = 4096
@@ -59,6 +63,15 @@ class Sizes:
     dense_context: int = 8192
     append_rows: int = 256  # M of pagers without a model
     engine_rows: int | None = None  # M; None: the default
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        return tuple(sorted({self.short, self.middle, self.long}))
+
+    @property
+    def scanned_chunks(self) -> tuple[int, ...]:
+        of_contexts = {tokens // CHUNK_TOKENS for tokens in (self.middle, self.long)}
+        return tuple(sorted({*of_contexts, self.most_scanned}))
 
     @property
     def page_token_bytes(self) -> int:
@@ -90,30 +103,13 @@ class Sizes:
             num_attention_heads=self.q_heads,
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
-            max_position_embeddings=2 * max(*self.contexts, self.dense_context),
+            max_position_embeddings=2 * max(self.far_context, self.dense_context),
             tie_word_embeddings=False,
             dtype=torch.bfloat16,
         )
 
 
 FULL = Sizes()
-QUICK = replace(
-    FULL,
-    runs=7,
-    copy_bytes=GIB,
-    link_bytes=256 * MIB,
-    decode_contexts=(2048, 32768),
-    batch_contexts=(8192,),
-    prefill_contexts=(2048, 32768),
-    scanned_chunks=(2048,),
-    contexts=(16384, 65536),
-    decode_steps=6,
-    restored=(32768,),
-    cold=8192,
-    rows=(64, 256),
-    rows_prompt=2048,
-    dense_context=4096,
-)
 REHEARSAL = Sizes(
     layers=2,
     kv_heads=2,
@@ -126,23 +122,26 @@ REHEARSAL = Sizes(
     copy_bytes=64 * KIB,
     link_bytes=64 * KIB,
     matmul=64,
+    pinned_bytes=(MIB, 2 * MIB),
     paged_chunks=(1, 2),
     duplex_chunks=2,
     rotated_bytes=0,
-    decode_contexts=(192,),
+    short=192,
+    middle=640,
+    long=640,
     batch_contexts=(128,),
     batch=2,
     prefill_rows=(16,),
-    prefill_contexts=(192,),
-    scanned_chunks=(10,),
+    most_scanned=10,
     scan_layers=1,
     scan_rows=64,
     selected=1,
     pool=768,
-    contexts=(256, 512),
+    near_contexts=(256, 512),
+    far_context=768,
     decode_steps=2,
-    resident_context=256,
-    restored=(256,),
+    profiled_steps=1,
+    restored=256,
     cold=128,
     rows=(16,),
     rows_prompt=32,

@@ -170,8 +170,8 @@ def check_attention(
     error = float((got - expected).norm() / expected.norm())
     if not error < RELATIVE_ERROR:
         raise WrongResultError(
-            f"attention of {rows} rows of {len(sequences)} sequences of {sequences[0].length} "
-            f"tokens is off by {error:.3g}, allowed is {RELATIVE_ERROR}"
+            f"attention kernel: {rows} rows of {len(sequences)} sequences of {sequences[0].length} "
+            f"tokens are off by {error:.3g}, allowed is {RELATIVE_ERROR}"
         )
     return error
 
