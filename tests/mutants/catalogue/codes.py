@@ -3,6 +3,7 @@
 from mutants.mutant import Mutant
 
 CODES_TEST = "cpp/kernels/codes_test.cc::"
+TENSOR_TEST = "cpp/cuda/attend_tensor_test.cc::"
 RANDOM = (
     "cpp/kernels/random_problems_test.cc::"
     "a row of any problem has the bits of the reference that computes it alone"
@@ -92,6 +93,37 @@ CODES = (
         killers=(
             "model/test_codes.py"
             "::test_a_text_is_refused_by_an_engine_that_rotates_or_keeps_other_layers",
+        ),
+    ),
+    Mutant(
+        name="a-conversion-that-says-nothing",
+        breaks="what was converted is refused where nobody asked for an approximation",
+        file="python/kvpager/snapshots/converting.py",
+        old='        CONVERTED: found.format if before is None else f"{before}, {found.format}",\n',
+        new="",
+        killers=(
+            "model/test_conversion.py"
+            "::test_what_was_converted_says_so_and_is_refused_without_leave",
+        ),
+    ),
+    Mutant(
+        name="codes-in-the-order-of-their-rows",
+        breaks="tensor cores: a lane gets the codes of its own places of the matrix",
+        file="csrc/cuda/attend_tensor_core.cuh",
+        old="  if (kCodes) row = (row & 8) | (row & 7) >> 1 | (row & 1) << 2;\n",
+        new="",
+        killers=(
+            TENSOR_TEST + "every head dimension and element type is right, for few rows and many",
+        ),
+    ),
+    Mutant(
+        name="the-scale-of-a-token-that-nobody-wrote",
+        breaks="tensor cores: a weight of 0 adds nothing, whatever the scale of its value",
+        file="csrc/cuda/attend_tensor_core.cuh",
+        old="s[i][n][e] == 0.0f ? 0.0f : s[i][n][e] * scale.x[e & 1];",
+        new="s[i][n][e] * scale.x[e & 1];",
+        killers=(
+            TENSOR_TEST + "any problem is right, and the same to the bit however its work is cut",
         ),
     ),
 )
