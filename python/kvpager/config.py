@@ -430,6 +430,12 @@ class PagerConfig(_Validated):
         "(`direct`), or copied ahead, layer by layer (`staged`)",
         "auto",
     )
+    graphs: bool = _option(
+        ("True or False", _flag),
+        "on a GPU: forwards of at most 64 rows, such as decode steps, are captured once for each "
+        "number of rows and replayed as CUDA graphs, where that gives the same bits",
+        True,
+    )
     scorer: str | None = _option(
         _name(none="the selection's, or " + DEFAULT_SCORER), "makes the chunks' key summaries", None
     )
@@ -634,6 +640,7 @@ class PagerOptions(TypedDict, total=False):
     device: str
     attention: Literal["auto", "reference"]
     missed_chunks: Literal["auto", "direct", "staged"]
+    graphs: bool
     scorer: str | None
     debug_shuffle_seed: int | None
     debug_poison: bool

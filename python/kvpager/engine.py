@@ -609,6 +609,7 @@ class Engine:
             "model_forwards": runner.forwards,
             "model_rows": runner.rows,
             "model_rows_used": runner.rows_used,
+            "graph_replays": 0 if runner.graphs is None else runner.graphs.replays,
             "speculation_forwards": speculation.forwards,
             "speculation_proposed": speculation.proposed,
             "speculation_accepted": speculation.accepted,

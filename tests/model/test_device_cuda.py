@@ -82,6 +82,23 @@ def test_relations_between_processes_hold():
     assert told["restored"] == told["re-scored"] == "same"
 
 
+def test_decode_steps_are_replayed_as_graphs_with_the_bits_of_launches():
+    model = large()
+    ids = np.random.default_rng(1).integers(0, 32000, 700)
+    told = {}
+    for graphs in (False, True):
+        config = PagerConfig(pool_tokens=512, host_bytes="512MiB", graphs=graphs)
+        with Engine(model, config) as engine, engine.session() as session:
+            session.prefill(ids)
+            text = session.generate(40, eos=None).tokens.tolist()
+            told[graphs] = text, session.logits.clone(), engine.stats()["graph_replays"]
+    (said, logits, none), (again, replayed, count) = told[False], told[True]
+    assert again == said
+    assert torch.equal(replayed, logits)
+    assert none == 0
+    assert count >= 39
+
+
 def large():
     """About 0.4 billion parameters in the shape of a Llama, in bfloat16."""
     torch.manual_seed(0)

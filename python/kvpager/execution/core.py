@@ -218,11 +218,22 @@ class EngineCore:
             window=self.numerics.window,
         )
 
+    @property
+    def _can_replay(self) -> bool:
+        """Whether forwards can be CUDA graphs: those read missed chunks in place."""
+        return self.place.kind == "cuda" and self.config.missed_chunks != "staged"
+
     def make_runner(self) -> None:
         """Makes a new runner, with its counters at 0."""
         unchanged = Unchanged(self.model, self.watch)
         self.runner = Runner(
-            self.model, self.pager, self.row_counts, unchanged, self.recurrence, self.turns
+            self.model,
+            self.pager,
+            self.row_counts,
+            unchanged,
+            self.recurrence,
+            self.turns,
+            graphs=self.config.graphs and self._can_replay,
         )
 
     def read_ids(

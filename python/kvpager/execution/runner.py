@@ -13,6 +13,7 @@ import torch
 
 from kvpager import _core
 from kvpager.execution.batch import Batch
+from kvpager.execution.graphs import MOST_ROWS, Graphs
 from kvpager.execution.to_host import ToHost
 from kvpager.execution.unchanged import Unchanged
 from kvpager.hf import Head, RowCounts, dummy_mask, packed_inputs, running
@@ -80,8 +81,13 @@ class Runner:
         unchanged: Unchanged,
         recurrence: Recurrence | None = None,
         turns: _core.Turns | None = None,
+        *,
+        graphs: bool = False,
     ) -> None:
-        """`recurrence`: of the model's recurrent layers, if any. `turns`: None: makes its own."""
+        """`recurrence`: of the model's recurrent layers, if any. `turns`: None: makes its own.
+
+        graphs: forwards of few rows are replayed as CUDA graphs.
+        """
         self.unchanged = unchanged
         self._recurrence = recurrence
         self._decoder = decoder_of(model)
@@ -92,6 +98,7 @@ class Runner:
         self._device = model.device
         self._mask = dummy_mask(self._device)
         self._to_host = ToHost(self._device)
+        self.graphs = Graphs(pager, self._decoded, self._device) if graphs else None
         self.turns = turns or _core.Turns()
         self.forwards = 0
         self.rows = 0  # of all forwards, padding included
@@ -119,11 +126,17 @@ class Runner:
             start = time.perf_counter()
             rows = self.count(batch)
             positions, tokens = batch.positions[:rows], batch.tokens[:rows]
+            graphs = self._graphs_for(batch, rows)
+            if graphs is not None:
+                graphs.prepare(rows)
             with self._begin(batch, rows) as forward:
                 self._give(forward, batch)
                 timed = _Timed(forward)
                 try:
-                    if self._recurrence is None:
+                    replayed = None if graphs is None else graphs.run(forward, tokens, positions)
+                    if replayed is not None:
+                        hidden = replayed
+                    elif self._recurrence is None:
                         hidden = self._packed(timed, tokens, positions)
                     else:
                         hidden, after = self._from_state(timed, batch, tokens, positions)
@@ -182,6 +195,11 @@ class Runner:
         with self.turns, torch.inference_mode():
             return find_rotation(self._model)
 
+    def _graphs_for(self, batch: Batch, rows: int) -> Graphs | None:
+        """The graphs, if a replay can stand for the batch."""
+        fits = rows <= MOST_ROWS and batch.given is None and not batch.dense
+        return self.graphs if fits and self._recurrence is None else None
+
     def _begin(self, batch: Batch, rows: int) -> Forward:
         """Begins the pager's forward for a batch; `_give` then passes its given K/V."""
         return self._pager.begin_spans(
@@ -199,7 +217,13 @@ class Runner:
         self, forward: RowAttention, tokens: npt.NDArray[Any], positions: npt.NDArray[Any]
     ) -> torch.Tensor:
         """The decoder's output [rows, hidden_size] for rows of any sequences."""
-        inputs = packed_inputs(self._on_device(tokens), self._on_device(positions), self._mask)
+        return self._decoded(forward, self._on_device(tokens), self._on_device(positions))
+
+    def _decoded(
+        self, forward: RowAttention, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The same, of tokens and positions on the model's device."""
+        inputs = packed_inputs(tokens, positions, self._mask)
         with running(forward):
             output = self._decoder(**inputs)
         hidden: torch.Tensor = output[0][0]

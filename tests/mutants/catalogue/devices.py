@@ -20,8 +20,8 @@ DEVICES = (
         name="positions-stay-on-the-cpu",
         breaks="every tensor that meets the model is where the model is",
         file="python/kvpager/execution/runner.py",
-        old="packed_inputs(self._on_device(tokens), self._on_device(positions)",
-        new="packed_inputs(self._on_device(tokens), torch.from_numpy(positions)",
+        old="self._decoded(forward, self._on_device(tokens), self._on_device(positions))",
+        new="self._decoded(forward, self._on_device(tokens), torch.from_numpy(positions))",
         killers=(MIXES,),
     ),
     Mutant(
@@ -70,6 +70,24 @@ DEVICES = (
         killers=(
             "python/test_device_tensors.py::"
             "test_a_tensor_on_another_device_is_refused_naming_both_and_the_forward_goes_on",
+        ),
+    ),
+    Mutant(
+        name="a-graph-that-nobody-tried",
+        breaks="a graph is replayed only if it has the bits of its operations",
+        file="python/kvpager/execution/graphs.py",
+        old="                if same_bits(hidden, expected):\n",
+        new="                if hidden.shape == expected.shape:\n",
+        killers=("model/test_graphs.py::test_a_graph_with_other_bits_is_never_replayed",),
+    ),
+    Mutant(
+        name="a-graph-of-memory-that-is-gone",
+        breaks="a graph that writes to memory that was allocated again is captured again",
+        file="python/kvpager/execution/graphs.py",
+        old="            if known is None or known.generation == self._pager.generation:\n",
+        new="            if known is None or known.generation <= self._pager.generation:\n",
+        killers=(
+            "model/test_graphs.py::test_what_was_captured_before_memory_moved_is_captured_again",
         ),
     ),
 )
