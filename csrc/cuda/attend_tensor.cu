@@ -1,5 +1,9 @@
 // The host side of tensor attention. See attend_tensor.cuh for the arithmetic.
-#include "cuda/attend_tensor.cuh"
+#include <algorithm>
+
+#include "cuda/attend_tensor_large.cuh"
+#include "cuda/attend_tensor_merge.cuh"
+#include "cuda/attend_tensor_small.cuh"
 #include "cuda/kernels.h"
 
 namespace kvpager::gpu {
@@ -31,18 +35,35 @@ bool in_words(const Tensor& tensor) {
 // More scratch than this is not worth having: units of a split are for forwards with few queries.
 constexpr int64_t kMostScratchBytes = int64_t{256} << 20;
 
+// Of all its kernels, since any forward may need any of them.
+template <int kDim>
+int64_t most_shared_bytes() {
+  return std::max<int64_t>(
+      {SmallShape<kDim>::kBlockBytes, LargeShape<kDim>::kBlockBytes, merge_shared_bytes(kDim)});
+}
+
 }  // namespace
 }  // namespace tensor
 
-bool has_tensor_attention(const Shape& shape) {
+int64_t tensor_attention_shared_bytes(const Shape& shape) {
   const bool half = shape.k_dtype == DType::kBFloat16 || shape.k_dtype == DType::kFloat16;
-  const bool dim = shape.k_dim == 64 || shape.k_dim == 96 || shape.k_dim == 128;
-  return half && shape.v_dtype == shape.k_dtype && shape.q_dtype == shape.k_dtype && dim &&
-         shape.v_dim == shape.k_dim && shape.chunk_tokens == tensor::kTokens;
+  const bool alike = shape.v_dtype == shape.k_dtype && shape.q_dtype == shape.k_dtype &&
+                     shape.v_dim == shape.k_dim;
+  if (!half || !alike || shape.chunk_tokens != tensor::kTokens) return 0;
+  switch (shape.k_dim) {
+    case 64:
+      return tensor::most_shared_bytes<64>();
+    case 96:
+      return tensor::most_shared_bytes<96>();
+    case 128:
+      return tensor::most_shared_bytes<128>();
+    default:
+      return 0;
+  }
 }
 
 int64_t tensor_scratch_bytes(const Shape& shape, const Bounds& bounds) {
-  if (!has_tensor_attention(shape)) return 0;
+  if (tensor_attention_shared_bytes(shape) == 0) return 0;
   const int64_t state_bytes = (int64_t{shape.v_dim} + tensor::kSumFloats) * 4;
   const int64_t queries = int64_t{bounds.rows} * shape.q_heads;
   const int64_t splits = (bounds.chunks + kChunksPerSplit - 1) / kChunksPerSplit;

@@ -258,9 +258,12 @@ int launch_in(Context context, const Params* params, Stream stream) {
   return Current(context).run([&] { return static_cast<cudaError_t>(kLaunch(*params, stream)); });
 }
 
-bool has_tensor_attention(const gpu::Shape* shape) { return gpu::has_tensor_attention(*shape); }
-int64_t attend_scratch_bytes(const gpu::Shape* shape, const gpu::Bounds* bounds) {
-  return gpu::attend_scratch_bytes(*shape, *bounds);
+int64_t tensor_attention_shared_bytes(const gpu::Shape* shape) {
+  return gpu::tensor_attention_shared_bytes(*shape);
+}
+int64_t attend_scratch_bytes(const gpu::Shape* shape, const gpu::Bounds* bounds,
+                             gpu::Attention attention) {
+  return gpu::attend_scratch_bytes(*shape, *bounds, attention);
 }
 int64_t select_scratch_bytes(const gpu::Shape* shape, const gpu::Bounds* bounds) {
   return gpu::select_scratch_bytes(*shape, *bounds);
@@ -296,7 +299,7 @@ device::Api make_table() {
   t.rotate = launch_in<gpu::RotateParams, gpu::rotate>;
   t.select = launch_in<gpu::SelectParams, gpu::select>;
   t.attend = launch_in<gpu::AttendParams, gpu::attend>;
-  t.has_tensor_attention = has_tensor_attention;
+  t.tensor_attention_shared_bytes = tensor_attention_shared_bytes;
   t.attend_scratch_bytes = attend_scratch_bytes;
   t.select_scratch_bytes = select_scratch_bytes;
   return t;

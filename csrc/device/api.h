@@ -13,7 +13,7 @@
 
 namespace kvpager::device {
 
-inline constexpr uint32_t kAbi = 2;  // raised with any change of this file or of cuda/params.h
+inline constexpr uint32_t kAbi = 3;  // raised with any change of this file or of cuda/params.h
 inline constexpr char kEntryPoint[] = "kvpager_device_api";
 
 inline constexpr int kOk = 0;
@@ -33,8 +33,9 @@ struct Info {
   int32_t multiprocessors = 0;
   int32_t driver = 0, runtime = 0;  // as CUDA numbers them: 13000 is 13.0
   int64_t memory_bytes = 0;
-  int64_t cache_bytes = 0;         // L2
-  int64_t shared_block_bytes = 0;  // most shared memory one block can have
+  int64_t cache_bytes = 0;  // L2
+  // Most shared memory one block can have: CUDA's limit for kernels that opt in.
+  int64_t shared_block_bytes = 0;
 };
 
 struct Api {
@@ -77,10 +78,11 @@ struct Api {
   int (*rotate)(Context, const gpu::RotateParams*, Stream) = nullptr;
   int (*select)(Context, const gpu::SelectParams*, Stream) = nullptr;
   int (*attend)(Context, const gpu::AttendParams*, Stream) = nullptr;
-  // Whether `attend` has a tensor-core kernel for this shape; else only kReference runs.
-  bool (*has_tensor_attention)(const gpu::Shape*) = nullptr;
+  // Shared memory that a block of `attend` takes for this shape on tensor cores, which only devices
+  // that allow so much can run; 0: there is no such kernel.
+  int64_t (*tensor_attention_shared_bytes)(const gpu::Shape*) = nullptr;
   // Scratch `attend` and `select` must be given for forwards within these bounds.
-  int64_t (*attend_scratch_bytes)(const gpu::Shape*, const gpu::Bounds*) = nullptr;
+  int64_t (*attend_scratch_bytes)(const gpu::Shape*, const gpu::Bounds*, gpu::Attention) = nullptr;
   int64_t (*select_scratch_bytes)(const gpu::Shape*, const gpu::Bounds*) = nullptr;
 };
 

@@ -69,11 +69,12 @@ std::vector<std::pair<int32_t, gpu::Shape>> runs_of_layers(const Layout& layout,
   return runs;
 }
 
-gpu::Attention attention_for(const device::Api& api, const PagerOptions& options,
+// Tensor cores where there is a kernel, and a block of it fits the device.
+gpu::Attention attention_for(const device::Device& device, const PagerOptions& options,
                              const gpu::Shape& shape) {
-  return options.attention == "auto" && api.has_tensor_attention(&shape)
-             ? gpu::Attention::kTensor
-             : gpu::Attention::kReference;
+  const int64_t shared = device.api().tensor_attention_shared_bytes(&shape);
+  const bool fits = shared > 0 && shared <= device.info().shared_block_bytes;
+  return options.attention == "auto" && fits ? gpu::Attention::kTensor : gpu::Attention::kReference;
 }
 
 const char* name_of(gpu::Attention attention) {
@@ -102,7 +103,7 @@ AttentionKind attention_of(const PagerOptions& options, DType q_dtype) {
   gpu::Shape shape = shape_of(options);
   shape.q_dtype = q_dtype;
   const auto device = device::Device::open(options.device);
-  const gpu::Attention attention = attention_for(device->api(), options, shape);
+  const gpu::Attention attention = attention_for(*device, options, shape);
   return {name_of(attention), version_of(attention)};
 }
 
@@ -180,7 +181,7 @@ gpu::Shape DeviceBackend::shape_at(int layer, DType q_dtype) const {
 }
 
 gpu::Attention DeviceBackend::attention(DType q_dtype) const {
-  return attention_for(api_, config_.options, shape(q_dtype));
+  return attention_for(*device_, config_.options, shape(q_dtype));
 }
 
 const char* DeviceBackend::attention_name(DType q_dtype) const {
@@ -215,7 +216,7 @@ DeviceBackend::Arrays DeviceBackend::allocate_arrays(const gpu::Bounds& bounds) 
   }
   for (const DType dtype : kQueryDtypes) {
     const gpu::Shape with = shape(dtype);
-    scratch = std::max({scratch, api_.attend_scratch_bytes(&with, &bounds),
+    scratch = std::max({scratch, api_.attend_scratch_bytes(&with, &bounds, attention(dtype)),
                         api_.select_scratch_bytes(&with, &bounds)});
   }
   const int64_t most = config_.options.scratch_bytes;

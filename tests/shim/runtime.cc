@@ -140,6 +140,7 @@ class Runtime {
     eagerness_ = kEagerness[(seed + 3) % 4];
     limit_[0] = environment("KVPAGER_SHIM_MEMORY", memory_bytes());
     limit_[1] = environment("KVPAGER_SHIM_PINNED", memory_bytes());
+    configure_shared_memory();
   }
 
   // --- memory ---
@@ -549,6 +550,12 @@ const char* error_text(int code) {
     default:
       return "unknown error";
   }
+}
+
+int64_t configure_shared_memory() {
+  const int64_t bytes = environment("KVPAGER_SHIM_SHARED", kMaxSharedBytes);
+  set_shared_limit(bytes);
+  return bytes;
 }
 
 int64_t memory_bytes() { return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE); }

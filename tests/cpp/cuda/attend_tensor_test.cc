@@ -127,7 +127,9 @@ TEST_CASE("tensor attention is there for 16-bit elements of one type and usual h
   shape.k_dim = shape.v_dim = 128;
   shape.k_dtype = shape.v_dtype = shape.q_dtype = DType::kBFloat16;
   for_each_device([&](device::Device& device) {
-    const auto has = [&](gpu::Shape s) { return device.api().has_tensor_attention(&s); };
+    const auto has = [&](gpu::Shape s) {
+      return device.api().tensor_attention_shared_bytes(&s) > 0;
+    };
     CHECK(has(shape));
     for (const int dim : {32, 80, 256, 512}) {
       gpu::Shape other = shape;
@@ -149,6 +151,30 @@ TEST_CASE("tensor attention is there for 16-bit elements of one type and usual h
     other.q_dtype = DType::kFloat32;
     CHECK(!has(other));
   });
+}
+
+TEST_CASE("tensor attention takes the shared memory that it says, and no less will do") {
+  if (!tests_shim()) return;
+  const std::shared_ptr<device::Device> plain = device::Device::open("shim");
+  for (const int dim : kDims) {
+    CAPTURE(dim);
+    Shape shape = tensor_shape(DType::kBFloat16, dim);
+    Sequence sequence(layout_of(shape), 100, 3);
+    const gpu::Shape kernel_shape = kernel_shape_of(layout_of(shape), shape.group, shape.io());
+    const int64_t bytes = plain->api().tensor_attention_shared_bytes(&kernel_shape);
+    ForwardOptions options;
+    options.small_queries = kOnlyLarge;
+    for (const int64_t limit : {bytes, bytes - 1}) {
+      const Environment shared("KVPAGER_SHIM_SHARED", std::to_string(limit));
+      const std::shared_ptr<device::Device> limited = device::Device::open("shim");
+      CHECK(limited->info().shared_block_bytes == limit);
+      DeviceForward forward(*limited, shape, {&sequence}, rows_at({99}), options);
+      const gpu::AttendParams params = forward.attend_params(gpu::Attention::kTensor);
+      const int code = limited->api().attend(limited->context(), &params, forward.stream().get());
+      CHECK((code == device::kOk) == (limit == bytes));
+    }
+  }
+  device::Device::open("shim");  // has its limit again
 }
 
 TEST_CASE("every head dimension and element type is right, for few rows and many") {

@@ -1,4 +1,5 @@
 // What crosses the link, and that nothing of it shows in a bit.
+#include "../device/devices.h"
 #include "small_pager.h"
 
 namespace kvpager::pager_test {
@@ -154,6 +155,31 @@ DEVICE_TEST("options of a device are checked by name") {
   CHECK(attention_of(options, DType::kFloat32).name == "reference");
   CHECK(std::string(Pager(options).attention_name(DType::kFloat32)) == "reference");
   CHECK(contains(Pager(options).device_place().name, test_device()));
+}
+
+DEVICE_TEST(
+    "a device without the shared memory for tensor attention attends in the reference order") {
+  if (test_device() != "shim") return;
+  PagerOptions options = small_options(3, 8);
+  options.attention = "auto";
+  options.layout.chunk_tokens = 64;
+  options.layout.k_dim = options.layout.v_dim = 128;
+  options.layout.k_dtype = options.layout.v_dtype = DType::kBFloat16;
+  options.host_bytes = 8 * options.layout.chunk_bytes();
+  options.selection.recent = 64;
+  const auto kind = [&] { return attention_of(options, DType::kBFloat16).name; };
+  const int64_t hopper = 227 << 10;
+  const int64_t ada = 99 << 10;  // compute capability 8.6, 8.9 and 12.0
+  for (const int64_t limit : {hopper, ada}) {
+    CAPTURE(limit);
+    const testing::Environment shared("KVPAGER_SHIM_SHARED", std::to_string(limit));
+    const char* const expected = limit == hopper ? "tensor" : "reference";
+    CHECK(kind() == expected);
+    CHECK(std::string(Pager(options).attention_name(DType::kBFloat16)) == expected);
+  }
+  const testing::Environment shared("KVPAGER_SHIM_SHARED", std::to_string(ada));
+  options.layout.k_dim = options.layout.v_dim = 64;  // takes less
+  CHECK(kind() == "tensor");
 }
 
 DEVICE_TEST("sinks of the host are the sinks of the device, and of the processor") {
