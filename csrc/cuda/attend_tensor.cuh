@@ -23,6 +23,7 @@
 
 #include "cuda/params.h"
 #include "cuda/portable.h"
+#include "cuda/tables.cuh"
 #include "kvpager/attention.h"
 
 namespace kvpager::gpu::tensor {
@@ -79,9 +80,7 @@ KVP_DEVICE Plan make_plan(const Launch& launch) {
   const Header header = *p.tables.header;
   Plan plan;
   plan.splits = static_cast<int32_t>((header.max_visible + kChunksPerSplit - 1) / kChunksPerSplit);
-  if (header.parts == 0) return plan;
-  const Part& last = p.tables.parts[header.parts - 1];
-  const int64_t queries = int64_t{last.first_row + last.rows} * p.shape.q_heads;
+  const int64_t queries = int64_t{ordered_rows(p.tables)} * p.shape.q_heads;
   if (queries == 0) return plan;
   const int64_t room = p.scratch_bytes / 4 / (state_floats(p.shape) * queries);
   const bool split_fits = plan.splits <= room;

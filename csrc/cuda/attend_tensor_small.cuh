@@ -11,6 +11,7 @@
 
 #include <type_traits>
 
+#include "cuda/attend_tensor_items.cuh"
 #include "cuda/attend_tensor_store.cuh"
 
 namespace kvpager::gpu::tensor {
@@ -220,24 +221,18 @@ template <DType kType, int kDim>
 KVP_KERNEL KVP_BOUNDS(32 * kSmallWarps, kSmallBlocks) small_tiles(const Launch launch) {
   using S = SmallShape<kDim>;
   const AttendParams& p = launch.attend;
-  const Header& header = *p.tables.header;
   const Plan plan = make_plan(launch);
   unsigned char* memory = shared_memory() + warp_index() * S::kWarpBytes;
   // Fits: every (tile, kv head, unit) has a state in scratch.
-  const uint32_t heads = static_cast<uint32_t>(p.shape.kv_heads);
-  const uint32_t walks = static_cast<uint32_t>(header.small_tiles) * heads;
-  const uint32_t items = walks * static_cast<uint32_t>(plan.units(plan.small));
-  for (uint32_t item =
-           static_cast<uint32_t>(block_index()) * kSmallWarps + static_cast<uint32_t>(warp_index());
-       item < items; item += static_cast<uint32_t>(launch.small_workers)) {
-    const int unit = static_cast<int>(item / walks);
-    const uint32_t walk = item % walks;
-    const Tile tile = p.tables.tiles[walk / heads];
-    const Part& part = p.tables.parts[tile.part];
-    if (int64_t{unit} * unit_splits(plan, plan.small) * kChunksPerSplit >= part.visible) continue;
+  const uint32_t items = small_items(p, plan);
+  for (uint32_t i = small_worker(block_index(), warp_index(), grid_blocks()); i < items;
+       i += static_cast<uint32_t>(launch.small_workers)) {
+    const WalkItem item = small_item(p, i);
+    const Part& part = p.tables.parts[item.tile.part];
+    if (!has_chunks(plan, plan.small, part, item.unit)) continue;
     Queries<1> queries;
-    queries.place(p, part, static_cast<int>(walk % heads), tile.begin, tile.end);
-    walk_small_unit<kType, kDim>(launch, plan, part, queries, unit, memory);
+    queries.place(p, part, item.kv_head, item.tile.begin, item.tile.end);
+    walk_small_unit<kType, kDim>(launch, plan, part, queries, item.unit, memory);
   }
 }
 

@@ -70,7 +70,8 @@ struct Part {
   int32_t score_row = -1;  // the row whose scores the ledger keeps; -1: none
   int32_t first_row = 0;   // its rows are Tables::order[first_row, first_row + rows)
   int32_t rows = 0;
-  int32_t held = 0;  // the first chunk that is there; no row sees one before it
+  int32_t held = 0;           // the first chunk that is there; no row sees one before it
+  int32_t large_queries = 0;  // its first, of each kv head, which are in large tiles
 };
 
 // Queries [begin, end) of one part, for each kv head.
