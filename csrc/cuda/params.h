@@ -124,6 +124,7 @@ struct WriteParams {
   Tables tables;
   HostCounts counts;
   int32_t layer = 0;
+  bool writes = true;          // false: no row is written; queries are looked at all the same
   Tensor k, v;                 // [rows, kv_heads, k_dim], [rows, kv_heads, v_dim]
   uint64_t* status = nullptr;  // device
   // Looked at and not written: a query of a row with a part that is not finite lowers *query_status

@@ -131,6 +131,7 @@ class DeviceBackend final : public Backend {
     bool active = false;
     bool computing = false;  // tickets of what it reads and writes are still to be set
     gpu::HostCounts counts;
+    bool writes = false;  // some row commits
     std::vector<int64_t>
         first;  // [parts] its chunk 0 in entries, which begin at the first held one
     std::vector<Entry> entries;

@@ -148,6 +148,7 @@ void DeviceBackend::fill_tables(const Forward& forward, const device::TableArray
     const RowDescriptor& row = forward.rows[i];
     out.position = row.position;
     if (row.kind != RowKind::kCommit) continue;
+    running_.writes = true;
     const Sequence& sequence = *forward.parts[static_cast<size_t>(out.part)].sequence;
     out.write_offset = static_cast<int32_t>(row.position % c);
     out.write_chunk = reinterpret_cast<uint64_t>(

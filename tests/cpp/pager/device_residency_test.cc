@@ -157,6 +157,30 @@ DEVICE_TEST("options of a device are checked by name") {
   CHECK(contains(Pager(options).device_place().name, test_device()));
 }
 
+DEVICE_TEST("writing a layer of a forward that only reads launches nothing") {
+  if (test_device() != "shim") return;
+  const testing::ShimHooks hooks;
+  Pager pager(small_options(6, 16));
+  const Known sequence = create(pager, 40, 1);
+  const auto launches = [&](RowKind kind) {
+    std::vector<RowDescriptor> rows(kRows);
+    rows[0] = {sequence.id, kind == RowKind::kRead ? 39 : 40, 5, kind};
+    pager.begin(rows);
+    Tensors t(kRows);
+    Caller& caller = Caller::current();
+    const TensorView k = caller.upload(t.k.view());
+    const TensorView v = caller.upload(t.v.view());
+    const int64_t before = hooks.unfinished();
+    pager.write(0, k, v, caller.stream());
+    const int64_t after = hooks.unfinished();
+    caller.finish();
+    pager.abort();
+    return after - before;
+  };
+  CHECK(launches(RowKind::kRead) == 0);
+  CHECK(launches(RowKind::kCommit) == 1);
+}
+
 DEVICE_TEST(
     "a device without the shared memory for tensor attention attends in the reference order") {
   if (test_device() != "shim") return;
