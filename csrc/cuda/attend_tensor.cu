@@ -66,7 +66,7 @@ int64_t tensor_scratch_bytes(const Shape& shape, const Bounds& bounds) {
   if (tensor_attention_shared_bytes(shape) == 0) return 0;
   const int64_t state_bytes = (int64_t{shape.v_dim} + tensor::kSumFloats) * 4;
   const int64_t queries = int64_t{bounds.rows} * shape.q_heads;
-  const int64_t splits = (bounds.chunks + kChunksPerSplit - 1) / kChunksPerSplit;
+  const int64_t splits = (bounds.chunks + tensor::kSplitChunks - 1) / tensor::kSplitChunks;
   const int64_t least = queries * tensor::kWalkStates * state_bytes;
   const int64_t most = queries * splits * state_bytes;
   const int64_t wanted = most < tensor::kMostScratchBytes ? most : tensor::kMostScratchBytes;

@@ -47,7 +47,7 @@ KVP_DEVICE WalkItem large_item(const AttendParams& p, uint32_t item) {
 
 // Parts are of different lengths: a unit may begin after the last chunk of its own.
 KVP_DEVICE bool has_chunks(const Plan& plan, Level level, const Part& part, int32_t unit) {
-  return int64_t{unit} * unit_splits(plan, level) * kChunksPerSplit < part.visible;
+  return int64_t{unit} * unit_splits(plan, level) * kSplitChunks < part.visible;
 }
 
 // One query whose states are to be folded, or one row that may be padding.

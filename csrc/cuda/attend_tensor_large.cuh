@@ -250,7 +250,7 @@ struct LargeWalk {
         use_values(step, value_tile(stage));
       }
       stage ^= 1;
-      if (following >= limit || following / kChunksPerSplit != tile / kChunksPerSplit) end_split();
+      if (following >= limit || following / kSplitChunks != tile / kSplitChunks) end_split();
       tile = following;
     }
   }
@@ -260,8 +260,7 @@ struct LargeWalk {
     const Level level = plan.large;
     const int first = unit * unit_splits(plan, level);
     int end = first + unit_splits(plan, level);
-    const int part_splits =
-        static_cast<int>((part.visible + kChunksPerSplit - 1) / kChunksPerSplit);
+    const int part_splits = static_cast<int>((part.visible + kSplitChunks - 1) / kSplitChunks);
     if (end > part_splits) end = part_splits;
     if (level == Level::kWalk) {
       KVP_UNROLL
@@ -279,8 +278,8 @@ struct LargeWalk {
       const TileRange<kGroupChunks> range = prepare(group, mine);
       const int from = first - group * kSplitsPerGroup;
       const int to = end - group * kSplitsPerGroup;
-      const int first_tile = (from > 0 ? from : 0) * kChunksPerSplit;
-      const int limit = (to < kSplitsPerGroup ? to : kSplitsPerGroup) * kChunksPerSplit;
+      const int first_tile = (from > 0 ? from : 0) * kSplitChunks;
+      const int limit = (to < kSplitsPerGroup ? to : kSplitsPerGroup) * kSplitChunks;
       if (range.next(first_tile, limit) >= limit) continue;
       if (level != Level::kSplit) {
         KVP_UNROLL

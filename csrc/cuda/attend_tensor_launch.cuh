@@ -18,7 +18,7 @@ struct Grids {
 template <int kDim>
 Grids grids_of(const Shape& shape, const HostCounts& counts, int64_t processors) {
   const int64_t units =
-      std::max<int64_t>(1, (counts.max_visible + kChunksPerSplit - 1) / kChunksPerSplit);
+      std::max<int64_t>(1, (counts.max_visible + kSplitChunks - 1) / kSplitChunks);
   const int64_t small_items = int64_t{counts.small_tiles} * shape.kv_heads * units;
   Grids grids;
   grids.small = std::min<int64_t>(small_items, processors * kSmallBlocks);

@@ -35,7 +35,7 @@ KVP_DEVICE void merge_group(const AttendParams& p, Level level, uint64_t chunks,
     float from[kAhead][kDim / 32], from_m[kAhead], from_l[kAhead];
     KVP_UNROLL
     for (int s = 0; s < kAhead; ++s) {
-      const bool seen = (chunks >> (8 * (first + s)) & 0xFF) != 0;
+      const bool seen = (chunks >> (kSplitChunks * (first + s)) & kSplitMask) != 0;
       const float* state = query + (group * kSplitsPerGroup + first + s) * floats;
       from_m[s] = seen ? state[kDim] : kMinusInfinity;
       from_l[s] = seen ? state[kDim + 1] : 0.0f;

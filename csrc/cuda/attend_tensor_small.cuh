@@ -4,7 +4,7 @@
 // One slot holds a slice of 4 KiB: some rows of the K tile, or of the V tile.
 // Three are under way while one is used: 12 KiB per warp. An H100 needs about 15 bytes per clock and
 // multiprocessor over about 1000 clocks of latency, so that 2 warps per multiprocessor ask for enough
-// already and the 8 that run are ample; one row of 8 kv heads at 32K gives 512 units, 4 for each.
+// already and the 8 that run are ample; one row of 8 kv heads at 32K gives 1024 units, 7 or 8 for each.
 // From head_dim 128 on queries lie in shared memory too, for registers. A block of 4 warps takes 64 to
 // 80 KiB, of which two fit wherever a multiprocessor has 164 KiB.
 #pragma once
@@ -43,8 +43,8 @@ template <int kDim>
 struct SmallFeed {
   using S = SmallShape<kDim>;
   unsigned char* ring = nullptr;
-  TileRange<kChunksPerSplit> range;
-  uint64_t address = 0;  // of page `lane` of the split, in lanes 0..7
+  TileRange<kSplitChunks> range;
+  uint64_t address = 0;  // of page `lane` of the split, in lanes 0..3
   int32_t written = 0;   // tokens from the split's start
   int32_t tile = 0;      // the one being brought
   const unsigned char* page = nullptr;
@@ -53,10 +53,10 @@ struct SmallFeed {
   // Slice `slice` of the next tile, if there is one; always a group for copy_async_wait.
   KVP_DEVICE void bring(int slice) {
     if (slice == 0) {
-      tile = range.next(tile + 1, kChunksPerSplit);
-      page = reinterpret_cast<const unsigned char*>(shuffle(address, tile % kChunksPerSplit));
+      tile = range.next(tile + 1, kSplitChunks);
+      page = reinterpret_cast<const unsigned char*>(shuffle(address, tile % kSplitChunks));
     }
-    if (tile < kChunksPerSplit) {
+    if (tile < kSplitChunks) {
       unsigned char* to = ring + slot * S::kSlotBytes;
       if (slice < S::kKeySlices) {
         using U = Units<kTokens / 8>;
@@ -90,7 +90,7 @@ struct SmallFeed {
   }
 
   KVP_DEVICE void begin() {
-    tile = range.next(0, kChunksPerSplit) - 1;  // bring(0) steps to it
+    tile = range.next(0, kSplitChunks) - 1;  // bring(0) steps to it
     KVP_UNROLL
     for (int i = 0; i < kSlots - 1; ++i) bring(i % S::kSlices);
   }
@@ -107,16 +107,16 @@ struct SmallFeed {
 };
 
 template <DType kType, int kDim>
-KVP_DEVICE void walk_split(const Launch& launch, const Sight<kChunksPerSplit> (&sight)[2],
+KVP_DEVICE void walk_split(const Launch& launch, const Sight<kSplitChunks> (&sight)[2],
                            const typename SmallShape<kDim>::Fragments& q, SmallFeed<kDim>& feed,
                            SplitState<kDim, 1>& state) {
   using S = SmallShape<kDim>;
-  const TileRange<kChunksPerSplit>& range = feed.range;
-  int tile = range.next(0, kChunksPerSplit);
+  const TileRange<kSplitChunks>& range = feed.range;
+  int tile = range.next(0, kSplitChunks);
   state.reset();
   feed.begin();
-  while (tile < kChunksPerSplit) {
-    const TileSight seen[1] = {tile_sight<kChunksPerSplit>(sight, tile)};
+  while (tile < kSplitChunks) {
+    const TileSight seen[1] = {tile_sight<kSplitChunks>(sight, tile)};
     const bool masked = ballot(seen[0].begin[0] > 0 || seen[0].begin[1] > 0 ||
                                seen[0].end[0] < kTokens || seen[0].end[1] < kTokens) != 0;
     const bool keep = ballot(!seen[0].seen[0] || !seen[0].seen[1]) != 0;
@@ -152,7 +152,7 @@ KVP_DEVICE void walk_split(const Launch& launch, const Sight<kChunksPerSplit> (&
         }
       }
     }
-    tile = range.next(tile + 1, kChunksPerSplit);
+    tile = range.next(tile + 1, kSplitChunks);
   }
 }
 
@@ -165,7 +165,7 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
   const Level level = plan.small;
   const int first = unit * unit_splits(plan, level);
   int end = first + unit_splits(plan, level);
-  const int part_splits = static_cast<int>((part.visible + kChunksPerSplit - 1) / kChunksPerSplit);
+  const int part_splits = static_cast<int>((part.visible + kSplitChunks - 1) / kSplitChunks);
   if (end > part_splits) end = part_splits;
 
   typename S::Fragments q;
@@ -187,17 +187,17 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
   };
   for (int split = first; split < end; ++split) {
     if (split % kSplitsPerGroup == 0) end_group();
-    Sight<kChunksPerSplit> sight[1][2];
+    Sight<kSplitChunks> sight[1][2];
     feed.range = look(p, queries, split, sight);
     if (feed.range.chunks == 0) continue;
-    const int64_t chunk = int64_t{split} * kChunksPerSplit + lane_index() % kChunksPerSplit;
+    const int64_t chunk = int64_t{split} * kSplitChunks + lane_index() % kSplitChunks;
     feed.address = 0;
     if (chunk < part.visible) {
       feed.address = slice_address(p, part, chunk) +
                      static_cast<uint64_t>(p.shape.page_bytes * queries.kv_head);
     }
-    feed.written = static_cast<int32_t>(smaller(
-        part.written - int64_t{split} * kChunksPerSplit * kTokens, kChunksPerSplit * kTokens));
+    feed.written = static_cast<int32_t>(
+        smaller(part.written - int64_t{split} * kSplitChunks * kTokens, kSplitChunks * kTokens));
     if (!have_queries) {
       load_queries<kDim, 1>(launch, queries, q);
       have_queries = true;

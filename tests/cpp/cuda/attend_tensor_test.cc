@@ -34,8 +34,10 @@ int64_t chunks_of(const Shape& shape, const std::vector<Sequence*>& sequences) {
 ForwardOptions cut_as(ForwardOptions options, Cut cut, const Shape& shape,
                       const std::vector<Sequence*>& sequences, const std::vector<Row>& rows) {
   if (cut == Cut::kAsAsked) return options;
-  const int64_t splits = (chunks_of(shape, sequences) + 7) / 8;
-  const int64_t units = cut == Cut::kSplits ? splits : cut == Cut::kGroups ? (splits + 7) / 8 : 2;
+  const int64_t chunks = chunks_of(shape, sequences);
+  const int64_t units = cut == Cut::kSplits   ? (chunks + 3) / 4
+                        : cut == Cut::kGroups ? (chunks + 63) / 64
+                                              : 2;
   int64_t queries = 0;
   for (const Row& row : rows) queries += row.sequence >= 0 ? shape.kv_heads * shape.group : 0;
   options.scratch_bytes = queries * std::max<int64_t>(units, 2) * (shape.v_dim + 8) * 4;
