@@ -32,8 +32,10 @@ bool in_words(const Tensor& tensor) {
          tensor.head_stride % 2 == 0;
 }
 
-// More scratch than this is not worth having: units of a split are for forwards with few queries.
-constexpr int64_t kMostScratchBytes = int64_t{256} << 20;
+// More scratch than this is not worth having: units of a split are for forwards with few queries, while
+// those of a group keep many blocks busy with many queries.
+constexpr int64_t kMostSplitBytes = int64_t{256} << 20;
+constexpr int64_t kMostGroupBytes = int64_t{512} << 20;
 
 // Of all its kernels, since any forward may need any of them.
 template <int kDim>
@@ -66,11 +68,13 @@ int64_t tensor_scratch_bytes(const Shape& shape, const Bounds& bounds) {
   if (tensor_attention_shared_bytes(shape) == 0) return 0;
   const int64_t state_bytes = (int64_t{shape.v_dim} + tensor::kSumFloats) * 4;
   const int64_t queries = int64_t{bounds.rows} * shape.q_heads;
-  const int64_t splits = (bounds.chunks + tensor::kSplitChunks - 1) / tensor::kSplitChunks;
-  const int64_t least = queries * tensor::kWalkStates * state_bytes;
-  const int64_t most = queries * splits * state_bytes;
-  const int64_t wanted = most < tensor::kMostScratchBytes ? most : tensor::kMostScratchBytes;
-  return wanted > least ? wanted : least;
+  const auto bytes_of = [&](int64_t states) { return queries * states * state_bytes; };
+  const auto units_of = [&](int64_t chunks) { return (bounds.chunks + chunks - 1) / chunks; };
+  const int64_t splits =
+      std::min(bytes_of(units_of(tensor::kSplitChunks)), tensor::kMostSplitBytes);
+  const int64_t groups = bytes_of(units_of(tensor::kGroupChunks));
+  return std::max(
+      {bytes_of(tensor::kWalkStates), splits, groups <= tensor::kMostGroupBytes ? groups : 0});
 }
 
 int attend_tensor(const AttendParams& params, void* stream) {
