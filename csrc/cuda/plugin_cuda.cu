@@ -236,13 +236,24 @@ int capturing(Context context, Stream stream, bool* yes) {
   });
 }
 
+constexpr cudaMemcpyKind kKinds[] = {cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost,
+                                     cudaMemcpyDeviceToDevice};
+
 int copy(Context context, void* to, const void* from, int64_t bytes, device::Direction direction,
          Stream stream) {
-  constexpr cudaMemcpyKind kKinds[] = {cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost,
-                                       cudaMemcpyDeviceToDevice};
   return Current(context).run([&] {
     return cudaMemcpyAsync(to, from, static_cast<size_t>(bytes),
                            kKinds[static_cast<int>(direction)], as_stream(stream));
+  });
+}
+
+int copy_pieces(Context context, const device::Pieces* pieces, device::Direction direction,
+                Stream stream) {
+  return Current(context).run([&] {
+    return cudaMemcpy2DAsync(pieces->to, static_cast<size_t>(pieces->to_stride), pieces->from,
+                             static_cast<size_t>(pieces->from_stride),
+                             static_cast<size_t>(pieces->bytes), static_cast<size_t>(pieces->count),
+                             kKinds[static_cast<int>(direction)], as_stream(stream));
   });
 }
 
@@ -293,6 +304,7 @@ device::Api make_table() {
   t.synchronize = synchronize;
   t.capturing = capturing;
   t.copy = copy;
+  t.copy_pieces = copy_pieces;
   t.fill = fill;
   t.write_rows = launch_in<gpu::WriteParams, gpu::write_rows>;
   t.summarize = launch_in<gpu::SummarizeParams, gpu::summarize>;

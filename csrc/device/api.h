@@ -27,6 +27,15 @@ using Event = void*;
 
 enum class Direction : int32_t { kUp = 0, kDown = 1, kWithin = 2 };  // host to device, and back
 
+// Pieces of `bytes` each, which begin every so many bytes, of one copy.
+struct Pieces {
+  void* to = nullptr;
+  const void* from = nullptr;
+  int64_t to_stride = 0, from_stride = 0;  // at least `bytes`
+  int64_t bytes = 0;
+  int64_t count = 0;
+};
+
 struct Info {
   char name[256] = {};
   int32_t major = 0, minor = 0;  // compute capability
@@ -68,6 +77,7 @@ struct Api {
   int (*capturing)(Context, Stream stream, bool* yes) = nullptr;
 
   int (*copy)(Context, void* to, const void* from, int64_t bytes, Direction, Stream) = nullptr;
+  int (*copy_pieces)(Context, const Pieces*, Direction, Stream) = nullptr;
   int (*fill)(Context, void* to, int32_t byte, int64_t bytes, Stream) = nullptr;
 
   // Kernels. Parameters are copied before the call returns. Each is launched on `stream`, allocates

@@ -56,6 +56,7 @@ int synchronize(device::Event event);
 int capturing(device::Stream stream, bool* yes);
 int copy(void* to, const void* from, int64_t bytes, device::Direction direction,
          device::Stream stream);
+int copy_pieces(const device::Pieces& pieces, device::Direction direction, device::Stream stream);
 int fill(void* to, int32_t byte, int64_t bytes, device::Stream stream);
 
 }  // namespace kvpager::shim

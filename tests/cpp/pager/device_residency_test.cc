@@ -63,6 +63,31 @@ DEVICE_TEST("staging that holds a few of the missing chunks stages these, with t
   CHECK(pager.stats().slices_staged == before + 2 * 7);
 }
 
+DEVICE_TEST("neighbouring slots are staged by one copy for each layer") {
+  if (test_device() != "shim") return;
+  const testing::ShimHooks hooks;
+  for (const uint64_t shuffle : {uint64_t{0}, uint64_t{11}}) {
+    CAPTURE(shuffle);
+    PagerOptions options = small_options(5, 80);
+    options.missed_chunks = "staged";
+    options.shuffle_seed = shuffle;
+    Pager pager(options);
+    const Known sequence = create(pager, 40 * 16, 1);
+    pager.evict_all();
+    hooks.drain();
+    std::vector<RowDescriptor> rows(kRows);
+    rows[0] = {sequence.id, 40 * 16 - 1, 0, RowKind::kRead};
+    const int64_t slices = pager.stats().slices_staged;
+    pager.begin(rows);
+    const int64_t copies = hooks.unfinished();
+    CHECK(pager.stats().slices_staged - slices >= 35);
+    if (shuffle == 0) CHECK(copies < 20);  // those of tables among them
+    if (shuffle != 0) CHECK(copies > 20);
+    pager.abort();
+    CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, 40 * 16, 16)));
+  }
+}
+
 DEVICE_TEST(
     "chunks on disk are read once into pinned memory that no home needs, and give way to homes") {
   const Folder folder;
