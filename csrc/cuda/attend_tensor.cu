@@ -1,5 +1,9 @@
 // The host side of tensor attention. See attend_tensor.cuh for the arithmetic.
-#include "cuda/attend_tensor.cuh"
+#include <algorithm>
+
+#include "cuda/attend_tensor_large.cuh"
+#include "cuda/attend_tensor_merge.cuh"
+#include "cuda/attend_tensor_small.cuh"
 #include "cuda/kernels.h"
 
 namespace kvpager::gpu {
@@ -35,30 +39,52 @@ bool in_words(const Tensor& tensor) {
          tensor.head_stride % 2 == 0;
 }
 
-// More scratch than this is not worth having: units of a split are for forwards with few queries.
-constexpr int64_t kMostScratchBytes = int64_t{256} << 20;
+// More scratch than this is not worth having: units of a split are for forwards with few queries, while
+// those of a group keep many blocks busy with many queries.
+constexpr int64_t kMostSplitBytes = int64_t{256} << 20;
+constexpr int64_t kMostGroupBytes = int64_t{512} << 20;
+
+// Of all its kernels, since any forward may need any of them.
+template <int kDim, bool kCodes>
+int64_t most_shared_bytes() {
+  return std::max<int64_t>({SmallShape<kDim, kCodes>::kBlockBytes,
+                            LargeShape<kDim, kCodes>::kBlockBytes, merge_shared_bytes(kDim)});
+}
 
 }  // namespace
 }  // namespace tensor
 
-bool has_tensor_attention(const Shape& shape) {
+int64_t tensor_attention_shared_bytes(const Shape& shape) {
   const bool codes = shape.k_dtype == DType::kQ8;
   const bool halves = shape.k_dtype == DType::kBFloat16 || shape.k_dtype == DType::kFloat16;
-  const bool dim = shape.k_dim == 64 || shape.k_dim == 128 || (shape.k_dim == 96 && halves);
-  return (codes || halves) && shape.v_dtype == shape.k_dtype &&
-         shape.q_dtype == (codes ? DType::kBFloat16 : shape.k_dtype) && dim &&
-         shape.v_dim == shape.k_dim && shape.chunk_tokens == tensor::kTokens;
+  const DType queries = codes ? DType::kBFloat16 : shape.k_dtype;
+  const bool alike =
+      shape.v_dtype == shape.k_dtype && shape.q_dtype == queries && shape.v_dim == shape.k_dim;
+  if (!(codes || halves) || !alike || shape.chunk_tokens != tensor::kTokens) return 0;
+  switch (shape.k_dim) {
+    case 64:
+      return codes ? tensor::most_shared_bytes<64, true>() : tensor::most_shared_bytes<64, false>();
+    case 96:
+      return codes ? 0 : tensor::most_shared_bytes<96, false>();
+    case 128:
+      return codes ? tensor::most_shared_bytes<128, true>()
+                   : tensor::most_shared_bytes<128, false>();
+    default:
+      return 0;
+  }
 }
 
 int64_t tensor_scratch_bytes(const Shape& shape, const Bounds& bounds) {
-  if (!has_tensor_attention(shape)) return 0;
+  if (tensor_attention_shared_bytes(shape) == 0) return 0;
   const int64_t state_bytes = (int64_t{shape.v_dim} + tensor::kSumFloats) * 4;
   const int64_t queries = int64_t{bounds.rows} * shape.q_heads;
-  const int64_t splits = (bounds.chunks + kChunksPerSplit - 1) / kChunksPerSplit;
-  const int64_t least = queries * tensor::kWalkStates * state_bytes;
-  const int64_t most = queries * splits * state_bytes;
-  const int64_t wanted = most < tensor::kMostScratchBytes ? most : tensor::kMostScratchBytes;
-  return wanted > least ? wanted : least;
+  const auto bytes_of = [&](int64_t states) { return queries * states * state_bytes; };
+  const auto units_of = [&](int64_t chunks) { return (bounds.chunks + chunks - 1) / chunks; };
+  const int64_t splits =
+      std::min(bytes_of(units_of(tensor::kSplitChunks)), tensor::kMostSplitBytes);
+  const int64_t groups = bytes_of(units_of(tensor::kGroupChunks));
+  return std::max(
+      {bytes_of(tensor::kWalkStates), splits, groups <= tensor::kMostGroupBytes ? groups : 0});
 }
 
 int attend_tensor(const AttendParams& params, void* stream) {

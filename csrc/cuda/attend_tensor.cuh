@@ -8,7 +8,7 @@
 //           m' = max(m, max_t s[t]); r = 2^(m - m'); p[t] = 2^(s[t] - m'); l = fmaf(l, r, sum of
 //           p): thread t % 8 / 2 of a quad sums its own, ascending; acc = acc * r, then mma of p,
 //           rounded to the 16-bit type, and V over t ascending. Untouched where no key is seen.
-//   split   kChunksPerSplit chunks from (-inf, 0, 0); the quad's four l are added at its end
+//   split   kSplitChunks chunks from (-inf, 0, 0); the quad's four l are added at its end
 //   fold    splits into a group of kSplitsPerGroup splits, groups into the total, both at absolute
 //           indices, ascending, from (-inf, 0, 0) or for the total from the sink (sink, 1, 0); one
 //           that saw no key is skipped. M' = max(M, m), L = fmaf(L, 2^(M - M'), l * 2^(m - M')),
@@ -25,6 +25,7 @@
 
 #include "cuda/params.h"
 #include "cuda/portable.h"
+#include "cuda/tables.cuh"
 #include "kvpager/attention.h"
 
 namespace kvpager::gpu::tensor {
@@ -32,8 +33,14 @@ namespace kvpager::gpu::tensor {
 inline constexpr float kMinusInfinity = -INFINITY;
 inline constexpr int kTokens = 64;  // of a chunk: the only size that has kernels
 inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr int kGroupChunks = kChunksPerSplit * kSplitsPerGroup;
+// Splits and groups are a function of position alone (ADR 60), and part of the bits: with another
+// number kTensorKernelVersion is another.
+inline constexpr int kSplitChunks = 4;
+inline constexpr int kSplitsPerGroup = 16;
+inline constexpr int kGroupChunks = kSplitChunks * kSplitsPerGroup;
 static_assert(kGroupChunks == 64, "the chunks of a group are the bits of a word");
+static_assert(8 % kSplitChunks == 0, "the chunks of a split are bits of one byte");
+inline constexpr uint32_t kSplitMask = (1u << kSplitChunks) - 1;
 
 // How much of a tile's keys one item of work walks; the rest is left to the merge kernel.
 enum class Level : int32_t { kSplit = 0, kGroup = 1, kWalk = 2 };
@@ -80,10 +87,8 @@ KVP_DEVICE Plan make_plan(const Launch& launch) {
   const AttendParams& p = launch.attend;
   const Header header = *p.tables.header;
   Plan plan;
-  plan.splits = static_cast<int32_t>((header.max_visible + kChunksPerSplit - 1) / kChunksPerSplit);
-  if (header.parts == 0) return plan;
-  const Part& last = p.tables.parts[header.parts - 1];
-  const int64_t queries = int64_t{last.first_row + last.rows} * p.shape.q_heads;
+  plan.splits = static_cast<int32_t>((header.max_visible + kSplitChunks - 1) / kSplitChunks);
+  const int64_t queries = int64_t{ordered_rows(p.tables)} * p.shape.q_heads;
   if (queries == 0) return plan;
   const int64_t room = p.scratch_bytes / 4 / (state_floats(p.shape) * queries);
   const bool split_fits = plan.splits <= room;
@@ -93,7 +98,7 @@ KVP_DEVICE Plan make_plan(const Launch& launch) {
   if (small < 4 * int64_t{launch.small_workers}) {
     plan.small = split_fits ? Level::kSplit : group_fits ? Level::kGroup : Level::kWalk;
   }
-  // States of splits cost about a fifth of a walk's time in traffic, those of groups a fiftieth.
+  // States of splits cost about two fifths of a walk's time in traffic, those of groups a fiftieth.
   int64_t best = busy(large, launch.large_workers) * 100;
   if (group_fits && plan.splits > kSplitsPerGroup) {
     const int64_t gain = busy(large * plan.units(Level::kGroup), launch.large_workers) * 98;
@@ -102,7 +107,7 @@ KVP_DEVICE Plan make_plan(const Launch& launch) {
       plan.large = Level::kGroup;
     }
   }
-  if (split_fits && busy(large * plan.splits, launch.large_workers) * 80 > best) {
+  if (split_fits && busy(large * plan.splits, launch.large_workers) * 60 > best) {
     plan.large = Level::kSplit;
   }
   const auto need = [&](int64_t tiles, Level level) {
@@ -138,7 +143,7 @@ KVP_DEVICE uint64_t ones(int64_t begin, int64_t end) {
 // chunk c is among them.
 template <int kSpan>
 struct alignas(kSpan == kGroupChunks ? 16 : 4) Sight {
-  static_assert(kSpan == kChunksPerSplit || kSpan == kGroupChunks, "");
+  static_assert(kSpan == kSplitChunks || kSpan == kGroupChunks, "");
   using Word = std::conditional_t<kSpan == kGroupChunks, uint64_t, uint32_t>;
   Word chunks = 0;
   int32_t begin = 0;
@@ -159,10 +164,11 @@ KVP_DEVICE Sight<kSpan> sight_of(const AttendParams& p, int64_t row, int kv_head
   sight.chunks = static_cast<Word>(ones(sight.begin / tokens, (sight.end + tokens - 1) / tokens));
   if (p.selected != nullptr) {
     const uint8_t* bytes = p.selected + (row * p.shape.kv_heads + kv_head) * p.selected_stride;
-    if constexpr (kSpan == kChunksPerSplit) {
-      sight.chunks &= bytes[span];
+    if constexpr (kSpan == kSplitChunks) {
+      const int64_t first = span * kSplitChunks;
+      sight.chunks &= uint32_t{bytes[first / 8]} >> (first % 8) & kSplitMask;
     } else {
-      const int64_t at = span * kSplitsPerGroup;
+      const int64_t at = span * kGroupChunks / 8;
       uint64_t bits = *reinterpret_cast<const uint32_t*>(bytes + at);
       if (at + 4 < p.selected_stride) {
         bits |= uint64_t{*reinterpret_cast<const uint32_t*>(bytes + at + 4)} << 32;

@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "cuda/attend_tensor_items.cuh"
 #include "cuda/attend_tensor_store.cuh"
 
 namespace kvpager::gpu::tensor {
@@ -278,7 +279,7 @@ struct LargeWalk {
         use_values(step, value_tile(stage));
       }
       stage ^= 1;
-      if (following >= limit || following / kChunksPerSplit != tile / kChunksPerSplit) end_split();
+      if (following >= limit || following / kSplitChunks != tile / kSplitChunks) end_split();
       tile = following;
     }
   }
@@ -288,8 +289,7 @@ struct LargeWalk {
     const Level level = plan.large;
     const int first = unit * unit_splits(plan, level);
     int end = first + unit_splits(plan, level);
-    const int part_splits =
-        static_cast<int>((part.visible + kChunksPerSplit - 1) / kChunksPerSplit);
+    const int part_splits = static_cast<int>((part.visible + kSplitChunks - 1) / kSplitChunks);
     if (end > part_splits) end = part_splits;
     if (level == Level::kWalk) {
       KVP_UNROLL
@@ -307,8 +307,8 @@ struct LargeWalk {
       const TileRange<kGroupChunks> range = prepare(group, mine);
       const int from = first - group * kSplitsPerGroup;
       const int to = end - group * kSplitsPerGroup;
-      const int first_tile = (from > 0 ? from : 0) * kChunksPerSplit;
-      const int limit = (to < kSplitsPerGroup ? to : kSplitsPerGroup) * kChunksPerSplit;
+      const int first_tile = (from > 0 ? from : 0) * kSplitChunks;
+      const int limit = (to < kSplitsPerGroup ? to : kSplitsPerGroup) * kSplitChunks;
       if (range.next(first_tile, limit) >= limit) continue;
       if (level != Level::kSplit) {
         KVP_UNROLL
@@ -330,24 +330,17 @@ KVP_KERNEL KVP_BOUNDS((LargeShape<kDim, kCodes>::kThreads),
     large_tiles(const Launch launch) {
   using L = LargeShape<kDim, kCodes>;
   const AttendParams& p = launch.attend;
-  const Header& header = *p.tables.header;
   const Plan plan = make_plan(launch);
   // Fits: every (tile, kv head, unit) has a state in scratch.
-  const uint32_t heads = static_cast<uint32_t>(p.shape.kv_heads);
-  const uint32_t walks = static_cast<uint32_t>(header.large_tiles) * heads;
-  const uint32_t items = walks * static_cast<uint32_t>(plan.units(plan.large));
-  for (uint32_t item = static_cast<uint32_t>(block_index()); item < items;
-       item += static_cast<uint32_t>(launch.large_workers)) {
-    // Neighbouring blocks walk the same keys: tiles of one kv head and unit.
-    const int unit = static_cast<int>(item / walks);
-    const uint32_t walk = item % walks;
-    const uint32_t tiles = static_cast<uint32_t>(header.large_tiles);
-    const Tile tile = p.tables.tiles[header.small_tiles + static_cast<int32_t>(walk % tiles)];
-    const Part& part = p.tables.parts[tile.part];
-    if (int64_t{unit} * unit_splits(plan, plan.large) * kChunksPerSplit >= part.visible) continue;
-    LargeWalk<kType, kDim, kCodes> work{launch, plan, part, {}, {}, shared_memory(), unit, {}};
-    work.queries.place(p, part, static_cast<int>(walk / tiles),
-                       tile.begin + warp_index() * 16 * L::kM, tile.end);
+  const uint32_t items = large_items(p, plan);
+  for (uint32_t i = static_cast<uint32_t>(block_index()); i < items;
+       i += static_cast<uint32_t>(launch.large_workers)) {
+    const WalkItem item = large_item(p, i);
+    const Part& part = p.tables.parts[item.tile.part];
+    if (!has_chunks(plan, plan.large, part, item.unit)) continue;
+    LargeWalk<kType, kDim, kCodes> work{launch, plan, part, {}, {}, shared_memory(), item.unit, {}};
+    work.queries.place(p, part, item.kv_head, item.tile.begin + warp_index() * 16 * L::kM,
+                       item.tile.end);
     if constexpr (L::kSharedQueries) {
       work.q.memory =
           shared_memory() + L::kQueries + warp_index() * SharedFragments<kDim, L::kM>::kWarpBytes;

@@ -10,35 +10,45 @@
 
 namespace kvpager::gpu::tensor {
 
+// Blocks of the kernels of one call.
+struct Grids {
+  int64_t small = 0, large = 0, merge = 0;
+};
+
+template <int kDim, bool kCodes = false>
+Grids grids_of(const Shape& shape, const HostCounts& counts, int64_t processors) {
+  const int64_t units =
+      std::max<int64_t>(1, (counts.max_visible + kSplitChunks - 1) / kSplitChunks);
+  const int64_t small_items = int64_t{counts.small_tiles} * shape.kv_heads * units;
+  Grids grids;
+  grids.small = std::min<int64_t>(small_items, processors * kSmallBlocks);
+  grids.large = std::min<int64_t>(int64_t{counts.large_tiles} * shape.kv_heads * units,
+                                  processors * LargeShape<kDim, kCodes>::kBlocksPerMultiprocessor);
+  grids.merge = std::min<int64_t>(int64_t{counts.rows} * shape.q_heads, processors * kMergeBlocks);
+  return grids;
+}
+
+inline void set_workers(const Grids& grids, Launch* launch) {
+  launch->small_workers = static_cast<int32_t>(std::max<int64_t>(1, grids.small * kSmallWarps));
+  launch->large_workers = static_cast<int32_t>(std::max<int64_t>(1, grids.large));
+}
+
 template <DType kType, int kDim, bool kCodes>
 int launch_tensor(const Launch& launch, void* stream) {
   using Small = SmallShape<kDim, kCodes>;
   using Large = LargeShape<kDim, kCodes>;
+  const Grids grids =
+      grids_of<kDim, kCodes>(launch.attend.shape, launch.attend.counts, multiprocessors());
   Launch args = launch;
-  const AttendParams& p = args.attend;
-  const HostCounts& counts = p.counts;
-  const Shape& shape = p.shape;
-  const int64_t units =
-      std::max<int64_t>(1, (counts.max_visible + kChunksPerSplit - 1) / kChunksPerSplit);
-  const int64_t processors = multiprocessors();
-  const int64_t small_items = int64_t{counts.small_tiles} * shape.kv_heads * units;
-  const int64_t small_blocks =
-      std::min<int64_t>((small_items + kSmallWarps - 1) / kSmallWarps, processors * kSmallBlocks);
-  const int64_t large_blocks =
-      std::min<int64_t>(int64_t{counts.large_tiles} * shape.kv_heads * units,
-                        processors * Large::kBlocksPerMultiprocessor);
-  args.small_workers = static_cast<int32_t>(std::max<int64_t>(1, small_blocks * kSmallWarps));
-  args.large_workers = static_cast<int32_t>(std::max<int64_t>(1, large_blocks));
+  set_workers(grids, &args);
   int error = gpu::launch(large_tiles<kType, kDim, kCodes>,
-                          {large_blocks, Large::kThreads, Large::kBlockBytes, stream}, args);
+                          {grids.large, Large::kThreads, Large::kBlockBytes, stream}, args);
   if (error != 0) return error;
   error = gpu::launch(small_tiles<kType, kDim, kCodes>,
-                      {small_blocks, 32 * kSmallWarps, Small::kBlockBytes, stream}, args);
+                      {grids.small, 32 * kSmallWarps, Small::kBlockBytes, stream}, args);
   if (error != 0) return error;
-  const int64_t merge_blocks =
-      std::min<int64_t>(int64_t{counts.rows} * shape.q_heads, processors * kMergeBlocks);
   return gpu::launch(merge_states<kDim>,
-                     {merge_blocks, kMergeThreads, merge_shared_bytes(kDim), stream}, args);
+                     {grids.merge, kMergeThreads, merge_shared_bytes(kDim), stream}, args);
 }
 
 }  // namespace kvpager::gpu::tensor

@@ -2,6 +2,7 @@
 // become zeros. A block per query: its warps fold a group each, then all threads the groups.
 #pragma once
 
+#include "cuda/attend_tensor_items.cuh"
 #include "cuda/attend_tensor_store.cuh"
 
 namespace kvpager::gpu::tensor {
@@ -34,7 +35,7 @@ KVP_DEVICE void merge_group(const AttendParams& p, Level level, uint64_t chunks,
     float from[kAhead][kDim / 32], from_m[kAhead], from_l[kAhead];
     KVP_UNROLL
     for (int s = 0; s < kAhead; ++s) {
-      const bool seen = (chunks >> (8 * (first + s)) & 0xFF) != 0;
+      const bool seen = (chunks >> (kSplitChunks * (first + s)) & kSplitMask) != 0;
       const float* state = query + (group * kSplitsPerGroup + first + s) * floats;
       from_m[s] = seen ? state[kDim] : kMinusInfinity;
       from_l[s] = seen ? state[kDim + 1] : 0.0f;
@@ -56,14 +57,13 @@ KVP_DEVICE void merge_group(const AttendParams& p, Level level, uint64_t chunks,
 }
 
 template <int kDim>
-KVP_DEVICE void merge_query(const Launch& launch, const Plan& plan, Level level, const Part& part,
-                            int number, int kv_head, float* memory) {
+KVP_DEVICE void merge_query(const Launch& launch, const Plan& plan, const MergeItem& item,
+                            float* memory) {
   const AttendParams& p = launch.attend;
-  const int heads = p.shape.q_heads / p.shape.kv_heads;
-  const int64_t index = part.first_row + number / heads;
-  const int q_head = kv_head * heads + number % heads;
-  const int64_t row = p.tables.order[index];
-  const float* query = state_at(p, plan, index, q_head, 0);
+  const int64_t row = item.row;
+  const int q_head = item.q_head;
+  const int kv_head = q_head / (p.shape.q_heads / p.shape.kv_heads);
+  const float* query = state_at(p, plan, item.index, q_head, 0);
   const int groups =
       static_cast<int>((p.tables.rows[row].position / p.shape.chunk_tokens) / kGroupChunks) + 1;
   float* sums = memory + kMergeWarps * kDim;  // m and l of each warp's group
@@ -74,7 +74,7 @@ KVP_DEVICE void merge_query(const Launch& launch, const Plan& plan, Level level,
     float acc[kDim / 32], m = kMinusInfinity, l = 0.0f;
     const uint64_t chunks =
         group < groups ? sight_of<kGroupChunks>(p, row, kv_head, group).chunks : 0;
-    merge_group<kDim>(p, level, chunks, query, group, acc, &m, &l);
+    merge_group<kDim>(p, item.level, chunks, query, group, acc, &m, &l);
     sync_block();  // the groups before have been read
     KVP_UNROLL
     for (int i = 0; i < kDim / 32; ++i) {
@@ -100,32 +100,25 @@ KVP_DEVICE void merge_query(const Launch& launch, const Plan& plan, Level level,
 }
 
 template <int kDim>
+KVP_DEVICE void write_zeros(const AttendParams& p, int64_t row) {
+  for (int at = thread_index(); at < p.shape.q_heads * kDim; at += kMergeThreads) {
+    write_out(p, row, at / kDim, at % kDim, 0.0f);
+  }
+}
+
+template <int kDim>
 KVP_KERNEL KVP_BOUNDS(kMergeThreads, 2) merge_states(const Launch launch) {
   const AttendParams& p = launch.attend;
-  const Header header = *p.tables.header;
   const Plan plan = make_plan(launch);
   float* memory = reinterpret_cast<float*>(shared_memory());
-  const int64_t heads = p.shape.kv_heads;
-  const int64_t small = plan.small == Level::kWalk ? 0 : header.small_tiles * kSmallTile * heads;
-  const int64_t large = plan.large == Level::kWalk ? 0 : header.large_tiles * kLargeTile * heads;
-  for (int64_t item = block_index(); item < small + large + header.rows; item += grid_blocks()) {
-    if (item >= small + large) {
-      const int64_t row = item - small - large;
-      if (p.tables.rows[row].part >= 0) continue;
-      for (int at = thread_index(); at < p.shape.q_heads * kDim; at += kMergeThreads) {
-        write_out(p, row, at / kDim, at % kDim, 0.0f);
-      }
-      continue;
+  const int64_t items = merge_items(p, plan);
+  for (int64_t i = block_index(); i < items; i += grid_blocks()) {
+    const MergeItem item = merge_item(p, plan, i);
+    if (item.index < 0) {
+      if (p.tables.rows[item.row].part < 0) write_zeros<kDim>(p, item.row);
+    } else if (item.level != Level::kWalk) {
+      merge_query<kDim>(launch, plan, item, memory);
     }
-    const bool is_small = item < small;
-    const int64_t rest = is_small ? item : item - small;
-    const int size = is_small ? kSmallTile : kLargeTile;
-    const int64_t at = rest / size / heads;
-    const Tile tile = p.tables.tiles[is_small ? at : header.small_tiles + at];
-    const int number = tile.begin + static_cast<int>(rest % size);
-    if (number >= tile.end) continue;
-    merge_query<kDim>(launch, plan, is_small ? plan.small : plan.large, p.tables.parts[tile.part],
-                      number, static_cast<int>(rest / size % heads), memory);
   }
 }
 

@@ -4,7 +4,7 @@
 // One slot holds a slice of 4 KiB: some rows of the K tile, or of the V tile.
 // Three are under way while one is used: 12 KiB per warp. An H100 needs about 15 bytes per clock and
 // multiprocessor over about 1000 clocks of latency, so that 2 warps per multiprocessor ask for enough
-// already and the 8 that run are ample; one row of 8 kv heads at 32K gives 512 units, 4 for each.
+// already and the 8 that run are ample; one row of 8 kv heads at 32K gives 1024 units, 7 or 8 for each.
 // From head_dim 128 on queries lie in shared memory too, for registers. A block of 4 warps takes 64 to
 // 80 KiB, of which two fit wherever a multiprocessor has 164 KiB.
 #pragma once
@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda/attend_tensor_items.cuh"
 #include "cuda/attend_tensor_store.cuh"
 
 namespace kvpager::gpu::tensor {
@@ -45,8 +46,8 @@ template <int kDim, bool kCodes>
 struct SmallFeed {
   using S = SmallShape<kDim, kCodes>;
   unsigned char* ring = nullptr;
-  TileRange<kChunksPerSplit> range;
-  uint64_t address = 0;  // of page `lane` of the split, in lanes 0..7
+  TileRange<kSplitChunks> range;
+  uint64_t address = 0;  // of page `lane` of the split, in lanes 0..3
   int32_t written = 0;   // tokens from the split's start
   int32_t tile = 0;      // the one being brought
   const unsigned char* page = nullptr;
@@ -55,10 +56,10 @@ struct SmallFeed {
   // Slice `slice` of the next tile, if there is one; always a group for copy_async_wait.
   KVP_DEVICE void bring(int slice) {
     if (slice == 0) {
-      tile = range.next(tile + 1, kChunksPerSplit);
-      page = reinterpret_cast<const unsigned char*>(shuffle(address, tile % kChunksPerSplit));
+      tile = range.next(tile + 1, kSplitChunks);
+      page = reinterpret_cast<const unsigned char*>(shuffle(address, tile % kSplitChunks));
     }
-    if (tile < kChunksPerSplit) {
+    if (tile < kSplitChunks) {
       unsigned char* to = ring + slot * S::kSlotBytes;
       if (slice < S::kKeySlices) {
         using U = Units<kTokens / 8>;
@@ -95,11 +96,11 @@ struct SmallFeed {
   KVP_DEVICE LaneScales scales(int of_tile) const {
     if constexpr (!kCodes) return {};
     return LaneScales::of<kDim>(
-        reinterpret_cast<const unsigned char*>(shuffle(address, of_tile % kChunksPerSplit)));
+        reinterpret_cast<const unsigned char*>(shuffle(address, of_tile % kSplitChunks)));
   }
 
   KVP_DEVICE void begin() {
-    tile = range.next(0, kChunksPerSplit) - 1;  // bring(0) steps to it
+    tile = range.next(0, kSplitChunks) - 1;  // bring(0) steps to it
     KVP_UNROLL
     for (int i = 0; i < kSlots - 1; ++i) bring(i % S::kSlices);
   }
@@ -121,18 +122,18 @@ KVP_DEVICE void for_each_index(std::integer_sequence<int, kIndex...>, const Func
 }
 
 template <DType kType, int kDim, bool kCodes>
-KVP_DEVICE void walk_split(const Launch& launch, const Sight<kChunksPerSplit> (&sight)[2],
+KVP_DEVICE void walk_split(const Launch& launch, const Sight<kSplitChunks> (&sight)[2],
                            const typename SmallShape<kDim, kCodes>::Fragments& q,
                            SmallFeed<kDim, kCodes>& feed, SplitState<kDim, 1>& state) {
   using S = SmallShape<kDim, kCodes>;
-  const TileRange<kChunksPerSplit>& range = feed.range;
-  int tile = range.next(0, kChunksPerSplit);
+  const TileRange<kSplitChunks>& range = feed.range;
+  int tile = range.next(0, kSplitChunks);
   state.reset();
   feed.begin();
-  while (tile < kChunksPerSplit) {
-    const int following = range.next(tile + 1, kChunksPerSplit);
+  while (tile < kSplitChunks) {
+    const int following = range.next(tile + 1, kSplitChunks);
     const LaneScales scales = feed.scales(tile);
-    const TileSight seen[1] = {tile_sight<kChunksPerSplit>(sight, tile)};
+    const TileSight seen[1] = {tile_sight<kSplitChunks>(sight, tile)};
     const bool masked = ballot(seen[0].begin[0] > 0 || seen[0].begin[1] > 0 ||
                                seen[0].end[0] < kTokens || seen[0].end[1] < kTokens) != 0;
     const bool keep = ballot(!seen[0].seen[0] || !seen[0].seen[1]) != 0;
@@ -195,7 +196,7 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
   const Level level = plan.small;
   const int first = unit * unit_splits(plan, level);
   int end = first + unit_splits(plan, level);
-  const int part_splits = static_cast<int>((part.visible + kChunksPerSplit - 1) / kChunksPerSplit);
+  const int part_splits = static_cast<int>((part.visible + kSplitChunks - 1) / kSplitChunks);
   if (end > part_splits) end = part_splits;
 
   typename S::Fragments q;
@@ -217,17 +218,17 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
   };
   for (int split = first; split < end; ++split) {
     if (split % kSplitsPerGroup == 0) end_group();
-    Sight<kChunksPerSplit> sight[1][2];
+    Sight<kSplitChunks> sight[1][2];
     feed.range = look(p, queries, split, sight);
     if (feed.range.chunks == 0) continue;
-    const int64_t chunk = int64_t{split} * kChunksPerSplit + lane_index() % kChunksPerSplit;
+    const int64_t chunk = int64_t{split} * kSplitChunks + lane_index() % kSplitChunks;
     feed.address = 0;
     if (chunk < part.visible) {
       feed.address = slice_address(p, part, chunk) +
                      static_cast<uint64_t>(p.shape.page_bytes * queries.kv_head);
     }
-    feed.written = static_cast<int32_t>(smaller(
-        part.written - int64_t{split} * kChunksPerSplit * kTokens, kChunksPerSplit * kTokens));
+    feed.written = static_cast<int32_t>(
+        smaller(part.written - int64_t{split} * kSplitChunks * kTokens, kSplitChunks * kTokens));
     if (!have_queries) {
       load_queries<kType, kDim, 1, kCodes>(launch, queries, q);
       have_queries = true;
@@ -251,24 +252,18 @@ template <DType kType, int kDim, bool kCodes>
 KVP_KERNEL KVP_BOUNDS(32 * kSmallWarps, kSmallBlocks) small_tiles(const Launch launch) {
   using S = SmallShape<kDim, kCodes>;
   const AttendParams& p = launch.attend;
-  const Header& header = *p.tables.header;
   const Plan plan = make_plan(launch);
   unsigned char* memory = shared_memory() + warp_index() * S::kWarpBytes;
   // Fits: every (tile, kv head, unit) has a state in scratch.
-  const uint32_t heads = static_cast<uint32_t>(p.shape.kv_heads);
-  const uint32_t walks = static_cast<uint32_t>(header.small_tiles) * heads;
-  const uint32_t items = walks * static_cast<uint32_t>(plan.units(plan.small));
-  for (uint32_t item =
-           static_cast<uint32_t>(block_index()) * kSmallWarps + static_cast<uint32_t>(warp_index());
-       item < items; item += static_cast<uint32_t>(launch.small_workers)) {
-    const int unit = static_cast<int>(item / walks);
-    const uint32_t walk = item % walks;
-    const Tile tile = p.tables.tiles[walk / heads];
-    const Part& part = p.tables.parts[tile.part];
-    if (int64_t{unit} * unit_splits(plan, plan.small) * kChunksPerSplit >= part.visible) continue;
+  const uint32_t items = small_items(p, plan);
+  for (uint32_t i = small_worker(block_index(), warp_index(), grid_blocks()); i < items;
+       i += static_cast<uint32_t>(launch.small_workers)) {
+    const WalkItem item = small_item(p, i);
+    const Part& part = p.tables.parts[item.tile.part];
+    if (!has_chunks(plan, plan.small, part, item.unit)) continue;
     Queries<1> queries;
-    queries.place(p, part, static_cast<int>(walk % heads), tile.begin, tile.end);
-    walk_small_unit<kType, kDim, kCodes>(launch, plan, part, queries, unit, memory);
+    queries.place(p, part, item.kv_head, item.tile.begin, item.tile.end);
+    walk_small_unit<kType, kDim, kCodes>(launch, plan, part, queries, item.unit, memory);
   }
 }
 

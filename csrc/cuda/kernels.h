@@ -17,13 +17,13 @@ int select(const SelectParams& params, void* stream);  // select.cu
 int64_t select_scratch_bytes(const Shape& shape, const Bounds& bounds);
 
 int attend(const AttendParams& params, void* stream);  // attend.cu: one of the two below
-int64_t attend_scratch_bytes(const Shape& shape, const Bounds& bounds);
+int64_t attend_scratch_bytes(const Shape& shape, const Bounds& bounds, Attention attention);
 
 int attend_reference(const AttendParams& params, void* stream);  // attend_reference.cu
 int64_t reference_scratch_bytes(const Shape& shape, const Bounds& bounds);
 
-bool has_tensor_attention(const Shape& shape);  // attend_tensor.cu
-int attend_tensor(const AttendParams& params, void* stream);
+int attend_tensor(const AttendParams& params, void* stream);  // attend_tensor.cu
+int64_t tensor_attention_shared_bytes(const Shape& shape);    // of a block; 0: no kernel
 int64_t tensor_scratch_bytes(const Shape& shape, const Bounds& bounds);
 
 }  // namespace kvpager::gpu

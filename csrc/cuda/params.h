@@ -16,9 +16,7 @@ namespace kvpager::gpu {
 // kv head is numbered q = (index of its row within the part) * group + (query head within the group).
 inline constexpr int kSmallTile = 16;
 inline constexpr int kLargeTile = 128;
-// Tensor attention folds splits of kChunksPerSplit chunks into groups, groups into the total.
-inline constexpr int kSplitsPerGroup = 8;
-inline constexpr int kTensorKernelVersion = 1;  // part of the fingerprint on devices that have it
+inline constexpr int kTensorKernelVersion = 2;  // part of the fingerprint on devices that have it
 
 struct Shape {
   int32_t layers = 0;
@@ -70,7 +68,8 @@ struct Part {
   int32_t score_row = -1;  // the row whose scores the ledger keeps; -1: none
   int32_t first_row = 0;   // its rows are Tables::order[first_row, first_row + rows)
   int32_t rows = 0;
-  int32_t held = 0;  // the first chunk that is there; no row sees one before it
+  int32_t held = 0;           // the first chunk that is there; no row sees one before it
+  int32_t large_queries = 0;  // its first, of each kv head, which are in large tiles
 };
 
 // Queries [begin, end) of one part, for each kv head.
@@ -123,6 +122,7 @@ struct WriteParams {
   Tables tables;
   HostCounts counts;
   int32_t layer = 0;
+  bool writes = true;          // false: no row is written; queries are looked at all the same
   Tensor k, v;                 // [rows, kv_heads, k_dim], [rows, kv_heads, v_dim]
   uint64_t* status = nullptr;  // device
   // Looked at and not written: a query of a row with a part that is not finite lowers *query_status
@@ -169,7 +169,7 @@ struct SelectParams {
   int64_t sinks = 0, recent = 0;    // tokens
   const int64_t* always = nullptr;  // device: [2 * always_count] half-open token ranges
   int32_t always_count = 0;
-  // Out, device: bit c % 8 of byte c / 8 says that chunk c is attended to; a byte is a split.
+  // Out, device: bit c % 8 of byte c / 8 says that chunk c is attended to.
   uint8_t* selected = nullptr;  // [rows][kv_heads][selected_stride]
   int64_t selected_stride = 0;  // bytes, >= chunks / 8 rounded up, a multiple of 4
   // For residency and for people, never for results. mass[i] += the share of chunk i among the

@@ -236,13 +236,24 @@ int capturing(Context context, Stream stream, bool* yes) {
   });
 }
 
+constexpr cudaMemcpyKind kKinds[] = {cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost,
+                                     cudaMemcpyDeviceToDevice};
+
 int copy(Context context, void* to, const void* from, int64_t bytes, device::Direction direction,
          Stream stream) {
-  constexpr cudaMemcpyKind kKinds[] = {cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost,
-                                       cudaMemcpyDeviceToDevice};
   return Current(context).run([&] {
     return cudaMemcpyAsync(to, from, static_cast<size_t>(bytes),
                            kKinds[static_cast<int>(direction)], as_stream(stream));
+  });
+}
+
+int copy_pieces(Context context, const device::Pieces* pieces, device::Direction direction,
+                Stream stream) {
+  return Current(context).run([&] {
+    return cudaMemcpy2DAsync(pieces->to, static_cast<size_t>(pieces->to_stride), pieces->from,
+                             static_cast<size_t>(pieces->from_stride),
+                             static_cast<size_t>(pieces->bytes), static_cast<size_t>(pieces->count),
+                             kKinds[static_cast<int>(direction)], as_stream(stream));
   });
 }
 
@@ -258,9 +269,12 @@ int launch_in(Context context, const Params* params, Stream stream) {
   return Current(context).run([&] { return static_cast<cudaError_t>(kLaunch(*params, stream)); });
 }
 
-bool has_tensor_attention(const gpu::Shape* shape) { return gpu::has_tensor_attention(*shape); }
-int64_t attend_scratch_bytes(const gpu::Shape* shape, const gpu::Bounds* bounds) {
-  return gpu::attend_scratch_bytes(*shape, *bounds);
+int64_t tensor_attention_shared_bytes(const gpu::Shape* shape) {
+  return gpu::tensor_attention_shared_bytes(*shape);
+}
+int64_t attend_scratch_bytes(const gpu::Shape* shape, const gpu::Bounds* bounds,
+                             gpu::Attention attention) {
+  return gpu::attend_scratch_bytes(*shape, *bounds, attention);
 }
 int64_t select_scratch_bytes(const gpu::Shape* shape, const gpu::Bounds* bounds) {
   return gpu::select_scratch_bytes(*shape, *bounds);
@@ -290,13 +304,14 @@ device::Api make_table() {
   t.synchronize = synchronize;
   t.capturing = capturing;
   t.copy = copy;
+  t.copy_pieces = copy_pieces;
   t.fill = fill;
   t.write_rows = launch_in<gpu::WriteParams, gpu::write_rows>;
   t.summarize = launch_in<gpu::SummarizeParams, gpu::summarize>;
   t.rotate = launch_in<gpu::RotateParams, gpu::rotate>;
   t.select = launch_in<gpu::SelectParams, gpu::select>;
   t.attend = launch_in<gpu::AttendParams, gpu::attend>;
-  t.has_tensor_attention = has_tensor_attention;
+  t.tensor_attention_shared_bytes = tensor_attention_shared_bytes;
   t.attend_scratch_bytes = attend_scratch_bytes;
   t.select_scratch_bytes = select_scratch_bytes;
   return t;

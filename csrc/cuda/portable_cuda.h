@@ -10,6 +10,7 @@
 #define KVP_KERNEL __global__ void
 #define KVP_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define KVP_DEVICE __device__ __forceinline__
+#define KVP_HOST_DEVICE __host__ __device__ __forceinline__
 #define KVP_UNROLL _Pragma("unroll")
 
 namespace kvpager::gpu {

@@ -144,6 +144,45 @@ KVP_DEVICE int32_t count_items(const ScoreJob& job, int32_t run, int32_t* ends) 
   return parts == 0 ? 0 : ends[parts - 1];
 }
 
+// Whose rows and which run an item is of; `ends` as count_items() leaves them.
+struct ItemPlace {
+  int32_t head = 0;
+  int32_t part = 0;
+  int32_t first_slot = 0;  // within the job
+  int32_t rows = 0;
+  int32_t run_begin = 0;
+};
+
+KVP_DEVICE ItemPlace place_of(const ScoreJob& job, int64_t index, int32_t run,
+                              const int32_t* ends) {
+  ItemPlace place;
+  place.head = static_cast<int32_t>(index % job.p.shape.kv_heads);
+  const int32_t local = static_cast<int32_t>(index / job.p.shape.kv_heads);
+  int32_t low = 0;
+  int32_t high = job.p.tables.header->parts - 1;
+  while (low < high) {  // the first part whose end is above
+    const int32_t middle = (low + high) / 2;
+    if (ends[middle] > local) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  const PartWork work = part_work(job, low, run);
+  const int32_t within = local - (low == 0 ? 0 : ends[low - 1]);
+  const int32_t first = within % work.tiles * job.tile_rows;
+  place.part = low;
+  place.first_slot = work.first_slot + first;
+  place.rows = work.rows - first < job.tile_rows ? work.rows - first : job.tile_rows;
+  place.run_begin = within / work.tiles * run;
+  return place;
+}
+
+// Whether runs are to be half as long: half the blocks would have nothing to do.
+KVP_DEVICE bool too_few(int64_t items, int64_t blocks, int32_t run) {
+  return items * 2 <= blocks && run > kLeastRun;
+}
+
 // What a block works on; the same for all its threads.
 struct Item {
   int32_t head = 0;
@@ -207,29 +246,16 @@ KVP_DEVICE Item start_item(const ScoreJob& job, int64_t index, int32_t run, cons
   TileRow* rows = reinterpret_cast<TileRow*>(shared + job.rows_at);
   uint64_t* addresses = reinterpret_cast<uint64_t*>(shared + job.addresses_at);
   Item item;
-  item.head = static_cast<int32_t>(index % p.shape.kv_heads);
-  const int32_t local = static_cast<int32_t>(index / p.shape.kv_heads);
-  int32_t low = 0;
-  int32_t high = p.tables.header->parts - 1;
-  while (low < high) {  // the first part whose end is above
-    const int32_t middle = (low + high) / 2;
-    if (ends[middle] > local) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  const Part& part = p.tables.parts[low];
-  const PartWork work = part_work(job, low, run);
-  const int32_t within = local - (low == 0 ? 0 : ends[low - 1]);
-  const int32_t first = within % work.tiles * job.tile_rows;
-  const int32_t run_begin = within / work.tiles * run;
-  item.rows = work.rows - first < job.tile_rows ? work.rows - first : job.tile_rows;
+  const ItemPlace place = place_of(job, index, run, ends);
+  const Part& part = p.tables.parts[place.part];
+  const int32_t run_begin = place.run_begin;
+  item.head = place.head;
+  item.rows = place.rows;
 
   sync_block();  // the item before is done with shared memory
   for (int r = thread_index(); r < item.rows; r += block_threads()) {
     TileRow row;
-    row.slot = work.first_slot + first + r;
+    row.slot = place.first_slot + r;
     row.row = ledger_only(p) ? part.score_row : p.tables.order[job.first_slot + row.slot];
     const Range range = scored_range(p, part, row.row, p.tables.rows[row.row].position);
     row.begin = static_cast<int32_t>(range.begin);
@@ -262,7 +288,7 @@ KVP_DEVICE void each_item(const ScoreJob& job, Work work) {
   int32_t* ends = reinterpret_cast<int32_t*>(shared_memory() + job.ends_at);
   int32_t run = kMostRun;
   int64_t items = int64_t{count_items(job, run, ends)} * job.p.shape.kv_heads;
-  while (items * 2 <= grid_blocks() && run > kLeastRun) {
+  while (too_few(items, grid_blocks(), run)) {
     run /= 2;
     items = int64_t{count_items(job, run, ends)} * job.p.shape.kv_heads;
   }

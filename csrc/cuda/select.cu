@@ -8,6 +8,7 @@
 #include "cuda/score_exact.cuh"
 #include "cuda/score_means.cuh"
 #include "cuda/score_sketch.cuh"
+#include "cuda/select_launch.h"
 #include "cuda/select_rows.cuh"
 #include "device/api.h"
 
@@ -17,75 +18,11 @@ namespace {
 using namespace scoring;
 
 constexpr int64_t kMostScratch = int64_t{64} << 20;
-constexpr int kStages = 3;
-constexpr int64_t kSharedBudget = 72 << 10;  // three blocks of a kernel on sm_90 and later
-constexpr int64_t kQueryBudget = 16 << 10;   // of it, unless one row needs more
-constexpr int kBlocksPerMultiprocessor = 3;
-
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 // Scores of one slot, in bytes.
 int64_t stride_of(int64_t chunks) { return round_up(chunks < 1 ? 1 : chunks, 32); }
 int64_t slot_bytes(const Shape& shape, int64_t chunks) {
   return stride_of(chunks) * shape.kv_heads * 8;
-}
-
-int64_t sketch_stage_bytes(const ScoreJob& job) {
-  const Shape& shape = job.p.shape;
-  const int64_t padded = round_up(shape.k_dim, 32);
-  const int64_t groups = padded * kBits / 32;
-  return groups * (round_up(int64_t{4} * shape.chunk_tokens, 128) + 32) +
-         round_up(3 * padded + 8, 64);
-}
-
-// Divides shared memory; returns how much of it a block needs.
-int64_t lay_out(ScoreJob* job) {
-  const Shape& shape = job->p.shape;
-  const int group = shape.q_heads / shape.kv_heads;
-  const bool sketch = job->p.scorer.family == ScorerParams::Family::kSketch;
-  const bool means = job->p.scorer.family == ScorerParams::Family::kMean;
-  if (sketch) {
-    // Queries of a pair of neighbours at the same dimension lie in different banks.
-    job->query_pitch = static_cast<int32_t>(round_up(shape.k_dim, 128) + 64);
-  } else if (means) {
-    int units = 1;  // as many as the kernel has
-    while (units * 64 < shape.k_dim) units *= 2;
-    job->query_pitch = units * 64;
-  } else {
-    job->query_pitch = shape.k_dim * 4;
-  }
-  int64_t rows = kTileQueries / group;
-  const int64_t fitting = kQueryBudget / (int64_t{group} * job->query_pitch);
-  rows = rows < fitting ? rows : fitting;
-  job->tile_rows = static_cast<int32_t>(rows < 1 ? 1 : rows);
-  if (job->tile_rows > job->slots) job->tile_rows = job->slots;
-  const int64_t queries = int64_t{job->tile_rows} * group;
-  job->query_lines = static_cast<int32_t>(queries <= 8 ? 8 : round_up(queries, 16));
-  job->warps = kScoreThreads / 32;
-  int64_t at = 0;
-  if (sketch) {
-    job->stage_bytes = sketch_stage_bytes(*job);
-    const int64_t rest = kSharedBudget - int64_t{job->query_lines} * job->query_pitch;
-    job->stages = kStages;
-    const auto fits = [&] { return job->warps * job->stages * job->stage_bytes <= rest; };
-    if (!fits()) job->stages = 2;
-    while (job->warps > 1 && !fits()) job->warps /= 2;
-    at = job->warps * job->stages * job->stage_bytes;
-  }
-  job->queries_at = static_cast<int32_t>(at);
-  at += int64_t{job->query_lines} * job->query_pitch;
-  job->values_at = static_cast<int32_t>(at);
-  if (sketch) at += int64_t{job->warps} * job->query_lines * 8;
-  job->addresses_at = static_cast<int32_t>(at);
-  at += kMostRun * 8;
-  job->rows_at = static_cast<int32_t>(at);
-  at += int64_t{job->tile_rows} * static_cast<int64_t>(sizeof(TileRow));
-  job->bias_at = static_cast<int32_t>(at);
-  if (means) at += int64_t{job->query_lines} * 4;
-  job->ends_at = static_cast<int32_t>(at);
-  return at + int64_t{job->p.counts.parts} * 4;
 }
 
 template <int kTokens>
@@ -128,12 +65,7 @@ int launch_scores(ScoreJob job, void* stream) {
   grid.shared_bytes = lay_out(&job);
   grid.threads = job.warps * 32;
   grid.stream = stream;
-  const HostCounts& counts = job.p.counts;
-  const int64_t tiles = (job.slots + job.tile_rows - 1) / job.tile_rows + counts.parts;
-  const int64_t runs = (counts.max_visible + kLeastRun - 1) / kLeastRun;
-  const int64_t items = tiles * runs * job.p.shape.kv_heads;
-  const int64_t resident = int64_t{multiprocessors()} * kBlocksPerMultiprocessor;
-  grid.blocks = items < resident ? items : resident;
+  grid.blocks = score_blocks(job, multiprocessors());
   const ScorerParams& scorer = job.p.scorer;
   if (scorer.family == ScorerParams::Family::kExact) return launch(score_exact, grid, job);
   if (scorer.family == ScorerParams::Family::kMean) return launch_means(grid, job);
@@ -152,7 +84,7 @@ int launch_selection(const ScoreJob& scores, void* stream) {
       scored ? static_cast<int32_t>(job.stride < kCachedKeys ? job.stride : kCachedKeys) : 0;
   job.words = scored ? static_cast<int32_t>(job.stride / 32 + 1) : 0;
   Grid grid;
-  grid.blocks = int64_t{job.slots} * job.p.shape.kv_heads;
+  grid.blocks = select_blocks(job.p.shape, job.slots);
   grid.threads = kSelectThreads;
   grid.shared_bytes = select_shared_bytes(job.cached, job.words);
   grid.stream = stream;
@@ -167,7 +99,7 @@ int launch_shares(const ScoreJob& scores, void* stream) {
   job.first_slot = scores.first_slot;
   job.slots = scores.slots;
   Grid grid;
-  grid.blocks = int64_t{job.slots} * job.p.shape.kv_heads;
+  grid.blocks = select_blocks(job.p.shape, job.slots);
   grid.threads = kSelectThreads;
   grid.shared_bytes = select_shared_bytes(0, 0);
   grid.stream = stream;

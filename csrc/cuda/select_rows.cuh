@@ -3,6 +3,7 @@
 
 #include "cuda/score_items.cuh"
 #include "cuda/select_keys.cuh"
+#include "cuda/tables.cuh"
 
 namespace kvpager::gpu::scoring {
 
@@ -15,11 +16,6 @@ struct SelectJob {
   int32_t cached = 0;  // keys
   int32_t words = 0;   // bitmap words of the most chunks
 };
-
-KVP_DEVICE int32_t ordered_rows(const Tables& tables) {
-  const int32_t parts = tables.header->parts;
-  return parts == 0 ? 0 : tables.parts[parts - 1].first_row + tables.parts[parts - 1].rows;
-}
 
 // Softmax over the scores of one row and head, in units of 2^-40, by one block. Writes the extremes,
 // which nobody reads after the first barrier of choose(), and the sums, which are its own.

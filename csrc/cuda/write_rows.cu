@@ -7,12 +7,13 @@
 #include "cuda/kernels.h"
 #include "cuda/portable.h"
 #include "cuda/summarize_steps.cuh"
+#include "cuda/write_launch.h"
 
 namespace kvpager::gpu {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTileRows = 32;
+constexpr int kTileRows = kWriteTileRows;
 constexpr int kUnit = 8;    // elements that are loaded, converted and stored together
 constexpr int kSlab = 128;  // elements of a key that are in shared memory at a time
 // A row of the slab in 32-bit words: odd, so that a column lies in 32 different banks.
@@ -386,10 +387,9 @@ KVP_DEVICE void look_at_queries(const WriteParams& p, int64_t block) {
   }
 }
 
-// Blocks of keys and values come first, those of queries after them.
 KVP_KERNEL KVP_BOUNDS(kThreads, 2) write_rows_kernel(const WriteParams p) {
   const Shape& shape = p.shape;
-  const int64_t writing = int64_t{(p.counts.rows + kTileRows - 1) / kTileRows} * shape.kv_heads;
+  const int64_t writing = writing_blocks(p);
   if (block_index() >= writing) return look_at_queries(p, block_index() - writing);
   const int head = static_cast<int>(block_index() % shape.kv_heads);
   const int64_t first = block_index() / shape.kv_heads * kTileRows;
@@ -434,9 +434,7 @@ int write_rows(const WriteParams& params, void* stream) {
   const bool wide_keys = params.shape.k_dtype == DType::kFloat32;
   const int words = wide_keys ? kSlabWords<uint32_t> : kSlabWords<uint16_t>;
   Grid grid;
-  const int64_t queries = params.q.data == nullptr ? 0 : params.q.heads;
-  grid.blocks =
-      int64_t{(params.counts.rows + kTileRows - 1) / kTileRows} * (params.shape.kv_heads + queries);
+  grid.blocks = writing_blocks(params) + looking_blocks(params);
   grid.threads = kThreads;
   grid.shared_bytes = static_cast<int64_t>(sizeof(Places)) + kTileRows * words * 4;
   grid.stream = stream;

@@ -13,7 +13,7 @@
 
 namespace kvpager::device {
 
-inline constexpr uint32_t kAbi = 2;  // raised with any change of this file or of cuda/params.h
+inline constexpr uint32_t kAbi = 3;  // raised with any change of this file or of cuda/params.h
 inline constexpr char kEntryPoint[] = "kvpager_device_api";
 
 inline constexpr int kOk = 0;
@@ -27,14 +27,24 @@ using Event = void*;
 
 enum class Direction : int32_t { kUp = 0, kDown = 1, kWithin = 2 };  // host to device, and back
 
+// Pieces of `bytes` each, which begin every so many bytes, of one copy.
+struct Pieces {
+  void* to = nullptr;
+  const void* from = nullptr;
+  int64_t to_stride = 0, from_stride = 0;  // at least `bytes`
+  int64_t bytes = 0;
+  int64_t count = 0;
+};
+
 struct Info {
   char name[256] = {};
   int32_t major = 0, minor = 0;  // compute capability
   int32_t multiprocessors = 0;
   int32_t driver = 0, runtime = 0;  // as CUDA numbers them: 13000 is 13.0
   int64_t memory_bytes = 0;
-  int64_t cache_bytes = 0;         // L2
-  int64_t shared_block_bytes = 0;  // most shared memory one block can have
+  int64_t cache_bytes = 0;  // L2
+  // Most shared memory one block can have: CUDA's limit for kernels that opt in.
+  int64_t shared_block_bytes = 0;
 };
 
 struct Api {
@@ -67,6 +77,7 @@ struct Api {
   int (*capturing)(Context, Stream stream, bool* yes) = nullptr;
 
   int (*copy)(Context, void* to, const void* from, int64_t bytes, Direction, Stream) = nullptr;
+  int (*copy_pieces)(Context, const Pieces*, Direction, Stream) = nullptr;
   int (*fill)(Context, void* to, int32_t byte, int64_t bytes, Stream) = nullptr;
 
   // Kernels. Parameters are copied before the call returns. Each is launched on `stream`, allocates
@@ -77,10 +88,11 @@ struct Api {
   int (*rotate)(Context, const gpu::RotateParams*, Stream) = nullptr;
   int (*select)(Context, const gpu::SelectParams*, Stream) = nullptr;
   int (*attend)(Context, const gpu::AttendParams*, Stream) = nullptr;
-  // Whether `attend` has a tensor-core kernel for this shape; else only kReference runs.
-  bool (*has_tensor_attention)(const gpu::Shape*) = nullptr;
+  // Shared memory that a block of `attend` takes for this shape on tensor cores, which only devices
+  // that allow so much can run; 0: there is no such kernel.
+  int64_t (*tensor_attention_shared_bytes)(const gpu::Shape*) = nullptr;
   // Scratch `attend` and `select` must be given for forwards within these bounds.
-  int64_t (*attend_scratch_bytes)(const gpu::Shape*, const gpu::Bounds*) = nullptr;
+  int64_t (*attend_scratch_bytes)(const gpu::Shape*, const gpu::Bounds*, gpu::Attention) = nullptr;
   int64_t (*select_scratch_bytes)(const gpu::Shape*, const gpu::Bounds*) = nullptr;
 };
 

@@ -44,8 +44,9 @@ bool complete(const Api& api) {
          api.allocate && api.release && api.allocate_pinned && api.release_pinned &&
          api.create_stream && api.destroy_stream && api.create_event && api.destroy_event &&
          api.record && api.wait && api.done && api.synchronize && api.capturing && api.copy &&
-         api.fill && api.write_rows && api.summarize && api.rotate && api.select && api.attend &&
-         api.has_tensor_attention && api.attend_scratch_bytes && api.select_scratch_bytes;
+         api.copy_pieces && api.fill && api.write_rows && api.summarize && api.rotate &&
+         api.select && api.attend && api.tensor_attention_shared_bytes &&
+         api.attend_scratch_bytes && api.select_scratch_bytes;
 }
 
 }  // namespace

@@ -48,13 +48,14 @@ void arrange(const gpu::Row* rows, int32_t row_count, int32_t group, gpu::Part* 
     parts[p].first_row = static_cast<int32_t>(first);
     parts[p].rows = static_cast<int32_t>(next - first);
     const int32_t queries = parts[p].rows * group;
-    for (int32_t q = large_queries(queries, small_queries); q < queries; q += gpu::kSmallTile) {
+    parts[p].large_queries = large_queries(queries, small_queries);
+    for (int32_t q = parts[p].large_queries; q < queries; q += gpu::kSmallTile) {
       out->tiles.push_back({p, q, std::min(queries, q + gpu::kSmallTile)});
     }
   }
   out->small_tiles = static_cast<int32_t>(out->tiles.size());
   for (int32_t p = 0; p < part_count; ++p) {
-    const int32_t end = large_queries(parts[p].rows * group, small_queries);
+    const int32_t end = parts[p].large_queries;
     for (int32_t q = 0; q < end; q += gpu::kLargeTile) {
       out->tiles.push_back({p, q, std::min(end, q + gpu::kLargeTile)});
     }

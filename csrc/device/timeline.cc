@@ -278,6 +278,12 @@ void copy_up(Device& device, Stream stream, void* to, const void* from, int64_t 
   copy(device, stream, to, from, bytes, Direction::kUp, "copying to the device", "device.up");
 }
 
+void copy_up(Device& device, Stream stream, const Pieces& pieces) {
+  constexpr char kWhat[] = "copying pieces to the device";
+  visit("device.up", kWhat);
+  device.check(device.api().copy_pieces(device.context(), &pieces, Direction::kUp, stream), kWhat);
+}
+
 void copy_down(Device& device, Stream stream, void* to, const void* from, int64_t bytes) {
   copy(device, stream, to, from, bytes, Direction::kDown, "copying to the host", "device.down");
 }

@@ -69,15 +69,18 @@ std::vector<std::pair<int32_t, gpu::Shape>> runs_of_layers(const Layout& layout,
   return runs;
 }
 
-// One for all layers: that of tensor cores where layers of codes and float layers both have it.
-gpu::Attention attention_for(const device::Api& api, const PagerOptions& options,
+// Tensor cores where there is a kernel and a block of it fits the device, of layers of codes and of float
+// layers: one for all.
+gpu::Attention attention_for(const device::Device& device, const PagerOptions& options,
                              const std::vector<std::pair<int32_t, gpu::Shape>>& runs,
                              DType q_dtype) {
   if (options.attention != "auto") return gpu::Attention::kReference;
   for (const auto& run : runs) {
     gpu::Shape shape = run.second;
     shape.q_dtype = q_dtype;
-    if (!api.has_tensor_attention(&shape)) return gpu::Attention::kReference;
+    const int64_t shared = device.api().tensor_attention_shared_bytes(&shape);
+    const bool fits = shared > 0 && shared <= device.info().shared_block_bytes;
+    if (!fits) return gpu::Attention::kReference;
   }
   return gpu::Attention::kTensor;
 }
@@ -107,7 +110,7 @@ AttentionKind attention_of(const PagerOptions& options, DType q_dtype) {
   if (options.device == "meta") return {"none", 0};
   const auto runs = runs_of_layers(options.layout, shape_of(options));
   const auto device = device::Device::open(options.device);
-  const gpu::Attention attention = attention_for(device->api(), options, runs, q_dtype);
+  const gpu::Attention attention = attention_for(*device, options, runs, q_dtype);
   return {name_of(attention), version_of(attention)};
 }
 
@@ -185,7 +188,7 @@ gpu::Shape DeviceBackend::shape_at(int layer, DType q_dtype) const {
 }
 
 gpu::Attention DeviceBackend::attention(DType q_dtype) const {
-  return attention_for(api_, config_.options, runs_, q_dtype);
+  return attention_for(*device_, config_.options, runs_, q_dtype);
 }
 
 const char* DeviceBackend::attention_name(DType q_dtype) const {
@@ -220,7 +223,7 @@ DeviceBackend::Arrays DeviceBackend::allocate_arrays(const gpu::Bounds& bounds) 
   }
   for (const DType dtype : kQueryDtypes) {
     const gpu::Shape with = shape(dtype);
-    scratch = std::max({scratch, api_.attend_scratch_bytes(&with, &bounds),
+    scratch = std::max({scratch, api_.attend_scratch_bytes(&with, &bounds, attention(dtype)),
                         api_.select_scratch_bytes(&with, &bounds)});
   }
   const int64_t most = config_.options.scratch_bytes;

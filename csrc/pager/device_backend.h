@@ -131,6 +131,7 @@ class DeviceBackend final : public Backend {
     bool active = false;
     bool computing = false;  // tickets of what it reads and writes are still to be set
     gpu::HostCounts counts;
+    bool writes = false;  // some row commits
     std::vector<int64_t>
         first;  // [parts] its chunk 0 in entries, which begin at the first held one
     std::vector<Entry> entries;
@@ -153,6 +154,7 @@ class DeviceBackend final : public Backend {
   void copy(Lane lane, device::Direction direction, Piece to, Piece from, int64_t bytes);
   void move(device::Direction direction, void* stream, std::byte* to, const std::byte* from,
             int64_t bytes);
+  void move_up(void* stream, const device::Pieces& pieces);
   void launch(const char* what, const std::function<int()>& kernel);  // fault point device.launch
   void host_read(const Place& place);
   Piece next_bounce();

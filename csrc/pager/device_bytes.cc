@@ -39,6 +39,11 @@ void DeviceBackend::move(Direction direction, void* stream, std::byte* to, const
   }
 }
 
+void DeviceBackend::move_up(void* stream, const device::Pieces& pieces) {
+  device::copy_up(*device_, stream, pieces);
+  counters_.bytes_copied_up += pieces.bytes * pieces.count;
+}
+
 void DeviceBackend::copy(Lane lane, Direction direction, Piece to, Piece from, int64_t bytes) {
   timeline_.before_read(*from.place, lane);
   timeline_.before_write(*to.place, lane);

@@ -88,6 +88,8 @@ bool DeviceBackend::write(int layer, const TensorView* q, const TensorView& k, c
                           void* stream) {
   const bool into_graph = to_stream(stream);
   gpu::WriteParams params;
+  params.writes = into_graph || running_.writes;
+  if (!params.writes && q == nullptr) return true;
   params.shape = shape_at(layer, DType::kFloat32);
   params.tables = arrays_.layout.tables(arrays_.tables.data());
   params.counts = counts(into_graph);

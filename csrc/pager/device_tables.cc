@@ -1,6 +1,7 @@
 // The start of a forward: every chunk one of its rows may see can be read by kernels, in the pool or
 // in pinned memory, and the tables say where.
 #include <algorithm>
+#include <numeric>
 #include <unordered_map>
 
 #include "kvpager/error.h"
@@ -77,6 +78,27 @@ void DeviceBackend::find_entries(const Forward& forward) {
   }
 }
 
+namespace {
+
+// Into ascending order, so that neighbours follow each other; returns where each has gone.
+std::vector<int32_t> sort_slots(std::vector<SlotId>* slots) {
+  std::vector<int32_t> order(slots->size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return (*slots)[static_cast<size_t>(a)].value() < (*slots)[static_cast<size_t>(b)].value();
+  });
+  std::vector<SlotId> sorted;
+  std::vector<int32_t> place(slots->size());
+  for (const int32_t from : order) {
+    place[static_cast<size_t>(from)] = static_cast<int32_t>(sorted.size());
+    sorted.push_back((*slots)[static_cast<size_t>(from)]);
+  }
+  *slots = std::move(sorted);
+  return place;
+}
+
+}  // namespace
+
 // Which chunks cross the link once per layer, ahead of it, instead of page by page when they are read:
 // those of parts whose pages several tiles would read.
 void DeviceBackend::plan_staging(const Forward& forward, const device::TableArrays& arrays) {
@@ -104,8 +126,10 @@ void DeviceBackend::plan_staging(const Forward& forward, const device::TableArra
     }
   }
   if (running_.staged.empty()) return;
+  const std::vector<int32_t> place = sort_slots(&running_.staged);
   for (size_t i = 0; i < running_.entries.size(); ++i) {
-    const int32_t slot = running_.entries[i].staged;
+    int32_t& slot = running_.entries[i].staged;
+    if (slot >= 0) slot = place[static_cast<size_t>(slot)];
     for (int half = 0; half < 2; ++half) {
       arrays.staged[static_cast<size_t>(half)][i] =
           slot < 0 ? 0
@@ -148,6 +172,7 @@ void DeviceBackend::fill_tables(const Forward& forward, const device::TableArray
     const RowDescriptor& row = forward.rows[i];
     out.position = row.position;
     if (row.kind != RowKind::kCommit) continue;
+    running_.writes = true;
     const Sequence& sequence = *forward.parts[static_cast<size_t>(out.part)].sequence;
     out.write_offset = static_cast<int32_t>(row.position % c);
     out.write_chunk = reinterpret_cast<uint64_t>(
@@ -192,7 +217,7 @@ void DeviceBackend::upload(const device::TableLayout& layout, const std::byte* f
   clear(results + entry_offset(true), 0, entries);
 }
 
-// Slices of one layer into its half of staging.
+// Slices of one layer into its half of staging: a copy for each run of neighbouring slots.
 void DeviceBackend::stage(int layer) {
   if (running_.staged.empty() || layer >= layout_.layers) return;
   const int half = layer % 2;
@@ -206,14 +231,22 @@ void DeviceBackend::stage(int layer) {
   const Ticket later{Lane::kUp, timeline_.newest(Lane::kUp).number + 1};
   staged_layer_[half] = -1;
   device::Timeline::wrote(&place, later);
-  for (size_t i = 0; i < running_.staged.size(); ++i) {
-    const int64_t slot = running_.staged[i].value();
-    device::Timeline::reads(&host_.place(slot), later);
-    move(Direction::kUp, timeline_.stream(Lane::kUp),
-         staging_.at(half) + static_cast<int64_t>(i) * layout_.largest_slice_bytes(),
-         host_.at(slot) + layout_.slice_offset(layer), layout_.slice_bytes(layer));
-    ++counters_.slices_staged;
-    counters_.bytes_staged += layout_.slice_bytes(layer);
+  const std::vector<SlotId>& staged = running_.staged;
+  for (size_t first = 0, end = 0; first < staged.size(); first = end) {
+    for (end = first; end < staged.size(); ++end) {
+      if (staged[end].value() - staged[first].value() != static_cast<int64_t>(end - first)) break;
+      device::Timeline::reads(&host_.place(staged[end].value()), later);
+    }
+    device::Pieces pieces;
+    pieces.to_stride = layout_.largest_slice_bytes();
+    pieces.from_stride = layout_.chunk_bytes();
+    pieces.to = staging_.at(half) + static_cast<int64_t>(first) * pieces.to_stride;
+    pieces.from = host_.at(staged[first].value()) + layout_.slice_offset(layer);
+    pieces.bytes = layout_.slice_bytes(layer);
+    pieces.count = static_cast<int64_t>(end - first);
+    move_up(timeline_.stream(Lane::kUp), pieces);
+    counters_.slices_staged += pieces.count;
+    counters_.bytes_staged += pieces.bytes * pieces.count;
   }
   ticket(Lane::kUp);
   staged_layer_[half] = layer;

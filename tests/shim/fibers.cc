@@ -386,9 +386,18 @@ void fail(const Warp& warp, const char* format, ...) {
   std::abort();
 }
 
+namespace {
+
+std::atomic<int64_t> shared_limit{kMaxSharedBytes};
+
+}  // namespace
+
+void set_shared_limit(int64_t bytes) { shared_limit.store(bytes, std::memory_order_relaxed); }
+
 bool is_valid(int64_t blocks, int threads, int64_t shared_bytes) {
   return blocks > 0 && blocks <= INT32_MAX && threads > 0 && threads <= 1024 &&
-         threads % kWarp == 0 && shared_bytes >= 0 && shared_bytes <= kMaxSharedBytes;
+         threads % kWarp == 0 && shared_bytes >= 0 &&
+         shared_bytes <= shared_limit.load(std::memory_order_relaxed);
 }
 
 void run_blocks(const Launch& launch, uint64_t seed) {

@@ -133,6 +133,8 @@ inline constexpr int kMultiprocessors = 3;              // few, so that persiste
 inline constexpr int64_t kMaxSharedBytes = 227 * 1024;  // per block, of sm_90 and sm_100
 
 bool is_valid(int64_t blocks, int threads, int64_t shared_bytes);
+// What is valid from now on: shared memory of a block, kMaxSharedBytes to begin with.
+void set_shared_limit(int64_t bytes);
 // The order in which things happen is a function of the seed (and of the launch) alone.
 void run_blocks(const Launch& launch, uint64_t seed);
 // Another seed for each launch, drawn from KVPAGER_SHIM_SEED or what set_seed was given since.

@@ -26,7 +26,7 @@ int describe(int32_t ordinal, device::Info* info) {
   info->multiprocessors = gpu::multiprocessors();
   info->memory_bytes = shim::memory_bytes();
   info->cache_bytes = int64_t{50} << 20;
-  info->shared_block_bytes = 227 << 10;  // as an H100
+  info->shared_block_bytes = shim::configure_shared_memory();
   return kOk;
 }
 
@@ -73,6 +73,8 @@ const device::Api& table() {
     };
     t.copy = [](device::Context, void* to, const void* from, int64_t bytes, device::Direction way,
                 device::Stream s) { return shim::copy(to, from, bytes, way, s); };
+    t.copy_pieces = [](device::Context, const device::Pieces* pieces, device::Direction way,
+                       device::Stream s) { return shim::copy_pieces(*pieces, way, s); };
     t.fill = [](device::Context, void* to, int32_t byte, int64_t bytes, device::Stream s) {
       return shim::fill(to, byte, bytes, s);
     };
@@ -91,11 +93,12 @@ const device::Api& table() {
     t.attend = [](device::Context, const gpu::AttendParams* params, device::Stream s) {
       return gpu::attend(*params, s);
     };
-    t.has_tensor_attention = [](const gpu::Shape* shape) {
-      return gpu::has_tensor_attention(*shape);
+    t.tensor_attention_shared_bytes = [](const gpu::Shape* shape) {
+      return gpu::tensor_attention_shared_bytes(*shape);
     };
-    t.attend_scratch_bytes = [](const gpu::Shape* shape, const gpu::Bounds* bounds) {
-      return gpu::attend_scratch_bytes(*shape, *bounds);
+    t.attend_scratch_bytes = [](const gpu::Shape* shape, const gpu::Bounds* bounds,
+                                gpu::Attention attention) {
+      return gpu::attend_scratch_bytes(*shape, *bounds, attention);
     };
     t.select_scratch_bytes = [](const gpu::Shape* shape, const gpu::Bounds* bounds) {
       return gpu::select_scratch_bytes(*shape, *bounds);

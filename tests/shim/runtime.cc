@@ -140,6 +140,7 @@ class Runtime {
     eagerness_ = kEagerness[(seed + 3) % 4];
     limit_[0] = environment("KVPAGER_SHIM_MEMORY", memory_bytes());
     limit_[1] = environment("KVPAGER_SHIM_PINNED", memory_bytes());
+    configure_shared_memory();
   }
 
   // --- memory ---
@@ -551,6 +552,12 @@ const char* error_text(int code) {
   }
 }
 
+int64_t configure_shared_memory() {
+  const int64_t bytes = environment("KVPAGER_SHIM_SHARED", kMaxSharedBytes);
+  set_shared_limit(bytes);
+  return bytes;
+}
+
 int64_t memory_bytes() { return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE); }
 
 void configure() {
@@ -654,6 +661,40 @@ int copy(void* to, const void* from, int64_t bytes, device::Direction direction,
   return runtime.add(stream, transfer(target, {target, source}, [to, from, bytes] {
                        std::memcpy(to, from, static_cast<size_t>(bytes));
                      }));
+}
+
+// One piece of work: they begin and end together.
+int copy_pieces(const device::Pieces& pieces, device::Direction direction, device::Stream stream) {
+  const int64_t bytes = pieces.bytes;
+  if (bytes < 0 || pieces.count < 0 || pieces.to_stride < bytes || pieces.from_stride < bytes) {
+    return kInvalidValue;
+  }
+  if (bytes == 0 || pieces.count == 0) return device::kOk;
+  Runtime& runtime = Runtime::get();
+  const Runtime::Lock lock(runtime);
+  std::vector<Work> each;
+  Work all;
+  for (int64_t i = 0; i < pieces.count; ++i) {
+    std::byte* const to = static_cast<std::byte*>(pieces.to) + i * pieces.to_stride;
+    const std::byte* const from =
+        static_cast<const std::byte*>(pieces.from) + i * pieces.from_stride;
+    const Range target{to, bytes};
+    const Range source{from, bytes};
+    runtime.check(target, direction == device::Direction::kDown);
+    runtime.check(source, direction == device::Direction::kUp);
+    if (target.overlaps(source)) die("a copy's source and destination overlap");
+    each.push_back(transfer(target, {target, source}, [to, from, bytes] {
+      std::memcpy(to, from, static_cast<size_t>(bytes));
+    }));
+    all.uses.insert(all.uses.end(), each.back().uses.begin(), each.back().uses.end());
+  }
+  all.begin = [each] {
+    for (const Work& work : each) work.begin();
+  };
+  all.end = [each] {
+    for (const Work& work : each) work.end();
+  };
+  return runtime.add(stream, std::move(all));
 }
 
 int fill(void* to, int32_t byte, int64_t bytes, device::Stream stream) {

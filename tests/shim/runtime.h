@@ -37,6 +37,9 @@ int enqueue(void* stream, std::function<void()> work, const void* params = nullp
 // Settings are read anew: KVPAGER_SHIM_SEED, KVPAGER_SHIM_MEMORY and KVPAGER_SHIM_PINNED (limits in
 // bytes of memory in use in the process; the machine's by default).
 void configure();
+// So is KVPAGER_SHIM_SHARED (bytes of shared memory a block can have; an H100's by default), which is
+// returned.
+int64_t configure_shared_memory();
 int64_t memory_bytes();  // of the machine
 
 // As in device/api.h.
@@ -53,6 +56,7 @@ int synchronize(device::Event event);
 int capturing(device::Stream stream, bool* yes);
 int copy(void* to, const void* from, int64_t bytes, device::Direction direction,
          device::Stream stream);
+int copy_pieces(const device::Pieces& pieces, device::Direction direction, device::Stream stream);
 int fill(void* to, int32_t byte, int64_t bytes, device::Stream stream);
 
 }  // namespace kvpager::shim

@@ -18,6 +18,7 @@
 #define KVP_KERNEL void
 #define KVP_BOUNDS(threads, blocks)
 #define KVP_DEVICE inline
+#define KVP_HOST_DEVICE inline
 #define KVP_UNROLL
 
 // Last parameters of what can go wrong: where the kernel calls it.

@@ -12,6 +12,8 @@ _STREAMED_SEQUENCES = 4  # of which the host stages a split each
 _STAGED_CHUNKS = 256
 _STAGING_BYTES = 256 << 20
 _SCRATCH_BYTES = 256 << 20
+_GROUP_SCRATCH_BYTES = 512 << 20
+_SPLIT_CHUNKS, _GROUP_CHUNKS = 4, 64  # of tensor attention
 _FIRST_ENTRIES = 1024
 _ENTRY_BYTES = 64  # tables and results of a chunk that a forward may see
 _BOUNCES = 4
@@ -68,9 +70,10 @@ def table_bytes(shape: ModelShape, kv: KvShape, rows: int, chunks: int, on_gpu: 
     entries = _FIRST_ENTRIES
     while entries < chunks:
         entries *= 2
-    splits = -(-entries // _core.CHUNKS_PER_SPLIT)
-    partial = rows * shape.q_heads * splits * (shape.v_dim + 4) * 4
-    return min(_SCRATCH_BYTES, partial) + entries * (_ENTRY_BYTES + rows * shape.kv_heads // 8)
+    state = rows * shape.q_heads * (shape.v_dim + 8) * 4
+    splits = min(_SCRATCH_BYTES, state * -(-entries // _SPLIT_CHUNKS))
+    groups = min(_GROUP_SCRATCH_BYTES, state * -(-entries // _GROUP_CHUNKS))
+    return max(splits, groups) + entries * (_ENTRY_BYTES + rows * shape.kv_heads // 8)
 
 
 def pager_memory(

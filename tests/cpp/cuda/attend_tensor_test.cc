@@ -36,8 +36,10 @@ int64_t chunks_of(const Shape& shape, const std::vector<Sequence*>& sequences) {
 ForwardOptions cut_as(ForwardOptions options, Cut cut, const Shape& shape,
                       const std::vector<Sequence*>& sequences, const std::vector<Row>& rows) {
   if (cut == Cut::kAsAsked) return options;
-  const int64_t splits = (chunks_of(shape, sequences) + 7) / 8;
-  const int64_t units = cut == Cut::kSplits ? splits : cut == Cut::kGroups ? (splits + 7) / 8 : 2;
+  const int64_t chunks = chunks_of(shape, sequences);
+  const int64_t units = cut == Cut::kSplits   ? (chunks + 3) / 4
+                        : cut == Cut::kGroups ? (chunks + 63) / 64
+                                              : 2;
   int64_t queries = 0;
   for (const Row& row : rows) queries += row.sequence >= 0 ? shape.kv_heads * shape.group : 0;
   options.scratch_bytes = queries * std::max<int64_t>(units, 2) * (shape.v_dim + 8) * 4;
@@ -132,7 +134,9 @@ TEST_CASE("tensor attention is there for 16-bit elements of one type and usual h
   shape.k_dim = shape.v_dim = 128;
   shape.k_dtype = shape.v_dtype = shape.q_dtype = DType::kBFloat16;
   for_each_device([&](device::Device& device) {
-    const auto has = [&](gpu::Shape s) { return device.api().has_tensor_attention(&s); };
+    const auto has = [&](gpu::Shape s) {
+      return device.api().tensor_attention_shared_bytes(&s) > 0;
+    };
     CHECK(has(shape));
     for (const int dim : {32, 80, 256, 512}) {
       gpu::Shape other = shape;
@@ -163,7 +167,9 @@ TEST_CASE("tensor attention is there for q8 and queries of bfloat16") {
   shape.k_dtype = shape.v_dtype = DType::kQ8;
   shape.q_dtype = DType::kBFloat16;
   for_each_device([&](device::Device& device) {
-    const auto has = [&](gpu::Shape s) { return device.api().has_tensor_attention(&s); };
+    const auto has = [&](gpu::Shape s) {
+      return device.api().tensor_attention_shared_bytes(&s) > 0;
+    };
     CHECK(has(shape));
     for (const DType dtype : {DType::kFloat16, DType::kFloat32}) {
       gpu::Shape other = shape;
@@ -179,6 +185,30 @@ TEST_CASE("tensor attention is there for q8 and queries of bfloat16") {
     other.k_dtype = DType::kQ4;
     CHECK(!has(other));
   });
+}
+
+TEST_CASE("tensor attention takes the shared memory that it says, and no less will do") {
+  if (!tests_shim()) return;
+  const std::shared_ptr<device::Device> plain = device::Device::open("shim");
+  for (const int dim : kDims) {
+    CAPTURE(dim);
+    Shape shape = tensor_shape(DType::kBFloat16, dim);
+    Sequence sequence(layout_of(shape), 100, 3);
+    const gpu::Shape kernel_shape = kernel_shape_of(layout_of(shape), shape.group, shape.io());
+    const int64_t bytes = plain->api().tensor_attention_shared_bytes(&kernel_shape);
+    ForwardOptions options;
+    options.small_queries = kOnlyLarge;
+    for (const int64_t limit : {bytes, bytes - 1}) {
+      const Environment shared("KVPAGER_SHIM_SHARED", std::to_string(limit));
+      const std::shared_ptr<device::Device> limited = device::Device::open("shim");
+      CHECK(limited->info().shared_block_bytes == limit);
+      DeviceForward forward(*limited, shape, {&sequence}, rows_at({99}), options);
+      const gpu::AttendParams params = forward.attend_params(gpu::Attention::kTensor);
+      const int code = limited->api().attend(limited->context(), &params, forward.stream().get());
+      CHECK((code == device::kOk) == (limit == bytes));
+    }
+  }
+  device::Device::open("shim");  // has its limit again
 }
 
 TEST_CASE("every head dimension and element type is right, for few rows and many") {

@@ -206,7 +206,7 @@ TEST_CASE("a captured layer of tensor attention gives the bits of its launches")
   Setup setup(DType::kBFloat16, gpu::Attention::kTensor, 0, -1);
   DeviceForward forward(*device, setup.shape, setup.pointers, {}, setup.options);
   const gpu::Shape shape = forward.kernel_shape();
-  REQUIRE(device->api().has_tensor_attention(&shape));
+  REQUIRE(device->api().tensor_attention_shared_bytes(&shape) > 0);
   replays_equal_launches(setup);
 }
 

@@ -137,7 +137,12 @@ class DeviceForward {
     }
     const gpu::Shape kernel_shape = this->kernel_shape();
     int64_t scratch = options.scratch_bytes;
-    if (scratch < 0) scratch = device.api().attend_scratch_bytes(&kernel_shape, &bounds_);
+    if (scratch < 0) {
+      for (const gpu::Attention attention : {gpu::Attention::kReference, gpu::Attention::kTensor}) {
+        scratch = std::max(scratch,
+                           device.api().attend_scratch_bytes(&kernel_shape, &bounds_, attention));
+      }
+    }
     scratch_ = device.allocate("scratch", std::max<int64_t>(scratch, 256));
     scratch_bytes_ = scratch;
     load(rows);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -333,6 +334,31 @@ TEST_CASE("any bits are converted as the processor converts them, and what is no
         }
       }
     }
+  });
+}
+
+TEST_CASE("where no row is written, queries are looked at and nothing else is touched") {
+  testing::for_each_device([&](device::Device& device) {
+    testing::Shape shape;
+    testing::Sequence sequence(testing::layout_of(shape), 40, 3);
+    std::vector<testing::Row> rows(3);
+    for (size_t i = 0; i < rows.size(); ++i) rows[i].position = 37 + static_cast<int64_t>(i);
+    rows[1].query.assign(static_cast<size_t>(shape.kv_heads * shape.group * shape.k_dim),
+                         std::numeric_limits<float>::quiet_NaN());
+    testing::DeviceForward forward(device, shape, {&sequence}, rows);
+    const std::vector<std::vector<float>> before = forward.attend();
+    device::Memory status = device.allocate("status of queries", int64_t{sizeof(uint64_t)});
+    uint64_t found = gpu::kNoFailure;
+    forward.stream().upload(status.data(), &found, sizeof found);
+    gpu::WriteParams params = forward.write_params();
+    params.writes = false;
+    params.q = forward.attend_params().q;
+    params.query_status = reinterpret_cast<uint64_t*>(status.data());
+    device.check(device.api().write_rows(device.context(), &params, forward.stream().get()),
+                 "write_rows");
+    forward.stream().download(&found, status.data(), sizeof found);
+    CHECK((found & 0xFFFFFFFFu) == 1);
+    CHECK(testing::differing_bits(forward.attend()[0], before[0]) == 0);
   });
 }
 

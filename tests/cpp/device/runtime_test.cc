@@ -55,6 +55,28 @@ bool contains(const std::string& text, const std::string& part) {
 
 }  // namespace
 
+TEST_CASE("pieces are copied with what lies between them left alone, and begin and end together") {
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    const Rig rig(seed);
+    const OwnStream stream(*rig.device);
+    kvpager::device::Pieces pieces{rig.block(1), rig.slot(2), 2 * kBytes, kBytes, kBytes / 2, 3};
+    const auto copy = [&] {
+      return rig.device->api().copy_pieces(rig.device->context(), &pieces, Direction::kUp, stream);
+    };
+    const int64_t before = rig.tools.unfinished();
+    CHECK(copy() == kOk);
+    CHECK(rig.tools.unfinished() <= before + 1);
+    rig.tools.drain();
+    for (int i = 0; i < 8; ++i) {
+      const bool copied = i == 1 || i == 3 || i == 5;
+      CHECK(static_cast<int>(rig.block(i)[0]) == (copied ? 0x12 + (i - 1) / 2 : i));
+      CHECK(rig.at(i) == i);
+    }
+    pieces.from_stride = pieces.bytes - 1;
+    CHECK(copy() != kOk);
+  }
+}
+
 TEST_CASE("a copy is poison from when it may begin, and reads its source when it ends") {
   Rig rig(1);
   const OwnStream stream(*rig.device);

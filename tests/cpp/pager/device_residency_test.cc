@@ -1,4 +1,5 @@
 // What crosses the link, and that nothing of it shows in a bit.
+#include "../device/devices.h"
 #include "small_pager.h"
 
 namespace kvpager::pager_test {
@@ -60,6 +61,31 @@ DEVICE_TEST("staging that holds a few of the missing chunks stages these, with t
   const int64_t before = pager.stats().slices_staged;
   CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, 40 * 16, 16)));
   CHECK(pager.stats().slices_staged == before + 2 * 7);
+}
+
+DEVICE_TEST("neighbouring slots are staged by one copy for each layer") {
+  if (test_device() != "shim") return;
+  const testing::ShimHooks hooks;
+  for (const uint64_t shuffle : {uint64_t{0}, uint64_t{11}}) {
+    CAPTURE(shuffle);
+    PagerOptions options = small_options(5, 80);
+    options.missed_chunks = "staged";
+    options.shuffle_seed = shuffle;
+    Pager pager(options);
+    const Known sequence = create(pager, 40 * 16, 1);
+    pager.evict_all();
+    hooks.drain();
+    std::vector<RowDescriptor> rows(kRows);
+    rows[0] = {sequence.id, 40 * 16 - 1, 0, RowKind::kRead};
+    const int64_t slices = pager.stats().slices_staged;
+    pager.begin(rows);
+    const int64_t copies = hooks.unfinished();
+    CHECK(pager.stats().slices_staged - slices >= 35);
+    if (shuffle == 0) CHECK(copies < 20);  // those of tables among them
+    if (shuffle != 0) CHECK(copies > 20);
+    pager.abort();
+    CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, 40 * 16, 16)));
+  }
 }
 
 DEVICE_TEST(
@@ -154,6 +180,55 @@ DEVICE_TEST("options of a device are checked by name") {
   CHECK(attention_of(options, DType::kFloat32).name == "reference");
   CHECK(std::string(Pager(options).attention_name(DType::kFloat32)) == "reference");
   CHECK(contains(Pager(options).device_place().name, test_device()));
+}
+
+DEVICE_TEST("writing a layer of a forward that only reads launches nothing") {
+  if (test_device() != "shim") return;
+  const testing::ShimHooks hooks;
+  Pager pager(small_options(6, 16));
+  const Known sequence = create(pager, 40, 1);
+  const auto launches = [&](RowKind kind) {
+    std::vector<RowDescriptor> rows(kRows);
+    rows[0] = {sequence.id, kind == RowKind::kRead ? 39 : 40, 5, kind};
+    pager.begin(rows);
+    Tensors t(kRows);
+    Caller& caller = Caller::current();
+    const TensorView k = caller.upload(t.k.view());
+    const TensorView v = caller.upload(t.v.view());
+    const int64_t before = hooks.unfinished();
+    pager.write(0, k, v, caller.stream());
+    const int64_t after = hooks.unfinished();
+    caller.finish();
+    pager.abort();
+    return after - before;
+  };
+  CHECK(launches(RowKind::kRead) == 0);
+  CHECK(launches(RowKind::kCommit) == 1);
+}
+
+DEVICE_TEST(
+    "a device without the shared memory for tensor attention attends in the reference order") {
+  if (test_device() != "shim") return;
+  PagerOptions options = small_options(3, 8);
+  options.attention = "auto";
+  options.layout.chunk_tokens = 64;
+  options.layout.k_dim = options.layout.v_dim = 128;
+  options.layout.k_dtype = options.layout.v_dtype = DType::kBFloat16;
+  options.host_bytes = 8 * options.layout.chunk_bytes();
+  options.selection.recent = 64;
+  const auto kind = [&] { return attention_of(options, DType::kBFloat16).name; };
+  const int64_t hopper = 227 << 10;
+  const int64_t ada = 99 << 10;  // compute capability 8.6, 8.9 and 12.0
+  for (const int64_t limit : {hopper, ada}) {
+    CAPTURE(limit);
+    const testing::Environment shared("KVPAGER_SHIM_SHARED", std::to_string(limit));
+    const char* const expected = limit == hopper ? "tensor" : "reference";
+    CHECK(kind() == expected);
+    CHECK(std::string(Pager(options).attention_name(DType::kBFloat16)) == expected);
+  }
+  const testing::Environment shared("KVPAGER_SHIM_SHARED", std::to_string(ada));
+  options.layout.k_dim = options.layout.v_dim = 64;  // takes less
+  CHECK(kind() == "tensor");
 }
 
 DEVICE_TEST("sinks of the host are the sinks of the device, and of the processor") {

@@ -5,6 +5,8 @@ from mutants.mutant import Mutant
 ENGINE = "model/test_device_engine.py::"
 SIMULATED = "model/test_device_simulated.py::"
 PAGER = "python/test_device_pager.py::"
+RESIDENCY = "cpp/pager/device_residency_test.cc::"
+WORK = "cpp/cuda/work_test.cc::"
 MIXES = SIMULATED + "test_an_engine_of_a_model_on_a_gpu_mixes_no_devices"
 
 DEVICES = (
@@ -89,5 +91,34 @@ DEVICES = (
         killers=(
             "model/test_graphs.py::test_what_was_captured_before_memory_moved_is_captured_again",
         ),
+    ),
+    Mutant(
+        name="every-device-has-shared-memory-enough",
+        breaks="tensor attention is chosen only where a device can launch it",
+        file="csrc/pager/device_backend.cc",
+        old="shared > 0 && shared <= device.info().shared_block_bytes;",
+        new="shared > 0 && device.info().shared_block_bytes > 0;",
+        killers=(
+            RESIDENCY + "a device without the shared memory for tensor attention attends in the "
+            "reference order",
+        ),
+    ),
+    Mutant(
+        name="few-splits-crowd-on-few-blocks",
+        breaks="few splits of a row lie on as many multiprocessors as there are",
+        file="csrc/cuda/attend_tensor_items.cuh",
+        old="static_cast<uint32_t>(warp * blocks + block);",
+        new="static_cast<uint32_t>(block * 4 + warp + 0 * blocks);",
+        killers=(
+            WORK + "one row that decodes keeps a block on every multiprocessor from 8K tokens on",
+        ),
+    ),
+    Mutant(
+        name="staged-slices-are-looked-for-where-they-were",
+        breaks="a staged slice is read where it was staged",
+        file="csrc/pager/device_tables.cc",
+        old="    if (slot >= 0) slot = place[static_cast<size_t>(slot)];\n",
+        new="    if (slot >= 0) static_cast<void>(place);\n",
+        killers=(RESIDENCY + "neighbouring slots are staged by one copy for each layer",),
     ),
 )
