@@ -159,6 +159,7 @@ int launch(void (*kernel)(Params), const Grid& grid, const Params& params) {
     launch.threads = grid.threads;
     launch.shared_bytes = grid.shared_bytes;
     launch.closure = &closure;
+    launch.kernel = reinterpret_cast<const void*>(closure.kernel);
     launch.body = [](const void* data) {
       const Closure& closure = *static_cast<const Closure*>(data);
       closure.kernel(closure.params);

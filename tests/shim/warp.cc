@@ -7,6 +7,7 @@
 
 #include "kernels/half.h"
 #include "shim/fibers.h"
+#include "shim/races.h"
 
 namespace kvpager::shim {
 namespace {
@@ -264,9 +265,11 @@ void perform(Warp& warp) {
     case Collective::kMmaUint8:
       multiply_bytes(warp);
       break;
+    case Collective::kSyncWarp:
+      if (kFindsRaces) note_warp_barrier(warp);
+      break;
     case Collective::kNone:
     case Collective::kSyncBlock:
-    case Collective::kSyncWarp:
       break;
   }
 }
@@ -289,6 +292,7 @@ uint32_t vote(bool yes, Place place) {
 void load_matrix(uint32_t* out, const void* row, bool transposed, Place place) {
   Lane& self = *current;
   check_shared(self, row, place, "load_matrix");
+  if (kFindsRaces) note_access(row, 16, Access::kRead, __builtin_return_address(0));
   self.warp->matrix[self.lane] = {out, row};
   collect(transposed ? Collective::kLoadMatrixTransposed : Collective::kLoadMatrix, place);
 }
@@ -306,6 +310,7 @@ void copy_async(void* shared, const void* global, bool valid, Place place) {
     fail(*self.warp, "lane %d copies from misaligned %p (%s:%d)", self.lane, global, place.file,
          place.line);
   }
+  if (kFindsRaces) note_copy(shared, __builtin_return_address(0));
   std::memset(shared, 0xFF, 16);
   self.copies.push_back({static_cast<unsigned char*>(shared),
                          static_cast<const unsigned char*>(global), valid, self.copy_groups});
@@ -319,6 +324,7 @@ void wait_copies(uint32_t pending) {
     const AsyncCopy& copy = self.copies[self.copies_done];
     // Uncommitted copies have the number of the next group and are waited for by none.
     if (copy.group + pending >= self.copy_groups) break;
+    if (kFindsRaces) note_copied(copy.to, __builtin_return_address(0));
     if (copy.valid) {
       std::memcpy(copy.to, copy.from, 16);
     } else {
