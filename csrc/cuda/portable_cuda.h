@@ -11,6 +11,7 @@
 #define KVP_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define KVP_DEVICE __device__ __forceinline__
 #define KVP_UNROLL _Pragma("unroll")
+#define KVP_NO_UNROLL _Pragma("unroll 1")
 
 namespace kvpager::gpu {
 

@@ -19,6 +19,7 @@
 #define KVP_BOUNDS(threads, blocks)
 #define KVP_DEVICE inline
 #define KVP_UNROLL
+#define KVP_NO_UNROLL
 
 // Last parameters of what can go wrong: where the kernel calls it.
 #define KVP_SHIM_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
