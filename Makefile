@@ -54,7 +54,7 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 .PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised pytest-gpu-image time-tests verify-all mutants asan tsan fuzz
 .PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
-.PHONY: types docs bench bench-all bench-peers cuda gpu-test gpu-bench tidy stubs wheel format clean
+.PHONY: types docs bench bench-all bench-peers cuda cuda-gates gpu-test gpu-bench tidy stubs wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' Makefile
@@ -210,6 +210,12 @@ cuda: $(TOOLS_STAMP) ## compile the CUDA plug-in alone; needs nvcc (scripts/fetc
 	cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release -DKVPAGER_CUDA=ON \
 	  -DKVPAGER_WERROR=ON -DKVPAGER_PYTHON=OFF -DKVPAGER_TESTS=OFF $(CUDA_ARGS)
 	cmake --build build/cuda --target kvpager_cuda
+
+# Of the package's plug-in if it has one, else of the one that `make cuda` built.
+PLUGIN = $(firstword $(wildcard $(VENV)/lib/python*/site-packages/kvpager/libkvpager_cuda.so \
+  build/cuda/csrc/cuda/libkvpager_cuda.so))
+cuda-gates: $(TOOLS_STAMP) ## registers, spills, shared memory and instructions of the built plug-in, against limits
+	$(PY) scripts/cuda_gates.py --tools build/cuda_tools $(or $(PLUGIN),$(error no plug-in was built: make cuda))
 
 # On a machine with a GPU, with the Python that has its torch, without the virtual environment and
 # without a network. Steps of at most 8 minutes each: docs/cuda.md.

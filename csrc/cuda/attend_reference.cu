@@ -217,7 +217,7 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) merge_splits(const Params params) {
       }
     }
     if (!params.last) {
-      sync_warp();  // every lane has read m and l
+      sync_warp();  // every lane has read m and l, of global memory
       if (lane_index() == 0) {
         params.total_softmax[2 * item] = total.m[0];
         params.total_softmax[2 * item + 1] = total.l[0];

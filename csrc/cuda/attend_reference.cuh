@@ -3,6 +3,9 @@
 //
 // Where the CPU has sixteen lanes of a vector, t mod 16, here each half of the warp has them. Maxima
 // take their operands in the CPU's order: it decides what becomes of NaN.
+//
+// KVP_NO_UNROLL: loops that have all their loads in flight as they are, or few steps for a lane. Copies
+// of them, for every dtype and pack, were half of what the compiler had to do.
 #pragma once
 
 #include <cstdint>
@@ -139,6 +142,7 @@ KVP_DEVICE void widen_queries(const AttendParams& p, int64_t row, const Queries&
                               Pack<kQueries>* out) {
   const auto* data = static_cast<const typename Source::Element*>(p.q.data) + row * p.q.row_stride +
                      queries.head * p.q.head_stride;
+  KVP_NO_UNROLL
   for (int d = lane_index(); d < p.shape.k_dim; d += kWarp) {
     Pack<kQueries> pack;
     KVP_UNROLL
@@ -153,6 +157,7 @@ KVP_DEVICE void widen_queries(const AttendParams& p, int64_t row, const Queries&
 template <int kQueries>
 KVP_DEVICE void round_queries(const Shape& shape, Pack<kQueries>* queries) {
   uint32_t largest[kQueries] = {};
+  KVP_NO_UNROLL
   for (int d = lane_index(); d < shape.k_dim; d += kWarp) {
     KVP_UNROLL
     for (int q = 0; q < kQueries; ++q) {
@@ -167,6 +172,7 @@ KVP_DEVICE void round_queries(const Shape& shape, Pack<kQueries>* queries) {
     factor.x[q] = unit.factor;
     worth.x[q] = unit.worth;
   }
+  KVP_NO_UNROLL
   for (int d = lane_index(); d < shape.k_dim; d += kWarp) {
     Pack<kQueries> pack = queries[d];
     KVP_UNROLL
@@ -196,6 +202,7 @@ KVP_DEVICE void score(const AttendParams& p, const typename Source::Element* key
     for (int q = 0; q < kQueries; ++q) sum[g][q] = 0.0f;
   }
   const typename Source::Element* column = keys + start + lane_index();
+  KVP_NO_UNROLL
   for (int d = 0; d < p.shape.k_dim; d += kStep) {
     float k[kStep][kGroups];
     KVP_UNROLL
@@ -307,6 +314,7 @@ KVP_DEVICE void soften(int begin, int end, Pack<kQueries>* scores,
     top[q] = minus_infinity();
     sum[q] = 0.0f;
   }
+  KVP_NO_UNROLL
   for (int t = own; t < last; t += kHalf) {
     const Pack<kQueries> x = scores[t];
     KVP_UNROLL
@@ -324,6 +332,7 @@ KVP_DEVICE void soften(int begin, int end, Pack<kQueries>* scores,
     shift[q] = state->m[q] > reached ? state->m[q] : reached;
   }
   sync_warp();  // the scores have been read; collectives do not order memory
+  KVP_NO_UNROLL
   for (int t = first + lane_index(); t < last; t += kWarp) {
     Pack<kQueries> x = scores[t];
     KVP_UNROLL
@@ -331,6 +340,7 @@ KVP_DEVICE void soften(int begin, int end, Pack<kQueries>* scores,
     scores[t] = x;
   }
   sync_warp();
+  KVP_NO_UNROLL
   for (int t = own; t < last; t += kHalf) {
     const Pack<kQueries> x = scores[t];
     KVP_UNROLL
@@ -378,6 +388,7 @@ KVP_DEVICE void accumulate_codes(const AttendParams& p, const unsigned char* til
   const uint16_t* scales = codes::scales_of(tile, DType::kQ8, p.shape.chunk_tokens, v_dim);
   uint32_t largest[kQueries] = {};
   sync_warp();  // the weights have been summed
+  KVP_NO_UNROLL
   for (int t = begin + lane_index(); t < end; t += kWarp) {
     const float scale = bfloat16_bits_to_float(scales[t]);
     Pack<kQueries> pack = weights[t];
@@ -394,6 +405,7 @@ KVP_DEVICE void accumulate_codes(const AttendParams& p, const unsigned char* til
   for (int q = 0; q < kQueries; ++q) {
     unit[q] = codes::unit_of(codes::largest_of_warp(largest[q]));
   }
+  KVP_NO_UNROLL
   for (int t = begin + lane_index(); t < end; t += kWarp) {
     Pack<kQueries> pack = weights[t];
     KVP_UNROLL
@@ -440,6 +452,7 @@ KVP_DEVICE void accumulate_q4(const AttendParams& p, const unsigned char* tile, 
     if (i * kWarp >= v_dim) break;
     const uint16_t* scales = all + i * tokens;
     uint32_t largest[kQueries] = {};
+    KVP_NO_UNROLL
     for (int t = begin + lane; t < end; t += kWarp) {
       const float scale = bfloat16_bits_to_float(scales[t]);
       KVP_UNROLL

@@ -12,6 +12,7 @@
 #define KVP_DEVICE __device__ __forceinline__
 #define KVP_HOST_DEVICE __host__ __device__ __forceinline__
 #define KVP_UNROLL _Pragma("unroll")
+#define KVP_NO_UNROLL _Pragma("unroll 1")
 
 namespace kvpager::gpu {
 

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "kernels/float_environment.h"
+#include "shim/races.h"
 #include "shim/switch.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -230,6 +231,7 @@ Lane* Machine::end_sweep(Warp& warp) {
     }
     if (warp.arrived != 0) waiting.push_back(&warp);
     if (ready.empty()) {  // the barrier opens
+      if (kFindsRaces) note_block_barrier();
       ready.swap(waiting);
       for (Warp* other : ready) start_sweep(*other);
     }
@@ -280,6 +282,7 @@ void Machine::run_block(int64_t index) {
   std::memset(shared, 0xFF, bytes);
   std::memset(shared + bytes, kCanary, kCanaryBytes);
 
+  if (kFindsRaces) note_block_begins(launch->shared_bytes, launch->kernel);
   const int count = launch->threads / kWarp;
   ready.clear();
   waiting.clear();

@@ -80,6 +80,7 @@ struct Warp {
   int swept = 0;          // of `order`
   uint32_t arrived = 0;   // bit per lane
   uint32_t returned = 0;  // bit per lane
+  uint32_t barriers = 0;  // sync_warp passed, of all launches
   Collective kind = Collective::kNone;
   Place place{};
 
@@ -125,6 +126,7 @@ struct Launch {
   int threads = 0;
   int64_t shared_bytes = 0;
   void (*body)(const void* closure) = nullptr;  // the kernel, for the current thread
+  const void* kernel = nullptr;                 // its address, for reports; may be null
   const void* closure = nullptr;
 };
 

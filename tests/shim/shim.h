@@ -20,6 +20,7 @@
 #define KVP_DEVICE inline
 #define KVP_HOST_DEVICE inline
 #define KVP_UNROLL
+#define KVP_NO_UNROLL
 
 // Last parameters of what can go wrong: where the kernel calls it.
 #define KVP_SHIM_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
@@ -160,6 +161,7 @@ int launch(void (*kernel)(Params), const Grid& grid, const Params& params) {
     launch.threads = grid.threads;
     launch.shared_bytes = grid.shared_bytes;
     launch.closure = &closure;
+    launch.kernel = reinterpret_cast<const void*>(closure.kernel);
     launch.body = [](const void* data) {
       const Closure& closure = *static_cast<const Closure*>(data);
       closure.kernel(closure.params);

@@ -1,12 +1,14 @@
 // What the lanes of a warp do together, and asynchronous copies.
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 
 #include "kernels/half.h"
 #include "shim/fibers.h"
+#include "shim/races.h"
 
 namespace kvpager::shim {
 namespace {
@@ -100,47 +102,58 @@ KVP_UNCHECKED void multiply_rows(const float* a, const Four (&b)[At::kDepth][2],
   }
 }
 
-// KVPAGER_SHIM_MMA=aligned: sums as published measurements describe those of sm_90. The products and d
-// are cut off 25 bits below the largest exponent among them, added exactly and cut off to float32.
-// What kernels promise of bits has to hold in this arithmetic too.
-bool sums_are_aligned() {
-  static const bool aligned = [] {
+// KVPAGER_SHIM_MMA=aligned: sums as published measurements describe those of sm_90, sm_80: of sm_80
+// (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021; Khattak and
+// Mikaitis, "Accurate models of NVIDIA tensor cores", 2025). The products of a step and d are cut off so
+// many bits below the largest exponent among them, added exactly and cut off to float32.
+// What kernels promise of bits has to hold in these arithmetics too.
+struct Alignment {
+  int products = 0;  // of one step; 0: no alignment
+  int bits = 0;
+};
+
+Alignment alignment() {
+  static const Alignment asked = [] {
     const char* const text = std::getenv("KVPAGER_SHIM_MMA");
-    return text != nullptr && std::strcmp(text, "aligned") == 0;
+    if (text == nullptr || *text == 0) return Alignment{};
+    if (std::strcmp(text, "aligned") == 0) return Alignment{16, 25};
+    if (std::strcmp(text, "sm_80") == 0) return Alignment{8, 24};
+    std::fprintf(stderr, "shim: KVPAGER_SHIM_MMA=%s, expected aligned or sm_80\n", text);
+    std::abort();
   }();
-  return aligned;
+  return asked;
 }
 
 template <bool kBFloat16>
-float aligned_sum(const float (&a)[16], const float (&b)[16], float d) {
+float aligned_sum(const float* a, const float* b, float d, Alignment step) {
   constexpr int kLeastExponent = kBFloat16 ? -126 : -14;
-  constexpr int kBits = 25;
   double terms[17];
+  const int count = step.products;
   int largest = std::numeric_limits<int>::min();
-  for (int k = 0; k < 17; ++k) {
-    terms[k] = k < 16 ? double{a[k]} * b[k] : d;
+  for (int k = 0; k <= count; ++k) {
+    terms[k] = k < count ? double{a[k]} * b[k] : d;
     if (!std::isfinite(terms[k])) {
       double sum = d;
-      for (int i = 0; i < 16; ++i) sum += double{a[i]} * b[i];
+      for (int i = 0; i < count; ++i) sum += double{a[i]} * b[i];
       return static_cast<float>(sum);
     }
     if (terms[k] == 0) continue;
-    const int exponent = k < 16 ? std::max(std::ilogb(a[k]), kLeastExponent) +
-                                      std::max(std::ilogb(b[k]), kLeastExponent)
-                                : std::max(std::ilogb(d), -126);
+    const int exponent = k < count ? std::max(std::ilogb(a[k]), kLeastExponent) +
+                                         std::max(std::ilogb(b[k]), kLeastExponent)
+                                   : std::max(std::ilogb(d), -126);
     largest = std::max(largest, exponent);
   }
   if (largest == std::numeric_limits<int>::min()) return 0.0f;
   double sum = 0;
-  for (const double term : terms) sum += std::trunc(std::ldexp(term, kBits - largest));
-  sum = std::ldexp(sum, largest - kBits);
+  for (int k = 0; k <= count; ++k) sum += std::trunc(std::ldexp(terms[k], step.bits - largest));
+  sum = std::ldexp(sum, largest - step.bits);
   const float rounded = static_cast<float>(sum);
   const bool outwards = std::fabs(double{rounded}) > std::fabs(sum);
   return outwards ? std::nextafter(rounded, 0.0f) : rounded;
 }
 
 template <bool kBFloat16>
-void multiply_aligned(const float* a, const Four (&b)[16][2], Sums<float>& d) {
+void multiply_aligned(const float* a, const Four (&b)[16][2], Sums<float>& d, Alignment step) {
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 8; ++column) {
       float line[16], across[16];
@@ -148,7 +161,10 @@ void multiply_aligned(const float* a, const Four (&b)[16][2], Sums<float>& d) {
         line[k] = a[Halves::row_at(row) + Halves::k_at(k)];
         across[k] = b[k][column / 4][column % 4];
       }
-      d[row][column] = aligned_sum<kBFloat16>(line, across, d[row][column]);
+      float& sum = d[row][column];
+      for (int k = 0; k < 16; k += step.products) {
+        sum = aligned_sum<kBFloat16>(line + k, across + k, sum, step);
+      }
     }
   }
 }
@@ -175,8 +191,8 @@ KVP_UNCHECKED void multiply_halves(Warp& warp) {
   }
   Sums<float> d;
   gather(warp, d);
-  if (sums_are_aligned()) {
-    multiply_aligned<kBFloat16>(a, b, d);
+  if (const Alignment step = alignment(); step.products != 0) {
+    multiply_aligned<kBFloat16>(a, b, d, step);
   } else {
     multiply_rows<Halves>(a, b, d);
   }
@@ -264,9 +280,11 @@ void perform(Warp& warp) {
     case Collective::kMmaUint8:
       multiply_bytes(warp);
       break;
+    case Collective::kSyncWarp:
+      if (kFindsRaces) note_warp_barrier(warp);
+      break;
     case Collective::kNone:
     case Collective::kSyncBlock:
-    case Collective::kSyncWarp:
       break;
   }
 }
@@ -289,6 +307,7 @@ uint32_t vote(bool yes, Place place) {
 void load_matrix(uint32_t* out, const void* row, bool transposed, Place place) {
   Lane& self = *current;
   check_shared(self, row, place, "load_matrix");
+  if (kFindsRaces) note_access(row, 16, Access::kRead, __builtin_return_address(0));
   self.warp->matrix[self.lane] = {out, row};
   collect(transposed ? Collective::kLoadMatrixTransposed : Collective::kLoadMatrix, place);
 }
@@ -306,6 +325,7 @@ void copy_async(void* shared, const void* global, bool valid, Place place) {
     fail(*self.warp, "lane %d copies from misaligned %p (%s:%d)", self.lane, global, place.file,
          place.line);
   }
+  if (kFindsRaces) note_copy(shared, __builtin_return_address(0));
   std::memset(shared, 0xFF, 16);
   self.copies.push_back({static_cast<unsigned char*>(shared),
                          static_cast<const unsigned char*>(global), valid, self.copy_groups});
@@ -319,6 +339,7 @@ void wait_copies(uint32_t pending) {
     const AsyncCopy& copy = self.copies[self.copies_done];
     // Uncommitted copies have the number of the next group and are waited for by none.
     if (copy.group + pending >= self.copy_groups) break;
+    if (kFindsRaces) note_copied(copy.to, __builtin_return_address(0));
     if (copy.valid) {
       std::memcpy(copy.to, copy.from, 16);
     } else {

@@ -214,16 +214,30 @@ TEST_CASE("mma takes every 16-bit pattern for the number it is") {
   }
 }
 
-TEST_CASE(
-    "mma adds one product after the other, or all at once where the environment asks for it") {
-  const char* const asked = std::getenv("KVPAGER_SHIM_MMA");
-  const bool aligned = asked != nullptr && std::string(asked) == "aligned";
-  // 1 and twice 2^-24: each alone is half a step, and goes to the even neighbour.
-  std::vector<uint16_t> a(16 * 16), b(16 * 8, float_to_float16(1.0f));
-  for (size_t row = 0; row < 16; ++row) a[row * 16] = a[row * 16 + 9] = float_to_float16(0x1p-24f);
+// 1 and `count` products of the given size, `distance` of k apart.
+float one_and(int count, float size, size_t distance) {
+  std::vector<uint16_t> a(16 * 16), b(16 * 8, float_to_float16(0.5f));
+  for (size_t row = 0; row < 16; ++row) {
+    for (int i = 0; i < count; ++i) {
+      a[row * 16 + static_cast<size_t>(i) * distance] = float_to_float16(size * 2);
+    }
+  }
   const std::vector<float> d =
       product(Product::Kind::kFloat16, a, b, std::vector<float>(16 * 8, 1.0f));
-  CHECK(d == std::vector<float>(16 * 8, aligned ? 1.0f + 0x1p-23f : 1.0f));
+  CHECK(d == std::vector<float>(16 * 8, d[0]));
+  return d[0];
+}
+
+TEST_CASE(
+    "mma adds one product after the other, or as the environment asks, all or eight at once") {
+  const char* const asked = std::getenv("KVPAGER_SHIM_MMA");
+  const std::string mode = asked == nullptr ? "" : asked;
+  const float one = 1.0f, next = 1.0f + 0x1p-23f;
+  // Each alone is half a step, and goes to the even neighbour; together they are a step.
+  CHECK(one_and(2, 0x1p-24f, 9) == (mode == "aligned" ? next : one));
+  CHECK(one_and(2, 0x1p-24f, 1) == (mode.empty() ? one : next));
+  // A quarter of a step: the 25th bit.
+  CHECK(one_and(4, 0x1p-25f, 1) == (mode == "aligned" ? next : one));
 }
 
 TEST_CASE("mma of bytes is exact, and its sums wrap") {
