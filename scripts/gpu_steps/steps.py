@@ -49,7 +49,7 @@ KERNEL_TESTS = (
     ),
     KernelTest("graph", "captured graphs"),
 )
-SHIM_TESTS = ("shim", "shim_order")  # of tests/cpp/cuda, about the shim itself
+HOST_TESTS = ("shim", "shim_order", "work")  # of tests/cpp/cuda, none of which needs a device
 SANITIZED = tuple(test for test in KERNEL_TESTS if test.file != "graph")
 
 

@@ -21,7 +21,7 @@ from gpu_steps import judge, steps
 from gpu_steps.part import Part, StepFailedError, run
 from gpu_steps.place import PLUGIN, Place, PlaceError
 from gpu_steps.record import carry_out
-from gpu_steps.steps import FIRST_CASE, KERNEL_TESTS, SANITIZED, SHIM_TESTS, STEPS, Step
+from gpu_steps.steps import FIRST_CASE, KERNEL_TESTS, SANITIZED, HOST_TESTS, STEPS, Step
 
 from kvpager.pager.device import missing
 from kvpager_bench.gpu.__main__ import SECTIONS
@@ -264,7 +264,7 @@ class TestSteps:
 
     def test_every_file_of_kernel_tests_is_run_but_for_those_of_the_shim(self):
         files = {path.name.removesuffix("_test.cc") for path in KERNEL_FILES.glob("*_test.cc")}
-        assert files == {test.file for test in KERNEL_TESTS} | set(SHIM_TESTS)
+        assert files == {test.file for test in KERNEL_TESTS} | set(HOST_TESTS)
 
     @pytest.mark.parametrize("test", SANITIZED, ids=lambda test: test.file)
     def test_every_pattern_of_a_sanitized_case_is_that_of_a_case(self, test):
