@@ -21,7 +21,7 @@ from gpu_steps import judge, steps
 from gpu_steps.part import Part, StepFailedError, run
 from gpu_steps.place import PLUGIN, Place, PlaceError
 from gpu_steps.record import carry_out
-from gpu_steps.steps import FIRST_CASE, KERNEL_TESTS, SANITIZED, HOST_TESTS, STEPS, Step
+from gpu_steps.steps import FIRST_CASE, HOST_TESTS, KERNEL_TESTS, SANITIZED, STEPS, Step
 
 from kvpager.pager.device import missing
 from kvpager_bench.gpu.__main__ import SECTIONS
