@@ -43,6 +43,7 @@ class Limit:
     shared_bytes: int = 0  # dynamic, where the launch always asks for the same
     matrix: str = ""  # an instruction it must have
     copies: bool = False  # whether it must copy 16 bytes at a time in the background
+    spilled: int = 0  # bytes of stack that it may spill registers to
 
 
 # The first that matches counts. A test compares shared_bytes with the sources.
@@ -57,10 +58,15 @@ LIMITS = (
     Limit(r"tensor::large_tiles<bf16,64,1>", 255, 62_592, "HMMA.16816.F32", copies=True),
     Limit(r"tensor::large_tiles<bf16,128,1>", 255, 144_512, "HMMA.16816.F32", copies=True),
     Limit(r"tensor::small_tiles<bf16,64,1>", 255, 65_536, "HMMA.16816.F32", copies=True),
-    Limit(r"tensor::small_tiles<bf16,128,1>", 255, 81_920, "HMMA.16816.F32", copies=True),
+    # Two registers too many on sm_80 and sm_100: conversions of codes have all 255.
+    Limit(
+        r"tensor::small_tiles<bf16,128,1>", 255, 81_920, "HMMA.16816.F32", copies=True, spilled=8
+    ),
     Limit(r"tensor::merge_states<64>", 128, 2_112),
     Limit(r"tensor::merge_states<96>", 128, 3_136),
     Limit(r"tensor::merge_states<128>", 128, 4_160),
+    # Two registers too many on sm_90a, once an item.
+    Limit(r"scoring::score_sketches<64,1>", 128, 0, "IMMA.16832.U8.S8", copies=True, spilled=8),
     Limit(r"scoring::score_sketches<\d+,\d+>", 128, 0, "IMMA.16832.U8.S8", copies=True),
     Limit(r"reference::walk_rows<\d+,\d+>", 255),
     Limit(r"reference::.*", 128),
@@ -186,10 +192,10 @@ def complaints(kernel: Kernel) -> Iterator[str]:
         yield f"{kernel.registers} registers, at most {limit.registers}"
     if kernel.local_bytes > 0:
         yield f"{kernel.local_bytes} bytes of local memory, at most 0"
-    if kernel.stack_bytes > 0:
-        yield f"{kernel.stack_bytes} bytes of stack, at most 0"
+    if kernel.stack_bytes > limit.spilled:
+        yield f"{kernel.stack_bytes} bytes of stack, at most {limit.spilled}"
     spills = kernel.count("STL") + kernel.count("LDL")
-    if spills > 0:
+    if spills > 0 and limit.spilled == 0:
         yield f"{spills} instructions that spill to local memory or read it back, at most 0"
     most = shared_limit(kernel.architecture)
     if most is None:
