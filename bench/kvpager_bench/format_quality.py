@@ -35,7 +35,8 @@ from kvpager_bench.kv_formats import FORMATS, NATIVE, Format
 from kvpager_bench.labels import KVPAGER
 from kvpager_bench.peers import kv_caches
 from kvpager_bench.peers.environments import PeerError
-from kvpager_bench.places import scratch_folder
+from kvpager_bench.places import results_dir, scratch_folder
+from kvpager_bench.report import load_report
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 
@@ -204,6 +205,7 @@ def measure(
 ) -> list[torch.Tensor]:
     """Every format with every share of the context read; the native logits with all of it."""
     of_all: list[torch.Tensor] = []
+    repeated = False
     for percent in percents:
         expected: list[torch.Tensor] = []
         for kept in formats:
@@ -219,7 +221,8 @@ def measure(
                         logits_after_a_file(engine, ids, cut.scored, kept.saved)
                         for ids in cut.windows
                     ]
-                if len(report.rows) == 1:  # of the first format that is not native
+                if expected and not repeated:  # of the first format that is not native
+                    repeated = True
                     again = [logits[0], last_logits(engine, cut.windows[0], cut.scored)]
                     bits = map(harness.digest, again)
                     harness.require_deterministic(bits.__next__, kept.name)
@@ -323,7 +326,7 @@ def texts_report(
     """quality_formats: a language model's text."""
     lengths, scored = arguments.lengths, SCORED
     counts = {length: WINDOWS.get(length, FEWEST) for length in lengths}
-    percents: tuple[int, ...] = PERCENTS
+    percents: tuple[int, ...] = tuple(arguments.percents)
     if arguments.quick:
         counts, scored, percents = dict.fromkeys(lengths, FEWEST), 128, (100, 10)
     folder = arguments.model or shipped_model_path(CODER)
@@ -346,6 +349,8 @@ def texts_report(
         },
         environment=record,
     )
+    if arguments.keep:
+        keep_lengths(report, results_dir() / f"{name}.json", lengths)
     for context, count in counts.items():
         cut = Cut(context, windows(modules, context, count), scored)
         of_all = measure(report, model, cut, formats, percents)
@@ -354,6 +359,46 @@ def texts_report(
                 measure_peer(report, peer, model, cut, of_all, arguments.threads)
     judge(report)
     report.finish()
+
+
+def keep_lengths(report: Report, path: Path, lengths: Sequence[int]) -> None:
+    """Takes over the rows of other lengths from a file, if it is of the same settings.
+
+    Its settings then say of each length when it was measured, and of which commit.
+
+    Raises ValueError: there is no such file, or it was measured otherwise.
+    """
+    if not path.is_file():
+        raise ValueError(f"--keep: there is no {path.name} to keep lengths of")
+    before = load_report(path)
+    own = ("windows", "formats", "measured")
+    for name, value in report.settings.items():
+        if name not in own and before.settings.get(name) != value:
+            raise ValueError(
+                f"--keep: {path.name} was measured with {name} {before.settings.get(name)!r}; "
+                f"expected {value!r}"
+            )
+    environment = before.environment
+    told = before.settings.get("measured") or dict.fromkeys(
+        before.settings["windows"], f"{environment['date'][:10]}, {environment['commit'][:12]}"
+    )
+    mine = {str(length) for length in lengths}
+    kept = {length: when for length, when in told.items() if length not in mine}
+    for row in before.rows:
+        if str(row["context"]) in kept:
+            report.add(**row)
+    windows = {length: before.settings["windows"][length] for length in kept}
+    now = f"{report.environment['date'][:10]}, {report.environment['commit'][:12]}"
+    report.settings = {
+        **report.settings,
+        "formats": {**before.settings["formats"], **report.settings["formats"]},
+        "windows": dict(sorted((windows | report.settings["windows"]).items(), key=_by_number)),
+        "measured": dict(sorted((kept | dict.fromkeys(mine, now)).items(), key=_by_number)),
+    }
+
+
+def _by_number(item: tuple[str, Any]) -> int:
+    return int(item[0])
 
 
 def tokenised(model: Path, texts: Sequence[tuple[str, str]]) -> list[list[int]]:

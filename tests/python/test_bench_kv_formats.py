@@ -171,7 +171,12 @@ def row(**changes):
 
 
 def texts_report(*rows):
-    settings = {"windows": {"4096": 8, "32768": 2}, "scored": 512, "model": "tiny-coder"}
+    settings = {
+        "windows": {"4096": 8, "32768": 2},
+        "scored": 512,
+        "model": "tiny-coder",
+        "formats": {"q8": {}},
+    }
     return make_report("quality_formats", COLUMNS, [row(), *rows], settings=settings)
 
 
@@ -213,6 +218,23 @@ def needles_report(found):
         for read in (100, 10)
     ]  # fmt: skip
     return make_report("quality_needles", NEEDLE_COLUMNS, rows)
+
+
+def test_lengths_that_were_measured_before_are_kept_if_they_were_measured_alike(tmp_path):
+    before = texts_report(row(format="q8", context=32768, kl=1e-4))
+    path = before.write(tmp_path)
+    settings = {**before.settings, "windows": {"32768": 3}, "formats": {"q4": {}}}
+    report = make_report("quality_formats", COLUMNS, [row(context=32768)], settings=settings)
+    format_quality.keep_lengths(report, path, [32768])
+    assert [kept["context"] for kept in report.rows] == [32768, 4096]
+    assert report.settings["windows"] == {"4096": 8, "32768": 3}
+    assert report.settings["formats"] == {"q8": {}, "q4": {}}
+    assert list(report.settings["measured"]) == ["4096", "32768"]
+    report.settings["scored"] = 256
+    with pytest.raises(ValueError, match="measured with scored 512; expected 256"):
+        format_quality.keep_lengths(report, path, [32768])
+    with pytest.raises(ValueError, match=r"there is no other\.json"):
+        format_quality.keep_lengths(report, tmp_path / "other.json", [32768])
 
 
 def test_a_format_that_loses_needles_is_said():

@@ -164,6 +164,17 @@ def main() -> None:
         default=list(PEER_LENGTHS),
         help="those of them that peers run, too",
     )
+    parser.add_argument(
+        "--percents",
+        type=harness.parse_ints,
+        default=list(format_quality.PERCENTS),
+        help="of formats: shares of the context that attention reads",
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="of formats: keep what was measured before of other lengths, by the same settings",
+    )
     parser.add_argument("--model", type=Path, help="of formats: a folder; by default tiny-coder")
     arguments: argparse.Namespace = parser.parse_args()
     if unknown := [part for part in arguments.parts if part not in PARTS]:
