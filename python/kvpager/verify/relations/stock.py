@@ -88,6 +88,11 @@ def _compare_logits(
             f"one rounding of each module moves this model's logits by {allowed:.2g} of their "
             "standard deviation, so that they tell nothing in this dtype"
         )
+        if not check.measures and subject.engine().layout.is_coded:
+            raise DoesNotApplyError(
+                f"{said} with K/V in {subject.engine().layout.format}; in kv_dtype='auto' they are "
+                "compared"
+            )
         if not check.measures:
             raise NotRunError(f"{said}; use float32 (--dtype)")
         check.note(said)
