@@ -11,8 +11,14 @@
 
 namespace kvpager::testing {
 
-// How the function ends a process of its own: the words it died with, or "lived".
-inline std::string last_words(const std::function<void()>& function) {
+// How a process ends, and what it printed as errors.
+struct Ending {
+  std::string words;
+  bool died;  // by a signal, or with another code than 0
+};
+
+// Runs the function in a process of its own.
+inline Ending ending_of(const std::function<void()>& function) {
   int ends[2];
   REQUIRE(pipe(ends) == 0);
   const pid_t child = fork();
@@ -31,8 +37,13 @@ inline std::string last_words(const std::function<void()>& function) {
   close(ends[0]);
   int status = 0;
   REQUIRE(waitpid(child, &status, 0) == child);
-  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return "lived";
-  return words;
+  return {words, !(WIFEXITED(status) && WEXITSTATUS(status) == 0)};
+}
+
+// The words that a process died with, or "lived".
+inline std::string last_words(const std::function<void()>& function) {
+  const Ending ending = ending_of(function);
+  return ending.died ? ending.words : "lived";
 }
 
 }  // namespace kvpager::testing

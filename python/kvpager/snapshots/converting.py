@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from kvpager import _core
+from kvpager.config import KV_DTYPES
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.fingerprint import dtypes_of
 from kvpager.fingerprint_rules import CONVERTED
-from kvpager.layout import CODED, Layout
+from kvpager.layout import Layout
 from kvpager.pager import SnapshotInfo
 from kvpager.released import ReleasedText
 from kvpager.stores import FileStore
-
-_FLOATS = ("auto", "float32", "float16", "bfloat16")
 
 
 def layout_to_save(core: EngineCore, kv_dtype: object) -> Layout | None:
@@ -34,10 +33,9 @@ def layout_to_save(core: EngineCore, kv_dtype: object) -> Layout | None:
     """
     if kv_dtype is None:
         return None
-    if kv_dtype not in (*_FLOATS, *CODED):
+    if kv_dtype not in KV_DTYPES:
         raise InvalidArgumentError(
-            f"kv_dtype is {kv_dtype!r}; expected None, or one of "
-            f"{', '.join(map(repr, (*_FLOATS, *CODED)))}"
+            f"kv_dtype is {kv_dtype!r}; expected None, or one of {', '.join(map(repr, KV_DTYPES))}"
         )
     if core.recurrence is not None:
         raise InvalidArgumentError(

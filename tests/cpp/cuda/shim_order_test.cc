@@ -1,11 +1,8 @@
 // The order in which the shim runs things: everything a barrier allows, over the seeds, and nothing it
 // forbids; what would hang or be undefined on a GPU ends the process with a message.
 #include <doctest/doctest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <csignal>
 #include <cstring>
 #include <set>
 #include <string>
@@ -14,6 +11,7 @@
 
 #include "../device/devices.h"
 #include "cuda/portable.h"
+#include "died.h"
 
 namespace kvpager::gpu {
 namespace {
@@ -284,29 +282,12 @@ KVP_KERNEL misbehave(const Words p) {
   }
 }
 
-// What a process prints that runs the kernel, and whether it was ended for it.
-std::string last_words(int kind, bool* ended) {
-  int ends[2];
-  REQUIRE(pipe(ends) == 0);
-  const pid_t child = fork();
-  if (child == 0) {
-    dup2(ends[1], STDERR_FILENO);
-    std::signal(SIGABRT, SIG_DFL);  // doctest would report it
+// How a process ends that runs the kernel.
+testing::Ending ending_of(int kind) {
+  return testing::ending_of([&] {
     alignas(16) static uint32_t words[8];
     launch(misbehave, {1, 32, 512, nullptr}, Words{words, kind});
-    _exit(0);
-  }
-  close(ends[1]);
-  std::string text;
-  char buffer[4096];
-  for (ssize_t n; (n = read(ends[0], buffer, sizeof buffer)) > 0;) {
-    text.append(buffer, static_cast<size_t>(n));
-  }
-  close(ends[0]);
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child);
-  *ended = !(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  return text;
+  });
 }
 
 TEST_CASE("what would hang or go unnoticed on a GPU ends the process and says where") {
@@ -316,8 +297,7 @@ TEST_CASE("what would hang or go unnoticed on a GPU ends the process and says wh
       "a shuffle",   "ballot",       "sync_block", "sync_warp",    "load_matrix",
       "load_matrix", "copy_async16", "misaligned", "copy_async16", ""};
   for (size_t kind = 0; kind < std::size(needles); ++kind) {
-    bool ended = false;
-    const std::string text = last_words(static_cast<int>(kind), &ended);
+    const auto [text, ended] = ending_of(static_cast<int>(kind));
     CAPTURE(kind);
     CAPTURE(text);
     CHECK(ended);

@@ -1,15 +1,13 @@
 // Which accesses to shared memory the checking shim calls a race: exactly those that no barrier of
 // threads of both orders, whatever the order they happened in.
 #include <doctest/doctest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 
 #include "cuda/portable.h"
+#include "died.h"
 
 namespace kvpager::gpu {
 namespace {
@@ -93,32 +91,15 @@ KVP_KERNEL load_rows(const Exchange p) {
   p.out[lane] = fragment[1];
 }
 
-// What a process prints that runs the kernel.
-std::string last_words(void (*kernel)(Exchange), Exchange p, int threads, bool* ended) {
-  int ends[2];
-  REQUIRE(pipe(ends) == 0);
-  const pid_t child = fork();
-  if (child == 0) {
-    dup2(ends[1], STDERR_FILENO);
-    std::signal(SIGABRT, SIG_DFL);  // doctest would report it
+// How a process ends that runs the kernel.
+testing::Ending ending_of(void (*kernel)(Exchange), Exchange p, int threads) {
+  return testing::ending_of([&] {
     alignas(16) static uint32_t in[4];
     static uint32_t out[1024];
     p.in = in;
     p.out = out;
     launch(kernel, {2, threads, 4096, nullptr}, p);
-    _exit(0);
-  }
-  close(ends[1]);
-  std::string text;
-  char buffer[4096];
-  for (ssize_t n; (n = read(ends[0], buffer, sizeof buffer)) > 0;) {
-    text.append(buffer, static_cast<size_t>(n));
-  }
-  close(ends[0]);
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child);
-  *ended = !(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  return text;
+  });
 }
 
 bool has_race(void (*kernel)(Exchange), Step step, int distance = 1, int threads = 64,
@@ -127,8 +108,7 @@ bool has_race(void (*kernel)(Exchange), Step step, int distance = 1, int threads
   p.step = step;
   p.distance = distance;
   p.waits = waits;
-  bool ended = false;
-  const std::string text = last_words(kernel, p, threads, &ended);
+  const auto [text, ended] = ending_of(kernel, p, threads);
   CAPTURE(text);
   CHECK(ended == (text.find("race on byte") != std::string::npos));
   return ended;
@@ -172,10 +152,9 @@ TEST_CASE("the rows of a matrix load are read by the lanes that name them") {
 }
 
 TEST_CASE("a race is reported with its kernel, both threads and both lines") {
-  bool ended = false;
   Exchange p{};
   p.distance = 32;
-  const std::string text = last_words(write_then_read, p, 64, &ended);
+  const auto [text, ended] = ending_of(write_then_read, p, 64);
   CAPTURE(text);
   CHECK(ended);
   CHECK(text.find(" of 2, warp ") != std::string::npos);

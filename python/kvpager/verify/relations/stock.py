@@ -88,15 +88,15 @@ def _compare_logits(
             f"one rounding of each module moves this model's logits by {allowed:.2g} of their "
             "standard deviation, so that they tell nothing in this dtype"
         )
-        if not check.measures and subject.engine().layout.is_coded:
+        if check.measures:
+            check.note(said)
+            return
+        layout = subject.engine().layout
+        if layout.is_coded:
             raise DoesNotApplyError(
-                f"{said} with K/V in {subject.engine().layout.format}; in kv_dtype='auto' they are "
-                "compared"
+                f"{said} with K/V in {layout.format}; in kv_dtype='auto' they are compared"
             )
-        if not check.measures:
-            raise NotRunError(f"{said}; use float32 (--dtype)")
-        check.note(said)
-        return
+        raise NotRunError(f"{said}; use float32 (--dtype)")
     where = f"position {int(found.argmax())}"
     unit = "of their standard deviation"
     check.close("logits", _worst(subject, found), _TIMES * allowed, unit, where)
