@@ -65,7 +65,7 @@ LIMITS = (
     Limit(r"tensor::merge_states<64>", 128, 2_112),
     Limit(r"tensor::merge_states<96>", 128, 3_136),
     Limit(r"tensor::merge_states<128>", 128, 4_160),
-    # Two registers too many on sm_90a, once an item.
+    # Two registers too many on sm_90a.
     Limit(r"scoring::score_sketches<64,1>", 128, 0, "IMMA.16832.U8.S8", copies=True, spilled=8),
     Limit(r"scoring::score_sketches<\d+,\d+>", 128, 0, "IMMA.16832.U8.S8", copies=True),
     Limit(r"reference::walk_rows<\d+,\d+>", 255),
