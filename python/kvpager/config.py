@@ -1,27 +1,35 @@
 """The user's options: how much stays resident, what attention selects, where the rest may live.
 
-Each option is defined once, in the field that holds it: its type, its default, what it accepts and
-what it means. Checking, error messages and `options()` all read that definition. Every object is
-immutable and valid from the moment it exists; each refusal names the field, its value and what was
-expected.
+Every object is immutable and valid from the moment it exists; each refusal names the field, its
+value and what was expected.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, TypeAlias, TypedDict
+from typing import Any, ClassVar, Literal, TypeAlias, TypedDict
 
 from kvpager.errors import InvalidArgumentError
-from kvpager.paths import usable_path
+from kvpager.option_table import (
+    AUTO,
+    Validated,
+    choice,
+    explain,
+    flag,
+    folder,
+    integer,
+    name,
+    number,
+    option,
+    refusal,
+    size,
+)
 
 DEFAULT_SCORER = "bits2"
 # Default M: the first of these that the configuration allows. On the CPU, prefill is about as fast
@@ -35,29 +43,9 @@ POLICIES = ("qk", "lru")
 ATTENTIONS = ("auto", "reference")
 MISSED_CHUNKS = ("auto", "direct", "staged")
 CHECKPOINT_POLICIES = ("smallest-gap", "lru")
-AUTO: Final = "auto"
 AUTO_BYTES = -1  # of a budget: as much as the other budgets can ever need
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?|shim|meta")
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-
-Parser: TypeAlias = Callable[[str, Any], Any]
-
-
-@dataclass(frozen=True)
-class Option:
-    """One configuration option, for reference pages and command-line help."""
-
-    name: str
-    type: str
-    default: object  # dataclasses.MISSING: it has to be given
-    accepts: str
-    help: str
 
 
 def frontier_blocks(chunk_tokens: int, rows: int) -> int:
@@ -65,95 +53,10 @@ def frontier_blocks(chunk_tokens: int, rows: int) -> int:
     return -(-(chunk_tokens - 1 + rows) // chunk_tokens)
 
 
-def parse_bytes(field: str, value: object) -> int:
-    """A number of bytes from an int or from text such as "4GiB", "1.5 GB" or "4096".
-
-    Raises:
-        InvalidArgumentError: naming `field`, for anything else.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _UNITS:
-        return int(Decimal(match[1]) * _UNITS[match[2]])
-    raise _refusal(
-        field, value, 'a number of bytes (0 or more) or a size such as "4GiB" or "512MB"'
-    )
-
-
-class _Validated:
-    """Passes every field through its parser once, when the object is made."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            name = f"{type(self).__name__}.{field.name}"
-            object.__setattr__(
-                self, field.name, field.metadata["parse"](name, getattr(self, field.name))
-            )
-
-    @classmethod
-    def options(cls) -> list[Option]:
-        """The definition of every option, in order."""
-        return [
-            Option(
-                name=field.name,
-                type=str(field.type),
-                default=field.default,
-                accepts=field.metadata["accepts"],
-                help=field.metadata["help"],
-            )
-            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-        ]
-
-
-def _refusal(field: str, value: object, expected: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{field} is {value!r}; expected {expected}")
-
-
-def _option(
-    parser: tuple[str, Parser], meaning: str, default: Any = dataclasses.MISSING
-) -> Any:  # a field, whatever type its annotation says
-    accepts, parse = parser
-    metadata = {"accepts": accepts, "help": meaning, "parse": parse}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def _integer(
-    low: int, high: int, *, none: str | None = None, auto: str | None = None
-) -> tuple[str, Parser]:
-    accepts = f"an integer from {low} to {high}" + (f", or None: {none}" if none else "")
-    accepts += f', or "{AUTO}": {auto}' if auto else ""
-
-    def parse(field: str, value: Any) -> Any:
-        if (value is None and none) or (auto and isinstance(value, str) and value == AUTO):
-            return value
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise _refusal(field, value, accepts)
-        number = value.__index__()
-        if not low <= number <= high:
-            raise _refusal(field, value, accepts)
-        return number
-
-    return accepts, parse
-
-
-def _choice(values: Iterable[Any]) -> tuple[str, Parser]:
-    known = tuple(values)
-    accepts = "one of " + ", ".join(map(repr, known))
-
-    def parse(field: str, value: Any) -> Any:
-        if isinstance(value, bool) or value not in known:
-            raise _refusal(field, value, accepts)
-        return value
-
-    return accepts, parse
-
-
 def _exact(field: str, value: Any) -> Any:
     if value is False or value in ("all", "reuse"):
         return value
-    raise _refusal(field, value, '"all", "reuse" or False')
+    raise refusal(field, value, '"all", "reuse" or False')
 
 
 def _row_counts(field: str, value: Any) -> Any:
@@ -162,46 +65,18 @@ def _row_counts(field: str, value: Any) -> Any:
     if value in ("proven", "fixed"):
         return value
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise _refusal(field, value, expected)
+        raise refusal(field, value, expected)
     counts = tuple(value)
     sound = all(type(count) is int and 1 <= count <= 4096 for count in counts)
     if not sound or list(counts) != sorted(set(counts)):
-        raise _refusal(field, value, expected)
+        raise refusal(field, value, expected)
     return counts
-
-
-def _bytes(*, auto: str | None = None) -> tuple[str, Parser]:
-    accepts = 'bytes, or a size such as "4GiB"' + (f', or "auto": {auto}' if auto else "")
-
-    def parse(field: str, value: Any) -> Any:
-        return value if auto and value == "auto" else parse_bytes(field, value)
-
-    return accepts, parse
-
-
-def _number(low: float, high: float) -> tuple[str, Parser]:
-    accepts = f"a number from {low} to {high}"
-
-    def parse(field: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise _refusal(field, value, accepts)
-        if not math.isfinite(value) or not low <= value <= high:
-            raise _refusal(field, value, accepts)
-        return float(value)
-
-    return accepts, parse
-
-
-def _flag(field: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _refusal(field, value, "True or False")
-    return value
 
 
 def _switch(field: str, value: Any) -> Any:
     if isinstance(value, bool) or value == AUTO:
         return value
-    raise _refusal(field, value, '"auto", True or False')
+    raise refusal(field, value, '"auto", True or False')
 
 
 def _layers(field: str, value: Any) -> Any:
@@ -211,39 +86,15 @@ def _layers(field: str, value: Any) -> Any:
         isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in value
     )
     if not known:
-        raise _refusal(field, value, '"auto", or layers as integers from 0, such as (0, 1)')
+        raise refusal(field, value, '"auto", or layers as integers from 0, such as (0, 1)')
     return tuple(sorted(set(value)))
-
-
-def _name(*, none: str | None = None) -> tuple[str, Parser]:
-    accepts = "a name" + (f", or None: {none}" if none else "")
-
-    def parse(field: str, value: Any) -> Any:
-        if value is None and none:
-            return None
-        if not isinstance(value, str) or not value:
-            raise _refusal(field, value, accepts)
-        return value
-
-    return accepts, parse
 
 
 def _device(field: str, value: Any) -> str:
     text = str(value)  # a torch.device says what it is
     if isinstance(value, (bool, int)) or not _DEVICE.fullmatch(text):
-        raise _refusal(field, value, '"auto", "cpu", "cuda", "cuda:N" or "shim"')
+        raise refusal(field, value, '"auto", "cpu", "cuda", "cuda:N" or "shim"')
     return text
-
-
-def _path(field: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise _refusal(field, value, "the path of an existing folder, or None")
-    path = usable_path(value, field)
-    if not Path(path).is_dir():
-        raise _refusal(field, path, "the path of an existing folder, or None")
-    return path
 
 
 def _ranges(field: str, value: Any) -> tuple[tuple[int, int], ...]:
@@ -251,52 +102,52 @@ def _ranges(field: str, value: Any) -> tuple[tuple[int, int], ...]:
     try:
         ranges = tuple((start.__index__(), stop.__index__()) for start, stop in value)
     except (TypeError, ValueError, AttributeError) as error:
-        raise _refusal(field, value, expected) from error
+        raise refusal(field, value, expected) from error
     if any(not 0 <= start < stop for start, stop in ranges):
-        raise _refusal(field, value, expected)
+        raise refusal(field, value, expected)
     return tuple(sorted(ranges))
 
 
 _PINNED_BYTES = 8 << 30  # default; pinning takes time, and takes the memory from other processes
 _POOL_PER_ROW = 4  # tokens of pool per row of a forward, where many rows are the default
 _MANY = 2**40  # more tokens than any context; keeps sums far from 64-bit limits
-_TOKENS = _integer(0, _MANY)
+_TOKENS = integer(0, _MANY)
 
 
 @dataclass(frozen=True)
-class Dense(_Validated):
+class Dense(Validated):
     """Every row attends to everything before it: exact full attention, whatever the pool's size."""
 
     kind: ClassVar[Literal["dense"]] = "dense"
 
 
 @dataclass(frozen=True)
-class TopK(_Validated):
+class TopK(Validated):
     """Every row attends to the sinks, its recent window, `always`, and the best-scoring chunks."""
 
     kind: ClassVar[Literal["topk"]] = "topk"
 
-    chunks: int = _option(_integer(1, 2**20), "chunks chosen by score, per layer and kv head")
-    sinks: int = _option(_TOKENS, "tokens at the start that every row sees", 64)
-    recent: int = _option(
-        _integer(1, _MANY), "tokens before a row that it always sees; at least `rows`", 256
+    chunks: int = option(integer(1, 2**20), "chunks chosen by score, per layer and kv head")
+    sinks: int = option(_TOKENS, "tokens at the start that every row sees", 64)
+    recent: int = option(
+        integer(1, _MANY), "tokens before a row that it always sees; at least `rows`", 256
     )
-    scorer: str = _option(_name(), "how chunks are summarised and scored", DEFAULT_SCORER)
-    always: tuple[tuple[int, int], ...] = _option(
+    scorer: str = option(name(), "how chunks are summarised and scored", DEFAULT_SCORER)
+    always: tuple[tuple[int, int], ...] = option(
         ("token ranges (start, stop)", _ranges), "half-open token ranges that every row sees", ()
     )
 
 
 @dataclass(frozen=True)
-class Window(_Validated):
+class Window(Validated):
     """Every row attends to the sinks and its recent window alone: a baseline, which forgets."""
 
     kind: ClassVar[Literal["window"]] = "window"
 
-    recent: int = _option(
-        _integer(1, _MANY), "tokens before a row that it always sees; at least `rows`"
+    recent: int = option(
+        integer(1, _MANY), "tokens before a row that it always sees; at least `rows`"
     )
-    sinks: int = _option(_TOKENS, "tokens at the start that every row sees", 64)
+    sinks: int = option(_TOKENS, "tokens at the start that every row sees", 64)
 
 
 Selection: TypeAlias = Dense | TopK | Window
@@ -305,7 +156,7 @@ Selection: TypeAlias = Dense | TopK | Window
 def _selection(field: str, value: Any) -> Any:
     if not isinstance(value, (Dense, TopK, Window)):
         hint = "Dense(), TopK(chunks=...) or Window(recent=...)"
-        raise _refusal(field, value, f"{hint}, an instance and not the class")
+        raise refusal(field, value, f"{hint}, an instance and not the class")
     return value
 
 
@@ -313,21 +164,21 @@ _DENSE = Dense()
 
 
 @dataclass(frozen=True)
-class PagerConfig(_Validated):
+class PagerConfig(Validated):
     """All options of a pager.
 
     `selection`, `scorer`, `rows`, `exact`, `chunk_tokens`, `kv_dtype`, `device` and `attention`
     change results. All others affect only placement and speed, never a bit.
     """
 
-    pool_tokens: int | Literal["auto"] = _option(
-        _integer(1, _MANY, auto="what an Engine's model needs, as far as free memory goes"),
+    pool_tokens: int | Literal["auto"] = option(
+        integer(1, _MANY, auto="what an Engine's model needs, as far as free memory goes"),
         "tokens the resident pool holds, its hard bound; a multiple of chunk_tokens",
         "auto",
     )
-    chunk_tokens: int = _option(_choice(CHUNK_TOKENS), "tokens per chunk", 64)
-    rows: int | None = _option(
-        _integer(
+    chunk_tokens: int = option(choice(CHUNK_TOKENS), "tokens per chunk", 64)
+    rows: int | None = option(
+        integer(
             1,
             4096,
             none="256, less where the model gathers experts' weights; 64 or what fits if no small "
@@ -336,135 +187,135 @@ class PagerConfig(_Validated):
         "most rows of a forward of the model",
         None,
     )
-    small_rows: Literal["proven", "fixed"] | tuple[int, ...] = _option(
+    small_rows: Literal["proven", "fixed"] | tuple[int, ...] = option(
         ('"proven", "fixed" or row counts', _row_counts),
         "smaller row counts for forwards with little to do: those proven at start to give the bits "
         "of `rows`; none (`fixed`); or these, each proven or refused",
         "proven",
     )
-    exact: Literal["all", "reuse", False] = _option(
+    exact: Literal["all", "reuse", False] = option(
         ('"all", "reuse" or False', _exact),
         "what has one set of bits: everything; prompts and generated text once reused; nothing",
         "all",
     )
-    selection: Selection = _option(  # noqa: RUF009  # a field, like the others
+    selection: Selection = option(  # noqa: RUF009  # a field, like the others
         ("Dense(), TopK(...) or Window(...)", _selection), "what a row attends to", _DENSE
     )
-    host_bytes: int | str = _option(
-        _bytes(auto="a quarter of the machine's memory, for a GPU at most 8 GiB: it is pinned"),
+    host_bytes: int | str = option(
+        size(auto="a quarter of the machine's memory, for a GPU at most 8 GiB: it is pinned"),
         "host memory for paged-out chunks",
         "auto",
     )
-    disk_path: str | None = _option(
-        ("the path of an existing folder, or None", _path), "where chunks may spill to", None
+    disk_path: str | None = option(
+        ("the path of an existing folder, or None", folder), "where chunks may spill to", None
     )
-    disk_bytes: int = _option(
-        _bytes(), "disk space for spilled chunks, reserved when the pager is made", 0
+    disk_bytes: int = option(
+        size(), "disk space for spilled chunks, reserved when the pager is made", 0
     )
-    summary_bytes: int | str = _option(
-        _bytes(auto="enough for every chunk that fits"), "memory for key summaries", "auto"
+    summary_bytes: int | str = option(
+        size(auto="enough for every chunk that fits"), "memory for key summaries", "auto"
     )
-    policy: Literal["qk", "lru"] = _option(_choice(POLICIES), "which chunks stay resident", "qk")
-    recall_chunks: int = _option(
-        _integer(0, 4096), "most chunks brought back ahead of need after a forward", 4
+    policy: Literal["qk", "lru"] = option(choice(POLICIES), "which chunks stay resident", "qk")
+    recall_chunks: int = option(
+        integer(0, 4096), "most chunks brought back ahead of need after a forward", 4
     )
-    hysteresis: float = _option(
-        _number(0.0, 10.0), "by what fraction a recalled chunk must beat its victim", 0.1
+    hysteresis: float = option(
+        number(0.0, 10.0), "by what fraction a recalled chunk must beat its victim", 0.1
     )
-    rewind_tokens: int = _option(
-        _integer(0, _MANY),
+    rewind_tokens: int = option(
+        integer(0, _MANY),
         "where all layers are windowed: tokens kept beyond the window, by which a text can be cut "
         "without computing it anew",
         1024,
     )
-    checkpoint_chunks: int = _option(
-        _integer(1, 1 << 20), "recurrent layers: chunks from one checkpoint of state to the next", 4
+    checkpoint_chunks: int = option(
+        integer(1, 1 << 20), "recurrent layers: chunks from one checkpoint of state to the next", 4
     )
-    checkpoint_bytes: int = _option(
-        _bytes(), "recurrent layers: memory for checkpoints, of all texts", 1 << 30
+    checkpoint_bytes: int = option(
+        size(), "recurrent layers: memory for checkpoints, of all texts", 1 << 30
     )
-    checkpoint_policy: Literal["smallest-gap", "lru"] = _option(
-        _choice(CHECKPOINT_POLICIES),
+    checkpoint_policy: Literal["smallest-gap", "lru"] = option(
+        choice(CHECKPOINT_POLICIES),
         "which checkpoint goes when memory is full: the one whose loss leaves the smallest gap, or "
         "the one that nobody used for longest",
         "smallest-gap",
     )
-    beyond_max_positions: bool = _option(
-        ("True or False", _flag),
+    beyond_max_positions: bool = option(
+        ("True or False", flag),
         "texts longer than the model's max_position_embeddings; never with learned positions",
         False,
     )
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "q8", "k8v4", "q4"] = _option(
-        _choice(KV_DTYPES),
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "q8", "k8v4", "q4"] = option(
+        choice(KV_DTYPES),
         "what K/V are kept in; auto: the model's dtype; q8: 8 bits and a scale for each token and "
         "head; q4: 4 bits and a scale for 32 numbers; k8v4: keys in q8, values in q4",
         "auto",
     )
-    kv_rotation: Literal["auto", True, False] = _option(
+    kv_rotation: Literal["auto", True, False] = option(
         ('"auto", True or False', _switch),
         "whether K/V of q8 and q4 are rotated, so that their largest numbers cost the others no "
         "bits; auto: they are",
         "auto",
     )
-    float_layers: Literal["auto"] | tuple[int, ...] = _option(
+    float_layers: Literal["auto"] | tuple[int, ...] = option(
         ('layers of the model as integers, or "auto"', _layers),
         "layers that are kept in the model's dtype where K/V are q8 or q4; auto: layer 0 where "
         "something has 4 bits, else none",
         "auto",
     )
-    device: str = _option(
+    device: str = option(
         ('"auto", "cpu", "cuda", "cuda:N" or "shim"', _device),
         "where the pool is and attention runs; auto: where the model is, or the CPU without one; "
         "shim: the GPU's code on the processor (tests)",
         "auto",
     )
-    attention: Literal["auto", "reference"] = _option(
-        _choice(ATTENTIONS),
+    attention: Literal["auto", "reference"] = option(
+        choice(ATTENTIONS),
         "on a GPU: tensor cores where the shape has a kernel (`auto`), or always the CPU's order "
         "of operations, which is slower",
         "auto",
     )
-    missed_chunks: Literal["auto", "direct", "staged"] = _option(
-        _choice(MISSED_CHUNKS),
+    missed_chunks: Literal["auto", "direct", "staged"] = option(
+        choice(MISSED_CHUNKS),
         "on a GPU: how a chunk outside the pool is read: in place from pinned memory, page by page "
         "(`direct`), or copied ahead, layer by layer (`staged`)",
         "auto",
     )
-    graphs: bool = _option(
-        ("True or False", _flag),
+    graphs: bool = option(
+        ("True or False", flag),
         "on a GPU: forwards of at most 64 rows, such as decode steps, are captured once for each "
         "number of rows and replayed as CUDA graphs, where that gives the same bits",
         True,
     )
-    scorer: str | None = _option(
-        _name(none="the selection's, or " + DEFAULT_SCORER), "makes the chunks' key summaries", None
+    scorer: str | None = option(
+        name(none="the selection's, or " + DEFAULT_SCORER), "makes the chunks' key summaries", None
     )
-    debug_shuffle_seed: int | None = _option(
-        _integer(1, 2**64 - 1, none="off"), "hands blocks out in a random order (tests)", None
+    debug_shuffle_seed: int | None = option(
+        integer(1, 2**64 - 1, none="off"), "hands blocks out in a random order (tests)", None
     )
-    debug_poison: bool = _option(
-        ("True or False", _flag), "fills free blocks with NaN (tests)", False
+    debug_poison: bool = option(
+        ("True or False", flag), "fills free blocks with NaN (tests)", False
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.pool_is_auto and self.pool_size % self.chunk_tokens:
-            raise _refusal(
+            raise refusal(
                 "PagerConfig.pool_tokens",
                 self.pool_tokens,
                 f"a multiple of chunk_tokens ({self.chunk_tokens}), such as "
                 f"{-(-self.pool_size // self.chunk_tokens) * self.chunk_tokens}",
             )
         if self.disk_bytes and self.disk_path is None:
-            raise _refusal(
+            raise refusal(
                 "PagerConfig.disk_path", None, f"a folder, because disk_bytes is {self.disk_bytes}"
             )
         if self.disk_path is not None and not self.disk_bytes:
-            raise _refusal(
+            raise refusal(
                 "PagerConfig.disk_bytes", 0, f"a budget, because disk_path is {self.disk_path!r}"
             )
         if isinstance(self.selection, TopK) and self.scorer not in (None, self.selection.scorer):
-            raise _refusal(
+            raise refusal(
                 "PagerConfig.scorer",
                 self.scorer,
                 f"None or {self.selection.scorer!r}, the selection's: chunks have one summary",
@@ -536,14 +387,14 @@ class PagerConfig(_Validated):
     def _check_rows(self, rows: int, said: str) -> None:
         least = (frontier_blocks(self.chunk_tokens, rows) + 1) * self.chunk_tokens
         if not self.pool_is_auto and self.pool_size < least:
-            raise _refusal(
+            raise refusal(
                 "PagerConfig.pool_tokens",
                 self.pool_tokens,
                 f"at least {least}: the unsealed chunks of one sequence during a forward, and "
                 f"one more ({said} {rows}, chunk_tokens {self.chunk_tokens})",
             )
         if isinstance(self.selection, (TopK, Window)) and self.selection.recent < rows:
-            raise _refusal(
+            raise refusal(
                 f"{type(self.selection).__name__}.recent",
                 self.selection.recent,
                 f"at least {said} ({rows}); raise recent or lower rows",
@@ -551,7 +402,7 @@ class PagerConfig(_Validated):
 
     def _check_small_rows(self, rows: int, said: str) -> None:
         if self._too_many_small_rows(rows):
-            raise _refusal(
+            raise refusal(
                 "PagerConfig.small_rows", self.small_rows, f"row counts below {said} ({rows})"
             )
 
@@ -571,7 +422,7 @@ class PagerConfig(_Validated):
             InvalidArgumentError: it is "auto", which only an engine can resolve.
         """
         if isinstance(self.pool_tokens, str):
-            raise _refusal(
+            raise refusal(
                 "PagerConfig.pool_tokens",
                 self.pool_tokens,
                 "a number of tokens here: only an Engine has the model that decides. Use "
@@ -646,21 +497,8 @@ class PagerOptions(TypedDict, total=False):
     debug_poison: bool
 
 
-def _explain(options: type[_Validated]) -> None:
-    """Adds what each option means to the docstring, for `help()`."""
-    if not options.__doc__ or not dataclasses.fields(options):  # type: ignore[arg-type]
-        return  # python -OO leaves docstrings out
-    lines = []
-    for option in options.options():
-        known = option.default is not dataclasses.MISSING
-        default = f" (default: {option.default!r})" if known else ""
-        text = f"{option.name}: {option.help}; {option.accepts}{default}"
-        lines += textwrap.wrap(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
-    options.__doc__ = "\n".join([options.__doc__.rstrip(), "", "    Options:", *lines, "    "])
-
-
 for _options in (Dense, TopK, Window, PagerConfig):
-    _explain(_options)
+    explain(_options)
 
 
 def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -670,11 +508,11 @@ def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
         InvalidArgumentError: names the unknown option and the closest known one.
     """
     names = [field.name for field in dataclasses.fields(PagerConfig)]
-    for name in options:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
+    for given in options:
+        if given not in names:
+            close = difflib.get_close_matches(given, names, n=1)
             hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join(names)
-            raise InvalidArgumentError(f"PagerConfig has no option {name!r}; {hint}")
+            raise InvalidArgumentError(f"PagerConfig has no option {given!r}; {hint}")
     return dict(options)
 
 

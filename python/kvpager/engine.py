@@ -242,10 +242,15 @@ class Engine:
         engine._serve(self.core.drafter.core)
         return engine
 
-    def session(self) -> Session:
-        """A new, empty session."""
+    def session(self, *, store: SnapshotStore | None = None) -> Session:
+        """A new, empty session.
+
+        store: where its first prefill looks for the beginning of its prompt; by default the
+            engine's store.
+        """
         self.core.check_open()
-        return self._session_of(self.core.transcript())
+        check_store(store)
+        return self._session_of(self.core.transcript(store))
 
     def adopt(self, sequence: Sequence) -> Session:
         """Makes a session over a sequence of the engine's pager, such as one of another salt."""
@@ -531,18 +536,21 @@ class Engine:
         """
         return AsyncScheduler(self.scheduler(max_sessions), has_text=self.tokenizer is not None)
 
-    def score(self, ids: TextOrIds, *, progress: Progress = None) -> Score:
+    def score(
+        self, ids: TextOrIds, *, top_logprobs: Integer = 0, progress: Progress = None
+    ) -> Score:
         """Log-probabilities of given tokens, teacher-forced in a sequence of its own.
 
         Args:
             ids: [n] or [1, n], n >= 2.
+            top_logprobs: how many of the most likely tokens to list at each place, 0 to 20.
             progress: as for `Session.prefill`.
 
         Raises:
             InvalidArgumentError, CapacityError: as for `Session.prefill`.
         """
         self.core.check_open()
-        return score_tokens(self.core, self.core.read_ids(ids), progress)
+        return score_tokens(self.core, self.core.read_ids(ids), progress, top_logprobs)
 
     def snapshots(self, store: SnapshotStore | None = None) -> list[StoreEntry]:
         """Lists a store's snapshots of this engine's salt, by name.

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from kvpager import Dense, InvalidArgumentError, PagerConfig, TopK
-from kvpager.config import AUTO_BYTES, Window, describe_selection, parse_bytes, physical_memory
+from kvpager.config import AUTO_BYTES, Window, describe_selection, physical_memory
+from kvpager.option_table import parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from kvpager._version import __version__
-from kvpager.cli import bench, demo, generate, info, plan, score, segment, snapshot, verify
+from kvpager.cli import bench, demo, generate, info, plan, score, segment, serve, snapshot, verify
 from kvpager.cli.parser import Parser
 
 _EPILOG = "Each command has its own --help. KVPAGER_DEBUG=1 shows where an error came from."
@@ -26,7 +26,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"kvpager {__version__}")
     common = _common()
     commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
-    for module in (demo, generate, score, verify, bench, plan, info, segment, snapshot):
+    for module in (demo, generate, serve, score, verify, bench, plan, info, segment, snapshot):
         module.add(commands, common)
     return parser.parse_all(argv)
 

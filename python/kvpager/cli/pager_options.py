@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -12,10 +11,12 @@ from typing import Any
 
 from kvpager import _core
 from kvpager.cli.failure import UsageError
+from kvpager.cli.option_flags import add_options, destination, flag_of, given, parsed
 from kvpager.cli.parser import suggestion
-from kvpager.config import Option, PagerConfig, Selection, TopK, Window
+from kvpager.config import PagerConfig, Selection, TopK, Window
 from kvpager.config_json import SELECTIONS, config_from_json, config_to_json
 from kvpager.errors import InvalidArgumentError
+from kvpager.option_table import Option
 
 __all__ = [
     "ALIASES",
@@ -31,9 +32,6 @@ DEFAULTS: Mapping[str, object] = MappingProxyType({"pool_tokens": 2048, "chunks"
 ALIASES: Mapping[str, Sequence[str]] = MappingProxyType(
     {"pool_tokens": ["--pool"], "host_bytes": ["--host"]}
 )
-
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_DEST = "pager_"  # keeps these apart from a command's own arguments
 
 
 def add_pager_options(
@@ -54,7 +52,7 @@ def add_pager_options(
     )
     group.add_argument(
         "--selection",
-        dest=_DEST + "selection",
+        dest=destination("selection"),
         choices=tuple(SELECTIONS),
         help="what a row attends to: everything, the best-scoring chunks, or a recent window "
         f"(default {defaults.get('selection', 'dense')}; topk where --chunks is given) "
@@ -62,23 +60,18 @@ def add_pager_options(
     )
     group.add_argument(
         "--dense",
-        dest=_DEST + "selection",
+        dest=destination("selection"),
         action="store_const",
         const="dense",
         help="--selection dense",
     )
-    for option in _options():
-        flags = [_flag(option.name), *(aliases or {}).get(option.name, ())]
-        default = defaults.get(option.name, option.default)
-        shown = "" if default is dataclasses.MISSING else f"; default {default}"
-        text = f"{option.help} ({option.accepts}{shown}) [{_variable(option.name)}]"
-        kind: dict[str, Any] = {"metavar": option.name.rsplit("_", 1)[-1].upper()}
-        if option.type == "bool":
-            kind = {"action": argparse.BooleanOptionalAction}
-        group.add_argument(
-            *flags, dest=_DEST + option.name, default=None, help=text.replace("%", "%%"), **kind
-        )
+    add_options(group, _options(), defaults, aliases or {})
     parser.set_defaults(pager_defaults=dict(defaults))
+
+
+def pager_option_names() -> list[str]:
+    """Of every option, as a file of settings may have them."""
+    return ["selection", *(option.name for option in _options())]
 
 
 def pager_config(args: argparse.Namespace, *, auto_pool: bool = True) -> PagerConfig:
@@ -89,8 +82,9 @@ def pager_config(args: argparse.Namespace, *, auto_pool: bool = True) -> PagerCo
     Raises:
         UsageError: a value that PagerConfig refuses, or a pool that the command cannot use.
     """
-    given = {name: _given(args, name) for name in ("selection", *(o.name for o in _options()))}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {
+        name: value for name in pager_option_names() if (value := given(args, name)) is not None
+    }
     if "selection" not in chosen and "chunks" in chosen:
         chosen["selection"] = "topk"
     values = {**args.pager_defaults, **chosen}
@@ -98,8 +92,8 @@ def pager_config(args: argparse.Namespace, *, auto_pool: bool = True) -> PagerCo
     if kind not in SELECTIONS:
         raise UsageError(f"KVPAGER_SELECTION is {kind!r}; expected {', '.join(SELECTIONS)}")
     try:
-        parsed = {option.name: option for option in _options()}
-        values = {name: _parse(parsed[name], value) for name, value in values.items()}
+        options = {option.name: option for option in _options()}
+        values = {name: parsed(options[name], value) for name, value in values.items()}
         own = {field.name for field in dataclasses.fields(SELECTIONS[kind])}
         _refuse_unused(kind, own, chosen)
         selection: Selection = SELECTIONS[kind](**_only(values, own))
@@ -109,7 +103,7 @@ def pager_config(args: argparse.Namespace, *, auto_pool: bool = True) -> PagerCo
         _check_scorer(config.scorer_name)
         if config.pool_is_auto and not auto_pool:
             raise UsageError(
-                f'{_flag("pool_tokens")} is "auto"; expected a number of tokens: this command '
+                f'{flag_of("pool_tokens")} is "auto"; expected a number of tokens: this command '
                 "compares engines, and says what pool they had"
             )
     except InvalidArgumentError as error:
@@ -132,7 +126,7 @@ def _refuse_unused(kind: str, own: set[str], chosen: Mapping[str, object]) -> No
     pager = {field.name for field in dataclasses.fields(PagerConfig)}
     for name in chosen:
         if name not in own and name not in pager:
-            raise UsageError(f"{_flag(name)} has no meaning with --selection {kind}")
+            raise UsageError(f"{flag_of(name)} has no meaning with --selection {kind}")
 
 
 def _check_scorer(name: str) -> None:
@@ -141,52 +135,10 @@ def _check_scorer(name: str) -> None:
         raise UsageError(f"--scorer is {name!r}{suggestion(name, known)}")
 
 
-def _given(args: argparse.Namespace, name: str) -> Any:
-    value = getattr(args, _DEST + name)
-    return os.environ.get(_variable(name)) if value is None else value
-
-
-def _parse(option: Option, text: Any) -> Any:
-    """Text to the option's type; what does not parse is left for PagerConfig to refuse by name."""
-    if not isinstance(text, str):
-        return text
-    if text.lower() == "none" and "None" in option.type:
-        return None
-    if ("bool" in option.type or "False" in option.type) and text.lower() in (*_TRUE, *_FALSE):
-        return text.lower() in _TRUE
-    if "tuple[int" in option.type and re.fullmatch(r"\d+(,\d+)*", text):
-        return tuple(map(int, text.split(",")))
-    if option.type.startswith("tuple"):
-        return [part.split(":") for part in text.split(",")] if not _ranges(text) else _ranges(text)
-    for kind in (int, float):
-        if option.type.startswith(kind.__name__):
-            try:
-                return kind(text)
-            except ValueError:
-                return text
-    return text
-
-
-def _ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Of text such as 0:64,128:256; empty where it is none."""
-    if not re.fullmatch(r"\d+:\d+(,\d+:\d+)*", text):
-        return ()
-    pairs = (part.split(":") for part in text.split(","))
-    return tuple((int(start), int(stop)) for start, stop in pairs)
-
-
 def _only(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _variable(name: str) -> str:
-    return "KVPAGER_" + name.upper()
-
-
 def with_flags(message: str) -> str:
     """A message that names options of PagerConfig, naming those of the command line."""
-    return re.sub(r"\b(?:PagerConfig|TopK|Window)\.(\w+)", lambda m: _flag(m[1]), message)
+    return re.sub(r"\b(?:PagerConfig|TopK|Window)\.(\w+)", lambda m: flag_of(m[1]), message)

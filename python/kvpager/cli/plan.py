@@ -11,8 +11,9 @@ from kvpager.cli.options import DTYPES, positive
 from kvpager.cli.output import emit_result, note
 from kvpager.cli.parser import Parser, suggestion
 from kvpager.cli.terminal import Look, look
-from kvpager.config import CHUNK_TOKENS, KV_DTYPES, PagerConfig, TopK, free_memory, parse_bytes
+from kvpager.config import CHUNK_TOKENS, KV_DTYPES, PagerConfig, TopK, free_memory
 from kvpager.errors import InvalidArgumentError
+from kvpager.option_table import parse_bytes
 from kvpager.words import byte_size
 
 if TYPE_CHECKING:

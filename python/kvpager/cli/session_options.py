@@ -13,9 +13,10 @@ from kvpager.cli.options import add_mode, parse_ids, prompt_ids, read_text
 from kvpager.cli.output import check_writable, shows_progress
 from kvpager.cli.segment_store import find_segments
 from kvpager.cli.snapshot.address import Address, find_snapshot, find_store
-from kvpager.config import KV_DTYPES, parse_bytes
+from kvpager.config import KV_DTYPES
 from kvpager.errors import InvalidArgumentError
 from kvpager.fingerprint_rules import ON_MISMATCH
+from kvpager.option_table import parse_bytes
 from kvpager.stores import DirectoryStore, FileStore, SaveReport
 from kvpager.stores.names import check_name
 from kvpager.stores.permissions import PRIVATE

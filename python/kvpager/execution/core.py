@@ -249,9 +249,14 @@ class EngineCore:
         """
         return read_ids(given, self.tokenizer, self.vocab_size, name, special_tokens=special_tokens)
 
-    def transcript(self) -> Transcript:
-        """Makes a new, empty transcript."""
-        return self.transcripts.adopt(self.pager.sequence(salt=self.namespace))
+    def transcript(self, store: SnapshotStore | None = None) -> Transcript:
+        """Makes a new, empty transcript.
+
+        store: where its prefill looks for the beginning of its prompt; by default the engine's.
+        """
+        transcript = self.transcripts.adopt(self.pager.sequence(salt=self.namespace))
+        transcript.store = self.store if store is None else store
+        return transcript
 
     def states_of(self, sequence: Sequence) -> StateCursor | None:
         """Makes the state cursor of a sequence; None for a model without recurrent layers."""

@@ -12,11 +12,17 @@ from kvpager.execution.batch import Batch
 from kvpager.execution.core import EngineCore
 from kvpager.hf.state import EMPTY
 from kvpager.progress import Progress, reporting
-from kvpager.sampling import check_logits, log_probability
+from kvpager.sampling import (
+    Alternatives,
+    check_logits,
+    log_probability,
+    top_log_probabilities,
+)
 from kvpager.scheduling.agreement import Agreement
 from kvpager.scheduling.chunks import next_chunk
+from kvpager.scheduling.options import MOST_ALTERNATIVES
 from kvpager.scheduling.recompute import run
-from kvpager.tokens import TokenIds
+from kvpager.tokens import Integer, TokenIds, as_integer
 
 
 @dataclass(frozen=True)
@@ -24,10 +30,13 @@ class Score:
     """Log-probability (natural) of every token but the first, given all tokens before it.
 
     tokens: [n] int32. logprobs: [n - 1] float32, logprobs[i] belongs to tokens[i + 1].
+    top_logprobs: [n - 1], for each the most likely tokens there, as a `Completion` has them; None
+    unless requested.
     """
 
     tokens: TokenIds
     logprobs: npt.NDArray[np.float32]
+    top_logprobs: list[Alternatives] | None = None
 
     @property
     def sum(self) -> float:
@@ -68,11 +77,15 @@ class Score:
         return Agreement.between(exact, self.logprobs[-seen.size :])
 
 
-def score_tokens(core: EngineCore, ids: TokenIds, progress: Progress) -> Score:
+def score_tokens(
+    core: EngineCore, ids: TokenIds, progress: Progress, top_logprobs: Integer = 0
+) -> Score:
     """See `Engine.score`."""
+    count = as_integer(top_logprobs, "top_logprobs", 0, MOST_ALTERNATIVES)
     if len(ids) < 2:
         raise InvalidArgumentError("ids has 1 token; expected at least 2: the first is not scored")
     logprobs = np.empty(len(ids) - 1, dtype=np.float32)
+    top: list[Alternatives] = []
     core.positions.check(len(ids) - 1, "ids")
     fed = ids[:-1]  # the last token's own K/V are not needed to score it
     sequence = core.pager.sequence(salt=core.namespace)
@@ -90,8 +103,10 @@ def score_tokens(core: EngineCore, ids: TokenIds, progress: Progress) -> Score:
                 for row, logits in enumerate(run(core, batch)):
                     check_logits(logits, start + row + 1)
                     logprobs[start + row] = log_probability(logits, int(ids[start + row + 1]))
+                    if count:
+                        top.append(top_log_probabilities(logits, count))
                 state = batch.after or EMPTY
                 report(start + batch.used)
     finally:
         sequence.close()
-    return Score(tokens=ids, logprobs=logprobs)
+    return Score(tokens=ids, logprobs=logprobs, top_logprobs=top if count else None)

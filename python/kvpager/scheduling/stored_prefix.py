@@ -27,7 +27,7 @@ def adopt_stored_prefix(core: EngineCore, transcript: Transcript, ids: TokenIds)
     computed again.
     """
     size = core.layout.chunk_tokens
-    if core.store is None or len(ids) - transcript.committed < size:
+    if transcript.store is None or len(ids) - transcript.committed < size:
         return
     hashes = core.pager.chain_hashes(ids, transcript.sequence.salt)
     while len(hashes) * size > transcript.committed:
@@ -43,7 +43,7 @@ def adopt_stored_prefix(core: EngineCore, transcript: Transcript, ids: TokenIds)
                 sequence, reader = found
                 transcript.replace_sequence(sequence, restored_tokens=sequence.length)
                 transcript.damage = DamageHandling(
-                    store=core.store, reader=reader, tokens=transcript.damage.tokens
+                    store=transcript.store, reader=reader, tokens=transcript.damage.tokens
                 )
             return
 
@@ -70,8 +70,8 @@ def _restore(
     core: EngineCore, transcript: Transcript, hashes: list[bytes], ids: TokenIds
 ) -> tuple[Sequence, _core.SnapshotReader] | None:
     """The longest prefix in the store, with its snapshot; None if the session holds as much."""
-    assert core.store is not None
-    reader = _longest(core.store, core, transcript, hashes, ids)
+    assert transcript.store is not None
+    reader = _longest(transcript.store, core, transcript, hashes, ids)
     if reader is None or len(reader.tokens) <= transcript.committed:
         return None
     tokens = reader.tokens

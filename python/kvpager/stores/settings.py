@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpager.config import parse_bytes
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, UnsupportedVersionError
+from kvpager.option_table import parse_bytes
 from kvpager.stores.durable import read_json, write_atomically
 from kvpager.stores.permissions import PRIVATE, parse_mode
 

@@ -14,6 +14,7 @@ from kvpager.pager import Sequence
 from kvpager.recurrent.cursor import StateCursor
 from kvpager.sampling import Sampling, fresh_seed, seed_after
 from kvpager.speculation.speculation import SpeculationStats
+from kvpager.stores import SnapshotStore
 from kvpager.text.assembly import Assembly
 from kvpager.text.companion import Companion
 from kvpager.text.conversation import Conversation
@@ -44,6 +45,7 @@ class Transcript(Cursor):
         assembly: how the text was put together, if from segments.
         conversation: the messages of `Session.chat`.
         metadata: the user's own JSON values, saved with it.
+        store: where a prefill of an empty text looks for its beginning; None: nowhere.
         restored_tokens: positions that came from a snapshot or store.
         restored_tokens_consumed: restored positions that replaced a prefill.
         trims: counters of its trims.
@@ -71,6 +73,7 @@ class Transcript(Cursor):
         self.assembly: Assembly | None = None
         self.conversation = Conversation()
         self.metadata: dict[str, Any] = {}
+        self.store: SnapshotStore | None = None
         self._reservations = Reservations(sequence)
         self._reprefilled_to = 0  # end of the tokens computed again that a trim had kept
         self._begin(sequence, restored_tokens)

@@ -1,0 +1,150 @@
+"""`kvpager serve`: an OpenAI-compatible server whose conversations survive."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpager.cli.failure import CliError, UsageError
+from kvpager.cli.models import load_model, load_tokenizer
+from kvpager.cli.option_flags import add_options, flag_of, given, parsed, read_settings
+from kvpager.cli.options import add_model_options
+from kvpager.cli.output import note
+from kvpager.cli.pager_options import add_pager_options, pager_config, pager_option_names
+from kvpager.cli.parser import Parser
+from kvpager.errors import InvalidArgumentError
+from kvpager.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from kvpager.server.service import Service
+
+CODER = "tiny-coder"
+_NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "sse_starlette", "yaml")
+_EPILOG = """\
+Without --model the small language model that the project ships answers. It completes Python; it
+knows nothing else.
+
+  kvpager serve
+  kvpager serve --model Qwen/Qwen3-0.6B --kv-dtype q8 --port 8080
+  kvpager serve --config serve.yaml
+
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Write a function that reverses a list."}]}'
+
+SIGTERM and Ctrl-C stop it: running requests end first, and what is unfinished is saved.
+"""
+
+
+def add(commands: Any, common: Parser) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "serve",
+        parents=[common],
+        help="an OpenAI-compatible server whose conversations survive restarts",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_options(parser, default="tiny-coder, a small model of Python that the project ships")
+    group = parser.add_argument_group(
+        "server options",
+        "An environment variable in [brackets] is read where an option is not given, and then the "
+        "file that --config names.",
+    )
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file of options of the server and the pager by name, such as `port: 8080`",
+    )
+    add_options(group, ServerSettings.options(), {}, {"served_model_name": ["--name"]})
+    add_pager_options(parser, {})
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    _require_packages()
+    names = [option.name for option in ServerSettings.options()]
+    args.settings_file = (
+        {} if args.config is None else read_settings(args.config, [*names, *pager_option_names()])
+    )
+    settings, config = _settings(args), pager_config(args)
+    _check_exposure(args, settings)
+    folder = _model_folder(args)
+    model = load_model(folder, args.dtype, config.device)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise CliError(f"--model {folder} has no tokenizer, which a server needs")
+
+    from kvpager import Engine
+    from kvpager.server.run import log_to_stderr, serve
+    from kvpager.server.service import Service
+
+    log_to_stderr(settings.log_level)
+    known = settings.served_model_name or (_name_of(args.model),)
+    with Engine(model, config, tokenizer=tokenizer, threads=args.threads) as engine:
+        service = Service(engine, settings, names=known, root=str(args.model or CODER))
+        serve(service, lambda url: _tell(args, service, url))
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    values = {}
+    for option in ServerSettings.options():
+        value = given(args, option.name)
+        if value is not None:
+            values[option.name] = parsed(option, value)
+    try:
+        return ServerSettings(**values)
+    except InvalidArgumentError as error:
+        text = str(error)
+        for field in dataclasses.fields(ServerSettings):
+            text = text.replace(f"ServerSettings.{field.name} ", f"{flag_of(field.name)} ")
+        raise UsageError(text) from error
+
+
+def _check_exposure(args: argparse.Namespace, settings: ServerSettings) -> None:
+    from kvpager.server.run import is_loopback
+
+    if settings.api_keys is None and not is_loopback(settings.host):
+        note(
+            args,
+            f"kvpager: warning: --host {settings.host} can be reached from other machines, and "
+            "nobody needs a key; give --api-keys FILE",
+        )
+
+
+def _model_folder(args: argparse.Namespace) -> str | Path:
+    if args.model is not None:
+        return str(args.model)
+    from kvpager.needles import shipped_model_path
+
+    try:
+        return shipped_model_path(CODER)
+    except FileNotFoundError as error:
+        raise CliError(f"{error}; give --model") from error
+
+
+def _name_of(model: str | None) -> str:
+    if model is None:
+        return CODER
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _tell(args: argparse.Namespace, service: Service, url: str) -> None:
+    what = service.model
+    if args.model is None:
+        what += ", a small model that completes Python and knows nothing else"
+    note(args, f"kvpager serves {what}")
+    note(args, f"  page   {url}/" if service.settings.page else f"  at     {url}/")
+    note(args, f"  API    {url}/v1")
+    folder = service.settings.store_path(service.model)
+    note(args, f"  saves  {'nothing' if folder is None else folder}")
+
+
+def _require_packages() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CliError(f"`kvpager serve` needs {', '.join(missing)}; pip install 'kvpager[serve]'")

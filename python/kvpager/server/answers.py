@@ -1,0 +1,199 @@
+"""How the text of an answer is told: as text, and as calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from kvpager.text.tool_calls import ArgumentsDelta, CallBegun, TextDelta, ToolCallFormat
+
+from kvpager.requests.completion import RequestCompletion
+from kvpager.server.errors import bad_request
+from kvpager.server.schema.chat import (
+    Called,
+    ChatRequest,
+    ChosenTool,
+    ObjectFormat,
+    SchemaFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from kvpager.server.service import Service, new_id
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Delta(NamedTuple):
+    """A piece of an answer, as a chunk of a chat completion has it."""
+
+    values: dict[str, Any]
+
+
+class Reader:
+    """Takes the text of one answer apart as it comes.
+
+    Attributes:
+        calls: of tools, so far.
+    """
+
+    def __init__(self, calls_of: ToolCallFormat | None) -> None:
+        """calls_of: how the model writes calls; None: everything is text."""
+        self._parser = None if calls_of is None else calls_of.stream()
+        self._text: list[str] = []
+        self.calls: list[ToolCall] = []
+
+    def push(self, text: str) -> list[Delta]:
+        """What a further piece of text tells."""
+        if self._parser is None:
+            return self._told_text(text)
+        return self._told(self._parser.push(text))
+
+    def end(self) -> list[Delta]:
+        """What was held back until the end."""
+        return [] if self._parser is None else self._told(self._parser.end())
+
+    @property
+    def content(self) -> str | None:
+        """The text beside the calls; None where there are only calls."""
+        text = "".join(self._text)
+        return None if self.calls and not text.strip() else text
+
+    def _told_text(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        self._text.append(text)
+        return [Delta({"content": text})]
+
+    def _told(self, events: list[Any]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for one in events:
+            if isinstance(one, TextDelta):
+                deltas += self._told_text(one.text)
+            elif isinstance(one, CallBegun):
+                function = Called(name=one.name, arguments="")
+                call = ToolCall(id=new_id("call_"), function=function, index=one.index)
+                self.calls.append(call)
+                deltas.append(Delta({"tool_calls": [call.model_dump()]}))
+            elif isinstance(one, ArgumentsDelta):
+                self.calls[one.index].function.arguments += one.text
+                changed = {"index": one.index, "function": {"arguments": one.text}}
+                deltas.append(Delta({"tool_calls": [changed]}))
+        return deltas
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How one request's answers are made and told.
+
+    Attributes:
+        options: of the generation: a grammar, where one holds.
+        tools: for the chat template; None: none.
+        calls_of: how calls are written; None: nothing is taken for a call.
+    """
+
+    options: Mapping[str, Any]
+    tools: tuple[dict[str, Any], ...] | None = None
+    calls_of: ToolCallFormat | None = None
+
+    def reader(self) -> Reader:
+        """For one answer."""
+        return Reader(self.calls_of)
+
+
+def answering_of(service: Service, body: ChatRequest) -> Answering:
+    """Of a chat completion. Raises ApiError."""
+    return answering(
+        service,
+        tools=body.tools,
+        choice=body.tool_choice,
+        parallel=body.parallel_tool_calls is not False,
+        grammar=_grammar(body),
+    )
+
+
+def answering(
+    service: Service,
+    *,
+    tools: list[Tool] | None,
+    choice: ToolChoice | None,
+    parallel: bool,
+    grammar: Any | None,
+) -> Answering:
+    """Of these tools, this choice among them, and this grammar of the answer."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise bad_request("tool_choice names a tool; expected tools with it", "tool_choice")
+        return Answering({} if grammar is None else {"grammar": grammar})
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) != len(names):
+        raise bad_request("tools has two functions of one name; expected each once", "tools")
+    if isinstance(choice, ChosenTool) and choice.function.name not in names:
+        raise bad_request(
+            f"tool_choice is {choice.function.name!r}; expected one of {', '.join(names)}",
+            "tool_choice",
+        )
+    if choice == "none":
+        return Answering({} if grammar is None else {"grammar": grammar})
+    form = service.tool_call_format
+    if form is None:
+        raise bad_request(
+            "tools is given, but this model's chat template knows none; start the server with "
+            "--tool-calls hermes if the model was trained for that format",
+            "tools",
+        )
+    shown = tuple(tool.model_dump(exclude_none=True) for tool in tools)
+    if choice in (None, "auto"):
+        return Answering({} if grammar is None else {"grammar": grammar}, shown, form)
+    if grammar is not None:
+        raise bad_request(
+            "response_format and a tool_choice that forces a call exclude each other",
+            "response_format",
+        )
+    wanted: Any = choice.function.name if isinstance(choice, ChosenTool) else "required"
+    forced = form.grammar([one["function"] for one in shown], wanted, parallel=parallel)
+    return Answering({"grammar": forced}, shown, form)
+
+
+def _grammar(body: ChatRequest) -> Any | None:
+    form = body.response_format
+    if isinstance(form, ObjectFormat):
+        return object_grammar()
+    if isinstance(form, SchemaFormat):
+        return schema_grammar(form.json_schema.schema_)
+    return None
+
+
+def object_grammar() -> Any:
+    """Of any JSON object."""
+    from kvpager.grammar import Grammar
+
+    return Grammar.json_object()
+
+
+def schema_grammar(schema: dict[str, Any]) -> Any:
+    """Of JSON that a schema allows."""
+    from kvpager.grammar import Grammar
+
+    return Grammar.json_schema(schema)
+
+
+def finish_reason(completion: RequestCompletion, reader: Reader) -> FinishReason:
+    """OpenAI's word for how an answer ended."""
+    if completion.finish_reason == "length":
+        return "length"
+    return "tool_calls" if reader.calls else "stop"
+
+
+def stop_reason(completion: RequestCompletion, options: Mapping[str, Any]) -> int | str | None:
+    """VLLM's `stop_reason`: the token id or the string of `stop` that ended it, if one did."""
+    if completion.finish_reason != "stop":
+        return None
+    last = [int(token) for token in completion.tokens]
+    stops: list[str | list[int]] = options.get("stop", [])
+    for stop in stops:
+        if isinstance(stop, list) and last[-len(stop) :] == stop:
+            return stop[0]
+    strings = [stop for stop in stops if isinstance(stop, str)]
+    return strings[0] if len(strings) == 1 else None

@@ -1,0 +1,172 @@
+"""The server's application: endpoints, limits, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvpager.server import errors
+from kvpager.server.disconnects import ClientGone
+from kvpager.server.errors import ApiError
+from kvpager.server.routes import about, chat, completions, messages, responses, sessions, slots
+from kvpager.server.service import Service, new_id, version
+
+_TOO_LARGE = 413
+_REQUEST_ID = b"x-request-id"
+# What FastAPI calls the parts of a request, and pydantic the alternatives of a type.
+_PLACES = ("body", "query", "path", "header", "str", "int", "float", "bool", "list", "dict")
+_GONE = 499  # as nginx counts clients that went away
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application. It owns the service, and closes it when it ends."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await service.drain()
+            await service.close()
+
+    app = FastAPI(
+        title="kvpager",
+        version=version(),
+        description="An OpenAI-compatible server whose conversations survive.",
+        lifespan=lifespan,
+        docs_url="/docs" if service.settings.page else None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    for module in (about, chat, completions, messages, responses, sessions, slots):
+        app.include_router(module.router)
+    app.add_middleware(_Limits, most=service.settings.max_request_bytes)
+    app.add_middleware(_RequestIds)
+    _handle_errors(app)
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def told(request: Request, error: ApiError) -> Response:
+        _service(request).metrics.error(error.status)
+        anthropic = request.url.path.startswith("/v1/messages")
+        body = messages.anthropic_error(error) if anthropic else error.body()
+        return JSONResponse(body, error.status, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await told(request, of_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        known = ApiError(error.status_code, str(error.detail), kind=kind, headers=error.headers)
+        return await told(request, known)
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=_GONE)
+
+    @app.exception_handler(Exception)
+    async def unknown(request: Request, error: Exception) -> Response:
+        return await told(request, errors.of(error))
+
+
+def of_validation(error: RequestValidationError) -> ApiError:
+    """400 about the first field that was refused."""
+    first = error.errors()[0]
+    name = _path(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return errors.unsupported(name)
+    if first["type"] == "json_invalid":
+        return errors.bad_request(f"the body is no JSON: {first['ctx']['error']}")
+    given = first.get("input")
+    found = f"{name} is {given!r}" if isinstance(given, (int, float, str)) else name or "the body"
+    return errors.bad_request(f"{found}: {_lowered(first['msg'])}", name or None)
+
+
+def _lowered(text: str) -> str:
+    """A message of pydantic as the end of a sentence."""
+    text = text.removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
+
+
+def _path(location: Any) -> str:
+    """`messages[0].content` of a place in a body; names of alternatives are left out."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part not in _PLACES and part.isidentifier() and part[0].islower():
+            text += f".{part}" if text else part
+    return text
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+class _Limits:
+    """Refuses bodies that are too large, before they are read whole."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > self._most:
+            await self._refuse(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._most:
+                raise HTTPException(_TOO_LARGE, self._text)
+            return message
+
+        await self._app(scope, counted, send)
+
+    @property
+    def _text(self) -> str:
+        return f"the body has more than {self._most} bytes, the most that max_request_bytes allows"
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(_TOO_LARGE, self._text)
+        await JSONResponse(error.body(), error.status)(scope, receive, send)
+
+
+class _RequestIds:
+    """Gives every answer an `X-Request-Id`: the request's own, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(_REQUEST_ID)
+        name = given if given is not None else new_id("req_").encode()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, name)]
+            await send(message)
+
+        await self._app(scope, receive, named)

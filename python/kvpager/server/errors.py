@@ -1,0 +1,166 @@
+"""Errors as OpenAI's API has them: {"error": {"message", "type", "param", "code"}}.
+
+The openai client waits and tries again for 408, 409, 429 and 5xx, unless `x-should-retry` says
+otherwise; so whatever cannot become better by itself says "false".
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvpager.errors import (
+    CapacityError,
+    CorruptSnapshotError,
+    FingerprintMismatchError,
+    InvalidArgumentError,
+    ModelChangedError,
+    NonFiniteError,
+    PagerError,
+    UnsupportedVersionError,
+)
+
+_log = logging.getLogger(__name__)
+
+RETRY_AFTER_MS = 1000  # where nothing is known about when a place will be free
+_NEVER = {"x-should-retry": "false"}
+_FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?= (?:is|has|cannot)\b|:)")
+
+
+class ApiError(Exception):
+    """An error that a client is told.
+
+    Attributes:
+        status: of HTTP.
+        message: what went wrong, and what was expected.
+        kind: OpenAI's `type`.
+        param: the field it concerns.
+        code: a word for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """What the client gets."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400, about one field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, hint: str = "") -> ApiError:
+    """400 for a field that the API has and this server does not implement."""
+    text = f"{param} is not supported by this server" + (f"; {hint}" if hint else "")
+    return ApiError(400, text, param=param, code="unsupported_parameter")
+
+
+def not_found(what: str, name: str, param: str, code: str = "not_found") -> ApiError:
+    """404, of a name."""
+    return ApiError(404, f"{param} is {name!r}; there is no such {what}", param=param, code=code)
+
+
+def queue_full(message: str) -> ApiError:
+    """429: the client should come again."""
+    return ApiError(
+        429,
+        message,
+        kind="rate_limit_error",
+        code="queue_full",
+        headers={"retry-after-ms": str(RETRY_AFTER_MS), "retry-after": "1"},
+    )
+
+
+def timed_out() -> ApiError:
+    """408: a request took longer than it may."""
+    return ApiError(
+        408,
+        "the request took longer than request_timeout allows",
+        kind="timeout_error",
+        code="timeout",
+        headers=_NEVER,
+    )
+
+
+def stopping() -> ApiError:
+    """503: the server ends, or the request was cancelled by another one."""
+    return ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
+
+
+def of(error: BaseException) -> ApiError:
+    """What a client is told of an error of the engine; an unknown one is 500 and no more."""
+    if isinstance(error, ApiError):
+        return error
+    text = str(error)
+    for kind, make in _KNOWN:
+        if isinstance(error, kind):
+            return make(text, error)
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, "internal error", kind="server_error", code="internal_error")
+
+
+def _mismatch(text: str, error: Any) -> ApiError:
+    return ApiError(
+        409,
+        text,
+        kind="conflict_error",
+        param=error.field or None,
+        code="fingerprint_mismatch",
+        headers=_NEVER,
+    )
+
+
+def _damaged(text: str, error: Any) -> ApiError:
+    return ApiError(500, text, kind="server_error", code="snapshot_damaged", headers=_NEVER)
+
+
+def _capacity(text: str, error: Any) -> ApiError:
+    return ApiError(400, text, code="context_too_long")
+
+
+def _invalid(text: str, error: Any) -> ApiError:
+    found = _FIELD.match(text)
+    return ApiError(400, text, param=found.group() if found else None)
+
+
+def _server(text: str, error: Any) -> ApiError:
+    return ApiError(500, text, kind="server_error", code=type(error).__name__, headers=_NEVER)
+
+
+_KNOWN: tuple[tuple[type[BaseException], Any], ...] = (
+    (FingerprintMismatchError, _mismatch),
+    (CorruptSnapshotError, _damaged),
+    (UnsupportedVersionError, _damaged),
+    (CapacityError, _capacity),
+    (ModelChangedError, _server),
+    (NonFiniteError, _server),
+    (InvalidArgumentError, _invalid),
+    (PagerError, _server),
+)

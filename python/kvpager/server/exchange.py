@@ -1,0 +1,335 @@
+"""One request's way through the engine: from a conversation to its answers and what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvpager.errors import CapacityError
+from kvpager.requests.completion import RequestCompletion
+from kvpager.requests.request import Request
+from kvpager.sampling import fresh_seed, seed_after
+from kvpager.server import errors
+from kvpager.server.breakpoints import Marks
+from kvpager.server.conversations import Conversations, Digests, Kept, digests
+from kvpager.server.production import Ended, OnFinish, OnToken, Piece, Production
+from kvpager.session import Session
+from kvpager.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from kvpager.server.service import Service
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be answered; token ids, or messages.
+
+    Attributes:
+        ids: the whole text.
+        messages: the whole conversation as the client knows it; or, after `continues` of a
+            `Plan`, with `appended`, what comes after it.
+        appended: whether `messages` come after those of the conversation that goes on.
+        instructions: with `appended`, the system's message of this turn; that of earlier turns
+            does not hold any more, as in OpenAI's Responses.
+        tools: for the chat template.
+        template: further arguments of the chat template.
+        marks: places in `messages` up to which the prompt is to be saved.
+    """
+
+    ids: TokenIds | None = None
+    messages: tuple[dict[str, Any], ...] = ()
+    appended: bool = False
+    instructions: str | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    marks: Marks = field(default_factory=Marks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked request.
+
+    Attributes:
+        conversations: of the tenant.
+        salt: of its chunks; None: the engine's.
+        prompt: what is to be answered.
+        choices: how many answers.
+        max_new_tokens: of each; None: the server's.
+        options: of the generation, as `Scheduler.submit` takes them.
+        seed: of the first choice; None: a fresh one.
+        logprobs: whether they are wanted.
+        priority: of admission.
+        continues: name of the conversation that goes on; None: whichever fits.
+        must_exist: whether an unknown one is an error.
+        hint: name of a saved conversation that may have a beginning in common.
+        keep_as: name that the conversation has afterwards; None: a name of the server's own.
+        save: whether it is saved before the request ends.
+        save_ttl: how long that lives after its last use; None: as the store says.
+        share: whether later requests without a name may go on from it.
+        on_corrupt: see `Engine.restore`.
+    """
+
+    conversations: Conversations
+    salt: str | None
+    prompt: Prompt
+    choices: int
+    max_new_tokens: int | None
+    options: dict[str, Any]
+    seed: int | None
+    logprobs: bool
+    priority: int
+    continues: str | None = None
+    must_exist: bool = False
+    hint: str | None = None
+    keep_as: str | None = None
+    save: bool = False
+    save_ttl: str | None = None
+    share: bool = True
+    on_corrupt: str = "fail"
+
+
+class Exchange:
+    """Runs a plan. Use: `begin`, then iterate over `events`, then `finish`; or `abandon`."""
+
+    def __init__(self, service: Service, plan: Plan) -> None:
+        self._service = service
+        self.plan = plan
+        self._sessions: list[Session | None] = [None] * plan.choices
+        self._production = Production(plan.choices)
+        self._seen: Digests = ()
+        self._saw_token = [False] * plan.choices
+        self._begun = self._finished = False
+        self.saved_tokens = 0  # up to the last breakpoint
+        if plan.prompt.messages and not plan.prompt.appended:
+            self._seen = digests(plan.prompt.messages, plan.salt)
+
+    async def begin(self) -> None:
+        """Queues every choice. Raises ApiError; nothing is left then."""
+        self._begun = True
+        try:
+            await asyncio.to_thread(self._submit_all)
+        except BaseException as error:
+            await self.release()
+            if isinstance(error, Exception):
+                raise errors.of(error) from error
+            raise
+
+    async def events(self) -> AsyncIterator[Piece | Ended]:
+        """What comes, in the order in which it comes. Raises ApiError where a choice failed."""
+        async for event in self._production.events():
+            if isinstance(event, Piece):
+                self._saw_token[event.choice] = True
+            elif await self._retries(event):
+                continue
+            else:
+                self._raise_failure(event.completion)
+            yield event
+
+    async def run(self) -> list[RequestCompletion]:
+        """Every choice's completion. Raises ApiError where one failed."""
+        async for _ in self.events():
+            pass
+        return self.completions
+
+    @property
+    def completions(self) -> list[RequestCompletion]:
+        """Every choice's completion. REQUIRES: `events` has ended."""
+        return list(self._production.completions())
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's token ids. REQUIRES: `events` has ended."""
+        session = self._sessions[0]
+        assert session is not None
+        count = self.completions[0].prompt_tokens
+        ids: list[int] = session.tokens[:count].tolist()
+        return ids
+
+    async def finish(
+        self, answer: dict[str, Any] | None = None, notes: dict[str, Any] | None = None
+    ) -> None:
+        """Keeps the first choice's conversation, and saves it where that was planned.
+
+        Args:
+            answer: its message as the client gets it, for a conversation of messages.
+            notes: JSON values to be saved with it.
+
+        Raises:
+            ApiError: it cannot be saved; it is kept nevertheless.
+        """
+        try:
+            await asyncio.to_thread(self._keep, answer, notes or {})
+        except Exception as error:
+            raise errors.of(error) from error
+        finally:
+            self._finished = True
+            self._close_all()
+
+    async def abandon(self) -> None:
+        """Cancels what runs and frees everything. May be called at any time, also twice."""
+        self._production.cancel()
+        if self._begun:
+            await self._production.ended()
+        if not self._finished:
+            self._finished = True
+            if self._service.draining and self.plan.save:
+                await asyncio.to_thread(self._keep_unfinished)
+            self._close_all()
+
+    async def release(self) -> None:
+        """`abandon`, which goes on even if the task that asks for it is cancelled."""
+        if not self._finished:
+            await asyncio.shield(self._service.background(self.abandon()))
+
+    def failed(self, error: errors.ApiError) -> None:
+        """Notes an error that the client is told in a stream, whose status is 200 by then."""
+        self._service.metrics.error(error.status)
+
+    def _submit_all(self) -> None:
+        seed = fresh_seed() if self.plan.seed is None else self.plan.seed
+        for choice in range(self.plan.choices):
+            try:
+                self._submit(choice, seed)
+            except BaseException:
+                self._production.drop(*range(choice, self.plan.choices))
+                raise
+            seed = seed_after(seed)
+
+    def _submit(self, choice: int, seed: int) -> None:
+        plan, prompt = self.plan, self.plan.prompt
+        session, kept = self._base()
+        self._sessions[choice] = session
+        common: dict[str, Any] = {
+            "seed": seed,
+            "logprobs": plan.logprobs,
+            "priority": plan.priority,
+            "timeout_s": self._service.settings.request_timeout or None,
+            **plan.options,
+        }
+        scheduler = self._service.scheduler
+
+        def submit(on_token: OnToken, on_finish: OnFinish) -> Request:
+            callbacks: dict[str, Any] = {"on_token": on_token, "on_finish": on_finish}
+            if prompt.ids is not None:
+                return scheduler.submit(
+                    prompt.ids, plan.max_new_tokens, session=session, **callbacks, **common
+                )
+            return scheduler.chat(
+                session,
+                self._messages(session, kept),
+                plan.max_new_tokens,
+                tools=prompt.tools,
+                chat_template_kwargs=prompt.template,
+                **callbacks,
+                **common,
+            )
+
+        self._again = submit
+        self._production.submit(choice, submit)
+
+    def _base(self) -> tuple[Session, Kept | None]:
+        """A session for one choice: a fork of what goes on, or a new one."""
+        plan = self.plan
+        source = plan.conversations
+        if plan.continues is not None and (plan.must_exist or source.has(plan.continues)):
+            return source.fork(plan.continues, plan.salt, plan.on_corrupt)
+        if plan.continues is None:
+            found = source.fork_of_beginning(self._seen, plan.salt)
+            if found is None:
+                found = plan.prompt.marks.fork(source, self._service.tokenizer, plan)
+            if found is None and plan.hint is not None:
+                found = source.fork_if_usable(plan.hint, plan.salt)
+            if found is not None:
+                return found
+        return source.fresh(plan.salt), None
+
+    def _messages(self, session: Session, kept: Kept | None) -> list[dict[str, Any]]:
+        """The whole conversation, its beginning as the session has it where that is the same.
+
+        So that what the model wrote goes back to it in its own words and tokens, and not as a
+        client has taken it apart.
+        """
+        prompt = self.plan.prompt
+        if prompt.appended:
+            held = session.messages if kept is not None else []
+            if held and held[0]["role"] == "system":
+                held = held[1:]
+            first = [{"role": "system", "content": prompt.instructions}]
+            return [*(first if prompt.instructions else []), *held, *prompt.messages]
+        if kept is not None and kept.seen:
+            count = len(kept.seen)
+            if kept.seen == self._seen[:count] and count < len(prompt.messages):
+                return [*session.messages, *prompt.messages[count:]]
+        return list(prompt.messages)
+
+    async def _retries(self, event: Ended) -> bool:
+        """Whether a choice without room is queued again, after idle conversations have gone."""
+        completion = event.completion
+        failed = completion is not None and isinstance(completion.error, CapacityError)
+        if not failed or self._saw_token[event.choice]:
+            return False
+        return False if not self._service.release_idle() else await self._queue_again(event)
+
+    async def _queue_again(self, event: Ended) -> bool:
+        session = self._sessions[event.choice]
+        if session is not None:
+            session.close()
+        assert event.completion is not None
+        seed = event.completion.seed
+        try:
+            self._production.reopen()
+            await asyncio.to_thread(self._submit, event.choice, seed)
+        except Exception as error:
+            self._production.drop(event.choice)
+            raise errors.of(error) from error
+        return True
+
+    def _raise_failure(self, completion: RequestCompletion | None) -> None:
+        assert completion is not None
+        reason = completion.finish_reason
+        if reason == "error":
+            assert completion.error is not None
+            raise errors.of(completion.error) from completion.error
+        if reason == "timeout":
+            raise errors.timed_out()
+        if reason in ("closed", "cancelled"):
+            raise errors.stopping()
+
+    def _keep(self, answer: dict[str, Any] | None, notes: dict[str, Any]) -> None:
+        plan = self.plan
+        session, self._sessions[0] = self._sessions[0], None
+        assert session is not None
+        marks = plan.prompt.marks
+        self.saved_tokens = marks.save(plan.conversations, self._service.tokenizer, plan, session)
+        if not plan.share and plan.keep_as is None:
+            session.close()
+            return
+        seen = self._seen
+        if seen and answer is not None:
+            seen = digests([*plan.prompt.messages, answer], plan.salt)
+        name = plan.keep_as or self._service.own_name()
+        plan.conversations.keep(name, Kept(session, seen, plan.salt, notes))
+        if plan.save:
+            plan.conversations.save(name, plan.save_ttl)
+
+    def _keep_unfinished(self) -> None:
+        """Saves what a request has come to when the server ends it."""
+        session = self._sessions[0]
+        if session is None or session.closed or not session.length:
+            return
+        self._seen = ()  # the client does not know where its answer ends
+        try:
+            self._keep(None, {})
+        except Exception as error:
+            _log.warning("an unfinished conversation could not be saved: %s", error)
+
+    def _close_all(self) -> None:
+        for session in self._sessions:
+            if session is not None:
+                session.close()
+        self._sessions = [None] * len(self._sessions)

@@ -1,0 +1,154 @@
+"""The fields of a request as options of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+from fastapi import Response
+from pydantic import BaseModel
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.server.errors import bad_request
+from kvpager.server.routes.caller import Caller
+from kvpager.server.schema.common import Common, Sampled
+from kvpager.server.schema.messages import MessagesRequest
+from kvpager.server.service import Service
+from kvpager.stores.names import check_name
+
+_SEEDS = 1 << 64
+_MINUTES = "30m"
+_DAY = "24h"
+
+
+def sampling(service: Service, body: Common | MessagesRequest) -> dict[str, Any]:
+    """temperature, top_p, top_k and min_p; what is not given is the model's own, or plain sampling.
+
+    As with OpenAI and vLLM the temperature is 1 where neither the request nor the model's
+    generation_config says otherwise.
+    """
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k is None else max(0, body.top_k),
+        "min_p": getattr(body, "min_p", None),
+    }
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    own = getattr(service.engine.model, "generation_config", None)
+    if getattr(own, "do_sample", False):
+        return {"generation_config": "model", **options}
+    return {"temperature": 1.0, **options}
+
+
+def sampled(service: Service, body: Sampled) -> dict[str, Any]:
+    """Those of a chat completion or a completion, ends and penalties included."""
+    options = sampling(service, body)
+    stops: list[Any] = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
+    if "" in stops:
+        raise bad_request("stop is ''; expected text that is not empty", "stop")
+    for token in body.stop_token_ids or ():
+        _check_token(service, token, "stop_token_ids")
+        stops.append([token])
+    if stops:
+        options["stop"] = stops
+    if body.ignore_eos:
+        options["eos"] = None
+    if body.logit_bias:
+        options["logit_bias"] = _biases(service, body.logit_bias)
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        value = getattr(body, name)
+        if value is not None:
+            options[name] = value
+    return options
+
+
+def seed_of(body: Common | MessagesRequest) -> int | None:
+    """The seed, in the range that sampling has."""
+    return None if body.seed is None else body.seed % _SEEDS
+
+
+def choices_of(service: Service, body: Sampled) -> int:
+    """How many answers. Raises ApiError."""
+    count = body.n or 1
+    if count > service.settings.max_choices:
+        raise bad_request(f"n is {count}; expected 1 to {service.settings.max_choices}", "n")
+    return count
+
+
+def check_length(service: Service, count: int | None, name: str) -> None:
+    """Raises ApiError for more tokens than any text may have."""
+    most = service.most_tokens
+    if count is not None and most is not None and count > most:
+        raise bad_request(f"{name} is {count}; expected at most {most}, the model's context", name)
+
+
+def cache_key_name(body: Common) -> str | None:
+    """The name under which a `prompt_cache_key`'s conversation is saved."""
+    if body.prompt_cache_key is None:
+        return None
+    digest = blake2b(body.prompt_cache_key.encode(), digest_size=16, person=b"kvp-cache-key")
+    return "key-" + digest.hexdigest()
+
+
+def cache_ttl(body: Common) -> str | None:
+    """How long what is saved for a `prompt_cache_key` lives; None: it is not saved."""
+    options = body.prompt_cache_options
+    if options is not None and options.mode == "explicit":
+        return None
+    if options is not None and options.ttl is not None:
+        return options.ttl
+    return {"24h": _DAY, "in_memory": None}.get(body.prompt_cache_retention or "", _MINUTES)
+
+
+def _check_token(service: Service, token: int, name: str) -> None:
+    size = service.engine.vocab_size
+    if token >= size:
+        raise bad_request(f"{name} has token id {token}; expected ids from 0 to {size - 1}", name)
+
+
+def _biases(service: Service, given: dict[str, float]) -> dict[int, float]:
+    biases = {}
+    for text, bias in given.items():
+        if not (text.isascii() and text.isdigit()):
+            raise bad_request(f"logit_bias has a key {text!r}; expected token ids", "logit_bias")
+        if not -100 <= bias <= 100:
+            raise bad_request(f"logit_bias[{text}] is {bias}; expected -100 to 100", "logit_bias")
+        _check_token(service, int(text), "logit_bias")
+        biases[int(text)] = bias
+    return biases
+
+
+def session_name(field: str | None, header: str | None) -> str | None:
+    """The conversation's name, of the body or of `X-Session-ID`. Raises ApiError."""
+    if field is not None and header is not None and field != header:
+        raise bad_request(
+            f"session_id is {field!r}, and X-Session-ID is {header!r}; expected one of them",
+            "session_id",
+        )
+    name = field if field is not None else header
+    if name is not None:
+        try:
+            check_name(name)
+        except InvalidArgumentError as error:
+            raise bad_request(f"session_id: {error}", "session_id") from error
+    return name
+
+
+def priority_of(caller: Caller, body: Common) -> int:
+    """Of the request, or its tenant's. Raises ApiError for one before the tenant's own."""
+    own = caller.tenant.priority
+    if body.priority is None:
+        return own
+    if caller.service.tenants.needs_keys and body.priority < own:
+        raise bad_request(
+            f"priority is {body.priority}; expected at least {own}, the tenant's", "priority"
+        )
+    return body.priority
+
+
+def json_response(answer: BaseModel, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer as JSON, with null where a field has no value."""
+    return Response(
+        answer.model_dump_json(), media_type="application/json", headers=dict(headers or {})
+    )

@@ -1,0 +1,160 @@
+"""Whether the server is well, what it serves, and text as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+
+from kvpager.server import errors
+from kvpager.server.errors import ApiError, bad_request
+from kvpager.server.messages import as_dicts
+from kvpager.server.routes.caller import TheCaller, TheService
+from kvpager.server.schema.chat import Message, Tool
+from kvpager.server.schema.common import Answer, Body, Error, Json, ModelCard, ModelList, TokenId
+from kvpager.server.service import Service, version
+from kvpager.tokens import TokenIds
+
+router = APIRouter()
+
+
+class Health(Answer):
+    """Whether the process lives."""
+
+    status: str
+
+
+class Version(Answer):
+    """What is running."""
+
+    version: str
+
+
+class TokenizeRequest(Body):
+    """Text, or messages of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: Json | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class Tokens(Answer):
+    """Token ids."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(min_length=1)]
+
+
+class Text(Answer):
+    """The text of token ids, special ones included."""
+
+    prompt: str
+
+
+@router.get("/health")
+def health() -> Health:
+    """200 as long as the process answers."""
+    return Health(status="ok")
+
+
+@router.get("/ready", responses={503: {"model": Error}})
+def ready(service: TheService) -> Health:
+    """200 while requests are taken."""
+    service.check_open()
+    return Health(status="ready")
+
+
+@router.get("/version")
+def show_version() -> Version:
+    """The version of kvpager."""
+    return Version(version=version())
+
+
+@router.get("/v1/models")
+def models(caller: TheCaller) -> ModelList:
+    """The model, by each of its names."""
+    return ModelList(data=[_card(caller.service, name) for name in caller.service.names])
+
+
+@router.get("/v1/models/{model:path}", responses={404: {"model": Error}})
+def model(model: str, caller: TheCaller) -> ModelCard:
+    """One model."""
+    caller.service.check_model(model)
+    return _card(caller.service, model)
+
+
+@router.get("/metrics", response_class=Response)
+def metrics(service: TheService) -> Response:
+    """Prometheus metrics."""
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.post("/tokenize", responses={400: {"model": Error}})
+async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Tokens:
+    """The token ids of a text, or of what the chat template makes of messages."""
+    service = caller.service
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("expected one of prompt and messages", "prompt")
+    tokenizer = service.tokenizer
+    if tokenizer is None:
+        raise ApiError(501, "the model has no tokenizer", code="no_tokenizer")
+
+    def encoded() -> Sequence[int] | TokenIds:
+        if body.prompt is not None:
+            if not body.prompt:
+                return []
+            special = body.add_special_tokens is not False
+            return tokenizer.encode(body.prompt, "prompt", special_tokens=special)
+        assert body.messages is not None
+        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.tools:
+            options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        text = tokenizer.render(as_dicts(body.messages), options)
+        return tokenizer.encode(text, "messages", special_tokens=False)
+
+    try:
+        ids = [int(token) for token in await asyncio.to_thread(encoded)]
+    except Exception as error:
+        raise errors.of(error) from error
+    texts = [service.token_texts.text(one) for one in ids] if body.return_token_strs else None
+    return Tokens(count=len(ids), max_model_len=service.most_tokens, tokens=ids, token_strs=texts)
+
+
+@router.post("/detokenize", responses={400: {"model": Error}})
+def detokenize(body: DetokenizeRequest, caller: TheCaller) -> Text:
+    """The text of token ids."""
+    service = caller.service
+    service.check_model(body.model)
+    if service.tokenizer is None:
+        raise ApiError(501, "the model has no tokenizer", code="no_tokenizer")
+    try:
+        ids = service.engine.core.read_ids(body.tokens, "tokens")
+    except Exception as error:
+        raise errors.of(error) from error
+    return Text(prompt=service.tokenizer.decode(ids, special_tokens=True))
+
+
+def _card(service: Service, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=int(service.started),
+        root=service.root,
+        max_model_len=service.most_tokens,
+    )

@@ -1,0 +1,56 @@
+"""Who sends a request, and the service it is sent to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Header, Request
+
+from kvpager.server.conversations import Conversations
+from kvpager.server.service import Service
+from kvpager.server.tenants import Tenant
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A request's sender.
+
+    Attributes:
+        service: of the server.
+        tenant: whose key was given.
+    """
+
+    service: Service
+    tenant: Tenant
+
+    @property
+    def conversations(self) -> Conversations:
+        """The tenant's."""
+        return self.service.conversations(self.tenant)
+
+
+def service_of(request: Request) -> Service:
+    """The server's service."""
+    service: Service = request.app.state.service
+    return service
+
+
+def caller_of(
+    service: Annotated[Service, Depends(service_of)],
+    authorization: Annotated[str | None, Header()] = None,
+    x_api_key: Annotated[str | None, Header()] = None,
+) -> Caller:
+    """The sender. Raises ApiError 401, 429 or 503."""
+    service.check_open()
+    key = x_api_key
+    if authorization is not None:
+        scheme, _, given = authorization.partition(" ")
+        key = given.strip() if scheme.lower() == "bearer" else None
+    tenant = service.tenants.of(key)
+    service.tenants.count(tenant)
+    return Caller(service, tenant)
+
+
+TheService = Annotated[Service, Depends(service_of)]
+TheCaller = Annotated[Caller, Depends(caller_of)]

@@ -1,0 +1,253 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request
+from sse_starlette import ServerSentEvent
+
+from kvpager.requests.completion import RequestCompletion
+from kvpager.scheduling.stream import GeneratedToken
+from kvpager.server import options
+from kvpager.server.answers import Delta, Reader, answering_of, finish_reason, stop_reason
+from kvpager.server.disconnects import unless_gone
+from kvpager.server.errors import bad_request
+from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.messages import as_dicts, marks_of
+from kvpager.server.production import Ended, Piece
+from kvpager.server.routes.caller import Caller, TheCaller
+from kvpager.server.schema.chat import (
+    AnswerMessage,
+    ChatCompletion,
+    ChatRequest,
+    Choice,
+    Logprobs,
+)
+from kvpager.server.schema.common import Error
+from kvpager.server.service import new_id
+from kvpager.server.streaming import done, event, stream
+from kvpager.server.usage import usage_of
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses={200: {"model": ChatCompletion}, 400: {"model": Error}},
+)
+async def chat_completions(
+    request: Request,
+    body: ChatRequest,
+    caller: TheCaller,
+    x_session_id: Annotated[str | None, Header()] = None,
+) -> Any:
+    """Answers a conversation; with `stream` as server-sent events."""
+    caller.service.check_model(body.model)
+    turn = _Turn(caller, body, options.session_name(body.session_id, x_session_id))
+    exchange = Exchange(caller.service, turn.plan)
+    if body.stream:
+        await exchange.begin()
+        return stream(
+            exchange, turn.chunks(exchange), lambda error: event(error.body()), turn.headers
+        )
+
+    async def whole() -> ChatCompletion:
+        await exchange.begin()
+        completions = await exchange.run()
+        return await turn.finish(exchange, completions)
+
+    try:
+        answer = await unless_gone(request, whole())
+    finally:
+        await exchange.release()
+    return turn.respond(answer)
+
+
+class _Turn:
+    """One request and how its answer is told."""
+
+    def __init__(self, caller: Caller, body: ChatRequest, session: str | None) -> None:
+        service = caller.service
+        self._service = service
+        self._body = body
+        self._session = session
+        self.id = body.request_id or new_id("chatcmpl-")
+        self._created = int(time.time())
+        self._answering = answering_of(service, body)
+        if body.stream_options is not None and not body.stream:
+            raise bad_request(
+                "stream_options is given; expected it with stream only", "stream_options"
+            )
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request(
+                f"top_logprobs is {body.top_logprobs}; expected logprobs: true with it",
+                "top_logprobs",
+            )
+        most = body.max_completion_tokens or body.max_tokens
+        options.check_length(service, most, "max_completion_tokens")
+        chosen = options.sampled(service, body) | dict(self._answering.options)
+        if body.top_logprobs:
+            chosen["top_logprobs"] = body.top_logprobs
+        explicit = body.prompt_cache_options is not None and (
+            body.prompt_cache_options.mode == "explicit"
+        )
+        key, ttl = options.cache_key_name(body), options.cache_ttl(body)
+        stored = self.id if body.store else None
+        keep_as = session or (key if ttl is not None else None) or stored
+        self.plan = Plan(
+            conversations=caller.conversations,
+            salt=service.salt(caller.tenant, body.cache_salt),
+            prompt=Prompt(
+                messages=as_dicts(body.messages),
+                tools=self._answering.tools,
+                template=body.chat_template_kwargs or {},
+                marks=marks_of(body.messages, body.prompt_cache_options),
+            ),
+            choices=options.choices_of(service, body),
+            max_new_tokens=most,
+            options=chosen,
+            seed=options.seed_of(body),
+            logprobs=bool(body.logprobs),
+            priority=options.priority_of(caller, body),
+            continues=session,
+            hint=key,
+            keep_as=keep_as,
+            save=keep_as is not None,
+            save_ttl=ttl if keep_as == key and key is not None else None,
+            share=not explicit,
+            on_corrupt=body.on_corrupt or service.settings.on_corrupt,
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        return {} if self._session is None else {"x-session-id": self._session}
+
+    def respond(self, answer: ChatCompletion) -> Any:
+        """The whole answer as JSON."""
+        return options.json_response(answer, self.headers)
+
+    async def finish(
+        self, exchange: Exchange, completions: list[RequestCompletion]
+    ) -> ChatCompletion:
+        """The whole answer, once its conversation is kept."""
+        choices = []
+        for number, completion in enumerate(completions):
+            reader = self._answering.reader()
+            reader.push(completion.text or "")
+            reader.end()
+            choices.append(self._choice(number, completion, reader))
+        prompt_ids = exchange.prompt_ids if self._body.return_token_ids else None
+        await exchange.finish(_as_message(choices[0].message))
+        return ChatCompletion(
+            id=self.id,
+            created=self._created,
+            model=self._service.model,
+            choices=choices,
+            usage=usage_of([completions]),
+            service_tier="default" if self._body.service_tier else None,
+            system_fingerprint=self._service.fingerprint,
+            session_id=self._session,
+            prompt_token_ids=prompt_ids,
+        )
+
+    def _choice(self, number: int, completion: RequestCompletion, reader: Reader) -> Choice:
+        ids: list[int] = completion.tokens.tolist()
+        logprobs = None
+        if completion.logprobs is not None:
+            top = completion.top_logprobs or [()] * len(ids)
+            texts = self._service.token_texts
+            logprobs = Logprobs(
+                content=[
+                    texts.chosen(GeneratedToken(*one))
+                    for one in zip(ids, completion.logprobs.tolist(), top)
+                ]
+            )
+        return Choice(
+            index=number,
+            message=AnswerMessage(content=reader.content, tool_calls=reader.calls or None),
+            logprobs=logprobs,
+            finish_reason=finish_reason(completion, reader),
+            stop_reason=stop_reason(completion, self.plan.options),
+            token_ids=ids if self._body.return_token_ids else None,
+        )
+
+    async def chunks(self, exchange: Exchange) -> AsyncIterator[ServerSentEvent]:
+        """The answer as chunks."""
+        readers = [self._answering.reader() for _ in range(self.plan.choices)]
+        for number in range(self.plan.choices):
+            yield self._chunk(number, {"role": "assistant", "content": ""})
+        ends: list[ServerSentEvent] = []
+        async for one in exchange.events():
+            if isinstance(one, Piece):
+                for chunk in self._told(one, readers[one.choice]):
+                    yield chunk
+            else:
+                assert one.completion is not None
+                for delta in readers[one.choice].end():
+                    yield self._chunk(one.choice, delta.values)
+                ends.append(self._end(one, readers[one.choice]))
+        completions = exchange.completions
+        first = AnswerMessage(content=readers[0].content, tool_calls=readers[0].calls or None)
+        await exchange.finish(_as_message(first))
+        for end in ends:  # once what they tell of is saved
+            yield end
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            usage = usage_of([completions]).model_dump()
+            yield event({**self._head, "choices": [], "usage": usage})
+        yield done()
+
+    def _told(self, piece: Piece, reader: Reader) -> list[ServerSentEvent]:
+        deltas: list[Delta] = reader.push(piece.text)
+        more: dict[str, Any] = {}
+        if isinstance(piece.token, GeneratedToken):
+            content = self._service.token_texts.chosen(piece.token).model_dump()
+            more["logprobs"] = {"content": [content], "refusal": None}
+        if self._body.return_token_ids:
+            more["token_ids"] = [piece.token_id]
+        if not deltas and more:
+            return [self._chunk(piece.choice, {"content": ""}, **more)]
+        chunks = []
+        for delta in deltas:
+            chunks.append(self._chunk(piece.choice, delta.values, **more))
+            more = {}
+        return chunks
+
+    def _end(self, ended: Ended, reader: Reader) -> ServerSentEvent:
+        completion = ended.completion
+        assert completion is not None
+        return self._chunk(
+            ended.choice,
+            {},
+            reason=finish_reason(completion, reader),
+            stop_reason=stop_reason(completion, self.plan.options),
+        )
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        head = {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._service.model,
+            "system_fingerprint": self._service.fingerprint,
+        }
+        wants_usage = self._body.stream_options and self._body.stream_options.include_usage
+        return {**head, "usage": None} if wants_usage else head
+
+    def _chunk(
+        self, choice: int, delta: dict[str, Any], *, reason: str | None = None, **more: Any
+    ) -> ServerSentEvent:
+        one = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
+        return event({**self._head, "choices": [one]})
+
+
+def _as_message(message: AnswerMessage) -> dict[str, Any]:
+    values: dict[str, Any] = {"role": "assistant", "content": message.content or ""}
+    if message.tool_calls:
+        values["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    return values

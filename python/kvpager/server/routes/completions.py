@@ -1,0 +1,328 @@
+"""`POST /v1/completions`: text, or token ids, that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Header, Request
+from sse_starlette import ServerSentEvent
+
+from kvpager.requests.completion import RequestCompletion
+from kvpager.scheduling.score import Score
+from kvpager.scheduling.stream import GeneratedToken
+from kvpager.server import errors, options
+from kvpager.server.answers import stop_reason
+from kvpager.server.disconnects import unless_gone
+from kvpager.server.errors import bad_request, unsupported
+from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.production import Piece
+from kvpager.server.routes.caller import Caller, TheCaller
+from kvpager.server.schema.common import Error
+from kvpager.server.schema.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from kvpager.server.service import Service, new_id
+from kvpager.server.streaming import done, event, stream
+from kvpager.server.usage import usage_of
+from kvpager.tokens import TokenIds
+
+DEFAULT_MAX_TOKENS = 16  # of OpenAI's API, and vLLM's
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/completions",
+    response_model=None,
+    responses={200: {"model": Completion}, 400: {"model": Error}},
+)
+async def completions(
+    request: Request,
+    body: CompletionRequest,
+    caller: TheCaller,
+    x_session_id: Annotated[str | None, Header()] = None,
+) -> Any:
+    """Goes on with a text; with `stream` as server-sent events."""
+    service = caller.service
+    service.check_model(body.model)
+    session = options.session_name(body.session_id, x_session_id)
+    text = _Text(caller, body, session, await _prompts(service, body))
+    if body.stream:
+        exchange = text.exchanges[0]
+        if text.most:
+            await exchange.begin()
+        return stream(exchange, text.chunks(), lambda error: event(error.body()), text.headers)
+    try:
+        answer = await unless_gone(request, text.whole())
+    finally:
+        for exchange in text.exchanges:
+            await exchange.release()
+    return options.json_response(answer, text.headers)
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[TokenIds]:
+    """The ids of each prompt. Raises ApiError."""
+    given: Any = body.prompt
+    nested = isinstance(given, list) and not isinstance(given[0], int)
+    prompts = given if nested else [given]
+    special = body.add_special_tokens is not False
+
+    def read() -> list[TokenIds]:
+        read_ids = service.engine.core.read_ids
+        return [
+            read_ids(one, f"prompt[{i}]", special_tokens=special) for i, one in enumerate(prompts)
+        ]
+
+    try:
+        return await asyncio.to_thread(read)
+    except Exception as error:
+        raise errors.of(error) from error
+
+
+class _Text:
+    """One request and how its answer is told."""
+
+    def __init__(
+        self, caller: Caller, body: CompletionRequest, session: str | None, prompts: list[TokenIds]
+    ) -> None:
+        service = caller.service
+        self._service = service
+        self._body = body
+        self._session = session
+        self._prompts = prompts
+        self.id = body.request_id or new_id("cmpl-")
+        self._created = int(time.time())
+        self.most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        self._choices = options.choices_of(service, body)
+        if body.stream_options is not None and not body.stream:
+            raise bad_request(
+                "stream_options is given; expected it with stream only", "stream_options"
+            )
+        if body.best_of not in (None, self._choices):
+            raise unsupported("best_of", "give n, and choose yourself")
+        if len(prompts) > 1 and session is not None:
+            raise bad_request(
+                "session_id is given with several prompts; expected one", "session_id"
+            )
+        if len(prompts) > 1 and body.stream:
+            raise bad_request("stream is true with several prompts; expected one", "stream")
+        if self.most == 0 and not body.echo:
+            raise bad_request("max_tokens is 0; expected at least 1, or echo: true", "max_tokens")
+        if body.stream and body.echo:
+            raise bad_request("stream is true with echo; expected one of them", "echo")
+        options.check_length(service, self.most, "max_tokens")
+        self._chosen = options.sampled(service, body)
+        if body.logprobs:
+            self._chosen["top_logprobs"] = body.logprobs
+        key, ttl = options.cache_key_name(body), options.cache_ttl(body)
+        keep_as = session or (key if ttl is not None else None)
+        seed = options.seed_of(body)
+        self.exchanges = [
+            Exchange(
+                service,
+                Plan(
+                    conversations=caller.conversations,
+                    salt=service.salt(caller.tenant, body.cache_salt),
+                    prompt=Prompt(ids=ids),
+                    choices=self._choices,
+                    max_new_tokens=self.most,
+                    options=self._chosen,
+                    seed=seed,
+                    logprobs=body.logprobs is not None,
+                    priority=options.priority_of(caller, body),
+                    continues=session,
+                    hint=key,
+                    keep_as=keep_as if number == 0 else None,
+                    save=keep_as is not None and number == 0,
+                    save_ttl=ttl if session is None else None,
+                    share=False,
+                    on_corrupt=body.on_corrupt or service.settings.on_corrupt,
+                ),
+            )
+            for number, ids in enumerate(prompts)
+        ]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        return {} if self._session is None else {"x-session-id": self._session}
+
+    async def whole(self) -> Completion:
+        """The whole answer."""
+        if self.most == 0:
+            return await self._echoed()
+        for exchange in self.exchanges:
+            await exchange.begin()
+        made = await asyncio.gather(*(exchange.run() for exchange in self.exchanges))
+        scores = await self._scores()
+        choices: list[CompletionChoice] = []
+        for prompt, several in enumerate(made):
+            for completion in several:
+                choices.append(self._choice(len(choices), prompt, completion, scores[prompt]))
+        for exchange in self.exchanges:
+            await exchange.finish()
+        return self._answer(choices, usage_of(made).model_dump())
+
+    async def _echoed(self) -> Completion:
+        """The prompts alone, with their log-probabilities."""
+        scores = await self._scores()
+        choices = [
+            CompletionChoice(
+                index=i,
+                text=self._decoded(ids),
+                logprobs=None
+                if self._body.logprobs is None
+                else self._logprobs(ids, scores[i], None),
+                finish_reason="length",
+            )
+            for i, ids in enumerate(self._prompts)
+        ]
+        count = sum(len(ids) for ids in self._prompts)
+        details = {"cached_tokens": 0, "cache_write_tokens": count if self._body.logprobs else 0}
+        usage = {
+            "prompt_tokens": count,
+            "completion_tokens": 0,
+            "total_tokens": count,
+            "prompt_tokens_details": details,
+        }
+        return self._answer(choices, usage)
+
+    async def _scores(self) -> list[Score | None]:
+        """Of each prompt, where their log-probabilities are asked for."""
+        if not self._body.echo or self._body.logprobs is None:
+            return [None] * len(self._prompts)
+        score, count = self._service.engine.score, self._body.logprobs
+        try:
+            return [
+                await asyncio.to_thread(score, ids, top_logprobs=count) if len(ids) > 1 else None
+                for ids in self._prompts
+            ]
+        except Exception as error:
+            raise errors.of(error) from error
+
+    def _choice(
+        self, index: int, prompt: int, completion: RequestCompletion, score: Score | None
+    ) -> CompletionChoice:
+        body, ids = self._body, self._prompts[prompt]
+        text = completion.text or ""
+        logprobs = None
+        if body.logprobs is not None:
+            logprobs = self._logprobs(ids if body.echo else ids[:0], score, completion)
+        return CompletionChoice(
+            index=index,
+            text=self._decoded(ids) + text if body.echo else text,
+            logprobs=logprobs,
+            finish_reason="length" if completion.finish_reason == "length" else "stop",
+            stop_reason=stop_reason(completion, self._chosen),
+            token_ids=completion.tokens.tolist() if body.return_token_ids else None,
+            prompt_token_ids=ids.tolist() if body.return_token_ids else None,
+        )
+
+    def _logprobs(
+        self, ids: TokenIds, score: Score | None, completion: RequestCompletion | None
+    ) -> CompletionLogprobs:
+        """Of an echoed prompt, whose first token has none, and of what was generated."""
+        values: list[float | None] = [None] * min(1, len(ids))
+        tops: list[Any] = [None] * min(1, len(ids))
+        if score is not None:
+            values += score.logprobs.tolist()
+            tops += score.top_logprobs or []
+        if completion is not None:
+            assert completion.logprobs is not None
+            values += completion.logprobs.tolist()
+            tops += completion.top_logprobs or []
+            ids = np.concatenate([ids, completion.tokens])
+        return self._listed(ids.tolist(), values, tops if self._body.logprobs else None, 0)
+
+    def _listed(
+        self, ids: list[int], values: list[float | None], tops: list[Any] | None, offset: int
+    ) -> CompletionLogprobs:
+        texts = self._service.token_texts
+        tokens = [texts.text(token) for token in ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        named = None
+        if tops is not None:
+            named = [
+                None if top is None else {texts.text(token): value for token, value in top}
+                for top in tops
+            ]
+        return CompletionLogprobs(
+            tokens=tokens, token_logprobs=values, top_logprobs=named, text_offset=offsets
+        )
+
+    async def chunks(self) -> AsyncIterator[ServerSentEvent]:
+        """The answer as chunks."""
+        exchange = self.exchanges[0]
+        offsets = [0] * self._choices
+        ends = []
+        async for one in exchange.events():
+            if isinstance(one, Piece):
+                chunk = self._told(one, offsets)
+                if chunk is not None:
+                    yield chunk
+                continue
+            completion = one.completion
+            assert completion is not None
+            reason = "length" if completion.finish_reason == "length" else "stop"
+            stopped = stop_reason(completion, self._chosen)
+            ends.append(self._chunk(one.choice, "", finish_reason=reason, stop_reason=stopped))
+        made = exchange.completions
+        await exchange.finish()
+        for end in ends:  # once what they tell of is saved
+            yield end
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            usage = usage_of([made]).model_dump()
+            yield event({**self._head, "choices": [], "usage": usage})
+        yield done()
+
+    def _told(self, piece: Piece, offsets: list[int]) -> ServerSentEvent | None:
+        more: dict[str, Any] = {}
+        if isinstance(piece.token, GeneratedToken):
+            token, logprob, top = piece.token
+            listed = self._listed([token], [logprob], [top] if top else None, offsets[piece.choice])
+            offsets[piece.choice] += len(listed.tokens[0])
+            more["logprobs"] = listed.model_dump()
+        if self._body.return_token_ids:
+            more["token_ids"] = [piece.token_id]
+        if not piece.text and not more:
+            return None
+        return self._chunk(piece.choice, piece.text, **more)
+
+    def _chunk(self, choice: int, text: str, **more: Any) -> ServerSentEvent:
+        one = {"index": choice, "text": text, "logprobs": None, "finish_reason": None, **more}
+        return event({**self._head, "choices": [one]})
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._service.model,
+            "system_fingerprint": self._service.fingerprint,
+        }
+
+    def _answer(self, choices: list[CompletionChoice], usage: dict[str, Any]) -> Completion:
+        return Completion(
+            id=self.id,
+            created=self._created,
+            model=self._service.model,
+            choices=choices,
+            usage=usage,  # type: ignore[arg-type]  # validated
+            system_fingerprint=self._service.fingerprint,
+            session_id=self._session,
+        )
+
+    def _decoded(self, ids: TokenIds) -> str:
+        tokenizer = self._service.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(ids)

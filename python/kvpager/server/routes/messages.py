@@ -1,0 +1,316 @@
+"""`POST /v1/messages`, as Anthropic's clients send it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request
+from sse_starlette import ServerSentEvent
+
+from kvpager.requests.completion import RequestCompletion
+from kvpager.server import errors, options
+from kvpager.server.answers import Answering, Reader, answering, stop_reason
+from kvpager.server.breakpoints import Mark, Marks
+from kvpager.server.disconnects import unless_gone
+from kvpager.server.errors import ApiError, bad_request
+from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.production import Piece
+from kvpager.server.routes.caller import Caller, TheCaller
+from kvpager.server.schema.chat import ChosenFunction, ChosenTool, Function, Tool
+from kvpager.server.schema.messages import (
+    AnswerMessage,
+    Count,
+    CountRequest,
+    MessagesRequest,
+    TextBlock,
+    ToolResult,
+    ToolUse,
+    Usage,
+)
+from kvpager.server.service import new_id
+from kvpager.server.streaming import event, stream
+
+router = APIRouter()
+_DEFAULT_TTL = "5m"
+
+
+@router.post("/v1/messages", response_model=None, responses={200: {"model": AnswerMessage}})
+async def create(
+    request: Request,
+    body: MessagesRequest,
+    caller: TheCaller,
+    x_session_id: Annotated[str | None, Header()] = None,
+) -> Any:
+    """Answers a conversation; with `stream` as server-sent events."""
+    caller.service.check_model(body.model)
+    turn = _Turn(caller, body, options.session_name(body.session_id, x_session_id))
+    exchange = Exchange(caller.service, turn.plan)
+    if body.stream:
+        await exchange.begin()
+        return stream(exchange, turn.events(exchange), _failure)
+
+    async def whole() -> AnswerMessage:
+        await exchange.begin()
+        async for _ in turn.told(exchange):
+            pass
+        return turn.message
+
+    try:
+        answer = await unless_gone(request, whole())
+    finally:
+        await exchange.release()
+    return options.json_response(answer)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountRequest, caller: TheCaller) -> Count:
+    """How many tokens a prompt has."""
+    caller.service.check_model(body.model)
+    messages, _ = _messages_of(body)
+    tokenizer = caller.service.tokenizer
+    assert tokenizer is not None  # a server has one
+    tools = _answering(caller, body).tools
+
+    def count() -> int:
+        text = tokenizer.render(messages, {} if tools is None else {"tools": list(tools)})
+        return len(tokenizer.encode(text, "messages", special_tokens=False))
+
+    try:
+        return Count(input_tokens=await asyncio.to_thread(count))
+    except Exception as error:
+        raise errors.of(error) from error
+
+
+class _Turn:
+    """One request and how its answer is told."""
+
+    def __init__(self, caller: Caller, body: MessagesRequest, session: str | None) -> None:
+        service = caller.service
+        options.check_length(service, body.max_tokens, "max_tokens")
+        self._answering = _answering(caller, body)
+        chosen = options.sampling(service, body) | dict(self._answering.options)
+        if body.stop_sequences:
+            chosen["stop"] = list(body.stop_sequences)
+        messages, marks = _messages_of(body)
+        self.plan = Plan(
+            conversations=caller.conversations,
+            salt=service.salt(caller.tenant, body.cache_salt),
+            prompt=Prompt(messages=tuple(messages), tools=self._answering.tools, marks=marks),
+            choices=1,
+            max_new_tokens=body.max_tokens,
+            options=chosen,
+            seed=options.seed_of(body),
+            logprobs=False,
+            priority=caller.tenant.priority,
+            continues=session,
+            keep_as=session,
+            save=session is not None,
+            on_corrupt=body.on_corrupt or service.settings.on_corrupt,
+        )
+        self._reader: Reader = self._answering.reader()
+        self.message = AnswerMessage(
+            id=new_id("msg_"),
+            model=service.model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=Usage(
+                input_tokens=0,
+                cache_creation_input_tokens=0,
+                cache_read_input_tokens=0,
+                output_tokens=0,
+            ),
+        )
+        self._open = False
+
+    async def events(self, exchange: Exchange) -> AsyncIterator[ServerSentEvent]:
+        """The events of its stream."""
+        start = {"type": "message_start", "message": self.message.model_dump()}
+        yield event(start, "message_start")
+        async for told in self.told(exchange):
+            yield event(told, told["type"])
+        message = self.message
+        delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        end = {"type": "message_delta", "delta": delta, "usage": message.usage.model_dump()}
+        yield event(end, "message_delta")
+        yield event({"type": "message_stop"}, "message_stop")
+
+    async def told(self, exchange: Exchange) -> AsyncIterator[dict[str, Any]]:
+        """What blocks become, until the conversation is kept."""
+        async for one in exchange.events():
+            if isinstance(one, Piece):
+                for told in self._told(self._reader.push(one.text)):
+                    yield told
+        for told in [*self._told(self._reader.end()), *self._close()]:
+            yield told
+        (completion,) = exchange.completions
+        await exchange.finish(_as_message(self._reader))
+        self._complete(completion, exchange.saved_tokens)
+
+    def _told(self, deltas: Sequence[Any]) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = []
+        for delta in deltas:
+            if "content" in delta.values:
+                told += self._add_text(delta.values["content"])
+                continue
+            (call,) = delta.values["tool_calls"]
+            if "id" in call:
+                block = {
+                    "type": "tool_use",
+                    "id": call["id"],
+                    "name": call["function"]["name"],
+                    "input": {},
+                }
+                told += [*self._close(), *self._begin(block)]
+            else:
+                text = call["function"]["arguments"]
+                told.append(self._delta({"type": "input_json_delta", "partial_json": text}))
+        return told
+
+    def _add_text(self, text: str) -> list[dict[str, Any]]:
+        content = self.message.content
+        told = []
+        if not self._open or content[-1]["type"] != "text":
+            if content and not text.strip():
+                return []  # between calls
+            told = [*self._close(), *self._begin({"type": "text", "text": ""})]
+        content[-1]["text"] += text
+        return [*told, self._delta({"type": "text_delta", "text": text})]
+
+    def _begin(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        self.message.content.append(block)
+        self._open = True
+        index = len(self.message.content) - 1
+        return [{"type": "content_block_start", "index": index, "content_block": dict(block)}]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        index = len(self.message.content) - 1
+        return {"type": "content_block_delta", "index": index, "delta": delta}
+
+    def _close(self) -> list[dict[str, Any]]:
+        if not self._open:
+            return []
+        self._open = False
+        return [{"type": "content_block_stop", "index": len(self.message.content) - 1}]
+
+    def _complete(self, completion: RequestCompletion, saved: int) -> None:
+        message = self.message
+        uses = [block for block in message.content if block["type"] == "tool_use"]
+        for block, call in zip(uses, self._reader.calls):
+            block["input"] = _parsed(call.function.arguments)
+        stopped = stop_reason(completion, self.plan.options)
+        if completion.finish_reason == "length":
+            message.stop_reason = "max_tokens"
+        elif uses:
+            message.stop_reason = "tool_use"
+        elif completion.finish_reason == "stop":
+            message.stop_reason = "stop_sequence"
+            message.stop_sequence = stopped if isinstance(stopped, str) else None
+        else:
+            message.stop_reason = "end_turn"
+        written = max(0, saved - completion.cached_tokens)
+        message.usage = Usage(
+            input_tokens=completion.computed_tokens - written,
+            cache_creation_input_tokens=written,
+            cache_read_input_tokens=completion.cached_tokens,
+            output_tokens=len(completion.tokens),
+        )
+
+
+def _failure(error: ApiError) -> ServerSentEvent:
+    return event(anthropic_error(error), "error")
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """An error in Anthropic's shape."""
+    return {"type": "error", "error": {"type": error.kind, "message": error.message}}
+
+
+def _answering(caller: Caller, body: CountRequest) -> Answering:
+    choice: Any = None
+    given = body.tool_choice
+    if given is not None:
+        choice = {"auto": "auto", "any": "required", "none": "none"}.get(given.type)
+        if given.type == "tool":
+            if given.name is None:
+                raise bad_request("tool_choice.name is missing", "tool_choice.name")
+            choice = ChosenTool(type="function", function=ChosenFunction(name=given.name))
+    tools = [
+        Tool(
+            type="function",
+            function=Function(
+                name=tool.name, description=tool.description, parameters=tool.input_schema
+            ),
+        )
+        for tool in body.tools or ()
+    ]
+    parallel = given is None or not given.disable_parallel_tool_use
+    return answering(
+        caller.service, tools=tools or None, choice=choice, parallel=parallel, grammar=None
+    )
+
+
+def _messages_of(body: CountRequest) -> tuple[list[dict[str, Any]], Marks]:
+    """Messages for a chat template, and the breakpoints in them."""
+    messages: list[dict[str, Any]] = []
+    places: list[Mark] = []
+    if body.system:
+        messages.append({"role": "system", "content": ""})
+        _add_blocks(messages, places, _blocks(body.system))
+    for message in body.messages:
+        blocks = _blocks(message.content)
+        results = [block for block in blocks if isinstance(block, ToolResult)]
+        for result in results:
+            content = "".join(one.text for one in _blocks(result.content or ""))
+            messages.append(
+                {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
+            )
+            _mark(messages, places, result)
+        rest = [block for block in blocks if not isinstance(block, ToolResult)]
+        if rest:
+            messages.append({"role": message.role, "content": ""})
+            _add_blocks(messages, places, rest)
+    return messages, Marks(tuple(places))
+
+
+def _add_blocks(messages: list[dict[str, Any]], places: list[Mark], blocks: Sequence[Any]) -> None:
+    message = messages[-1]
+    for block in blocks:
+        if isinstance(block, ToolUse):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            call = {"id": block.id, "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        else:
+            message["content"] += block.text
+        _mark(messages, places, block)
+
+
+def _mark(messages: list[dict[str, Any]], places: list[Mark], block: Any) -> None:
+    control = block.cache_control
+    if control is not None:
+        length = len(messages[-1]["content"])
+        places.append(Mark(len(messages) - 1, length, control.ttl or _DEFAULT_TTL))
+
+
+def _blocks(content: Any) -> list[Any]:
+    if isinstance(content, str):
+        return [TextBlock(type="text", text=content)]
+    return list(content)
+
+
+def _as_message(reader: Reader) -> dict[str, Any]:
+    values: dict[str, Any] = {"role": "assistant", "content": reader.content or ""}
+    if reader.calls:
+        values["tool_calls"] = [call.model_dump() for call in reader.calls]
+    return values
+
+
+def _parsed(arguments: str) -> dict[str, Any]:
+    try:
+        values = json.loads(arguments or "{}")
+    except ValueError:
+        return {"arguments": arguments}
+    return values if isinstance(values, dict) else {"arguments": values}

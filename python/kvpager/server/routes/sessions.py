@@ -1,0 +1,287 @@
+"""`/v1/sessions`: a tenant's conversations, looked at and moved."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from pathlib import Path as FilePath
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Path, Query, Request
+from fastapi.responses import FileResponse
+from starlette.background import BackgroundTask
+
+from kvpager.server import errors
+from kvpager.server.conversations import Conversations, Kept
+from kvpager.server.errors import ApiError, not_found
+from kvpager.server.routes.caller import Caller, TheCaller
+from kvpager.server.schema.common import Error
+from kvpager.server.schema.sessions import (
+    Deleted,
+    ForkRequest,
+    Ledger,
+    Saved,
+    SaveRequest,
+    SessionInfo,
+    SessionList,
+    TrimRequest,
+)
+from kvpager.stores import SaveReport, StoreEntry
+
+router = APIRouter(prefix="/v1/sessions", responses={404: {"model": Error}})
+SessionName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+CacheSalt = Annotated[str | None, Query(description="the cache_salt that it was computed under")]
+_Result = TypeVar("_Result")
+
+
+@router.get("")
+async def sessions(caller: TheCaller) -> SessionList:
+    """All conversations, the one used last first."""
+    return SessionList(data=await _run(lambda: listed(caller.conversations)))
+
+
+@router.get("/{name}")
+async def session(name: SessionName, caller: TheCaller) -> SessionInfo:
+    """One conversation."""
+
+    def find() -> SessionInfo:
+        for one in listed(caller.conversations):
+            if one.id == name:
+                return one
+        raise not_found("session", name, "id", "session_not_found")
+
+    return await _run(find)
+
+
+@router.get("/{name}/ledger")
+async def ledger(name: SessionName, caller: TheCaller, cache_salt: CacheSalt = None) -> Ledger:
+    """Its chunks: where each one is, its score, and what its bits are worth."""
+
+    def look() -> Ledger:
+        forked, _ = _fork(caller, name, cache_salt)
+        with forked:
+            chunks = [_values(chunk) for chunk in forked.ledger()]
+            return Ledger(id=name, tokens=forked.length, chunks=chunks)
+
+    return await _run(look)
+
+
+@router.post("/{name}/save")
+async def save(name: SessionName, body: SaveRequest, caller: TheCaller) -> Saved:
+    """Saves a conversation that is in memory."""
+    report = await _run(lambda: _stored(caller).save(name, body.ttl))
+    return _saved(name, report)
+
+
+@router.post("/{name}/restore")
+async def restore(
+    name: SessionName, caller: TheCaller, cache_salt: CacheSalt = None
+) -> SessionInfo:
+    """Brings a saved conversation into memory. Its chunks are read when they are needed."""
+
+    def load() -> None:
+        forked, _ = _fork(caller, name, cache_salt)
+        forked.close()
+
+    await _run(load)
+    return await session(name, caller)
+
+
+@router.post("/{name}/fork")
+async def fork(
+    name: SessionName, body: ForkRequest, caller: TheCaller, cache_salt: CacheSalt = None
+) -> SessionInfo:
+    """A copy under another name; the two share chunks. It is saved too."""
+
+    def copy() -> None:
+        if caller.conversations.has(body.id):
+            raise ApiError(409, f"id is {body.id!r}, which exists", param="id", code="exists")
+        forked, kept = _fork(caller, name, cache_salt)
+        _keep(caller, body.id, Kept(forked, kept.seen, kept.salt, dict(kept.notes)))
+
+    await _run(copy)
+    return await session(body.id, caller)
+
+
+@router.post("/{name}/trim")
+async def trim(
+    name: SessionName, body: TrimRequest, caller: TheCaller, cache_salt: CacheSalt = None
+) -> SessionInfo:
+    """Keeps its first tokens alone."""
+
+    def cut() -> None:
+        forked, kept = _fork(caller, name, cache_salt)
+        try:
+            forked.trim(body.tokens)
+        except BaseException:
+            forked.close()
+            raise
+        _keep(caller, name, Kept(forked, (), kept.salt, {}))
+
+    await _run(cut)
+    return await session(name, caller)
+
+
+@router.post("/{name}/pin")
+async def pin(name: SessionName, caller: TheCaller) -> SessionInfo:
+    """Exempts a saved conversation from expiry and eviction."""
+    await _run(lambda: _saved_one(caller, name).pin(name))
+    return await session(name, caller)
+
+
+@router.post("/{name}/unpin")
+async def unpin(name: SessionName, caller: TheCaller) -> SessionInfo:
+    """Lets it expire or be evicted again."""
+    await _run(lambda: _saved_one(caller, name).unpin(name))
+    return await session(name, caller)
+
+
+@router.delete("/{name}")
+async def delete(name: SessionName, caller: TheCaller) -> Deleted:
+    """Deletes it, in memory and on disk."""
+    await _run(lambda: caller.conversations.delete(name))
+    return Deleted(id=name)
+
+
+@router.get("/{name}/export", response_class=FileResponse)
+async def export(
+    name: SessionName, caller: TheCaller, cache_salt: CacheSalt = None
+) -> FileResponse:
+    """The conversation as one snapshot file."""
+    handle = tempfile.TemporaryDirectory(prefix="kvpager-export-")
+    path = FilePath(handle.name) / f"{name}.kvsnap"
+
+    def write() -> None:
+        forked, _ = _fork(caller, name, cache_salt)
+        with forked:
+            forked.save(path)
+
+    try:
+        await _run(write)
+    except BaseException:
+        handle.cleanup()
+        raise
+    return FileResponse(
+        path,
+        media_type="application/octet-stream",
+        filename=path.name,
+        background=BackgroundTask(handle.cleanup),
+    )
+
+
+@router.post(
+    "/{name}/import",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+            },
+        }
+    },
+)
+async def import_(
+    name: SessionName, request: Request, caller: TheCaller, cache_salt: CacheSalt = None
+) -> SessionInfo:
+    """Takes a conversation from a snapshot file; the body is the file."""
+    salt = caller.service.salt(caller.tenant, cache_salt)
+    with tempfile.TemporaryDirectory(prefix="kvpager-import-") as folder:
+        path = FilePath(folder) / f"{name}.kvsnap"
+        with path.open("wb") as file:
+            async for part in request.stream():
+                await asyncio.to_thread(file.write, part)
+
+        def take() -> None:
+            restored = caller.service.engine.restore(path, salt=salt)
+            _keep(caller, name, Kept(restored, (), salt, {}))
+
+        await _run(take)
+    return await session(name, caller)
+
+
+def listed(source: Conversations) -> list[SessionInfo]:
+    """A tenant's conversations, the one used last first."""
+    saved = source.entries()
+    infos = []
+    for name in {*source.names(), *saved}:
+        kept = source.kept(name)
+        if kept is not None or name in saved:
+            infos.append(_info(name, kept, saved.get(name)))
+    return sorted(infos, key=lambda info: -info.last_used)
+
+
+def _info(name: str, kept: Kept | None, entry: StoreEntry | None) -> SessionInfo:
+    tier: Any = "memory+disk" if kept and entry else "memory" if kept else "disk"
+    used = max(kept.used if kept else 0.0, entry.last_used if entry else 0.0)
+    tokens = entry.tokens if entry else 0
+    if kept is not None and not kept.session.closed:
+        tokens = kept.session.length
+    return SessionInfo(
+        id=name,
+        tokens=tokens,
+        bytes=entry.bytes_own if entry else 0,
+        bytes_shared=entry.bytes_shared if entry else 0,
+        tier=tier,
+        created=entry.created if entry else kept.created if kept else used,
+        last_used=used,
+        age_s=max(0.0, time.time() - used),
+        pinned=bool(entry and entry.pinned),
+        ttl_s=entry.ttl_seconds if entry else None,
+        error=entry.error if entry else None,
+    )
+
+
+def _fork(caller: Caller, name: str, cache_salt: str | None) -> tuple[Any, Kept]:
+    service = caller.service
+    salt = service.salt(caller.tenant, cache_salt)
+    return caller.conversations.fork(name, salt, service.settings.on_corrupt)
+
+
+def _keep(caller: Caller, name: str, kept: Kept) -> None:
+    caller.conversations.keep(name, kept)
+    if caller.conversations.store is not None:
+        caller.conversations.save(name)
+
+
+def _stored(caller: Caller) -> Conversations:
+    """The tenant's conversations. Raises ApiError where nothing is saved."""
+    if caller.conversations.store is None:
+        raise ApiError(
+            400, "this server saves nothing; start it with --store FOLDER", code="no_store"
+        )
+    return caller.conversations
+
+
+def _saved_one(caller: Caller, name: str) -> Any:
+    source = _stored(caller)
+    if name not in source.entries():
+        raise not_found("saved session", name, "id", "session_not_found")
+    return source.store
+
+
+def _saved(name: str, report: SaveReport | None) -> Saved:
+    assert report is not None
+    return Saved(
+        id=name,
+        tokens=report.tokens,
+        chunks=report.chunks,
+        chunks_written=report.chunks_written,
+        bytes_written=report.bytes_written,
+        bytes_shared=report.bytes_shared,
+        seconds=report.seconds,
+    )
+
+
+def _values(chunk: Any) -> dict[str, Any]:
+    return asdict(chunk) if is_dataclass(chunk) and not isinstance(chunk, type) else dict(chunk)
+
+
+async def _run(work: Callable[[], _Result]) -> _Result:
+    """Work that may wait for the disk, in a thread. Raises ApiError."""
+    try:
+        return await asyncio.to_thread(work)
+    except Exception as error:
+        raise errors.of(error) from error

@@ -1,0 +1,95 @@
+"""llama.cpp's `/slots`: slot N is the conversation `slot-N`, a file one of its own name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query
+
+from kvpager.server import errors
+from kvpager.server.conversations import Kept
+from kvpager.server.errors import ApiError, bad_request
+from kvpager.server.routes.caller import Caller, TheCaller
+from kvpager.server.schema.common import Error
+from kvpager.server.schema.sessions import SlotErased, SlotRequest, SlotRestored, SlotSaved
+
+router = APIRouter()
+Action = Literal["save", "restore", "erase"]
+
+
+@router.post(
+    "/slots/{slot}", responses={400: {"model": Error}, 404: {"model": Error}}, response_model=None
+)
+async def slots(
+    slot: Annotated[int, Path(ge=0, lt=1 << 31)],
+    action: Annotated[Action, Query()],
+    caller: TheCaller,
+    body: SlotRequest | None = None,
+) -> Any:
+    """Saves the conversation `slot-N` under a name, restores it from there, or erases it."""
+    name = f"slot-{slot}"
+    if action == "erase":
+        return await _run(lambda: _erase(caller, slot, name))
+    file = None if body is None else body.filename
+    if file is None:
+        raise bad_request(f"filename is missing; expected it with action={action}", "filename")
+    if caller.conversations.store is None:
+        raise ApiError(
+            400, "this server saves nothing; start it with --store FOLDER", code="no_store"
+        )
+    if action == "save":
+        return await _run(lambda: _save(caller, slot, name, file))
+    return await _run(lambda: _restore(caller, slot, name, file))
+
+
+def _save(caller: Caller, slot: int, name: str, file: str) -> SlotSaved:
+    begun = time.perf_counter()
+    _copy(caller, name, file)
+    report = caller.conversations.save(file)
+    assert report is not None
+    return SlotSaved(
+        id_slot=slot,
+        filename=file,
+        n_saved=report.tokens,
+        n_written=report.bytes_written,
+        timings={"save_ms": 1000 * (time.perf_counter() - begun)},
+    )
+
+
+def _restore(caller: Caller, slot: int, name: str, file: str) -> SlotRestored:
+    begun = time.perf_counter()
+    tokens = _copy(caller, file, name)
+    entry = caller.conversations.entries().get(file)
+    return SlotRestored(
+        id_slot=slot,
+        filename=file,
+        n_restored=tokens,
+        n_read=0 if entry is None else entry.bytes_own + entry.bytes_shared,
+        timings={"restore_ms": 1000 * (time.perf_counter() - begun)},
+    )
+
+
+def _erase(caller: Caller, slot: int, name: str) -> SlotErased:
+    kept = caller.conversations.kept(name)
+    tokens = 0 if kept is None else kept.session.length
+    caller.conversations.delete(name)
+    return SlotErased(id_slot=slot, n_erased=tokens)
+
+
+def _copy(caller: Caller, name: str, to: str) -> int:
+    """Keeps a fork under another name; the number of its tokens."""
+    service = caller.service
+    salt = service.salt(caller.tenant, None)
+    session, kept = caller.conversations.fork(name, salt, service.settings.on_corrupt)
+    tokens = session.length
+    caller.conversations.keep(to, Kept(session, kept.seen, kept.salt, dict(kept.notes)))
+    return tokens
+
+
+async def _run(work: Any) -> Any:
+    try:
+        return await asyncio.to_thread(work)
+    except Exception as error:
+        raise errors.of(error) from error

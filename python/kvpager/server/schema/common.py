@@ -1,0 +1,134 @@
+"""What the endpoints' bodies have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class Body(BaseModel):
+    """A request's body: no unknown fields, and no text where a number is expected."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """`include_usage`: a last chunk says how many tokens there were."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class CacheOptions(Body):
+    """OpenAI's `prompt_cache_options`; `ttl` is the least time that a breakpoint lives."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+
+
+class Breakpoint(Body):
+    """OpenAI's `prompt_cache_breakpoint`: the prompt up to the end of this part is saved."""
+
+    mode: Literal["explicit"] = "explicit"
+    ttl: Literal["30m", "12h"] | None = None
+
+
+class Common(Body):
+    """Fields of every endpoint that generates, those of OpenAI's and of vLLM's."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stream: bool | None = None
+    user: str | None = None
+    # What follows is no part of OpenAI's API, but for the cache's fields.
+    cache_salt: str | None = None
+    session_id: Name | None = None
+    request_id: str | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    on_corrupt: Literal["fail", "recompute"] | None = None
+
+
+class Sampled(Common):
+    """Fields of chat completions and of completions."""
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+
+class Answer(BaseModel):
+    """A part of an answer; fields without a value are left out where `exclude_none` is used."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class PromptDetails(Answer):
+    """Tokens of a prompt: K/V that was there, and K/V that was computed (and so written)."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class Usage(Answer):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class ModelCard(Answer):
+    """An entry of `GET /v1/models`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "kvpager"
+    root: str
+    parent: None = None
+    max_model_len: int | None
+
+
+class ModelList(Answer):
+    """The answer of `GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ErrorBody(Answer):
+    """What an error has."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """An error, as OpenAI's API has it."""
+
+    error: ErrorBody
+
+
+Json = dict[str, Any]

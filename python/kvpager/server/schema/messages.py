@@ -1,0 +1,134 @@
+"""`POST /v1/messages`: Anthropic's Messages, of text and tools."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvpager.server.schema.common import Answer, Body, Json, Name
+
+
+class CacheControl(Body):
+    """A breakpoint: the prompt up to the end of this block is saved."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(Body):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: None = None
+
+
+class ToolUse(Body):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Json
+    cache_control: CacheControl | None = None
+
+
+class ToolResult(Body):
+    """What a tool returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+Block = Annotated[TextBlock | ToolUse | ToolResult, Field(discriminator="type")]
+
+
+class MessageParam(Body):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Field(min_length=1)]
+
+
+class ToolParam(Body):
+    """A tool that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    input_schema: Json
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    cache_control: None = None
+
+
+class ToolChoiceParam(Body):
+    """Which tool has to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Metadata(Body):
+    """Of the client's user."""
+
+    user_id: str | None = None
+
+
+class CountRequest(Body):
+    """The body of a count."""
+
+    model: str | None = None
+    messages: Annotated[list[MessageParam], Field(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoiceParam | None = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of a message."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    session_id: Name | None = None
+    cache_salt: str | None = None
+    seed: Annotated[int, Field(ge=0)] | None = None
+    on_corrupt: Literal["fail", "recompute"] | None = None
+
+
+class Usage(Answer):
+    """Tokens: the three of the input add up to all of it."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnswerMessage(Answer):
+    """The answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: Usage
+
+
+class Count(Answer):
+    """How many tokens a prompt has."""
+
+    input_tokens: int

@@ -1,0 +1,204 @@
+"""`POST /v1/responses`: OpenAI's Responses, of text and functions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvpager.server.schema.common import Answer, Body, Breakpoint, Common, Json
+
+Status = Literal["completed", "incomplete", "in_progress", "failed", "cancelled"]
+
+
+class InputText(Body):
+    """Text of a user, a developer or a system."""
+
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+
+class OutputText(Body):
+    """Text of an earlier answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+Part = Annotated[InputText | OutputText, Field(discriminator="type")]
+
+
+class InputMessage(Body):
+    """A message; `type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class InputCall(Body):
+    """A call of a function, from an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCallOutput(Body):
+    """What a function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+Item = InputCall | InputCallOutput | InputMessage
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    parameters: Json | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class PlainText(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonOfSchema(Body):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    name: str
+    schema_: Annotated[Json, Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """The form of the answer's text."""
+
+    format: Annotated[PlainText | JsonObject | JsonOfSchema, Field(discriminator="type")] | None = (
+        None
+    )
+
+
+class ResponseRequest(Common):
+    """The body of a response."""
+
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    previous_response_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")] | (
+        None
+    ) = None
+    store: bool | None = None
+    background: bool | None = None
+    metadata: dict[str, str] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    stream_options: None = None
+    safety_identifier: str | None = None
+    chat_template_kwargs: Json | None = None
+
+
+class InputDetails(Answer):
+    """Tokens of the input: K/V that was there, and K/V that was computed (and so written)."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(Answer):
+    """Tokens of the output."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Answer):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Response(Answer):
+    """A response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Status
+    background: bool = False
+    error: Json | None = None
+    incomplete_details: Json | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[Json]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None = None
+    reasoning: Json | None = None
+    service_tier: str | None = None
+    store: bool
+    temperature: float | None
+    text: Json
+    tool_choice: Any
+    tools: list[Json]
+    top_logprobs: int = 0
+    top_p: float | None
+    truncation: str = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
+    session_id: str | None = None
+
+
+class Deleted(Answer):
+    """What is left of a deleted response."""
+
+    id: str
+    object: str = "response"
+    deleted: Literal[True] = True

@@ -1,0 +1,194 @@
+"""The server apart from HTTP: an engine, its stepping thread, tenants and their conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Coroutine
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvpager._version import __version__
+from kvpager.engine import Engine
+from kvpager.requests.scheduler import Scheduler
+from kvpager.server.background import BackgroundResponses
+from kvpager.server.conversations import Conversations
+from kvpager.server.errors import ApiError, not_found
+from kvpager.server.settings import ServerSettings
+from kvpager.server.tenants import Tenant, Tenants
+from kvpager.server.token_texts import TokenTexts
+from kvpager.stores import DirectoryStore
+from kvpager.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class Service:
+    """What the endpoints work on.
+
+    Attributes:
+        engine: the model and its pager; the caller closes it.
+        settings: of the server.
+        names: of the model, the first one in answers.
+        root: where the model is from.
+        tenants: who may use it.
+        draining: whether new requests are refused, because the server ends.
+    """
+
+    def __init__(
+        self, engine: Engine, settings: ServerSettings, *, names: tuple[str, ...], root: str
+    ) -> None:
+        """Opens the tenants' stores.
+
+        Raises:
+            InvalidArgumentError: api_keys or store cannot be used; says why.
+            StorageError: a store cannot be opened.
+        """
+        self.engine = engine
+        self.settings = settings
+        self.names = names
+        self.root = root
+        self.tenants = Tenants.read(settings.api_keys)
+        self.started = time.time()
+        self.draining = False
+        self._hurried = False
+        self.background_responses = BackgroundResponses()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        folder = settings.store_path(names[0])
+        self._conversations = {
+            tenant.name: Conversations(
+                engine, tenant, _store(folder, tenant, settings), settings.kept_sessions
+            )
+            for tenant in self.tenants.all()
+        }
+        self._serving = engine.serve(settings.max_running, max_waiting=settings.max_waiting)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What the stepping thread steps."""
+        return self._serving.scheduler
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The engine's."""
+        return self.engine.core.tokenizer
+
+    @property
+    def model(self) -> str:
+        """Its name in answers."""
+        return self.names[0]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: of all that the bits of an answer depend on."""
+        text = json.dumps(dict(self.engine.fingerprint), sort_keys=True, default=str)
+        return "kvp_" + blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The texts of single tokens. REQUIRES: there is a tokenizer."""
+        return TokenTexts(self.engine.tokenizer)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The longest text, prompt and answer; None: no limit is known."""
+        return self.engine.core.positions.most
+
+    def conversations(self, tenant: Tenant) -> Conversations:
+        """A tenant's conversations."""
+        return self._conversations[tenant.name]
+
+    def all_conversations(self) -> list[Conversations]:
+        """Those of every tenant."""
+        return list(self._conversations.values())
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for another model's name."""
+        if name is not None and name not in self.names:
+            raise not_found("model", name, "model", "model_not_found")
+
+    def check_open(self) -> None:
+        """Raises ApiError 503 while the server ends."""
+        if self.draining:
+            raise ApiError(
+                503,
+                "the server is being stopped",
+                kind="server_error",
+                code="shutting_down",
+                headers={"retry-after": "5"},
+            )
+
+    def salt(self, tenant: Tenant, cache_salt: str | None) -> str | None:
+        """The salt of a request's chunks; None: the engine's own."""
+        parts = [part for part in (tenant.salt, cache_salt) if part]
+        return "\0".join(parts) if parts else None
+
+    def own_name(self) -> str:
+        """A name for a conversation that its client has not named."""
+        return new_id("conversation-")
+
+    def release_idle(self) -> bool:
+        """Lets the idle conversation go that was not used for longest; False if there is none."""
+        kept = [
+            (first.used, source)
+            for source in self._conversations.values()
+            for name in source.names()[:1]
+            if (first := source.kept(name)) is not None
+        ]
+        return min(kept, key=lambda pair: pair[0])[1].release_oldest() if kept else False
+
+    def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Runs what must not end with the request that asked for it."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def drain(self) -> None:
+        """Refuses new requests, and waits for running ones as long as the settings allow."""
+        self.draining = True
+        deadline = time.monotonic() + self.settings.drain_seconds
+        while not (self.scheduler.idle or self._hurried) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        """Lets running requests end, and ends them when they have had their time."""
+        await self.drain()
+        await self._serving.aclose()
+
+    def hurry(self) -> None:
+        """Lets `drain` wait no longer."""
+        self._hurried = True
+
+    async def close(self) -> None:
+        """Ends running requests, and frees everything but the engine."""
+        self.draining = True
+        await self._serving.aclose()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=self.settings.drain_seconds + 5)
+        for source in self._conversations.values():
+            source.close()
+
+
+def new_id(prefix: str) -> str:
+    """A name that nobody can guess."""
+    return prefix + secrets.token_hex(16)
+
+
+def version() -> str:
+    """Of kvpager."""
+    return __version__
+
+
+def _store(folder: str | None, tenant: Tenant, settings: ServerSettings) -> DirectoryStore | None:
+    if folder is None:
+        return None
+    path = Path(folder) / tenant.name
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    budget = tenant.store_budget if tenant.store_budget is not None else settings.store_budget
+    return DirectoryStore(path, byte_budget=budget, ttl=settings.store_ttl)

@@ -1,0 +1,144 @@
+"""What `kvpager serve` can be told, beside the model and the pager."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.option_table import (
+    Validated,
+    choice,
+    explain,
+    flag,
+    integer,
+    name,
+    number,
+    option,
+    refusal,
+    size,
+)
+from kvpager.paths import usable_path
+from kvpager.stores.settings import parse_ttl
+
+AUTO, OFF = "auto", "off"
+MIB = 1 << 20
+LOG_LEVELS = ("debug", "info", "warning", "error")
+TOOL_FORMATS = (AUTO, OFF, "hermes", "llama3", "mistral")
+
+
+def _file(field: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not Path(usable_path(value, field)).is_file():
+        raise refusal(field, value, "the path of an existing file, or None")
+    return os.fspath(value)
+
+
+def _names(field: str, value: Any) -> tuple[str, ...]:
+    given = (value,) if isinstance(value, str) else value
+    sound = isinstance(given, (tuple, list)) and all(isinstance(one, str) and one for one in given)
+    if not sound:
+        raise refusal(field, value, "names, such as my-model,another")
+    return tuple(given)
+
+
+def _lifetime(field: str, value: Any) -> Any:
+    parse_ttl(field, value)
+    return value
+
+
+@dataclass(frozen=True)
+class ServerSettings(Validated):
+    """Options of `kvpager serve`; none of them changes a bit of any answer."""
+
+    host: str = option(
+        name(), "address to listen at; beyond this machine only with api_keys", "127.0.0.1"
+    )
+    port: int = option(integer(0, 65535), "port to listen at; 0: any free one", 8000)
+    served_model_name: tuple[str, ...] = option(
+        ("names", _names),
+        "names that requests may call the model by, the first one in answers; none: its folder's",
+        (),
+    )
+    api_keys: str | None = option(
+        ("the path of a YAML file, or None", _file),
+        "keys and their tenants (docs/serving.md); None: everybody is one tenant, without a key",
+        None,
+    )
+    store: str = option(
+        name(),
+        'folder where conversations are saved; "auto": one for each model in the user\'s data '
+        'folder; "off": nothing is saved, and restarts forget',
+        AUTO,
+    )
+    store_budget: int = option(size(), "most bytes on disk of one tenant's store", 10 << 30)
+    store_ttl: str = option(
+        ('a duration such as "7d", or "never"', _lifetime),
+        "how long a saved conversation lives after its last use",
+        "30d",
+    )
+    kept_sessions: int = option(
+        integer(1, 1 << 20),
+        "conversations that stay in memory after their last answer; others are restored from the "
+        "store when they go on",
+        256,
+    )
+    max_running: int | None = option(
+        integer(1, 4096, none="one per row of a forward"), "most requests that run at once", None
+    )
+    max_waiting: int = option(
+        integer(0, 1 << 20), "most requests that wait; further ones are told to come again", 1024
+    )
+    max_tokens: int = option(
+        integer(1, 1 << 30), "most tokens of an answer where the request names no number", 1024
+    )
+    max_choices: int = option(integer(1, 1024), "largest n", 16)
+    max_request_bytes: int = option(size(), "largest body of a request", 32 * MIB)
+    request_timeout: float = option(
+        number(0, 1e9), "seconds from a request to its end, the wait included; 0: no limit", 0.0
+    )
+    drain_seconds: float = option(
+        number(0, 1e6), "how long running requests may go on when the server is asked to stop", 30.0
+    )
+    on_corrupt: str = option(
+        choice(("fail", "recompute")),
+        "what becomes of a saved conversation with a damaged chunk, where the request does not say",
+        "fail",
+    )
+    tool_calls: str = option(
+        choice(TOOL_FORMATS),
+        "how the model writes tool calls; auto: as its chat template does; off: tools are refused",
+        AUTO,
+    )
+    page: bool = option(("True or False", flag), "whether there is a page at /", True)
+    log_level: str = option(choice(LOG_LEVELS), "what is logged to stderr", "info")
+    log_prompts: bool = option(
+        ("True or False", flag), "whether prompts and answers are logged, in clear", False
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.store not in (AUTO, OFF):
+            usable_path(self.store, "ServerSettings.store")
+
+    def store_path(self, model: str) -> str | None:
+        """The folder of its stores, for a model of this name; None: nothing is saved."""
+        if self.store == OFF:
+            return None
+        if self.store != AUTO:
+            return self.store
+        data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+        return str(Path(data) / "kvpager" / "serve" / _as_file_name(model))
+
+
+def _as_file_name(model: str) -> str:
+    kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in model).strip(".")
+    if not kept:
+        raise InvalidArgumentError(f"served_model_name is {model!r}; expected a name")
+    return kept
+
+
+explain(ServerSettings)

@@ -1,0 +1,59 @@
+"""Server-sent events, as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.background import BackgroundTask
+
+from kvpager.server.errors import ApiError
+from kvpager.server.exchange import Exchange
+
+PING_SECONDS = 15
+_log = logging.getLogger(__name__)
+
+
+def event(values: Mapping[str, Any], name: str | None = None) -> ServerSentEvent:
+    """One event of JSON; without a name it is a bare `data:` line."""
+    return ServerSentEvent(
+        data=json.dumps(values, ensure_ascii=False, separators=(",", ":")), event=name, sep="\n"
+    )
+
+
+def done() -> ServerSentEvent:
+    """The last event of a stream of chunks."""
+    return ServerSentEvent(data="[DONE]", sep="\n")
+
+
+def stream(
+    exchange: Exchange,
+    events: AsyncIterator[ServerSentEvent],
+    on_error: Callable[[ApiError], ServerSentEvent],
+    headers: Mapping[str, str] | None = None,
+) -> EventSourceResponse:
+    """The answer of a stream. A client that goes away frees everything.
+
+    on_error: the event that tells of a failure; the stream ends with it.
+    """
+
+    async def guarded() -> AsyncIterator[ServerSentEvent]:
+        try:
+            async for one in events:
+                yield one
+        except ApiError as error:
+            exchange.failed(error)
+            yield on_error(error)
+        finally:
+            await exchange.release()
+
+    return EventSourceResponse(
+        guarded(),
+        ping=PING_SECONDS,
+        sep="\n",
+        headers={"x-accel-buffering": "no", **(headers or {})},
+        background=BackgroundTask(exchange.release),  # also where nothing was ever read
+    )
