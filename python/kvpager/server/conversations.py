@@ -11,10 +11,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpager.engine import Engine
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, PagerError, StorageError
@@ -27,6 +27,7 @@ from kvpager.stores.names import check_name
 
 _NOTES = "kvpager.server"  # of a session's metadata
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 Digests = tuple[str, ...]
 
@@ -81,17 +82,21 @@ def _loaded(arguments: Any) -> Any:
 class Conversations:
     """Conversations of one tenant, by name. Any thread may use it.
 
-    Those that were not used for longest leave memory once there are more than `most`; they are
-    restored from the store when they go on.
+    Those that leave memory are restored from the store when they go on.
     """
 
     def __init__(
-        self, engine: Engine, tenant: Tenant, store: DirectoryStore | None, most: int
+        self,
+        engine: Engine,
+        tenant: Tenant,
+        store: DirectoryStore | None,
+        on_kept: Callable[[], object],
     ) -> None:
+        """on_kept: called when there is one more in memory."""
         self.tenant = tenant
         self.store = store
         self._engine = engine
-        self._most = most
+        self._on_kept = on_kept
         self._lock = threading.RLock()
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._by_seen: dict[str, str] = {}  # the last digest of a conversation: its name
@@ -110,15 +115,20 @@ class Conversations:
             FingerprintMismatchError: it was saved by another model or under another salt.
             CorruptSnapshotError: its snapshot's metadata are damaged.
         """
+        return self.look(name, salt, on_corrupt, lambda kept: (kept.session.fork(), kept))
+
+    def look(
+        self, name: str, salt: str | None, on_corrupt: str, use: Callable[[Kept], _Result]
+    ) -> _Result:
+        """What `use` returns of a conversation, which stays as it is; else as `fork`."""
         with self._lock:
             kept = self._kept.get(name)
             if kept is not None and kept.salt == salt:
                 self._touch(name, kept)
-                return kept.session.fork(), kept
+                return use(kept)
         self._restore(name, salt, on_corrupt)
         with self._lock:
-            kept = self._kept[name]
-            return kept.session.fork(), kept
+            return use(self._named(name))
 
     def fork_of_beginning(self, seen: Digests, salt: str | None) -> tuple[Session, Kept] | None:
         """A fork of the conversation in memory with the longest beginning of these messages."""
@@ -160,11 +170,7 @@ class Conversations:
             self._kept[name] = kept
             if kept.seen:
                 self._by_seen[kept.seen[-1]] = name
-            gone = [self._kept[old] for old in list(self._kept)[: -self._most]]
-            for old in list(self._kept)[: -self._most]:
-                self._forget(old, close=False)
-        for one in gone:
-            one.session.close()
+        self._on_kept()
 
     def save(self, name: str, ttl: str | float | None = None) -> SaveReport | None:
         """Saves a conversation in memory; None without a store. Raises PagerError."""
@@ -174,7 +180,6 @@ class Conversations:
             kept = self._named(name)
             twin = kept.session.fork()  # so that nobody waits for the disk
         try:
-            twin.metadata = kept.session.metadata
             report = twin.save(name, store=self.store)
         finally:
             twin.close()

@@ -57,12 +57,15 @@ class Service:
         self.started = time.time()
         self.draining = False
         self._hurried = False
+        # One that rests holds a block of the pool, which running requests need.
+        quarter = max(1, engine.config.pool_blocks // 4)
+        self._most_kept = min(settings.kept_sessions, quarter)
         self.background_responses = BackgroundResponses()
         self._tasks: set[asyncio.Task[Any]] = set()
         folder = settings.store_path(names[0])
         self._conversations = {
             tenant.name: Conversations(
-                engine, tenant, _store(folder, tenant, settings), settings.kept_sessions
+                engine, tenant, _store(folder, tenant, settings), self._release_surplus
             )
             for tenant in self.tenants.all()
         }
@@ -141,6 +144,12 @@ class Service:
             if (first := source.kept(name)) is not None
         ]
         return min(kept, key=lambda pair: pair[0])[1].release_oldest() if kept else False
+
+    def _release_surplus(self) -> None:
+        sources = self._conversations.values()
+        while sum(len(source.names()) for source in sources) > self._most_kept:
+            if not self.release_idle():
+                return
 
     def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Runs what must not end with the request that asked for it."""

@@ -82,8 +82,8 @@ class ServerSettings(Validated):
     )
     kept_sessions: int = option(
         integer(1, 1 << 20),
-        "conversations that stay in memory after their last answer; others are restored from the "
-        "store when they go on",
+        "most conversations that stay in memory after their last answer, and never more than a "
+        "quarter of the pool has chunks; others are restored from the store when they go on",
         256,
     )
     max_running: int | None = option(

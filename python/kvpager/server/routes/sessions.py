@@ -6,7 +6,6 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
 from pathlib import Path as FilePath
 from typing import Annotated, Any, TypeVar
 
@@ -20,6 +19,7 @@ from kvpager.server.errors import ApiError, not_found
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.common import Error
 from kvpager.server.schema.sessions import (
+    Chunk,
     Deleted,
     ForkRequest,
     Ledger,
@@ -60,13 +60,14 @@ async def session(name: SessionName, caller: TheCaller) -> SessionInfo:
 async def ledger(name: SessionName, caller: TheCaller, cache_salt: CacheSalt = None) -> Ledger:
     """Its chunks: where each one is, its score, and what its bits are worth."""
 
-    def look() -> Ledger:
-        forked, _ = _fork(caller, name, cache_salt)
-        with forked:
-            chunks = [_values(chunk) for chunk in forked.ledger()]
-            return Ledger(id=name, tokens=forked.length, chunks=chunks)
+    service = caller.service
+    salt, on_corrupt = service.salt(caller.tenant, cache_salt), service.settings.on_corrupt
 
-    return await _run(look)
+    def told(kept: Kept) -> Ledger:
+        chunks = [Chunk.model_validate(chunk) for chunk in kept.session.ledger()]
+        return Ledger(id=name, tokens=kept.session.length, chunks=chunks)
+
+    return await _run(lambda: caller.conversations.look(name, salt, on_corrupt, told))
 
 
 @router.post("/{name}/save")
@@ -273,10 +274,6 @@ def _saved(name: str, report: SaveReport | None) -> Saved:
         bytes_shared=report.bytes_shared,
         seconds=report.seconds,
     )
-
-
-def _values(chunk: Any) -> dict[str, Any]:
-    return asdict(chunk) if is_dataclass(chunk) and not isinstance(chunk, type) else dict(chunk)
 
 
 async def _run(work: Callable[[], _Result]) -> _Result:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from math import isfinite
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, field_validator
 
 from kvpager.server.schema.common import Answer, Body, Name
 
@@ -37,10 +38,33 @@ class SessionList(Answer):
 
 
 class Chunk(Answer):
-    """A chunk of a conversation; see `kvpager.ChunkInfo`."""
+    """A chunk of a conversation, as `kvpager.ChunkInfo` has it."""
 
+    model_config = ConfigDict(from_attributes=True)
+
+    chunk: int
     start: int
     stop: int
+    sealed: bool
+    resident: bool
+    on_host: bool
+    on_disk: bool
+    in_snapshot: bool
+    released: bool
+    damaged: bool
+    provenance: str
+    k_dtype: str
+    v_dtype: str
+    qk_score: float
+    selected: int
+    recalled: int
+    pins: int
+    references: int
+
+    @field_validator("qk_score", mode="after")
+    @classmethod
+    def _of_json(cls, value: float) -> float:
+        return value if isfinite(value) else 0.0
 
 
 class Ledger(Answer):
@@ -48,7 +72,7 @@ class Ledger(Answer):
 
     id: str
     tokens: int
-    chunks: list[dict[str, Any]]
+    chunks: list[Chunk]
 
 
 class SaveRequest(Body):

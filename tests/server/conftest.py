@@ -1,0 +1,27 @@
+"""A server of the shipped language model."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("fastapi", reason="pip install 'kvpager[serve]'")
+
+from server import running as servers
+
+
+@pytest.fixture(scope="session")
+def coder():
+    return servers.coder()
+
+
+@pytest.fixture(scope="session")
+def engine(coder):
+    with servers.coder_engine(*coder) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def server(engine, tmp_path_factory):
+    """One server for tests that leave it as it was."""
+    with servers.running(engine, tmp_path_factory.mktemp("store")) as running:
+        yield running

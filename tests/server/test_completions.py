@@ -1,0 +1,73 @@
+"""Completions: text and token ids, echoed log-probabilities, several prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from server.running import CODER, GREEDY
+
+
+@pytest.fixture
+def complete(server):
+    def create(prompt, **options):
+        return server.openai.completions.create(
+            model=CODER, prompt=prompt, **{**GREEDY, "max_tokens": 8, **options}
+        )
+
+    return create
+
+
+def test_text_and_its_token_ids_are_completed_alike(complete, engine):
+    ids = engine.tokenizer.encode("import os\n")
+    text = complete("import os\n").choices[0].text
+    assert complete(ids).choices[0].text == text
+    (alone,) = engine.run([ids], 8)
+    assert text == alone.text
+
+
+def test_echo_gives_the_log_probabilities_of_score_to_the_bit(complete, engine):
+    prompt = "def reverse(items):\n    return"
+    choice = complete(prompt, echo=True, logprobs=2, max_tokens=0).choices[0]
+    score = engine.score(prompt, top_logprobs=2)
+    assert choice.text == prompt
+    assert choice.logprobs.token_logprobs[0] is None
+    told = np.array(choice.logprobs.token_logprobs[1:], dtype=np.float32)
+    assert told.tobytes() == score.logprobs.tobytes()
+    with_answer = complete(prompt, echo=True, logprobs=2).choices[0]
+    assert with_answer.logprobs.token_logprobs[: len(told) + 1] == choice.logprobs.token_logprobs
+    assert with_answer.text.startswith(prompt)
+
+
+def test_offsets_point_into_the_text(complete):
+    choice = complete("import os\n", echo=True, logprobs=0).choices[0]
+    for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset):
+        assert choice.text[offset:].startswith(token)
+
+
+def test_several_prompts_have_several_choices_in_their_order(complete):
+    both = complete(["import os\n", "import re\n"], n=2)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    for prompt, first in (("import os\n", 0), ("import re\n", 2)):
+        assert both.choices[first].text == complete(prompt).choices[0].text
+
+
+def test_a_stream_has_the_text_of_a_completion_that_is_not_streamed(complete):
+    streamed = "".join(chunk.choices[0].text for chunk in complete("import os\n", stream=True))
+    assert streamed == complete("import os\n").choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [999_999]}, "prompt[0]"),
+        ({"stream": True, "echo": True}, "echo"),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_that_names_the_field(server, options, param):
+    answer = server.post("/v1/completions", **{"prompt": "x", "max_tokens": 1, **options})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param

@@ -1,0 +1,177 @@
+"""What survives: turns after a restart, a SIGKILL, a SIGTERM in the middle, and damaged files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import openai
+import pytest
+from server.running import CODER, GREEDY, ServerProcess, running
+
+TURNS = ("Write a class that keeps a list of names.", "Add a method that sorts them.", "Why?")
+
+
+def converse(client, turns, previous=None, **options):
+    """A conversation by previous_response_id: the texts, ids and usages of its responses."""
+    told = []
+    for turn in turns:
+        made = client.openai.responses.create(
+            model=CODER,
+            input=turn,
+            previous_response_id=previous,
+            **{**GREEDY, "max_output_tokens": 40, **options},
+        )
+        previous = made.id
+        told.append(made)
+    return told
+
+
+def texts(responses):
+    return [response.output_text for response in responses]
+
+
+def test_a_turn_after_a_restart_has_the_bits_of_a_server_that_ran_on(engine, tmp_path):
+    with running(engine, tmp_path / "a") as server:
+        whole = converse(server, TURNS)
+    with running(engine, tmp_path / "b") as server:
+        first = converse(server, TURNS[:1])
+    with running(engine, tmp_path / "b") as server:
+        rest = converse(server, TURNS[1:], first[0].id)
+    assert texts(first + rest) == texts(whole)
+    assert [one.usage.input_tokens for one in first + rest] == [
+        one.usage.input_tokens for one in whole
+    ]
+    # Of the conversation before, only the last token had no K/V.
+    for before, after in zip([*first, *rest], rest):
+        assert after.usage.input_tokens_details.cached_tokens == before.usage.total_tokens - 1
+
+
+def test_a_session_of_chat_completions_goes_on_after_a_restart(engine, tmp_path):
+    body = {"session_id": "ada"}
+    with running(engine, tmp_path) as server:
+        first = server.chat(TURNS[0], max_tokens=20, extra_body=body)
+        text = first.choices[0].message.content
+        expected = server.chat(TURNS[0], text, TURNS[1], max_tokens=20)
+    with running(engine, tmp_path) as server:
+        second = server.chat(TURNS[0], text, TURNS[1], max_tokens=20, extra_body=body)
+    assert second.choices[0].message.content == expected.choices[0].message.content
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached == first.usage.total_tokens - 1
+
+
+def test_a_prompt_with_a_cache_key_is_found_after_a_restart(engine, tmp_path):
+    body = {"prompt_cache_key": "tests", "prompt_cache_options": {"ttl": "12h"}}
+    with running(engine, tmp_path) as server:
+        first = server.chat(TURNS[0], max_tokens=4, extra_body=body)
+    with running(engine, tmp_path) as server:
+        second = server.chat(TURNS[0], max_tokens=4, extra_body=body)
+    assert second.choices[0].message.content == first.choices[0].message.content
+    details = second.usage.prompt_tokens_details
+    assert details.cached_tokens >= first.usage.prompt_tokens - 1
+
+
+def test_a_prompt_is_saved_up_to_its_breakpoint_to_the_token(engine, tmp_path):
+    text = "A long description of a class. " * 4
+    part = {"type": "text", "text": text, "prompt_cache_breakpoint": {"mode": "explicit"}}
+
+    def ask(server, question):
+        content = [part, {"type": "text", "text": question}]
+        return server.openai.chat.completions.create(
+            model=CODER, messages=[{"role": "user", "content": content}], max_tokens=4, **GREEDY
+        )
+
+    with running(engine, tmp_path) as server:
+        ask(server, " Write it.")
+        ids = engine.tokenizer.encode(f"<|im_start|>user\n{text}", add_special_tokens=False)
+    with running(engine, tmp_path) as server:
+        second = ask(server, " Explain it.")
+    assert second.usage.prompt_tokens_details.cached_tokens == len(ids)
+
+
+@pytest.fixture
+def damaged(engine, tmp_path):
+    """A store in which a response of two chunks has a damaged one, and the response."""
+    with running(engine, tmp_path) as server:
+        (made,) = converse(server, [TURNS[0] * 12])
+    (pack,) = [path for path in Path(tmp_path).rglob("*.kvsnap") if "packs" in path.parts]
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    return made
+
+
+def test_a_damaged_conversation_is_an_error_that_names_the_chunk(engine, tmp_path, damaged):
+    with (
+        running(engine, tmp_path) as server,
+        pytest.raises(openai.InternalServerError) as raised,
+    ):
+        converse(server, ["Why?"], damaged.id)
+    assert "chunk" in raised.value.message
+    assert raised.value.response.headers["x-should-retry"] == "false"
+    assert raised.value.code == "snapshot_damaged"
+
+
+def test_a_damaged_conversation_is_computed_again_where_that_is_asked_for(
+    engine, tmp_path, damaged
+):
+    with running(engine, tmp_path) as server:
+        (again,) = converse(server, ["Why?"], damaged.id, extra_body={"on_corrupt": "recompute"})
+    shutil.rmtree(tmp_path)
+    with running(engine, tmp_path) as server:
+        expected = converse(server, [TURNS[0] * 12, "Why?"])
+    assert again.output_text == expected[1].output_text
+
+
+def test_a_conversation_of_another_model_is_409(coder, engine, tmp_path):
+    from server.running import coder_engine
+
+    with running(engine, tmp_path) as server:
+        (made,) = converse(server, TURNS[:1])
+    with coder_engine(*coder, kv_dtype="q8") as other, running(other, tmp_path) as server:
+        with pytest.raises(openai.ConflictError) as raised:
+            converse(server, TURNS[1:2], made.id)
+    assert raised.value.code == "fingerprint_mismatch"
+    assert raised.value.response.headers["x-should-retry"] == "false"
+
+
+def test_nothing_that_was_reported_is_lost_by_sigkill(engine, tmp_path):
+    with running(engine, tmp_path / "whole") as server:
+        whole = converse(server, TURNS)
+    store = tmp_path / "killed"
+    with ServerProcess(store) as process:
+        first = converse(process.client, TURNS[:1])
+        process.kill()
+    with ServerProcess(store) as process:
+        second = converse(process.client, TURNS[1:2], first[0].id)
+        process.kill()
+    with ServerProcess(store) as process:
+        third = converse(process.client, TURNS[2:], second[0].id)
+        found = process.client.openai.responses.retrieve(first[0].id)
+        process.kill()
+    assert texts(first + second + third) == texts(whole)
+    assert found.output_text == first[0].output_text
+    assert third[0].usage.input_tokens_details.cached_tokens == second[0].usage.total_tokens - 1
+
+
+def test_sigterm_lets_a_request_end_and_exits_with_0(tmp_path):
+    with ServerProcess(tmp_path) as process:
+        stream = process.client.chat("Write a class.", max_tokens=60, stream=True)
+        next(stream)
+        process.process.terminate()
+        rest = list(stream)
+        assert rest[-1].choices[0].finish_reason == "length"
+        assert process.terminate() == 0
+
+
+def test_sigterm_saves_what_does_not_end_in_time(tmp_path):
+    body = {"session_id": "long"}
+    with ServerProcess(tmp_path, "--drain-seconds", "0") as process:
+        stream = process.client.chat("Write.", max_tokens=20_000, stream=True, extra_body=body)
+        for _ in range(20):
+            next(stream)
+        assert process.terminate() == 0
+    with ServerProcess(tmp_path) as process:
+        (kept,) = process.client.http.get("/v1/sessions").json()["data"]
+        assert kept["id"] == "long"
+        assert kept["tokens"] > 20
