@@ -242,15 +242,21 @@ class Engine:
         engine._serve(self.core.drafter.core)
         return engine
 
-    def session(self, *, store: SnapshotStore | None = None) -> Session:
+    def session(self, *, salt: str | None = None, store: SnapshotStore | None = None) -> Session:
         """A new, empty session.
 
-        store: where its first prefill looks for the beginning of its prompt; by default the
-            engine's store.
+        Args:
+            salt: separates it from sessions of other salts, beside the engine's own: they share no
+                chunk and no snapshot. It is needed to restore what the session saves.
+            store: where its first prefill looks for the beginning of its prompt; by default the
+                engine's store.
+
+        Raises:
+            InvalidArgumentError: the salt is empty, or `store` is no store.
         """
         self.core.check_open()
         check_store(store)
-        return self._session_of(self.core.transcript(store))
+        return self._session_of(self.core.transcript(store, salt))
 
     def adopt(self, sequence: Sequence) -> Session:
         """Makes a session over a sequence of the engine's pager, such as one of another salt."""
@@ -264,6 +270,7 @@ class Engine:
         store: SnapshotStore | None = None,
         on_mismatch: str = "refuse",
         on_corrupt: str = "fail",
+        salt: str | None = None,
     ) -> Session:
         """The session that `Session.save` wrote. Reads metadata only; chunks follow when needed.
 
@@ -291,6 +298,7 @@ class Engine:
                 temporary file. Another model, shape, RoPE, selection, row or chunk count, or salt
                 is always refused.
             on_corrupt: "fail" or "recompute".
+            salt: of the session that was saved; see `session`.
 
         Raises:
             FingerprintMismatchError: written by another model or under other numerics; `.field`
@@ -300,7 +308,7 @@ class Engine:
         """
         self.core.check_open()
         return self._session_of(
-            restore_transcript(self.core, name_or_path, store, on_mismatch, on_corrupt)
+            restore_transcript(self.core, name_or_path, store, on_mismatch, on_corrupt, salt)
         )
 
     def cache_segment(
@@ -514,17 +522,25 @@ class Engine:
             replace(each, index=each.index // choices, choice=each.index % choices) for each in done
         ]
 
-    def scheduler(self, max_sessions: Integer | None = None) -> Scheduler:
+    def scheduler(
+        self, max_sessions: Integer | None = None, *, max_waiting: Integer | None = None
+    ) -> Scheduler:
         """The lower level of `run`, for a serving stack: submit requests, step, cancel.
 
-        max_sessions: most requests that run at once; by default one per row of a forward.
+        Args:
+            max_sessions: most requests that run at once; by default one per row of a forward.
+            max_waiting: most requests that wait beside them; None: any number.
         """
         self.core.check_open()
-        scheduler = Scheduler(self.core, self.session, max_sessions)
+        scheduler = Scheduler(
+            self.core, lambda salt: self.session(salt=salt), max_sessions, max_waiting
+        )
         self._schedulers.add(scheduler)
         return scheduler
 
-    def serve(self, max_sessions: Integer | None = None) -> AsyncScheduler:
+    def serve(
+        self, max_sessions: Integer | None = None, *, max_waiting: Integer | None = None
+    ) -> AsyncScheduler:
         """Requests of many asyncio tasks in common forwards, which a thread of its own runs.
 
         Example:
@@ -532,9 +548,12 @@ class Engine:
             ...     async for text in serving.stream("Once upon a time", 100):
             ...         print(text, end="", flush=True)
 
-        max_sessions: most requests that run at once; by default one per row of a forward.
+        Args:
+            max_sessions: most requests that run at once; by default one per row of a forward.
+            max_waiting: most requests that wait beside them; None: any number.
         """
-        return AsyncScheduler(self.scheduler(max_sessions), has_text=self.tokenizer is not None)
+        scheduler = self.scheduler(max_sessions, max_waiting=max_waiting)
+        return AsyncScheduler(scheduler, has_text=self.tokenizer is not None)
 
     def score(
         self, ids: TextOrIds, *, top_logprobs: Integer = 0, progress: Progress = None

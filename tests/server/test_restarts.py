@@ -7,6 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
+
 from server.running import CODER, GREEDY, ServerProcess, running
 
 TURNS = ("Write a class that keeps a list of names.", "Add a method that sorts them.", "Why?")
@@ -128,9 +129,12 @@ def test_a_conversation_of_another_model_is_409(coder, engine, tmp_path):
 
     with running(engine, tmp_path) as server:
         (made,) = converse(server, TURNS[:1])
-    with coder_engine(*coder, kv_dtype="q8") as other, running(other, tmp_path) as server:
-        with pytest.raises(openai.ConflictError) as raised:
-            converse(server, TURNS[1:2], made.id)
+    with (
+        coder_engine(*coder, kv_dtype="q8") as other,
+        running(other, tmp_path) as server,
+        pytest.raises(openai.ConflictError) as raised,
+    ):
+        converse(server, TURNS[1:2], made.id)
     assert raised.value.code == "fingerprint_mismatch"
     assert raised.value.response.headers["x-should-retry"] == "false"
 
