@@ -94,6 +94,7 @@ _SUBMODULES = frozenset(
         "config",
         "drafts",
         "errors",
+        "grammar",
         "pager",
         "requests",
         "sampling",

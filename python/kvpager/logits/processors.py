@@ -44,8 +44,12 @@ class Processors:
     takes the token.
     """
 
-    def __init__(self, processors: tuple[LogitsProcessor, ...]) -> None:
+    def __init__(
+        self, processors: tuple[LogitsProcessor, ...], constrain: Process | None = None
+    ) -> None:
+        """constrain: changes what the processors return, in float64."""
         self._processors = processors
+        self._constrain = constrain
         self._text: TokenIds = np.zeros(0, dtype=np.int32)  # of the last call
         self._chosen: dict[int, int | Exception] = {}  # by the length of the beginning of _text
 
@@ -82,6 +86,11 @@ class Processors:
         return self._chosen.get(len(tokens))
 
     def _process(self, tokens: TokenIds, values: Logits) -> Logits:
+        if self._processors:
+            values = self._call(tokens, values)
+        return values if self._constrain is None else self._constrain(tokens, values)
+
+    def _call(self, tokens: TokenIds, values: Logits) -> Logits:
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         with np.errstate(over="ignore"):  # beyond float32: infinity, which is refused
             scores = torch.from_numpy(values.astype(np.float32))[None]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.grammar import Grammar
 from kvpager.logits.arguments import Number, refusal
 from kvpager.logits.processors import LogitsProcessor
 from kvpager.sampling import Sampling
@@ -51,6 +52,8 @@ class GenerationOptions(TypedDict, total=False):
             as transformers has them, on the CPU; called once per token of each text, after bias and
             penalties and before the temperature. They are not saved with a session, and the text is
             a function of tokens and seed only as far as they are.
+        grammar: a `kvpager.grammar.Grammar` that the text this call produces has to follow. It ends
+            with an end token, or with "stop" where `eos` is None.
         generation_config: a transformers GenerationConfig, or "model" for the model's own; see
             docs/sampling.md. Options given by name come before what it says. A field that would
             change the text in a way that is not honoured is refused.
@@ -74,6 +77,7 @@ class GenerationOptions(TypedDict, total=False):
     begin_suppress_tokens: Iterable[int] | None
     top_logprobs: SupportsIndex
     logits_processor: Iterable[LogitsProcessor] | None
+    grammar: Grammar | None
     generation_config: ConfigLike
     speculate: Speculate
 
@@ -99,6 +103,7 @@ DEFAULTS: GenerationOptions = {
     "begin_suppress_tokens": None,
     "top_logprobs": 0,
     "logits_processor": None,
+    "grammar": None,
     "generation_config": None,
     "speculate": None,
 }

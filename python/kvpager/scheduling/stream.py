@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
+from kvpager.grammar import Constraint, Grammar, compiler_of
 from kvpager.logits.processors import LogitsProcessor, Processors, as_processors
 from kvpager.sampling import Alternatives, Sampling, log_probability, top_log_probabilities
 from kvpager.scheduling.completion import FinishReason
@@ -59,6 +61,7 @@ class Generation:
     tokenizer: Tokenizer | None
     top_logprobs: int = 0
     processors: tuple[LogitsProcessor, ...] = ()
+    grammar: Callable[[int], Constraint] | None = None  # from the first token's position
 
     @classmethod
     def checked(
@@ -85,10 +88,11 @@ class Generation:
                 "1 or more"
             )
         ids, strings = _stops(core, chosen["stop"])
+        eos = _end_tokens(core, chosen["eos"])
         return cls(
             max_new_tokens=as_integer(max_new_tokens, "max_new_tokens", 1),
             sampling=sampling_of(chosen, core.vocab_size),
-            eos=_end_tokens(core, chosen["eos"]),
+            eos=eos,
             stop=ids,
             stop_strings=strings,
             speculation=resolve_speculation(
@@ -101,6 +105,7 @@ class Generation:
             tokenizer=core.tokenizer,
             top_logprobs=alternatives_of(chosen, logprobs),
             processors=as_processors(chosen["logits_processor"]),
+            grammar=_constraints(core, chosen["grammar"], eos),
         )
 
     def sampling_with(self, seed: int, start: int = 0) -> Sampling:
@@ -123,6 +128,10 @@ class Generation:
         if self.tokenizer is not None and (as_text or self.stop_strings):
             answer = AnswerText(Detokenizer(self.tokenizer, before), self.stop_strings)
         start = transcript.start_for(self.sampling, len(before))
+        constraint = None if self.grammar is None else self.grammar(len(before))
+        processors = None
+        if self.processors or constraint is not None:
+            processors = Processors(self.processors, constraint)
         return Stream(
             transcript=transcript,
             sampling=self.sampling_with(seed, start),
@@ -136,7 +145,8 @@ class Generation:
             tokenizer=self.tokenizer,
             answer=answer,
             top_logprobs=self.top_logprobs,
-            processors=Processors(self.processors) if self.processors else None,
+            processors=processors,
+            constraint=constraint,
         )
 
 
@@ -161,6 +171,7 @@ class Stream:
     answer: AnswerText | None = None
     top_logprobs: int = 0
     processors: Processors | None = None
+    constraint: Constraint | None = None
     produced: list[int] = field(default_factory=list)
     produced_logprobs: list[float] = field(default_factory=list)
     produced_top: list[Alternatives] = field(default_factory=list)
@@ -190,6 +201,8 @@ class Stream:
             for stop in self.stop:
                 if tuple(self.produced[-len(stop) :]) == stop:
                     return "stop"
+            if self.constraint is not None and self.constraint.ended(self.produced):
+                return "stop"
         return None if self.remaining > 0 else "length"
 
     @property
@@ -271,6 +284,26 @@ def _end_tokens(core: EngineCore, eos: EndTokens) -> frozenset[int]:
         return _models_end_tokens(core.model)
     ids = [eos] if is_integer(eos) else list(eos)
     return frozenset(as_token_ids(ids, core.vocab_size, "eos").tolist())
+
+
+def _constraints(
+    core: EngineCore, grammar: object, eos: frozenset[int]
+) -> Callable[[int], Constraint] | None:
+    """Makes the constraints of a grammar. Raises InvalidArgumentError."""
+    if grammar is None:
+        return None
+    if not isinstance(grammar, Grammar):
+        raise InvalidArgumentError(
+            f"grammar is {grammar!r}; expected a kvpager.grammar.Grammar, such as "
+            "Grammar.json_schema(schema)"
+        )
+    if core.tokenizer is None:
+        raise InvalidArgumentError(
+            "grammar is given, but the engine has no tokenizer; give Engine(model, tokenizer=...)"
+        )
+    compiler = compiler_of(core.tokenizer, core.vocab_size, eos)
+    compiler.check(grammar)
+    return partial(compiler.constraint, grammar)
 
 
 def _stops(core: EngineCore, stop: Stops) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:

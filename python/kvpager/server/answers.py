@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from kvpager.text.tool_calls import ArgumentsDelta, CallBegun, TextDelta, ToolCallFormat
-
+from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server.errors import bad_request
 from kvpager.server.schema.chat import (
@@ -21,6 +20,7 @@ from kvpager.server.schema.chat import (
     ToolChoice,
 )
 from kvpager.server.service import Service, new_id
+from kvpager.text.tool_calls import Event, TextDelta, ToolCallFormat
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -40,7 +40,7 @@ class Reader:
 
     def __init__(self, calls_of: ToolCallFormat | None) -> None:
         """calls_of: how the model writes calls; None: everything is text."""
-        self._parser = None if calls_of is None else calls_of.stream()
+        self._parser = None if calls_of is None else calls_of.parser()
         self._text: list[str] = []
         self.calls: list[ToolCall] = []
 
@@ -66,20 +66,19 @@ class Reader:
         self._text.append(text)
         return [Delta({"content": text})]
 
-    def _told(self, events: list[Any]) -> list[Delta]:
+    def _told(self, events: list[Event]) -> list[Delta]:
         deltas: list[Delta] = []
         for one in events:
             if isinstance(one, TextDelta):
                 deltas += self._told_text(one.text)
-            elif isinstance(one, CallBegun):
-                function = Called(name=one.name, arguments="")
-                call = ToolCall(id=new_id("call_"), function=function, index=one.index)
-                self.calls.append(call)
-                deltas.append(Delta({"tool_calls": [call.model_dump()]}))
-            elif isinstance(one, ArgumentsDelta):
-                self.calls[one.index].function.arguments += one.text
-                changed = {"index": one.index, "function": {"arguments": one.text}}
-                deltas.append(Delta({"tool_calls": [changed]}))
+                continue
+            function = Called(name=one.name, arguments=one.arguments)
+            call = ToolCall(id=new_id("call_"), function=function, index=one.index)
+            self.calls.append(call)
+            begun = call.model_copy(update={"function": Called(name=one.name, arguments="")})
+            deltas.append(Delta({"tool_calls": [begun.model_dump()]}))
+            arguments = {"index": one.index, "function": {"arguments": one.arguments}}
+            deltas.append(Delta({"tool_calls": [arguments]}))
         return deltas
 
 
@@ -119,7 +118,7 @@ def answering(
     tools: list[Tool] | None,
     choice: ToolChoice | None,
     parallel: bool,
-    grammar: Any | None,
+    grammar: Grammar | None,
 ) -> Answering:
     """Of these tools, this choice among them, and this grammar of the answer."""
     if not tools:
@@ -151,32 +150,21 @@ def answering(
             "response_format and a tool_choice that forces a call exclude each other",
             "response_format",
         )
-    wanted: Any = choice.function.name if isinstance(choice, ChosenTool) else "required"
-    forced = form.grammar([one["function"] for one in shown], wanted, parallel=parallel)
+    chosen = [one["function"] for one in shown]
+    if isinstance(choice, ChosenTool):
+        chosen = [one for one in chosen if one["name"] == choice.function.name]
+        parallel = False
+    forced = Grammar.lark(form.lark(chosen, parallel=parallel))
     return Answering({"grammar": forced}, shown, form)
 
 
-def _grammar(body: ChatRequest) -> Any | None:
+def _grammar(body: ChatRequest) -> Grammar | None:
     form = body.response_format
     if isinstance(form, ObjectFormat):
-        return object_grammar()
+        return Grammar.json_object()
     if isinstance(form, SchemaFormat):
-        return schema_grammar(form.json_schema.schema_)
+        return Grammar.json_schema(form.json_schema.schema_)
     return None
-
-
-def object_grammar() -> Any:
-    """Of any JSON object."""
-    from kvpager.grammar import Grammar
-
-    return Grammar.json_object()
-
-
-def schema_grammar(schema: dict[str, Any]) -> Any:
-    """Of JSON that a schema allows."""
-    from kvpager.grammar import Grammar
-
-    return Grammar.json_schema(schema)
 
 
 def finish_reason(completion: RequestCompletion, reader: Reader) -> FinishReason:

@@ -19,11 +19,12 @@ from kvpager.requests.scheduler import Scheduler
 from kvpager.server.background import BackgroundResponses
 from kvpager.server.conversations import Conversations
 from kvpager.server.errors import ApiError, not_found
-from kvpager.server.settings import ServerSettings
+from kvpager.server.settings import AUTO, OFF, ServerSettings
 from kvpager.server.tenants import Tenant, Tenants
 from kvpager.server.token_texts import TokenTexts
 from kvpager.stores import DirectoryStore
 from kvpager.text.tokenizer import Tokenizer
+from kvpager.text.tool_calls import ToolCallFormat, format_of_template, tool_call_format
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +97,14 @@ class Service:
     def token_texts(self) -> TokenTexts:
         """The texts of single tokens. REQUIRES: there is a tokenizer."""
         return TokenTexts(self.engine.tokenizer)
+
+    @cached_property
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """How the model writes calls of tools; None: tools are refused."""
+        asked = self.settings.tool_calls
+        if asked == AUTO:
+            return format_of_template(getattr(self.engine.tokenizer, "chat_template", None))
+        return None if asked == OFF else tool_call_format(asked)
 
     @property
     def most_tokens(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvpager.text.tokenizer import Detokenizer
+from kvpager.text.tool_calls import overlap
 
 
 class AnswerText:
@@ -44,7 +45,7 @@ class AnswerText:
         if found:
             self.stopped, self._held = True, ""
             return self._return(held[: min(found)])
-        kept = max((_overlap(held, stop) for stop in self._stops), default=0)
+        kept = max((overlap(held, stop) for stop in self._stops), default=0)
         certain, self._held = held[: len(held) - kept], held[len(held) - kept :]
         return self._return(certain)
 
@@ -52,11 +53,3 @@ class AnswerText:
         if piece:
             self._returned.append(piece)
         return piece
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins, less than all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 from sse_starlette import ServerSentEvent
 
+from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server import options
-from kvpager.server.answers import Answering, answering, object_grammar, schema_grammar
+from kvpager.server.answers import Answering, answering
 from kvpager.server.breakpoints import Marks
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import ApiError, bad_request, not_found
@@ -258,9 +259,9 @@ def _answering(caller: Caller, body: ResponseRequest) -> Answering:
     form = body.text.format if body.text is not None else None
     grammar = None
     if isinstance(form, JsonObject):
-        grammar = object_grammar()
+        grammar = Grammar.json_object()
     elif isinstance(form, JsonOfSchema):
-        grammar = schema_grammar(form.schema_)
+        grammar = Grammar.json_schema(form.schema_)
     tools = None
     if body.tools is not None:
         tools = [

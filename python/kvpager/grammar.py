@@ -1,0 +1,213 @@
+"""Text of a grammar: what may follow is decided at the sampler, so that tokens stay reproducible.
+
+Masks come from llguidance (https://github.com/guidance-ai/llguidance), which is installed with
+`pip install 'kvpager[grammar]'`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.logits.processors import Logits
+from kvpager.text.tokenizer import Tokenizer
+from kvpager.tokens import TokenIds
+
+_MOST_COMPILED = 64  # grammars that are kept for each tokenizer
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a text may be. Made by the class methods; for the option `grammar` of a generation.
+
+    A token is forbidden (its logit is -inf) if no text of the grammar could begin with the text and
+    that token. End tokens are allowed where the text is complete. Bias, penalties and processors
+    come before it, the temperature after it.
+
+    Attributes:
+        source: as llguidance reads it, JSON text.
+    """
+
+    source: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
+        """JSON that a schema allows.
+
+        Raises InvalidArgumentError for a schema that is no JSON, or that uses what cannot be
+        enforced; the error comes with the first generation if only the tokenizer can tell.
+        """
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise InvalidArgumentError(f"grammar: the schema is no JSON: {error}") from error
+        if not isinstance(schema, (Mapping, bool)):
+            raise InvalidArgumentError(f"grammar: the schema is {schema!r}; expected an object")
+        return cls._checked(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that a regular expression matches as a whole, in the syntax of Rust's `regex`."""
+        if not isinstance(pattern, str):
+            raise InvalidArgumentError(f"grammar: the pattern is {pattern!r}; expected text")
+        return cls._checked(_library().LLMatcher.grammar_from_regex(pattern))
+
+    @classmethod
+    def choice(cls, texts: Iterable[str]) -> Grammar:
+        """One of these texts."""
+        given = list(texts)
+        if not given or not all(isinstance(text, str) and text for text in given):
+            raise InvalidArgumentError(f"grammar: the choices are {given!r}; expected texts")
+        return cls.lark("start: " + " | ".join(json.dumps(text) for text in given))
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Text of a context-free grammar in llguidance's variant of Lark, of its rule `start`."""
+        if not isinstance(text, str):
+            raise InvalidArgumentError(f"grammar: the text is {text!r}; expected text")
+        return cls._checked(_library().LLMatcher.grammar_from_lark(text))
+
+    @classmethod
+    def _checked(cls, source: str) -> Grammar:
+        wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(source)
+        if wrong:
+            raise _refused(messages[0])
+        return cls(source)
+
+
+class Constraint:
+    """A grammar over one generation's tokens. It follows the text, forwards and back."""
+
+    def __init__(self, matcher: Any, start: int, *, has_end: bool) -> None:
+        """Begins with no tokens.
+
+        Args:
+            matcher: of llguidance, at the beginning of the text.
+            start: position of the first token.
+            has_end: whether an end token ends the generation.
+        """
+        self._matcher = matcher
+        self._start = start
+        self._has_end = has_end
+        self._consumed: list[int] = []
+
+    def __call__(self, tokens: TokenIds, values: Logits) -> Logits:
+        """Forbids what may not follow `tokens`, the whole text [n]; logits [vocab] in place."""
+        self._follow(tokens[self._start :].tolist())
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: len(values)].astype(bool)
+        values[: len(allowed)][~allowed] = -np.inf
+        values[len(allowed) :] = -np.inf
+        return values
+
+    def ended(self, produced: Sequence[int]) -> bool:
+        """Whether nothing can follow these tokens, the generation's own, not even an end token."""
+        if self._has_end:
+            return False
+        self._follow(list(produced))
+        return bool(self._matcher.is_stopped())
+
+    def _follow(self, wanted: list[int]) -> None:
+        common = 0
+        for one, other in zip(self._consumed, wanted):
+            if one != other:
+                break
+            common += 1
+        if common < len(self._consumed):
+            self._matcher.rollback(len(self._consumed) - common)
+            del self._consumed[common:]
+        for token in wanted[common:]:
+            if self._matcher.is_stopped() or not self._matcher.consume_token(token):
+                break
+            self._consumed.append(token)
+
+
+class Compiler:
+    """Grammars for one tokenizer and its end tokens. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: frozenset[int]) -> None:
+        """Reads the tokenizer, which takes up to a second.
+
+        Raises:
+            InvalidArgumentError: it is none of transformers' fast tokenizers.
+        """
+        _library()
+        from llguidance.hf import from_tokenizer
+
+        try:
+            self._tokens = from_tokenizer(
+                tokenizer.wrapped, n_vocab=vocab_size, eos_token=sorted(ends) or None
+            )
+        except Exception as error:  # of a library that reads a file of another
+            raise InvalidArgumentError(
+                f"grammar: it needs a fast tokenizer that llguidance can read, not "
+                f"{type(tokenizer.wrapped).__name__} ({error})"
+            ) from error
+        self._has_end = bool(ends)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles a grammar. Raises InvalidArgumentError if that fails; says why."""
+        self._matcher(grammar)
+
+    def constraint(self, grammar: Grammar, start: int) -> Constraint:
+        """For a generation whose first token is at position `start`. Errors: as `check`."""
+        return Constraint(self._matcher(grammar).deep_copy(), start, has_end=self._has_end)
+
+    def _matcher(self, grammar: Grammar) -> Any:
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+                return self._compiled[grammar]
+        matcher = _library().LLMatcher(self._tokens, grammar.source, log_level=0)
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > _MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+
+_compilers: weakref.WeakKeyDictionary[Tokenizer, dict[frozenset[int], Compiler]] = (
+    weakref.WeakKeyDictionary()
+)
+_compilers_lock = threading.Lock()
+
+
+def compiler_of(tokenizer: Tokenizer, vocab_size: int, ends: frozenset[int]) -> Compiler:
+    """The compiler for a tokenizer; made once. Errors: as `Compiler`."""
+    with _compilers_lock:
+        known = _compilers.setdefault(tokenizer, {})
+        if ends not in known:
+            known[ends] = Compiler(tokenizer, vocab_size, ends)
+        return known[ends]
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise InvalidArgumentError(
+            "grammar: it needs the package llguidance; pip install 'kvpager[grammar]'"
+        ) from error
+    return llguidance
+
+
+def _refused(message: str) -> InvalidArgumentError:
+    return InvalidArgumentError("grammar: " + " ".join(message.split())[:500])
