@@ -1,4 +1,4 @@
-"""Text of a grammar: always of it, reproducible, the same in company, with guesses and in pieces."""
+"""Text of a grammar: always of it, reproducible, the same in company and with guesses."""
 
 from __future__ import annotations
 

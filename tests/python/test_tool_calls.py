@@ -1,4 +1,4 @@
-"""Calls of tools in text: found wherever they are, in any pieces, and never lost where they are none."""
+"""Calls of tools in text: found in any pieces of it; and what is no call stays text."""
 
 from __future__ import annotations
 

@@ -91,6 +91,13 @@ def running(engine, store, **settings):
         assert not thread.is_alive()
 
 
+@contextlib.contextmanager
+def started(coder, store, **settings):
+    """A server of an engine that has seen nothing."""
+    with coder_engine(*coder) as engine, running(engine, store, **settings) as client:
+        yield client
+
+
 class ServerProcess:
     """`kvpager serve` in a process of its own."""
 

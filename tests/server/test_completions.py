@@ -64,7 +64,7 @@ def test_a_stream_has_the_text_of_a_completion_that_is_not_streamed(complete):
         ({"suffix": "x"}, "suffix"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": [999_999]}, "prompt[0]"),
+        ({"prompt": [999_999]}, "prompt[0][0]"),
         ({"stream": True, "echo": True}, "echo"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from server.running import running, said
+from server.running import said, started
 
 
 def ask(server, text="Write a class.", **body):
@@ -42,16 +42,16 @@ def test_a_stop_sequence_is_named(server):
     assert stopped["stop_sequence"] == text[5:8]
 
 
-def test_a_prompt_is_read_from_its_cache_control_after_a_restart(engine, tmp_path):
+def test_a_prompt_is_read_from_its_cache_control_after_a_restart(coder, tmp_path):
     block = {"type": "text", "text": "A long text. " * 20, "cache_control": {"type": "ephemeral"}}
 
     def usage(server, question):
         messages = [{"role": "user", "content": [block, {"type": "text", "text": question}]}]
         return ask(server, messages=messages).json()["usage"]
 
-    with running(engine, tmp_path) as server:
+    with started(coder, tmp_path) as server:
         first = usage(server, "Why?")
-    with running(engine, tmp_path) as server:
+    with started(coder, tmp_path) as server:
         second = usage(server, "How?")
     assert first["cache_creation_input_tokens"] > 0
     assert second["cache_read_input_tokens"] == first["cache_creation_input_tokens"]

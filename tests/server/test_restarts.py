@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from server.running import CODER, GREEDY, ServerProcess, running
+from server.running import CODER, GREEDY, ServerProcess, coder_engine, running, started
 
 TURNS = ("Write a class that keeps a list of names.", "Add a method that sorts them.", "Why?")
 
@@ -32,12 +32,12 @@ def texts(responses):
     return [response.output_text for response in responses]
 
 
-def test_a_turn_after_a_restart_has_the_bits_of_a_server_that_ran_on(engine, tmp_path):
-    with running(engine, tmp_path / "a") as server:
+def test_a_turn_after_a_restart_has_the_bits_of_a_server_that_ran_on(coder, tmp_path):
+    with started(coder, tmp_path / "a") as server:
         whole = converse(server, TURNS)
-    with running(engine, tmp_path / "b") as server:
+    with started(coder, tmp_path / "b") as server:
         first = converse(server, TURNS[:1])
-    with running(engine, tmp_path / "b") as server:
+    with started(coder, tmp_path / "b") as server:
         rest = converse(server, TURNS[1:], first[0].id)
     assert texts(first + rest) == texts(whole)
     assert [one.usage.input_tokens for one in first + rest] == [
@@ -48,31 +48,31 @@ def test_a_turn_after_a_restart_has_the_bits_of_a_server_that_ran_on(engine, tmp
         assert after.usage.input_tokens_details.cached_tokens == before.usage.total_tokens - 1
 
 
-def test_a_session_of_chat_completions_goes_on_after_a_restart(engine, tmp_path):
+def test_a_session_of_chat_completions_goes_on_after_a_restart(coder, tmp_path):
     body = {"session_id": "ada"}
-    with running(engine, tmp_path) as server:
+    with started(coder, tmp_path) as server:
         first = server.chat(TURNS[0], max_tokens=20, extra_body=body)
         text = first.choices[0].message.content
         expected = server.chat(TURNS[0], text, TURNS[1], max_tokens=20)
-    with running(engine, tmp_path) as server:
+    with started(coder, tmp_path) as server:
         second = server.chat(TURNS[0], text, TURNS[1], max_tokens=20, extra_body=body)
     assert second.choices[0].message.content == expected.choices[0].message.content
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached == first.usage.total_tokens - 1
 
 
-def test_a_prompt_with_a_cache_key_is_found_after_a_restart(engine, tmp_path):
+def test_a_prompt_with_a_cache_key_is_found_after_a_restart(coder, tmp_path):
     body = {"prompt_cache_key": "tests", "prompt_cache_options": {"ttl": "12h"}}
-    with running(engine, tmp_path) as server:
+    with started(coder, tmp_path) as server:
         first = server.chat(TURNS[0], max_tokens=4, extra_body=body)
-    with running(engine, tmp_path) as server:
+    with started(coder, tmp_path) as server:
         second = server.chat(TURNS[0], max_tokens=4, extra_body=body)
     assert second.choices[0].message.content == first.choices[0].message.content
     details = second.usage.prompt_tokens_details
     assert details.cached_tokens >= first.usage.prompt_tokens - 1
 
 
-def test_a_prompt_is_saved_up_to_its_breakpoint_to_the_token(engine, tmp_path):
+def test_a_prompt_is_saved_up_to_its_breakpoint_to_the_token(coder, tmp_path):
     text = "A long description of a class. " * 4
     part = {"type": "text", "text": text, "prompt_cache_breakpoint": {"mode": "explicit"}}
 
@@ -82,18 +82,18 @@ def test_a_prompt_is_saved_up_to_its_breakpoint_to_the_token(engine, tmp_path):
             model=CODER, messages=[{"role": "user", "content": content}], max_tokens=4, **GREEDY
         )
 
-    with running(engine, tmp_path) as server:
+    with started(coder, tmp_path) as server:
         ask(server, " Write it.")
-        ids = engine.tokenizer.encode(f"<|im_start|>user\n{text}", add_special_tokens=False)
-    with running(engine, tmp_path) as server:
+        ids = coder[1].encode(f"<|im_start|>user\n{text}", add_special_tokens=False)
+    with started(coder, tmp_path) as server:
         second = ask(server, " Explain it.")
     assert second.usage.prompt_tokens_details.cached_tokens == len(ids)
 
 
 @pytest.fixture
-def damaged(engine, tmp_path):
+def damaged(coder, tmp_path):
     """A store in which a response of two chunks has a damaged one, and the response."""
-    with running(engine, tmp_path) as server:
+    with started(coder, tmp_path) as server:
         (made,) = converse(server, [TURNS[0] * 12])
     (pack,) = [path for path in Path(tmp_path).rglob("*.kvsnap") if "packs" in path.parts]
     data = bytearray(pack.read_bytes())
@@ -102,9 +102,9 @@ def damaged(engine, tmp_path):
     return made
 
 
-def test_a_damaged_conversation_is_an_error_that_names_the_chunk(engine, tmp_path, damaged):
+def test_a_damaged_conversation_is_an_error_that_names_the_chunk(coder, tmp_path, damaged):
     with (
-        running(engine, tmp_path) as server,
+        started(coder, tmp_path) as server,
         pytest.raises(openai.InternalServerError) as raised,
     ):
         converse(server, ["Why?"], damaged.id)
@@ -114,20 +114,18 @@ def test_a_damaged_conversation_is_an_error_that_names_the_chunk(engine, tmp_pat
 
 
 def test_a_damaged_conversation_is_computed_again_where_that_is_asked_for(
-    engine, tmp_path, damaged
+    coder, tmp_path, damaged
 ):
-    with running(engine, tmp_path) as server:
+    with started(coder, tmp_path) as server:
         (again,) = converse(server, ["Why?"], damaged.id, extra_body={"on_corrupt": "recompute"})
     shutil.rmtree(tmp_path)
-    with running(engine, tmp_path) as server:
+    with started(coder, tmp_path) as server:
         expected = converse(server, [TURNS[0] * 12, "Why?"])
     assert again.output_text == expected[1].output_text
 
 
-def test_a_conversation_of_another_model_is_409(coder, engine, tmp_path):
-    from server.running import coder_engine
-
-    with running(engine, tmp_path) as server:
+def test_a_conversation_of_another_model_is_409(coder, tmp_path):
+    with started(coder, tmp_path) as server:
         (made,) = converse(server, TURNS[:1])
     with (
         coder_engine(*coder, kv_dtype="q8") as other,
@@ -139,8 +137,8 @@ def test_a_conversation_of_another_model_is_409(coder, engine, tmp_path):
     assert raised.value.response.headers["x-should-retry"] == "false"
 
 
-def test_nothing_that_was_reported_is_lost_by_sigkill(engine, tmp_path):
-    with running(engine, tmp_path / "whole") as server:
+def test_nothing_that_was_reported_is_lost_by_sigkill(coder, tmp_path):
+    with started(coder, tmp_path / "whole") as server:
         whole = converse(server, TURNS)
     store = tmp_path / "killed"
     with ServerProcess(store) as process:

@@ -20,6 +20,7 @@ from kvpager.engine import Engine
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, PagerError, StorageError
 from kvpager.section_json import parse_section
 from kvpager.server.errors import ApiError, not_found
+from kvpager.server.metrics import RestoreOutcome
 from kvpager.server.tenants import Tenant
 from kvpager.session import Session
 from kvpager.stores import DirectoryStore, SaveReport, StoreEntry
@@ -90,13 +91,16 @@ class Conversations:
         engine: Engine,
         tenant: Tenant,
         store: DirectoryStore | None,
+        *,
         on_kept: Callable[[], object],
+        on_restore: Callable[[RestoreOutcome], object],
     ) -> None:
-        """on_kept: called when there is one more in memory."""
+        """on_kept: called when there is one more in memory. on_restore: when one is restored."""
         self.tenant = tenant
         self.store = store
         self._engine = engine
         self._on_kept = on_kept
+        self._on_restore = on_restore
         self._lock = threading.RLock()
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._by_seen: dict[str, str] = {}  # the last digest of a conversation: its name
@@ -244,8 +248,17 @@ class Conversations:
                 self._forget(name)
 
     def _restore(self, name: str, salt: str | None, on_corrupt: str) -> None:
-        notes = self._opened_notes(name)
-        session = self._engine.restore(name, store=self.store, on_corrupt=on_corrupt, salt=salt)
+        outcome: RestoreOutcome = "unknown"
+        try:
+            notes = self._opened_notes(name)
+            outcome = "refused"
+            session = self._engine.restore(name, store=self.store, on_corrupt=on_corrupt, salt=salt)
+            outcome = "exact"
+        except CorruptSnapshotError:
+            outcome = "damaged"
+            raise
+        finally:
+            self._on_restore(outcome)
         seen = tuple(notes.pop("seen", ()))
         self.keep(name, Kept(session, seen, salt, notes))
 

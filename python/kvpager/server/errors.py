@@ -19,6 +19,7 @@ from kvpager.errors import (
     ModelChangedError,
     NonFiniteError,
     PagerError,
+    QueueFullError,
     UnsupportedVersionError,
 )
 
@@ -121,7 +122,8 @@ def of(error: BaseException) -> ApiError:
     text = str(error)
     for kind, make in _KNOWN:
         if isinstance(error, kind):
-            return make(text, error)
+            known: ApiError = make(text, error)
+            return known
     _log.error("a request failed", exc_info=error)
     return ApiError(500, "internal error", kind="server_error", code="internal_error")
 
@@ -154,10 +156,15 @@ def _server(text: str, error: Any) -> ApiError:
     return ApiError(500, text, kind="server_error", code=type(error).__name__, headers=_NEVER)
 
 
+def _queue_full(text: str, error: Any) -> ApiError:
+    return queue_full(text)
+
+
 _KNOWN: tuple[tuple[type[BaseException], Any], ...] = (
     (FingerprintMismatchError, _mismatch),
     (CorruptSnapshotError, _damaged),
     (UnsupportedVersionError, _damaged),
+    (QueueFullError, _queue_full),
     (CapacityError, _capacity),
     (ModelChangedError, _server),
     (NonFiniteError, _server),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvpager.errors import CapacityError
+from kvpager.errors import CapacityError, CorruptSnapshotError
 from kvpager.requests.completion import RequestCompletion
 from kvpager.requests.request import Request
 from kvpager.sampling import fresh_seed, seed_after
@@ -100,7 +101,9 @@ class Exchange:
         self._service = service
         self.plan = plan
         self._sessions: list[Session | None] = [None] * plan.choices
-        self._production = Production(plan.choices)
+        self._production = Production(plan.choices, self._observe)
+        self._last: dict[int, float] = {}  # when each choice's last token came
+        self._restored = [(0, 0)] * plan.choices
         self._seen: Digests = ()
         self._saw_token = [False] * plan.choices
         self._begun = self._finished = False
@@ -111,6 +114,7 @@ class Exchange:
     async def begin(self) -> None:
         """Queues every choice. Raises ApiError; nothing is left then."""
         self._begun = True
+        self._began = time.perf_counter()
         try:
             await asyncio.to_thread(self._submit_all)
         except BaseException as error:
@@ -127,6 +131,8 @@ class Exchange:
             elif await self._retries(event):
                 continue
             else:
+                if event.completion is not None:
+                    self._count(event.choice, event.completion)
                 self._raise_failure(event.completion)
             yield event
 
@@ -190,6 +196,27 @@ class Exchange:
         """Notes an error that the client is told in a stream, whose status is 200 by then."""
         self._service.metrics.error(error.status)
 
+    def _observe(self, choice: int, at: float) -> None:
+        metrics, last = self._service.metrics, self._last.get(choice)
+        if last is None:
+            metrics.first_token(at - self._began)
+        else:
+            metrics.token(at - last)
+        self._last[choice] = at
+
+    def _count(self, choice: int, completion: RequestCompletion) -> None:
+        """Counts a choice that has ended."""
+        session = self._sessions[choice]
+        consumed, recomputed = self._restored[choice]
+        if session is not None and not session.closed:
+            consumed = session.restored_tokens_consumed - consumed
+            recomputed = session.recomputed_tokens - recomputed
+        else:
+            consumed = recomputed = 0
+        self._service.metrics.finished(completion, max(0, consumed), max(0, recomputed))
+        if isinstance(completion.error, CorruptSnapshotError):
+            self._service.metrics.damaged()
+
     def _submit_all(self) -> None:
         seed = fresh_seed() if self.plan.seed is None else self.plan.seed
         for choice in range(self.plan.choices):
@@ -204,6 +231,7 @@ class Exchange:
         plan, prompt = self.plan, self.plan.prompt
         session, kept = self._base()
         self._sessions[choice] = session
+        self._restored[choice] = (session.restored_tokens_consumed, session.recomputed_tokens)
         common: dict[str, Any] = {
             "seed": seed,
             "logprobs": plan.logprobs,

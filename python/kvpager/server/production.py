@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
@@ -48,7 +49,9 @@ class Production:
     Made in the event loop, and read there; `submit` and `drop` may be called in other threads.
     """
 
-    def __init__(self, choices: int) -> None:
+    def __init__(self, choices: int, on_token: Callable[[int, float], object]) -> None:
+        """on_token: called with each piece's choice and the time of its token, of perf_counter."""
+        self._on_token = on_token
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Queue[Piece | Ended] = asyncio.Queue()
         self._requests: list[Request] = []
@@ -103,10 +106,12 @@ class Production:
 
     def _tell(self, event: Piece | Ended) -> None:  # of the thread that steps, mostly
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._arrived, event)
+            self._loop.call_soon_threadsafe(self._arrived, event, time.perf_counter())
 
-    def _arrived(self, event: Piece | Ended) -> None:
-        if isinstance(event, Ended):
+    def _arrived(self, event: Piece | Ended, at: float) -> None:
+        if isinstance(event, Piece):
+            self._on_token(event.choice, at)
+        else:
             self._completions[event.choice] = event.completion
             self._running -= 1
             if not self._running:

@@ -82,7 +82,8 @@ def _add_call(messages: Messages, item: InputCall) -> None:
 def _text(content: str | Sequence[Any]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.text for part in content)
+    parts: Sequence[Any] = content
+    return "".join(part.text for part in parts)
 
 
 class Output:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from sse_starlette.sse import AppStatus
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.server.app import make_app
@@ -60,6 +61,7 @@ class Server:
 
     def __init__(self, service: Service, ready: Callable[[str], object]) -> None:
         """Arguments and errors: as for `serve`."""
+        AppStatus.disable_automatic_graceful_drain()  # streams end with their requests
         settings = service.settings
         self._socket = _listen(settings.host, settings.port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host

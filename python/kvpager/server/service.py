@@ -19,6 +19,7 @@ from kvpager.requests.scheduler import Scheduler
 from kvpager.server.background import BackgroundResponses
 from kvpager.server.conversations import Conversations
 from kvpager.server.errors import ApiError, not_found
+from kvpager.server.metrics import Gauges, Metrics
 from kvpager.server.settings import AUTO, OFF, ServerSettings
 from kvpager.server.tenants import Tenant, Tenants
 from kvpager.server.token_texts import TokenTexts
@@ -56,6 +57,8 @@ class Service:
         self.root = root
         self.tenants = Tenants.read(settings.api_keys)
         self.started = time.time()
+        self.metrics = Metrics(names[0])
+        self.metrics.watch(self.gauges)
         self.draining = False
         self._hurried = False
         # One that rests holds a block of the pool, which running requests need.
@@ -66,7 +69,11 @@ class Service:
         folder = settings.store_path(names[0])
         self._conversations = {
             tenant.name: Conversations(
-                engine, tenant, _store(folder, tenant, settings), self._release_surplus
+                engine,
+                tenant,
+                _store(folder, tenant, settings),
+                on_kept=self._release_surplus,
+                on_restore=self.metrics.restored,
             )
             for tenant in self.tenants.all()
         }
@@ -143,6 +150,33 @@ class Service:
     def own_name(self) -> str:
         """A name for a conversation that its client has not named."""
         return new_id("conversation-")
+
+    def gauges(self) -> Gauges:
+        """What is so now. Any thread may ask."""
+        stats, scheduler = self.engine.stats(), self.scheduler
+        stores = self._store_bytes()
+        sources = self._conversations.values()
+        return Gauges(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            usage=1 - stats["free_blocks"] / stats["pool_blocks"],
+            tiers={
+                "resident": stats["resident_bytes"],
+                "host": stats["host_bytes_used"],
+                "disk": stats["disk_bytes_used"],
+                "snapshot": sum(stores.values()),
+            },
+            stores=stores,
+            sessions=sum(len(source.names()) for source in sources),
+        )
+
+    def _store_bytes(self) -> dict[str, int]:
+        """Bytes of each tenant's store."""
+        return {
+            name: int(source.store.stats()["bytes"] or 0)
+            for name, source in self._conversations.items()
+            if source.store is not None
+        }
 
     def release_idle(self) -> bool:
         """Lets the idle conversation go that was not used for longest; False if there is none."""

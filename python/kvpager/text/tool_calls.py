@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
 
 from kvpager.errors import InvalidArgumentError
 
@@ -16,13 +17,15 @@ REQUIRED: Literal["required"] = "required"
 _BLANK = " \t\r\n"
 
 
-class TextDelta(NamedTuple):
+@dataclass(frozen=True)
+class TextDelta:
     """Text beside calls."""
 
     text: str
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """A call of a tool.
 
     Attributes:

@@ -46,13 +46,13 @@ async def slots(
 
 def _save(caller: Caller, slot: int, name: str, file: str) -> SlotSaved:
     begun = time.perf_counter()
-    _copy(caller, name, file)
+    tokens = _copy(caller, name, file)
     report = caller.conversations.save(file)
     assert report is not None
     return SlotSaved(
         id_slot=slot,
         filename=file,
-        n_saved=report.tokens,
+        n_saved=tokens,
         n_written=report.bytes_written,
         timings={"save_ms": 1000 * (time.perf_counter() - begun)},
     )
