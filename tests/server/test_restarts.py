@@ -113,9 +113,7 @@ def test_a_damaged_conversation_is_an_error_that_names_the_chunk(coder, tmp_path
     assert raised.value.code == "snapshot_damaged"
 
 
-def test_a_damaged_conversation_is_computed_again_where_that_is_asked_for(
-    coder, tmp_path, damaged
-):
+def test_a_damaged_conversation_is_computed_again_where_that_is_asked_for(coder, tmp_path, damaged):
     with started(coder, tmp_path) as server:
         (again,) = converse(server, ["Why?"], damaged.id, extra_body={"on_corrupt": "recompute"})
     shutil.rmtree(tmp_path)

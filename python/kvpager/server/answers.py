@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server.errors import bad_request
+from kvpager.server.ids import new_id
 from kvpager.server.schema.chat import (
     Called,
     ChatRequest,
@@ -19,7 +20,7 @@ from kvpager.server.schema.chat import (
     ToolCall,
     ToolChoice,
 )
-from kvpager.server.service import Service, new_id
+from kvpager.server.service import Service
 from kvpager.text.tool_calls import Event, TextDelta, ToolCallFormat
 
 FinishReason = Literal["stop", "length", "tool_calls"]

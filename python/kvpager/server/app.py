@@ -12,11 +12,22 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvpager._version import __version__
 from kvpager.server import errors
 from kvpager.server.disconnects import ClientGone
 from kvpager.server.errors import ApiError
-from kvpager.server.routes import about, chat, completions, messages, responses, sessions, slots
-from kvpager.server.service import Service, new_id, version
+from kvpager.server.ids import new_id
+from kvpager.server.routes import (
+    about,
+    chat,
+    completions,
+    messages,
+    page,
+    responses,
+    sessions,
+    slots,
+)
+from kvpager.server.service import Service
 
 _TOO_LARGE = 413
 _REQUEST_ID = b"x-request-id"
@@ -38,13 +49,15 @@ def make_app(service: Service) -> FastAPI:
 
     app = FastAPI(
         title="kvpager",
-        version=version(),
+        version=__version__,
         description="An OpenAI-compatible server whose conversations survive.",
         lifespan=lifespan,
-        docs_url="/docs" if service.settings.page else None,
+        docs_url=None,  # it loads its program from elsewhere
         redoc_url=None,
     )
     app.state.service = service
+    if service.settings.page:
+        app.include_router(page.router)
     for module in (about, chat, completions, messages, responses, sessions, slots):
         app.include_router(module.router)
     app.add_middleware(_Limits, most=service.settings.max_request_bytes)

@@ -102,6 +102,7 @@ class Exchange:
         self.plan = plan
         self._sessions: list[Session | None] = [None] * plan.choices
         self._production = Production(plan.choices, self._observe)
+        self._tokens = 0  # of all choices
         self._last: dict[int, float] = {}  # when each choice's last token came
         self._restored = [(0, 0)] * plan.choices
         self._seen: Digests = ()
@@ -115,6 +116,7 @@ class Exchange:
         """Queues every choice. Raises ApiError; nothing is left then."""
         self._begun = True
         self._began = time.perf_counter()
+        self._service.begun(self)
         try:
             await asyncio.to_thread(self._submit_all)
         except BaseException as error:
@@ -175,6 +177,7 @@ class Exchange:
         finally:
             self._finished = True
             self._close_all()
+            self._service.ended(self)
 
     async def abandon(self) -> None:
         """Cancels what runs and frees everything. May be called at any time, also twice."""
@@ -186,6 +189,27 @@ class Exchange:
             if self._service.draining and self.plan.save:
                 await asyncio.to_thread(self._keep_unfinished)
             self._close_all()
+            self._service.ended(self)
+
+    @property
+    def name(self) -> str:
+        """Of its conversation; empty where it has none of its own."""
+        return self.plan.keep_as or self.plan.continues or ""
+
+    @property
+    def session(self) -> Session | None:
+        """The first choice's, while it runs."""
+        return self._sessions[0]
+
+    def describe(self) -> dict[str, Any]:
+        """What the page shows of it."""
+        return {
+            "id": self.name,
+            "state": self._production.state,
+            "prompt_tokens": self._production.prompt_tokens,
+            "generated": self._tokens,
+            "seconds": time.perf_counter() - self._began,
+        }
 
     async def release(self) -> None:
         """`abandon`, which goes on even if the task that asks for it is cancelled."""
@@ -198,11 +222,16 @@ class Exchange:
 
     def _observe(self, choice: int, at: float) -> None:
         metrics, last = self._service.metrics, self._last.get(choice)
+        recent = self._service.recent
         if last is None:
             metrics.first_token(at - self._began)
+            recent.note("first", at - self._began)
         else:
             metrics.token(at - last)
+            recent.note("between", at - last)
+        recent.note("token", 1)
         self._last[choice] = at
+        self._tokens += 1
 
     def _count(self, choice: int, completion: RequestCompletion) -> None:
         """Counts a choice that has ended."""
@@ -213,6 +242,7 @@ class Exchange:
             recomputed = session.recomputed_tokens - recomputed
         else:
             consumed = recomputed = 0
+        self._service.recent.note("prompt", completion.computed_tokens)
         self._service.metrics.finished(completion, max(0, consumed), max(0, recomputed))
         if isinstance(completion.error, CorruptSnapshotError):
             self._service.metrics.damaged()

@@ -100,6 +100,16 @@ class Production:
         if self._running:
             await self._idle.wait()
 
+    @property
+    def state(self) -> str:
+        """Of the first choice; see `Request.state`."""
+        return self._requests[0].state if self._requests else "waiting"
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the first choice; 0 before it is submitted."""
+        return self._requests[0].prompt_tokens if self._requests else 0
+
     def completions(self) -> Sequence[RequestCompletion]:
         """Every choice's. REQUIRES: all have ended."""
         return [one for one in self._completions if one is not None]

@@ -9,6 +9,7 @@ from kvpager.scheduling.stream import GeneratedToken
 from kvpager.server.answers import Delta, Reader
 from kvpager.server.breakpoints import DEFAULT_TTL, Mark, Marks
 from kvpager.server.errors import bad_request
+from kvpager.server.ids import new_id
 from kvpager.server.schema.common import CacheOptions
 from kvpager.server.schema.responses import (
     InputCall,
@@ -17,7 +18,6 @@ from kvpager.server.schema.responses import (
     InputText,
     Item,
 )
-from kvpager.server.service import new_id
 from kvpager.server.token_texts import TokenTexts
 
 _ROLES = {"developer": "system"}

@@ -61,7 +61,8 @@ class Server:
 
     def __init__(self, service: Service, ready: Callable[[str], object]) -> None:
         """Arguments and errors: as for `serve`."""
-        AppStatus.disable_automatic_graceful_drain()  # streams end with their requests
+        # Streams end with their requests.
+        AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
         settings = service.settings
         self._socket = _listen(settings.host, settings.port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
 import time
 from collections.abc import Coroutine
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvpager._version import __version__
 from kvpager.engine import Engine
 from kvpager.requests.scheduler import Scheduler
 from kvpager.server.background import BackgroundResponses
 from kvpager.server.conversations import Conversations
 from kvpager.server.errors import ApiError, not_found
+from kvpager.server.ids import new_id
 from kvpager.server.metrics import Gauges, Metrics
+from kvpager.server.monitor import Monitor, Recent
 from kvpager.server.settings import AUTO, OFF, ServerSettings
 from kvpager.server.tenants import Tenant, Tenants
 from kvpager.server.token_texts import TokenTexts
 from kvpager.stores import DirectoryStore
 from kvpager.text.tokenizer import Tokenizer
 from kvpager.text.tool_calls import ToolCallFormat, format_of_template, tool_call_format
+
+if TYPE_CHECKING:
+    from kvpager.server.exchange import Exchange
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +67,9 @@ class Service:
         # One that rests holds a block of the pool, which running requests need.
         quarter = max(1, engine.config.pool_blocks // 4)
         self._most_kept = min(settings.kept_sessions, quarter)
+        self.recent = Recent()
+        self.monitor = Monitor(self)
+        self._exchanges: dict[int, Exchange] = {}
         self.background_responses = BackgroundResponses()
         self._tasks: set[asyncio.Task[Any]] = set()
         folder = settings.store_path(names[0])
@@ -194,6 +200,18 @@ class Service:
             if not self.release_idle():
                 return
 
+    def begun(self, exchange: Exchange) -> None:
+        """Notes a request that runs."""
+        self._exchanges[id(exchange)] = exchange
+
+    def ended(self, exchange: Exchange) -> None:
+        """Forgets it. May be called twice."""
+        self._exchanges.pop(id(exchange), None)
+
+    def exchanges_of(self, source: Conversations) -> list[Exchange]:
+        """The requests of a tenant that run."""
+        return [one for one in list(self._exchanges.values()) if one.plan.conversations is source]
+
     def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Runs what must not end with the request that asked for it."""
         task = asyncio.ensure_future(work)
@@ -225,16 +243,6 @@ class Service:
             await asyncio.wait(set(self._tasks), timeout=self.settings.drain_seconds + 5)
         for source in self._conversations.values():
             source.close()
-
-
-def new_id(prefix: str) -> str:
-    """A name that nobody can guess."""
-    return prefix + secrets.token_hex(16)
-
-
-def version() -> str:
-    """Of kvpager."""
-    return __version__
 
 
 def _store(folder: str | None, tenant: Tenant, settings: ServerSettings) -> DirectoryStore | None:

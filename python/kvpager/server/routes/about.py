@@ -9,13 +9,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
+from kvpager._version import __version__
 from kvpager.server import errors
 from kvpager.server.errors import ApiError, bad_request
 from kvpager.server.messages import as_dicts
 from kvpager.server.routes.caller import TheCaller, TheService
 from kvpager.server.schema.chat import Message, Tool
 from kvpager.server.schema.common import Answer, Body, Error, Json, ModelCard, ModelList, TokenId
-from kvpager.server.service import Service, version
+from kvpager.server.service import Service
 from kvpager.tokens import TokenIds
 
 router = APIRouter()
@@ -83,7 +84,7 @@ def ready(service: TheService) -> Health:
 @router.get("/version")
 def show_version() -> Version:
     """The version of kvpager."""
-    return Version(version=version())
+    return Version(version=__version__)
 
 
 @router.get("/v1/models")

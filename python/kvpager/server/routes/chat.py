@@ -16,6 +16,7 @@ from kvpager.server.answers import Delta, Reader, answering_of, finish_reason, s
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import bad_request
 from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.ids import new_id
 from kvpager.server.messages import as_dicts, marks_of
 from kvpager.server.production import Ended, Piece
 from kvpager.server.routes.caller import Caller, TheCaller
@@ -27,7 +28,6 @@ from kvpager.server.schema.chat import (
     Logprobs,
 )
 from kvpager.server.schema.common import Error
-from kvpager.server.service import new_id
 from kvpager.server.streaming import done, event, stream
 from kvpager.server.usage import usage_of
 

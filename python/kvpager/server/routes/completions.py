@@ -19,6 +19,7 @@ from kvpager.server.answers import stop_reason
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import bad_request, unsupported
 from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.ids import new_id
 from kvpager.server.production import Piece
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.common import Error
@@ -28,7 +29,7 @@ from kvpager.server.schema.completions import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from kvpager.server.service import Service, new_id
+from kvpager.server.service import Service
 from kvpager.server.streaming import done, event, stream
 from kvpager.server.usage import usage_of
 from kvpager.tokens import TokenIds

@@ -17,6 +17,7 @@ from kvpager.server.breakpoints import Mark, Marks
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import ApiError, bad_request
 from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.ids import new_id
 from kvpager.server.production import Piece
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.chat import ChosenFunction, ChosenTool, Function, Tool
@@ -30,7 +31,6 @@ from kvpager.server.schema.messages import (
     ToolUse,
     Usage,
 )
-from kvpager.server.service import new_id
 from kvpager.server.streaming import event, stream
 
 router = APIRouter()

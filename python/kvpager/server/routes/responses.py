@@ -18,6 +18,7 @@ from kvpager.server.breakpoints import Marks
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import ApiError, bad_request, not_found
 from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.ids import new_id
 from kvpager.server.production import Piece
 from kvpager.server.response_items import Output, marks_of, messages_of
 from kvpager.server.routes.caller import Caller, TheCaller
@@ -34,7 +35,6 @@ from kvpager.server.schema.responses import (
     ResponseRequest,
     ResponseUsage,
 )
-from kvpager.server.service import new_id
 from kvpager.server.streaming import event, stream
 
 router = APIRouter()

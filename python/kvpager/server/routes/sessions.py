@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Annotated, Any, TypeVar
@@ -29,7 +28,8 @@ from kvpager.server.schema.sessions import (
     SessionList,
     TrimRequest,
 )
-from kvpager.stores import SaveReport, StoreEntry
+from kvpager.server.session_list import listed
+from kvpager.stores import SaveReport
 
 router = APIRouter(prefix="/v1/sessions", responses={404: {"model": Error}})
 SessionName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
@@ -200,38 +200,6 @@ async def import_(
 
         await _run(take)
     return await session(name, caller)
-
-
-def listed(source: Conversations) -> list[SessionInfo]:
-    """A tenant's conversations, the one used last first."""
-    saved = source.entries()
-    infos = []
-    for name in {*source.names(), *saved}:
-        kept = source.kept(name)
-        if kept is not None or name in saved:
-            infos.append(_info(name, kept, saved.get(name)))
-    return sorted(infos, key=lambda info: -info.last_used)
-
-
-def _info(name: str, kept: Kept | None, entry: StoreEntry | None) -> SessionInfo:
-    tier: Any = "memory+disk" if kept and entry else "memory" if kept else "disk"
-    used = max(kept.used if kept else 0.0, entry.last_used if entry else 0.0)
-    tokens = entry.tokens if entry else 0
-    if kept is not None and not kept.session.closed:
-        tokens = kept.session.length
-    return SessionInfo(
-        id=name,
-        tokens=tokens,
-        bytes=entry.bytes_own if entry else 0,
-        bytes_shared=entry.bytes_shared if entry else 0,
-        tier=tier,
-        created=entry.created if entry else kept.created if kept else used,
-        last_used=used,
-        age_s=max(0.0, time.time() - used),
-        pinned=bool(entry and entry.pinned),
-        ttl_s=entry.ttl_seconds if entry else None,
-        error=entry.error if entry else None,
-    )
 
 
 def _fork(caller: Caller, name: str, cache_salt: str | None) -> tuple[Any, Kept]:
