@@ -76,10 +76,9 @@ def test_nothing_comes_from_elsewhere(server):
 def test_the_program_finds_every_element_it_uses(server, page):
     ids = {values.get("id") for _, values in page.elements}
     program = server.http.get("/page/page.js").text
-    used = set(re.findall(r'\bat\("([\w-]+)"\)', program)) | set(
-        re.findall(r'fill\("(\w+)"', program)
-    )
-    assert used <= ids
+    used = re.findall(r'\bat\("([\w-]+)"\)', program) + re.findall(r'fill\("(\w+)"', program)
+    assert used
+    assert set(used) <= ids
 
 
 def test_the_state_is_told_at_once_and_has_no_text(server):
