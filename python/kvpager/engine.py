@@ -242,21 +242,15 @@ class Engine:
         engine._serve(self.core.drafter.core)
         return engine
 
-    def session(self, *, salt: str | None = None, store: SnapshotStore | None = None) -> Session:
+    def session(self, *, store: SnapshotStore | None = None) -> Session:
         """A new, empty session.
 
-        Args:
-            salt: separates it from sessions of other salts, beside the engine's own: they share no
-                chunk and no snapshot. It is needed to restore what the session saves.
-            store: where its first prefill looks for the beginning of its prompt; by default the
-                engine's store.
-
-        Raises:
-            InvalidArgumentError: the salt is empty, or `store` is no store.
+        store: where its first prefill looks for the beginning of its prompt; by default the
+            engine's store.
         """
         self.core.check_open()
         check_store(store)
-        return self._session_of(self.core.transcript(store, salt))
+        return self._session_of(self.core.transcript(store))
 
     def adopt(self, sequence: Sequence) -> Session:
         """Makes a session over a sequence of the engine's pager, such as one of another salt."""
@@ -270,7 +264,6 @@ class Engine:
         store: SnapshotStore | None = None,
         on_mismatch: str = "refuse",
         on_corrupt: str = "fail",
-        salt: str | None = None,
     ) -> Session:
         """The session that `Session.save` wrote. Reads metadata only; chunks follow when needed.
 
@@ -298,7 +291,6 @@ class Engine:
                 temporary file. Another model, shape, RoPE, selection, row or chunk count, or salt
                 is always refused.
             on_corrupt: "fail" or "recompute".
-            salt: of the session that was saved; see `session`.
 
         Raises:
             FingerprintMismatchError: written by another model or under other numerics; `.field`
@@ -308,7 +300,7 @@ class Engine:
         """
         self.core.check_open()
         return self._session_of(
-            restore_transcript(self.core, name_or_path, store, on_mismatch, on_corrupt, salt)
+            restore_transcript(self.core, name_or_path, store, on_mismatch, on_corrupt)
         )
 
     def cache_segment(
@@ -522,25 +514,17 @@ class Engine:
             replace(each, index=each.index // choices, choice=each.index % choices) for each in done
         ]
 
-    def scheduler(
-        self, max_sessions: Integer | None = None, *, max_waiting: Integer | None = None
-    ) -> Scheduler:
+    def scheduler(self, max_sessions: Integer | None = None) -> Scheduler:
         """The lower level of `run`, for a serving stack: submit requests, step, cancel.
 
-        Args:
-            max_sessions: most requests that run at once; by default one per row of a forward.
-            max_waiting: most requests that wait beside them; None: any number.
+        max_sessions: most requests that run at once; by default one per row of a forward.
         """
         self.core.check_open()
-        scheduler = Scheduler(
-            self.core, lambda salt: self.session(salt=salt), max_sessions, max_waiting
-        )
+        scheduler = Scheduler(self.core, self.session, max_sessions)
         self._schedulers.add(scheduler)
         return scheduler
 
-    def serve(
-        self, max_sessions: Integer | None = None, *, max_waiting: Integer | None = None
-    ) -> AsyncScheduler:
+    def serve(self, max_sessions: Integer | None = None) -> AsyncScheduler:
         """Requests of many asyncio tasks in common forwards, which a thread of its own runs.
 
         Example:
@@ -548,12 +532,9 @@ class Engine:
             ...     async for text in serving.stream("Once upon a time", 100):
             ...         print(text, end="", flush=True)
 
-        Args:
-            max_sessions: most requests that run at once; by default one per row of a forward.
-            max_waiting: most requests that wait beside them; None: any number.
+        max_sessions: most requests that run at once; by default one per row of a forward.
         """
-        scheduler = self.scheduler(max_sessions, max_waiting=max_waiting)
-        return AsyncScheduler(scheduler, has_text=self.tokenizer is not None)
+        return AsyncScheduler(self.scheduler(max_sessions), has_text=self.tokenizer is not None)
 
     def score(
         self, ids: TextOrIds, *, top_logprobs: Integer = 0, progress: Progress = None

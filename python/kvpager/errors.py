@@ -32,7 +32,6 @@ __all__ = [
     "NonFiniteError",
     "PagerError",
     "PrefixMismatchError",
-    "QueueFullError",
     "RestoreNotConsumedError",
     "StorageError",
     "UnsupportedModelError",
@@ -142,10 +141,6 @@ class PrefixMismatchError(_Pickled, InvalidArgumentError):
     def __init__(self, message: str, *, position: int) -> None:
         super().__init__(message)
         self.position = position
-
-
-class QueueFullError(PagerError):
-    """As many requests wait as may; nothing was queued. Try again later."""
 
 
 class RestoreNotConsumedError(PrefixMismatchError):

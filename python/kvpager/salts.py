@@ -16,7 +16,7 @@ _APPLICATION = b"kvpager tenant salt"
 _COST, _BLOCK, _MEMORY = 1 << 14, 8, 64 << 20
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def stretched(salt: str) -> str:
     """The stretched salt for chunk names and digests; an empty salt stays empty."""
     if not salt:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from server.running import CODER, GREEDY, said
 
 

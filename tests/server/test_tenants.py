@@ -6,17 +6,17 @@ import hashlib
 
 import httpx
 import pytest
+from server.running import coder_engine, running, said
 
 from kvpager import InvalidArgumentError
 from kvpager.server.errors import ApiError
 from kvpager.server.tenants import Tenant, Tenants
-from server.running import coder_engine, running, said
 
-KEYS = f"""
-- {{key: sk-alice, tenant: alice, requests_per_minute: 3}}
-- {{key: sk-alice-2, tenant: alice, requests_per_minute: 3}}
-- {{key_sha256: {hashlib.sha256(b"sk-bob").hexdigest()}, tenant: bob, priority: 5}}
-"""
+KEYS = """
+- {key: sk-alice, tenant: alice, requests_per_minute: 3}
+- {key: sk-alice-2, tenant: alice, requests_per_minute: 3}
+- {key_sha256: %s, tenant: bob, priority: 5}
+""" % hashlib.sha256(b"sk-bob").hexdigest()
 
 
 @pytest.fixture

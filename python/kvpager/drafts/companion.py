@@ -59,7 +59,7 @@ class DraftCaches:
         for companion in transcript.companions:
             if isinstance(companion, DraftCompanion):
                 return companion
-        companion = DraftCompanion(self, transcript.sequence.salt)
+        companion = DraftCompanion(self)
         transcript.companions.append(companion)
         return companion
 
@@ -80,12 +80,10 @@ class DraftCompanion:
 
     kind = DRAFT
 
-    def __init__(self, caches: DraftCaches, salt: str) -> None:
-        """Makes an empty companion; `salt`: of the text's chunk names, and so of its own."""
+    def __init__(self, caches: DraftCaches) -> None:
+        """Makes an empty companion."""
         self._caches = caches
-        self._salt = salt
-        core = caches.core
-        self.transcript = core.transcripts.adopt(core.pager.sequence(salt=salt))
+        self.transcript = caches.core.transcript()
         self.used = 0  # when it last guessed, on its caches' clock
         self._refused: tuple[int, int] | None = None  # (length of a text, room given up by then)
         self._sound = 0  # number of its first tokens known to equal the text's
@@ -167,7 +165,7 @@ class DraftCompanion:
 
     def fork(self) -> DraftCompanion:
         """A companion for a fork of the text; an empty one if there is no room."""
-        twin = DraftCompanion(self._caches, self._salt)
+        twin = DraftCompanion(self._caches)
         with self._caches.lock:
             try:
                 transcript = self.transcript.fork()
@@ -223,8 +221,7 @@ class DraftCompanion:
             source=snapshot.path,
         )
         with self._caches.lock:
-            own = self._salt == core.namespace
-            salt = salt_of(core, snapshot) if own else self._salt
+            salt = salt_of(core, snapshot)
             sequence = core.pager.restore(snapshot, salt=salt, provenance=provenance)
             self.transcript.close()
             first = len(snapshot.released_tokens) // core.layout.chunk_tokens

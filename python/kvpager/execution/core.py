@@ -27,7 +27,6 @@ from kvpager.process import MadeIn
 from kvpager.recurrent.checkpoints import Checkpoints
 from kvpager.recurrent.cursor import StateContext, StateCursor, state_cursor
 from kvpager.recurrent.saved_states import StateFormat
-from kvpager.salts import stretched
 from kvpager.sampling import Sampling
 from kvpager.stores import SnapshotStore
 from kvpager.text.tokenizer import Tokenizer, read_ids
@@ -250,26 +249,12 @@ class EngineCore:
         """
         return read_ids(given, self.tokenizer, self.vocab_size, name, special_tokens=special_tokens)
 
-    def namespace_of(self, salt: str | None) -> str:
-        """The salt of chunk names of a text with a salt beside the engine's; None: without one.
-
-        Raises InvalidArgumentError unless it is text that is not empty, or None.
-        """
-        if salt is None:
-            return self.namespace
-        if not isinstance(salt, str) or not salt:
-            raise InvalidArgumentError(f"salt is {salt!r}; expected text that is not empty")
-        return stretched(f"{self.salt}\0{salt}")
-
-    def transcript(self, store: SnapshotStore | None = None, salt: str | None = None) -> Transcript:
+    def transcript(self, store: SnapshotStore | None = None) -> Transcript:
         """Makes a new, empty transcript.
 
-        Args:
-            store: where its prefill looks for the beginning of its prompt; by default the engine's.
-            salt: see `namespace_of`.
+        store: where its prefill looks for the beginning of its prompt; by default the engine's.
         """
-        sequence = self.pager.sequence(salt=self.namespace_of(salt))
-        transcript = self.transcripts.adopt(sequence)
+        transcript = self.transcripts.adopt(self.pager.sequence(salt=self.namespace))
         transcript.store = self.store if store is None else store
         return transcript
 

@@ -92,8 +92,6 @@ class Job:
 
     Attributes:
         request: its owner's handle, which shows the attributes of the same names.
-        priority: a job with a lower one is admitted earlier.
-        overtaken: how often later jobs were admitted while it had no room.
         given_session: the session whose text goes on, or None.
     """
 
@@ -109,8 +107,6 @@ class Job:
         on_token: OnToken | None,
         on_finish: OnFinish | None,
         cancelled: deque[Job],
-        priority: int = 0,
-        salt: str | None = None,
     ) -> None:
         """Makes it; nothing is computed before `admit`.
 
@@ -124,15 +120,7 @@ class Job:
             on_token: likewise.
             on_finish: likewise.
             cancelled: takes the job when `cancel` is called.
-            priority: see `Scheduler.submit`.
-            salt: likewise.
         """
-        self.priority = priority
-        self.salt = salt
-        self.overtaken = 0
-        self._queued: float | None = None  # seconds until it was first admitted
-        self._computed: int | None = None  # tokens of the prompt, once it is prefilled
-        self._before = 0  # what its transcript had counted when it was admitted
         self.index = index
         self.completion: RequestCompletion | None = None
         self._conversation: Conversation | None = None
@@ -216,15 +204,14 @@ class Job:
             return 0 if self._session.closed else min(self._feed.done, self._to_compute)
         return self._to_compute + len(self.stream.produced)
 
-    def admit(self, core: EngineCore, make_session: Callable[[str | None], Session]) -> None:
+    def admit(self, core: EngineCore, make_session: Callable[[], Session]) -> None:
         """Starts it, or starts it again after `suspend`, and reserves room for all it may produce.
 
         Raises:
             CapacityError: there is no room; nothing was changed.
         """
-        session = self.given_session or make_session(self.salt)
+        session = self.given_session or make_session()
         transcript = session.transcript
-        before = _computed_by(transcript)
         try:
             stream = self._stream or self._new_stream(transcript)
             feed = None
@@ -240,11 +227,6 @@ class Job:
         stream.transcript = transcript
         transcript.generation_start = transcript.length if feed is None else self.prompt_tokens
         self._stream, self._feed, self._session = stream, feed, session
-        self._before = before
-        if self._queued is None:
-            self._queued = time.perf_counter() - self._submitted
-        if feed is None and self._computed is None:
-            self._computed = self.prompt_tokens - transcript.committed  # a pending token, at most
 
     def _feed_of(self, core: EngineCore, transcript: Transcript, stream: Stream) -> Feed:
         """The admitted feed of the prompt; a given session's text is cut to what they share."""
@@ -274,10 +256,7 @@ class Job:
 
     def fed(self) -> None:
         """Call when the prompt is prefilled: the request is decoding from now on."""
-        transcript = self.feed.transcript
-        transcript.mark_used()
-        if self._computed is None:
-            self._computed = self._computed_now(transcript)
+        self.feed.transcript.mark_used()
         self._fed, self._feed = self._feed, None
 
     def sample(self) -> Token:
@@ -293,28 +272,13 @@ class Job:
         """Finishes it; closes a session made for it unless that is to be kept."""
         self._done = self.done
         session = self._session
-        computed = self._computed or 0
-        cached = self.prompt_tokens - computed
-        if self._computed is None:  # it ended before its prompt was prefilled
-            cached = 0
-            if self._feed is not None and not self._feed.transcript.closed:
-                transcript = self._feed.transcript
-                computed = self._computed_now(transcript)
-                cached = min(transcript.committed, self.prompt_tokens) - computed
         unwanted = self.given_session is None and (error is not None or not self._keep)
         if session is not None and unwanted:
             session.close()
         self._leave()
         kept = session if session is not None and not session.closed else self.given_session
         self.completion = RequestCompletion(
-            **self._result(),
-            index=self.index,
-            finish_reason=reason,
-            error=error,
-            session=kept,
-            cached_tokens=max(0, cached),
-            computed_tokens=computed,
-            queue_s=self._queued,
+            **self._result(), index=self.index, finish_reason=reason, error=error, session=kept
         )
         # A session holds logits, and there may be many requests.
         self._session = self._feed = self._fed = self._stream = None
@@ -327,9 +291,6 @@ class Job:
                 self._on_finish(self.request, self.completion)
             except Exception:
                 _log.exception("on_finish of request %d", self.index)
-
-    def _computed_now(self, transcript: Transcript) -> int:
-        return min(_computed_by(transcript) - self._before, self.prompt_tokens)
 
     def _new_stream(self, transcript: Transcript) -> Stream:
         before = transcript.tokens if self._ids is None else self._ids
@@ -365,8 +326,3 @@ class Job:
         session = self._session if self.completion is None else self.completion.session
         if session is not None and session is not self.given_session:
             session.close()
-
-
-def _computed_by(transcript: Transcript) -> int:
-    """Tokens whose K/V were computed for a transcript, damaged ones included."""
-    return transcript.tokens_computed + transcript.damage.tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -16,12 +15,9 @@ from kvpager.errors import (
     CapacityError,
     InvalidArgumentError,
     ModelChangedError,
-    QueueFullError,
 )
 from kvpager.execution.core import EngineCore
-from kvpager.logits.arguments import is_number, refusal
 from kvpager.requests.request import Job, OnFinish, OnToken, Request, Token
-from kvpager.requests.waiting import Deadlines, WaitingJobs
 from kvpager.sampling import fresh_seed
 from kvpager.scheduling.chat import PlannedTurn, plan_turn
 from kvpager.scheduling.completion import FinishReason
@@ -44,10 +40,9 @@ class Scheduler:
 
     Every forward holds a row of each decoding request (in turns, if there are more than rows), then
     rows of prompts, shared fairly, then speculation. The other requests of a forward change no bit
-    of a request. Requests are admitted by priority and then in the order of their submission, while
-    the tiers below the pool have room for all tokens they may produce and the pool for their
-    unsealed chunks. A request without room is overtaken by later ones that have some, but only so
-    often. One that does not fit even alone ends with CapacityError.
+    of a request. Requests are admitted in the order of their submission, while the tiers below the
+    pool have room for all tokens they may produce and the pool for their unsealed chunks. A request
+    that does not fit even alone ends with CapacityError.
 
     Any thread may call `submit`, `close` and `Request.cancel`; only one thread at a time may call
     `step`. If a forward fails with a request and succeeds without it, that request alone ends, with
@@ -64,30 +59,15 @@ class Scheduler:
     def __init__(
         self,
         core: EngineCore,
-        make_session: Callable[[str | None], Session],
+        make_session: Callable[[], Session],
         max_sessions: Integer | None = None,
-        max_waiting: Integer | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Makes it, without requests.
-
-        Args:
-            core: the model and its pager.
-            make_session: makes a session with this salt.
-            max_sessions: most requests that run at once; by default one per row of a forward.
-            max_waiting: most requests that wait; None: any number.
-            clock: seconds, for `timeout_s`.
-        """
+        """`max_sessions`: most requests that run at once; by default one per row of a forward."""
         most = core.rows if max_sessions is None else as_integer(max_sessions, "max_sessions", 1)
         self._core = core
         self._make_session = make_session
         self._limit = min(most, _open_chunks(core))
-        self._most_waiting = (
-            None if max_waiting is None else as_integer(max_waiting, "max_waiting", 0)
-        )
-        self._clock = clock
-        self._waiting = WaitingJobs()
-        self._deadlines = Deadlines()
+        self._waiting: deque[Job] = deque()
         self._prefilling: list[Job] = []
         self._decoding: deque[Job] = deque()
         self._unfinished: dict[int, Job] = {}  # by index
@@ -113,9 +93,6 @@ class Scheduler:
         keep_session: bool = False,
         on_token: OnToken | None = None,
         on_finish: OnFinish | None = None,
-        priority: Integer = 0,
-        timeout_s: float | None = None,
-        salt: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Request:
         """Queues a prompt; `step` computes it.
@@ -131,16 +108,11 @@ class Scheduler:
             on_token: called with (request, token) as each token is produced; may cancel.
             on_finish: called with (request, completion) once, when the request has ended. What it
                 raises is logged.
-            priority: a request with a lower one is admitted earlier.
-            timeout_s: seconds from now after which it ends with finish "timeout", waiting or not,
-                and keeps the tokens it has; None: no limit.
-            salt: of the session that is made for the prompt; see `Engine.session`.
             **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, min_p, penalties,
                 logit_bias, logits_processor, generation_config, eos, stop, speculate and others.
 
         Raises:
             InvalidArgumentError: an argument is invalid, or the session is in another request.
-            QueueFullError: as many requests wait as may.
         """
         generation = Generation.checked(self._core, max_new_tokens, options, logprobs=logprobs)
         return self.queue(
@@ -151,9 +123,6 @@ class Scheduler:
             keep_session=keep_session,
             on_token=on_token,
             on_finish=on_finish,
-            priority=priority,
-            timeout_s=timeout_s,
-            salt=salt,
         ).request
 
     def chat(
@@ -168,8 +137,6 @@ class Scheduler:
         logprobs: bool = False,
         on_token: OnToken | None = None,
         on_finish: OnFinish | None = None,
-        priority: Integer = 0,
-        timeout_s: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Request:
         """Queues a turn of a session's conversation; `Session.chat` beside other requests.
@@ -198,8 +165,6 @@ class Scheduler:
             keep_session=False,
             on_token=on_token,
             on_finish=on_finish,
-            priority=priority,
-            timeout_s=timeout_s,
         ).request
 
     def queue(
@@ -213,9 +178,6 @@ class Scheduler:
         on_token: OnToken | None,
         on_finish: OnFinish | None = None,
         name: str = "prompt",
-        priority: Integer = 0,
-        timeout_s: float | None = None,
-        salt: str | None = None,
     ) -> Job:
         """`submit` with checked arguments; `name` is the prompt's in error messages."""
         core = self._core
@@ -253,15 +215,6 @@ class Scheduler:
                 raise InvalidArgumentError(
                     f"{callback} is {value!r}; expected a callable (request, {given})"
                 )
-        order = as_integer(priority, "priority", -(1 << 31), 1 << 31)
-        if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
-            raise refusal("timeout_s", timeout_s, "seconds, more than 0, or None")
-        if salt is not None:
-            core.namespace_of(salt)  # raises
-            if session is not None:
-                raise InvalidArgumentError(
-                    f"salt is given, and {name} has a session, which has its own; expected one"
-                )
         ids = whole.ids if isinstance(whole, PlannedTurn) else whole
         if ids is None:
             assert session is not None
@@ -278,14 +231,6 @@ class Scheduler:
                 raise InvalidArgumentError(
                     f"{name}: the session is in another request of this scheduler; give a fork"
                 )
-            most = self._most_waiting
-            # One that can be admitted by the next step does not count.
-            free = max(0, self._limit - len(self._unfinished) + len(self._waiting))
-            if most is not None and len(self._waiting) >= most + free:
-                raise QueueFullError(
-                    f"{len(self._waiting)} requests wait, and max_waiting is {most}; try again "
-                    "later"
-                )
             job = Job(
                 self._submitted,
                 whole,
@@ -296,15 +241,11 @@ class Scheduler:
                 on_token=on_token,
                 on_finish=on_finish,
                 cancelled=self._cancelled,
-                priority=order,
-                salt=salt,
             )
             self._submitted += 1
             self._planned += job.planned
             self._unfinished[job.index] = job
-            self._waiting.add(job)
-            if timeout_s is not None:
-                self._deadlines.add(job, self._clock() + timeout_s)
+            self._waiting.append(job)
         with self.changed:
             self.changed.notify_all()
         return job
@@ -312,17 +253,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether every request is finished."""
-        return not (len(self._waiting) or self._prefilling or self._decoding)
-
-    @property
-    def waiting(self) -> int:
-        """Number of requests that wait."""
-        return len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        """Number of requests that are admitted and not finished."""
-        return len(self._prefilling) + len(self._decoding)
+        return not (self._waiting or self._prefilling or self._decoding)
 
     @property
     def work(self) -> tuple[int, int]:
@@ -447,34 +378,23 @@ class Scheduler:
         """Ends cancelled requests, and those with all tokens emitted before an interrupt."""
         while self._cancelled:
             self._finish(self._cancelled.popleft(), "cancelled")
-        with self._queues:
-            late = self._deadlines.over(self._clock())
-        for job in late:
-            self._finish(job, "timeout")
         for job in list(self._decoding):
             if job.stream.finish is not None:
                 self._finish(job, job.stream.finish)
 
     def _admit(self) -> None:
-        """Admits requests by priority; those without room are passed over, but only so often."""
-        while True:
-            running = self.running
+        """Admits requests in order: none overtakes one that waits for room."""
+        while self._waiting:
+            running = len(self._prefilling) + len(self._decoding)
             if running and (self._full or running >= self._limit):
                 return
-            with self._queues:
-                if not running:
-                    self._waiting.retry()  # nothing else will give room back
-                job = self._waiting.next()
-            if job is None:
-                return
+            job = self._waiting[0]
             try:
                 job.admit(self._core, self._make_session)
             except CapacityError as error:
-                if not running:
-                    self._finish(job, "error", error)
-                    continue
-                with self._queues:
-                    self._waiting.pass_over(job)
+                if running:
+                    return
+                self._finish(job, "error", error)
             except ModelChangedError:
                 raise
             except Exception as error:  # only this request ends
@@ -482,8 +402,7 @@ class Scheduler:
                     return
                 self._finish(job, "error", error)
             else:
-                with self._queues:
-                    self._waiting.admitted(job)
+                self._waiting.popleft()
                 if job.state == "prefilling":
                     job.feed.served = min(
                         (other.feed.served for other in self._prefilling), default=0
@@ -539,8 +458,7 @@ class Scheduler:
                 if job.suspend():
                     with self._queues:
                         self._remove(job)
-                        self._waiting.retry()
-                        self._waiting.add(job)
+                        self._waiting.appendleft(job)
                     self._full = True
                     return
         job, error = self._blocked[-1]
@@ -576,7 +494,6 @@ class Scheduler:
             self._remove(job)
         job.finish(reason, error)
         with self._queues:
-            self._waiting.retry()  # its room is free
             self._past += job.done
             self._planned -= job.planned
             self._unfinished.pop(job.index, None)
@@ -584,9 +501,7 @@ class Scheduler:
         job.notify()
 
     def _remove(self, job: Job) -> None:
-        if self._waiting.remove(job):
-            return
-        for queue in (self._decoding, self._prefilling):
+        for queue in (self._decoding, self._prefilling, self._waiting):
             if job in queue:
                 queue.remove(job)
                 return

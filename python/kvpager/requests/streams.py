@@ -115,11 +115,6 @@ class AsyncScheduler:
         finalizer = weakref.finalize(self, scheduler.close)
         finalizer.atexit = False
 
-    @property
-    def scheduler(self) -> Scheduler:
-        """What its thread steps; any thread may submit to it."""
-        return self._scheduler
-
     def stream(
         self,
         prompt: Any,

@@ -12,9 +12,7 @@ from kvpager.sampling import Alternatives
 from kvpager.speculation.speculation import SpeculationStats
 from kvpager.tokens import TokenIds
 
-FinishReason: TypeAlias = Literal[
-    "eos", "stop", "length", "cancelled", "closed", "timeout", "error"
-]
+FinishReason: TypeAlias = Literal["eos", "stop", "length", "cancelled", "closed", "error"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -31,7 +29,7 @@ class Completion:
             log-probability, equal ones by ascending id; None unless requested.
         finish_reason: "eos" (the model ended it), "stop" (one of `stop`), "length"
             (`max_new_tokens`), "cancelled" (also: its iterator was closed); of requests also
-            "closed" (their engine was), "timeout" (`timeout_s` was over) and "error".
+            "closed" (their engine was) and "error".
         seed: of sampling; the same seed gives the same tokens again.
         speculation: counters of its speculation.
         first_token_s: seconds to its first token, for a request from its submission; None if there

@@ -37,10 +37,8 @@ def restore_transcript(
     store: SnapshotStore | None,
     on_mismatch: str,
     on_corrupt: str,
-    own_salt: str | None = None,
 ) -> Transcript:
-    """See `Engine.restore`; `own_salt` is its salt."""
-    namespace = core.namespace_of(own_salt)
+    """See `Engine.restore`."""
     if on_corrupt not in ON_CORRUPT:
         raise InvalidArgumentError(f'on_corrupt is {on_corrupt!r}; expected "fail" or "recompute"')
     core.runner.unchanged.check_model(thorough=True)
@@ -52,7 +50,7 @@ def restore_transcript(
     )
     state = SavedState.of(snapshot, core.vocab_size)
     damage: CorruptSnapshotError | None = None
-    salt = salt_of(core, snapshot) if own_salt is None else namespace
+    salt = salt_of(core, snapshot)
     snapshot = in_layout(snapshot, core.layout, salt)
     try:
         sequence = core.pager.restore(snapshot, salt=salt, provenance=provenance)
@@ -60,7 +58,7 @@ def restore_transcript(
         if on_corrupt != RECOMPUTE:
             raise
         damage = error
-        sequence = _without_tail(core, snapshot, error, provenance, salt)
+        sequence = _without_tail(core, snapshot, error, provenance)
     transcript = core.transcripts.adopt(
         sequence,
         sampling=state.sampling,
@@ -156,21 +154,17 @@ class SavedState(NamedTuple):
 
 
 def _without_tail(
-    core: EngineCore,
-    snapshot: SnapshotInfo,
-    error: CorruptSnapshotError,
-    provenance: str,
-    salt: str,
+    core: EngineCore, snapshot: SnapshotInfo, error: CorruptSnapshotError, provenance: str
 ) -> Sequence:
     """The sealed chunks of a snapshot whose tail is damaged; `_recompute_tail` adds the rest.
 
-    provenance: of the snapshot's K/V under this engine's fingerprint. salt: of its chunks.
+    provenance: of the snapshot's K/V under this engine's fingerprint.
     """
     worth = snapshot.reader.provenance[-1] if provenance == "exact" else provenance
     if core.recurrence is None:  # with recurrent layers a saved tail is never used
         require_repairable(error, RECOMPUTE, worth)
     whole = snapshot.reader.sealed_chunks * core.layout.chunk_tokens
-    return core.pager.restore(snapshot, salt=salt, upto=whole)
+    return core.pager.restore(snapshot, salt=salt_of(core, snapshot), upto=whole)
 
 
 def _recompute_tail(
