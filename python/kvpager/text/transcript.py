@@ -22,6 +22,7 @@ from kvpager.text.damage import DamageHandling
 from kvpager.text.reservations import Reservation, Reservations
 from kvpager.tokens import TokenIds
 
+MarkComputed = Callable[[int, int], object]  # (first position, number of positions)
 MakeStates = Callable[[Sequence], StateCursor | None]
 
 
@@ -47,6 +48,7 @@ class Transcript(Cursor):
         restored_tokens: positions that came from a snapshot or store.
         restored_tokens_consumed: restored positions that replaced a prefill.
         trims: counters of its trims.
+        mark_computed: counts what is computed for the request that the text is in, if any.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Transcript(Cursor):
         self.assembly: Assembly | None = None
         self.conversation = Conversation()
         self.metadata: dict[str, Any] = {}
+        self.mark_computed: MarkComputed | None = None
         self._reservations = Reservations(sequence)
         self._reprefilled_to = 0  # end of the tokens computed again that a trim had kept
         self._begin(sequence, restored_tokens)
@@ -156,6 +159,8 @@ class Transcript(Cursor):
     def count_computed(self, start: int, count: int) -> None:
         """Counts `count` tokens of the text from `start` on that a forward has committed."""
         self.tokens_computed += count
+        if self.mark_computed is not None:
+            self.mark_computed(start, count)
         if start + count >= self._reprefilled_to:
             self._reprefilled_to = 0
 
