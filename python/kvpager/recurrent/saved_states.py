@@ -95,7 +95,7 @@ def freeze_states(
     *,
     exact: bool,
     fingerprint: str,
-    salt: str,
+    salt: str = "",
 ) -> CompanionSnapshot:
     """Packs states, each with the name of the text before it, for a save.
 

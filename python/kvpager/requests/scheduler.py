@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from kvpager.scheduling.options import GenerationOptions
 
+_PLAIN = Queueing()
+
 
 class Scheduler:
     """Runs requests together, a forward at a time; made by `Engine.scheduler`.
@@ -218,7 +220,7 @@ class Scheduler:
         keep_session: bool,
         on_token: OnToken | None,
         on_finish: OnFinish | None = None,
-        queueing: Queueing = Queueing(),
+        queueing: Queueing = _PLAIN,
         name: str = "prompt",
     ) -> Job:
         """`submit` with checked arguments; `name` is the prompt's in error messages."""
