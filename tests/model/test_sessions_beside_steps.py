@@ -10,7 +10,7 @@ from reference_models import build, make_engine, prompt
 
 from kvpager import DirectoryStore
 
-ROUNDS = 4
+ROUNDS = 2
 
 
 @pytest.fixture
