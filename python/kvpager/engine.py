@@ -32,6 +32,7 @@ from kvpager.requests.completion import RequestCompletion
 from kvpager.requests.request import Job, OnToken
 from kvpager.requests.scheduler import Scheduler
 from kvpager.requests.streams import AsyncScheduler
+from kvpager.salts import Tenant, salt_digest
 from kvpager.sampling import seed_after
 from kvpager.scheduling.decode import TokenIterator, begin_streams
 from kvpager.scheduling.options import GenerationOptions
@@ -215,8 +216,8 @@ class Engine:
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """What the bits depend on; see `kvpager.fingerprint`."""
-        return self.core.fingerprint
+        """What the bits depend on; see `kvpager.fingerprint`. `salt` is the digest of its own."""
+        return {**self.core.fingerprint, "salt": salt_digest(self.core.namespace)}
 
     @property
     def rows(self) -> int:
@@ -242,15 +243,18 @@ class Engine:
         engine._serve(self.core.drafter.core)
         return engine
 
-    def session(self, *, store: SnapshotStore | None = None) -> Session:
+    def session(self, *, salt: str | None = None, store: SnapshotStore | None = None) -> Session:
         """A new, empty session.
 
-        store: where its first prefill looks for the beginning of its prompt; by default the
-            engine's store.
+        Args:
+            salt: its tenant's, in the place of the engine's. It shares no chunk and no snapshot
+                with sessions of other salts, and has the bits of an engine made with this one.
+            store: where its first prefill looks for the beginning of its prompt; None: the
+                engine's.
         """
         self.core.check_open()
         check_store(store)
-        return self._session_of(self.core.transcript(store))
+        return self._session_in(self._tenant(salt).namespace, store)
 
     def adopt(self, sequence: Sequence) -> Session:
         """Makes a session over a sequence of the engine's pager, such as one of another salt."""
@@ -264,6 +268,7 @@ class Engine:
         store: SnapshotStore | None = None,
         on_mismatch: str = "refuse",
         on_corrupt: str = "fail",
+        salt: str | None = None,
     ) -> Session:
         """The session that `Session.save` wrote. Reads metadata only; chunks follow when needed.
 
@@ -291,6 +296,7 @@ class Engine:
                 temporary file. Another model, shape, RoPE, selection, row or chunk count, or salt
                 is always refused.
             on_corrupt: "fail" or "recompute".
+            salt: the one it was saved under, if that is not the engine's.
 
         Raises:
             FingerprintMismatchError: written by another model or under other numerics; `.field`
@@ -300,7 +306,9 @@ class Engine:
         """
         self.core.check_open()
         return self._session_of(
-            restore_transcript(self.core, name_or_path, store, on_mismatch, on_corrupt)
+            restore_transcript(
+                self.core, name_or_path, store, on_mismatch, on_corrupt, self._tenant(salt)
+            )
         )
 
     def cache_segment(
@@ -514,17 +522,24 @@ class Engine:
             replace(each, index=each.index // choices, choice=each.index % choices) for each in done
         ]
 
-    def scheduler(self, max_sessions: Integer | None = None) -> Scheduler:
+    def scheduler(
+        self, max_sessions: Integer | None = None, *, max_waiting: Integer | None = None
+    ) -> Scheduler:
         """The lower level of `run`, for a serving stack: submit requests, step, cancel.
 
-        max_sessions: most requests that run at once; by default one per row of a forward.
+        Args:
+            max_sessions: most requests that run at once; by default one per row of a forward.
+            max_waiting: most requests that wait, 1 or more; further ones raise QueueFullError.
+                None: any number.
         """
         self.core.check_open()
-        scheduler = Scheduler(self.core, self.session, max_sessions)
+        scheduler = Scheduler(self.core, self._session_in, max_sessions, max_waiting)
         self._schedulers.add(scheduler)
         return scheduler
 
-    def serve(self, max_sessions: Integer | None = None) -> AsyncScheduler:
+    def serve(
+        self, max_sessions: Integer | None = None, *, max_waiting: Integer | None = None
+    ) -> AsyncScheduler:
         """Requests of many asyncio tasks in common forwards, which a thread of its own runs.
 
         Example:
@@ -532,9 +547,13 @@ class Engine:
             ...     async for text in serving.stream("Once upon a time", 100):
             ...         print(text, end="", flush=True)
 
-        max_sessions: most requests that run at once; by default one per row of a forward.
+        Args:
+            max_sessions: most requests that run at once; by default one per row of a forward.
+            max_waiting: most requests that wait, 1 or more; further ones raise QueueFullError.
+                None: any number.
         """
-        return AsyncScheduler(self.scheduler(max_sessions), has_text=self.tokenizer is not None)
+        scheduler = self.scheduler(max_sessions, max_waiting=max_waiting)
+        return AsyncScheduler(scheduler, has_text=self.tokenizer is not None)
 
     def score(
         self, ids: TextOrIds, *, top_logprobs: Integer = 0, progress: Progress = None
@@ -552,14 +571,17 @@ class Engine:
         self.core.check_open()
         return score_tokens(self.core, self.core.read_ids(ids), progress, top_logprobs)
 
-    def snapshots(self, store: SnapshotStore | None = None) -> list[StoreEntry]:
-        """Lists a store's snapshots of this engine's salt, by name.
+    def snapshots(
+        self, store: SnapshotStore | None = None, *, salt: str | None = None
+    ) -> list[StoreEntry]:
+        """Lists a store's snapshots of one salt, by name.
 
         Sessions and segments of any model. This is no access control: anyone with the store can
         list all of it (`store.entries()`).
 
         Args:
             store: by default the engine's.
+            salt: likewise.
 
         Raises:
             InvalidArgumentError: there is no store.
@@ -570,7 +592,8 @@ class Engine:
             raise InvalidArgumentError(
                 "store is None, and so is the engine's; give one here, or Engine(..., store=...)"
             )
-        return [entry for entry in chosen.entries() if is_under(self.salt, entry.salt_digest)]
+        own = self._tenant(salt).salt
+        return [entry for entry in chosen.entries() if is_under(own, entry.salt_digest)]
 
     def weights_changed(self, *, progress: Progress = None) -> None:
         """Goes on with the model as it is now. Call this after changing weights or adapters.
@@ -666,6 +689,15 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _session_in(
+        self, namespace: str | None = None, store: SnapshotStore | None = None
+    ) -> Session:
+        """An empty session of a stretched salt, with a store; None: the engine's."""
+        return self._session_of(self.core.transcript(namespace, store))
+
+    def _tenant(self, salt: str | None) -> Tenant:
+        return self.core.tenant if salt is None else Tenant.of(salt)
 
     def _session_of(self, transcript: Transcript) -> Session:
         return Session(self.core, transcript, self._saves)

@@ -32,6 +32,7 @@ __all__ = [
     "NonFiniteError",
     "PagerError",
     "PrefixMismatchError",
+    "QueueFullError",
     "RestoreNotConsumedError",
     "StorageError",
     "UnsupportedModelError",
@@ -129,6 +130,10 @@ class VerificationError(_Pickled, PagerError):
     def __init__(self, message: str, *, report: Any) -> None:
         super().__init__(message)
         self.report = report
+
+
+class QueueFullError(PagerError):
+    """As many requests wait as may wait; see `Engine.scheduler`. Nothing was submitted."""
 
 
 class PrefixMismatchError(_Pickled, InvalidArgumentError):

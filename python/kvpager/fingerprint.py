@@ -22,7 +22,6 @@ from kvpager.fingerprint_rules import RULES as RULES
 from kvpager.hf import RowCounts
 from kvpager.hf.additions import additions_digest
 from kvpager.layout import Layout
-from kvpager.salts import salt_digest, stretched
 from kvpager.weights import weights_digest
 
 _WAIVE = 'or pass on_mismatch="approximate" to accept results that may differ in their last bits'
@@ -43,7 +42,6 @@ def describe(
     *,
     row_counts: RowCounts,
     kernel_version: int | str = _core.KERNEL_VERSION,
-    salt: str,
     behaviour: str,
     aligned: bool = False,
     progress: Callable[[int, int], object] | None = None,
@@ -58,7 +56,6 @@ def describe(
         layout: of its chunks.
         row_counts: of its forwards.
         kernel_version: of the pager's attention; see `attention_version`.
-        salt: the tenant's.
         behaviour: digest of a forward's result; see kvpager.hf.behaviour.
         aligned: True for recurrent models: a forward is a chunk of one sequence.
         progress: called with (bytes of weights hashed, bytes in all).
@@ -87,7 +84,8 @@ def describe(
         "head_rows": row_counts.head[0],
         "selection": describe_selection(config.selection),
         "scorer": config.scorer_name,
-        "salt": salt_digest(stretched(salt)),
+        # Each snapshot's own section has the digest: no bits depend on it, and an engine has many.
+        "salt": "",
         "behaviour": behaviour,
         "device": device.type,
         "chunks_per_split": _core.CHUNKS_PER_SPLIT,

@@ -105,7 +105,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "scorer": Rule("what made the summaries", remedy="set the scorer it was saved with"),
         "salt": Rule(
-            "digest of the tenant's salt, made slowly; empty for none",
+            "digest of the tenant's salt, made slowly; empty for none, and in a snapshot whose "
+            "session section has it",
             remedy="use the salt it was saved under",
         ),
         "behaviour": Rule(

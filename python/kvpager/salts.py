@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from typing import NamedTuple
 
 import xxhash
 
+from kvpager.errors import InvalidArgumentError
+
 _APPLICATION = b"kvpager tenant salt"
 _COST, _BLOCK, _MEMORY = 1 << 14, 8, 64 << 20
+_KEPT = 4096  # salts of which the result is kept, some 300 bytes each: a server's tenants
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_KEPT)
 def stretched(salt: str) -> str:
     """The stretched salt for chunk names and digests; an empty salt stays empty."""
     if not salt:
@@ -24,6 +28,31 @@ def stretched(salt: str) -> str:
     return hashlib.scrypt(
         salt.encode(), salt=_APPLICATION, n=_COST, r=_BLOCK, p=1, maxmem=_MEMORY, dklen=32
     ).hex()
+
+
+class Tenant(NamedTuple):
+    """A tenant's salt.
+
+    Attributes:
+        salt: as it was given.
+        namespace: as it enters chunk names: stretched.
+    """
+
+    salt: str
+    namespace: str
+
+    @classmethod
+    def of(cls, salt: object) -> Tenant:
+        """Raises InvalidArgumentError unless `salt` is a string."""
+        given = checked_salt(salt)
+        return cls(given, stretched(given))
+
+
+def checked_salt(salt: object) -> str:
+    """The salt. Raises InvalidArgumentError unless it is a string."""
+    if not isinstance(salt, str):
+        raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
+    return salt
 
 
 def salt_digest(salt: str) -> str:

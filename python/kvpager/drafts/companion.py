@@ -13,6 +13,7 @@ from kvpager.companions import Cache, NeedsCheckpoint, Ok, Refused, TrimAnswer, 
 from kvpager.errors import PagerError
 from kvpager.execution.core import EngineCore
 from kvpager.pager import SnapshotInfo
+from kvpager.salts import Tenant
 from kvpager.snapshots.older import in_todays_terms, salt_of
 from kvpager.stores import SnapshotStore
 from kvpager.stores.companion import CompanionSnapshot
@@ -59,15 +60,19 @@ class DraftCaches:
         for companion in transcript.companions:
             if isinstance(companion, DraftCompanion):
                 return companion
-        companion = DraftCompanion(self)
+        companion = DraftCompanion(self, transcript.sequence.salt)
         transcript.companions.append(companion)
         return companion
 
     def restore(
-        self, transcript: Transcript, snapshot: SnapshotInfo, source: SnapshotStore
+        self,
+        transcript: Transcript,
+        snapshot: SnapshotInfo,
+        source: SnapshotStore,
+        tenant: Tenant,
     ) -> None:
         """See `DraftCompanion.restore`."""
-        self.of(transcript).restore(snapshot, source)
+        self.of(transcript).restore(snapshot, source, tenant)
 
 
 class DraftCompanion:
@@ -80,10 +85,10 @@ class DraftCompanion:
 
     kind = DRAFT
 
-    def __init__(self, caches: DraftCaches) -> None:
-        """Makes an empty companion."""
+    def __init__(self, caches: DraftCaches, salt: str) -> None:
+        """Makes an empty companion. salt: of its chunks' names, the text's."""
         self._caches = caches
-        self.transcript = caches.core.transcript()
+        self.transcript = caches.core.transcript(salt)
         self.used = 0  # when it last guessed, on its caches' clock
         self._refused: tuple[int, int] | None = None  # (length of a text, room given up by then)
         self._sound = 0  # number of its first tokens known to equal the text's
@@ -165,7 +170,7 @@ class DraftCompanion:
 
     def fork(self) -> DraftCompanion:
         """A companion for a fork of the text; an empty one if there is no room."""
-        twin = DraftCompanion(self._caches)
+        twin = DraftCompanion(self._caches, self.transcript.sequence.salt)
         with self._caches.lock:
             try:
                 transcript = self.transcript.fork()
@@ -203,17 +208,17 @@ class DraftCompanion:
                 session=self.transcript.sequence.session_text({"version": _VERSION}, content),
             )
 
-    def restore(self, snapshot: SnapshotInfo, source: SnapshotStore) -> None:
+    def restore(self, snapshot: SnapshotInfo, source: SnapshotStore, tenant: Tenant) -> None:
         """Replaces its cache by one that `freeze` saved.
 
         Another release or processor may have saved it, because guesses need no equal bits. Damage
-        found later is reported to `source`, the store with the snapshot.
+        found later is reported to `source`, the store with the snapshot. `tenant`: whose it is.
 
         Raises:
             PagerError: it cannot be used; nothing was changed.
         """
         core = self._caches.core
-        snapshot = in_todays_terms(core, snapshot)
+        snapshot = in_todays_terms(core, snapshot, tenant)
         provenance = fingerprints.compare(
             core.fingerprint,
             snapshot.fingerprint,
@@ -221,7 +226,7 @@ class DraftCompanion:
             source=snapshot.path,
         )
         with self._caches.lock:
-            salt = salt_of(core, snapshot)
+            salt = salt_of(snapshot, tenant)
             sequence = core.pager.restore(snapshot, salt=salt, provenance=provenance)
             self.transcript.close()
             first = len(snapshot.released_tokens) // core.layout.chunk_tokens

@@ -27,6 +27,7 @@ from kvpager.process import MadeIn
 from kvpager.recurrent.checkpoints import Checkpoints
 from kvpager.recurrent.cursor import StateContext, StateCursor, state_cursor
 from kvpager.recurrent.saved_states import StateFormat
+from kvpager.salts import Tenant
 from kvpager.sampling import Sampling
 from kvpager.stores import SnapshotStore
 from kvpager.text.tokenizer import Tokenizer, read_ids
@@ -86,7 +87,9 @@ class Drafter(Protocol):
         """Returns guesses for each, at most `most`."""
         ...
 
-    def restore(self, transcript: Transcript, snapshot: Any, source: SnapshotStore) -> None:
+    def restore(
+        self, transcript: Transcript, snapshot: Any, source: SnapshotStore, tenant: Tenant
+    ) -> None:
         """Restores the draft's cache from a snapshot saved with the text. Raises PagerError."""
         ...
 
@@ -169,6 +172,11 @@ class EngineCore:
         return self.row_counts.rows
 
     @property
+    def tenant(self) -> Tenant:
+        """The engine's own."""
+        return Tenant(self.salt, self.namespace)
+
+    @property
     def shares_chunks(self) -> bool:
         """Whether prompts may start from chunks that others have computed."""
         return self.config.exact is not False
@@ -249,12 +257,17 @@ class EngineCore:
         """
         return read_ids(given, self.tokenizer, self.vocab_size, name, special_tokens=special_tokens)
 
-    def transcript(self, store: SnapshotStore | None = None) -> Transcript:
+    def transcript(
+        self, namespace: str | None = None, store: SnapshotStore | None = None
+    ) -> Transcript:
         """Makes a new, empty transcript.
 
-        store: where its prefill looks for the beginning of its prompt; by default the engine's.
+        Args:
+            namespace: a stretched salt; None: the engine's.
+            store: where its prefill looks for the beginning of its prompt; None: the engine's.
         """
-        transcript = self.transcripts.adopt(self.pager.sequence(salt=self.namespace))
+        salt = self.namespace if namespace is None else namespace
+        transcript = self.transcripts.adopt(self.pager.sequence(salt=salt))
         transcript.store = self.store if store is None else store
         return transcript
 

@@ -6,7 +6,6 @@ import torch
 
 from kvpager import fingerprint as fingerprints
 from kvpager.config import PagerConfig
-from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.hf import attach, check_supported
 from kvpager.hf.behaviour import behaviour_digest
@@ -17,7 +16,7 @@ from kvpager.opening.choices import row_choices, vocab_size
 from kvpager.opening.row_counts import find_row_counts
 from kvpager.pager.device import resolve
 from kvpager.progress import Progress, reporting_bytes
-from kvpager.salts import stretched
+from kvpager.salts import checked_salt, stretched
 from kvpager.stores import SnapshotStore
 from kvpager.tokens import Integer, as_integer
 
@@ -39,15 +38,13 @@ def open_core(
     model = check_supported(model, exact=exact, one_at_a_time=config.exact != "all")
     place = resolve(config.device, model.device)
     choices = row_choices(config, model, exact=exact)
-    if not isinstance(salt, str):
-        raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
     threads = None if threads is None else as_integer(threads, "threads", 1)
     core = EngineCore(
         model,
         config,
         place,
         salt=salt,
-        namespace=stretched(salt),
+        namespace=stretched(checked_salt(salt)),
         store=store,
         threads=threads,
         vocab_size=vocab_size(model),
@@ -84,7 +81,6 @@ def identify(core: EngineCore, progress: Progress, *, proven: bool = False) -> N
             core.layout,
             row_counts=core.row_counts,
             kernel_version=core.numerics.kernel_version,
-            salt=core.salt,
             aligned=recurrent,
             behaviour=core.numerics.behaviour or behaviour_digest(core.model, core.row_counts),
             progress=report,

@@ -10,10 +10,11 @@ from typing import Any
 from kvpager import fingerprint as fingerprints
 from kvpager import pager
 from kvpager.companions import NeedsCheckpoint, Ok, TrimAnswer
-from kvpager.errors import CorruptSnapshotError
+from kvpager.errors import CorruptSnapshotError, FingerprintMismatchError
 from kvpager.hf.state import EMPTY, RecurrentState
 from kvpager.recurrent.checkpoints import Checkpoints
 from kvpager.recurrent.saved_states import SavedStates, StateFormat, freeze_states
+from kvpager.salts import is_of
 from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.companions import STATES
 
@@ -168,6 +169,7 @@ class StateCursor:
             kept,
             exact=not self._namespace,
             fingerprint=self._context.pager.fingerprint_json,
+            salt=self._sequence.salt,
         )
 
     def attach(self, snapshot: pager.SnapshotInfo, hashes: Sequence[bytes]) -> None:
@@ -187,6 +189,11 @@ class StateCursor:
             on_mismatch="approximate" if self._namespace else "refuse",
             source=snapshot.path,
         )
+        saved = snapshot.session.get(pager.SALT_FIELD)  # earlier releases: in the fingerprint
+        if saved is not None and not is_of(self._sequence.salt, saved):
+            raise FingerprintMismatchError(
+                f"salt: {snapshot.path} was saved under another salt; pass that one", field="salt"
+            )
         if not self._namespace and set(snapshot.reader.provenance) - {"exact"}:
             raise CorruptSnapshotError(
                 f"{snapshot.path}: its states are not exact, and the text they are of is"

@@ -21,7 +21,8 @@ from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, FingerprintMismatchError, PagerError
 from kvpager.hf.state import RecurrentState, Slot, StateShape
 from kvpager.layout import Layout
-from kvpager.pager import SnapshotInfo
+from kvpager.pager import SALT_FIELD, SnapshotInfo
+from kvpager.salts import salt_digest
 from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.companions import STATES
 
@@ -94,10 +95,12 @@ def freeze_states(
     *,
     exact: bool,
     fingerprint: str,
+    salt: str = "",
 ) -> CompanionSnapshot:
     """Packs states, each with the name of the text before it, for a save.
 
-    exact: whether they are those of a cold run. fingerprint: of the engine, JSON text.
+    exact: whether they are those of a cold run. fingerprint: of the engine, JSON text. salt: of the
+    texts' names.
     """
     hashes = [one for one, _ in states]
     content = _core.loose_content(
@@ -109,6 +112,7 @@ def freeze_states(
         payload=[format_.pack(state) for _, state in states],
     )
     session = {
+        SALT_FIELD: salt_digest(salt),
         "version": _VERSION,
         "positions": [state.position for _, state in states],
         "state": format_.shape.to_json(),

@@ -15,6 +15,7 @@ from kvpager.requests.completion import RequestCompletion
 from kvpager.scheduling.chat import PlannedTurn, settled
 from kvpager.scheduling.completion import FinishReason
 from kvpager.scheduling.feed import Feed
+from kvpager.scheduling.prompt_count import PromptCount
 from kvpager.scheduling.stream import GeneratedToken, Generation, Stream
 from kvpager.scheduling.trim import trim_to_common
 from kvpager.session import Session
@@ -107,6 +108,10 @@ class Job:
         on_token: OnToken | None,
         on_finish: OnFinish | None,
         cancelled: deque[Job],
+        priority: int = 0,
+        deadline: float | None = None,
+        salt: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes it; nothing is computed before `admit`.
 
@@ -120,8 +125,15 @@ class Job:
             on_token: likewise.
             on_finish: likewise.
             cancelled: takes the job when `cancel` is called.
+            priority: lower ones are admitted earlier.
+            deadline: when it ends, by `clock`; None: never.
+            salt: of the session that is made for it, stretched; None: the engine's.
+            clock: seconds; measures how long it waits.
         """
         self.index = index
+        self.rank = (priority, index)
+        self.deadline = deadline
+        self.salt = salt
         self.completion: RequestCompletion | None = None
         self._conversation: Conversation | None = None
         self._ids: TokenIds | None
@@ -136,6 +148,11 @@ class Job:
         self._on_token = on_token
         self._on_finish = on_finish
         self._submitted = time.perf_counter()
+        self._clock = clock
+        self._queued_at = clock()
+        self._queue_s: float | None = None
+        self._prompt: PromptCount | None = None
+        self._held = 0  # tokens with K/V when it was admitted
         self.cancelled = False
         self._cancellations = cancelled
         self._done = 0  # tokens computed, once it is finished
@@ -204,14 +221,16 @@ class Job:
             return 0 if self._session.closed else min(self._feed.done, self._to_compute)
         return self._to_compute + len(self.stream.produced)
 
-    def admit(self, core: EngineCore, make_session: Callable[[], Session]) -> None:
+    def admit(self, core: EngineCore, make_session: Callable[[str | None], Session]) -> None:
         """Starts it, or starts it again after `suspend`, and reserves room for all it may produce.
 
         Raises:
             CapacityError: there is no room; nothing was changed.
         """
-        session = self.given_session or make_session()
+        session = self.given_session or make_session(self.salt)
         transcript = session.transcript
+        prompt = self._prompt or PromptCount(self.prompt_tokens)
+        transcript.mark_computed = prompt.mark
         try:
             stream = self._stream or self._new_stream(transcript)
             feed = None
@@ -221,9 +240,14 @@ class Job:
                 stream.transcript = transcript
                 stream.reserve()
         except BaseException:
+            transcript.mark_computed = None
             if session is not self.given_session:
                 session.close()
             raise
+        self._held = transcript.committed
+        prompt.reached(self._held)
+        self._prompt = prompt
+        self._note_wait()
         stream.transcript = transcript
         transcript.generation_start = transcript.length if feed is None else self.prompt_tokens
         self._stream, self._feed, self._session = stream, feed, session
@@ -249,6 +273,7 @@ class Job:
         """Releases its chunks, which it computes again later; False for a given session."""
         if self._session is None or self.given_session is not None:
             return False
+        self._note_prompt()
         self._session.close()
         self._leave()
         self._session = self._feed = None
@@ -257,11 +282,17 @@ class Job:
     def fed(self) -> None:
         """Call when the prompt is prefilled: the request is decoding from now on."""
         self.feed.transcript.mark_used()
+        self._note_prompt()
         self._fed, self._feed = self._feed, None
 
     def sample(self) -> Token:
         """Samples the next token and adds it to `tokens`. REQUIRES: the session is ready."""
-        return self.stream.sample()
+        token = self.stream.sample()
+        if self._ids is None and self._prompt is not None:
+            # A decode row has computed the pending token with which the session may begin.
+            self._prompt.mark(self._held, self.prompt_tokens - self._held)
+            self._prompt.reached(self.prompt_tokens)
+        return token
 
     def emit(self, token: Token) -> None:
         """Calls `on_token` with a token."""
@@ -271,17 +302,38 @@ class Job:
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Finishes it; closes a session made for it unless that is to be kept."""
         self._done = self.done
+        self._note_prompt()
+        self._note_wait()
         session = self._session
+        if session is not None:
+            session.transcript.mark_computed = None
         unwanted = self.given_session is None and (error is not None or not self._keep)
         if session is not None and unwanted:
             session.close()
         self._leave()
         kept = session if session is not None and not session.closed else self.given_session
         self.completion = RequestCompletion(
-            **self._result(), index=self.index, finish_reason=reason, error=error, session=kept
+            **self._result(),
+            index=self.index,
+            finish_reason=reason,
+            error=error,
+            session=kept,
+            cached_tokens=0 if self._prompt is None else self._prompt.cached,
+            computed_tokens=0 if self._prompt is None else self._prompt.computed,
+            queue_s=self._queue_s or 0.0,
         )
         # A session holds logits, and there may be many requests.
-        self._session = self._feed = self._fed = self._stream = None
+        self._session = self._feed = self._fed = self._stream = self._prompt = None
+
+    def _note_wait(self) -> None:
+        """Notes how long it waited, at its first admission or its end."""
+        if self._queue_s is None:
+            self._queue_s = self._clock() - self._queued_at
+
+    def _note_prompt(self) -> None:
+        """Notes how much of the prompt has K/V."""
+        if self._session is not None and self._prompt is not None and not self._session.closed:
+            self._prompt.reached(self._session.transcript.committed)
 
     def notify(self) -> None:
         """Calls `on_finish`. REQUIRES: it is finished."""

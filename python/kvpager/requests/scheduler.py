@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -15,9 +16,13 @@ from kvpager.errors import (
     CapacityError,
     InvalidArgumentError,
     ModelChangedError,
+    QueueFullError,
 )
 from kvpager.execution.core import EngineCore
+from kvpager.requests.job_heap import JobHeap
 from kvpager.requests.request import Job, OnFinish, OnToken, Request, Token
+from kvpager.requests.submission import Queueing
+from kvpager.requests.waiting import WaitingRequests
 from kvpager.sampling import fresh_seed
 from kvpager.scheduling.chat import PlannedTurn, plan_turn
 from kvpager.scheduling.completion import FinishReason
@@ -34,19 +39,26 @@ if TYPE_CHECKING:
 
     from kvpager.scheduling.options import GenerationOptions
 
+_PLAIN = Queueing()
+
 
 class Scheduler:
     """Runs requests together, a forward at a time; made by `Engine.scheduler`.
 
     Every forward holds a row of each decoding request (in turns, if there are more than rows), then
     rows of prompts, shared fairly, then speculation. The other requests of a forward change no bit
-    of a request. Requests are admitted in the order of their submission, while the tiers below the
-    pool have room for all tokens they may produce and the pool for their unsealed chunks. A request
-    that does not fit even alone ends with CapacityError.
+    of a request. Requests are admitted by priority, then in the order of their submission, while
+    the tiers below the pool have room for all tokens they may produce and the pool for their
+    unsealed chunks. Later ones that fit overtake one that does not, a bounded number of times. A
+    request that does not fit even alone ends with CapacityError.
 
     Any thread may call `submit`, `close` and `Request.cancel`; only one thread at a time may call
     `step`. If a forward fails with a request and succeeds without it, that request alone ends, with
     finish "error". If it fails with each request alone, all of them end.
+
+    Attributes:
+        clock: monotonic seconds, for `timeout_s` and `queue_s`; may be replaced before the first
+            request.
 
     Example:
         >>> with engine.scheduler() as scheduler:
@@ -59,15 +71,29 @@ class Scheduler:
     def __init__(
         self,
         core: EngineCore,
-        make_session: Callable[[], Session],
+        make_session: Callable[[str | None], Session],
         max_sessions: Integer | None = None,
+        max_waiting: Integer | None = None,
     ) -> None:
-        """`max_sessions`: most requests that run at once; by default one per row of a forward."""
+        """Makes it.
+
+        Args:
+            core: the engine's.
+            make_session: makes an empty session of a stretched salt; None: the engine's.
+            max_sessions: most requests that run at once; by default one per row of a forward.
+            max_waiting: most requests that wait; None: any number.
+        """
         most = core.rows if max_sessions is None else as_integer(max_sessions, "max_sessions", 1)
         self._core = core
         self._make_session = make_session
         self._limit = min(most, _open_chunks(core))
-        self._waiting: deque[Job] = deque()
+        self._most_waiting = (
+            None if max_waiting is None else as_integer(max_waiting, "max_waiting", 1)
+        )
+        self.clock: Callable[[], float] = time.monotonic
+        self._waiting = WaitingRequests()
+        self._deadlines = JobHeap()
+        self._given: dict[Session, Job] = {}  # unfinished requests of given sessions
         self._prefilling: list[Job] = []
         self._decoding: deque[Job] = deque()
         self._unfinished: dict[int, Job] = {}  # by index
@@ -93,6 +119,9 @@ class Scheduler:
         keep_session: bool = False,
         on_token: OnToken | None = None,
         on_finish: OnFinish | None = None,
+        priority: Integer = 0,
+        timeout_s: float | None = None,
+        salt: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Request:
         """Queues a prompt; `step` computes it.
@@ -108,12 +137,21 @@ class Scheduler:
             on_token: called with (request, token) as each token is produced; may cancel.
             on_finish: called with (request, completion) once, when the request has ended. What it
                 raises is logged.
+            priority: requests with a lower number are admitted earlier; those with the same in the
+                order of their submission. It changes no bit.
+            timeout_s: seconds after which it ends with finish "timeout", waiting or running, and
+                keeps the tokens it has; checked at each step. None: no limit.
+            salt: of the session that is made for the prompt, as for `Engine.session`. A salt that
+                is new to the process costs this call some 50 ms.
             **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, min_p, penalties,
                 logit_bias, logits_processor, generation_config, eos, stop, speculate and others.
 
         Raises:
             InvalidArgumentError: an argument is invalid, or the session is in another request.
+            QueueFullError: `max_waiting` requests wait already.
         """
+        given = session is not None or isinstance(prompt, Session)
+        queueing = Queueing.checked(priority, timeout_s, salt, session_given=given)
         generation = Generation.checked(self._core, max_new_tokens, options, logprobs=logprobs)
         return self.queue(
             prompt,
@@ -123,6 +161,7 @@ class Scheduler:
             keep_session=keep_session,
             on_token=on_token,
             on_finish=on_finish,
+            queueing=queueing,
         ).request
 
     def chat(
@@ -137,6 +176,8 @@ class Scheduler:
         logprobs: bool = False,
         on_token: OnToken | None = None,
         on_finish: OnFinish | None = None,
+        priority: Integer = 0,
+        timeout_s: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Request:
         """Queues a turn of a session's conversation; `Session.chat` beside other requests.
@@ -145,6 +186,7 @@ class Scheduler:
         `Session.chat` and `submit`, and so are the errors.
         """
         require_own(self._core, session)
+        queueing = Queueing.checked(priority, timeout_s)
         read = repeatable(options)
         turn = plan_turn(
             self._core,
@@ -165,6 +207,7 @@ class Scheduler:
             keep_session=False,
             on_token=on_token,
             on_finish=on_finish,
+            queueing=queueing,
         ).request
 
     def queue(
@@ -177,6 +220,7 @@ class Scheduler:
         keep_session: bool,
         on_token: OnToken | None,
         on_finish: OnFinish | None = None,
+        queueing: Queueing = _PLAIN,
         name: str = "prompt",
     ) -> Job:
         """`submit` with checked arguments; `name` is the prompt's in error messages."""
@@ -225,12 +269,16 @@ class Scheduler:
                 raise InvalidArgumentError(
                     "the scheduler is closed; make another with engine.scheduler()"
                 )
-            if session is not None and any(
-                job.given_session is session for job in self._unfinished.values()
-            ):
+            if session is not None and session in self._given:
                 raise InvalidArgumentError(
                     f"{name}: the session is in another request of this scheduler; give a fork"
                 )
+            if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
+                raise QueueFullError(
+                    f"max_waiting is {self._most_waiting}, and {len(self._waiting)} requests wait "
+                    "already; submit again later"
+                )
+            deadline = None if queueing.timeout_s is None else self.clock() + queueing.timeout_s
             job = Job(
                 self._submitted,
                 whole,
@@ -241,11 +289,19 @@ class Scheduler:
                 on_token=on_token,
                 on_finish=on_finish,
                 cancelled=self._cancelled,
+                priority=queueing.priority,
+                deadline=deadline,
+                salt=queueing.salt,
+                clock=self.clock,
             )
             self._submitted += 1
             self._planned += job.planned
             self._unfinished[job.index] = job
-            self._waiting.append(job)
+            self._waiting.add(job)
+            if deadline is not None:
+                self._deadlines.push(job, deadline)
+            if session is not None:
+                self._given[session] = job
         with self.changed:
             self.changed.notify_all()
         return job
@@ -254,6 +310,16 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether every request is finished."""
         return not (self._waiting or self._prefilling or self._decoding)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for their admission."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Number of requests that were admitted and go on."""
+        return len(self._prefilling) + len(self._decoding)
 
     @property
     def work(self) -> tuple[int, int]:
@@ -375,25 +441,41 @@ class Scheduler:
         self.close()
 
     def _finish_ended(self) -> None:
-        """Ends cancelled requests, and those with all tokens emitted before an interrupt."""
+        """Ends cancelled and late requests, and those with all tokens before an interrupt."""
         while self._cancelled:
             self._finish(self._cancelled.popleft(), "cancelled")
+        while (late := self._late()) is not None:
+            self._finish(late, "timeout")
         for job in list(self._decoding):
             if job.stream.finish is not None:
                 self._finish(job, job.stream.finish)
 
+    def _late(self) -> Job | None:
+        """A request whose time is over."""
+        with self._queues:
+            job = self._deadlines.first()
+        if job is None or job.deadline is None or job.deadline > self.clock():
+            return None
+        return job
+
     def _admit(self) -> None:
-        """Admits requests in order: none overtakes one that waits for room."""
-        while self._waiting:
-            running = len(self._prefilling) + len(self._decoding)
+        """Admits requests in the order of `WaitingRequests`."""
+        self._waiting.begin()
+        while True:
+            running = self.running
             if running and (self._full or running >= self._limit):
                 return
-            job = self._waiting[0]
+            with self._queues:
+                job = self._waiting.next()
+            if job is None:
+                return
             try:
                 job.admit(self._core, self._make_session)
             except CapacityError as error:
                 if running:
-                    return
+                    with self._queues:
+                        self._waiting.pass_over(job)
+                    continue
                 self._finish(job, "error", error)
             except ModelChangedError:
                 raise
@@ -402,7 +484,8 @@ class Scheduler:
                     return
                 self._finish(job, "error", error)
             else:
-                self._waiting.popleft()
+                with self._queues:
+                    self._waiting.admitted(job)
                 if job.state == "prefilling":
                     job.feed.served = min(
                         (other.feed.served for other in self._prefilling), default=0
@@ -458,7 +541,7 @@ class Scheduler:
                 if job.suspend():
                     with self._queues:
                         self._remove(job)
-                        self._waiting.appendleft(job)
+                        self._waiting.add(job)
                     self._full = True
                     return
         job, error = self._blocked[-1]
@@ -497,11 +580,17 @@ class Scheduler:
             self._past += job.done
             self._planned -= job.planned
             self._unfinished.pop(job.index, None)
+            self._deadlines.discard(job)
+            if job.given_session is not None:
+                self._given.pop(job.given_session, None)
+            self._waiting.room_released()
         self._full = False
         job.notify()
 
     def _remove(self, job: Job) -> None:
-        for queue in (self._decoding, self._prefilling, self._waiting):
+        if self._waiting.discard(job):
+            return
+        for queue in (self._decoding, self._prefilling):
             if job in queue:
                 queue.remove(job)
                 return

@@ -115,6 +115,11 @@ class AsyncScheduler:
         finalizer = weakref.finalize(self, scheduler.close)
         finalizer.atexit = False
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """What its thread steps; any thread may submit to it."""
+        return self._scheduler
+
     def stream(
         self,
         prompt: Any,

@@ -12,7 +12,9 @@ from kvpager.sampling import Alternatives
 from kvpager.speculation.speculation import SpeculationStats
 from kvpager.tokens import TokenIds
 
-FinishReason: TypeAlias = Literal["eos", "stop", "length", "cancelled", "closed", "error"]
+FinishReason: TypeAlias = Literal[
+    "eos", "stop", "length", "cancelled", "closed", "error", "timeout"
+]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,7 +31,7 @@ class Completion:
             log-probability, equal ones by ascending id; None unless requested.
         finish_reason: "eos" (the model ended it), "stop" (one of `stop`), "length"
             (`max_new_tokens`), "cancelled" (also: its iterator was closed); of requests also
-            "closed" (their engine was) and "error".
+            "closed" (their engine was), "timeout" (after `timeout_s`) and "error".
         seed: of sampling; the same seed gives the same tokens again.
         speculation: counters of its speculation.
         first_token_s: seconds to its first token, for a request from its submission; None if there

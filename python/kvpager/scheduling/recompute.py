@@ -20,6 +20,7 @@ from kvpager.execution.core import EngineCore
 from kvpager.pager import Sequence
 from kvpager.scheduling.chunks import extend_from_states
 from kvpager.text.damage import FAIL, DamageHandling
+from kvpager.text.transcript import MarkComputed
 from kvpager.tokens import TokenIds
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,11 @@ def require_repairable(error: CorruptSnapshotError, on_corrupt: str, provenance:
 
 
 def recompute_chunk(
-    core: EngineCore, tokens: TokenIds, error: CorruptSnapshotError, salt: str
+    core: EngineCore,
+    tokens: TokenIds,
+    error: CorruptSnapshotError,
+    salt: str,
+    mark: MarkComputed | None = None,
 ) -> int:
     """Computes the chunk that an error names, and every damaged chunk before it that it needs.
 
@@ -81,6 +86,7 @@ def recompute_chunk(
         tokens: ids up to the chunk's end at least.
         error: the error that reported the damage; it names a chunk.
         salt: of the sequence with the damaged chunk.
+        mark: called with (position, number) of the tokens computed.
 
     Returns:
         The number of tokens computed.
@@ -112,6 +118,8 @@ def recompute_chunk(
                 ) from error
             computed.append(start)
     for start in sorted(computed):
+        if mark is not None:
+            mark(start, size)
         _log.warning("%s; tokens [%d, %d) were computed again", error, start, start + size)
     return len(computed) * size
 
@@ -169,7 +177,8 @@ def _repair(core: EngineCore, damaged: list[Sequence], error: CorruptSnapshotErr
         except CorruptSnapshotError as refused:
             refusal = refused  # another of these sequences may allow the repair
             continue
-        tokens = recompute_chunk(core, sequence.tokens, error, sequence.salt)
+        mark = None if transcript is None else transcript.mark_computed
+        tokens = recompute_chunk(core, sequence.tokens, error, sequence.salt, mark)
         if _is_damaged(sequence, chunk):
             raise explain_damage(
                 error, "its tokens computed again are not what was saved either"

@@ -142,7 +142,7 @@ class Segments:
                 f"name is {saved.name!r}, which is another text here than in the store; call "
                 f"engine.segments.remove({saved.name!r}) first"
             )
-        sequence = core.pager.restore(snapshot, salt=salt_of(core, snapshot, namespace_of))
+        sequence = core.pager.restore(snapshot, salt=salt_of(snapshot, core.tenant, namespace_of))
         transcript = core.transcripts.adopt(
             sequence,
             restored_tokens=sequence.length,

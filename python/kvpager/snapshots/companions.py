@@ -8,6 +8,7 @@ from kvpager.errors import CorruptSnapshotError, PagerError
 from kvpager.execution.core import EngineCore
 from kvpager.pager import SnapshotInfo
 from kvpager.recurrent.cursor import StateCursor
+from kvpager.salts import Tenant
 from kvpager.snapshots.older import in_todays_terms
 from kvpager.stores import SnapshotStore
 from kvpager.stores.companion import CompanionSnapshot
@@ -38,6 +39,7 @@ def restore_companions(
     snapshot: SnapshotInfo,
     name: str,
     source: SnapshotStore,
+    tenant: Tenant,
 ) -> None:
     """Restores the companions that were saved with a snapshot and that this engine uses.
 
@@ -50,6 +52,7 @@ def restore_companions(
         snapshot: the primary's.
         name: of the snapshot in `source`.
         source: the store with the snapshot.
+        tenant: whose it is.
     """
     for kind, digest in named_companions(snapshot.session).items():
         drafter = core.drafter if kind == DRAFT else None
@@ -59,9 +62,9 @@ def restore_companions(
         try:
             found = _open(source, companion_name(name, kind), digest)
             if drafter is not None:
-                drafter.restore(transcript, found, source)
+                drafter.restore(transcript, found, source, tenant)
             if states is not None:
-                states.attach(in_todays_terms(core, found), snapshot.reader.chain_hashes)
+                states.attach(in_todays_terms(core, found, tenant), snapshot.reader.chain_hashes)
         except (PagerError, OSError) as error:
             _log.warning("the %s saved with %s is left out: %s", kind, snapshot.path, error)
 

@@ -17,12 +17,13 @@ from kvpager.errors import (
 )
 from kvpager.execution.core import EngineCore
 from kvpager.pager import Sequence, SnapshotInfo
+from kvpager.salts import Tenant
 from kvpager.sampling import Sampling
 from kvpager.scheduling.recompute import extend, recomputing_damage, require_repairable
 from kvpager.snapshots.companions import restore_companions
 from kvpager.snapshots.converting import in_layout
 from kvpager.snapshots.freezing import RELEASED_VERSION, SESSION_VERSION, destination
-from kvpager.snapshots.older import in_todays_terms, salt_of
+from kvpager.snapshots.older import in_todays_terms, require_salt, salt_of
 from kvpager.stores import SnapshotStore
 from kvpager.text.conversation import Conversation
 from kvpager.text.damage import ON_CORRUPT, RECOMPUTE, DamageHandling
@@ -37,20 +38,22 @@ def restore_transcript(
     store: SnapshotStore | None,
     on_mismatch: str,
     on_corrupt: str,
+    tenant: Tenant,
 ) -> Transcript:
     """See `Engine.restore`."""
     if on_corrupt not in ON_CORRUPT:
         raise InvalidArgumentError(f'on_corrupt is {on_corrupt!r}; expected "fail" or "recompute"')
     core.runner.unchanged.check_model(thorough=True)
     name, source = destination(name_or_path, store)
-    snapshot = in_todays_terms(core, SnapshotInfo.of(source.open(name)))
+    snapshot = in_todays_terms(core, SnapshotInfo.of(source.open(name)), tenant)
     snapshot.require_restorable()
     provenance = fingerprints.compare(
         core.fingerprint, snapshot.fingerprint, on_mismatch=on_mismatch, source=snapshot.path
     )
+    require_salt(snapshot, tenant)
     state = SavedState.of(snapshot, core.vocab_size)
     damage: CorruptSnapshotError | None = None
-    salt = salt_of(core, snapshot)
+    salt = salt_of(snapshot, tenant)
     snapshot = in_layout(snapshot, core.layout, salt)
     try:
         sequence = core.pager.restore(snapshot, salt=salt, provenance=provenance)
@@ -58,7 +61,7 @@ def restore_transcript(
         if on_corrupt != RECOMPUTE:
             raise
         damage = error
-        sequence = _without_tail(core, snapshot, error, provenance)
+        sequence = _without_tail(core, snapshot, error, provenance, salt)
     transcript = core.transcripts.adopt(
         sequence,
         sampling=state.sampling,
@@ -77,7 +80,7 @@ def restore_transcript(
         transcript.generation_start = state.generation_start
         transcript.conversation = state.conversation
         transcript.metadata = state.metadata
-        restore_companions(core, transcript, snapshot, name, source)
+        restore_companions(core, transcript, snapshot, name, source, tenant)
     except BaseException:
         transcript.close()
         raise
@@ -154,7 +157,11 @@ class SavedState(NamedTuple):
 
 
 def _without_tail(
-    core: EngineCore, snapshot: SnapshotInfo, error: CorruptSnapshotError, provenance: str
+    core: EngineCore,
+    snapshot: SnapshotInfo,
+    error: CorruptSnapshotError,
+    provenance: str,
+    salt: str,
 ) -> Sequence:
     """The sealed chunks of a snapshot whose tail is damaged; `_recompute_tail` adds the rest.
 
@@ -164,7 +171,7 @@ def _without_tail(
     if core.recurrence is None:  # with recurrent layers a saved tail is never used
         require_repairable(error, RECOMPUTE, worth)
     whole = snapshot.reader.sealed_chunks * core.layout.chunk_tokens
-    return core.pager.restore(snapshot, salt=salt_of(core, snapshot), upto=whole)
+    return core.pager.restore(snapshot, salt=salt, upto=whole)
 
 
 def _recompute_tail(

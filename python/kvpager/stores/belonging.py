@@ -15,6 +15,7 @@ from kvpager.salts import is_of, old_salt_digest, stretched
 from kvpager.section_json import parse_section
 
 _SALT = "salt_digest"  # in the session section
+_SALT_FIELD = "salt"  # in fingerprints
 _NEWER = "behaviour"  # in fingerprints of releases that digest weights and salts as this one does
 _DIGESTED = ("weights", "salt")
 
@@ -52,6 +53,8 @@ class Belonging:
         for field in sorted(self.model.keys() & other.model.keys()):
             rule = RULES.get(field)
             if rule is not None and (rule.waivable or rule.follows):
+                continue
+            if field == _SALT_FIELD and told:  # releases differ in whether it is in the fingerprint
                 continue
             if not one_release and field in _DIGESTED:
                 continue

@@ -23,6 +23,7 @@ from kvpager.text.damage import DamageHandling
 from kvpager.text.reservations import Reservation, Reservations
 from kvpager.tokens import TokenIds
 
+MarkComputed = Callable[[int, int], object]  # (first position, number of positions)
 MakeStates = Callable[[Sequence], StateCursor | None]
 
 
@@ -49,6 +50,7 @@ class Transcript(Cursor):
         restored_tokens: positions that came from a snapshot or store.
         restored_tokens_consumed: restored positions that replaced a prefill.
         trims: counters of its trims.
+        mark_computed: counts what is computed for the request that the text is in, if any.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Transcript(Cursor):
         self.conversation = Conversation()
         self.metadata: dict[str, Any] = {}
         self.store: SnapshotStore | None = None
+        self.mark_computed: MarkComputed | None = None
         self._reservations = Reservations(sequence)
         self._reprefilled_to = 0  # end of the tokens computed again that a trim had kept
         self._begin(sequence, restored_tokens)
@@ -159,6 +162,8 @@ class Transcript(Cursor):
     def count_computed(self, start: int, count: int) -> None:
         """Counts `count` tokens of the text from `start` on that a forward has committed."""
         self.tokens_computed += count
+        if self.mark_computed is not None:
+            self.mark_computed(start, count)
         if start + count >= self._reprefilled_to:
             self._reprefilled_to = 0
 

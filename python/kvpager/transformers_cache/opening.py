@@ -71,7 +71,6 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
             layout,
             row_counts=counts,
             kernel_version=kernel_version,
-            salt="",
             behaviour=behaviour_digest(model, counts),
             progress=report,
         )

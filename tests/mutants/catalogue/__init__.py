@@ -1,5 +1,6 @@
 """Every mutant, in the order of the rooms."""
 
+from mutants.catalogue.admission import ADMISSION
 from mutants.catalogue.attention import ATTENTION
 from mutants.catalogue.bookkeeping import BOOKKEEPING
 from mutants.catalogue.codes import CODES
@@ -31,6 +32,7 @@ from mutants.catalogue.transformers_caches import TRANSFORMERS_CACHES
 from mutants.catalogue.windows import WINDOWS
 
 CATALOGUE = (
+    *ADMISSION,
     *ATTENTION,
     *CODES,
     *SELECTION,

@@ -191,7 +191,7 @@ IDENTITY = (
         name="salts-are-not-stretched",
         breaks="a guess at a salt costs a slow function",
         file="python/kvpager/opening/identity.py",
-        old="        namespace=stretched(salt),\n",
+        old="        namespace=stretched(checked_salt(salt)),\n",
         new="        namespace=salt,\n",
         killers=(SALTS + "test_a_guess_at_a_salt_cannot_be_tried_on_a_file_without_stretching_it",),
     ),

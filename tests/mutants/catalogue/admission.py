@@ -1,0 +1,83 @@
+"""Mutants of a scheduler's admission, of the counts of prompts, and of the salts of sessions."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+ADMITTED = "model/test_admission.py::"
+COUNTS = "model/test_prompt_counts.py::"
+SALTS = "model/test_salts_of_sessions.py::"
+
+ADMISSION = (
+    Mutant(
+        name="overtaking-has-no-end",
+        breaks="a request without room is overtaken a bounded number of times",
+        file="python/kvpager/requests/waiting.py",
+        old="            self._overtaken += 1\n",
+        new="            self._overtaken += 0\n",
+        killers=(ADMITTED + "test_a_request_without_room_is_overtaken_only_so_often",),
+    ),
+    Mutant(
+        name="priorities-count-for-nothing",
+        breaks="requests of a lower number are admitted earlier",
+        file="python/kvpager/requests/request.py",
+        old="        self.rank = (priority, index)\n",
+        new="        self.rank = (0, index)\n",
+        killers=(
+            ADMITTED + "test_lower_priorities_are_admitted_first_and_equal_ones_in_their_order",
+        ),
+    ),
+    Mutant(
+        name="the-queue-is-never-full",
+        breaks="no more requests wait than may",
+        file="python/kvpager/requests/scheduler.py",
+        old="len(self._waiting) >= self._most_waiting:\n",
+        new="len(self._waiting) > self._most_waiting:\n",
+        killers=(ADMITTED + "test_beyond_max_waiting_a_submission_is_refused_and_changes_nothing",),
+    ),
+    Mutant(
+        name="deadlines-pass-unseen",
+        breaks="a request ends when its time is over",
+        file="python/kvpager/requests/scheduler.py",
+        old="job.deadline > self.clock():\n",
+        new="job.deadline + 9 > self.clock():\n",
+        killers=(ADMITTED + "test_a_request_that_waits_too_long_ends_with_timeout",),
+    ),
+    Mutant(
+        name="damage-counts-as-found",
+        breaks="a damaged chunk that is computed again counts as computed",
+        file="python/kvpager/scheduling/recompute.py",
+        old="            mark(start, size)\n",
+        new="            mark(start, 0)\n",
+        killers=(COUNTS + "test_a_damaged_chunk_of_a_restored_session_was_computed",),
+    ),
+    Mutant(
+        name="pending-tokens-count-as-found",
+        breaks="a session's pending token counts as computed",
+        file="python/kvpager/requests/request.py",
+        old="            self._prompt.mark(self._held, self.prompt_tokens - self._held)\n",
+        new="",
+        killers=(
+            COUNTS + "test_what_a_given_session_holds_is_found_and_its_pending_token_computed",
+        ),
+    ),
+    Mutant(
+        name="sessions-have-the-engines-salt",
+        breaks="sessions of different salts share no chunk",
+        file="python/kvpager/execution/core.py",
+        old="        salt = self.namespace if namespace is None else namespace\n",
+        new="        salt = self.namespace\n",
+        killers=(
+            SALTS + "test_sessions_of_another_salt_share_no_chunk_and_those_of_one_share",
+            SALTS + "test_requests_of_a_salt_share_with_sessions_of_it",
+        ),
+    ),
+    Mutant(
+        name="drafts-have-the-engines-salt",
+        breaks="a draft's cache has the salt of its text",
+        file="python/kvpager/drafts/companion.py",
+        old="caches.core.transcript(salt)",
+        new="caches.core.transcript()",
+        killers=(SALTS + "test_a_drafts_cache_has_the_salt_of_its_text",),
+    ),
+)
