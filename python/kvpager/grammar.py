@@ -19,6 +19,7 @@ import numpy as np
 from kvpager.errors import InvalidArgumentError
 from kvpager.logits.processors import Logits
 from kvpager.text.tokenizer import Tokenizer
+from kvpager.text.tool_calls import JSON_SPACING
 from kvpager.tokens import TokenIds
 
 _MOST_COMPILED = 64  # grammars that are kept for each tokenizer
@@ -40,7 +41,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that a schema allows.
+        """JSON that a schema allows, with a blank behind ":" and "," and none elsewhere.
 
         Raises InvalidArgumentError for a schema that is no JSON, or that uses what cannot be
         enforced; the error comes with the first generation if only the tokenizer can tell.
@@ -52,7 +53,10 @@ class Grammar:
                 raise InvalidArgumentError(f"grammar: the schema is no JSON: {error}") from error
         if not isinstance(schema, (Mapping, bool)):
             raise InvalidArgumentError(f"grammar: the schema is {schema!r}; expected an object")
-        return cls._checked(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        matcher = _library().LLMatcher
+        return cls._checked(
+            matcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_SPACING)
+        )
 
     @classmethod
     def json_object(cls) -> Grammar:

@@ -6,6 +6,7 @@ import time
 
 import httpx
 import pytest
+
 from server.running import said
 
 LONG = {"messages": said("Write a module."), "max_tokens": 20_000}

@@ -6,17 +6,17 @@ import hashlib
 
 import httpx
 import pytest
-from server.running import coder_engine, running, said
 
 from kvpager import InvalidArgumentError
 from kvpager.server.errors import ApiError
 from kvpager.server.tenants import Tenant, Tenants
+from server.running import coder_engine, running, said
 
-KEYS = """
-- {key: sk-alice, tenant: alice, requests_per_minute: 3}
-- {key: sk-alice-2, tenant: alice, requests_per_minute: 3}
-- {key_sha256: %s, tenant: bob, priority: 5}
-""" % hashlib.sha256(b"sk-bob").hexdigest()
+KEYS = f"""
+- {{key: sk-alice, tenant: alice, requests_per_minute: 3}}
+- {{key: sk-alice-2, tenant: alice, requests_per_minute: 3}}
+- {{key_sha256: {hashlib.sha256(b"sk-bob").hexdigest()}, tenant: bob, priority: 5}}
+"""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def keys(tmp_path):
 
 def ask(server, key, **body):
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    body = {"messages": said("Write a class. " * 20), "max_tokens": 2, **body}
+    body = {"messages": said("Write a class. " * 20), "max_tokens": 2, "temperature": 0, **body}
     return server.http.post("/v1/chat/completions", json=body, headers=headers)
 
 

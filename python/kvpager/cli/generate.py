@@ -135,6 +135,11 @@ def _add_generation_options(parser: Parser) -> None:
         metavar="TEXT",
         help="ends the text, which goes up to it; may be given many times",
     )
+    form = generation.add_mutually_exclusive_group()
+    form.add_argument(
+        "--json-schema", metavar="FILE", help="the text is JSON that this JSON schema allows"
+    )
+    form.add_argument("--regex", metavar="PATTERN", help="the text matches this pattern as a whole")
     generation.add_argument(
         "--speculate",
         nargs="?",
@@ -187,6 +192,7 @@ def run(args: argparse.Namespace) -> int:
             if args.draft is not None
             else f"--speculate {DRAFT}: no draft model; give --draft PATH"
         )
+    schema = None if args.json_schema is None else read_text("--json-schema", args.json_schema)
     config = pager_config(args)
     if args.speculate and config.exact != "all":
         raise UsageError(
@@ -202,11 +208,16 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.model)
     begins = args.restore is None and segments is None
     given = prompt_ids(args, prompt, tokenizer, special_tokens=begins)
-    if tokenizer is None and (args.stop or messages is not None):
-        raise CliError(
-            f"--model {args.model} has no tokenizer, which "
-            f"{'--stop needs' if args.stop else 'messages need'}"
-        )
+    needs = {
+        "--stop needs": args.stop,
+        "messages need": messages is not None,
+        "--json-schema needs": schema is not None,
+        "--regex needs": args.regex is not None,
+    }
+    needing = [words for words, given in needs.items() if given]
+    if tokenizer is None and needing:
+        raise CliError(f"--model {args.model} has no tokenizer, which {needing[0]}")
+    args.grammar = _grammar(args, schema)
 
     from kvpager import Engine
 
@@ -247,6 +258,19 @@ def _read_messages(args: argparse.Namespace) -> str | list[Any] | None:
         raise CliError(f"--messages {args.messages}: {error}") from error
     found: list[Any] = messages
     return found
+
+
+def _grammar(args: argparse.Namespace, schema: str | None) -> Any | None:
+    """Of --json-schema, whose text is given, or --regex. Raises CliError."""
+    from kvpager.grammar import Grammar
+
+    try:
+        if schema is not None:
+            return Grammar.json_schema(schema)
+        return None if args.regex is None else Grammar.regex(args.regex)
+    except InvalidArgumentError as error:
+        option = "--regex" if schema is None else f"--json-schema {args.json_schema}"
+        raise CliError(str(error).replace("grammar", option, 1)) from error
 
 
 def _load_draft(args: argparse.Namespace, device: str) -> Any:
@@ -307,6 +331,7 @@ def _generate(
         "frequency_penalty": args.frequency_penalty,
         "logit_bias": dict(args.logit_bias),
         "stop": args.stop,
+        "grammar": args.grammar,
         "seed": args.seed,
         "speculate": args.speculate,
         "logprobs": args.logprobs,

@@ -104,7 +104,7 @@ class Exchange:
         self._production = Production(plan.choices, self._observe)
         self._tokens = 0  # of all choices
         self._last: dict[int, float] = {}  # when each choice's last token came
-        self._restored = [(0, 0)] * plan.choices
+        self._restored = [0] * plan.choices  # tokens of a conversation that was read from disk
         self._seen: Digests = ()
         self._saw_token = [False] * plan.choices
         self._begun = self._finished = False
@@ -235,15 +235,13 @@ class Exchange:
 
     def _count(self, choice: int, completion: RequestCompletion) -> None:
         """Counts a choice that has ended."""
-        session = self._sessions[choice]
-        consumed, recomputed = self._restored[choice]
+        session, restored, recomputed = self._sessions[choice], self._restored[choice], 0
         if session is not None and not session.closed:
-            consumed = session.restored_tokens_consumed - consumed
-            recomputed = session.recomputed_tokens - recomputed
-        else:
-            consumed = recomputed = 0
+            restored = max(restored, session.restored_tokens)
+            recomputed = session.recomputed_tokens
+        consumed = min(restored, completion.cached_tokens)
         self._service.recent.note("prompt", completion.computed_tokens)
-        self._service.metrics.finished(completion, max(0, consumed), max(0, recomputed))
+        self._service.metrics.finished(completion, consumed, recomputed)
         if isinstance(completion.error, CorruptSnapshotError):
             self._service.metrics.damaged()
 
@@ -261,7 +259,7 @@ class Exchange:
         plan, prompt = self.plan, self.plan.prompt
         session, kept = self._base()
         self._sessions[choice] = session
-        self._restored[choice] = (session.restored_tokens_consumed, session.recomputed_tokens)
+        self._restored[choice] = 0 if kept is None else kept.session.restored_tokens
         common: dict[str, Any] = {
             "seed": seed,
             "logprobs": plan.logprobs,

@@ -15,6 +15,8 @@ from kvpager.errors import InvalidArgumentError
 HERMES, LLAMA3, MISTRAL = "hermes", "llama3", "mistral"
 REQUIRED: Literal["required"] = "required"
 _BLANK = " \t\r\n"
+# Any number of blanks would be JSON too, and some models write nothing else.
+JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,9 @@ class Mistral:
 
     def lark(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> str:
         """See `ToolCallFormat`."""
-        schema: dict[str, Any] = {"type": "array", "items": _schema(tools, "arguments")}
-        schema["minItems"] = 1
+        items = _schema(tools, "arguments")
+        schema: dict[str, Any] = {"x-guidance": items.pop("x-guidance"), "type": "array"}
+        schema |= {"items": items, "minItems": 1}
         if not parallel:
             schema["maxItems"] = 1
         return f'start: "[TOOL_CALLS]" calls\ncalls: %json {json.dumps(schema)}\n'
@@ -236,6 +239,7 @@ def overlap(text: str, tag: str) -> int:
 def _schema(tools: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
     """Of a call of any of these tools."""
     return {
+        "x-guidance": JSON_SPACING,
         "anyOf": [
             {
                 "type": "object",
@@ -247,7 +251,7 @@ def _schema(tools: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any
                 "additionalProperties": False,
             }
             for tool in tools
-        ]
+        ],
     }
 
 

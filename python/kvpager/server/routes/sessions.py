@@ -59,7 +59,6 @@ async def session(name: SessionName, caller: TheCaller) -> SessionInfo:
 @router.get("/{name}/ledger")
 async def ledger(name: SessionName, caller: TheCaller, cache_salt: CacheSalt = None) -> Ledger:
     """Its chunks: where each one is, its score, and what its bits are worth."""
-
     service = caller.service
     salt, on_corrupt = service.salt(caller.tenant, cache_salt), service.settings.on_corrupt
 
