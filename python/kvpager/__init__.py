@@ -6,6 +6,7 @@ that runs its own. What is less often needed is in submodules:
 - `kvpager.pager`: sequences, forwards and rows of the lower level.
 - `kvpager.requests`: many prompts at once, step by step.
 - `kvpager.stores`: snapshots that share chunks, budgets, garbage collection.
+- `kvpager.grammar`: text that follows a JSON schema or another grammar.
 - `kvpager.segments`: texts computed once and used at any position.
 - `kvpager.companions`, `kvpager.drafts`, `kvpager.speculation`: caches of other models beside a
   text's own, and guesses of the next tokens.
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         NonFiniteError,
         PagerError,
         PrefixMismatchError,
-        QueueFullError,
         RestoreNotConsumedError,
         StorageError,
         UnsupportedModelError,
@@ -77,7 +77,6 @@ _HOME = {
     "PagerError": "kvpager.errors",
     "PagerOptions": "kvpager.config",
     "PrefixMismatchError": "kvpager.errors",
-    "QueueFullError": "kvpager.errors",
     "RestoreNotConsumedError": "kvpager.errors",
     "Reuse": "kvpager.session",
     "SaveHandle": "kvpager.snapshots.saving",
