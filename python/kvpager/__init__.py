@@ -140,7 +140,6 @@ __all__ = [
     "PagerError",
     "PagerOptions",
     "PrefixMismatchError",
-    "QueueFullError",
     "RestoreNotConsumedError",
     "Reuse",
     "SaveHandle",

@@ -8,7 +8,8 @@ import pytest
 from apart import alone, ids_of
 from reference_models import ROWS, build, make_engine, prompt
 
-from kvpager import InvalidArgumentError, QueueFullError
+from kvpager import InvalidArgumentError
+from kvpager.errors import QueueFullError
 from kvpager.requests import waiting as waiting_module
 from kvpager.requests.job_heap import JobHeap
 
