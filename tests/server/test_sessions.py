@@ -82,7 +82,7 @@ def test_an_exported_session_can_be_imported_under_another_name(server, named):
     taken = server.http.post("/v1/sessions/in/import", content=data.content)
     assert taken.json()["tokens"] == of(server, "out")["tokens"]
     refused = server.http.post("/v1/sessions/bad/import", content=data.content[:-1])
-    assert refused.status_code == 500
+    assert refused.status_code == 400
     assert server.http.get("/v1/sessions/bad").status_code == 404
     server.http.delete("/v1/sessions/in").raise_for_status()
 

@@ -27,6 +27,7 @@ from kvpager.server.routes import (
     sessions,
     slots,
 )
+from kvpager.server.schema.common import Error
 from kvpager.server.service import Service
 
 _TOO_LARGE = 413
@@ -52,6 +53,7 @@ def make_app(service: Service) -> FastAPI:
         version=__version__,
         description="An OpenAI-compatible server whose conversations survive.",
         lifespan=lifespan,
+        responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
         docs_url=None,  # it loads its program from elsewhere
         redoc_url=None,
     )

@@ -15,7 +15,7 @@ from kvpager.server.errors import ApiError, bad_request
 from kvpager.server.messages import as_dicts
 from kvpager.server.routes.caller import TheCaller, TheService
 from kvpager.server.schema.chat import Message, Tool
-from kvpager.server.schema.common import Answer, Body, Error, Json, ModelCard, ModelList, TokenId
+from kvpager.server.schema.common import Answer, Body, Json, ModelCard, ModelList, TokenId
 from kvpager.server.service import Service
 from kvpager.tokens import TokenIds
 
@@ -74,7 +74,7 @@ def health() -> Health:
     return Health(status="ok")
 
 
-@router.get("/ready", responses={503: {"model": Error}})
+@router.get("/ready")
 def ready(service: TheService) -> Health:
     """200 while requests are taken."""
     service.check_open()
@@ -93,7 +93,7 @@ def models(caller: TheCaller) -> ModelList:
     return ModelList(data=[_card(caller.service, name) for name in caller.service.names])
 
 
-@router.get("/v1/models/{model:path}", responses={404: {"model": Error}})
+@router.get("/v1/models/{model:path}")
 def model(model: str, caller: TheCaller) -> ModelCard:
     """One model."""
     caller.service.check_model(model)
@@ -106,7 +106,7 @@ def metrics(service: TheService) -> Response:
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.post("/tokenize", responses={400: {"model": Error}})
+@router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Tokens:
     """The token ids of a text, or of what the chat template makes of messages."""
     service = caller.service
@@ -138,7 +138,7 @@ async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Tokens:
     return Tokens(count=len(ids), max_model_len=service.most_tokens, tokens=ids, token_strs=texts)
 
 
-@router.post("/detokenize", responses={400: {"model": Error}})
+@router.post("/detokenize")
 def detokenize(body: DetokenizeRequest, caller: TheCaller) -> Text:
     """The text of token ids."""
     service = caller.service

@@ -27,7 +27,6 @@ from kvpager.server.schema.chat import (
     Choice,
     Logprobs,
 )
-from kvpager.server.schema.common import Error
 from kvpager.server.streaming import done, event, stream
 from kvpager.server.usage import usage_of
 
@@ -37,7 +36,7 @@ router = APIRouter()
 @router.post(
     "/v1/chat/completions",
     response_model=None,
-    responses={200: {"model": ChatCompletion}, 400: {"model": Error}},
+    responses={200: {"model": ChatCompletion}},
 )
 async def chat_completions(
     request: Request,

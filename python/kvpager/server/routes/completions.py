@@ -22,7 +22,6 @@ from kvpager.server.exchange import Exchange, Plan, Prompt
 from kvpager.server.ids import new_id
 from kvpager.server.production import Piece
 from kvpager.server.routes.caller import Caller, TheCaller
-from kvpager.server.schema.common import Error
 from kvpager.server.schema.completions import (
     Completion,
     CompletionChoice,
@@ -42,7 +41,7 @@ router = APIRouter()
 @router.post(
     "/v1/completions",
     response_model=None,
-    responses={200: {"model": Completion}, 400: {"model": Error}},
+    responses={200: {"model": Completion}},
 )
 async def completions(
     request: Request,

@@ -25,6 +25,7 @@ from kvpager.server.schema.messages import (
     AnswerMessage,
     Count,
     CountRequest,
+    Error,
     MessagesRequest,
     TextBlock,
     ToolResult,
@@ -33,7 +34,7 @@ from kvpager.server.schema.messages import (
 )
 from kvpager.server.streaming import event, stream
 
-router = APIRouter()
+router = APIRouter(responses={"4XX": {"model": Error}, "5XX": {"model": Error}})
 _DEFAULT_TTL = "5m"
 
 

@@ -23,7 +23,6 @@ from kvpager.server.production import Piece
 from kvpager.server.response_items import Output, marks_of, messages_of
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.chat import ChosenFunction, ChosenTool, Function, Tool
-from kvpager.server.schema.common import Error
 from kvpager.server.schema.responses import (
     Deleted,
     InputDetails,
@@ -45,7 +44,7 @@ _NOTE = "response"
 @router.post(
     "/v1/responses",
     response_model=None,
-    responses={200: {"model": Response}, 400: {"model": Error}},
+    responses={200: {"model": Response}},
 )
 async def create(request: Request, body: ResponseRequest, caller: TheCaller) -> Any:
     """Answers an input; with `stream` as server-sent events, with `background` later."""
@@ -65,7 +64,7 @@ async def create(request: Request, body: ResponseRequest, caller: TheCaller) -> 
     return options.json_response(turn.response)
 
 
-@router.get("/v1/responses/{response_id}", response_model=None, responses={404: {"model": Error}})
+@router.get("/v1/responses/{response_id}", response_model=None)
 async def retrieve(response_id: ResponseId, caller: TheCaller) -> Any:
     """A response that was kept, or one that is still computed."""
     running = caller.service.background_responses.get(caller.tenant.name, response_id)
@@ -80,7 +79,7 @@ async def retrieve(response_id: ResponseId, caller: TheCaller) -> Any:
     return notes[_NOTE]
 
 
-@router.delete("/v1/responses/{response_id}", responses={404: {"model": Error}})
+@router.delete("/v1/responses/{response_id}")
 async def delete(response_id: ResponseId, caller: TheCaller) -> Deleted:
     """Deletes a response and its K/V; responses that go on from it keep what they share."""
     await retrieve(response_id, caller)

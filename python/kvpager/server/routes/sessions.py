@@ -12,11 +12,11 @@ from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import FileResponse
 from starlette.background import BackgroundTask
 
+from kvpager.errors import CorruptSnapshotError, UnsupportedVersionError
 from kvpager.server import errors
 from kvpager.server.conversations import Conversations, Kept
-from kvpager.server.errors import ApiError, not_found
+from kvpager.server.errors import ApiError, bad_request, not_found
 from kvpager.server.routes.caller import Caller, TheCaller
-from kvpager.server.schema.common import Error
 from kvpager.server.schema.sessions import (
     Chunk,
     Deleted,
@@ -31,7 +31,7 @@ from kvpager.server.schema.sessions import (
 from kvpager.server.session_list import listed
 from kvpager.stores import SaveReport
 
-router = APIRouter(prefix="/v1/sessions", responses={404: {"model": Error}})
+router = APIRouter(prefix="/v1/sessions")
 SessionName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 CacheSalt = Annotated[str | None, Query(description="the cache_salt that it was computed under")]
 _Result = TypeVar("_Result")
@@ -195,7 +195,10 @@ async def import_(
                 await asyncio.to_thread(file.write, part)
 
         def take() -> None:
-            restored = caller.service.engine.restore(path, salt=salt)
+            try:
+                restored = caller.service.engine.restore(path, salt=salt)
+            except (CorruptSnapshotError, UnsupportedVersionError) as error:
+                raise bad_request(f"the body is no sound snapshot: {error}", "body") from error
             _keep(caller, name, Kept(restored, (), salt, {}))
 
         await _run(take)

@@ -12,16 +12,13 @@ from kvpager.server import errors
 from kvpager.server.conversations import Kept
 from kvpager.server.errors import ApiError, bad_request
 from kvpager.server.routes.caller import Caller, TheCaller
-from kvpager.server.schema.common import Error
 from kvpager.server.schema.sessions import SlotErased, SlotRequest, SlotRestored, SlotSaved
 
 router = APIRouter()
 Action = Literal["save", "restore", "erase"]
 
 
-@router.post(
-    "/slots/{slot}", responses={400: {"model": Error}, 404: {"model": Error}}, response_model=None
-)
+@router.post("/slots/{slot}", response_model=None)
 async def slots(
     slot: Annotated[int, Path(ge=0, lt=1 << 31)],
     action: Annotated[Action, Query()],

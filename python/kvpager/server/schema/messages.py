@@ -128,6 +128,20 @@ class AnswerMessage(Answer):
     usage: Usage
 
 
+class ErrorBody(Answer):
+    """What an error has."""
+
+    type: str
+    message: str
+
+
+class Error(Answer):
+    """An error, as Anthropic's API has it."""
+
+    type: Literal["error"]
+    error: ErrorBody
+
+
 class Count(Answer):
     """How many tokens a prompt has."""
 
