@@ -194,6 +194,13 @@ QUESTIONS = {
             ("packing",),
         ),
         Question(
+            "serving",
+            "tokens per second over HTTP, and what HTTP costs",
+            15,
+            ("transformers serve", "vLLM"),
+            ("serving", "serving_overhead", "serving_soak"),
+        ),
+        Question(
             "residency",
             "where the chunks of a conversation are, moment by moment",
             0.5,

@@ -39,6 +39,7 @@ __all__ = [
     "remove",
     "root",
     "size",
+    "variables",
 ]
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -187,7 +188,7 @@ def run(peer: Peer, script: Path, task: Mapping[str, Any], timeout: float) -> di
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=_variables(peer.recipe),
+            env=variables(peer.recipe),
             cwd=folder,
             text=True,
         ) as process,
@@ -246,7 +247,7 @@ def _logged(command: Sequence[str], recipe: Recipe, log: IO[str]) -> None:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env=_variables(recipe),
+        env=variables(recipe),
         cwd=root(),  # modules in the caller's current folder must not be imported
         check=False,
     )
@@ -268,17 +269,17 @@ def _packages(folder: Path) -> dict[str, str]:
     return {entry["name"].lower(): entry["version"] for entry in json.loads(listed.stdout)}
 
 
-def _variables(recipe: Recipe) -> dict[str, str]:
+def variables(recipe: Recipe) -> dict[str, str]:
     """A peer's environment: ours, less what would let our packages in or tune its threads."""
-    variables = {
+    kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PYTHON", "KVPAGER_", "OMP_")) and name != "VIRTUAL_ENV"
     }
-    variables |= {"PYTHONNOUSERSITE": "1", "PYTHONUNBUFFERED": "1"}
-    variables.setdefault("HF_HUB_OFFLINE", "1")
-    variables.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
-    return variables | dict(recipe.variables)
+    kept |= {"PYTHONNOUSERSITE": "1", "PYTHONUNBUFFERED": "1"}
+    kept.setdefault("HF_HUB_OFFLINE", "1")
+    kept.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
+    return kept | dict(recipe.variables)
 
 
 @contextlib.contextmanager
