@@ -16,8 +16,6 @@ from kvpager.logits.processors import Processors
 from kvpager.needles import shipped_model_path
 from kvpager.sampling import Sampling, choose_after
 
-llguidance = pytest.importorskip("llguidance", reason="pip install 'kvpager[grammar]'")
-
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},

@@ -9,8 +9,6 @@ import pytest
 from kvpager.cli import main
 from kvpager.needles import shipped_model_path
 
-pytest.importorskip("llguidance", reason="pip install 'kvpager[grammar]'")
-
 
 def generate(capsys, *arguments):
     model = ["--model", str(shipped_model_path("tiny-coder")), "--threads", "1", "--rows", "16"]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpager.grammar import Grammar
 from kvpager.text.tool_calls import Call, TextDelta, format_of_template, tool_call_format
 
 FORMATS = ("hermes", "llama3", "mistral")
@@ -110,9 +111,6 @@ def test_the_format_is_that_of_the_chat_template(template, name):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_forced_call_is_a_grammar(name, parallel):
-    pytest.importorskip("llguidance")
-    from kvpager.grammar import Grammar
-
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     tools = [{"name": "add", "parameters": schema}, {"name": "stop"}]
     assert Grammar.lark(tool_call_format(name).lark(tools, parallel=parallel)).source

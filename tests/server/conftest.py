@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("fastapi", reason="pip install 'kvpager[serve]'")
-
 from server import running as servers
 
 

@@ -268,7 +268,7 @@ class EngineCore:
         """
         salt = self.namespace if namespace is None else namespace
         transcript = self.transcripts.adopt(self.pager.sequence(salt=salt))
-        transcript.store = self.store if store is None else store
+        transcript.store = store
         return transcript
 
     def states_of(self, sequence: Sequence) -> StateCursor | None:

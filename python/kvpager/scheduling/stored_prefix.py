@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def adopt_stored_prefix(core: EngineCore, transcript: Transcript, ids: TokenIds) -> None:
-    """Makes a session start from the longest prefix of its prompt in the engine's store.
+    """Makes a session start from the longest prefix of its prompt in its or the engine's store.
 
     Does so only if that is more than the session holds. A chunk's name covers fingerprint and salt,
     so that only chunks of an equal engine are found. A problem with the store is no error: the
@@ -27,12 +27,13 @@ def adopt_stored_prefix(core: EngineCore, transcript: Transcript, ids: TokenIds)
     computed again.
     """
     size = core.layout.chunk_tokens
-    if transcript.store is None or len(ids) - transcript.committed < size:
+    store = transcript.store or core.store
+    if store is None or len(ids) - transcript.committed < size:
         return
     hashes = core.pager.chain_hashes(ids, transcript.sequence.salt)
     while len(hashes) * size > transcript.committed:
         try:
-            found = _restore(core, transcript, hashes, ids)
+            found = _restore(store, core, transcript, hashes, ids)
         except (PagerError, OSError) as error:  # noqa: PERF203  # a shorter one each time
             chunk = damaged_chunk(error) if isinstance(error, CorruptSnapshotError) else None
             shorter = hashes[:chunk] if chunk is not None and chunk < len(hashes) else []
@@ -43,7 +44,7 @@ def adopt_stored_prefix(core: EngineCore, transcript: Transcript, ids: TokenIds)
                 sequence, reader = found
                 transcript.replace_sequence(sequence, restored_tokens=sequence.length)
                 transcript.damage = DamageHandling(
-                    store=transcript.store, reader=reader, tokens=transcript.damage.tokens
+                    store=store, reader=reader, tokens=transcript.damage.tokens
                 )
             return
 
@@ -67,11 +68,14 @@ def _longest(
 
 
 def _restore(
-    core: EngineCore, transcript: Transcript, hashes: list[bytes], ids: TokenIds
+    store: SnapshotStore,
+    core: EngineCore,
+    transcript: Transcript,
+    hashes: list[bytes],
+    ids: TokenIds,
 ) -> tuple[Sequence, _core.SnapshotReader] | None:
     """The longest prefix in the store, with its snapshot; None if the session holds as much."""
-    assert transcript.store is not None
-    reader = _longest(transcript.store, core, transcript, hashes, ids)
+    reader = _longest(store, core, transcript, hashes, ids)
     if reader is None or len(reader.tokens) <= transcript.committed:
         return None
     tokens = reader.tokens

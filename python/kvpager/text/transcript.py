@@ -46,7 +46,7 @@ class Transcript(Cursor):
         assembly: how the text was put together, if from segments.
         conversation: the messages of `Session.chat`.
         metadata: the user's own JSON values, saved with it.
-        store: where a prefill of an empty text looks for its beginning; None: nowhere.
+        store: where a prefill of an empty text looks for its beginning; None: the engine's.
         restored_tokens: positions that came from a snapshot or store.
         restored_tokens_consumed: restored positions that replaced a prefill.
         trims: counters of its trims.

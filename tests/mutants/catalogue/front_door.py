@@ -97,8 +97,8 @@ FRONT_DOOR = (
     Mutant(
         name="the-beginning-of-a-stop-string-is-told",
         breaks="text is held back while it may begin a stop string",
-        file="python/kvpager/text/answer.py",
-        old="for length in range(min(len(text), len(stop) - 1), 0, -1):",
+        file="python/kvpager/text/tool_calls.py",
+        old="for length in range(min(len(text), len(tag) - 1), 0, -1):",
         new="for length in ():",
         killers=(TEXT + "test_text_is_held_back_while_it_may_begin_a_stop_string",),
     ),
