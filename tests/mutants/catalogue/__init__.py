@@ -27,12 +27,14 @@ from mutants.catalogue.sampling import SAMPLING
 from mutants.catalogue.segment_commands import SEGMENT_COMMANDS
 from mutants.catalogue.segments import SEGMENT_MUTANTS
 from mutants.catalogue.selection import SELECTION
+from mutants.catalogue.serving import SERVING
 from mutants.catalogue.snapshots import SNAPSHOTS
 from mutants.catalogue.transformers_caches import TRANSFORMERS_CACHES
 from mutants.catalogue.windows import WINDOWS
 
 CATALOGUE = (
     *ADMISSION,
+    *SERVING,
     *ATTENTION,
     *CODES,
     *SELECTION,
