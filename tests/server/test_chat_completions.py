@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.running import CODER, GREEDY, said
+from server.running import CODER, GREEDY, running, said
 
 
 def answer_of(engine, *contents, max_new_tokens=8, **options):
@@ -193,6 +193,17 @@ def test_other_requests_change_no_token(server, engine):
             pool.map(lambda text: server.chat(text).choices[0].message.content, prompts)
         )
     assert together == [answer_of(engine, text).text for text in prompts]
+
+
+def test_an_answer_has_as_many_tokens_as_the_server_allows_by_default(engine, tmp_path):
+    with running(engine, tmp_path, max_tokens=5) as server:
+        body = {"ignore_eos": True}
+        answer = server.openai.chat.completions.create(
+            model=CODER, messages=said("Hi"), extra_body=body
+        )
+        assert answer.usage.completion_tokens == 5
+        long = server.chat("Hi", max_tokens=9, extra_body=body)
+        assert long.usage.completion_tokens == 9
 
 
 def test_models_are_listed_by_name(server):

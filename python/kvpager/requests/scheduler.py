@@ -24,7 +24,7 @@ from kvpager.requests.request import Job, OnFinish, OnToken, Request, Token
 from kvpager.requests.submission import Queueing
 from kvpager.requests.waiting import WaitingRequests
 from kvpager.sampling import fresh_seed
-from kvpager.scheduling.chat import PlannedTurn, plan_turn
+from kvpager.scheduling.chat import MOST_NEW_TOKENS, PlannedTurn, plan_turn
 from kvpager.scheduling.completion import FinishReason
 from kvpager.scheduling.feed import runnable
 from kvpager.scheduling.options import repeatable
@@ -178,12 +178,15 @@ class Scheduler:
         on_finish: OnFinish | None = None,
         priority: Integer = 0,
         timeout_s: float | None = None,
+        default_new_tokens: Integer = MOST_NEW_TOKENS,
         **options: Unpack[GenerationOptions],
     ) -> Request:
         """Queues a turn of a session's conversation; `Session.chat` beside other requests.
 
-        Nothing else may use the session before the request is finished. The arguments are those of
-        `Session.chat` and `submit`, and so are the errors.
+        Nothing else may use the session before the request is finished. The other arguments are
+        those of `Session.chat` and `submit`, and so are the errors.
+
+        default_new_tokens: most tokens of the answer where `max_new_tokens` is None.
         """
         require_own(self._core, session)
         queueing = Queueing.checked(priority, timeout_s)
@@ -198,6 +201,7 @@ class Scheduler:
             options=read,
             seed=seed,
             logprobs=logprobs,
+            default_new_tokens=as_integer(default_new_tokens, "default_new_tokens", 1),
         )
         return self.queue(
             turn,

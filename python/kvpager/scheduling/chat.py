@@ -60,12 +60,16 @@ def plan_turn(
     options: Mapping[str, Any],
     seed: Integer | None,
     logprobs: bool,
+    default_new_tokens: int = MOST_NEW_TOKENS,
 ) -> PlannedTurn:
-    """Checks a turn and renders its prompt; arguments and errors as for `Session.chat`."""
+    """Checks a turn and renders its prompt; arguments and errors as for `Session.chat`.
+
+    default_new_tokens: most tokens of the answer where `max_new_tokens` is None.
+    """
     core.check_open(transcript)
     tokenizer = require_tokenizer(core, "chat")
     generation = Generation.checked(
-        core, max_new_tokens, options, logprobs=logprobs, otherwise=MOST_NEW_TOKENS
+        core, max_new_tokens, options, logprobs=logprobs, otherwise=default_new_tokens
     )
     generation.check_seed(seed)
     before = settled(core, transcript)

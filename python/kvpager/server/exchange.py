@@ -279,13 +279,13 @@ class Exchange:
                 session,
                 self._messages(session, kept),
                 plan.max_new_tokens,
+                default_new_tokens=self._service.settings.max_tokens,
                 tools=prompt.tools,
                 chat_template_kwargs=prompt.template,
                 **callbacks,
                 **common,
             )
 
-        self._again = submit
         self._production.submit(choice, submit)
 
     def _base(self) -> tuple[Session, Kept | None]:
@@ -360,8 +360,12 @@ class Exchange:
         plan = self.plan
         session, self._sessions[0] = self._sessions[0], None
         assert session is not None
-        marks = plan.prompt.marks
-        self.saved_tokens = marks.save(plan.conversations, self._service.tokenizer, plan, session)
+        marks, tokenizer = plan.prompt.marks, self._service.tokenizer
+        try:
+            self.saved_tokens = marks.save(plan.conversations, tokenizer, plan, session)
+        except BaseException:
+            session.close()
+            raise
         if not plan.share and plan.keep_as is None:
             session.close()
             return
