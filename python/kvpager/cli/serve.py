@@ -66,12 +66,8 @@ def add(commands: Any, common: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     _require_packages()
-    names = [option.name for option in ServerSettings.options()]
-    args.settings_file = (
-        {} if args.config is None else read_settings(args.config, [*names, *pager_option_names()])
-    )
-    settings, config = _settings(args), pager_config(args)
-    _check_exposure(args, settings)
+    settings, config = settings_of(args), pager_config(args)
+    check_exposure(args, settings)
     folder = _model_folder(args)
     model = load_model(folder, args.dtype, config.device)
     tokenizer = load_tokenizer(folder)
@@ -90,7 +86,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> ServerSettings:
+def settings_of(args: argparse.Namespace) -> ServerSettings:
+    """The server's options; reads the file that --config names. Raises UsageError, CliError."""
+    names = [option.name for option in ServerSettings.options()]
+    args.settings_file = (
+        {} if args.config is None else read_settings(args.config, [*names, *pager_option_names()])
+    )
     values = {}
     for option in ServerSettings.options():
         value = given(args, option.name)
@@ -105,7 +106,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         raise UsageError(text) from error
 
 
-def _check_exposure(args: argparse.Namespace, settings: ServerSettings) -> None:
+def check_exposure(args: argparse.Namespace, settings: ServerSettings) -> None:
+    """Warns where other machines can reach the server and nobody needs a key."""
     from kvpager.server.run import is_loopback
 
     if settings.api_keys is None and not is_loopback(settings.host):

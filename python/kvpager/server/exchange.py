@@ -178,6 +178,7 @@ class Exchange:
             self._finished = True
             self._close_all()
             self._service.ended(self)
+        self._log_end()
 
     async def abandon(self) -> None:
         """Cancels what runs and frees everything. May be called at any time, also twice."""
@@ -376,6 +377,24 @@ class Exchange:
         plan.conversations.keep(name, Kept(session, seen, plan.salt, notes))
         if plan.save:
             plan.conversations.save(name, plan.save_ttl)
+
+    def _log_end(self) -> None:
+        """A line about the request; its texts only where the settings say so."""
+        done = self.completions
+        _log.info(
+            "%s of %s: %d prompt tokens (%d cached), %d generated, %.3f s to the first, %.3f s",
+            self.name or "a request",
+            self.plan.conversations.tenant.name,
+            done[0].prompt_tokens,
+            done[0].cached_tokens,
+            self._tokens,
+            done[0].first_token_s or 0.0,
+            time.perf_counter() - self._began,
+        )
+        if self._service.settings.log_prompts:
+            prompt = self.plan.prompt
+            given = list(prompt.messages) if prompt.ids is None else prompt.ids.tolist()
+            _log.info("prompt %r, answers %r", given, [one.text for one in done])
 
     def _keep_unfinished(self) -> None:
         """Saves what a request has come to when the server ends it."""
