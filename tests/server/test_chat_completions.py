@@ -48,6 +48,15 @@ def test_the_last_chunk_has_the_usage_where_it_was_asked_for(server):
     assert all(chunk.usage is None for chunk in others)
 
 
+def test_every_chunk_has_the_usage_so_far_where_that_was_asked_for(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(server, "Hello", stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 8)
+    assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+
+
 def test_log_probabilities_are_those_of_the_engine_to_the_bit(server, engine):
     answer = server.chat("Write a heap.", logprobs=True, top_logprobs=3)
     alone = answer_of(engine, "Write a heap.", logprobs=True, top_logprobs=3)

@@ -212,6 +212,15 @@ class Exchange:
             "seconds": time.perf_counter() - self._began,
         }
 
+    def usage_so_far(self) -> dict[str, int]:
+        """Tokens of the prompt, and those generated until now."""
+        prompt = self._production.prompt_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._tokens,
+            "total_tokens": prompt + self._tokens,
+        }
+
     async def release(self) -> None:
         """`abandon`, which goes on even if the task that asks for it is cancelled."""
         if not self._finished:

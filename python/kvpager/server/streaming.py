@@ -12,6 +12,7 @@ from starlette.background import BackgroundTask
 
 from kvpager.server.errors import ApiError
 from kvpager.server.exchange import Exchange
+from kvpager.server.schema.common import StreamOptions
 
 PING_SECONDS = 15
 _log = logging.getLogger(__name__)
@@ -22,6 +23,13 @@ def event(values: Mapping[str, Any], name: str | None = None) -> ServerSentEvent
     return ServerSentEvent(
         data=json.dumps(values, ensure_ascii=False, separators=(",", ":")), event=name, sep="\n"
     )
+
+
+def head_usage(exchange: Exchange, options: StreamOptions | None) -> dict[str, Any]:
+    """What every chunk of a stream says of usage, as these options ask for it."""
+    if options is None or not options.include_usage:
+        return {}
+    return {"usage": exchange.usage_so_far() if options.continuous_usage_stats else None}
 
 
 def done() -> ServerSentEvent:

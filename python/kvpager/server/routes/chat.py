@@ -27,7 +27,7 @@ from kvpager.server.schema.chat import (
     Choice,
     Logprobs,
 )
-from kvpager.server.streaming import done, event, stream
+from kvpager.server.streaming import done, event, head_usage, stream
 from kvpager.server.usage import usage_of
 
 router = APIRouter()
@@ -177,6 +177,7 @@ class _Turn:
 
     async def chunks(self, exchange: Exchange) -> AsyncIterator[ServerSentEvent]:
         """The answer as chunks."""
+        self._exchange = exchange
         readers = [self._answering.reader() for _ in range(self.plan.choices)]
         for number in range(self.plan.choices):
             yield self._chunk(number, {"role": "assistant", "content": ""})
@@ -228,15 +229,14 @@ class _Turn:
 
     @property
     def _head(self) -> dict[str, Any]:
-        head = {
+        return {
             "id": self.id,
             "object": "chat.completion.chunk",
             "created": self._created,
             "model": self._service.model,
             "system_fingerprint": self._service.fingerprint,
+            **head_usage(self._exchange, self._body.stream_options),
         }
-        wants_usage = self._body.stream_options and self._body.stream_options.include_usage
-        return {**head, "usage": None} if wants_usage else head
 
     def _chunk(
         self, choice: int, delta: dict[str, Any], *, reason: str | None = None, **more: Any

@@ -29,7 +29,7 @@ from kvpager.server.schema.completions import (
     CompletionRequest,
 )
 from kvpager.server.service import Service
-from kvpager.server.streaming import done, event, stream
+from kvpager.server.streaming import done, event, head_usage, stream
 from kvpager.server.usage import usage_of
 from kvpager.tokens import TokenIds
 
@@ -310,6 +310,7 @@ class _Text:
             "created": self._created,
             "model": self._service.model,
             "system_fingerprint": self._service.fingerprint,
+            **head_usage(self.exchanges[0], self._body.stream_options),
         }
 
     def _answer(self, choices: list[CompletionChoice], usage: dict[str, Any]) -> Completion:

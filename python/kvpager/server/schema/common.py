@@ -17,11 +17,14 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last chunk says how many tokens there were."""
+    """`include_usage`: a last chunk says how many tokens there were.
+
+    `continuous_usage_stats`, which vLLM has: with it, every chunk says how many there are so far.
+    """
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class CacheOptions(Body):
