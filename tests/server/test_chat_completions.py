@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import openai
 import pytest
 
 from server.running import CODER, GREEDY, running, said
@@ -213,6 +216,17 @@ def test_an_answer_has_as_many_tokens_as_the_server_allows_by_default(engine, tm
         assert answer.usage.completion_tokens == 5
         long = server.chat("Hi", max_tokens=9, extra_body=body)
         assert long.usage.completion_tokens == 9
+
+
+def test_the_async_client_streams_the_same_text(server):
+    async def stream():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            chunks = await client.chat.completions.create(
+                model=CODER, messages=said("Write a list."), max_tokens=8, stream=True, **GREEDY
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    assert asyncio.run(stream()) == server.chat("Write a list.").choices[0].message.content
 
 
 def test_models_are_listed_by_name(server):
