@@ -128,6 +128,13 @@ def of(error: BaseException) -> ApiError:
     return ApiError(500, "internal error", kind="server_error", code="internal_error")
 
 
+def of_accepted(error: BaseException) -> ApiError:
+    """`of`, for a request that was accepted: its arguments were checked, so they are not wrong."""
+    if isinstance(error, InvalidArgumentError):
+        return _server(str(error), error)
+    return of(error)
+
+
 def _mismatch(text: str, error: Any) -> ApiError:
     return ApiError(
         409,

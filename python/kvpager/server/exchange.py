@@ -360,7 +360,7 @@ class Exchange:
         reason = completion.finish_reason
         if reason == "error":
             assert completion.error is not None
-            raise errors.of(completion.error) from completion.error
+            raise errors.of_accepted(completion.error) from completion.error
         if reason == "timeout":
             raise errors.timed_out()
         if reason in ("closed", "cancelled"):
