@@ -11,7 +11,7 @@ import text_models
 import torch
 
 from kvpager import Engine, InvalidArgumentError
-from kvpager.grammar import Grammar
+from kvpager.grammar import Grammar, compiler_of
 from kvpager.logits.processors import Processors
 from kvpager.needles import shipped_model_path
 from kvpager.sampling import Sampling, choose_after
@@ -89,6 +89,22 @@ def test_guesses_change_no_token(engine):
     plain = written(engine, grammar, 60, **SAMPLED)
     guessed = written(engine, grammar, 60, speculate="prompt-lookup", **SAMPLED)
     assert guessed.tokens.tolist() == plain.tokens.tolist()
+
+
+def test_a_constraint_follows_the_text_back(engine):
+    tokenizer, size = engine.core.tokenizer, engine.vocab_size
+    constraint = compiler_of(tokenizer, size, frozenset()).constraint(Grammar.regex("ab|ba"), 0)
+    (a,), (b,) = (tokenizer.wrapped.encode(text, add_special_tokens=False) for text in "ab")
+
+    def allows(token, *text):
+        values = constraint(np.array(text, dtype=np.int32), np.zeros(size))
+        return values[token] == 0
+
+    assert allows(b, a)
+    assert not allows(a, a)
+    assert allows(a, b)  # another beginning than before
+    assert not allows(b, b)
+    assert allows(a)
 
 
 def test_a_request_that_had_to_release_its_chunks_goes_on_in_its_grammar():

@@ -9,7 +9,7 @@ import pytest
 
 from server.running import said
 
-LONG = {"messages": said("Write a module."), "max_tokens": 20_000}
+LONG = {"messages": said("Write a module."), "max_tokens": 20_000, "ignore_eos": True}
 
 
 def until(condition, seconds=20.0):

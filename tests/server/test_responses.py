@@ -43,6 +43,7 @@ def test_two_turns_may_go_on_from_one_response(responses):
     one = responses("Why?", previous_response_id=first.id)
     other = responses("Why?", previous_response_id=first.id)
     assert one.output_text == other.output_text
+    assert one.usage.input_tokens == other.usage.input_tokens
     assert one.id != other.id
 
 

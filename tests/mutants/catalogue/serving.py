@@ -19,11 +19,11 @@ SERVING = (
     ),
     Mutant(
         name="a-grammar-keeps-what-was-taken-back",
-        breaks="guesses change no token of a grammar",
+        breaks="a grammar follows the text, forwards and back",
         file=GRAMMAR,
         old="            self._matcher.rollback(len(self._consumed) - common)\n",
         new="",
-        killers=(TEXT + "test_guesses_change_no_token",),
+        killers=(TEXT + "test_a_constraint_follows_the_text_back",),
     ),
     Mutant(
         name="unknown-fields-are-ignored",
