@@ -8,7 +8,7 @@ from typing import SupportsFloat, SupportsIndex, TypeAlias
 import numpy as np
 import torch
 
-from kvpager.errors import InvalidArgumentError
+from kvpager.option_table import refusal as refusal
 
 Number: TypeAlias = SupportsFloat | SupportsIndex
 
@@ -59,8 +59,3 @@ def as_ids(value: object, name: str) -> tuple[int, ...]:
             raise refusal(name, value, "token ids")
         ids.append(one)
     return tuple(ids)
-
-
-def refusal(field: str, value: object, expected: str) -> InvalidArgumentError:
-    """The error about an option's value."""
-    return InvalidArgumentError(f"{field} is {value!r}; expected {expected}")

@@ -9,7 +9,7 @@ from kvpager.server.breakpoints import DEFAULT_TTL, Mark, Marks
 from kvpager.server.schema.chat import Message, TextPart
 from kvpager.server.schema.common import CacheOptions
 
-_ROLES = {"developer": "system"}  # which templates do not know
+ROLES = {"developer": "system"}  # which templates do not know
 
 
 def as_dicts(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
@@ -35,7 +35,7 @@ def marks_of(messages: Sequence[Message], options: CacheOptions | None) -> Marks
 
 def _as_dict(message: Message) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "role": _ROLES.get(message.role, message.role),
+        "role": ROLES.get(message.role, message.role),
         "content": text_of(message.content),
     }
     if message.name is not None:

@@ -10,6 +10,7 @@ from kvpager.server.answers import Delta, Reader
 from kvpager.server.breakpoints import DEFAULT_TTL, Mark, Marks
 from kvpager.server.errors import bad_request
 from kvpager.server.ids import new_id
+from kvpager.server.messages import ROLES
 from kvpager.server.schema.common import CacheOptions
 from kvpager.server.schema.responses import (
     InputCall,
@@ -19,8 +20,6 @@ from kvpager.server.schema.responses import (
     Item,
 )
 from kvpager.server.token_texts import TokenTexts
-
-_ROLES = {"developer": "system"}
 
 Messages = list[dict[str, Any]]
 Events = list[tuple[str, dict[str, Any]]]
@@ -34,7 +33,7 @@ def messages_of(given: str | Sequence[Item]) -> Messages:
     for item in given:
         if isinstance(item, InputMessage):
             messages.append(
-                {"role": _ROLES.get(item.role, item.role), "content": _text(item.content)}
+                {"role": ROLES.get(item.role, item.role), "content": _text(item.content)}
             )
         elif isinstance(item, InputCallOutput):
             output = _text(item.output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ from kvpager.server.exchange import Exchange
 from kvpager.server.schema.common import StreamOptions
 
 PING_SECONDS = 15
-_log = logging.getLogger(__name__)
 
 
 def event(values: Mapping[str, Any], name: str | None = None) -> ServerSentEvent:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ from kvpager.server.routes.caller import TheCaller, TheService
 from kvpager.server.schema.chat import Message, Tool
 from kvpager.server.schema.common import Answer, Body, Json, ModelCard, ModelList, TokenId
 from kvpager.server.service import Service
+from kvpager.server.threads import in_thread
 from kvpager.tokens import TokenIds
 
 router = APIRouter()
@@ -130,10 +130,7 @@ async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Tokens:
         text = tokenizer.render(as_dicts(body.messages), options)
         return tokenizer.encode(text, "messages", special_tokens=False)
 
-    try:
-        ids = [int(token) for token in await asyncio.to_thread(encoded)]
-    except Exception as error:
-        raise errors.of(error) from error
+    ids = [int(token) for token in await in_thread(encoded)]
     texts = [service.token_texts.text(one) for one in ids] if body.return_token_strs else None
     return Tokens(count=len(ids), max_model_len=service.most_tokens, tokens=ids, token_strs=texts)
 

@@ -30,6 +30,7 @@ from kvpager.server.schema.completions import (
 )
 from kvpager.server.service import Service
 from kvpager.server.streaming import done, event, head_usage, stream
+from kvpager.server.threads import in_thread
 from kvpager.server.usage import usage_of
 from kvpager.tokens import TokenIds
 
@@ -80,10 +81,7 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[TokenIds]:
             read_ids(one, f"prompt[{i}]", special_tokens=special) for i, one in enumerate(prompts)
         ]
 
-    try:
-        return await asyncio.to_thread(read)
-    except Exception as error:
-        raise errors.of(error) from error
+    return await in_thread(read)
 
 
 class _Text:

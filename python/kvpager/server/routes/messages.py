@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from fastapi import APIRouter, Header, Request
 from sse_starlette import ServerSentEvent
 
 from kvpager.requests.completion import RequestCompletion
-from kvpager.server import errors, options
+from kvpager.server import options
 from kvpager.server.answers import Answering, Reader, answering, stop_reason
 from kvpager.server.breakpoints import Mark, Marks
 from kvpager.server.disconnects import unless_gone
@@ -33,6 +32,7 @@ from kvpager.server.schema.messages import (
     Usage,
 )
 from kvpager.server.streaming import event, stream
+from kvpager.server.threads import in_thread
 
 router = APIRouter(responses={"4XX": {"model": Error}, "5XX": {"model": Error}})
 _DEFAULT_TTL = "5m"
@@ -79,10 +79,7 @@ async def count_tokens(body: CountRequest, caller: TheCaller) -> Count:
         text = tokenizer.render(messages, {} if tools is None else {"tools": list(tools)})
         return len(tokenizer.encode(text, "messages", special_tokens=False))
 
-    try:
-        return Count(input_tokens=await asyncio.to_thread(count))
-    except Exception as error:
-        raise errors.of(error) from error
+    return Count(input_tokens=await in_thread(count))
 
 
 class _Turn:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
 from pathlib import Path as FilePath
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import FileResponse
 from starlette.background import BackgroundTask
 
 from kvpager.errors import CorruptSnapshotError, UnsupportedVersionError
-from kvpager.server import errors
 from kvpager.server.conversations import Conversations, Kept
 from kvpager.server.errors import ApiError, bad_request, not_found
 from kvpager.server.routes.caller import Caller, TheCaller
@@ -29,18 +27,18 @@ from kvpager.server.schema.sessions import (
     TrimRequest,
 )
 from kvpager.server.session_list import listed
+from kvpager.server.threads import in_thread
 from kvpager.stores import SaveReport
 
 router = APIRouter(prefix="/v1/sessions")
 SessionName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 CacheSalt = Annotated[str | None, Query(description="the cache_salt that it was computed under")]
-_Result = TypeVar("_Result")
 
 
 @router.get("")
 async def sessions(caller: TheCaller) -> SessionList:
     """All conversations, the one used last first."""
-    return SessionList(data=await _run(lambda: listed(caller.conversations)))
+    return SessionList(data=await in_thread(lambda: listed(caller.conversations)))
 
 
 @router.get("/{name}")
@@ -53,7 +51,7 @@ async def session(name: SessionName, caller: TheCaller) -> SessionInfo:
                 return one
         raise not_found("session", name, "id", "session_not_found")
 
-    return await _run(find)
+    return await in_thread(find)
 
 
 @router.get("/{name}/ledger")
@@ -66,13 +64,13 @@ async def ledger(name: SessionName, caller: TheCaller, cache_salt: CacheSalt = N
         chunks = [Chunk.model_validate(chunk) for chunk in kept.session.ledger()]
         return Ledger(id=name, tokens=kept.session.length, chunks=chunks)
 
-    return await _run(lambda: caller.conversations.look(name, salt, on_corrupt, told))
+    return await in_thread(lambda: caller.conversations.look(name, salt, on_corrupt, told))
 
 
 @router.post("/{name}/save")
 async def save(name: SessionName, body: SaveRequest, caller: TheCaller) -> Saved:
     """Saves a conversation that is in memory."""
-    report = await _run(lambda: _stored(caller).save(name, body.ttl))
+    report = await in_thread(lambda: _stored(caller).save(name, body.ttl))
     return _saved(name, report)
 
 
@@ -86,7 +84,7 @@ async def restore(
         forked, _ = _fork(caller, name, cache_salt)
         forked.close()
 
-    await _run(load)
+    await in_thread(load)
     return await session(name, caller)
 
 
@@ -102,7 +100,7 @@ async def fork(
         forked, kept = _fork(caller, name, cache_salt)
         _keep(caller, body.id, Kept(forked, kept.seen, kept.salt, dict(kept.notes)))
 
-    await _run(copy)
+    await in_thread(copy)
     return await session(body.id, caller)
 
 
@@ -121,28 +119,28 @@ async def trim(
             raise
         _keep(caller, name, Kept(forked, (), kept.salt, {}))
 
-    await _run(cut)
+    await in_thread(cut)
     return await session(name, caller)
 
 
 @router.post("/{name}/pin")
 async def pin(name: SessionName, caller: TheCaller) -> SessionInfo:
     """Exempts a saved conversation from expiry and eviction."""
-    await _run(lambda: _saved_one(caller, name).pin(name))
+    await in_thread(lambda: _saved_one(caller, name).pin(name))
     return await session(name, caller)
 
 
 @router.post("/{name}/unpin")
 async def unpin(name: SessionName, caller: TheCaller) -> SessionInfo:
     """Lets it expire or be evicted again."""
-    await _run(lambda: _saved_one(caller, name).unpin(name))
+    await in_thread(lambda: _saved_one(caller, name).unpin(name))
     return await session(name, caller)
 
 
 @router.delete("/{name}")
 async def delete(name: SessionName, caller: TheCaller) -> Deleted:
     """Deletes it, in memory and on disk."""
-    await _run(lambda: caller.conversations.delete(name))
+    await in_thread(lambda: caller.conversations.delete(name))
     return Deleted(id=name)
 
 
@@ -160,7 +158,7 @@ async def export(
             forked.save(path)
 
     try:
-        await _run(write)
+        await in_thread(write)
     except BaseException:
         handle.cleanup()
         raise
@@ -201,7 +199,7 @@ async def import_(
                 raise bad_request(f"the body is no sound snapshot: {error}", "body") from error
             _keep(caller, name, Kept(restored, (), salt, {}))
 
-        await _run(take)
+        await in_thread(take)
     return await session(name, caller)
 
 
@@ -244,11 +242,3 @@ def _saved(name: str, report: SaveReport | None) -> Saved:
         bytes_shared=report.bytes_shared,
         seconds=report.seconds,
     )
-
-
-async def _run(work: Callable[[], _Result]) -> _Result:
-    """Work that may wait for the disk, in a thread. Raises ApiError."""
-    try:
-        return await asyncio.to_thread(work)
-    except Exception as error:
-        raise errors.of(error) from error

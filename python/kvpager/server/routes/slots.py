@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query
 
-from kvpager.server import errors
 from kvpager.server.conversations import Kept
 from kvpager.server.errors import ApiError, bad_request
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.sessions import SlotErased, SlotRequest, SlotRestored, SlotSaved
+from kvpager.server.threads import in_thread
 
 router = APIRouter()
 Action = Literal["save", "restore", "erase"]
@@ -28,7 +27,7 @@ async def slots(
     """Saves the conversation `slot-N` under a name, restores it from there, or erases it."""
     name = f"slot-{slot}"
     if action == "erase":
-        return await _run(lambda: _erase(caller, slot, name))
+        return await in_thread(lambda: _erase(caller, slot, name))
     file = None if body is None else body.filename
     if file is None:
         raise bad_request(f"filename is missing; expected it with action={action}", "filename")
@@ -37,8 +36,8 @@ async def slots(
             400, "this server saves nothing; start it with --store FOLDER", code="no_store"
         )
     if action == "save":
-        return await _run(lambda: _save(caller, slot, name, file))
-    return await _run(lambda: _restore(caller, slot, name, file))
+        return await in_thread(lambda: _save(caller, slot, name, file))
+    return await in_thread(lambda: _restore(caller, slot, name, file))
 
 
 def _save(caller: Caller, slot: int, name: str, file: str) -> SlotSaved:
@@ -83,10 +82,3 @@ def _copy(caller: Caller, name: str, to: str) -> int:
     tokens = session.length
     caller.conversations.keep(to, Kept(session, kept.seen, kept.salt, dict(kept.notes)))
     return tokens
-
-
-async def _run(work: Any) -> Any:
-    try:
-        return await asyncio.to_thread(work)
-    except Exception as error:
-        raise errors.of(error) from error
