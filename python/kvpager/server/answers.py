@@ -61,6 +61,13 @@ class Reader:
         text = "".join(self._text)
         return None if self.calls and not text.strip() else text
 
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation."""
+        values: dict[str, Any] = {"role": "assistant", "content": self.content or ""}
+        if self.calls:
+            values["tool_calls"] = [call.model_dump() for call in self.calls]
+        return values
+
     def _told_text(self, text: str) -> list[Delta]:
         if not text:
             return []

@@ -135,13 +135,13 @@ class _Turn:
     ) -> ChatCompletion:
         """The whole answer, once its conversation is kept."""
         choices = []
-        for number, completion in enumerate(completions):
-            reader = self._answering.reader()
+        readers = [self._answering.reader() for _ in completions]
+        for number, (completion, reader) in enumerate(zip(completions, readers)):
             reader.push(completion.text or "")
             reader.end()
             choices.append(self._choice(number, completion, reader))
         prompt_ids = exchange.prompt_ids if self._body.return_token_ids else None
-        await exchange.finish(_as_message(choices[0].message))
+        await exchange.finish(readers[0].message())
         return ChatCompletion(
             id=self.id,
             created=self._created,
@@ -192,8 +192,7 @@ class _Turn:
                     yield self._chunk(one.choice, delta.values)
                 ends.append(self._end(one, readers[one.choice]))
         completions = exchange.completions
-        first = AnswerMessage(content=readers[0].content, tool_calls=readers[0].calls or None)
-        await exchange.finish(_as_message(first))
+        await exchange.finish(readers[0].message())
         for end in ends:  # once what they tell of is saved
             yield end
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
@@ -243,10 +242,3 @@ class _Turn:
     ) -> ServerSentEvent:
         one = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
         return event({**self._head, "choices": [one]})
-
-
-def _as_message(message: AnswerMessage) -> dict[str, Any]:
-    values: dict[str, Any] = {"role": "assistant", "content": message.content or ""}
-    if message.tool_calls:
-        values["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-    return values

@@ -145,7 +145,7 @@ class _Turn:
         for told in [*self._told(self._reader.end()), *self._close()]:
             yield told
         (completion,) = exchange.completions
-        await exchange.finish(_as_message(self._reader))
+        await exchange.finish(self._reader.message())
         self._complete(completion, exchange.saved_tokens)
 
     def _told(self, deltas: Sequence[Any]) -> list[dict[str, Any]]:
@@ -297,13 +297,6 @@ def _blocks(content: Any) -> list[Any]:
     if isinstance(content, str):
         return [TextBlock(type="text", text=content)]
     return list(content)
-
-
-def _as_message(reader: Reader) -> dict[str, Any]:
-    values: dict[str, Any] = {"role": "assistant", "content": reader.content or ""}
-    if reader.calls:
-        values["tool_calls"] = [call.model_dump() for call in reader.calls]
-    return values
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
