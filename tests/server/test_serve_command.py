@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import socket
 
 import pytest
@@ -87,8 +88,10 @@ def test_a_port_that_is_taken_is_named(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         fast = ["--rows", "16", "--small-rows", "fixed", "--pool-tokens", "1024"]
+        handlers = logging.getLogger("kvpager").handlers[:]
         said = refused(capsys, "--port", str(port), "--store", "off", "-q", *fast)
     assert f"port are '127.0.0.1' and {port}; nothing can listen there" in said
+    assert logging.getLogger("kvpager").handlers == handlers  # the log goes there no more
 
 
 def test_listening_beyond_this_machine_without_keys_is_warned_of(capsys):

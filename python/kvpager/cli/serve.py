@@ -75,12 +75,14 @@ def run(args: argparse.Namespace) -> int:
         raise CliError(f"--model {folder} has no tokenizer, which a server needs")
 
     from kvpager import Engine
-    from kvpager.server.run import log_to_stderr, serve
+    from kvpager.server.run import logging_to_stderr, serve
     from kvpager.server.service import Service
 
-    log_to_stderr(settings.log_level)
     known = settings.served_model_name or (_name_of(args.model),)
-    with Engine(model, config, tokenizer=tokenizer, threads=args.threads) as engine:
+    with (
+        logging_to_stderr(settings.log_level),
+        Engine(model, config, tokenizer=tokenizer, threads=args.threads) as engine,
+    ):
         service = Service(engine, settings, names=known, root=str(args.model or CODER))
         serve(service, lambda url: _tell(args, service, url))
     return 0

@@ -6,7 +6,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -45,15 +46,25 @@ def is_loopback(host: str) -> bool:
     return host in _LOOPBACK
 
 
-def log_to_stderr(level: str) -> None:
-    """Sends kvpager's log to stderr. No record has the text of a prompt."""
+@contextmanager
+def logging_to_stderr(level: str) -> Iterator[None]:
+    """Sends kvpager's log to stderr while it is open. No record has the text of a prompt."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("kvpager", "uvicorn"):
-        logger = logging.getLogger(name)
+    levels = {"kvpager": level.upper(), "uvicorn": "WARNING"}
+    loggers = [logging.getLogger(name) for name in levels]
+    kept = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
         logger.addHandler(handler)
-        logger.setLevel(level.upper() if name == "kvpager" else "WARNING")
+        logger.setLevel(levels[logger.name])
         logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level_before, propagate) in zip(loggers, kept, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level_before)
+            logger.propagate = propagate
 
 
 class Server:
