@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from kvpager.server.service import Service
 
 CODER = "tiny-coder"
-_NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "sse_starlette", "yaml")
+_NEEDED = (
+    "fastapi",
+    "uvicorn",
+    "pydantic",
+    "prometheus_client",
+    "sse_starlette",
+    "yaml",
+    "opentelemetry",
+)
 _EPILOG = """\
 Without --model the small language model that the project ships answers. It completes Python; it
 knows nothing else.
@@ -77,10 +85,12 @@ def run(args: argparse.Namespace) -> int:
     from kvpager import Engine
     from kvpager.server.run import logging_to_stderr, serve
     from kvpager.server.service import Service
+    from kvpager.server.tracing import exported
 
     known = settings.served_model_name or (_name_of(args.model),)
     with (
         logging_to_stderr(settings.log_level),
+        exported(settings.otlp_endpoint),
         Engine(model, config, tokenizer=tokenizer, threads=args.threads) as engine,
     ):
         service = Service(engine, settings, names=known, root=str(args.model or CODER))

@@ -29,6 +29,7 @@ from kvpager.server.routes import (
 )
 from kvpager.server.schema.common import Error
 from kvpager.server.service import Service
+from kvpager.server.tracing import trace_http
 
 _TOO_LARGE = 413
 _REQUEST_ID = b"x-request-id"
@@ -65,6 +66,8 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(_Limits, most=service.settings.max_request_bytes)
     app.add_middleware(_RequestIds)
     _handle_errors(app)
+    if service.settings.otlp_endpoint is not None:
+        trace_http(app)
     return app
 
 

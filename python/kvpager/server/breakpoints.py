@@ -20,7 +20,7 @@ from kvpager.text.tokenizer import Tokenizer
 from kvpager.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from kvpager.server.exchange import Plan
+    from kvpager.server.plan import Plan
 
 MOST = 4  # breakpoints of one request that are written, as in both APIs
 DEFAULT_TTL = "30m"

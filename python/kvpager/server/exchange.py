@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from kvpager.errors import CapacityError, CorruptSnapshotError
@@ -14,84 +13,16 @@ from kvpager.requests.completion import RequestCompletion
 from kvpager.requests.request import Request
 from kvpager.sampling import fresh_seed, seed_after
 from kvpager.server import errors
-from kvpager.server.breakpoints import Marks
-from kvpager.server.conversations import Conversations, Digests, Kept, digests
+from kvpager.server.conversations import Digests, Kept, digests
+from kvpager.server.plan import Plan
 from kvpager.server.production import Ended, OnFinish, OnToken, Piece, Production
+from kvpager.server.tracing import RequestSpan
 from kvpager.session import Session
-from kvpager.tokens import TokenIds
 
 if TYPE_CHECKING:
     from kvpager.server.service import Service
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What is to be answered; token ids, or messages.
-
-    Attributes:
-        ids: the whole text.
-        messages: the whole conversation as the client knows it; or, after `continues` of a
-            `Plan`, with `appended`, what comes after it.
-        appended: whether `messages` come after those of the conversation that goes on.
-        instructions: with `appended`, the system's message of this turn; that of earlier turns
-            does not hold any more, as in OpenAI's Responses.
-        tools: for the chat template.
-        template: further arguments of the chat template.
-        marks: places in `messages` up to which the prompt is to be saved.
-    """
-
-    ids: TokenIds | None = None
-    messages: tuple[dict[str, Any], ...] = ()
-    appended: bool = False
-    instructions: str | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
-    template: Mapping[str, Any] = field(default_factory=dict)
-    marks: Marks = field(default_factory=Marks)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A checked request.
-
-    Attributes:
-        conversations: of the tenant.
-        salt: of its chunks; None: the engine's.
-        prompt: what is to be answered.
-        choices: how many answers.
-        max_new_tokens: of each; None: the server's.
-        options: of the generation, as `Scheduler.submit` takes them.
-        seed: of the first choice; None: a fresh one.
-        logprobs: whether they are wanted.
-        priority: of admission.
-        continues: name of the conversation that goes on; None: whichever fits.
-        must_exist: whether an unknown one is an error.
-        hint: name of a saved conversation that may have a beginning in common.
-        keep_as: name that the conversation has afterwards; None: a name of the server's own.
-        save: whether it is saved before the request ends.
-        save_ttl: how long that lives after its last use; None: as the store says.
-        share: whether later requests without a name may go on from it.
-        on_corrupt: see `Engine.restore`.
-    """
-
-    conversations: Conversations
-    salt: str | None
-    prompt: Prompt
-    choices: int
-    max_new_tokens: int | None
-    options: dict[str, Any]
-    seed: int | None
-    logprobs: bool
-    priority: int
-    continues: str | None = None
-    must_exist: bool = False
-    hint: str | None = None
-    keep_as: str | None = None
-    save: bool = False
-    save_ttl: str | None = None
-    share: bool = True
-    on_corrupt: str = "fail"
 
 
 class Exchange:
@@ -111,6 +42,15 @@ class Exchange:
         self.saved_tokens = 0  # up to the last breakpoint
         if plan.prompt.messages and not plan.prompt.appended:
             self._seen = digests(plan.prompt.messages, plan.salt)
+        self._span = RequestSpan(
+            service.model,
+            conversation=self.name or None,
+            choices=plan.choices,
+            max_tokens=plan.max_new_tokens,
+            seed=plan.seed,
+            priority=plan.priority,
+            tenant=plan.conversations.tenant.name,
+        )
 
     async def begin(self) -> None:
         """Queues every choice. Raises ApiError; nothing is left then."""
@@ -120,9 +60,11 @@ class Exchange:
         try:
             await asyncio.to_thread(self._submit_all)
         except BaseException as error:
-            await self.release()
             if isinstance(error, Exception):
-                raise errors.of(error) from error
+                self._span.failed(known := errors.of(error))
+                await self.release()
+                raise known from error
+            await self.release()
             raise
 
     async def events(self) -> AsyncIterator[Piece | Ended]:
@@ -135,7 +77,11 @@ class Exchange:
             else:
                 if event.completion is not None:
                     self._count(event.choice, event.completion)
-                self._raise_failure(event.completion)
+                try:
+                    self._raise_failure(event.completion)
+                except errors.ApiError as error:
+                    self._span.failed(error)
+                    raise
             yield event
 
     async def run(self) -> list[RequestCompletion]:
@@ -173,11 +119,12 @@ class Exchange:
         try:
             await asyncio.to_thread(self._keep, answer, notes or {})
         except Exception as error:
-            raise errors.of(error) from error
+            self._span.failed(known := errors.of(error))
+            raise known from error
         finally:
             self._finished = True
             self._close_all()
-            self._service.ended(self)
+            self._ended()
         self._log_end()
 
     async def abandon(self) -> None:
@@ -190,7 +137,7 @@ class Exchange:
             if self._service.draining and self.plan.save:
                 await asyncio.to_thread(self._keep_unfinished)
             self._close_all()
-            self._service.ended(self)
+            self._ended()
 
     @property
     def name(self) -> str:
@@ -230,6 +177,10 @@ class Exchange:
         """Notes an error that the client is told in a stream, whose status is 200 by then."""
         self._service.metrics.error(error.status)
 
+    def _ended(self) -> None:
+        self._service.ended(self)
+        self._span.end()
+
     def _observe(self, choice: int, at: float) -> None:
         metrics, last = self._service.metrics, self._last.get(choice)
         recent = self._service.recent
@@ -252,6 +203,7 @@ class Exchange:
         consumed = min(restored, completion.cached_tokens)
         self._service.recent.note("prompt", completion.computed_tokens)
         self._service.metrics.finished(completion, consumed, recomputed)
+        self._span.choice(choice, completion, consumed, recomputed)
         if isinstance(completion.error, CorruptSnapshotError):
             self._service.metrics.damaged()
 
@@ -259,7 +211,8 @@ class Exchange:
         seed = fresh_seed() if self.plan.seed is None else self.plan.seed
         for choice in range(self.plan.choices):
             try:
-                self._submit(choice, seed)
+                with self._span.part("prepare"):
+                    self._submit(choice, seed)
             except BaseException:
                 self._production.drop(*range(choice, self.plan.choices))
                 raise
@@ -385,7 +338,8 @@ class Exchange:
         name = plan.keep_as or self._service.own_name()
         plan.conversations.keep(name, Kept(session, seen, plan.salt, notes))
         if plan.save:
-            plan.conversations.save(name, plan.save_ttl)
+            with self._span.part("save"):
+                plan.conversations.save(name, plan.save_ttl)
 
     def _log_end(self) -> None:
         """A line about the request; its texts only where the settings say so."""

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.option_table import (
@@ -48,6 +49,15 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
 def _lifetime(field: str, value: Any) -> Any:
     parse_ttl(field, value)
     return value
+
+
+def _address(field: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    parts = urlsplit(value) if isinstance(value, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise refusal(field, value, "an http:// or https:// address, or None")
+    return str(value)
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,12 @@ class ServerSettings(Validated):
     )
     page: bool = option(("True or False", flag), "whether there is a page at /", True)
     log_level: str = option(choice(LOG_LEVELS), "what is logged to stderr", "info")
+    otlp_endpoint: str | None = option(
+        ("an http:// or https:// address, or None", _address),
+        "OpenTelemetry collector that is sent spans of requests by OTLP over HTTP, such as "
+        "http://localhost:4318; None: none",
+        None,
+    )
     log_prompts: bool = option(
         ("True or False", flag), "whether prompts and answers are logged, in clear", False
     )

@@ -15,9 +15,10 @@ from kvpager.server import options
 from kvpager.server.answers import Delta, Reader, answering_of, finish_reason, stop_reason
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import bad_request
-from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.exchange import Exchange
 from kvpager.server.ids import new_id
 from kvpager.server.messages import as_dicts, marks_of
+from kvpager.server.plan import Plan, Prompt
 from kvpager.server.production import Ended, Piece
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.chat import (

@@ -18,8 +18,9 @@ from kvpager.server import errors, options
 from kvpager.server.answers import stop_reason
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import bad_request, unsupported
-from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.exchange import Exchange
 from kvpager.server.ids import new_id
+from kvpager.server.plan import Plan, Prompt
 from kvpager.server.production import Piece
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.completions import (

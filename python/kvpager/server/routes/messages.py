@@ -15,8 +15,9 @@ from kvpager.server.answers import Answering, Reader, answering, stop_reason
 from kvpager.server.breakpoints import Mark, Marks
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import ApiError, bad_request
-from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.exchange import Exchange
 from kvpager.server.ids import new_id
+from kvpager.server.plan import Plan, Prompt
 from kvpager.server.production import Piece
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.chat import ChosenFunction, ChosenTool, Function, Tool

@@ -17,8 +17,9 @@ from kvpager.server.answers import Answering, answering
 from kvpager.server.breakpoints import Marks
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import ApiError, bad_request, not_found
-from kvpager.server.exchange import Exchange, Plan, Prompt
+from kvpager.server.exchange import Exchange
 from kvpager.server.ids import new_id
+from kvpager.server.plan import Plan, Prompt
 from kvpager.server.production import Piece
 from kvpager.server.response_items import Output, marks_of, messages_of
 from kvpager.server.routes.caller import Caller, TheCaller
