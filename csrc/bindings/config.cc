@@ -139,6 +139,7 @@ void bind_config(py::module_& m) {
       .def_readwrite("recall_chunks", &PagerOptions::recall_chunks)
       .def_readwrite("hysteresis", &PagerOptions::hysteresis)
       .def_readwrite("threads", &PagerOptions::threads)
+      .def_readwrite("workers", &PagerOptions::workers)
       .def_readwrite("namespace_key", &PagerOptions::namespace_key)
       .def_readwrite("window", &PagerOptions::window)
       .def_readwrite("rewind", &PagerOptions::rewind)

@@ -11,6 +11,7 @@ PYBIND11_MODULE(_core, m) {
       pybind11::make_tuple(kvpager::kSnapshotMajor, kvpager::kSnapshotMinor);
   m.def("isa_name", &kvpager::isa_name, "Instruction-set tier in use: 'base', 'v3' or 'v4'.");
   kvpager::bind_errors(m);
+  kvpager::bind_linear(m);
   kvpager::bind_config(m);
   kvpager::bind_snapshot(m);
   kvpager::bind_pager(m);

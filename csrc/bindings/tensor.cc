@@ -1,5 +1,7 @@
 #include "bindings/tensor.h"
 
+#include <optional>
+
 #include "bindings/dlpack.h"
 #include "kvpager/error.h"
 
@@ -11,10 +13,16 @@ namespace {
 
 // torch's table of C functions: four tensors cross in less than a microsecond, without capsules.
 const dlpack::ExchangeApi* exchange_api(py::handle tensor) {
-  static PyTypeObject* cached_type = nullptr;
-  static const dlpack::ExchangeApi* cached = nullptr;
+  struct Known {
+    PyTypeObject* type = nullptr;
+    const dlpack::ExchangeApi* api = nullptr;
+  };
+  static Known known[2];  // torch.Tensor and Parameter, mostly
+  static size_t oldest = 0;
   PyTypeObject* type = Py_TYPE(tensor.ptr());
-  if (type == cached_type) return cached;
+  for (const Known& one : known) {
+    if (type == one.type) return one.api;
+  }
   const dlpack::ExchangeApi* api = nullptr;
   const py::object capsule =
       py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__", py::none());
@@ -26,9 +34,10 @@ const dlpack::ExchangeApi* exchange_api(py::handle tensor) {
     }
   }
   Py_INCREF(type);  // a type object that went away could be mistaken for a new one at its address
-  Py_XDECREF(reinterpret_cast<PyObject*>(cached_type));
-  cached_type = type;
-  cached = api;
+  Known& place = known[oldest];
+  oldest = (oldest + 1) % 2;
+  Py_XDECREF(reinterpret_cast<PyObject*>(place.type));
+  place = {type, api};
   return api;
 }
 
@@ -57,6 +66,14 @@ void require_place(const char* name, const dlpack::Device& device, const DeviceP
                                  ", where this pager is (", place.name, ")"));
 }
 
+std::optional<DType> float_dtype(const dlpack::Tensor& t) {
+  if (t.dtype.lanes != 1) return std::nullopt;
+  if (t.dtype.code == dlpack::kFloat && t.dtype.bits == 32) return DType::kFloat32;
+  if (t.dtype.code == dlpack::kFloat && t.dtype.bits == 16) return DType::kFloat16;
+  if (t.dtype.code == dlpack::kBfloat && t.dtype.bits == 16) return DType::kBFloat16;
+  return std::nullopt;
+}
+
 TensorView checked_view(const char* name, const dlpack::Tensor& t, const DevicePlace& place) {
   require_place(name, t.device, place);
   if (t.ndim != 3) {
@@ -64,17 +81,13 @@ TensorView checked_view(const char* name, const dlpack::Tensor& t, const DeviceP
         str(name, ": ", t.ndim, " dimensions, expected 3 (rows, heads, head_dim)"));
   }
   TensorView view;
-  if (t.dtype.lanes == 1 && t.dtype.code == dlpack::kFloat && t.dtype.bits == 32) {
-    view.dtype = DType::kFloat32;
-  } else if (t.dtype.lanes == 1 && t.dtype.code == dlpack::kFloat && t.dtype.bits == 16) {
-    view.dtype = DType::kFloat16;
-  } else if (t.dtype.lanes == 1 && t.dtype.code == dlpack::kBfloat && t.dtype.bits == 16) {
-    view.dtype = DType::kBFloat16;
-  } else {
+  const std::optional<DType> dtype = float_dtype(t);
+  if (!dtype) {
     throw InvalidArgumentError(str(name, ": element type code ", static_cast<int>(t.dtype.code),
                                    " with ", static_cast<int>(t.dtype.bits),
                                    " bits, expected float32, float16 or bfloat16"));
   }
+  view.dtype = *dtype;
   view.rows = t.shape[0];
   view.heads = t.shape[1];
   view.dim = t.shape[2];
@@ -96,6 +109,41 @@ TensorView checked_view(const char* name, const dlpack::Tensor& t, const DeviceP
 }
 
 }  // namespace
+
+std::optional<HostMatrix> host_matrix(py::handle tensor) {
+  const dlpack::ExchangeApi* api = exchange_api(tensor);
+  dlpack::Tensor t;
+  if (api == nullptr) return std::nullopt;
+  if (api->tensor_from_object(tensor.ptr(), &t) != 0) throw py::error_already_set();
+  const std::optional<DType> dtype = float_dtype(t);
+  if (!dtype || t.device.type != dlpack::kCpu || t.ndim < 1) return std::nullopt;
+  HostMatrix matrix;
+  matrix.dtype = *dtype;
+  matrix.columns = t.shape[t.ndim - 1];
+  matrix.stride = matrix.columns;
+  for (int32_t i = 0; i + 1 < t.ndim; ++i) matrix.rows *= t.shape[i];
+  if (t.strides != nullptr) {
+    // Dimensions of one element may have any stride.
+    if (matrix.columns != 1 && t.strides[t.ndim - 1] != 1) return std::nullopt;
+    int64_t next = 0;  // stride that the next dimension outwards has where rows are equally far apart
+    for (int32_t i = t.ndim - 2; i >= 0; --i) {
+      if (t.shape[i] == 1) continue;
+      if (next == 0) {
+        matrix.stride = t.strides[i];
+        next = t.strides[i];
+      } else if (t.strides[i] != next) {
+        return std::nullopt;
+      }
+      next *= t.shape[i];
+    }
+  }
+  matrix.data = static_cast<char*>(t.data) + t.byte_offset;
+  const bool there = t.data != nullptr || matrix.rows * matrix.columns == 0;
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(matrix.data) % static_cast<uintptr_t>(dtype_bytes(*dtype)) == 0;
+  if (!there || !aligned || matrix.stride < 0) return std::nullopt;
+  return matrix;
+}
 
 BorrowedTensor::BorrowedTensor(const char* name, py::handle tensor, const DevicePlace& place,
                                bool writable) {

@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
+
 #include "kvpager/pager.h"
 #include "kvpager/tensor.h"
 
@@ -11,6 +13,19 @@ namespace kvpager {
 namespace dlpack {
 struct ManagedTensor;
 }
+
+// A tensor [..., columns] on the CPU as rows equally far apart; of one dimension: as one row.
+struct HostMatrix {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t rows = 1;
+  int64_t columns = 0;
+  int64_t stride = 0;  // elements from one row to the next
+};
+
+// Nothing for another device or dtype, for rows that are not so, and for what is no torch tensor. The
+// caller keeps the tensor while it uses the matrix.
+std::optional<HostMatrix> host_matrix(pybind11::handle tensor);
 
 class BorrowedTensor {
  public:

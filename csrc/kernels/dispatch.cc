@@ -12,18 +12,23 @@ namespace {
 
 const char* level_name(int level) { return level == 4 ? "v4" : level == 3 ? "v3" : "base"; }
 
-const KernelTable& table_of(int level, bool vnni) {
+const KernelTable& table_of(int level, Extensions extensions) {
 #if defined(__x86_64__)
-  if (level == 4) return isa_v4::table(vnni);
-  if (level == 3) return isa_v3::table(vnni);
+  if (level == 4) return isa_v4::table(extensions);
+  if (level == 3) return isa_v3::table(extensions);
 #endif
   (void)level;
-  return isa_base::table(vnni);
+  return isa_base::table(extensions);
+}
+
+Extensions extensions() {
+  if (processor().bf16) return Extensions::kVnniBf16;
+  return processor().vnni ? Extensions::kVnni : Extensions::kNone;
 }
 
 const KernelTable& chosen() {
   static const KernelTable& table =
-      table_of(choose_level(std::getenv("KVPAGER_ISA"), processor().level), processor().vnni);
+      table_of(choose_level(std::getenv("KVPAGER_ISA"), processor().level), extensions());
   return table;
 }
 
@@ -57,9 +62,10 @@ std::vector<const KernelTable*> runnable_kernels() {
   const int machine = processor().level;
   std::vector<const KernelTable*> tables;
   for (const int level : {1, 3, 4}) {
-    if (level <= machine) tables.push_back(&table_of(level, false));
+    if (level <= machine) tables.push_back(&table_of(level, Extensions::kNone));
   }
-  if (machine == 4 && processor().vnni) tables.push_back(&table_of(4, true));
+  if (processor().vnni) tables.push_back(&table_of(4, Extensions::kVnni));
+  if (processor().bf16) tables.push_back(&table_of(4, Extensions::kVnniBf16));
   return tables;
 }
 

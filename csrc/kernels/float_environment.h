@@ -1,4 +1,4 @@
-// Rounds to nearest and keeps denormals while it lives, whatever the calling thread's settings are:
+// Rounds to nearest and keeps denormals (or takes them for zeros, as operands and results) while it lives, whatever the calling thread's settings are:
 // a process that flushes denormals on one thread would otherwise get other bits from that thread.
 #pragma once
 
@@ -11,10 +11,12 @@ namespace kvpager {
 class FloatEnvironment {
  public:
 #if defined(__x86_64__)
-  FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  explicit FloatEnvironment(bool flush_denormals = false) : saved_(_mm_getcsr()) {
+    _mm_setcsr(flush_denormals ? 0x1F80 | 0x8040 : 0x1F80);
+  }
   ~FloatEnvironment() { _mm_setcsr(saved_); }
 #else
-  FloatEnvironment() = default;
+  explicit FloatEnvironment(bool = false) {}
 #endif
   FloatEnvironment(const FloatEnvironment&) = delete;
   FloatEnvironment& operator=(const FloatEnvironment&) = delete;

@@ -19,6 +19,11 @@ void read_tile(const Tile& tile, float* out);
 void encode(const float* source, DType dtype, int64_t dim, uint8_t* codes, uint16_t* scales);
 bool all_fit(const void* source, DType dtype, DType stored, int64_t count);
 
+void linear_panel(const LinearParams& params);
+#if KVPAGER_ISA_LEVEL == 4
+void linear_panel_dots(const LinearParams& params);
+#endif
+
 void score_sketches(const SketchParams& params, const std::byte* const* summaries, int64_t count,
                     double* const* scores);
 void score_means(const MeanParams& params, const std::byte* const* summaries, int64_t count,

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kvpager/linear.h"
 #include "kvpager/types.h"
 
 #ifdef __FAST_MATH__
@@ -122,6 +123,9 @@ struct KernelTable {
                       double* const* scores) = nullptr;
   void (*score_exact)(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
                       const std::byte* const* summaries, int64_t count, double* scores) = nullptr;
+  // All of params in one thread: kvpager/linear.h. The calling thread's floating-point unit is set as
+  // the dtype wants it.
+  void (*linear_panel)(const LinearParams& params) = nullptr;
 };
 
 // The tier in use. The first call chooses it; throws InvalidArgumentError for a bad KVPAGER_ISA.
@@ -130,8 +134,7 @@ const KernelTable& kernels();
 // The level (1, 3 or 4) for a value of KVPAGER_ISA (null: not set) on a machine of level `machine`.
 int choose_level(const char* requested, int machine);
 
-// Every table this machine can run, lowest first; v4 twice where there is VNNI (without it, then
-// with it).
+// Every table this machine can run, lowest first; v4 once more for each of its extensions.
 std::vector<const KernelTable*> runnable_kernels();
 
 // Makes kernels() return `table` while it lives. For tests: not thread-safe against running
@@ -144,15 +147,18 @@ class KernelOverride {
   KernelOverride& operator=(const KernelOverride&) = delete;
 };
 
+// Instructions that processors of level v4 may have beside those of it.
+enum class Extensions { kNone, kVnni, kVnniBf16 };
+
 // One table per compilation of the *_isa.cc files.
 namespace isa_base {
-const KernelTable& table(bool vnni);
+const KernelTable& table(Extensions extensions);
 }
 namespace isa_v3 {
-const KernelTable& table(bool vnni);
+const KernelTable& table(Extensions extensions);
 }
 namespace isa_v4 {
-const KernelTable& table(bool vnni);
+const KernelTable& table(Extensions extensions);
 }
 
 }  // namespace kvpager

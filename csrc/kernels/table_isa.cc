@@ -11,22 +11,35 @@ constexpr const char* kName = KVPAGER_ISA_LEVEL == 4   ? "v4"
 constexpr KernelTable kPlain = {kName,        KVPAGER_ISA_LEVEL, attend_tile, merge_state,
                                 finish_state, exp_lanes,         to_float,    from_float,
                                 rotate,       read_tile,         round_query, encode,
-                                all_fit,      score_sketches,    score_means, score_exact};
+                                all_fit,      score_sketches,    score_means, score_exact,
+                                linear_panel};
 
 #if KVPAGER_ISA_LEVEL == 4
-constexpr KernelTable kVnni = {kName,        KVPAGER_ISA_LEVEL,   attend_tile_vnni, merge_state,
-                               finish_state, exp_lanes,           to_float,         from_float,
-                               rotate,       read_tile,           round_query,      encode,
-                               all_fit,      score_sketches_vnni, score_means_vnni, score_exact};
+constexpr KernelTable with_vnni() {
+  KernelTable table = kPlain;
+  table.attend_tile = attend_tile_vnni;
+  table.score_sketches = score_sketches_vnni;
+  table.score_means = score_means_vnni;
+  return table;
+}
+constexpr KernelTable kVnni = with_vnni();
+
+constexpr KernelTable with_vnni_and_bf16() {
+  KernelTable table = kVnni;
+  table.linear_panel = linear_panel_dots;
+  return table;
+}
+constexpr KernelTable kVnniBf16 = with_vnni_and_bf16();
 #endif
 
 }  // namespace
 
-const KernelTable& table(bool vnni) {
+const KernelTable& table(Extensions extensions) {
 #if KVPAGER_ISA_LEVEL == 4
-  if (vnni) return kVnni;
+  if (extensions == Extensions::kVnni) return kVnni;
+  if (extensions == Extensions::kVnniBf16) return kVnniBf16;
 #endif
-  (void)vnni;
+  (void)extensions;
   return kPlain;
 }
 

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -15,8 +16,11 @@
 namespace kvpager {
 namespace {
 
+constexpr int kMostThreads = 4096;
 constexpr auto kSpin = std::chrono::microseconds(5);
 constexpr auto kAwake = std::chrono::microseconds(50);  // about what waking takes
+// From one product of a decode step to the next, with what Python and torch do between them.
+constexpr auto kSoon = std::chrono::microseconds(150);
 
 void relax() {
 #if defined(__x86_64__)
@@ -70,11 +74,13 @@ struct ThreadPool::Impl {
 
   void work(int thread) {
     uint64_t seen = 0;
+    bool soon = false;
     for (;;) {
       const auto called = [&] { return generation.load(std::memory_order_acquire) != seen; };
-      if (!spin_until(called, kSpin) && awake.load(std::memory_order_relaxed)) {
+      if (!spin_until(called, soon ? kSoon : kSpin) && awake.load(std::memory_order_relaxed)) {
         spin_until([&] { return called() || !awake.load(std::memory_order_relaxed); }, kAwake);
       }
+      soon = false;
       {
         std::unique_lock<std::mutex> lock(mutex);
         opened.wait(lock, [&] { return generation.load(std::memory_order_relaxed) != seen; });
@@ -82,6 +88,7 @@ struct ThreadPool::Impl {
         if (stopping) return;
         if (function == nullptr) continue;
         joined.fetch_add(1, std::memory_order_relaxed);
+        soon = next_run == NextRun::kSoon;
       }
       drain(thread);
       {
@@ -125,13 +132,14 @@ struct ThreadPool::Impl {
     }
   }
 
-  void run(int64_t count, const Function& fn, int wanted) {
+  void run(int64_t count, const Function& fn, int wanted, NextRun next_one) {
     {
       std::lock_guard<std::mutex> lock(mutex);
       items = count;
       next.store(0, std::memory_order_relaxed);
       error = nullptr;
       function = &fn;
+      next_run = next_one;
       generation.fetch_add(1, std::memory_order_release);
     }
     notify(std::min<int64_t>(count, wanted) - 1);
@@ -162,18 +170,28 @@ struct ThreadPool::Impl {
   alignas(kLines) std::atomic<int64_t> next{0};
   alignas(kLines) const Function* function = nullptr;
   int64_t items = 0;
+  NextRun next_run = NextRun::kUnknown;
+  std::mutex in_use;  // by a run
   std::mutex error_mutex;
   std::exception_ptr error;
 };
 
 ThreadPool::ThreadPool(int threads, int64_t waking_nanoseconds) {
-  if (threads < 1) {
-    throw InvalidArgumentError(str("threads is ", threads, "; expected at least 1"));
+  if (threads < 1 || threads > kMostThreads) {
+    throw InvalidArgumentError(
+        str("threads is ", threads, "; expected 1 to ", kMostThreads));
   }
-  impl_ = std::make_unique<Impl>(threads, waking_nanoseconds);
+  try {
+    impl_ = std::make_unique<Impl>(threads, waking_nanoseconds);
+  } catch (const std::system_error& error) {
+    throw CapacityError(str("threads is ", threads, ", and the system starts no more of them: ",
+                            error.what()));
+  }
 }
 
-ThreadPool::~ThreadPool() = default;
+ThreadPool::~ThreadPool() {
+  if (process_.forked()) static_cast<void>(impl_.release());  // a child has no such threads
+}
 
 int ThreadPool::threads() const { return impl_->threads; }
 
@@ -194,12 +212,15 @@ void ThreadPool::run(int64_t items, const std::function<void(int64_t item, int t
 }
 
 void ThreadPool::run(int64_t items, const std::function<void(int64_t item, int thread)>& fn,
-                     int wanted) {
-  if (items <= 1 || wanted <= 1 || impl_->threads == 1) {
-    for (int64_t item = 0; item < items; ++item) fn(item, 0);
-    return;
+                     int wanted, NextRun next) {
+  if (items > 1 && wanted > 1 && impl_->threads > 1) {
+    const std::unique_lock<std::mutex> lock(impl_->in_use, std::try_to_lock);
+    if (lock.owns_lock()) {
+      impl_->run(items, fn, wanted, next);
+      return;
+    }
   }
-  impl_->run(items, fn, wanted);
+  for (int64_t item = 0; item < items; ++item) fn(item, 0);
 }
 
 }  // namespace kvpager

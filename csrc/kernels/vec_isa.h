@@ -125,6 +125,20 @@ static KVPAGER_INLINE Pairs pairs_of(__m128i low, __m128i high) {
 static KVPAGER_INLINE Pairs load_pairs(const int8_t* p) {
   return pairs_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+// Thirty-two bfloat16, in pairs.
+struct BFloat16Pairs {
+  __m512i x;
+};
+static KVPAGER_INLINE BFloat16Pairs load_bfloat16_pairs(const uint16_t* p) {
+  return {_mm512_loadu_si512(p)};
+}
+static KVPAGER_INLINE Vec odd_floats(BFloat16Pairs a) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000u));
+  return {_mm512_castsi512_ps(_mm512_and_si512(a.x, high))};
+}
+static KVPAGER_INLINE Vec even_floats(BFloat16Pairs a) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(a.x, 16))};
+}
 // a * factor to the nearest integers, which fit 16 bits.
 static KVPAGER_INLINE void store_rounded(int16_t* p, Vec a, Vec factor) {
   const __m512i bits =
@@ -252,6 +266,22 @@ static KVPAGER_INLINE Pairs pairs_of(__m128i low, __m128i high) {
 static KVPAGER_INLINE Pairs load_pairs(const int8_t* p) {
   return pairs_of(load_bytes(p), load_bytes(p + 16));
 }
+struct BFloat16Pairs {
+  __m256i x, y;
+};
+static KVPAGER_INLINE BFloat16Pairs load_bfloat16_pairs(const uint16_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16))};
+}
+static KVPAGER_INLINE Vec odd_floats(BFloat16Pairs a) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000u));
+  return {_mm256_castsi256_ps(_mm256_and_si256(a.x, high)),
+          _mm256_castsi256_ps(_mm256_and_si256(a.y, high))};
+}
+static KVPAGER_INLINE Vec even_floats(BFloat16Pairs a) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(a.x, 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(a.y, 16))};
+}
 static KVPAGER_INLINE void store_rounded(int16_t* p, Vec a, Vec factor) {
   const Vec shifted = add(mul(a, factor), splat(12582912.0f));  // 1.5 * 2^23
   const __m256i low = _mm256_slli_epi32(_mm256_castps_si256(shifted.x), 16);
@@ -338,6 +368,20 @@ static KVPAGER_INLINE Pairs load_pairs(const int8_t* p) {
   Pairs pairs;
   for (int i = 0; i < 32; ++i) pairs.x[i] = p[i];
   return pairs;
+}
+struct BFloat16Pairs {
+  uint16_t x[32];
+};
+static KVPAGER_INLINE BFloat16Pairs load_bfloat16_pairs(const uint16_t* p) {
+  BFloat16Pairs pairs;
+  std::memcpy(pairs.x, p, sizeof pairs.x);
+  return pairs;
+}
+static KVPAGER_INLINE Vec odd_floats(const BFloat16Pairs& a) {
+  return each_lane([&](int i) { return bfloat16_to_float(a.x[2 * i + 1]); });
+}
+static KVPAGER_INLINE Vec even_floats(const BFloat16Pairs& a) {
+  return each_lane([&](int i) { return bfloat16_to_float(a.x[2 * i]); });
 }
 static KVPAGER_INLINE void store_rounded(int16_t* p, const Vec& a, const Vec& factor) {
   for (int i = 0; i < 16; ++i) {
@@ -456,6 +500,30 @@ static inline float tree_max(const Vec& a) {
   return x[0];
 }
 #endif
+
+// tree_sum of each of some vectors.
+template <int kCount>
+static KVPAGER_INLINE void tree_sums(const Vec (&a)[kCount], float* sums) {
+#if KVPAGER_ISA_LEVEL == 4
+  if (kCount == 4) {  // the same additions, of four vectors at a time
+    const auto halves = [](Vec x, Vec y) -> __m512 {  // lanes i and i + 8 of two vectors
+      return _mm512_add_ps(_mm512_shuffle_f32x4(x.x, y.x, 0x44),
+                           _mm512_shuffle_f32x4(x.x, y.x, 0xEE));
+    };
+    const __m512 first = halves(a[0], a[1 % kCount]);
+    const __m512 second = halves(a[2 % kCount], a[3 % kCount]);
+    const __m512 four = _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88),
+                                      _mm512_shuffle_f32x4(first, second, 0xDD));
+    const __m512 two = _mm512_add_ps(four, _mm512_permute_ps(four, 0x4E));
+    const __m512 one = _mm512_add_ps(two, _mm512_permute_ps(two, 0xB1));
+    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+    _mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, one)));
+    return;
+  }
+#endif
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) sums[i] = tree_sum(a[i]);
+}
 
 // e^x for x <= 0, relative error about one ulp; exp(0) = 1, 0 below -87, NaN stays NaN. n = round(x
 // / ln 2) by adding 1.5 * 2^23, r = x - n ln 2 in two steps, a polynomial of degree 7 in r, times

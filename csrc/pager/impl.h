@@ -48,7 +48,8 @@ struct Pager::Impl {
   mutable Mutex mutex;
   std::atomic<uint64_t> running{0};  // number of the running forward, without the lock; 0: none
 
-  ThreadPool threads;
+  const std::shared_ptr<ThreadPool> workers;
+  ThreadPool& threads;
   ChunkFiles files;
   PagerStats counters KVPAGER_GUARDED_BY(mutex);
   Ledger ledger KVPAGER_GUARDED_BY(mutex);

@@ -25,7 +25,9 @@ bool continues(const RowSpan& span, const RowDescriptor& row) {
 
 Pager::Impl::Impl(const PagerOptions& options)
     : config(options),
-      threads(config.options.threads),
+      workers(options.workers != nullptr ? options.workers
+                                         : std::make_shared<ThreadPool>(options.threads)),
+      threads(*workers),
       files(config),
       backend(make_backend({config, ledger, files, threads, counters})),
       residency(parts(),

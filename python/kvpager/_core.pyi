@@ -23,6 +23,7 @@ __all__: list[str] = [
     "InvalidArgumentError",
     "InvariantError",
     "KERNEL_VERSION",
+    "LINEAR_VERSION",
     "Layout",
     "NonFiniteError",
     "ObjectTable",
@@ -42,11 +43,13 @@ __all__: list[str] = [
     "StorageError",
     "Turns",
     "UnsupportedVersionError",
+    "Workers",
     "arm_fault",
     "attention_of",
     "converted_content",
     "disarm_faults",
     "isa_name",
+    "linear",
     "loose_content",
     "probe_device",
     "released_text",
@@ -89,6 +92,17 @@ class FingerprintMismatchError(PagerError):
 
 class InvariantError(PagerError):
     pass
+
+class Workers:
+    """
+    Threads that a pager and products of matrices share.
+    """
+    def __init__(self, threads: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def threads(self) -> int:
+        """
+        With the caller's own.
+        """
 
 class Layout:
     """
@@ -880,6 +894,16 @@ def isa_name() -> str:
     Instruction-set tier in use: 'base', 'v3' or 'v4'.
     """
 
+def linear(
+    workers: Workers, x: typing.Any, weight: typing.Any, bias: typing.Any, out: typing.Any
+) -> bool:
+    """
+    Writes x [..., k] times weight [n, k] transposed, plus bias [n] or None, to out [..., n].
+
+    False, and nothing is written: a tensor is not on the CPU, dtypes differ or are none of
+    float32, float16 and bfloat16, shapes do not fit, or rows are not equally far apart.
+    """
+
 def loose_content(
     layout: Layout,
     tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
@@ -951,5 +975,6 @@ def total_pinned_bytes() -> int:
 CHECKS_INVARIANTS: bool = False
 CHUNKS_PER_SPLIT: int = 8
 KERNEL_VERSION: int = 1
+LINEAR_VERSION: int = 1
 SNAPSHOT_VERSION: tuple[int, int] = (1, 3)
 __version__: str = "0.1.0"

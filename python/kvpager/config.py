@@ -41,6 +41,7 @@ CHUNK_TOKENS = (16, 32, 64, 128, 256)
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "q8", "k8v4", "q4")
 POLICIES = ("qk", "lru")
 ATTENTIONS = ("auto", "reference")
+LINEARS = ("auto", "kvpager", "torch")
 MISSED_CHUNKS = ("auto", "direct", "staged")
 CHECKPOINT_POLICIES = ("smallest-gap", "lru")
 AUTO_BYTES = -1  # of a budget: as much as the other budgets can ever need
@@ -167,8 +168,8 @@ _DENSE = Dense()
 class PagerConfig(Validated):
     """All options of a pager.
 
-    `selection`, `scorer`, `rows`, `exact`, `chunk_tokens`, `kv_dtype`, `device` and `attention`
-    change results. All others affect only placement and speed, never a bit.
+    `selection`, `scorer`, `rows`, `exact`, `chunk_tokens`, `kv_dtype`, `device`, `attention` and
+    `linear` change results. All others affect only placement and speed, never a bit.
     """
 
     pool_tokens: int | Literal["auto"] = option(
@@ -273,6 +274,12 @@ class PagerConfig(Validated):
         choice(ATTENTIONS),
         "on a GPU: tensor cores where the shape has a kernel (`auto`), or always the CPU's order "
         "of operations, which is slower",
+        "auto",
+    )
+    linear: Literal["auto", "kvpager", "torch"] = option(
+        choice(LINEARS),
+        "on the CPU: whose products linear layers are: kvpager's, whose rows have the same bits "
+        "among any number of rows, or torch's; auto: whichever this machine is faster with",
         "auto",
     )
     missed_chunks: Literal["auto", "direct", "staged"] = option(
@@ -490,6 +497,7 @@ class PagerOptions(TypedDict, total=False):
     float_layers: Literal["auto"] | tuple[int, ...]
     device: str
     attention: Literal["auto", "reference"]
+    linear: Literal["auto", "kvpager", "torch"]
     missed_chunks: Literal["auto", "direct", "staged"]
     graphs: bool
     scorer: str | None

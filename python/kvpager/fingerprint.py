@@ -42,6 +42,7 @@ def describe(
     *,
     row_counts: RowCounts,
     kernel_version: int | str = _core.KERNEL_VERSION,
+    linear: str = "",
     behaviour: str,
     aligned: bool = False,
     progress: Callable[[int, int], object] | None = None,
@@ -56,6 +57,7 @@ def describe(
         layout: of its chunks.
         row_counts: of its forwards.
         kernel_version: of the pager's attention; see `attention_version`.
+        linear: whose products linear layers are, with their version; empty: torch's.
         behaviour: digest of a forward's result; see kvpager.hf.behaviour.
         aligned: True for recurrent models: a forward is a chunk of one sequence.
         progress: called with (bytes of weights hashed, bytes in all).
@@ -80,6 +82,7 @@ def describe(
         **dtypes_of(layout),
         "chunk_tokens": layout.chunk_tokens,
         "exact": "none" if config.exact is False else "aligned" if aligned else "rows",
+        **({"linear": linear} if linear else {}),
         "rows": row_counts.ladder[0],
         "head_rows": row_counts.head[0],
         "selection": describe_selection(config.selection),

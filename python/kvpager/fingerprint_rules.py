@@ -21,7 +21,8 @@ class Rule:
             never shared as exact.
         remedy: what to do about a mismatch.
         only_on: whose fingerprints have it: a kind of device, or "codes", those of K/V in fewer
-            bits; "converted", those of converted K/V; empty: all.
+            bits; "converted", those of converted K/V; "linear", those whose linear layers are
+            kvpager's own products; empty: all.
         follows: it changes with waivable fields, and is waived only together with one of them.
     """
 
@@ -88,6 +89,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             'chunk of one sequence, of a model with recurrent layers), or "none"',
             waivable=True,
             remedy="set PagerConfig.exact to the mode it was saved with",
+        ),
+        "linear": Rule(
+            "whose products linear layers are, where they are not torch's, and their version",
+            waivable=True,
+            remedy="set PagerConfig.linear to what it was saved with",
+            only_on="linear",
         ),
         "rows": Rule(
             "class of row counts that forwards have, by the smallest that was proven to be of it",

@@ -76,7 +76,7 @@ def test_putting_a_text_together_from_segments_mixes_no_devices(architecture, dt
 def test_an_engine_of_a_model_on_a_gpu_mixes_no_devices(architecture, dtype, monkeypatch):
     pretend(monkeypatch)
     model = build(architecture, dtype)
-    text, logits, kv = run(make_engine(model))
+    text, logits, kv = run(make_engine(model, linear="torch"))
     with SimulatedGpu(model) as gpu:
         engine = make_engine(model)
         assert engine.pager.device == GPU

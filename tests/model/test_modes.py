@@ -1,6 +1,6 @@
 """Modes: "reuse" seals exact chunks over provisional rows, False promises and shares nothing.
 
-Row counts other than those of the ladder give other bits with these models in float32 (one test
+Row counts other than those of the ladder give other bits with torch's products in float32 (one test
 says so), so that a provisional row left where it must not be is seen.
 """
 
@@ -27,13 +27,13 @@ def model():
 @pytest.fixture(scope="module")
 def cold(model):
     """Of the mode "all": what everything sealed and saved is compared with."""
-    with make_engine(model, pool_tokens=1024) as engine:
+    with make_engine(model, pool_tokens=1024, linear="torch") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def engine(model):
-    with make_engine(model, pool_tokens=1024, exact="reuse") as engine:
+    with make_engine(model, pool_tokens=1024, exact="reuse", linear="torch") as engine:
         yield engine
 
 

@@ -418,7 +418,7 @@ def test_a_head_has_row_counts_of_its_own(count):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_have_the_same_bits_however_many_are_wanted(architecture, dtype):
     model = build(architecture, dtype)
-    with make_engine(model) as engine:
+    with make_engine(model, linear="torch") as engine:
         head = Head(model, engine.row_counts.head)
     assert len(engine.row_counts.head) > 1
     hidden = torch.randn(96, 256, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])

@@ -887,7 +887,7 @@ def test_what_was_lost_is_not_counted_where_others_hold_it_still(model, closing)
 
 def test_tokens_that_were_owed_before_a_cut_are_no_loss_of_it(model, closing):
     """Provisional rows are owed for another reason; others may hold them all the same."""
-    engine = closing(make_engine(model, pool_tokens=512, exact="reuse"))
+    engine = closing(make_engine(model, pool_tokens=512, exact="reuse", linear="torch"))
     session, other = engine.session(), engine.session()
     session.prefill(prompt(5))
     session.generate(6, eos=None).tokens.tolist()

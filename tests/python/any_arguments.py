@@ -132,6 +132,8 @@ class Specimens:
             return _core.ExclusiveLock(self.path(), 0.1)
         if kind == "ContextValue":
             return _core.ContextValue(contextvars.ContextVar("v"), 1)
+        if kind == "Workers":
+            return _core.Workers(1)
         if kind == "Claim":
             return _core.Claim(_core.Place())
         return getattr(_core, kind)()

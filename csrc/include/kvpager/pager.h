@@ -21,6 +21,7 @@
 #include "kvpager/selection.h"
 #include "kvpager/snapshot.h"
 #include "kvpager/tensor.h"
+#include "kvpager/thread_pool.h"
 #include "kvpager/types.h"
 
 namespace kvpager {
@@ -45,6 +46,8 @@ struct PagerOptions {
   int32_t recall_chunks = 4;  // most chunks a commit loads into the pool ahead of need
   double hysteresis = 0.1;    // a recall must beat its victim's score by this fraction
   int threads = 1;
+  // Who does the work of those threads, shared with others; null: the pager starts its own.
+  std::shared_ptr<ThreadPool> workers;
   std::string namespace_key;  // fingerprint of all that bits depend on; enters every chain hash
   // No row of any layer sees keys at positions <= its own - window; 0: some layer has no window. With
   // one, a sequence releases sealed chunks that lie behind it, but for what trims by up to `rewind`

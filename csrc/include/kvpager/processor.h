@@ -14,6 +14,7 @@ namespace kvpager {
 struct Processor {
   int level = 1;      // of x86-64: 1, 3 or 4
   bool vnni = false;  // AVX-512's dot products of bytes
+  bool bf16 = false;  // AVX-512's dot products of bfloat16; only beside vnni
 };
 
 // Sources: Intel's Software Developer's Manual, volume 2A, CPUID, and volume 1, 13.3 (XCR0); the psABI of
@@ -42,6 +43,10 @@ inline Processor ask_processor() {
   if (all(states, 0xe6) && all(seven_b, bit(16) | bit(17) | bit(28) | bit(30) | bit(31))) {
     found.level = 4;
     found.vnni = all(seven_c, bit(11));
+    uint32_t leaf_1_eax = 0;
+    if (__get_cpuid_count(7, 1, &leaf_1_eax, &spare, &spare, &spare) != 0) {
+      found.bf16 = found.vnni && all(leaf_1_eax, bit(5));
+    }
   }
 #endif
   return found;

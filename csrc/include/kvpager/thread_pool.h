@@ -6,6 +6,8 @@
 #include <functional>
 #include <memory>
 
+#include "kvpager/process.h"
+
 namespace kvpager {
 
 class ThreadPool {
@@ -41,15 +43,21 @@ class ThreadPool {
     ThreadPool& pool_;
   };
 
+  // When a run is expected to follow: kSoon has workers wait for it without sleeping, for 150 us.
+  enum class NextRun { kUnknown, kSoon };
+
   // Calls fn(item, thread) once for every item in [0, items), thread in [0, threads()), and returns
   // when all are done. Items are handed out dynamically, one at a time. The first exception is
-  // rethrown. Workers sleep between calls, after a short bounded spin. One run() at a time.
+  // rethrown. Workers sleep between calls, after a short bounded spin. Any thread may call it; while
+  // the workers are another's, the caller does all its work alone.
   void run(int64_t items, const std::function<void(int64_t item, int thread)>& fn);
   // As above, waking at most wanted - 1 workers; 1 keeps the work on the caller.
-  void run(int64_t items, const std::function<void(int64_t item, int thread)>& fn, int wanted);
+  void run(int64_t items, const std::function<void(int64_t item, int thread)>& fn, int wanted,
+           NextRun next = NextRun::kUnknown);
 
  private:
   struct Impl;
+  const MadeIn process_;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -9,12 +9,15 @@ from functools import cached_property
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from kvpager import _core
 from kvpager.config import PagerConfig
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.runner import Runner
 from kvpager.execution.unchanged import Unchanged
 from kvpager.hf import RowCounts, RowProof
+from kvpager.hf.linear import LinearLayers
 from kvpager.hf.positions import Positions
 from kvpager.hf.recurrent import Recurrence
 from kvpager.hf.rotary import KeyMover
@@ -113,6 +116,9 @@ class EngineCore:
         transcripts: all conversations.
         checkpoints: all recurrent states.
         turns: lets one forward run at a time.
+        workers: threads of the pager and of linear layers.
+        own_products: whether linear layers are computed by kvpager.
+        linear: which are; None: torch computes all.
         drafter: of the engine's draft model, if it has one.
         tokenizer: the user's, if one was given.
     """
@@ -162,7 +168,9 @@ class EngineCore:
         self.drafter: Drafter | None = None
         self.tokenizer: Tokenizer | None = None
         self.made_in = MadeIn()
-        self._threads = threads
+        self.workers = _core.Workers(torch.get_num_threads() if threads is None else threads)
+        self.own_products = False
+        self.linear: LinearLayers | None = None
         self._closing = Lock()
         self._closed = False
 
@@ -220,7 +228,7 @@ class EngineCore:
             rows=self.rows,
             smaller_rows=self.row_counts.smaller,
             fingerprint=fingerprint,
-            threads=self._threads,
+            workers=self.workers,
             device=self.place.name,
             q_heads=self.numerics.q_heads,
             window=self.numerics.window,
@@ -242,6 +250,7 @@ class EngineCore:
             self.recurrence,
             self.turns,
             graphs=self.config.graphs and self._can_replay,
+            linear=self.linear,
         )
 
     def read_ids(

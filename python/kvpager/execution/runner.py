@@ -20,6 +20,7 @@ from kvpager.hf import Head, RowCounts, dummy_mask, packed_inputs, running
 from kvpager.hf.attention import RowAttention
 from kvpager.hf.decoder import decoder_of
 from kvpager.hf.layout import NO_KV_DIM
+from kvpager.hf.linear import LinearLayers, computing
 from kvpager.hf.recurrent import Recurrence
 from kvpager.hf.rotary import KeyMover, find_rotation
 from kvpager.hf.state import RecurrentState
@@ -83,9 +84,11 @@ class Runner:
         turns: _core.Turns | None = None,
         *,
         graphs: bool = False,
+        linear: LinearLayers | None = None,
     ) -> None:
         """`recurrence`: of the model's recurrent layers, if any. `turns`: None: makes its own.
 
+        linear: layers that are kvpager's own products; None: torch computes all.
         graphs: forwards of few rows are replayed as CUDA graphs.
         """
         self.unchanged = unchanged
@@ -98,6 +101,7 @@ class Runner:
         self._device = model.device
         self._mask = dummy_mask(self._device)
         self._to_host = ToHost(self._device)
+        self._linear = linear
         self.graphs = Graphs(pager, self._decoded, self._device) if graphs else None
         self.turns = turns or _core.Turns()
         self.forwards = 0
@@ -122,7 +126,7 @@ class Runner:
             NonFiniteError, CapacityError, StorageError: from the pager. Nothing was committed.
         """
         self.unchanged.check_settings()
-        with self.turns, torch.inference_mode():
+        with self.turns, torch.inference_mode(), computing(self._linear):
             start = time.perf_counter()
             rows = self.count(batch)
             positions, tokens = batch.positions[:rows], batch.tokens[:rows]
@@ -175,7 +179,7 @@ class Runner:
             How many layers' attention was computed.
         """
         self.unchanged.check_settings()
-        with self.turns, torch.inference_mode():
+        with self.turns, torch.inference_mode(), computing(self._linear):
             start = time.perf_counter()
             rows = self.count(batch)
             with self._begin(batch, rows) as forward:
@@ -192,7 +196,7 @@ class Runner:
 
     def find_rotation(self) -> KeyMover:
         """Finds how position enters the model's keys; no forward runs meanwhile."""
-        with self.turns, torch.inference_mode():
+        with self.turns, torch.inference_mode(), computing(self._linear):
             return find_rotation(self._model)
 
     def _graphs_for(self, batch: Batch, rows: int) -> Graphs | None:
@@ -254,7 +258,7 @@ class Runner:
     def logits_after(self, state: RecurrentState) -> torch.Tensor:
         """Logits [vocab] after a state that is not of position 0, with the bits of its forward."""
         self.unchanged.check_settings()
-        with self.turns, torch.inference_mode():
+        with self.turns, torch.inference_mode(), computing(self._linear):
             hidden = state.hidden.to(self._device).unsqueeze(0)
             arriving = self._to_host(self._logits(hidden, [0]))
             self.unchanged.check_model()

@@ -31,7 +31,11 @@ class Part:
         tried = [count for count in counts if count <= self._rows]
         if self._checked and not tried:
             return {}
-        probe = RowwiseProbe(self._unit.samples(self._rows), self._unit.base)
+        samples = self._unit.samples(self._rows)
+        if not samples:  # nothing of it is torch's
+            self._checked = True
+            return {}
+        probe = RowwiseProbe(samples, self._unit.base)
         if not self._checked:
             self._require_independent_rows(probe)
             self._checked = True

@@ -20,6 +20,7 @@ from kvpager.hf.cancelling import cancelling_product
 from kvpager.hf.cancelling_rows import cancelling_rows
 from kvpager.hf.experts import affordable_rows, expert_samples
 from kvpager.hf.head import HEAD_ROWS, Head
+from kvpager.hf.linear import takes
 from kvpager.hf.observe import Call, Observation, tensors_in
 from kvpager.hf.replay import Replay
 from kvpager.hf.rowwise import Sample
@@ -69,6 +70,8 @@ def units_of(seen: Observation) -> list[Unit]:
         replay = Replay(call, seen.rows)
         if has_expert_weights(call.module):
             units += _expert_units(replay, seen.rows)
+        elif replay.inputs and takes(call.module, replay.inputs[0].dtype):
+            continue  # all row counts have the same bits, by the order of its operations
         elif replay.inputs and replay.outputs and not isinstance(call.module, _NOTHING):
             units.append(_unit(replay, seen.rows, partial(_samples, replay)))
     units.sort(key=lambda unit: unit.in_features * unit.out_features)
@@ -83,7 +86,7 @@ def head_unit(model: Any, seen: Observation) -> Unit:
     finish = Head(model).finish
 
     def samples(rows: int) -> list[Sample]:
-        products = _products(replay, rows)
+        products = [] if takes(module, module.weight.dtype) else _products(replay, rows)
         if not products and is_quantised(module):
             products = _samples(replay, rows)
         products = [replace(sample, dear=True) for sample in products]

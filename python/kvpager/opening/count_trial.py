@@ -143,7 +143,9 @@ class CountTrial:
         """Runs forwards of exactly `rows` rows; yields the pieces of each and all their logits."""
         most = self._core.rows
         counts = RowCounts(most, (rows,) if rows < most else (), (head,))
-        runner = Runner(self._core.model, self._pager, counts, self._unchanged)
+        runner = Runner(
+            self._core.model, self._pager, counts, self._unchanged, linear=self._core.linear
+        )
         for pieces in plan:
             batch = Batch(most)
             for text, piece in pieces:

@@ -17,6 +17,7 @@ _KNOWN = (
     "watch",
     "numerics",
     "fingerprint",
+    "linear",
     "layout",
     "plan",
     "config",

@@ -294,6 +294,7 @@ class Pager:
             window; 0: some layer has no window. Chunks behind it are released, except for
             `config.rewind_tokens` (at least a chunk), by which a sequence can still be trimmed.
         threads: of our own kernels; torch's number by default. Never changes a bit.
+        workers: those threads, shared with who computes beside it, in the place of `threads`.
         device: the tensors' device, instead of `config.device`: "cuda:1", a torch.device ...
             "meta" manages chunks without bytes: a forward calls `replayed(pager.generation)`
             instead of `attend`. For measuring and simulating.
@@ -315,6 +316,7 @@ class Pager:
         fingerprint: Mapping[str, object] | None = None,
         window: int = 0,
         threads: int | None = None,
+        workers: _core.Workers | None = None,
         device: str | torch.device | None = None,
         q_heads: int | None = None,
     ) -> None:
@@ -353,6 +355,7 @@ class Pager:
         options.recall_chunks = config.recall_chunks
         options.hysteresis = config.hysteresis
         options.threads = threads if threads is not None else torch.get_num_threads()
+        options.workers = workers
         options.window = window
         # Provisional rows since the last sealed chunk may be dropped at any time.
         options.rewind = max(config.rewind_tokens, layout.chunk_tokens)

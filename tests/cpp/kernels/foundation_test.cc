@@ -218,6 +218,7 @@ TEST_CASE("the processor is asked as the compiler's own library asks it") {
   CHECK((found.level >= 4) == (__builtin_cpu_supports("x86-64-v4") != 0));
   CHECK((found.level >= 4 && found.vnni) ==
         (found.level >= 4 && __builtin_cpu_supports("avx512vnni") != 0));
+  CHECK(found.bf16 == (found.vnni && __builtin_cpu_supports("avx512bf16") != 0));
 }
 #endif
 

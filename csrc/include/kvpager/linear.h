@@ -1,0 +1,42 @@
+// y = x W^T + b on the CPU, with one order of operations for each element of y: it is the same for
+// every number of rows, every instruction-set tier, any number of threads and any place of the row.
+//
+// Sixteen lanes begin at +0 and go along the depth; elements that are missing at its end are +0.
+//   float32, float16: lane i += x[16 j + i] * w[16 j + i], for j = 0, 1, ...
+//   bfloat16:         lane i += x[32 j + 2 i + 1] * w[32 j + 2 i + 1],
+//                     lane i += x[32 j + 2 i] * w[32 j + 2 i], for j = 0, 1, ...
+// Every += is a fused multiply-add of float32. Then lane i += lane i + 8, and so on with 4, 2 and 1;
+// lane 0 is the sum. With a bias, sum + bias in float32. The result is rounded to the dtype, to
+// nearest, ties to even.
+//
+// In bfloat16 denormal operands and results are zeros of their sign, as in the instruction that has
+// this order, VDPBF16PS (Intel's Software Developer's Manual, volume 2C).
+#pragma once
+
+#include <cstdint>
+
+#include "kvpager/thread_pool.h"
+#include "kvpager/types.h"
+
+namespace kvpager {
+
+// Version of the order above. Bits of other versions differ.
+inline constexpr int kLinearVersion = 1;
+
+struct LinearParams {
+  DType dtype = DType::kFloat32;  // of all four: float32, float16 or bfloat16
+  int64_t rows = 0;
+  int64_t outputs = 0;
+  int64_t depth = 0;
+  const void* x = nullptr;     // [rows][depth]
+  int64_t x_stride = 0;        // elements from one row to the next
+  const void* w = nullptr;     // [outputs][depth]
+  int64_t w_stride = 0;
+  const void* bias = nullptr;  // [outputs]; null: none
+  void* y = nullptr;           // [rows][outputs]; apart from all the others
+  int64_t y_stride = 0;
+};
+
+void linear(const LinearParams& params, ThreadPool& pool);
+
+}  // namespace kvpager

@@ -1,0 +1,215 @@
+// Tiles of y = x W^T + b: kvpager/linear.h has the order of operations. A tile is a few rows by a
+// few outputs, whose lanes stay in registers along the whole depth.
+#include "kernels/functions_isa.h"
+#include "kernels/vec_isa.h"
+#include "kvpager/linear.h"
+
+namespace kvpager {
+namespace KVPAGER_ISA_NS {
+namespace {
+
+// The largest tile: as many lanes as there are registers for, beside operands.
+#if KVPAGER_ISA_LEVEL == 4
+constexpr int kTileRows = 6;
+constexpr int kTileOutputs = 4;
+#elif KVPAGER_ISA_LEVEL == 3
+constexpr int kTileRows = 3;
+constexpr int kTileOutputs = 2;
+#else
+constexpr int kTileRows = 1;
+constexpr int kTileOutputs = 1;
+#endif
+
+// Multiplies elements of one dtype; Step is what one step along the depth reads.
+struct Float32 {
+  using Element = float;
+  static constexpr int kStep = 16;
+  using Step = Vec;
+  static KVPAGER_INLINE Step read(const Element* p) { return load(p); }
+  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
+    return fma(x, w, sum);
+  }
+  static KVPAGER_INLINE float widen(Element a) { return a; }
+  static KVPAGER_INLINE Element round(float a) { return a; }
+};
+
+struct Float16 {
+  using Element = uint16_t;
+  static constexpr int kStep = 16;
+  using Step = Vec;
+  static KVPAGER_INLINE Step read(const Element* p) { return load_float16(p); }
+  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
+    return fma(x, w, sum);
+  }
+  static KVPAGER_INLINE float widen(Element a) { return float16_to_float(a); }
+  static KVPAGER_INLINE Element round(float a) { return float_to_float16(a); }
+};
+
+struct BFloat16 {
+  using Element = uint16_t;
+  static constexpr int kStep = 32;
+  using Step = BFloat16Pairs;
+  static KVPAGER_INLINE Step read(const Element* p) { return load_bfloat16_pairs(p); }
+  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
+    return fma(even_floats(x), even_floats(w), fma(odd_floats(x), odd_floats(w), sum));
+  }
+  static KVPAGER_INLINE float widen(Element a) { return bfloat16_to_float(a); }
+  // float_to_bfloat16, without a branch.
+  static KVPAGER_INLINE Element round(float a) {
+    const uint32_t bits = float_bits(a);
+    const uint32_t nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<Element>(a == a ? nearest : (bits >> 16) | 0x40u);
+  }
+};
+
+#if KVPAGER_ISA_LEVEL == 4
+// For processors that have AVX512_BF16.
+struct BFloat16Dots : BFloat16 {
+  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
+    // As an instruction: the rest of the function is for processors without it.
+    __m512 lanes = sum.x;
+    asm("vdpbf16ps %2, %1, %0" : "+v"(lanes) : "v"(x.x), "v"(w.x));
+    return {lanes};
+  }
+};
+#endif
+
+// What a step reads; of the last one, the elements that are `left`.
+template <class Type, bool kLast>
+KVPAGER_INLINE typename Type::Step read_step(const typename Type::Element* p, int64_t left) {
+  if (!kLast) return Type::read(p);
+  typename Type::Element padded[Type::kStep] = {};
+  std::memcpy(padded, p, static_cast<size_t>(left) * sizeof(typename Type::Element));
+  return Type::read(padded);
+}
+
+// A tile's place: its first row and output, and the elements from one to the next.
+template <class Type>
+struct Operands {
+  const typename Type::Element* x;
+  const typename Type::Element* w;
+  int64_t x_stride, w_stride;
+};
+
+// Loops over rows and outputs are unrolled, so that every sum has a register.
+template <class Type, bool kLast, int kRows, int kOutputs>
+KVPAGER_INLINE void add_step(const Operands<Type>& at, int64_t k, int64_t left,
+                             Vec (&sums)[kRows][kOutputs]) {
+  typename Type::Step rows[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    rows[r] = read_step<Type, kLast>(at.x + r * at.x_stride + k, left);
+  }
+#pragma GCC unroll 8
+  for (int n = 0; n < kOutputs; ++n) {
+    const auto weights = read_step<Type, kLast>(at.w + n * at.w_stride + k, left);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      sums[r][n] = Type::add_products(rows[r], weights, sums[r][n]);
+    }
+  }
+}
+
+// kRows rows by kOutputs outputs. `fetch`: the weights after these are brought to the caches
+// meanwhile, in the order in which they lie in memory, whatever the order they are read in.
+template <class Type, int kRows, int kOutputs>
+void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
+  using Element = typename Type::Element;
+  const Operands<Type> at = {static_cast<const Element*>(params.x) + row * params.x_stride,
+                             static_cast<const Element*>(params.w) + output * params.w_stride,
+                             params.x_stride, params.w_stride};
+  Vec sums[kRows][kOutputs];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kOutputs; ++n) sums[r][n] = splat(0.0f);
+  }
+  const int64_t whole = params.depth / Type::kStep * Type::kStep;
+  const Element* next = at.w + kOutputs * params.w_stride;
+  for (int64_t k = 0; k < whole; k += Type::kStep) {
+    if (fetch) {
+#pragma GCC unroll 8
+      for (int n = 0; n < kOutputs; ++n, next += Type::kStep) __builtin_prefetch(next);
+    }
+    add_step<Type, false>(at, k, 0, sums);
+  }
+  if (whole < params.depth) add_step<Type, true>(at, whole, params.depth - whole, sums);
+  const Element* bias = static_cast<const Element*>(params.bias);
+  Element* y = static_cast<Element*>(params.y) + row * params.y_stride + output;
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    float sum[kOutputs];
+    tree_sums(sums[r], sum);
+    if (bias != nullptr) {
+      for (int n = 0; n < kOutputs; ++n) sum[n] += Type::widen(bias[output + n]);
+    }
+    for (int n = 0; n < kOutputs; ++n) y[r * params.y_stride + n] = Type::round(sum[n]);
+  }
+}
+
+using Tile = void (*)(const LinearParams& params, int64_t row, int64_t output, bool fetch);
+
+// Tiles of 1 to kTileRows rows, by their number.
+template <class Type, int kOutputs, int... kRows>
+constexpr void fill(Tile* tiles) {
+  ((tiles[kRows] = tile<Type, kRows, kOutputs>), ...);
+}
+template <class Type, int kOutputs>
+struct Tiles {
+  Tile of_rows[kTileRows + 1] = {};
+  constexpr Tiles() {
+#if KVPAGER_ISA_LEVEL == 4
+    fill<Type, kOutputs, 1, 2, 3, 4, 5, 6>(of_rows);
+#elif KVPAGER_ISA_LEVEL == 3
+    fill<Type, kOutputs, 1, 2, 3>(of_rows);
+#else
+    fill<Type, kOutputs, 1>(of_rows);
+#endif
+  }
+};
+
+// Up to so many rows go through a tile's weights before the next weights are read.
+constexpr int64_t kFewRows = 4 * kTileRows;
+
+template <class Type>
+void panel(const LinearParams& params) {
+  static constexpr Tiles<Type, kTileOutputs> kWide;
+  static constexpr Tiles<Type, 1> kNarrow;
+  const int64_t tiles = (params.rows + kTileRows - 1) / kTileRows;
+  const int64_t outputs = params.outputs / kTileOutputs * kTileOutputs;
+  // Tiles of rows are as large as one another, or by one row.
+  const auto row_of = [&](int64_t i) { return i * params.rows / tiles; };
+  const auto both = [&](int64_t i, int64_t output, bool fetch) {
+    const int64_t row = row_of(i);
+    const int64_t rows = row_of(i + 1) - row;
+    (output < outputs ? kWide.of_rows : kNarrow.of_rows)[rows](params, row, output, fetch);
+  };
+  const auto width = [&](int64_t output) { return output < outputs ? kTileOutputs : 1; };
+  if (params.rows <= kFewRows) {
+    for (int64_t output = 0; output < params.outputs; output += width(output)) {
+      for (int64_t i = 0; i < tiles; ++i) both(i, output, i == 0);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < tiles; ++i) {
+    for (int64_t output = 0; output < params.outputs; output += width(output)) both(i, output, false);
+  }
+}
+
+}  // namespace
+
+void linear_panel(const LinearParams& params) {
+  if (params.dtype == DType::kFloat32) return panel<Float32>(params);
+  if (params.dtype == DType::kFloat16) return panel<Float16>(params);
+  panel<BFloat16>(params);
+}
+
+#if KVPAGER_ISA_LEVEL == 4
+void linear_panel_dots(const LinearParams& params) {
+  if (params.dtype != DType::kBFloat16) return linear_panel(params);
+  panel<BFloat16Dots>(params);
+}
+#endif
+
+}  // namespace KVPAGER_ISA_NS
+}  // namespace kvpager

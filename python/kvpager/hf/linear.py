@@ -1,0 +1,109 @@
+"""Linear layers of an engine's forwards through kvpager's own products.
+
+A row has the same bits among any number of rows there, by one stated order of operations
+(csrc/include/kvpager/linear.h). While an engine runs its model, and only in its thread (context),
+`torch.nn.Linear` computes with it: the method of the class asks, and nothing is written to a model.
+So `model()` and `model.generate` compute as before in every thread, also while an engine is open.
+
+A layer whose weight is no plain tensor on the CPU (quantised, of a library's own kind), or of
+another dtype than its input, and every class with a forward of its own stay torch's. So does every
+other model that is run within such a forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # as the method that is wrapped calls it: TorchScript asks here
+
+from kvpager import _core
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class LinearLayers:
+    """The linear layers of a model, and the threads that compute them."""
+
+    def __init__(self, model: torch.nn.Module, workers: _core.Workers) -> None:
+        self.workers = workers
+        # By identity: a hook may run another model within a forward, which computes as it is.
+        self.known = frozenset(
+            id(module)
+            for module in model.modules()
+            if isinstance(module, torch.nn.Linear)
+            and type(module).forward is torch.nn.Linear.forward
+        )
+
+
+_running: ContextVar[LinearLayers | None] = ContextVar("kvpager_linear", default=None)
+
+
+def computing(layers: LinearLayers | None) -> _core.ContextValue:
+    """Has these layers computed here, in this context, within a `with`; None: none."""
+    return _core.ContextValue(_running, layers)
+
+
+def takes(module: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a module's product with rows of a dtype is computed here, in this context."""
+    layers = _running.get()
+    if layers is None or id(module) not in layers.known or dtype not in _DTYPES:
+        return False
+    return all(_suits(x, dtype) for x in (module.weight, module.bias) if x is not None)
+
+
+def _suits(x: object, dtype: torch.dtype) -> bool:
+    return (
+        type(x) in _PLAIN
+        and isinstance(x, torch.Tensor)
+        and x.dtype == dtype
+        and x.device.type == "cpu"
+        and x.stride(-1) == 1
+    )
+
+
+def product(
+    workers: _core.Workers,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """X [..., k] times weight [n, k] transposed, plus bias [n]: [..., n] in x's dtype, on the CPU.
+
+    Returns:
+        None: a tensor is not on the CPU or not a plain one, dtypes differ or are none of float32,
+        float16 and bfloat16, or shapes do not fit.
+    """
+    if type(weight) not in _PLAIN or type(x) not in _PLAIN or x.ndim == 0:
+        return None
+    if bias is not None and type(bias) not in _PLAIN:
+        return None
+    if not x.is_contiguous():
+        x = x.contiguous()
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return out if _core.linear(workers, x, weight, bias, out) else None
+
+
+def _exchange(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(own)
+    def forward(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        if torch.compiler.is_compiling():  # the caller's own graph, which no engine runs
+            return own(self, input)
+        layers = _running.get()
+        if layers is not None and id(self) in layers.known and not torch.is_autocast_enabled("cpu"):
+            out = product(layers.workers, input, self.weight, self.bias)
+            if out is not None:
+                return out
+        return own(self, input)
+
+    forward._of_kvpager = True  # type: ignore[attr-defined]  # noqa: SLF001  # our own function
+    return forward
+
+
+if not hasattr(torch.nn.Linear.forward, "_of_kvpager"):
+    torch.nn.Linear.forward = _exchange(torch.nn.Linear.forward)  # type: ignore[method-assign]
+
+__all__ = ["F", "LinearLayers", "computing", "product", "takes"]

@@ -1,0 +1,91 @@
+"""What was found out about this machine and this model before, kept on disk between processes.
+
+A finding is kept under everything that it depends on. Where the folder cannot be read or written,
+nothing is remembered, and everything is found out anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+VARIABLE = "KVPAGER_CACHE"
+OFF = "off"
+
+
+def cache_folder() -> Path | None:
+    """KVPAGER_CACHE, or kvpager's in the user's folder of caches; None: KVPAGER_CACHE is "off"."""
+    said = os.environ.get(VARIABLE, "")
+    if said == OFF:
+        return None
+    if said:
+        return Path(said)
+    own = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(own) / "kvpager"
+
+
+def recall(kind: str, key: Mapping[str, Any]) -> Any:
+    """What was remembered under a kind and a key of JSON values; None: nothing was.
+
+    A file that is damaged, or of another key, is nothing.
+    """
+    path = _path(kind, key)
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("key") != json.loads(_canonical(key)):
+        return None
+    return found.get("value")
+
+
+def remember(kind: str, key: Mapping[str, Any], value: Any) -> Any:
+    """Keeps a value of JSON under a kind and a key.
+
+    Returns:
+        What is kept there now: another process's value if that was first, so that all agree.
+    """
+    path = _path(kind, key)
+    if path is None:
+        return value
+    text = json.dumps({"key": json.loads(_canonical(key)), "value": value}, indent=1)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        beside.write_text(text, encoding="utf-8")
+        try:
+            path.hardlink_to(beside)
+        except FileExistsError:
+            found = recall(kind, key)
+            if found is not None:
+                return found
+            beside.replace(path)  # what is there is damaged
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        _log.info("%s cannot be written, so that it is found out anew next time: %s", path, error)
+    return value
+
+
+def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
+    try:
+        folder = cache_folder()
+    except RuntimeError:  # nobody's home
+        return None
+    if folder is None:
+        return None
+    name = hashlib.blake2b(_canonical(key).encode(), digest_size=16).hexdigest()
+    return folder / kind / f"{name}.json"
+
+
+def _canonical(key: Mapping[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True, separators=(",", ":"))

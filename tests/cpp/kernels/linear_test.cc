@@ -1,0 +1,290 @@
+// y = x W^T + b, held against its order of operations written down once more, in every tier.
+#include "kvpager/linear.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "float_mode.h"
+#include "kernels/half.h"
+#include "kernels/kernel_table.h"
+#include "kvpager/attention.h"
+#include "kvpager/thread_pool.h"
+
+namespace kvpager::testing {
+namespace {
+
+const DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+float widen(DType dtype, const void* data, int64_t i) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(data)[i];
+  const uint16_t code = static_cast<const uint16_t*>(data)[i];
+  return dtype == DType::kFloat16 ? float16_to_float(code) : bfloat16_to_float(code);
+}
+
+// Numbers of a dtype, with room between rows.
+class Matrix {
+ public:
+  Matrix(DType dtype, int64_t rows, int64_t columns, int64_t gap = 0)
+      : dtype(dtype),
+        stride(columns + gap),
+        bytes_(static_cast<size_t>(rows * stride * dtype_bytes(dtype)), '\x7f') {}  // NaN, or huge
+
+  template <class Draw>
+  void fill(Draw draw) {
+    const int64_t count = static_cast<int64_t>(bytes_.size()) / dtype_bytes(dtype);
+    for (int64_t i = 0; i < count; ++i) {
+      const float value = draw();
+      if (dtype == DType::kFloat32) reinterpret_cast<float*>(bytes_.data())[i] = value;
+      if (dtype == DType::kFloat16) words()[i] = float_to_float16(value);
+      if (dtype == DType::kBFloat16) words()[i] = float_to_bfloat16(value);
+    }
+  }
+  uint16_t* words() { return reinterpret_cast<uint16_t*>(bytes_.data()); }
+  void* data() { return bytes_.data(); }
+  const void* data() const { return bytes_.data(); }
+  float at(int64_t row, int64_t column) const {
+    return widen(dtype, data(), row * stride + column);
+  }
+  const std::string& bytes() const { return bytes_; }
+
+  DType dtype;
+  int64_t stride;
+
+ private:
+  std::string bytes_;
+};
+
+struct Problem {
+  Problem(DType dtype, int64_t rows, int64_t outputs, int64_t depth, int64_t gap = 0,
+          bool biased = true)
+      : x(dtype, rows, depth, gap),
+        w(dtype, outputs, depth, gap),
+        bias(dtype, 1, outputs),
+        rows(rows),
+        outputs(outputs),
+        depth(depth),
+        biased(biased) {
+    std::mt19937 random(static_cast<unsigned>(rows * 131 + outputs * 17 + depth));
+    std::normal_distribution<float> normal;
+    const auto draw = [&] { return normal(random); };
+    x.fill(draw);
+    w.fill(draw);
+    bias.fill(draw);
+  }
+
+  LinearParams params(Matrix& y) const {
+    return {x.dtype,  rows,     outputs, depth, x.data(), x.stride, w.data(),
+            w.stride, biased ? bias.data() : nullptr, y.data(), y.stride};
+  }
+  Matrix run(int threads = 1) const {
+    ThreadPool pool(threads, 0);
+    Matrix y(x.dtype, rows, outputs, 3);
+    linear(params(y), pool);
+    return y;
+  }
+
+  Matrix x, w, bias;
+  int64_t rows, outputs, depth;
+  bool biased;
+};
+
+float flushed(float a) { return std::fpclassify(a) == FP_SUBNORMAL ? std::copysign(0.0f, a) : a; }
+
+// One element, as kvpager/linear.h says.
+float expected(const Problem& problem, int64_t row, int64_t output) {
+  const bool bf16 = problem.x.dtype == DType::kBFloat16;
+  const int64_t step = bf16 ? 32 : 16;
+  const int64_t steps = (problem.depth + step - 1) / step;
+  float lanes[16] = {};
+  const auto add = [&](int64_t k, float& lane) {
+    const bool there = k < problem.depth;
+    const float a = there ? problem.x.at(row, k) : 0.0f;
+    const float b = there ? problem.w.at(output, k) : 0.0f;
+    lane = bf16 ? flushed(std::fma(flushed(a), flushed(b), lane)) : std::fma(a, b, lane);
+  };
+  for (int64_t j = 0; j < steps; ++j) {
+    for (int i = 0; i < 16; ++i) {
+      if (bf16) {
+        add(32 * j + 2 * i + 1, lanes[i]);
+        add(32 * j + 2 * i, lanes[i]);
+      } else {
+        add(16 * j + i, lanes[i]);
+      }
+    }
+  }
+  for (int width = 8; width >= 1; width /= 2) {
+    for (int i = 0; i < width; ++i) {
+      lanes[i] += lanes[i + width];
+      if (bf16) lanes[i] = flushed(lanes[i]);
+    }
+  }
+  float sum = lanes[0];
+  if (problem.biased) {
+    const float bias = problem.bias.at(0, output);
+    sum = bf16 ? flushed(sum + flushed(bias)) : sum + bias;
+  }
+  if (problem.x.dtype == DType::kFloat16) return float16_to_float(float_to_float16(sum));
+  return bf16 ? bfloat16_to_float(float_to_bfloat16(sum)) : sum;
+}
+
+int wrong_elements(const Problem& problem, const Matrix& y) {
+  int wrong = 0;
+  for (int64_t row = 0; row < problem.rows; ++row) {
+    for (int64_t output = 0; output < problem.outputs; ++output) {
+      wrong += float_bits(y.at(row, output)) != float_bits(expected(problem, row, output));
+    }
+  }
+  return wrong;
+}
+
+TEST_CASE("every element has the order of operations that is written down, in every tier") {
+  for (const KernelTable* table : runnable_kernels()) {
+    CAPTURE(std::string(table->name));
+    const KernelOverride tier(*table);
+    for (const DType dtype : kDTypes) {
+      CAPTURE(std::string(dtype_name(dtype)));
+      for (const int64_t depth : {1, 15, 16, 31, 33, 64, 100, 257}) {
+        CAPTURE(depth);
+        for (const int64_t rows : {1, 2, 5, 6, 7, 13, 25}) {
+          const Problem problem(dtype, rows, 11, depth, depth % 3, rows % 2 == 0);
+          CHECK(wrong_elements(problem, problem.run()) == 0);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a row has the same bits among any number of rows, at any place, in any tier") {
+  const int64_t most = 256, outputs = 37, depth = 200;
+  for (const DType dtype : kDTypes) {
+    CAPTURE(std::string(dtype_name(dtype)));
+    const Problem all(dtype, most, outputs, depth);
+    const Matrix whole = all.run();
+    for (const KernelTable* table : runnable_kernels()) {
+      CAPTURE(std::string(table->name));
+      const KernelOverride tier(*table);
+      for (const int64_t rows : {1, 2, 3, 4, 5, 7, 8, 16, 24, 25, 64, 255, 256}) {
+        CAPTURE(rows);
+        for (const int64_t first : {int64_t{0}, (most - rows) / 2, most - rows}) {
+          ThreadPool pool(1);
+          Matrix y(dtype, rows, outputs);
+          LinearParams params = all.params(y);
+          params.rows = rows;
+          params.x = static_cast<const char*>(params.x) + first * all.x.stride * dtype_bytes(dtype);
+          linear(params, pool);
+          int different = 0;
+          for (int64_t i = 0; i < rows * outputs; ++i) {
+            different += float_bits(y.at(i / outputs, i % outputs)) !=
+                         float_bits(whole.at(first + i / outputs, i % outputs));
+          }
+          CHECK(different == 0);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("threads change no bit, and nothing is written between rows") {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t rows : {1, 9, 40}) {
+      const Problem problem(dtype, rows, 700, 96, 5);
+      const Matrix alone = problem.run(1);
+      for (const int threads : {2, 3, 8}) CHECK(problem.run(threads).bytes() == alone.bytes());
+    }
+  }
+}
+
+TEST_CASE("the calling thread's floating-point mode changes no bit") {
+  for (const DType dtype : kDTypes) {
+    Problem problem(dtype, 3, 9, 64);
+    std::mt19937 random(5);
+    std::uniform_real_distribution<float> small(-1e-19f, 1e-19f);  // products are denormal
+    problem.x.fill([&] { return small(random); });
+    problem.w.fill([&] { return small(random); });
+    problem.bias.fill([&] { return 1e-39f; });
+    for (const KernelTable* table : runnable_kernels()) {
+      const KernelOverride tier(*table);
+      CAPTURE(std::string(table->name));
+      for (const NamedMode& mode : kModes) {
+        CAPTURE(std::string(mode.name));
+        Matrix y(dtype, 3, 9, 3);
+        {
+          ThreadPool pool(1);
+          const FloatMode floats(mode.bits);
+          linear(problem.params(y), pool);
+        }
+        CHECK(wrong_elements(problem, y) == 0);
+      }
+    }
+  }
+}
+
+TEST_CASE("bfloat16 of every exponent has the same bits in every tier, denormals and infinities too") {
+  Problem problem(DType::kBFloat16, 7, 64, 96, 0, false);
+  std::mt19937 random(9);
+  for (int round = 0; round < 200; ++round) {
+    CAPTURE(round);
+    const unsigned base = static_cast<unsigned>(random() % 256);
+    const unsigned width = 1 + static_cast<unsigned>(random() % 40);
+    const auto code = [&](unsigned middle) {
+      const unsigned exponent = std::min(254u, middle + static_cast<unsigned>(random() % width));
+      return static_cast<uint16_t>((random() & 0x807F) | (exponent << 7));
+    };
+    // Products about the least normal number for half of the rounds.
+    const unsigned other = round % 2 == 0 ? 127u - std::min(127u, base) : random() % 256;
+    for (int64_t i = 0; i < 7 * 96; ++i) problem.x.words()[i] = code(base);
+    for (int64_t i = 0; i < 64 * 96; ++i) problem.w.words()[i] = code(other);
+    std::vector<std::string> found;
+    for (const KernelTable* table : runnable_kernels()) {
+      const KernelOverride tier(*table);
+      const Matrix y = problem.run();
+      std::string codes;
+      for (int64_t row = 0; row < 7; ++row) {
+        for (int64_t n = 0; n < 64; ++n) {  // a NaN's payload is nobody's promise
+          const float value = y.at(row, n);
+          const uint32_t bits = std::isnan(value) ? 0x7FC00000u : float_bits(value);
+          codes.append(reinterpret_cast<const char*>(&bits), sizeof bits);
+        }
+      }
+      found.push_back(codes);
+    }
+    for (const std::string& codes : found) CHECK(codes == found.front());
+  }
+}
+
+TEST_CASE("sums are as near to those of float64 as sixteen partial sums can be") {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const Problem problem(dtype, 4, 32, 4096, 0, false);
+    const Matrix y = problem.run();
+    for (int64_t row = 0; row < 4; ++row) {
+      for (int64_t output = 0; output < 32; ++output) {
+        double sum = 0.0, size = 0.0;
+        for (int64_t k = 0; k < problem.depth; ++k) {
+          const double product = double{problem.x.at(row, k)} * double{problem.w.at(output, k)};
+          sum += product;
+          size += std::abs(product);
+        }
+        const double unit = dtype == DType::kFloat32 ? 0.0 : std::abs(sum) * 0x1p-8;
+        CHECK(std::abs(y.at(row, output) - sum) <= unit + size * 0x1p-22);
+      }
+    }
+  }
+}
+
+TEST_CASE("no row and no output is no work, and a dtype of codes is refused") {
+  ThreadPool pool(1);
+  LinearParams params;
+  params.rows = 0;
+  linear(params, pool);
+  params.dtype = DType::kQ8;
+  CHECK_THROWS_WITH(linear(params, pool), "x is q8; expected float32, float16 or bfloat16");
+}
+
+}  // namespace
+}  // namespace kvpager::testing

@@ -1,0 +1,287 @@
+"""Linear layers of an engine's forwards are kvpager's own products, and nobody else's are."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from adapters import with_adapters
+from bits import assert_same_bits, assert_same_session
+from reference_models import build, make_engine, prompt
+
+from kvpager import FingerprintMismatchError, UnsupportedModelError, _core
+from kvpager.hf.linear import product
+from kvpager.opening import linear as choosing
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = [(64, 16, 64), (3, 100, 37), (7, 1024, 64), (16, 3072, 40), (65, 96, 300)]
+
+
+@pytest.fixture(scope="module")
+def workers():
+    return _core.Workers(2)
+
+
+def drawn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("rows", "depth", "outputs"), SHAPES)
+def test_products_are_as_near_to_float64_as_torchs(workers, dtype, rows, depth, outputs):
+    x, weight = drawn(rows, depth, dtype=dtype), drawn(outputs, depth, dtype=dtype, seed=1)
+    bias = drawn(outputs, dtype=dtype, seed=2)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    with torch.inference_mode():
+        ours = product(workers, x, weight, bias)
+    theirs = torch.nn.functional.linear(x, weight, bias)
+    assert ours.dtype == dtype
+    assert ours.shape == theirs.shape
+
+    def error(found):
+        return (found.double() - exact).pow(2).mean().sqrt().item()
+
+    # Where both round the exact sum, as in 16 bits, they are equally near.
+    assert error(ours) <= 1.02 * error(theirs) + 1e-9
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(96,), (1, 96), (2, 3, 96), (0, 96), (4, 1, 1, 96)],
+    ids=lambda s: "x".join(map(str, s)),
+)
+def test_any_number_of_dimensions_and_strides_give_the_same_bits(workers, shape):
+    weight, x = drawn(40, 96), drawn(*shape)
+    with torch.inference_mode():
+        out = product(workers, x, weight)
+        assert out.shape == (*shape[:-1], 40)
+        rows = x.reshape(-1, 96)
+        alone = [product(workers, row, weight) for row in rows]
+        assert_same_bits(out.reshape(-1, 40), torch.stack(alone) if alone else rows[:, :40], "rows")
+        if x.ndim > 1:
+            crooked = torch.empty_permuted(shape, [*range(1, x.ndim), 0]).copy_(x)
+            assert_same_bits(product(workers, crooked, weight), out, "other strides of rows")
+        wide = drawn(40, 100)
+        wide[:, :96] = weight
+        assert_same_bits(product(workers, x, wide[:, :96]), out, "gaps between rows of weights")
+
+
+def test_what_is_no_plain_product_of_one_dtype_is_left_to_torch(workers):
+    x, weight = drawn(3, 96), drawn(40, 96)
+
+    class Own(torch.Tensor):
+        pass
+
+    with torch.inference_mode():
+        assert product(workers, x, weight.bfloat16()) is None
+        assert product(workers, x.double(), weight.double()) is None
+        assert product(workers, x, weight, drawn(40).half()) is None
+        assert product(workers, x, weight[:, :95]) is None
+        assert product(workers, x, drawn(96, 40).T) is None
+        assert product(workers, x, weight.as_subclass(Own)) is None
+        assert product(workers, torch.tensor(1.0), weight) is None
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_lone_session_decodes_with_one_row_and_has_the_bits_of_a_prompt(dtype, closing):
+    model = build("qwen3", str(dtype).removeprefix("torch."))
+    engine = closing(make_engine(model, pool_tokens=256, linear="kvpager"))
+    assert engine.row_counts.ladder[0] == engine.row_counts.head[0] == 1
+    assert engine.row_proof.dropped == ()
+    one = closing(engine.session())
+    one.prefill(prompt(20))
+    one.generate(30, eos=None)
+    other = closing(make_engine(model, pool_tokens=256, linear="kvpager")).session()
+    other.prefill(one.tokens)
+    one.prefill(one.tokens)
+    assert_same_session(one, other, "decoded one by one, and as a prompt")
+
+
+def test_threads_and_tiers_change_no_bit_of_a_forward():
+    """Of one thread and of three, in every instruction-set tier that this machine has."""
+    program = (
+        "import sys, torch; sys.path.insert(0, sys.argv[1]); torch.set_num_threads(1)\n"
+        "from reference_models import build, make_engine, prompt\n"
+        "from kvpager import _core; from kvpager.hf.linear import product\n"
+        "import hashlib; summary, draw = hashlib.sha256(), torch.Generator()\n"
+        "for dtype in (torch.float32, torch.bfloat16, torch.float16):\n"
+        "    x, w = (torch.randn(n, 200, generator=draw.manual_seed(n)) for n in (9, 70))\n"
+        "    with torch.inference_mode():\n"
+        "        out = product(_core.Workers(int(sys.argv[2])), x.to(dtype), w.to(dtype))\n"
+        "    summary.update(out.view(torch.uint8).numpy().tobytes())\n"
+        "print(summary.hexdigest())\n"
+    )
+
+    def digest(tier, threads):
+        command = [sys.executable, "-c", program, Path(__file__).parent, str(threads)]
+        environment = {**os.environ, "KVPAGER_ISA": tier}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 or "cannot run" in done.stderr, done.stderr
+        return done.stdout.strip()
+
+    found = {
+        (tier, threads): digest(tier, threads)
+        for tier in ("base", "v3", "v4")
+        for threads in (1, 3)
+    }
+    assert found["base", 1]
+    assert len(set(filter(None, found.values()))) == 1, found
+
+
+def test_nothing_is_written_to_a_model_and_copies_of_it_are_plain(closing):
+    model = build("llama")
+    ids = torch.from_numpy(prompt(12))[None]
+    before = [dict(vars(module)) for module in model.modules()]
+    with torch.no_grad():
+        expected = model(ids).logits
+    engine = closing(make_engine(model, linear="kvpager"))
+    engine.session().prefill(prompt(20))
+    assert [vars(module) for module in model.modules()] == before
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            assert_same_bits(other(ids).logits, expected, "a copy")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_and_tracing_take_a_layer_as_before():
+    layer, x = torch.nn.Linear(8, 4), drawn(3, 8)
+    expected = layer(x)
+    assert torch.equal(torch.jit.script(layer)(x), expected)
+    assert torch.equal(torch.jit.trace(layer, x)(x), expected)
+    assert torch.equal(torch.compile(layer, backend="eager")(x), expected)
+
+
+def test_layers_of_an_adapter_are_computed_here_too(closing):
+    model = with_adapters("a")
+    engine = closing(make_engine(model, linear="kvpager"))
+    names = [
+        name for name, module in model.named_modules() if id(module) in engine.core.linear.known
+    ]
+    assert any("lora_A" in name for name in names)
+    assert engine.row_counts.ladder[0] == 1
+
+
+def test_a_snapshot_of_other_products_is_refused_by_name_and_taken_if_asked(tmp_path, closing):
+    model = build("llama")
+    path = tmp_path / "turn.kvsnap"
+    with make_engine(model, linear="torch") as engine, engine.session() as session:
+        session.prefill(prompt(40))
+        session.save(path)
+    engine = closing(make_engine(model, linear="kvpager"))
+    with pytest.raises(FingerprintMismatchError, match="linear") as refused:
+        engine.restore(path)
+    assert refused.value.field == "linear"
+    assert refused.value.expected == f"kvpager {_core.LINEAR_VERSION}"
+    assert "PagerConfig.linear" in str(refused.value)
+    assert engine.restore(path, on_mismatch="approximate").length == 40
+
+
+class Measured:
+    """Stands in for the measurement: says what it is told, and how often it was asked."""
+
+    def __init__(self, monkeypatch, own, torchs):
+        self.times = (own, torchs)
+        self.asked = 0
+        monkeypatch.setattr(choosing, "measured", self)
+
+    def __call__(self, dtype, workers):
+        self.asked += 1
+        return self.times
+
+
+@pytest.fixture
+def remembering(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVPAGER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "linear"
+
+
+def test_the_faster_products_are_chosen_and_remembered(monkeypatch, remembering, closing):
+    measured = Measured(monkeypatch, own=1.0, torchs=2.0)
+    model = build("llama")
+    assert closing(make_engine(model)).fingerprint["linear"].startswith("kvpager")
+    measured.times = (2.0, 1.0)
+    assert "linear" in closing(make_engine(model)).fingerprint  # as it was found before
+    assert measured.asked == 1
+    assert "linear" not in closing(make_engine(build("llama", "bfloat16"))).fingerprint
+    assert measured.asked == 2
+    assert len(list(remembering.iterdir())) == 2
+
+
+def test_what_was_remembered_and_is_damaged_is_found_out_anew(monkeypatch, remembering, closing):
+    measured = Measured(monkeypatch, own=1.0, torchs=2.0)
+    model = build("llama")
+    closing(make_engine(model))
+    (file,) = remembering.iterdir()
+    for text in ("", "[]", json.dumps({"key": {}, "value": False})):
+        file.write_text(text)
+        assert "linear" in closing(make_engine(model)).fingerprint
+    assert measured.asked == 4
+    assert json.loads(file.read_text())["value"] is True
+
+
+def test_a_folder_that_cannot_be_written_or_is_not_wanted_stops_nothing(
+    monkeypatch, tmp_path, closing
+):
+    measured = Measured(monkeypatch, own=1.0, torchs=2.0)
+    (tmp_path / "file").write_text("")
+    for folder in ("off", str(tmp_path / "file" / "below")):
+        monkeypatch.setenv("KVPAGER_CACHE", folder)
+        assert "linear" in closing(make_engine(build("llama"))).fingerprint
+    assert measured.asked == 2
+
+
+@pytest.mark.usefixtures("remembering")
+def test_torchs_products_have_their_bits_whatever_was_measured(monkeypatch, closing):
+    Measured(monkeypatch, own=1.0, torchs=2.0)
+    engine = closing(make_engine(build("llama"), linear="torch"))
+    assert "linear" not in engine.fingerprint
+    assert engine.core.linear is None
+
+
+def test_the_measurement_measures(workers):
+    own, torchs = choosing.measured(torch.bfloat16, workers)
+    assert 0 < own < 60
+    assert 0 < torchs < 60
+
+
+def test_own_products_of_a_model_on_a_gpu_are_refused():
+    class Away:
+        device = torch.device("cuda")
+        dtype = torch.float32
+
+    with pytest.raises(UnsupportedModelError, match=r"PagerConfig\.linear"):
+        choosing.use_own_products("kvpager", Away, None)
+    assert not choosing.use_own_products("auto", Away, None)
+
+
+def test_a_hook_that_multiplies_by_itself_has_torchs_bits(closing):
+    """A layer that is no part of the model, within its forward."""
+    model, apart = build("llama"), torch.nn.Linear(256, 8)
+    x, seen = drawn(5, 256), []
+    with torch.no_grad():
+        expected = apart(x)
+    hook = model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(apart(x)))
+    try:
+        engine = closing(make_engine(model, linear="kvpager"))
+        seen.clear()
+        engine.session().prefill(prompt(20))
+    finally:
+        hook.remove()
+    assert seen
+    for found in seen:
+        assert_same_bits(found.detach(), expected, "the hook's own layer")
+
+
+def test_numbers_are_those_of_the_products(workers):
+    x, weight = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(4, 3)
+    with torch.inference_mode():
+        out = product(workers, torch.from_numpy(x).float(), torch.from_numpy(weight).float())
+    assert np.array_equal(out.numpy(), x @ weight.T)
