@@ -187,6 +187,7 @@ class PagerOptions:
     policy: str
     scorer: str
     selection: Selection
+    workers: Workers
     def __init__(self) -> None: ...
     @property
     def disk_bytes(self) -> int: ...
