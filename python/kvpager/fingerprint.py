@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from kvpager.fingerprint_rules import RULES as RULES
 from kvpager.hf import RowCounts
 from kvpager.hf.additions import additions_digest
 from kvpager.layout import Layout
-from kvpager.weights import weights_digest
 
 _WAIVE = 'or pass on_mismatch="approximate" to accept results that may differ in their last bits'
 _CONVERT = 'or pass on_mismatch="convert" to go on with K/V rounded to this engine\'s dtype'
@@ -40,12 +39,12 @@ def describe(
     config: PagerConfig,
     layout: Layout,
     *,
+    weights: str,
     row_counts: RowCounts,
     kernel_version: int | str = _core.KERNEL_VERSION,
     linear: str = "",
     behaviour: str,
     aligned: bool = False,
-    progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
     """The fingerprint of an engine: JSON-able, flat, and the same in every process.
 
@@ -55,12 +54,12 @@ def describe(
         model: the model.
         config: of the engine.
         layout: of its chunks.
+        weights: digest of its weights; see `kvpager.weights`.
         row_counts: of its forwards.
         kernel_version: of the pager's attention; see `attention_version`.
         linear: whose products linear layers are, with their version; empty: torch's.
         behaviour: digest of a forward's result; see kvpager.hf.behaviour.
         aligned: True for recurrent models: a forward is a chunk of one sequence.
-        progress: called with (bytes of weights hashed, bytes in all).
     """
     device = model.device
     on_cpu = device.type == "cpu"
@@ -70,7 +69,7 @@ def describe(
     plain = {key: given[key] for key in given if key not in _INCIDENTAL and key not in _ROPE}
     return {
         "architecture": type(model).__name__,
-        "weights": weights_digest(model, progress),
+        "weights": weights,
         "additions": additions_digest(model),
         "model_config": _digest_json(plain),
         "model_dtype": str(model.dtype).removeprefix("torch."),

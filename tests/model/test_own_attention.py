@@ -9,7 +9,7 @@ from reference_models import COMMON, build, make_engine, prompt, stock_logits
 from transformers import masking_utils
 
 from kvpager import UnsupportedModelError
-from kvpager.hf import own_attention
+from kvpager.hf import own_attention, start
 from kvpager.hf.mask_windows import mask_windows
 from kvpager.hf.masks import NotCausalWindowError, window_of
 
@@ -66,6 +66,21 @@ def test_a_window_that_only_the_mask_has_is_attended_to_in_sixteen_bits(closing)
     model = phimoe(torch.bfloat16)
     closing(make_engine(model))
     assert mask_windows(model) == [WINDOW] * 3
+
+
+def test_a_window_that_only_the_mask_has_is_known_where_row_counts_were_proven_before(
+    closing, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("KVPAGER_CACHE", str(tmp_path))
+    closing(make_engine(phimoe()))
+    model = phimoe()
+    monkeypatch.setattr(start, "prove", None)  # is not called
+    session = closing(make_engine(model)).session()
+    assert mask_windows(model) == [WINDOW] * 3
+    ids = prompt(90)
+    session.prefill(ids)
+    expected = stock_logits(model, ids)[-1]
+    torch.testing.assert_close(session.logits, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_a_long_window_is_found_without_a_long_forward(closing, monkeypatch):

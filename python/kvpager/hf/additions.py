@@ -31,6 +31,15 @@ def additions_digest(model: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
+def hooked(model: Any) -> bool:
+    """Whether a model has hooks or replaced methods, whose code nobody knows."""
+    return any(
+        item[1] != "module"
+        for name, module in model.named_modules()
+        for item in _of_module(name, module)
+    )
+
+
 def _of_module(name: str, module: torch.nn.Module) -> Iterator[list[Any]]:
     kind = type(module)
     own = vars(module)

@@ -31,6 +31,15 @@ def mask_window(module: torch.nn.Module) -> int | None:
     return None if found is None else found[1]
 
 
+def mask_windows_by_name(model: torch.nn.Module) -> list[tuple[str, int | None]]:
+    """What was noted, with the modules' names in a model."""
+    return [
+        (name, _found[id(module)][1])
+        for name, module in model.named_modules()
+        if id(module) in _found
+    ]
+
+
 def mask_windows(model: torch.nn.Module) -> list[int | None]:
     """What was noted of the modules of a model, in their order."""
     return [_found[id(module)][1] for module in model.modules() if id(module) in _found]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from kvpager.execution.core import EngineCore, Numerics
-from kvpager.hf import layout_of, settle_rows
+from kvpager.hf import Observation, RowProof, layout_of, observe, settle_rows
 from kvpager.hf.aligned import settle_states
 from kvpager.hf.behaviour import behaviour_seen
 from kvpager.hf.own_attention import require_own_attention
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.opening.choices import attention, common_window, sized
+
+_FEW = 16
 
 
 def find_out(core: EngineCore, small_rows: str | tuple[int, ...]) -> None:
@@ -26,6 +28,17 @@ def find_out(core: EngineCore, small_rows: str | tuple[int, ...]) -> None:
         seen, core.row_counts, core.row_proof = settle_rows(
             core.model, core.row_choices, small_rows=small_rows, exact=exact
         )
+    _conclude(core, seen)
+
+
+def find_out_with(core: EngineCore, proof: RowProof) -> None:
+    """The same for a model without recurrent layers, with counts that are known to be so."""
+    core.recurrence = None
+    core.row_proof, core.row_counts = proof, proof.counts
+    _conclude(core, observe(core.model, min(_FEW, proof.counts.rows)))
+
+
+def _conclude(core: EngineCore, seen: Observation) -> None:
     core.layout = layout_of(core.model, seen, core.config, recurrent=core.recurrence is not None)
     core.config, core.plan = sized(core.config, core.model, core.layout, core.rows, core.place)
     q_heads, kernel_version = attention(seen, core.layout, core.config, core.place)

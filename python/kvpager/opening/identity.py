@@ -16,12 +16,13 @@ from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.choices import row_choices, vocab_size
 from kvpager.opening.linear import use_own_products
-from kvpager.opening.row_counts import find_row_counts
+from kvpager.opening.row_counts import settle_row_counts
 from kvpager.pager.device import resolve
 from kvpager.progress import Progress, reporting_bytes
 from kvpager.salts import checked_salt, stretched
 from kvpager.stores import SnapshotStore
 from kvpager.tokens import Integer, as_integer
+from kvpager.weights import weights_digest
 
 
 def open_core(
@@ -82,20 +83,21 @@ def _identify(core: EngineCore, progress: Progress, *, proven: bool) -> None:
     settle_weights(core.model)
     watch = ModelWatch(core.model)
     recurrent = is_recurrent(core.model)
-    if recurrent or not proven:
-        find_row_counts(core, watch)
     with reporting_bytes(progress, "hash weights") as report:
-        core.fingerprint = fingerprints.describe(
-            core.model,
-            core.config,
-            core.layout,
-            row_counts=core.row_counts,
-            kernel_version=core.numerics.kernel_version,
-            linear="" if core.linear is None else f"kvpager {_core.LINEAR_VERSION}",
-            aligned=recurrent,
-            behaviour=core.numerics.behaviour or behaviour_digest(core.model, core.row_counts),
-            progress=report,
-        )
+        weights = weights_digest(core.model, report)
+    if (recurrent or not proven) and not settle_row_counts(core, watch, weights):
+        weights = weights_digest(core.model)  # a model may change itself in its first forwards
+    core.fingerprint = fingerprints.describe(
+        core.model,
+        core.config,
+        core.layout,
+        weights=weights,
+        row_counts=core.row_counts,
+        kernel_version=core.numerics.kernel_version,
+        linear="" if core.linear is None else f"kvpager {_core.LINEAR_VERSION}",
+        aligned=recurrent,
+        behaviour=core.numerics.behaviour or behaviour_digest(core.model, core.row_counts),
+    )
     watch.learn()
     watch.check(thorough=True)
     core.watch = watch

@@ -12,9 +12,26 @@ from kvpager.hf import HEAD_ROWS, Dropped
 from kvpager.hf.support import has_experts
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.count_trial import CountTrial
-from kvpager.opening.findings import find_out
+from kvpager.opening.findings import find_out, find_out_with
+from kvpager.opening.proven_before import ProvenBefore
 
 _log = logging.getLogger(__name__)
+
+
+def settle_row_counts(core: EngineCore, watch: ModelWatch, weights: str) -> bool:
+    """`find_row_counts`, unless they were found of the same model before; whether they were.
+
+    `weights`: the digest of the model's.
+    """
+    before = ProvenBefore(core, weights)
+    proof = before.recall()
+    if proof is not None:
+        find_out_with(core, proof)
+        return True
+    find_row_counts(core, watch)
+    if core.row_proof is not None:
+        before.remember(core.row_proof)
+    return False
 
 
 def find_row_counts(core: EngineCore, watch: ModelWatch) -> None:

@@ -355,7 +355,8 @@ class Pager:
         options.recall_chunks = config.recall_chunks
         options.hysteresis = config.hysteresis
         options.threads = threads if threads is not None else torch.get_num_threads()
-        options.workers = workers
+        if workers is not None:
+            options.workers = workers
         options.window = window
         # Provisional rows since the last sealed chunk may be dropped at any time.
         options.rewind = max(config.rewind_tokens, layout.chunk_tokens)

@@ -24,6 +24,7 @@ from kvpager.pager.device import resolve
 from kvpager.progress import Progress, reporting_bytes
 from kvpager.transformers_cache.hooks import Hooks
 from kvpager.transformers_cache.host import Host, Known
+from kvpager.weights import weights_digest
 
 _ROWS = 16  # of the forwards that are looked at here; also what the fingerprint's digest is of
 
@@ -65,15 +66,16 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
     q_heads, kernel_version = attention(seen, layout, config, place)
     counts = RowCounts(_ROWS)
     with reporting_bytes(progress, "hash weights") as report:
-        fingerprint = fingerprints.describe(
-            model,
-            config,
-            layout,
-            row_counts=counts,
-            kernel_version=kernel_version,
-            behaviour=behaviour_digest(model, counts),
-            progress=report,
-        )
+        weights = weights_digest(model, report)
+    fingerprint = fingerprints.describe(
+        model,
+        config,
+        layout,
+        weights=weights,
+        row_counts=counts,
+        kernel_version=kernel_version,
+        behaviour=behaviour_digest(model, counts),
+    )
     watch.learn()
     watch.check(thorough=True)
     pager = Pager(

@@ -1,0 +1,194 @@
+"""Row counts that were proven before, of a model that is the same in all that they depend on.
+
+They depend on the model (weights, configuration, where weights begin in a cache line), on the code
+that runs it, on torch and its settings, and on the processor. A model that anything is hooked into,
+whose weights are quantised, or whose classes are in no file is proven anew each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.modules import module as torch_module
+
+from kvpager import _core, numerics
+from kvpager._version import __version__
+from kvpager.execution.core import EngineCore
+from kvpager.held import is_quantised
+from kvpager.hf import Dropped, RowCounts, RowProof
+from kvpager.hf.additions import hooked
+from kvpager.hf.mask_windows import mask_windows_by_name, note_mask_window
+from kvpager.hf.recurrent import is_recurrent
+from kvpager.remembered import recall, remember
+
+_KIND = "row_counts"
+_LINE = 64  # bytes of a cache line: torch chooses some kernels by where in it a weight begins
+# What environment variables that matrix libraries read begin with.
+_LIBRARIES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+class ProvenBefore:
+    """What was found out about a model's rows, under everything that it depends on."""
+
+    def __init__(self, core: EngineCore, weights: str) -> None:
+        """weights: the digest of the model's, as in its fingerprint."""
+        self._model = core.model
+        self._choices = core.row_choices
+        self._key = _key(core, weights)
+
+    def recall(self) -> RowProof | None:
+        """The proof, with windows noted at their modules; None: it has to be made."""
+        if self._key is None:
+            return None
+        found = recall(_KIND, self._key)
+        try:
+            proof = RowProof(
+                RowCounts(
+                    found["rows"],
+                    smaller=tuple(found["smaller"]),
+                    head=tuple(found["head"]),
+                ),
+                tuple(Dropped(rows, where) for rows, where in found["dropped"]),
+            )
+            windows = [
+                (self._model.get_submodule(name), window) for name, window in found["windows"]
+            ]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None
+        if proof.counts.rows not in self._choices:
+            return None
+        for module, window in windows:
+            note_mask_window(module, window)
+        return proof
+
+    def remember(self, proof: RowProof) -> None:
+        """Keeps a proof for other processes."""
+        if self._key is None:
+            return
+        value = {
+            "rows": proof.counts.rows,
+            "smaller": proof.counts.smaller,
+            "head": proof.counts.head,
+            "dropped": [(one.rows, one.where) for one in proof.dropped],
+            "windows": mask_windows_by_name(self._model),
+        }
+        remember(_KIND, self._key, value)
+
+
+def _key(core: EngineCore, weights: str) -> dict[str, Any] | None:
+    model, config = core.model, core.config
+    if model.device.type != "cpu" or config.exact is False or is_recurrent(model):
+        return None
+    if any(map(is_quantised, model.modules())) or hooked(model):
+        return None
+    if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        return None
+    code = _code_of(model)
+    if code is None:
+        return None
+    environment = {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith(_LIBRARIES)
+    }
+    return {
+        "kvpager": __version__,
+        "weights": weights,
+        "model": _digest(model.config.to_dict(), str(model.dtype)),
+        "structure": _digest(*((name, str(type(one))) for name, one in model.named_modules())),
+        "placement": _digest(
+            *((name, one.data_ptr() % _LINE, one.stride()) for name, one in _tensors(model))
+        ),
+        "code": code,
+        "torch": [torch.__version__, torch.version.git_version],
+        "transformers": transformers.__version__,
+        "processor": numerics.describe_processor(model.device),
+        "settings": [*map(str, numerics.settings(model.device).items())],
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "environment": environment,
+        "isa": _core.isa_name(),
+        "linear": core.own_products,
+        "rows": list(core.row_choices),
+        "small_rows": config.small_rows,
+        "exact": config.exact,
+        "chunk_tokens": config.chunk_tokens,
+    }
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _digest(*values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _code_of(model: torch.nn.Module) -> str | None:
+    """A digest of the code that a forward runs, as far as Python shows it; None: it does not.
+
+    It is of the functions of the model's classes and of the modules that these are defined in, by
+    their files and lines, and of each file's size and time of change; kvpager's own files too.
+    """
+    kinds = {kind for one in model.modules() for kind in type(one).__mro__}
+    kinds = {kind for kind in kinds if kind.__module__ != "builtins"}
+    homes = {sys.modules.get(kind.__module__) for kind in kinds} | {torch.nn.functional}
+    found, files = set(), {Path(_core.__file__), *_OWN.rglob("*.py")}
+    for home in homes:
+        if home is None or getattr(home, "__file__", None) is None:
+            return None
+        for owner in (home, *(kind for kind in kinds if kind.__module__ == home.__name__)):
+            for name, functions in _functions(owner):
+                if not _is_known(owner, name, functions[-1]):
+                    return None
+                for code in (function.__code__ for function in functions):
+                    found.add((str(owner), name, code.co_filename, code.co_firstlineno))
+                    files.add(Path(code.co_filename))
+    stamps = [(str(file), *_stamp(file)) for file in sorted(files) if file.is_file()]
+    return _digest(sorted(found), stamps)
+
+
+_OWN = Path(__file__).parents[1]
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _functions(owner: Any) -> Iterator[tuple[str, list[FunctionType]]]:
+    """The functions of a module or a class, each with those that it wraps, innermost last."""
+    for name, member in list(vars(owner).items()):
+        function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+        wrapped = []
+        while isinstance(function, FunctionType):
+            wrapped.append(function)
+            function = inspect.getattr_static(function, "__wrapped__", None)
+        if wrapped:
+            yield name, wrapped
+
+
+def _is_known(owner: Any, name: str, function: FunctionType) -> bool:
+    """Whether a function's file and line say all about it.
+
+    Not of one that was made within another, holds what it was made with, and has taken a place that
+    a forward looks at: a class's `forward`, or a function in a module of another package.
+    """
+    if "<locals>" not in function.__qualname__:
+        return True
+    if isinstance(owner, type):
+        return name != "forward"
+    package = sys.modules.get(owner.__name__.partition(".")[0], owner)
+    file = Path(function.__code__.co_filename)
+    return any(Path(root) in file.parents for root in getattr(package, "__path__", ()))

@@ -1,0 +1,234 @@
+"""Row counts that were proven are not proven again, unless anything they depend on has changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bits import assert_same_session
+from reference_models import build, make_engine, prompt
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from kvpager.hf import start as starting
+
+SETTINGS = {"linear": "torch"}  # whose products differ in some counts
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("KVPAGER_CACHE", str(folder))
+    return folder / "row_counts"
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """What was proven."""
+    made = []
+    own = starting.prove
+
+    def noting(model, seen, small_rows):
+        made.append(own(model, seen, small_rows))
+        return made[-1]
+
+    monkeypatch.setattr(starting, "prove", noting)
+    return made
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+def open_engine(closing, model, **options):
+    return closing(make_engine(model, pool_tokens=256, **{**SETTINGS, **options}))
+
+
+def test_an_engine_of_the_same_model_takes_what_was_proven(proofs, closing, model):
+    first, second = open_engine(closing, model), open_engine(closing, build("llama"))
+    assert len(proofs) == 1
+    assert second.row_counts == first.row_counts
+    assert second.row_proof == first.row_proof
+    assert second.row_proof.dropped  # some counts differ, and it is said which
+    assert second.fingerprint == first.fingerprint
+    sessions = [closing(engine.session()) for engine in (first, second)]
+    for session in sessions:
+        session.prefill(prompt(50))
+        session.generate(20, eos=None)
+    assert_same_session(*sessions, "proven, and taken")
+
+
+def test_another_process_takes_it_too(cache):
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from reference_models import build, make_engine\n"
+        "from kvpager.hf import start\n"
+        "made, own = [], start.prove\n"
+        "start.prove = lambda *a: (made.append(1), own(*a))[1]\n"
+        "engine = make_engine(build('llama'), linear='torch')\n"
+        "print(len(made), engine.row_counts.describe())\n"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    said = [
+        subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout
+        for _ in range(2)
+    ]
+    assert [text[0] for text in said] == ["1", "0"]
+    assert said[0][2:] == said[1][2:]
+    assert len(list(cache.iterdir())) == 1
+
+
+def other_weights(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+
+
+def moved_weight(model):
+    """The same numbers, elsewhere in a cache line."""
+    weight = model.model.layers[0].mlp.up_proj.weight
+    room = torch.empty(weight.numel() + 1)[1:].view_as(weight).copy_(weight.detach())
+    weight.data = room
+
+
+def hook(model):
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def patched_method(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x, own=mlp.forward: own(x)
+
+
+def other_configuration(model):
+    model.config.rms_norm_eps *= 2
+
+
+CHANGES = (other_weights, moved_weight, hook, patched_method, other_configuration)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_model_that_was_changed_is_proven_again(proofs, closing, model, change):
+    open_engine(closing, model)
+    changed = build("llama")
+    change(changed)
+    open_engine(closing, changed)
+    assert len(proofs) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rows": 16}, {"small_rows": (4,)}, {"chunk_tokens": 32}, {"linear": "kvpager"}],
+    ids=str,
+)
+def test_other_options_are_proven_apart(proofs, closing, model, options):
+    open_engine(closing, model)
+    open_engine(closing, model, **options)
+    assert len(proofs) == 2
+
+
+def test_another_number_of_threads_is_proven_apart(proofs, closing, model):
+    threads = torch.get_num_threads()
+    open_engine(closing, model)
+    try:
+        torch.set_num_threads(threads + 1)
+        open_engine(closing, model)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(proofs) == 2
+
+
+def test_a_variable_that_a_matrix_library_reads_is_a_part_of_it(
+    proofs, closing, model, monkeypatch
+):
+    open_engine(closing, model)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    open_engine(closing, model)
+    assert len(proofs) == 2
+
+
+def test_a_class_whose_forward_was_exchanged_is_proven_again(proofs, closing, model, monkeypatch):
+    open_engine(closing, model)
+
+    def exchanged(own):
+        def forward(self, x):
+            return own(self, x)
+
+        return forward
+
+    monkeypatch.setattr(LlamaMLP, "forward", exchanged(LlamaMLP.forward))
+    for _ in range(2):  # nobody knows what it holds
+        open_engine(closing, model)
+    assert len(proofs) == 3
+
+
+def test_a_file_of_the_models_code_that_was_edited_is_noticed(
+    proofs, closing, tmp_path, monkeypatch
+):
+    path = tmp_path / "own_mlp.py"
+    source = (
+        "from transformers.models.llama.modeling_llama import LlamaMLP\n"
+        "class OwnMLP(LlamaMLP):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x)\n"
+    )
+
+    def with_own_mlp(text):
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("own_mlp", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "own_mlp", module)
+        spec.loader.exec_module(module)
+        model = build("llama")
+        for layer in model.model.layers:
+            layer.mlp.__class__ = module.OwnMLP
+        return model
+
+    for text, proven in ((source, 1), (source, 1), (source + "\n# edited\n", 2)):
+        written = path.stat().st_mtime_ns if path.exists() else None
+        model = with_own_mlp(text)
+        if text == source and written is not None:
+            os.utime(path, ns=(written, written))
+        open_engine(closing, model)
+        assert len(proofs) == proven
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda found: None,
+        lambda found: {**found, "value": None},
+        lambda found: {**found, "value": {}},
+        lambda found: {**found, "value": {**found["value"], "rows": 7}},
+        lambda found: {**found, "value": {**found["value"], "dropped": 3}},
+        lambda found: {**found, "value": {**found["value"], "windows": [["no.such", 3]]}},
+        lambda found: {**found, "key": {}},
+    ],
+)
+def test_what_is_damaged_is_found_out_anew(proofs, closing, model, cache, damage):
+    first = open_engine(closing, model)
+    (file,) = cache.iterdir()
+    file.write_text(json.dumps(damage(json.loads(file.read_text()))))
+    assert open_engine(closing, model).row_counts == first.row_counts
+    assert len(proofs) == 2
+
+
+def test_nothing_is_kept_where_that_is_not_wanted(proofs, closing, model, cache, monkeypatch):
+    monkeypatch.setenv("KVPAGER_CACHE", "off")
+    open_engine(closing, model)
+    open_engine(closing, model)
+    assert len(proofs) == 2
+    assert not cache.exists()
+
+
+def test_changed_weights_are_proven_by_what_the_model_is_then(proofs, closing, model):
+    engine = open_engine(closing, model)
+    model.add_module("more", torch.nn.Linear(4, 4))
+    engine.weights_changed()
+    assert len(proofs) == 2
