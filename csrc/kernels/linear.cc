@@ -13,6 +13,9 @@ namespace {
 
 constexpr int64_t kPanelBytes = int64_t{256} << 10;  // of weights: less than a core's cache
 constexpr int64_t kPanelsPerThread = 4;
+// Of so few rows torch computes everything else in one thread, and the others are free to wait for the
+// next product; of more rows it needs them itself.
+constexpr int64_t kDecodedRows = 8;
 constexpr int64_t kPanelOutputs = 12;  // a multiple of these, so that tiles are whole
 
 // About how long it takes one thread, in nanoseconds: its weights at 16 GB/s or its operations at 64
@@ -52,8 +55,9 @@ void linear(const LinearParams& params, ThreadPool& pool) {
     const FloatEnvironment environment(flush);
     table.linear_panel(part);
   };
-  pool.run((params.outputs + step - 1) / step, panel, wanted,
-           ThreadPool::NextRun::kSoon);
+  const auto next =
+      params.rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;
+  pool.run((params.outputs + step - 1) / step, panel, wanted, next);
 }
 
 }  // namespace kvpager

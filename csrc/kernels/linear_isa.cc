@@ -192,7 +192,8 @@ void panel(const LinearParams& params) {
     return;
   }
   for (int64_t i = 0; i < tiles; ++i) {
-    for (int64_t output = 0; output < params.outputs; output += width(output)) both(i, output, false);
+    for (int64_t output = 0; output < params.outputs; output += width(output))
+      both(i, output, false);
   }
 }
 

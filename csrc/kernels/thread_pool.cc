@@ -41,6 +41,41 @@ bool spin_until(Ready ready, std::chrono::microseconds limit) {
   return false;
 }
 
+void check_count(int threads) {
+  if (threads < 1 || threads > kMostThreads) {
+    throw InvalidArgumentError(str("threads is ", threads, "; expected 1 to ", kMostThreads));
+  }
+}
+
+// A run in the threads of an OpenMP runtime, of which any number may be under way.
+struct RunInRuntime {
+  RunInRuntime(const std::function<void(int64_t, int)>& fn, int64_t count)
+      : function(fn), items(count) {}
+
+  const std::function<void(int64_t, int)>& function;
+  const int64_t items;
+  std::atomic<int64_t> next{0};
+  std::atomic<int> threads{0};
+  std::mutex mutex;
+  std::exception_ptr error;
+
+  static void enter(void* data) {
+    RunInRuntime& run = *static_cast<RunInRuntime*>(data);
+    const int thread = run.threads.fetch_add(1, std::memory_order_relaxed);
+    for (;;) {
+      const int64_t item = run.next.fetch_add(1, std::memory_order_relaxed);
+      if (item >= run.items) return;
+      try {
+        run.function(item, thread);
+      } catch (...) {
+        const std::lock_guard<std::mutex> lock(run.mutex);
+        if (!run.error) run.error = std::current_exception();
+        run.next.store(run.items, std::memory_order_relaxed);
+      }
+    }
+  }
+};
+
 }  // namespace
 
 // A run is open between the caller's publish and its close. A worker joins an open run under the
@@ -48,6 +83,9 @@ bool spin_until(Ready ready, std::chrono::microseconds limit) {
 // still waking up finds the run closed and sleeps on.
 struct ThreadPool::Impl {
   using Function = std::function<void(int64_t, int)>;
+
+  Impl(int count, Runtime of_process)
+      : threads(count), waking_nanoseconds(0), runtime(of_process) {}
 
   Impl(int count, int64_t waking) : threads(count), waking_nanoseconds(waking) {
     workers.reserve(static_cast<size_t>(count - 1));
@@ -108,6 +146,7 @@ struct ThreadPool::Impl {
 
   // Calls workers to a run that does not come yet: they find none and wait for it.
   void wake(int64_t helpers) {
+    if (runtime.parallel != nullptr) return;
     {
       std::lock_guard<std::mutex> lock(mutex);
       awake.store(true, std::memory_order_relaxed);
@@ -159,6 +198,7 @@ struct ThreadPool::Impl {
 
   const int threads;
   const int64_t waking_nanoseconds;
+  const Runtime runtime = {nullptr};
   std::vector<std::thread> workers;
   std::mutex mutex;
   std::condition_variable opened;
@@ -177,16 +217,18 @@ struct ThreadPool::Impl {
 };
 
 ThreadPool::ThreadPool(int threads, int64_t waking_nanoseconds) {
-  if (threads < 1 || threads > kMostThreads) {
-    throw InvalidArgumentError(
-        str("threads is ", threads, "; expected 1 to ", kMostThreads));
-  }
+  check_count(threads);
   try {
     impl_ = std::make_unique<Impl>(threads, waking_nanoseconds);
   } catch (const std::system_error& error) {
-    throw CapacityError(str("threads is ", threads, ", and the system starts no more of them: ",
-                            error.what()));
+    throw CapacityError(
+        str("threads is ", threads, ", and the system starts no more of them: ", error.what()));
   }
+}
+
+ThreadPool::ThreadPool(int threads, Runtime runtime) {
+  check_count(threads);
+  impl_ = std::make_unique<Impl>(threads, runtime);
 }
 
 ThreadPool::~ThreadPool() {
@@ -213,6 +255,13 @@ void ThreadPool::run(int64_t items, const std::function<void(int64_t item, int t
 
 void ThreadPool::run(int64_t items, const std::function<void(int64_t item, int thread)>& fn,
                      int wanted, NextRun next) {
+  if (items > 1 && wanted > 1 && impl_->threads > 1 && impl_->runtime.parallel != nullptr) {
+    RunInRuntime run(fn, items);
+    // Always as many: a runtime starts and ends threads where their number changes.
+    impl_->runtime.parallel(&RunInRuntime::enter, &run, static_cast<unsigned>(impl_->threads), 0);
+    if (run.error) std::rethrow_exception(run.error);
+    return;
+  }
   if (items > 1 && wanted > 1 && impl_->threads > 1) {
     const std::unique_lock<std::mutex> lock(impl_->in_use, std::try_to_lock);
     if (lock.owns_lock()) {

@@ -97,7 +97,12 @@ class Workers:
     """
     Threads that a pager and products of matrices share.
     """
-    def __init__(self, threads: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __init__(
+        self, threads: typing.SupportsInt | typing.SupportsIndex, openmp: str = ""
+    ) -> None:
+        """
+        openmp: path of an OpenMP runtime that is loaded, whose threads are used; empty: of their own.
+        """
     @property
     def threads(self) -> int:
         """

@@ -17,7 +17,13 @@ from adapters import with_adapters
 from bits import assert_same_bits, assert_same_session
 from reference_models import build, make_engine, prompt
 
-from kvpager import FingerprintMismatchError, UnsupportedModelError, _core
+from kvpager import (
+    FingerprintMismatchError,
+    InvalidArgumentError,
+    UnsupportedModelError,
+    _core,
+)
+from kvpager.execution.workers import openmp_runtime
 from kvpager.hf.linear import product
 from kvpager.opening import linear as choosing
 
@@ -134,6 +140,25 @@ def test_threads_and_tiers_change_no_bit_of_a_forward():
     }
     assert found["base", 1]
     assert len(set(filter(None, found.values()))) == 1, found
+
+
+def test_torchs_own_threads_compute_the_same_bits(workers, monkeypatch):
+    """Those of its OpenMP runtime, where they spin; engines of a passive one have their own."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    runtime = openmp_runtime()
+    assert "omp" in runtime
+    x, weight = drawn(9, 256), drawn(700, 256, seed=1)
+    with torch.inference_mode():
+        expected = product(workers, x, weight)
+        for threads in (1, 2, 5):
+            found = product(_core.Workers(threads, runtime), x, weight)
+            assert_same_bits(found, expected, f"{threads} threads")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert openmp_runtime() == ""
+    with pytest.raises(InvalidArgumentError, match="openmp is"):
+        _core.Workers(2, "/no/such/libgomp.so")
+    with pytest.raises(InvalidArgumentError, match="threads is 0"):
+        _core.Workers(0)
 
 
 def test_nothing_is_written_to_a_model_and_copies_of_it_are_plain(closing):

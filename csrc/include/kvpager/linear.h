@@ -28,9 +28,9 @@ struct LinearParams {
   int64_t rows = 0;
   int64_t outputs = 0;
   int64_t depth = 0;
-  const void* x = nullptr;     // [rows][depth]
-  int64_t x_stride = 0;        // elements from one row to the next
-  const void* w = nullptr;     // [outputs][depth]
+  const void* x = nullptr;  // [rows][depth]
+  int64_t x_stride = 0;     // elements from one row to the next
+  const void* w = nullptr;  // [outputs][depth]
   int64_t w_stride = 0;
   const void* bias = nullptr;  // [outputs]; null: none
   void* y = nullptr;           // [rows][outputs]; apart from all the others

@@ -19,6 +19,15 @@ class ThreadPool {
   // REQUIRES: threads >= 1. The caller of run() is one of them; threads - 1 workers are started.
   // waking_nanoseconds 0: worth_waking always says all (for tests of small problems).
   explicit ThreadPool(int threads, int64_t waking_nanoseconds = kWakingNanoseconds);
+
+  // An OpenMP runtime, by its GOMP_parallel (libgomp's manual, "Implementing PARALLEL construct"; LLVM's
+  // has it too): calls function(data) in so many threads, the caller among them.
+  struct Runtime {
+    void (*parallel)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+  };
+  // A pool without workers of its own: the threads are those of a runtime that the process has anyway.
+  // Its workers spin after each call, so that others beside them would have to share their processors.
+  ThreadPool(int threads, Runtime runtime);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

@@ -16,6 +16,7 @@ from kvpager.config import PagerConfig
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.runner import Runner
 from kvpager.execution.unchanged import Unchanged
+from kvpager.execution.workers import new_workers
 from kvpager.hf import RowCounts, RowProof
 from kvpager.hf.linear import LinearLayers
 from kvpager.hf.positions import Positions
@@ -168,7 +169,7 @@ class EngineCore:
         self.drafter: Drafter | None = None
         self.tokenizer: Tokenizer | None = None
         self.made_in = MadeIn()
-        self.workers = _core.Workers(torch.get_num_threads() if threads is None else threads)
+        self.workers = new_workers(torch.get_num_threads() if threads is None else threads)
         self.own_products = False
         self.linear: LinearLayers | None = None
         self._closing = Lock()

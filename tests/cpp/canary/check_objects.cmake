@@ -1,6 +1,6 @@
-# Fails if the kernels' machine code holds what would break the order of operations in attention.h:
-# a libm function that is not correctly rounded, an approximate instruction, a matrix or bfloat16 dot
-# product, or a fused operation in files whose source has none.
+# Fails if the kernels' machine code holds what would break the order of operations in attention.h and
+# linear.h: a libm function that is not correctly rounded, an approximate instruction, a matrix product,
+# a bfloat16 dot product where the source has none, or a fused operation likewise.
 set(bad)
 set(checked 0)
 foreach(object IN LISTS OBJECTS)
@@ -24,8 +24,13 @@ foreach(object IN LISTS OBJECTS)
   execute_process(COMMAND ${OBJDUMP} -d --no-show-raw-insn ${object}
                   OUTPUT_VARIABLE code COMMAND_ERROR_IS_FATAL ANY)
   # No instruction is shorter than its address and two blanks; names of symbols stand in <...>.
-  set(forbidden "v?rcp(14|28)?[ps]s|v?rsqrt(14|28)?[ps]s|vexp2[ps]s|vdpbf16ps|vcvtne2?ps2?bf16|vcvtneps2bf16|tdp[a-z0-9]+|tile[a-z]+|vfm(addsub|subadd)[0-9]*p[sd]|vfn?m(add|sub)[0-9]*[ps]d|vdpp[sd]|dpp[sd]")
-  if(NOT name MATCHES "^attend_isa")
+  set(forbidden "v?rcp(14|28)?[ps]s|v?rsqrt(14|28)?[ps]s|vexp2[ps]s|vcvtne2?ps2?bf16|vcvtneps2bf16|tdp[a-z0-9]+|tile[a-z]+|vfm(addsub|subadd)[0-9]*p[sd]|vfn?m(add|sub)[0-9]*[ps]d|vdpp[sd]|dpp[sd]")
+  if(NOT (name MATCHES "^linear_isa" AND object MATCHES "isa_v4"))
+    string(APPEND forbidden "|vdpbf16ps")
+  elseif(NOT code MATCHES "\tvdpbf16ps")
+    list(APPEND bad "${object}: holds no vdpbf16ps at all; is it the kernel?")
+  endif()
+  if(NOT name MATCHES "^(attend|linear)_isa")
     string(APPEND forbidden "|vfn?m(add|sub)[0-9]*[ps]s")
   endif()
   string(REGEX MATCHALL "\t(${forbidden})[ \t]" found "${code}")
@@ -34,12 +39,12 @@ foreach(object IN LISTS OBJECTS)
   foreach(instruction IN LISTS found)
     list(APPEND bad "${object}: holds ${instruction}")
   endforeach()
-  if(name MATCHES "^attend_isa" AND object MATCHES "isa_v[34]" AND NOT code MATCHES "\tvfmadd[0-9]*ps")
+  if(name MATCHES "^(attend|linear)_isa" AND object MATCHES "isa_v[34]" AND NOT code MATCHES "\tvfmadd[0-9]*ps")
     list(APPEND bad "${object}: holds no vfmadd at all; is it the kernel?")
   endif()
 endforeach()
 if(checked LESS 10)
-  message(FATAL_ERROR "${checked} kernel objects to check; expected three tiers of six")
+  message(FATAL_ERROR "${checked} kernel objects to check; expected three tiers of seven")
 endif()
 if(bad)
   list(JOIN bad "\n  " text)

@@ -1,8 +1,10 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <ctime>
+#include <memory>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -147,6 +149,66 @@ TEST_CASE("workers that are called ahead of a run that does not come go to sleep
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
   }
   CHECK(spent() - before < 0.1);
+}
+
+// As an OpenMP runtime's GOMP_parallel: the caller is one of the threads.
+void run_in_threads(void (*function)(void*), void* data, unsigned threads, unsigned) {
+  std::vector<std::thread> others;
+  for (unsigned i = 1; i < threads; ++i) others.emplace_back(function, data);
+  function(data);
+  for (std::thread& thread : others) thread.join();
+}
+
+TEST_CASE("a pool in a runtime's threads runs every item once, in as many threads as it has") {
+  ThreadPool pool(3, ThreadPool::Runtime{&run_in_threads});
+  CHECK(pool.threads() == 3);
+  for (const int64_t items : {1, 2, 3, 1000}) {
+    std::vector<std::atomic<int>> runs(static_cast<size_t>(items));
+    std::atomic<bool> known{true};
+    pool.run(items, [&](int64_t item, int thread) {
+      runs[static_cast<size_t>(item)]++;
+      if (thread < 0 || thread >= 3) known = false;
+    });
+    CHECK(known);
+    CHECK(std::all_of(runs.begin(), runs.end(), [](const std::atomic<int>& n) { return n == 1; }));
+  }
+  Meeting meeting(3);
+  pool.run(3, [&](int64_t, int) { meeting.attend(); });
+  CHECK(meeting.met() == 3);
+  const ThreadPool::Awake awake(pool, 3);  // nothing to wake
+  pool.run(3, [&](int64_t, int) {});
+}
+
+TEST_CASE("an exception in a runtime's thread comes to the caller, and later runs work") {
+  ThreadPool pool(3, ThreadPool::Runtime{&run_in_threads});
+  CHECK_THROWS_WITH(pool.run(100,
+                             [](int64_t item, int) {
+                               if (item == 7) throw std::runtime_error("seven");
+                             }),
+                    "seven");
+  std::atomic<int> done{0};
+  pool.run(100, [&](int64_t, int) { done++; });
+  CHECK(done == 100);
+}
+
+TEST_CASE("two threads may run a pool at the same time, with workers or in a runtime's threads") {
+  for (const bool own : {true, false}) {
+    std::unique_ptr<ThreadPool> pool =
+        own ? std::make_unique<ThreadPool>(3)
+            : std::make_unique<ThreadPool>(3, ThreadPool::Runtime{&run_in_threads});
+    std::atomic<int64_t> sum{0};
+    const auto caller = [&] {
+      for (int round = 0; round < 300; ++round) {
+        std::vector<int> seen(20);
+        pool->run(20, [&](int64_t item, int) { seen[static_cast<size_t>(item)]++; });
+        sum += std::count(seen.begin(), seen.end(), 1);
+      }
+    };
+    std::thread other(caller);
+    caller();
+    other.join();
+    CHECK(sum == 2 * 300 * 20);
+  }
 }
 
 TEST_CASE("a run that opens while a worker goes to sleep is not missed") {

@@ -79,8 +79,10 @@ struct Problem {
   }
 
   LinearParams params(Matrix& y) const {
-    return {x.dtype,  rows,     outputs, depth, x.data(), x.stride, w.data(),
-            w.stride, biased ? bias.data() : nullptr, y.data(), y.stride};
+    return {x.dtype,  rows,     outputs,
+            depth,    x.data(), x.stride,
+            w.data(), w.stride, biased ? bias.data() : nullptr,
+            y.data(), y.stride};
   }
   Matrix run(int threads = 1) const {
     ThreadPool pool(threads, 0);
@@ -225,7 +227,8 @@ TEST_CASE("the calling thread's floating-point mode changes no bit") {
   }
 }
 
-TEST_CASE("bfloat16 of every exponent has the same bits in every tier, denormals and infinities too") {
+TEST_CASE(
+    "bfloat16 of every exponent has the same bits in every tier, denormals and infinities too") {
   Problem problem(DType::kBFloat16, 7, 64, 96, 0, false);
   std::mt19937 random(9);
   for (int round = 0; round < 200; ++round) {
