@@ -59,6 +59,14 @@ QUESTIONS = {
             in_suite=True,
         ),
         Question(
+            "linear",
+            "what linear layers cost with kvpager's own products, alone and in a whole model",
+            9,
+            ("torch", "memory bandwidth", "transformers", "llama.cpp"),
+            ("linear", "linear_model"),
+            needs="7 GB of memory",
+        ),
+        Question(
             "codes",
             "what keys and values in fewer bits save: time of attention, bytes",
             0.3,

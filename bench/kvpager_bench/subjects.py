@@ -30,6 +30,15 @@ _QWEN3: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
     "untied": {
         "hidden_size": 512,
         "intermediate_size": 1536,
@@ -61,7 +70,8 @@ def load_model(shape: str, *, layers: int = 8) -> Any:
     weights rounded; "plain" its sibling whose keys were not made easy to select by, which only a
     checkout has. "two-hop" is the trained tiny model of `two_hop.py`, fp32. "gqa8-*" has the
     shape of eight layers of a Qwen3 model of hidden size 1024: 16 query and 8 kv heads of 128 and
-    random weights; what it computes is meaningless, what it costs is not. "untied-*" is a small one
+    random weights; what it computes is meaningless, what it costs is not. "0.6b-*" has that of
+    Qwen3-0.6B, all layers and the whole vocabulary, likewise. "untied-*" is a small one
     with a head of its own and larger weights, whose text does not fall into repeating itself.
     layers: of "gqa8-*", to have less of it.
     """
@@ -76,10 +86,13 @@ def load_model(shape: str, *, layers: int = 8) -> Any:
     if name not in _QWEN3 or dtype not in DTYPES:
         raise ValueError(f"shape is {shape!r}; expected one of {SHAPES}, or another dtype of them")
     config = Qwen3Config(
-        vocab_size=4096,
         head_dim=128,
         max_position_embeddings=131072,
-        **{**_QWEN3[name], **({"num_hidden_layers": layers} if name == "gqa8" else {})},
+        **{
+            "vocab_size": 4096,
+            **_QWEN3[name],
+            **({"num_hidden_layers": layers} if name == "gqa8" else {}),
+        },
     )
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM(config)

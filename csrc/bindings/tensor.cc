@@ -125,7 +125,8 @@ std::optional<HostMatrix> host_matrix(py::handle tensor) {
   if (t.strides != nullptr) {
     // Dimensions of one element may have any stride.
     if (matrix.columns != 1 && t.strides[t.ndim - 1] != 1) return std::nullopt;
-    int64_t next = 0;  // stride that the next dimension outwards has where rows are equally far apart
+    int64_t next =
+        0;  // stride that the next dimension outwards has where rows are equally far apart
     for (int32_t i = t.ndim - 2; i >= 0; --i) {
       if (t.shape[i] == 1) continue;
       if (next == 0) {

@@ -1,0 +1,303 @@
+"""What linear layers cost with kvpager's own products, alone and in a whole model.
+
+    kvpager bench linear
+    kvpager bench linear -- --parts products --dtypes bf16
+    kvpager bench linear -- --parts model
+
+Products: one layer after another of matrices that no cache holds, of some rows, with kvpager's
+products and with torch's by turns, beside reading as many bytes of memory. Model: a model of the
+shape of Qwen3-0.6B with random weights decodes behind a short prompt, and computes a prompt: an
+engine with kvpager's products, one with torch's, and transformers over the same weights, by turns;
+"of_reading" is the time of reading the weights once beside that of a step. llama.cpp decodes with
+weights of the same shape and dtype in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvpager import Engine, Session
+from kvpager.execution.workers import new_workers
+from kvpager.hf.linear import product
+from kvpager_bench import harness, machine, subjects
+from kvpager_bench.harness import Column, Report, Subject, Timing
+from kvpager_bench.peers import llama
+
+PARTS = ("products", "model")
+SHAPES = ((1024, 3072), (3072, 1024), (1024, 1024))  # (depth, outputs)
+ROWS = (1, 2, 4, 8, 16, 64, 256)
+MATRICES_BYTES = 256 << 20
+PROMPT = 256
+STEPS = 8  # tokens of a turn
+OF_MEMORY = 0.9  # aim of a few rows
+OF_TORCH = 0.9  # and of many
+DECODE_AIM = {"bf16": 3.0, "fp32": 2.0}  # times transformers
+OF_READING = 0.8
+LLAMA_AIM = 0.95
+
+PRODUCTS = (
+    Column("dtype", text=True),
+    Column("layer", text=True),
+    Column("rows", "", 4),
+    Column("us", "us"),
+    Column("torch_us", "us"),
+    Column("faster", "x torch", 2),
+    Column("weights_gbs", "GB/s"),
+    Column("read_gbs", "GB/s of memory"),
+    Column("of_memory", "", 2),
+    Column("gflops", "GFLOP/s"),
+    Column("torch_gflops", "GFLOP/s"),
+    Column("spread", "(max-min)/median", 2),
+)
+MODEL = (
+    Column("dtype", text=True),
+    Column("subject", text=True),
+    Column("tokens_per_s", "tokens/s"),
+    Column("over_transformers", "x", 2),
+    Column("of_reading", "", 2),
+    Column("prompt_s", "s of 256 tokens", 2),
+    Column("start_s", "s", 2),
+    Column("restart_s", "s", 2),
+    Column("spread", "(max-min)/median", 2),
+)
+
+
+def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> None:
+    kind = subjects.DTYPES[dtype]
+    workers = new_workers(threads)
+    memory = machine.MemoryReader(threads)
+    for depth, outputs in SHAPES:
+        weight_bytes = depth * outputs * kind.itemsize
+        copies = max(2, MATRICES_BYTES // weight_bytes)
+        weights = torch.randn(copies, outputs, depth).to(kind)
+        for rows in ROWS:
+            x = torch.randn(rows, depth).to(kind)
+            used = weights[: copies if rows <= 16 else 2]
+
+            def own(x: torch.Tensor = x, used: torch.Tensor = used) -> None:
+                for weight in used:
+                    product(workers, x, weight)
+
+            def torchs(x: torch.Tensor = x, used: torch.Tensor = used) -> None:
+                for weight in used:
+                    torch.nn.functional.linear(x, weight)
+
+            turns = {"own": Subject(own), "torch": Subject(torchs), "memory": Subject(memory)}
+            with torch.inference_mode():
+                found = harness.interleave(turns, runs=rounds, warm_up=1)
+            ours, theirs = (found[name].median / len(used) for name in ("own", "torch"))
+            bandwidth = memory.bytes / found["memory"].median
+            work = 2 * depth * outputs * rows
+            report.add(
+                dtype=dtype,
+                layer=f"{depth} to {outputs}",
+                rows=rows,
+                us=ours * 1e6,
+                torch_us=theirs * 1e6,
+                faster=theirs / ours,
+                weights_gbs=weight_bytes / ours * 1e-9,
+                read_gbs=bandwidth * 1e-9,
+                of_memory=weight_bytes / ours / bandwidth,
+                gflops=work / ours * 1e-9,
+                torch_gflops=work / theirs * 1e-9,
+                spread=found["own"].spread,
+            )
+            what = f"linear layer of {depth} to {outputs}, {rows} rows, {dtype}"
+            report.compare(
+                what,
+                ours=ours * 1e6,
+                theirs=theirs * 1e6,
+                peer="torch",
+                unit="us",
+                aim=OF_TORCH if rows == max(ROWS) else None,
+                lower_is_better=True,
+            )
+            if rows == 1:
+                report.compare(
+                    what,
+                    ours=weight_bytes / ours * 1e-9,
+                    theirs=bandwidth * 1e-9,
+                    peer="memory bandwidth",
+                    unit="GB/s",
+                    aim=OF_MEMORY,
+                )
+            print(f"{what}: {theirs / ours:.2f} x torch", flush=True)
+    memory.close()
+
+
+def started(model: Any, linear: str) -> tuple[Engine, float]:
+    """An engine of a model, and the seconds that it took to start."""
+    begun = time.perf_counter()
+    engine = Engine(model, pool_tokens=4096, linear=linear)
+    return engine, time.perf_counter() - begun
+
+
+def stock_steps(model: Any, cache: DynamicCache) -> None:
+    for _ in range(STEPS):
+        subjects.stock_step(model, cache, [9])
+
+
+def prompt_time(compute: Callable[[int], object], rounds: int) -> Timing:
+    """Of a prompt that is another one each time."""
+    seconds = []
+    for number in range(rounds):
+        begun = time.perf_counter()
+        compute(number)
+        seconds.append(time.perf_counter() - begun)
+    return Timing(tuple(seconds))
+
+
+def computed(engine: Engine, number: int) -> None:
+    with engine.session() as session:
+        session.prefill(subjects.random_ids(engine.model, PROMPT, seed=number + 1))
+
+
+def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer: bool) -> None:
+    model = subjects.load_model(f"0.6b-{dtype}")
+    weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
+    memory = machine.MemoryReader(threads)
+    engines: dict[str, Engine] = {}
+    starts: dict[str, tuple[float, float]] = {}
+    with ExitStack() as stack, torch.inference_mode():
+        stack.callback(memory.close)
+        for linear in ("kvpager", "torch"):
+            first, cold = started(model, linear)
+            first.close()
+            engines[linear], warm = started(model, linear)
+            stack.callback(engines[linear].close)
+            starts[linear] = cold, warm
+        ids = subjects.random_ids(model, PROMPT)
+        sessions: dict[str, Session] = {name: one.session() for name, one in engines.items()}
+        for session in sessions.values():
+            session.prefill(ids)
+        stock = subjects.beside(model)
+        cache, _ = subjects.stock_prefill(stock, ids)
+        turns: Mapping[str, Subject] = {
+            **{
+                name: Subject(partial(session.generate, STEPS, eos=None))
+                for name, session in sessions.items()
+            },
+            "transformers": Subject(partial(stock_steps, stock, cache)),
+            "memory": Subject(memory),
+        }
+        found = harness.interleave(turns, runs=rounds, warm_up=1)
+        prompts = {
+            name: prompt_time(partial(computed, engine), rounds) for name, engine in engines.items()
+        }
+
+        def stock_prompt(number: int) -> None:
+            subjects.stock_prefill(stock, subjects.random_ids(model, PROMPT, seed=number + 1))
+
+        prompts["transformers"] = prompt_time(stock_prompt, rounds)
+    reading = weight_bytes * found["memory"].median / memory.bytes
+    steps = {name: found[name].median / STEPS for name in (*engines, "transformers")}
+    for name, step in steps.items():
+        cold, warm = starts.get(name, (harness.NOT_APPLICABLE, harness.NOT_APPLICABLE))
+        report.add(
+            dtype=dtype,
+            subject=name if name == "transformers" else f"engine, {name}'s products",
+            tokens_per_s=1 / step,
+            over_transformers=steps["transformers"] / step,
+            of_reading=reading / step,
+            prompt_s=prompts[name].median,
+            start_s=cold,
+            restart_s=warm,
+            spread=found[name].spread,
+        )
+        print(
+            f"{dtype} {name}: {1 / step:.2f} tokens/s, {reading / step:.2f} of reading", flush=True
+        )
+    judge(report, dtype, steps, reading, prompts)
+    report.compare(
+        f"second start of an engine, {dtype}",
+        ours=starts["kvpager"][1],
+        theirs=starts["kvpager"][0],
+        peer="its first",
+        unit="s",
+        lower_is_better=True,
+    )
+    if peer:
+        shape = llama.shape_of(model)
+        del model, stock, engines, sessions
+        decoded = llama.decode(shape, [PROMPT], threads=threads, tokens=STEPS, runs=rounds)
+        report.compare(
+            f"decode, {dtype}",
+            ours=1 / steps["kvpager"],
+            theirs=1 / decoded[PROMPT].median,
+            peer=llama.title(),
+            unit="tokens/s",
+            aim=LLAMA_AIM,
+        )
+
+
+def judge(
+    report: Report,
+    dtype: str,
+    steps: Mapping[str, float],
+    reading: float,
+    prompts: Mapping[str, Timing],
+) -> None:
+    """Puts the model's times beside their peers'."""
+    ours = 1 / steps["kvpager"]
+    for peer, theirs, aim in (
+        ("transformers", 1 / steps["transformers"], DECODE_AIM[dtype]),
+        ("kvpager, torch's products", 1 / steps["torch"], None),
+        ("reading the weights", 1 / reading, OF_READING),
+    ):
+        report.compare(
+            f"decode, {dtype}", ours=ours, theirs=theirs, peer=peer, unit="tokens/s", aim=aim
+        )
+    for name, peer, aim in (
+        ("torch", "kvpager, torch's products", 1.0),
+        ("transformers", "transformers", None),
+    ):
+        report.compare(
+            f"a prompt of {PROMPT} tokens, {dtype}",
+            ours=prompts["kvpager"].median,
+            theirs=prompts[name].median,
+            peer=peer,
+            unit="s",
+            aim=aim,
+            lower_is_better=True,
+        )
+
+
+def main() -> None:
+    parser = harness.cli(__doc__)
+    parser.add_argument("--parts", type=harness.parse_list, default=list(PARTS))
+    parser.add_argument("--dtypes", type=harness.parse_list, default=["bf16", "fp32"])
+    arguments: argparse.Namespace = parser.parse_args()
+    environment = harness.start(arguments)
+    rounds = 3 if arguments.quick else 7
+    for part in arguments.parts:
+        report = Report(
+            harness.report_name("linear" if part == "products" else "linear_model", arguments),
+            "What do linear layers cost?"
+            if part == "products"
+            else "What does a model cost with kvpager's linear layers?",
+            PRODUCTS if part == "products" else MODEL,
+            {"dtypes": arguments.dtypes, "rows": list(ROWS), "prompt": PROMPT, "steps": STEPS},
+            environment,
+        )
+        peer = part == "model" and not arguments.quick
+        if peer and (reason := llama.missing()):
+            report.skip(llama.title(), reason)
+            peer = False
+        for dtype in arguments.dtypes:
+            if part == "products":
+                measure_products(dtype, report, arguments.threads, rounds)
+            else:
+                measure_model(dtype, report, arguments.threads, rounds, peer=peer)
+        report.finish()
+
+
+if __name__ == "__main__":
+    main()
