@@ -16,6 +16,14 @@ from kvpager.config import Window
 from kvpager.server.settings import ServerSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+_ENVIRONMENT = (
+    "| `KVPAGER_CACHE` | folder where findings about this machine and its models are kept (which "
+    "linear layers are faster, which row counts were proven); default `~/.cache/kvpager`; `off`: "
+    "nothing is kept, and every start finds out anew |",
+    "| `KVPAGER_ISA` | highest instruction-set tier of the kernels: `base`, `v3` or `v4`; no bit "
+    "depends on it |",
+    "| `KVPAGER_PORT` and the like | an option of `kvpager serve`, where no flag gives it |",
+)
 
 
 def page() -> str:
@@ -37,6 +45,7 @@ def page() -> str:
             lines.append(f"| `{option.name}` | {default} | {option.accepts} | {option.help} |")
     lines += ["", "## Scorers", "", "| name | summary of a chunk's keys |", "|---|---|"]
     lines += [f"| `{name}` | {_core.scorer_description(name)} |" for name in _core.scorer_names()]
+    lines += ["", "## Environment", "", "| variable | meaning |", "|---|---|", *_ENVIRONMENT]
     return "\n".join(lines) + "\n"
 
 

@@ -64,8 +64,8 @@ MODEL = (
     Column("over_transformers", "x", 2),
     Column("of_reading", "", 2),
     Column("prompt_s", "s of 256 tokens", 2),
-    Column("start_s", "s", 2),
-    Column("restart_s", "s", 2),
+    Column("start_s", "s", 2, optional=True),
+    Column("restart_s", "s", 2, optional=True),
     Column("spread", "(max-min)/median", 2),
 )
 
@@ -133,7 +133,7 @@ def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> N
     memory.close()
 
 
-def started(model: Any, linear: str) -> tuple[Engine, float]:
+def started(model: Any, linear: Any) -> tuple[Engine, float]:
     """An engine of a model, and the seconds that it took to start."""
     begun = time.perf_counter()
     engine = Engine(model, pool_tokens=4096, linear=linear)
@@ -200,7 +200,7 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
     reading = weight_bytes * found["memory"].median / memory.bytes
     steps = {name: found[name].median / STEPS for name in (*engines, "transformers")}
     for name, step in steps.items():
-        cold, warm = starts.get(name, (harness.NOT_APPLICABLE, harness.NOT_APPLICABLE))
+        known = starts.get(name)
         report.add(
             dtype=dtype,
             subject=name if name == "transformers" else f"engine, {name}'s products",
@@ -208,8 +208,8 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
             over_transformers=steps["transformers"] / step,
             of_reading=reading / step,
             prompt_s=prompts[name].median,
-            start_s=cold,
-            restart_s=warm,
+            start_s=known[0] if known else harness.NOT_APPLICABLE,
+            restart_s=known[1] if known else harness.NOT_APPLICABLE,
             spread=found[name].spread,
         )
         print(
@@ -222,6 +222,7 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
         theirs=starts["kvpager"][0],
         peer="its first",
         unit="s",
+        aim=None,
         lower_is_better=True,
     )
     if peer:
