@@ -47,6 +47,11 @@ def computing(layers: LinearLayers | None) -> _core.ContextValue:
     return _core.ContextValue(_running, layers)
 
 
+def computes_products() -> bool:
+    """Whether linear layers of a model are computed here, in this context."""
+    return _running.get() is not None
+
+
 def takes(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Whether a module's product with rows of a dtype is computed here, in this context."""
     layers = _running.get()
@@ -106,4 +111,4 @@ def _exchange(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 if not hasattr(torch.nn.Linear.forward, "_of_kvpager"):
     torch.nn.Linear.forward = _exchange(torch.nn.Linear.forward)  # type: ignore[method-assign]
 
-__all__ = ["F", "LinearLayers", "computing", "product", "takes"]
+__all__ = ["F", "LinearLayers", "computes_products", "computing", "product", "takes"]

@@ -14,6 +14,7 @@ import torch
 
 from kvpager.errors import UnsupportedModelError
 from kvpager.hf.between import Between, decoder_run, finishing_run
+from kvpager.hf.linear import computes_products
 from kvpager.hf.observe import Observation
 from kvpager.hf.part import Part
 from kvpager.hf.rows import HEAD_COUNTS, RowCounts, counts_below, spread
@@ -89,7 +90,11 @@ def _candidates(small_rows: str | tuple[int, ...], rows: int) -> tuple[tuple[int
     """The counts to try, ascending, and which of them to use if some can be proven."""
     if not isinstance(small_rows, str):
         return small_rows, tuple
-    return counts_below(rows) if small_rows == "proven" else (), lambda counts: spread(counts, rows)
+    apart = 2 if computes_products() else 4  # where a further count is soon tried
+    return (
+        counts_below(rows) if small_rows == "proven" else (),
+        lambda counts: spread(counts, rows, apart),
+    )
 
 
 def _settle(

@@ -53,14 +53,14 @@ def counts_below(rows: int) -> tuple[int, ...]:
     return tuple(1 << power for power in range(12) if 1 << power < rows)
 
 
-def spread(proven: Sequence[int], rows: int) -> tuple[int, ...]:
+def spread(proven: Sequence[int], rows: int, apart: int = 4) -> tuple[int, ...]:
     """A few of the ascending counts below `rows`, so that padding costs little everywhere.
 
-    The smallest, then each at least four times the one before, and half of `rows`: most forwards of
-    a prompt's end are about as large.
+    The smallest, then each at least `apart` times the one before, and half of `rows`: most forwards
+    of a prompt's end are about as large.
     """
     chosen: list[int] = []
     for count in proven:
-        if not chosen or count >= 4 * chosen[-1] or count == rows // 2:
+        if not chosen or count >= apart * chosen[-1] or count == rows // 2:
             chosen.append(count)
     return tuple(chosen)
