@@ -8,8 +8,8 @@ import tempfile
 # Before torch loads its OpenMP runtime: on a busy machine spinning threads slow each other down.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# What is found out about this machine and its models is found out once in each run of the tests. The
-# workers of pytest-xdist, and processes that tests start, inherit the folder.
+# What is found out about this machine and its models is found out once in each run of the tests:
+# pytest-xdist's workers, and processes that tests start, inherit the folder.
 if "KVPAGER_CACHE" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="kvpager-tests-")
     os.environ["KVPAGER_CACHE"] = _cache.name
