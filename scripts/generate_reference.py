@@ -17,9 +17,8 @@ from kvpager.server.settings import ServerSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 _ENVIRONMENT = (
-    "| `KVPAGER_CACHE` | folder where findings about this machine and its models are kept (which "
-    "linear layers are faster, which row counts were proven); default `~/.cache/kvpager`; `off`: "
-    "nothing is kept, and every start finds out anew |",
+    "| `KVPAGER_CACHE` | folder where row counts that were proven are kept; default "
+    "`~/.cache/kvpager`; `off`: nothing is kept, and every start proves anew |",
     "| `KVPAGER_ISA` | highest instruction-set tier of the kernels: `base`, `v3` or `v4`; no bit "
     "depends on it |",
     "| `KVPAGER_PORT` and the like | an option of `kvpager serve`, where no flag gives it |",

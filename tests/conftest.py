@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
 # Before torch loads its OpenMP runtime: on a busy machine spinning threads slow each other down.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# What is found out about this machine and its models is found out once in each run of the tests:
-# pytest-xdist's workers, and processes that tests start, inherit the folder.
-if "KVPAGER_CACHE" not in os.environ:
-    _cache = tempfile.TemporaryDirectory(prefix="kvpager-tests-")
-    os.environ["KVPAGER_CACHE"] = _cache.name
+# Tests break what proves row counts: nothing that was proven is kept for another test.
+os.environ["KVPAGER_CACHE"] = "off"
 # What is printed does not depend on the terminal, nor on readline, which pytest imports and which
 # tells the children of a process, pytest-xdist's workers among them, that there are 80 columns.
 os.environ["COLUMNS"] = "100"

@@ -1,5 +1,8 @@
+#include <pybind11/typing.h>
+
 #include "bindings/bind.h"
 #include "kvpager/attention.h"
+#include "kvpager/processor.h"
 #include "kvpager/snapshot.h"
 
 PYBIND11_MODULE(_core, m) {
@@ -10,6 +13,20 @@ PYBIND11_MODULE(_core, m) {
   m.attr("SNAPSHOT_VERSION") =
       pybind11::make_tuple(kvpager::kSnapshotMajor, kvpager::kSnapshotMinor);
   m.def("isa_name", &kvpager::isa_name, "Instruction-set tier in use: 'base', 'v3' or 'v4'.");
+  m.def(
+      "processor",
+      [] {
+        const kvpager::Processor& found = kvpager::processor();
+        pybind11::typing::Dict<pybind11::str, int> told;
+        told["level"] = found.level;
+        told["vnni"] = static_cast<int>(found.vnni);
+        told["bf16"] = static_cast<int>(found.bf16);
+        told["amx"] = static_cast<int>(found.amx);
+        return told;
+      },
+      "What this processor can run, whatever KVPAGER_ISA says: its level of x86-64 (1, 3 or 4), "
+      "and\n"
+      "whether it has dot products of bytes and of bfloat16, and AMX tiles of bfloat16.");
   kvpager::bind_errors(m);
   kvpager::bind_linear(m);
   kvpager::bind_config(m);

@@ -52,6 +52,7 @@ __all__: list[str] = [
     "linear",
     "loose_content",
     "probe_device",
+    "processor",
     "released_text",
     "scorer_description",
     "scorer_names",
@@ -924,6 +925,12 @@ def loose_content(
 def probe_device(kind: str) -> dict[str, typing.Any]:
     """
     What was found of "cuda" or "shim": kind, plugin (a path), why_not, devices.
+    """
+
+def processor() -> dict[str, int]:
+    """
+    What this processor can run, whatever KVPAGER_ISA says: its level of x86-64 (1, 3 or 4), and
+    whether it has dot products of bytes and of bfloat16, and AMX tiles of bfloat16.
     """
 
 def released_text(

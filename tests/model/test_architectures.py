@@ -36,7 +36,7 @@ def agrees(name):
         torch.set_num_threads(threads)
     told = ROWS[name]
     fixed = ("model", "verdict", "options")
-    assert {key: row[key] for key in fixed} == {key: told[key] for key in fixed}, row
+    assert {key: row[key] for key in fixed} == {key: told[key] for key in fixed}, json.dumps(row)
     # Numbers within a reason are of a machine.
     assert row["reason"].split(":")[0] == told["reason"].split(":")[0]
 

@@ -178,7 +178,7 @@ def test_a_request_that_waited_again_has_the_tokens_it_would_have_had(often):
     for ids, request in zip(prompts, requests):
         expected = ids_of(alone(often, ids, 40, **SAMPLED)[1])
         assert request.completion.tokens.tolist() == expected
-    assert requests[2].completion.speculation.accepted
+    assert any(request.completion.speculation.accepted for request in requests)
 
 
 def test_threads_guess_for_their_sessions_at_once(often):

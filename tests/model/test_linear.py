@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import pickle
 import subprocess
@@ -25,7 +24,7 @@ from kvpager import (
 )
 from kvpager.execution.workers import openmp_runtime
 from kvpager.hf.linear import product
-from kvpager.opening import linear as choosing
+from kvpager.opening.linear import use_own_products
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(64, 16, 64), (3, 100, 37), (7, 1024, 64), (16, 3072, 40), (65, 96, 300)]
@@ -209,72 +208,54 @@ def test_a_snapshot_of_other_products_is_refused_by_name_and_taken_if_asked(tmp_
     assert engine.restore(path, on_mismatch="approximate").length == 40
 
 
-class Measured:
-    """Stands in for the measurement: says what it is told, and how often it was asked."""
-
-    def __init__(self, monkeypatch, own, torchs):
-        self.times = (own, torchs)
-        self.asked = 0
-        monkeypatch.setattr(choosing, "measured", self)
-
-    def __call__(self, dtype, workers):
-        self.asked += 1
-        return self.times
-
-
-@pytest.fixture
-def remembering(monkeypatch, tmp_path):
-    monkeypatch.setenv("KVPAGER_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "linear"
+PROCESSORS = {
+    "AVX-512 with bfloat16": {"level": 4, "vnni": True, "bf16": True, "amx": False},
+    "AMX": {"level": 4, "vnni": True, "bf16": True, "amx": True},
+    "AVX-512": {"level": 4, "vnni": False, "bf16": False, "amx": False},
+    "AVX2": {"level": 3, "vnni": False, "bf16": False, "amx": False},
+    "none of these": {"level": 1, "vnni": False, "bf16": False, "amx": False},
+}
+FAST = {
+    "AVX-512 with bfloat16": ("float32", "float16", "bfloat16"),
+    "AMX": ("float32", "float16"),
+    "AVX-512": ("float32", "float16"),
+    "AVX2": ("float32", "float16"),
+    "none of these": (),
+}
 
 
-def test_the_faster_products_are_chosen_and_remembered(monkeypatch, remembering, closing):
-    measured = Measured(monkeypatch, own=1.0, torchs=2.0)
-    model = build("llama")
-    assert closing(make_engine(model)).fingerprint["linear"].startswith("kvpager")
-    measured.times = (2.0, 1.0)
-    assert "linear" in closing(make_engine(model)).fingerprint  # as it was found before
-    assert measured.asked == 1
-    assert "linear" not in closing(make_engine(build("llama", "bfloat16"))).fingerprint
-    assert measured.asked == 2
-    assert len(list(remembering.iterdir())) == 2
-
-
-def test_what_was_remembered_and_is_damaged_is_found_out_anew(monkeypatch, remembering, closing):
-    measured = Measured(monkeypatch, own=1.0, torchs=2.0)
-    model = build("llama")
-    closing(make_engine(model))
-    (file,) = remembering.iterdir()
-    for text in ("", "[]", json.dumps({"key": {}, "value": False})):
-        file.write_text(text)
-        assert "linear" in closing(make_engine(model)).fingerprint
-    assert measured.asked == 4
-    assert json.loads(file.read_text())["value"] is True
-
-
-def test_a_folder_that_cannot_be_written_or_is_not_wanted_stops_nothing(
-    monkeypatch, tmp_path, closing
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_whose_products_they_are_follows_from_processor_and_dtype(
+    monkeypatch, closing, processor, dtype
 ):
-    measured = Measured(monkeypatch, own=1.0, torchs=2.0)
-    (tmp_path / "file").write_text("")
-    for folder in ("off", str(tmp_path / "file" / "below")):
-        monkeypatch.setenv("KVPAGER_CACHE", folder)
-        assert "linear" in closing(make_engine(build("llama"))).fingerprint
-    assert measured.asked == 2
+    monkeypatch.setattr(_core, "processor", lambda: PROCESSORS[processor])
+    engine = closing(make_engine(build("llama", dtype)))
+    own = dtype in FAST[processor]
+    assert engine.fingerprint.get("linear", "").startswith("kvpager") == own
+    assert (engine.core.linear is not None) == own
 
 
-@pytest.mark.usefixtures("remembering")
-def test_torchs_products_have_their_bits_whatever_was_measured(monkeypatch, closing):
-    Measured(monkeypatch, own=1.0, torchs=2.0)
+def test_a_processor_says_what_it_has():
+    found = _core.processor()
+    assert found.keys() == PROCESSORS["AMX"].keys()
+    flags = set()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("flags"):
+            flags = set(line.split())
+            break
+    if not flags:
+        pytest.skip("this processor's features are listed elsewhere")
+    assert (found["level"] >= 3) == {"avx2", "fma", "bmi2", "f16c"}.issubset(flags)
+    assert (found["level"] == 4) == {"avx512f", "avx512bw", "avx512vl"}.issubset(flags)
+    assert found["bf16"] == {"avx512_bf16", "avx512_vnni"}.issubset(flags)
+    assert found["amx"] == {"amx_tile", "amx_bf16"}.issubset(flags)
+
+
+def test_torchs_products_have_their_bits_if_asked_for(closing):
     engine = closing(make_engine(build("llama"), linear="torch"))
     assert "linear" not in engine.fingerprint
     assert engine.core.linear is None
-
-
-def test_the_measurement_measures(workers):
-    own, torchs = choosing.measured(torch.bfloat16, workers)
-    assert 0 < own < 60
-    assert 0 < torchs < 60
 
 
 def test_own_products_of_a_model_on_a_gpu_are_refused():
@@ -283,8 +264,8 @@ def test_own_products_of_a_model_on_a_gpu_are_refused():
         dtype = torch.float32
 
     with pytest.raises(UnsupportedModelError, match=r"PagerConfig\.linear"):
-        choosing.use_own_products("kvpager", Away, None)
-    assert not choosing.use_own_products("auto", Away, None)
+        use_own_products("kvpager", Away)
+    assert not use_own_products("auto", Away)
 
 
 def test_a_hook_that_multiplies_by_itself_has_torchs_bits(closing):

@@ -274,8 +274,9 @@ def test_what_is_owed_is_forked_and_saved(interrupted, cold, closing, tmp_path):
 
 
 def test_settling_in_several_forwards_goes_on_after_an_error_between_them(model, cold, closing):
-    engine = closing(make_engine(model, pool_tokens=1024, rows=8, exact="reuse"))
-    reference = closing(make_engine(model, pool_tokens=1024, rows=8))
+    options = {"pool_tokens": 1024, "rows": 8, "linear": "torch"}
+    engine = closing(make_engine(model, exact="reuse", **options))
+    reference = closing(make_engine(model, **options))
     session = engine.session()
     session.prefill(prompt(LENGTH))
     stream = session.generate(NEW, eos=None, stream="tokens")

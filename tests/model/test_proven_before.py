@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import json
 import os
@@ -110,7 +112,28 @@ def other_configuration(model):
     model.config.rms_norm_eps *= 2
 
 
-CHANGES = (other_weights, moved_weight, hook, patched_method, other_configuration)
+def other_scale(model):
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+def other_default(model):
+    model.model.layers[0].mlp.act_fn.limit = functools.partial(torch.clamp, max=3.0)
+
+
+def other_attention(model):
+    model.config._attn_implementation = "eager"
+
+
+CHANGES = (
+    other_attention,
+    other_weights,
+    moved_weight,
+    hook,
+    patched_method,
+    other_configuration,
+    other_scale,
+    other_default,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -131,6 +154,41 @@ def test_other_options_are_proven_apart(proofs, closing, model, options):
     open_engine(closing, model)
     open_engine(closing, model, **options)
     assert len(proofs) == 2
+
+
+def test_modules_that_hold_what_nothing_is_known_of_are_proven_each_time(proofs, closing, caplog):
+    caplog.set_level("INFO", logger="kvpager")
+    other = object()
+    held = [other, lambda x: (x, other), torch.zeros(1 << 17), print.__call__]
+    for value in held:
+        for _ in range(2):
+            model = build("llama")
+            model.model.layers[1].mlp.act_fn.held = value
+            open_engine(closing, model)
+    assert len(proofs) == 2 * len(held)
+    assert "model.layers.1.mlp.act_fn.held is a builtins.object" in caplog.text
+
+
+def test_functions_and_tensors_that_modules_hold_are_told_apart(closing, proofs):
+    """By what they say, and not by where in memory they are."""
+    helds = [
+        lambda x: x,
+        lambda x: x + 1,
+        functools.partial(torch.clamp, max=1.0),
+        functools.partial(torch.clamp, max=2.0),
+        torch.tensor([1.0]),
+        torch.tensor([2.0]),
+        torch.nn.functional.silu,
+        torch.relu,
+        {"a": [1, (2.0,)]},
+        {"a": [1, (3.0,)]},
+    ]
+    for held in helds:
+        for _ in range(2):
+            model = build("llama")
+            model.model.layers[1].mlp.act_fn.held = copy.deepcopy(held)
+            open_engine(closing, model)
+    assert len(proofs) == len(helds)
 
 
 def test_another_number_of_threads_is_proven_apart(proofs, closing, model):
@@ -166,6 +224,19 @@ def test_a_class_whose_forward_was_exchanged_is_proven_again(proofs, closing, mo
     for _ in range(2):  # nobody knows what it holds
         open_engine(closing, model)
     assert len(proofs) == 3
+
+
+def test_a_class_that_was_made_with_a_function_is_proven_each_time(proofs, closing):
+    def scaled(by):
+        return type(
+            "Scaled", (LlamaMLP,), {"forward": lambda self, x: by() * LlamaMLP.forward(self, x)}
+        )
+
+    for by in (lambda: 1.0, lambda: 2.0):
+        model = build("llama")
+        model.model.layers[1].mlp.__class__ = scaled(by)
+        open_engine(closing, model)
+    assert len(proofs) == 2
 
 
 def test_a_file_of_the_models_code_that_was_edited_is_noticed(

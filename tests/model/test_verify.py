@@ -49,8 +49,15 @@ CONFIG = PagerConfig(pool_tokens=8 * CHUNK, rows=ROWS, chunk_tokens=CHUNK, host_
 
 @pytest.fixture
 def subject():
-    """The shipped model, whose fp32 products have other bits with one row than with many."""
+    """The shipped model."""
     with Subject(build(SHIPPED), CONFIG) as subject:
+        yield subject
+
+
+@pytest.fixture
+def subject_of_torch():
+    """The shipped model with torch's products, which differ with the number of rows."""
+    with Subject(build(SHIPPED), CONFIG.replace(linear="torch")) as subject:
         yield subject
 
 
@@ -265,16 +272,16 @@ def test_the_decode_path_is_swept_and_not_a_prefill_of_single_tokens(subject, mo
     assert "generated from 1 to 4" in broken(subject, "decoded").comparison.first.place
 
 
-def test_another_row_count_for_decode_is_found(subject, monkeypatch):
+def test_another_row_count_for_decode_is_found(subject_of_torch, monkeypatch):
     monkeypatch.setattr(Runner, "count", lambda self, batch: batch.used)
-    broken(subject, "decoded")
-    broken(subject, "warm")
+    broken(subject_of_torch, "decoded")
+    broken(subject_of_torch, "warm")
 
 
-def test_a_head_that_runs_on_the_wanted_rows_alone_is_found(subject, monkeypatch):
-    any_count = Head(subject.model, tuple(range(1, ROWS + 1)))
-    monkeypatch.setattr(subject.engine().core.runner, "_head", any_count)
-    first = broken(subject, "decoded").comparison.first
+def test_a_head_that_runs_on_the_wanted_rows_alone_is_found(subject_of_torch, monkeypatch):
+    any_count = Head(subject_of_torch.model, tuple(range(1, ROWS + 1)))
+    monkeypatch.setattr(subject_of_torch.engine().core.runner, "_head", any_count)
+    first = broken(subject_of_torch, "decoded").comparison.first
     assert "logits after position" in first.place
 
 
@@ -393,9 +400,9 @@ def test_rows_that_are_never_moved_prove_nothing(subject, monkeypatch):
     assert "not all of it was tried" in broken(subject, "packed", "not run").reason
 
 
-def test_provisional_rows_that_are_sealed_are_found(subject, monkeypatch):
+def test_provisional_rows_that_are_sealed_are_found(subject_of_torch, monkeypatch):
     monkeypatch.setattr(Transcript, "must_recompute", property(lambda self: False))
-    outcome = check_relation(subject, relation("re-sealed"))
+    outcome = check_relation(subject_of_torch, relation("re-sealed"))
     assert outcome.status in ("differs", "failed")
     assert not outcome.kept
 
@@ -489,7 +496,7 @@ def test_a_verified_engine_refuses_to_exist_where_a_bit_differs(monkeypatch):
     before = model.config._attn_implementation
     monkeypatch.setattr(Runner, "count", lambda self, batch: batch.used)
     with pytest.raises(VerificationError) as caught:
-        Engine(model, CONFIG, verify=True)
+        Engine(model, CONFIG.replace(linear="torch"), verify=True)
     assert isinstance(caught.value, PagerError)
     assert caught.value.report.broken
     assert isinstance(caught.value.report.compared, Comparison)

@@ -109,7 +109,7 @@ def test_a_table_a_verdict_and_progress_are_shown(capsys, quick):
 
 def test_a_difference_is_told_with_its_layer_and_ends_with_1(capsys, quick, monkeypatch):
     monkeypatch.setattr(Runner, "count", lambda self, batch: batch.used)
-    code, out, _ = verify(capsys, *SMALL, "-q")
+    code, out, _ = verify(capsys, *SMALL, "-q", "--linear", "torch")
     assert code == 1
     words = " ".join(out.split())
     assert "first: given token by token from 1 to 4: keys of layer 0" in words

@@ -15,6 +15,7 @@ struct Processor {
   int level = 1;      // of x86-64: 1, 3 or 4
   bool vnni = false;  // AVX-512's dot products of bytes
   bool bf16 = false;  // AVX-512's dot products of bfloat16; only beside vnni
+  bool amx = false;   // AMX tiles of bfloat16
 };
 
 // Sources: Intel's Software Developer's Manual, volume 2A, CPUID, and volume 1, 13.3 (XCR0); the psABI of
@@ -24,9 +25,9 @@ inline Processor ask_processor() {
 #if defined(__x86_64__)
   const auto all = [](uint32_t word, uint32_t bits) { return (word & bits) == bits; };
   const auto bit = [](int n) { return uint32_t{1} << n; };
-  uint32_t eax = 0, basic = 0, extended = 0, seven_b = 0, seven_c = 0, spare = 0;
+  uint32_t eax = 0, basic = 0, extended = 0, seven_b = 0, seven_c = 0, seven_d = 0, spare = 0;
   if (__get_cpuid(1, &eax, &spare, &basic, &spare) == 0) return found;
-  if (__get_cpuid_count(7, 0, &eax, &seven_b, &seven_c, &spare) == 0) return found;
+  if (__get_cpuid_count(7, 0, &eax, &seven_b, &seven_c, &seven_d) == 0) return found;
   if (__get_cpuid(0x80000001u, &eax, &spare, &extended, &spare) == 0) return found;
   const uint32_t osxsave = bit(27);
   if (!all(basic, osxsave)) return found;
@@ -47,6 +48,7 @@ inline Processor ask_processor() {
     if (__get_cpuid_count(7, 1, &leaf_1_eax, &spare, &spare, &spare) != 0) {
       found.bf16 = found.vnni && all(leaf_1_eax, bit(5));
     }
+    found.amx = all(states, bit(17) | bit(18)) && all(seven_d, bit(22) | bit(24));
   }
 #endif
   return found;

@@ -59,7 +59,7 @@ def open_core(
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        core.own_products = use_own_products(config.linear, model, core.workers)
+        core.own_products = use_own_products(config.linear, model)
         identify(core, progress)
         core.open_pager()
     except BaseException:

@@ -2,7 +2,8 @@
 
 They depend on the model (weights, configuration, where weights begin in a cache line), on the code
 that runs it, on torch and its settings, and on the processor. A model that anything is hooked into,
-whose weights are quantised, or whose classes are in no file is proven anew each time.
+whose weights are quantised, whose modules hold an object that nothing is known of, or whose classes
+are in no file is proven anew each time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -29,12 +31,16 @@ from kvpager.hf import Dropped, RowCounts, RowProof
 from kvpager.hf.additions import hooked
 from kvpager.hf.mask_windows import mask_windows_by_name, note_mask_window
 from kvpager.hf.recurrent import is_recurrent
+from kvpager.opening.module_state import UnknownStateError, module_state
 from kvpager.remembered import recall, remember
+
+_log = logging.getLogger(__name__)
 
 _KIND = "row_counts"
 _LINE = 64  # bytes of a cache line: torch chooses some kernels by where in it a weight begins
 # What environment variables that matrix libraries read begin with.
 _LIBRARIES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_")
+_INITIALISES = "smart_apply"  # which transformers adds to torch.nn.Module
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -97,6 +103,11 @@ def _key(core: EngineCore, weights: str) -> dict[str, Any] | None:
     code = _code_of(model)
     if code is None:
         return None
+    try:
+        state = _digest(*module_state(model))
+    except UnknownStateError as error:
+        _log.info("row counts are proven at every start: %s", error)
+        return None
     environment = {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(_LIBRARIES)
     }
@@ -105,6 +116,7 @@ def _key(core: EngineCore, weights: str) -> dict[str, Any] | None:
         "weights": weights,
         "model": _digest(model.config.to_dict(), str(model.dtype)),
         "structure": _digest(*((name, str(type(one))) for name, one in model.named_modules())),
+        "state": state,
         "placement": _digest(
             *((name, one.data_ptr() % _LINE, one.stride()) for name, one in _tensors(model))
         ),
@@ -182,13 +194,14 @@ def _functions(owner: Any) -> Iterator[tuple[str, list[FunctionType]]]:
 def _is_known(owner: Any, name: str, function: FunctionType) -> bool:
     """Whether a function's file and line say all about it.
 
-    Not of one that was made within another, holds what it was made with, and has taken a place that
-    a forward looks at: a class's `forward`, or a function in a module of another package.
+    Not of one that was made within another function and holds what it was made with, in a class or
+    in a module of another package.
     """
     if "<locals>" not in function.__qualname__:
         return True
     if isinstance(owner, type):
-        return name != "forward"
+        held = {*function.__code__.co_freevars} - {"__class__"} or function.__defaults__
+        return not held or name == _INITIALISES
     package = sys.modules.get(owner.__name__.partition(".")[0], owner)
     file = Path(function.__code__.co_filename)
     return any(Path(root) in file.parents for root in getattr(package, "__path__", ()))
