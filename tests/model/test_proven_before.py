@@ -226,6 +226,13 @@ def test_a_class_whose_forward_was_exchanged_is_proven_again(proofs, closing, mo
     assert len(proofs) == 3
 
 
+def test_proofs_are_taken_after_something_was_compiled(proofs, closing, model):
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.zeros(1, 2))
+    open_engine(closing, model)
+    open_engine(closing, model)
+    assert len(proofs) == 1
+
+
 def test_a_class_that_was_made_with_a_function_is_proven_each_time(proofs, closing):
     def scaled(by):
         return type(

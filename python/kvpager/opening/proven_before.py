@@ -40,7 +40,8 @@ _KIND = "row_counts"
 _LINE = 64  # bytes of a cache line: torch chooses some kernels by where in it a weight begins
 # What environment variables that matrix libraries read begin with.
 _LIBRARIES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_")
-_INITIALISES = "smart_apply"  # which transformers adds to torch.nn.Module
+# What torch.compile and transformers exchange in torch.nn.Module, and no forward calls.
+_APART_FROM_FORWARDS = ("__init__", "__setstate__", "smart_apply")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -100,11 +101,8 @@ def _key(core: EngineCore, weights: str) -> dict[str, Any] | None:
         return None
     if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
         return None
-    code = _code_of(model)
-    if code is None:
-        return None
     try:
-        state = _digest(*module_state(model))
+        code, state = _code_of(model), _digest(*module_state(model))
     except UnknownStateError as error:
         _log.info("row counts are proven at every start: %s", error)
         return None
@@ -147,11 +145,14 @@ def _digest(*values: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _code_of(model: torch.nn.Module) -> str | None:
-    """A digest of the code that a forward runs, as far as Python shows it; None: it does not.
+def _code_of(model: torch.nn.Module) -> str:
+    """A digest of the code that a forward runs, as far as Python shows it.
 
     It is of the functions of the model's classes and of the modules that these are defined in, by
     their files and lines, and of each file's size and time of change; kvpager's own files too.
+
+    Raises:
+        UnknownStateError: a class is in no file, or a function holds what it was made with.
     """
     kinds = {kind for one in model.modules() for kind in type(one).__mro__}
     kinds = {kind for kind in kinds if kind.__module__ != "builtins"}
@@ -159,11 +160,11 @@ def _code_of(model: torch.nn.Module) -> str | None:
     found, files = set(), {Path(_core.__file__), *_OWN.rglob("*.py")}
     for home in homes:
         if home is None or getattr(home, "__file__", None) is None:
-            return None
+            raise UnknownStateError(f"{home} has a class of it and is in no file")
         for owner in (home, *(kind for kind in kinds if kind.__module__ == home.__name__)):
             for name, functions in _functions(owner):
                 if not _is_known(owner, name, functions[-1]):
-                    return None
+                    raise UnknownStateError(f"{owner.__name__}.{name} holds what it was made with")
                 for code in (function.__code__ for function in functions):
                     found.add((str(owner), name, code.co_filename, code.co_firstlineno))
                     files.add(Path(code.co_filename))
@@ -201,7 +202,7 @@ def _is_known(owner: Any, name: str, function: FunctionType) -> bool:
         return True
     if isinstance(owner, type):
         held = {*function.__code__.co_freevars} - {"__class__"} or function.__defaults__
-        return not held or name == _INITIALISES
+        return not held or name in _APART_FROM_FORWARDS
     package = sys.modules.get(owner.__name__.partition(".")[0], owner)
     file = Path(function.__code__.co_filename)
     return any(Path(root) in file.parents for root in getattr(package, "__path__", ()))
