@@ -291,8 +291,9 @@ class PagerConfig(Validated):
     )
     graphs: bool = option(
         ("True or False", flag),
-        "on a GPU: forwards of at most 64 rows, such as decode steps, are captured once for each "
-        "number of rows and replayed as CUDA graphs, where that gives the same bits",
+        "forwards of few rows, such as decode steps, are replayed where that gives the same bits: "
+        "on a GPU as CUDA graphs (at most 64 rows), on the CPU from a recording of the model's "
+        "operations (at most 16)",
         True,
     )
     scorer: str | None = option(

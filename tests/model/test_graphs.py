@@ -160,7 +160,7 @@ def test_changed_weights_end_what_was_captured(closing):
         assert one.core.runner.graphs is not before
 
 
-def test_processors_have_no_graphs_and_staging_goes_without(engine):
+def test_the_shim_goes_without_graphs(engine):
     assert engine().core.runner.graphs is None
     assert engine().stats()["graph_replays"] == 0
     with pytest.raises(

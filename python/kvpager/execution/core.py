@@ -237,8 +237,10 @@ class EngineCore:
 
     @property
     def _can_replay(self) -> bool:
-        """Whether forwards can be CUDA graphs: those read missed chunks in place."""
-        return self.place.kind == "cuda" and self.config.missed_chunks != "staged"
+        """Whether forwards can be replayed. CUDA graphs read missed chunks in place."""
+        if self.place.kind == "cuda":
+            return self.config.missed_chunks != "staged"
+        return self.place.kind == "cpu" and self.model.device.type == "cpu"
 
     def make_runner(self) -> None:
         """Makes a new runner, with its counters at 0."""

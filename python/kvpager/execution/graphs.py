@@ -16,16 +16,15 @@ import logging
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvpager.errors import CapacityError
 from kvpager.hf import same_bits
 from kvpager.hf.attention import RowAttention
-from kvpager.pager import ROW_COMMIT, Forward, Pager
+from kvpager.pager import ROW_COMMIT, Pager
 
 MOST_ROWS = 64  # with more, kernels take longer than their launches
 
@@ -46,6 +45,13 @@ def cuda_capture(step: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callab
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         made = step()
     return made, graph.replay
+
+
+class Replayed(RowAttention, Protocol):
+    """A forward of the pager that is told of a replay."""
+
+    def replayed(self, generation: int) -> None:
+        """As `Forward.replayed`."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +106,19 @@ class Graphs:
             self._graphs[rows] = None
 
     def run(
-        self, forward: Forward, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+        self, forward: Replayed, tokens: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor | None:
         """The decoder's output [rows, hidden_size] of a forward of the pager, by a replay.
 
         It is overwritten by the next replay of as many rows. None: there is no graph to replay.
+
+        tokens, positions: [rows] int64, on the CPU.
         """
         graph = self._graphs.get(len(tokens))
         if graph is None or graph.generation != self._pager.generation:
             return None
-        graph.tokens.copy_(torch.from_numpy(tokens))
-        graph.positions.copy_(torch.from_numpy(positions))
+        graph.tokens.copy_(tokens)
+        graph.positions.copy_(positions)
         graph.replay()
         forward.replayed(graph.generation)
         self.replays += 1

@@ -14,6 +14,7 @@ import torch
 from kvpager import _core
 from kvpager.execution.batch import Batch
 from kvpager.execution.graphs import MOST_ROWS, Graphs
+from kvpager.execution.recordings import Recordings, recordable
 from kvpager.execution.to_host import ToHost
 from kvpager.execution.unchanged import Unchanged
 from kvpager.hf import Head, RowCounts, dummy_mask, packed_inputs, running
@@ -41,6 +42,9 @@ class _Timed:
         out: torch.Tensor = self._forward.attend(layer, q, k, v, **call)
         self.seconds += time.perf_counter() - start
         return out
+
+    def replayed(self, generation: int) -> None:
+        self._forward.replayed(generation)
 
 
 # Takes (layer, q, k, v, how the layer attends); returns True to end the forward.
@@ -89,7 +93,7 @@ class Runner:
         """`recurrence`: of the model's recurrent layers, if any. `turns`: None: makes its own.
 
         linear: layers that are kvpager's own products; None: torch computes all.
-        graphs: forwards of few rows are replayed as CUDA graphs.
+        graphs: forwards of few rows are replayed, on a GPU as CUDA graphs.
         """
         self.unchanged = unchanged
         self._recurrence = recurrence
@@ -102,7 +106,7 @@ class Runner:
         self._mask = dummy_mask(self._device)
         self._to_host = ToHost(self._device)
         self._linear = linear
-        self.graphs = Graphs(pager, self._decoded, self._device) if graphs else None
+        self.graphs = self._replaying() if graphs else None
         self.turns = turns or _core.Turns()
         self.forwards = 0
         self.rows = 0  # of all forwards, padding included
@@ -137,7 +141,10 @@ class Runner:
                 self._give(forward, batch)
                 timed = _Timed(forward)
                 try:
-                    replayed = None if graphs is None else graphs.run(forward, tokens, positions)
+                    replayed = None
+                    if graphs is not None:
+                        given = torch.from_numpy(tokens), torch.from_numpy(positions)
+                        replayed = graphs.run(timed, *given)
                     if replayed is not None:
                         hidden = replayed
                     elif self._recurrence is None:
@@ -199,8 +206,15 @@ class Runner:
         with self.turns, torch.inference_mode(), computing(self._linear):
             return find_rotation(self._model)
 
-    def _graphs_for(self, batch: Batch, rows: int) -> Graphs | None:
-        """The graphs, if a replay can stand for the batch."""
+    def _replaying(self) -> Graphs | Recordings | None:
+        if self._device.type == "cuda":
+            return Graphs(self._pager, self._decoded, self._device)
+        if self._recurrence is not None or not recordable(self._model):
+            return None
+        return Recordings(self._model, self._decoded, self._linear)
+
+    def _graphs_for(self, batch: Batch, rows: int) -> Graphs | Recordings | None:
+        """The graphs or recordings, if a replay can stand for the batch."""
         fits = rows <= MOST_ROWS and batch.given is None and not batch.dense
         return self.graphs if fits and self._recurrence is None else None
 

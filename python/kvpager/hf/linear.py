@@ -38,6 +38,12 @@ class LinearLayers:
             and type(module).forward is torch.nn.Linear.forward
         )
 
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """As `product` of this module, in these threads."""
+        return product(self.workers, x, weight, bias)
+
 
 _running: ContextVar[LinearLayers | None] = ContextVar("kvpager_linear", default=None)
 
@@ -99,7 +105,7 @@ def _exchange(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             return own(self, input)
         layers = _running.get()
         if layers is not None and id(self) in layers.known and not torch.is_autocast_enabled("cpu"):
-            out = product(layers.workers, input, self.weight, self.bias)
+            out = layers.product(input, self.weight, self.bias)
             if out is not None:
                 return out
         return own(self, input)

@@ -33,5 +33,10 @@ def changes_nothing(hook: Any) -> bool:
     return (
         getattr(hook, _MARK, False)
         or module.partition(".")[0] == "kvpager"
-        or module in _COLLECTORS
+        or collects_for_transformers(hook)
     )
+
+
+def collects_for_transformers(hook: Any) -> bool:
+    """Whether a hook is transformers' own, for outputs that no forward of an engine asks for."""
+    return getattr(hook, "__module__", None) in _COLLECTORS

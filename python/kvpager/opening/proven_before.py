@@ -164,7 +164,7 @@ def _code_of(model: torch.nn.Module) -> str:
         for owner in (home, *(kind for kind in kinds if kind.__module__ == home.__name__)):
             for name, functions in _functions(owner):
                 if not _is_known(owner, name, functions[-1]):
-                    raise UnknownStateError(f"{owner.__name__}.{name} holds what it was made with")
+                    raise UnknownStateError(f"{owner}.{name} holds what it was made with")
                 for code in (function.__code__ for function in functions):
                     found.add((str(owner), name, code.co_filename, code.co_firstlineno))
                     files.add(Path(code.co_filename))

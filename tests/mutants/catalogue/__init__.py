@@ -15,6 +15,7 @@ from mutants.catalogue.identity import IDENTITY
 from mutants.catalogue.lifetimes import LIFETIMES
 from mutants.catalogue.machine import MACHINE
 from mutants.catalogue.own_attention import OWN_ATTENTION
+from mutants.catalogue.own_products import OWN_PRODUCTS
 from mutants.catalogue.ownership import OWNERSHIP
 from mutants.catalogue.paging import PAGING
 from mutants.catalogue.probes import PROBES
@@ -48,6 +49,7 @@ CATALOGUE = (
     *WINDOWS,
     *PROBES,
     *OWN_ATTENTION,
+    *OWN_PRODUCTS,
     *QUANTISED,
     *ROTARY,
     *SEGMENT_MUTANTS,

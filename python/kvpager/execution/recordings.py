@@ -1,0 +1,413 @@
+"""Recorded forwards: on a CPU a decode step runs without the Python of the model's modules.
+
+Between the matrix products of a decode step of a 0.6B model are some 1,900 small operations, which
+take a few microseconds each, and as long again in the Python that calls them. So the decoder's
+operations are recorded once for each small number of rows, and later forwards of as many run them
+one after the other (torch.fx): torch's own, linear layers that are kvpager's products, and
+attention, which is the running forward's.
+
+A recording counts only if it has the bits of the model itself, which is tried on other tokens and
+positions than those it was made with. Where it has others, or the model does what cannot be
+recorded (it reads a number of a tensor, say), forwards of as many rows stay as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvpager.hf import same_bits
+from kvpager.hf.additions import hooked
+from kvpager.hf.attention import RowAttention
+from kvpager.hf.linear import LinearLayers, computing, product
+from kvpager.hf.looks import collects_for_transformers
+from kvpager.hf.observe import Recorder
+
+MOST_ROWS = 16  # with more, products take nearly all of a forward
+WORTH = 8  # forwards of as many rows that run before one is recorded, which takes five of them
+
+_log = logging.getLogger(__name__)
+
+# The decoder's output [rows, hidden_size] for rows with tokens and positions [rows] int64.
+Decode: TypeAlias = Callable[[RowAttention, torch.Tensor, torch.Tensor], torch.Tensor]
+Replay: TypeAlias = Callable[[RowAttention, torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Whose modules do nothing in a forward but compute, so that their Python need not run each time.
+_KNOWN = ("torch", "transformers", "peft")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Methods that read numbers of a tensor without an operation of torch.
+_READS = {
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.__dlpack__,
+}
+_METHODS = (MethodDescriptorType, WrapperDescriptorType)
+_WRITTEN_IN_PYTHON = "torch._tensor"  # where the other methods of torch.Tensor are
+_UNFIT = {
+    torch.Tag.data_dependent_output: "reads a number of a tensor",
+    torch.Tag.nondeterministic_seeded: "draws random numbers",
+}
+_PLAIN = (
+    *(bool, int, float, str, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+class NotRecordableError(Exception):
+    """The model does what a recording cannot do again; says what."""
+
+
+class Recordings:
+    """Those of one model, by their number of rows.
+
+    Attributes:
+        replays: forwards that were run by a recording.
+    """
+
+    def __init__(self, model: Any, decode: Decode, linear: LinearLayers | None) -> None:
+        """linear: layers that are kvpager's own products; None: torch computes all."""
+        self._decode = decode
+        self._linear = linear
+        self._modules = list(model.modules())
+        self._vocab = model.get_input_embeddings().num_embeddings
+        config = model.config.get_text_config()
+        self._positions = getattr(config, "max_position_embeddings", None) or 1024
+        self._seen: Counter[int] = Counter()
+        self._made: dict[int, Replay | None] = {}  # None: not to be had
+        self.replays = 0
+
+    def prepare(self, rows: int) -> None:
+        """Records forwards of so many rows, if there have been a few and none is recorded."""
+        if rows > MOST_ROWS or rows in self._made or self._watched():
+            return
+        self._seen[rows] += 1
+        if self._seen[rows] <= WORTH:
+            return
+        try:
+            self._made[rows] = self._tried(rows)
+        except Exception as error:
+            _log.info(
+                "forwards of %d rows are not recorded, and run module by module: %s: %s",
+                rows,
+                type(error).__name__,
+                error,
+            )
+            self._made[rows] = None
+
+    def run(
+        self, attention: RowAttention, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The decoder's output [rows, hidden_size], by a recording; None: there is none to run.
+
+        tokens, positions: [rows] int64.
+        """
+        replay = self._made.get(len(tokens))
+        if replay is None or self._watched():
+            return None
+        hidden = replay(attention, tokens, positions)
+        self.replays += 1
+        return hidden
+
+    def _watched(self) -> bool:
+        """Whether a module has a hook, which expects to be called."""
+        return any(
+            not collects_for_transformers(hook)
+            for module in self._modules
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001  # no public name
+            if hooks
+            for hook in hooks.values()
+        )
+
+    def _tried(self, rows: int) -> Replay | None:
+        generator = torch.Generator().manual_seed(rows)
+        tokens = torch.randint(self._vocab, (rows,), generator=generator)
+        replay = recorded(self._decode, self._linear, tokens, torch.arange(rows))
+        for _ in range(2):
+            tokens = torch.randint(self._vocab, (rows,), generator=generator)
+            positions = torch.randint(self._positions, (rows,), generator=generator)
+            expected, found = Recorder(), Recorder()
+            pairs = [
+                (self._decode(expected, tokens, positions), replay(found, tokens, positions)),
+                *(pair for layer in expected.calls for pair in zip(*_of(layer, expected, found))),
+            ]
+            if expected.windows != found.windows or not all(same_bits(a, b) for a, b in pairs):
+                _log.warning(
+                    "a recording of %d rows has other bits than the model; forwards of as many "
+                    "rows are not recorded",
+                    rows,
+                )
+                return None
+        return replay
+
+
+def _of(layer: int, *recorders: Recorder) -> list[tuple[torch.Tensor, ...]]:
+    return [recorder.calls[layer] for recorder in recorders]
+
+
+def recordable(model: Any) -> bool:
+    """Whether a model does nothing in a forward but compute, as far as is known.
+
+    Its classes are torch's, transformers' or peft's, and nothing is hooked in: no Python of others
+    expects to run each time.
+    """
+    kinds = {type(module) for module in model.modules()}
+    homes = {kind.__module__ for kind in kinds} | {kind.forward.__module__ for kind in kinds}
+    return not hooked(model) and {home.partition(".")[0] for home in homes} <= {*_KNOWN}
+
+
+def recorded(
+    decode: Decode, linear: LinearLayers | None, tokens: torch.Tensor, positions: torch.Tensor
+) -> Replay:
+    """What a forward does with these tokens and positions, as a function of them.
+
+    Raises:
+        NotRecordableError: it does what may be otherwise next time.
+    """
+    tape = _Tape(tokens, positions)
+    layers = None if linear is None else _RecordedLayers(linear, tape)
+    with computing(layers), _Functions(tape), _Operations(tape):
+        hidden = decode(_RecordedAttention(tape), tokens, positions)
+    return tape.function(hidden)
+
+
+class _Tape:
+    """The operations so far, as a graph of torch.fx."""
+
+    def __init__(self, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        self.graph = fx.Graph()
+        self.attention = self.graph.placeholder("attention")
+        self.idle = False  # what is done meanwhile is no operation of the model's
+        self.called = False  # a function of torch runs
+        self.wrote = False  # it has written to a tensor
+        self._held: dict[str, Any] = {}
+        self._held_nodes: dict[int, fx.Node] = {}
+        self._lasting: set[int] = set()  # storage of tensors that no operation has made
+        self._nodes: dict[int, fx.Node] = {}
+        self._parts: set[int] = set()  # tensors that an operation has made
+        self._tensors: list[Any] = [tokens, positions]  # keeps ids from being used again
+        for name, tensor in (("tokens", tokens), ("positions", positions)):
+            self._nodes[id(tensor)] = self.graph.placeholder(name)
+            self._lasting.add(_storage(tensor))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within, nothing is recorded."""
+        before, self.idle = self.idle, True
+        try:
+            yield
+        finally:
+            self.idle = before
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Within, operations are parts of a function of torch."""
+        before, self.called, self.wrote = self.called, True, False
+        try:
+            yield
+        finally:
+            self.called = before
+
+    def held(self, value: Any) -> fx.Node:
+        """An object that is the same in every forward."""
+        node = self._held_nodes.get(id(value))
+        if node is None:
+            name = f"held_{len(self._held)}"
+            self._held[name] = value
+            node = self._held_nodes[id(value)] = self.graph.get_attr(name)
+        return node
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+        """Adds a call that has made a tensor, or several."""
+        with self.apart():
+            given = self._given(args), self._given(kwargs)
+            if isinstance(function, MethodWrapperType):  # a property, such as Tensor.T
+                name = getattr(function.__self__, "__name__")  # noqa: B009  # untyped
+                node = self.graph.call_function(getattr, (*given[0], name))
+            elif isinstance(function, _METHODS) or function.__module__ == _WRITTEN_IN_PYTHON:
+                node = self.graph.call_method(function.__name__, *given)
+            else:
+                node = self.graph.call_function(function, *given)
+            self._bind(node, made)
+
+    def attend(self, args: tuple[Any, ...], kwargs: dict[str, Any], made: torch.Tensor) -> None:
+        """Adds a call of the running forward's attention."""
+        with self.apart():
+            given = (self.attention, *self._given(args)), self._given(kwargs)
+            self._bind(self.graph.call_method("attend", *given), made)
+
+    def note(self, made: Any) -> None:
+        """Tells of what an operation has made; a recorded function has to return it."""
+        for tensor in made if isinstance(made, (list, tuple)) else (made,):
+            self._parts.add(id(tensor))
+            self._tensors.append(tensor)
+
+    def lasts(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, or what it is a view of, is there beside this forward."""
+        with self.apart():
+            known = id(tensor) in self._nodes or id(tensor) in self._parts
+            return not known or _storage(tensor) in self._lasting
+
+    def function(self, hidden: torch.Tensor) -> Replay:
+        """What was recorded, as a function of attention, tokens and positions."""
+        self.graph.output(self._given(hidden))
+        module = fx.GraphModule(self._held, self.graph)
+        vars(module).update(self._held)  # found at once, where a module looks for its tensors last
+        forward: Replay = module.forward
+        return forward
+
+    def _given(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            node = self._nodes.get(id(value))
+            if node is None:
+                if id(value) in self._parts:
+                    raise NotRecordableError("a tensor was made that no function of torch returned")
+                self._lasting.add(_storage(value))
+                self._tensors.append(value)
+                node = self._nodes[id(value)] = self.held(value)
+            return node
+        if isinstance(value, (list, tuple)):
+            return (list if isinstance(value, list) else tuple)(map(self._given, value))
+        if isinstance(value, slice):
+            return slice(*map(self._given, (value.start, value.stop, value.step)))
+        if isinstance(value, dict):
+            return {key: self._given(each) for key, each in value.items()}
+        if isinstance(value, fx.Node) or type(value) in _PLAIN:
+            return value
+        raise NotRecordableError(f"an operation is given a {type(value).__name__}")
+
+    def _bind(self, node: fx.Node, made: Any) -> None:
+        if isinstance(made, torch.Tensor):
+            self._tensors.append(made)
+            if id(made) not in self._nodes or not self.lasts(made):
+                self._nodes[id(made)] = node
+        elif isinstance(made, (list, tuple)):
+            for place, each in enumerate(made):
+                self._bind(self.graph.call_function(operator.getitem, (node, place)), each)
+
+
+class _Functions(TorchFunctionMode):
+    """Records every function and method of torch that is called, as it is called."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        tape, kwargs = self._tape, dict(kwargs or {})
+        if tape.idle:
+            return func(*args, **kwargs)
+        if func in _READS:
+            raise NotRecordableError(f"{resolve_name(func)} reads the numbers of a tensor")
+        with tape.calling():
+            made = func(*args, **kwargs)
+        if tape.wrote or _tensors(made):  # not of a shape, a dtype
+            tape.call(func, args, kwargs, made)
+        return made
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at every operation that such a function is made of, and refuses what is not fit."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        tape, kwargs = self._tape, dict(kwargs or {})
+        if not tape.idle:
+            if not tape.called:
+                raise NotRecordableError(f"{func} is called by no function of torch")
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+            _check(func, args, kwargs, tape)
+        made = func(*args, **kwargs)
+        if not tape.idle:
+            tape.note(made)
+        return made
+
+
+class _RecordedAttention:
+    """Stands in for a forward: every row attends to itself, as in `Recorder`."""
+
+    def __init__(self, tape: _Tape) -> None:
+        self._tape = tape
+        self._recorder = Recorder()
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any
+    ) -> torch.Tensor:
+        with self._tape.apart():
+            made = self._recorder.attend(layer, q, k, v, **call)
+        self._tape.attend((layer, q, k, v), call, made)
+        return made
+
+
+class _RecordedLayers(LinearLayers):
+    """Layers that are computed as they are, each of which is recorded as one call."""
+
+    def __init__(self, layers: LinearLayers, tape: _Tape) -> None:
+        self.workers = layers.workers
+        self.known = layers.known
+        self._tape = tape
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        tape = self._tape
+        with tape.apart():
+            made = product(self.workers, x, weight, bias)
+        if made is not None:
+            tape.call(product, (tape.held(self.workers), x, weight, bias), {}, made)
+        return made
+
+
+def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tape: _Tape) -> None:
+    for tag in func.tags:
+        if tag in _UNFIT:
+            raise NotRecordableError(f"{func} {_UNFIT[tag]}")
+    named = {each.name: value for each, value in zip(func._schema.arguments, args)}  # noqa: SLF001
+    named.update(kwargs)
+    if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, named):
+        raise NotRecordableError(f"the shape of what {func} makes depends on numbers of a tensor")
+    for each in func._schema.arguments:  # noqa: SLF001  # no public name
+        written = each.alias_info is not None and each.alias_info.is_write
+        value = named.get(each.name)
+        if written and isinstance(value, torch.Tensor) and tape.lasts(value):
+            raise NotRecordableError(f"{func} writes to a tensor that lasts")
+        tape.wrote |= written
+
+
+def _by_numbers(func: Any, named: dict[str, Any]) -> bool:
+    """Whether an index is by numbers alone, whose result has the shape of these."""
+    return func is torch.ops.aten.index.Tensor and all(
+        index is None or index.dtype not in (torch.bool, torch.uint8) for index in named["indices"]
+    )
+
+
+def _tensors(made: Any) -> bool:
+    return isinstance(made, torch.Tensor) or (
+        isinstance(made, (list, tuple)) and any(map(_tensors, made))
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,124 @@
+"""Linear layers in an order of operations of our own, remembered proofs, and recorded forwards."""
+
+from mutants.mutant import Mutant
+
+KERNEL = "cpp/kernels/linear_test.cc::"
+ORDER = KERNEL + "every element has the order of operations that is written down, in every tier"
+ANY_ROWS = KERNEL + "a row has the same bits among any number of rows, at any place, in any tier"
+LINEAR = "model/test_linear.py::"
+PROVEN = "model/test_proven_before.py::"
+RECORDED = "model/test_recordings.py::"
+RECORDINGS = "python/kvpager/execution/recordings.py"
+
+OWN_PRODUCTS = (
+    Mutant(
+        name="even-elements-first",
+        breaks="bfloat16 has the order of VDPBF16PS in every tier: of a pair the odd element first",
+        file="csrc/kernels/linear_isa.cc",
+        old="fma(even_floats(x), even_floats(w), fma(odd_floats(x), odd_floats(w), sum));",
+        new="fma(odd_floats(x), odd_floats(w), fma(even_floats(x), even_floats(w), sum));",
+        killers=(ORDER,),
+    ),
+    Mutant(
+        name="denormals-count-in-bfloat16",
+        breaks="denormal operands and results of bfloat16 products are zeros in every tier",
+        file="csrc/kernels/linear.cc",
+        old="  const bool flush = params.dtype == DType::kBFloat16;\n",
+        new="  const bool flush = false;\n",
+        killers=(ORDER,),
+    ),
+    Mutant(
+        name="sums-that-start-beside-zero",
+        breaks="an element is the sum of its products, in the order written down, and its bias",
+        file="csrc/kernels/linear_isa.cc",
+        old="for (int n = 0; n < kOutputs; ++n) sums[r][n] = splat(0.0f);",
+        new="for (int n = 0; n < kOutputs; ++n) sums[r][n] = splat(1e-7f);",
+        killers=(ORDER,),
+    ),
+    Mutant(
+        name="few-rows-round-otherwise",
+        breaks="a row has the same bits among any number of rows",
+        file="csrc/kernels/linear_isa.cc",
+        old="    tree_sums(sums[r], sum);\n",
+        new=(
+            "    if (kRows == 1) sums[r][0] = fma(sums[r][0], splat(1.0000001f), splat(0.0f));\n"
+            "    tree_sums(sums[r], sum);\n"
+        ),
+        killers=(ANY_ROWS,),
+    ),
+    Mutant(
+        name="every-models-layers-are-computed",
+        breaks="within an engine's forward, other models' layers have torch's bits",
+        file="python/kvpager/hf/linear.py",
+        old="        if layers is not None and id(self) in layers.known and not",
+        new="        if layers is not None and not",
+        killers=(LINEAR + "test_a_hook_that_multiplies_by_itself_has_torchs_bits",),
+    ),
+    Mutant(
+        name="products-that-emulate-an-instruction-are-called-fast",
+        breaks="whose products they are follows from processor and dtype",
+        file="python/kvpager/opening/linear.py",
+        old='        return bool(processor["bf16"] and not processor["amx"])\n',
+        new='        return bool(processor["bf16"])\n',
+        killers=(LINEAR + "test_whose_products_they_are_follows_from_processor_and_dtype",),
+    ),
+    Mutant(
+        name="a-proof-of-other-weights",
+        breaks="row counts of a model with other weights are proven again",
+        file="python/kvpager/opening/proven_before.py",
+        old='        "weights": weights,\n',
+        new="",
+        killers=(PROVEN + "test_a_model_that_was_changed_is_proven_again",),
+    ),
+    Mutant(
+        name="what-modules-hold-is-overlooked",
+        breaks="a model whose modules hold another scale is proven again",
+        file="python/kvpager/opening/proven_before.py",
+        old='        "state": state,\n',
+        new="",
+        killers=(PROVEN + "test_functions_and_tensors_that_modules_hold_are_told_apart",),
+    ),
+    Mutant(
+        name="a-closure-is-its-file-and-line",
+        breaks="a class that was made with a function is proven each time",
+        file="python/kvpager/opening/proven_before.py",
+        old="        return not held or name in _APART_FROM_FORWARDS\n",
+        new="        return True\n",
+        killers=(PROVEN + "test_a_class_that_was_made_with_a_function_is_proven_each_time",),
+    ),
+    Mutant(
+        name="a-recording-that-nobody-tried",
+        breaks="a recording is replayed only if it has the model's bits",
+        file=RECORDINGS,
+        old=" or not all(same_bits(a, b) for a, b in pairs):",
+        new=":",
+        killers=(
+            RECORDED + "test_a_recording_with_other_bits_is_never_replayed",
+            RECORDED + "test_a_recording_whose_attention_gets_other_bits_is_never_replayed",
+        ),
+    ),
+    Mutant(
+        name="a-number-that-was-read-is-kept",
+        breaks="what depends on a number of a tensor is not recorded",
+        file=RECORDINGS,
+        old='    torch.Tag.data_dependent_output: "reads a number of a tensor",\n',
+        new="",
+        killers=(RECORDED + "test_what_may_be_otherwise_next_time_is_refused",),
+    ),
+    Mutant(
+        name="hooks-are-left-out",
+        breaks="a hook that looks sees every forward",
+        file=RECORDINGS,
+        old="        if replay is None or self._watched():\n",
+        new="        if replay is None:\n",
+        killers=(RECORDED + "test_hooks_that_look_see_every_forward",),
+    ),
+    Mutant(
+        name="everybodys-python-is-left-out",
+        breaks="modules whose Python may do more than compute run as they are",
+        file=RECORDINGS,
+        old="    return not hooked(model) and {",
+        new="    return True or {",
+        killers=(RECORDED + "test_models_with_modules_or_methods_of_others_run_as_they_are",),
+    ),
+)
