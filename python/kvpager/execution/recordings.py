@@ -132,12 +132,12 @@ class Recordings:
         )
 
     def _tried(self, rows: int) -> Replay | None:
-        generator = torch.Generator().manual_seed(rows)
-        tokens = torch.randint(self._vocab, (rows,), generator=generator)
-        replay = recorded(self._decode, self._linear, tokens, torch.arange(rows))
+        generator = torch.Generator(device="cpu").manual_seed(rows)
+        tokens = torch.randint(self._vocab, (rows,), generator=generator, device="cpu")
+        replay = recorded(self._decode, self._linear, tokens, torch.arange(rows, device="cpu"))
         for _ in range(2):
-            tokens = torch.randint(self._vocab, (rows,), generator=generator)
-            positions = torch.randint(self._positions, (rows,), generator=generator)
+            tokens = torch.randint(self._vocab, (rows,), generator=generator, device="cpu")
+            positions = torch.randint(self._positions, (rows,), generator=generator, device="cpu")
             expected, found = Recorder(), Recorder()
             pairs = [
                 (self._decode(expected, tokens, positions), replay(found, tokens, positions)),
