@@ -48,32 +48,22 @@ def recall(kind: str, key: Mapping[str, Any]) -> Any:
     return found.get("value")
 
 
-def remember(kind: str, key: Mapping[str, Any], value: Any) -> Any:
-    """Keeps a value of JSON under a kind and a key.
-
-    Returns:
-        What is kept there now: another process's value if that was first, so that all agree.
-    """
+def remember(kind: str, key: Mapping[str, Any], value: Any) -> None:
+    """Keeps a value of JSON under a kind and a key, in place of what was kept there."""
     path = _path(kind, key)
     if path is None:
-        return value
+        return
     text = json.dumps({"key": json.loads(_canonical(key)), "value": value}, indent=1)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        beside.write_text(text, encoding="utf-8")
         try:
-            path.hardlink_to(beside)
-        except FileExistsError:
-            found = recall(kind, key)
-            if found is not None:
-                return found
-            beside.replace(path)  # what is there is damaged
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
         _log.info("%s cannot be written, so that it is found out anew next time: %s", path, error)
-    return value
 
 
 def _path(kind: str, key: Mapping[str, Any]) -> Path | None:

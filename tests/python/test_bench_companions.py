@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("kvpager_bench")
 
+from kvpager import PagerConfig
 from kvpager.speculation import SpeculationStats
 from kvpager_bench import subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Report
@@ -26,11 +28,14 @@ def shipped() -> Any:
 
 @pytest.fixture(scope="module")
 def passes(shipped: Any) -> Report:
+    """With torch's products: how often guesses are right depends on the text, and that on bits."""
     report = Report("companions-quick", "?", companions.PASS_COLUMNS, {}, {})
     plain: list[int] = []
-    for draft in companions.DRAFTS:
-        told = companions.measure_passes(subjects.SHIPPED, shipped, draft, SMALL, plain, report)
-        plain = plain or told
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(companions, "PagerConfig", partial(PagerConfig, linear="torch"))
+        for draft in companions.DRAFTS:
+            told = companions.measure_passes(subjects.SHIPPED, shipped, draft, SMALL, plain, report)
+            plain = plain or told
     return report
 
 
@@ -99,7 +104,7 @@ class TestPasses:
         assert row_of(passes, draft=NONE)["acceptance"] == NOT_APPLICABLE
         for row in passes.rows[1:]:
             assert row["acceptance"] > 50
-            assert row["tokens_per_forward"] > 1.1
+            assert row["tokens_per_forward"] > 1.2
 
     def test_tokens_that_differ_or_are_missing_are_counted(self):
         assert companions.differing([1, 2, 3], [1, 2, 3]) == 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvpager.execution.graphs import Decode
 from kvpager.hf import same_bits
 from kvpager.hf.additions import hooked
 from kvpager.hf.attention import RowAttention
@@ -38,9 +39,7 @@ WORTH = 8  # forwards of as many rows that run before one is recorded, which tak
 
 _log = logging.getLogger(__name__)
 
-# The decoder's output [rows, hidden_size] for rows with tokens and positions [rows] int64.
-Decode: TypeAlias = Callable[[RowAttention, torch.Tensor, torch.Tensor], torch.Tensor]
-Replay: TypeAlias = Callable[[RowAttention, torch.Tensor, torch.Tensor], torch.Tensor]
+Replay: TypeAlias = Decode  # it computes the same, without the model
 
 # Whose modules do nothing in a forward but compute, so that their Python need not run each time.
 _KNOWN = ("torch", "transformers", "peft")
@@ -331,17 +330,17 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         tape, kwargs = self._tape, dict(kwargs or {})
-        if not tape.idle:
-            if not tape.called:
-                raise NotRecordableError(f"{func} is called by no function of torch")
-            with self:
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
-            _check(func, args, kwargs, tape)
+        if tape.idle:
+            return func(*args, **kwargs)
+        if not tape.called:
+            raise NotRecordableError(f"{func} is called by no function of torch")
+        with self:
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        _check(func, args, kwargs, tape)
         made = func(*args, **kwargs)
-        if not tape.idle:
-            tape.note(made)
+        tape.note(made)
         return made
 
 

@@ -112,7 +112,7 @@ def _key(core: EngineCore, weights: str) -> dict[str, Any] | None:
     return {
         "kvpager": __version__,
         "weights": weights,
-        "model": _digest(model.config.to_dict(), str(model.dtype)),
+        "dtype": str(model.dtype),
         "structure": _digest(*((name, str(type(one))) for name, one in model.named_modules())),
         "state": state,
         "placement": _digest(
