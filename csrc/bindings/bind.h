@@ -15,5 +15,6 @@ void bind_testing(pybind11::module_& m);
 void bind_watch(pybind11::module_& m);
 void bind_locks(pybind11::module_& m);
 void bind_linear(pybind11::module_& m);
+void bind_program(pybind11::module_& m);
 
 }  // namespace kvpager

@@ -29,6 +29,7 @@ PYBIND11_MODULE(_core, m) {
       "whether it has dot products of bytes and of bfloat16, and AMX tiles of bfloat16.");
   kvpager::bind_errors(m);
   kvpager::bind_linear(m);
+  kvpager::bind_program(m);
   kvpager::bind_config(m);
   kvpager::bind_snapshot(m);
   kvpager::bind_pager(m);

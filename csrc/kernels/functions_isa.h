@@ -24,6 +24,10 @@ void linear_panel(const LinearParams& params);
 void linear_panel_dots(const LinearParams& params);
 #endif
 
+void combine(Operation operation, const float* a, const float* b, bool b_is_one, int64_t count,
+             float* out);
+float mean(const float* x, int64_t count);
+
 void score_sketches(const SketchParams& params, const std::byte* const* summaries, int64_t count,
                     double* const* scores);
 void score_means(const MeanParams& params, const std::byte* const* summaries, int64_t count,

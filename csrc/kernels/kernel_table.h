@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kvpager/linear.h"
+#include "kvpager/program.h"
 #include "kvpager/types.h"
 
 #ifdef __FAST_MATH__
@@ -126,6 +127,11 @@ struct KernelTable {
   // All of params in one thread: kvpager/linear.h. The calling thread's floating-point unit is set as
   // the dtype wants it.
   void (*linear_panel)(const LinearParams& params) = nullptr;
+  // Of `count` elements, one of kvpager/program.h's; b_is_one: b is one number for all. Not of means and
+  // products.
+  void (*combine)(Operation operation, const float* a, const float* b, bool b_is_one, int64_t count,
+                  float* out) = nullptr;
+  float (*mean)(const float* x, int64_t count) = nullptr;
 };
 
 // The tier in use. The first call chooses it; throws InvalidArgumentError for a bad KVPAGER_ISA.

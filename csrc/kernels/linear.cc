@@ -34,18 +34,33 @@ int64_t panel_outputs(const LinearParams& params, int threads) {
 
 }  // namespace
 
-void linear(const LinearParams& params, ThreadPool& pool) {
-  if (!is_float(params.dtype)) {
-    throw InvalidArgumentError(
-        str("x is ", dtype_name(params.dtype), "; expected float32, float16 or bfloat16"));
+void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
+  int64_t nanoseconds = 0;
+  for (const LinearParams* one = products; one != products + count; ++one) {
+    if (!is_float(one->dtype)) {
+      throw InvalidArgumentError(
+          str("x is ", dtype_name(one->dtype), "; expected float32, float16 or bfloat16"));
+    }
+    nanoseconds += estimated_nanoseconds(*one);
   }
-  if (params.rows == 0 || params.outputs == 0) return;
+  const int wanted = pool.worth_waking(nanoseconds);
+  const auto step_of = [&](const LinearParams& one) {
+    return wanted == 1 ? std::max<int64_t>(1, one.outputs) : panel_outputs(one, wanted);
+  };
+  const auto panels_of = [&](const LinearParams& one) {
+    return one.rows == 0 ? 0 : (one.outputs + step_of(one) - 1) / step_of(one);
+  };
+  int64_t panels = 0;
+  for (int64_t i = 0; i < count; ++i) panels += panels_of(products[i]);
+  if (panels == 0) return;
   const KernelTable& table = kernels();
-  const bool flush = params.dtype == DType::kBFloat16;
-  const int wanted = pool.worth_waking(estimated_nanoseconds(params));
-  const int64_t step = wanted == 1 ? params.outputs : panel_outputs(params, wanted);
-  const int64_t bytes = dtype_bytes(params.dtype);
+  const bool flush = products->dtype == DType::kBFloat16;
+  const int64_t bytes = dtype_bytes(products->dtype);
   const auto panel = [&](int64_t item, int) {
+    const LinearParams* of = products;
+    for (; item >= panels_of(*of); ++of) item -= panels_of(*of);
+    const LinearParams& params = *of;
+    const int64_t step = step_of(params);
     LinearParams part = params;
     const int64_t first = item * step;
     part.outputs = std::min(step, params.outputs - first);
@@ -56,8 +71,8 @@ void linear(const LinearParams& params, ThreadPool& pool) {
     table.linear_panel(part);
   };
   const auto next =
-      params.rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;
-  pool.run((params.outputs + step - 1) / step, panel, wanted, next);
+      products->rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;
+  pool.run(panels, panel, wanted, next);
 }
 
 }  // namespace kvpager

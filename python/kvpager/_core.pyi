@@ -35,6 +35,7 @@ __all__: list[str] = [
     "PagerError",
     "PagerOptions",
     "Place",
+    "Program",
     "SNAPSHOT_VERSION",
     "Selection",
     "SnapshotContent",
@@ -108,6 +109,41 @@ class Workers:
     def threads(self) -> int:
         """
         With the caller's own.
+        """
+
+class Program:
+    """
+    Small operations on tensors of the CPU, one after the other in one call.
+    """
+    def __init__(
+        self,
+        workers: Workers,
+        steps: collections.abc.Sequence[
+            tuple[
+                str,
+                typing.Annotated[
+                    collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+                    "FixedSize(4)",
+                ],
+                typing.SupportsInt | typing.SupportsIndex,
+                collections.abc.Sequence[typing.Any],
+            ]
+        ],
+        fixed: collections.abc.Sequence[typing.Any],
+        given: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    ) -> None:
+        """
+        steps: (operation, shape, depth, (out, a, b, c)); an operand is (base, offset in bytes,
+        dtype, strides), a float or None. fixed: tensors, the first bases. given: bytes of those
+        that run() gets, which follow.
+
+        Raises:
+            InvalidArgumentError: an operand outside of its memory, or of another kind than its
+                operation's.
+        """
+    def run(self, given: collections.abc.Sequence[typing.Any]) -> None:
+        """
+        Computes all of it. InvalidArgumentError: a tensor is not contiguous, or of another size.
         """
 
 class Layout:

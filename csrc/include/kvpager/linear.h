@@ -37,6 +37,9 @@ struct LinearParams {
   int64_t y_stride = 0;
 };
 
-void linear(const LinearParams& params, ThreadPool& pool);
+// Several of one dtype and number of rows, none of which reads what another writes, are computed at
+// once.
+void linear(const LinearParams* products, int64_t count, ThreadPool& pool);
+inline void linear(const LinearParams& params, ThreadPool& pool) { linear(&params, 1, pool); }
 
 }  // namespace kvpager

@@ -26,7 +26,9 @@ from torch import fx
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvpager import _core
 from kvpager.execution.graphs import Decode
+from kvpager.execution.programs import with_programs
 from kvpager.hf import same_bits
 from kvpager.hf.additions import hooked
 from kvpager.hf.attention import RowAttention
@@ -137,7 +139,7 @@ class Recordings:
         for _ in range(2):
             tokens = torch.randint(self._vocab, (rows,), generator=generator, device="cpu")
             positions = torch.randint(self._positions, (rows,), generator=generator, device="cpu")
-            expected, found = Recorder(), Recorder()
+            expected, found = Recorder(), _Copies()
             pairs = [
                 (self._decode(expected, tokens, positions), replay(found, tokens, positions)),
                 *(pair for layer in expected.calls for pair in zip(*_of(layer, expected, found))),
@@ -154,6 +156,13 @@ class Recordings:
 
 def _of(layer: int, *recorders: Recorder) -> list[tuple[torch.Tensor, ...]]:
     return [recorder.calls[layer] for recorder in recorders]
+
+
+class _Copies(Recorder):
+    """Copies what it is given, which a replay writes again."""
+
+    def attend(self, layer: int, *tensors: torch.Tensor, **call: Any) -> torch.Tensor:
+        return super().attend(layer, *(each.clone() for each in tensors), **call)
 
 
 def recordable(model: Any) -> bool:
@@ -175,7 +184,7 @@ def recorded(
     Raises:
         NotRecordableError: it does what may be otherwise next time.
     """
-    tape = _Tape(tokens, positions)
+    tape = _Tape(tokens, positions, linear.workers if linear else _core.Workers(1))
     layers = None if linear is None else _RecordedLayers(linear, tape)
     with computing(layers), _Functions(tape), _Operations(tape):
         hidden = decode(_RecordedAttention(tape), tokens, positions)
@@ -185,7 +194,10 @@ def recorded(
 class _Tape:
     """The operations so far, as a graph of torch.fx."""
 
-    def __init__(self, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, workers: _core.Workers
+    ) -> None:
+        self._workers = workers
         self.graph = fx.Graph()
         self.attention = self.graph.placeholder("attention")
         self.idle = False  # what is done meanwhile is no operation of the model's
@@ -199,6 +211,7 @@ class _Tape:
         self._tensors: list[Any] = [tokens, positions]  # keeps ids from being used again
         for name, tensor in (("tokens", tokens), ("positions", positions)):
             self._nodes[id(tensor)] = self.graph.placeholder(name)
+            self._nodes[id(tensor)].meta["made"] = tensor
             self._lasting.add(_storage(tensor))
 
     @contextmanager
@@ -226,10 +239,19 @@ class _Tape:
             name = f"held_{len(self._held)}"
             self._held[name] = value
             node = self._held_nodes[id(value)] = self.graph.get_attr(name)
+            node.meta["made"] = value
         return node
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        """Adds a call that has made a tensor, or several."""
+    def call(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Any,
+        *,
+        acts: bool = False,
+    ) -> None:
+        """Adds a call that has made a tensor, or several. acts: it has written to others, too."""
         with self.apart():
             given = self._given(args), self._given(kwargs)
             if isinstance(function, MethodWrapperType):  # a property, such as Tensor.T
@@ -239,13 +261,13 @@ class _Tape:
                 node = self.graph.call_method(function.__name__, *given)
             else:
                 node = self.graph.call_function(function, *given)
-            self._bind(node, made)
+            self._bind(node, made, acts=acts)
 
     def attend(self, args: tuple[Any, ...], kwargs: dict[str, Any], made: torch.Tensor) -> None:
         """Adds a call of the running forward's attention."""
         with self.apart():
             given = (self.attention, *self._given(args)), self._given(kwargs)
-            self._bind(self.graph.call_method("attend", *given), made)
+            self._bind(self.graph.call_method("attend", *given), made, acts=True)
 
     def note(self, made: Any) -> None:
         """Tells of what an operation has made; a recorded function has to return it."""
@@ -262,8 +284,9 @@ class _Tape:
     def function(self, hidden: torch.Tensor) -> Replay:
         """What was recorded, as a function of attention, tokens and positions."""
         self.graph.output(self._given(hidden))
-        module = fx.GraphModule(self._held, self.graph)
-        vars(module).update(self._held)  # found at once, where a module looks for its tensors last
+        graph, held = with_programs(self.graph, self._held, self._workers)
+        module = fx.GraphModule(held, graph)
+        vars(module).update(held)  # found at once, where a module looks for its tensors last
         forward: Replay = module.forward
         return forward
 
@@ -287,14 +310,18 @@ class _Tape:
             return value
         raise NotRecordableError(f"an operation is given a {type(value).__name__}")
 
-    def _bind(self, node: fx.Node, made: Any) -> None:
+    def _bind(self, node: fx.Node, made: Any, *, acts: bool) -> None:
+        """acts: the call does more than make it."""
+        node.meta.update(made=made, acts=acts)
         if isinstance(made, torch.Tensor):
             self._tensors.append(made)
             if id(made) not in self._nodes or not self.lasts(made):
                 self._nodes[id(made)] = node
         elif isinstance(made, (list, tuple)):
             for place, each in enumerate(made):
-                self._bind(self.graph.call_function(operator.getitem, (node, place)), each)
+                self._bind(
+                    self.graph.call_function(operator.getitem, (node, place)), each, acts=False
+                )
 
 
 class _Functions(TorchFunctionMode):
@@ -315,7 +342,7 @@ class _Functions(TorchFunctionMode):
         with tape.calling():
             made = func(*args, **kwargs)
         if tape.wrote or _tensors(made):  # not of a shape, a dtype
-            tape.call(func, args, kwargs, made)
+            tape.call(func, args, kwargs, made, acts=tape.wrote)
         return made
 
 
@@ -355,7 +382,7 @@ class _RecordedAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any
     ) -> torch.Tensor:
         with self._tape.apart():
-            made = self._recorder.attend(layer, q, k, v, **call)
+            made = self._recorder.attend(layer, q, k, v, **call).clone()
         self._tape.attend((layer, q, k, v), call, made)
         return made
 

@@ -1,0 +1,71 @@
+// Small operations of a decoder on the CPU, one after the other in one call: what torch computes with
+// a call of its own for each. Every operation has the bits of torch's: elements are computed in float32,
+// rounded to nearest once, and a mean is summed in the order that torch sums in.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "kvpager/linear.h"
+#include "kvpager/thread_pool.h"
+#include "kvpager/types.h"
+
+namespace kvpager {
+
+enum class Operation : uint8_t {
+  kCopy,
+  kAdd,
+  kSubtract,
+  kMultiply,
+  kNegate,
+  kSquare,
+  kReciprocalSqrt,
+  kMean,    // of the last dimension, float32
+  kLinear,  // a times b transposed, plus c: kvpager/linear.h
+};
+
+// Where the elements of one operand are: those of memory `base`, or one number.
+struct Operand {
+  static constexpr int32_t kNumber = -1;
+  int32_t base = kNumber;
+  int64_t offset = 0;  // bytes
+  DType dtype = DType::kFloat32;
+  std::array<int64_t, 4> strides{};  // elements; of the last dimension 0 or 1
+  float number = 0.0f;
+};
+
+// out[i][j][k][l] = operation(a[i][j][k][l], b[i][j][k][l]).
+// kMean: out[i][j][k] = mean over l of a. kLinear: shape is [1][1][rows][outputs]; a [rows][depth], b
+// [outputs][depth], c [outputs] or none, by their strides of the third and the last dimension.
+struct Instruction {
+  Operation operation = Operation::kCopy;
+  std::array<int64_t, 4> shape{1, 1, 1, 1};
+  int64_t depth = 0;  // of kLinear
+  Operand out, a, b, c;
+};
+
+struct Memory {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+class Program {
+ public:
+  // Throws InvalidArgumentError for an operand that is not within its memory, or that an operation
+  // cannot have. Bases from `fixed.size()` on are given to run(), with the bytes in `given`.
+  Program(std::vector<Instruction> instructions, std::vector<Memory> fixed,
+          std::vector<int64_t> given);
+
+  // given: memory of as many bytes as were told. An operation reads what those before it have written.
+  void run(const std::vector<void*>& given, ThreadPool& pool) const;
+
+  const std::vector<int64_t>& given() const { return given_; }
+
+ private:
+  std::vector<Instruction> instructions_;
+  std::vector<Memory> fixed_;
+  std::vector<int64_t> given_;
+};
+
+}  // namespace kvpager

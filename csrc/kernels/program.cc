@@ -1,0 +1,204 @@
+#include "kvpager/program.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "kernels/kernel_table.h"
+#include "kvpager/error.h"
+
+namespace kvpager {
+namespace {
+
+constexpr int64_t kBlock = 1024;  // elements that are widened at once
+
+const char* at(const Operand& operand, void* const* bases, int64_t elements) {
+  return static_cast<const char*>(bases[operand.base]) + operand.offset +
+         elements * dtype_bytes(operand.dtype);
+}
+
+// `count` elements of a row as float32: where they are, or in `scratch`; of stride 0, one.
+const float* widened(const KernelTable& table, const Operand& operand, void* const* bases,
+                     int64_t row, int64_t first, int64_t count, float* scratch) {
+  if (operand.base == Operand::kNumber) return &operand.number;
+  const bool one = operand.strides[3] == 0;
+  const char* from = at(operand, bases, row + (one ? 0 : first));
+  if (operand.dtype == DType::kFloat32) return reinterpret_cast<const float*>(from);
+  table.to_float(from, operand.dtype, one ? 1 : count, scratch);
+  return scratch;
+}
+
+bool is_one(const Operand& operand) {
+  return operand.base == Operand::kNumber || operand.strides[3] == 0;
+}
+
+void elements(const KernelTable& table, const Instruction& given, void* const* bases) {
+  Operation operation = given.operation;
+  const Operand *a = &given.a, *b = &given.b;
+  const bool two = operation == Operation::kAdd || operation == Operation::kSubtract ||
+                   operation == Operation::kMultiply;
+  const auto [n0, n1, n2, n3] = given.shape;
+  alignas(64) float left[kBlock], right[kBlock], made[kBlock];
+  const auto row_of = [](const Operand& operand, int64_t i, int64_t j, int64_t k) {
+    return i * operand.strides[0] + j * operand.strides[1] + k * operand.strides[2];
+  };
+  const auto block = [&](int64_t i, int64_t j, int64_t k, int64_t first) {
+    const int64_t count = std::min(kBlock, n3 - first);
+    const float* x = widened(table, *a, bases, row_of(*a, i, j, k), first, count, left);
+    if (is_one(*a) && count > 1) {
+      const float number = *x;
+      std::fill(left, left + count, number);
+      x = left;
+    }
+    const float* y = two ? widened(table, *b, bases, row_of(*b, i, j, k), first, count, right) : x;
+    char* to = const_cast<char*>(at(given.out, bases, row_of(given.out, i, j, k) + first));
+    const bool straight = given.out.dtype == DType::kFloat32;
+    float* out = straight ? reinterpret_cast<float*>(to) : made;
+    table.combine(operation, x, y, two && is_one(*b), count, out);
+    if (!straight) table.from_float(made, given.out.dtype, count, to);
+  };
+  for (int64_t i = 0; i < n0; ++i) {
+    for (int64_t j = 0; j < n1; ++j) {
+      for (int64_t k = 0; k < n2; ++k) {
+        for (int64_t first = 0; first < n3; first += kBlock) block(i, j, k, first);
+      }
+    }
+  }
+}
+
+void means(const KernelTable& table, const Instruction& given, void* const* bases) {
+  const auto [n0, n1, n2, n3] = given.shape;
+  const auto &from = given.a.strides, &to = given.out.strides;
+  for (int64_t i = 0; i < n0; ++i) {
+    for (int64_t j = 0; j < n1; ++j) {
+      for (int64_t k = 0; k < n2; ++k) {
+        const char* x = at(given.a, bases, i * from[0] + j * from[1] + k * from[2]);
+        const char* out = at(given.out, bases, i * to[0] + j * to[1] + k * to[2]);
+        *reinterpret_cast<float*>(const_cast<char*>(out)) =
+            table.mean(reinterpret_cast<const float*>(x), n3);
+      }
+    }
+  }
+}
+
+LinearParams product(const Instruction& given, void* const* bases) {
+  LinearParams params;
+  params.dtype = given.out.dtype;
+  params.rows = given.shape[2];
+  params.outputs = given.shape[3];
+  params.depth = given.depth;
+  params.x = at(given.a, bases, 0);
+  params.x_stride = given.a.strides[2];
+  params.w = at(given.b, bases, 0);
+  params.w_stride = given.b.strides[2];
+  if (given.c.base != Operand::kNumber) params.bias = at(given.c, bases, 0);
+  params.y = const_cast<char*>(at(given.out, bases, 0));
+  params.y_stride = given.out.strides[2];
+  return params;
+}
+
+// Whether two products multiply the same rows.
+bool of_one_input(const Instruction& one, const Instruction& other) {
+  return other.operation == Operation::kLinear && one.a.base == other.a.base &&
+         one.a.offset == other.a.offset && one.a.strides == other.a.strides &&
+         one.a.dtype == other.a.dtype && one.shape[2] == other.shape[2] && one.depth == other.depth;
+}
+
+void check(const Operand& operand, std::array<int64_t, 4> shape, const std::vector<int64_t>& bytes,
+           const char* name) {
+  if (operand.base == Operand::kNumber) return;
+  if (operand.base < 0 || static_cast<size_t>(operand.base) >= bytes.size()) {
+    throw InvalidArgumentError(str(name, ".base is ", operand.base, "; expected one of ",
+                                   bytes.size(), ", or -1 for a number"));
+  }
+  if (!is_float(operand.dtype)) {
+    throw InvalidArgumentError(str(name, ".dtype is ", dtype_name(operand.dtype),
+                                   "; expected float32, float16 or bfloat16"));
+  }
+  if (operand.strides[3] != 0 && operand.strides[3] != 1) {
+    throw InvalidArgumentError(
+        str(name, ": the last stride is ", operand.strides[3], "; expected 0 or 1"));
+  }
+  const int64_t size = dtype_bytes(operand.dtype);
+  const int64_t there = bytes[static_cast<size_t>(operand.base)];
+  int64_t last = 0;
+  bool fits = operand.offset >= 0 && operand.offset % size == 0 && operand.offset <= there;
+  for (size_t i = 0; fits && i < shape.size(); ++i) {
+    int64_t step = 0;
+    fits = shape[i] >= 1 && operand.strides[i] >= 0 &&
+           !__builtin_mul_overflow(shape[i] - 1, operand.strides[i], &step) &&
+           !__builtin_add_overflow(last, step, &last);
+  }
+  if (!fits || last >= (there - operand.offset) / size) {
+    throw InvalidArgumentError(
+        str(name, ": elements outside of the ", there, " bytes of memory ", operand.base));
+  }
+}
+
+void check(const Instruction& given, const std::vector<int64_t>& bytes) {
+  const bool mean = given.operation == Operation::kMean;
+  if (given.operation == Operation::kLinear) {
+    const bool same = given.a.dtype == given.out.dtype && given.b.dtype == given.out.dtype &&
+                      (given.c.base == Operand::kNumber || given.c.dtype == given.out.dtype);
+    const bool rows = given.out.strides[3] == 1 && given.a.strides[3] == 1 &&
+                      given.b.strides[3] == 1 && given.a.base >= 0 && given.b.base >= 0 &&
+                      (given.c.base == Operand::kNumber || given.c.strides[3] == 1);
+    if (!same || !rows || given.shape[0] != 1 || given.shape[1] != 1) {
+      throw InvalidArgumentError("a product: expected matrices of one dtype with contiguous rows");
+    }
+    check(given.a, {1, 1, given.shape[2], given.depth}, bytes, "a");
+    check(given.b, {1, 1, given.shape[3], given.depth}, bytes, "b");
+    check(given.c, {1, 1, 1, given.shape[3]}, bytes, "c");
+    check(given.out, given.shape, bytes, "out");
+    return;
+  }
+  if (given.out.base == Operand::kNumber || given.a.base == Operand::kNumber) {
+    throw InvalidArgumentError("out or a is a number; expected memory");
+  }
+  if (mean && (given.a.dtype != DType::kFloat32 || given.out.dtype != DType::kFloat32 ||
+               given.a.strides[3] != 1)) {
+    throw InvalidArgumentError("a mean: expected float32 and contiguous rows");
+  }
+  const std::array<int64_t, 4> rows = {given.shape[0], given.shape[1], given.shape[2], 1};
+  if (!mean && given.shape[3] > 1 && given.out.strides[3] != 1) {
+    throw InvalidArgumentError("out: the last stride is 0; expected 1");
+  }
+  check(given.out, mean ? rows : given.shape, bytes, "out");
+  check(given.a, given.shape, bytes, "a");
+  check(given.b, given.shape, bytes, "b");
+}
+
+}  // namespace
+
+Program::Program(std::vector<Instruction> instructions, std::vector<Memory> fixed,
+                 std::vector<int64_t> given)
+    : instructions_(std::move(instructions)), fixed_(std::move(fixed)), given_(std::move(given)) {
+  std::vector<int64_t> bytes;
+  for (const Memory& memory : fixed_) bytes.push_back(memory.bytes);
+  bytes.insert(bytes.end(), given_.begin(), given_.end());
+  for (const Instruction& one : instructions_) check(one, bytes);
+}
+
+void Program::run(const std::vector<void*>& given, ThreadPool& pool) const {
+  std::vector<void*> bases;
+  bases.reserve(fixed_.size() + given.size());
+  for (const Memory& memory : fixed_) bases.push_back(memory.data);
+  bases.insert(bases.end(), given.begin(), given.end());
+  const KernelTable& table = kernels();
+  std::vector<LinearParams> products;
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    const Instruction& one = instructions_[i];
+    if (one.operation == Operation::kMean) {
+      means(table, one, bases.data());
+    } else if (one.operation == Operation::kLinear) {
+      products.assign(1, product(one, bases.data()));
+      while (i + 1 < instructions_.size() && of_one_input(one, instructions_[i + 1])) {
+        products.push_back(product(instructions_[++i], bases.data()));
+      }
+      linear(products.data(), static_cast<int64_t>(products.size()), pool);
+    } else {
+      elements(table, one, bases.data());
+    }
+  }
+}
+
+}  // namespace kvpager

@@ -1,0 +1,108 @@
+// Rows of elements of a program's operations: kvpager/program.h. All are correctly rounded, so that
+// every tier has the same bits, and torch has.
+#include "kernels/functions_isa.h"
+#include "kernels/vec_isa.h"
+
+namespace kvpager {
+namespace KVPAGER_ISA_NS {
+namespace {
+
+template <class OfLanes, class OfOne>
+KVPAGER_INLINE void each(const float* a, const float* b, bool b_is_one, int64_t count, float* out,
+                         OfLanes of_lanes, OfOne of_one) {
+  int64_t i = 0;
+  const Vec one = splat(*b);
+  for (; i + kLanes <= count; i += kLanes) {
+    store(out + i, of_lanes(load(a + i), b_is_one ? one : load(b + i)));
+  }
+  for (; i < count; ++i) out[i] = of_one(a[i], b[b_is_one ? 0 : i]);
+}
+
+// Vectors of eight lanes, four at a time, in levels: the order of torch's multi_row_sum and row_sum
+// (aten/src/ATen/native/cpu/SumKernel.cpp) for rows of at least eight numbers.
+float cascade(const float* x, int64_t count) {
+  constexpr int kWidth = 8;
+  constexpr int kAtOnce = 4;
+  constexpr int kLevels = 4;
+  constexpr int kRow = kAtOnce * kWidth;
+  const int64_t vectors = count / kWidth;
+  const int64_t rows = vectors / kAtOnce;
+  int64_t bits = 0;
+  while ((int64_t{1} << bits) < rows) ++bits;
+  const int64_t power = bits / kLevels > 4 ? bits / kLevels : 4;
+  const int64_t step = int64_t{1} << power;
+  float sums[kLevels][kRow] = {};
+  const auto add_row = [&](int64_t row) {
+    for (int i = 0; i < kRow; ++i) sums[0][i] += x[row * kRow + i];
+  };
+  int64_t row = 0;
+  while (row + step <= rows) {
+    for (int64_t end = row + step; row < end; ++row) add_row(row);
+    for (int level = 1; level < kLevels; ++level) {
+      for (int i = 0; i < kRow; ++i) {
+        sums[level][i] += sums[level - 1][i];
+        sums[level - 1][i] = 0.0f;
+      }
+      if ((row & ((step - 1) << (level * power))) != 0) break;
+    }
+  }
+  for (; row < rows; ++row) add_row(row);
+  for (int level = 1; level < kLevels; ++level) {
+    for (int i = 0; i < kRow; ++i) sums[0][i] += sums[level][i];
+  }
+  float* lanes = sums[0];
+  for (int64_t vector = rows * kAtOnce; vector < vectors; ++vector) {
+    for (int i = 0; i < kWidth; ++i) lanes[i] += x[vector * kWidth + i];
+  }
+  for (int k = 1; k < kAtOnce; ++k) {
+    for (int i = 0; i < kWidth; ++i) lanes[i] += lanes[k * kWidth + i];
+  }
+  float sum = 0.0f;
+  for (int64_t i = vectors * kWidth; i < count; ++i) sum += x[i];
+  for (int i = 0; i < kWidth; ++i) sum += lanes[i];
+  return sum;
+}
+
+}  // namespace
+
+void combine(Operation operation, const float* a, const float* b, bool b_is_one, int64_t count,
+             float* out) {
+  switch (operation) {
+    case Operation::kAdd:
+      return each(
+          a, b, b_is_one, count, out, [](Vec x, Vec y) { return add(x, y); },
+          [](float x, float y) { return x + y; });
+    case Operation::kSubtract:
+      return each(
+          a, b, b_is_one, count, out, [](Vec x, Vec y) { return sub(x, y); },
+          [](float x, float y) { return x - y; });
+    case Operation::kMultiply:
+      return each(
+          a, b, b_is_one, count, out, [](Vec x, Vec y) { return mul(x, y); },
+          [](float x, float y) { return x * y; });
+    case Operation::kNegate:
+      return each(
+          a, a, false, count, out, [](Vec x, Vec) { return xor_bits(x, splat(-0.0f)); },
+          [](float x, float) { return -x; });
+    case Operation::kSquare:
+      return each(
+          a, a, false, count, out, [](Vec x, Vec) { return mul(x, x); },
+          [](float x, float) { return x * x; });
+    case Operation::kReciprocalSqrt:
+      for (int64_t i = 0; i < count; ++i) out[i] = 1.0f / __builtin_sqrtf(a[i]);
+      return;
+    case Operation::kCopy:
+      std::memcpy(out, a, static_cast<size_t>(count) * sizeof(float));
+      return;
+    case Operation::kMean:
+    case Operation::kLinear:
+      return;
+  }
+}
+
+float mean(const float* x, int64_t count) {
+  return cascade(x, count) / static_cast<float>(count);
+}
+
+}  // namespace KVPAGER_ISA_NS
+}  // namespace kvpager

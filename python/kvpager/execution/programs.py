@@ -1,0 +1,281 @@
+"""Recorded calls of torch that the core computes as programs, with one call for many of them.
+
+Most of what a decode step does beside its products is moving and adding a few thousand numbers:
+norms, rotations, residuals. Calls that are known (operations.py) become programs of the core, from
+one call of torch to the next. They write to memory that is laid out once, in which tensors that are
+not needed at the same time share places; views of it are made once and cost nothing later. Products
+of one input are computed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from kvpager import _core
+from kvpager.execution.operations import FLOATS, Alike, Op, flat, lower, step, storage
+from kvpager.hf.linear import product
+
+_LINE = 64  # bytes
+_MOST_BYTES = 1 << 20  # of what an operation makes; larger ones are worth torch's threads
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+
+
+class _Segment:
+    """Operations of the core without one of torch between them."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+
+    def add(self, ops: list[Op]) -> None:
+        """Adds the operations of one call; a product goes beside those of the same input."""
+        for op in ops:
+            place = len(self.ops)
+            if op.name == "linear":
+                alike = [i for i, other in enumerate(self.ops) if _of_one_input(op, other)]
+                place = alike[-1] + 1 if alike else place
+            self.ops.insert(place, op)
+
+    def groups(self) -> Iterator[list[Op]]:
+        """Operations that run at the same time, in order."""
+        group: list[Op] = []
+        for op in self.ops:
+            if group and not _of_one_input(op, group[-1]):
+                yield group
+                group = []
+            group.append(op)
+        if group:
+            yield group
+
+
+def _of_one_input(op: Op, other: Op) -> bool:
+    if other.name != "linear":
+        return False
+    a, b = op.read[0], other.read[0]
+    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+
+
+Action: TypeAlias = "_Segment | fx.Node"
+
+
+class _Plan:
+    """What a recording's calls become, and the memory that programs write to."""
+
+    def __init__(self, graph: fx.Graph, workers: _core.Workers) -> None:
+        self.actions: list[Action] = []
+        self.owned: dict[int, int] = {}  # bytes of memory that programs write, by storage
+        self.given: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # what torch's calls made
+        self._lasting: set[int] = set()
+        self._alike = Alike(workers)
+        for node in graph.nodes:
+            self._add(node)
+
+    def place(self) -> tuple[torch.Tensor, dict[int, int]]:
+        """Memory for all that programs write, and where in it each storage is, in bytes.
+
+        Storages that are not needed at the same time share places.
+        """
+        begins: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for moment, tensors in enumerate(self._moments()):
+            for key in map(storage, tensors):
+                begins.setdefault(key, moment)
+                ends[key] = moment
+        places: dict[int, int] = {}
+        live: list[tuple[int, int, int]] = []  # place, end of it, last moment
+        total = 0
+        for key in sorted(self.owned, key=lambda each: begins[each]):
+            size = -(-self.owned[key] // _LINE) * _LINE
+            live = [one for one in live if one[2] >= begins[key]]
+            at = 0
+            for place, end, _ in live:
+                if at + size <= place:
+                    break
+                at = end
+            places[key] = at
+            live = sorted([*live, (at, at + size, ends[key])])
+            total = max(total, at + size)
+        return torch.zeros(max(total, _LINE) // 4, dtype=torch.float32, device="cpu"), places
+
+    def _moments(self) -> Iterator[list[torch.Tensor]]:
+        """The tensors of one thing after another; products of one input are computed at once."""
+        for action in self.actions:
+            if isinstance(action, _Segment):
+                for group in action.groups():
+                    yield [tensor for op in group for tensor in op.tensors]
+            else:
+                yield [*_leaves([node.meta.get("made") for node in action.all_input_nodes])]
+
+    def _add(self, node: fx.Node) -> None:
+        made = node.meta.get("made")
+        keys = {*map(storage, _leaves(made))}
+        if node.op == "get_attr":
+            self._lasting |= keys
+        elif node.op == "placeholder":
+            self._note(node, made)
+        elif node.op == "output":
+            self.actions.append(node)
+        elif not node.meta["acts"] and all(map(self._is_known, keys)):
+            return  # a view, which costs nothing
+        elif (ops := self._lowered(node)) is not None:
+            assert isinstance(made, torch.Tensor)
+            self.owned[storage(made)] = made.untyped_storage().nbytes()
+            if not self.actions or not isinstance(self.actions[-1], _Segment):
+                self.actions.append(_Segment())
+            segment = self.actions[-1]
+            assert isinstance(segment, _Segment)
+            segment.add(ops)
+        else:
+            self.actions.append(node)
+            self._note(node, made)
+
+    def _is_known(self, key: int) -> bool:
+        return key in self._lasting or key in self.owned or key in self.given
+
+    def _note(self, node: fx.Node, made: Any) -> None:
+        """Of a call of torch that made a tensor, it is the first to have that storage."""
+        if isinstance(made, torch.Tensor) and not self._is_known(storage(made)):
+            self.given[storage(made)] = node, made
+
+    def _lowered(self, node: fx.Node) -> list[Op] | None:
+        """A call as operations of the core, if all that they read can be told to a program."""
+        if node.meta["acts"]:
+            return None
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["made"])
+        made = node.meta["made"]
+        ops = lower(node.target, args, kwargs, made)
+        if ops is None or made.untyped_storage().nbytes() > _MOST_BYTES:
+            return None
+        if not all(self._readable(each) for op in ops for each in op.read):
+            return None
+        is_product = node.target is product
+        return ops if is_product or self._alike.same(node, args, kwargs) else None
+
+    def _readable(self, tensor: torch.Tensor) -> bool:
+        given = self.given.get(storage(tensor))
+        if storage(tensor) % tensor.itemsize or tensor.data_ptr() % tensor.itemsize:
+            return False
+        return given is None or (
+            given[1].is_contiguous()
+            and given[1].dtype in FLOATS
+            and given[1].data_ptr() <= tensor.data_ptr()
+        )
+
+
+class _Places:
+    """Where a program's tensors are: written by programs, lasting, or given to each run."""
+
+    def __init__(self, plan: _Plan, arena: torch.Tensor, places: dict[int, int]) -> None:
+        self._plan = plan
+        self._places = places
+        self.fixed = [arena]
+        self.given: list[fx.Node] = []
+        self._bases: dict[int, int] = {}
+
+    def note(self, op: Op) -> None:
+        """Gives numbers to the memory of an operation; those that last come first."""
+        for tensor in op.tensors:
+            key = storage(tensor)
+            if key not in self._places and key not in self._plan.given and key not in self._bases:
+                self._bases[key] = len(self.fixed)
+                self.fixed.append(flat(tensor))
+
+    def __call__(self, tensor: torch.Tensor) -> tuple[int, int]:
+        key = storage(tensor)
+        if key in self._places:
+            return 0, self._places[key] + tensor.data_ptr() - key
+        if key in self._bases:
+            return self._bases[key], tensor.data_ptr() - key
+        node, made = self._plan.given[key]
+        if node not in self.given:
+            self.given.append(node)
+        return len(self.fixed) + self.given.index(node), tensor.data_ptr() - made.data_ptr()
+
+
+def with_programs(
+    graph: fx.Graph, held: dict[str, Any], workers: _core.Workers
+) -> tuple[fx.Graph, dict[str, Any]]:
+    """A recording whose known operations are computed by programs, and the objects it holds.
+
+    graph: every node has what it made when it was recorded (meta "made"), and whether it acts on
+    more than that (meta "acts"), such as writes to a tensor.
+    """
+    return _Writer(graph, held, workers).written()
+
+
+class _Writer:
+    def __init__(self, graph: fx.Graph, held: dict[str, Any], workers: _core.Workers) -> None:
+        self._workers = workers
+        self._plan = _Plan(graph, workers)
+        self._arena, self._places = self._plan.place()
+        self._nodes = graph.nodes
+        self._old = held
+        self._held: dict[str, Any] = {}
+        self._graph = fx.Graph()
+        self._new: dict[fx.Node, fx.Node] = {}
+
+    def written(self) -> tuple[fx.Graph, dict[str, Any]]:
+        for node in self._nodes:
+            if node.op == "placeholder":
+                self._new[node] = self._graph.placeholder(node.name)
+        for action in self._plan.actions:
+            if isinstance(action, _Segment):
+                self._program(action)
+            elif action.op == "output":
+                self._graph.output(self._result(action))
+            else:
+                self._new[action] = self._graph.node_copy(action, self._value)
+        return self._graph, self._held
+
+    def _program(self, segment: _Segment) -> None:
+        places = _Places(self._plan, self._arena, self._places)
+        for op in segment.ops:
+            places.note(op)
+        steps = [step(op, places) for op in segment.ops]
+        sizes = [node.meta["made"].nbytes for node in places.given]
+        program = _core.Program(self._workers, steps, places.fixed, sizes)
+        given = [self._value(node) for node in places.given]
+        self._graph.call_method("run", (self._hold(program), given))
+
+    def _result(self, node: fx.Node) -> Any:
+        """What the recording returns; not memory that the next replay writes to."""
+        (value,) = node.args
+        made = value.meta["made"] if isinstance(value, fx.Node) else None
+        given = self._value(value) if isinstance(value, fx.Node) else value
+        if isinstance(made, torch.Tensor) and storage(made) in self._places:
+            return self._graph.call_method("clone", (given,))
+        return given
+
+    def _hold(self, value: Any) -> fx.Node:
+        name = f"held_{len(self._held)}"
+        self._held[name] = value
+        return self._graph.get_attr(name)
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """A node of the recording in the new one; views are made where they are used."""
+        if node not in self._new:
+            made = node.meta.get("made")
+            if node.op == "get_attr":
+                self._new[node] = self._hold(self._old[str(node.target)])
+            elif isinstance(made, torch.Tensor) and storage(made) in self._places:
+                self._new[node] = self._hold(self._view(made))
+            else:
+                self._new[node] = self._graph.node_copy(node, self._value)
+        return self._new[node]
+
+    def _view(self, made: torch.Tensor) -> torch.Tensor:
+        at = self._places[storage(made)] + made.data_ptr() - storage(made)
+        elements = self._arena.view(made.dtype)
+        return elements.as_strided(made.shape, made.stride(), at // made.itemsize)

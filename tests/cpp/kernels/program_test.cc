@@ -1,0 +1,287 @@
+// Programs of small operations, held against one element after the other, in every tier.
+#include "kvpager/program.h"
+
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels/half.h"
+#include "kernels/kernel_table.h"
+#include "kvpager/error.h"
+#include "kvpager/thread_pool.h"
+
+namespace kvpager::testing {
+namespace {
+
+const DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+float widen(DType dtype, const std::byte* data, int64_t i) {
+  float single;
+  uint16_t half;
+  if (dtype == DType::kFloat32) {
+    std::memcpy(&single, data + 4 * i, 4);
+    return single;
+  }
+  std::memcpy(&half, data + 2 * i, 2);
+  return dtype == DType::kFloat16 ? float16_to_float(half) : bfloat16_to_float(half);
+}
+
+void round_to(DType dtype, float value, std::byte* data, int64_t i) {
+  if (dtype == DType::kFloat32) {
+    std::memcpy(data + 4 * i, &value, 4);
+    return;
+  }
+  const uint16_t half =
+      dtype == DType::kFloat16 ? float_to_float16(value) : float_to_bfloat16(value);
+  std::memcpy(data + 2 * i, &half, 2);
+}
+
+std::vector<std::byte> numbers(DType dtype, int64_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<std::byte> made(static_cast<size_t>(count * dtype_bytes(dtype)));
+  for (int64_t i = 0; i < count; ++i) {
+    round_to(dtype, std::ldexp(normal(random), static_cast<int>(random() % 9) - 4), made.data(), i);
+  }
+  return made;
+}
+
+float expected(Operation operation, float a, float b) {
+  switch (operation) {
+    case Operation::kAdd:
+      return a + b;
+    case Operation::kSubtract:
+      return a - b;
+    case Operation::kMultiply:
+      return a * b;
+    case Operation::kNegate:
+      return -a;
+    case Operation::kSquare:
+      return a * a;
+    case Operation::kReciprocalSqrt:
+      return 1.0f / std::sqrt(a);
+    default:
+      return a;
+  }
+}
+
+Memory of(std::vector<std::byte>& bytes) {
+  return {bytes.data(), static_cast<int64_t>(bytes.size())};
+}
+
+void run(const Instruction& one, std::vector<Memory> memory, int threads = 1) {
+  ThreadPool pool(threads, 0);
+  Program({one}, std::move(memory), {}).run({}, pool);
+}
+
+}  // namespace
+
+TEST_CASE("every operation computes in float32 and rounds once, in every tier and dtype") {
+  constexpr int64_t kRows = 3, kGap = 5;
+  for (const KernelTable* table : runnable_kernels()) {
+    const KernelOverride use(*table);
+    for (const DType left : kDTypes) {
+      for (const DType right : kDTypes) {
+        for (const DType made : kDTypes) {
+          for (const int64_t columns : {1, 15, 16, 33, 2100}) {
+            for (int kind = 0; kind <= static_cast<int>(Operation::kReciprocalSqrt); ++kind) {
+              const auto operation = static_cast<Operation>(kind);
+              auto a = numbers(left, kRows * (columns + kGap), 1);
+              auto b = numbers(right, columns, 2);  // one row for all
+              auto out = numbers(made, kRows * columns, 3);
+              auto right_out = out;
+              Instruction one;
+              one.operation = operation;
+              one.shape = {1, 1, kRows, columns};
+              one.out = {0, 0, made, {0, 0, columns, 1}};
+              one.a = {1, 0, left, {0, 0, columns + kGap, 1}};
+              one.b = {2, 0, right, {0, 0, 0, 1}};
+              run(one, {of(out), of(a), of(b)});
+              for (int64_t i = 0; i < kRows * columns; ++i) {
+                const float x = widen(left, a.data(), i / columns * (columns + kGap) + i % columns);
+                const float y = widen(right, b.data(), i % columns);
+                const float z = expected(operation, x, y);
+                round_to(made, z, right_out.data(), i);
+                if (std::isnan(z)) round_to(made, 0.0f, right_out.data(), i);
+                if (std::isnan(widen(made, out.data(), i))) round_to(made, 0.0f, out.data(), i);
+              }
+              INFO(table->name, " operation ", kind, " columns ", columns);
+              CHECK(out == right_out);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a number and an element of stride 0 stand for a whole row, on either side") {
+  auto row = numbers(DType::kFloat32, 20, 4), one_element = numbers(DType::kFloat32, 1, 5);
+  auto out = numbers(DType::kFloat32, 20, 6);
+  const float element = widen(DType::kFloat32, one_element.data(), 0);
+  Instruction one;
+  one.operation = Operation::kSubtract;
+  one.shape = {1, 1, 1, 20};
+  one.out = {0, 0, DType::kFloat32, {0, 0, 0, 1}};
+  const Operand whole = {1, 0, DType::kFloat32, {0, 0, 0, 1}};
+  const Operand repeated = {2, 0, DType::kFloat32, {0, 0, 0, 0}};
+  const auto check = [&](auto of_row) {
+    run(one, {of(out), of(row), of(one_element)});
+    for (int64_t i = 0; i < 20; ++i) {
+      CHECK(widen(DType::kFloat32, out.data(), i) == of_row(widen(DType::kFloat32, row.data(), i)));
+    }
+  };
+  one.a = whole;
+  one.b = repeated;
+  check([&](float x) { return x - element; });
+  one.a = repeated;
+  one.b = whole;
+  check([&](float x) { return element - x; });
+  one.a = whole;
+  one.b = Operand{};
+  one.b.number = 0.375f;
+  check([&](float x) { return x - 0.375f; });
+}
+
+TEST_CASE("a mean has the same bits in every tier, and is the sum in eight lanes of four vectors") {
+  for (const int64_t count : {8, 31, 32, 100, 128, 1024, 5120, 40000}) {
+    auto x = numbers(DType::kFloat32, 2 * count, 7);
+    std::vector<std::byte> first;
+    for (const KernelTable* table : runnable_kernels()) {
+      const KernelOverride use(*table);
+      auto out = numbers(DType::kFloat32, 2, 8);
+      Instruction one;
+      one.operation = Operation::kMean;
+      one.shape = {1, 1, 2, count};
+      one.out = {0, 0, DType::kFloat32, {0, 0, 1, 0}};
+      one.a = {1, 0, DType::kFloat32, {0, 0, count, 1}};
+      run(one, {of(out), of(x)});
+      if (first.empty()) first = out;
+      INFO(table->name, " count ", count);
+      CHECK(out == first);
+      double sum = 0.0;
+      for (int64_t i = 0; i < count; ++i) sum += double{widen(DType::kFloat32, x.data(), i)};
+      const double mean = sum / static_cast<double>(count);
+      CHECK(double{widen(DType::kFloat32, out.data(), 0)} == doctest::Approx(mean).epsilon(1e-4));
+    }
+    if (count == 128) {  // four rows of 4 x 8 lanes
+      float lanes[8] = {};
+      for (int i = 0; i < 8; ++i) {
+        for (int k = 0; k < 4; ++k) {
+          float of_four = 0.0f;
+          for (int r = 0; r < 4; ++r)
+            of_four += widen(DType::kFloat32, x.data(), r * 32 + k * 8 + i);
+          lanes[i] += of_four;
+        }
+      }
+      float sum = 0.0f;
+      for (const float lane : lanes) sum += lane;
+      CHECK(widen(DType::kFloat32, first.data(), 0) == sum / 128.0f);
+    }
+  }
+}
+
+TEST_CASE("products of one input are computed at once, with the bits of each alone") {
+  constexpr int64_t kRows = 3, kDepth = 130;
+  for (const DType dtype : kDTypes) {
+    auto x = numbers(dtype, kRows * kDepth, 9), bias = numbers(dtype, 40, 10);
+    std::vector<std::vector<std::byte>> weights, together, alone;
+    std::vector<Instruction> all;
+    const int64_t outputs[] = {40, 1, 333};
+    for (int32_t i = 0; i < 3; ++i) {
+      weights.push_back(numbers(dtype, outputs[i] * kDepth, 20 + static_cast<unsigned>(i)));
+      together.push_back(numbers(dtype, kRows * outputs[i], 30));
+    }
+    alone = together;
+    std::vector<Memory> memory = {of(x), of(bias)};
+    for (auto& each : weights) memory.push_back(of(each));
+    for (auto& each : together) memory.push_back(of(each));
+    for (int32_t i = 0; i < 3; ++i) {
+      Instruction one;
+      one.operation = Operation::kLinear;
+      one.shape = {1, 1, kRows, outputs[i]};
+      one.depth = kDepth;
+      one.out = {5 + i, 0, dtype, {0, 0, outputs[i], 1}};
+      one.a = {0, 0, dtype, {0, 0, kDepth, 1}};
+      one.b = {2 + i, 0, dtype, {0, 0, kDepth, 1}};
+      if (i == 0) one.c = {1, 0, dtype, {0, 0, 0, 1}};
+      all.push_back(one);
+    }
+    ThreadPool pool(2, 0);
+    Program(all, memory, {}).run({}, pool);
+    for (int32_t i = 0; i < 3; ++i) {
+      memory[static_cast<size_t>(5 + i)] = of(alone[static_cast<size_t>(i)]);
+      Program({all[static_cast<size_t>(i)]}, memory, {}).run({}, pool);
+    }
+    CHECK(together == alone);
+  }
+}
+
+TEST_CASE("memory that is given to a run is read and written where an operation says") {
+  auto out = numbers(DType::kFloat32, 8, 11);
+  auto given = numbers(DType::kBFloat16, 16, 12);
+  Instruction one;
+  one.shape = {1, 1, 1, 8};
+  one.out = {0, 0, DType::kFloat32, {0, 0, 0, 1}};
+  one.a = {1, 16, DType::kBFloat16, {0, 0, 0, 1}};
+  ThreadPool pool(1);
+  Program({one}, {of(out)}, {32}).run({given.data()}, pool);
+  for (int64_t i = 0; i < 8; ++i) {
+    CHECK(widen(DType::kFloat32, out.data(), i) == widen(DType::kBFloat16, given.data(), 8 + i));
+  }
+}
+
+TEST_CASE("operands outside of their memory are refused, and those that an operation cannot have") {
+  auto bytes = numbers(DType::kFloat32, 32, 13);
+  Instruction good;
+  good.shape = {1, 1, 2, 16};
+  good.out = {0, 0, DType::kFloat32, {0, 0, 16, 1}};
+  good.a = {0, 0, DType::kFloat32, {0, 0, 16, 1}};
+  CHECK_NOTHROW(Program({good}, {of(bytes)}, {}));
+  const auto refused = [&](auto change) {
+    Instruction bad = good;
+    change(bad);
+    CHECK_THROWS_AS(Program({bad}, {of(bytes)}, {}), InvalidArgumentError);
+  };
+  refused([](Instruction& one) { one.a.offset = 4; });
+  refused([](Instruction& one) { one.a.offset = 2; });
+  refused([](Instruction& one) { one.a.offset = -64; });
+  refused([](Instruction& one) { one.out.base = 1; });
+  refused([](Instruction& one) { one.a.base = -2; });
+  refused([](Instruction& one) { one.a.base = Operand::kNumber; });
+  refused([](Instruction& one) { one.a.strides[2] = 17; });
+  refused([](Instruction& one) { one.a.strides[2] = -16; });
+  refused([](Instruction& one) { one.a.strides[2] = INT64_MAX / 2; });
+  refused([](Instruction& one) { one.a.strides[3] = 2; });
+  refused([](Instruction& one) { one.out.strides[3] = 0; });
+  refused([](Instruction& one) { one.shape[2] = 3; });
+  refused([](Instruction& one) { one.shape[0] = 0; });
+  refused([](Instruction& one) { one.a.dtype = DType::kQ8; });
+  refused([](Instruction& one) {
+    one.operation = Operation::kMean;
+    one.a.dtype = DType::kBFloat16;
+  });
+  refused([](Instruction& one) {
+    one.operation = Operation::kLinear;
+    one.b = one.a;
+    one.depth = 17;
+  });
+  refused([](Instruction& one) {
+    one.operation = Operation::kLinear;
+    one.b = one.a;
+    one.depth = 16;
+    one.b.dtype = DType::kFloat16;
+  });
+  refused([](Instruction& one) {
+    one.operation = Operation::kLinear;
+    one.shape = {1, 1, 1, 2};
+    one.b = one.a;
+    one.depth = 16;
+    one.c = {0, 124, DType::kFloat32, {0, 0, 0, 0}};
+  });
+}
+
+}  // namespace kvpager::testing

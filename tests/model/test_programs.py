@@ -1,0 +1,247 @@
+"""Recorded calls of torch as programs of the core: the same bits, in one call for many."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bits import assert_same_bits
+
+from kvpager import InvalidArgumentError, _core
+from kvpager.execution.operations import Alike, lower
+from kvpager.execution.recordings import recorded
+from kvpager.hf.linear import LinearLayers, computing
+from kvpager.hf.observe import Recorder
+
+TOKENS, PLACES = torch.tensor([3, 1, 2]), torch.tensor([0, 1, 2])
+OTHERS = torch.tensor([5, 5, 0]), torch.tensor([9, 4, 7])
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def workers():
+    return _core.Workers(2)
+
+
+def noise(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator(CPU).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=CPU).to(dtype)
+
+
+def called(target):
+    """A call as a recording has it: a function, or the name of a method."""
+    return SimpleNamespace(target=target)
+
+
+X = noise(1, 5, 1024)
+B = noise(1, 5, 1024, dtype=torch.bfloat16)
+HEADS = noise(1, 5, 16, 128, dtype=torch.bfloat16).transpose(1, 2)
+COS = noise(1, 1, 5, 128, dtype=torch.bfloat16)
+
+KNOWN = {
+    "product": ("mul", (B, B), {}),
+    "of two dtypes": ("mul", (X, B), {}),
+    "by a vector": ("mul", (B[0, 0], B), {}),
+    "by one of each row": ("mul", (X, X[..., :1]), {}),
+    "by a number": ("mul", (X, 0.3), {}),
+    "plus a number": ("__radd__", (X, 1), {}),
+    "of elements that are apart": ("add", (X[..., ::3], 1e-6), {}),
+    "of heads": ("mul", (HEADS, COS), {}),
+    "sum": (torch.add, (HEADS, HEADS), {}),
+    "difference": ("sub", (B, B), {}),
+    "negative": ("neg", (HEADS[..., 64:],), {}),
+    "square": ("pow", (X, 2), {}),
+    "root": (torch.rsqrt, (X.abs(),), {}),
+    "widened": ("to", (B, torch.float32), {}),
+    "rounded": ("to", (X, torch.bfloat16), {}),
+    "in half": ("half", (X,), {}),
+    "as another": ("type_as", (X, B), {}),
+    "laid out anew": ("reshape", (HEADS, 1, 5, -1), {}),
+    "contiguous": ("contiguous", (HEADS,), {}),
+    "side by side": (torch.cat, ((HEADS[..., 64:], HEADS[..., :64]),), {"dim": -1}),
+    "one behind the other": (torch.cat, ([X, X], 1), {}),
+    **{
+        f"mean of {n}, {rows} rows": ("mean", (noise(rows, n), -1), {"keepdim": True})
+        for rows, n in [(1, 8), (5, 100), (16, 128), (3, 896), (1, 1024), (2, 5120), (1, 16384)]
+    },
+    "mean without its dimension": ("mean", (X, [-1]), {}),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_calls_that_are_known_have_the_bits_of_torch(workers, name):
+    target, args, kwargs = KNOWN[name]
+    function = getattr(torch.Tensor, target) if isinstance(target, str) else target
+    made = function(*args, **kwargs)
+    assert lower(target, args, kwargs, torch.empty_like(made)) is not None
+    assert Alike(workers).same(called(target), args, kwargs)
+
+
+UNKNOWN = {
+    "scaled": ("add", (X, X), {"alpha": 2}),
+    "of a number that is rounded first": ("mul", (B, torch.tensor(0.3)), {}),
+    "of 16 bits by a number": ("mul", (B, 0.3), {}),
+    "of integers": ("mul", (TOKENS, TOKENS), {}),
+    "to the third power": ("pow", (X, 3), {}),
+    "of all": ("mean", (X,), {}),
+    "of rows in 16 bits": ("mean", (B, -1), {}),
+    "in another dtype": ("mean", (X, -1), {"dtype": torch.float64}),
+    "of columns": ("mean", (X, 1), {}),
+    "of nothing": ("mul", (X[:, :0], X[:, :0]), {}),
+    "exponential": ("exp", (X,), {}),
+    "to another dtype than a float": ("to", (X, torch.float64), {}),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_calls_stay_torchs(name):
+    target, args, kwargs = UNKNOWN[name]
+    made = getattr(torch.Tensor, target)(*args, **kwargs)
+    assert lower(target, args, kwargs, made) is None
+
+
+def test_a_known_call_that_has_other_bits_here_stays_torchs(workers):
+    row = noise(3, 7)  # torch sums so few in another order
+    assert lower("mean", (row, -1), {}, torch.empty(3)) is not None
+    assert not Alike(workers).same(called("mean"), (row, -1), {})
+
+
+class Layers(torch.nn.Module):
+    """Products of one input, norms and rotations, as decoders have them."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.table = torch.nn.Embedding(16, 64, dtype=dtype)
+        self.q, self.k, self.v, self.unused = (
+            torch.nn.Linear(64, n, bias=n == 64, dtype=dtype) for n in (64, 32, 32, 64)
+        )
+        self.o = torch.nn.Linear(64, 64, bias=False, dtype=dtype)
+        self.scale = torch.nn.Parameter(torch.rand(64, dtype=dtype))
+
+    def norm(self, x):
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.scale * wide.to(x.dtype)
+
+    def turned(self, x, cos, sin):
+        half = x.shape[-1] // 2
+        other = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        return x * cos + other * sin
+
+    def forward(self, attention, tokens, positions):
+        x = self.table(tokens)
+        angle = positions[:, None].float() * torch.arange(32, device=CPU) / 7
+        cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
+        for layer in range(3):
+            y = self.norm(x)
+            q = self.turned(self.q(y).view(3, 2, 32), cos, sin)
+            self.unused(y)
+            k = self.turned(self.k(y).view(3, 1, 32), cos, sin)
+            v = self.v(y).view(3, 1, 32)
+            out = attention.attend(layer, q, k, v, scaling=1.0)
+            x = x + torch.nn.functional.silu(self.o(out.reshape(3, 64)))
+        x[1, 2:] *= 2
+        return self.norm(x)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def layers(request):
+    torch.manual_seed(0)
+    return Layers(request.param).eval()
+
+
+@pytest.fixture
+def replayed(layers, workers):
+    """A function that computes by a recording what the layers compute, and by themselves."""
+    own = LinearLayers(layers, workers)
+    with torch.inference_mode():
+        replay = recorded(layers, own, TOKENS, PLACES)
+
+    def both(tokens, positions):
+        recorders = Recorder(), Recorder()
+        with torch.inference_mode(), computing(own):
+            return layers(recorders[0], tokens, positions), replay(recorders[1], tokens, positions)
+
+    both.graph = replay.__self__.graph
+    return both
+
+
+def names(graph):
+    """What a recording calls, in order."""
+    calls = [node for node in graph.nodes if node.op.startswith("call_")]
+    return [getattr(node.target, "__name__", node.target) for node in calls]
+
+
+def test_what_is_known_between_two_calls_of_torch_is_one_program(replayed):
+    for tokens, positions in (OTHERS, (TOKENS, PLACES), OTHERS):
+        expected, made = replayed(tokens, positions)
+        assert_same_bits(made, expected, "replayed")
+    layer = ["attend", "run", "silu", "run"]
+    in_place = ["mul_", "__setitem__"]  # of a view, which costs nothing
+    assert names(replayed.graph)[-16:] == [*layer * 3, *in_place, "run", "clone"]
+
+
+def test_a_result_stays_as_it_is_when_more_is_replayed(replayed):
+    first = replayed(*OTHERS)[1]
+    kept = first.clone()
+    replayed(TOKENS, PLACES)
+    assert_same_bits(first, kept, "the result before")
+
+
+def test_attention_gets_the_models_tensors(layers, workers):
+    own, calls = LinearLayers(layers, workers), []
+
+    class Copies(Recorder):
+        def attend(self, layer, q, k, v, **call):
+            calls.append((layer, q.clone(), k.clone(), v.clone()))
+            return super().attend(layer, q, k, v, **call)
+
+    with torch.inference_mode(), computing(own):
+        replay = recorded(layers, own, TOKENS, PLACES)
+        layers(Copies(), *OTHERS)
+        replay(Copies(), *OTHERS)
+    for expected, found in zip(calls[:3], calls[3:], strict=True):
+        assert expected[0] == found[0]
+        for a, b in zip(expected[1:], found[1:]):
+            assert_same_bits(b, a, "given to attention")
+
+
+def test_weights_are_read_where_they_are(layers, replayed):
+    with torch.no_grad():
+        layers.k.weight.mul_(3)
+        layers.scale.add_(1)
+    expected, made = replayed(*OTHERS)
+    assert_same_bits(made, expected, "changed weights")
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        (("divide", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2), "operation is"),
+        (("copy", [1, 1, 1, 9], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2), "outside of the 32"),
+        (("copy", [1, 1, 1, 4], 0, [(2, 0, "float32", [0, 0, 0, 1])] * 2), "base is 2"),
+        (("copy", [1, 1, 1, 4], 0, [(0, 0, "int8", [0, 0, 0, 1])] * 2), "dtype"),
+        (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])]), "expected memory"),
+        (("copy", [1, 1, 1, 4], 0, []), "0 operands"),
+    ],
+)
+def test_a_program_refuses_what_it_cannot_do(workers, step, error):
+    with pytest.raises(InvalidArgumentError, match=error):
+        _core.Program(workers, [step], [torch.zeros(8)], [])
+
+
+def test_a_program_refuses_tensors_that_are_not_as_it_was_told(workers):
+    steps = [
+        ("copy", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1]), (1, 0, "float32", [0] * 4)])
+    ]
+    program = _core.Program(workers, steps, [torch.zeros(8)], [16])
+    program.run([torch.ones(4)])
+    for given in (
+        [],
+        [torch.ones(5)],
+        [torch.ones(4, dtype=torch.int32)],
+        [torch.ones(2, 4)[:, :2]],
+    ):
+        with pytest.raises(InvalidArgumentError, match="expected"):
+            program.run(given)
