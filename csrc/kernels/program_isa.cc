@@ -100,9 +100,7 @@ void combine(Operation operation, const float* a, const float* b, bool b_is_one,
   }
 }
 
-float mean(const float* x, int64_t count) {
-  return cascade(x, count) / static_cast<float>(count);
-}
+float mean(const float* x, int64_t count) { return cascade(x, count) / static_cast<float>(count); }
 
 }  // namespace KVPAGER_ISA_NS
 }  // namespace kvpager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from bits import assert_same_bits
 
 from kvpager import InvalidArgumentError, _core
+from kvpager.execution import programs
 from kvpager.execution.operations import Alike, lower
 from kvpager.execution.recordings import recorded
 from kvpager.hf.linear import LinearLayers, computing
@@ -180,6 +182,43 @@ def test_what_is_known_between_two_calls_of_torch_is_one_program(replayed):
     layer = ["attend", "run", "silu", "run"]
     in_place = ["mul_", "__setitem__"]  # of a view, which costs nothing
     assert names(replayed.graph)[-16:] == [*layer * 3, *in_place, "run", "clone"]
+
+
+def test_a_call_with_other_bits_is_no_part_of_a_program():
+    table = noise(16, 7)
+
+    def decode(attention, tokens, positions):
+        return torch.nn.functional.embedding(tokens, table).mean(-1) * 2
+
+    with torch.inference_mode():
+        replay = recorded(decode, None, TOKENS, PLACES)
+        assert names(replay.__self__.graph) == ["embedding", "mean", "run", "clone"]
+        assert_same_bits(replay(None, *OTHERS), decode(None, *OTHERS), "with a mean of torch")
+
+
+def test_products_that_are_computed_at_once_write_to_memory_of_their_own(
+    layers, workers, monkeypatch
+):
+    made, program = [], _core.Program
+
+    def noted(workers, steps, *memory):
+        made.append(steps)
+        return program(workers, steps, *memory)
+
+    monkeypatch.setattr(programs._core, "Program", noted)
+    with torch.inference_mode():
+        recorded(layers, LinearLayers(layers, workers), TOKENS, PLACES)
+    groups = [
+        [*group]
+        for steps in made
+        for name, group in groupby(steps, key=lambda step: (step[0], step[3][1]))
+        if name[0] == "linear"
+    ]
+    assert [len(group) for group in groups] == [4, 1] * 3
+    size = layers.scale.itemsize
+    for group in groups:
+        places = sorted((step[3][0][1], step[1][2] * step[1][3] * size) for step in group)
+        assert all(at + length <= after for (at, length), (after, _) in pairwise(places))
 
 
 def test_a_result_stays_as_it_is_when_more_is_replayed(replayed):

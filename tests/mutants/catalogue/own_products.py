@@ -13,6 +13,8 @@ LINEAR = "model/test_linear.py::"
 PROVEN = "model/test_proven_before.py::"
 RECORDED = "model/test_recordings.py::"
 RECORDINGS = "python/kvpager/execution/recordings.py"
+PROGRAM = "cpp/kernels/program_test.cc::"
+PROGRAMS = "model/test_programs.py::"
 
 OWN_PRODUCTS = (
     Mutant(
@@ -124,5 +126,69 @@ OWN_PRODUCTS = (
         old="    return not hooked(model) and {",
         new="    return True or {",
         killers=(RECORDED + "test_models_with_modules_or_methods_of_others_run_as_they_are",),
+    ),
+    Mutant(
+        name="calls-of-torch-are-not-tried-alone",
+        breaks="a call is part of a program only if that has torch's bits",
+        file="python/kvpager/execution/programs.py",
+        old="return ops if is_product or self._alike.same(node, args, kwargs) else None",
+        new="return ops",
+        killers=(PROGRAMS + "test_a_call_with_other_bits_is_no_part_of_a_program",),
+    ),
+    Mutant(
+        name="memory-is-used-again-while-it-is-read",
+        breaks="tensors that are needed at the same time have places of their own",
+        file="python/kvpager/execution/programs.py",
+        old="live = [one for one in live if one[2] >= begins[key]]",
+        new="live = [one for one in live if one[2] > begins[key]]",
+        killers=(PROGRAMS + "test_what_is_known_between_two_calls_of_torch_is_one_program",),
+    ),
+    Mutant(
+        name="products-at-once-share-memory",
+        breaks="products that are computed at once write to memory of their own",
+        file="python/kvpager/execution/programs.py",
+        old="            if group and not _of_one_input(op, group[-1]):\n",
+        new="            if group:\n",
+        killers=(
+            PROGRAMS + "test_products_that_are_computed_at_once_write_to_memory_of_their_own",
+        ),
+    ),
+    Mutant(
+        name="results-are-overwritten",
+        breaks="what a replay returned stays as it is",
+        file="python/kvpager/execution/programs.py",
+        old='            return self._graph.call_method("clone", (given,))\n',
+        new="            return given\n",
+        killers=(PROGRAMS + "test_a_result_stays_as_it_is_when_more_is_replayed",),
+    ),
+    Mutant(
+        name="writes-in-place-are-left-out",
+        breaks="a recorded call that writes to a tensor is run",
+        file="python/kvpager/execution/programs.py",
+        old='        elif not node.meta["acts"] and all(',
+        new="        elif all(",
+        killers=(RECORDED + "test_a_recording_computes_the_same_of_other_numbers",),
+    ),
+    Mutant(
+        name="means-in-another-order",
+        breaks="a mean is summed in torch's order",
+        file="csrc/kernels/program_isa.cc",
+        old="  constexpr int kAtOnce = 4;\n",
+        new="  constexpr int kAtOnce = 2;\n",
+        killers=(
+            PROGRAM
+            + "a mean has the same bits in every tier, and is the sum in eight lanes of four vectors",
+        ),
+    ),
+    Mutant(
+        name="operands-are-not-checked",
+        breaks="a program refuses operands outside of its memory",
+        file="csrc/kernels/program.cc",
+        old="if (!fits || last >= (there - operand.offset) / size) {",
+        new="if (!fits) {",
+        killers=(
+            PROGRAM
+            + "operands outside of their memory are refused, and those that an operation cannot have",
+        ),
     ),
 )
