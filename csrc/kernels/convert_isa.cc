@@ -27,18 +27,8 @@ void from_float(const float* source, DType dtype, int64_t count, void* out) {
     return;
   }
   uint16_t* to = static_cast<uint16_t*>(out);
-  int64_t i = 0;
-  if (dtype == DType::kFloat16) {
-#if KVPAGER_ISA_LEVEL >= 3
-    for (; i + 8 <= count; i += 8) {
-      const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), half);
-    }
-#endif
-    for (; i < count; ++i) to[i] = float_to_float16(source[i]);
-  } else {
-    for (; i < count; ++i) to[i] = float_to_bfloat16(source[i]);
-  }
+  if (dtype == DType::kFloat16) return store_float16(source, count, to);
+  store_bfloat16(source, count, to);
 }
 
 namespace {

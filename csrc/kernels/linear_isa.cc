@@ -30,7 +30,9 @@ struct Float32 {
     return fma(x, w, sum);
   }
   static KVPAGER_INLINE float widen(Element a) { return a; }
-  static KVPAGER_INLINE Element round(float a) { return a; }
+  static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
+    std::memcpy(out, a, static_cast<size_t>(count) * sizeof(float));
+  }
 };
 
 struct Float16 {
@@ -42,7 +44,9 @@ struct Float16 {
     return fma(x, w, sum);
   }
   static KVPAGER_INLINE float widen(Element a) { return float16_to_float(a); }
-  static KVPAGER_INLINE Element round(float a) { return float_to_float16(a); }
+  static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
+    store_float16(a, count, out);
+  }
 };
 
 struct BFloat16 {
@@ -54,11 +58,8 @@ struct BFloat16 {
     return fma(even_floats(x), even_floats(w), fma(odd_floats(x), odd_floats(w), sum));
   }
   static KVPAGER_INLINE float widen(Element a) { return bfloat16_to_float(a); }
-  // float_to_bfloat16, without a branch.
-  static KVPAGER_INLINE Element round(float a) {
-    const uint32_t bits = float_bits(a);
-    const uint32_t nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    return static_cast<Element>(a == a ? nearest : (bits >> 16) | 0x40u);
+  static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
+    store_bfloat16(a, count, out);
   }
 };
 
@@ -110,8 +111,9 @@ KVPAGER_INLINE void add_step(const Operands<Type>& at, int64_t k, int64_t left,
   }
 }
 
-// kRows rows by kOutputs outputs. `fetch`: the weights after these are brought to the caches
-// meanwhile, in the order in which they lie in memory, whatever the order they are read in.
+// kRows rows by kOutputs outputs. `fetch`: all weights after these are brought to the caches
+// meanwhile, in the order in which they lie in memory, whatever the order they are read in; else
+// where they begin.
 template <class Type, int kRows, int kOutputs>
 void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
   using Element = typename Type::Element;
@@ -133,17 +135,32 @@ void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
     }
     add_step<Type, false>(at, k, 0, sums);
   }
+  if (!fetch) {  // from the second-level cache; its own prefetching begins with a row's second miss
+#pragma GCC unroll 8
+    for (int n = 0; n < kOutputs; ++n) {
+#pragma GCC unroll 3
+      for (int line = 0; line < 3; ++line) {
+        __builtin_prefetch(reinterpret_cast<const char*>(at.w + (kOutputs + n) * params.w_stride) +
+                           64 * line);
+      }
+    }
+  }
   if (whole < params.depth) add_step<Type, true>(at, whole, params.depth - whole, sums);
   const Element* bias = static_cast<const Element*>(params.bias);
   Element* y = static_cast<Element*>(params.y) + row * params.y_stride + output;
+  constexpr int kPadded = (kRows + 3) / 4 * 4;
+  alignas(64) float sum[kPadded][kOutputs];
+  alignas(64) Element rounded[kRows][kOutputs];
+  tree_sums(sums, sum[0]);
+  if (bias != nullptr) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int n = 0; n < kOutputs; ++n) sum[r][n] += Type::widen(bias[output + n]);
+    }
+  }
+  Type::round(sum[0], kRows * kOutputs, rounded[0]);
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    float sum[kOutputs];
-    tree_sums(sums[r], sum);
-    if (bias != nullptr) {
-      for (int n = 0; n < kOutputs; ++n) sum[n] += Type::widen(bias[output + n]);
-    }
-    for (int n = 0; n < kOutputs; ++n) y[r * params.y_stride + n] = Type::round(sum[n]);
+    std::memcpy(y + r * params.y_stride, rounded[r], sizeof rounded[r]);
   }
 }
 

@@ -501,28 +501,83 @@ static inline float tree_max(const Vec& a) {
 }
 #endif
 
-// tree_sum of each of some vectors.
-template <int kCount>
-static KVPAGER_INLINE void tree_sums(const Vec (&a)[kCount], float* sums) {
+// tree_sum of every vector: sums[r][n] of a[r][n], with room for rows to a multiple of four.
+template <int kRows, int kCount>
+static KVPAGER_INLINE void tree_sums(const Vec (&a)[kRows][kCount], float* sums) {
 #if KVPAGER_ISA_LEVEL == 4
-  if (kCount == 4) {  // the same additions, of four vectors at a time
-    const auto halves = [](Vec x, Vec y) -> __m512 {  // lanes i and i + 8 of two vectors
-      return _mm512_add_ps(_mm512_shuffle_f32x4(x.x, y.x, 0x44),
-                           _mm512_shuffle_f32x4(x.x, y.x, 0xEE));
+  if (kCount == 4) {  // the same additions, of four rows of four vectors at a time
+    const auto fours = [&](int r) -> __m512 {  // of vector n of a row, four lanes in quarter n
+      const auto& row = a[r < kRows ? r : kRows - 1];
+      const auto halves = [](Vec x, Vec y) -> __m512 {  // lanes i and i + 8 of two vectors
+        return _mm512_add_ps(_mm512_shuffle_f32x4(x.x, y.x, 0x44),
+                             _mm512_shuffle_f32x4(x.x, y.x, 0xEE));
+      };
+      const __m512 first = halves(row[0], row[1 % kCount]);
+      const __m512 second = halves(row[2 % kCount], row[3 % kCount]);
+      return _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88),
+                           _mm512_shuffle_f32x4(first, second, 0xDD));
     };
-    const __m512 first = halves(a[0], a[1 % kCount]);
-    const __m512 second = halves(a[2 % kCount], a[3 % kCount]);
-    const __m512 four = _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88),
-                                      _mm512_shuffle_f32x4(first, second, 0xDD));
-    const __m512 two = _mm512_add_ps(four, _mm512_permute_ps(four, 0x4E));
-    const __m512 one = _mm512_add_ps(two, _mm512_permute_ps(two, 0xB1));
-    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
-    _mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, one)));
+    const auto twos = [](__m512 x, __m512 y) -> __m512 {
+      return _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x44), _mm512_shuffle_ps(x, y, 0xEE));
+    };
+    const __m512i by_row = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; r += 4) {
+      const __m512 low = twos(fours(r), fours(r + 1)), high = twos(fours(r + 2), fours(r + 3));
+      const __m512 ones =
+          _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
+      _mm512_storeu_ps(sums + 4 * r, _mm512_permutexvar_ps(by_row, ones));
+    }
     return;
   }
 #endif
 #pragma GCC unroll 8
-  for (int i = 0; i < kCount; ++i) sums[i] = tree_sum(a[i]);
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kCount; ++n) sums[r * kCount + n] = tree_sum(a[r][n]);
+  }
+}
+
+// `count` numbers to the nearest of a dtype, as float_to_bfloat16 and float_to_float16.
+static KVPAGER_INLINE void store_bfloat16(const float* x, int64_t count, uint16_t* out) {
+  int64_t i = 0;
+#if KVPAGER_ISA_LEVEL == 4
+  for (; i < count / 16 * 16; i += 16) {
+    const __m512 a = _mm512_loadu_ps(x + i);
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i high = _mm512_srli_epi32(bits, 16);
+    const __m512i half =
+        _mm512_add_epi32(_mm512_set1_epi32(0x7FFF), _mm512_and_si512(high, _mm512_set1_epi32(1)));
+    const __m512i nearest = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+    const __m512i made = _mm512_mask_or_epi32(nearest, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), high,
+                                              _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm512_cvtepi32_epi16(made));
+  }
+#endif
+#if KVPAGER_ISA_LEVEL >= 3
+  for (; i < count / 4 * 4; i += 4) {
+    const __m128 a = _mm_loadu_ps(x + i);
+    const __m128i bits = _mm_castps_si128(a);
+    const __m128i high = _mm_srli_epi32(bits, 16);
+    const __m128i half =
+        _mm_add_epi32(_mm_set1_epi32(0x7FFF), _mm_and_si128(high, _mm_set1_epi32(1)));
+    const __m128i nearest = _mm_srli_epi32(_mm_add_epi32(bits, half), 16);
+    const __m128i quiet = _mm_or_si128(high, _mm_set1_epi32(0x40));
+    const __m128i made = _mm_blendv_epi8(nearest, quiet, _mm_castps_si128(_mm_cmpunord_ps(a, a)));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out + i), _mm_packus_epi32(made, made));
+  }
+#endif
+  for (; i < count; ++i) out[i] = float_to_bfloat16(x[i]);
+}
+static KVPAGER_INLINE void store_float16(const float* x, int64_t count, uint16_t* out) {
+  int64_t i = 0;
+#if KVPAGER_ISA_LEVEL >= 3
+  for (; i < count / 8 * 8; i += 8) {
+    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), half);
+  }
+#endif
+  for (; i < count; ++i) out[i] = float_to_float16(x[i]);
 }
 
 // e^x for x <= 0, relative error about one ulp; exp(0) = 1, 0 below -87, NaN stays NaN. n = round(x
