@@ -48,11 +48,16 @@ Operand operand_of(const py::object& given) {
     operand.number = static_cast<float>(py::cast<double>(given));
     return operand;
   }
-  const auto [base, offset, dtype, strides] = py::cast<MemoryOperand>(given);
-  operand.base = base;
-  operand.offset = offset;
-  operand.dtype = dtype_from_name("dtype", dtype);
-  operand.strides = strides;
+  try {
+    const auto [base, offset, dtype, strides] = py::cast<MemoryOperand>(given);
+    operand.base = base;
+    operand.offset = offset;
+    operand.dtype = dtype_from_name("dtype", dtype);
+    operand.strides = strides;
+  } catch (const py::cast_error&) {
+    throw InvalidArgumentError(str("an operand is ", py::cast<std::string>(py::repr(given)),
+                                   "; expected (base, offset, dtype, strides), a float or None"));
+  }
   return operand;
 }
 

@@ -263,6 +263,8 @@ def test_weights_are_read_where_they_are(layers, replayed):
         (("copy", [1, 1, 1, 4], 0, [(0, 0, "int8", [0, 0, 0, 1])] * 2), "dtype"),
         (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])]), "expected memory"),
         (("copy", [1, 1, 1, 4], 0, []), "0 operands"),
+        (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32"), None]), "an operand is"),
+        (("copy", [1, 1, 1, 4], 0, ["x", None]), "an operand is 'x'"),
     ],
 )
 def test_a_program_refuses_what_it_cannot_do(workers, step, error):

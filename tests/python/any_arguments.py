@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from small_store import LAYOUT, Author, C, rows, text
 
 from kvpager import _core
@@ -134,6 +135,10 @@ class Specimens:
             return _core.ContextValue(contextvars.ContextVar("v"), 1)
         if kind == "Workers":
             return _core.Workers(1)
+        if kind == "Program":
+            four = (0, 0, "float32", [0, 0, 0, 1])
+            steps = [("copy", [1, 1, 1, 4], 0, [four, four])]
+            return _core.Program(_core.Workers(1), steps, [torch.zeros(4)], [])
         if kind == "Claim":
             return _core.Claim(_core.Place())
         return getattr(_core, kind)()

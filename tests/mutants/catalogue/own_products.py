@@ -29,7 +29,7 @@ OWN_PRODUCTS = (
         name="denormals-count-in-bfloat16",
         breaks="denormal operands and results of bfloat16 products are zeros in every tier",
         file="csrc/kernels/linear.cc",
-        old="  const bool flush = params.dtype == DType::kBFloat16;\n",
+        old="  const bool flush = products->dtype == DType::kBFloat16;\n",
         new="  const bool flush = false;\n",
         killers=(EXPONENTS,),
     ),
@@ -45,10 +45,10 @@ OWN_PRODUCTS = (
         name="few-rows-round-otherwise",
         breaks="a row has the same bits among any number of rows",
         file="csrc/kernels/linear_isa.cc",
-        old="    tree_sums(sums[r], sum);\n",
+        old="  tree_sums(sums, sum[0]);\n",
         new=(
-            "    if (kRows == 1) sums[r][0] = fma(sums[r][0], splat(1.0000001f), splat(0.0f));\n"
-            "    tree_sums(sums[r], sum);\n"
+            "  if (kRows == 1) sums[0][0] = fma(sums[0][0], splat(1.0000001f), splat(0.0f));\n"
+            "  tree_sums(sums, sum[0]);\n"
         ),
         killers=(ANY_ROWS,),
     ),
