@@ -177,7 +177,8 @@ OWN_PRODUCTS = (
         new="  constexpr int kAtOnce = 2;\n",
         killers=(
             PROGRAM
-            + "a mean has the same bits in every tier, and is the sum in eight lanes of four vectors",
+            + "a mean has the same bits in every tier, and is the sum in eight lanes of four"
+            " vectors",
         ),
     ),
     Mutant(
@@ -187,8 +188,8 @@ OWN_PRODUCTS = (
         old="if (!fits || last >= (there - operand.offset) / size) {",
         new="if (!fits) {",
         killers=(
-            PROGRAM
-            + "operands outside of their memory are refused, and those that an operation cannot have",
+            PROGRAM + "operands outside of their memory are refused, and those that an operation"
+            " cannot have",
         ),
     ),
 )
