@@ -175,11 +175,7 @@ OWN_PRODUCTS = (
         file="csrc/kernels/program_isa.cc",
         old="  constexpr int kAtOnce = 4;\n",
         new="  constexpr int kAtOnce = 2;\n",
-        killers=(
-            PROGRAM
-            + "a mean has the same bits in every tier, and is the sum in eight lanes of four"
-            " vectors",
-        ),
+        killers=(PROGRAM + "a mean is summed in eight lanes, of four vectors at a time",),
     ),
     Mutant(
         name="operands-are-not-checked",
