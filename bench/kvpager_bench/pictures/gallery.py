@@ -71,6 +71,16 @@ PICTURES = (
         "K/V. 4K tokens: sinks, recent window and the {chunks} selected chunks together.",
     ),
     Picture(
+        "decode-on-a-cpu",
+        "linear_model",
+        "How near decoding on a CPU is to its memory",
+        speed.model_title,
+        speed.draw_model,
+        "Bars of tokens per second for each dtype: kvpager, kvpager without parts, and peers; a "
+        "line where reading the weights once a token would be.",
+        "A model of the shape of Qwen3-0.6B, random weights, behind a prompt of {prompt} tokens.",
+    ),
+    Picture(
         "quality",
         "quality",
         "What is found with a part of the cache",

@@ -165,3 +165,59 @@ def _lines(
         )
         ends.append((f"{shown}: {spelled(points[-1][1])}", *points[-1], colour))
     label_ends(axis, ends)
+
+
+MODEL_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+READING = "reading the weights"
+
+
+def model_rates(report: Report, dtype: str) -> dict[str, float]:
+    """Tokens per second by who decodes, of one dtype; kvpager's is named last."""
+    rates = {
+        "transformers": "transformers",
+        "kvpager, torch's products": "kvpager,\ntorch's products",
+        "kvpager, module by module": "kvpager,\nmodule by module",
+    }
+    of_dtype = [each for each in report.comparisons if each.figure == f"decode, {dtype}"]
+    named = {rates.get(each.peer, each.peer): each.theirs for each in of_dtype}
+    named["kvpager"] = of_dtype[0].ours
+    return named
+
+
+def model_title(report: Report) -> str:
+    row = {
+        row["dtype"]: row for row in report.rows if row["subject"] == "engine, kvpager's products"
+    }["bf16"]
+    times = significant(report.number(row, "over_transformers"), 2)
+    share = significant(report.number(row, "of_reading"), 2)
+    return (
+        f"One exact session decodes {times} times as fast as transformers in bfloat16,\n"
+        f"at {share} of what reading the weights once would allow"
+    )
+
+
+def draw_model(report: Report) -> Any:
+    from kvpager_bench.pictures import canvas
+
+    dtypes = [dtype for dtype in MODEL_NAMES if any(row["dtype"] == dtype for row in report.rows)]
+    figure, axes = canvas.blank(model_title(report), panels=len(dtypes))
+    for axis, dtype in zip([axes] if len(dtypes) == 1 else axes, dtypes):
+        rates = model_rates(report, dtype)
+        limit = rates.pop(READING)
+        names = sorted(rates, key=lambda name: rates[name])
+        colours = [canvas.OURS if name == "kvpager" else canvas.OTHERS[3] for name in names]
+        bars = axis.barh(names, [rates[name] for name in names], color=colours)
+        axis.bar_label(bars, fmt="%.3g", padding=-27, color="white", fontsize=9)
+        axis.axvline(limit, color=canvas.OTHERS[0], linestyle="--")
+        axis.set_xlim(0, 1.45 * max(limit, *rates.values()))
+        axis.annotate(
+            "the weights\nread once",
+            (limit, -0.3),
+            xytext=(5, 0),
+            textcoords="offset points",
+            color=canvas.OTHERS[0],
+            fontsize=9.5,
+        )
+        axis.set_title(MODEL_NAMES[dtype], loc="left", fontsize=10)
+        axis.set_xlabel("tokens per second")
+    return figure
