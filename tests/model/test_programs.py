@@ -63,6 +63,7 @@ KNOWN = {
     "contiguous": ("contiguous", (HEADS,), {}),
     "side by side": (torch.cat, ((HEADS[..., 64:], HEADS[..., :64]),), {"dim": -1}),
     "one behind the other": (torch.cat, ([X, X], 1), {}),
+    "nothing beside it": (torch.cat, ((X, X[..., :0]),), {"dim": -1}),
     **{
         f"mean of {n}, {rows} rows": ("mean", (noise(rows, n), -1), {"keepdim": True})
         for rows, n in [(1, 8), (5, 100), (16, 128), (3, 896), (1, 1024), (2, 5120), (1, 16384)]
@@ -142,7 +143,9 @@ class Layers(torch.nn.Module):
             k = self.turned(self.k(y).view(3, 1, 32), cos, sin)
             v = self.v(y).view(3, 1, 32)
             out = attention.attend(layer, q, k, v, scaling=1.0)
-            x = x + torch.nn.functional.silu(self.o(out.reshape(3, 64)))
+            act = torch.nn.functional.silu(self.o(out.reshape(3, 64)))
+            kept = torch.nn.functional.dropout(x + act, training=False)  # is what it is given
+            x = kept + self.norm(self.o(self.norm(act)))
         x[1, 2:] *= 2
         return self.norm(x)
 
@@ -179,9 +182,9 @@ def test_what_is_known_between_two_calls_of_torch_is_one_program(replayed):
     for tokens, positions in (OTHERS, (TOKENS, PLACES), OTHERS):
         expected, made = replayed(tokens, positions)
         assert_same_bits(made, expected, "replayed")
-    layer = ["attend", "run", "silu", "run"]
+    layer = ["attend", "run", "silu", "run", "dropout", "run"]
     in_place = ["mul_", "__setitem__"]  # of a view, which costs nothing
-    assert names(replayed.graph)[-16:] == [*layer * 3, *in_place, "run", "clone"]
+    assert names(replayed.graph)[-22:] == [*layer * 3, *in_place, "run", "clone"]
 
 
 def test_a_call_with_other_bits_is_no_part_of_a_program():
@@ -214,7 +217,7 @@ def test_products_that_are_computed_at_once_write_to_memory_of_their_own(
         for name, group in groupby(steps, key=lambda step: (step[0], step[3][1]))
         if name[0] == "linear"
     ]
-    assert [len(group) for group in groups] == [4, 1] * 3
+    assert [len(group) for group in groups] == [4, 1, 1] * 3
     size = layers.scale.itemsize
     for group in groups:
         places = sorted((step[3][0][1], step[1][2] * step[1][3] * size) for step in group)

@@ -132,7 +132,7 @@ def _cat(tensors: Any, args: Any, kwargs: Any, made: torch.Tensor) -> list[Op] |
         return None
     lengths = [each.shape[dim] for each in parts]
     places = torch.split(made, lengths, dim)
-    return [Op("copy", place, (each,)) for place, each in zip(places, parts)]
+    return [Op("copy", place, (each,)) for place, each in zip(places, parts) if each.numel()]
 
 
 def _product(given: Any, made: torch.Tensor) -> list[Op] | None:

@@ -33,6 +33,11 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
         yield from _leaves(list(value.values()))
 
 
+def _memory(node: fx.Node) -> set[int]:
+    """The storages of what a node of a recording made."""
+    return {*map(storage, _leaves(node.meta.get("made")))}
+
+
 class _Segment:
     """Operations of the core without one of torch between them."""
 
@@ -93,6 +98,13 @@ class _Plan:
             for key in map(storage, tensors):
                 begins.setdefault(key, moment)
                 ends[key] = moment
+        for action in reversed(self.actions):
+            # What torch returns may be what it was given, even if it was a copy when recorded.
+            if not isinstance(action, _Segment):
+                last = max((ends.get(key, 0) for key in _memory(action)), default=0)
+                for each in action.all_input_nodes:
+                    for key in _memory(each):
+                        ends[key] = max(ends.get(key, 0), last)
         places: dict[int, int] = {}
         live: list[tuple[int, int, int]] = []  # place, end of it, last moment
         total = 0
@@ -120,7 +132,7 @@ class _Plan:
 
     def _add(self, node: fx.Node) -> None:
         made = node.meta.get("made")
-        keys = {*map(storage, _leaves(made))}
+        keys = _memory(node)
         if node.op == "get_attr":
             self._lasting |= keys
         elif node.op == "placeholder":
