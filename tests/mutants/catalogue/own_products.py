@@ -147,8 +147,8 @@ OWN_PRODUCTS = (
         name="memory-of-what-was-returned-as-it-is-is-used-again",
         breaks="what torch returned may be what it was given, which stays as long",
         file="python/kvpager/execution/programs.py",
-        old="                last = max((ends.get(key, 0) for key in _memory(action)), default=0)\n",
-        new="                last = 0\n",
+        old="last = max((ends.get(key, 0) for key in _memory(action)), default=0)",
+        new="last = 0",
         killers=(PROGRAMS + "test_what_is_known_between_two_calls_of_torch_is_one_program",),
     ),
     Mutant(
