@@ -76,16 +76,13 @@ Instruction instruction_of(const Step& step) {
   return made;
 }
 
-// All of a tensor's memory. InvalidArgumentError: it is not contiguous, or not as expected.
-Memory memory_of(py::handle tensor, bool contiguous) {
+// All of a tensor's memory. InvalidArgumentError: it is not contiguous, or no float on the CPU.
+Memory memory_of(py::handle tensor) {
   const std::optional<HostMatrix> matrix = host_matrix(tensor);
-  if (!matrix || (contiguous && matrix->rows > 1 && matrix->stride != matrix->columns)) {
+  if (!matrix || (matrix->rows > 1 && matrix->stride != matrix->columns)) {
     throw InvalidArgumentError("a program's memory: expected a contiguous float tensor on the CPU");
   }
-  const int64_t elements = matrix->rows * matrix->columns == 0
-                               ? 0
-                               : (matrix->rows - 1) * matrix->stride + matrix->columns;
-  return {matrix->data, elements * dtype_bytes(matrix->dtype)};
+  return {matrix->data, matrix->rows * matrix->columns * dtype_bytes(matrix->dtype)};
 }
 
 // A program with the tensors that it reads and writes.
@@ -106,7 +103,7 @@ class BoundProgram {
     std::vector<void*> data;
     data.reserve(given.size());
     for (size_t i = 0; i < given.size(); ++i) {
-      const Memory memory = memory_of(given[i], true);
+      const Memory memory = memory_of(given[i]);
       if (memory.bytes != expected[i]) {
         throw InvalidArgumentError(
             str("tensor ", i, " has ", memory.bytes, " bytes; expected ", expected[i]));
@@ -125,7 +122,7 @@ class BoundProgram {
   }
   static std::vector<Memory> memory(const std::vector<py::object>& tensors) {
     std::vector<Memory> made;
-    for (const py::object& tensor : tensors) made.push_back(memory_of(tensor, false));
+    for (const py::object& tensor : tensors) made.push_back(memory_of(tensor));
     return made;
   }
 
@@ -139,18 +136,16 @@ class BoundProgram {
 void bind_program(py::module_& m) {
   py::class_<BoundProgram>(
       m, "Program", "Small operations on tensors of the CPU, one after the other in one call.")
-      .def(py::init<std::shared_ptr<ThreadPool>, const std::vector<Step>&, std::vector<py::object>,
-                    std::vector<int64_t>>(),
-           py::arg("workers"), py::arg("steps"), py::arg("fixed"), py::arg("given"),
-           "steps: (operation, shape, depth, (out, a, b, c)); an operand is (base, offset in "
-           "bytes,\n"
-           "dtype, strides), a float or None. fixed: tensors, the first bases. given: bytes of "
-           "those\n"
-           "that run() gets, which follow. \n\n"
-           "Raises:\n"
-           "    InvalidArgumentError: an operand outside of its memory, or of another kind than "
-           "its\n"
-           "        operation's.")
+      .def(
+          py::init<std::shared_ptr<ThreadPool>, const std::vector<Step>&, std::vector<py::object>,
+                   std::vector<int64_t>>(),
+          py::arg("workers"), py::arg("steps"), py::arg("fixed"), py::arg("given"),
+          "steps: (operation, shape, depth, (out, a, b, c)); an operand is (base, offset in\n"
+          "bytes, dtype, strides), a float or None. fixed: tensors, the first bases. given: bytes\n"
+          "of those that run() gets, which follow.\n\n"
+          "Raises:\n"
+          "    InvalidArgumentError: an operand outside of its memory, or of another kind than\n"
+          "        its operation's.")
       .def("run", &BoundProgram::run, py::arg("given"),
            "Computes all of it. InvalidArgumentError: a tensor is not contiguous, or of another "
            "size.");

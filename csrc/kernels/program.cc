@@ -31,53 +31,51 @@ bool is_one(const Operand& operand) {
   return operand.base == Operand::kNumber || operand.strides[3] == 0;
 }
 
-void elements(const KernelTable& table, const Instruction& given, void* const* bases) {
-  Operation operation = given.operation;
-  const Operand *a = &given.a, *b = &given.b;
-  const bool two = operation == Operation::kAdd || operation == Operation::kSubtract ||
-                   operation == Operation::kMultiply;
-  const auto [n0, n1, n2, n3] = given.shape;
-  alignas(64) float left[kBlock], right[kBlock], made[kBlock];
-  const auto row_of = [](const Operand& operand, int64_t i, int64_t j, int64_t k) {
+// Calls visit(out, a, b) for every row of an instruction, with the elements before each operand's.
+template <class Visit>
+void each_row(const Instruction& of, Visit visit) {
+  const auto before = [](const Operand& operand, int64_t i, int64_t j, int64_t k) {
     return i * operand.strides[0] + j * operand.strides[1] + k * operand.strides[2];
   };
-  const auto block = [&](int64_t i, int64_t j, int64_t k, int64_t first) {
-    const int64_t count = std::min(kBlock, n3 - first);
-    const float* x = widened(table, *a, bases, row_of(*a, i, j, k), first, count, left);
-    if (is_one(*a) && count > 1) {
-      const float number = *x;
-      std::fill(left, left + count, number);
-      x = left;
-    }
-    const float* y = two ? widened(table, *b, bases, row_of(*b, i, j, k), first, count, right) : x;
-    char* to = const_cast<char*>(at(given.out, bases, row_of(given.out, i, j, k) + first));
-    const bool straight = given.out.dtype == DType::kFloat32;
-    float* out = straight ? reinterpret_cast<float*>(to) : made;
-    table.combine(operation, x, y, two && is_one(*b), count, out);
-    if (!straight) table.from_float(made, given.out.dtype, count, to);
-  };
-  for (int64_t i = 0; i < n0; ++i) {
-    for (int64_t j = 0; j < n1; ++j) {
-      for (int64_t k = 0; k < n2; ++k) {
-        for (int64_t first = 0; first < n3; first += kBlock) block(i, j, k, first);
+  for (int64_t i = 0; i < of.shape[0]; ++i) {
+    for (int64_t j = 0; j < of.shape[1]; ++j) {
+      for (int64_t k = 0; k < of.shape[2]; ++k) {
+        visit(before(of.out, i, j, k), before(of.a, i, j, k), before(of.b, i, j, k));
       }
     }
   }
 }
 
-void means(const KernelTable& table, const Instruction& given, void* const* bases) {
-  const auto [n0, n1, n2, n3] = given.shape;
-  const auto &from = given.a.strides, &to = given.out.strides;
-  for (int64_t i = 0; i < n0; ++i) {
-    for (int64_t j = 0; j < n1; ++j) {
-      for (int64_t k = 0; k < n2; ++k) {
-        const char* x = at(given.a, bases, i * from[0] + j * from[1] + k * from[2]);
-        const char* out = at(given.out, bases, i * to[0] + j * to[1] + k * to[2]);
-        *reinterpret_cast<float*>(const_cast<char*>(out)) =
-            table.mean(reinterpret_cast<const float*>(x), n3);
+void elements(const KernelTable& table, const Instruction& of, void* const* bases) {
+  const bool two = of.operation == Operation::kAdd || of.operation == Operation::kSubtract ||
+                   of.operation == Operation::kMultiply;
+  const bool straight = of.out.dtype == DType::kFloat32;
+  const int64_t columns = of.shape[3];
+  alignas(64) float left[kBlock], right[kBlock], made[kBlock];
+  each_row(of, [&](int64_t out_row, int64_t a_row, int64_t b_row) {
+    for (int64_t first = 0; first < columns; first += kBlock) {
+      const int64_t count = std::min(kBlock, columns - first);
+      const float* x = widened(table, of.a, bases, a_row, first, count, left);
+      if (is_one(of.a) && count > 1) {
+        const float number = *x;
+        std::fill(left, left + count, number);
+        x = left;
       }
+      const float* y = two ? widened(table, of.b, bases, b_row, first, count, right) : x;
+      char* to = const_cast<char*>(at(of.out, bases, out_row + first));
+      float* out = straight ? reinterpret_cast<float*>(to) : made;
+      table.combine(of.operation, x, y, two && is_one(of.b), count, out);
+      if (!straight) table.from_float(made, of.out.dtype, count, to);
     }
-  }
+  });
+}
+
+void means(const KernelTable& table, const Instruction& of, void* const* bases) {
+  each_row(of, [&](int64_t out_row, int64_t a_row, int64_t) {
+    const char* x = at(of.a, bases, a_row);
+    char* out = const_cast<char*>(at(of.out, bases, out_row));
+    *reinterpret_cast<float*>(out) = table.mean(reinterpret_cast<const float*>(x), of.shape[3]);
+  });
 }
 
 LinearParams product(const Instruction& given, void* const* bases) {

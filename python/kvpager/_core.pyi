@@ -133,13 +133,13 @@ class Program:
         given: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
     ) -> None:
         """
-        steps: (operation, shape, depth, (out, a, b, c)); an operand is (base, offset in bytes,
-        dtype, strides), a float or None. fixed: tensors, the first bases. given: bytes of those
-        that run() gets, which follow.
+        steps: (operation, shape, depth, (out, a, b, c)); an operand is (base, offset in
+        bytes, dtype, strides), a float or None. fixed: tensors, the first bases. given: bytes
+        of those that run() gets, which follow.
 
         Raises:
-            InvalidArgumentError: an operand outside of its memory, or of another kind than its
-                operation's.
+            InvalidArgumentError: an operand outside of its memory, or of another kind than
+                its operation's.
         """
     def run(self, given: collections.abc.Sequence[typing.Any]) -> None:
         """

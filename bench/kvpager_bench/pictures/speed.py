@@ -172,22 +172,15 @@ READING = "reading the weights"
 
 
 def model_rates(report: Report, dtype: str) -> dict[str, float]:
-    """Tokens per second by who decodes, of one dtype; kvpager's is named last."""
-    rates = {
-        "transformers": "transformers",
-        "kvpager, torch's products": "kvpager,\ntorch's products",
-        "kvpager, module by module": "kvpager,\nmodule by module",
-    }
+    """Tokens per second by who decodes, of one dtype, and by reading the weights."""
     of_dtype = [each for each in report.comparisons if each.figure == f"decode, {dtype}"]
-    named = {rates.get(each.peer, each.peer): each.theirs for each in of_dtype}
-    named["kvpager"] = of_dtype[0].ours
-    return named
+    rates = {each.peer.replace(", ", ",\n"): each.theirs for each in of_dtype}
+    return {**rates, "kvpager": of_dtype[0].ours}
 
 
 def model_title(report: Report) -> str:
-    row = {
-        row["dtype"]: row for row in report.rows if row["subject"] == "engine, kvpager's products"
-    }["bf16"]
+    ours = "bf16", "engine, kvpager's products"
+    row = next(row for row in report.rows if (row["dtype"], row["subject"]) == ours)
     times = significant(report.number(row, "over_transformers"), 2)
     share = significant(report.number(row, "of_reading"), 2)
     return (

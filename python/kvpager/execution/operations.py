@@ -60,8 +60,10 @@ def lower(function: Any, args: Any, kwargs: Any, made: Any) -> list[Op] | None:
     ops = _lowered(function, args, kwargs, made)
     if ops is None or any(_loops(op) is None for op in ops):
         return None
-    floats = all(each.dtype in FLOATS for op in ops for each in op.tensors)
-    return ops if floats and all(each.device.type == "cpu" for each in ops[0].tensors) else None
+    tensors = [each for op in ops for each in op.tensors]
+    return (
+        ops if all(each.dtype in FLOATS and each.device.type == "cpu" for each in tensors) else None
+    )
 
 
 def _lowered(function: Any, args: Any, kwargs: Any, made: torch.Tensor) -> list[Op] | None:
@@ -216,12 +218,6 @@ def step(op: Op, locate: Locate) -> Any:
     return op.name, loops.shape, depth, operands
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of the memory of a tensor, as one row."""
-    memory = tensor.untyped_storage()
-    return tensor.detach().as_strided((memory.nbytes() // tensor.itemsize,), (1,), 0)
-
-
 def storage(tensor: torch.Tensor) -> int:
     """The address of a tensor's memory, which all views of it share."""
     return tensor.untyped_storage().data_ptr()
@@ -257,9 +253,9 @@ class Alike:
         ops = lower(node.target, args, kwargs, made)
         if ops is None:
             return False
-        memory = _Memory()
+        memory = Memory()
         steps = [step(op, memory) for op in ops]
-        _core.Program(self._workers, steps, memory.fixed, []).run([])
+        _core.Program(self._workers, steps, memory.tensors, []).run([])
         return same_bits(made, expected)
 
     def _numbers(self, like: torch.Tensor, spread: int) -> torch.Tensor:
@@ -280,16 +276,22 @@ def _told(value: Any) -> Any:
     return value
 
 
-class _Memory:
-    """The memory that a program's tensors lie in, in the order in which it was asked for."""
+class Memory:
+    """The memory that tensors lie in, numbered in the order in which it was asked for.
+
+    Attributes:
+        tensors: all elements of each, as one row.
+    """
 
     def __init__(self) -> None:
-        self.fixed: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
 
     def __call__(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The number of a tensor's memory, and the bytes from there to its first element."""
         key = storage(tensor)
         if key not in self._places:
-            self._places[key] = len(self.fixed)
-            self.fixed.append(flat(tensor))
+            self._places[key] = len(self.tensors)
+            elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+            self.tensors.append(tensor.detach().as_strided((elements,), (1,), 0))
         return self._places[key], tensor.data_ptr() - key

@@ -16,26 +16,17 @@ import torch
 from torch import fx
 
 from kvpager import _core
-from kvpager.execution.operations import FLOATS, Alike, Op, flat, lower, step, storage
+from kvpager.execution.operations import FLOATS, Alike, Memory, Op, lower, step, storage
 from kvpager.hf.linear import product
+from kvpager.hf.observe import tensors_in
 
 _LINE = 64  # bytes
 _MOST_BYTES = 1 << 20  # of what an operation makes; larger ones are worth torch's threads
 
 
-def _leaves(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _leaves(each)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-
-
 def _memory(node: fx.Node) -> set[int]:
     """The storages of what a node of a recording made."""
-    return {*map(storage, _leaves(node.meta.get("made")))}
+    return {*map(storage, tensors_in(node.meta.get("made")))}
 
 
 class _Segment:
@@ -128,7 +119,7 @@ class _Plan:
                 for group in action.groups():
                     yield [tensor for op in group for tensor in op.tensors]
             else:
-                yield [*_leaves([node.meta.get("made") for node in action.all_input_nodes])]
+                yield [*tensors_in([node.meta.get("made") for node in action.all_input_nodes])]
 
     def _add(self, node: fx.Node) -> None:
         made = node.meta.get("made")
@@ -192,24 +183,27 @@ class _Places:
     def __init__(self, plan: _Plan, arena: torch.Tensor, places: dict[int, int]) -> None:
         self._plan = plan
         self._places = places
-        self.fixed = [arena]
+        self._fixed = Memory()
+        self._fixed(arena)
         self.given: list[fx.Node] = []
-        self._bases: dict[int, int] = {}
+
+    @property
+    def fixed(self) -> list[torch.Tensor]:
+        """Memory that is the same in each run; that of programs first."""
+        return self._fixed.tensors
 
     def note(self, op: Op) -> None:
         """Gives numbers to the memory of an operation; those that last come first."""
         for tensor in op.tensors:
-            key = storage(tensor)
-            if key not in self._places and key not in self._plan.given and key not in self._bases:
-                self._bases[key] = len(self.fixed)
-                self.fixed.append(flat(tensor))
+            if storage(tensor) not in self._places and storage(tensor) not in self._plan.given:
+                self._fixed(tensor)
 
     def __call__(self, tensor: torch.Tensor) -> tuple[int, int]:
         key = storage(tensor)
         if key in self._places:
             return 0, self._places[key] + tensor.data_ptr() - key
-        if key in self._bases:
-            return self._bases[key], tensor.data_ptr() - key
+        if key not in self._plan.given:
+            return self._fixed(tensor)
         node, made = self._plan.given[key]
         if node not in self.given:
             self.given.append(node)

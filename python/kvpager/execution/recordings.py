@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpager import _core
 from kvpager.execution.graphs import Decode
+from kvpager.execution.operations import storage
 from kvpager.execution.programs import with_programs
 from kvpager.hf import same_bits
 from kvpager.hf.additions import hooked
@@ -212,7 +213,7 @@ class _Tape:
         for name, tensor in (("tokens", tokens), ("positions", positions)):
             self._nodes[id(tensor)] = self.graph.placeholder(name)
             self._nodes[id(tensor)].meta["made"] = tensor
-            self._lasting.add(_storage(tensor))
+            self._lasting.add(storage(tensor))
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -279,7 +280,7 @@ class _Tape:
         """Whether a tensor, or what it is a view of, is there beside this forward."""
         with self.apart():
             known = id(tensor) in self._nodes or id(tensor) in self._parts
-            return not known or _storage(tensor) in self._lasting
+            return not known or storage(tensor) in self._lasting
 
     def function(self, hidden: torch.Tensor) -> Replay:
         """What was recorded, as a function of attention, tokens and positions."""
@@ -296,7 +297,7 @@ class _Tape:
             if node is None:
                 if id(value) in self._parts:
                     raise NotRecordableError("a tensor was made that no function of torch returned")
-                self._lasting.add(_storage(value))
+                self._lasting.add(storage(value))
                 self._tensors.append(value)
                 node = self._nodes[id(value)] = self.held(value)
             return node
@@ -382,6 +383,7 @@ class _RecordedAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any
     ) -> torch.Tensor:
         with self._tape.apart():
+            # In memory of its own, as the running forward's is: that of v would be read for it.
             made = self._recorder.attend(layer, q, k, v, **call).clone()
         self._tape.attend((layer, q, k, v), call, made)
         return made
@@ -433,7 +435,3 @@ def _tensors(made: Any) -> bool:
     return isinstance(made, torch.Tensor) or (
         isinstance(made, (list, tuple)) and any(map(_tensors, made))
     )
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

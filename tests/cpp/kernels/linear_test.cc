@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "elements.h"
 #include "float_mode.h"
 #include "kernels/half.h"
 #include "kernels/kernel_table.h"
@@ -18,14 +19,6 @@
 
 namespace kvpager::testing {
 namespace {
-
-const DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-
-float widen(DType dtype, const void* data, int64_t i) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(data)[i];
-  const uint16_t code = static_cast<const uint16_t*>(data)[i];
-  return dtype == DType::kFloat16 ? float16_to_float(code) : bfloat16_to_float(code);
-}
 
 // Numbers of a dtype, with room between rows.
 class Matrix {
@@ -38,12 +31,7 @@ class Matrix {
   template <class Draw>
   void fill(Draw draw) {
     const int64_t count = static_cast<int64_t>(bytes_.size()) / dtype_bytes(dtype);
-    for (int64_t i = 0; i < count; ++i) {
-      const float value = draw();
-      if (dtype == DType::kFloat32) reinterpret_cast<float*>(bytes_.data())[i] = value;
-      if (dtype == DType::kFloat16) words()[i] = float_to_float16(value);
-      if (dtype == DType::kBFloat16) words()[i] = float_to_bfloat16(value);
-    }
+    for (int64_t i = 0; i < count; ++i) round_to(dtype, draw(), bytes_.data(), i);
   }
   uint16_t* words() { return reinterpret_cast<uint16_t*>(bytes_.data()); }
   void* data() { return bytes_.data(); }

@@ -8,36 +8,13 @@
 #include <random>
 #include <vector>
 
-#include "kernels/half.h"
+#include "elements.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/error.h"
 #include "kvpager/thread_pool.h"
 
 namespace kvpager::testing {
 namespace {
-
-const DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-
-float widen(DType dtype, const std::byte* data, int64_t i) {
-  float single;
-  uint16_t half;
-  if (dtype == DType::kFloat32) {
-    std::memcpy(&single, data + 4 * i, 4);
-    return single;
-  }
-  std::memcpy(&half, data + 2 * i, 2);
-  return dtype == DType::kFloat16 ? float16_to_float(half) : bfloat16_to_float(half);
-}
-
-void round_to(DType dtype, float value, std::byte* data, int64_t i) {
-  if (dtype == DType::kFloat32) {
-    std::memcpy(data + 4 * i, &value, 4);
-    return;
-  }
-  const uint16_t half =
-      dtype == DType::kFloat16 ? float_to_float16(value) : float_to_bfloat16(value);
-  std::memcpy(data + 2 * i, &half, 2);
-}
 
 std::vector<std::byte> numbers(DType dtype, int64_t count, unsigned seed) {
   std::mt19937 random(seed);
