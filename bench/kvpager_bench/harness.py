@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 # Before torch loads its OpenMP runtime: on a busy machine spinning threads slow each other down.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

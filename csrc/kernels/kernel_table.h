@@ -92,6 +92,9 @@ struct MeanParams {
                                          // with 128 added
 };
 
+// As many outputs of many rows should linear_panel have at a time, where it wants scratch.
+inline constexpr int64_t kLinearBlockOutputs = 48;
+
 struct KernelTable {
   const char* name = nullptr;
   int level = 1;
@@ -125,8 +128,9 @@ struct KernelTable {
   void (*score_exact)(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
                       const std::byte* const* summaries, int64_t count, double* scores) = nullptr;
   // All of params in one thread: kvpager/linear.h. The calling thread's floating-point unit is set as
-  // the dtype wants it.
-  void (*linear_panel)(const LinearParams& params) = nullptr;
+  // the dtype wants it. scratch: [linear_scratch_floats(params)], on a cache line.
+  int64_t (*linear_scratch_floats)(const LinearParams& params) = nullptr;
+  void (*linear_panel)(const LinearParams& params, float* scratch) = nullptr;
   // Of `count` elements, one of kvpager/program.h's; b_is_one: b is one number for all. Not of means and
   // products.
   void (*combine)(Operation operation, const float* a, const float* b, bool b_is_one, int64_t count,

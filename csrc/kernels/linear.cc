@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "kernels/float_buffer.h"
 #include "kernels/float_environment.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/error.h"
@@ -28,7 +29,9 @@ int64_t estimated_nanoseconds(const LinearParams& params) {
 int64_t panel_outputs(const LinearParams& params, int threads) {
   const int64_t row = std::max<int64_t>(1, params.depth * dtype_bytes(params.dtype));
   const int64_t shared = params.outputs / (kPanelsPerThread * threads);
-  const int64_t most = std::min(std::max<int64_t>(1, kPanelBytes / row), shared);
+  const bool blocked = kernels().linear_scratch_floats(params) > 0;
+  const int64_t wanted = blocked ? kLinearBlockOutputs : std::max<int64_t>(1, kPanelBytes / row);
+  const int64_t most = std::min(wanted, shared);
   return std::max<int64_t>(1, most / kPanelOutputs) * kPanelOutputs;
 }
 
@@ -56,19 +59,24 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
   const KernelTable& table = kernels();
   const bool flush = products->dtype == DType::kBFloat16;
   const int64_t bytes = dtype_bytes(products->dtype);
-  const auto panel = [&](int64_t item, int) {
+  const auto part_of = [&](int64_t item) {
     const LinearParams* of = products;
     for (; item >= panels_of(*of); ++of) item -= panels_of(*of);
-    const LinearParams& params = *of;
-    const int64_t step = step_of(params);
-    LinearParams part = params;
+    LinearParams part = *of;
+    const int64_t step = step_of(part);
     const int64_t first = item * step;
-    part.outputs = std::min(step, params.outputs - first);
-    part.w = static_cast<const char*>(params.w) + first * params.w_stride * bytes;
-    if (params.bias != nullptr) part.bias = static_cast<const char*>(params.bias) + first * bytes;
-    part.y = static_cast<char*>(params.y) + first * bytes;
+    part.outputs = std::min(step, part.outputs - first);
+    part.w = static_cast<const char*>(part.w) + first * part.w_stride * bytes;
+    if (part.bias != nullptr) part.bias = static_cast<const char*>(part.bias) + first * bytes;
+    part.y = static_cast<char*>(part.y) + first * bytes;
+    return part;
+  };
+  const auto panel = [&](int64_t item, int) {
+    LinearParams part = part_of(item);
+    if (item + wanted < panels) part.next_w = part_of(item + wanted).w;
     const FloatEnvironment environment(flush);
-    table.linear_panel(part);
+    thread_local FloatBuffer scratch;
+    table.linear_panel(part, scratch.reserve(table.linear_scratch_floats(part)));
   };
   const auto next =
       products->rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;

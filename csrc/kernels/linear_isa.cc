@@ -1,8 +1,10 @@
 // Tiles of y = x W^T + b: kvpager/linear.h has the order of operations. A tile is a few rows by a
 // few outputs, whose lanes stay in registers along the whole depth.
 #include "kernels/functions_isa.h"
-#include "kernels/vec_isa.h"
-#include "kvpager/linear.h"
+#include "kernels/linear_elements_isa.h"
+#if KVPAGER_ISA_LEVEL == 3
+#include "kernels/linear_packed_isa.h"
+#endif
 
 namespace kvpager {
 namespace KVPAGER_ISA_NS {
@@ -19,70 +21,6 @@ constexpr int kTileOutputs = 2;
 constexpr int kTileRows = 1;
 constexpr int kTileOutputs = 1;
 #endif
-
-// Multiplies elements of one dtype; Step is what one step along the depth reads.
-struct Float32 {
-  using Element = float;
-  static constexpr int kStep = 16;
-  using Step = Vec;
-  static KVPAGER_INLINE Step read(const Element* p) { return load(p); }
-  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
-    return fma(x, w, sum);
-  }
-  static KVPAGER_INLINE float widen(Element a) { return a; }
-  static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
-    std::memcpy(out, a, static_cast<size_t>(count) * sizeof(float));
-  }
-};
-
-struct Float16 {
-  using Element = uint16_t;
-  static constexpr int kStep = 16;
-  using Step = Vec;
-  static KVPAGER_INLINE Step read(const Element* p) { return load_float16(p); }
-  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
-    return fma(x, w, sum);
-  }
-  static KVPAGER_INLINE float widen(Element a) { return float16_to_float(a); }
-  static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
-    store_float16(a, count, out);
-  }
-};
-
-struct BFloat16 {
-  using Element = uint16_t;
-  static constexpr int kStep = 32;
-  using Step = BFloat16Pairs;
-  static KVPAGER_INLINE Step read(const Element* p) { return load_bfloat16_pairs(p); }
-  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
-    return fma(even_floats(x), even_floats(w), fma(odd_floats(x), odd_floats(w), sum));
-  }
-  static KVPAGER_INLINE float widen(Element a) { return bfloat16_to_float(a); }
-  static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
-    store_bfloat16(a, count, out);
-  }
-};
-
-#if KVPAGER_ISA_LEVEL == 4
-// For processors that have AVX512_BF16.
-struct BFloat16Dots : BFloat16 {
-  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
-    // As an instruction: the rest of the function is for processors without it.
-    __m512 lanes = sum.x;
-    asm("vdpbf16ps %2, %1, %0" : "+v"(lanes) : "v"(x.x), "v"(w.x));
-    return {lanes};
-  }
-};
-#endif
-
-// What a step reads; of the last one, the elements that are `left`.
-template <class Type, bool kLast>
-KVPAGER_INLINE typename Type::Step read_step(const typename Type::Element* p, int64_t left) {
-  if (!kLast) return Type::read(p);
-  typename Type::Element padded[Type::kStep] = {};
-  std::memcpy(padded, p, static_cast<size_t>(left) * sizeof(typename Type::Element));
-  return Type::read(padded);
-}
 
 // A tile's place: its first row and output, and the elements from one to the next.
 template <class Type>
@@ -146,22 +84,7 @@ void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
     }
   }
   if (whole < params.depth) add_step<Type, true>(at, whole, params.depth - whole, sums);
-  const Element* bias = static_cast<const Element*>(params.bias);
-  Element* y = static_cast<Element*>(params.y) + row * params.y_stride + output;
-  constexpr int kPadded = (kRows + 3) / 4 * 4;
-  alignas(64) float sum[kPadded][kOutputs];
-  alignas(64) Element rounded[kRows][kOutputs];
-  tree_sums(sums, sum[0]);
-  if (bias != nullptr) {
-    for (int r = 0; r < kRows; ++r) {
-      for (int n = 0; n < kOutputs; ++n) sum[r][n] += Type::widen(bias[output + n]);
-    }
-  }
-  Type::round(sum[0], kRows * kOutputs, rounded[0]);
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    std::memcpy(y + r * params.y_stride, rounded[r], sizeof rounded[r]);
-  }
+  finish<Type>(params, row, output, sums);
 }
 
 using Tile = void (*)(const LinearParams& params, int64_t row, int64_t output, bool fetch);
@@ -189,7 +112,11 @@ struct Tiles {
 constexpr int64_t kFewRows = 4 * kTileRows;
 
 template <class Type>
-void panel(const LinearParams& params) {
+void panel(const LinearParams& params, float* scratch) {
+#if KVPAGER_ISA_LEVEL == 3
+  if (params.rows > kFewRows) return packed_panel<Type>(params, scratch);
+#endif
+  (void)scratch;
   static constexpr Tiles<Type, kTileOutputs> kWide;
   static constexpr Tiles<Type, 1> kNarrow;
   const int64_t tiles = (params.rows + kTileRows - 1) / kTileRows;
@@ -216,16 +143,26 @@ void panel(const LinearParams& params) {
 
 }  // namespace
 
-void linear_panel(const LinearParams& params) {
-  if (params.dtype == DType::kFloat32) return panel<Float32>(params);
-  if (params.dtype == DType::kFloat16) return panel<Float16>(params);
-  panel<BFloat16>(params);
+int64_t linear_scratch_floats(const LinearParams& params) {
+#if KVPAGER_ISA_LEVEL == 3
+  if (params.rows > kFewRows) {
+    return kPackedWeights + kPackedInput + kBlockRows * kBlockOutputs * kVectorFloats;
+  }
+#endif
+  (void)params;
+  return 0;
+}
+
+void linear_panel(const LinearParams& params, float* scratch) {
+  if (params.dtype == DType::kFloat32) return panel<Float32>(params, scratch);
+  if (params.dtype == DType::kFloat16) return panel<Float16>(params, scratch);
+  panel<BFloat16>(params, scratch);
 }
 
 #if KVPAGER_ISA_LEVEL == 4
-void linear_panel_dots(const LinearParams& params) {
-  if (params.dtype != DType::kBFloat16) return linear_panel(params);
-  panel<BFloat16Dots>(params);
+void linear_panel_dots(const LinearParams& params, float* scratch) {
+  if (params.dtype != DType::kBFloat16) return linear_panel(params, scratch);
+  panel<BFloat16Dots>(params, scratch);
 }
 #endif
 

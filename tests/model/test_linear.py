@@ -219,7 +219,7 @@ FAST = {
     "AVX-512 with bfloat16": ("float32", "float16", "bfloat16"),
     "AMX": ("float32", "float16"),
     "AVX-512": ("float32", "float16"),
-    "AVX2": ("float32", "float16"),
+    "AVX2": ("float32", "float16", "bfloat16"),
     "none of these": (),
 }
 

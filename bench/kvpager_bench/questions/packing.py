@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from kvpager import Engine, PagerConfig
+from kvpager.config import DEFAULT_ROWS
 from kvpager.requests.completion import RequestCompletion
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager_bench import harness, subjects
@@ -314,7 +315,7 @@ def main() -> None:
     parser.add_argument(
         "--sessions", type=harness.parse_ints, default=[1, 2, 4, 8, 16, 32, 64, 128]
     )
-    parser.add_argument("--rows", type=int, default=64, help="M")
+    parser.add_argument("--rows", type=int, default=DEFAULT_ROWS["cpu"][0], help="M")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--alone", type=int, default=6, help="prompts run one after the other")
     parser.add_argument("--runs", type=int, default=2)

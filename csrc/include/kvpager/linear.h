@@ -35,6 +35,8 @@ struct LinearParams {
   const void* bias = nullptr;  // [outputs]; null: none
   void* y = nullptr;           // [rows][outputs]; apart from all the others
   int64_t y_stride = 0;
+  // Weights that are probably read after these, as far apart: fetched meanwhile. Null: not known.
+  const void* next_w = nullptr;
 };
 
 // Several of one dtype and number of rows, none of which reads what another writes, are computed at

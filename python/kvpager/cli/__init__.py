@@ -17,7 +17,8 @@ from types import FrameType
 
 # Before torch loads its OpenMP runtime, whose threads otherwise spin between operations and take
 # the cores from everything else.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from kvpager.cli.failure import CliError
 from kvpager.errors import PagerError

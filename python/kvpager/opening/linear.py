@@ -39,8 +39,10 @@ def use_own_products(asked: str, model: Any) -> bool:
 
 
 def _is_fast(dtype: torch.dtype, processor: dict[str, int]) -> bool:
-    if dtype == torch.bfloat16:
-        # Without the instruction whose order they keep it takes several; AMX tiles, which torch
-        # uses, are faster than the instruction.
+    if dtype == torch.bfloat16 and processor["level"] > _AVX2:
+        # Without the instruction whose order they keep they take several, where torch's library has
+        # kernels of its own; AMX tiles, which it uses, are faster than the instruction.
         return bool(processor["bf16"] and not processor["amx"])
-    return dtype in (torch.float32, torch.float16) and processor["level"] >= _AVX2
+    # With AVX2 alone torch has bfloat16 and float16 in plain loops.
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    return dtype in known and processor["level"] >= _AVX2

@@ -150,6 +150,18 @@ TEST_CASE("every element has the order of operations that is written down, in ev
   }
 }
 
+TEST_CASE("so it is where rows, outputs and the depth take several blocks of the caches") {
+  for (const DType dtype : kDTypes) {
+    CAPTURE(std::string(dtype_name(dtype)));
+    const Problem problem(dtype, 97, 53, 2085);
+    for (const KernelTable* table : runnable_kernels()) {
+      CAPTURE(std::string(table->name));
+      const KernelOverride tier(*table);
+      CHECK(wrong_elements(problem, problem.run()) == 0);
+    }
+  }
+}
+
 TEST_CASE("a row has the same bits among any number of rows, at any place, in any tier") {
   const int64_t most = 256, outputs = 37, depth = 200;
   for (const DType dtype : kDTypes) {

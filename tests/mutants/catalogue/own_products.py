@@ -5,6 +5,7 @@ from mutants.mutant import Mutant
 KERNEL = "cpp/kernels/linear_test.cc::"
 ORDER = KERNEL + "every element has the order of operations that is written down, in every tier"
 ANY_ROWS = KERNEL + "a row has the same bits among any number of rows, at any place, in any tier"
+BLOCKS = KERNEL + "so it is where rows, outputs and the depth take several blocks of the caches"
 EXPONENTS = (
     KERNEL
     + "bfloat16 of every exponent has the same bits in every tier, denormals and infinities too"
@@ -20,9 +21,9 @@ OWN_PRODUCTS = (
     Mutant(
         name="even-elements-first",
         breaks="bfloat16 has the order of VDPBF16PS in every tier: of a pair the odd element first",
-        file="csrc/kernels/linear_isa.cc",
-        old="fma(even_floats(x), even_floats(w), fma(odd_floats(x), odd_floats(w), sum));",
-        new="fma(odd_floats(x), odd_floats(w), fma(even_floats(x), even_floats(w), sum));",
+        file="csrc/kernels/linear_elements_isa.h",
+        old="return i == 0 ? odd_floats(step) : even_floats(step);",
+        new="return i == 1 ? odd_floats(step) : even_floats(step);",
         killers=(EXPONENTS,),
     ),
     Mutant(
@@ -45,12 +46,20 @@ OWN_PRODUCTS = (
         name="few-rows-round-otherwise",
         breaks="a row has the same bits among any number of rows",
         file="csrc/kernels/linear_isa.cc",
-        old="  tree_sums(sums, sum[0]);\n",
+        old="  finish<Type>(params, row, output, sums);\n",
         new=(
             "  if (kRows == 1) sums[0][0] = fma(sums[0][0], splat(1.0000001f), splat(0.0f));\n"
-            "  tree_sums(sums, sum[0]);\n"
+            "  finish<Type>(params, row, output, sums);\n"
         ),
         killers=(ANY_ROWS,),
+    ),
+    Mutant(
+        name="sums-of-the-depths-first-block-are-lost",
+        breaks="an element is the sum of all its products where the depth takes several blocks",
+        file="csrc/kernels/linear_packed_isa.h",
+        old="sum[r][n] = first ? _mm256_setzero_ps()",
+        new="sum[r][n] = true ? _mm256_setzero_ps()",
+        killers=(BLOCKS,),
     ),
     Mutant(
         name="every-models-layers-are-computed",

@@ -1,0 +1,112 @@
+// What tiles of y = x W^T + b are made of: how elements of each dtype are read, multiplied and
+// rounded. Included by linear_isa.cc only.
+#pragma once
+
+#include "kernels/vec_isa.h"
+#include "kvpager/linear.h"
+
+namespace kvpager {
+namespace KVPAGER_ISA_NS {
+namespace {
+
+// Multiplies elements of one dtype; Step is what one step along the depth reads, kVectors vectors of
+// float32 that are multiplied one after the other.
+struct Float32 {
+  using Element = float;
+  static constexpr int kStep = 16;
+  static constexpr int kVectors = 1;
+  using Step = Vec;
+  static KVPAGER_INLINE Step read(const Element* p) { return load(p); }
+  static KVPAGER_INLINE Vec vector(const Step& step, int) { return step; }
+  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
+    return fma(x, w, sum);
+  }
+  static KVPAGER_INLINE float widen(Element a) { return a; }
+  static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
+    std::memcpy(out, a, static_cast<size_t>(count) * sizeof(float));
+  }
+};
+
+struct Float16 {
+  using Element = uint16_t;
+  static constexpr int kStep = 16;
+  static constexpr int kVectors = 1;
+  using Step = Vec;
+  static KVPAGER_INLINE Step read(const Element* p) { return load_float16(p); }
+  static KVPAGER_INLINE Vec vector(const Step& step, int) { return step; }
+  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
+    return fma(x, w, sum);
+  }
+  static KVPAGER_INLINE float widen(Element a) { return float16_to_float(a); }
+  static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
+    store_float16(a, count, out);
+  }
+};
+
+struct BFloat16 {
+  using Element = uint16_t;
+  static constexpr int kStep = 32;
+  static constexpr int kVectors = 2;
+  using Step = BFloat16Pairs;
+  static KVPAGER_INLINE Step read(const Element* p) { return load_bfloat16_pairs(p); }
+  static KVPAGER_INLINE Vec vector(const Step& step, int i) {
+    return i == 0 ? odd_floats(step) : even_floats(step);
+  }
+  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
+    return fma(vector(x, 1), vector(w, 1), fma(vector(x, 0), vector(w, 0), sum));
+  }
+  static KVPAGER_INLINE float widen(Element a) { return bfloat16_to_float(a); }
+  static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
+    store_bfloat16(a, count, out);
+  }
+};
+
+#if KVPAGER_ISA_LEVEL == 4
+// For processors that have AVX512_BF16.
+struct BFloat16Dots : BFloat16 {
+  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
+    // As an instruction: the rest of the function is for processors without it.
+    __m512 lanes = sum.x;
+    asm("vdpbf16ps %2, %1, %0" : "+v"(lanes) : "v"(x.x), "v"(w.x));
+    return {lanes};
+  }
+};
+#endif
+
+// What a step reads; of the last one, the elements that are `left`.
+template <class Type, bool kLast>
+KVPAGER_INLINE typename Type::Step read_step(const typename Type::Element* p, int64_t left) {
+  if (!kLast) return Type::read(p);
+  typename Type::Element padded[Type::kStep] = {};
+  std::memcpy(padded, p, static_cast<size_t>(left) * sizeof(typename Type::Element));
+  return Type::read(padded);
+}
+
+// The elements of a tile, of which the first `rows` by `outputs` are wanted.
+template <class Type, int kRows, int kOutputs>
+KVPAGER_INLINE void finish(const LinearParams& params, int64_t row, int64_t output,
+                           const Vec (&sums)[kRows][kOutputs], int rows = kRows,
+                           int outputs = kOutputs) {
+  using Element = typename Type::Element;
+  const Element* bias = static_cast<const Element*>(params.bias);
+  Element* y = static_cast<Element*>(params.y) + row * params.y_stride + output;
+  constexpr int kPadded = (kRows + 3) / 4 * 4;
+  alignas(64) float sum[kPadded][kOutputs];
+  alignas(64) Element rounded[kRows][kOutputs];
+  tree_sums(sums, sum[0]);
+  if (bias != nullptr) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int n = 0; n < outputs; ++n) sum[r][n] += Type::widen(bias[output + n]);
+    }
+  }
+  Type::round(sum[0], kRows * kOutputs, rounded[0]);
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; ++r) {
+    std::memcpy(y + r * params.y_stride, rounded[r],
+                static_cast<size_t>(outputs) * sizeof(Element));
+  }
+}
+
+}  // namespace
+}  // namespace KVPAGER_ISA_NS
+}  // namespace kvpager
