@@ -24,7 +24,7 @@ OWN_PRODUCTS = (
         file="csrc/kernels/linear_elements_isa.h",
         old="return i == 0 ? odd_floats(step) : even_floats(step);",
         new="return i == 1 ? odd_floats(step) : even_floats(step);",
-        killers=(EXPONENTS,),
+        killers=(ORDER,),
     ),
     Mutant(
         name="denormals-count-in-bfloat16",
