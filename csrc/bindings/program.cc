@@ -31,7 +31,7 @@ constexpr std::pair<const char*, Operation> kOperations[] = {{"copy", Operation:
 
 using Strides = std::array<int64_t, 4>;
 using MemoryOperand = std::tuple<int32_t, int64_t, std::string, Strides>;
-using Step = std::tuple<std::string, Strides, int64_t, std::vector<py::object>>;
+using Step = std::tuple<std::string, Strides, int64_t, std::vector<py::object>, bool>;
 
 Operation operation_of(const std::string& name) {
   for (const auto& [known, operation] : kOperations) {
@@ -62,11 +62,12 @@ Operand operand_of(const py::object& given) {
 }
 
 Instruction instruction_of(const Step& step) {
-  const auto& [name, shape, depth, operands] = step;
+  const auto& [name, shape, depth, operands, beside] = step;
   Instruction made;
   made.operation = operation_of(name);
   made.shape = shape;
   made.depth = depth;
+  made.beside = beside;
   Operand* const places[] = {&made.out, &made.a, &made.b, &made.c};
   if (operands.empty() || operands.size() > 4) {
     throw InvalidArgumentError(
@@ -136,16 +137,18 @@ class BoundProgram {
 void bind_program(py::module_& m) {
   py::class_<BoundProgram>(
       m, "Program", "Small operations on tensors of the CPU, one after the other in one call.")
-      .def(
-          py::init<std::shared_ptr<ThreadPool>, const std::vector<Step>&, std::vector<py::object>,
-                   std::vector<int64_t>>(),
-          py::arg("workers"), py::arg("steps"), py::arg("fixed"), py::arg("given"),
-          "steps: (operation, shape, depth, (out, a, b, c)); an operand is (base, offset in\n"
-          "bytes, dtype, strides), a float or None. fixed: tensors, the first bases. given: bytes\n"
-          "of those that run() gets, which follow.\n\n"
-          "Raises:\n"
-          "    InvalidArgumentError: an operand outside of its memory, or of another kind than\n"
-          "        its operation's.")
+      .def(py::init<std::shared_ptr<ThreadPool>, const std::vector<Step>&, std::vector<py::object>,
+                    std::vector<int64_t>>(),
+           py::arg("workers"), py::arg("steps"), py::arg("fixed"), py::arg("given"),
+           "steps: (operation, shape, depth, (out, a, b, c), beside); an operand is (base, offset "
+           "in\n"
+           "bytes, dtype, strides), a float or None; beside: a product that is computed at the "
+           "same\n"
+           "time as the one before it. fixed: tensors, the first bases. given: bytes\n"
+           "of those that run() gets, which follow.\n\n"
+           "Raises:\n"
+           "    InvalidArgumentError: an operand outside of its memory, or of another kind than\n"
+           "        its operation's.")
       .def("run", &BoundProgram::run, py::arg("given"),
            "Computes all of it. InvalidArgumentError: a tensor is not contiguous, or of another "
            "size.");

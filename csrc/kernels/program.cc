@@ -94,13 +94,6 @@ LinearParams product(const Instruction& given, void* const* bases) {
   return params;
 }
 
-// Whether two products multiply the same rows.
-bool of_one_input(const Instruction& one, const Instruction& other) {
-  return other.operation == Operation::kLinear && one.a.base == other.a.base &&
-         one.a.offset == other.a.offset && one.a.strides == other.a.strides &&
-         one.a.dtype == other.a.dtype && one.shape[2] == other.shape[2] && one.depth == other.depth;
-}
-
 void check(const Operand& operand, std::array<int64_t, 4> shape, const std::vector<int64_t>& bytes,
            const char* name) {
   if (operand.base == Operand::kNumber) return;
@@ -165,6 +158,16 @@ void check(const Instruction& given, const std::vector<int64_t>& bytes) {
   check(given.b, given.shape, bytes, "b");
 }
 
+void check_beside(const Instruction& given, const Instruction* before) {
+  if (!given.beside) return;
+  if (given.operation != Operation::kLinear || before == nullptr ||
+      before->operation != Operation::kLinear || before->out.dtype != given.out.dtype ||
+      before->shape[2] != given.shape[2]) {
+    throw InvalidArgumentError(
+        "beside: expected a product after one of the same dtype and number of rows");
+  }
+}
+
 }  // namespace
 
 Program::Program(std::vector<Instruction> instructions, std::vector<Memory> fixed,
@@ -173,7 +176,10 @@ Program::Program(std::vector<Instruction> instructions, std::vector<Memory> fixe
   std::vector<int64_t> bytes;
   for (const Memory& memory : fixed_) bytes.push_back(memory.bytes);
   bytes.insert(bytes.end(), given_.begin(), given_.end());
-  for (const Instruction& one : instructions_) check(one, bytes);
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    check(instructions_[i], bytes);
+    check_beside(instructions_[i], i == 0 ? nullptr : &instructions_[i - 1]);
+  }
 }
 
 void Program::run(const std::vector<void*>& given, ThreadPool& pool) const {
@@ -189,7 +195,7 @@ void Program::run(const std::vector<void*>& given, ThreadPool& pool) const {
       means(table, one, bases.data());
     } else if (one.operation == Operation::kLinear) {
       products.assign(1, product(one, bases.data()));
-      while (i + 1 < instructions_.size() && of_one_input(one, instructions_[i + 1])) {
+      while (i + 1 < instructions_.size() && instructions_[i + 1].beside) {
         products.push_back(product(instructions_[++i], bases.data()));
       }
       linear(products.data(), static_cast<int64_t>(products.size()), pool);

@@ -127,14 +127,16 @@ class Program:
                 ],
                 typing.SupportsInt | typing.SupportsIndex,
                 collections.abc.Sequence[typing.Any],
+                bool,
             ]
         ],
         fixed: collections.abc.Sequence[typing.Any],
         given: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
     ) -> None:
         """
-        steps: (operation, shape, depth, (out, a, b, c)); an operand is (base, offset in
-        bytes, dtype, strides), a float or None. fixed: tensors, the first bases. given: bytes
+        steps: (operation, shape, depth, (out, a, b, c), beside); an operand is (base, offset in
+        bytes, dtype, strides), a float or None; beside: a product that is computed at the same
+        time as the one before it. fixed: tensors, the first bases. given: bytes
         of those that run() gets, which follow.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -211,12 +211,9 @@ def test_products_that_are_computed_at_once_write_to_memory_of_their_own(
     monkeypatch.setattr(programs._core, "Program", noted)
     with torch.inference_mode():
         recorded(layers, LinearLayers(layers, workers), TOKENS, PLACES)
-    groups = [
-        [*group]
-        for steps in made
-        for name, group in groupby(steps, key=lambda step: (step[0], step[3][1]))
-        if name[0] == "linear"
-    ]
+    groups = []
+    for step in (step for steps in made for step in steps if step[0] == "linear"):
+        groups = [*groups[:-1], [*groups[-1], step]] if step[4] else [*groups, [step]]
     assert [len(group) for group in groups] == [4, 1, 1] * 3
     size = layers.scale.itemsize
     for group in groups:
@@ -260,14 +257,18 @@ def test_weights_are_read_where_they_are(layers, replayed):
 @pytest.mark.parametrize(
     ("step", "error"),
     [
-        (("divide", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2), "operation is"),
-        (("copy", [1, 1, 1, 9], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2), "outside of the 32"),
-        (("copy", [1, 1, 1, 4], 0, [(2, 0, "float32", [0, 0, 0, 1])] * 2), "base is 2"),
-        (("copy", [1, 1, 1, 4], 0, [(0, 0, "int8", [0, 0, 0, 1])] * 2), "dtype"),
-        (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])]), "expected memory"),
-        (("copy", [1, 1, 1, 4], 0, []), "0 operands"),
-        (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32"), None]), "an operand is"),
-        (("copy", [1, 1, 1, 4], 0, ["x", None]), "an operand is 'x'"),
+        (("divide", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2, False), "operation is"),
+        (
+            ("copy", [1, 1, 1, 9], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2, False),
+            "outside of the 32",
+        ),
+        (("copy", [1, 1, 1, 4], 0, [(2, 0, "float32", [0, 0, 0, 1])] * 2, False), "base is 2"),
+        (("copy", [1, 1, 1, 4], 0, [(0, 0, "int8", [0, 0, 0, 1])] * 2, False), "dtype"),
+        (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])], False), "expected memory"),
+        (("copy", [1, 1, 1, 4], 0, [], False), "0 operands"),
+        (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32"), None], False), "an operand is"),
+        (("copy", [1, 1, 1, 4], 0, ["x", None], False), "an operand is 'x'"),
+        (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2, True), "beside"),
     ],
 )
 def test_a_program_refuses_what_it_cannot_do(workers, step, error):
@@ -277,7 +278,13 @@ def test_a_program_refuses_what_it_cannot_do(workers, step, error):
 
 def test_a_program_refuses_tensors_that_are_not_as_it_was_told(workers):
     steps = [
-        ("copy", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1]), (1, 0, "float32", [0] * 4)])
+        (
+            "copy",
+            [1, 1, 1, 4],
+            0,
+            [(0, 0, "float32", [0, 0, 0, 1]), (1, 0, "float32", [0] * 4)],
+            False,
+        )
     ]
     program = _core.Program(workers, steps, [torch.zeros(8)], [16])
     program.run([torch.ones(4)])

@@ -43,6 +43,9 @@ struct Instruction {
   std::array<int64_t, 4> shape{1, 1, 1, 1};
   int64_t depth = 0;  // of kLinear
   Operand out, a, b, c;
+  // A product that is computed at the same time as the one before it, and neither reads nor writes
+  // what that one writes.
+  bool beside = false;
 };
 
 struct Memory {
@@ -52,8 +55,8 @@ struct Memory {
 
 class Program {
  public:
-  // Throws InvalidArgumentError for an operand that is not within its memory, or that an operation
-  // cannot have. Bases from `fixed.size()` on are given to run(), with the bytes in `given`.
+  // Throws InvalidArgumentError for an operand that is not within its memory or that an operation
+  // cannot have, and for what cannot be computed beside the instruction before it. Bases from `fixed.size()` on are given to run(), with the bytes in `given`.
   Program(std::vector<Instruction> instructions, std::vector<Memory> fixed,
           std::vector<int64_t> given);
 

@@ -203,8 +203,8 @@ def _joined(shape: Any, strides: list[Any], most: int) -> _Loops | None:
     return _Loops([*[1] * missing, *sizes], [[*[0] * missing, *at] for at in steps])
 
 
-def step(op: Op, locate: Locate) -> Any:
-    """An operation as `_core.Program` takes it."""
+def step(op: Op, locate: Locate, *, beside: bool = False) -> Any:
+    """An operation as `_core.Program` takes it. beside: it runs at the same time as the last."""
     loops = _loops(op)
     assert loops is not None
     strides = iter(loops.strides)
@@ -215,7 +215,7 @@ def step(op: Op, locate: Locate) -> Any:
         for each in (op.out, *op.operands)
     ]
     depth = op.read[0].shape[-1] if op.name == "linear" else 0
-    return op.name, loops.shape, depth, operands
+    return op.name, loops.shape, depth, operands, beside
 
 
 def storage(tensor: torch.Tensor) -> int:

@@ -249,7 +249,11 @@ class _Writer:
         places = _Places(self._plan, self._arena, self._places)
         for op in segment.ops:
             places.note(op)
-        steps = [step(op, places) for op in segment.ops]
+        steps = [
+            step(op, places, beside=place > 0)
+            for group in segment.groups()
+            for place, op in enumerate(group)
+        ]
         sizes = [node.meta["made"].nbytes for node in places.given]
         program = _core.Program(self._workers, steps, places.fixed, sizes)
         given = [self._value(node) for node in places.given]

@@ -174,7 +174,7 @@ TEST_CASE("a mean is summed in eight lanes, of four vectors at a time") {
   }
 }
 
-TEST_CASE("products of one input are computed at once, with the bits of each alone") {
+TEST_CASE("products are computed beside one another with the bits of each alone") {
   constexpr int64_t kRows = 3, kDepth = 130;
   for (const DType dtype : kDTypes) {
     auto x = numbers(dtype, kRows * kDepth, 9), bias = numbers(dtype, 40, 10);
@@ -198,13 +198,16 @@ TEST_CASE("products of one input are computed at once, with the bits of each alo
       one.a = {0, 0, dtype, {0, 0, kDepth, 1}};
       one.b = {2 + i, 0, dtype, {0, 0, kDepth, 1}};
       if (i == 0) one.c = {1, 0, dtype, {0, 0, 0, 1}};
+      one.beside = i > 0;
       all.push_back(one);
     }
     ThreadPool pool(2, 0);
     Program(all, memory, {}).run({}, pool);
     for (int32_t i = 0; i < 3; ++i) {
       memory[static_cast<size_t>(5 + i)] = of(alone[static_cast<size_t>(i)]);
-      Program({all[static_cast<size_t>(i)]}, memory, {}).run({}, pool);
+      Instruction one = all[static_cast<size_t>(i)];
+      one.beside = false;
+      Program({one}, memory, {}).run({}, pool);
     }
     CHECK(together == alone);
   }
@@ -250,6 +253,7 @@ TEST_CASE("operands outside of their memory are refused, and those that an opera
   refused([](Instruction& one) { one.shape[2] = 3; });
   refused([](Instruction& one) { one.shape[0] = 0; });
   refused([](Instruction& one) { one.a.dtype = DType::kQ8; });
+  refused([](Instruction& one) { one.beside = true; });
   refused([](Instruction& one) {
     one.operation = Operation::kMean;
     one.a.dtype = DType::kBFloat16;
@@ -272,6 +276,18 @@ TEST_CASE("operands outside of their memory are refused, and those that an opera
     one.depth = 16;
     one.c = {0, 124, DType::kFloat32, {0, 0, 0, 0}};
   });
+  Instruction product = good;
+  product.operation = Operation::kLinear;
+  product.shape = {1, 1, 1, 1};
+  product.depth = 8;
+  product.b = product.a;
+  Instruction beside = product;
+  beside.beside = true;
+  CHECK_NOTHROW(Program({product, beside}, {of(bytes)}, {}));
+  CHECK_THROWS_AS(Program({beside}, {of(bytes)}, {}), InvalidArgumentError);
+  CHECK_THROWS_AS(Program({good, beside}, {of(bytes)}, {}), InvalidArgumentError);
+  beside.shape[2] = 2;
+  CHECK_THROWS_AS(Program({product, beside}, {of(bytes)}, {}), InvalidArgumentError);
 }
 
 }  // namespace kvpager::testing

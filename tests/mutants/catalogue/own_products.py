@@ -165,8 +165,8 @@ OWN_PRODUCTS = (
         name="products-at-once-share-memory",
         breaks="products that are computed at once write to memory of their own",
         file="python/kvpager/execution/programs.py",
-        old="            if group and not _of_one_input(op, group[-1]):\n",
-        new="            if group:\n",
+        old="                    yield [tensor for op in group for tensor in op.tensors]\n",
+        new="                    yield from ([*op.tensors] for op in group)\n",
         killers=(
             PROGRAMS + "test_products_that_are_computed_at_once_write_to_memory_of_their_own",
         ),
