@@ -140,12 +140,10 @@ void bind_program(py::module_& m) {
       .def(py::init<std::shared_ptr<ThreadPool>, const std::vector<Step>&, std::vector<py::object>,
                     std::vector<int64_t>>(),
            py::arg("workers"), py::arg("steps"), py::arg("fixed"), py::arg("given"),
-           "steps: (operation, shape, depth, (out, a, b, c), beside); an operand is (base, offset "
-           "in\n"
-           "bytes, dtype, strides), a float or None; beside: a product that is computed at the "
-           "same\n"
-           "time as the one before it. fixed: tensors, the first bases. given: bytes\n"
-           "of those that run() gets, which follow.\n\n"
+           "steps: (operation, shape, depth, (out, a, b, c), beside); an operand is\n"
+           "(base, offset in bytes, dtype, strides), a float or None. beside: a product that is\n"
+           "computed at the same time as the one before it. fixed: tensors, the first bases.\n"
+           "given: bytes of those that run() gets, which follow.\n\n"
            "Raises:\n"
            "    InvalidArgumentError: an operand outside of its memory, or of another kind than\n"
            "        its operation's.")

@@ -5,6 +5,8 @@
 #include <new>
 #include <utility>
 
+#include "kvpager/layout.h"
+
 namespace kvpager {
 
 // Floats on a cache line, kept between calls.
@@ -34,7 +36,7 @@ class FloatBuffer {
   int64_t bytes() const { return size_ * static_cast<int64_t>(sizeof(float)); }
 
  private:
-  static constexpr std::align_val_t kAlignment{64};
+  static constexpr std::align_val_t kAlignment{kTileAlignment};
   void release() {
     if (data_ != nullptr) ::operator delete(data_, kAlignment);
     data_ = nullptr;

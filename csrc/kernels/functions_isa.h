@@ -19,7 +19,7 @@ void read_tile(const Tile& tile, float* out);
 void encode(const float* source, DType dtype, int64_t dim, uint8_t* codes, uint16_t* scales);
 bool all_fit(const void* source, DType dtype, DType stored, int64_t count);
 
-int64_t linear_scratch_floats(const LinearParams& params);
+int64_t linear_scratch_floats(int64_t rows);
 void linear_panel(const LinearParams& params, float* scratch);
 #if KVPAGER_ISA_LEVEL == 4
 void linear_panel_dots(const LinearParams& params, float* scratch);

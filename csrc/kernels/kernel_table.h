@@ -128,8 +128,8 @@ struct KernelTable {
   void (*score_exact)(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
                       const std::byte* const* summaries, int64_t count, double* scores) = nullptr;
   // All of params in one thread: kvpager/linear.h. The calling thread's floating-point unit is set as
-  // the dtype wants it. scratch: [linear_scratch_floats(params)], on a cache line.
-  int64_t (*linear_scratch_floats)(const LinearParams& params) = nullptr;
+  // the dtype wants it. scratch: [linear_scratch_floats(rows)], on a cache line.
+  int64_t (*linear_scratch_floats)(int64_t rows) = nullptr;
   void (*linear_panel)(const LinearParams& params, float* scratch) = nullptr;
   // Of `count` elements, one of kvpager/program.h's; b_is_one: b is one number for all. Not of means and
   // products.

@@ -26,11 +26,11 @@ int64_t estimated_nanoseconds(const LinearParams& params) {
   return std::max(elements * dtype_bytes(params.dtype) / 16, elements * params.rows * 2 / 64);
 }
 
-int64_t panel_outputs(const LinearParams& params, int threads) {
+// packed: the kernel copies what it multiplies, a block of outputs at a time.
+int64_t panel_outputs(const LinearParams& params, int threads, bool packed) {
   const int64_t row = std::max<int64_t>(1, params.depth * dtype_bytes(params.dtype));
   const int64_t shared = params.outputs / (kPanelsPerThread * threads);
-  const bool blocked = kernels().linear_scratch_floats(params) > 0;
-  const int64_t wanted = blocked ? kLinearBlockOutputs : std::max<int64_t>(1, kPanelBytes / row);
+  const int64_t wanted = packed ? kLinearBlockOutputs : std::max<int64_t>(1, kPanelBytes / row);
   const int64_t most = std::min(wanted, shared);
   return std::max<int64_t>(1, most / kPanelOutputs) * kPanelOutputs;
 }
@@ -38,6 +38,7 @@ int64_t panel_outputs(const LinearParams& params, int threads) {
 }  // namespace
 
 void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
+  if (count == 0) return;
   int64_t nanoseconds = 0;
   for (const LinearParams* one = products; one != products + count; ++one) {
     if (!is_float(one->dtype)) {
@@ -47,8 +48,11 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
     nanoseconds += estimated_nanoseconds(*one);
   }
   const int wanted = pool.worth_waking(nanoseconds);
+  const KernelTable& table = kernels();
+  const int64_t scratch_floats = table.linear_scratch_floats(products->rows);
+  const bool packed = scratch_floats > 0;
   const auto step_of = [&](const LinearParams& one) {
-    return wanted == 1 ? std::max<int64_t>(1, one.outputs) : panel_outputs(one, wanted);
+    return wanted == 1 ? std::max<int64_t>(1, one.outputs) : panel_outputs(one, wanted, packed);
   };
   const auto panels_of = [&](const LinearParams& one) {
     return one.rows == 0 ? 0 : (one.outputs + step_of(one) - 1) / step_of(one);
@@ -56,7 +60,6 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
   int64_t panels = 0;
   for (int64_t i = 0; i < count; ++i) panels += panels_of(products[i]);
   if (panels == 0) return;
-  const KernelTable& table = kernels();
   const bool flush = products->dtype == DType::kBFloat16;
   const int64_t bytes = dtype_bytes(products->dtype);
   const auto part_of = [&](int64_t item) {
@@ -73,10 +76,10 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
   };
   const auto panel = [&](int64_t item, int) {
     LinearParams part = part_of(item);
-    if (item + wanted < panels) part.next_w = part_of(item + wanted).w;
+    if (packed && item + wanted < panels) part.next_w = part_of(item + wanted).w;
     const FloatEnvironment environment(flush);
     thread_local FloatBuffer scratch;
-    table.linear_panel(part, scratch.reserve(table.linear_scratch_floats(part)));
+    table.linear_panel(part, scratch.reserve(scratch_floats));
   };
   const auto next =
       products->rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;

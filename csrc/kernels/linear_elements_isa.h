@@ -10,33 +10,29 @@ namespace KVPAGER_ISA_NS {
 namespace {
 
 // Multiplies elements of one dtype; Step is what one step along the depth reads, kVectors vectors of
-// float32 that are multiplied one after the other.
-struct Float32 {
-  using Element = float;
+// float32 that are multiplied one after the other. Of float32 and float16, one:
+struct Lanes {
   static constexpr int kStep = 16;
   static constexpr int kVectors = 1;
   using Step = Vec;
-  static KVPAGER_INLINE Step read(const Element* p) { return load(p); }
   static KVPAGER_INLINE Vec vector(const Step& step, int) { return step; }
   static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
     return fma(x, w, sum);
   }
+};
+
+struct Float32 : Lanes {
+  using Element = float;
+  static KVPAGER_INLINE Step read(const Element* p) { return load(p); }
   static KVPAGER_INLINE float widen(Element a) { return a; }
   static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
     std::memcpy(out, a, static_cast<size_t>(count) * sizeof(float));
   }
 };
 
-struct Float16 {
+struct Float16 : Lanes {
   using Element = uint16_t;
-  static constexpr int kStep = 16;
-  static constexpr int kVectors = 1;
-  using Step = Vec;
   static KVPAGER_INLINE Step read(const Element* p) { return load_float16(p); }
-  static KVPAGER_INLINE Vec vector(const Step& step, int) { return step; }
-  static KVPAGER_INLINE Vec add_products(const Step& x, const Step& w, const Vec& sum) {
-    return fma(x, w, sum);
-  }
   static KVPAGER_INLINE float widen(Element a) { return float16_to_float(a); }
   static KVPAGER_INLINE void round(const float* a, int64_t count, Element* out) {
     store_float16(a, count, out);

@@ -143,13 +143,13 @@ void panel(const LinearParams& params, float* scratch) {
 
 }  // namespace
 
-int64_t linear_scratch_floats(const LinearParams& params) {
+int64_t linear_scratch_floats(int64_t rows) {
 #if KVPAGER_ISA_LEVEL == 3
-  if (params.rows > kFewRows) {
+  if (rows > kFewRows) {
     return kPackedWeights + kPackedInput + kBlockRows * kBlockOutputs * kVectorFloats;
   }
 #endif
-  (void)params;
+  (void)rows;
   return 0;
 }
 

@@ -100,10 +100,10 @@ KVPAGER_INLINE void finish_packed(const LinearParams& params, int64_t row, int64
 // Weights that are packed next, brought to the second-level cache while others are multiplied: a
 // little at a time, as only so many lines can be on their way at once.
 struct Fetch {
-  const char* at = nullptr;  // of the row; null: nothing to fetch
+  const char* at = nullptr;  // where the row begins
   int64_t stride = 0;        // bytes from one row to the next
   int64_t row_bytes = 0;
-  int64_t rows = 0;
+  int64_t rows = 0;   // left; 0: nothing to fetch
   int64_t lines = 0;  // at a time
   int64_t line = 0;   // in bytes, of the row
 

@@ -134,10 +134,10 @@ class Program:
         given: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
     ) -> None:
         """
-        steps: (operation, shape, depth, (out, a, b, c), beside); an operand is (base, offset in
-        bytes, dtype, strides), a float or None; beside: a product that is computed at the same
-        time as the one before it. fixed: tensors, the first bases. given: bytes
-        of those that run() gets, which follow.
+        steps: (operation, shape, depth, (out, a, b, c), beside); an operand is
+        (base, offset in bytes, dtype, strides), a float or None. beside: a product that is
+        computed at the same time as the one before it. fixed: tensors, the first bases.
+        given: bytes of those that run() gets, which follow.
 
         Raises:
             InvalidArgumentError: an operand outside of its memory, or of another kind than

@@ -166,7 +166,9 @@ def test_another_order_that_a_random_bfloat16_probe_misses_is_found_where_sums_c
         assert cancelling.classes((2, 4, 8, 16)) == apart(4, of_products_of(made, given))
         other = layer(given[:4])
         share = (other != layer(given[:8])[:4]).float().mean()
-    assert share > 0.1  # 0.16 with AVX2 alone, where torch has another order; 0.8 with AVX-512
+    # Torch's plain loops, without a library's kernels for bfloat16, have another order: 0.16.
+    in_library = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert share > (0.8 if in_library else 0.1)
 
 
 @pytest.mark.parametrize("where", [0, 15, 31])

@@ -56,7 +56,8 @@ struct Memory {
 class Program {
  public:
   // Throws InvalidArgumentError for an operand that is not within its memory or that an operation
-  // cannot have, and for what cannot be computed beside the instruction before it. Bases from `fixed.size()` on are given to run(), with the bytes in `given`.
+  // cannot have, and for what cannot be computed beside the instruction before it. Bases from
+  // `fixed.size()` on are given to run(), with the bytes in `given`.
   Program(std::vector<Instruction> instructions, std::vector<Memory> fixed,
           std::vector<int64_t> given);
 
