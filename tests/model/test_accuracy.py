@@ -1,7 +1,9 @@
 """How far from the truth: bits that agree with one another must also be right.
 
 The truth is float64, of the same weights. Beside each bound stands the error of transformers' own
-run in the same dtype, which ours may exceed by a tenth at most.
+run in the same dtype, which ours may exceed by a tenth at most. Of a single prompt of 200 tokens in
+bfloat16 the ratio of the two is anywhere from 0.8 to 1.2, whoever is the better: the errors of its
+tokens are not independent. So the means are over several prompts.
 """
 
 from __future__ import annotations
@@ -31,12 +33,19 @@ BOUNDS = {"bfloat16": (6e-2, 8e-3), "float16": (1e-2, 1e-3), "float32": (5e-6, 1
 ARCHITECTURES = [name for name in PROMISED if name != SHIPPED] + ["qwen3_moe"]
 
 
-def errors(model, ids, closing):
-    """Absolute errors of float32 log-probabilities [n - 1]: ours, and stock eager attention's."""
-    truth = true_logprobs(model, ids)
-    theirs = logprobs_of(stock_logits(model, ids), ids).float()
-    ours = torch.from_numpy(closing(make_engine(model)).score(ids).logprobs)
-    return (ours - truth).abs(), (theirs - truth).abs()
+PROMPTS = 8
+
+
+def errors(model, closing):
+    """Absolute errors of float32 log-probabilities of all prompts: ours, and stock eager's."""
+    engine = closing(make_engine(model))
+    ours, theirs = [], []
+    for seed in range(PROMPTS):
+        ids = prompt(200, seed)
+        truth = true_logprobs(model, ids)
+        ours.append((torch.from_numpy(engine.score(ids).logprobs) - truth).abs())
+        theirs.append((logprobs_of(stock_logits(model, ids), ids).float() - truth).abs())
+    return torch.cat(ours), torch.cat(theirs)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -45,7 +54,7 @@ def test_log_probabilities_are_as_close_to_float64_as_those_of_transformers(
     architecture, dtype, closing
 ):
     model = build(architecture, dtype, group=4)
-    ours, theirs = errors(model, prompt(200), closing)
+    ours, theirs = errors(model, closing)
     largest, mean = BOUNDS[dtype]
     assert ours.max() <= largest
     assert ours.mean() <= mean
@@ -57,7 +66,7 @@ def test_log_probabilities_are_as_close_to_float64_as_those_of_transformers(
 )
 def test_the_shipped_model_is_as_close_to_float64_as_transformers_is(dtype, mean, closing):
     """Its attention is so sharp that rounding of keys alone moves single tokens by whole units."""
-    ours, theirs = errors(build(SHIPPED, dtype), prompt(200), closing)
+    ours, theirs = errors(build(SHIPPED, dtype), closing)
     assert ours.mean() <= mean
     assert ours.mean() <= 1.1 * theirs.mean()
 
