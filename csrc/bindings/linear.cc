@@ -1,4 +1,5 @@
 #include "kvpager/linear.h"
+#include "kvpager/thread_pool.h"
 
 #include <dlfcn.h>
 

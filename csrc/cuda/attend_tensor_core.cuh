@@ -14,6 +14,7 @@
 #pragma once
 
 #include "cuda/attend_tensor.cuh"
+#include "cuda/matrix_units.cuh"
 
 namespace kvpager::gpu::tensor {
 
@@ -61,24 +62,6 @@ KVP_DEVICE int matrix_offset() {
   return Units<kUnits>::offset(row, lane_index() >> 4);
 }
 
-template <DType kType>
-KVP_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (kType == DType::kBFloat16) {
-    mma_bfloat16(d, a, b0, b1);
-  } else {
-    mma_float16(d, a, b0, b1);
-  }
-}
-
-template <DType kType>
-KVP_DEVICE uint32_t pack(float low, float high) {
-  if constexpr (kType == DType::kBFloat16) {
-    return pack_bfloat16(low, high);
-  } else {
-    return pack_float16(low, high);
-  }
-}
-
 // The queries of a warp: [begin, begin + 16 kM) of a part and kv head, those from `end` on unused.
 template <int kM>
 struct Queries {
@@ -121,16 +104,6 @@ struct RegisterFragments {
     KVP_UNROLL
     for (int i = 0; i < 4; ++i) a[i] = step[m][k][i];
   }
-};
-
-struct alignas(16) Word4 {
-  uint32_t x[4];
-};
-struct alignas(16) Float4 {
-  float x[4];
-};
-struct alignas(8) Float2 {
-  float x[2];
 };
 
 // The same in shared memory, for wide heads. Each lane reads what it wrote.

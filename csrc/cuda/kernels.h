@@ -13,6 +13,8 @@ int summarize(const SummarizeParams& params, void* stream);  // summarize.cu
 
 int rotate(const RotateParams& params, void* stream);  // rotate.cu
 
+int multiply(const LinearParams& params, void* stream);  // linear.cu
+
 int select(const SelectParams& params, void* stream);  // select.cu
 int64_t select_scratch_bytes(const Shape& shape, const Bounds& bounds);
 

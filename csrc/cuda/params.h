@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "kvpager/linear.h"
 #include "kvpager/types.h"
 
 namespace kvpager::gpu {
@@ -17,6 +18,8 @@ namespace kvpager::gpu {
 inline constexpr int kSmallTile = 16;
 inline constexpr int kLargeTile = 128;
 inline constexpr int kTensorKernelVersion = 2;  // part of the fingerprint on devices that have it
+// Of the order of products on tensor cores (linear_tensor.cuh); in the fingerprint where they are used.
+inline constexpr int kTensorLinearVersion = 1;
 
 struct Shape {
   int32_t layers = 0;

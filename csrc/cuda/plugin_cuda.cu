@@ -311,6 +311,7 @@ device::Api make_table() {
   t.rotate = launch_in<gpu::RotateParams, gpu::rotate>;
   t.select = launch_in<gpu::SelectParams, gpu::select>;
   t.attend = launch_in<gpu::AttendParams, gpu::attend>;
+  t.multiply = launch_in<LinearParams, gpu::multiply>;
   t.tensor_attention_shared_bytes = tensor_attention_shared_bytes;
   t.attend_scratch_bytes = attend_scratch_bytes;
   t.select_scratch_bytes = select_scratch_bytes;

@@ -12,6 +12,7 @@
 #define KVP_DEVICE __device__ __forceinline__
 #define KVP_HOST_DEVICE __host__ __device__ __forceinline__
 #define KVP_UNROLL _Pragma("unroll")
+#define KVP_UNROLL_4 _Pragma("unroll 4")
 #define KVP_NO_UNROLL _Pragma("unroll 1")
 
 namespace kvpager::gpu {
@@ -112,6 +113,13 @@ KVP_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: 
 template <int kPending>
 KVP_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// 16 bytes at a multiple of 16, of memory that nothing writes meanwhile and this kernel reads once.
+KVP_DEVICE void load_once(uint32_t (&out)[4], const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "l"(from));
 }
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8 in

@@ -13,7 +13,7 @@
 
 namespace kvpager::device {
 
-inline constexpr uint32_t kAbi = 3;  // raised with any change of this file or of cuda/params.h
+inline constexpr uint32_t kAbi = 4;  // raised with any change of this file or of cuda/params.h
 inline constexpr char kEntryPoint[] = "kvpager_device_api";
 
 inline constexpr int kOk = 0;
@@ -88,6 +88,8 @@ struct Api {
   int (*rotate)(Context, const gpu::RotateParams*, Stream) = nullptr;
   int (*select)(Context, const gpu::SelectParams*, Stream) = nullptr;
   int (*attend)(Context, const gpu::AttendParams*, Stream) = nullptr;
+  int (*multiply)(Context, const LinearParams*,
+                  Stream) = nullptr;  // y = x W^T + b, in device memory
   // Shared memory that a block of `attend` takes for this shape on tensor cores, which only devices
   // that allow so much can run; 0: there is no such kernel.
   int64_t (*tensor_attention_shared_bytes)(const gpu::Shape*) = nullptr;

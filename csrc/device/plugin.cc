@@ -45,7 +45,7 @@ bool complete(const Api& api) {
          api.create_stream && api.destroy_stream && api.create_event && api.destroy_event &&
          api.record && api.wait && api.done && api.synchronize && api.capturing && api.copy &&
          api.copy_pieces && api.fill && api.write_rows && api.summarize && api.rotate &&
-         api.select && api.attend && api.tensor_attention_shared_bytes &&
+         api.select && api.attend && api.multiply && api.tensor_attention_shared_bytes &&
          api.attend_scratch_bytes && api.select_scratch_bytes;
 }
 

@@ -20,9 +20,9 @@ void encode(const float* source, DType dtype, int64_t dim, uint8_t* codes, uint1
 bool all_fit(const void* source, DType dtype, DType stored, int64_t count);
 
 int64_t linear_scratch_floats(int64_t rows);
-void linear_panel(const LinearParams& params, float* scratch);
+void linear_panel(const LinearParams& params, const void* next_w, float* scratch);
 #if KVPAGER_ISA_LEVEL == 4
-void linear_panel_dots(const LinearParams& params, float* scratch);
+void linear_panel_dots(const LinearParams& params, const void* next_w, float* scratch);
 #endif
 
 void combine(Operation operation, const float* a, const float* b, bool b_is_one, int64_t count,

@@ -128,9 +128,10 @@ struct KernelTable {
   void (*score_exact)(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
                       const std::byte* const* summaries, int64_t count, double* scores) = nullptr;
   // All of params in one thread: kvpager/linear.h. The calling thread's floating-point unit is set as
-  // the dtype wants it. scratch: [linear_scratch_floats(rows)], on a cache line.
+  // the dtype wants it. next_w: weights that are probably read after these, as far apart, which may be
+  // fetched meanwhile; null: not known. scratch: [linear_scratch_floats(rows)], on a cache line.
   int64_t (*linear_scratch_floats)(int64_t rows) = nullptr;
-  void (*linear_panel)(const LinearParams& params, float* scratch) = nullptr;
+  void (*linear_panel)(const LinearParams& params, const void* next_w, float* scratch) = nullptr;
   // Of `count` elements, one of kvpager/program.h's; b_is_one: b is one number for all. Not of means and
   // products.
   void (*combine)(Operation operation, const float* a, const float* b, bool b_is_one, int64_t count,

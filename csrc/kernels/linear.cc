@@ -75,11 +75,10 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
     return part;
   };
   const auto panel = [&](int64_t item, int) {
-    LinearParams part = part_of(item);
-    if (packed && item + wanted < panels) part.next_w = part_of(item + wanted).w;
+    const void* next_w = packed && item + wanted < panels ? part_of(item + wanted).w : nullptr;
     const FloatEnvironment environment(flush);
     thread_local FloatBuffer scratch;
-    table.linear_panel(part, scratch.reserve(scratch_floats));
+    table.linear_panel(part_of(item), next_w, scratch.reserve(scratch_floats));
   };
   const auto next =
       products->rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;

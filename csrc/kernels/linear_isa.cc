@@ -112,10 +112,11 @@ struct Tiles {
 constexpr int64_t kFewRows = 4 * kTileRows;
 
 template <class Type>
-void panel(const LinearParams& params, float* scratch) {
+void panel(const LinearParams& params, const void* next_w, float* scratch) {
 #if KVPAGER_ISA_LEVEL == 3
-  if (params.rows > kFewRows) return packed_panel<Type>(params, scratch);
+  if (params.rows > kFewRows) return packed_panel<Type>(params, next_w, scratch);
 #endif
+  (void)next_w;
   (void)scratch;
   static constexpr Tiles<Type, kTileOutputs> kWide;
   static constexpr Tiles<Type, 1> kNarrow;
@@ -153,16 +154,16 @@ int64_t linear_scratch_floats(int64_t rows) {
   return 0;
 }
 
-void linear_panel(const LinearParams& params, float* scratch) {
-  if (params.dtype == DType::kFloat32) return panel<Float32>(params, scratch);
-  if (params.dtype == DType::kFloat16) return panel<Float16>(params, scratch);
-  panel<BFloat16>(params, scratch);
+void linear_panel(const LinearParams& params, const void* next_w, float* scratch) {
+  if (params.dtype == DType::kFloat32) return panel<Float32>(params, next_w, scratch);
+  if (params.dtype == DType::kFloat16) return panel<Float16>(params, next_w, scratch);
+  panel<BFloat16>(params, next_w, scratch);
 }
 
 #if KVPAGER_ISA_LEVEL == 4
-void linear_panel_dots(const LinearParams& params, float* scratch) {
-  if (params.dtype != DType::kBFloat16) return linear_panel(params, scratch);
-  panel<BFloat16Dots>(params, scratch);
+void linear_panel_dots(const LinearParams& params, const void* next_w, float* scratch) {
+  if (params.dtype != DType::kBFloat16) return linear_panel(params, next_w, scratch);
+  panel<BFloat16Dots>(params, next_w, scratch);
 }
 #endif
 

@@ -199,7 +199,7 @@ void packed_block(const LinearParams& params, const PackedBlock& block, const vo
 }
 
 template <class Type>
-void packed_panel(const LinearParams& params, float* scratch) {
+void packed_panel(const LinearParams& params, const void* next_w, float* scratch) {
   constexpr int64_t kBlockSteps = kBlockVectors / Type::kVectors;
   const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
   const int64_t steps = params.depth == 0 ? 1 : (params.depth + Type::kStep - 1) / Type::kStep;
@@ -217,7 +217,7 @@ void packed_panel(const LinearParams& params, float* scratch) {
         block.vectors = least(kBlockSteps, steps - step) * Type::kVectors;
         block.first = step == 0;
         block.last = step + kBlockSteps >= steps;
-        const void* next = params.next_w;
+        const void* next = next_w;
         if (!block.last) {
           next = w + output * params.w_stride + block.k + kBlockSteps * Type::kStep;
         } else if (block.last_output < params.outputs) {

@@ -93,6 +93,9 @@ const device::Api& table() {
     t.attend = [](device::Context, const gpu::AttendParams* params, device::Stream s) {
       return gpu::attend(*params, s);
     };
+    t.multiply = [](device::Context, const LinearParams* params, device::Stream s) {
+      return gpu::multiply(*params, s);
+    };
     t.tensor_attention_shared_bytes = [](const gpu::Shape* shape) {
       return gpu::tensor_attention_shared_bytes(*shape);
     };

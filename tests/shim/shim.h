@@ -20,6 +20,7 @@
 #define KVP_DEVICE inline
 #define KVP_HOST_DEVICE inline
 #define KVP_UNROLL
+#define KVP_UNROLL_4
 #define KVP_NO_UNROLL
 
 // Last parameters of what can go wrong: where the kernel calls it.
@@ -125,6 +126,10 @@ template <int kPending>
 KVP_DEVICE void copy_async_wait() {
   static_assert(kPending >= 0);
   shim::wait_copies(kPending);
+}
+
+KVP_DEVICE void load_once(uint32_t (&out)[4], const void* from) {
+  std::memcpy(out, from, sizeof out);
 }
 
 KVP_DEVICE void load_matrix_x4(uint32_t (&out)[4], const void* row, KVP_SHIM_PLACE) {

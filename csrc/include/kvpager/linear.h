@@ -1,4 +1,4 @@
-// y = x W^T + b on the CPU, with one order of operations for each element of y: it is the same for
+// y = x W^T + b, with one order of operations for each element of y: it is the same for
 // every number of rows, every instruction-set tier, any number of threads and any place of the row.
 //
 // Sixteen lanes begin at +0 and go along the depth; elements that are missing at its end are +0.
@@ -15,10 +15,11 @@
 
 #include <cstdint>
 
-#include "kvpager/thread_pool.h"
 #include "kvpager/types.h"
 
 namespace kvpager {
+
+class ThreadPool;
 
 // Version of the order above. Bits of other versions differ.
 inline constexpr int kLinearVersion = 1;
@@ -35,8 +36,6 @@ struct LinearParams {
   const void* bias = nullptr;  // [outputs]; null: none
   void* y = nullptr;           // [rows][outputs]; apart from all the others
   int64_t y_stride = 0;
-  // Weights that are probably read after these, as far apart: fetched meanwhile. Null: not known.
-  const void* next_w = nullptr;
 };
 
 // Several of one dtype and number of rows, none of which reads what another writes, are computed at

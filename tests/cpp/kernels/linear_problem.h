@@ -1,0 +1,79 @@
+// Products of linear layers for tests: x, W and b of random numbers, and where y is written.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "elements.h"
+#include "kvpager/linear.h"
+#include "kvpager/thread_pool.h"
+
+namespace kvpager::testing {
+
+// Numbers of a dtype, with room between rows.
+class Matrix {
+ public:
+  Matrix(DType dtype, int64_t rows, int64_t columns, int64_t gap = 0)
+      : dtype(dtype),
+        stride(columns + gap),
+        bytes_(static_cast<size_t>(rows * stride * dtype_bytes(dtype)), '\x7f') {}  // NaN, or huge
+
+  template <class Draw>
+  void fill(Draw draw) {
+    const int64_t count = static_cast<int64_t>(bytes_.size()) / dtype_bytes(dtype);
+    for (int64_t i = 0; i < count; ++i) round_to(dtype, draw(), bytes_.data(), i);
+  }
+  uint16_t* words() { return reinterpret_cast<uint16_t*>(bytes_.data()); }
+  void* data() { return bytes_.data(); }
+  const void* data() const { return bytes_.data(); }
+  float at(int64_t row, int64_t column) const {
+    return widen(dtype, data(), row * stride + column);
+  }
+  const std::string& bytes() const { return bytes_; }
+
+  DType dtype;
+  int64_t stride;
+
+ private:
+  std::string bytes_;
+};
+
+struct Problem {
+  Problem(DType dtype, int64_t rows, int64_t outputs, int64_t depth, int64_t gap = 0,
+          bool biased = true)
+      : x(dtype, rows, depth, gap),
+        w(dtype, outputs, depth, gap),
+        bias(dtype, 1, outputs),
+        rows(rows),
+        outputs(outputs),
+        depth(depth),
+        biased(biased) {
+    std::mt19937 random(static_cast<unsigned>(rows * 131 + outputs * 17 + depth));
+    std::normal_distribution<float> normal;
+    const auto draw = [&] { return normal(random); };
+    x.fill(draw);
+    w.fill(draw);
+    bias.fill(draw);
+  }
+
+  LinearParams params(Matrix& y) const {
+    return {x.dtype,  rows,     outputs,
+            depth,    x.data(), x.stride,
+            w.data(), w.stride, biased ? bias.data() : nullptr,
+            y.data(), y.stride};
+  }
+  Matrix run(int threads = 1) const {
+    ThreadPool pool(threads, 0);
+    Matrix y(x.dtype, rows, outputs, 3);
+    linear(params(y), pool);
+    return y;
+  }
+
+  Matrix x, w, bias;
+  int64_t rows, outputs, depth;
+  bool biased;
+};
+
+}  // namespace kvpager::testing
