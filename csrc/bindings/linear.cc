@@ -1,5 +1,4 @@
 #include "kvpager/linear.h"
-#include "kvpager/thread_pool.h"
 
 #include <dlfcn.h>
 
@@ -8,7 +7,9 @@
 
 #include "bindings/bind.h"
 #include "bindings/tensor.h"
+#include "device/device.h"
 #include "kvpager/error.h"
+#include "kvpager/thread_pool.h"
 
 namespace kvpager {
 
@@ -16,22 +17,23 @@ namespace py = pybind11;
 
 namespace {
 
-bool linear_of_tensors(ThreadPool& workers, py::handle x, py::handle weight, py::handle bias,
-                       py::handle out) {
-  const std::optional<HostMatrix> from = host_matrix(x), factors = host_matrix(weight),
-                                  to = host_matrix(out);
-  if (!from || !factors || !to) return false;
+// Nothing where a tensor is elsewhere, dtypes differ or shapes do not fit.
+std::optional<LinearParams> product_of_tensors(const DevicePlace& place, py::handle x,
+                                               py::handle weight, py::handle bias, py::handle out) {
+  const std::optional<Matrix> from = matrix_at(place, x), factors = matrix_at(place, weight),
+                              to = matrix_at(place, out);
+  if (!from || !factors || !to) return std::nullopt;
   LinearParams params;
   params.dtype = factors->dtype;
-  if (from->dtype != params.dtype || to->dtype != params.dtype) return false;
+  if (from->dtype != params.dtype || to->dtype != params.dtype) return std::nullopt;
   if (from->columns != factors->columns || to->columns != factors->rows || from->rows != to->rows) {
-    return false;
+    return std::nullopt;
   }
   if (!bias.is_none()) {
-    const std::optional<HostMatrix> added = host_matrix(bias);
+    const std::optional<Matrix> added = matrix_at(place, bias);
     if (!added || added->dtype != params.dtype || added->rows != 1 ||
         added->columns != factors->rows) {
-      return false;
+      return std::nullopt;
     }
     params.bias = added->data;
   }
@@ -44,8 +46,27 @@ bool linear_of_tensors(ThreadPool& workers, py::handle x, py::handle weight, py:
   params.w_stride = factors->stride;
   params.y = to->data;
   params.y_stride = to->stride;
+  return params;
+}
+
+bool multiply_in_workers(ThreadPool& workers, py::handle x, py::handle weight, py::handle bias,
+                         py::handle out) {
+  static const DevicePlace host;
+  const std::optional<LinearParams> params = product_of_tensors(host, x, weight, bias, out);
+  if (!params) return false;
   const py::gil_scoped_release release;
-  linear(params, workers);
+  linear(*params, workers);
+  return true;
+}
+
+bool multiply_on_device(const device::Device& device, py::handle x, py::handle weight,
+                        py::handle bias, py::handle out, uintptr_t stream) {
+  const DevicePlace place{device.api().tensor_device, device.ordinal(), device.name()};
+  const std::optional<LinearParams> params = product_of_tensors(place, x, weight, bias, out);
+  if (!params) return false;
+  const py::gil_scoped_release release;
+  device.check(device.api().multiply(device.context(), &*params, reinterpret_cast<void*>(stream)),
+               "multiplying");
   return true;
 }
 
@@ -72,7 +93,17 @@ void bind_linear(py::module_& m) {
            "their own.")
       .def_property_readonly("threads", &ThreadPool::threads, "With the caller's own.");
   m.attr("LINEAR_VERSION") = kLinearVersion;
-  m.def("linear", &linear_of_tensors, py::arg("workers"), py::arg("x"), py::arg("weight"),
+  m.attr("TENSOR_LINEAR_VERSION") = gpu::kTensorLinearVersion;
+  py::class_<device::Device, std::shared_ptr<device::Device>>(
+      m, "Device", "A device that is open for products of matrices.")
+      .def(py::init(&device::Device::open), py::arg("name"),
+           py::call_guard<py::gil_scoped_release>(), "name: \"cuda\", \"cuda:1\" or \"shim\".")
+      .def_property_readonly("name", &device::Device::name, "With its number.")
+      .def("linear", &multiply_on_device, py::arg("x"), py::arg("weight"), py::arg("bias"),
+           py::arg("out"), py::arg("stream") = 0,
+           "As the function `linear`, of tensors on this device: launched on a stream, and not "
+           "waited for.");
+  m.def("linear", &multiply_in_workers, py::arg("workers"), py::arg("x"), py::arg("weight"),
         py::arg("bias"), py::arg("out"),
         "Writes x [..., k] times weight [n, k] transposed, plus bias [n] or None, to out [..., "
         "n].\n\n"

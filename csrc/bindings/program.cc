@@ -79,7 +79,7 @@ Instruction instruction_of(const Step& step) {
 
 // All of a tensor's memory. InvalidArgumentError: it is not contiguous, or no float on the CPU.
 Memory memory_of(py::handle tensor) {
-  const std::optional<HostMatrix> matrix = host_matrix(tensor);
+  const std::optional<Matrix> matrix = host_matrix(tensor);
   if (!matrix || (matrix->rows > 1 && matrix->stride != matrix->columns)) {
     throw InvalidArgumentError("a program's memory: expected a contiguous float tensor on the CPU");
   }

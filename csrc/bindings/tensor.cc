@@ -110,14 +110,16 @@ TensorView checked_view(const char* name, const dlpack::Tensor& t, const DeviceP
 
 }  // namespace
 
-std::optional<HostMatrix> host_matrix(py::handle tensor) {
+std::optional<Matrix> matrix_at(const DevicePlace& place, py::handle tensor) {
   const dlpack::ExchangeApi* api = exchange_api(tensor);
   dlpack::Tensor t;
   if (api == nullptr) return std::nullopt;
   if (api->tensor_from_object(tensor.ptr(), &t) != 0) throw py::error_already_set();
   const std::optional<DType> dtype = float_dtype(t);
-  if (!dtype || t.device.type != dlpack::kCpu || t.ndim < 1) return std::nullopt;
-  HostMatrix matrix;
+  const bool there =
+      t.device.type == place.type && (place.type == dlpack::kCpu || t.device.id == place.ordinal);
+  if (!dtype || t.ndim < 1 || !there) return std::nullopt;
+  Matrix matrix;
   matrix.dtype = *dtype;
   matrix.columns = t.shape[t.ndim - 1];
   matrix.stride = matrix.columns;
@@ -139,10 +141,10 @@ std::optional<HostMatrix> host_matrix(py::handle tensor) {
     }
   }
   matrix.data = static_cast<char*>(t.data) + t.byte_offset;
-  const bool there = t.data != nullptr || matrix.rows * matrix.columns == 0;
+  const bool has_memory = t.data != nullptr || matrix.rows * matrix.columns == 0;
   const bool aligned =
       reinterpret_cast<uintptr_t>(matrix.data) % static_cast<uintptr_t>(dtype_bytes(*dtype)) == 0;
-  if (!there || !aligned || matrix.stride < 0) return std::nullopt;
+  if (!has_memory || !aligned || matrix.stride < 0) return std::nullopt;
   return matrix;
 }
 

@@ -14,8 +14,8 @@ namespace dlpack {
 struct ManagedTensor;
 }
 
-// A tensor [..., columns] on the CPU as rows equally far apart; of one dimension: as one row.
-struct HostMatrix {
+// A tensor [..., columns] as rows equally far apart; of one dimension: as one row.
+struct Matrix {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   int64_t rows = 1;
@@ -25,7 +25,11 @@ struct HostMatrix {
 
 // Nothing for another device or dtype, for rows that are not so, and for what is no torch tensor. The
 // caller keeps the tensor while it uses the matrix.
-std::optional<HostMatrix> host_matrix(pybind11::handle tensor);
+std::optional<Matrix> matrix_at(const DevicePlace& place, pybind11::handle tensor);
+inline std::optional<Matrix> host_matrix(pybind11::handle tensor) {
+  static const DevicePlace host;
+  return matrix_at(host, tensor);
+}
 
 class BorrowedTensor {
  public:

@@ -16,7 +16,7 @@ struct FewShape {
   static constexpr int kTotals = kRows * kOutputs / kThreads;  // of a thread
   static_assert(kRows * kOutputs % kThreads == 0, "");
   // Steps whose elements are in registers at once.
-  static constexpr int kAtOnce = kM == 1 ? 4 : 1;
+  static constexpr int kAtOnce = kM == 1 ? 4 : 2;
 };
 
 // A lane's eight elements of `row` from `at` on; those that are missing, and all unless `valid`, are +0.

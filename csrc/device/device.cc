@@ -95,6 +95,7 @@ struct Device::Impl {
   Context context = nullptr;
   Info info;
   std::string name;
+  int32_t ordinal = 0;
 
   Impl() = default;
   Impl(const Impl&) = delete;
@@ -118,6 +119,7 @@ std::shared_ptr<Device> Device::open(const std::string& name) {
   impl.api = load_plugin(wanted.kind).api;
   impl.info = report.devices[static_cast<size_t>(wanted.ordinal)];
   impl.name = str(wanted.kind, ":", wanted.ordinal);
+  impl.ordinal = wanted.ordinal;
   if (const std::string old = too_old(*impl.api, impl.info); !old.empty()) {
     throw DeviceError(str("device '", name, "': ", old));
   }
@@ -133,6 +135,7 @@ const Api& Device::api() const { return *impl_->api; }
 const Info& Device::info() const { return impl_->info; }
 Context Device::context() const { return impl_->context; }
 const std::string& Device::name() const { return impl_->name; }
+int32_t Device::ordinal() const { return impl_->ordinal; }
 
 void Device::check(int code, const char* what) const {
   if (code == kOk) return;

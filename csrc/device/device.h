@@ -53,6 +53,7 @@ class Device : public std::enable_shared_from_this<Device> {
   const Info& info() const;
   Context context() const;
   const std::string& name() const;  // as opened, with its number: "cuda:0"
+  int32_t ordinal() const;
 
   // Not zeroed; 0 bytes have no data(). CapacityError with `what` and the bytes. Fault points
   // "device.allocate", "device.pin".

@@ -164,10 +164,7 @@ DeviceBackend::DeviceBackend(const BackendParts& parts)
 }
 
 DevicePlace DeviceBackend::place() const {
-  const std::string& name = device_->name();
-  const size_t colon = name.find(':');
-  const int32_t ordinal = colon == std::string::npos ? 0 : std::atoi(name.c_str() + colon + 1);
-  return {api_.tensor_device, ordinal, name};
+  return {api_.tensor_device, device_->ordinal(), device_->name()};
 }
 
 gpu::Shape DeviceBackend::shape(DType q_dtype) const {

@@ -278,9 +278,9 @@ class PagerConfig(Validated):
     )
     linear: Literal["auto", "kvpager", "torch"] = option(
         choice(LINEARS),
-        "on the CPU: whose products linear layers are: kvpager's, whose rows have the same bits "
-        "among any number of rows, or torch's; auto: kvpager's for "
-        "the dtypes in which they are fast on this kind of processor",
+        "whose products linear layers are: kvpager's, whose rows have the same bits "
+        "among any number of rows, or torch's; auto: on the CPU kvpager's for "
+        "the dtypes in which they are fast on this kind of processor, on a GPU torch's",
         "auto",
     )
     missed_chunks: Literal["auto", "direct", "staged"] = option(

@@ -47,6 +47,7 @@ KERNEL_TESTS = (
         "scores and selection",
         "scores on a device*,of equal and nearly*,rows of seventy*,four thousand*",
     ),
+    KernelTest("linear", "products of linear layers"),
     KernelTest("graph", "captured graphs"),
 )
 HOST_TESTS = ("shim", "shim_order", "work")  # of tests/cpp/cuda, none of which needs a device
@@ -192,7 +193,7 @@ def sanitized(place: Place, tool: str, room: str, file: str, name: str, cases: s
 
 def operations(place: Place) -> Iterator[Part]:
     """The kernels in the shape of an 8B model, everything at rest beside them."""
-    yield measure(place, "attention", "selection", "paging", limit=450)
+    yield measure(place, "attention", "selection", "linear", "paging", limit=450)
 
 
 def decode(place: Place) -> Iterator[Part]:
@@ -237,7 +238,7 @@ STEPS = (
     Step(
         "sanitizers", "memcheck, racecheck and synccheck on small cases of each kernel", sanitizers
     ),
-    Step("operations", "attention, selection and paging beside the machine's ceilings", operations),
+    Step("operations", "attention, selection, linear layers and paging beside the machine's ceilings", operations),
     Step("decode", "row counts; decoding at 16K, 64K and 256K", decode),
     Step("profiles", "the kernels of one layer and of five decode steps", profiles),
     Step("verify", "`kvpager verify`; a pool of 1/8 of the context; restoring 32K", verify),

@@ -19,12 +19,12 @@ from reference_models import build, make_engine, prompt
 from kvpager import (
     FingerprintMismatchError,
     InvalidArgumentError,
-    UnsupportedModelError,
     _core,
 )
 from kvpager.execution.workers import openmp_runtime
 from kvpager.hf.linear import product
-from kvpager.opening.linear import use_own_products
+from kvpager.opening.linear import whose_products
+from kvpager.pager.device import Place
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(64, 16, 64), (3, 100, 37), (7, 1024, 64), (16, 3072, 40), (65, 96, 300)]
@@ -258,14 +258,13 @@ def test_torchs_products_have_their_bits_if_asked_for(closing):
     assert engine.core.linear is None
 
 
-def test_own_products_of_a_model_on_a_gpu_are_refused():
-    class Away:
-        device = torch.device("cuda")
-        dtype = torch.float32
-
-    with pytest.raises(UnsupportedModelError, match=r"PagerConfig\.linear"):
-        use_own_products("kvpager", Away)
-    assert not use_own_products("auto", Away)
+def test_on_a_gpu_they_are_kvpagers_only_if_asked_for():
+    gpu = Place("cuda:0", torch.device("cuda", 0))
+    for dtype in FLOATS:
+        assert whose_products("auto", gpu, dtype) == "torch"
+        assert whose_products("torch", gpu, dtype) == "torch"
+        assert whose_products("kvpager", gpu, dtype) == "device"
+    assert whose_products("kvpager", Place("cpu", torch.device("cpu")), torch.float64) == "processor"
 
 
 def test_a_hook_that_multiplies_by_itself_has_torchs_bits(closing):

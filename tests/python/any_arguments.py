@@ -135,6 +135,8 @@ class Specimens:
             return _core.ContextValue(contextvars.ContextVar("v"), 1)
         if kind == "Workers":
             return _core.Workers(1)
+        if kind == "Device":
+            return _core.Device("shim")
         if kind == "Program":
             four = (0, 0, "float32", [0, 0, 0, 1])
             steps = [("copy", [1, 1, 1, 4], 0, [four, four], False)]

@@ -19,6 +19,7 @@ from kvpager_bench.gpu import facts as gpu_facts
 from kvpager_bench.gpu import gates as gpu_gates
 from kvpager_bench.gpu import subjects as gpu_subjects
 from kvpager_bench.gpu.machine import RehearsalMachine
+from kvpager_bench.gpu.products import LAYER
 from kvpager_bench.gpu.run import Run
 from kvpager_bench.gpu.sizes import FULL, REHEARSAL
 from kvpager_bench.harness import Column, MissingNumberError
@@ -82,6 +83,14 @@ GOOD = {
         set(),
         [{"chunks": chunks, "attend_us": 50, "selection_us": 5} for chunks in FULL.scanned_chunks],
     ),
+    "linear": (
+        {"what"},
+        [
+            {"what": what, "rows": rows, "of_copy": 0.85, "over_torch": 0.5}
+            for what in ("q", LAYER)
+            for rows in FULL.product_rows
+        ],
+    ),
     "rows": (set(), [{"rows": rows, "start_s": 9} for rows in FULL.rows]),
     "decode": (
         {"selection"},
@@ -126,6 +135,7 @@ SPOILERS = [
     ("paging", {"what": "evict, clean"}, {"bytes_up": 1}),
     ("attention", {"what": "decode", "context": 32768}, {"of_copy": 0.79}),
     ("attention", {"what": "prefill", "rows": 64, "context": 2048}, {"over_flash": 0.69}),
+    ("linear", {"what": LAYER, "rows": 1}, {"of_copy": 0.79}),
     ("decode", {"context": 262144}, {"step_ms": 11.6}),
     ("decode", {"context": 65536}, {"step_ms": 9.5}),
     ("restore", {"selection": "dense"}, {"first_token_ms": 150.1}),
@@ -143,6 +153,8 @@ MISSING = [
     ("selection", {"chunks": 512}, "attend_us"),
     ("selection", {"chunks": 2048}, "attend_us"),
     ("selection", {"chunks": 16384}, "selection_us"),
+    ("linear", {"what": LAYER, "rows": 64}, "of_copy"),
+    ("linear", {"what": LAYER, "rows": 256}, "over_torch"),
     ("rows", {"rows": 256}, "start_s"),
     ("profiles", {"what": "one layer, dense"}, "kernels"),
     ("profiles", {"what": "one layer, top-32"}, "kernels"),

@@ -145,9 +145,18 @@ def test_the_tables_dynamic_shared_memory_is_what_the_launches_ask_for(tmp_path)
         for name, expression in asked.items()
         if (dim, name[-2]) != (96, "1")  # has no kernel
     ]
+    products = {
+        "few_rows<bf16,1,2,1>": "FewShape<1, 2>::kSharedBytes",
+        "few_rows<fp16,4,4,1>": "FewShape<4, 4>::kSharedBytes",
+        "many_rows<bf16>": "ManyShape::kSharedBytes",
+    }
+    sizes += [
+        (f"kvpager::gpu::linear::{expression}", gates.Kernel("sm_90", f"linear::{name}"))
+        for name, expression in products.items()
+    ]
     source = tmp_path / "sizes.cc"
     source.write_text(
-        '#include "cuda/attend_tensor_launch.cuh"\nusing namespace kvpager::gpu::tensor;\n'
+        '#include "cuda/attend_tensor_launch.cuh"\n#include "cuda/linear_launch.h"\nusing namespace kvpager::gpu::tensor;\n'
         + "".join(
             f"static_assert({value} == {gates.limit_of(kernel).shared_bytes});\n"
             for value, kernel in sizes

@@ -24,6 +24,7 @@ from kvpager_bench import harness
 from kvpager_bench.gpu import gates, model_sections, sections
 from kvpager_bench.gpu.facts import facts
 from kvpager_bench.gpu.machine import CudaMachine, RehearsalMachine
+from kvpager_bench.gpu.products import linear
 from kvpager_bench.gpu.profiles import profiles
 from kvpager_bench.gpu.run import Run
 from kvpager_bench.gpu.sizes import FULL, REHEARSAL
@@ -32,6 +33,7 @@ from kvpager_bench.gpu.subjects import WrongResultError
 SECTIONS = {
     "facts": facts,
     **sections.SECTIONS,
+    "linear": linear,
     **model_sections.SECTIONS,
     "profiles": profiles,
 }
@@ -42,13 +44,14 @@ BUDGETS = {
     "paging": 60,
     "attention": 140,
     "selection": 60,
+    "linear": 60,
     "rows": 120,
     "decode": 300,
     "profiles": 200,
     "restore": 150,
     "dense_pool": 60,
 }
-JUDGED_BY_CEILINGS = ("paging", "attention", "selection")
+JUDGED_BY_CEILINGS = ("paging", "attention", "selection", "linear")
 NOT_FOR_RESULTS = "a rehearsal on the shim: these numbers mean nothing"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvpager_bench.gpu.model_sections import topk_name
+from kvpager_bench.gpu.products import LAYER
 from kvpager_bench.gpu.run import Run
 from kvpager_bench.gpu.sizes import CHUNK_TOKENS, Sizes
 from kvpager_bench.harness import MissingNumberError
@@ -130,6 +131,10 @@ def _chosen(column: str, chunks: Callable[[Sizes], int]) -> Figure:
     return lambda run: run.number("selection", column, chunks=chunks(run.sizes))
 
 
+def _layer(column: str, rows: int) -> Figure:
+    return lambda run: run.number("linear", column, what=LAYER, rows=rows)
+
+
 def _row_start(run: Run) -> float:
     return run.number("rows", "start_s", rows=run.sizes.rows[-1])
 
@@ -211,6 +216,18 @@ GATES = (
     Gate(
         "selection", "a scan of 16K chunks", "us per layer",
         _chosen("selection_us", lambda sizes: sizes.most_scanned), predicted=(170, 220),
+    ),
+    Gate(
+        "linear", "linear layers of 1 row read weights at", "of the device copy",
+        _layer("of_copy", 1), (LEAST, 0.8), (0.70, 0.88),
+    ),
+    Gate(
+        "linear", "linear layers of 64 rows read weights at", "of the device copy",
+        _layer("of_copy", 64), predicted=(0.55, 0.80),
+    ),
+    Gate(
+        "linear", "linear layers of 256 rows", "x the speed of cuBLAS's",
+        _layer("over_torch", 256), predicted=(0.35, 0.55),
     ),
     Gate("rows", "proving the row counts of 256 and starting", "s", _row_start),
     Gate(

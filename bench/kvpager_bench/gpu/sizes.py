@@ -45,6 +45,8 @@ class Sizes:
     batch: int = 8
     prefill_rows: tuple[int, ...] = (64, 256)
 
+    product_rows: tuple[int, ...] = (1, 16, 64, 256)  # of linear layers
+
     most_scanned: int = 16384  # chunks
     scan_layers: int = 2
     scan_rows: int = 1024
@@ -132,6 +134,7 @@ REHEARSAL = Sizes(
     batch_contexts=(128,),
     batch=2,
     prefill_rows=(16,),
+    product_rows=(1, 20),
     most_scanned=10,
     scan_layers=1,
     scan_rows=64,

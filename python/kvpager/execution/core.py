@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from functools import cached_property
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -37,6 +37,10 @@ from kvpager.stores import SnapshotStore
 from kvpager.text.tokenizer import Tokenizer, read_ids
 from kvpager.text.transcript import Transcript, Transcripts
 from kvpager.tokens import TextOrIds, TokenIds
+
+
+# Who computes linear layers: torch, or kvpager on the processor or on its device.
+Products: TypeAlias = Literal["torch", "processor", "device"]
 
 
 class Numerics(NamedTuple):
@@ -118,7 +122,7 @@ class EngineCore:
         checkpoints: all recurrent states.
         turns: lets one forward run at a time.
         workers: threads of the pager and of linear layers.
-        own_products: whether linear layers are computed by kvpager.
+        products: who computes linear layers.
         linear: which are; None: torch computes all.
         drafter: of the engine's draft model, if it has one.
         tokenizer: the user's, if one was given.
@@ -170,7 +174,7 @@ class EngineCore:
         self.tokenizer: Tokenizer | None = None
         self.made_in = MadeIn()
         self.workers = new_workers(torch.get_num_threads() if threads is None else threads)
-        self.own_products = False
+        self.products: Products = "torch"
         self.linear: LinearLayers | None = None
         self._closing = Lock()
         self._closed = False

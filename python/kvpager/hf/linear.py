@@ -5,9 +5,12 @@ A row has the same bits among any number of rows there, by one stated order of o
 `torch.nn.Linear` computes with it: the method of the class asks, and nothing is written to a model.
 So `model()` and `model.generate` compute as before in every thread, also while an engine is open.
 
-A layer whose weight is no plain tensor on the CPU (quantised, of a library's own kind), or of
-another dtype than its input, and every class with a forward of its own stay torch's. So does every
-other model that is run within such a forward.
+On a GPU, 16-bit dtypes are multiplied by tensor cores, in an order of operations of their own
+(csrc/cuda/linear_tensor.cuh); float32 has the CPU's bits there too.
+
+A layer whose weight is no plain tensor on the engine's device (quantised, of a library's own kind),
+or of another dtype than its input, and every class with a forward of its own stay torch's. So does
+every other model that is run within such a forward.
 """
 
 from __future__ import annotations
@@ -15,18 +18,32 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as the method that is wrapped calls it: TorchScript asks here
 
 from kvpager import _core
 
+if TYPE_CHECKING:
+    from kvpager.pager.device import Place
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class LinearLayers:
-    """The linear layers of a model, and the threads that compute them."""
+    """The linear layers of a model on the CPU, and the threads that compute them.
+
+    Attributes:
+        workers: the threads.
+        known: ids of the layers.
+        device_type: torch's, of the weights.
+        version: whose products they are, and of which order of operations.
+    """
+
+    device_type = "cpu"
+    version = f"kvpager {_core.LINEAR_VERSION}"
 
     def __init__(self, model: torch.nn.Module, workers: _core.Workers) -> None:
         self.workers = workers
@@ -43,6 +60,28 @@ class LinearLayers:
     ) -> torch.Tensor | None:
         """As `product` of this module, in these threads."""
         return product(self.workers, x, weight, bias)
+
+
+class LinearLayersOnDevice(LinearLayers):
+    """The same of a model on a device of a pager, which computes them."""
+
+    version = f"{LinearLayers.version}, tensor cores {_core.TENSOR_LINEAR_VERSION}"
+
+    def __init__(self, model: torch.nn.Module, workers: _core.Workers, place: Place) -> None:
+        super().__init__(model, workers)
+        self.device_type = place.tensors.type
+        self._place = place
+        self._device = _core.Device(place.name)
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """As `product` of this module, on the device and torch's current stream there."""
+
+        def multiply(*tensors: torch.Tensor | None) -> bool:
+            return self._device.linear(*tensors, self._place.stream)
+
+        return _product(multiply, x, weight, bias)
 
 
 _running: ContextVar[LinearLayers | None] = ContextVar("kvpager_linear", default=None)
@@ -63,15 +102,16 @@ def takes(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     layers = _running.get()
     if layers is None or id(module) not in layers.known or dtype not in _DTYPES:
         return False
-    return all(_suits(x, dtype) for x in (module.weight, module.bias) if x is not None)
+    parameters = (x for x in (module.weight, module.bias) if x is not None)
+    return all(_suits(x, dtype, layers.device_type) for x in parameters)
 
 
-def _suits(x: object, dtype: torch.dtype) -> bool:
+def _suits(x: object, dtype: torch.dtype, device_type: str) -> bool:
     return (
         type(x) in _PLAIN
         and isinstance(x, torch.Tensor)
         and x.dtype == dtype
-        and x.device.type == "cpu"
+        and x.device.type == device_type
         and x.stride(-1) == 1
     )
 
@@ -88,6 +128,16 @@ def product(
         None: a tensor is not on the CPU or not a plain one, dtypes differ or are none of float32,
         float16 and bfloat16, or shapes do not fit.
     """
+    return _product(functools.partial(_core.linear, workers), x, weight, bias)
+
+
+def _product(
+    multiply: Callable[..., bool],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The same by `multiply`, which takes x, weight, bias and where the product is to be written."""
     if type(weight) not in _PLAIN or type(x) not in _PLAIN or x.ndim == 0:
         return None
     if bias is not None and type(bias) not in _PLAIN:
@@ -95,7 +145,7 @@ def product(
     if not x.is_contiguous():
         x = x.contiguous()
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    return out if _core.linear(workers, x, weight, bias, out) else None
+    return out if multiply(x, weight, bias, out) else None
 
 
 def _exchange(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -104,7 +154,11 @@ def _exchange(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if torch.compiler.is_compiling():  # the caller's own graph, which no engine runs
             return own(self, input)
         layers = _running.get()
-        if layers is not None and id(self) in layers.known and not torch.is_autocast_enabled("cpu"):
+        if (
+            layers is not None
+            and id(self) in layers.known
+            and not torch.is_autocast_enabled(layers.device_type)
+        ):
             out = layers.product(input, self.weight, self.bias)
             if out is not None:
                 return out
@@ -117,4 +171,12 @@ def _exchange(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 if not hasattr(torch.nn.Linear.forward, "_of_kvpager"):
     torch.nn.Linear.forward = _exchange(torch.nn.Linear.forward)  # type: ignore[method-assign]
 
-__all__ = ["F", "LinearLayers", "computes_products", "computing", "product", "takes"]
+__all__ = [
+    "F",
+    "LinearLayers",
+    "LinearLayersOnDevice",
+    "computes_products",
+    "computing",
+    "product",
+    "takes",
+]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from kvpager import _core
 from kvpager import fingerprint as fingerprints
 from kvpager.config import PagerConfig
 from kvpager.execution.core import EngineCore
 from kvpager.hf import attach, check_supported
 from kvpager.hf.behaviour import behaviour_digest
 from kvpager.hf.first_forward import settle_weights
-from kvpager.hf.linear import LinearLayers, computing
+from kvpager.hf.linear import computing
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.choices import row_choices, vocab_size
-from kvpager.opening.linear import use_own_products
+from kvpager.opening.linear import linear_layers, whose_products
 from kvpager.opening.row_counts import settle_row_counts
 from kvpager.pager.device import resolve
 from kvpager.progress import Progress, reporting_bytes
@@ -59,7 +58,7 @@ def open_core(
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        core.own_products = use_own_products(config.linear, model)
+        core.products = whose_products(config.linear, place, model.dtype)
         identify(core, progress)
         core.open_pager()
     except BaseException:
@@ -74,7 +73,7 @@ def identify(core: EngineCore, progress: Progress, *, proven: bool = False) -> N
 
     proven: keep the row counts and the layout found before.
     """
-    core.linear = LinearLayers(core.model, core.workers) if core.own_products else None
+    core.linear = linear_layers(core)
     with computing(core.linear):
         _identify(core, progress, proven=proven)
 
@@ -94,7 +93,7 @@ def _identify(core: EngineCore, progress: Progress, *, proven: bool) -> None:
         weights=weights,
         row_counts=core.row_counts,
         kernel_version=core.numerics.kernel_version,
-        linear="" if core.linear is None else f"kvpager {_core.LINEAR_VERSION}",
+        linear="" if core.linear is None else core.linear.version,
         aligned=recurrent,
         behaviour=core.numerics.behaviour or behaviour_digest(core.model, core.row_counts),
     )

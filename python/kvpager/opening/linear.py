@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvpager import _core
-from kvpager.errors import UnsupportedModelError
+from kvpager.execution.core import EngineCore, Products
+from kvpager.hf.linear import LinearLayers, LinearLayersOnDevice
+from kvpager.pager.device import Place
 
 _AVX2 = 3  # its level of x86-64
 
 
-def use_own_products(asked: str, model: Any) -> bool:
-    """Whether an engine's linear layers are kvpager's own products.
+def whose_products(asked: str, place: Place, dtype: torch.dtype) -> Products:
+    """Who computes an engine's linear layers.
 
     "auto" follows a rule about the processor and the dtype, and no measurement: which products they
     are decides bits, and two machines of one kind, or one machine on two days, have to agree. The
     rule is what `kvpager bench linear` shows (adr/0068), and knows nothing of KVPAGER_ISA, which
-    changes no bit.
+    changes no bit. For a model on a GPU it is torch (adr/0072).
 
     Args:
         asked: `PagerConfig.linear`.
-        model: whose they are.
-
-    Raises:
-        UnsupportedModelError: "kvpager" for a model on a GPU.
+        place: of the engine.
+        dtype: of its model.
     """
-    on_cpu = model.device.type == "cpu"
-    if asked == "kvpager" and not on_cpu:
-        raise UnsupportedModelError(
-            f'PagerConfig.linear is "kvpager" and the model is on {model.device}; those products '
-            'run on the CPU alone: expected "auto" or "torch"'
-        )
-    if asked != "auto" or not on_cpu:
-        return asked == "kvpager"
-    return _is_fast(model.dtype, _core.processor())
+    if asked == "kvpager":
+        return "processor" if place.kind == "cpu" else "device"
+    on_cpu = place.tensors.type == "cpu"
+    own = asked == "auto" and on_cpu and _is_fast(dtype, _core.processor())
+    return "processor" if own else "torch"
+
+
+def linear_layers(core: EngineCore) -> LinearLayers | None:
+    """The layers of an engine that are kvpager's own products; None: torch computes all."""
+    if core.products == "device":
+        return LinearLayersOnDevice(core.model, core.workers, core.place)
+    return LinearLayers(core.model, core.workers) if core.products == "processor" else None
 
 
 def _is_fast(dtype: torch.dtype, processor: dict[str, int]) -> bool:

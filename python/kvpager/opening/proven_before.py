@@ -127,7 +127,7 @@ def _key(core: EngineCore, weights: str) -> dict[str, Any] | None:
         "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
         "environment": environment,
         "isa": _core.isa_name(),
-        "linear": core.own_products,
+        "linear": core.products,
         "rows": list(core.row_choices),
         "small_rows": config.small_rows,
         "exact": config.exact,

@@ -10,6 +10,7 @@
 
 #include "cuda/attend_tensor_launch.cuh"
 #include "cuda/kernels.h"
+#include "cuda/linear_launch.h"
 #include "cuda/select_launch.h"
 #include "cuda/write_launch.h"
 #include "forward_tables.h"
@@ -286,6 +287,73 @@ TEST_CASE("the chains of attention are within a half of an even share") {
     const int64_t share = tiles * 8 * (context / kTokens) / workers;
     CHECK(work.longest <= std::max<int64_t>(gpu::tensor::kSplitChunks, share * 3 / 2));
   });
+}
+
+// Linear layers of the 8B shape.
+struct Product {
+  const char* name;
+  int64_t depth, outputs;
+};
+constexpr Product kProducts[] = {
+    {"q", 4096, 4096}, {"k or v", 4096, 1024}, {"gate or up", 4096, 12288}, {"down", 12288, 4096}};
+
+struct ProductWork {
+  int64_t blocks = 0;
+  int64_t at_once = 0;    // blocks that a device has room for
+  int64_t under_way = 0;  // bytes of weights that those blocks ask for before they multiply
+};
+
+ProductWork product_work(const Product& product, int64_t rows) {
+  namespace linear = gpu::linear;
+  LinearParams p;
+  p.dtype = DType::kBFloat16;
+  p.rows = rows;
+  p.outputs = product.outputs;
+  p.depth = product.depth;
+  ProductWork work;
+  const auto few = [&](auto shape, int64_t blocks, int64_t in_a_multiprocessor) {
+    using Shape = decltype(shape);
+    work.blocks = blocks;
+    work.at_once = kProcessors * in_a_multiprocessor;
+    const int64_t warps = std::min<int64_t>(linear::kWarps, product.depth / linear::kSplit);
+    work.under_way = std::min(work.blocks, work.at_once) * warps * Shape::kAtOnce *
+                     Shape::kOutputs * linear::kStep * 2;
+  };
+  if (rows <= linear::kRowTile) {
+    few(linear::FewShape<1, 2>{}, linear::few_blocks<1, 2>(p), 2);
+  } else if (rows <= linear::kFewRows) {
+    few(linear::FewShape<4, 4>{}, linear::few_blocks<4, 4>(p), 1);
+  } else {
+    work.blocks = linear::many_blocks(p);
+    work.at_once = kProcessors * 2;
+    work.under_way = std::min(work.blocks, work.at_once) * (linear::ManyShape::kStages - 1) *
+                     linear::ManyShape::kStageDepth * linear::ManyShape::kOutputs * 2;
+  }
+  return work;
+}
+
+TEST_CASE("linear layers of a decoding row ask for as many bytes as the memory has under way") {
+  constexpr int64_t kUnderWay = 3'000'000 * 7 / 10;  // 3.0 TB/s for 700 ns
+  for (const Product& product : kProducts) {
+    CAPTURE(std::string(product.name));
+    for (const int64_t rows : {1, 8, 16}) {
+      CHECK(product_work(product, rows).under_way >= kUnderWay * 9 / 10);
+    }
+    CHECK(product_work(product, 64).under_way >= kUnderWay / 3);
+    CHECK(product_work(product, 256).blocks >= kProcessors / 5);
+  }
+}
+
+TEST_CASE("the work of linear layers, as a table" * doctest::skip()) {
+  std::printf("| rows | layer | blocks | room for | bytes under way |\n");
+  for (const int64_t rows : {1, 16, 64, 256}) {
+    for (const Product& product : kProducts) {
+      const ProductWork work = product_work(product, rows);
+      std::printf("| %lld | %s | %lld | %lld | %lld |\n", static_cast<long long>(rows),
+                  product.name, static_cast<long long>(work.blocks),
+                  static_cast<long long>(work.at_once), static_cast<long long>(work.under_way));
+    }
+  }
 }
 
 TEST_CASE("the work of each kernel, as a table" * doctest::skip()) {
