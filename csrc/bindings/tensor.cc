@@ -114,7 +114,10 @@ std::optional<Matrix> matrix_at(const DevicePlace& place, py::handle tensor) {
   const dlpack::ExchangeApi* api = exchange_api(tensor);
   dlpack::Tensor t;
   if (api == nullptr) return std::nullopt;
-  if (api->tensor_from_object(tensor.ptr(), &t) != 0) throw py::error_already_set();
+  if (api->tensor_from_object(tensor.ptr(), &t) != 0) {  // of a device without memory, such as meta
+    PyErr_Clear();
+    return std::nullopt;
+  }
   const std::optional<DType> dtype = float_dtype(t);
   const bool there =
       t.device.type == place.type && (place.type == dlpack::kCpu || t.device.id == place.ordinal);

@@ -17,6 +17,7 @@ __all__: list[str] = [
     "Claim",
     "ContextValue",
     "CorruptSnapshotError",
+    "Device",
     "DeviceError",
     "ExclusiveLock",
     "FingerprintMismatchError",
@@ -42,6 +43,7 @@ __all__: list[str] = [
     "SnapshotReader",
     "SnapshotWriter",
     "StorageError",
+    "TENSOR_LINEAR_VERSION",
     "Turns",
     "UnsupportedVersionError",
     "Workers",
@@ -109,6 +111,31 @@ class Workers:
     def threads(self) -> int:
         """
         With the caller's own.
+        """
+
+class Device:
+    """
+    A device that is open for products of matrices.
+    """
+    def __init__(self, name: str) -> None:
+        """
+        name: "cuda", "cuda:1" or "shim".
+        """
+    def linear(
+        self,
+        x: typing.Any,
+        weight: typing.Any,
+        bias: typing.Any,
+        out: typing.Any,
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> bool:
+        """
+        As the function `linear`, of tensors on this device: launched on a stream, and not waited for.
+        """
+    @property
+    def name(self) -> str:
+        """
+        With its number.
         """
 
 class Program:
@@ -1028,4 +1055,5 @@ CHUNKS_PER_SPLIT: int = 8
 KERNEL_VERSION: int = 1
 LINEAR_VERSION: int = 1
 SNAPSHOT_VERSION: tuple[int, int] = (1, 3)
+TENSOR_LINEAR_VERSION: int = 1
 __version__: str = "0.1.0"

@@ -238,7 +238,7 @@ STEPS = (
     Step(
         "sanitizers", "memcheck, racecheck and synccheck on small cases of each kernel", sanitizers
     ),
-    Step("operations", "attention, selection, linear layers and paging beside the machine's ceilings", operations),
+    Step("operations", "attention, selection, linear layers, paging, beside ceilings", operations),
     Step("decode", "row counts; decoding at 16K, 64K and 256K", decode),
     Step("profiles", "the kernels of one layer and of five decode steps", profiles),
     Step("verify", "`kvpager verify`; a pool of 1/8 of the context; restoring 32K", verify),

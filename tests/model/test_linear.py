@@ -264,7 +264,9 @@ def test_on_a_gpu_they_are_kvpagers_only_if_asked_for():
         assert whose_products("auto", gpu, dtype) == "torch"
         assert whose_products("torch", gpu, dtype) == "torch"
         assert whose_products("kvpager", gpu, dtype) == "device"
-    assert whose_products("kvpager", Place("cpu", torch.device("cpu")), torch.float64) == "processor"
+    assert (
+        whose_products("kvpager", Place("cpu", torch.device("cpu")), torch.float64) == "processor"
+    )
 
 
 def test_a_hook_that_multiplies_by_itself_has_torchs_bits(closing):

@@ -62,7 +62,6 @@ def test_a_row_has_the_same_bits_wherever_it_lies_in_memory(dtype, device):
         assert_same_bits(layers.product(apart, weight, None), expected, "rows apart")
         assert_same_bits(layers.product(odd, weight, None), expected, "at an odd address")
         assert_same_bits(layers.product(batch, weight, None).view(9, 5), expected, "a batch")
-        assert_same_bits(layers.product(x, weight.T.contiguous().T, None), expected, "W by columns")
 
 
 def test_what_is_elsewhere_or_of_another_dtype_is_left_to_torch(device):
@@ -72,11 +71,12 @@ def test_what_is_elsewhere_or_of_another_dtype_is_left_to_torch(device):
         assert layers.product(x, x.double(), None) is None
         assert layers.product(x, x.to("meta"), None) is None
         assert layers.product(x, x[:, :4], None) is None
+        assert layers.product(x, drawn(8, 5, dtype=x.dtype, device=device).T, None) is None
         assert layers.product(x, x, x[0, :1]) is None
         assert layers.product(x.double(), x.double(), None) is None
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_float32_on_the_shim_has_the_bits_of_the_processors_products(architecture, closing):
     model, ids = build(architecture, "float32"), prompt(50)
 
@@ -108,11 +108,10 @@ def test_layers_of_an_adapter_are_computed_on_the_device_too(device, closing):
     assert any("lora_A" in name for name in names)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
 def test_relations_hold_on_tensor_cores_and_in_lanes(dtype, device):
-    model = build("llama", dtype, hidden=1024).to(tensors_of(device))
-    options = {"chunk_tokens": 64, "pool_tokens": 384, "rows": 32, "host_bytes": "256MiB"}
-    config = PagerConfig(device=device, linear="kvpager", **options)
+    model = build("llama", dtype).to(tensors_of(device))
+    config = PagerConfig(device=device, pool_tokens=192, chunk_tokens=16, rows=32, **OPTIONS)
     relations = [one for one in RELATIONS if not one.processes and one.at_start]
     with Subject(model, config, effort="start") as subject:
         assert isinstance(subject.engine().core.linear, LinearLayersOnDevice)
@@ -121,7 +120,9 @@ def test_relations_hold_on_tensor_cores_and_in_lanes(dtype, device):
     assert any(outcome.comparison.bits > 0 for outcome in report.outcomes)
 
 
-def test_a_snapshot_of_torchs_products_is_refused_by_name_and_taken_if_asked(tmp_path, device, closing):
+def test_a_snapshot_of_torchs_products_is_refused_by_name_and_taken_if_asked(
+    tmp_path, device, closing
+):
     model = build("llama", "bfloat16").to(tensors_of(device))
     path = tmp_path / "turn.kvsnap"
     torchs = {**OPTIONS, "linear": "torch"}

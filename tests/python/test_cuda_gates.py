@@ -156,7 +156,8 @@ def test_the_tables_dynamic_shared_memory_is_what_the_launches_ask_for(tmp_path)
     ]
     source = tmp_path / "sizes.cc"
     source.write_text(
-        '#include "cuda/attend_tensor_launch.cuh"\n#include "cuda/linear_launch.h"\nusing namespace kvpager::gpu::tensor;\n'
+        '#include "cuda/attend_tensor_launch.cuh"\n#include "cuda/linear_launch.h"\n'
+        "using namespace kvpager::gpu::tensor;\n"
         + "".join(
             f"static_assert({value} == {gates.limit_of(kernel).shared_bytes});\n"
             for value, kernel in sizes

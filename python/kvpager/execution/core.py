@@ -38,7 +38,6 @@ from kvpager.text.tokenizer import Tokenizer, read_ids
 from kvpager.text.transcript import Transcript, Transcripts
 from kvpager.tokens import TextOrIds, TokenIds
 
-
 # Who computes linear layers: torch, or kvpager on the processor or on its device.
 Products: TypeAlias = Literal["torch", "processor", "device"]
 

@@ -77,10 +77,7 @@ class LinearLayersOnDevice(LinearLayers):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
         """As `product` of this module, on the device and torch's current stream there."""
-
-        def multiply(*tensors: torch.Tensor | None) -> bool:
-            return self._device.linear(*tensors, self._place.stream)
-
+        multiply = functools.partial(self._device.linear, stream=self._place.stream)
         return _product(multiply, x, weight, bias)
 
 
@@ -137,7 +134,7 @@ def _product(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """The same by `multiply`, which takes x, weight, bias and where the product is to be written."""
+    """The same by `multiply`, which takes x, weight, bias and where the product is written."""
     if type(weight) not in _PLAIN or type(x) not in _PLAIN or x.ndim == 0:
         return None
     if bias is not None and type(bias) not in _PLAIN:

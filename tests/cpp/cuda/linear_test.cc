@@ -133,15 +133,19 @@ TEST_CASE("16-bit dtypes have the order of operations that is written down") {
       for (const Size& size : sizes()) {
         CAPTURE(size.rows);
         CAPTURE(size.depth);
-        const Problem problem(dtype, size.rows, size.outputs, size.depth, 8 * (size.rows % 3),
-                              size.rows % 2 == 0);
-        const Matrix y = on_device(device, problem);
-        int64_t wrong = 0;
-        for (int64_t i = 0; i < size.rows * size.outputs; ++i) {
-          const int64_t row = i / size.outputs, output = i % size.outputs;
-          wrong += float_bits(y.at(row, output)) != float_bits(expected(problem, row, output));
+        Problem problem(dtype, size.rows, size.outputs, size.depth, 8 * (size.rows % 3),
+                        size.rows % 2 == 0);
+        for (const bool cancels : {false, true}) {
+          CAPTURE(cancels);
+          if (cancels) problem.cancel();
+          const Matrix y = on_device(device, problem);
+          int64_t wrong = 0;
+          for (int64_t i = 0; i < size.rows * size.outputs; ++i) {
+            const int64_t row = i / size.outputs, output = i % size.outputs;
+            wrong += float_bits(y.at(row, output)) != float_bits(expected(problem, row, output));
+          }
+          CHECK(wrong == 0);
         }
-        CHECK(wrong == 0);
       }
     }
   });
@@ -182,7 +186,8 @@ TEST_CASE("a row has the same bits on a device among any number of rows, at any 
     const int64_t most = small_tests() ? 80 : 200;
     for (const DType dtype : kDTypes) {
       CAPTURE(std::string(dtype_name(dtype)));
-      const Problem problem(dtype, most, 21, 296);
+      Problem problem(dtype, most, 21, 296);
+      problem.cancel();
       const Matrix all = on_device(device, problem);
       for (const int64_t rows : {1, 2, 7, 8, 9, 16, 17, 33, 64, 65}) {
         CAPTURE(rows);
@@ -201,11 +206,13 @@ TEST_CASE("a product whose rows cannot be read 16 bytes at a time has the same b
       CAPTURE(std::string(dtype_name(dtype)));
       for (const int64_t rows : {3, 40, 70}) {
         CAPTURE(rows);
-        const Problem problem(dtype, rows, 11, 296);
+        Problem problem(dtype, rows, 11, 296);
+        problem.cancel();
         const Matrix plain = on_device(device, problem);
         CHECK(differing(plain, 0, on_device(device, problem, {1, 0, 0}), rows, 11) == 0);
         // As deep, with elements of 0 after an odd depth.
         Problem odd(dtype, rows, 11, 293, 2);
+        odd.cancel();
         Problem padded(dtype, rows, 11, 296);
         for (int64_t row = 0; row < std::max<int64_t>(rows, 11); ++row) {
           for (int64_t k = 0; k < 296; ++k) {
@@ -217,7 +224,7 @@ TEST_CASE("a product whose rows cannot be read 16 bytes at a time has the same b
             }
           }
         }
-        padded.bias = odd.bias;
+        padded.biased = false;
         CHECK(differing(on_device(device, padded), 0, on_device(device, odd), rows, 11) == 0);
       }
     }

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "elements.h"
 #include "kvpager/linear.h"
@@ -69,6 +72,28 @@ struct Problem {
     Matrix y(x.dtype, rows, outputs, 3);
     linear(params(y), pool);
     return y;
+  }
+
+  // From now on the products of each element are of many sizes and cancel one another, so that all
+  // that is left of a sum is its rounding: another order of additions gives other bits.
+  void cancel() {
+    std::mt19937 random(static_cast<unsigned>(depth));
+    std::normal_distribution<float> normal;
+    std::vector<int64_t> places(static_cast<size_t>(depth));
+    std::iota(places.begin(), places.end(), int64_t{0});
+    std::shuffle(places.begin(), places.end(), random);
+    const auto fill = [&](Matrix& matrix, int64_t count, float sign) {
+      for (int64_t row = 0; row < count; ++row) {
+        for (size_t i = 0; i + 1 < places.size(); i += 2) {
+          const float value = std::ldexp(normal(random), static_cast<int>(random() % 11) - 5);
+          round_to(x.dtype, value, matrix.data(), row * matrix.stride + places[i]);
+          round_to(x.dtype, sign * value, matrix.data(), row * matrix.stride + places[i + 1]);
+        }
+      }
+    };
+    fill(x, rows, -1.0f);
+    fill(w, outputs, 1.0f);
+    biased = false;
   }
 
   Matrix x, w, bias;

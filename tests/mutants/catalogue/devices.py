@@ -7,6 +7,11 @@ SIMULATED = "model/test_device_simulated.py::"
 PAGER = "python/test_device_pager.py::"
 RESIDENCY = "cpp/pager/device_residency_test.cc::"
 WORK = "cpp/cuda/work_test.cc::"
+LINEAR_TEST = "cpp/cuda/linear_test.cc::"
+LINEAR_ORDER = LINEAR_TEST + "16-bit dtypes have the order of operations that is written down"
+LINEAR_ROWS = (
+    LINEAR_TEST + "a row has the same bits on a device among any number of rows, at any place"
+)
 MIXES = SIMULATED + "test_an_engine_of_a_model_on_a_gpu_mixes_no_devices"
 
 DEVICES = (
@@ -120,5 +125,48 @@ DEVICES = (
         old="    if (slot >= 0) slot = place[static_cast<size_t>(slot)];\n",
         new="    if (slot >= 0) static_cast<void>(place);\n",
         killers=(RESIDENCY + "neighbouring slots are staged by one copy for each layer",),
+    ),
+    Mutant(
+        name="few-rows-on-a-device-add-splits-from-the-last",
+        breaks="16-bit products on a device have the order of operations that is written down",
+        file="csrc/cuda/linear_few.cuh",
+        old="shared[warp * Shape::kRows * Shape::kOutputs +",
+        new="shared[(there - 1 - warp) * Shape::kRows * Shape::kOutputs +",
+        killers=(LINEAR_ORDER,),
+    ),
+    Mutant(
+        name="many-rows-on-a-device-add-a-depth-in-one-chain",
+        breaks="a row has the same bits on a device among any number of rows",
+        file="csrc/cuda/linear_many.cuh",
+        old="if ((stage + 1) % (kSplit / Shape::kStageDepth) == 0 || stage + 1 == stages) {",
+        new="if (stage + 1 == stages) {",
+        killers=(LINEAR_ORDER, LINEAR_ROWS),
+    ),
+    Mutant(
+        name="rows-by-element-lie-otherwise-in-an-instruction",
+        breaks="rows that cannot be read 16 bytes at a time have the same bits",
+        file="csrc/cuda/linear_few.cuh",
+        old="out.x[i / 2] |= element << (16 * (i % 2));",
+        new="out.x[i / 2 ^ 2] |= element << (16 * (i % 2));",
+        killers=(
+            LINEAR_TEST
+            + "a product whose rows cannot be read 16 bytes at a time has the same bits",
+        ),
+    ),
+    Mutant(
+        name="lanes-of-a-device-are-added-from-the-nearest",
+        breaks="float32 products on a device have the processor's bits",
+        file="csrc/cuda/linear_lanes.cuh",
+        old="for (int width = kLanes / 2; width >= 1; width /= 2)",
+        new="for (int width = 1; width < kLanes; width *= 2)",
+        killers=(LINEAR_TEST + "float32 on a device has the bits of the processor's products",),
+    ),
+    Mutant(
+        name="a-gpus-products-are-kvpagers-unasked",
+        breaks='linear="auto" is torch\'s on a GPU',
+        file="python/kvpager/opening/linear.py",
+        old='    if asked == "kvpager":\n',
+        new='    if asked == "kvpager" or place.kind == "cuda":\n',
+        killers=("model/test_linear.py::test_on_a_gpu_they_are_kvpagers_only_if_asked_for",),
     ),
 )
