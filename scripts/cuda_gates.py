@@ -72,7 +72,7 @@ LIMITS = (
     Limit(r"linear::in_lanes<\d+,\d+>", 255),
     Limit(r"scoring::score_sketches<64,1>", 128, 0, "IMMA.16832.U8.S8", copies=True, spilled=8),
     Limit(r"scoring::score_sketches<\d+,\d+>", 128, 0, "IMMA.16832.U8.S8", copies=True),
-    Limit(r"reference::walk_rows<\d+,\d+>", 255),
+    Limit(r"reference::walk<\d+,\d+>", 255),
     Limit(r"reference::.*", 128),
     Limit(r".*", 128),
 )
@@ -85,8 +85,7 @@ EXPECTED = (
     "few_rows",
     "many_rows",
     "in_lanes",
-    "walk_rows",
-    "walk_splits",
+    "walk",
     "select_rows",
     "write_rows_kernel",
 )

@@ -20,7 +20,7 @@ constexpr int64_t kMostScratch = int64_t{32} << 20;
 struct Params {
   AttendParams attend;
   int32_t packs = 0;  // of a kv head's query heads
-  // Of a wave: splits [begin, begin + splits), counted from a row's first.
+  // Of a wave: splits [begin, begin + splits), counted from a row's first. No splits: no waves.
   int64_t begin = 0;
   int64_t splits = 0;
   bool first = false;
@@ -63,92 +63,75 @@ KVP_DEVICE void load_queries(const AttendParams& p, int64_t row, const Row& r,
   if (codes::coded(p.shape.k_dtype)) round_queries(p.shape, memory);
 }
 
+// Both ways in one kernel, since walking is most of what the compiler has to do. A walk is of all splits
+// that a row can see, or of one split of a wave.
 template <int kQueries, int kVectors>
-KVP_KERNEL KVP_BOUNDS(kThreads, 3) walk_rows(const Params params) {
+KVP_KERNEL KVP_BOUNDS(kThreads, 3) walk(const Params params) {
   const AttendParams& p = params.attend;
+  const bool waves = params.splits > 0;
   const int64_t packs = int64_t{p.shape.kv_heads} * params.packs;
-  const int64_t items = p.tables.header->rows * packs;
+  const int64_t slots = waves ? params.splits : 1;
+  const int64_t items = p.tables.header->rows * slots * packs;
   Pack<kQueries>* memory = warp_memory<kQueries>(p.shape);
   for (int64_t item = block_index() * kWarps + warp_index(); item < items;
        item += grid_blocks() * kWarps) {
-    const int64_t row = item / packs;
+    const int64_t row = item / packs / slots;
+    const int64_t slot = item / packs % slots;
     const Row r = p.tables.rows[row];
+    Splits splits = {0, 0};
+    if (r.part >= 0) splits = splits_of(p, r.position);
+    if (waves) {
+      splits.begin += params.begin + slot;
+      if (splits.begin >= splits.end) continue;
+      splits.end = splits.begin + 1;
+    }
     Queries queries = queries_of<kQueries>(params, row, static_cast<int32_t>(item % packs));
     State<kQueries, kVectors> total;
     total.reset();
-    if (r.part >= 0) {
-      load_queries(p, row, r, memory, &queries);
+    if (splits.begin < splits.end) load_queries(p, row, r, memory, &queries);
+    KVP_UNROLL
+    for (int q = 0; q < kQueries; ++q) {
+      if (waves || r.part < 0 || p.sinks == nullptr || q >= queries.count) continue;
+      total.m[q] = p.sinks[queries.head + q];
+      total.l[q] = 1.0f;
+    }
+    for (int64_t split = splits.begin; split < splits.end; ++split) {
+      State<kQueries, kVectors> state;
+      if (!walk_split(p, queries, split, memory, &state)) continue;
+      if (waves) {
+        total = state;
+        break;
+      }
       KVP_UNROLL
       for (int q = 0; q < kQueries; ++q) {
-        if (p.sinks == nullptr || q >= queries.count) continue;
-        total.m[q] = p.sinks[queries.head + q];
-        total.l[q] = 1.0f;
-      }
-      const Splits splits = splits_of(p, r.position);
-      for (int64_t split = splits.begin; split < splits.end; ++split) {
-        State<kQueries, kVectors> state;
-        if (!walk_split(p, queries, split, memory, &state)) continue;
+        if (state.m[q] == minus_infinity()) continue;
+        const Merge merge = merge_of(total.m[q], state.m[q]);
         KVP_UNROLL
-        for (int q = 0; q < kQueries; ++q) {
-          if (state.m[q] == minus_infinity()) continue;
-          const Merge merge = merge_of(total.m[q], state.m[q]);
-          KVP_UNROLL
-          for (int i = 0; i < kVectors; ++i) {
-            total.acc[q][i] = merged(merge, total.acc[q][i], state.acc[q][i]);
-          }
-          total.l[q] = merged(merge, total.l[q], state.l[q]);
-          total.m[q] = merge.m;
+        for (int i = 0; i < kVectors; ++i) {
+          total.acc[q][i] = merged(merge, total.acc[q][i], state.acc[q][i]);
         }
+        total.l[q] = merged(merge, total.l[q], state.l[q]);
+        total.m[q] = merge.m;
       }
     }
     KVP_UNROLL
     for (int q = 0; q < kQueries; ++q) {
       if (q >= queries.count) continue;
+      const int64_t at = (row * p.shape.q_heads + queries.head + q) * slots + slot;
+      if (waves && lane_index() == 0) {
+        params.softmax[2 * at] = total.m[q];
+        params.softmax[2 * at + 1] = total.l[q];
+      }
+      if (waves && total.m[q] == minus_infinity()) continue;  // its acc is not read
       KVP_UNROLL
       for (int i = 0; i < kVectors; ++i) {
         const int32_t j = i * kWarp + lane_index();
         if (j >= p.shape.v_dim) continue;
-        write_output(p, row, queries.head + q, j, total.acc[q][i], total.m[q], total.l[q]);
-      }
-    }
-  }
-}
-
-template <int kQueries, int kVectors>
-KVP_KERNEL KVP_BOUNDS(kThreads, 4) walk_splits(const Params params) {
-  const AttendParams& p = params.attend;
-  const int64_t packs = int64_t{p.shape.kv_heads} * params.packs;
-  const int64_t items = p.tables.header->rows * params.splits * packs;
-  Pack<kQueries>* memory = warp_memory<kQueries>(p.shape);
-  for (int64_t item = block_index() * kWarps + warp_index(); item < items;
-       item += grid_blocks() * kWarps) {
-    const int64_t row = item / packs / params.splits;
-    const int64_t slot = item / packs % params.splits;
-    const Row r = p.tables.rows[row];
-    if (r.part < 0) continue;
-    const Splits splits = splits_of(p, r.position);
-    const int64_t split = splits.begin + params.begin + slot;
-    if (split >= splits.end) continue;
-    Queries queries = queries_of<kQueries>(params, row, static_cast<int32_t>(item % packs));
-    State<kQueries, kVectors> state;
-    state.reset();
-    if (queries.selected == nullptr || queries.selected[split] != 0) {
-      load_queries(p, row, r, memory, &queries);
-      walk_split(p, queries, split, memory, &state);
-    }
-    KVP_UNROLL
-    for (int q = 0; q < kQueries; ++q) {
-      if (q >= queries.count) continue;
-      const int64_t at = (row * p.shape.q_heads + queries.head + q) * params.splits + slot;
-      if (lane_index() == 0) {
-        params.softmax[2 * at] = state.m[q];
-        params.softmax[2 * at + 1] = state.l[q];
-      }
-      if (state.m[q] == minus_infinity()) continue;  // its acc is not read
-      KVP_UNROLL
-      for (int i = 0; i < kVectors; ++i) {
-        const int32_t j = i * kWarp + lane_index();
-        if (j < p.shape.v_dim) params.acc[at * p.shape.v_dim + j] = state.acc[q][i];
+        if (waves) {
+          params.acc[at * p.shape.v_dim + j] = total.acc[q][i];
+        } else {
+          write_output(p, row, queries.head + q, j, total.acc[q][i], total.m[q], total.l[q]);
+        }
       }
     }
   }
@@ -241,14 +224,12 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) merge_splits(const Params params) {
 struct Kernels {
   int queries;
   int vectors;
-  void (*walk_rows)(Params);
-  void (*walk_splits)(Params);
+  void (*walk)(Params);
   void (*merge)(Params);
 };
 template <int kQueries, int kVectors>
 Kernels kernels_of() {
-  return {kQueries, kVectors, walk_rows<kQueries, kVectors>, walk_splits<kQueries, kVectors>,
-          merge_splits<kVectors>};
+  return {kQueries, kVectors, walk<kQueries, kVectors>, merge_splits<kVectors>};
 }
 Kernels kernels_for(const Shape& shape) {
   const int32_t group = shape.q_heads / shape.kv_heads;
@@ -309,7 +290,8 @@ int attend_reference(const AttendParams& attend, void* stream) {
       attend.scratch_bytes / static_cast<int64_t>(sizeof(float)) / (states * state_floats(shape));
   params.splits = splits <= capacity ? splits : capacity - 1;
   if (params.splits < 1 || walks >= multiprocessors() * kWalksPerMultiprocessor) {
-    return launch(kernels.walk_rows, grid_for(walks, shared, stream), params);
+    params.splits = 0;
+    return launch(kernels.walk, grid_for(walks, shared, stream), params);
   }
   params.acc = static_cast<float*>(attend.scratch);
   params.softmax = params.acc + states * params.splits * shape.v_dim;
@@ -318,7 +300,7 @@ int attend_reference(const AttendParams& attend, void* stream) {
   for (params.begin = 0; params.begin < splits; params.begin += params.splits) {
     params.first = params.begin == 0;
     params.last = params.begin + params.splits >= splits;
-    int code = launch(kernels.walk_splits, grid_for(walks * params.splits, shared, stream), params);
+    int code = launch(kernels.walk, grid_for(walks * params.splits, shared, stream), params);
     if (code != 0) return code;
     code = launch(kernels.merge, grid_for(states, 0, stream), params);
     if (code != 0) return code;

@@ -262,6 +262,7 @@ struct RowOfCodes {
     const float top = shuffle(x, static_cast<int>(first));
     float least = 0.0f;
     uint32_t best = 0;
+    KVP_NO_UNROLL
     for (int i = 0; i < 4; ++i) {
       const float last = static_cast<float>(codes::level_of(i < 2 ? 0u : 15u));
       const float end = last * (i % 2 == 0 ? 1.0f : 1.05f);
@@ -411,17 +412,27 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 2) write_rows_kernel(const WriteParams p) {
   const Source v = source_of(p.v, head, first);
   const Source k = source_of(p.k, head, first);
   const int tokens = shape.chunk_tokens;
-  const int values = codes::coded(shape.v_dtype)
-                         ? write_codes(v, p.v.dtype, shape.v_dtype, shape.v_rotated, false, places,
-                                       count, shape.v_dim, tokens, shape.k_tile_bytes)
-                         : dispatch<Values>(p.v.dtype, shape.v_dtype, v, places, count,
-                                            static_cast<int>(shape.v_dim), shape.k_tile_bytes);
-  const int keys = codes::coded(shape.k_dtype)
-                       ? write_codes(k, p.k.dtype, shape.k_dtype, shape.k_rotated, true, places,
-                                     count, shape.k_dim, tokens, 0)
-                       : dispatch<Keys>(p.k.dtype, shape.k_dtype, k, places, count,
-                                        static_cast<int>(shape.k_dim), tokens, slab);
-  const int failed = keys < values ? keys : values;
+  int failed = kTileRows;
+  const auto note = [&](int row) { failed = row < failed ? row : failed; };
+  if (!codes::coded(shape.v_dtype)) {
+    note(dispatch<Values>(p.v.dtype, shape.v_dtype, v, places, count, static_cast<int>(shape.v_dim),
+                          shape.k_tile_bytes));
+  }
+  if (!codes::coded(shape.k_dtype)) {
+    note(dispatch<Keys>(p.k.dtype, shape.k_dtype, k, places, count, static_cast<int>(shape.k_dim),
+                        tokens, slab));
+  }
+  // One call for both: it is most of what the compiler has to do here.
+  KVP_NO_UNROLL
+  for (int side = 0; side < 2; ++side) {
+    const bool keys = side == 1;
+    const DType to = keys ? shape.k_dtype : shape.v_dtype;
+    if (!codes::coded(to)) continue;
+    const Source source = {keys ? k.data : v.data, keys ? k.row_bytes : v.row_bytes, false};
+    note(write_codes(source, keys ? p.k.dtype : p.v.dtype, to,
+                     keys ? shape.k_rotated : shape.v_rotated, keys, places, count,
+                     keys ? shape.k_dim : shape.v_dim, tokens, keys ? 0 : shape.k_tile_bytes));
+  }
   if (failed < kTileRows) {
     atomic_min(p.status,
                static_cast<uint64_t>(p.layer) << 32 | static_cast<uint64_t>(first + failed));
