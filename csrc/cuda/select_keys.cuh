@@ -12,6 +12,7 @@ inline constexpr int kSelectThreads = 256;
 inline constexpr int kSelectWarps = kSelectThreads / 32;
 inline constexpr int kCachedKeys = 4096;  // of a row, in shared memory; further ones are read again
 inline constexpr int kDigits = 256;
+inline constexpr int kDigitSets = 3;
 inline constexpr int32_t kAllTies = 0x7FFFFFFF;
 
 // A double as an integer of the same order; NaN below everything, both zeros equal.
@@ -55,8 +56,7 @@ struct SelectShared {
   uint64_t* extremes;  // [2][kSelectWarps]
   int32_t* counts;     // [kSelectWarps]
   float* sums;         // [kSelectWarps]
-  int32_t* digits;     // [kDigits]
-  int32_t* found;      // [2]: digit, keys above it
+  int32_t* digits;     // [kDigitSets][kDigits]
   uint32_t* always;    // [words]: in every row
   uint32_t* above;     // [words]: chosen
   uint32_t* equal;     // [words]: as good as the last one chosen
@@ -69,15 +69,14 @@ KVP_DEVICE SelectShared select_shared(int32_t cached, int32_t words) {
   shared.counts = reinterpret_cast<int32_t*>(shared.extremes + 2 * kSelectWarps);
   shared.sums = reinterpret_cast<float*>(shared.counts + kSelectWarps);
   shared.digits = reinterpret_cast<int32_t*>(shared.sums + kSelectWarps);
-  shared.found = shared.digits + kDigits;
-  shared.always = reinterpret_cast<uint32_t*>(shared.found + 2);
+  shared.always = reinterpret_cast<uint32_t*>(shared.digits + kDigitSets * kDigits);
   shared.above = shared.always + words;
   shared.equal = shared.above + words;
   return shared;
 }
 
 inline int64_t select_shared_bytes(int32_t cached, int32_t words) {
-  return 8 * int64_t{cached} + 2 * kSelectWarps * 8 + kSelectWarps * 8 + kDigits * 4 + 8 +
+  return 8 * int64_t{cached} + 2 * kSelectWarps * 8 + kSelectWarps * 8 + kDigitSets * kDigits * 4 +
          3 * 4 * int64_t{words};
 }
 
@@ -104,32 +103,43 @@ struct Threshold {
   int32_t ties = kAllTies;  // how many chunks with this very key are in
 };
 
-// The digit in which the `need`-th largest key lies, by one warp: digits[] are counts of keys.
-KVP_DEVICE void find_digit(const SelectShared& shared, int32_t need) {
+// The digit in which the `need`-th largest key lies, how many keys are above it and how many within.
+struct Digit {
+  int32_t digit, above, within;
+};
+
+// By each warp for itself, so that nobody waits for another; digits: counts of at least `need` keys.
+KVP_DEVICE Digit find_digit(const int32_t* digits, int32_t need) {
   constexpr int kPerLane = kDigits / 32;
   const int top = kDigits - 1 - lane_index() * kPerLane;
   int32_t own = 0;
-  for (int i = 0; i < kPerLane; ++i) own += shared.digits[top - i];
+  for (int i = 0; i < kPerLane; ++i) own += digits[top - i];
   int32_t sum = own;
   for (int step = 1; step < 32; step *= 2) {
     const int32_t other = shuffle(sum, lane_index() - step < 0 ? 0 : lane_index() - step);
     if (lane_index() >= step) sum += other;
   }
   int32_t before = sum - own;
-  if (before >= need || sum < need) return;
-  for (int i = 0; i < kPerLane; ++i) {
-    const int32_t here = shared.digits[top - i];
-    if (before + here >= need) {
-      shared.found[0] = top - i;
-      shared.found[1] = before;
-      return;
-    }
-    before += here;
+  const bool here = before < need && need <= sum;  // in one lane
+  Digit found{top, before, 0};
+  for (int i = 0; here && i < kPerLane; ++i) {
+    found = {top - i, before, digits[top - i]};
+    if (before + found.within >= need) break;
+    before += found.within;
   }
+  const uint32_t lanes = ballot(here);
+  const int lane = count_bits((lanes & (0u - lanes)) - 1);
+  return {shuffle(found.digit, lane), shuffle(found.above, lane), shuffle(found.within, lane)};
+}
+
+KVP_DEVICE void clear_digits(const SelectShared& shared, int round) {
+  int32_t* const digits = shared.digits + round % kDigitSets * kDigits;
+  for (int i = thread_index(); i < kDigits; i += kSelectThreads) digits[i] = 0;
 }
 
 KVP_DEVICE Threshold find_threshold(const Middle& middle, int32_t places) {
   const SelectShared& shared = middle.shared;
+  clear_digits(shared, 0);
   uint64_t low = ~uint64_t{0};
   uint64_t high = 0;
   int32_t count = 0;
@@ -170,33 +180,29 @@ KVP_DEVICE Threshold find_threshold(const Middle& middle, int32_t places) {
   while (undecided > 0 && ((low ^ high) >> (undecided - 1)) == 0) --undecided;
   uint64_t prefix = undecided == 64 ? 0 : high >> undecided << undecided;
   int32_t need = places;
-  while (undecided > 0) {
+  // A round counts in one set of digits and clears that of the next, while slower warps still read that
+  // of the one before: so it has one barrier.
+  for (int round = 0; undecided > 0; ++round) {
     const int shift = undecided > 8 ? undecided - 8 : 0;
     const uint64_t mask = (uint64_t{1} << (undecided - shift)) - 1;
     const uint64_t decided = undecided == 64 ? 0 : ~uint64_t{0} << undecided;
-    for (int i = thread_index(); i < kDigits; i += kSelectThreads) shared.digits[i] = 0;
-    sync_block();
+    int32_t* const digits = shared.digits + round % kDigitSets * kDigits;
+    clear_digits(shared, round + 1);
     for (int32_t word = middle.first_word + warp_index(); word < middle.last_word;
          word += kSelectWarps) {
       const int64_t chunk = int64_t{word} * 32 + lane_index();
       if (!middle.holds(word, chunk)) continue;
       const uint64_t key = middle.key(chunk);
       if (((key ^ prefix) & decided) == 0) {
-        atomic_add(&shared.digits[static_cast<int>((key >> shift) & mask)], 1);
+        atomic_add(&digits[static_cast<int>((key >> shift) & mask)], 1);
       }
     }
     sync_block();
-    if (warp_index() == 0) find_digit(shared, need);
-    sync_block();
-    const int32_t digit = shared.found[0];
-    const int32_t within = shared.digits[digit];
-    need -= shared.found[1];
-    prefix |= static_cast<uint64_t>(digit) << shift;
+    const Digit found = find_digit(digits, need);
+    need -= found.above;
+    prefix |= static_cast<uint64_t>(found.digit) << shift;
     undecided = shift;
-    // A count that the next round has cleared differs from `need`, which is above 0, as `within` does
-    // in the warp that cleared it.
-    sync_block();  // for racecheck
-    if (within == need) {
+    if (found.within == need) {
       // All of them: everything from this prefix up.
       threshold.key = prefix;
       return threshold;

@@ -86,8 +86,9 @@ KVP_KERNEL KVP_BOUNDS(kSelectThreads, 4) select_rows(const SelectJob job) {
                   job.cached,
                   shared};
     const int64_t tokens = p.shape.chunk_tokens;
-    for (int32_t word = middle.first_word + thread_index(); word < middle.last_word;
-         word += kSelectThreads) {
+    // Until choose() is done, a warp alone reads and writes its words.
+    for (int32_t word = middle.first_word + warp_index() + kSelectWarps * lane_index();
+         word < middle.last_word; word += kSelectThreads) {
       uint32_t bits = 0;
       for (int32_t i = 0; i < p.always_count; ++i) {
         bits |= bits_of_range(int64_t{word} * 32, p.always[2 * i] / tokens,
@@ -95,7 +96,7 @@ KVP_KERNEL KVP_BOUNDS(kSelectThreads, 4) select_rows(const SelectJob job) {
       }
       shared.always[word] = bits & bits_of_range(int64_t{word} * 32, middle_begin, middle_end);
     }
-    sync_block();
+    sync_warp();
     const Threshold threshold = find_threshold(middle, p.k);
     choose(middle, threshold);
   }

@@ -135,6 +135,7 @@ SPOILERS = [
     ("paging", {"what": "evict, clean"}, {"bytes_up": 1}),
     ("attention", {"what": "decode", "context": 32768}, {"of_copy": 0.79}),
     ("attention", {"what": "prefill", "rows": 64, "context": 2048}, {"over_flash": 0.69}),
+    ("selection", {"chunks": 512}, {"selection_us": 12.1}),
     ("linear", {"what": LAYER, "rows": 1}, {"of_copy": 0.79}),
     ("decode", {"context": 262144}, {"step_ms": 11.6}),
     ("decode", {"context": 65536}, {"step_ms": 9.5}),

@@ -206,6 +206,10 @@ GATES = (
     Gate("attention", "prefill", "of torch's flash kernel", _worst_prefill, (LEAST, 0.7)),
     Gate("attention", "prefill of 256 rows at 32K", "TFLOP/s", _prefill_rate, predicted=(250, 320)),
     Gate(
+        "selection", "scores and selection at 32K", "us per layer",
+        _chosen("selection_us", lambda sizes: sizes.scanned_chunks[0]), (MOST, 12), (9, 13),
+    ),
+    Gate(
         "selection", "top 32 chunks at 32K", "us per layer",
         _chosen("attend_us", lambda sizes: sizes.scanned_chunks[0]), predicted=(40, 55),
     ),
