@@ -15,7 +15,6 @@ namespace {
 constexpr int64_t kRing = 4;        // forwards whose tables may be on their way
 constexpr int64_t kBounces = 4;     // chunks on their way through pinned memory
 constexpr int64_t kEntries = 1024;  // capacity to begin with
-constexpr int64_t kStagedChunks = 256;
 constexpr int64_t kStagingBytes = int64_t{256} << 20;
 constexpr int64_t kAlignment = 256;
 constexpr DType kQueryDtypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
@@ -98,7 +97,7 @@ int64_t staged_slices(const PagerOptions& options, int64_t host_slots) {
   if (options.missed_chunks == "direct") return 0;
   const int64_t slice = options.layout.largest_slice_bytes();
   if (options.staging_bytes >= 0) return std::min(options.staging_bytes / (2 * slice), host_slots);
-  return std::min({kStagedChunks, kStagingBytes / (2 * slice), host_slots});
+  return std::min(kStagingBytes / (2 * slice), host_slots);
 }
 
 int64_t sink_sets(const Layout& layout) { return layout.layers + 16; }

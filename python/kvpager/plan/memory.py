@@ -9,7 +9,6 @@ from kvpager.config import TopK
 from kvpager.plan.shape import KvShape, ModelShape
 
 _STREAMED_SEQUENCES = 4  # of which the host stages a split each
-_STAGED_CHUNKS = 256
 _STAGING_BYTES = 256 << 20
 _SCRATCH_BYTES = 256 << 20
 _GROUP_SCRATCH_BYTES = 512 << 20
@@ -59,7 +58,7 @@ def staging_bytes(kv: KvShape, host_chunks: int, on_gpu: bool) -> int:
     """For slices on their way to where attention reads them."""
     if not on_gpu:
         return _core.CHUNKS_PER_SPLIT * _STREAMED_SEQUENCES * kv.slice_bytes
-    slices = min(_STAGED_CHUNKS, _STAGING_BYTES // (2 * kv.slice_bytes), host_chunks)
+    slices = min(_STAGING_BYTES // (2 * kv.slice_bytes), host_chunks)
     return 2 * slices * kv.slice_bytes
 
 
