@@ -67,7 +67,7 @@ TEST_CASE("a library without the entry point is not a plug-in") {
 
 TEST_CASE("a plug-in of another version of the interface is refused") {
   const Report report = probe_in("other_version");
-  const std::string expected = std::to_string(device::kAbi);
+  const std::string expected = std::to_string(kvpager::device::kAbi);
   CHECK(contains(report.why_not, "has version 99 of the plug-in interface, expected " + expected));
   const Environment path("KVPAGER_DEVICE_PATH", KVPAGER_TEST_PLUGINS "/other_version");
   CHECK(contains(words_of("cuda"), "device 'cuda': " + report.why_not));
