@@ -70,6 +70,11 @@ bool multiply_on_device(const device::Device& device, py::handle x, py::handle w
   return true;
 }
 
+std::shared_ptr<device::Device> open_device(const std::string& name) {
+  const py::gil_scoped_release release;
+  return device::Device::open(name);
+}
+
 std::shared_ptr<ThreadPool> make_workers(int threads, const std::string& openmp) {
   if (openmp.empty()) return std::make_shared<ThreadPool>(threads);
   void* library = dlopen(openmp.c_str(), RTLD_NOW | RTLD_NOLOAD);
@@ -96,8 +101,7 @@ void bind_linear(py::module_& m) {
   m.attr("TENSOR_LINEAR_VERSION") = gpu::kTensorLinearVersion;
   py::class_<device::Device, std::shared_ptr<device::Device>>(
       m, "Device", "A device that is open for products of matrices.")
-      .def(py::init(&device::Device::open), py::arg("name"),
-           py::call_guard<py::gil_scoped_release>(), "name: \"cuda\", \"cuda:1\" or \"shim\".")
+      .def(py::init(&open_device), py::arg("name"), "name: \"cuda\", \"cuda:1\" or \"shim\".")
       .def_property_readonly("name", &device::Device::name, "With its number.")
       .def("linear", &multiply_on_device, py::arg("x"), py::arg("weight"), py::arg("bias"),
            py::arg("out"), py::arg("stream") = 0,
