@@ -9,8 +9,8 @@ products and with torch's by turns, beside reading as many bytes of memory. Mode
 shape of Qwen3-0.6B with random weights decodes behind a short prompt, and computes a prompt: an
 engine with kvpager's products, one with torch's, and transformers over the same weights, by turns;
 "of_reading" is the time of reading the weights once beside that of a step. llama.cpp decodes with
-weights of the same shape and dtype in a process of its own, behind the prompt and behind long
-contexts of random K/V, all of which either attends to.
+weights of the same shape and dtype in a process of its own, behind the prompt and behind a long
+context of random K/V, all of which either attends to.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROWS = (1, 2, 4, 8, 16, 64, 256)
 MATRICES_BYTES = 256 << 20
 PROMPT = 256
 STEPS = 8  # tokens of a turn
-CONTEXTS = (8192, 16384)  # of random K/V, beside llama.cpp
+CONTEXTS = (8192,)  # of random K/V, beside llama.cpp
 OF_MEMORY = 0.9  # aim of a few rows
 OF_TORCH = 0.9  # and of many
 DECODE_AIM = {"bf16": 3.0, "fp32": 2.0}  # times transformers
