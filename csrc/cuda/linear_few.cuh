@@ -82,10 +82,10 @@ KVP_DEVICE void add_split(const LinearParams& p, int64_t row, int64_t output, in
 template <DType kType, int kM, int kN, bool kWide>
 KVP_KERNEL KVP_BOUNDS(kThreads, kM == 1 ? 2 : 1) few_rows(const LinearParams p) {
   using Shape = FewShape<kM, kN>;
-  const int64_t tiles = (p.outputs + Shape::kOutputs - 1) / Shape::kOutputs;
+  const int64_t tiles = tiles_of(p.outputs, Shape::kOutputs);
   const int64_t output = block_index() % tiles * Shape::kOutputs;
   const int64_t row = block_index() / tiles * Shape::kRows;
-  const int64_t splits = (p.depth + kSplit - 1) / kSplit;
+  const int64_t splits = tiles_of(p.depth, kSplit);
   float* const shared = reinterpret_cast<float*>(shared_memory());  // [warp][row][output]
   float totals[Shape::kTotals];
   KVP_UNROLL

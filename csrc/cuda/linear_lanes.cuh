@@ -2,6 +2,7 @@
 // are those of half a warp, so that the bits are the processor's.
 #pragma once
 
+#include "cuda/linear_tiles.cuh"
 #include "cuda/params.h"
 #include "cuda/portable.h"
 
@@ -15,7 +16,7 @@ template <int kRows, int kOutputs>
 KVP_KERNEL KVP_BOUNDS(kLaneThreads, 2) in_lanes(const LinearParams p) {
   const int64_t half = (block_index() * kLaneThreads + thread_index()) / kLanes;
   const int lane = thread_index() % kLanes;
-  const int64_t tiles = (p.outputs + kOutputs - 1) / kOutputs;
+  const int64_t tiles = tiles_of(p.outputs, kOutputs);
   const int64_t output = half % tiles * kOutputs;
   const int64_t row = half / tiles * kRows;  // may be after the last: all lanes shuffle
   const float *x[kRows], *w[kOutputs];
@@ -35,7 +36,7 @@ KVP_KERNEL KVP_BOUNDS(kLaneThreads, 2) in_lanes(const LinearParams p) {
     KVP_UNROLL
     for (int n = 0; n < kOutputs; ++n) sums[r][n] = 0.0f;
   }
-  const int64_t steps = (p.depth + kLanes - 1) / kLanes;
+  const int64_t steps = tiles_of(p.depth, kLanes);
   KVP_UNROLL_4
   for (int64_t step = 0; step < steps; ++step) {
     const int64_t k = step * kLanes + lane;

@@ -10,8 +10,6 @@ namespace kvpager::gpu::linear {
 
 inline constexpr int64_t kFewRows = 64;  // more of them are a product of many rows
 
-inline int64_t tiles_of(int64_t count, int64_t tile) { return (count + tile - 1) / tile; }
-
 template <int kM, int kN>
 int64_t few_blocks(const LinearParams& p) {
   using Shape = FewShape<kM, kN>;

@@ -61,10 +61,10 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 2) many_rows(const LinearParams p) {
   constexpr int kM = Shape::kM;
   constexpr int kN = Shape::kN;
   // Blocks of the same outputs are neighbours, so that weights are read from memory once.
-  const int64_t tiles = (p.rows + Shape::kRows - 1) / Shape::kRows;
+  const int64_t tiles = tiles_of(p.rows, Shape::kRows);
   const int64_t row = block_index() % tiles * Shape::kRows;
   const int64_t output = block_index() / tiles * Shape::kOutputs;
-  const int64_t stages = (p.depth + Shape::kStageDepth - 1) / Shape::kStageDepth;
+  const int64_t stages = tiles_of(p.depth, Shape::kStageDepth);
   unsigned char* const shared = shared_memory();
   const int warp_row = warp_index() % Shape::kWarpsAlongRows * kM * kRowTile;
   const int warp_output = warp_index() / Shape::kWarpsAlongRows * kN * kOutputTile;

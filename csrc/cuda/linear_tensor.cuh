@@ -12,6 +12,7 @@
 // So that a lane reads 16 bytes of a row, eight elements, and they are its parts of two instructions.
 #pragma once
 
+#include "cuda/linear_tiles.cuh"
 #include "cuda/matrix_units.cuh"
 #include "cuda/params.h"
 #include "cuda/portable.h"

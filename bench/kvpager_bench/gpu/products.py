@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvpager import _core
+from kvpager.pager.device import resolve
 from kvpager_bench.gpu.run import Run
 from kvpager_bench.gpu.sizes import Sizes
 from kvpager_bench.gpu.subjects import BFLOAT16, WrongResultError, differing_bits
@@ -89,9 +90,7 @@ def _add(
 def _time(run: Run, device: Any, shape: Shape, rows: int) -> tuple[Timing, Timing, int]:
     """Both products over as many weights as it takes to be read from memory, and their bytes."""
     machine, sizes = run.machine, run.sizes
-    stream = 0
-    if machine.tensors.type == "cuda":
-        stream = torch.cuda.current_stream(machine.tensors).cuda_stream
+    stream = resolve(machine.pager_device, None).stream
     size = 2 * shape.depth * shape.outputs
     weights = [
         machine.random(shape.outputs, shape.depth, dtype=BFLOAT16, seed=seed) / shape.depth**0.5
