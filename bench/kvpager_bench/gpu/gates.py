@@ -131,8 +131,10 @@ def _chosen(column: str, chunks: Callable[[Sizes], int]) -> Figure:
     return lambda run: run.number("selection", column, chunks=chunks(run.sizes))
 
 
-def _layer(column: str, rows: int) -> Figure:
-    return lambda run: run.number("linear", column, what=LAYER, rows=rows)
+def _layer(column: str, which: int) -> Figure:
+    return lambda run: run.number(
+        "linear", column, what=LAYER, rows=run.sizes.product_rows[which]
+    )
 
 
 def _row_start(run: Run) -> float:
@@ -223,15 +225,15 @@ GATES = (
     ),
     Gate(
         "linear", "linear layers of 1 row read weights at", "of the device copy",
-        _layer("of_copy", 1), (LEAST, 0.8), (0.70, 0.88),
+        _layer("of_copy", 0), (LEAST, 0.8), (0.70, 0.88),
     ),
     Gate(
         "linear", "linear layers of 64 rows read weights at", "of the device copy",
-        _layer("of_copy", 64), predicted=(0.55, 0.80),
+        _layer("of_copy", -2), predicted=(0.55, 0.80),
     ),
     Gate(
         "linear", "linear layers of 256 rows", "x the speed of cuBLAS's",
-        _layer("over_torch", 256), predicted=(0.35, 0.55),
+        _layer("over_torch", -1), predicted=(0.35, 0.55),
     ),
     Gate("rows", "proving the row counts of 256 and starting", "s", _row_start),
     Gate(
