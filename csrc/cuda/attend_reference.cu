@@ -1,8 +1,11 @@
 // Attention with the CPU's bits, in one of two ways that give the same ones:
 //   walk    many rows: a warp walks all splits of its queries and keeps the total in registers
-//   waves   few rows: every split of a wave has a warp of its own and leaves its state in scratch; then
-//           a warp per query head folds the wave's states into the total, splits ascending
-// Splits are counted from the first one a row can see, so that a window costs what it spans.
+//   rounds  few rows: every split of a round has a warp of its own and leaves its state in scratch; then
+//           a warp per query head folds the round's states into the total, splits ascending
+// Splits are counted from the first one that a row can see in the call's wave, so that a window costs
+// what it spans. Totals are kept in scratch between rounds and from wave to wave.
+#include <algorithm>
+
 #include "cuda/attend_reference.cuh"
 #include "cuda/kernels.h"
 
@@ -13,21 +16,21 @@ namespace {
 constexpr int kWarps = 4;  // per block
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kBlocksPerMultiprocessor = 8;
-// With this many walks and more, waves would keep a GPU no busier.
+// With this many walks and more, rounds would keep a GPU no busier.
 constexpr int64_t kWalksPerMultiprocessor = 16;
 constexpr int64_t kMostScratch = int64_t{32} << 20;
 
 struct Params {
   AttendParams attend;
   int32_t packs = 0;  // of a kv head's query heads
-  // Of a wave: splits [begin, begin + splits), counted from a row's first. No splits: no waves.
+  // Of a round: splits [begin, begin + splits), counted from a row's first. No splits: no rounds.
   int64_t begin = 0;
   int64_t splits = 0;
-  bool first = false;
-  bool last = false;
+  bool first = true;
+  bool last = true;
   float* acc = nullptr;            // [rows][q_heads][splits][v_dim]
   float* softmax = nullptr;        // [rows][q_heads][splits][2]: m, l
-  float* total_acc = nullptr;      // [rows][q_heads][v_dim], between waves
+  float* total_acc = nullptr;      // [rows][q_heads][v_dim]
   float* total_softmax = nullptr;  // [rows][q_heads][2]
 };
 
@@ -63,14 +66,63 @@ KVP_DEVICE void load_queries(const AttendParams& p, int64_t row, const Row& r,
   if (codes::coded(p.shape.k_dtype)) round_queries(p.shape, memory);
 }
 
+// The total of a query: the sink or nothing before its part's first chunk, then what is kept in scratch.
+// `item`: row * q_heads + head. Lanes have the elements that they have of a state.
+template <int kQueries, int kVectors>
+KVP_DEVICE void take_total(const Params& params, bool first, int64_t item, int32_t head, int q,
+                           State<kQueries, kVectors>* total) {
+  const AttendParams& p = params.attend;
+  if (first) {
+    if (p.sinks == nullptr) return;
+    total->m[q] = p.sinks[head];
+    total->l[q] = 1.0f;
+    return;
+  }
+  total->m[q] = params.total_softmax[2 * item];
+  total->l[q] = params.total_softmax[2 * item + 1];
+  KVP_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+    const int32_t j = i * kWarp + lane_index();
+    if (j < p.shape.v_dim) total->acc[q][i] = params.total_acc[item * p.shape.v_dim + j];
+  }
+}
+
+// Into the output after the part's last chunk, else into scratch. Every lane has read m and l there.
+template <int kQueries, int kVectors>
+KVP_DEVICE void put_total(const Params& params, bool last, int64_t row, int32_t head, int q,
+                          const State<kQueries, kVectors>& total) {
+  const AttendParams& p = params.attend;
+  const int64_t item = row * p.shape.q_heads + head;
+  if (!last && lane_index() == 0) {
+    params.total_softmax[2 * item] = total.m[q];
+    params.total_softmax[2 * item + 1] = total.l[q];
+  }
+  KVP_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+    const int32_t j = i * kWarp + lane_index();
+    if (j >= p.shape.v_dim) continue;
+    if (last) {
+      write_output(p, row, head, j, total.acc[q][i], total.m[q], total.l[q]);
+    } else {
+      params.total_acc[item * p.shape.v_dim + j] = total.acc[q][i];
+    }
+  }
+}
+
+// Padding has a span of its own, whose output is zeros.
+KVP_DEVICE Span span_of(const AttendParams& p, const Row& row) {
+  if (row.part < 0) return {0, 1, true, true};
+  return gpu::span_of(p.wave, row.part, p.tables.parts[row.part]);
+}
+
 // Both ways in one kernel, since walking is most of what the compiler has to do. A walk is of all splits
-// that a row can see, or of one split of a wave.
+// that a row can see, or of one split of a round.
 template <int kQueries, int kVectors>
 KVP_KERNEL KVP_BOUNDS(kThreads, 3) walk(const Params params) {
   const AttendParams& p = params.attend;
-  const bool waves = params.splits > 0;
+  const bool rounds = params.splits > 0;
   const int64_t packs = int64_t{p.shape.kv_heads} * params.packs;
-  const int64_t slots = waves ? params.splits : 1;
+  const int64_t slots = rounds ? params.splits : 1;
   const int64_t items = p.tables.header->rows * slots * packs;
   Pack<kQueries>* memory = warp_memory<kQueries>(p.shape);
   for (int64_t item = block_index() * kWarps + warp_index(); item < items;
@@ -78,27 +130,29 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 3) walk(const Params params) {
     const int64_t row = item / packs / slots;
     const int64_t slot = item / packs % slots;
     const Row r = p.tables.rows[row];
+    const Span span = span_of(p, r);
+    if (span.empty()) continue;
     Splits splits = {0, 0};
-    if (r.part >= 0) splits = splits_of(p, r.position);
-    if (waves) {
+    if (r.part >= 0) splits = splits_of(p, r.position, span);
+    if (rounds) {
       splits.begin += params.begin + slot;
       if (splits.begin >= splits.end) continue;
       splits.end = splits.begin + 1;
     }
     Queries queries = queries_of<kQueries>(params, row, static_cast<int32_t>(item % packs));
+    const int64_t first_item = row * p.shape.q_heads + queries.head;
     State<kQueries, kVectors> total;
     total.reset();
     if (splits.begin < splits.end) load_queries(p, row, r, memory, &queries);
     KVP_UNROLL
     for (int q = 0; q < kQueries; ++q) {
-      if (waves || r.part < 0 || p.sinks == nullptr || q >= queries.count) continue;
-      total.m[q] = p.sinks[queries.head + q];
-      total.l[q] = 1.0f;
+      if (rounds || r.part < 0 || q >= queries.count) continue;
+      take_total(params, span.first, first_item + q, queries.head + q, q, &total);
     }
     for (int64_t split = splits.begin; split < splits.end; ++split) {
       State<kQueries, kVectors> state;
       if (!walk_split(p, queries, split, memory, &state)) continue;
-      if (waves) {
+      if (rounds) {
         total = state;
         break;
       }
@@ -114,24 +168,24 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 3) walk(const Params params) {
         total.m[q] = merge.m;
       }
     }
+    sync_warp();  // every lane has read the kept totals
     KVP_UNROLL
     for (int q = 0; q < kQueries; ++q) {
       if (q >= queries.count) continue;
-      const int64_t at = (row * p.shape.q_heads + queries.head + q) * slots + slot;
-      if (waves && lane_index() == 0) {
+      if (!rounds) {
+        put_total(params, span.last, row, queries.head + q, q, total);
+        continue;
+      }
+      const int64_t at = (first_item + q) * slots + slot;
+      if (lane_index() == 0) {
         params.softmax[2 * at] = total.m[q];
         params.softmax[2 * at + 1] = total.l[q];
       }
-      if (waves && total.m[q] == minus_infinity()) continue;  // its acc is not read
+      if (total.m[q] == minus_infinity()) continue;  // its acc is not read
       KVP_UNROLL
       for (int i = 0; i < kVectors; ++i) {
         const int32_t j = i * kWarp + lane_index();
-        if (j >= p.shape.v_dim) continue;
-        if (waves) {
-          params.acc[at * p.shape.v_dim + j] = total.acc[q][i];
-        } else {
-          write_output(p, row, queries.head + q, j, total.acc[q][i], total.m[q], total.l[q]);
-        }
+        if (j < p.shape.v_dim) params.acc[at * p.shape.v_dim + j] = total.acc[q][i];
       }
     }
   }
@@ -148,23 +202,14 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) merge_splits(const Params params) {
     const int64_t row = item / p.shape.q_heads;
     const int32_t head = static_cast<int32_t>(item % p.shape.q_heads);
     const Row r = p.tables.rows[row];
+    const Span span = span_of(p, r);
+    if (span.empty()) continue;
     State<1, kVectors> total;
     total.reset();
     int64_t count = 0;
     if (r.part >= 0) {
-      if (!params.first) {
-        total.m[0] = params.total_softmax[2 * item];
-        total.l[0] = params.total_softmax[2 * item + 1];
-        KVP_UNROLL
-        for (int i = 0; i < kVectors; ++i) {
-          const int32_t j = i * kWarp + lane_index();
-          if (j < v_dim) total.acc[0][i] = params.total_acc[item * v_dim + j];
-        }
-      } else if (p.sinks != nullptr) {
-        total.m[0] = p.sinks[head];
-        total.l[0] = 1.0f;
-      }
-      const Splits splits = splits_of(p, r.position);
+      take_total(params, params.first && span.first, item, head, 0, &total);
+      const Splits splits = splits_of(p, r.position, span);
       count = splits.end - splits.begin - params.begin;
       if (count > params.splits) count = params.splits;
     }
@@ -199,24 +244,8 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) merge_splits(const Params params) {
         total.m[0] = merge.m;
       }
     }
-    if (!params.last) {
-      sync_warp();  // every lane has read m and l, of global memory
-      if (lane_index() == 0) {
-        params.total_softmax[2 * item] = total.m[0];
-        params.total_softmax[2 * item + 1] = total.l[0];
-      }
-      KVP_UNROLL
-      for (int i = 0; i < kVectors; ++i) {
-        const int32_t j = i * kWarp + lane_index();
-        if (j < v_dim) params.total_acc[item * v_dim + j] = total.acc[0][i];
-      }
-      continue;
-    }
-    KVP_UNROLL
-    for (int i = 0; i < kVectors; ++i) {
-      const int32_t j = i * kWarp + lane_index();
-      if (j < v_dim) write_output(p, row, head, j, total.acc[0][i], total.m[0], total.l[0]);
-    }
+    sync_warp();  // every lane has read the kept total
+    put_total(params, params.last && span.last, row, head, 0, total);
   }
 }
 
@@ -263,9 +292,9 @@ Grid grid_for(int64_t warps, int64_t shared_bytes, void* stream) {
 
 int64_t reference_scratch_bytes(const Shape& shape, const Bounds& bounds) {
   const int64_t splits = reference::most_splits(shape, bounds.chunks, 0);
-  const int64_t bytes = int64_t{bounds.rows} * shape.q_heads * splits *
-                        reference::state_floats(shape) * static_cast<int64_t>(sizeof(float));
-  return bytes < reference::kMostScratch ? bytes : reference::kMostScratch;
+  const int64_t totals = int64_t{bounds.rows} * shape.q_heads * reference::state_floats(shape) *
+                         static_cast<int64_t>(sizeof(float));
+  return totals + std::min(totals * splits, reference::kMostScratch);
 }
 
 int attend_reference(const AttendParams& attend, void* stream) {
@@ -283,20 +312,22 @@ int attend_reference(const AttendParams& attend, void* stream) {
                          static_cast<int64_t>(sizeof(float));
   if (walks == 0) return 0;
 
-  // As many splits per wave as the scratch holds; the totals of all rows take the place of one.
-  const int64_t splits = most_splits(shape, attend.counts.max_visible, attend.window);
+  // Totals of all rows, then as many splits per round as there is room for.
+  const int64_t chunks = most_chunks(attend.wave, attend.counts.max_visible);
+  const int64_t splits = most_splits(shape, chunks, attend.window);
   const int64_t states = rows * shape.q_heads;
   const int64_t capacity =
-      attend.scratch_bytes / static_cast<int64_t>(sizeof(float)) / (states * state_floats(shape));
-  params.splits = splits <= capacity ? splits : capacity - 1;
+      attend.scratch_bytes / static_cast<int64_t>(sizeof(float)) / (states * state_floats(shape)) -
+      1;
+  params.total_acc = static_cast<float*>(attend.scratch);
+  params.total_softmax = params.total_acc + states * shape.v_dim;
+  params.splits = std::min(splits, capacity);
   if (params.splits < 1 || walks >= multiprocessors() * kWalksPerMultiprocessor) {
     params.splits = 0;
     return launch(kernels.walk, grid_for(walks, shared, stream), params);
   }
-  params.acc = static_cast<float*>(attend.scratch);
+  params.acc = params.total_softmax + 2 * states;
   params.softmax = params.acc + states * params.splits * shape.v_dim;
-  params.total_acc = params.softmax + states * params.splits * 2;
-  params.total_softmax = params.total_acc + states * shape.v_dim;
   for (params.begin = 0; params.begin < splits; params.begin += params.splits) {
     params.first = params.begin == 0;
     params.last = params.begin + params.splits >= splits;

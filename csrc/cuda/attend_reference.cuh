@@ -12,6 +12,7 @@
 
 #include "cuda/codes.cuh"
 #include "cuda/portable.h"
+#include "cuda/tables.cuh"
 #include "kvpager/attention.h"
 
 namespace kvpager::gpu::reference {
@@ -85,7 +86,8 @@ KVP_DEVICE float merged(const Merge& merge, float total, float part) {
   return fma_rn(total, merge.old_weight, part * merge.new_weight);
 }
 
-// The splits in which a row may see a key, half open.
+// The splits of a span in which a row may see a key, half open; none where begin >= end.
+static_assert(kWaveChunks % kChunksPerSplit == 0, "a wave has whole splits");
 struct Splits {
   int64_t begin;
   int64_t end;
@@ -94,9 +96,12 @@ KVP_DEVICE int64_t first_chunk(const AttendParams& p, int64_t position) {
   if (p.window <= 0 || position < p.window) return 0;
   return (position - p.window + 1) / p.shape.chunk_tokens;
 }
-KVP_DEVICE Splits splits_of(const AttendParams& p, int64_t position) {
-  const int64_t last = position / p.shape.chunk_tokens;
-  return {first_chunk(p, position) / kChunksPerSplit, last / kChunksPerSplit + 1};
+KVP_DEVICE Splits splits_of(const AttendParams& p, int64_t position, const Span& span) {
+  const int64_t first = first_chunk(p, position);
+  const int64_t after = position / p.shape.chunk_tokens + 1;
+  const int64_t begin = first > span.begin ? first : span.begin;
+  const int64_t end = after < span.end ? after : span.end;
+  return {begin / kChunksPerSplit, (end + kChunksPerSplit - 1) / kChunksPerSplit};
 }
 
 // Heads [head, head + count) of one row, of one kv head.
@@ -438,7 +443,8 @@ KVP_DEVICE void accumulate_codes(const AttendParams& p, const unsigned char* til
 }
 
 // The same of codes with a scale for 32 columns, what the lanes have of one vector: every vector makes
-// integers of the weights anew, which stay the floats they were.
+// integers of the weights anew, which stay the floats they were. Each is moved to where acc[q][0] is and
+// ends where it was, so that all this is there four times and not sixteen.
 template <int kQueries, int kVectors>
 KVP_DEVICE void accumulate_q4(const AttendParams& p, const unsigned char* tile, int begin, int end,
                               const Pack<kQueries>* weights, State<kQueries, kVectors>* state) {
@@ -447,9 +453,18 @@ KVP_DEVICE void accumulate_q4(const AttendParams& p, const unsigned char* tile, 
   const int tokens = p.shape.chunk_tokens;
   const uint16_t* all = codes::scales_of(tile, DType::kQ4, tokens, v_dim);
   const int lane = lane_index();
-  KVP_UNROLL
-  for (int i = 0; i < kVectors; ++i) {
-    if (i * kWarp >= v_dim) break;
+  const auto next_vector = [&] {
+    KVP_UNROLL
+    for (int q = 0; q < kQueries; ++q) {
+      const float first = state->acc[q][0];
+      KVP_UNROLL
+      for (int j = 0; j + 1 < kVectors; ++j) state->acc[q][j] = state->acc[q][j + 1];
+      state->acc[q][kVectors - 1] = first;
+    }
+  };
+  KVP_UNROLL_4
+  for (int i = 0; i < kVectors; ++i, next_vector()) {
+    if (i * kWarp >= v_dim) continue;
     const uint16_t* scales = all + i * tokens;
     uint32_t largest[kQueries] = {};
     KVP_NO_UNROLL
@@ -486,7 +501,7 @@ KVP_DEVICE void accumulate_q4(const AttendParams& p, const unsigned char* tile, 
     }
     KVP_UNROLL
     for (int q = 0; q < kQueries; ++q) {
-      state->acc[q][i] = fma_rn(static_cast<float>(sum[q]), unit[q].worth, state->acc[q][i]);
+      state->acc[q][0] = fma_rn(static_cast<float>(sum[q]), unit[q].worth, state->acc[q][0]);
     }
   }
 }

@@ -83,8 +83,9 @@ int64_t tensor_scratch_bytes(const Shape& shape, const Bounds& bounds) {
   const int64_t splits =
       std::min(bytes_of(units_of(tensor::kSplitChunks)), tensor::kMostSplitBytes);
   const int64_t groups = bytes_of(units_of(tensor::kGroupChunks));
-  return std::max(
+  const int64_t states = std::max(
       {bytes_of(tensor::kWalkStates), splits, groups <= tensor::kMostGroupBytes ? groups : 0});
+  return bytes_of(1) + states;  // a total, then states
 }
 
 int attend_tensor(const AttendParams& params, void* stream) {

@@ -39,6 +39,7 @@ inline constexpr int kSplitChunks = 4;
 inline constexpr int kSplitsPerGroup = 16;
 inline constexpr int kGroupChunks = kSplitChunks * kSplitsPerGroup;
 static_assert(kGroupChunks == 64, "the chunks of a group are the bits of a word");
+static_assert(kWaveChunks % kGroupChunks == 0, "a wave has whole groups");
 static_assert(8 % kSplitChunks == 0, "the chunks of a split are bits of one byte");
 inline constexpr uint32_t kSplitMask = (1u << kSplitChunks) - 1;
 
@@ -54,7 +55,8 @@ struct Launch {
   bool q_words = false, out_words = false;  // pairs of elements of q and out are aligned
 };
 
-// A state in scratch: v_dim accumulators, then m and l four times, for each lane of a quad its own.
+// Scratch: a total for each query, which is kept from wave to wave, then the states of its units.
+// A state: v_dim accumulators, then m and l four times, for each lane of a quad its own.
 inline constexpr int kSumFloats = 8;
 KVP_DEVICE int64_t state_floats(const Shape& shape) { return shape.v_dim + kSumFloats; }
 
@@ -66,8 +68,9 @@ KVP_DEVICE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 struct Plan {
   Level small = Level::kWalk;
   Level large = Level::kWalk;
-  int32_t splits = 0;  // of the longest part
-  int64_t states = 0;  // in scratch for each query: one per unit, or two for a walk
+  int32_t splits = 0;   // of the longest span
+  int64_t queries = 0;  // with a total and states in scratch
+  int64_t states = 0;   // in scratch for each query: one per unit, or a group's for a walk
 
   KVP_DEVICE int units(Level level) const {
     if (level == Level::kSplit) return splits;
@@ -75,7 +78,7 @@ struct Plan {
   }
 };
 
-inline constexpr int kWalkStates = 2;  // a group's and the total
+inline constexpr int kWalkStates = 1;  // a group's
 
 // 1024ths of the machine that `items` of equal length keep busy.
 KVP_DEVICE int64_t busy(int64_t items, int64_t workers) {
@@ -87,10 +90,11 @@ KVP_DEVICE Plan make_plan(const Launch& launch) {
   const AttendParams& p = launch.attend;
   const Header header = *p.tables.header;
   Plan plan;
-  plan.splits = static_cast<int32_t>((header.max_visible + kSplitChunks - 1) / kSplitChunks);
-  const int64_t queries = int64_t{ordered_rows(p.tables)} * p.shape.q_heads;
-  if (queries == 0) return plan;
-  const int64_t room = p.scratch_bytes / 4 / (state_floats(p.shape) * queries);
+  plan.splits = static_cast<int32_t>((most_chunks(p.wave, header.max_visible) + kSplitChunks - 1) /
+                                     kSplitChunks);
+  plan.queries = int64_t{ordered_rows(p.tables)} * p.shape.q_heads;
+  if (plan.queries == 0) return plan;
+  const int64_t room = p.scratch_bytes / 4 / (state_floats(p.shape) * plan.queries) - 1;
   const bool split_fits = plan.splits <= room;
   const bool group_fits = plan.units(Level::kGroup) <= room;
   const int64_t small = int64_t{header.small_tiles} * p.shape.kv_heads;
@@ -124,11 +128,17 @@ KVP_DEVICE int unit_splits(const Plan& plan, Level level) {
   return level == Level::kGroup ? kSplitsPerGroup : 1;
 }
 
-// The state of one query and unit in scratch. `index`: of its row within Tables::order.
+// The total of one query in scratch. `index`: of its row within Tables::order.
+KVP_DEVICE float* total_at(const AttendParams& p, int64_t index, int q_head) {
+  return static_cast<float*>(p.scratch) +
+         (index * p.shape.q_heads + q_head) * state_floats(p.shape);
+}
+// The state of one of its units, which are counted from the span's first chunk.
 KVP_DEVICE float* state_at(const AttendParams& p, const Plan& plan, int64_t index, int q_head,
                            int64_t unit) {
+  const int64_t query = index * p.shape.q_heads + q_head;
   return static_cast<float*>(p.scratch) +
-         ((index * p.shape.q_heads + q_head) * plan.states + unit) * state_floats(p.shape);
+         (plan.queries + query * plan.states + unit) * state_floats(p.shape);
 }
 
 // Ones at [begin, end) of a word; none if the range is empty.

@@ -45,9 +45,26 @@ KVP_DEVICE WalkItem large_item(const AttendParams& p, uint32_t item) {
           static_cast<int32_t>(walk / tiles), static_cast<int32_t>(item / walks)};
 }
 
-// Parts are of different lengths: a unit may begin after the last chunk of its own.
-KVP_DEVICE bool has_chunks(const Plan& plan, Level level, const Part& part, int32_t unit) {
-  return int64_t{unit} * unit_splits(plan, level) * kSplitChunks < part.visible;
+// Spans are of different lengths: a unit may begin after the last chunk of its own.
+KVP_DEVICE bool has_chunks(const Plan& plan, Level level, const Span& span, int32_t unit) {
+  return span.begin + int64_t{unit} * unit_splits(plan, level) * kSplitChunks < span.end;
+}
+
+// Splits [begin, end) of a unit that has chunks.
+struct UnitSplits {
+  int begin, end;
+
+  // Of a walk, whose unit is its span: whether that has the first and the last chunk of the part.
+  KVP_DEVICE bool first() const { return begin == 0; }
+  KVP_DEVICE bool last(const Part& part) const {
+    return int64_t{end} * kSplitChunks >= part.visible;
+  }
+};
+KVP_DEVICE UnitSplits splits_of(const Plan& plan, Level level, const Span& span, int32_t unit) {
+  const int length = unit_splits(plan, level);
+  const int begin = static_cast<int>(span.begin / kSplitChunks) + unit * length;
+  const int end = static_cast<int>((span.end + kSplitChunks - 1) / kSplitChunks);
+  return {begin, begin + length < end ? begin + length : end};
 }
 
 // One query whose states are to be folded, or one row that may be padding.
@@ -56,6 +73,7 @@ struct MergeItem {
   int64_t index = -1;  // of the row within Tables::order; -1: a row to be looked at
   int32_t q_head = 0;
   Level level = Level::kWalk;  // kWalk: nothing is left to fold
+  Span span;                   // of its part
 };
 
 // Queries in the order of their states, so that no item is empty where all are to be folded.
@@ -78,7 +96,9 @@ KVP_DEVICE MergeItem merge_item(const AttendParams& p, const Plan& plan, int64_t
   merge.index = item / q_heads;
   merge.q_head = static_cast<int32_t>(item % q_heads);
   merge.row = p.tables.order[merge.index];
-  const Part& part = p.tables.parts[p.tables.rows[merge.row].part];
+  const int32_t number_of_part = p.tables.rows[merge.row].part;
+  const Part& part = p.tables.parts[number_of_part];
+  merge.span = span_of(p.wave, number_of_part, part);
   const int64_t number = (merge.index - part.first_row) * group + merge.q_head % group;
   merge.level = number < part.large_queries ? plan.large : plan.small;
   return merge;

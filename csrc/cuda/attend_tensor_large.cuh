@@ -48,6 +48,7 @@ struct LargeWalk {
   const Launch& launch;
   const Plan& plan;
   const Part& part;
+  UnitSplits splits;
   Queries<kM> queries;
   typename L::Fragments q;
   unsigned char* memory;
@@ -61,7 +62,10 @@ struct LargeWalk {
                        L::kThreads, kBlocks};
   }
   KVP_DEVICE ScratchStore unit_store(int m) const {
-    return scratch_store(launch, plan, queries, m, unit);
+    return tensor::unit_store(launch.attend, plan, queries, m, unit);
+  }
+  KVP_DEVICE ScratchStore total_store(int m) const {
+    return tensor::total_store(launch.attend, queries, m);
   }
 
   KVP_DEVICE Sight<kGroupChunks>* sight_at(int m, int half) const {
@@ -228,7 +232,7 @@ struct LargeWalk {
       if (plan.large == Level::kGroup) {
         put<kBlocks>(unit_store(m), state.acc[m], state.m[m], state.l[m]);
       } else {
-        fold_into<kBlocks>(unit_store(m), state.acc[m], state.m[m], state.l[m]);
+        fold_into<kBlocks>(total_store(m), state.acc[m], state.m[m], state.l[m]);
       }
     }
     state.reset();
@@ -287,16 +291,13 @@ struct LargeWalk {
   KVP_DEVICE void walk() {
     const AttendParams& p = launch.attend;
     const Level level = plan.large;
-    const int first = unit * unit_splits(plan, level);
-    int end = first + unit_splits(plan, level);
-    const int part_splits = static_cast<int>((part.visible + kSplitChunks - 1) / kSplitChunks);
-    if (end > part_splits) end = part_splits;
-    if (level == Level::kWalk) {
+    if (level == Level::kWalk && splits.first()) {
       KVP_UNROLL
-      for (int m = 0; m < kM; ++m) clear_total<kDim>(launch, queries, m, unit_store(m));
+      for (int m = 0; m < kM; ++m) clear_total<kDim>(launch, queries, m, total_store(m));
     }
     state.reset();
-    for (int group = first / kSplitsPerGroup; group * kSplitsPerGroup < end; ++group) {
+    for (int group = splits.begin / kSplitsPerGroup; group * kSplitsPerGroup < splits.end;
+         ++group) {
       Sight<kGroupChunks> sight[kM][2];
       const TileRange<kGroupChunks> mine = look(p, queries, group, sight);
       KVP_UNROLL
@@ -305,8 +306,8 @@ struct LargeWalk {
         *sight_at(m, 1) = sight[m][1];
       }
       const TileRange<kGroupChunks> range = prepare(group, mine);
-      const int from = first - group * kSplitsPerGroup;
-      const int to = end - group * kSplitsPerGroup;
+      const int from = splits.begin - group * kSplitsPerGroup;
+      const int to = splits.end - group * kSplitsPerGroup;
       const int first_tile = (from > 0 ? from : 0) * kSplitChunks;
       const int limit = (to < kSplitsPerGroup ? to : kSplitsPerGroup) * kSplitChunks;
       if (range.next(first_tile, limit) >= limit) continue;
@@ -317,9 +318,9 @@ struct LargeWalk {
       walk_group(group, first_tile, limit, range);
       end_group();
     }
-    if (level == Level::kWalk) {
+    if (level == Level::kWalk && splits.last(part)) {
       KVP_UNROLL
-      for (int m = 0; m < kM; ++m) write_total<kDim>(launch, queries, m, unit_store(m));
+      for (int m = 0; m < kM; ++m) write_total<kDim>(launch, queries, m, total_store(m));
     }
   }
 };
@@ -337,8 +338,11 @@ KVP_KERNEL KVP_BOUNDS((LargeShape<kDim, kCodes>::kThreads),
        i += static_cast<uint32_t>(launch.large_workers)) {
     const WalkItem item = large_item(p, i);
     const Part& part = p.tables.parts[item.tile.part];
-    if (!has_chunks(plan, plan.large, part, item.unit)) continue;
-    LargeWalk<kType, kDim, kCodes> work{launch, plan, part, {}, {}, shared_memory(), item.unit, {}};
+    const Span span = span_of(p.wave, item.tile.part, part);
+    if (!has_chunks(plan, plan.large, span, item.unit)) continue;
+    const UnitSplits splits = splits_of(plan, plan.large, span, item.unit);
+    LargeWalk<kType, kDim, kCodes> work{launch,          plan,      part, splits, {}, {},
+                                        shared_memory(), item.unit, {}};
     work.queries.place(p, part, item.kv_head, item.tile.begin + warp_index() * 16 * L::kM,
                        item.tile.end);
     if constexpr (L::kSharedQueries) {

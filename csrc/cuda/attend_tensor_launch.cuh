@@ -1,5 +1,5 @@
-// The launches of one element type, head_dim and kind of page; attend_tensor_*.cu instantiate one each, so that
-// they compile side by side.
+// The launches of one element type, head_dim and kind of page; attend_tensor_*.cu instantiate those of one
+// head_dim each, so that they compile side by side.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,11 @@ struct Grids {
 };
 
 template <int kDim, bool kCodes = false>
-Grids grids_of(const Shape& shape, const HostCounts& counts, int64_t processors) {
-  const int64_t units =
-      std::max<int64_t>(1, (counts.max_visible + kSplitChunks - 1) / kSplitChunks);
+Grids grids_of(const AttendParams& p, int64_t processors) {
+  const Shape& shape = p.shape;
+  const HostCounts& counts = p.counts;
+  const int64_t units = std::max<int64_t>(
+      1, (most_chunks(p.wave, counts.max_visible) + kSplitChunks - 1) / kSplitChunks);
   const int64_t small_items = int64_t{counts.small_tiles} * shape.kv_heads * units;
   Grids grids;
   grids.small = std::min<int64_t>(small_items, processors * kSmallBlocks);
@@ -37,8 +39,7 @@ template <DType kType, int kDim, bool kCodes>
 int launch_tensor(const Launch& launch, void* stream) {
   using Small = SmallShape<kDim, kCodes>;
   using Large = LargeShape<kDim, kCodes>;
-  const Grids grids =
-      grids_of<kDim, kCodes>(launch.attend.shape, launch.attend.counts, multiprocessors());
+  const Grids grids = grids_of<kDim, kCodes>(launch.attend, multiprocessors());
   Launch args = launch;
   set_workers(grids, &args);
   int error = gpu::launch(large_tiles<kType, kDim, kCodes>,

@@ -1,5 +1,6 @@
-// Folds the states of splits or groups of each query, in scratch, into its output; padding rows
-// become zeros. A block per query: its warps fold a group each, then all threads the groups.
+// Folds the states of splits or groups of each query, in scratch, into its total and, after its last
+// chunk, its output; padding rows become zeros. A block per query: its warps fold a group each, then
+// all threads the groups.
 #pragma once
 
 #include "cuda/attend_tensor_items.cuh"
@@ -12,7 +13,7 @@ inline constexpr int kMergeThreads = 32 * kMergeWarps;
 inline constexpr int kMergeBlocks = 4;  // per multiprocessor
 static_assert(kMergeThreads >= 256, "a thread for each element of the widest head");
 
-// The state of one group: lane i holds elements i, i + 32, ...
+// The state of one group, the query's `group`th in scratch: lane i holds elements i, i + 32, ...
 template <int kDim>
 KVP_DEVICE void merge_group(const AttendParams& p, Level level, uint64_t chunks, const float* query,
                             int group, float (&acc)[kDim / 32], float* m, float* l) {
@@ -64,16 +65,26 @@ KVP_DEVICE void merge_query(const Launch& launch, const Plan& plan, const MergeI
   const int q_head = item.q_head;
   const int kv_head = q_head / (p.shape.q_heads / p.shape.kv_heads);
   const float* query = state_at(p, plan, item.index, q_head, 0);
-  const int groups =
+  const int begin = static_cast<int>(item.span.begin / kGroupChunks);
+  const int span_end = static_cast<int>((item.span.end + kGroupChunks - 1) / kGroupChunks);
+  const int row_end =
       static_cast<int>((p.tables.rows[row].position / p.shape.chunk_tokens) / kGroupChunks) + 1;
+  const int groups = (row_end < span_end ? row_end : span_end) - begin;
   float* sums = memory + kMergeWarps * kDim;  // m and l of each warp's group
   float total_m, total_l, total = 0.0f;       // of element thread_index()
-  start_total(p, q_head, &total_m, &total_l);
+  if (item.span.first) {
+    start_total(p, q_head, &total_m, &total_l);
+  } else {
+    const float* const kept = total_at(p, item.index, q_head);
+    if (thread_index() < kDim) total = kept[thread_index()];
+    total_m = kept[kDim];
+    total_l = kept[kDim + 1];
+  }
   for (int first = 0; first < groups; first += kMergeWarps) {
     const int group = first + warp_index();
     float acc[kDim / 32], m = kMinusInfinity, l = 0.0f;
     const uint64_t chunks =
-        group < groups ? sight_of<kGroupChunks>(p, row, kv_head, group).chunks : 0;
+        group < groups ? sight_of<kGroupChunks>(p, row, kv_head, begin + group).chunks : 0;
     merge_group<kDim>(p, item.level, chunks, query, group, acc, &m, &l);
     sync_block();  // the groups before have been read
     KVP_UNROLL
@@ -93,9 +104,18 @@ KVP_DEVICE void merge_query(const Launch& launch, const Plan& plan, const MergeI
       total_m = weights.m;
     }
   }
-  if (thread_index() < kDim) {
-    write_out(p, row, q_head, thread_index(),
-              holds(total_m, total_l) ? finish(total, total_l) : 0.0f);
+  if (item.span.last) {
+    if (thread_index() < kDim) {
+      write_out(p, row, q_head, thread_index(),
+                holds(total_m, total_l) ? finish(total, total_l) : 0.0f);
+    }
+    return;
+  }
+  sync_block();  // all have read what was kept
+  float* const kept = total_at(p, item.index, q_head);
+  if (thread_index() < kDim) kept[thread_index()] = total;
+  if (thread_index() < kSumFloats) {
+    kept[kDim + thread_index()] = thread_index() % 2 == 0 ? total_m : total_l;
   }
 }
 
@@ -116,7 +136,7 @@ KVP_KERNEL KVP_BOUNDS(kMergeThreads, 2) merge_states(const Launch launch) {
     const MergeItem item = merge_item(p, plan, i);
     if (item.index < 0) {
       if (p.tables.rows[item.row].part < 0) write_zeros<kDim>(p, item.row);
-    } else if (item.level != Level::kWalk) {
+    } else if (item.level != Level::kWalk && !item.span.empty()) {
       merge_query<kDim>(launch, plan, item, memory);
     }
   }

@@ -189,15 +189,12 @@ KVP_DEVICE void walk_split(const Launch& launch, const Sight<kSplitChunks> (&sig
 
 template <DType kType, int kDim, bool kCodes>
 KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Part& part,
-                                const Queries<1>& queries, int unit, unsigned char* memory) {
+                                const UnitSplits& splits, const Queries<1>& queries, int unit,
+                                unsigned char* memory) {
   using S = SmallShape<kDim, kCodes>;
   constexpr int kBlocks = kDim / 8;
   const AttendParams& p = launch.attend;
   const Level level = plan.small;
-  const int first = unit * unit_splits(plan, level);
-  int end = first + unit_splits(plan, level);
-  const int part_splits = static_cast<int>((part.visible + kSplitChunks - 1) / kSplitChunks);
-  if (end > part_splits) end = part_splits;
 
   typename S::Fragments q;
   if constexpr (S::kSharedQueries) q.memory = memory + kSlots * S::kSlotBytes;
@@ -206,17 +203,18 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
   feed.ring = memory;
   SplitState<kDim, 1> state;
   const bool walk = level == Level::kWalk;
-  const ScratchStore store = scratch_store(launch, plan, queries, 0, walk ? 0 : unit);
-  const ScratchStore total = scratch_store(launch, plan, queries, 0, 1);
-  if (walk) clear_total<kDim>(launch, queries, 0, total);
+  // Made anew wherever they are used, for registers.
+  const auto store = [&] { return unit_store(p, plan, queries, 0, walk ? 0 : unit); };
+  const auto total = [&] { return total_store(p, queries, 0); };
+  if (walk && splits.first()) clear_total<kDim>(launch, queries, 0, total());
 
   const auto end_group = [&] {
     if (!walk || !in_group) return;
-    take<kBlocks>(store, state.acc[0], state.m[0], state.l[0]);
-    fold_into<kBlocks>(total, state.acc[0], state.m[0], state.l[0]);
+    take<kBlocks>(store(), state.acc[0], state.m[0], state.l[0]);
+    fold_into<kBlocks>(total(), state.acc[0], state.m[0], state.l[0]);
     in_group = false;
   };
-  for (int split = first; split < end; ++split) {
+  for (int split = splits.begin; split < splits.end; ++split) {
     if (split % kSplitsPerGroup == 0) end_group();
     Sight<kSplitChunks> sight[1][2];
     feed.range = look(p, queries, split, sight);
@@ -237,15 +235,15 @@ KVP_DEVICE void walk_small_unit(const Launch& launch, const Plan& plan, const Pa
     walk_split<kType, kDim, kCodes>(launch, sight[0], q, feed, state);
     state.close(queries);
     if (level == Level::kSplit) {
-      put<kBlocks>(store, state.acc[0], state.m[0], state.l[0]);
+      put<kBlocks>(store(), state.acc[0], state.m[0], state.l[0]);
       continue;
     }
-    if (!in_group) clear<kBlocks>(store);
+    if (!in_group) clear<kBlocks>(store());
     in_group = true;
-    fold_into<kBlocks>(store, state.acc[0], state.m[0], state.l[0]);
+    fold_into<kBlocks>(store(), state.acc[0], state.m[0], state.l[0]);
   }
   end_group();
-  if (walk) write_total<kDim>(launch, queries, 0, total);
+  if (walk && splits.last(part)) write_total<kDim>(launch, queries, 0, total());
 }
 
 template <DType kType, int kDim, bool kCodes>
@@ -260,10 +258,12 @@ KVP_KERNEL KVP_BOUNDS(32 * kSmallWarps, kSmallBlocks) small_tiles(const Launch l
        i += static_cast<uint32_t>(launch.small_workers)) {
     const WalkItem item = small_item(p, i);
     const Part& part = p.tables.parts[item.tile.part];
-    if (!has_chunks(plan, plan.small, part, item.unit)) continue;
+    const Span span = span_of(p.wave, item.tile.part, part);
+    if (!has_chunks(plan, plan.small, span, item.unit)) continue;
     Queries<1> queries;
     queries.place(p, part, item.kv_head, item.tile.begin, item.tile.end);
-    walk_small_unit<kType, kDim, kCodes>(launch, plan, part, queries, item.unit, memory);
+    const UnitSplits splits = splits_of(plan, plan.small, span, item.unit);
+    walk_small_unit<kType, kDim, kCodes>(launch, plan, part, splits, queries, item.unit, memory);
   }
 }
 

@@ -141,20 +141,30 @@ KVP_DEVICE void fold_into(const Store& store, const float (&acc)[kBlocks][4], co
   store.save_sums(into_m, into_l);
 }
 
-// The states of a warp's queries at one unit of scratch.
-template <int kM>
-KVP_DEVICE ScratchStore scratch_store(const Launch& launch, const Plan& plan,
-                                      const Queries<kM>& queries, int m, int64_t unit) {
-  const AttendParams& p = launch.attend;
+// States of a warp's queries, where `at` says that the one of a row and a query head is.
+template <int kM, class At>
+KVP_DEVICE ScratchStore store_at(const AttendParams& p, const Queries<kM>& queries, int m,
+                                 const At& at) {
   ScratchStore store;
   store.v_dim = p.shape.v_dim;
   KVP_UNROLL
   for (int half = 0; half < 2; ++half) {
-    store.at[half] = queries.row[m][half] < 0
-                         ? nullptr
-                         : state_at(p, plan, queries.index(m, half), queries.q_head(m, half), unit);
+    store.at[half] =
+        queries.row[m][half] < 0 ? nullptr : at(queries.index(m, half), queries.q_head(m, half));
   }
   return store;
+}
+template <int kM>
+KVP_DEVICE ScratchStore unit_store(const AttendParams& p, const Plan& plan,
+                                   const Queries<kM>& queries, int m, int64_t unit) {
+  return store_at(p, queries, m, [&](int64_t index, int q_head) {
+    return state_at(p, plan, index, q_head, unit);
+  });
+}
+template <int kM>
+KVP_DEVICE ScratchStore total_store(const AttendParams& p, const Queries<kM>& queries, int m) {
+  return store_at(p, queries, m,
+                  [&](int64_t index, int q_head) { return total_at(p, index, q_head); });
 }
 
 // The empty total: nothing, or the head's sink.

@@ -189,10 +189,24 @@ enum class Attention : int32_t {
   kTensor = 1,     // tensor cores, 16-bit K, V and q of one dtype
 };
 
+// The chunks that one call of `attend` takes. What does not fit into staging at once is attended to by
+// several calls, in order, each with its own chunks staged. Chunks are in the order of parts, then of
+// positions. The state of a part's queries is kept in scratch from call to call; its output is
+// written by the one that has its last chunk.
+inline constexpr int kWaveChunks = 64;
+struct Wave {
+  int32_t first_part = 0;   // its chunks from first_chunk on
+  int32_t last_part = 0;    // its chunks up to end_chunk; parts between them are whole
+  int64_t first_chunk = 0;  // a multiple of kWaveChunks
+  int64_t end_chunk = 0;    // a multiple of kWaveChunks, or all that the part has
+  int64_t most_chunks = 0;  // of one part; 0: every chunk of every part, in one call
+};
+
 struct AttendParams {
   Shape shape;
   Tables tables;
   HostCounts counts;
+  Wave wave;
   Attention attention = Attention::kReference;
   int32_t layer = 0;
   Tensor q;    // [rows, q_heads, k_dim]

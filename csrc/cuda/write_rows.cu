@@ -226,14 +226,16 @@ struct RowOfCodes {
     }
   }
 
-  // A group is what the lanes have of one vector.
-  KVP_DEVICE void write_q4(const float* x) const {
+  // A group is what the lanes have of one vector. One after another is moved to where x[0] is: a copy of
+  // all this for each of them was most of what the compiler had to do here.
+  KVP_DEVICE void write_q4(float* x) const {
     uint16_t* scales = reinterpret_cast<uint16_t*>(tile + int64_t{tokens} * (dim / 2));
-    KVP_UNROLL
-    for (int i = 0; i < codes::kRowVectors; ++i) {
-      if (i * codes::kWarp >= dim) break;
+    KVP_NO_UNROLL
+    for (int i = 0; i * codes::kWarp < dim; ++i) {
       uint16_t scale = 0;
-      const uint32_t code = q4_code(x[i], &scale);
+      const uint32_t code = q4_code(x[0], &scale);
+      KVP_UNROLL
+      for (int j = 0; j + 1 < codes::kRowVectors; ++j) x[j] = x[j + 1];
       const uint32_t beside = shuffle_xor(code, keys ? 1 : 16);
       const int lane = lane_index();
       if (keys && lane % 2 == 0) {

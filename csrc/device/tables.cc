@@ -85,6 +85,32 @@ gpu::HostCounts most_counts(const gpu::Bounds& bounds, int32_t group, int32_t sm
   return counts;
 }
 
+void WaveCutter::add(int32_t part, int64_t end) {
+  KVPAGER_REQUIRE(part >= part_);
+  const int64_t begin = part == part_ ? end_ : 0;
+  KVPAGER_REQUIRE(begin < end && begin % gpu::kWaveChunks == 0);
+  if (!open_) {
+    waves_.emplace_back();
+    waves_.back().first_part = part;
+    waves_.back().first_chunk = begin;
+    open_ = true;
+  }
+  gpu::Wave& wave = waves_.back();
+  const bool cut_part = part == wave.first_part;
+  wave.last_part = part;
+  wave.end_chunk = end;
+  wave.most_chunks = std::max(wave.most_chunks, end - (cut_part ? wave.first_chunk : 0));
+  part_ = part;
+  end_ = end;
+}
+
+void WaveCutter::cut() { open_ = false; }
+
+std::vector<gpu::Wave> WaveCutter::take() {
+  if (waves_.size() <= 1) return {gpu::Wave()};
+  return std::move(waves_);
+}
+
 TableLayout::TableLayout(const gpu::Bounds& bounds, int32_t group, int32_t staged_sets,
                          int32_t small_queries)
     : staged_sets_(staged_sets) {

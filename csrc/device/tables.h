@@ -33,6 +33,23 @@ int32_t most_large_tiles(int32_t rows, int32_t group, int32_t small_queries = kS
 gpu::HostCounts most_counts(const gpu::Bounds& bounds, int32_t group,
                             int32_t small_queries = kSmallQueries);
 
+// Cuts the chunks of a forward into waves. They are given in their order: parts, then positions.
+class WaveCutter {
+ public:
+  // The next chunks of a part, [its chunks so far, end); `end` is a multiple of gpu::kWaveChunks or all
+  // that the part has. A wave is begun where none is.
+  void add(int32_t part, int64_t end);
+  void cut();  // what is added from here on is the next wave's
+  // One that was never cut is the whole forward.
+  std::vector<gpu::Wave> take();
+
+ private:
+  std::vector<gpu::Wave> waves_;
+  bool open_ = false;
+  int32_t part_ = -1;  // of the last chunks
+  int64_t end_ = 0;    // and where they end
+};
+
 // gpu::Tables, writable.
 struct TableArrays {
   gpu::Header* header = nullptr;

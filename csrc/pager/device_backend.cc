@@ -149,6 +149,7 @@ DeviceBackend::DeviceBackend(const BackendParts& parts)
           {static_cast<int32_t>(config_.options.rows), kEntries,
            std::max(kEntries, config_.slots.pool + host_.slots() + config_.slots.disk)})),
       ring_places_(static_cast<size_t>(kRing)),
+      windows_(static_cast<size_t>(layout_.layers), 0),
       timeline_(device_) {
   for (int64_t i = 0; i < pool_.slots(); ++i) freed(BlockId(static_cast<int32_t>(i)));
   const auto& always = config_.options.selection.always;

@@ -11,7 +11,8 @@
 //   device_backend.cc   memory and its growth, stats, invariants
 //   device_bytes.cc     chunks, seals and summaries
 //   device_tables.cc    begin: make every visible chunk readable, fill in the tables
-//   device_forward.cc   give, write, attend, stage, and what a forward found
+//   device_staging.cc   which chunks are copied ahead of their use, and in how many waves
+//   device_forward.cc   give, write, attend, and what a forward found
 #pragma once
 
 #include <map>
@@ -125,7 +126,22 @@ class DeviceBackend final : public Backend {
     RecordId record;
     bool pinned = false;   // read in the host arena, not in the pool
     bool written = false;  // by rows of the forward
-    int32_t staged = -1;   // slot of a staging half
+    int32_t wave = 0;
+    int32_t staged = -1;  // of Running::staged
+  };
+  // A slice of every layer that is copied into a half of staging before its wave.
+  struct Staged {
+    SlotId host;
+    int64_t window = 0;  // layers of a smaller one see none of it
+  };
+  struct StagedWave {
+    gpu::Wave wave;
+    size_t first = 0, end = 0;  // of Running::staged
+  };
+  // What a half of staging holds.
+  struct Half {
+    int64_t wave = -1;   // counted over all layers; -1: nothing
+    int64_t window = 0;  // what layers of it see; 0: all
   };
   struct Running {
     bool active = false;
@@ -135,9 +151,10 @@ class DeviceBackend final : public Backend {
     std::vector<int64_t>
         first;  // [parts] its chunk 0 in entries, which begin at the first held one
     std::vector<Entry> entries;
-    std::vector<SlotId> staged;    // host slots whose slices are staged
-    bool scored = false;           // by the device, at some layer
-    std::vector<int64_t> windows;  // of dense layers so far: what they read is known here
+    std::vector<StagedWave> waves;  // of each layer
+    std::vector<Staged> staged;     // by waves, in ascending order of slots
+    bool scored = false;            // by the device, at some layer
+    std::vector<int64_t> windows;   // of dense layers so far: what they read is known here
   };
 
   // device_backend.cc
@@ -161,10 +178,17 @@ class DeviceBackend final : public Backend {
 
   // device_tables.cc
   void find_entries(const Forward& forward);
-  void plan_staging(const Forward& forward, const device::TableArrays& arrays);
   void fill_tables(const Forward& forward, const device::TableArrays& arrays);
   void upload(const device::TableLayout& layout, const std::byte* from, bool staged);
-  void stage(int layer);
+
+  // device_staging.cc
+  void plan_staging(const Forward& forward);
+  void cut_waves(const Forward& forward, int64_t room);
+  void sort_waves();
+  void fill_staged(const device::TableArrays& arrays) const;
+  bool is_staged(int layer, int64_t window) const;
+  int64_t wave_number(int layer, size_t wave) const;
+  void stage(int layer, size_t wave);
 
   // device_forward.cc
   // Where launches go. True: into a graph.
@@ -174,6 +198,8 @@ class DeviceBackend final : public Backend {
   const float* sinks_on_device(const AttendOptions& attend_options, void* stream, bool into_graph);
   void launch_select(int layer, const gpu::Tensor& q, const AttendOptions& attend_options,
                      const gpu::Tables& tables, bool into_graph);
+  void launch_attend(const gpu::AttendParams& params, void* stream);
+  void attend_in_waves(int layer, gpu::AttendParams* params, void* stream);
   gpu::Tensor rotated(const gpu::Tensor& from, const device::Memory& to, bool into_graph,
                       void* stream);
   void rotate(const gpu::Tensor& from, const gpu::Tensor& to, bool into_graph, void* stream);
@@ -199,7 +225,7 @@ class DeviceBackend final : public Backend {
   Slots summaries_;  // device
   Slots mirror_;     // pinned: the same summaries
   Slots bounce_;     // pinned, a chunk each: what goes between the device and files or callers
-  Slots staging_;    // device, two halves: slices of the layer at hand and of the next one
+  Slots staging_;    // device, two halves: slices of the wave at hand and of the next one
   Slots sinks_;      // device, a layer's each
   device::Memory sinks_host_;  // pinned
   device::Memory always_;      // device: Selection::always
@@ -209,7 +235,8 @@ class DeviceBackend final : public Backend {
   size_t ring_next_ = 0;
   int64_t bounce_next_ = 0;
   std::map<std::vector<float>, int64_t> sinks_known_;
-  int staged_layer_[2] = {-1, -1};
+  Half halves_[2];                // of staging
+  std::vector<int64_t> windows_;  // of layers, as they last attended; 0: none, or not known
   uint64_t generation_ = 1;
 
   Forward* forward_ = nullptr;  // the running one

@@ -189,9 +189,11 @@ void DeviceBackend::attend(int layer, const TensorView& q, const TensorView& out
   void* const stream = attend_options.stream;
   const bool into_graph = to_stream(stream);
   const bool dense = forward_->dense;
-  const int half = layer % 2;
-  const bool staged = !into_graph && !running_.staged.empty() && staged_layer_[half] == layer;
-  const gpu::Tables tables = arrays_.layout.tables(arrays_.tables.data(), staged ? half : -1);
+  const bool staged = !into_graph && is_staged(layer, attend_options.window);
+  if (!into_graph) windows_[static_cast<size_t>(layer)] = attend_options.window;
+  const int64_t first_half = wave_number(layer, 0) % 2;
+  const gpu::Tables tables =
+      arrays_.layout.tables(arrays_.tables.data(), staged ? static_cast<int32_t>(first_half) : -1);
   const float* const sinks = sinks_on_device(attend_options, stream, into_graph);
   const gpu::Shape at = shape_at(layer, q.dtype);
   const gpu::Tensor queries =
@@ -219,11 +221,28 @@ void DeviceBackend::attend(int layer, const TensorView& q, const TensorView& out
   }
   params.scratch = arrays_.scratch.data();
   params.scratch_bytes = arrays_.scratch.bytes();
-  if (staged) timeline_.before_read(staging_.place(half), Lane::kCompute);
-  launch("attention", [&] { return api_.attend(device_->context(), &params, stream); });
+  if (staged) {
+    attend_in_waves(layer, &params, stream);
+  } else {
+    launch_attend(params, stream);
+  }
   if (at.v_rotated) rotate(params.out, tensor(out), into_graph, stream);
-  if (staged) device::Timeline::reads(&staging_.place(half), ticket(Lane::kCompute));
-  if (!into_graph) stage(layer + 1);
+  if (!into_graph && !staged) stage(layer + 1, 0);
+}
+
+void DeviceBackend::launch_attend(const gpu::AttendParams& params, void* stream) {
+  launch("attention", [&] { return api_.attend(device_->context(), &params, stream); });
+}
+
+void DeviceBackend::attend_in_waves(int layer, gpu::AttendParams* params, void* stream) {
+  for (size_t wave = 0; wave < running_.waves.size(); ++wave) {
+    Place& half = staging_.place(wave_number(layer, wave) % 2);
+    timeline_.before_read(half, Lane::kCompute);
+    params->wave = running_.waves[wave].wave;
+    launch_attend(*params, stream);
+    device::Timeline::reads(&half, ticket(Lane::kCompute));
+    stage(layer, wave + 1);
+  }
 }
 
 gpu::Tensor DeviceBackend::rotated(const gpu::Tensor& from, const device::Memory& to,

@@ -1,8 +1,6 @@
 // The start of a forward: every chunk one of its rows may see can be read by kernels, in the pool or
 // in pinned memory, and the tables say where.
 #include <algorithm>
-#include <numeric>
-#include <unordered_map>
 
 #include "kvpager/error.h"
 #include "pager/device_backend.h"
@@ -36,12 +34,13 @@ void DeviceBackend::begin(Forward* forward, void* stream) {
     std::byte* const pinned = arrays_.ring[ring_next_].data();
     ring_next_ = (ring_next_ + 1) % arrays_.ring.size();
     const device::TableArrays arrays = arrays_.layout.arrays(pinned);
-    plan_staging(*forward, arrays);
+    plan_staging(*forward);
     fill_tables(*forward, arrays);
+    fill_staged(arrays);
     timeline_.compute_may_read(&ring_place);
     upload(arrays_.layout, pinned, !running_.staged.empty());
-    staged_layer_[0] = staged_layer_[1] = -1;
-    stage(0);
+    halves_[0] = halves_[1] = Half();
+    stage(0, 0);
     running_.computing = true;
     forward_ = forward;
   } catch (...) {
@@ -74,67 +73,6 @@ void DeviceBackend::find_entries(const Forward& forward) {
         timeline_.before_read(summaries_.place(record.summary.value()), Lane::kCompute);
       }
       running_.entries.push_back(entry);
-    }
-  }
-}
-
-namespace {
-
-// Into ascending order, so that neighbours follow each other; returns where each has gone.
-std::vector<int32_t> sort_slots(std::vector<SlotId>* slots) {
-  std::vector<int32_t> order(slots->size());
-  std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    return (*slots)[static_cast<size_t>(a)].value() < (*slots)[static_cast<size_t>(b)].value();
-  });
-  std::vector<SlotId> sorted;
-  std::vector<int32_t> place(slots->size());
-  for (const int32_t from : order) {
-    place[static_cast<size_t>(from)] = static_cast<int32_t>(sorted.size());
-    sorted.push_back((*slots)[static_cast<size_t>(from)]);
-  }
-  *slots = std::move(sorted);
-  return place;
-}
-
-}  // namespace
-
-// Which chunks cross the link once per layer, ahead of it, instead of page by page when they are read:
-// those of parts whose pages several tiles would read.
-void DeviceBackend::plan_staging(const Forward& forward, const device::TableArrays& arrays) {
-  const std::string& mode = config_.options.missed_chunks;
-  const int64_t room = staging_.slot_bytes / layout_.largest_slice_bytes();
-  const int32_t group = shape_.q_heads / shape_.kv_heads;
-  std::vector<int32_t> rows(forward.parts.size(), 0);
-  for (const int32_t part : forward.part_of_row) {
-    if (part >= 0) ++rows[static_cast<size_t>(part)];
-  }
-  std::unordered_map<int32_t, int32_t> slots;  // of records
-  for (size_t p = 0; room > 0 && p < forward.parts.size(); ++p) {
-    if (mode == "auto" && rows[p] * group <= device::kSmallQueries) continue;
-    for (int64_t c = forward.parts[p].sequence->released; c < forward.parts[p].visible; ++c) {
-      Entry& entry = running_.entries[static_cast<size_t>(running_.first[p] + c)];
-      if (!entry.pinned) continue;
-      const auto known = slots.find(entry.record.value());
-      if (known != slots.end()) {
-        entry.staged = known->second;
-      } else if (static_cast<int64_t>(running_.staged.size()) < room) {
-        entry.staged = static_cast<int32_t>(running_.staged.size());
-        slots.emplace(entry.record.value(), entry.staged);
-        running_.staged.push_back(ledger_[entry.record].host);
-      }
-    }
-  }
-  if (running_.staged.empty()) return;
-  const std::vector<int32_t> place = sort_slots(&running_.staged);
-  for (size_t i = 0; i < running_.entries.size(); ++i) {
-    int32_t& slot = running_.entries[i].staged;
-    if (slot >= 0) slot = place[static_cast<size_t>(slot)];
-    for (int half = 0; half < 2; ++half) {
-      arrays.staged[static_cast<size_t>(half)][i] =
-          slot < 0 ? 0
-                   : reinterpret_cast<uint64_t>(staging_.at(half) +
-                                                slot * layout_.largest_slice_bytes());
     }
   }
 }
@@ -215,41 +153,6 @@ void DeviceBackend::upload(const device::TableLayout& layout, const std::byte* f
   clear(results, 0xFF, kStatusBytes);
   clear(results + entry_offset(false), 0, entries * 8);
   clear(results + entry_offset(true), 0, entries);
-}
-
-// Slices of one layer into its half of staging: a copy for each run of neighbouring slots.
-void DeviceBackend::stage(int layer) {
-  if (running_.staged.empty() || layer >= layout_.layers) return;
-  const int half = layer % 2;
-  if (staged_layer_[half] == layer) return;
-  Place& place = staging_.place(half);
-  timeline_.before_write(place, Lane::kUp);
-  for (const SlotId slot : running_.staged) {
-    timeline_.before_read(host_.place(slot.value()), Lane::kUp);
-  }
-  // A ticket to be taken when all of it is on its way, however far it gets.
-  const Ticket later{Lane::kUp, timeline_.newest(Lane::kUp).number + 1};
-  staged_layer_[half] = -1;
-  device::Timeline::wrote(&place, later);
-  const std::vector<SlotId>& staged = running_.staged;
-  for (size_t first = 0, end = 0; first < staged.size(); first = end) {
-    for (end = first; end < staged.size(); ++end) {
-      if (staged[end].value() - staged[first].value() != static_cast<int64_t>(end - first)) break;
-      device::Timeline::reads(&host_.place(staged[end].value()), later);
-    }
-    device::Pieces pieces;
-    pieces.to_stride = layout_.largest_slice_bytes();
-    pieces.from_stride = layout_.chunk_bytes();
-    pieces.to = staging_.at(half) + static_cast<int64_t>(first) * pieces.to_stride;
-    pieces.from = host_.at(staged[first].value()) + layout_.slice_offset(layer);
-    pieces.bytes = layout_.slice_bytes(layer);
-    pieces.count = static_cast<int64_t>(end - first);
-    move_up(timeline_.stream(Lane::kUp), pieces);
-    counters_.slices_staged += pieces.count;
-    counters_.bytes_staged += pieces.bytes * pieces.count;
-  }
-  ticket(Lane::kUp);
-  staged_layer_[half] = layer;
 }
 
 }  // namespace kvpager

@@ -110,4 +110,4 @@ def architecture() -> str:
         check=True,
     ).stdout.splitlines()[0]
     number = line.strip().replace(".", "")
-    return f"{number}a-real" if number == "90" else f"{number}-real"
+    return f"{number}-real"

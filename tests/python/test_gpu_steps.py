@@ -244,7 +244,7 @@ class TestRecords:
 class TestSteps:
     @pytest.fixture
     def on_gpu(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(steps, "architecture", lambda: "90a-real")
+        monkeypatch.setattr(steps, "architecture", lambda: "90-real")
         return Place(tmp_path, build=tmp_path)
 
     def test_every_limit_is_within_eight_minutes_and_every_name_there_once(self, on_gpu):
@@ -306,7 +306,7 @@ class TestSteps:
         def compiled(place):
             return [part.command for part in steps.build(place) if part.name == "compile"]
 
-        assert "-DKVPAGER_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real" in configured(on_gpu)
+        assert "-DKVPAGER_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90-real" in configured(on_gpu)
         (command,) = compiled(on_gpu)
         assert command.count("kvpager_cuda") == 1
         (tmp_path / "carried").mkdir()

@@ -107,6 +107,10 @@ def _read_in_place(run: Run) -> float:
     return run.number("paging", "rate_gbs", what="read in place")
 
 
+def _staged_in_waves(run: Run) -> float:
+    return run.number("paging", "eta", what="stage in waves")
+
+
 def _decode_attention(column: str, context: Callable[[Sizes], int]) -> Figure:
     return lambda run: run.number(
         "attention", column, what="decode", sequences=1, context=context(run.sizes)
@@ -132,9 +136,7 @@ def _chosen(column: str, chunks: Callable[[Sizes], int]) -> Figure:
 
 
 def _layer(column: str, which: int) -> Figure:
-    return lambda run: run.number(
-        "linear", column, what=LAYER, rows=run.sizes.product_rows[which]
-    )
+    return lambda run: run.number("linear", column, what=LAYER, rows=run.sizes.product_rows[which])
 
 
 def _row_start(run: Run) -> float:
@@ -147,6 +149,11 @@ def _step_ms(run: Run, context: int) -> float:
 
 def _step(context: Callable[[Sizes], int]) -> Figure:
     return lambda run: _step_ms(run, context(run.sizes))
+
+
+def _over_graphed(run: Run) -> float:
+    context = run.sizes.near_contexts[0]
+    return run.number("decode", "over_graphed", selection=topk_name(run), context=context)
 
 
 def _flatness(run: Run) -> float:
@@ -185,10 +192,17 @@ def _differing_bits(run: Run) -> float:
 
 GATES = (
     Gate("paging", "32 chunks come up", "of a pinned copy", _promotion(-1), (LEAST, 0.90)),
-    Gate("paging", "one chunk comes up", "of a pinned copy", _promotion(0), (LEAST, 0.75)),
+    Gate(
+        "paging", "one chunk comes up", "of a pinned copy", _promotion(0),
+        (LEAST, 0.90), (0.80, 0.92),
+    ),
     Gate("paging", "sealing and promoting at once", "x the rate", _duplex, (LEAST, 1.5)),
     Gate("paging", "evicting clean chunks moves", "bytes", _evicted_bytes, (MOST, 0)),
     Gate("paging", "missed chunks are read in place", "GB/s", _read_in_place, predicted=(40, 48)),
+    Gate(
+        "paging", "256 rows over 128K missed tokens", "of a pinned copy", _staged_in_waves,
+        (LEAST, 0.9), (0.88, 0.97),
+    ),
     Gate(
         "attention", "dense decode at 2K", "us per layer",
         _decode_attention("time_us", lambda sizes: sizes.short), predicted=(20, 25),
@@ -204,6 +218,10 @@ GATES = (
     Gate(
         "attention", "dense decode at 32K reads", "of the device copy",
         _decode_attention("of_copy", lambda sizes: sizes.middle), (LEAST, 0.8), (0.60, 0.72),
+    ),
+    Gate(
+        "attention", "dense decode at 128K reads", "of the device copy",
+        _decode_attention("of_copy", lambda sizes: sizes.long), (LEAST, 0.85), (0.80, 0.87),
     ),
     Gate("attention", "prefill", "of torch's flash kernel", _worst_prefill, (LEAST, 0.7)),
     Gate("attention", "prefill of 256 rows at 32K", "TFLOP/s", _prefill_rate, predicted=(250, 320)),
@@ -238,11 +256,15 @@ GATES = (
     Gate("rows", "proving the row counts of 256 and starting", "s", _row_start),
     Gate(
         "decode", "a top-k step at 16K", "ms",
-        _step(lambda sizes: sizes.near_contexts[0]), predicted=(16, 25),
+        _step(lambda sizes: sizes.near_contexts[0]), predicted=(9, 13),
     ),
     Gate(
         "decode", "a top-k step at 256K", "ms",
-        _step(lambda sizes: sizes.far_context), predicted=(16, 25),
+        _step(lambda sizes: sizes.far_context), predicted=(9, 14),
+    ),
+    Gate(
+        "decode", "a top-k step at 16K", "x transformers' graphed step over 2K", _over_graphed,
+        (MOST, 1.3), (1.15, 1.6),
     ),
     Gate("decode", "top-k steps from 16K to 256K", "slowest over fastest", _flatness, (MOST, 1.15)),
     Gate(

@@ -36,6 +36,7 @@ class Ran:
         return not self.name.startswith(("Memcpy", "Memset"))
 
 
+BEFORE_CAPTURE = 3  # calls on a stream of their own, as torch's documentation asks for
 AHEAD_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to enqueue what is timed
 
 
@@ -89,6 +90,10 @@ class Machine(ABC):
     def attention_backend(self) -> Iterator[None]:
         """Inside, torch's attention is its flash kernel, or an error."""
         yield
+
+    def captured(self, call: Call) -> Call:
+        """The call as a graph of the device, where it has graphs. It has run a few times then."""
+        return call
 
     def wall(
         self, call: Call, *, runs: int, warm_up: int = 1, before: Call | None = None
@@ -188,6 +193,20 @@ class CudaMachine(Machine):
     def attention_backend(self) -> Iterator[None]:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             yield
+
+    def captured(self, call: Call) -> Call:
+        make: Any = torch.cuda.Stream
+        stream = make()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(BEFORE_CAPTURE):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        replay: Call = graph.replay
+        return replay
 
     def profile(self, call: Call) -> list[Ran]:
         torch.cuda.synchronize()  # what was launched before is none of the call's

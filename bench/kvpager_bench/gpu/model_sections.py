@@ -23,6 +23,7 @@ from kvpager_bench.gpu.subjects import (
     build_model,
     config,
     differing_bits,
+    graphed_step,
     stock_cache,
     stock_prefill,
     stock_step,
@@ -30,6 +31,7 @@ from kvpager_bench.gpu.subjects import (
 from kvpager_bench.harness import NOT_APPLICABLE, Column, MissingNumberError, Report, Timing
 
 WARM_UP = 2
+GRAPHED_STEPS = 64  # there is room for
 DENSE_STEPS = 3  # of a context that crosses the link whole at every step
 READ_TOKENS = 4096
 RESIDENT = "top-k, nothing missed"  # what missed pages cost, by comparison
@@ -73,8 +75,10 @@ def decode(run: Run) -> None:
         Column("rows", "of a step's forward"),
         Column("transformers_ms", "ms", optional=True),
         Column("over_transformers", "x", optional=True),
+        Column("over_graphed", "x its time", optional=True),
     )
     model = run.model()
+    graphed = _graphed_step_ms(run, model)
     topk, near, far = TopK(chunks=sizes.selected), sizes.near_contexts, (sizes.far_context,)
     stock: dict[int, Any] = {}
     for context in (*near, *far):
@@ -99,7 +103,22 @@ def decode(run: Run) -> None:
                 if run.out_of_time(f"decode, {name}, at {context}"):
                     break
                 append(machine, session.sequence, engine.layout, context, seed=11)
-                _add_decode(report, name, session, context, steps, stock.get(context))
+                _add_decode(report, name, session, context, steps, stock.get(context), graphed)
+
+
+def _graphed_step_ms(run: Run, model: Any) -> Any:
+    """Transformers alone, without paging and without launches: one graph over as many tokens as
+    top-k rows attend to. NOT_APPLICABLE where it cannot be captured."""
+    machine, tokens = run.machine, run.sizes.selected * CHUNK_TOKENS
+    try:
+        step = graphed_step(machine, model, run.sizes, tokens, GRAPHED_STEPS)
+        timing = machine.wall(step, runs=run.sizes.decode_steps, warm_up=WARM_UP)
+    except RuntimeError as error:
+        run.skipped.append(f"transformers' step as a graph: {error}")
+        return NOT_APPLICABLE
+    finally:
+        machine.free()
+    return 1e3 * timing.median
 
 
 def _stock_step_ms(run: Run, model: Any, context: int) -> Any:
@@ -123,7 +142,7 @@ def _stock_step_ms(run: Run, model: Any, context: int) -> Any:
 
 
 def _add_decode(
-    report: Report, name: str, session: Session, context: int, steps: int, stock: Any
+    report: Report, name: str, session: Session, context: int, steps: int, stock: Any, graphed: Any
 ) -> None:
     timing, copied, rows = decode_steps(session, steps)
     step = 1e3 * timing.median
@@ -138,6 +157,7 @@ def _add_decode(
         rows=rows,
         transformers_ms=stock if known else NOT_APPLICABLE,
         over_transformers=stock / step if known else NOT_APPLICABLE,
+        over_graphed=step / graphed if isinstance(graphed, float) else NOT_APPLICABLE,
     )
 
 

@@ -137,6 +137,7 @@ def paging(run: Run) -> None:
         _evict(run, report, pager, stored, many)
         _duplex(run, report, pager, stored)
     _read_in_place(run, report)
+    _stage_in_waves(run, report)
 
 
 def _read_in_place(run: Run, report: Report) -> None:
@@ -165,6 +166,53 @@ def _read_in_place(run: Run, report: Report) -> None:
     rate = size / timing.median / GB
     report.add(
         what="read in place",
+        chunks=context // CHUNK_TOKENS,
+        bytes=size,
+        time_ms=1e3 * timing.median,
+        spread=timing.spread,
+        rate_gbs=rate,
+        eta=rate / run.ceiling("pinned up"),
+        ratio=NOT_APPLICABLE,
+        bytes_up=up,
+        bytes_down=down,
+    )
+
+
+def _stage_in_waves(run: Run, report: Report) -> None:
+    """Dense forwards of many rows over more missed chunks than staging holds at once."""
+    machine, sizes, context = run.machine, run.sizes, run.sizes.long
+    layout = sizes.layout(sizes.wave_layers)
+    rows = sizes.append_rows
+    with pager_of(
+        machine,
+        layout,
+        sizes.q_heads,
+        rows,
+        rows=rows,
+        host_tokens=context + 2 * CHUNK_TOKENS,
+    ) as pager:
+        sequence = pager.sequence()
+        append(machine, sequence, layout, context, seed=5)
+        machine.synchronize()
+
+        def forward() -> None:
+            with Reading(machine, pager, [sequence], rows, sizes.q_heads) as reading:
+                reading.all_layers()
+
+        pager.evict_all()
+        with Reading(machine, pager, [sequence], rows, sizes.q_heads) as reading:
+            check_attention(machine, reading, [sequence], rows)
+        staged = pager.stats()["bytes_staged"]
+        moved = Moved(pager)
+        timing = machine.wall(forward, runs=sizes.runs, before=pager.evict_all)
+        up, down = moved.per_call(sizes.runs + 1)
+        staged = (pager.stats()["bytes_staged"] - staged) // (sizes.runs + 1)
+    size = context * sizes.page_token_bytes * layout.layers
+    if staged != size:
+        raise MissingNumberError(f"{staged} bytes were staged, expected every slice once: {size}")
+    rate = size / timing.median / GB
+    report.add(
+        what="stage in waves",
         chunks=context // CHUNK_TOKENS,
         bytes=size,
         time_ms=1e3 * timing.median,

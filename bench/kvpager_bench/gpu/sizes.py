@@ -36,6 +36,7 @@ class Sizes:
 
     paged_chunks: tuple[int, ...] = (1, 32)
     duplex_chunks: int = 64
+    wave_layers: int = 4
 
     rotated_bytes: int = 256 * MIB  # attention: K/V of the layers that take turns, at least
     short: int = 2048  # contexts of attention; those of selection are the last two
@@ -127,6 +128,7 @@ REHEARSAL = Sizes(
     pinned_bytes=(MIB, 2 * MIB),
     paged_chunks=(1, 2),
     duplex_chunks=2,
+    wave_layers=2,
     rotated_bytes=0,
     short=192,
     middle=640,

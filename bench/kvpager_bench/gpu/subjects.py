@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from transformers import DynamicCache, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3ForCausalLM, StaticCache
 
 from kvpager import Dense, Layout, Pager, PagerConfig
 from kvpager.config import Selection
@@ -217,6 +217,35 @@ def stock_step(machine: Machine, model: Any, cache: DynamicCache, ids: list[int]
     tokens = torch.tensor([ids], device=machine.tensors)
     output = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
     return int(output.logits[0, -1].argmax())
+
+
+def graphed_step(
+    machine: Machine, model: Any, sizes: Sizes, tokens: int, steps: int
+) -> Callable[[], int]:
+    """A greedy step of transformers alone as one graph of the device, its token on the host.
+
+    A StaticCache holds random K/V of `tokens` positions and has room for `steps` more.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=tokens + steps)
+    shape = (1, sizes.kv_heads, tokens, sizes.head_dim)
+    for layer in range(model.config.num_hidden_layers):
+        k = machine.random(*shape, dtype=BFLOAT16, seed=layer)
+        v = machine.random(*shape, dtype=BFLOAT16, seed=1000 + layer)
+        cache.update(k, v, layer)
+    token = torch.full((1, 1), 9, device=machine.tensors)
+
+    @torch.inference_mode()
+    def step() -> None:
+        output = model(input_ids=token, past_key_values=cache, logits_to_keep=1)
+        token.copy_(output.logits[:, -1:].argmax(-1))
+
+    replay = machine.captured(step)
+
+    def run() -> int:
+        replay()
+        return int(token)
+
+    return run
 
 
 @torch.inference_mode()

@@ -19,14 +19,14 @@ constexpr DType kStored[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16,
                              DType::kQ4};
 
 // The ways the kernels can go about it: which one is taken follows from the scratch they are given.
-enum class Way { kWalk, kOneWave, kManyWaves };
-constexpr Way kWays[] = {Way::kWalk, Way::kOneWave, Way::kManyWaves};
+enum class Way { kWalk, kOneRound, kManyRounds };
+constexpr Way kWays[] = {Way::kWalk, Way::kOneRound, Way::kManyRounds};
 
 ForwardOptions with_scratch(ForwardOptions options, Way way, const Shape& shape, size_t rows) {
   const int64_t states = static_cast<int64_t>(rows) * shape.kv_heads * shape.group;
   const int64_t state = (shape.v_dim + 2) * static_cast<int64_t>(sizeof(float));
-  if (way == Way::kWalk) options.scratch_bytes = 0;
-  if (way == Way::kManyWaves) options.scratch_bytes = 2 * states * state;  // one split and totals
+  if (way == Way::kWalk) options.scratch_bytes = states * state;            // totals
+  if (way == Way::kManyRounds) options.scratch_bytes = 2 * states * state;  // one split and totals
   return options;
 }
 
@@ -101,14 +101,63 @@ TEST_CASE("any problem has the CPU's bits, wherever its chunks are and however i
       options.stray_selection = dice.one_in(2);
       options.small_queries = dice.pick({16, 32, 100});
       options.poison = dice.pick({0xFF, 0x00, 0x7F});
-      const Way way = dice.pick({Way::kWalk, Way::kOneWave, Way::kManyWaves});
+      const Way way = dice.pick({Way::kWalk, Way::kOneRound, Way::kManyRounds});
       const size_t most_rows =
           options.capture_counts ? std::max<size_t>(50, made.rows.size()) : made.rows.size();
       DeviceForward forward(device, shape, made.pointers, made.rows,
                             with_scratch(options, way, shape, most_rows));
-      CHECK(differing(forward.attend(), forward.on_cpu()) == 0);
+      const auto expected = forward.on_cpu();
+      CHECK(differing(forward.attend(), expected) == 0);
+      CHECK(
+          differing(forward.attend_in_waves(gpu::Attention::kReference, forward.random_waves(seed)),
+                    expected) == 0);
     }
   });
+}
+
+TEST_CASE("waves of staged chunks, each in a call of its own, have the bits of one call") {
+  for (const int window : {0, 16 * 70}) {
+    CAPTURE(window);
+    Shape shape = small_shape(DType::kBFloat16);
+    shape.tokens = 16;
+    shape.window = window;
+    shape.sinks = window == 0;
+    const int64_t length = 16 * 150 + 3;
+    Sequence first(layout_of(shape), length, 1), second(layout_of(shape), 16 * 66, 2);
+    std::vector<Row> rows;
+    // Some rows see no chunk of the later waves, and with a window none of the earlier ones.
+    for (const int64_t position : {length - 1, length - 2, int64_t{16 * 64}, int64_t{40}}) {
+      Row row;
+      row.position = position;
+      row.query_seed = static_cast<uint32_t>(rows.size());
+      rows.push_back(row);
+    }
+    Row padding;
+    padding.sequence = -1;
+    rows.insert(rows.begin() + 1, padding);
+    for (const int64_t position : {int64_t{16 * 66 - 1}, int64_t{3}}) {
+      Row row;
+      row.sequence = 1;
+      row.position = position;
+      rows.push_back(row);
+    }
+    const auto expected = attend(shape, {&first, &second}, rows);
+    for_each_device([&](device::Device& device) {
+      for (const Way way : kWays) {
+        CAPTURE(static_cast<int>(way));
+        ForwardOptions options;
+        options.staged_percent = 70;
+        DeviceForward forward(device, shape, {&first, &second}, rows,
+                              with_scratch(options, way, shape, rows.size()));
+        for (const uint32_t seed : some_of({uint32_t{1}, uint32_t{2}, uint32_t{3}, uint32_t{4}})) {
+          const std::vector<gpu::Wave> waves = forward.random_waves(seed);
+          CAPTURE(waves.size());
+          CHECK(differing(forward.attend_in_waves(gpu::Attention::kReference, waves), expected) ==
+                0);
+        }
+      }
+    });
+  }
 }
 
 TEST_CASE("keys, values and queries of any dtypes, head dimensions to 512 and chunks to 256") {
@@ -219,7 +268,7 @@ TEST_CASE("rows without keys, padding and forwards without rows are zeros and no
 }
 
 TEST_CASE(
-    "few rows are computed split by split, many each by one walk, a little scratch in waves") {
+    "few rows are computed split by split, many each by one walk, a little scratch in rounds") {
   if (!tests_shim()) return;
   const ShimHooks shim;
   const Environment environment("KVPAGER_SHIM_SEED", "1");  // nothing runs before it has to
@@ -238,11 +287,11 @@ TEST_CASE(
     return count;
   };
   const std::vector<Row> few = {rows_of(shape, 1.0f).back()};
-  CHECK(launches(few, Way::kOneWave, 0) == 2);
-  CHECK(launches(few, Way::kManyWaves, 0) == 6);
-  CHECK(launches(few, Way::kManyWaves, 100) == 2);  // spans two splits at most, which fit
+  CHECK(launches(few, Way::kOneRound, 0) == 2);
+  CHECK(launches(few, Way::kManyRounds, 0) == 6);
+  CHECK(launches(few, Way::kManyRounds, 100) == 4);  // spans two splits at most
   CHECK(launches(few, Way::kWalk, 0) == 1);
-  CHECK(launches(std::vector<Row>(64, few[0]), Way::kOneWave, 0) == 1);
+  CHECK(launches(std::vector<Row>(64, few[0]), Way::kOneRound, 0) == 1);
 }
 
 TEST_CASE("every order in which the shim runs warps and blocks gives the CPU's bits") {

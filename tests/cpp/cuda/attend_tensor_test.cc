@@ -39,10 +39,10 @@ ForwardOptions cut_as(ForwardOptions options, Cut cut, const Shape& shape,
   const int64_t chunks = chunks_of(shape, sequences);
   const int64_t units = cut == Cut::kSplits   ? (chunks + 3) / 4
                         : cut == Cut::kGroups ? (chunks + 63) / 64
-                                              : 2;
+                                              : 1;
   int64_t queries = 0;
   for (const Row& row : rows) queries += row.sequence >= 0 ? shape.kv_heads * shape.group : 0;
-  options.scratch_bytes = queries * std::max<int64_t>(units, 2) * (shape.v_dim + 8) * 4;
+  options.scratch_bytes = queries * (1 + units) * (shape.v_dim + 8) * 4;  // a total, then states
   return options;
 }
 
@@ -259,6 +259,48 @@ TEST_CASE("any problem is right, and the same to the bit however its work is cut
       options.poison = dice.pick({0xFF, 0x00, 0x7F});
       CHECK(differing(outputs, run(device, shape, made.pointers, made.rows, options,
                                    dice.pick({Cut::kSplits, Cut::kGroups, Cut::kWalks}))) == 0);
+    }
+  });
+}
+
+TEST_CASE("waves of staged chunks, each in a call of its own, have the bits of one call") {
+  for_each_device([&](device::Device& device) {
+    for (const DType dtype : kTypes) {
+      for (const int64_t window : {0, 64 * 70}) {
+        if (small_tests() && (dtype == DType::kFloat16 || window != 0)) continue;
+        CAPTURE(static_cast<int>(dtype));
+        CAPTURE(window);
+        Shape shape = tensor_shape(dtype, 64);
+        shape.kv_heads = 1;
+        shape.group = 2;
+        shape.window = static_cast<int>(window);
+        shape.sinks = window == 0;
+        const int64_t length = 64 * 140 + 5;
+        Sequence first(layout_of(shape), length, 1), second(layout_of(shape), 64 * 66, 2);
+        // Some rows see no chunk of the later waves, and with a window none of the earlier ones.
+        std::vector<Row> rows = rows_at({length - 1, length - 2, 64 * 64, 64 * 64 - 1, 40});
+        Row padding;
+        padding.sequence = -1;
+        rows.insert(rows.begin() + 1, padding);
+        for (const Row& row : rows_at({64 * 66 - 1, 3}, 1)) rows.push_back(row);
+        const Outputs expected = run(device, shape, {&first, &second}, rows);
+        uint32_t seed = 0;
+        for (const Cut cut : kCuts) {
+          for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
+            CAPTURE(static_cast<int>(cut));
+            CAPTURE(small);
+            ForwardOptions options;
+            options.small_queries = small;
+            options.staged_percent = 70;
+            DeviceForward forward(device, shape, {&first, &second}, rows,
+                                  cut_as(options, cut, shape, {&first, &second}, rows));
+            const std::vector<gpu::Wave> waves = forward.random_waves(++seed);
+            CAPTURE(waves.size());
+            CHECK(differing(forward.attend_in_waves(gpu::Attention::kTensor, waves), expected) ==
+                  0);
+          }
+        }
+      }
     }
   });
 }

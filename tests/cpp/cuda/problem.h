@@ -15,6 +15,7 @@
 
 #include "../device/devices.h"
 #include "../kernels/attend_problem.h"
+#include "cuda/tables.cuh"
 #include "device/device.h"
 #include "device/tables.h"
 #include "forward_tables.h"
@@ -174,6 +175,33 @@ class DeviceForward {
     const gpu::AttendParams params = attend_params(attention);
     device_.check(device_.api().attend(device_.context(), &params, stream_.get()), "attend");
     return read_out();
+  }
+
+  // The same by one call for each wave, while the chunks of the others are poison.
+  std::vector<std::vector<float>> attend_in_waves(gpu::Attention attention,
+                                                  const std::vector<gpu::Wave>& waves) {
+    gpu::AttendParams params = attend_params(attention);
+    for (const gpu::Wave& wave : waves) {
+      show_only(wave);
+      params.wave = wave;
+      device_.check(device_.api().attend(device_.context(), &params, stream_.get()), "attend");
+      stream_.synchronize();
+    }
+    return read_out();
+  }
+  // The forward's chunks in waves that end at random.
+  std::vector<gpu::Wave> random_waves(uint32_t seed) const {
+    std::mt19937 random(seed);
+    device::WaveCutter cutter;
+    for (int32_t p = 0; p < forward_.header.parts; ++p) {
+      const int64_t visible = forward_.parts[static_cast<size_t>(p)].visible;
+      for (int64_t end = 0; end < visible;) {
+        end = std::min(end + gpu::kWaveChunks, visible);
+        cutter.add(p, end);
+        if (random() % 2 == 0) cutter.cut();
+      }
+    }
+    return cutter.take();
   }
 
   std::vector<std::vector<float>> read_out() {
@@ -473,6 +501,8 @@ class DeviceForward {
             summary ? reinterpret_cast<uint64_t>(summaries_.data() + home * summary_bytes()) : 0);
       }
     }
+    poison_chunk_ =
+        reinterpret_cast<uint64_t>(blocks_.data() + homes[chunks_.size()] * layout_.chunk_bytes());
   }
 
   void finish_tables(const std::vector<char>& commit) {
@@ -489,6 +519,26 @@ class DeviceForward {
     std::copy(summary_addresses_.begin(), summary_addresses_.end(), image.arrays().summaries);
     std::copy(staged_.begin(), staged_.end(), image.arrays().staged[0]);
     stream_.upload(table_block_.data(), image.data(), tables_.bytes());
+  }
+
+  void show_only(const gpu::Wave& wave) {
+    std::vector<uint64_t> chunks = chunks_, staged = staged_;
+    for (int32_t p = 0; p < forward_.header.parts; ++p) {
+      const gpu::Part& part = forward_.parts[static_cast<size_t>(p)];
+      const gpu::Span span = gpu::span_of(wave, p, part);
+      for (int64_t c = 0; c < part.visible; ++c) {
+        if (c >= span.begin && c < span.end) continue;
+        const auto entry = static_cast<size_t>(part.first + c);
+        chunks[entry] = poison_chunk_;
+        staged[entry] = 0;
+      }
+    }
+    const auto count = static_cast<int64_t>(chunks.size());
+    const auto send = [&](device::TableLayout::Range range, const std::vector<uint64_t>& from) {
+      stream_.upload(table_block_.data() + range.begin, from.data(), range.end - range.begin);
+    };
+    send(tables_.chunks(count), chunks);
+    send(tables_.staged(0, count), staged);
   }
 
   void load_tensors(const std::vector<char>& commit) {
@@ -559,6 +609,7 @@ class DeviceForward {
   bool selecting_ = false;
   ForwardTables forward_;
   std::vector<uint64_t> chunks_, staged_, summary_addresses_;
+  uint64_t poison_chunk_ = 0;  // that no row sees
 };
 
 }  // namespace kvpager::testing

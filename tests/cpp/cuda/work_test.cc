@@ -72,7 +72,7 @@ class ModelForward {
     attend_.attend.tables = tables();
     attend_.attend.counts = counts_;
     attend_.attend.scratch_bytes = gpu::tensor_scratch_bytes(shape_, bounds);
-    grids_ = gpu::tensor::grids_of<kDim>(shape_, counts_, kProcessors);
+    grids_ = gpu::tensor::grids_of<kDim>(attend_.attend, kProcessors);
     gpu::tensor::set_workers(grids_, &attend_);
     plan_ = gpu::tensor::make_plan(attend_);
   }
@@ -214,10 +214,11 @@ class ModelForward {
   // All that an item walks, where every row attends to everything.
   int64_t chunks_of(const gpu::tensor::WalkItem& item, gpu::tensor::Level level) const {
     const gpu::Part& part = tables_.parts[static_cast<size_t>(item.tile.part)];
-    if (!gpu::tensor::has_chunks(plan_, level, part, item.unit)) return 0;
-    const int64_t most =
-        int64_t{gpu::tensor::unit_splits(plan_, level)} * gpu::tensor::kSplitChunks;
-    return std::min(most, part.visible - item.unit * most);
+    const gpu::Span span = gpu::span_of(attend_.attend.wave, item.tile.part, part);
+    if (!gpu::tensor::has_chunks(plan_, level, span, item.unit)) return 0;
+    const auto splits = gpu::tensor::splits_of(plan_, level, span, item.unit);
+    const int64_t end = int64_t{splits.end} * gpu::tensor::kSplitChunks;
+    return std::min(end, span.end) - int64_t{splits.begin} * gpu::tensor::kSplitChunks;
   }
 
   static void count(int64_t items, Work* work) {

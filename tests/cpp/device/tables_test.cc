@@ -33,6 +33,51 @@ Drawn draw(std::mt19937& random, int most_rows) {
   return drawn;
 }
 
+TEST_CASE("waves have every chunk of every part once, in order, and say the most of one part") {
+  std::mt19937 random(5);
+  for (int trial = 0; trial < 300; ++trial) {
+    CAPTURE(trial);
+    const auto parts = static_cast<int32_t>(1 + random() % 5);
+    const unsigned often = 1 + random() % 4;
+    std::vector<int64_t> lengths;
+    std::vector<std::pair<int32_t, int64_t>> expected;  // part, chunk
+    std::vector<std::vector<int64_t>> counts;           // of every wave: chunks by part
+    WaveCutter cutter;
+    bool next = true;
+    for (int32_t p = 0; p < parts; ++p) {
+      const auto length = static_cast<int64_t>(1 + random() % 300);
+      lengths.push_back(length);
+      for (int64_t begin = 0; begin < length; begin += gpu::kWaveChunks) {
+        const int64_t end = std::min(begin + gpu::kWaveChunks, length);
+        if (next) counts.emplace_back(static_cast<size_t>(parts), 0);
+        counts.back()[static_cast<size_t>(p)] += end - begin;
+        cutter.add(p, end);
+        for (int64_t c = begin; c < end; ++c) expected.push_back({p, c});
+        if ((next = random() % often == 0)) cutter.cut();
+      }
+    }
+    const std::vector<gpu::Wave> waves = cutter.take();
+    REQUIRE(waves.size() == counts.size());
+    if (waves.size() == 1) {
+      CHECK(waves[0].most_chunks == 0);  // all there is, however much a later forward has
+      continue;
+    }
+    std::vector<std::pair<int32_t, int64_t>> held;
+    for (size_t w = 0; w < waves.size(); ++w) {
+      const gpu::Wave& wave = waves[w];
+      CHECK(wave.most_chunks == *std::max_element(counts[w].begin(), counts[w].end()));
+      for (int32_t p = wave.first_part; p <= wave.last_part; ++p) {
+        const int64_t length = lengths[static_cast<size_t>(p)];
+        const int64_t begin = p == wave.first_part ? wave.first_chunk : 0;
+        const int64_t end = p == wave.last_part ? wave.end_chunk : length;
+        CHECK((end == length || end % gpu::kWaveChunks == 0));
+        for (int64_t c = begin; c < end; ++c) held.push_back({p, c});
+      }
+    }
+    CHECK(held == expected);
+  }
+}
+
 TEST_CASE("rows are ordered by part and position, and tiles cover every query of every part once") {
   std::mt19937 random(3);
   for (int trial = 0; trial < 400; ++trial) {

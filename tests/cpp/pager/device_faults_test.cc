@@ -104,6 +104,44 @@ DEVICE_TEST(
 }
 
 DEVICE_TEST(
+    "a forward of several waves that fails in any of them has the right bits when repeated") {
+  PagerOptions options = options_of(5, 200);
+  options.selection = Selection();
+  options.staging_bytes = 2 * 64 * options.layout.slice_bytes(0);
+  const int64_t tokens = 130 * 16;
+  const std::vector<float> expected = [&] {
+    const OnDevice processor("cpu");
+    PagerOptions plain = options;
+    plain.device = "cpu";
+    plain.pool_blocks = 200;
+    Pager pager(plain);
+    return probe(pager, written(pager, tokens, 1));
+  }();
+  for (const char* point : kPoints) {
+    CAPTURE(point);
+    Pager pager(options);
+    const Known sequence = written(pager, tokens, 1);
+    std::vector<float> outputs;
+    const int64_t slices = pager.stats().slices_staged;
+    fail_at_every_visit(
+        point,
+        [&] {
+          pager.evict_all();
+          try {
+            outputs = probe(pager, sequence);
+          } catch (const PagerError&) {
+            pager.abort();
+            throw;
+          }
+        },
+        [&] { pager.check_invariants(); });
+    require_intact(pager, sequence);
+    CHECK(same_bits(outputs, expected));
+    CHECK(pager.stats().slices_staged - slices >= 2 * 130);
+  }
+}
+
+DEVICE_TEST(
     "a forward with given positions that fails anywhere on the device is as if never begun") {
   const std::vector<TokenId> more = some_tokens(24, 3);
   for (const char* point : kPoints) {

@@ -11,7 +11,7 @@ std::vector<float> on_processor(const PagerOptions& like, int64_t tokens, int64_
   options.device = "cpu";
   options.pool_blocks = 80;
   Pager pager(options);
-  return probe(pager, create(pager, tokens, 1), rows);
+  return probe(pager, written(pager, tokens, 1), rows);
 }
 
 DEVICE_TEST("a clean chunk leaves the pool without a byte going down") {
@@ -61,6 +61,138 @@ DEVICE_TEST("staging that holds a few of the missing chunks stages these, with t
   const int64_t before = pager.stats().slices_staged;
   CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, 40 * 16, 16)));
   CHECK(pager.stats().slices_staged == before + 2 * 7);
+}
+
+DEVICE_TEST("what staging does not hold at once is brought in wave by wave, each slice once") {
+  PagerOptions options = small_options(5, 200);
+  options.missed_chunks = "staged";
+  const int64_t slice = options.layout.slice_bytes(0);
+  const int64_t tokens = 190 * 16;  // three groups of 64 chunks, less two
+  for (const int64_t room : {64, 100, 130, 185}) {
+    CAPTURE(room);
+    options.staging_bytes = 2 * room * slice;
+    Pager pager(options);
+    const Known sequence = written(pager, tokens, 1);
+    const auto chunks = pager.ledger(sequence.id);
+    const auto missed = std::count_if(chunks.begin(), chunks.end(), [](const ChunkInfo& info) {
+      return (info.tiers & kTierResident) == 0;
+    });
+    const PagerStats before = pager.stats();
+    CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, tokens, 16)));
+    const PagerStats after = pager.stats();
+    CHECK(after.slices_staged - before.slices_staged == 2 * missed);  // two layers
+    CHECK(after.bytes_staged - before.bytes_staged == 2 * missed * slice);
+  }
+}
+
+DEVICE_TEST("sequences share waves, and what two of them have in common is staged once in a wave") {
+  PagerOptions options = small_options(5, 400);
+  options.missed_chunks = "staged";
+  const auto run = [&](const std::string& device, int64_t room, int64_t* slices) {
+    PagerOptions with = options;
+    with.device = device;
+    if (device == "cpu") with.pool_blocks = 300;
+    with.staging_bytes = 2 * room * with.layout.slice_bytes(0);
+    Pager pager(with);
+    const Known first = written(pager, 30 * 16, 1);
+    const Known fork{pager.fork(first.id), first.tokens};
+    const Known second = written(pager, 80 * 16, 2);
+    pager.evict_all();
+    std::vector<RowDescriptor> rows;
+    for (const Known* known : {&first, &fork, &second}) {
+      const auto length = static_cast<int64_t>(known->tokens.size());
+      for (int64_t i = 0; i < 5; ++i) {
+        rows.push_back({known->id, length - 1 - 7 * i, 0, RowKind::kRead});
+      }
+    }
+    rows.resize(kRows);
+    const int64_t before = pager.stats().slices_staged;
+    pager.begin(rows);
+    const std::vector<float> outputs = run_layers(pager, rows, second.tokens);
+    pager.commit_all();
+    *slices = pager.stats().slices_staged - before;
+    return outputs;
+  };
+  int64_t slices = 0;
+  const std::vector<float> expected = [&] {
+    const OnDevice processor("cpu");
+    return run("cpu", 64, &slices);
+  }();
+  // The fork's chunks are in the first wave; of 64 slices it has room for 30, with the second's first
+  // group it would have 94.
+  CHECK(same_bits(run(test_device(), 64, &slices), expected));
+  CHECK(slices == 2 * (30 + 80));
+  CHECK(same_bits(run(test_device(), 400, &slices), expected));
+  CHECK(slices == 2 * (30 + 80));
+}
+
+DEVICE_TEST("a layer with a window is brought what it sees, once its window is known") {
+  PagerOptions options = small_options(5, 200);
+  options.missed_chunks = "staged";
+  options.staging_bytes = 2 * 70 * options.layout.slice_bytes(0);
+  const int64_t length = 150 * 16;
+  // A forward of the last four positions; layer 1 has the window.
+  const auto run = [&](Pager& pager, const Known& sequence, int64_t window) {
+    std::vector<RowDescriptor> rows;
+    for (int64_t i = 4; i > 0; --i) rows.push_back({sequence.id, length - i, 0, RowKind::kRead});
+    rows.resize(kRows);
+    std::vector<float> outputs;
+    pager.begin(rows);
+    for (int layer = 0; layer < 2; ++layer) {
+      Tensors t(kRows);
+      for (int64_t i = 0; i < 4; ++i) {
+        fill_row(static_cast<uint64_t>(i) + 9, layer, kQuery, kQueryHeads * 16, t.q.row(i));
+      }
+      AttendOptions attend;
+      attend.scaling = 0.25f;
+      attend.window = layer == 1 ? window : 0;
+      attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), attend);
+      outputs.insert(outputs.end(), t.out.data.begin(), t.out.data.end());
+    }
+    pager.commit_all();
+    return outputs;
+  };
+  const auto on_cpu = [&](int64_t window) {
+    const OnDevice processor("cpu");
+    PagerOptions with = options;
+    with.device = "cpu";
+    with.pool_blocks = 200;
+    Pager pager(with);
+    return run(pager, written(pager, length, 1), window);
+  };
+  Pager pager(options);
+  const Known sequence = written(pager, length, 1);
+  pager.evict_all();
+  const auto staged_by = [&](int64_t window) {
+    CAPTURE(window);
+    const int64_t before = pager.stats().slices_staged;
+    CHECK(same_bits(run(pager, sequence, window), on_cpu(window)));
+    return pager.stats().slices_staged - before;
+  };
+  CHECK(staged_by(0) == 2 * 150);
+  // Begun before the window is known; what is staged for the other waves is within it.
+  CHECK(staged_by(16 * 30) == 150 + 64 + 31);
+  CHECK(staged_by(16 * 30) == 150 + 31);
+  CHECK(staged_by(16 * 10) == 150 + 31 - 20);
+  // Behind what is staged there are keys that a larger window sees: they are read in place.
+  staged_by(16 * 90);
+  CHECK(staged_by(16 * 90) == 150 + 91);
+  staged_by(0);
+  CHECK(staged_by(0) == 2 * 150);
+}
+
+DEVICE_TEST("rows that select chunks are staged as far as there is room, in one wave") {
+  PagerOptions options = small_options(5, 200);
+  options.missed_chunks = "staged";
+  options.selection.kind = Selection::Kind::kTopK;
+  options.selection.chunks = 3;
+  options.staging_bytes = 2 * 70 * options.layout.slice_bytes(0);
+  Pager pager(options);
+  const Known sequence = written(pager, 150 * 16, 1);
+  pager.evict_all();
+  const int64_t before = pager.stats().slices_staged;
+  CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, 150 * 16, 16)));
+  CHECK(pager.stats().slices_staged - before == 2 * 70);
 }
 
 DEVICE_TEST("neighbouring slots are staged by one copy for each layer") {

@@ -227,6 +227,13 @@ inline Known create(Pager& pager, int64_t count = 0, uint64_t seed = 0,
   return sequence;
 }
 
+// A sequence whose rows have attended to nothing.
+inline Known written(Pager& pager, int64_t tokens, uint64_t seed) {
+  Known sequence{pager.create_sequence(""), {}};
+  append(pager, &sequence, some_tokens(tokens, seed), Provenance::kExact, false);
+  return sequence;
+}
+
 // The outputs of read-only rows at the sequence's last `count` positions: they see all of it.
 inline std::vector<float> probe(Pager& pager, const Known& sequence, int64_t count = 1) {
   std::vector<RowDescriptor> rows;

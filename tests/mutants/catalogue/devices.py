@@ -7,6 +7,9 @@ SIMULATED = "model/test_device_simulated.py::"
 PAGER = "python/test_device_pager.py::"
 RESIDENCY = "cpp/pager/device_residency_test.cc::"
 WORK = "cpp/cuda/work_test.cc::"
+WAVES = "waves of staged chunks, each in a call of its own, have the bits of one call"
+TENSOR_WAVES = "cpp/cuda/attend_tensor_test.cc::" + WAVES
+REFERENCE_WAVES = "cpp/cuda/attend_reference_test.cc::" + WAVES
 LINEAR_TEST = "cpp/cuda/linear_test.cc::"
 LINEAR_ORDER = LINEAR_TEST + "16-bit dtypes have the order of operations that is written down"
 LINEAR_ROWS = (
@@ -121,10 +124,55 @@ DEVICES = (
     Mutant(
         name="staged-slices-are-looked-for-where-they-were",
         breaks="a staged slice is read where it was staged",
-        file="csrc/pager/device_tables.cc",
-        old="    if (slot >= 0) slot = place[static_cast<size_t>(slot)];\n",
-        new="    if (slot >= 0) static_cast<void>(place);\n",
+        file="csrc/pager/device_staging.cc",
+        old="    if (entry.staged >= 0) entry.staged = place[static_cast<size_t>(entry.staged)];\n",
+        new="    static_cast<void>(entry);\n",
         killers=(RESIDENCY + "neighbouring slots are staged by one copy for each layer",),
+    ),
+    Mutant(
+        name="a-walk-begins-anew-in-every-wave",
+        breaks="attention in waves has the bits of one call",
+        file="csrc/cuda/attend_tensor_items.cuh",
+        old="KVP_DEVICE bool first() const { return begin == 0; }",
+        new="KVP_DEVICE bool first() const { return true; }",
+        killers=(TENSOR_WAVES,),
+    ),
+    Mutant(
+        name="states-of-a-wave-are-folded-into-nothing",
+        breaks="attention in waves has the bits of one call",
+        file="csrc/cuda/attend_tensor_merge.cuh",
+        old="  if (item.span.first) {\n",
+        new="  if (item.span.first || true) {\n",
+        killers=(TENSOR_WAVES,),
+    ),
+    Mutant(
+        name="a-row-sees-splits-beyond-its-wave",
+        breaks="attention in waves has the bits of one call",
+        file="csrc/cuda/attend_reference.cuh",
+        old="  const int64_t end = after < span.end ? after : span.end;\n",
+        new="  const int64_t end = after;\n",
+        killers=(REFERENCE_WAVES,),
+    ),
+    Mutant(
+        name="waves-are-all-looked-for-in-one-half",
+        breaks="a staged slice is read where it was staged",
+        file="csrc/pager/device_staging.cc",
+        old="static_cast<int64_t>((table + wave) % 2)",
+        new="static_cast<int64_t>(table)",
+        killers=(
+            RESIDENCY + "what staging does not hold at once is brought in wave by wave, each slice "
+            "once",
+        ),
+    ),
+    Mutant(
+        name="a-larger-window-reads-what-was-not-staged",
+        breaks="a layer reads no slice that was not brought in",
+        file="csrc/pager/device_staging.cc",
+        old="(half.window == 0 || (window > 0 && window <= half.window))",
+        new="(half.window >= 0 || window > 0)",
+        killers=(
+            RESIDENCY + "a layer with a window is brought what it sees, once its window is known",
+        ),
     ),
     Mutant(
         name="few-rows-on-a-device-add-splits-from-the-last",

@@ -2,6 +2,8 @@
 
 namespace kvpager::gpu::tensor {
 
+template int launch_tensor<DType::kBFloat16, 64, false>(const Launch& launch, void* stream);
+template int launch_tensor<DType::kFloat16, 64, false>(const Launch& launch, void* stream);
 template int launch_tensor<DType::kBFloat16, 64, true>(const Launch& launch, void* stream);
 
 }  // namespace kvpager::gpu::tensor

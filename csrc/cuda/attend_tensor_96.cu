@@ -2,6 +2,7 @@
 
 namespace kvpager::gpu::tensor {
 
+template int launch_tensor<DType::kBFloat16, 96, false>(const Launch& launch, void* stream);
 template int launch_tensor<DType::kFloat16, 96, false>(const Launch& launch, void* stream);
 
 }  // namespace kvpager::gpu::tensor

@@ -1,7 +1,0 @@
-#include "cuda/attend_tensor_launch.cuh"
-
-namespace kvpager::gpu::tensor {
-
-template int launch_tensor<DType::kFloat16, 64, false>(const Launch& launch, void* stream);
-
-}  // namespace kvpager::gpu::tensor
