@@ -112,7 +112,7 @@ TEST_CASE("of a pair of bfloat16 the odd element is first, in every tier") {
 TEST_CASE("so it is where rows, outputs and the depth take several blocks of the caches") {
   for (const DType dtype : kDTypes) {
     CAPTURE(std::string(dtype_name(dtype)));
-    const Problem problem(dtype, 97, 53, 2085);
+    const Problem problem(dtype, 273, 53, 2085);
     for (const KernelTable* table : runnable_kernels()) {
       CAPTURE(std::string(table->name));
       const KernelOverride tier(*table);
