@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdio>
+#include <vector>
 
 #include "cuda/kernels.h"
 #include "cuda/portable.h"
@@ -247,13 +248,48 @@ int copy(Context context, void* to, const void* from, int64_t bytes, device::Dir
   });
 }
 
-int copy_pieces(Context context, const device::Pieces* pieces, device::Direction direction,
-                Stream stream) {
+cudaError_t copy_run(const device::Pieces& run, device::Direction direction, Stream stream) {
+  return cudaMemcpy2DAsync(run.to, static_cast<size_t>(run.to_stride), run.from,
+                           static_cast<size_t>(run.from_stride), static_cast<size_t>(run.bytes),
+                           static_cast<size_t>(run.count), kKinds[static_cast<int>(direction)],
+                           as_stream(stream));
+}
+
+// Of many runs, which the driver takes in one call from CUDA 13 on.
+cudaError_t copy_batch(const device::Pieces* runs, int64_t count, device::Direction direction,
+                       Stream stream) {
+#if CUDART_VERSION >= 13000
+  static_cast<void>(direction);  // the pointers say it
+  std::vector<void*> to;
+  std::vector<const void*> from;
+  std::vector<size_t> sizes;
+  for (const device::Pieces* run = runs; run != runs + count; ++run) {
+    for (int64_t i = 0; i < run->count; ++i) {
+      to.push_back(static_cast<char*>(run->to) + i * run->to_stride);
+      from.push_back(static_cast<const char*>(run->from) + i * run->from_stride);
+      sizes.push_back(static_cast<size_t>(run->bytes));
+    }
+  }
+  if (to.empty()) return cudaSuccess;
+  cudaMemcpyAttributes attributes = {};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  size_t first = 0;
+  return cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), to.size(), &attributes, &first,
+                              1, as_stream(stream));
+#else
+  for (int64_t i = 0; i < count; ++i) {
+    const cudaError_t error = copy_run(runs[i], direction, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+#endif
+}
+
+int copy_pieces(Context context, const device::Pieces* runs, int64_t count,
+                device::Direction direction, Stream stream) {
   return Current(context).run([&] {
-    return cudaMemcpy2DAsync(pieces->to, static_cast<size_t>(pieces->to_stride), pieces->from,
-                             static_cast<size_t>(pieces->from_stride),
-                             static_cast<size_t>(pieces->bytes), static_cast<size_t>(pieces->count),
-                             kKinds[static_cast<int>(direction)], as_stream(stream));
+    return count == 1 ? copy_run(runs[0], direction, stream)
+                      : copy_batch(runs, count, direction, stream);
   });
 }
 

@@ -13,7 +13,7 @@
 
 namespace kvpager::device {
 
-inline constexpr uint32_t kAbi = 4;  // raised with any change of this file or of cuda/params.h
+inline constexpr uint32_t kAbi = 5;  // raised with any change of this file or of cuda/params.h
 inline constexpr char kEntryPoint[] = "kvpager_device_api";
 
 inline constexpr int kOk = 0;
@@ -27,7 +27,7 @@ using Event = void*;
 
 enum class Direction : int32_t { kUp = 0, kDown = 1, kWithin = 2 };  // host to device, and back
 
-// Pieces of `bytes` each, which begin every so many bytes, of one copy.
+// A run of pieces of `bytes` each, which begin every so many bytes.
 struct Pieces {
   void* to = nullptr;
   const void* from = nullptr;
@@ -77,7 +77,9 @@ struct Api {
   int (*capturing)(Context, Stream stream, bool* yes) = nullptr;
 
   int (*copy)(Context, void* to, const void* from, int64_t bytes, Direction, Stream) = nullptr;
-  int (*copy_pieces)(Context, const Pieces*, Direction, Stream) = nullptr;
+  // All pieces of `runs` runs in one call, which begin and end together. No piece is where another is
+  // copied to.
+  int (*copy_pieces)(Context, const Pieces*, int64_t runs, Direction, Stream) = nullptr;
   int (*fill)(Context, void* to, int32_t byte, int64_t bytes, Stream) = nullptr;
 
   // Kernels. Parameters are copied before the call returns. Each is launched on `stream`, allocates

@@ -278,10 +278,13 @@ void copy_up(Device& device, Stream stream, void* to, const void* from, int64_t 
   copy(device, stream, to, from, bytes, Direction::kUp, "copying to the device", "device.up");
 }
 
-void copy_up(Device& device, Stream stream, const Pieces& pieces) {
+void copy_up(Device& device, Stream stream, const std::vector<Pieces>& runs) {
   constexpr char kWhat[] = "copying pieces to the device";
   visit("device.up", kWhat);
-  device.check(device.api().copy_pieces(device.context(), &pieces, Direction::kUp, stream), kWhat);
+  const auto count = static_cast<int64_t>(runs.size());
+  device.check(
+      device.api().copy_pieces(device.context(), runs.data(), count, Direction::kUp, stream),
+      kWhat);
 }
 
 void copy_down(Device& device, Stream stream, void* to, const void* from, int64_t bytes) {

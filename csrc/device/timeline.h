@@ -77,7 +77,7 @@ class Timeline {
 
 // Copies on a lane, checked, with fault points "device.up" and "device.down".
 void copy_up(Device& device, Stream stream, void* to, const void* from, int64_t bytes);
-void copy_up(Device& device, Stream stream, const Pieces& pieces);
+void copy_up(Device& device, Stream stream, const std::vector<Pieces>& runs);
 void copy_down(Device& device, Stream stream, void* to, const void* from, int64_t bytes);
 
 // For tests: waits of this name are left out while it lives. Beside those of places there are

@@ -171,7 +171,7 @@ class DeviceBackend final : public Backend {
   void copy(Lane lane, device::Direction direction, Piece to, Piece from, int64_t bytes);
   void move(device::Direction direction, void* stream, std::byte* to, const std::byte* from,
             int64_t bytes);
-  void move_up(void* stream, const device::Pieces& pieces);
+  void move_up(void* stream, const std::vector<device::Pieces>& runs);
   void launch(const char* what, const std::function<int()>& kernel);  // fault point device.launch
   void host_read(const Place& place);
   Piece next_bounce();

@@ -39,9 +39,9 @@ void DeviceBackend::move(Direction direction, void* stream, std::byte* to, const
   }
 }
 
-void DeviceBackend::move_up(void* stream, const device::Pieces& pieces) {
-  device::copy_up(*device_, stream, pieces);
-  counters_.bytes_copied_up += pieces.bytes * pieces.count;
+void DeviceBackend::move_up(void* stream, const std::vector<device::Pieces>& runs) {
+  device::copy_up(*device_, stream, runs);
+  for (const device::Pieces& run : runs) counters_.bytes_copied_up += run.bytes * run.count;
 }
 
 void DeviceBackend::copy(Lane lane, Direction direction, Piece to, Piece from, int64_t bytes) {

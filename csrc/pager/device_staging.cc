@@ -163,8 +163,8 @@ int64_t DeviceBackend::wave_number(int layer, size_t wave) const {
          static_cast<int64_t>(wave);
 }
 
-// Slices of a layer's wave into their half of staging, a copy for each run of neighbouring slots;
-// behind a layer's last wave, those of the next layer's first one.
+// Slices of a layer's wave into their half of staging, all in one call; behind a layer's last wave,
+// those of the next layer's first one.
 void DeviceBackend::stage(int layer, size_t wave) {
   if (wave == running_.waves.size()) ++layer, wave = 0;
   if (running_.staged.empty() || layer >= layout_.layers) return;
@@ -172,40 +172,35 @@ void DeviceBackend::stage(int layer, size_t wave) {
   Half& half = halves_[number % 2];
   if (half.wave == number) return;
   const int64_t window = windows_[static_cast<size_t>(layer)];
-  const StagedWave& staged = running_.waves[wave];
-  const auto wanted = [&](size_t i) {
-    return i < staged.end && (window == 0 || running_.staged[i].window <= window);
-  };
   Place& place = staging_.place(number % 2);
   timeline_.before_write(place, Lane::kUp);
-  // A ticket to be taken when all of it is on its way, however far it gets.
+  // A ticket to be taken when all of it is on its way.
   const Ticket later{Lane::kUp, timeline_.newest(Lane::kUp).number + 1};
   half = Half();
   device::Timeline::wrote(&place, later);
-  for (size_t first = staged.first, end = first; first < staged.end; first = end) {
-    if (!wanted(first)) {
-      ++end;
-      continue;
+  std::vector<device::Pieces> runs;  // of neighbouring slots
+  int64_t after = -1;                // the slot behind the last run
+  const StagedWave& staged = running_.waves[wave];
+  for (size_t i = staged.first; i < staged.end; ++i) {
+    const Staged& slice = running_.staged[i];
+    if (window > 0 && slice.window > window) continue;
+    const int64_t slot = slice.host.value();
+    timeline_.before_read(host_.place(slot), Lane::kUp);
+    device::Timeline::reads(&host_.place(slot), later);
+    if (runs.empty() || slot != after) {
+      device::Pieces& run = runs.emplace_back();
+      run.to_stride = layout_.largest_slice_bytes();
+      run.from_stride = layout_.chunk_bytes();
+      run.to = staging_.at(number % 2) + static_cast<int64_t>(i - staged.first) * run.to_stride;
+      run.from = host_.at(slot) + layout_.slice_offset(layer);
+      run.bytes = layout_.slice_bytes(layer);
     }
-    const int64_t slot = running_.staged[first].host.value();
-    for (end = first; wanted(end); ++end) {
-      const int64_t next = running_.staged[end].host.value();
-      if (next - slot != static_cast<int64_t>(end - first)) break;
-      timeline_.before_read(host_.place(next), Lane::kUp);
-      device::Timeline::reads(&host_.place(next), later);
-    }
-    device::Pieces pieces;
-    pieces.to_stride = layout_.largest_slice_bytes();
-    pieces.from_stride = layout_.chunk_bytes();
-    pieces.to =
-        staging_.at(number % 2) + static_cast<int64_t>(first - staged.first) * pieces.to_stride;
-    pieces.from = host_.at(slot) + layout_.slice_offset(layer);
-    pieces.bytes = layout_.slice_bytes(layer);
-    pieces.count = static_cast<int64_t>(end - first);
-    move_up(timeline_.stream(Lane::kUp), pieces);
-    counters_.slices_staged += pieces.count;
-    counters_.bytes_staged += pieces.bytes * pieces.count;
+    ++runs.back().count;
+    after = slot + 1;
+    ++counters_.slices_staged;
+    counters_.bytes_staged += runs.back().bytes;
   }
+  if (!runs.empty()) move_up(timeline_.stream(Lane::kUp), runs);
   ticket(Lane::kUp);
   half = {number, window};
 }

@@ -73,8 +73,9 @@ const device::Api& table() {
     };
     t.copy = [](device::Context, void* to, const void* from, int64_t bytes, device::Direction way,
                 device::Stream s) { return shim::copy(to, from, bytes, way, s); };
-    t.copy_pieces = [](device::Context, const device::Pieces* pieces, device::Direction way,
-                       device::Stream s) { return shim::copy_pieces(*pieces, way, s); };
+    t.copy_pieces = [](device::Context, const device::Pieces* runs, int64_t count,
+                       device::Direction way,
+                       device::Stream s) { return shim::copy_pieces(runs, count, way, s); };
     t.fill = [](device::Context, void* to, int32_t byte, int64_t bytes, device::Stream s) {
       return shim::fill(to, byte, bytes, s);
     };

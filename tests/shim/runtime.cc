@@ -664,30 +664,32 @@ int copy(void* to, const void* from, int64_t bytes, device::Direction direction,
 }
 
 // One piece of work: they begin and end together.
-int copy_pieces(const device::Pieces& pieces, device::Direction direction, device::Stream stream) {
-  const int64_t bytes = pieces.bytes;
-  if (bytes < 0 || pieces.count < 0 || pieces.to_stride < bytes || pieces.from_stride < bytes) {
-    return kInvalidValue;
-  }
-  if (bytes == 0 || pieces.count == 0) return device::kOk;
+int copy_pieces(const device::Pieces* runs, int64_t count, device::Direction direction,
+                device::Stream stream) {
   Runtime& runtime = Runtime::get();
   const Runtime::Lock lock(runtime);
   std::vector<Work> each;
   Work all;
-  for (int64_t i = 0; i < pieces.count; ++i) {
-    std::byte* const to = static_cast<std::byte*>(pieces.to) + i * pieces.to_stride;
-    const std::byte* const from =
-        static_cast<const std::byte*>(pieces.from) + i * pieces.from_stride;
-    const Range target{to, bytes};
-    const Range source{from, bytes};
-    runtime.check(target, direction == device::Direction::kDown);
-    runtime.check(source, direction == device::Direction::kUp);
-    if (target.overlaps(source)) die("a copy's source and destination overlap");
-    each.push_back(transfer(target, {target, source}, [to, from, bytes] {
-      std::memcpy(to, from, static_cast<size_t>(bytes));
-    }));
-    all.uses.insert(all.uses.end(), each.back().uses.begin(), each.back().uses.end());
+  for (const device::Pieces* run = runs; run != runs + count; ++run) {
+    const int64_t bytes = run->bytes;
+    if (bytes < 0 || run->count < 0 || run->to_stride < bytes || run->from_stride < bytes) {
+      return kInvalidValue;
+    }
+    for (int64_t i = 0; bytes > 0 && i < run->count; ++i) {
+      std::byte* const to = static_cast<std::byte*>(run->to) + i * run->to_stride;
+      const std::byte* const from = static_cast<const std::byte*>(run->from) + i * run->from_stride;
+      const Range target{to, bytes};
+      const Range source{from, bytes};
+      runtime.check(target, direction == device::Direction::kDown);
+      runtime.check(source, direction == device::Direction::kUp);
+      if (target.overlaps(source)) die("a copy's source and destination overlap");
+      each.push_back(transfer(target, {target, source}, [to, from, bytes] {
+        std::memcpy(to, from, static_cast<size_t>(bytes));
+      }));
+      all.uses.insert(all.uses.end(), each.back().uses.begin(), each.back().uses.end());
+    }
   }
+  if (each.empty()) return device::kOk;
   all.begin = [each] {
     for (const Work& work : each) work.begin();
   };

@@ -56,7 +56,8 @@ int synchronize(device::Event event);
 int capturing(device::Stream stream, bool* yes);
 int copy(void* to, const void* from, int64_t bytes, device::Direction direction,
          device::Stream stream);
-int copy_pieces(const device::Pieces& pieces, device::Direction direction, device::Stream stream);
+int copy_pieces(const device::Pieces* runs, int64_t count, device::Direction direction,
+                device::Stream stream);
 int fill(void* to, int32_t byte, int64_t bytes, device::Stream stream);
 
 }  // namespace kvpager::shim

@@ -60,8 +60,10 @@ TEST_CASE("pieces are copied with what lies between them left alone, and begin a
     const Rig rig(seed);
     const OwnStream stream(*rig.device);
     kvpager::device::Pieces pieces{rig.block(1), rig.slot(2), 2 * kBytes, kBytes, kBytes / 2, 3};
+    const kvpager::device::Pieces other{rig.block(6), rig.slot(7), kBytes, kBytes, kBytes / 2, 1};
     const auto copy = [&] {
-      return rig.device->api().copy_pieces(rig.device->context(), &pieces, Direction::kUp, stream);
+      const kvpager::device::Pieces runs[] = {pieces, other};
+      return rig.device->api().copy_pieces(rig.device->context(), runs, 2, Direction::kUp, stream);
     };
     const int64_t before = rig.tools.unfinished();
     CHECK(copy() == kOk);
@@ -69,7 +71,8 @@ TEST_CASE("pieces are copied with what lies between them left alone, and begin a
     rig.tools.drain();
     for (int i = 0; i < 8; ++i) {
       const bool copied = i == 1 || i == 3 || i == 5;
-      CHECK(static_cast<int>(rig.block(i)[0]) == (copied ? 0x12 + (i - 1) / 2 : i));
+      const int expected = copied ? 0x12 + (i - 1) / 2 : i == 6 ? 0x17 : i;
+      CHECK(static_cast<int>(rig.block(i)[0]) == expected);
       CHECK(rig.at(i) == i);
     }
     pieces.from_stride = pieces.bytes - 1;

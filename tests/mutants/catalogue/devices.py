@@ -127,7 +127,7 @@ DEVICES = (
         file="csrc/pager/device_staging.cc",
         old="    if (entry.staged >= 0) entry.staged = place[static_cast<size_t>(entry.staged)];\n",
         new="    static_cast<void>(entry);\n",
-        killers=(RESIDENCY + "neighbouring slots are staged by one copy for each layer",),
+        killers=(RESIDENCY + "slots are staged by one call for each layer, wherever they lie",),
     ),
     Mutant(
         name="a-walk-begins-anew-in-every-wave",
