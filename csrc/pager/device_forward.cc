@@ -87,6 +87,7 @@ void DeviceBackend::give(const std::vector<TensorView>& k, const std::vector<Ten
 bool DeviceBackend::write(int layer, const TensorView* q, const TensorView& k, const TensorView& v,
                           void* stream) {
   const bool into_graph = to_stream(stream);
+  if (!into_graph) stage(layer, 0);  // the first layer's: a graph that is replayed reads in place
   gpu::WriteParams params;
   params.writes = into_graph || running_.writes;
   if (!params.writes && q == nullptr) return true;

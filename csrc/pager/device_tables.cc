@@ -40,7 +40,6 @@ void DeviceBackend::begin(Forward* forward, void* stream) {
     timeline_.compute_may_read(&ring_place);
     upload(arrays_.layout, pinned, !running_.staged.empty());
     halves_[0] = halves_[1] = Half();
-    stage(0, 0);
     running_.computing = true;
     forward_ = forward;
   } catch (...) {

@@ -279,7 +279,7 @@ GATES = (
         "profiles", "Python and launches of top-k attention", "us per layer",
         _profiled("host_us", _topk_layer), predicted=(20, 30),
     ),
-    Gate("restore", "32K from pinned memory: first token", "ms", _restore, (MOST, 150)),
+    Gate("restore", "32K from pinned memory: first token", "ms", _restore, (MOST, 150), (105, 130)),
     Gate("dense_pool", "a pool of 1/8 of the context changes", "bits", _differing_bits, (MOST, 0)),
 )  # fmt: skip
 
