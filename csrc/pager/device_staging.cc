@@ -11,6 +11,7 @@
 // that what finds no room is better read in place.
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <unordered_map>
 
 #include "pager/device_backend.h"
@@ -45,9 +46,9 @@ int64_t least_window(int64_t position, int64_t chunk, int64_t chunk_tokens) {
 void DeviceBackend::plan_staging(const Forward& forward) {
   const int64_t room = staging_.slot_bytes / layout_.largest_slice_bytes();
   running_.waves = {StagedWave()};
-  if (room == 0 || config_.options.missed_chunks == "direct") return;
+  if (room == 0) return;
   cut_waves(forward, room);
-  sort_waves();
+  if (!running_.staged.empty()) sort_waves();
 }
 
 void DeviceBackend::cut_waves(const Forward& forward, int64_t room) {
@@ -112,7 +113,7 @@ void DeviceBackend::sort_waves() {
   std::vector<Staged>& staged = running_.staged;
   std::vector<int32_t> order(staged.size());
   std::vector<int32_t> place(staged.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+  std::iota(order.begin(), order.end(), 0);
   for (const StagedWave& wave : running_.waves) {
     std::sort(order.begin() + static_cast<int64_t>(wave.first),
               order.begin() + static_cast<int64_t>(wave.end), [&](int32_t a, int32_t b) {

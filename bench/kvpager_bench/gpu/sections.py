@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from kvpager_bench.gpu.subjects import (
     pager_of,
     torch_attention,
 )
-from kvpager_bench.harness import NOT_APPLICABLE, Column, MissingNumberError, Report
+from kvpager_bench.harness import NOT_APPLICABLE, Column, MissingNumberError, Report, Timing
 
 GB = 1e9
 
@@ -121,29 +122,39 @@ def paging(run: Run) -> None:
             up, down = moved.per_call(sizes.runs + 1)
             if up != size:
                 raise MissingNumberError(f"bringing {chunks} chunks in moved {up} bytes up")
-            rate = size / bring_time.median / GB
-            report.add(
-                what="promote",
-                chunks=chunks,
-                bytes=size,
-                time_ms=1e3 * bring_time.median,
-                spread=bring_time.spread,
-                rate_gbs=rate,
-                eta=rate / run.ceiling("pinned up"),
-                ratio=NOT_APPLICABLE,
-                bytes_up=up,
-                bytes_down=down,
-            )
+            _add_transfer(run, report, "promote", chunks, size, bring_time, up, down)
         _evict(run, report, pager, stored, many)
         _duplex(run, report, pager, stored)
     _read_in_place(run, report)
     _stage_in_waves(run, report)
 
 
-def _read_in_place(run: Run, report: Report) -> None:
-    """Dense attention of one row over chunks that are all in pinned memory."""
-    machine, sizes, context = run.machine, run.sizes, run.sizes.middle
-    layout = sizes.layout(1)
+def _add_transfer(
+    run: Run, report: Report, what: str, chunks: int, size: int, timing: Timing, up: int, down: int
+) -> None:
+    """Bytes that had to cross the link, beside a plain copy of pinned memory."""
+    rate = size / timing.median / GB
+    report.add(
+        what=what,
+        chunks=chunks,
+        bytes=size,
+        time_ms=1e3 * timing.median,
+        spread=timing.spread,
+        rate_gbs=rate,
+        eta=rate / run.ceiling("pinned up"),
+        ratio=NOT_APPLICABLE,
+        bytes_up=up,
+        bytes_down=down,
+    )
+
+
+@contextmanager
+def _in_pinned_memory(
+    run: Run, layers: int, context: int, seed: int
+) -> Iterator[tuple[Pager, Sequence]]:
+    """A sequence of which the pool holds next to nothing."""
+    machine, sizes = run.machine, run.sizes
+    layout = sizes.layout(layers)
     with pager_of(
         machine,
         layout,
@@ -153,9 +164,16 @@ def _read_in_place(run: Run, report: Report) -> None:
         host_tokens=context + 2 * CHUNK_TOKENS,
     ) as pager:
         sequence = pager.sequence()
-        append(machine, sequence, layout, context, seed=4)
+        append(machine, sequence, layout, context, seed)
         machine.synchronize()
         pager.evict_all()
+        yield pager, sequence
+
+
+def _read_in_place(run: Run, report: Report) -> None:
+    """Dense attention of one row over chunks that are all in pinned memory."""
+    machine, sizes, context = run.machine, run.sizes, run.sizes.middle
+    with _in_pinned_memory(run, 1, context, seed=4) as (pager, sequence):
         moved = Moved(pager)
         with Reading(machine, pager, [sequence], 1, sizes.q_heads) as reading:
             timing = machine.time(reading.all_layers, runs=sizes.runs)
@@ -163,66 +181,29 @@ def _read_in_place(run: Run, report: Report) -> None:
     size = context * sizes.page_token_bytes
     if up + down >= size:
         raise MissingNumberError(f"{up} bytes were copied up and {down} down, not read in place")
-    rate = size / timing.median / GB
-    report.add(
-        what="read in place",
-        chunks=context // CHUNK_TOKENS,
-        bytes=size,
-        time_ms=1e3 * timing.median,
-        spread=timing.spread,
-        rate_gbs=rate,
-        eta=rate / run.ceiling("pinned up"),
-        ratio=NOT_APPLICABLE,
-        bytes_up=up,
-        bytes_down=down,
-    )
+    _add_transfer(run, report, "read in place", context // CHUNK_TOKENS, size, timing, up, down)
 
 
 def _stage_in_waves(run: Run, report: Report) -> None:
     """Dense forwards of many rows over more missed chunks than staging holds at once."""
     machine, sizes, context = run.machine, run.sizes, run.sizes.long
-    layout = sizes.layout(sizes.wave_layers)
-    rows = sizes.append_rows
-    with pager_of(
-        machine,
-        layout,
-        sizes.q_heads,
-        rows,
-        rows=rows,
-        host_tokens=context + 2 * CHUNK_TOKENS,
-    ) as pager:
-        sequence = pager.sequence()
-        append(machine, sequence, layout, context, seed=5)
-        machine.synchronize()
+    rows, layers = sizes.append_rows, sizes.wave_layers
+    with _in_pinned_memory(run, layers, context, seed=5) as (pager, sequence):
 
         def forward() -> None:
             with Reading(machine, pager, [sequence], rows, sizes.q_heads) as reading:
                 reading.all_layers()
 
-        pager.evict_all()
         with Reading(machine, pager, [sequence], rows, sizes.q_heads) as reading:
             check_attention(machine, reading, [sequence], rows)
-        staged = pager.stats()["bytes_staged"]
-        moved = Moved(pager)
+        before, moved = pager.stats()["bytes_staged"], Moved(pager)
         timing = machine.wall(forward, runs=sizes.runs, before=pager.evict_all)
         up, down = moved.per_call(sizes.runs + 1)
-        staged = (pager.stats()["bytes_staged"] - staged) // (sizes.runs + 1)
-    size = context * sizes.page_token_bytes * layout.layers
+        staged = (pager.stats()["bytes_staged"] - before) // (sizes.runs + 1)
+    size = context * sizes.page_token_bytes * layers
     if staged != size:
         raise MissingNumberError(f"{staged} bytes were staged, expected every slice once: {size}")
-    rate = size / timing.median / GB
-    report.add(
-        what="stage in waves",
-        chunks=context // CHUNK_TOKENS,
-        bytes=size,
-        time_ms=1e3 * timing.median,
-        spread=timing.spread,
-        rate_gbs=rate,
-        eta=rate / run.ceiling("pinned up"),
-        ratio=NOT_APPLICABLE,
-        bytes_up=up,
-        bytes_down=down,
-    )
+    _add_transfer(run, report, "stage in waves", context // CHUNK_TOKENS, size, timing, up, down)
 
 
 class Moved:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from transformers import DynamicCache, Qwen3ForCausalLM, StaticCache
+from transformers import Cache, DynamicCache, Qwen3ForCausalLM, StaticCache
 
 from kvpager import Dense, Layout, Pager, PagerConfig
 from kvpager.config import Selection
@@ -203,12 +203,16 @@ class ChunkedCopy:
 def stock_cache(machine: Machine, model: Any, sizes: Sizes, tokens: int) -> DynamicCache:
     """A full DynamicCache of random K/V."""
     cache = DynamicCache(config=model.config)
+    _fill(cache, machine, model, sizes, tokens)
+    return cache
+
+
+def _fill(cache: Cache, machine: Machine, model: Any, sizes: Sizes, tokens: int) -> None:
     shape = (1, sizes.kv_heads, tokens, sizes.head_dim)
     for layer in range(model.config.num_hidden_layers):
         k = machine.random(*shape, dtype=BFLOAT16, seed=layer)
         v = machine.random(*shape, dtype=BFLOAT16, seed=1000 + layer)
         cache.update(k, v, layer)
-    return cache
 
 
 @torch.inference_mode()
@@ -227,11 +231,7 @@ def graphed_step(
     A StaticCache holds random K/V of `tokens` positions and has room for `steps` more.
     """
     cache = StaticCache(config=model.config, max_cache_len=tokens + steps)
-    shape = (1, sizes.kv_heads, tokens, sizes.head_dim)
-    for layer in range(model.config.num_hidden_layers):
-        k = machine.random(*shape, dtype=BFLOAT16, seed=layer)
-        v = machine.random(*shape, dtype=BFLOAT16, seed=1000 + layer)
-        cache.update(k, v, layer)
+    _fill(cache, machine, model, sizes, tokens)
     token = torch.full((1, 1), 9, device=machine.tensors)
 
     @torch.inference_mode()

@@ -109,14 +109,8 @@ DEVICE_TEST(
   options.selection = Selection();
   options.staging_bytes = 2 * 64 * options.layout.slice_bytes(0);
   const int64_t tokens = 130 * 16;
-  const std::vector<float> expected = [&] {
-    const OnDevice processor("cpu");
-    PagerOptions plain = options;
-    plain.device = "cpu";
-    plain.pool_blocks = 200;
-    Pager pager(plain);
-    return probe(pager, written(pager, tokens, 1));
-  }();
+  const std::vector<float> expected =
+      on_processor(options, [&](Pager& pager) { return probe(pager, written(pager, tokens, 1)); });
   for (const char* point : kPoints) {
     CAPTURE(point);
     Pager pager(options);

@@ -5,13 +5,9 @@
 namespace kvpager::pager_test {
 namespace {
 
-std::vector<float> on_processor(const PagerOptions& like, int64_t tokens, int64_t rows) {
-  const OnDevice processor("cpu");
-  PagerOptions options = like;
-  options.device = "cpu";
-  options.pool_blocks = 80;
-  Pager pager(options);
-  return probe(pager, written(pager, tokens, 1), rows);
+std::vector<float> probe_on_processor(const PagerOptions& like, int64_t tokens, int64_t rows) {
+  return on_processor(like,
+                      [&](Pager& pager) { return probe(pager, written(pager, tokens, 1), rows); });
 }
 
 DEVICE_TEST("a clean chunk leaves the pool without a byte going down") {
@@ -40,8 +36,8 @@ DEVICE_TEST("dense attention through an eighth of the pool is dense attention, s
     Pager pager(options);
     const Known sequence = create(pager, 40 * 16, 1);
     const PagerStats before = pager.stats();
-    CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, 40 * 16, 16)));
-    CHECK(same_bits(probe(pager, sequence, 1), on_processor(options, 40 * 16, 1)));
+    CHECK(same_bits(probe(pager, sequence, 16), probe_on_processor(options, 40 * 16, 16)));
+    CHECK(same_bits(probe(pager, sequence, 1), probe_on_processor(options, 40 * 16, 1)));
     const PagerStats after = pager.stats();
     const int64_t staged = after.slices_staged - before.slices_staged;
     CHECK(after.bytes_staged - before.bytes_staged == staged * small_layout().slice_bytes(0));
@@ -59,7 +55,7 @@ DEVICE_TEST("staging that holds a few of the missing chunks stages these, with t
   CHECK(pager.stats().staging_bytes == options.staging_bytes);
   const Known sequence = create(pager, 40 * 16, 1);
   const int64_t before = pager.stats().slices_staged;
-  CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, 40 * 16, 16)));
+  CHECK(same_bits(probe(pager, sequence, 16), probe_on_processor(options, 40 * 16, 16)));
   CHECK(pager.stats().slices_staged == before + 2 * 7);
 }
 
@@ -78,7 +74,7 @@ DEVICE_TEST("what staging does not hold at once is brought in wave by wave, each
       return (info.tiers & kTierResident) == 0;
     });
     const PagerStats before = pager.stats();
-    CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, tokens, 16)));
+    CHECK(same_bits(probe(pager, sequence, 16), probe_on_processor(options, tokens, 16)));
     const PagerStats after = pager.stats();
     CHECK(after.slices_staged - before.slices_staged == 2 * missed);  // two layers
     CHECK(after.bytes_staged - before.bytes_staged == 2 * missed * slice);
@@ -88,12 +84,8 @@ DEVICE_TEST("what staging does not hold at once is brought in wave by wave, each
 DEVICE_TEST("sequences share waves, and what two of them have in common is staged once in a wave") {
   PagerOptions options = small_options(5, 400);
   options.missed_chunks = "staged";
-  const auto run = [&](const std::string& device, int64_t room, int64_t* slices) {
-    PagerOptions with = options;
-    with.device = device;
-    if (device == "cpu") with.pool_blocks = 300;
-    with.staging_bytes = 2 * room * with.layout.slice_bytes(0);
-    Pager pager(with);
+  int64_t slices = 0;
+  const auto run = [&](Pager& pager) {
     const Known first = written(pager, 30 * 16, 1);
     const Known fork{pager.fork(first.id), first.tokens};
     const Known second = written(pager, 80 * 16, 2);
@@ -110,20 +102,19 @@ DEVICE_TEST("sequences share waves, and what two of them have in common is stage
     pager.begin(rows);
     const std::vector<float> outputs = run_layers(pager, rows, second.tokens);
     pager.commit_all();
-    *slices = pager.stats().slices_staged - before;
+    slices = pager.stats().slices_staged - before;
     return outputs;
   };
-  int64_t slices = 0;
-  const std::vector<float> expected = [&] {
-    const OnDevice processor("cpu");
-    return run("cpu", 64, &slices);
-  }();
+  const std::vector<float> expected = on_processor(options, run);
   // The fork's chunks are in the first wave; of 64 slices it has room for 30, with the second's first
   // group it would have 94.
-  CHECK(same_bits(run(test_device(), 64, &slices), expected));
-  CHECK(slices == 2 * (30 + 80));
-  CHECK(same_bits(run(test_device(), 400, &slices), expected));
-  CHECK(slices == 2 * (30 + 80));
+  for (const int64_t room : {64, 400}) {
+    CAPTURE(room);
+    options.staging_bytes = 2 * room * options.layout.slice_bytes(0);
+    Pager pager(options);
+    CHECK(same_bits(run(pager), expected));
+    CHECK(slices == 2 * (30 + 80));
+  }
 }
 
 DEVICE_TEST("a layer with a window is brought what it sees, once its window is known") {
@@ -152,21 +143,15 @@ DEVICE_TEST("a layer with a window is brought what it sees, once its window is k
     pager.commit_all();
     return outputs;
   };
-  const auto on_cpu = [&](int64_t window) {
-    const OnDevice processor("cpu");
-    PagerOptions with = options;
-    with.device = "cpu";
-    with.pool_blocks = 200;
-    Pager pager(with);
-    return run(pager, written(pager, length, 1), window);
-  };
   Pager pager(options);
   const Known sequence = written(pager, length, 1);
   pager.evict_all();
   const auto staged_by = [&](int64_t window) {
     CAPTURE(window);
     const int64_t before = pager.stats().slices_staged;
-    CHECK(same_bits(run(pager, sequence, window), on_cpu(window)));
+    CHECK(same_bits(run(pager, sequence, window), on_processor(options, [&](Pager& processor) {
+                      return run(processor, written(processor, length, 1), window);
+                    })));
     return pager.stats().slices_staged - before;
   };
   CHECK(staged_by(0) == 2 * 150);
@@ -191,7 +176,7 @@ DEVICE_TEST("rows that select chunks are staged as far as there is room, in one 
   const Known sequence = written(pager, 150 * 16, 1);
   pager.evict_all();
   const int64_t before = pager.stats().slices_staged;
-  CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, 150 * 16, 16)));
+  CHECK(same_bits(probe(pager, sequence, 16), probe_on_processor(options, 150 * 16, 16)));
   CHECK(pager.stats().slices_staged - before == 2 * 70);
 }
 
@@ -222,7 +207,7 @@ DEVICE_TEST("slots are staged by one call for each layer, wherever they lie") {
     CHECK(pager.stats().slices_staged - slices >= 35);
     caller.finish();
     pager.abort();
-    CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, 40 * 16, 16)));
+    CHECK(same_bits(probe(pager, sequence, 16), probe_on_processor(options, 40 * 16, 16)));
   }
 }
 
@@ -234,7 +219,7 @@ DEVICE_TEST(
   Known sequence = create(pager, 20 * 16, 1);
   Known other = create(pager, 20 * 16, 2);  // sends the first one's homes to disk
   CHECK(pager.stats().disk_bytes_used >= 16 * kChunkBytes);
-  CHECK(same_bits(probe(pager, sequence, 16), on_processor(options, 20 * 16, 16)));
+  CHECK(same_bits(probe(pager, sequence, 16), probe_on_processor(options, 20 * 16, 16)));
   int64_t copies = 0;
   for (const ChunkInfo& info : pager.ledger(sequence.id)) {
     copies += (info.tiers & kTierHost) != 0 && (info.tiers & kTierDisk) != 0 ? 1 : 0;

@@ -248,6 +248,16 @@ inline std::vector<float> probe(Pager& pager, const Known& sequence, int64_t cou
   return outputs;
 }
 
+// What `run` makes of such a pager on the processor, whose pool holds everything.
+template <class Run>
+auto on_processor(PagerOptions options, const Run& run) {
+  const OnDevice processor("cpu");
+  options.device = "cpu";
+  options.pool_blocks = 400;
+  Pager pager(options);
+  return run(pager);
+}
+
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && !a.empty() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
 }
