@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from kvpager import Layout
+from kvpager import Engine, Layout
+from kvpager.execution.recordings import WORTH
 from kvpager.needles import Document, NeedleTask, shipped_model_path
 from kvpager.pager import READ_DTYPES, Sequence
 from kvpager_bench import file_peers, two_hop
@@ -172,6 +173,12 @@ def inject(
 
 
 @torch.inference_mode()
+def record_steps(engine: Engine, sessions: int = 1) -> None:
+    """Decodes until forwards of so many sessions are replayed, for engines that record them."""
+    prompts = [random_ids(engine.model, 8, seed=number) for number in range(sessions)]
+    engine.run(prompts, WORTH + 3, eos=None)
+
+
 def stock_prefill(
     model: Any, ids: np.ndarray[Any, Any], step: int | None = None
 ) -> tuple[DynamicCache, torch.Tensor]:

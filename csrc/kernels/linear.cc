@@ -62,7 +62,14 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
   if (panels == 0) return;
   const bool flush = products->dtype == DType::kBFloat16;
   const int64_t bytes = dtype_bytes(products->dtype);
+  // Threads take items by turns, so each goes through a part of the memory from front to back, which
+  // prefetching follows.
+  const auto place_of = [&](int64_t item) {
+    const int64_t thread = item % wanted;
+    return thread * (panels / wanted) + std::min(thread, panels % wanted) + item / wanted;
+  };
   const auto part_of = [&](int64_t item) {
+    item = place_of(item);
     const LinearParams* of = products;
     for (; item >= panels_of(*of); ++of) item -= panels_of(*of);
     LinearParams part = *of;

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kMostThreads = 4096;
 constexpr auto kSpin = std::chrono::microseconds(5);
-constexpr auto kAwake = std::chrono::microseconds(50);  // about what waking takes
+constexpr auto kAwake = std::chrono::microseconds(50);  // about what waking takes: worth waiting
 // From one product of a decode step to the next, with what Python and torch do between them.
 constexpr auto kSoon = std::chrono::microseconds(150);
 
@@ -183,7 +183,7 @@ struct ThreadPool::Impl {
     }
     notify(std::min<int64_t>(count, wanted) - 1);
     drain(0);
-    spin_until([&] { return joined.load(std::memory_order_acquire) == 0; }, kSpin);
+    spin_until([&] { return joined.load(std::memory_order_acquire) == 0; }, kAwake);
     {
       std::unique_lock<std::mutex> lock(mutex);
       left.wait(lock, [&] { return joined.load(std::memory_order_acquire) == 0; });

@@ -14,7 +14,7 @@ from blake3 import blake3
 from kvpager.held import held_by
 
 _BLOCK = 64 << 20  # bytes hashed at a time
-_SHARED = 16 << 20  # bytes of a block from which on starting threads for it pays
+_SHARE = 2 << 20  # bytes of a block for each thread, with which starting it pays
 
 Progress = Callable[[int, int], object]
 
@@ -66,7 +66,7 @@ def _digest(
 def _blake3(block: Any) -> bytes:
     # Threads of its own: an interrupt can make a Python executor wait forever, and a shared pool
     # has no threads in a forked child.
-    threads = min(8, os.cpu_count() or 1) if len(block) >= _SHARED else 1
+    threads = max(1, min(8, os.cpu_count() or 1, len(block) // _SHARE))
     return blake3(block, max_threads=threads).digest()
 
 

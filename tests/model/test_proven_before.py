@@ -17,7 +17,9 @@ from bits import assert_same_session
 from reference_models import build, make_engine, prompt
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from kvpager.hf import behaviour
 from kvpager.hf import start as starting
+from kvpager.hf.observe import observe_tokens
 
 SETTINGS = {"linear": "torch"}  # whose products differ in some counts
 
@@ -64,6 +66,40 @@ def test_an_engine_of_the_same_model_takes_what_was_proven(proofs, closing, mode
         session.prefill(prompt(50))
         session.generate(20, eos=None)
     assert_same_session(*sessions, "proven, and taken")
+
+
+@pytest.mark.parametrize(
+    ("options", "forwards"),
+    [
+        ({}, 1),
+        ({"linear": "kvpager"}, 1),
+        ({"small_rows": (4,)}, 2),  # the fingerprint's 16 rows have no count of their own
+        ({"rows": 8}, 3),
+    ],
+    ids=str,
+)
+def test_a_second_start_runs_the_model_as_often_as_its_fingerprint_needs(
+    closing, monkeypatch, model, options, forwards
+):
+    first = open_engine(closing, model, **options)
+    runs = []
+    for place in (sys.modules[observe_tokens.__module__], behaviour):
+        own = place.running
+        monkeypatch.setattr(place, "running", lambda one, own=own: (runs.append(1), own(one))[1])
+    second = open_engine(closing, build("llama"), **options)
+    assert len(runs) == forwards
+    assert second.row_counts == first.row_counts
+    assert second.fingerprint == first.fingerprint
+
+
+def test_weights_that_change_after_a_second_start_change_the_fingerprint(closing, model):
+    open_engine(closing, model).close()
+    second = open_engine(closing, model)
+    before = second.fingerprint
+    other_weights(model)
+    second.weights_changed()
+    assert second.fingerprint["behaviour"] != before["behaviour"]
+    assert second.fingerprint == open_engine(closing, model).fingerprint
 
 
 def test_another_process_takes_it_too(cache):

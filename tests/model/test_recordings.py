@@ -14,13 +14,19 @@ from reference_models import ARCHITECTURES, build, make_engine, prompt
 
 from kvpager import TopK
 from kvpager.execution import recordings
-from kvpager.execution.recordings import MOST_ROWS, WORTH, NotRecordableError, Recordings, recorded
+from kvpager.execution.recordings import MOST_ROWS, NotRecordableError, Recordings, recorded
 from kvpager.hf import only_looks
 from kvpager.hf.observe import Recorder
 from kvpager.pager import Forward
 
+WORTH = 6  # in these tests
 NEW = WORTH + 12
 TOPK = TopK(chunks=2, sinks=16, recent=32)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(recordings, "WORTH", WORTH)
 
 
 @pytest.fixture(scope="module")

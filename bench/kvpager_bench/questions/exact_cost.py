@@ -94,6 +94,7 @@ class Ours:
             ),
         )
         self.start_seconds = time.perf_counter() - start
+        subjects.record_steps(self.engine)
         self._prompts = prompts
         self._base = self.engine.session()
         self._base.prefill(context)

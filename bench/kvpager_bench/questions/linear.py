@@ -163,6 +163,7 @@ def decoded_far(model: Any, context: int, rounds: int) -> Timing:
     room = context + PROMPT + STEPS * (rounds + 1)
     pool_tokens = -(-room // 64) * 64
     with Engine(model, pool_tokens=pool_tokens, linear="kvpager") as engine:
+        subjects.record_steps(engine)
         session = engine.session()
         subjects.inject(session.sequence, engine.layout, context)
         turn = Subject(partial(session.generate, STEPS, eos=None))
@@ -203,6 +204,7 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
             first.close()
             engines[name], warm = started(model, options)
             stack.callback(engines[name].close)
+            subjects.record_steps(engines[name])
             if options.get("graphs", True):  # else proven before, by the one with graphs
                 starts[name] = cold, warm
         ids = subjects.random_ids(model, PROMPT)

@@ -156,6 +156,7 @@ class Ours:
 
     def decoding(self, count: int, prompt: int, new_tokens: int) -> Subject:
         """One more token of each of `count` sessions, two forwards after their prompts."""
+        subjects.record_steps(self.engine, count)
         sessions = [self.engine.session() for _ in range(count)]
         self.engine.prefill_many((session, self.draw(prompt)) for session in sessions)
         stream: Iterator[Any] = self.engine.generate_many(sessions, new_tokens, eos=None)

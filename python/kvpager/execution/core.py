@@ -49,7 +49,8 @@ class Numerics(NamedTuple):
         q_heads: query heads of each layer.
         kernel_version: identifies the arithmetic of its attention.
         window: the largest window of any layer, in tokens; 0: one has no window.
-        behaviour: digest of a forward that depends on the length of a chunk; may be empty.
+        behaviour: digest of the forward that they were found with, where it is the fingerprint's
+            (hf/behaviour.py); else empty.
     """
 
     q_heads: int

@@ -9,6 +9,7 @@ only if a program of it alone has the bits of torch's function for many numbers 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -49,6 +50,11 @@ class Op(NamedTuple):
         """The one that it writes, and those that it reads."""
         return [self.out, *self.read]
 
+    @property
+    def loops(self) -> _Loops | None:
+        """How it goes through their elements; None: it cannot."""
+        return _loops(self.name, tuple((tuple(x.shape), x.stride()) for x in self.tensors))
+
 
 def lower(function: Any, args: Any, kwargs: Any, made: Any) -> list[Op] | None:
     """What a call of torch, or of `product`, that made a tensor is in operations of the core.
@@ -58,7 +64,7 @@ def lower(function: Any, args: Any, kwargs: Any, made: Any) -> list[Op] | None:
     if not isinstance(made, torch.Tensor) or made.dtype not in FLOATS or not made.numel():
         return None
     ops = _lowered(function, args, kwargs, made)
-    if ops is None or any(_loops(op) is None for op in ops):
+    if ops is None or any(op.loops is None for op in ops):
         return None
     tensors = [each for op in ops for each in op.tensors]
     return (
@@ -148,34 +154,51 @@ def _product(given: Any, made: torch.Tensor) -> list[Op] | None:
     return [Op("linear", made.view(-1, made.shape[-1]), (rows, weight, bias))]
 
 
+_Laid: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"  # shape and strides
+
+
 class _Loops(NamedTuple):
     shape: list[int]
     strides: list[list[int]]  # of out and each tensor
 
 
-def _loops(op: Op) -> _Loops | None:
-    """At most four dimensions, over whose last all elements are side by side, or one."""
-    if op.name == "linear":
-        out, x = op.out, op.operands[0]
-        assert isinstance(x, torch.Tensor)
-        shape = [1, 1, *out.shape]
-        strides = [[0, 0, each.stride(0) if each.ndim > 1 else 0, 1] for each in op.tensors]
-        return _Loops(shape, strides) if x.stride(-1) == 1 or x.shape[-1] == 1 else None
-    if op.name == "mean":
-        (a,) = op.read
-        if a.stride(-1) != 1:
+@lru_cache(maxsize=4096)  # the layers of a model are alike
+def _loops(name: str, laid: tuple[_Laid, ...]) -> _Loops | None:
+    """At most four dimensions, over whose last all elements are side by side, or one.
+
+    laid: of the tensor that is written, and of those that are read.
+    """
+    shape, written = laid[0]
+    if name == "linear":
+        strides = [[0, 0, each[0] if len(each) > 1 else 0, 1] for _, each in laid]
+        (sizes, steps) = laid[1]
+        is_one_row = steps[-1] == 1 or sizes[-1] == 1
+        return _Loops([1, 1, *shape], strides) if is_one_row else None
+    if name == "mean":
+        read, steps = laid[1]
+        if steps[-1] != 1:
             return None
-        dims = _joined(a.shape[:-1], [op.out.stride()[:-1], a.stride()[:-1]], 3)
+        dims = _joined(read[:-1], [written[:-1], steps[:-1]], 3)
         if dims is None:
             return None
-        return _Loops([*dims.shape, a.shape[-1]], [[*dims.strides[0], 0], [*dims.strides[1], 1]])
-    wide = [op.out, *(each.expand(op.out.shape) for each in op.read)]
-    steps = [each.stride() for each in wide]
-    loops = _joined(op.out.shape, steps, 4)
+        return _Loops([*dims.shape, read[-1]], [[*dims.strides[0], 0], [*dims.strides[1], 1]])
+    wide = [written, *(_widened(*each, shape) for each in laid[1:])]
+    loops = _joined(shape, wide, 4)
     if loops is not None and _side_by_side(loops):
         return loops
-    apart = _joined(op.out.shape, steps, 3)  # one by one
+    apart = _joined(shape, wide, 3)  # one by one
     return apart and _Loops([*apart.shape, 1], [[*at, 1] for at in apart.strides])
+
+
+def _widened(
+    shape: tuple[int, ...], strides: tuple[int, ...], wide: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The strides of a tensor that is expanded to a shape."""
+    missing = len(wide) - len(shape)
+    kept = (
+        0 if size != whole else step for size, whole, step in zip(shape, wide[missing:], strides)
+    )
+    return (*[0] * missing, *kept)
 
 
 def _side_by_side(loops: _Loops) -> bool:
@@ -205,7 +228,7 @@ def _joined(shape: Any, strides: list[Any], most: int) -> _Loops | None:
 
 def step(op: Op, locate: Locate, *, beside: bool = False) -> Any:
     """An operation as `_core.Program` takes it. beside: it runs at the same time as the last."""
-    loops = _loops(op)
+    loops = op.loops
     assert loops is not None
     strides = iter(loops.strides)
     operands = [

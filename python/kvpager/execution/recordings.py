@@ -18,6 +18,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any, TypeAlias
 
@@ -38,7 +39,7 @@ from kvpager.hf.looks import collects_for_transformers
 from kvpager.hf.observe import Recorder
 
 MOST_ROWS = 16  # with more, products take nearly all of a forward
-WORTH = 8  # forwards of as many rows that run before one is recorded, which takes five of them
+WORTH = 32  # forwards of as many rows before one is recorded, which takes what as many later save
 
 _log = logging.getLogger(__name__)
 
@@ -362,10 +363,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if not tape.called:
             raise NotRecordableError(f"{func} is called by no function of torch")
-        with self:
-            parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+        if _of_others(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         _check(func, args, kwargs, tape)
         made = func(*args, **kwargs)
         tape.note(made)
@@ -408,27 +408,47 @@ class _RecordedLayers(LinearLayers):
         return made
 
 
+@cache
+def _of_others(func: Any) -> bool:
+    """Whether an operation is made of others that run instead of it."""
+    implicit = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001  # no public name
+    return bool(func.has_kernel_for_dispatch_key(implicit))
+
+
+@cache
+def _unfit(func: Any) -> str:
+    """Why an operation may be otherwise next time; empty: it is not."""
+    return next((_UNFIT[tag] for tag in func.tags if tag in _UNFIT), "")
+
+
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """The arguments that an operation writes to: places and names."""
+    return [
+        (place, each.name)
+        for place, each in enumerate(func._schema.arguments)  # noqa: SLF001  # no public name
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+
+
 def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tape: _Tape) -> None:
-    for tag in func.tags:
-        if tag in _UNFIT:
-            raise NotRecordableError(f"{func} {_UNFIT[tag]}")
-    named = {each.name: value for each, value in zip(func._schema.arguments, args)}  # noqa: SLF001
-    named.update(kwargs)
-    if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, named):
+    if why := _unfit(func):
+        raise NotRecordableError(f"{func} {why}")
+    if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args, kwargs):
         raise NotRecordableError(f"the shape of what {func} makes depends on numbers of a tensor")
-    for each in func._schema.arguments:  # noqa: SLF001  # no public name
-        written = each.alias_info is not None and each.alias_info.is_write
-        value = named.get(each.name)
-        if written and isinstance(value, torch.Tensor) and tape.lasts(value):
+    for place, name in _written(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        if isinstance(value, torch.Tensor) and tape.lasts(value):
             raise NotRecordableError(f"{func} writes to a tensor that lasts")
-        tape.wrote |= written
+        tape.wrote = True
 
 
-def _by_numbers(func: Any, named: dict[str, Any]) -> bool:
+def _by_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an index is by numbers alone, whose result has the shape of these."""
-    return func is torch.ops.aten.index.Tensor and all(
-        index is None or index.dtype not in (torch.bool, torch.uint8) for index in named["indices"]
-    )
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    indices = args[1] if len(args) > 1 else kwargs["indices"]
+    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in indices)
 
 
 def _tensors(made: Any) -> bool:

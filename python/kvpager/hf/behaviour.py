@@ -6,7 +6,7 @@ inactive adapter may change it. The digest covers their effect.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,7 @@ def behaviour_digest(model: Any, counts: RowCounts) -> str:
         model: whose attention is kvpager's (see attach.py).
         counts: that were proven for it.
     """
-    generator = torch.Generator("cpu").manual_seed(3)  # the same tokens on every device
-    vocab = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.randint(vocab, (TOKENS,), generator=generator, device="cpu")
-    positions = torch.arange(TOKENS, device="cpu") * 5
-    positions %= getattr(model.config, "max_position_embeddings", None) or TOKENS
+    tokens, positions = behaviour_tokens(model)
     summary = blake3()
     head = Head(model, counts.head)
     step = min(TOKENS, counts.rows)
@@ -43,30 +39,51 @@ def behaviour_digest(model: Any, counts: RowCounts) -> str:
         used = min(step, TOKENS - start)
         padding = (0, counts.fit(used) - used)
         parts = [
-            torch.nn.functional.pad(x[start : start + used], padding).to(model.device)
-            for x in (tokens, positions)
+            torch.nn.functional.pad(x[start : start + used], padding) for x in (tokens, positions)
         ]
         recorder = Recorder()
         with torch.inference_mode(), running(recorder):
             hidden = decoder_of(model)(**packed_inputs(*parts))[0][0]
             logits = head(hidden, range(used))
-        for layer, call in sorted(recorder.calls.items()):
-            summary.update(layer.to_bytes(4, "little"))
-            _add(summary, (x[:used] for x in call))
-        _add(summary, (hidden[:used], logits))
+        calls = {layer: tuple(x[:used] for x in call) for layer, call in recorder.calls.items()}
+        _add_forward(summary, calls, hidden[:used], logits)
     return str(summary.hexdigest())
+
+
+def behaviour_tokens(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens and positions of `behaviour_digest`, [TOKENS] each, on the model's device."""
+    generator = torch.Generator("cpu").manual_seed(3)  # the same tokens on every device
+    vocab = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(vocab, (TOKENS,), generator=generator, device="cpu")
+    positions = torch.arange(TOKENS, device="cpu") * 5
+    positions %= getattr(model.config, "max_position_embeddings", None) or TOKENS
+    return tokens.to(model.device), positions.to(model.device)
 
 
 def behaviour_seen(model: Any, seen: Observation) -> str:
-    """The same of a forward whose row count is part of the fingerprint: a chunk's."""
+    """The same of one forward that was observed.
+
+    It is `behaviour_digest` if that forward was of `behaviour_tokens`, in a proven count of rows.
+    """
+    logits = seen.logits
+    if logits is None:
+        with torch.inference_mode():
+            logits = Head(model)(seen.hidden, range(min(TOKENS, seen.rows)))
     summary = blake3()
-    with torch.inference_mode():
-        logits = Head(model)(seen.hidden, range(min(TOKENS, seen.rows)))
-    for layer, call in sorted(seen.layers.items()):
+    _add_forward(summary, seen.layers, seen.hidden, logits)
+    return str(summary.hexdigest())
+
+
+def _add_forward(
+    summary: Any,
+    layers: Mapping[int, Sequence[torch.Tensor]],
+    hidden: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
+    for layer, call in sorted(layers.items()):
         summary.update(layer.to_bytes(4, "little"))
         _add(summary, call)
-    _add(summary, (seen.hidden, logits))
-    return str(summary.hexdigest())
+    _add(summary, (hidden, logits))
 
 
 def _add(summary: Any, tensors: Iterable[torch.Tensor]) -> None:

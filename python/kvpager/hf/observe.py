@@ -90,12 +90,13 @@ class Call:
 
 @dataclass
 class Observation:
-    """One forward of M rows of made-up tokens.
+    """One forward of M rows.
 
     Attributes:
         tokens, positions: [M] int64, what was fed.
         layers: q, k and v of each attention call, by layer.
         hidden: [M, hidden_size], the decoder's output.
+        logits: [min(M, HEAD_ROWS), vocab], of the first rows; None: not computed.
         calls: of every distinct module without children, or with expert weights.
         windows: how many positions back each attention call let a row see; None: all of them.
         sinks: layers whose softmax has attention sinks, logits of no key.
@@ -108,6 +109,7 @@ class Observation:
     calls: list[Call]
     windows: dict[int, int | None] = field(default_factory=dict)
     sinks: set[int] = field(default_factory=set)
+    logits: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -116,20 +118,30 @@ class Observation:
 
 
 def observe(model: Any, rows: int) -> Observation:
-    """One forward of `rows` rows through the model's own head, which is compared with ours.
-
-    REQUIRES: `attach(model)`. Other threads may run the model meanwhile.
-
-    Raises:
-        UnsupportedModelError: the model does not run on packed rows, or does something between its
-            layers and its logits that is not known here.
-    """
+    """One forward of `rows` rows of made-up tokens; see `observe_tokens`."""
     generator = torch.Generator("cpu").manual_seed(0)  # the same tokens on every device
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(vocab, (rows,), generator=generator, device="cpu").to(model.device)
     longest = getattr(model.config, "max_position_embeddings", None) or rows
     positions = torch.randint(min(4 * rows, longest), (rows,), generator=generator, device="cpu")
-    positions = positions.to(model.device)
+    return observe_tokens(model, tokens, positions.to(model.device))
+
+
+def observe_tokens(model: Any, tokens: torch.Tensor, positions: torch.Tensor) -> Observation:
+    """One forward of M tokens through the model's own head, which is compared with ours.
+
+    REQUIRES: `attach(model)`. Other threads may run the model meanwhile.
+
+    Args:
+        model: a causal LM.
+        tokens: [M] int64, on the model's device.
+        positions: [M] int64, of each.
+
+    Raises:
+        UnsupportedModelError: the model does not run on packed rows, or does something between its
+            layers and its logits that is not known here.
+    """
+    rows = len(tokens)
     recorder = Recorder()
     keep = torch.arange(HEAD_ROWS, device=model.device) % rows
     with torch.inference_mode(), _watched(model) as seen, running(recorder):
@@ -142,14 +154,22 @@ def observe(model: Any, rows: int) -> Observation:
                 f"{type(model).__name__} does not run on packed rows, as a decoder does that takes "
                 f"position_ids and logits_to_keep ({type(error).__name__}: {error})"
             ) from error
-        if not same_bits(output.logits[0], Head(model)(seen.hidden, keep.tolist())):
+        logits = Head(model)(seen.hidden, keep.tolist())
+        if not same_bits(output.logits[0], logits):
             raise UnsupportedModelError(
                 f"{type(model).__name__} does more between its decoder and its logits than a head "
                 "that is plain, soft-capped or scaled"
             )
     calls = [*seen.calls.values()]
     return Observation(
-        tokens, positions, recorder.calls, seen.hidden, calls, recorder.windows, recorder.sinks
+        tokens,
+        positions,
+        recorder.calls,
+        seen.hidden,
+        calls,
+        recorder.windows,
+        recorder.sinks,
+        logits[:rows],
     )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from kvpager.execution.core import EngineCore, Numerics
 from kvpager.hf import Observation, RowProof, layout_of, observe, settle_rows
 from kvpager.hf.aligned import settle_states
-from kvpager.hf.behaviour import behaviour_seen
+from kvpager.hf.behaviour import TOKENS, behaviour_seen, behaviour_tokens
+from kvpager.hf.observe import observe_tokens
 from kvpager.hf.own_attention import require_own_attention
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.opening.choices import attention, common_window, sized
-
-_FEW = 16
 
 
 def find_out(core: EngineCore, small_rows: str | tuple[int, ...]) -> None:
@@ -28,19 +27,22 @@ def find_out(core: EngineCore, small_rows: str | tuple[int, ...]) -> None:
         seen, core.row_counts, core.row_proof = settle_rows(
             core.model, core.row_choices, small_rows=small_rows, exact=exact
         )
-    _conclude(core, seen)
+    _conclude(core, seen, behaviour_seen(core.model, seen) if recurrent else "")
 
 
 def find_out_with(core: EngineCore, proof: RowProof) -> None:
     """The same for a model without recurrent layers, with counts that are known to be so."""
     core.recurrence = None
     core.row_proof, core.row_counts = proof, proof.counts
-    _conclude(core, observe(core.model, min(_FEW, proof.counts.rows)))
+    if TOKENS in proof.counts.ladder:  # one forward tells both
+        seen = observe_tokens(core.model, *behaviour_tokens(core.model))
+        _conclude(core, seen, behaviour_seen(core.model, seen))
+    else:
+        _conclude(core, observe(core.model, min(TOKENS, proof.counts.rows)))
 
 
-def _conclude(core: EngineCore, seen: Observation) -> None:
+def _conclude(core: EngineCore, seen: Observation, behaviour: str = "") -> None:
     core.layout = layout_of(core.model, seen, core.config, recurrent=core.recurrence is not None)
     core.config, core.plan = sized(core.config, core.model, core.layout, core.rows, core.place)
     q_heads, kernel_version = attention(seen, core.layout, core.config, core.place)
-    behaviour = "" if core.recurrence is None else behaviour_seen(core.model, seen)
     core.numerics = Numerics(q_heads, kernel_version, common_window(seen), behaviour)

@@ -84,8 +84,11 @@ def _identify(core: EngineCore, progress: Progress, *, proven: bool) -> None:
     recurrent = is_recurrent(core.model)
     with reporting_bytes(progress, "hash weights") as report:
         weights = weights_digest(core.model, report)
-    if (recurrent or not proven) and not settle_row_counts(core, watch, weights):
-        weights = weights_digest(core.model)  # a model may change itself in its first forwards
+    behaviour = ""
+    if recurrent or not proven:
+        if not settle_row_counts(core, watch, weights):
+            weights = weights_digest(core.model)  # a model may change itself in its first forwards
+        behaviour = core.numerics.behaviour
     core.fingerprint = fingerprints.describe(
         core.model,
         core.config,
@@ -95,7 +98,7 @@ def _identify(core: EngineCore, progress: Progress, *, proven: bool) -> None:
         kernel_version=core.numerics.kernel_version,
         linear="" if core.linear is None else core.linear.version,
         aligned=recurrent,
-        behaviour=core.numerics.behaviour or behaviour_digest(core.model, core.row_counts),
+        behaviour=behaviour or behaviour_digest(core.model, core.row_counts),
     )
     watch.learn()
     watch.check(thorough=True)

@@ -130,7 +130,7 @@ IDENTITY = (
         name="what-a-model-does-is-not-looked-at",
         breaks="two models that differ in what a hook does have two fingerprints",
         file="python/kvpager/hf/behaviour.py",
-        old="        _add(summary, (hidden[:used], logits))\n",
+        old="    _add(summary, (hidden, logits))\n",
         new="",
         killers=(
             CHANGED + "test_a_hook_with_the_same_name_and_another_effect_is_seen_by_what_it_does",

@@ -103,6 +103,14 @@ OWN_PRODUCTS = (
         killers=(PROVEN + "test_a_class_that_was_made_with_a_function_is_proven_each_time",),
     ),
     Mutant(
+        name="the-behaviour-of-the-weights-before",
+        breaks="weights that change in an engine have a behaviour of their own",
+        file="python/kvpager/opening/identity.py",
+        old='    behaviour = ""\n',
+        new='    behaviour = core.numerics.behaviour if proven else ""\n',
+        killers=(PROVEN + "test_weights_that_change_after_a_second_start_change_the_fingerprint",),
+    ),
+    Mutant(
         name="a-recording-that-nobody-tried",
         breaks="a recording is replayed only if it has the model's bits",
         file=RECORDINGS,
