@@ -5,7 +5,8 @@
     kvpager bench linear -- --parts model
 
 Products: one layer after another of matrices that no cache holds, of some rows, with kvpager's
-products and with torch's by turns, beside reading as many bytes of memory. Model: a model of the
+products and with torch's by turns, each called from Python, beside reading as many bytes of memory.
+"core_us" is of few rows in the core alone, as a decode step runs them. Model: a model of the
 shape of Qwen3-0.6B with random weights decodes behind a short prompt, and computes a prompt: an
 engine with kvpager's products, one with torch's, and transformers over the same weights, by turns;
 "of_reading" is the time of reading the weights once beside that of a step. llama.cpp decodes with
@@ -25,7 +26,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvpager import Engine, Session
+from kvpager import Engine, Session, _core
+from kvpager.execution.operations import Memory, Op, step
 from kvpager.execution.workers import new_workers
 from kvpager.hf.linear import product
 from kvpager_bench import harness, machine, subjects
@@ -38,6 +40,7 @@ ROWS = (1, 2, 4, 8, 16, 64, 256)
 MATRICES_BYTES = 256 << 20
 PROMPT = 256
 STEPS = 8  # tokens of a turn
+FEW_ROWS = 16  # whose products are bound by reading weights
 CONTEXTS = (8192,)  # of random K/V, beside llama.cpp
 OF_MEMORY = 0.9  # aim of a few rows
 OF_TORCH = 0.9  # and of many
@@ -53,6 +56,7 @@ PRODUCTS = (
     Column("us", "us"),
     Column("torch_us", "us"),
     Column("faster", "x torch", 2),
+    Column("core_us", "us"),
     Column("weights_gbs", "GB/s"),
     Column("read_gbs", "GB/s of memory"),
     Column("of_memory", "", 2),
@@ -73,6 +77,18 @@ MODEL = (
 )
 
 
+def in_program(
+    workers: _core.Workers, x: torch.Tensor, weights: torch.Tensor
+) -> Callable[[], object]:
+    """One product after another as a decode step computes them: in the core, without Python."""
+    memory = Memory()
+    steps = [
+        step(Op("linear", x.new_empty(len(x), weight.shape[0]), (x, weight, None)), memory)
+        for weight in weights
+    ]
+    return partial(_core.Program(workers, steps, memory.tensors, []).run, [])
+
+
 def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> None:
     kind = subjects.DTYPES[dtype]
     workers = new_workers(threads)
@@ -83,7 +99,7 @@ def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> N
         weights = torch.randn(copies, outputs, depth).to(kind)
         for rows in ROWS:
             x = torch.randn(rows, depth).to(kind)
-            used = weights[: copies if rows <= 16 else 2]
+            used = weights[: copies if rows <= FEW_ROWS else 2]
 
             def own(x: torch.Tensor = x, used: torch.Tensor = used) -> None:
                 for weight in used:
@@ -94,9 +110,12 @@ def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> N
                     torch.nn.functional.linear(x, weight)
 
             turns = {"own": Subject(own), "torch": Subject(torchs), "memory": Subject(memory)}
+            if rows <= FEW_ROWS:
+                turns["program"] = Subject(in_program(workers, x, used))
             with torch.inference_mode():
                 found = harness.interleave(turns, runs=rounds, warm_up=1)
             ours, theirs = (found[name].median / len(used) for name in ("own", "torch"))
+            alone = found["program" if "program" in found else "own"].median / len(used)
             bandwidth = memory.bytes / found["memory"].median
             work = 2 * depth * outputs * rows
             report.add(
@@ -106,9 +125,10 @@ def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> N
                 us=ours * 1e6,
                 torch_us=theirs * 1e6,
                 faster=theirs / ours,
-                weights_gbs=weight_bytes / ours * 1e-9,
+                core_us=alone * 1e6,
+                weights_gbs=weight_bytes / alone * 1e-9,
                 read_gbs=bandwidth * 1e-9,
-                of_memory=weight_bytes / ours / bandwidth,
+                of_memory=weight_bytes / alone / bandwidth,
                 gflops=work / ours * 1e-9,
                 torch_gflops=work / theirs * 1e-9,
                 spread=found["own"].spread,
@@ -127,7 +147,7 @@ def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> N
             if rows == 1:
                 report.compare(
                     what,
-                    ours=weight_bytes / ours * 1e-9,
+                    ours=weight_bytes / alone * 1e-9,
                     theirs=bandwidth * 1e-9,
                     peer="memory bandwidth",
                     unit="GB/s",
@@ -232,21 +252,22 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
         prompts["transformers"] = prompt_time(stock_prompt, rounds)
     reading = weight_bytes * found["memory"].median / memory.bytes
     steps = {name: found[name].median / STEPS for name in (*engines, "transformers")}
-    for name, step in steps.items():
+    for name, seconds in steps.items():
         known = starts.get(name)
         report.add(
             dtype=dtype,
             subject=name if name == "transformers" else f"engine, {said(name)}",
-            tokens_per_s=1 / step,
-            over_transformers=steps["transformers"] / step,
-            of_reading=reading / step,
+            tokens_per_s=1 / seconds,
+            over_transformers=steps["transformers"] / seconds,
+            of_reading=reading / seconds,
             prompt_s=prompts[name].median,
             start_s=known[0] if known else harness.NOT_APPLICABLE,
             restart_s=known[1] if known else harness.NOT_APPLICABLE,
             spread=found[name].spread,
         )
         print(
-            f"{dtype} {name}: {1 / step:.2f} tokens/s, {reading / step:.2f} of reading", flush=True
+            f"{dtype} {name}: {1 / seconds:.2f} tokens/s, {reading / seconds:.2f} of reading",
+            flush=True,
         )
     judge(report, dtype, steps, reading, prompts)
     report.compare(
