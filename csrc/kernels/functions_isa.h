@@ -19,10 +19,13 @@ void read_tile(const Tile& tile, float* out);
 void encode(const float* source, DType dtype, int64_t dim, uint8_t* codes, uint16_t* scales);
 bool all_fit(const void* source, DType dtype, DType stored, int64_t count);
 
-int64_t linear_scratch_floats(int64_t rows);
-void linear_panel(const LinearParams& params, const void* next_w, float* scratch);
+LinearPacking linear_packing(const LinearParams& params);
+void linear_pack(const LinearParams& params, int64_t tile, float* out);
+void linear_panel(const LinearParams& params, const void* next_w, const float* input,
+                  float* scratch);
 #if KVPAGER_ISA_LEVEL == 4
-void linear_panel_dots(const LinearParams& params, const void* next_w, float* scratch);
+void linear_panel_dots(const LinearParams& params, const void* next_w, const float* input,
+                       float* scratch);
 #endif
 
 void combine(Operation operation, const float* a, const float* b, bool b_is_one, int64_t count,

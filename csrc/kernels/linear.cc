@@ -2,6 +2,7 @@
 #include "kvpager/linear.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "kernels/float_buffer.h"
 #include "kernels/float_environment.h"
@@ -18,6 +19,7 @@ constexpr int64_t kPanelsPerThread = 4;
 // next product; of more rows it needs them itself.
 constexpr int64_t kDecodedRows = 8;
 constexpr int64_t kPanelOutputs = 12;  // a multiple of these, so that tiles are whole
+constexpr int64_t kCopiedRows = 96 * kLinearTileRows;  // at a time; a prompt of 256 is
 
 // About how long it takes one thread, in nanoseconds: its weights at 16 GB/s or its operations at 64
 // GFLOP/s. Decides how many threads are worth waking, and nothing else.
@@ -26,13 +28,108 @@ int64_t estimated_nanoseconds(const LinearParams& params) {
   return std::max(elements * dtype_bytes(params.dtype) / 16, elements * params.rows * 2 / 64);
 }
 
-// packed: the kernel copies what it multiplies, a block of outputs at a time.
-int64_t panel_outputs(const LinearParams& params, int threads, bool packed) {
-  const int64_t row = std::max<int64_t>(1, params.depth * dtype_bytes(params.dtype));
-  const int64_t shared = params.outputs / (kPanelsPerThread * threads);
-  const int64_t wanted = packed ? kLinearBlockOutputs : std::max<int64_t>(1, kPanelBytes / row);
-  const int64_t most = std::min(wanted, shared);
-  return std::max<int64_t>(1, most / kPanelOutputs) * kPanelOutputs;
+// Products of as many rows, each divided into panels of outputs, which threads take by turns.
+class Panels {
+ public:
+  // inputs: copies of each product's rows; null: the kernel reads them as they lie.
+  Panels(const LinearParams* products, int64_t count, const float* const* inputs, int threads)
+      : products_(products), inputs_(inputs), threads_(threads) {
+    for (int64_t i = 0; i < count; ++i) panels_ += panels_of(products[i]);
+  }
+
+  int64_t count() const { return panels_; }
+
+  void run(const KernelTable& table, int64_t item) const {
+    const Panel panel = panel_of(item);
+    const bool copied = inputs_ != nullptr;
+    const void* next =
+        copied && item + threads_ < panels_ ? panel_of(item + threads_).params.w : nullptr;
+    const FloatEnvironment environment(panel.params.dtype == DType::kBFloat16);
+    thread_local FloatBuffer scratch;
+    table.linear_panel(panel.params, next, copied ? inputs_[panel.product] : nullptr,
+                       scratch.reserve(table.linear_packing(panel.params).scratch_floats));
+  }
+
+ private:
+  struct Panel {
+    int64_t product;
+    LinearParams params;
+  };
+
+  int64_t outputs_of(const LinearParams& params) const {
+    if (threads_ == 1) return std::max<int64_t>(1, params.outputs);
+    const int64_t row = std::max<int64_t>(1, params.depth * dtype_bytes(params.dtype));
+    const int64_t shared = params.outputs / (kPanelsPerThread * threads_);
+    const int64_t wanted =
+        inputs_ != nullptr ? kLinearBlockOutputs : std::max<int64_t>(1, kPanelBytes / row);
+    const int64_t most = std::min(wanted, shared);
+    return std::max<int64_t>(1, most / kPanelOutputs) * kPanelOutputs;
+  }
+
+  int64_t panels_of(const LinearParams& params) const {
+    return params.rows == 0 ? 0 : (params.outputs + outputs_of(params) - 1) / outputs_of(params);
+  }
+
+  // Each thread goes through a part of the memory from front to back, which prefetching follows.
+  Panel panel_of(int64_t item) const {
+    const int64_t thread = item % threads_;
+    int64_t place =
+        thread * (panels_ / threads_) + std::min(thread, panels_ % threads_) + item / threads_;
+    int64_t product = 0;
+    for (; place >= panels_of(products_[product]); ++product)
+      place -= panels_of(products_[product]);
+    LinearParams part = products_[product];
+    const int64_t bytes = dtype_bytes(part.dtype);
+    const int64_t step = outputs_of(part);
+    const int64_t first = place * step;
+    part.outputs = std::min(step, part.outputs - first);
+    part.w = static_cast<const char*>(part.w) + first * part.w_stride * bytes;
+    if (part.bias != nullptr) part.bias = static_cast<const char*>(part.bias) + first * bytes;
+    part.y = static_cast<char*>(part.y) + first * bytes;
+    return {product, part};
+  }
+
+  const LinearParams* products_;
+  const float* const* inputs_;
+  const int threads_;
+  int64_t panels_ = 0;
+};
+
+// Rows are copied once for all panels, by all threads, in the order in which they are multiplied.
+void run_copied(const std::vector<LinearParams>& products, int threads, ThreadPool& pool) {
+  const KernelTable& table = kernels();
+  struct Input {
+    const LinearParams* of;
+    int64_t tile_floats;
+    int64_t offset;
+  };
+  const int64_t tiles = (products[0].rows + kLinearTileRows - 1) / kLinearTileRows;
+  std::vector<Input> inputs;
+  std::vector<size_t> input_of;
+  int64_t floats = 0;
+  for (const LinearParams& one : products) {
+    const LinearParams* last = inputs.empty() ? nullptr : inputs.back().of;
+    const bool shared = last != nullptr && last->x == one.x && last->x_stride == one.x_stride &&
+                        last->depth == one.depth;
+    if (!shared) {
+      inputs.push_back({&one, table.linear_packing(one).tile_floats, floats});
+      floats += tiles * inputs.back().tile_floats;
+    }
+    input_of.push_back(inputs.size() - 1);
+  }
+  thread_local FloatBuffer buffer;
+  float* const copies = buffer.reserve(floats);
+  const auto copy = [&](int64_t item, int) {
+    const Input& input = inputs[static_cast<size_t>(item / tiles)];
+    const int64_t tile = item % tiles;
+    table.linear_pack(*input.of, tile, copies + input.offset + tile * input.tile_floats);
+  };
+  pool.run(static_cast<int64_t>(inputs.size()) * tiles, copy, threads);
+  std::vector<const float*> places;
+  for (const size_t input : input_of) places.push_back(copies + inputs[input].offset);
+  const Panels panels(products.data(), static_cast<int64_t>(products.size()), places.data(),
+                      threads);
+  pool.run(panels.count(), [&](int64_t item, int) { panels.run(table, item); }, threads);
 }
 
 }  // namespace
@@ -47,49 +144,32 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
     }
     nanoseconds += estimated_nanoseconds(*one);
   }
-  const int wanted = pool.worth_waking(nanoseconds);
+  const int threads = pool.worth_waking(nanoseconds);
   const KernelTable& table = kernels();
-  const int64_t scratch_floats = table.linear_scratch_floats(products->rows);
-  const bool packed = scratch_floats > 0;
-  const auto step_of = [&](const LinearParams& one) {
-    return wanted == 1 ? std::max<int64_t>(1, one.outputs) : panel_outputs(one, wanted, packed);
-  };
-  const auto panels_of = [&](const LinearParams& one) {
-    return one.rows == 0 ? 0 : (one.outputs + step_of(one) - 1) / step_of(one);
-  };
-  int64_t panels = 0;
-  for (int64_t i = 0; i < count; ++i) panels += panels_of(products[i]);
-  if (panels == 0) return;
-  const bool flush = products->dtype == DType::kBFloat16;
-  const int64_t bytes = dtype_bytes(products->dtype);
-  // Threads take items by turns, so each goes through a part of the memory from front to back, which
-  // prefetching follows.
-  const auto place_of = [&](int64_t item) {
-    const int64_t thread = item % wanted;
-    return thread * (panels / wanted) + std::min(thread, panels % wanted) + item / wanted;
-  };
-  const auto part_of = [&](int64_t item) {
-    item = place_of(item);
-    const LinearParams* of = products;
-    for (; item >= panels_of(*of); ++of) item -= panels_of(*of);
-    LinearParams part = *of;
-    const int64_t step = step_of(part);
-    const int64_t first = item * step;
-    part.outputs = std::min(step, part.outputs - first);
-    part.w = static_cast<const char*>(part.w) + first * part.w_stride * bytes;
-    if (part.bias != nullptr) part.bias = static_cast<const char*>(part.bias) + first * bytes;
-    part.y = static_cast<char*>(part.y) + first * bytes;
-    return part;
-  };
-  const auto panel = [&](int64_t item, int) {
-    const void* next_w = packed && item + wanted < panels ? part_of(item + wanted).w : nullptr;
-    const FloatEnvironment environment(flush);
-    thread_local FloatBuffer scratch;
-    table.linear_panel(part_of(item), next_w, scratch.reserve(scratch_floats));
-  };
-  const auto next =
-      products->rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;
-  pool.run(panels, panel, wanted, next);
+  const int64_t rows = products->rows;
+  if (table.linear_packing(*products).tile_floats == 0) {
+    const Panels panels(products, count, nullptr, threads);
+    const auto next =
+        rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;
+    pool.run(panels.count(), [&](int64_t item, int) { panels.run(table, item); }, threads, next);
+    return;
+  }
+  std::vector<LinearParams> part(products, products + count);
+  for (int64_t row = 0; row < rows; row += kCopiedRows) {
+    for (int64_t i = 0; i < count; ++i) {
+      const LinearParams& whole = products[i];
+      LinearParams& one = part[static_cast<size_t>(i)];
+      const int64_t bytes = dtype_bytes(whole.dtype);
+      one.rows = std::min(kCopiedRows, rows - row);
+      one.x = static_cast<const char*>(whole.x) + row * whole.x_stride * bytes;
+      one.y = static_cast<char*>(whole.y) + row * whole.y_stride * bytes;
+    }
+    if (table.linear_packing(part[0]).tile_floats == 0) {
+      linear(part.data(), count, pool);  // the few that are left
+    } else {
+      run_copied(part, threads, pool);
+    }
+  }
 }
 
 }  // namespace kvpager

@@ -112,11 +112,12 @@ struct Tiles {
 constexpr int64_t kFewRows = 4 * kTileRows;
 
 template <class Type>
-void panel(const LinearParams& params, const void* next_w, float* scratch) {
+void panel(const LinearParams& params, const void* next_w, const float* input, float* scratch) {
 #if KVPAGER_ISA_LEVEL == 3
-  if (params.rows > kFewRows) return packed_panel<Type>(params, next_w, scratch);
+  if (input != nullptr) return packed_panel<Type>(params, next_w, input, scratch);
 #endif
   (void)next_w;
+  (void)input;
   (void)scratch;
   static constexpr Tiles<Type, kTileOutputs> kWide;
   static constexpr Tiles<Type, 1> kNarrow;
@@ -144,26 +145,50 @@ void panel(const LinearParams& params, const void* next_w, float* scratch) {
 
 }  // namespace
 
-int64_t linear_scratch_floats(int64_t rows) {
+LinearPacking linear_packing(const LinearParams& params) {
+  LinearPacking packing;
 #if KVPAGER_ISA_LEVEL == 3
-  if (rows > kFewRows) {
-    return kPackedWeights + kPackedInput + kBlockRows * kBlockOutputs * kVectorFloats;
+  if (params.rows > kFewRows) {
+    const int64_t vectors = params.dtype == DType::kBFloat16 ? all_vectors<BFloat16>(params.depth)
+                                                             : all_vectors<Float32>(params.depth);
+    packing.tile_floats = vectors * kPackedRows * kVectorFloats;
+    packing.scratch_floats = packed_scratch_floats(params.rows, vectors);
   }
 #endif
-  (void)rows;
-  return 0;
+  (void)params;
+  return packing;
 }
 
-void linear_panel(const LinearParams& params, const void* next_w, float* scratch) {
-  if (params.dtype == DType::kFloat32) return panel<Float32>(params, next_w, scratch);
-  if (params.dtype == DType::kFloat16) return panel<Float16>(params, next_w, scratch);
-  panel<BFloat16>(params, next_w, scratch);
+void linear_pack(const LinearParams& params, int64_t tile, float* out) {
+#if KVPAGER_ISA_LEVEL == 3
+  const int64_t row = tile * kPackedRows;
+  const auto pack = [&](auto type) {
+    using Type = decltype(type);
+    pack_blocks<Type, kPackedRows>(params.x, params.x_stride, row, params.rows, params.depth, 0,
+                                   all_vectors<Type>(params.depth), out);
+  };
+  if (params.dtype == DType::kFloat32) return pack(Float32());
+  if (params.dtype == DType::kFloat16) return pack(Float16());
+  pack(BFloat16());
+#else
+  (void)params;
+  (void)tile;
+  (void)out;
+#endif
+}
+
+void linear_panel(const LinearParams& params, const void* next_w, const float* input,
+                  float* scratch) {
+  if (params.dtype == DType::kFloat32) return panel<Float32>(params, next_w, input, scratch);
+  if (params.dtype == DType::kFloat16) return panel<Float16>(params, next_w, input, scratch);
+  panel<BFloat16>(params, next_w, input, scratch);
 }
 
 #if KVPAGER_ISA_LEVEL == 4
-void linear_panel_dots(const LinearParams& params, const void* next_w, float* scratch) {
-  if (params.dtype != DType::kBFloat16) return linear_panel(params, next_w, scratch);
-  panel<BFloat16Dots>(params, next_w, scratch);
+void linear_panel_dots(const LinearParams& params, const void* next_w, const float* input,
+                       float* scratch) {
+  if (params.dtype != DType::kBFloat16) return linear_panel(params, next_w, input, scratch);
+  panel<BFloat16Dots>(params, next_w, input, scratch);
 }
 #endif
 

@@ -12,15 +12,32 @@ namespace kvpager {
 namespace KVPAGER_ISA_NS {
 namespace {
 
-constexpr int kPackedRows = 3;
+constexpr int kPackedRows = static_cast<int>(kLinearTileRows);
 constexpr int kPackedOutputs = 4;
-constexpr int64_t kBlockVectors = 64;  // of the depth
-constexpr int64_t kGroup = 3;          // tiles of rows that go through the same weights
-constexpr int64_t kBlockRows = 29 * kGroup * kPackedRows;  // a prompt of 256: packed once
-constexpr int64_t kBlockOutputs = kLinearBlockOutputs;
 constexpr int64_t kVectorFloats = 16;
-constexpr int64_t kPackedWeights = kBlockOutputs * kBlockVectors * kVectorFloats;
-constexpr int64_t kPackedInput = kGroup * kPackedRows * kBlockVectors * kVectorFloats;
+constexpr int64_t kBlockVectors = 64;   // of the depth: a tile's weights fit the nearest cache
+constexpr int64_t kWholeVectors = 192;  // of a depth that is gone through at once, not in blocks
+constexpr int64_t kGroup = 3;           // tiles of rows that go through the same weights
+constexpr int64_t kPackedWeights = 24 * kWholeVectors * kVectorFloats;  // in the second-level cache
+constexpr int64_t kTileFloats = kPackedRows * kPackedOutputs * kVectorFloats;  // of sums
+
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Vectors of the whole depth; at least a step's.
+template <class Type>
+int64_t all_vectors(int64_t depth) {
+  return depth == 0 ? Type::kVectors : (depth + Type::kStep - 1) / Type::kStep * Type::kVectors;
+}
+
+// Vectors that are gone through at a time. Of a deeper one all rows are read again for each block of
+// outputs, from memory that no cache holds: so outputs are more, and vectors fewer.
+int64_t packed_vectors(int64_t all) { return all <= kWholeVectors ? all : kBlockVectors; }
+
+// Outputs whose weights are packed at a time.
+int64_t packed_outputs(int64_t all) {
+  const int64_t room = kPackedWeights / (packed_vectors(all) * kVectorFloats);
+  return least(room, kLinearBlockOutputs) / kPackedOutputs * kPackedOutputs;
+}
 
 // kCount rows of a matrix from `first` on, or the last one again where there are fewer: of `vectors`
 // vectors from element k on, out[half][vector][row][8].
@@ -42,6 +59,18 @@ KVPAGER_INLINE void pack(const typename Type::Element* from, int64_t stride, int
         _mm256_storeu_ps(to + half, vector.y);
       }
     }
+  }
+}
+
+// The same of many vectors from vector `from_vector` on, in blocks that are multiplied at a time.
+template <class Type, int kCount>
+void pack_blocks(const void* from, int64_t stride, int64_t first, int64_t rows, int64_t depth,
+                 int64_t from_vector, int64_t vectors, float* out) {
+  for (int64_t done = 0; done < vectors; done += kBlockVectors) {
+    const int64_t block = least(kBlockVectors, vectors - done);
+    pack<Type, kCount>(static_cast<const typename Type::Element*>(from), stride, first, rows,
+                       (from_vector + done) / Type::kVectors * Type::kStep, depth, block,
+                       out + done * kCount * kVectorFloats);
   }
 }
 
@@ -120,115 +149,117 @@ struct Fetch {
   }
 };
 
-// What is multiplied at a time: rows and outputs, and vectors of the depth from one step on.
-struct PackedBlock {
-  int64_t first_row, last_row;
+// Weights that are packed: outputs, and vectors of the depth.
+struct PackedWeights {
   int64_t first_output, last_output;
-  int64_t k;        // the first element of the depth
-  int64_t vectors;  // of it
-  bool first, last;
+  int64_t from_vector, vectors;
+  bool first, last;  // of the depth
 };
 
-constexpr int64_t kTileFloats = kPackedRows * kPackedOutputs * kVectorFloats;
-
-// A few tiles of rows from `row` on by all outputs; sums: [tiles][tiles of outputs][kTileFloats].
+// A few tiles of rows from `row` on by all outputs. input: of the tiles, from the first of all
+// vectors on. sums: [tiles][tiles of outputs][kTileFloats].
 template <class Type>
-void packed_group(const LinearParams& params, const PackedBlock& block, int64_t row,
-                  const float* weights, float* input, float* sums, Fetch& fetch) {
+void packed_group(const LinearParams& params, const PackedWeights& panel, int64_t row,
+                  const float* weights, const float* input, int64_t tile_floats, float* sums,
+                  Fetch& fetch) {
   const int64_t outputs =
-      (block.last_output - block.first_output + kPackedOutputs - 1) / kPackedOutputs;
-  const int64_t left = (block.last_row - row + kPackedRows - 1) / kPackedRows;
-  const int64_t tiles = left < kGroup ? left : kGroup;
-  const int64_t input_half = block.vectors * kPackedRows * 8;
-  const int64_t weights_half = block.vectors * kPackedOutputs * 8;
-  for (int64_t g = 0; g < tiles; ++g) {
-    pack<Type, kPackedRows>(static_cast<const typename Type::Element*>(params.x), params.x_stride,
-                            row + g * kPackedRows, block.last_row, block.k, params.depth,
-                            block.vectors, input + 2 * g * input_half);
-  }
-  for (int64_t half = 0; half < 2; ++half) {
-    for (int64_t n = 0; n < outputs; ++n) {
-      fetch.some();
-      for (int64_t g = 0; g < tiles; ++g) {
-        add_half(input + (2 * g + half) * input_half, weights + (2 * n + half) * weights_half,
-                 block.vectors, block.first, sums + (g * outputs + n) * kTileFloats + half * 8);
+      (panel.last_output - panel.first_output + kPackedOutputs - 1) / kPackedOutputs;
+  const int64_t tiles = least((params.rows - row + kPackedRows - 1) / kPackedRows, kGroup);
+  const int64_t output_floats = panel.vectors * kPackedOutputs * kVectorFloats;
+  input += panel.from_vector * kPackedRows * kVectorFloats;
+  for (int64_t at = 0; at < panel.vectors; at += kBlockVectors) {
+    const int64_t vectors = least(kBlockVectors, panel.vectors - at);
+    for (int64_t half = 0; half < 2; ++half) {
+      const float* x = input + (2 * at + half * vectors) * kPackedRows * 8;
+      const float* w = weights + (2 * at + half * vectors) * kPackedOutputs * 8;
+      for (int64_t n = 0; n < outputs; ++n) {
+        fetch.some();
+        for (int64_t g = 0; g < tiles; ++g) {
+          add_half(x + g * tile_floats, w + n * output_floats, vectors, panel.first && at == 0,
+                   sums + (g * outputs + n) * kTileFloats + half * 8);
+        }
       }
     }
   }
-  if (!block.last) return;
+  if (!panel.last) return;
   for (int64_t g = 0; g < tiles; ++g) {
     for (int64_t n = 0; n < outputs; ++n, sums += kTileFloats) {
-      finish_packed<Type>(params, row + g * kPackedRows, block.last_row,
-                          block.first_output + n * kPackedOutputs, block.last_output, sums);
+      finish_packed<Type>(params, row + g * kPackedRows, params.rows,
+                          panel.first_output + n * kPackedOutputs, panel.last_output, sums);
     }
   }
 }
 
+// next: weights that are packed after these.
 template <class Type>
-void packed_block(const LinearParams& params, const PackedBlock& block, const void* next,
-                  float* scratch) {
-  float* const weights = scratch;
-  float* const input = weights + kPackedWeights;
-  float* const sums = input + kPackedInput;
-  float* packed = weights;
-  for (int64_t n = block.first_output; n < block.last_output; n += kPackedOutputs) {
-    pack<Type, kPackedOutputs>(static_cast<const typename Type::Element*>(params.w),
-                               params.w_stride, n, block.last_output, block.k, params.depth,
-                               block.vectors, packed);
-    packed += block.vectors * kPackedOutputs * kVectorFloats;
-  }
+Fetch fetch_of(const LinearParams& params, const PackedWeights& panel, const void* next) {
   Fetch fetch;
-  if (next != nullptr) {
-    const int64_t groups = (block.last_row - block.first_row) / (kGroup * kPackedRows) + 1;
-    const int64_t times =
-        2 * groups * ((block.last_output - block.first_output) / kPackedOutputs + 1);
-    fetch.at = static_cast<const char*>(next);
-    fetch.stride = params.w_stride * static_cast<int64_t>(sizeof(typename Type::Element));
-    fetch.row_bytes = block.vectors / Type::kVectors * Type::kStep *
-                      static_cast<int64_t>(sizeof(typename Type::Element));
-    fetch.rows = block.last_output - block.first_output;
-    fetch.lines = fetch.rows * (fetch.row_bytes / 64 + 1) / times + 1;
-  }
-  const bool whole = block.first && block.last;  // sums need not last
-  for (int64_t row = block.first_row; row < block.last_row; row += kGroup * kPackedRows) {
-    const int64_t before = whole ? 0 : row - block.first_row;
-    packed_group<Type>(params, block, row, weights, input,
-                       sums + before / kPackedRows * (kBlockOutputs / kPackedOutputs) * kTileFloats,
-                       fetch);
-  }
+  if (next == nullptr) return fetch;
+  constexpr auto kElement = static_cast<int64_t>(sizeof(typename Type::Element));
+  const int64_t outputs = panel.last_output - panel.first_output;
+  const int64_t groups = params.rows / (kGroup * kPackedRows) + 1;
+  const int64_t times =
+      2 * groups * (outputs / kPackedOutputs + 1) * (panel.vectors / kBlockVectors + 1);
+  fetch.at = static_cast<const char*>(next);
+  fetch.stride = params.w_stride * kElement;
+  fetch.row_bytes = panel.vectors / Type::kVectors * Type::kStep * kElement;
+  fetch.rows = outputs;
+  fetch.lines = outputs * (fetch.row_bytes / 64 + 1) / times + 1;
+  return fetch;
 }
 
+// input: every tile of rows as pack_blocks leaves it.
 template <class Type>
-void packed_panel(const LinearParams& params, const void* next_w, float* scratch) {
-  constexpr int64_t kBlockSteps = kBlockVectors / Type::kVectors;
-  const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
-  const int64_t steps = params.depth == 0 ? 1 : (params.depth + Type::kStep - 1) / Type::kStep;
-  const int64_t block_rows = steps <= kBlockSteps ? params.rows : kBlockRows;
-  for (int64_t row = 0; row < params.rows; row += block_rows) {
-    for (int64_t output = 0; output < params.outputs; output += kBlockOutputs) {
-      PackedBlock block = {};
-      block.first_row = row;
-      block.last_row = least(row + block_rows, params.rows);
-      block.first_output = output;
-      block.last_output = least(output + kBlockOutputs, params.outputs);
-      const auto* w = static_cast<const typename Type::Element*>(params.w);
-      for (int64_t step = 0; step < steps; step += kBlockSteps) {
-        block.k = step * Type::kStep;
-        block.vectors = least(kBlockSteps, steps - step) * Type::kVectors;
-        block.first = step == 0;
-        block.last = step + kBlockSteps >= steps;
-        const void* next = next_w;
-        if (!block.last) {
-          next = w + output * params.w_stride + block.k + kBlockSteps * Type::kStep;
-        } else if (block.last_output < params.outputs) {
-          next = w + block.last_output * params.w_stride;
-        } else if (block.last_row < params.rows) {
-          next = w;
-        }
-        packed_block<Type>(params, block, next, scratch);
+void packed_panel(const LinearParams& params, const void* next_w, const float* input,
+                  float* scratch) {
+  using Element = typename Type::Element;
+  const int64_t all = all_vectors<Type>(params.depth);
+  const int64_t tile_floats = all * kPackedRows * kVectorFloats;
+  const int64_t outputs = packed_outputs(all);
+  const int64_t vectors = packed_vectors(all);
+  const auto* w = static_cast<const Element*>(params.w);
+  float* const weights = scratch;
+  float* const sums = weights + kPackedWeights;
+  PackedWeights panel = {};
+  for (int64_t output = 0; output < params.outputs; output += outputs) {
+    panel.first_output = output;
+    panel.last_output = least(output + outputs, params.outputs);
+    for (int64_t vector = 0; vector < all; vector += vectors) {
+      panel.from_vector = vector;
+      panel.vectors = least(vectors, all - vector);
+      panel.first = vector == 0;
+      panel.last = vector + panel.vectors == all;
+      float* packed = weights;
+      for (int64_t n = output; n < panel.last_output; n += kPackedOutputs) {
+        pack_blocks<Type, kPackedOutputs>(params.w, params.w_stride, n, panel.last_output,
+                                          params.depth, vector, panel.vectors, packed);
+        packed += panel.vectors * kPackedOutputs * kVectorFloats;
+      }
+      const void* next = next_w;
+      if (!panel.last) {
+        next =
+            w + output * params.w_stride + (vector + panel.vectors) / Type::kVectors * Type::kStep;
+      } else if (panel.last_output < params.outputs) {
+        next = w + panel.last_output * params.w_stride;
+      }
+      Fetch fetch = fetch_of<Type>(params, panel, next);
+      for (int64_t row = 0; row < params.rows; row += kGroup * kPackedRows) {
+        const int64_t tile = row / kPackedRows;
+        // Sums that are finished at once need not last.
+        float* kept = sums;
+        if (!panel.first || !panel.last) kept += tile * (outputs / kPackedOutputs) * kTileFloats;
+        packed_group<Type>(params, panel, row, weights, input + tile * tile_floats, tile_floats,
+                           kept, fetch);
       }
     }
   }
+}
+
+int64_t packed_scratch_floats(int64_t rows, int64_t vectors) {
+  const int64_t whole = kGroup * kPackedRows;
+  const int64_t kept = (rows + whole - 1) / whole * whole;
+  return kPackedWeights +
+         (vectors <= kWholeVectors ? whole : kept) * packed_outputs(vectors) * kVectorFloats;
 }
 
 }  // namespace

@@ -191,6 +191,7 @@ class Workshop:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",  # a failed comparison prints the bytes that it compared
             timeout=timeout_s,
             check=False,
         )

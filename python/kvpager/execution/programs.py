@@ -2,9 +2,9 @@
 
 Most of what a decode step does beside its products is moving and adding a few thousand numbers:
 norms, rotations, residuals. Calls that are known (operations.py) become programs of the core, from
-one call of torch to the next. They write to memory that is laid out once, in which tensors that are
-not needed at the same time share places; views of it are made once and cost nothing later. Products
-of one input are computed together.
+one call of torch to the next. They, and attention, write to memory that is laid out once, in which
+tensors that are not needed at the same time share places; views of it are made once and cost
+nothing later. Products of one input are computed together.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ _MOST_BYTES = 1 << 20  # of what an operation makes; larger ones are worth torch
 def _memory(node: fx.Node) -> set[int]:
     """The storages of what a node of a recording made."""
     return {*map(storage, tensors_in(node.meta.get("made")))}
+
+
+def _writes_where_told(node: fx.Node) -> bool:
+    """Whether a call is the running forward's attention, which writes to `out`."""
+    return node.op == "call_method" and node.target == "attend"
 
 
 class _Segment:
@@ -91,7 +96,7 @@ class _Plan:
                 ends[key] = moment
         for action in reversed(self.actions):
             # What torch returns may be what it was given, even if it was a copy when recorded.
-            if not isinstance(action, _Segment):
+            if not isinstance(action, _Segment) and not _writes_where_told(action):
                 last = max((ends.get(key, 0) for key in _memory(action)), default=0)
                 for each in action.all_input_nodes:
                     for key in _memory(each):
@@ -119,7 +124,8 @@ class _Plan:
                 for group in action.groups():
                     yield [tensor for op in group for tensor in op.tensors]
             else:
-                yield [*tensors_in([node.meta.get("made") for node in action.all_input_nodes])]
+                nodes = [*action.all_input_nodes, *([action] if _writes_where_told(action) else [])]
+                yield [*tensors_in([node.meta.get("made") for node in nodes])]
 
     def _add(self, node: fx.Node) -> None:
         made = node.meta.get("made")
@@ -142,7 +148,11 @@ class _Plan:
             segment.add(ops)
         else:
             self.actions.append(node)
-            self._note(node, made)
+            if _writes_where_told(node):
+                assert isinstance(made, torch.Tensor)
+                self.owned[storage(made)] = made.untyped_storage().nbytes()
+            else:
+                self._note(node, made)
 
     def _is_known(self, key: int) -> bool:
         return key in self._lasting or key in self.owned or key in self.given
@@ -241,6 +251,10 @@ class _Writer:
                 self._program(action)
             elif action.op == "output":
                 self._graph.output(self._result(action))
+            elif _writes_where_told(action):
+                args, kwargs = fx.node.map_arg((action.args, action.kwargs), self._value)
+                out = self._hold(self._view(action.meta["made"]))
+                self._new[action] = self._graph.call_method("attend", args, {**kwargs, "out": out})
             else:
                 self._new[action] = self._graph.node_copy(action, self._value)
         return self._graph, self._held

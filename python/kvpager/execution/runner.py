@@ -27,26 +27,6 @@ from kvpager.hf.rotary import KeyMover, find_rotation
 from kvpager.hf.state import RecurrentState
 from kvpager.pager import Forward, Pager
 
-
-class _Timed:
-    """A forward that measures the time in attention, apart from the rest of the model."""
-
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
-        self.seconds = 0.0
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any
-    ) -> torch.Tensor:
-        start = time.perf_counter()
-        out: torch.Tensor = self._forward.attend(layer, q, k, v, **call)
-        self.seconds += time.perf_counter() - start
-        return out
-
-    def replayed(self, generation: int) -> None:
-        self._forward.replayed(generation)
-
-
 # Takes (layer, q, k, v, how the layer attends); returns True to end the forward.
 Listener: TypeAlias = Callable[
     [int, torch.Tensor, torch.Tensor, torch.Tensor, Mapping[str, Any]], bool
@@ -139,19 +119,18 @@ class Runner:
                 graphs.prepare(rows)
             with self._begin(batch, rows) as forward:
                 self._give(forward, batch)
-                timed = _Timed(forward)
                 try:
                     replayed = None
                     if graphs is not None:
                         given = torch.from_numpy(tokens), torch.from_numpy(positions)
-                        replayed = graphs.run(timed, *given)
+                        replayed = graphs.run(forward, *given)
                     if replayed is not None:
                         hidden = replayed
                     elif self._recurrence is None:
-                        hidden = self._packed(timed, tokens, positions)
+                        hidden = self._packed(forward, tokens, positions)
                     else:
-                        hidden, after = self._from_state(timed, batch, tokens, positions)
-                    self.attention_seconds += timed.seconds
+                        hidden, after = self._from_state(forward, batch, tokens, positions)
+                    self.attention_seconds += forward.attend_seconds
                     head_start = time.perf_counter()
                     arriving = self._to_host(self._logits(hidden, batch.wanted))
                     self.head_seconds += time.perf_counter() - head_start

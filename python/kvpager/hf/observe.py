@@ -64,8 +64,9 @@ class Recorder:
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of v [M, Hkv, Dv]: its rows, one per head of q."""
+        """Of v [M, Hkv, Dv]: its rows, one per head of q; written to `out` where it is given."""
         del scaling, softcap
         if layer in self.calls:
             raise UnsupportedModelError(
@@ -75,7 +76,8 @@ class Recorder:
         self.windows[layer] = window
         if sinks is not None:
             self.sinks.add(layer)
-        return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(q.dtype)
+        made = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(q.dtype)
+        return made if out is None else out.copy_(made)
 
 
 @dataclass

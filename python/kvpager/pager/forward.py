@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -52,6 +53,8 @@ class Forward(_core.OwnedForward):
                 forward.commit()
     """
 
+    attend_seconds = 0.0  # in attend so far
+
     if TYPE_CHECKING:
 
         def __enter__(self) -> Forward: ...
@@ -95,6 +98,7 @@ class Forward(_core.OwnedForward):
             CorruptSnapshotError: a chunk is damaged; the forward was aborted. The error has
                 `.chunk`, `.layer` and the token range [`.start`, `.stop`).
         """
+        start = time.perf_counter()
         core, pager = self.core, self.pager
         if out is None:
             shape = (q.shape[0], q.shape[1], pager.layout.v_dim)
@@ -115,11 +119,12 @@ class Forward(_core.OwnedForward):
                 float(softcap or 0.0),
                 int(window or 0),
                 logits,
-                pager.place.stream,
+                pager.place.stream if pager.has_streams else 0,
             )
         except CorruptSnapshotError as error:
             locate_damage(error, pager.layout.chunk_tokens)
             raise
+        self.attend_seconds += time.perf_counter() - start
         return out
 
     def give(self, k: Tensor | SequenceOf[Tensor], v: Tensor | SequenceOf[Tensor]) -> None:

@@ -112,11 +112,54 @@ TEST_CASE("of a pair of bfloat16 the odd element is first, in every tier") {
 TEST_CASE("so it is where rows, outputs and the depth take several blocks of the caches") {
   for (const DType dtype : kDTypes) {
     CAPTURE(std::string(dtype_name(dtype)));
-    const Problem problem(dtype, 273, 53, 2085);
-    for (const KernelTable* table : runnable_kernels()) {
-      CAPTURE(std::string(table->name));
-      const KernelOverride tier(*table);
-      CHECK(wrong_elements(problem, problem.run()) == 0);
+    for (const auto& [rows, outputs, depth] :
+         {std::array<int64_t, 3>{303, 53, 2085}, {290, 100, 1030}, {100, 53, 3185}}) {
+      CAPTURE(depth);
+      const Problem problem(dtype, rows, outputs, depth);
+      for (const KernelTable* table : runnable_kernels()) {
+        CAPTURE(std::string(table->name));
+        const KernelOverride tier(*table);
+        CHECK(wrong_elements(problem, problem.run()) == 0);
+      }
+    }
+  }
+}
+
+TEST_CASE("several products at once have the bits of each alone, whose input each of them reads") {
+  const int64_t outputs = 40;
+  for (const DType dtype : kDTypes) {
+    CAPTURE(std::string(dtype_name(dtype)));
+    for (const int64_t rows : {3, 20}) {
+      CAPTURE(rows);
+      const Problem a(dtype, rows, outputs, 90), c(dtype, rows, outputs, 50);
+      Problem b = a;
+      b.x.fill([n = 0]() mutable { return static_cast<float>(++n % 7) - 3.0f; });
+      b.w.fill([n = 0]() mutable { return static_cast<float>(++n % 5) - 1.0f; });
+      std::vector<Matrix> written(5, Matrix(dtype, rows, outputs));
+      std::vector<LinearParams> products = {a.params(written[0]), b.params(written[1]),
+                                            b.params(written[2]), c.params(written[3]),
+                                            a.params(written[4])};
+      products[1].x = products[0].x;  // with weights of their own
+      products[1].x_stride = products[0].x_stride;
+      products[4].w = products[1].w;
+      products[4].w_stride = products[1].w_stride;
+      products[4].bias = products[1].bias;
+      for (const KernelTable* table : runnable_kernels()) {
+        CAPTURE(std::string(table->name));
+        const KernelOverride tier(*table);
+        for (const int threads : {1, 3}) {
+          ThreadPool pool(threads);
+          linear(products.data(), 5, pool);
+          CHECK(wrong_elements(a, written[0]) == 0);
+          CHECK(wrong_elements(b, written[2]) == 0);
+          CHECK(wrong_elements(c, written[3]) == 0);
+          for (int64_t i = 0; i < rows * outputs; ++i) {
+            const int64_t row = i / outputs, output = i % outputs;
+            REQUIRE(float_bits(written[1].at(row, output)) ==
+                    float_bits(written[4].at(row, output)));
+          }
+        }
+      }
     }
   }
 }

@@ -6,6 +6,10 @@ KERNEL = "cpp/kernels/linear_test.cc::"
 ORDER = KERNEL + "every element has the order of operations that is written down, in every tier"
 ANY_ROWS = KERNEL + "a row has the same bits among any number of rows, at any place, in any tier"
 BLOCKS = KERNEL + "so it is where rows, outputs and the depth take several blocks of the caches"
+SEVERAL = (
+    KERNEL + "several products at once have the bits of each alone, whose input each of them reads"
+)
+THREADS = KERNEL + "threads change no bit, and nothing is written between rows"
 ODD_FIRST = KERNEL + "of a pair of bfloat16 the odd element is first, in every tier"
 EXPONENTS = (
     KERNEL
@@ -61,6 +65,38 @@ OWN_PRODUCTS = (
         old="sum[r][n] = first ? _mm256_setzero_ps()",
         new="sum[r][n] = true ? _mm256_setzero_ps()",
         killers=(BLOCKS,),
+    ),
+    Mutant(
+        name="another-inputs-rows-are-multiplied",
+        breaks="each of several products reads its own input",
+        file="csrc/kernels/linear.cc",
+        old="last->x == one.x && ",
+        new="",
+        killers=(SEVERAL,),
+    ),
+    Mutant(
+        name="rows-are-copied-from-the-depths-beginning-alone",
+        breaks="an element is the sum of all its products where the depth takes several blocks",
+        file="csrc/kernels/linear_packed_isa.h",
+        old="(from_vector + done) / Type::kVectors * Type::kStep, depth",
+        new="from_vector / Type::kVectors * Type::kStep, depth",
+        killers=(BLOCKS,),
+    ),
+    Mutant(
+        name="rows-that-are-left-are-not-computed",
+        breaks="every row is computed where rows take several blocks",
+        file="csrc/kernels/linear.cc",
+        old="      linear(part.data(), count, pool);  // the few that are left\n",
+        new="",
+        killers=(BLOCKS,),
+    ),
+    Mutant(
+        name="panels-by-turns-leave-some-out",
+        breaks="every output is computed, however panels are divided among threads",
+        file="csrc/kernels/linear.cc",
+        old="std::min(thread, panels_ % threads_)",
+        new="0",
+        killers=(THREADS,),
     ),
     Mutant(
         name="every-models-layers-are-computed",
