@@ -41,6 +41,8 @@ def _plan(args: argparse.Namespace) -> Plan:
         raise UsageError(
             f"options after -- are of one question; expected one QUESTION, got {len(questions)}"
         )
+    if any(word.partition("=")[0] == "--results" for word in args.extra):
+        raise UsageError("--results is after --; expected it before, where reports are looked for")
     return Plan(
         questions,
         _results(args),

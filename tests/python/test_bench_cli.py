@@ -63,6 +63,7 @@ def asked(monkeypatch):
         (["--quick", "--full"], "not allowed with"),
         (["--all", "decode"], "--all"),
         (["decode", "warm", "--", "--runs", "3"], "one QUESTION, got 2"),
+        (["decode", "--", "--results", "here"], "--results is after --"),
         (["tables", "decode"], "takes nothing after it"),
         (["--list", "decode"], "takes nothing after it"),
         (["peers", "instal"], "did you mean install?"),
