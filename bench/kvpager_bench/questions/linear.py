@@ -17,11 +17,14 @@ context of random K/V, all of which either attends to.
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import DynamicCache
@@ -165,11 +168,15 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def started(model: Any, options: Mapping[str, Any]) -> tuple[Engine, float]:
-    """An engine of a model, and the seconds that it took to start."""
-    begun = time.perf_counter()
-    engine = Engine(model, pool_tokens=4096, **options)
-    return engine, time.perf_counter() - begun
+def started(model: Any, options: Mapping[str, Any], proofs: str) -> tuple[Engine, float]:
+    """An engine of a model, and the seconds that it took to start.
+
+    proofs: the folder of those that it remembers, empty before the first start.
+    """
+    with mock.patch.dict(os.environ, {"KVPAGER_CACHE": proofs}):
+        begun = time.perf_counter()
+        engine = Engine(model, pool_tokens=4096, **options)
+        return engine, time.perf_counter() - begun
 
 
 def said(name: str) -> str:
@@ -219,10 +226,11 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
     starts: dict[str, tuple[float, float]] = {}
     with ExitStack() as stack, torch.inference_mode():
         stack.callback(memory.close)
+        proofs = stack.enter_context(tempfile.TemporaryDirectory())
         for name, options in ENGINES.items():
-            first, cold = started(model, options)
+            first, cold = started(model, options, proofs)
             first.close()
-            engines[name], warm = started(model, options)
+            engines[name], warm = started(model, options, proofs)
             stack.callback(engines[name].close)
             subjects.record_steps(engines[name])
             if options.get("graphs", True):  # else proven before, by the one with graphs
