@@ -100,6 +100,7 @@ class Forward(_core.OwnedForward):
         """
         start = time.perf_counter()
         core, pager = self.core, self.pager
+        place = pager.place
         if out is None:
             shape = (q.shape[0], q.shape[1], pager.layout.v_dim)
             out = (
@@ -119,7 +120,7 @@ class Forward(_core.OwnedForward):
                 float(softcap or 0.0),
                 int(window or 0),
                 logits,
-                pager.place.stream if pager.has_streams else 0,
+                place.stream if place.has_streams else 0,
             )
         except CorruptSnapshotError as error:
             locate_damage(error, pager.layout.chunk_tokens)

@@ -323,7 +323,6 @@ class Pager:
         if device is not None:
             config = config.replace(device=device)
         self.place = resolve(config.device, None)
-        self.has_streams = self.place.tensors.type == "cuda"  # which every layer asks
         if self.place.kind not in ("cpu", "meta") and q_heads is None:
             raise InvalidArgumentError(
                 f"q_heads is None; expected the model's query heads on {self.place.name}, a "

@@ -35,8 +35,8 @@ OWN_PRODUCTS = (
         name="denormals-count-in-bfloat16",
         breaks="denormal operands and results of bfloat16 products are zeros in every tier",
         file="csrc/kernels/linear.cc",
-        old="  const bool flush = products->dtype == DType::kBFloat16;\n",
-        new="  const bool flush = false;\n",
+        old="environment(panel.params.dtype == DType::kBFloat16);",
+        new="environment(false);",
         killers=(EXPONENTS,),
     ),
     Mutant(
