@@ -16,7 +16,10 @@ MODULE = "kvpager._core"
 # The generator sees values and takes their types for all there is to say.
 MEANT = {
     ": tuple = (": ": tuple[int, int] = (",
-    "    chunk = None\n    layer = None\n": "    chunk: int | None\n    layer: int | None\n",
+    **{
+        f"    {name} = None\n": f"    {name}: int | None\n"
+        for name in ("chunk", "layer", "start", "stop")
+    },
 }
 STUB = Path(__file__).resolve().parent.parent / "python" / "kvpager" / "_core.pyi"
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 
+# A shell that runs the tests in the background has them ignore interrupts, which many are about.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before torch loads its OpenMP runtime: on a busy machine spinning threads slow each other down.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

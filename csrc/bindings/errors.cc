@@ -13,7 +13,7 @@ namespace py = pybind11;
 
 namespace {
 
-// CorruptSnapshotError says which chunk and layer are damaged; None where it is not one of them.
+// CorruptSnapshotError says which chunk, layer and positions are damaged; None where they are not known.
 void bind_corrupt_snapshot(py::module_& m, const py::object& base) {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
   const py::object& type =
@@ -24,6 +24,8 @@ void bind_corrupt_snapshot(py::module_& m, const py::object& base) {
           .get_stored();
   type.attr("chunk") = py::none();
   type.attr("layer") = py::none();
+  type.attr("start") = py::none();
+  type.attr("stop") = py::none();
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);
@@ -32,6 +34,10 @@ void bind_corrupt_snapshot(py::module_& m, const py::object& base) {
       const py::object error = raised(e.what());
       if (e.chunk >= 0) error.attr("chunk") = e.chunk;
       if (e.layer >= 0) error.attr("layer") = e.layer;
+      if (e.stop >= 0) {
+        error.attr("start") = e.start;
+        error.attr("stop") = e.stop;
+      }
       PyErr_SetObject(raised.ptr(), error.ptr());
     }
   });

@@ -1,5 +1,6 @@
 #include "bindings/handles.h"
 
+#include <chrono>
 #include <utility>
 
 #include "kvpager/error.h"
@@ -87,6 +88,24 @@ PagerPointer ForwardHandle::pager() const {
   return pager;
 }
 
+void ForwardHandle::attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                           const TensorView& out, const AttendOptions& options) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point start = Clock::now();
+  const PagerPointer running = pager();
+  try {
+    running->attend(layer, q, k, v, out, options);
+  } catch (CorruptSnapshotError& error) {
+    const int64_t tokens = running->options().layout.chunk_tokens;
+    if (error.chunk >= 0) {
+      error.start = error.chunk * tokens;
+      error.stop = error.start + tokens;
+    }
+    throw;
+  }
+  attend_nanoseconds_ += std::chrono::nanoseconds(Clock::now() - start).count();
+}
+
 void ForwardHandle::commit(const py::object& sequences, const std::vector<int64_t>& accepted,
                            Provenance provenance) {
   const PagerPointer running = pager();
@@ -106,7 +125,7 @@ void ForwardHandle::commit(const py::object& sequences, const std::vector<int64_
 }
 
 void ForwardHandle::abort() {
-  if (std::exchange(ended_, true)) return;
+  if (ended_.exchange(true)) return;
   const Release release;
   const PagerPointer pager = pager_.lock();
   if (pager != nullptr && !pager->forked()) pager->abort(number_);

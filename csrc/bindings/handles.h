@@ -87,6 +87,10 @@ class ForwardHandle {
   const pybind11::object& owner() const { return owner_; }
   // Its pager. InvalidArgumentError unless this is the forward that runs there.
   PagerPointer pager() const;
+  // As Pager::attend, of host or device memory as the pager's place is. Without the GIL.
+  void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
+              const TensorView& out, const AttendOptions& options);
+  double attend_seconds() const { return 1e-9 * static_cast<double>(attend_nanoseconds_); }
   // accepted[i] rows of sequences[i]; None: all rows of all.
   void commit(const pybind11::object& sequences, const std::vector<int64_t>& accepted,
               Provenance provenance);
@@ -96,7 +100,8 @@ class ForwardHandle {
   std::weak_ptr<Pager> pager_;
   pybind11::object owner_;
   uint64_t number_ = 0;  // 0: of none
-  bool ended_ = false;
+  std::atomic<bool> ended_{false};  // read without the GIL
+  std::atomic<int64_t> attend_nanoseconds_{0};
 };
 
 }  // namespace kvpager

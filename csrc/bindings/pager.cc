@@ -158,10 +158,10 @@ void give(Pager& pager, const py::typing::List<py::object>& k,
   pager.give(keys, values, stream_of(stream));
 }
 
-void attend(Pager& pager, int layer, py::handle q, py::handle k, py::handle v, py::handle out,
-            float scaling, float softcap, int64_t window, const py::object& sinks,
+void attend(ForwardHandle& forward, int layer, py::handle q, py::handle k, py::handle v,
+            py::handle out, float scaling, float softcap, int64_t window, const py::object& sinks,
             uintptr_t stream) {
-  const DevicePlace place = pager.device_place();
+  const DevicePlace place = forward.pager()->device_place();
   const BorrowedTensor q_view("q", q, place);
   const BorrowedTensor k_view("k", k, place);
   const BorrowedTensor v_view("v", v, place);
@@ -184,7 +184,7 @@ void attend(Pager& pager, int layer, py::handle q, py::handle k, py::handle v, p
     options.sinks_on_device = place.name != "cpu";
   }
   const Release release;
-  pager.attend(layer, q_view.view(), k_view.view(), v_view.view(), out_view.view(), options);
+  forward.attend(layer, q_view.view(), k_view.view(), v_view.view(), out_view.view(), options);
 }
 
 void write(Pager& pager, int layer, py::handle k, py::handle v, uintptr_t stream) {
@@ -386,6 +386,12 @@ void bind_handles(py::module_& m) {
            "A span is (sequence, position, count, kind); given: ids of the positions of kind 3.")
       .def_property_readonly("core", &ForwardHandle::pager, "InvalidArgumentError once it ended.")
       .def_property_readonly("pager", &ForwardHandle::owner)
+      .def_property_readonly("attend_seconds", &ForwardHandle::attend_seconds,
+                             "In attention so far.")
+      .def("attend_rows", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
+           py::arg("out"), py::arg("scaling"), py::arg("softcap") = 0.0f, py::arg("window") = 0,
+           py::arg("sinks") = py::none(), py::arg("stream") = 0,
+           "Tensors of the pager's device; sinks: float32 [1, q_heads, 1].")
       .def(
           "commit_rows",
           [](ForwardHandle& forward, const py::object& sequences,
@@ -510,10 +516,6 @@ void bind_pager(py::module_& m) {
           py::arg("sequence"), py::arg("tokens"))
       .def("give", &give, py::arg("k"), py::arg("v"), py::arg("stream") = 0,
            "Of each layer: [given, kv_heads, head_dim] of the pager's device.")
-      .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
-           py::arg("out"), py::arg("scaling"), py::arg("softcap") = 0.0f, py::arg("window") = 0,
-           py::arg("sinks") = py::none(), py::arg("stream") = 0,
-           "Tensors of the pager's device; sinks: float32 [1, q_heads, 1].")
       .def("write", &write, py::arg("layer"), py::arg("k"), py::arg("v"), py::arg("stream") = 0)
       .def(
           "mark_replayed",

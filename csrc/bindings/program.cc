@@ -1,6 +1,7 @@
 #include "kvpager/program.h"
 
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "bindings/bind.h"
+#include "bindings/handles.h"
 #include "bindings/names.h"
 #include "bindings/tensor.h"
 #include "kvpager/error.h"
@@ -26,19 +28,23 @@ constexpr std::pair<const char*, Operation> kOperations[] = {{"copy", Operation:
                                                              {"negate", Operation::kNegate},
                                                              {"square", Operation::kSquare},
                                                              {"rsqrt", Operation::kReciprocalSqrt},
+                                                             {"silu", Operation::kSilu},
                                                              {"mean", Operation::kMean},
-                                                             {"linear", Operation::kLinear}};
+                                                             {"linear", Operation::kLinear},
+                                                             {"attend", Operation::kAttend}};
 
 using Strides = std::array<int64_t, 4>;
 using MemoryOperand = std::tuple<int32_t, int64_t, std::string, Strides>;
-using Step = std::tuple<std::string, Strides, int64_t, std::vector<py::object>, bool>;
+// The layer of an attention, and the keyword arguments that it was called with.
+using Call = std::optional<std::tuple<int, py::typing::Dict<py::str, py::object>>>;
+using Step = std::tuple<std::string, Strides, int64_t, std::vector<py::object>, bool, Call>;
 
 Operation operation_of(const std::string& name) {
   for (const auto& [known, operation] : kOperations) {
     if (name == known) return operation;
   }
   throw InvalidArgumentError(str("operation is \"", name, "\"; expected copy, add, subtract, ",
-                                 "multiply, negate, square, rsqrt, mean or linear"));
+                                 "multiply, negate, square, rsqrt, silu, mean, linear or attend"));
 }
 
 Operand operand_of(const py::object& given) {
@@ -62,16 +68,19 @@ Operand operand_of(const py::object& given) {
 }
 
 Instruction instruction_of(const Step& step) {
-  const auto& [name, shape, depth, operands, beside] = step;
+  const auto& [name, shape, depth, operands, beside, call] = step;
   Instruction made;
   made.operation = operation_of(name);
   made.shape = shape;
   made.depth = depth;
   made.beside = beside;
-  Operand* const places[] = {&made.out, &made.a, &made.b, &made.c};
-  if (operands.empty() || operands.size() > 4) {
+  Operand* const places[] = {&made.out, &made.a, &made.b, &made.c, &made.d};
+  if (operands.empty() || operands.size() > std::size(places)) {
     throw InvalidArgumentError(
-        str("an operation has ", operands.size(), " operands; expected out and one to three"));
+        str("an operation has ", operands.size(), " operands; expected out and one to four"));
+  }
+  if (call.has_value() != (made.operation == Operation::kAttend)) {
+    throw InvalidArgumentError("a call: expected one of attention, and of nothing else");
   }
   for (size_t i = 0; i < operands.size(); ++i) *places[i] = operand_of(operands[i]);
   return made;
@@ -86,6 +95,27 @@ Memory memory_of(py::handle tensor) {
   return {matrix->data, matrix->rows * matrix->columns * dtype_bytes(matrix->dtype)};
 }
 
+// One attention as a running forward takes it, and as Python calls it.
+struct AttentionCall {
+  int layer = 0;
+  AttendOptions options;
+  py::dict keywords;
+};
+
+AttentionCall call_of(const Call::value_type& given) {
+  AttentionCall made;
+  made.layer = std::get<0>(given);
+  made.keywords = std::get<1>(given);
+  const auto number = [&](const char* name, auto standard) {
+    const py::object value = made.keywords.attr("get")(name);
+    return value.is_none() ? standard : py::cast<decltype(standard)>(value);
+  };
+  made.options.scaling = number("scaling", 1.0f);
+  made.options.softcap = number("softcap", 0.0f);
+  made.options.window = number("window", int64_t{0});
+  return made;
+}
+
 // A program with the tensors that it reads and writes.
 class BoundProgram {
  public:
@@ -93,9 +123,16 @@ class BoundProgram {
                std::vector<py::object> fixed, std::vector<int64_t> given)
       : workers_(std::move(workers)),
         fixed_(std::move(fixed)),
-        program_(instructions(steps), memory(fixed_), std::move(given)) {}
+        program_(instructions(steps), memory(fixed_), std::move(given)) {
+    for (const Step& step : steps) {
+      const Call& call = std::get<5>(step);
+      if (!call) continue;
+      calls_.push_back(call_of(*call));
+      attentions_.push_back(&program_.instructions()[static_cast<size_t>(&step - steps.data())]);
+    }
+  }
 
-  void run(const std::vector<py::object>& given) const {
+  void run(const py::object& attention, const std::vector<py::object>& given) const {
     const std::vector<int64_t>& expected = program_.given();
     if (given.size() != expected.size()) {
       throw InvalidArgumentError(
@@ -111,11 +148,55 @@ class BoundProgram {
       }
       data.push_back(memory.data);
     }
+    if (!calls_.empty() && attention.is_none()) {
+      throw InvalidArgumentError("attention is None; expected what computes it");
+    }
+    if (!calls_.empty() && py::isinstance<ForwardHandle>(attention)) {
+      auto& forward = py::cast<ForwardHandle&>(attention);
+      if (forward.pager()->device_place().type != DevicePlace().type) {
+        throw InvalidArgumentError("attention: a forward of a device, expected one on the CPU");
+      }
+      const py::gil_scoped_release release;
+      program_.run(data, *workers_, [&](const Attention& at) {
+        AttendOptions options = calls_[at.number].options;
+        options.sinks = at.sinks;
+        forward.attend(calls_[at.number].layer, at.q, at.k, at.v, at.out, options);
+      });
+      return;
+    }
     const py::gil_scoped_release release;
-    program_.run(data, *workers_);
+    program_.run(data, *workers_, [&](const Attention& at) {
+      const py::gil_scoped_acquire acquire;
+      call(attention, at.number, given);
+    });
   }
 
  private:
+  // Attention of a Python object, with tensors of the memory that its operands are in.
+  void call(const py::object& attention, size_t number,
+            const std::vector<py::object>& given) const {
+    const Instruction& of = *attentions_[number];
+    const auto [rows, q_heads, kv_heads, v_dim] = of.shape;
+    const py::module_ torch = py::module_::import("torch");
+    const auto tensor = [&](const Operand& operand, const std::vector<int64_t>& shape) {
+      const auto base = static_cast<size_t>(operand.base);
+      const py::object& whole = base < fixed_.size() ? fixed_[base] : given[base - fixed_.size()];
+      const py::object elements =
+          whole.attr("view")(-1).attr("view")(torch.attr(dtype_name(operand.dtype)));
+      const std::vector<int64_t> strides(operand.strides.end() - static_cast<int64_t>(shape.size()),
+                                         operand.strides.end());
+      const int64_t first = py::cast<int64_t>(elements.attr("storage_offset")());
+      return elements.attr("as_strided")(py::cast(shape), py::cast(strides),
+                                         first + operand.offset / dtype_bytes(operand.dtype));
+    };
+    py::object sinks = py::none();
+    if (of.d.base != Operand::kNumber) sinks = tensor(of.d, {q_heads});
+    attention.attr("attend")(calls_[number].layer, tensor(of.a, {rows, q_heads, of.depth}),
+                             tensor(of.b, {rows, kv_heads, of.depth}),
+                             tensor(of.c, {rows, kv_heads, v_dim}), **calls_[number].keywords,
+                             py::arg("sinks") = sinks,
+                             py::arg("out") = tensor(of.out, {rows, q_heads, v_dim}));
+  }
   static std::vector<Instruction> instructions(const std::vector<Step>& steps) {
     std::vector<Instruction> made;
     for (const Step& step : steps) made.push_back(instruction_of(step));
@@ -130,6 +211,8 @@ class BoundProgram {
   const std::shared_ptr<ThreadPool> workers_;
   const std::vector<py::object> fixed_;
   const Program program_;
+  std::vector<AttentionCall> calls_;
+  std::vector<const Instruction*> attentions_;
 };
 
 }  // namespace
@@ -140,16 +223,21 @@ void bind_program(py::module_& m) {
       .def(py::init<std::shared_ptr<ThreadPool>, const std::vector<Step>&, std::vector<py::object>,
                     std::vector<int64_t>>(),
            py::arg("workers"), py::arg("steps"), py::arg("fixed"), py::arg("given"),
-           "steps: (operation, shape, depth, (out, a, b, c), beside); an operand is\n"
+           "steps: (operation, shape, depth, (out, a, b, c, d), beside, call); an operand is\n"
            "(base, offset in bytes, dtype, strides), a float or None. beside: a product that is\n"
-           "computed at the same time as the one before it. fixed: tensors, the first bases.\n"
-           "given: bytes of those that run() gets, which follow.\n\n"
+           "computed at the same time as the one before it. call: of an attention, its layer and\n"
+           "keyword arguments; else None. fixed: tensors, the first bases. given: bytes of those\n"
+           "that run() gets, which follow.\n\n"
            "Raises:\n"
            "    InvalidArgumentError: an operand outside of its memory, or of another kind than\n"
            "        its operation's.")
-      .def("run", &BoundProgram::run, py::arg("given"),
-           "Computes all of it. InvalidArgumentError: a tensor is not contiguous, or of another "
-           "size.");
+      .def("run", &BoundProgram::run, py::arg("attention"), py::arg("given"),
+           "Computes all of it.\n\n"
+           "attention: the running forward of a pager on the CPU, whose attention is computed\n"
+           "without Python; or an object with the same `attend`, or None where nothing attends.\n\n"
+           "Raises:\n"
+           "    InvalidArgumentError: a tensor is not contiguous, or of another size.\n"
+           "    Whatever attention raises; the rest is not computed then.");
 }
 
 }  // namespace kvpager

@@ -94,6 +94,31 @@ LinearParams product(const Instruction& given, void* const* bases) {
   return params;
 }
 
+Attention attention(const KernelTable& table, const Instruction& given, void* const* bases,
+                    std::vector<float>* sinks) {
+  const auto [rows, q_heads, kv_heads, v_dim] = given.shape;
+  const auto view = [&, rows = rows](const Operand& operand, int64_t heads, int64_t dim) {
+    return TensorView{const_cast<char*>(at(operand, bases, 0)),
+                      operand.dtype,
+                      rows,
+                      heads,
+                      dim,
+                      operand.strides[1],
+                      operand.strides[2]};
+  };
+  Attention made;
+  made.q = view(given.a, q_heads, given.depth);
+  made.k = view(given.b, kv_heads, given.depth);
+  made.v = view(given.c, kv_heads, v_dim);
+  made.out = view(given.out, q_heads, v_dim);
+  if (given.d.base != Operand::kNumber) {
+    sinks->resize(static_cast<size_t>(q_heads));
+    table.to_float(at(given.d, bases, 0), given.d.dtype, q_heads, sinks->data());
+    made.sinks = sinks->data();
+  }
+  return made;
+}
+
 void check(const Operand& operand, std::array<int64_t, 4> shape, const std::vector<int64_t>& bytes,
            const char* name) {
   if (operand.base == Operand::kNumber) return;
@@ -125,7 +150,23 @@ void check(const Operand& operand, std::array<int64_t, 4> shape, const std::vect
   }
 }
 
+void check_attention(const Instruction& given, const std::vector<int64_t>& bytes) {
+  const auto [rows, q_heads, kv_heads, v_dim] = given.shape;
+  for (const Operand* operand : {&given.out, &given.a, &given.b, &given.c, &given.d}) {
+    const bool there = operand->base != Operand::kNumber;
+    if (there ? operand->strides[3] != 1 : operand != &given.d) {
+      throw InvalidArgumentError("attention: expected memory with contiguous last dimensions");
+    }
+  }
+  check(given.out, {1, rows, q_heads, v_dim}, bytes, "out");
+  check(given.a, {1, rows, q_heads, given.depth}, bytes, "a");
+  check(given.b, {1, rows, kv_heads, given.depth}, bytes, "b");
+  check(given.c, {1, rows, kv_heads, v_dim}, bytes, "c");
+  check(given.d, {1, 1, 1, q_heads}, bytes, "d");
+}
+
 void check(const Instruction& given, const std::vector<int64_t>& bytes) {
+  if (given.operation == Operation::kAttend) return check_attention(given, bytes);
   const bool mean = given.operation == Operation::kMean;
   if (given.operation == Operation::kLinear) {
     const bool same = given.a.dtype == given.out.dtype && given.b.dtype == given.out.dtype &&
@@ -182,13 +223,15 @@ Program::Program(std::vector<Instruction> instructions, std::vector<Memory> fixe
   }
 }
 
-void Program::run(const std::vector<void*>& given, ThreadPool& pool) const {
+void Program::run(const std::vector<void*>& given, ThreadPool& pool, const Attend& attend) const {
   std::vector<void*> bases;
   bases.reserve(fixed_.size() + given.size());
   for (const Memory& memory : fixed_) bases.push_back(memory.data);
   bases.insert(bases.end(), given.begin(), given.end());
   const KernelTable& table = kernels();
   std::vector<LinearParams> products;
+  std::vector<float> sinks;
+  size_t attentions = 0;
   for (size_t i = 0; i < instructions_.size(); ++i) {
     const Instruction& one = instructions_[i];
     if (one.operation == Operation::kMean) {
@@ -199,6 +242,11 @@ void Program::run(const std::vector<void*>& given, ThreadPool& pool) const {
         products.push_back(product(instructions_[++i], bases.data()));
       }
       linear(products.data(), static_cast<int64_t>(products.size()), pool);
+    } else if (one.operation == Operation::kAttend) {
+      if (!attend) throw InvalidArgumentError("attention: expected something that computes it");
+      Attention next = attention(table, one, bases.data(), &sinks);
+      next.number = attentions++;
+      attend(next);
     } else {
       elements(table, one, bases.data());
     }

@@ -1,5 +1,5 @@
-// Rows of elements of a program's operations: kvpager/program.h. All are correctly rounded, so that
-// every tier has the same bits, and torch has.
+// Rows of elements of a program's operations: kvpager/program.h. Every tier has the same bits, and torch
+// has: the operations are correctly rounded, and a function is a fixed order of such.
 #include "kernels/functions_isa.h"
 #include "kernels/vec_isa.h"
 
@@ -16,6 +16,29 @@ KVPAGER_INLINE void each(const float* a, const float* b, bool b_is_one, int64_t 
     store(out + i, of_lanes(load(a + i), b_is_one ? one : load(b + i)));
   }
   for (; i < count; ++i) out[i] = of_one(a[i], b[b_is_one ? 0 : i]);
+}
+
+// x / (1 + e^-x), in the steps that torch's vectors take: the exponential is SLEEF's with an error of 1 ulp
+// (Shibata and Petrogalli, IEEE TPDS 31, 2020), n = round(t / ln 2), a polynomial in t - n ln 2, times 2^n.
+// Beyond the bounds e^-x is so small that the sum is 1, or it is infinite.
+KVPAGER_INLINE Vec silu(Vec x) {
+  const Vec t = max(xor_bits(max(x, splat(-100.0f)), splat(-0.0f)), splat(-104.0f));
+  const Vec magic = splat(12582912.0f);
+  const Vec n = sub(add(mul(t, splat(1.44269504f)), magic), magic);
+  Vec r = fma(n, splat(-0.693145751953125f), t);
+  r = fma(n, splat(-1.428606765330187045e-06f), r);
+  Vec p = splat(0.000198527617612853646278381f);
+  p = fma(p, r, splat(0.00139304355252534151077271f));
+  p = fma(p, r, splat(0.00833336077630519866943359f));
+  p = fma(p, r, splat(0.0416664853692054748535156f));
+  p = fma(p, r, splat(0.166666671633720397949219f));
+  p = fma(p, r, splat(0.5f));
+  p = add(fma(mul(r, r), p, r), splat(1.0f));
+  // In two steps: 2^n itself may be infinite where the product is not.
+  const Vec half = add(mul(n, splat(0.5f)), magic);
+  const Vec other = add(sub(n, sub(half, magic)), magic);
+  const Vec e = mul(mul(p, power_of_two(half)), power_of_two(other));
+  return div(x, add(e, splat(1.0f)));
 }
 
 // Vectors of eight lanes, four at a time, in levels: the order of torch's multi_row_sum and row_sum
@@ -91,11 +114,22 @@ void combine(Operation operation, const float* a, const float* b, bool b_is_one,
     case Operation::kReciprocalSqrt:
       for (int64_t i = 0; i < count; ++i) out[i] = 1.0f / __builtin_sqrtf(a[i]);
       return;
+    case Operation::kSilu: {
+      int64_t i = 0;
+      for (; i + kLanes <= count; i += kLanes) store(out + i, silu(load(a + i)));
+      float last[kLanes] = {};
+      const size_t bytes = static_cast<size_t>(count - i) * sizeof(float);
+      std::memcpy(last, a + i, bytes);
+      store(last, silu(load(last)));
+      std::memcpy(out + i, last, bytes);
+      return;
+    }
     case Operation::kCopy:
       std::memcpy(out, a, static_cast<size_t>(count) * sizeof(float));
       return;
     case Operation::kMean:
     case Operation::kLinear:
+    case Operation::kAttend:
       return;
   }
 }

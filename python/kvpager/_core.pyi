@@ -87,6 +87,8 @@ class DeviceError(PagerError):
 class CorruptSnapshotError(PagerError):
     chunk: int | None
     layer: int | None
+    start: int | None
+    stop: int | None
 
 class UnsupportedVersionError(PagerError):
     pass
@@ -155,24 +157,33 @@ class Program:
                 typing.SupportsInt | typing.SupportsIndex,
                 collections.abc.Sequence[typing.Any],
                 bool,
+                tuple[typing.SupportsInt | typing.SupportsIndex, dict[str, typing.Any]] | None,
             ]
         ],
         fixed: collections.abc.Sequence[typing.Any],
         given: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
     ) -> None:
         """
-        steps: (operation, shape, depth, (out, a, b, c), beside); an operand is
+        steps: (operation, shape, depth, (out, a, b, c, d), beside, call); an operand is
         (base, offset in bytes, dtype, strides), a float or None. beside: a product that is
-        computed at the same time as the one before it. fixed: tensors, the first bases.
-        given: bytes of those that run() gets, which follow.
+        computed at the same time as the one before it. call: of an attention, its layer and
+        keyword arguments; else None. fixed: tensors, the first bases. given: bytes of those
+        that run() gets, which follow.
 
         Raises:
             InvalidArgumentError: an operand outside of its memory, or of another kind than
                 its operation's.
         """
-    def run(self, given: collections.abc.Sequence[typing.Any]) -> None:
+    def run(self, attention: typing.Any, given: collections.abc.Sequence[typing.Any]) -> None:
         """
-        Computes all of it. InvalidArgumentError: a tensor is not contiguous, or of another size.
+        Computes all of it.
+
+        attention: the running forward of a pager on the CPU, whose attention is computed
+        without Python; or an object with the same `attend`, or None where nothing attends.
+
+        Raises:
+            InvalidArgumentError: a tensor is not contiguous, or of another size.
+            Whatever attention raises; the rest is not computed then.
         """
 
 class Layout:
@@ -540,22 +551,6 @@ class Pager:
         sequence: typing.SupportsInt | typing.SupportsIndex,
         tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
     ) -> int: ...
-    def attend(
-        self,
-        layer: typing.SupportsInt | typing.SupportsIndex,
-        q: typing.Any,
-        k: typing.Any,
-        v: typing.Any,
-        out: typing.Any,
-        scaling: typing.SupportsFloat | typing.SupportsIndex,
-        softcap: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        window: typing.SupportsInt | typing.SupportsIndex = 0,
-        sinks: typing.Any = None,
-        stream: typing.SupportsInt | typing.SupportsIndex = 0,
-    ) -> None:
-        """
-        Tensors of the pager's device; sinks: float32 [1, q_heads, 1].
-        """
     def attention(self, q_dtype: str) -> tuple[str, int]:
         """
         What attend runs for queries of a dtype, "reference" or "tensor", and its version.
@@ -755,12 +750,33 @@ class OwnedForward:
         """
         Ends the forward as if it had not begun.
         """
+    def attend_rows(
+        self,
+        layer: typing.SupportsInt | typing.SupportsIndex,
+        q: typing.Any,
+        k: typing.Any,
+        v: typing.Any,
+        out: typing.Any,
+        scaling: typing.SupportsFloat | typing.SupportsIndex,
+        softcap: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        window: typing.SupportsInt | typing.SupportsIndex = 0,
+        sinks: typing.Any = None,
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None:
+        """
+        Tensors of the pager's device; sinks: float32 [1, q_heads, 1].
+        """
     def commit_rows(
         self,
         sequences: typing.Any,
         accepted: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         provenance: str,
     ) -> None: ...
+    @property
+    def attend_seconds(self) -> float:
+        """
+        In attention so far.
+        """
     @property
     def core(self) -> Pager:
         """

@@ -73,10 +73,6 @@ class FingerprintMismatchError(_CoreFingerprintMismatchError):
         self.found = found
 
 
-for _name in ("start", "stop"):  # as `chunk` and `layer`: None unless one chunk is concerned
-    setattr(CorruptSnapshotError, _name, None)
-
-
 def locate_damage(
     error: CorruptSnapshotError, chunk_tokens: int, length: int | None = None
 ) -> None:
@@ -87,7 +83,7 @@ def locate_damage(
     if chunk is not None:
         start, stop = chunk * chunk_tokens, (chunk + 1) * chunk_tokens
         stop = stop if length is None else min(stop, length)
-    error.start, error.stop = start, stop  # type: ignore[attr-defined]
+    error.start, error.stop = start, stop
 
 
 def damaged_chunk(error: CorruptSnapshotError) -> int | None:

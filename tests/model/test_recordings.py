@@ -10,14 +10,14 @@ import torch
 from adapters import with_adapters
 from apart import apart
 from bits import assert_same_bits, assert_same_session
-from reference_models import ARCHITECTURES, build, make_engine, prompt
+from damage import damage_chunk
+from reference_models import ARCHITECTURES, CHUNK, build, make_engine, prompt
 
-from kvpager import TopK
+from kvpager import CorruptSnapshotError, TopK
 from kvpager.execution import recordings
 from kvpager.execution.recordings import MOST_ROWS, NotRecordableError, Recordings, recorded
 from kvpager.hf import only_looks
 from kvpager.hf.observe import Recorder
-from kvpager.pager import Forward
 
 WORTH = 6  # in these tests
 NEW = WORTH + 12
@@ -38,9 +38,9 @@ def open_engine(closing, model, **options):
     return closing(make_engine(model, pool_tokens=1024, **options))
 
 
-def generated(engine, closing, length=40, new=NEW):
+def generated(engine, closing, length=40, new=NEW, seed=0):
     session = closing(apart(engine))
-    session.prefill(prompt(length))
+    session.prefill(prompt(length, seed))
     session.generate(new, eos=None)
     return session
 
@@ -86,6 +86,20 @@ def test_options_of_an_engine_change_nothing_about_it(closing, model, options):
 
 def test_models_with_adapters_are_replayed(closing):
     assert assert_replays_change_nothing(closing, with_adapters("a")) > 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "smollm3"])
+def test_all_layers_of_a_decoder_with_silu_are_one_call_of_the_core(closing, architecture):
+    calls = []
+    for layers in (2, 3):
+        model = build(architecture, "bfloat16", num_hidden_layers=layers)
+        runner = open_engine(closing, model).core.runner
+        tokens = torch.tensor([3, 4])
+        with torch.inference_mode():
+            replay = recorded(runner._decoded, runner._linear, tokens, torch.arange(2))
+        graph = replay.__self__.graph
+        calls.append([node.target for node in graph.nodes if node.op.startswith("call_")])
+    assert calls[0] == calls[1]
 
 
 def test_a_number_of_rows_is_recorded_once_it_was_run_a_few_times(closing, model):
@@ -153,24 +167,29 @@ def test_an_error_while_recording_loses_nothing(closing, model, monkeypatch, err
     assert session.tokens.tolist()[: expected.length] == expected.tokens.tolist()
 
 
-def test_an_error_in_a_replay_leaves_the_session_as_it_was(closing, model, monkeypatch):
+def test_an_error_in_a_replay_names_its_place_and_leaves_the_session_as_it_was(
+    closing, model, tmp_path
+):
+    path = tmp_path / "session.kvsnap"
+    saved = closing(open_engine(closing, model).session())
+    saved.prefill(prompt(40))
+    saved.save(path)
     engine = open_engine(closing, model)
-    session = generated(engine, closing)
-    before = session.tokens.tolist()
-
-    def failing(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as broken:
-        broken.setattr(Forward, "attend", failing)
-        with pytest.raises(KeyboardInterrupt):
-            session.generate(3, eos=None)
-    assert session.tokens.tolist()[: len(before)] == before
+    other = generated(engine, closing, seed=1)
+    session = closing(engine.restore(path))
+    damage_chunk(path, engine, 1, layer=2)
     before = replays(engine)
-    session.generate(3, eos=None)
+    with pytest.raises(CorruptSnapshotError) as found:
+        session.generate(3, eos=None)
+    error = found.value
+    assert (error.chunk, error.layer, error.start, error.stop) == (1, 2, CHUNK, 2 * CHUNK)
+    assert session.tokens.tolist() == saved.tokens.tolist()
+    assert replays(engine) == before
+    other.generate(3, eos=None)
     assert replays(engine) > before
-    whole = generated(open_engine(closing, model, graphs=False), closing, new=session.length - 40)
-    assert_same_session(session, whole, "after an error")
+    without = open_engine(closing, model, graphs=False)
+    whole = generated(without, closing, new=other.length - 40, seed=1)
+    assert_same_session(other, whole, "after an error")
 
 
 class Own(torch.nn.Module):

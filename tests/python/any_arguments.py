@@ -139,7 +139,7 @@ class Specimens:
             return _core.Device("shim")
         if kind == "Program":
             four = (0, 0, "float32", [0, 0, 0, 1])
-            steps = [("copy", [1, 1, 1, 4], 0, [four, four], False)]
+            steps = [("copy", [1, 1, 1, 4], 0, [four, four], False, None)]
             return _core.Program(_core.Workers(1), steps, [torch.zeros(4)], [])
         if kind == "Claim":
             return _core.Claim(_core.Place())

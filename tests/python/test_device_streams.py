@@ -32,8 +32,8 @@ def streams(monkeypatch):
         return heard_call
 
     monkeypatch.setattr("kvpager.pager.pager.Forward", listen("begin", Forward))
-    for name in ("attend", "write"):
-        monkeypatch.setattr(_core.Pager, name, listen(name, getattr(_core.Pager, name)))
+    monkeypatch.setattr(Forward, "attend_rows", listen("attend", Forward.attend_rows))
+    monkeypatch.setattr(_core.Pager, "write", listen("write", _core.Pager.write))
     monkeypatch.setattr(_core.Pager, "mark_replayed", listen("mark_replayed", lambda *_: None))
     return heard
 

@@ -89,7 +89,7 @@ def in_program(
         step(Op("linear", x.new_empty(len(x), weight.shape[0]), (x, weight, None)), memory)
         for weight in weights
     ]
-    return partial(_core.Program(workers, steps, memory.tensors, []).run, [])
+    return partial(_core.Program(workers, steps, memory.tensors, []).run, None, [])
 
 
 def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> None:

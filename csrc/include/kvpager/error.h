@@ -53,6 +53,7 @@ class CorruptSnapshotError : public PagerError {
       : PagerError(message), chunk(bad_chunk), layer(bad_layer) {}
   int64_t chunk = -1;  // -1: the file as a whole
   int layer = -1;
+  int64_t start = -1, stop = -1;  // the chunk's positions, where they are known
 };
 
 // A file whose major version this reader does not know.

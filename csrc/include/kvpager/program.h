@@ -1,13 +1,16 @@
 // Small operations of a decoder on the CPU, one after the other in one call: what torch computes with
 // a call of its own for each. Every operation has the bits of torch's: elements are computed in float32,
-// rounded to nearest once, and a mean is summed in the order that torch sums in.
+// rounded to nearest once, a mean is summed in the order that torch sums in, and SiLU has the exponential
+// that torch's vectors have. Attention is that of whoever runs the program.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "kvpager/linear.h"
+#include "kvpager/tensor.h"
 #include "kvpager/thread_pool.h"
 #include "kvpager/types.h"
 
@@ -21,8 +24,10 @@ enum class Operation : uint8_t {
   kNegate,
   kSquare,
   kReciprocalSqrt,
+  kSilu,    // x / (1 + e^-x)
   kMean,    // of the last dimension, float32
   kLinear,  // a times b transposed, plus c: kvpager/linear.h
+  kAttend,  // of queries a, keys b and values c, with sinks d, by run()'s `attend`
 };
 
 // Where the elements of one operand are: those of memory `base`, or one number.
@@ -38,11 +43,13 @@ struct Operand {
 // out[i][j][k][l] = operation(a[i][j][k][l], b[i][j][k][l]).
 // kMean: out[i][j][k] = mean over l of a. kLinear: shape is [1][1][rows][outputs]; a [rows][depth], b
 // [outputs][depth], c [outputs] or none, by their strides of the third and the last dimension.
+// kAttend: shape is [rows][q_heads][kv_heads][v_dim]; out [rows][q_heads][v_dim], a [rows][q_heads][depth],
+// b [rows][kv_heads][depth], c [rows][kv_heads][v_dim], by their last three strides; d [q_heads] or none.
 struct Instruction {
   Operation operation = Operation::kCopy;
   std::array<int64_t, 4> shape{1, 1, 1, 1};
-  int64_t depth = 0;  // of kLinear
-  Operand out, a, b, c;
+  int64_t depth = 0;  // of kLinear and kAttend
+  Operand out, a, b, c, d;
   // A product that is computed at the same time as the one before it, and neither reads nor writes
   // what that one writes.
   bool beside = false;
@@ -53,6 +60,14 @@ struct Memory {
   int64_t bytes = 0;
 };
 
+// One attention of a program. sinks: [q_heads], or null.
+struct Attention {
+  size_t number = 0;  // of those of the program, from 0
+  TensorView q, k, v, out;
+  const float* sinks = nullptr;
+};
+using Attend = std::function<void(const Attention&)>;
+
 class Program {
  public:
   // Throws InvalidArgumentError for an operand that is not within its memory or that an operation
@@ -62,9 +77,11 @@ class Program {
           std::vector<int64_t> given);
 
   // given: memory of as many bytes as were told. An operation reads what those before it have written.
-  void run(const std::vector<void*>& given, ThreadPool& pool) const;
+  // attend: computes every attention, in order; what it throws ends the run.
+  void run(const std::vector<void*>& given, ThreadPool& pool, const Attend& attend = {}) const;
 
   const std::vector<int64_t>& given() const { return given_; }
+  const std::vector<Instruction>& instructions() const { return instructions_; }
 
  private:
   std::vector<Instruction> instructions_;

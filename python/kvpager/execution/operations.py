@@ -1,9 +1,10 @@
 """Calls of torch in operations of the core's programs (csrc/include/kvpager/program.h).
 
 These are the operations whose result IEEE 754 states, as each element is computed in float32 and
-rounded once, means, which the core sums in torch's order, and kvpager's own products. What torch
-computes by a function of its own, such as an activation, is none of them. A call counts as known
-only if a program of it alone has the bits of torch's function for many numbers (`Alike`).
+rounded once, means, which the core sums in torch's order, SiLU with the exponential of torch's
+vectors, kvpager's own products, and attention, which is the running forward's. A call of torch
+counts as known only if a program of it alone has the bits of torch's function for many numbers
+(`Alike`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ _TWO = {
 }
 _COPIES = {"to", "float", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "reshape"}
 _TRIALS = 16
+# Elements that torch computes at once, in every dtype and on every processor, and the most that it
+# does not share out among threads (at::internal::GRAIN_SIZE): others are computed one by one, by
+# another function.
+_TORCH_STEP = 64
+_TORCH_SHARE = 32768
 
 Operand: TypeAlias = "torch.Tensor | float | None"
 # Of a tensor: its memory, as a key, and the bytes from there to its first element.
@@ -34,11 +40,15 @@ Locate: TypeAlias = Callable[[torch.Tensor], tuple[int, int]]
 
 
 class Op(NamedTuple):
-    """One operation of the core: out = name(*operands)."""
+    """One operation of the core: out = name(*operands).
+
+    call: of attention, its layer and keyword arguments; queries, keys, values and sinks are read.
+    """
 
     name: str
     out: torch.Tensor
     operands: tuple[Operand, ...]
+    call: tuple[int, dict[str, Any]] | None = None
 
     @property
     def read(self) -> list[torch.Tensor]:
@@ -89,6 +99,8 @@ def _lowered(function: Any, args: Any, kwargs: Any, made: torch.Tensor) -> list[
         return [Op("copy", made.view(first.shape), (first,))] if made.is_contiguous() else None
     if name == "mean":
         return _mean(first, args[1:], kwargs, made)
+    if name == "silu":
+        return _silu(first, args[1:], kwargs, made)
     if kwargs:
         return None
     if name in _TWO and len(args) == 2:
@@ -129,6 +141,15 @@ def _mean(a: torch.Tensor, args: Any, kwargs: Any, made: torch.Tensor) -> list[O
     if a.dtype != torch.float32 or made.dtype != torch.float32:
         return None
     return [Op("mean", made if keep else made.unsqueeze(-1), (a,))]
+
+
+def _silu(a: torch.Tensor, args: Any, kwargs: Any, made: torch.Tensor) -> list[Op] | None:
+    """SiLU of what torch goes through in vectors alone, and in one thread."""
+    given = dict(zip(("inplace",), args), **kwargs)
+    in_place = given.pop("inplace", False)
+    whole = a.is_contiguous() and made.is_contiguous() and made.numel() % _TORCH_STEP == 0
+    alike = a.dtype == made.dtype and whole and made.numel() <= _TORCH_SHARE
+    return None if in_place or given or not alike else [Op("silu", made, (a,))]
 
 
 def _cat(tensors: Any, args: Any, kwargs: Any, made: torch.Tensor) -> list[Op] | None:
@@ -174,6 +195,11 @@ def _loops(name: str, laid: tuple[_Laid, ...]) -> _Loops | None:
         (sizes, steps) = laid[1]
         is_one_row = steps[-1] == 1 or sizes[-1] == 1
         return _Loops([1, 1, *shape], strides) if is_one_row else None
+    if name == "attend":
+        (rows, q_heads, v_dim), kv_heads = shape, laid[2][0][1]
+        strides = [[*[0] * (4 - len(each)), *each] for _, each in laid]
+        contiguous = all(each[-1] == 1 for each in strides)
+        return _Loops([rows, q_heads, kv_heads, v_dim], strides) if contiguous else None
     if name == "mean":
         read, steps = laid[1]
         if steps[-1] != 1:
@@ -237,8 +263,8 @@ def step(op: Op, locate: Locate, *, beside: bool = False) -> Any:
         else each
         for each in (op.out, *op.operands)
     ]
-    depth = op.read[0].shape[-1] if op.name == "linear" else 0
-    return op.name, loops.shape, depth, operands, beside
+    depth = op.read[0].shape[-1] if op.name in ("linear", "attend") else 0
+    return op.name, loops.shape, depth, operands, beside, op.call
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -278,7 +304,7 @@ class Alike:
             return False
         memory = Memory()
         steps = [step(op, memory) for op in ops]
-        _core.Program(self._workers, steps, memory.tensors, []).run([])
+        _core.Program(self._workers, steps, memory.tensors, []).run(None, [])
         return same_bits(made, expected)
 
     def _numbers(self, like: torch.Tensor, spread: int) -> torch.Tensor:

@@ -1,10 +1,11 @@
 """Recorded calls of torch that the core computes as programs, with one call for many of them.
 
-Most of what a decode step does beside its products is moving and adding a few thousand numbers:
-norms, rotations, residuals. Calls that are known (operations.py) become programs of the core, from
-one call of torch to the next. They, and attention, write to memory that is laid out once, in which
-tensors that are not needed at the same time share places; views of it are made once and cost
-nothing later. Products of one input are computed together.
+Most of what a decode step does beside its products and attention is moving and adding a few
+thousand numbers: norms, rotations, residuals. Calls that are known (operations.py) become programs
+of the core, from one call of torch to the next: of a Llama or Qwen in few rows, that is one program
+for all layers. They write to memory that is laid out once, in which tensors that are not needed at
+the same time share places; views of it are made once and cost nothing later. Products of one input
+are computed together.
 """
 
 from __future__ import annotations
@@ -29,11 +30,6 @@ def _memory(node: fx.Node) -> set[int]:
     return {*map(storage, tensors_in(node.meta.get("made")))}
 
 
-def _writes_where_told(node: fx.Node) -> bool:
-    """Whether a call is the running forward's attention, which writes to `out`."""
-    return node.op == "call_method" and node.target == "attend"
-
-
 class _Segment:
     """Operations of the core without one of torch between them."""
 
@@ -43,11 +39,17 @@ class _Segment:
     def add(self, ops: list[Op]) -> None:
         """Adds the operations of one call; a product goes beside those of the same input."""
         for op in ops:
-            place = len(self.ops)
-            if op.name == "linear":
-                alike = [i for i, other in enumerate(self.ops) if _of_one_input(op, other)]
-                place = alike[-1] + 1 if alike else place
-            self.ops.insert(place, op)
+            self.ops.insert(self._place(op), op)
+
+    def _place(self, op: Op) -> int:
+        if op.name == "linear":
+            for place in range(len(self.ops), 0, -1):
+                other = self.ops[place - 1]
+                if _of_one_input(op, other):
+                    return place
+                if storage(other.out) == storage(op.read[0]):
+                    break  # nothing before has read it
+        return len(self.ops)
 
     def groups(self) -> Iterator[list[Op]]:
         """Operations that run at the same time, in order."""
@@ -96,7 +98,7 @@ class _Plan:
                 ends[key] = moment
         for action in reversed(self.actions):
             # What torch returns may be what it was given, even if it was a copy when recorded.
-            if not isinstance(action, _Segment) and not _writes_where_told(action):
+            if not isinstance(action, _Segment):
                 last = max((ends.get(key, 0) for key in _memory(action)), default=0)
                 for each in action.all_input_nodes:
                     for key in _memory(each):
@@ -124,8 +126,7 @@ class _Plan:
                 for group in action.groups():
                     yield [tensor for op in group for tensor in op.tensors]
             else:
-                nodes = [*action.all_input_nodes, *([action] if _writes_where_told(action) else [])]
-                yield [*tensors_in([node.meta.get("made") for node in nodes])]
+                yield [*tensors_in([node.meta.get("made") for node in action.all_input_nodes])]
 
     def _add(self, node: fx.Node) -> None:
         made = node.meta.get("made")
@@ -148,11 +149,7 @@ class _Plan:
             segment.add(ops)
         else:
             self.actions.append(node)
-            if _writes_where_told(node):
-                assert isinstance(made, torch.Tensor)
-                self.owned[storage(made)] = made.untyped_storage().nbytes()
-            else:
-                self._note(node, made)
+            self._note(node, made)
 
     def _is_known(self, key: int) -> bool:
         return key in self._lasting or key in self.owned or key in self.given
@@ -164,6 +161,8 @@ class _Plan:
 
     def _lowered(self, node: fx.Node) -> list[Op] | None:
         """A call as operations of the core, if all that they read can be told to a program."""
+        if node.op == "call_method" and node.target == "attend":
+            return [self._attention(node)]
         if node.meta["acts"]:
             return None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["made"])
@@ -175,6 +174,29 @@ class _Plan:
             return None
         is_product = node.target is product
         return ops if is_product or self._alike.same(node, args, kwargs) else None
+
+    def _attention(self, node: fx.Node) -> Op:
+        """A call of the running forward's attention."""
+        _, layer, *given = node.args
+        assert isinstance(layer, int)
+        call = {**node.kwargs}
+        read = [self._told(each, node) for each in (*given, call.pop("sinks", None))]
+        return Op("attend", node.meta["made"], tuple(read), (layer, call))
+
+    def _told(self, given: Any, user: fx.Node) -> torch.Tensor | None:
+        """A tensor as a program can be told of it; else a copy, which torch makes before."""
+        if given is None:
+            return None
+        made: torch.Tensor = given.meta["made"]
+        if self._readable(made) and made.stride(-1) == 1:
+            return made
+        layout = torch.contiguous_format
+        with user.graph.inserting_before(user):
+            copied = user.graph.call_method("clone", (given,), {"memory_format": layout})
+        copied.meta.update(made=made.clone(memory_format=layout), acts=True)
+        self._add(copied)
+        copy: torch.Tensor = copied.meta["made"]
+        return copy
 
     def _readable(self, tensor: torch.Tensor) -> bool:
         given = self.given.get(storage(tensor))
@@ -226,7 +248,8 @@ def with_programs(
     """A recording whose known operations are computed by programs, and the objects it holds.
 
     graph: every node has what it made when it was recorded (meta "made"), and whether it acts on
-    more than that (meta "acts"), such as writes to a tensor.
+    more than that (meta "acts"), such as writes to a tensor. A method `attend` is that of the
+    function's first argument.
     """
     return _Writer(graph, held, workers).written()
 
@@ -251,10 +274,6 @@ class _Writer:
                 self._program(action)
             elif action.op == "output":
                 self._graph.output(self._result(action))
-            elif _writes_where_told(action):
-                args, kwargs = fx.node.map_arg((action.args, action.kwargs), self._value)
-                out = self._hold(self._view(action.meta["made"]))
-                self._new[action] = self._graph.call_method("attend", args, {**kwargs, "out": out})
             else:
                 self._new[action] = self._graph.node_copy(action, self._value)
         return self._graph, self._held
@@ -271,7 +290,9 @@ class _Writer:
         sizes = [node.meta["made"].nbytes for node in places.given]
         program = _core.Program(self._workers, steps, places.fixed, sizes)
         given = [self._value(node) for node in places.given]
-        self._graph.call_method("run", (self._hold(program), given))
+        attends = any(op.name == "attend" for op in segment.ops)
+        attention = self._new[next(iter(self._nodes))] if attends else None
+        self._graph.call_method("run", (self._hold(program), attention, given))
 
     def _result(self, node: fx.Node) -> Any:
         """What the recording returns; not memory that the next replay writes to."""

@@ -183,7 +183,8 @@ def recorded(
 ) -> Replay:
     """What a forward does with these tokens and positions, as a function of them.
 
-    Attention that the function is called with has to take `out`, as `Forward.attend` does.
+    Attention that the function is called with has to take `out`, as `Forward.attend` does, and to
+    write there.
 
     Raises:
         NotRecordableError: it does what may be otherwise next time.

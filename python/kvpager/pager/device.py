@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,15 +34,10 @@ class Place:
         """One of "cpu", "cuda", "shim" and "meta"."""
         return self.name.partition(":")[0]
 
-    @cached_property
-    def has_streams(self) -> bool:
-        """Whether torch has streams there."""
-        return self.tensors.type == "cuda"
-
     @property
     def stream(self) -> int:
         """The handle of torch's current stream there; 0 for a device without streams."""
-        if not self.has_streams:
+        if self.tensors.type != "cuda":
             return 0
         return int(torch.cuda.current_stream(self.tensors).cuda_stream)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
 from kvpager import _core
-from kvpager.errors import CorruptSnapshotError, locate_damage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,8 +50,6 @@ class Forward(_core.OwnedForward):
                 forward.replayed(captured)
                 forward.commit()
     """
-
-    attend_seconds = 0.0  # in attend so far
 
     if TYPE_CHECKING:
 
@@ -98,9 +94,7 @@ class Forward(_core.OwnedForward):
             CorruptSnapshotError: a chunk is damaged; the forward was aborted. The error has
                 `.chunk`, `.layer` and the token range [`.start`, `.stop`).
         """
-        start = time.perf_counter()
-        core, pager = self.core, self.pager
-        place = pager.place
+        pager = self.pager
         if out is None:
             shape = (q.shape[0], q.shape[1], pager.layout.v_dim)
             out = (
@@ -109,23 +103,18 @@ class Forward(_core.OwnedForward):
                 else np.empty(shape, dtype=q.dtype)
             )
         logits = None if sinks is None else _float32_column(sinks)
-        try:
-            core.attend(
-                layer,
-                q,
-                k,
-                v,
-                out,
-                scaling,
-                float(softcap or 0.0),
-                int(window or 0),
-                logits,
-                place.stream if place.has_streams else 0,
-            )
-        except CorruptSnapshotError as error:
-            locate_damage(error, pager.layout.chunk_tokens)
-            raise
-        self.attend_seconds += time.perf_counter() - start
+        self.attend_rows(
+            layer,
+            q,
+            k,
+            v,
+            out,
+            scaling,
+            float(softcap or 0.0),
+            int(window or 0),
+            logits,
+            pager.place.stream,
+        )
         return out
 
     def give(self, k: Tensor | SequenceOf[Tensor], v: Tensor | SequenceOf[Tensor]) -> None:

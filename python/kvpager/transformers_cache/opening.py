@@ -12,7 +12,7 @@ from kvpager.config import PagerConfig, known_options
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf import RowCounts, attach, check_supported, layout_of, running
 from kvpager.hf.attach import configurations
-from kvpager.hf.behaviour import behaviour_digest
+from kvpager.hf.behaviour import TOKENS, behaviour_seen, behaviour_tokens
 from kvpager.hf.decoder import decoder_of
 from kvpager.hf.observe import Observation, Recorder, packed_inputs
 from kvpager.hf.own_attention import require_own_attention
@@ -25,8 +25,6 @@ from kvpager.progress import Progress, reporting_bytes
 from kvpager.transformers_cache.hooks import Hooks
 from kvpager.transformers_cache.host import Host, Known
 from kvpager.weights import weights_digest
-
-_ROWS = 16  # of the forwards that are looked at here; also what the fingerprint's digest is of
 
 
 def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> PagerConfig:
@@ -64,7 +62,6 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
     layout = layout_of(model, seen, config)
     config, _ = sized(config, model, layout, rows, place)
     q_heads, kernel_version = attention(seen, layout, config, place)
-    counts = RowCounts(_ROWS)
     with reporting_bytes(progress, "hash weights") as report:
         weights = weights_digest(model, report)
     fingerprint = fingerprints.describe(
@@ -72,9 +69,9 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
         config,
         layout,
         weights=weights,
-        row_counts=counts,
+        row_counts=RowCounts(TOKENS),
         kernel_version=kernel_version,
-        behaviour=behaviour_digest(model, counts),
+        behaviour=behaviour_seen(model, seen),
     )
     watch.learn()
     watch.check(thorough=True)
@@ -94,13 +91,8 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
 
 
 def _observed(model: Any) -> Observation:
-    """One forward of a few made-up tokens: shapes and windows of its attention calls."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    vocab = model.get_input_embeddings().weight.shape[0]
-    longest = getattr(model.config, "max_position_embeddings", None) or _ROWS
-    count = min(_ROWS, longest)
-    tokens = torch.randint(vocab, (count,), generator=generator, device="cpu").to(model.device)
-    positions = torch.arange(count, device=model.device)
+    """One forward, of the tokens that the fingerprint's digest of behaviour is of."""
+    tokens, positions = behaviour_tokens(model)
     recorder = Recorder()
     with torch.inference_mode(), running(recorder):
         hidden = decoder_of(model)(**packed_inputs(tokens, positions))[0][0]

@@ -3,6 +3,7 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -121,6 +122,125 @@ TEST_CASE("a number and an element of stride 0 stand for a whole row, on either 
   one.b = Operand{};
   one.b.number = 0.375f;
   check([&](float x) { return x - 0.375f; });
+}
+
+TEST_CASE("SiLU has the bits of its written order in every tier, and at most 3 ulp of error") {
+  const auto written = [](float x) {
+    const float t = std::max(-std::max(x, -100.0f), -104.0f);
+    const float n = std::rint(t * 1.44269504f);
+    const float r = std::fma(n, -1.428606765330187045e-06f, std::fma(n, -0.693145751953125f, t));
+    float p = 0.000198527617612853646278381f;
+    for (const float term : {0.00139304355252534151077271f, 0.00833336077630519866943359f,
+                             0.0416664853692054748535156f, 0.166666671633720397949219f, 0.5f}) {
+      p = std::fma(p, r, term);
+    }
+    const float e = std::ldexp(std::fma(r * r, p, r) + 1.0f, static_cast<int>(n));
+    return x / (e + 1.0f);
+  };
+  std::vector<float> edges = {0.0f, -0.0f, 1e-40f, -1e-40f, 3e38f, -3e38f, 104.0f, -104.0f};
+  for (float x = -110.0f; x < 110.0f; x += 0.0078125f) edges.push_back(x);
+  edges.push_back(INFINITY);
+  for (const DType dtype : kDTypes) {
+    const auto count = static_cast<int64_t>(edges.size());
+    auto x = numbers(dtype, count, 16);
+    for (int64_t i = 0; i < count; ++i) round_to(dtype, edges[static_cast<size_t>(i)], x.data(), i);
+    for (const KernelTable* table : runnable_kernels()) {
+      const KernelOverride use(*table);
+      auto out = numbers(dtype, count, 17), right = out;
+      Instruction one;
+      one.operation = Operation::kSilu;
+      one.shape = {1, 1, 1, count};
+      one.out = {0, 0, dtype, {0, 0, 0, 1}};
+      one.a = {1, 0, dtype, {0, 0, 0, 1}};
+      run(one, {of(out), of(x)});
+      for (int64_t i = 0; i < count; ++i) {
+        const float of = widen(dtype, x.data(), i);
+        const float made = written(of);
+        round_to(dtype, made, right.data(), i);
+        const double exact = double{of} / (1.0 + std::exp(-double{of}));
+        if (of > -88.0f && std::isfinite(of)) {
+          CHECK(std::abs(double{made} - exact) <= 3 * 0x1p-24 * std::abs(exact) + 0x1p-149);
+        }
+      }
+      INFO(table->name, " ", dtype_name(dtype));
+      CHECK(out == right);
+    }
+  }
+}
+
+TEST_CASE(
+    "attention gets an instruction's tensors and sinks, in order, and its error ends the run") {
+  constexpr int64_t kRows = 3, kHeads = 4, kKvHeads = 2, kDim = 8, kOutDim = 5;
+  auto memory = numbers(DType::kFloat32, 400, 18);
+  auto sinks = numbers(DType::kBFloat16, kHeads, 19);
+  auto given = numbers(DType::kFloat16, kRows * kKvHeads * kOutDim, 20);
+  Instruction one;
+  one.operation = Operation::kAttend;
+  one.shape = {kRows, kHeads, kKvHeads, kOutDim};
+  one.depth = kDim;
+  one.out = {0, 0, DType::kFloat32, {0, kHeads * kOutDim, kOutDim, 1}};
+  one.a = {0, 400, DType::kFloat32, {0, kDim, kRows * kDim, 1}};  // heads first
+  one.b = {0, 800, DType::kFloat32, {0, 0, kDim, 1}};             // one row for all
+  one.c = {2, 0, DType::kFloat16, {0, kKvHeads * kOutDim, kOutDim, 1}};
+  Instruction other = one;
+  other.d = {1, 0, DType::kBFloat16, {0, 0, 0, 1}};
+  Instruction after;
+  after.operation = Operation::kNegate;
+  after.shape = {1, 1, 1, 1};
+  after.out = {0, 240, DType::kFloat32, {0, 0, 0, 1}};
+  after.a = {0, 0, DType::kFloat32, {0, 0, 0, 1}};
+  const auto bytes = static_cast<int64_t>(given.size());
+  const Program program({one, other, after}, {of(memory), of(sinks)}, {bytes});
+  ThreadPool pool(1);
+  size_t calls = 0;
+  const std::byte* const at = memory.data();
+  program.run({given.data()}, pool, [&](const Attention& call) {
+    CHECK(call.number == calls++);
+    CHECK(call.q.data == at + 400);
+    CHECK(call.q.row_stride == kDim);
+    CHECK(call.q.head_stride == kRows * kDim);
+    CHECK(call.k.data == at + 800);
+    CHECK(call.k.row_stride == 0);
+    CHECK(call.v.data == given.data());
+    CHECK(call.v.dtype == DType::kFloat16);
+    CHECK(call.out.data == at);
+    for (const TensorView& view : {call.q, call.k, call.v, call.out}) CHECK(view.rows == kRows);
+    CHECK(call.q.heads == kHeads);
+    CHECK(call.k.heads == kKvHeads);
+    CHECK(call.v.heads == kKvHeads);
+    CHECK(call.out.heads == kHeads);
+    CHECK(call.q.dim == kDim);
+    CHECK(call.k.dim == kDim);
+    CHECK(call.v.dim == kOutDim);
+    CHECK(call.out.dim == kOutDim);
+    REQUIRE((call.sinks != nullptr) == (call.number == 1));
+    for (int64_t i = 0; call.sinks != nullptr && i < kHeads; ++i) {
+      CHECK(call.sinks[i] == widen(DType::kBFloat16, sinks.data(), i));
+    }
+    *static_cast<float*>(call.out.data) = 2.0f;
+  });
+  CHECK(calls == 2);
+  CHECK(widen(DType::kFloat32, memory.data(), 60) == -2.0f);  // read what attention had written
+  *reinterpret_cast<float*>(memory.data() + 240) = 7.0f;
+  CHECK_THROWS_AS(
+      program.run({given.data()}, pool, [](const Attention&) { throw CapacityError("full"); }),
+      CapacityError);
+  CHECK_THROWS_AS(program.run({given.data()}, pool), InvalidArgumentError);
+  CHECK(widen(DType::kFloat32, memory.data(), 60) == 7.0f);
+  const auto refused = [&](auto change) {
+    Instruction bad = other;
+    change(bad);
+    CHECK_THROWS_AS(Program({bad}, {of(memory), of(sinks)}, {bytes}), InvalidArgumentError);
+  };
+  refused([](Instruction& bad) { bad.shape[0] = 100; });
+  refused([](Instruction& bad) { bad.shape[1] = 5; });  // more heads than sinks
+  refused([](Instruction& bad) { bad.shape[2] = 3; });
+  refused([](Instruction& bad) { bad.shape[3] = 6; });
+  refused([](Instruction& bad) { bad.depth = 400; });
+  refused([](Instruction& bad) { bad.depth = 0; });
+  refused([](Instruction& bad) { bad.a.strides[3] = 0; });
+  refused([](Instruction& bad) { bad.b = Operand{}; });
+  refused([](Instruction& bad) { bad.out.offset = 1600; });
 }
 
 TEST_CASE("a mean has the same bits in every tier") {

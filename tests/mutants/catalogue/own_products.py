@@ -250,4 +250,54 @@ OWN_PRODUCTS = (
             " cannot have",
         ),
     ),
+    Mutant(
+        name="silu-in-another-order",
+        breaks="SiLU has the exponential that torch's vectors have",
+        file="csrc/kernels/program_isa.cc",
+        old="p = add(fma(mul(r, r), p, r), splat(1.0f));",
+        new="p = fma(mul(r, r), p, add(r, splat(1.0f)));",
+        killers=(
+            PROGRAM + "SiLU has the bits of its written order in every tier, and at most 3 ulp of"
+            " error",
+        ),
+    ),
+    Mutant(
+        name="silu-of-elements-that-torch-computes-one-by-one",
+        breaks="SiLU is part of a program only where torch computes it in vectors alone",
+        file="python/kvpager/execution/operations.py",
+        old=" and made.numel() % _TORCH_STEP == 0",
+        new="",
+        killers=(PROGRAMS + "test_other_calls_stay_torchs",),
+    ),
+    Mutant(
+        name="sinks-of-a-program-are-left-out",
+        breaks="attention of a program has its sinks",
+        file="csrc/kernels/program.cc",
+        old="    made.sinks = sinks->data();\n",
+        new="",
+        killers=(
+            PROGRAM + "attention gets an instruction's tensors and sinks, in order, and its error"
+            " ends the run",
+        ),
+    ),
+    Mutant(
+        name="attention-reads-what-a-program-cannot",
+        breaks="attention of a program is given copies of what a program cannot read",
+        file="python/kvpager/execution/programs.py",
+        old="if self._readable(made) and made.stride(-1) == 1:",
+        new="if True:",
+        killers=(
+            PROGRAMS + "test_attention_gets_its_keywords_and_copies_of_what_a_program_cannot_read",
+        ),
+    ),
+    Mutant(
+        name="damage-in-a-replay-has-no-place",
+        breaks="an error of attention names the positions of a damaged chunk, also in a replay",
+        file="csrc/bindings/handles.cc",
+        old="      error.stop = error.start + tokens;\n",
+        new="",
+        killers=(
+            RECORDED + "test_an_error_in_a_replay_names_its_place_and_leaves_the_session_as_it_was",
+        ),
+    ),
 )
