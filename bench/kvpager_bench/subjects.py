@@ -169,16 +169,16 @@ def inject(
         sequence.append(ids, k, v, provenance=provenance)
 
 
-# The stock transformers way, for comparison: its own attention and DynamicCache.
-
-
-@torch.inference_mode()
 def record_steps(engine: Engine, sessions: int = 1) -> None:
     """Decodes until forwards of so many sessions are replayed, for engines that record them."""
     prompts = [random_ids(engine.model, 8, seed=number) for number in range(sessions)]
     engine.run(prompts, WORTH + 3, eos=None)
 
 
+# The stock transformers way, for comparison: its own attention and DynamicCache.
+
+
+@torch.inference_mode()
 def stock_prefill(
     model: Any, ids: np.ndarray[Any, Any], step: int | None = None
 ) -> tuple[DynamicCache, torch.Tensor]:

@@ -9,7 +9,9 @@ products and with torch's by turns, each called from Python, beside reading as m
 "core_us" is of few rows in the core alone, as a decode step runs them. Model: a model of the
 shape of Qwen3-0.6B with random weights decodes behind a short prompt, and computes a prompt: an
 engine with kvpager's products, one with torch's, and transformers over the same weights, by turns;
-"of_reading" is the time of reading the weights once beside that of a step. llama.cpp decodes with
+"of_reading" is the time of reading the weights once beside that of a step. "Beside Python" they
+decode while another thread runs Python without pause, as a server's do that parses or tokenizes:
+who takes the interpreter's lock again in a step waits for it each time. llama.cpp decodes with
 weights of the same shape and dtype in a process of its own, behind the prompt and behind a long
 context of random K/V, all of which either attends to.
 """
@@ -19,9 +21,10 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -43,6 +46,7 @@ ROWS = (1, 2, 4, 8, 16, 64, 256)
 MATRICES_BYTES = 256 << 20
 PROMPT = 256
 STEPS = 8  # tokens of a turn
+ROUNDS_BESIDE = 2  # of one token each, which takes transformers 20 s beside a thread of Python
 FEW_ROWS = 16  # whose products are bound by reading weights
 CONTEXTS = (8192,)  # of random K/V, beside llama.cpp
 OF_MEMORY = 0.9  # aim of a few rows
@@ -72,8 +76,8 @@ MODEL = (
     Column("subject", text=True),
     Column("tokens_per_s", "tokens/s"),
     Column("over_transformers", "x", 2),
-    Column("of_reading", "", 2),
-    Column("prompt_s", "s of 256 tokens", 2),
+    Column("of_reading", "", 2, optional=True),
+    Column("prompt_s", "s of 256 tokens", 2, optional=True),
     Column("start_s", "s", 2, optional=True),
     Column("restart_s", "s", 2, optional=True),
     Column("spread", "(max-min)/median", 2),
@@ -185,6 +189,25 @@ def said(name: str) -> str:
     return ", ".join([f"{whose}'s products", *how])
 
 
+@contextmanager
+def python_beside() -> Iterator[None]:
+    """Another thread runs Python without pause as long as the block does."""
+    ended = threading.Event()
+
+    def work() -> None:
+        number = 0
+        while not ended.is_set():
+            number = (number * 3 + 1) % 1_000_003
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def decoded_far(model: Any, context: int, rounds: int) -> Timing:
     """Seconds per token behind so many tokens of random K/V, with all of them in the pool."""
     room = context + PROMPT + STEPS * (rounds + 1)
@@ -198,8 +221,8 @@ def decoded_far(model: Any, context: int, rounds: int) -> Timing:
     return Timing(tuple(seconds / STEPS for seconds in found.runs))
 
 
-def stock_steps(model: Any, cache: DynamicCache) -> None:
-    for _ in range(STEPS):
+def stock_steps(model: Any, cache: DynamicCache, steps: int) -> None:
+    for _ in range(steps):
         subjects.stock_step(model, cache, [9])
 
 
@@ -241,15 +264,18 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
             session.prefill(ids)
         stock = subjects.beside(model)
         cache, _ = subjects.stock_prefill(stock, ids)
-        turns: Mapping[str, Subject] = {
-            **{
-                name: Subject(partial(session.generate, STEPS, eos=None))
-                for name, session in sessions.items()
-            },
-            "transformers": Subject(partial(stock_steps, stock, cache)),
-            "memory": Subject(memory),
-        }
+
+        def decoding(name: str, steps: int) -> Subject:
+            if name == "transformers":
+                return Subject(partial(stock_steps, stock, cache, steps))
+            return Subject(partial(sessions[name].generate, steps, eos=None))
+
+        turns = {name: decoding(name, STEPS) for name in (*engines, "transformers")}
+        turns["memory"] = Subject(memory)
         found = harness.interleave(turns, runs=rounds, warm_up=1)
+        slow = {name: decoding(name, 1) for name in ("kvpager", "transformers")}
+        with python_beside():
+            beside = harness.interleave(slow, runs=ROUNDS_BESIDE, warm_up=0)
         prompts = {
             name: prompt_time(partial(computed, engine), rounds) for name, engine in engines.items()
         }
@@ -278,6 +304,7 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
             flush=True,
         )
     judge(report, dtype, steps, reading, prompts)
+    judge_beside(report, dtype, steps["kvpager"], beside)
     report.compare(
         f"second start of an engine, {dtype}",
         ours=starts["kvpager"][1],
@@ -305,6 +332,33 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
                 unit="tokens/s",
                 aim=LLAMA_AIM if near else LLAMA_AIM_FAR,
             )
+
+
+def judge_beside(report: Report, dtype: str, alone: float, found: Mapping[str, Timing]) -> None:
+    """Adds what decodes beside a thread of Python. alone: seconds of our step without."""
+    beside = {name: timing.median for name, timing in found.items()}
+    for name, seconds in beside.items():
+        engine = name if name == "transformers" else f"engine, {said(name)}"
+        report.add(
+            dtype=dtype,
+            subject=f"{engine}, beside Python",
+            tokens_per_s=1 / seconds,
+            over_transformers=beside["transformers"] / seconds,
+            of_reading=harness.NOT_APPLICABLE,
+            prompt_s=harness.NOT_APPLICABLE,
+            start_s=harness.NOT_APPLICABLE,
+            restart_s=harness.NOT_APPLICABLE,
+            spread=found[name].spread,
+        )
+    for peer, theirs in (("transformers", beside["transformers"]), ("kvpager alone", alone)):
+        report.compare(
+            f"decode beside a thread of Python, {dtype}",
+            ours=1 / beside["kvpager"],
+            theirs=1 / theirs,
+            peer=peer,
+            unit="tokens/s",
+            aim=None,
+        )
 
 
 def judge(
