@@ -61,7 +61,7 @@ QUESTIONS = {
         Question(
             "linear",
             "what linear layers cost with kvpager's own products, alone and in a whole model",
-            8,
+            10,
             ("torch", "memory bandwidth", "transformers", "llama.cpp"),
             ("linear", "linear_model"),
             needs="7 GB of memory",

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -108,13 +109,35 @@ AttentionCall call_of(const Call::value_type& given) {
   made.keywords = std::get<1>(given);
   const auto number = [&](const char* name, auto standard) {
     const py::object value = made.keywords.attr("get")(name);
-    return value.is_none() ? standard : py::cast<decltype(standard)>(value);
+    try {
+      return value.is_none() ? standard : py::cast<decltype(standard)>(value);
+    } catch (const py::cast_error&) {
+      throw InvalidArgumentError(
+          str(name, " is ", py::cast<std::string>(py::repr(value)), "; expected a number or None"));
+    }
   };
   made.options.scaling = number("scaling", 1.0f);
   made.options.softcap = number("softcap", 0.0f);
   made.options.window = number("window", int64_t{0});
   return made;
 }
+
+// Lets an interrupt end what runs long without Python.
+class Interruptible {
+ public:
+  // Without the GIL. Throws what a signal's handler raises.
+  void check() {
+    const Clock::time_point now = Clock::now();
+    if (now - checked_ < std::chrono::milliseconds(200)) return;
+    const py::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    checked_ = now;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point checked_ = Clock::now();
+};
 
 // A program with the tensors that it reads and writes.
 class BoundProgram {
@@ -156,8 +179,10 @@ class BoundProgram {
       if (forward.pager()->device_place().type != DevicePlace().type) {
         throw InvalidArgumentError("attention: a forward of a device, expected one on the CPU");
       }
+      Interruptible interruptible;
       const py::gil_scoped_release release;
       program_.run(data, *workers_, [&](const Attention& at) {
+        interruptible.check();
         AttendOptions options = calls_[at.number].options;
         options.sinks = at.sinks;
         forward.attend(calls_[at.number].layer, at.q, at.k, at.v, at.out, options);
@@ -237,7 +262,7 @@ void bind_program(py::module_& m) {
            "without Python; or an object with the same `attend`, or None where nothing attends.\n\n"
            "Raises:\n"
            "    InvalidArgumentError: a tensor is not contiguous, or of another size.\n"
-           "    Whatever attention raises; the rest is not computed then.");
+           "    Whatever attention, or a signal's handler, raises; the rest is not computed then.");
 }
 
 }  // namespace kvpager

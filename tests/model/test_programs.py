@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from bits import assert_same_bits
 
-from kvpager import InvalidArgumentError, _core
-from kvpager.execution import programs
-from kvpager.execution.operations import Alike, lower
+from kvpager import InvalidArgumentError, PagerConfig, _core
+from kvpager.execution import operations, programs
+from kvpager.execution.operations import Alike, Memory, Op, lower
 from kvpager.execution.recordings import recorded
 from kvpager.hf.linear import LinearLayers, computing
 from kvpager.hf.observe import Recorder
+from kvpager.pager import Layout, Pager
 
 TOKENS, PLACES = torch.tensor([3, 1, 2]), torch.tensor([0, 1, 2])
 OTHERS = torch.tensor([5, 5, 0]), torch.tensor([9, 4, 7])
@@ -323,6 +325,44 @@ def test_an_error_of_attention_ends_a_program_and_is_raised(replayed, layers):
     assert_same_bits(made, expected, "replayed after an error")
 
 
+@pytest.fixture
+def interrupt_soon():
+    """A signal that raises KeyboardInterrupt 50 ms after it is asked for."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield lambda: signal.setitimer(signal.ITIMER_REAL, 0.05)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_ends_a_long_program(workers, interrupt_soon):
+    """After an attention: here each of 128 follows a product of 256 MiB."""
+    layers, depth = 128, 1 << 13
+    x, weight = torch.ones(1, depth), torch.zeros(depth, depth)
+    made, heads = torch.empty(1, depth), torch.zeros(1, 1, 16)
+    memory = Memory()
+    steps = [
+        operations.step(op, memory)
+        for layer in range(layers)
+        for op in (
+            Op("linear", made, (x, weight, None)),
+            Op("attend", torch.empty_like(heads), (heads,) * 3 + (None,), (layer, {})),
+        )
+    ]
+    program = _core.Program(workers, steps, memory.tensors, [])
+    pager = Pager(
+        Layout(layers, 1, 16, 16, chunk_tokens=16),
+        PagerConfig(4 * 16, chunk_tokens=16),
+        rows=1,
+        threads=1,
+    )
+    with pager.begin([pager.sequence()], [0], [0], [0]) as forward:
+        interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            program.run(forward, [])
+        with pytest.raises(InvalidArgumentError, match="layer"):
+            forward.commit()
+
+
 def test_weights_are_read_where_they_are(layers, replayed):
     with torch.no_grad():
         layers.k.weight.mul_(3)
@@ -331,52 +371,42 @@ def test_weights_are_read_where_they_are(layers, replayed):
     assert_same_bits(made, expected, "changed weights")
 
 
-@pytest.mark.parametrize(
-    ("step", "error"),
-    [
-        (
-            ("divide", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2, False, None),
-            "operation is",
-        ),
-        (
-            ("copy", [1, 1, 1, 9], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2, False, None),
-            "outside of the 32",
-        ),
-        (
-            ("copy", [1, 1, 1, 4], 0, [(2, 0, "float32", [0, 0, 0, 1])] * 2, False, None),
-            "base is 2",
-        ),
-        (("copy", [1, 1, 1, 4], 0, [(0, 0, "int8", [0, 0, 0, 1])] * 2, False, None), "dtype"),
-        (
-            ("copy", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])], False, None),
-            "expected memory",
-        ),
-        (("copy", [1, 1, 1, 4], 0, [], False, None), "0 operands"),
-        (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32"), None], False, None), "an operand is"),
-        (("copy", [1, 1, 1, 4], 0, ["x", None], False, None), "an operand is 'x'"),
-        (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2, False, (0, {})), "call"),
-        (("attend", [1, 1, 1, 4], 4, [(0, 0, "float32", [0, 4, 4, 1])] * 4, False, None), "call"),
-        (("attend", [1, 1, 1, 4], 4, [(0, 0, "float32", [0, 4, 4, 1])] * 3, False, (0, {})), "att"),
-        (("attend", [3, 1, 1, 4], 4, [(0, 0, "float32", [0, 4, 4, 1])] * 4, False, (0, {})), "out"),
-        (("copy", [1, 1, 1, 4], 0, [(0, 0, "float32", [0, 0, 0, 1])] * 2, True, None), "beside"),
-    ],
-)
+FOUR = (0, 0, "float32", [0, 4, 4, 1])  # elements of a program's memory
+
+
+def told(name, operands, last=4, *, rows=1, beside=False, call=None):
+    """An operation as a program is told of it."""
+    depth = 4 if name == "attend" else 0
+    return (name, [rows, 1, 1, last], depth, operands, beside, call)
+
+
+REFUSED = [
+    (told("divide", [FOUR] * 2), "operation is"),
+    (told("copy", [FOUR] * 2, 9), "outside of the 32"),
+    (told("copy", [(2, *FOUR[1:])] * 2), "base is 2"),
+    (told("copy", [(0, 0, "int8", FOUR[3])] * 2), "dtype"),
+    (told("copy", [FOUR]), "expected memory"),
+    (told("copy", []), "0 operands"),
+    (told("copy", [FOUR] * 6), "6 operands"),
+    (told("copy", [FOUR[:3], None]), "an operand is"),
+    (told("copy", ["x", None]), "an operand is 'x'"),
+    (told("copy", [FOUR] * 2, beside=True), "beside"),
+    (told("copy", [FOUR] * 2, call=(0, {})), "a call"),
+    (told("attend", [FOUR] * 4), "a call"),
+    (told("attend", [FOUR] * 3, call=(0, {})), "attention: expected memory"),
+    (told("attend", [FOUR] * 4, rows=3, call=(0, {})), "out: elements outside"),
+    (told("attend", [FOUR] * 4, call=(0, {"window": "far"})), "window is 'far'; expected a number"),
+]
+
+
+@pytest.mark.parametrize(("step", "error"), REFUSED)
 def test_a_program_refuses_what_it_cannot_do(workers, step, error):
     with pytest.raises(InvalidArgumentError, match=error):
         _core.Program(workers, [step], [torch.zeros(8)], [])
 
 
 def test_a_program_refuses_tensors_that_are_not_as_it_was_told(workers):
-    steps = [
-        (
-            "copy",
-            [1, 1, 1, 4],
-            0,
-            [(0, 0, "float32", [0, 0, 0, 1]), (1, 0, "float32", [0] * 4)],
-            False,
-            None,
-        )
-    ]
+    steps = [told("copy", [FOUR, (1, *FOUR[1:])])]
     program = _core.Program(workers, steps, [torch.zeros(8)], [16])
     program.run(None, [torch.ones(4)])
     for given in (

@@ -300,4 +300,12 @@ OWN_PRODUCTS = (
             RECORDED + "test_an_error_in_a_replay_names_its_place_and_leaves_the_session_as_it_was",
         ),
     ),
+    Mutant(
+        name="long-programs-cannot-be-interrupted",
+        breaks="an interrupt ends a program between two attentions",
+        file="csrc/bindings/program.cc",
+        old="        interruptible.check();\n",
+        new="",
+        killers=(PROGRAMS + "test_an_interrupt_ends_a_long_program",),
+    ),
 )
