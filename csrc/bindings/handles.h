@@ -99,7 +99,7 @@ class ForwardHandle {
  private:
   std::weak_ptr<Pager> pager_;
   pybind11::object owner_;
-  uint64_t number_ = 0;  // 0: of none
+  uint64_t number_ = 0;             // 0: of none
   std::atomic<bool> ended_{false};  // read without the GIL
   std::atomic<int64_t> attend_nanoseconds_{0};
 };

@@ -183,7 +183,7 @@ class Program:
 
         Raises:
             InvalidArgumentError: a tensor is not contiguous, or of another size.
-            Whatever attention raises; the rest is not computed then.
+            Whatever attention, or a signal's handler, raises; the rest is not computed then.
         """
 
 class Layout:
