@@ -113,6 +113,15 @@ def test_a_number_of_rows_is_recorded_once_it_was_run_a_few_times(closing, model
     assert max(engine.core.runner.graphs._made) <= MOST_ROWS
 
 
+def test_time_in_attention_is_counted_in_replays_too(closing, model):
+    engine = open_engine(closing, model)
+    session = generated(engine, closing)
+    before, attended = replays(engine), engine.stats()["seconds_attention"]
+    session.generate(3, eos=None)
+    assert replays(engine) == before + 3
+    assert engine.stats()["seconds_attention"] > attended
+
+
 def test_hooks_that_look_see_every_forward(closing, model):
     engine, seen = open_engine(closing, model), []
     session = generated(engine, closing)
