@@ -101,6 +101,7 @@ struct AttentionCall {
   int layer = 0;
   AttendOptions options;
   py::dict keywords;
+  const Instruction* instruction = nullptr;  // of the program
 };
 
 AttentionCall call_of(const Call::value_type& given) {
@@ -151,7 +152,8 @@ class BoundProgram {
       const Call& call = std::get<5>(step);
       if (!call) continue;
       calls_.push_back(call_of(*call));
-      attentions_.push_back(&program_.instructions()[static_cast<size_t>(&step - steps.data())]);
+      calls_.back().instruction =
+          &program_.instructions()[static_cast<size_t>(&step - steps.data())];
     }
   }
 
@@ -174,33 +176,32 @@ class BoundProgram {
     if (!calls_.empty() && attention.is_none()) {
       throw InvalidArgumentError("attention is None; expected what computes it");
     }
+    Interruptible interruptible;
+    Attend attend = [&](const Attention& at) {
+      const py::gil_scoped_acquire acquire;
+      call(attention, calls_[at.number], given);
+    };
     if (!calls_.empty() && py::isinstance<ForwardHandle>(attention)) {
-      auto& forward = py::cast<ForwardHandle&>(attention);
-      if (forward.pager()->device_place().type != DevicePlace().type) {
+      auto* const forward = py::cast<ForwardHandle*>(attention);
+      if (forward->pager()->device_place().type != DevicePlace().type) {
         throw InvalidArgumentError("attention: a forward of a device, expected one on the CPU");
       }
-      Interruptible interruptible;
-      const py::gil_scoped_release release;
-      program_.run(data, *workers_, [&](const Attention& at) {
+      attend = [&, forward](const Attention& at) {
         interruptible.check();
         AttendOptions options = calls_[at.number].options;
         options.sinks = at.sinks;
-        forward.attend(calls_[at.number].layer, at.q, at.k, at.v, at.out, options);
-      });
-      return;
+        forward->attend(calls_[at.number].layer, at.q, at.k, at.v, at.out, options);
+      };
     }
     const py::gil_scoped_release release;
-    program_.run(data, *workers_, [&](const Attention& at) {
-      const py::gil_scoped_acquire acquire;
-      call(attention, at.number, given);
-    });
+    program_.run(data, *workers_, attend);
   }
 
  private:
   // Attention of a Python object, with tensors of the memory that its operands are in.
-  void call(const py::object& attention, size_t number,
+  void call(const py::object& attention, const AttentionCall& as,
             const std::vector<py::object>& given) const {
-    const Instruction& of = *attentions_[number];
+    const Instruction& of = *as.instruction;
     const auto [rows, q_heads, kv_heads, v_dim] = of.shape;
     const py::module_ torch = py::module_::import("torch");
     const auto tensor = [&](const Operand& operand, const std::vector<int64_t>& shape) {
@@ -216,11 +217,10 @@ class BoundProgram {
     };
     py::object sinks = py::none();
     if (of.d.base != Operand::kNumber) sinks = tensor(of.d, {q_heads});
-    attention.attr("attend")(calls_[number].layer, tensor(of.a, {rows, q_heads, of.depth}),
-                             tensor(of.b, {rows, kv_heads, of.depth}),
-                             tensor(of.c, {rows, kv_heads, v_dim}), **calls_[number].keywords,
-                             py::arg("sinks") = sinks,
-                             py::arg("out") = tensor(of.out, {rows, q_heads, v_dim}));
+    attention.attr("attend")(
+        as.layer, tensor(of.a, {rows, q_heads, of.depth}), tensor(of.b, {rows, kv_heads, of.depth}),
+        tensor(of.c, {rows, kv_heads, v_dim}), **as.keywords, py::arg("sinks") = sinks,
+        py::arg("out") = tensor(of.out, {rows, q_heads, v_dim}));
   }
   static std::vector<Instruction> instructions(const std::vector<Step>& steps) {
     std::vector<Instruction> made;
@@ -237,7 +237,6 @@ class BoundProgram {
   const std::vector<py::object> fixed_;
   const Program program_;
   std::vector<AttentionCall> calls_;
-  std::vector<const Instruction*> attentions_;
 };
 
 }  // namespace

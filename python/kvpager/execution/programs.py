@@ -290,8 +290,7 @@ class _Writer:
         sizes = [node.meta["made"].nbytes for node in places.given]
         program = _core.Program(self._workers, steps, places.fixed, sizes)
         given = [self._value(node) for node in places.given]
-        attends = any(op.name == "attend" for op in segment.ops)
-        attention = self._new[next(iter(self._nodes))] if attends else None
+        attention = self._new[next(iter(self._nodes))]
         self._graph.call_method("run", (self._hold(program), attention, given))
 
     def _result(self, node: fx.Node) -> Any:
