@@ -94,10 +94,10 @@ struct MeanParams {
 
 // What linear_panel multiplies, where it multiplies copies of rows and weights.
 struct LinearPacking {
-  int64_t tile_floats = 0;     // of a tile's kLinearTileRows rows; 0: nothing is copied
+  int64_t group_floats = 0;    // of kLinearGroupRows rows; 0: nothing is copied
   int64_t scratch_floats = 0;  // of a thread
 };
-inline constexpr int64_t kLinearTileRows = 3;
+inline constexpr int64_t kLinearGroupRows = 9;
 inline constexpr int64_t kLinearBlockOutputs = 48;  // that such a panel should have
 
 struct KernelTable {
@@ -134,10 +134,10 @@ struct KernelTable {
                       const std::byte* const* summaries, int64_t count, double* scores) = nullptr;
   // All of params in one thread: kvpager/linear.h. The calling thread's floating-point unit is set as
   // the dtype wants it. next_w: weights that are probably read after these, as far apart, which may be
-  // fetched meanwhile; null: not known. input: of x, every tile's floats as linear_pack leaves them,
+  // fetched meanwhile; null: not known. input: of x, every group's floats as linear_pack leaves them,
   // where there are any; else null. scratch: on a cache line.
   LinearPacking (*linear_packing)(const LinearParams& params) = nullptr;
-  void (*linear_pack)(const LinearParams& params, int64_t tile, float* out) = nullptr;
+  void (*linear_pack)(const LinearParams& params, int64_t group, float* out) = nullptr;
   void (*linear_panel)(const LinearParams& params, const void* next_w, const float* input,
                        float* scratch) = nullptr;
   // Of `count` elements, one of kvpager/program.h's; b_is_one: b is one number for all. Not of means and

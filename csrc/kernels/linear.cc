@@ -19,7 +19,7 @@ constexpr int64_t kPanelsPerThread = 4;
 // next product; of more rows it needs them itself.
 constexpr int64_t kDecodedRows = 8;
 constexpr int64_t kPanelOutputs = 12;  // a multiple of these, so that tiles are whole
-constexpr int64_t kCopiedRows = 96 * kLinearTileRows;  // at a time; a prompt of 256 is
+constexpr int64_t kCopiedRows = 32 * kLinearGroupRows;  // at a time; a prompt of 256 is
 
 // About how long it takes one thread, in nanoseconds: its weights at 16 GB/s or its operations at 64
 // GFLOP/s. Decides how many threads are worth waking, and nothing else.
@@ -100,10 +100,10 @@ void run_copied(const std::vector<LinearParams>& products, int threads, ThreadPo
   const KernelTable& table = kernels();
   struct Input {
     const LinearParams* of;
-    int64_t tile_floats;
+    int64_t group_floats;
     int64_t offset;
   };
-  const int64_t tiles = (products[0].rows + kLinearTileRows - 1) / kLinearTileRows;
+  const int64_t groups = (products[0].rows + kLinearGroupRows - 1) / kLinearGroupRows;
   std::vector<Input> inputs;
   std::vector<size_t> input_of;
   int64_t floats = 0;
@@ -112,19 +112,19 @@ void run_copied(const std::vector<LinearParams>& products, int threads, ThreadPo
     const bool shared = last != nullptr && last->x == one.x && last->x_stride == one.x_stride &&
                         last->depth == one.depth;
     if (!shared) {
-      inputs.push_back({&one, table.linear_packing(one).tile_floats, floats});
-      floats += tiles * inputs.back().tile_floats;
+      inputs.push_back({&one, table.linear_packing(one).group_floats, floats});
+      floats += groups * inputs.back().group_floats;
     }
     input_of.push_back(inputs.size() - 1);
   }
   thread_local FloatBuffer buffer;
   float* const copies = buffer.reserve(floats);
   const auto copy = [&](int64_t item, int) {
-    const Input& input = inputs[static_cast<size_t>(item / tiles)];
-    const int64_t tile = item % tiles;
-    table.linear_pack(*input.of, tile, copies + input.offset + tile * input.tile_floats);
+    const Input& input = inputs[static_cast<size_t>(item / groups)];
+    const int64_t group = item % groups;
+    table.linear_pack(*input.of, group, copies + input.offset + group * input.group_floats);
   };
-  pool.run(static_cast<int64_t>(inputs.size()) * tiles, copy, threads);
+  pool.run(static_cast<int64_t>(inputs.size()) * groups, copy, threads);
   std::vector<const float*> places;
   for (const size_t input : input_of) places.push_back(copies + inputs[input].offset);
   const Panels panels(products.data(), static_cast<int64_t>(products.size()), places.data(),
@@ -147,7 +147,7 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
   const int threads = pool.worth_waking(nanoseconds);
   const KernelTable& table = kernels();
   const int64_t rows = products->rows;
-  if (table.linear_packing(*products).tile_floats == 0) {
+  if (table.linear_packing(*products).group_floats == 0) {
     const Panels panels(products, count, nullptr, threads);
     const auto next =
         rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;
@@ -164,7 +164,7 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
       one.x = static_cast<const char*>(whole.x) + row * whole.x_stride * bytes;
       one.y = static_cast<char*>(whole.y) + row * whole.y_stride * bytes;
     }
-    if (table.linear_packing(part[0]).tile_floats == 0) {
+    if (table.linear_packing(part[0]).group_floats == 0) {
       linear(part.data(), count, pool);  // the few that are left
     } else {
       run_copied(part, threads, pool);

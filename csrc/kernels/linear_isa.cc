@@ -151,7 +151,7 @@ LinearPacking linear_packing(const LinearParams& params) {
   if (params.rows > kFewRows) {
     const int64_t vectors = params.dtype == DType::kBFloat16 ? all_vectors<BFloat16>(params.depth)
                                                              : all_vectors<Float32>(params.depth);
-    packing.tile_floats = vectors * kPackedRows * kVectorFloats;
+    packing.group_floats = vectors * kGroupRows * kVectorFloats;
     packing.scratch_floats = packed_scratch_floats(params.rows, vectors);
   }
 #endif
@@ -159,20 +159,23 @@ LinearPacking linear_packing(const LinearParams& params) {
   return packing;
 }
 
-void linear_pack(const LinearParams& params, int64_t tile, float* out) {
+void linear_pack(const LinearParams& params, int64_t group, float* out) {
 #if KVPAGER_ISA_LEVEL == 3
-  const int64_t row = tile * kPackedRows;
   const auto pack = [&](auto type) {
     using Type = decltype(type);
-    pack_blocks<Type, kPackedRows>(params.x, params.x_stride, row, params.rows, params.depth, 0,
-                                   all_vectors<Type>(params.depth), out);
+    for (int64_t tile = 0; tile < kGroup; ++tile) {
+      const int64_t row = group * kGroupRows + tile * kPackedRows;
+      if (row >= params.rows) break;
+      pack_tile<Type, kPackedRows>(params.x, params.x_stride, row, params.rows, params.depth, 0,
+                                   all_vectors<Type>(params.depth), tile, kGroup, out);
+    }
   };
   if (params.dtype == DType::kFloat32) return pack(Float32());
   if (params.dtype == DType::kFloat16) return pack(Float16());
   pack(BFloat16());
 #else
   (void)params;
-  (void)tile;
+  (void)group;
   (void)out;
 #endif
 }

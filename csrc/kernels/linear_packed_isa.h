@@ -5,6 +5,8 @@
 // linear_isa.cc only.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/kernel_table.h"
 #include "kernels/linear_elements_isa.h"
 
@@ -12,12 +14,14 @@ namespace kvpager {
 namespace KVPAGER_ISA_NS {
 namespace {
 
-constexpr int kPackedRows = static_cast<int>(kLinearTileRows);
+constexpr int kPackedRows = 3;
 constexpr int kPackedOutputs = 4;
 constexpr int64_t kVectorFloats = 16;
 constexpr int64_t kBlockVectors = 64;   // of the depth: a tile's weights fit the nearest cache
 constexpr int64_t kWholeVectors = 192;  // of a depth that is gone through at once, not in blocks
 constexpr int64_t kGroup = 3;           // tiles of rows that go through the same weights
+constexpr int64_t kGroupRows = kLinearGroupRows;
+static_assert(kGroupRows == kGroup * kPackedRows);
 constexpr int64_t kPackedWeights = 24 * kWholeVectors * kVectorFloats;  // in the second-level cache
 constexpr int64_t kTileFloats = kPackedRows * kPackedOutputs * kVectorFloats;  // of sums
 
@@ -39,38 +43,50 @@ int64_t packed_outputs(int64_t all) {
   return least(room, kLinearBlockOutputs) / kPackedOutputs * kPackedOutputs;
 }
 
-// kCount rows of a matrix from `first` on, or the last one again where there are fewer: of `vectors`
-// vectors from element k on, out[half][vector][row][8].
+// Operands are copied in the order in which they are multiplied: [block of the depth][half of the
+// lanes][tile][vector][row of the tile][8], so that one block's half follows the other.
+
+// kCount rows of a matrix from `first` on, or the last one again where there are fewer: `vectors` vectors
+// from element k on. other: from one half of the lanes to the other.
 template <class Type, int kCount>
 KVPAGER_INLINE void pack(const typename Type::Element* from, int64_t stride, int64_t first,
-                         int64_t rows, int64_t k, int64_t depth, int64_t vectors, float* out) {
-  const int64_t half = vectors * kCount * 8;
-  for (int r = 0; r < kCount; ++r) {
-    const int64_t row = first + r < rows ? first + r : rows - 1;
-    const typename Type::Element* p = from + row * stride + k;
-    float* to = out + r * 8;
-    for (int64_t left = depth - k, i = 0; i < vectors; left -= Type::kStep, p += Type::kStep) {
-      const auto step =
-          left >= Type::kStep ? read_step<Type, false>(p, 0) : read_step<Type, true>(p, left);
+                         int64_t rows, int64_t k, int64_t depth, int64_t vectors, int64_t other,
+                         float* out) {
+  const typename Type::Element* p[kCount];
+#pragma GCC unroll 4
+  for (int r = 0; r < kCount; ++r) p[r] = from + least(first + r, rows - 1) * stride + k;
+  const auto step = [&](auto last, int64_t element) {
+    typename Type::Step steps[kCount];
+#pragma GCC unroll 4
+    for (int r = 0; r < kCount; ++r) {
+      steps[r] = read_step<Type, last.value>(p[r] + element, depth - k - element);
+    }
 #pragma GCC unroll 2
-      for (int v = 0; v < Type::kVectors; ++v, ++i, to += kCount * 8) {
-        const Vec vector = Type::vector(step, v);
-        _mm256_storeu_ps(to, vector.x);
-        _mm256_storeu_ps(to + half, vector.y);
+    for (int v = 0; v < Type::kVectors; ++v, out += kCount * 8) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kCount; ++r) {
+        const Vec vector = Type::vector(steps[r], v);
+        _mm256_storeu_ps(out + r * 8, vector.x);
+        _mm256_storeu_ps(out + other + r * 8, vector.y);
       }
     }
-  }
+  };
+  const int64_t elements = vectors / Type::kVectors * Type::kStep;
+  const int64_t whole = least(elements, (depth - k) / Type::kStep * Type::kStep);
+  for (int64_t i = 0; i < whole; i += Type::kStep) step(std::false_type(), i);
+  for (int64_t i = whole; i < elements; i += Type::kStep) step(std::true_type(), i);
 }
 
-// The same of many vectors from vector `from_vector` on, in blocks that are multiplied at a time.
+// Tile `tile` of `tiles`, whose first row is `first`: of many vectors from from_vector on.
 template <class Type, int kCount>
-void pack_blocks(const void* from, int64_t stride, int64_t first, int64_t rows, int64_t depth,
-                 int64_t from_vector, int64_t vectors, float* out) {
+void pack_tile(const void* from, int64_t stride, int64_t first, int64_t rows, int64_t depth,
+               int64_t from_vector, int64_t vectors, int64_t tile, int64_t tiles, float* out) {
   for (int64_t done = 0; done < vectors; done += kBlockVectors) {
     const int64_t block = least(kBlockVectors, vectors - done);
     pack<Type, kCount>(static_cast<const typename Type::Element*>(from), stride, first, rows,
                        (from_vector + done) / Type::kVectors * Type::kStep, depth, block,
-                       out + done * kCount * kVectorFloats);
+                       tiles * block * kCount * 8,
+                       out + (done * tiles * 2 + tile * block) * kCount * 8);
   }
 }
 
@@ -126,8 +142,8 @@ KVPAGER_INLINE void finish_packed(const LinearParams& params, int64_t row, int64
                static_cast<int>(outputs < kPackedOutputs ? outputs : kPackedOutputs));
 }
 
-// Weights that are packed next, brought to the second-level cache while others are multiplied: a
-// little at a time, as only so many lines can be on their way at once.
+// Memory that is read next, brought to a cache while others are multiplied: a little at a time, as only
+// so many lines can be on their way at once.
 struct Fetch {
   const char* at = nullptr;  // where the row begins
   int64_t stride = 0;        // bytes from one row to the next
@@ -136,9 +152,11 @@ struct Fetch {
   int64_t lines = 0;  // at a time
   int64_t line = 0;   // in bytes, of the row
 
+  // kCache: 3, the nearest; 2, the second.
+  template <int kCache>
   KVPAGER_INLINE void some() {
     for (int64_t i = 0; i < lines && rows > 0; ++i) {
-      __builtin_prefetch(at + line, 0, 2);
+      __builtin_prefetch(at + line, 0, kCache);
       line += 64;
       if (line >= row_bytes) {
         line = 0;
@@ -156,29 +174,40 @@ struct PackedWeights {
   bool first, last;  // of the depth
 };
 
-// A few tiles of rows from `row` on by all outputs. input: of the tiles, from the first of all
-// vectors on. sums: [tiles][tiles of outputs][kTileFloats].
+// A group of rows from `row` on by all outputs. input: of this group, from the first of all vectors on;
+// the next group's follows. sums: [tiles of rows][tiles of outputs][kTileFloats].
 template <class Type>
 void packed_group(const LinearParams& params, const PackedWeights& panel, int64_t row,
-                  const float* weights, const float* input, int64_t tile_floats, float* sums,
-                  Fetch& fetch) {
+                  const float* weights, const float* input, int64_t group_floats, float* sums,
+                  Fetch& next_weights) {
+  constexpr auto kFloat = static_cast<int64_t>(sizeof(float));
   const int64_t outputs =
       (panel.last_output - panel.first_output + kPackedOutputs - 1) / kPackedOutputs;
   const int64_t tiles = least((params.rows - row + kPackedRows - 1) / kPackedRows, kGroup);
-  const int64_t output_floats = panel.vectors * kPackedOutputs * kVectorFloats;
-  input += panel.from_vector * kPackedRows * kVectorFloats;
+  const bool last_group = row + kGroupRows >= params.rows;
+  const float* x = input + panel.from_vector * kGroupRows * kVectorFloats;
+  const float* const next_group = last_group ? nullptr : x + group_floats;
+  const float* w = weights;
   for (int64_t at = 0; at < panel.vectors; at += kBlockVectors) {
     const int64_t vectors = least(kBlockVectors, panel.vectors - at);
+    const int64_t x_floats = vectors * kPackedRows * 8, w_floats = vectors * kPackedOutputs * 8;
     for (int64_t half = 0; half < 2; ++half) {
-      const float* x = input + (2 * at + half * vectors) * kPackedRows * 8;
-      const float* w = weights + (2 * at + half * vectors) * kPackedOutputs * 8;
-      for (int64_t n = 0; n < outputs; ++n) {
-        fetch.some();
+      const bool last = half == 1 && at + vectors == panel.vectors;
+      const float* const next = last ? next_group : x + kGroup * x_floats;
+      Fetch next_rows;
+      next_rows.at = reinterpret_cast<const char*>(next);
+      next_rows.row_bytes = kGroup * x_floats * kFloat;
+      next_rows.rows = next == nullptr ? 0 : 1;
+      next_rows.lines = next_rows.row_bytes / 64 / (outputs * tiles) + 1;
+      for (int64_t n = 0; n < outputs; ++n, w += w_floats) {
+        next_weights.some<2>();
         for (int64_t g = 0; g < tiles; ++g) {
-          add_half(x + g * tile_floats, w + n * output_floats, vectors, panel.first && at == 0,
+          next_rows.some<3>();
+          add_half(x + g * x_floats, w, vectors, panel.first && at == 0,
                    sums + (g * outputs + n) * kTileFloats + half * 8);
         }
       }
+      x = next;
     }
   }
   if (!panel.last) return;
@@ -197,7 +226,7 @@ Fetch fetch_of(const LinearParams& params, const PackedWeights& panel, const voi
   if (next == nullptr) return fetch;
   constexpr auto kElement = static_cast<int64_t>(sizeof(typename Type::Element));
   const int64_t outputs = panel.last_output - panel.first_output;
-  const int64_t groups = params.rows / (kGroup * kPackedRows) + 1;
+  const int64_t groups = params.rows / kGroupRows + 1;
   const int64_t times =
       2 * groups * (outputs / kPackedOutputs + 1) * (panel.vectors / kBlockVectors + 1);
   fetch.at = static_cast<const char*>(next);
@@ -214,7 +243,7 @@ void packed_panel(const LinearParams& params, const void* next_w, const float* i
                   float* scratch) {
   using Element = typename Type::Element;
   const int64_t all = all_vectors<Type>(params.depth);
-  const int64_t tile_floats = all * kPackedRows * kVectorFloats;
+  const int64_t group_floats = all * kGroupRows * kVectorFloats;
   const int64_t outputs = packed_outputs(all);
   const int64_t vectors = packed_vectors(all);
   const auto* w = static_cast<const Element*>(params.w);
@@ -229,11 +258,11 @@ void packed_panel(const LinearParams& params, const void* next_w, const float* i
       panel.vectors = least(vectors, all - vector);
       panel.first = vector == 0;
       panel.last = vector + panel.vectors == all;
-      float* packed = weights;
-      for (int64_t n = output; n < panel.last_output; n += kPackedOutputs) {
-        pack_blocks<Type, kPackedOutputs>(params.w, params.w_stride, n, panel.last_output,
-                                          params.depth, vector, panel.vectors, packed);
-        packed += panel.vectors * kPackedOutputs * kVectorFloats;
+      const int64_t tiles = (panel.last_output - output + kPackedOutputs - 1) / kPackedOutputs;
+      for (int64_t n = 0; n < tiles; ++n) {
+        pack_tile<Type, kPackedOutputs>(params.w, params.w_stride, output + n * kPackedOutputs,
+                                        panel.last_output, params.depth, vector, panel.vectors, n,
+                                        tiles, weights);
       }
       const void* next = next_w;
       if (!panel.last) {
@@ -243,12 +272,14 @@ void packed_panel(const LinearParams& params, const void* next_w, const float* i
         next = w + panel.last_output * params.w_stride;
       }
       Fetch fetch = fetch_of<Type>(params, panel, next);
-      for (int64_t row = 0; row < params.rows; row += kGroup * kPackedRows) {
-        const int64_t tile = row / kPackedRows;
+      for (int64_t row = 0; row < params.rows; row += kGroupRows) {
+        const int64_t group = row / kGroupRows;
         // Sums that are finished at once need not last.
         float* kept = sums;
-        if (!panel.first || !panel.last) kept += tile * (outputs / kPackedOutputs) * kTileFloats;
-        packed_group<Type>(params, panel, row, weights, input + tile * tile_floats, tile_floats,
+        if (!panel.first || !panel.last) {
+          kept += group * kGroup * (outputs / kPackedOutputs) * kTileFloats;
+        }
+        packed_group<Type>(params, panel, row, weights, input + group * group_floats, group_floats,
                            kept, fetch);
       }
     }
@@ -256,10 +287,9 @@ void packed_panel(const LinearParams& params, const void* next_w, const float* i
 }
 
 int64_t packed_scratch_floats(int64_t rows, int64_t vectors) {
-  const int64_t whole = kGroup * kPackedRows;
-  const int64_t kept = (rows + whole - 1) / whole * whole;
+  const int64_t kept = (rows + kGroupRows - 1) / kGroupRows * kGroupRows;
   return kPackedWeights +
-         (vectors <= kWholeVectors ? whole : kept) * packed_outputs(vectors) * kVectorFloats;
+         (vectors <= kWholeVectors ? kGroupRows : kept) * packed_outputs(vectors) * kVectorFloats;
 }
 
 }  // namespace
