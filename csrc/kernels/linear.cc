@@ -21,6 +21,8 @@ constexpr int64_t kDecodedRows = 8;
 constexpr int64_t kPanelOutputs = 12;  // a multiple of these, so that tiles are whole
 constexpr int64_t kCopiedRows = 32 * kLinearGroupRows;  // at a time; a prompt of 256 is
 
+constexpr int64_t kCopiedFloats = 4;  // in a nanosecond, by one thread
+
 // About how long it takes one thread, in nanoseconds: its weights at 16 GB/s or its operations at 64
 // GFLOP/s. Decides how many threads are worth waking, and nothing else.
 int64_t estimated_nanoseconds(const LinearParams& params) {
@@ -95,7 +97,14 @@ class Panels {
   int64_t panels_ = 0;
 };
 
-// Rows are copied once for all panels, by all threads, in the order in which they are multiplied.
+void run_panels(const Panels& panels, int threads, int64_t rows, ThreadPool& pool) {
+  const KernelTable& table = kernels();
+  const auto next =
+      rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;
+  pool.run(panels.count(), [&](int64_t item, int) { panels.run(table, item); }, threads, next);
+}
+
+// Rows are copied once for all panels, in the order in which they are multiplied.
 void run_copied(const std::vector<LinearParams>& products, int threads, ThreadPool& pool) {
   const KernelTable& table = kernels();
   struct Input {
@@ -124,12 +133,13 @@ void run_copied(const std::vector<LinearParams>& products, int threads, ThreadPo
     const int64_t group = item % groups;
     table.linear_pack(*input.of, group, copies + input.offset + group * input.group_floats);
   };
-  pool.run(static_cast<int64_t>(inputs.size()) * groups, copy, threads);
+  const int64_t items = static_cast<int64_t>(inputs.size()) * groups;
+  pool.run(items, copy, std::min(threads, pool.worth_waking(floats / kCopiedFloats)));
   std::vector<const float*> places;
   for (const size_t input : input_of) places.push_back(copies + inputs[input].offset);
   const Panels panels(products.data(), static_cast<int64_t>(products.size()), places.data(),
                       threads);
-  pool.run(panels.count(), [&](int64_t item, int) { panels.run(table, item); }, threads);
+  run_panels(panels, threads, products[0].rows, pool);
 }
 
 }  // namespace
@@ -148,10 +158,7 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
   const KernelTable& table = kernels();
   const int64_t rows = products->rows;
   if (table.linear_packing(*products).group_floats == 0) {
-    const Panels panels(products, count, nullptr, threads);
-    const auto next =
-        rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;
-    pool.run(panels.count(), [&](int64_t item, int) { panels.run(table, item); }, threads, next);
+    run_panels(Panels(products, count, nullptr, threads), threads, rows, pool);
     return;
   }
   std::vector<LinearParams> part(products, products + count);

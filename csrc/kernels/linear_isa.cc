@@ -4,6 +4,7 @@
 #include "kernels/linear_elements_isa.h"
 #if KVPAGER_ISA_LEVEL == 3
 #include "kernels/linear_packed_isa.h"
+#include "kernels/linear_several_isa.h"
 #endif
 
 namespace kvpager {
@@ -114,6 +115,9 @@ constexpr int64_t kFewRows = 4 * kTileRows;
 template <class Type>
 void panel(const LinearParams& params, const void* next_w, const float* input, float* scratch) {
 #if KVPAGER_ISA_LEVEL == 3
+  if (input != nullptr && params.rows <= kSeveralRows) {
+    return several_rows_panel<Type>(params, next_w, input, scratch);
+  }
   if (input != nullptr) return packed_panel<Type>(params, next_w, input, scratch);
 #endif
   (void)next_w;
@@ -148,11 +152,13 @@ void panel(const LinearParams& params, const void* next_w, const float* input, f
 LinearPacking linear_packing(const LinearParams& params) {
   LinearPacking packing;
 #if KVPAGER_ISA_LEVEL == 3
-  if (params.rows > kFewRows) {
+  if (params.rows > (params.dtype == DType::kFloat32 ? 2 : 1) * kTileRows) {
     const int64_t vectors = params.dtype == DType::kBFloat16 ? all_vectors<BFloat16>(params.depth)
                                                              : all_vectors<Float32>(params.depth);
     packing.group_floats = vectors * kGroupRows * kVectorFloats;
-    packing.scratch_floats = packed_scratch_floats(params.rows, vectors);
+    packing.scratch_floats = params.rows <= kSeveralRows
+                                 ? several_scratch_floats(params.rows)
+                                 : packed_scratch_floats(params.rows, vectors);
   }
 #endif
   (void)params;
@@ -164,10 +170,11 @@ void linear_pack(const LinearParams& params, int64_t group, float* out) {
   const auto pack = [&](auto type) {
     using Type = decltype(type);
     for (int64_t tile = 0; tile < kGroup; ++tile) {
-      const int64_t row = group * kGroupRows + tile * kPackedRows;
-      if (row >= params.rows) break;
-      pack_tile<Type, kPackedRows>(params.x, params.x_stride, row, params.rows, params.depth, 0,
-                                   all_vectors<Type>(params.depth), tile, kGroup, out);
+      const int64_t of_all = group * kGroup + tile;
+      if (of_all >= row_tiles(params.rows)) break;
+      pack_tile<Type, kPackedRows>(params.x, params.x_stride, first_row(of_all, params.rows),
+                                   params.rows, params.depth, 0, all_vectors<Type>(params.depth),
+                                   tile, kGroup, out);
     }
   };
   if (params.dtype == DType::kFloat32) return pack(Float32());

@@ -112,8 +112,10 @@ TEST_CASE("of a pair of bfloat16 the odd element is first, in every tier") {
 TEST_CASE("so it is where rows, outputs and the depth take several blocks of the caches") {
   for (const DType dtype : kDTypes) {
     CAPTURE(std::string(dtype_name(dtype)));
-    for (const auto& [rows, outputs, depth] :
-         {std::array<int64_t, 3>{303, 53, 2085}, {290, 100, 1030}, {100, 53, 3185}}) {
+    for (const auto& [rows, outputs, depth] : {std::array<int64_t, 3>{303, 53, 2085},
+                                               {290, 100, 1030},
+                                               {100, 53, 3185},
+                                               {10, 53, 2085}}) {
       CAPTURE(depth);
       const Problem problem(dtype, rows, outputs, depth);
       for (const KernelTable* table : runnable_kernels()) {
