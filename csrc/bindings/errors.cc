@@ -13,7 +13,7 @@ namespace py = pybind11;
 
 namespace {
 
-// CorruptSnapshotError says which chunk, layer and positions are damaged; None where they are not known.
+// CorruptSnapshotError says which chunk, layer and positions are damaged; None: all of the file.
 void bind_corrupt_snapshot(py::module_& m, const py::object& base) {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
   const py::object& type =
@@ -32,9 +32,9 @@ void bind_corrupt_snapshot(py::module_& m, const py::object& base) {
     } catch (const CorruptSnapshotError& e) {
       const py::object& raised = storage.get_stored();
       const py::object error = raised(e.what());
-      if (e.chunk >= 0) error.attr("chunk") = e.chunk;
       if (e.layer >= 0) error.attr("layer") = e.layer;
-      if (e.stop >= 0) {
+      if (e.chunk >= 0) {
+        error.attr("chunk") = e.chunk;
         error.attr("start") = e.start;
         error.attr("stop") = e.stop;
       }

@@ -92,17 +92,7 @@ void ForwardHandle::attend(int layer, const TensorView& q, const TensorView& k, 
                            const TensorView& out, const AttendOptions& options) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
-  const PagerPointer running = pager();
-  try {
-    running->attend(layer, q, k, v, out, options);
-  } catch (CorruptSnapshotError& error) {
-    const int64_t tokens = running->options().layout.chunk_tokens;
-    if (error.chunk >= 0) {
-      error.start = error.chunk * tokens;
-      error.stop = error.start + tokens;
-    }
-    throw;
-  }
+  pager()->attend(layer, q, k, v, out, options);
   attend_nanoseconds_ += std::chrono::nanoseconds(Clock::now() - start).count();
 }
 

@@ -8,23 +8,22 @@ ChunkFiles::ChunkFiles(const Config& config)
 
 // A snapshot without the beginning of a text numbers its chunks from 0 on.
 CorruptSnapshotError damage_of_chunk(const CorruptSnapshotError& error, int64_t in_file,
-                                     int64_t chunk) {
+                                     int64_t chunk, int64_t chunk_tokens) {
   if (error.chunk < 0 || in_file == chunk) return error;
-  return CorruptSnapshotError(
-      str(error.what(), "; chunk ", in_file, " of the file is chunk ", chunk, " of the text"),
-      chunk, error.layer);
+  return {str(error.what(), "; chunk ", in_file, " of the file is chunk ", chunk, " of the text"),
+          chunk, error.layer, chunk * chunk_tokens, error.stop - error.start};
 }
 
 namespace {
 
 // Reads from a record's snapshot, which verifies what it reads.
 template <class Read>
-void read_source(const ChunkRecord& record, const Read& read) {
+void read_source(const Layout& layout, const ChunkRecord& record, const Read& read) {
   try {
     read();
   } catch (const CorruptSnapshotError& error) {
     record.damaged = true;
-    throw damage_of_chunk(error, record.source_chunk, record.index);
+    throw damage_of_chunk(error, record.source_chunk, record.index, layout.chunk_tokens);
   }
 }
 
@@ -44,7 +43,7 @@ void ChunkFiles::require_as_written(const ChunkRecord& record, int layer,
 
 void ChunkFiles::read_chunk(const ChunkRecord& record, std::byte* out) const {
   if (!record.on_disk()) {
-    read_source(record, [&] { record.source->read_chunk(record.source_chunk, out); });
+    read_source(layout_, record, [&] { record.source->read_chunk(record.source_chunk, out); });
     record.damaged = false;
     return;
   }
@@ -57,7 +56,8 @@ void ChunkFiles::read_chunk(const ChunkRecord& record, std::byte* out) const {
 
 void ChunkFiles::read_slice(const ChunkRecord& record, int layer, std::byte* out) const {
   if (!record.on_disk()) {
-    read_source(record, [&] { record.source->read_slice(record.source_chunk, layer, out); });
+    read_source(layout_, record,
+                [&] { record.source->read_slice(record.source_chunk, layer, out); });
     return;
   }
   disk_.read(record.disk.value(), layout_.slice_offset(layer), layout_.slice_bytes(layer), out);

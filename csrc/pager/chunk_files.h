@@ -45,6 +45,6 @@ std::vector<uint64_t> slice_checksums(const Layout& layout, const std::byte* chu
 
 // The same damage, to chunk `in_file` of a file, said of chunk `chunk` of the text it is from.
 CorruptSnapshotError damage_of_chunk(const CorruptSnapshotError& error, int64_t in_file,
-                                     int64_t chunk);
+                                     int64_t chunk, int64_t chunk_tokens);
 
 }  // namespace kvpager

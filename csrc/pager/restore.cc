@@ -187,7 +187,7 @@ void Restore::load_tail(BlockId block) {
     try {
       reader_->read_chunk(sealed_, out);
     } catch (const CorruptSnapshotError& error) {
-      throw damage_of_chunk(error, sealed_, released_ + sealed_);
+      throw damage_of_chunk(error, sealed_, released_ + sealed_, c_);
     }
   };
   backend_.load(read, block);

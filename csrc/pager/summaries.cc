@@ -104,7 +104,7 @@ int64_t Residency::read_or_rebuild(SnapshotReader* reader, int64_t first,
       }
       const auto& saved = reader->meta().chunks[static_cast<size_t>(index)];
       if (slice_checksum(summary, each) != saved.summary_checksum) {
-        throw damage_of_chunk(error, index, records[i]->index);
+        throw damage_of_chunk(error, index, records[i]->index, layout_.chunk_tokens);
       }
       ++rebuilt;
     }

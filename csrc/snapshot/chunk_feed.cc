@@ -129,7 +129,7 @@ void ChunkFeed::prepare(size_t i, const std::byte* payload) {
       throw CorruptSnapshotError(
           str(path_, ": not saved: chunk ", which_[i], ", layer ", layer, " has bytes of checksum ",
               computed, ", expected ", expected, ", that of the bytes when the chunk was sealed"),
-          which_[i], layer);
+          which_[i], layer, which_[i] * layout_.chunk_tokens, (*records_)[i].valid);
     }
   }
   if (given.empty()) given = std::move(found);

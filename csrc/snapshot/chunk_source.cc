@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "kvpager/error.h"
 #include "snapshot/checksum.h"
 #include "snapshot/format.h"
 #include "snapshot/metadata.h"
@@ -28,6 +27,11 @@ std::string ChunkSource::describe(int64_t chunk) const {
   return str("chunk ", chunk, " (tokens [", first, ", ", first + record(chunk).valid, "))");
 }
 
+CorruptSnapshotError ChunkSource::damage(const std::string& message, int64_t chunk,
+                                         int layer) const {
+  return {message, chunk, layer, chunk * layout().chunk_tokens, record(chunk).valid};
+}
+
 template <class Describe>
 void ChunkSource::fetch(int64_t chunk, int layer, uint64_t bytes, uint64_t offset,
                         const Describe& what, std::byte* out) const {
@@ -36,7 +40,7 @@ void ChunkSource::fetch(int64_t chunk, int layer, uint64_t bytes, uint64_t offse
   try {
     file.read(out, bytes, offset, what);
   } catch (const CorruptSnapshotError& e) {
-    throw CorruptSnapshotError(elsewhere + e.what(), chunk, layer);
+    throw damage(elsewhere + e.what(), chunk, layer);
   } catch (const StorageError& e) {
     throw StorageError(elsewhere + e.what());
   }
@@ -101,15 +105,15 @@ std::string ChunkSource::summary_damage(int64_t chunk, const std::byte* summary)
 
 void ChunkSource::read_slice(int64_t chunk, int layer, std::byte* out) const {
   fetch_slices(chunk, layer, 1, out);
-  const std::string damage = slice_damage(chunk, layer, out);
-  if (!damage.empty()) throw CorruptSnapshotError(damage, chunk, layer);
+  const std::string found = slice_damage(chunk, layer, out);
+  if (!found.empty()) throw damage(found, chunk, layer);
 }
 
 void ChunkSource::read_chunk(int64_t chunk, std::byte* out) const {
   fetch_slices(chunk, 0, layout().layers, out);
   for (int layer = 0; layer < layout().layers; ++layer) {
-    const std::string damage = slice_damage(chunk, layer, out + layout().slice_offset(layer));
-    if (!damage.empty()) throw CorruptSnapshotError(damage, chunk, layer);
+    const std::string found = slice_damage(chunk, layer, out + layout().slice_offset(layer));
+    if (!found.empty()) throw damage(found, chunk, layer);
   }
 }
 
@@ -125,8 +129,8 @@ void ChunkSource::read_summaries(int64_t first, int64_t count, std::byte* out) c
       throw;
     }
     for (int64_t i = 0; i < run; ++i) {
-      const std::string damage = summary_damage(first + done + i, to + i * each);
-      if (!damage.empty()) throw CorruptSnapshotError(damage, first + done + i, -1);
+      const std::string found = summary_damage(first + done + i, to + i * each);
+      if (!found.empty()) throw damage(found, first + done + i, -1);
     }
     done += run;
   }

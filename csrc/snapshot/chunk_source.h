@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "kvpager/error.h"
 #include "kvpager/snapshot.h"
 #include "snapshot/packs.h"
 
@@ -58,6 +59,7 @@ struct ChunkSource {
 
  private:
   std::string describe(int64_t chunk) const;  // with its tokens
+  CorruptSnapshotError damage(const std::string& message, int64_t chunk, int layer) const;
   std::string checksum_damage(int64_t chunk, const std::string& what, uint64_t computed,
                               uint64_t expected) const;
   template <class Describe>

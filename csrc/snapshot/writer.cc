@@ -420,7 +420,7 @@ int64_t SnapshotWriter::write_content(const SnapshotContent& content,
         throw CorruptSnapshotError(
             str(w.file.path(), ": not saved: the summary of chunk ", chunk,
                 " has bytes of checksum ", computed, ", expected ", expected),
-            chunk, -1);
+            chunk, -1, chunk * meta.layout.chunk_tokens, meta.chunks[static_cast<size_t>(i)].valid);
       }
       expected = computed;
     }

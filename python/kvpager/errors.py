@@ -73,19 +73,6 @@ class FingerprintMismatchError(_CoreFingerprintMismatchError):
         self.found = found
 
 
-def locate_damage(
-    error: CorruptSnapshotError, chunk_tokens: int, length: int | None = None
-) -> None:
-    """Sets `.start` and `.stop`, the chunk's token range, of an error that names a chunk."""
-    chunk = damaged_chunk(error)
-    start: int | None = None
-    stop: int | None = None
-    if chunk is not None:
-        start, stop = chunk * chunk_tokens, (chunk + 1) * chunk_tokens
-        stop = stop if length is None else min(stop, length)
-    error.start, error.stop = start, stop
-
-
 def damaged_chunk(error: CorruptSnapshotError) -> int | None:
     """The damaged chunk; None if the damage concerns the file as a whole."""
     chunk: int | None = getattr(error, "chunk", None)

@@ -48,12 +48,18 @@ class DeviceError : public PagerError {
 class CorruptSnapshotError : public PagerError {
  public:
   explicit CorruptSnapshotError(const std::string& message) : PagerError(message) {}
-  // Damage that concerns one chunk and leaves the others usable. layer -1: its summary, or all.
-  CorruptSnapshotError(const std::string& message, int64_t bad_chunk, int bad_layer)
-      : PagerError(message), chunk(bad_chunk), layer(bad_layer) {}
-  int64_t chunk = -1;  // -1: the file as a whole
+  // Damage that concerns one chunk, of positions [first, first + tokens), and leaves the others
+  // usable. layer -1: its summary, or all.
+  CorruptSnapshotError(const std::string& message, int64_t bad_chunk, int bad_layer, int64_t first,
+                       int64_t tokens)
+      : PagerError(message),
+        chunk(bad_chunk),
+        layer(bad_layer),
+        start(first),
+        stop(first + tokens) {}
+  int64_t chunk = -1;  // -1, and what follows: the file as a whole
   int layer = -1;
-  int64_t start = -1, stop = -1;  // the chunk's positions, where they are known
+  int64_t start = -1, stop = -1;
 };
 
 // A file whose major version this reader does not know.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +12,8 @@ import torch
 
 from kvpager import _core
 from kvpager.errors import (
-    CorruptSnapshotError,
     FingerprintMismatchError,
     InvalidArgumentError,
-    locate_damage,
 )
 from kvpager.layout import Layout
 from kvpager.pager.device import Place, resolve
@@ -157,8 +154,7 @@ class Sequence(_core.OwnedSequence):
         at = self.length if position is None else position
         if isinstance(q, torch.Tensor):
             q = q.detach().cpu()
-        with _locating(self.pager.layout):
-            return self.core.select(self.uid, layer, q[None], at, int(window or 0))
+        return self.core.select(self.uid, layer, q[None], at, int(window or 0))
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Raw keys and values of positions [start, stop) at one layer.
@@ -167,8 +163,7 @@ class Sequence(_core.OwnedSequence):
             k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies on the CPU, bit for bit, in
             the layer's dtypes; of q8 and q4 the float32 numbers that the codes stand for.
         """
-        with _locating(self.pager.layout):
-            k, v = self.core.read_kv(self.uid, layer, start, stop)
+        k, v = self.core.read_kv(self.uid, layer, start, stop)
         layout = self.pager.layout.of_layer(layer)
         return (
             torch.from_numpy(k).view(READ_DTYPES[layout.k_dtype]),
@@ -181,11 +176,7 @@ class Sequence(_core.OwnedSequence):
         Raises:
             CapacityError: too many pins; the message says how many chunks can still be pinned.
         """
-        try:
-            return Pin(self, start, stop)
-        except CorruptSnapshotError as error:
-            locate_damage(error, self.pager.layout.chunk_tokens)
-            raise
+        return Pin(self, start, stop)
 
     def trim(self, position: int) -> None:
         """Drops everything from `position` on.
@@ -194,8 +185,7 @@ class Sequence(_core.OwnedSequence):
             InvalidArgumentError: not 0 .. length, or between 0 and `earliest_trim`, where a window
                 has released chunks. Nothing was changed.
         """
-        with _locating(self.pager.layout):
-            self.core.trim(self.uid, position)
+        self.core.trim(self.uid, position)
 
     def fork(self) -> Sequence:
         """A sequence with the same positions; sealed chunks are shared, the tail is copied."""
@@ -223,8 +213,7 @@ class Sequence(_core.OwnedSequence):
             raise InvalidArgumentError(
                 f"upto is {upto}; expected 1 to {self.length}, the positions the sequence holds"
             )
-        with _locating(self.pager.layout):
-            return self.core.freeze(self.uid, -1 if upto is None else upto)
+        return self.core.freeze(self.uid, -1 if upto is None else upto)
 
     def save(
         self,
@@ -536,17 +525,16 @@ class Pager:
             else (released.tokens, list(released.provenance), released.window)
         )
         try:
-            with _locating(self.layout, len(snapshot.tokens)):
-                return Sequence(
-                    self.core,
-                    self,
-                    snapshot.reader,
-                    salt,
-                    provenance,
-                    snapshot.reader.fingerprint,
-                    -1 if upto is None else upto,
-                    before,
-                )
+            return Sequence(
+                self.core,
+                self,
+                snapshot.reader,
+                salt,
+                provenance,
+                snapshot.reader.fingerprint,
+                -1 if upto is None else upto,
+                before,
+            )
         except _core.FingerprintMismatchError as error:  # its message begins with the field
             field = str(error).partition(":")[0]
             raise FingerprintMismatchError(str(error), field=field) from error
@@ -598,16 +586,6 @@ def attention_version(
     options = _device_options(layout, config, place, q_heads)
     name, version = _core.attention_of(options, str(q_dtype).removeprefix("torch."))
     return version if name == "reference" else f"{name} {version}"
-
-
-@contextmanager
-def _locating(layout: Layout, length: int | None = None) -> Iterator[None]:
-    """Adds the token range to damage found inside the block; `length` ends the last chunk."""
-    try:
-        yield
-    except CorruptSnapshotError as error:
-        locate_damage(error, layout.chunk_tokens, length)
-        raise
 
 
 def _token_ids(tokens: Any) -> np.ndarray[Any, Any]:

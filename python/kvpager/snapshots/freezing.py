@@ -18,7 +18,6 @@ from kvpager.errors import (
     CorruptSnapshotError,
     InvalidArgumentError,
     damaged_chunk,
-    locate_damage,
 )
 from kvpager.execution.core import EngineCore
 from kvpager.layout import Layout
@@ -79,7 +78,6 @@ class FrozenState:
                 )
             except CorruptSnapshotError as error:  # noqa: PERF203  # once per damaged chunk
                 text, first = self._text()
-                locate_damage(error, self.core.layout.chunk_tokens, len(text))
                 chunk = damaged_chunk(error)
                 if chunk is None or chunk in repaired:
                     raise

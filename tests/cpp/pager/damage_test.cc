@@ -85,6 +85,8 @@ PAGER_TEST("a damaged chunk is named with its layer, and only what needs it fail
     } catch (const CorruptSnapshotError& error) {
       CHECK(error.chunk == 4);
       CHECK(error.layer == 1);
+      CHECK(error.start == 64);
+      CHECK(error.stop == 80);
       CHECK(contains(error.what(), "tokens [64, 80)"));
     }
     pager.check_invariants();

@@ -291,6 +291,8 @@ TEST_CASE("PacksThatWereSwappedAreFoundWhenASliceIsReadAndTheErrorSaysWhere") {
       error_of<CorruptSnapshotError>([&] { reader->read_summaries(2, 1, out.data()); });
   CHECK(summary.chunk == 2);
   CHECK(summary.layer == -1);
+  CHECK(summary.start == 16);
+  CHECK(summary.stop == 24);
   CHECK(says(summary, "the summary of chunk 2 (tokens [16, 24))"));
   reader->read_chunk(6, out.data());  // the tail is in the manifest
   CHECK(out == store.sample.payload[6]);

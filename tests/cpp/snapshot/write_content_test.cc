@@ -237,6 +237,8 @@ TEST_CASE("BytesThatAreNotThoseTheChecksumsWereTakenOfAreNotSaved") {
     } catch (const CorruptSnapshotError& e) {
       CHECK(e.chunk == static_cast<int64_t>(c));
       CHECK(e.layer == 2);
+      CHECK(e.start == static_cast<int64_t>(c) * layout.chunk_tokens);
+      CHECK(e.stop == e.start + content.meta().chunks[c].valid);
     }
   }
 }

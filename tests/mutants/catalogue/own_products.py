@@ -317,9 +317,9 @@ OWN_PRODUCTS = (
     Mutant(
         name="damage-in-a-replay-has-no-place",
         breaks="an error of attention names the positions of a damaged chunk, also in a replay",
-        file="csrc/bindings/handles.cc",
-        old="      error.stop = error.start + tokens;\n",
-        new="",
+        file="csrc/snapshot/chunk_source.cc",
+        old="chunk * layout().chunk_tokens, record(chunk).valid};",
+        new="0, record(chunk).valid};",
         killers=(
             RECORDED + "test_an_error_in_a_replay_names_its_place_and_leaves_the_session_as_it_was",
         ),
