@@ -20,8 +20,7 @@ constexpr int64_t kPanelsPerThread = 4;
 constexpr int64_t kDecodedRows = 8;
 constexpr int64_t kPanelOutputs = 12;  // a multiple of these, so that tiles are whole
 constexpr int64_t kCopiedRows = 32 * kLinearGroupRows;  // at a time; a prompt of 256 is
-
-constexpr int64_t kCopiedFloats = 4;  // in a nanosecond, by one thread
+constexpr int64_t kCopiedFloats = 4;                    // in a nanosecond, by one thread
 
 // About how long it takes one thread, in nanoseconds: its weights at 16 GB/s or its operations at 64
 // GFLOP/s. Decides how many threads are worth waking, and nothing else.

@@ -25,9 +25,10 @@ constexpr int64_t kTileFloats = kPackedRows * kPackedOutputs * kVectorFloats;  /
 
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Tiles of rows are as large as one another, or by one row.
 constexpr int64_t row_tiles(int64_t rows) { return (rows + kPackedRows - 1) / kPackedRows; }
-constexpr int64_t first_row(int64_t tile, int64_t rows) { return tile * rows / row_tiles(rows); }
+constexpr int64_t first_row(int64_t tile, int64_t rows) {
+  return first_row(tile, row_tiles(rows), rows);
+}
 constexpr int64_t output_tiles(int64_t outputs) {
   return (outputs + kPackedOutputs - 1) / kPackedOutputs;
 }

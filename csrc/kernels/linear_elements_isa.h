@@ -69,6 +69,11 @@ struct BFloat16Dots : BFloat16 {
 };
 #endif
 
+// Of so many tiles of rows, which are as large as one another or by one row.
+constexpr int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
+  return tile * rows / tiles;
+}
+
 // What a step reads; of the last one, the elements that are `left`.
 template <class Type, bool kLast>
 KVPAGER_INLINE typename Type::Step read_step(const typename Type::Element* p, int64_t left) {

@@ -127,11 +127,9 @@ void panel(const LinearParams& params, const void* next_w, const float* input, f
   static constexpr Tiles<Type, 1> kNarrow;
   const int64_t tiles = (params.rows + kTileRows - 1) / kTileRows;
   const int64_t outputs = params.outputs / kTileOutputs * kTileOutputs;
-  // Tiles of rows are as large as one another, or by one row.
-  const auto row_of = [&](int64_t i) { return i * params.rows / tiles; };
   const auto both = [&](int64_t i, int64_t output, bool fetch) {
-    const int64_t row = row_of(i);
-    const int64_t rows = row_of(i + 1) - row;
+    const int64_t row = first_row(i, tiles, params.rows);
+    const int64_t rows = first_row(i + 1, tiles, params.rows) - row;
     (output < outputs ? kWide.of_rows : kNarrow.of_rows)[rows](params, row, output, fetch);
   };
   const auto width = [&](int64_t output) { return output < outputs ? kTileOutputs : 1; };
@@ -152,6 +150,7 @@ void panel(const LinearParams& params, const void* next_w, const float* input, f
 LinearPacking linear_packing(const LinearParams& params) {
   LinearPacking packing;
 #if KVPAGER_ISA_LEVEL == 3
+  // Copies pay from the second tile on, in float32, which is not widened, from the third.
   if (params.rows > (params.dtype == DType::kFloat32 ? 2 : 1) * kTileRows) {
     const int64_t vectors = params.dtype == DType::kBFloat16 ? all_vectors<BFloat16>(params.depth)
                                                              : all_vectors<Float32>(params.depth);

@@ -10,56 +10,51 @@ namespace {
 
 constexpr int64_t kSeveralRows = 48;
 
-// One tile of outputs: all rows by one block of the depth.
+// One tile of outputs: all rows by one block of the depth, from vector `at` on. input: every group of
+// rows as pack_tile leaves it.
 template <class Type>
-struct SeveralBlock {
+KVPAGER_INLINE void several_rows_block(const LinearParams& params, const float* input,
+                                       int64_t output, int64_t at, float* sums, Ahead& ahead) {
   using Element = typename Type::Element;
-
-  const LinearParams& params;
-  const float* input;  // every group of rows as pack_tile leaves it
-  int64_t at;          // the first vector
-
-  KVPAGER_INLINE void add(int64_t output, float* sums, Ahead& ahead) const {
-    const int64_t all = all_vectors<Type>(params.depth);
-    const int64_t vectors = least(kBlockVectors, all - at);
-    const int64_t k = at / Type::kVectors * Type::kStep;
-    const int64_t whole = least(vectors, (params.depth - k) / Type::kStep * Type::kVectors);
-    OwnWeights<Type> own, rest;
-    Element padded[kPackedOutputs][Type::kStep] = {};
-    for (int n = 0; n < kPackedOutputs; ++n) {
-      const int64_t row = least(output + n, params.outputs - 1);  // the last one again
-      own.at[n] = static_cast<const Element*>(params.w) + row * params.w_stride + k;
-      rest.at[n] = padded[n];
-      if (whole == vectors) continue;
-      const int64_t done = whole / Type::kVectors * Type::kStep;
-      std::memcpy(padded[n], own.at[n] + done,
-                  static_cast<size_t>(params.depth - k - done) * sizeof(Element));
+  const int64_t all = all_vectors<Type>(params.depth);
+  const int64_t vectors = least(kBlockVectors, all - at);
+  const int64_t k = at / Type::kVectors * Type::kStep;
+  const int64_t whole = least(vectors, (params.depth - k) / Type::kStep * Type::kVectors);
+  OwnWeights<Type> own, rest;
+  Element padded[kPackedOutputs][Type::kStep] = {};
+  for (int n = 0; n < kPackedOutputs; ++n) {
+    const int64_t row = least(output + n, params.outputs - 1);  // the last one again
+    own.at[n] = static_cast<const Element*>(params.w) + row * params.w_stride + k;
+    rest.at[n] = padded[n];
+    if (whole == vectors) continue;
+    const int64_t done = whole / Type::kVectors * Type::kStep;
+    std::memcpy(padded[n], own.at[n] + done,
+                static_cast<size_t>(params.depth - k - done) * sizeof(Element));
+  }
+  const int64_t tiles = row_tiles(params.rows), tile_floats = vectors * kPackedRows * 8;
+  for (int half = 0; half < 2; ++half) {
+    for (int64_t t = 0; t < tiles; ++t) {
+      const float* x = input + (t / kGroup * all + at) * kGroupRows * kVectorFloats +
+                       (half * kGroup + t % kGroup) * tile_floats;
+      float* const to = sums + t * kTileFloats + half * 8;
+      const auto add_rows = [&](auto rows) {
+        add_half<rows.value>(x, own, whole, at == 0, to, ahead);
+        if (whole == vectors) return;
+        add_half<rows.value>(x + whole * kPackedRows * 8, rest, vectors - whole,
+                             at == 0 && whole == 0, to, ahead);
+      };
+      if (first_row(t + 1, params.rows) - first_row(t, params.rows) == kPackedRows) {
+        add_rows(std::integral_constant<int, kPackedRows>());
+      } else {
+        add_rows(std::integral_constant<int, kPackedRows - 1>());
+      }
     }
-    const int64_t tiles = row_tiles(params.rows), tile_floats = vectors * kPackedRows * 8;
-    for (int half = 0; half < 2; ++half) {
-      for (int64_t t = 0; t < tiles; ++t) {
-        const float* x = input + (t / kGroup * all + at) * kGroupRows * kVectorFloats +
-                         (half * kGroup + t % kGroup) * tile_floats;
-        float* const to = sums + t * kTileFloats + half * 8;
-        const auto add_rows = [&](auto rows) {
-          add_half<rows.value>(x, own, whole, at == 0, to, ahead);
-          if (whole == vectors) return;
-          add_half<rows.value>(x + whole * kPackedRows * 8, rest, vectors - whole,
-                               at == 0 && whole == 0, to, ahead);
-        };
-        if (first_row(t + 1, params.rows) - first_row(t, params.rows) == kPackedRows) {
-          add_rows(std::integral_constant<int, kPackedRows>());
-        } else {
-          add_rows(std::integral_constant<int, kPackedRows - 1>());
-        }
-      }
-      for (int n = 0; n < kPackedOutputs; ++n) {
-        own.at[n] += Type::kStep / 2;
-        rest.at[n] += Type::kStep / 2;
-      }
+    for (int n = 0; n < kPackedOutputs; ++n) {
+      own.at[n] += Type::kStep / 2;
+      rest.at[n] += Type::kStep / 2;
     }
   }
-};
+}
 
 // next_w: the weights that this thread multiplies after these; null: not known.
 template <class Type>
@@ -76,7 +71,7 @@ void several_rows_panel(const LinearParams& params, const void* next_w, const fl
                     : next_w,
                 bytes, all / Type::kVectors * 2 * tiles);
     for (int64_t at = 0; at < all; at += kBlockVectors) {
-      SeveralBlock<Type>{params, input, at}.add(output, sums, ahead);
+      several_rows_block<Type>(params, input, output, at, sums, ahead);
     }
     for (int64_t t = 0; t < tiles; ++t) {
       finish_packed<Type>(params, t, output, params.outputs, sums + t * kTileFloats);

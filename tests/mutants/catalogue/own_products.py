@@ -86,8 +86,8 @@ OWN_PRODUCTS = (
         name="a-small-tile-has-the-next-tiles-row",
         breaks="a row has the same bits among any number of rows, at any place",
         file="csrc/kernels/linear_copied_isa.h",
-        old="return tile * rows / row_tiles(rows); }",
-        new="return tile * kPackedRows; }",
+        old="return first_row(tile, row_tiles(rows), rows);",
+        new="return tile * kPackedRows;",
         killers=(ORDER,),
     ),
     Mutant(
