@@ -108,7 +108,9 @@ def _is_known(module: torch.nn.Module) -> bool:
 
 
 def _own(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    # As module.named_parameters(recurse=False) and named_buffers, which take ten times as long.
+    kinds = (vars(module)["_parameters"], vars(module)["_buffers"])
+    return [(name, one) for kind in kinds for name, one in kind.items() if one is not None]
 
 
 def _problem(tensor: torch.Tensor) -> str:

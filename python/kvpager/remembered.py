@@ -31,6 +31,11 @@ def cache_folder() -> Path | None:
     return Path(own) / "kvpager"
 
 
+def remembers() -> bool:
+    """Whether there is a folder to remember in."""
+    return _folder() is not None
+
+
 def recall(kind: str, key: Mapping[str, Any]) -> Any:
     """What was remembered under a kind and a key of JSON values; None: nothing was.
 
@@ -56,9 +61,11 @@ def remember(kind: str, key: Mapping[str, Any], value: Any) -> None:
     text = json.dumps({"key": json.loads(_canonical(key)), "value": value}, indent=1)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(exist_ok=True, mode=0o700)
         try:
-            beside.write_text(text, encoding="utf-8")
+            with open(beside, "w", encoding="utf-8", opener=_private) as file:
+                file.write(text)
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
@@ -66,11 +73,19 @@ def remember(kind: str, key: Mapping[str, Any], value: Any) -> None:
         _log.info("%s cannot be written, so that it is found out anew next time: %s", path, error)
 
 
-def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _folder() -> Path | None:
     try:
-        folder = cache_folder()
+        return cache_folder()
     except RuntimeError:  # nobody's home
         return None
+
+
+def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
+    folder = _folder()
     if folder is None:
         return None
     name = hashlib.blake2b(_canonical(key).encode(), digest_size=16).hexdigest()

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 from blake3 import blake3
 
+from kvpager._version import __version__
 from kvpager.held import held_by
+from kvpager.remembered import recall, remember, remembers
 
 _BLOCK = 64 << 20  # bytes hashed at a time
 _SHARE = 2 << 20  # bytes of a block for each thread, with which starting it pays
 
+_KIND = "weights"  # of what is remembered
+_DIGEST_CHARACTERS = 64
+
 Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class _Hash:
+    """Of a model: `summary()` takes names, shapes and dtypes, and what `of_block` gives."""
+
+    summary: Callable[[], Any]
+    of_block: Callable[[Any], bytes]
 
 
 def weights_digest(model: Any, progress: Progress | None = None) -> str:
@@ -30,37 +46,74 @@ def weights_digest(model: Any, progress: Progress | None = None) -> str:
         model: the model.
         progress: called with (bytes hashed, bytes in all), from this thread.
     """
-    return _digest(model, progress, blake3, _blake3)
+    (digest,) = _digests(model, [_BLAKE3], progress)
+    return digest
+
+
+def known_weights_digest(model: Any, progress: Progress | None = None) -> str:
+    """`weights_digest`, taken from disk where the same weights have been hashed before.
+
+    It is kept under a checksum of all that it is of: XXH3-128 with a seed that was drawn at random
+    for the user's folder of what is remembered. That is several times as fast as BLAKE3, and other
+    weights with the same checksum cannot be made without the seed.
+
+    Args:
+        model: the model.
+        progress: as in `weights_digest`; the bytes in all double where weights are not known.
+    """
+    if not remembers():
+        return weights_digest(model, progress)
+    report = progress or _nothing
+    checksum = _seeded(_seed())
+    (before,) = _digests(model, [checksum], report)
+    digest = recall(_KIND, _key(before))
+    if _is_digest(digest):
+        return str(digest)
+
+    def report_on(done: int, total: int) -> None:
+        report(total + done, 2 * total)
+
+    # Not under the checksum from before: the same blocks are read for both.
+    now, digest = _digests(model, [checksum, _BLAKE3], report_on)
+    remember(_KIND, _key(now), digest)
+    return digest
 
 
 def old_weights_digest(model: Any) -> str:
     """The digest in snapshots of 1.0 and 1.1: XXH3-128, not resistant to collisions."""
-    return _digest(model, None, xxhash.xxh3_128, xxhash.xxh3_128_digest)
+    (digest,) = _digests(model, [_seeded(0)])
+    return digest
 
 
-def _digest(
-    model: Any,
-    progress: Progress | None,
-    hasher: Callable[[], Any],
-    of_block: Callable[[Any], bytes],
-) -> str:
+def _digests(model: Any, hashes: Sequence[_Hash], progress: Progress | None = None) -> list[str]:
+    """Of all that a model computes with, in hex, by each hash."""
     held = held_by(model)
     tensors = sorted(held.tensors, key=lambda item: item[0])
     total = sum(tensor.nbytes for _, tensor in tensors)
-    report = progress or (lambda done, total: None)
-    summary = hasher()
+    report = progress or _nothing
+    summaries = [one.summary() for one in hashes]
     done = 0
     report(done, total)
     for name, tensor in tensors:
-        summary.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
+        head = f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode()
+        for summary in summaries:
+            summary.update(head)
         for block in _blocks(tensor):
-            summary.update(of_block(_on_host(block).numpy()))
+            read = _on_host(block).numpy()
+            for one, summary in zip(hashes, summaries):
+                summary.update(one.of_block(read))
             done += len(block)
             report(done, total)
     if held.settings:
         settings = sorted(held.settings, key=lambda item: item[0])
-        summary.update(json.dumps(settings, separators=(",", ":")).encode())
-    return str(summary.hexdigest())
+        told = json.dumps(settings, separators=(",", ":")).encode()
+        for summary in summaries:
+            summary.update(told)
+    return [str(summary.hexdigest()) for summary in summaries]
+
+
+def _nothing(done: int, total: int) -> None:
+    pass
 
 
 def _blake3(block: Any) -> bytes:
@@ -68,6 +121,37 @@ def _blake3(block: Any) -> bytes:
     # has no threads in a forked child.
     threads = max(1, min(8, os.cpu_count() or 1, len(block) // _SHARE))
     return blake3(block, max_threads=threads).digest()
+
+
+_BLAKE3 = _Hash(blake3, _blake3)
+
+
+def _seeded(seed: int) -> _Hash:
+    return _Hash(
+        functools.partial(xxhash.xxh3_128, seed=seed),
+        functools.partial(xxhash.xxh3_128_digest, seed=seed),
+    )
+
+
+def _seed() -> int:
+    """Of 64 bits, the same at every start; another one means that no weights are known."""
+    seed = recall("seed", {})
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        seed = secrets.randbits(64)
+        remember("seed", {}, seed)
+    return seed
+
+
+def _key(checksum: str) -> dict[str, str]:
+    return {"kvpager": __version__, "checksum": checksum}
+
+
+def _is_digest(found: object) -> bool:
+    return (
+        isinstance(found, str)
+        and len(found) == _DIGEST_CHARACTERS
+        and set(found) <= set("0123456789abcdef")
+    )
 
 
 def _on_host(block: torch.Tensor) -> torch.Tensor:

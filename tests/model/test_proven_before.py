@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvpager.hf import behaviour
 from kvpager.hf import start as starting
-from kvpager.hf.observe import observe_tokens
+from kvpager.hf.observe import observe
 
 SETTINGS = {"linear": "torch"}  # whose products differ in some counts
 
@@ -83,7 +83,7 @@ def test_a_second_start_runs_the_model_as_often_as_its_fingerprint_needs(
 ):
     first = open_engine(closing, model, **options)
     runs = []
-    for place in (sys.modules[observe_tokens.__module__], behaviour):
+    for place in (sys.modules[observe.__module__], behaviour):
         own = place.running
         monkeypatch.setattr(place, "running", lambda one, own=own: (runs.append(1), own(one))[1])
     second = open_engine(closing, build("llama"), **options)

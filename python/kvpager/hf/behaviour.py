@@ -65,10 +65,8 @@ def behaviour_seen(model: Any, seen: Observation) -> str:
 
     It is `behaviour_digest` if that forward was of `behaviour_tokens`, in a proven count of rows.
     """
-    logits = seen.logits
-    if logits is None:
-        with torch.inference_mode():
-            logits = Head(model)(seen.hidden, range(min(TOKENS, seen.rows)))
+    with torch.inference_mode():
+        logits = Head(model)(seen.hidden, range(min(TOKENS, seen.rows)))
     summary = blake3()
     _add_forward(summary, seen.layers, seen.hidden, logits)
     return str(summary.hexdigest())

@@ -98,8 +98,8 @@ class Observation:
         tokens, positions: [M] int64, what was fed.
         layers: q, k and v of each attention call, by layer.
         hidden: [M, hidden_size], the decoder's output.
-        logits: [min(M, HEAD_ROWS), vocab], of the first rows; None: not computed.
-        calls: of every distinct module without children, or with expert weights.
+        calls: of every distinct module without children, or with expert weights; none of a forward
+            that only attention was watched in.
         windows: how many positions back each attention call let a row see; None: all of them.
         sinks: layers whose softmax has attention sinks, logits of no key.
     """
@@ -111,7 +111,6 @@ class Observation:
     calls: list[Call]
     windows: dict[int, int | None] = field(default_factory=dict)
     sinks: set[int] = field(default_factory=set)
-    logits: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -120,30 +119,24 @@ class Observation:
 
 
 def observe(model: Any, rows: int) -> Observation:
-    """One forward of `rows` rows of made-up tokens; see `observe_tokens`."""
-    generator = torch.Generator("cpu").manual_seed(0)  # the same tokens on every device
-    vocab = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.randint(vocab, (rows,), generator=generator, device="cpu").to(model.device)
-    longest = getattr(model.config, "max_position_embeddings", None) or rows
-    positions = torch.randint(min(4 * rows, longest), (rows,), generator=generator, device="cpu")
-    return observe_tokens(model, tokens, positions.to(model.device))
-
-
-def observe_tokens(model: Any, tokens: torch.Tensor, positions: torch.Tensor) -> Observation:
-    """One forward of M tokens through the model's own head, which is compared with ours.
+    """One forward of made-up tokens through the model's own head, which is compared with ours.
 
     REQUIRES: `attach(model)`. Other threads may run the model meanwhile.
 
     Args:
         model: a causal LM.
-        tokens: [M] int64, on the model's device.
-        positions: [M] int64, of each.
+        rows: M.
 
     Raises:
         UnsupportedModelError: the model does not run on packed rows, or does something between its
             layers and its logits that is not known here.
     """
-    rows = len(tokens)
+    generator = torch.Generator("cpu").manual_seed(0)  # the same tokens on every device
+    vocab = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(vocab, (rows,), generator=generator, device="cpu").to(model.device)
+    longest = getattr(model.config, "max_position_embeddings", None) or rows
+    positions = torch.randint(min(4 * rows, longest), (rows,), generator=generator, device="cpu")
+    positions = positions.to(model.device)
     recorder = Recorder()
     keep = torch.arange(HEAD_ROWS, device=model.device) % rows
     with torch.inference_mode(), _watched(model) as seen, running(recorder):
@@ -164,14 +157,25 @@ def observe_tokens(model: Any, tokens: torch.Tensor, positions: torch.Tensor) ->
             )
     calls = [*seen.calls.values()]
     return Observation(
-        tokens,
-        positions,
-        recorder.calls,
-        seen.hidden,
-        calls,
-        recorder.windows,
-        recorder.sinks,
-        logits[:rows],
+        tokens, positions, recorder.calls, seen.hidden, calls, recorder.windows, recorder.sinks
+    )
+
+
+def observe_attention(model: Any, tokens: torch.Tensor, positions: torch.Tensor) -> Observation:
+    """One forward of the decoder alone, in which only attention is watched.
+
+    REQUIRES: `attach(model)`. Other threads may run the model meanwhile.
+
+    Args:
+        model: a causal LM, that is known to run on packed rows.
+        tokens: [M] int64, on the model's device.
+        positions: [M] int64, of each.
+    """
+    recorder = Recorder()
+    with torch.inference_mode(), running(recorder):
+        hidden = decoder_of(model)(**packed_inputs(tokens, positions))[0][0]
+    return Observation(
+        tokens, positions, recorder.calls, hidden, [], recorder.windows, recorder.sinks
     )
 
 

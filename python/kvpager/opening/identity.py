@@ -21,7 +21,7 @@ from kvpager.progress import Progress, reporting_bytes
 from kvpager.salts import checked_salt, stretched
 from kvpager.stores import SnapshotStore
 from kvpager.tokens import Integer, as_integer
-from kvpager.weights import weights_digest
+from kvpager.weights import known_weights_digest, weights_digest
 
 
 def open_core(
@@ -83,11 +83,13 @@ def _identify(core: EngineCore, progress: Progress, *, proven: bool) -> None:
     watch = ModelWatch(core.model)
     recurrent = is_recurrent(core.model)
     with reporting_bytes(progress, "hash weights") as report:
-        weights = weights_digest(core.model, report)
+        # Weights that were exchanged under an engine are rarely met again.
+        digest = weights_digest if proven else known_weights_digest
+        weights = digest(core.model, report)
     behaviour = ""
     if recurrent or not proven:
         if not settle_row_counts(core, watch, weights):
-            weights = weights_digest(core.model)  # a model may change itself in its first forwards
+            weights = digest(core.model)  # a model may change itself in its first forwards
         behaviour = core.numerics.behaviour
     core.fingerprint = fingerprints.describe(
         core.model,

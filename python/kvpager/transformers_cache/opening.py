@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from kvpager import fingerprint as fingerprints
 from kvpager.config import PagerConfig, known_options
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
-from kvpager.hf import RowCounts, attach, check_supported, layout_of, running
+from kvpager.hf import RowCounts, attach, check_supported, layout_of
 from kvpager.hf.attach import configurations
 from kvpager.hf.behaviour import TOKENS, behaviour_seen, behaviour_tokens
-from kvpager.hf.decoder import decoder_of
-from kvpager.hf.observe import Observation, Recorder, packed_inputs
+from kvpager.hf.observe import observe_attention
 from kvpager.hf.own_attention import require_own_attention
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.watch import ModelWatch
@@ -24,7 +21,7 @@ from kvpager.pager.device import resolve
 from kvpager.progress import Progress, reporting_bytes
 from kvpager.transformers_cache.hooks import Hooks
 from kvpager.transformers_cache.host import Host, Known
-from kvpager.weights import weights_digest
+from kvpager.weights import known_weights_digest
 
 
 def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> PagerConfig:
@@ -58,12 +55,12 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
     watch = ModelWatch(model)
     attach(model)
     require_own_attention(model, config.chunk_tokens, packed=False)
-    seen = _observed(model)
+    seen = observe_attention(model, *behaviour_tokens(model))
     layout = layout_of(model, seen, config)
     config, _ = sized(config, model, layout, rows, place)
     q_heads, kernel_version = attention(seen, layout, config, place)
     with reporting_bytes(progress, "hash weights") as report:
-        weights = weights_digest(model, report)
+        weights = known_weights_digest(model, report)
     fingerprint = fingerprints.describe(
         model,
         config,
@@ -88,14 +85,3 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
     configs = frozenset(map(id, configurations(model)))
     known = Known(model, config, windows, configs, fingerprint, watch)
     return Host(known, pager, Hooks.of(model))
-
-
-def _observed(model: Any) -> Observation:
-    """One forward, of the tokens that the fingerprint's digest of behaviour is of."""
-    tokens, positions = behaviour_tokens(model)
-    recorder = Recorder()
-    with torch.inference_mode(), running(recorder):
-        hidden = decoder_of(model)(**packed_inputs(tokens, positions))[0][0]
-    return Observation(
-        tokens, positions, recorder.calls, hidden, [], recorder.windows, recorder.sinks
-    )

@@ -17,6 +17,7 @@ EXPONENTS = (
 )
 LINEAR = "model/test_linear.py::"
 PROVEN = "model/test_proven_before.py::"
+KNOWN = "model/test_known_weights.py::"
 RECORDED = "model/test_recordings.py::"
 RECORDINGS = "python/kvpager/execution/recordings.py"
 PROGRAM = "cpp/kernels/program_test.cc::"
@@ -145,6 +146,36 @@ OWN_PRODUCTS = (
         old='        "weights": weights,\n',
         new="",
         killers=(PROVEN + "test_a_model_that_was_changed_is_proven_again",),
+    ),
+    Mutant(
+        name="weights-are-known-by-names-and-shapes",
+        breaks="weights that differ in a bit are hashed",
+        file="python/kvpager/weights.py",
+        old="                summary.update(one.of_block(read))\n",
+        new="                one is _BLAKE3 and summary.update(one.of_block(read))\n",
+        killers=(
+            KNOWN + "test_weights_that_differ_in_anything_are_hashed[last-bit]",
+            KNOWN + "test_bytes_in_another_order_are_other_weights",
+        ),
+    ),
+    Mutant(
+        name="a-checksum-that-anybody-can-compute",
+        breaks="weights cannot be made to be taken for others'",
+        file="python/kvpager/weights.py",
+        old="    checksum = _seeded(_seed())\n",
+        new="    checksum = _seeded(0)\n",
+        killers=(
+            KNOWN + "test_a_checksum_says_nothing_without_the_seed_that_it_was_made_with",
+            KNOWN + "test_two_folders_have_seeds_of_their_own",
+        ),
+    ),
+    Mutant(
+        name="any-text-is-a-digest",
+        breaks="a remembered digest that is damaged is computed again",
+        file="python/kvpager/weights.py",
+        old="    if _is_digest(digest):\n",
+        new="    if digest is not None:\n",
+        killers=(KNOWN + "test_what_is_no_digest_is_nothing",),
     ),
     Mutant(
         name="what-modules-hold-is-overlooked",

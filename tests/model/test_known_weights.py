@@ -1,0 +1,169 @@
+"""Weights that were hashed before are known by a checksum of all their bytes, and only by it."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+import torch
+from cached_models import Cache
+from reference_models import build, make_engine
+
+from kvpager import weights
+from kvpager.weights import known_weights_digest, weights_digest
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("KVPAGER_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """Bytes that went through BLAKE3."""
+    blocks = []
+    own = weights._BLAKE3
+
+    def noting(block):
+        blocks.append(len(block))
+        return own.of_block(block)
+
+    monkeypatch.setattr(weights, "_BLAKE3", weights._Hash(own.summary, noting))
+    return blocks
+
+
+def kept(cache):
+    return sorted((cache / "weights").iterdir())
+
+
+def test_weights_are_hashed_once_whichever_object_holds_them(hashed):
+    expected = weights_digest(build("llama"))
+    del hashed[:]
+    assert known_weights_digest(build("llama")) == expected
+    assert sum(hashed) > 0
+    del hashed[:]
+    for _ in range(2):
+        assert known_weights_digest(build("llama")) == expected
+    assert hashed == []
+
+
+def test_an_engine_and_a_cache_take_a_digest_that_is_known(hashed, closing):
+    first = closing(make_engine(build("llama")))
+    assert sum(hashed) > 0
+    del hashed[:]
+    second = closing(make_engine(build("llama")))
+    assert hashed == []
+    assert second.fingerprint == first.fingerprint
+    with Cache(build("llama"), pool_tokens=256) as cached:
+        assert cached.fingerprint["weights"] == first.fingerprint["weights"]
+    assert hashed == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.lm_head.weight.data.view(torch.int32)[-1, -1].bitwise_xor_(1),
+        lambda model: model.model.embed_tokens.weight.data.view(torch.int32)[0, 0].bitwise_xor_(1),
+        lambda model: model.model.rotary_emb.inv_freq[3].mul_(1.5),  # no checkpoint holds it
+        lambda model: model.half(),
+        lambda model: model.model.norm.register_buffer("more", torch.zeros(1)),
+    ],
+    ids=["last-bit", "first-bit", "buffer", "dtype", "tensor"],
+)
+def test_weights_that_differ_in_anything_are_hashed(hashed, change):
+    model = build("llama")
+    before = known_weights_digest(model)
+    del hashed[:]
+    change(model)
+    after = known_weights_digest(model)
+    assert sum(hashed) > 0
+    assert after == weights_digest(model) != before
+
+
+def test_bytes_in_another_order_are_other_weights(hashed):
+    model = build("llama")
+    weight = model.model.layers[0].mlp.up_proj.weight.data
+    before = known_weights_digest(model)
+    weight.copy_(weight.flip(0))
+    assert known_weights_digest(model) == weights_digest(model) != before
+
+
+def test_a_checksum_says_nothing_without_the_seed_that_it_was_made_with(hashed, cache):
+    """So that nobody makes weights that are taken for others."""
+    model = build("llama")
+    known_weights_digest(model)
+    (seed,) = (cache / "seed").iterdir()
+    first = json.loads(seed.read_text())["value"]
+    for value in (first ^ 1, None, -1, 1 << 64, True, "0", 0.5):
+        seed.write_text(json.dumps({**json.loads(seed.read_text()), "value": value}))
+        del hashed[:]
+        assert known_weights_digest(model) == weights_digest(model)
+        assert len(hashed) > 0
+        assert 0 <= json.loads(seed.read_text())["value"] < 1 << 64
+    assert len({json.loads(path.read_text())["key"]["checksum"] for path in kept(cache)}) == 8
+
+
+def test_two_folders_have_seeds_of_their_own(cache, monkeypatch, tmp_path):
+    known_weights_digest(build("llama"))
+    monkeypatch.setenv("KVPAGER_CACHE", str(tmp_path / "other"))
+    known_weights_digest(build("llama"))
+    names = [[path.name for path in kept(folder)] for folder in (cache, tmp_path / "other")]
+    assert names[0] != names[1]
+
+
+@pytest.mark.parametrize("value", [None, "", "0" * 63, "Z" * 64, 3, ["0" * 64]])
+def test_what_is_no_digest_is_nothing(cache, value):
+    model = build("llama")
+    digest = known_weights_digest(model)
+    (path,) = kept(cache)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "value": value}))
+    assert known_weights_digest(model) == digest
+    assert json.loads(path.read_text())["value"] == digest
+
+
+def test_what_is_kept_is_its_owners_alone(cache):
+    known_weights_digest(build("llama"))
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    for path in (*kept(cache), *(cache / "seed").iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_folder_that_cannot_be_made_costs_the_hash_alone(hashed, cache):
+    cache.write_text("a file")
+    model = build("llama")
+    for _ in range(2):
+        del hashed[:]
+        assert known_weights_digest(model) == weights_digest(model)
+        assert len(hashed) > 0
+
+
+def test_nothing_is_kept_where_that_is_not_wanted(hashed, cache, monkeypatch):
+    monkeypatch.setenv("KVPAGER_CACHE", "off")
+    model = build("llama")
+    assert known_weights_digest(model) == weights_digest(model)
+    assert not cache.exists()
+
+
+def test_weights_that_are_exchanged_under_an_engine_are_not_kept(hashed, cache, closing):
+    """A training loop does so at every step."""
+    engine = closing(make_engine(build("llama")))
+    before = kept(cache)
+    with torch.no_grad():
+        engine.model.lm_head.weight[0, 0] += 1
+    engine.weights_changed()
+    assert engine.fingerprint["weights"] == weights_digest(engine.model)
+    assert kept(cache) == before
+
+
+def test_progress_only_grows_and_ends_at_all_of_it():
+    model = build("llama")
+    total = sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
+    for last in (2 * total, total):
+        calls = []
+        known_weights_digest(model, lambda *call, calls=calls: calls.append(call))
+        assert calls[0] == (0, total)
+        assert calls[-1] == (last, last)
+        assert calls == sorted(calls)
