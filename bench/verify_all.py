@@ -151,7 +151,7 @@ def in_a_process(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def work(job: Mapping[str, Any]) -> None:
     """In a process of its own: verifies every case of a job, prints a line per relation."""
-    harness.start(argparse.Namespace(threads=job["threads"]))
+    harness.prepare(job["threads"])
     if "long" in job:
         with long_subject.subject(job["long"], job["length"]) as subject:
             name = f"{long_subject.NAME}-{job['long']}"
@@ -173,6 +173,7 @@ def show(model: str, case: str, subject: Subject, relations: Sequence[Any]) -> N
             "case": case,
             "relation": outcome.relation,
             "outcome": outcome.status,
+            "kept": outcome.kept,
             "situations": outcome.cases,
             "compared": outcome.comparison.bits,
             "differing": outcome.comparison.differing_bits,
@@ -196,7 +197,7 @@ def count(row: Mapping[str, Any], totals: dict[tuple[str, str], dict[str, Any]])
     total = totals.setdefault(key, fresh)
     total["cases"] += 1
     total["not_applicable"] += row["outcome"] == _NO_PROMISE
-    total["not_kept"] += row["outcome"] not in ("same", _NO_PROMISE)
+    total["not_kept"] += not row["kept"]
     for name in ("situations", "compared", "differing", "time"):
         total[name] += row[name]
     if total["first_difference"] == NONE and row["outcome"] != _NO_PROMISE:

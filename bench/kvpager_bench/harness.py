@@ -268,12 +268,17 @@ def cli(description: str | None) -> argparse.ArgumentParser:
 
 def start(arguments: argparse.Namespace) -> dict[str, Any]:
     """Sets the thread count and the folder of results, and records the environment."""
-    end_cleanly_when_told()
-    torch.set_num_threads(arguments.threads)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    prepare(arguments.threads)
     if arguments.results is not None:
         os.environ[RESULTS_VARIABLE] = str(arguments.results.resolve())
     return environment()
+
+
+def prepare(threads: int) -> None:
+    """What a process does first that measures or compares, a benchmark's own workers too."""
+    end_cleanly_when_told()
+    torch.set_num_threads(threads)
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def report_name(name: str, arguments: argparse.Namespace) -> str:

@@ -24,6 +24,7 @@ def outcome(**changes):
         "case": "llama-float32",
         "relation": "decoded",
         "outcome": "same",
+        "kept": True,
         "situations": 3,
         "compared": 100,
         "differing": 0,
@@ -48,6 +49,7 @@ def concluded(rows, monkeypatch, tmp_path):
 
 def test_cases_are_counted_by_model_and_relation(monkeypatch, tmp_path):
     rows = [outcome(), outcome(compared=11), outcome(relation="warm"), outcome(model="qwen3")]
+    rows.append(outcome(relation="converted", outcome="within", compared=0))
     rows.append(outcome(outcome="does not apply", compared=0, first_difference="not promised"))
     code, written = concluded(rows, monkeypatch, tmp_path)
     assert code == 0
@@ -57,13 +59,16 @@ def test_cases_are_counted_by_model_and_relation(monkeypatch, tmp_path):
     assert [(row["model"], row["relation"]) for row in others] == [
         ("llama", "warm"),
         ("qwen3", "decoded"),
+        ("llama", "converted"),
     ]
     assert written["verdicts"][0]["holds"]
 
 
 @pytest.mark.parametrize("status", ["differs", "failed", "not run"])
 def test_anything_but_the_same_bits_fails_and_is_named(status, monkeypatch, tmp_path, capsys):
-    bad = outcome(outcome=status, differing=2 * (status == "differs"), first_difference="layer 1")
+    bad = outcome(
+        outcome=status, kept=False, differing=2 * (status == "differs"), first_difference="layer 1"
+    )
     code, written = concluded([outcome(), bad, outcome()], monkeypatch, tmp_path)
     assert code == 1
     assert not written["verdicts"][0]["holds"]
@@ -95,3 +100,14 @@ def test_a_worker_that_dies_is_an_error(monkeypatch):
     monkeypatch.setattr(verify_all.sys, "executable", "/bin/false")
     with pytest.raises(harness.MissingNumberError, match="ended with 1"):
         list(verify_all.in_a_process({"threads": 1, "cases": ["one"]}))
+
+
+def test_a_worker_verifies_its_cases_and_every_promise_is_kept():
+    case = verify_all.matrix.Case(
+        "llama", "float32", 256, tied=True, threads=1, group=2, selection="dense", kv_dtype="auto"
+    )
+    job = {"threads": 1, "effort": "start", "cases": [{"values": vars(case), "apart": False}]}
+    rows = list(verify_all.in_a_process(job))
+    assert {row["case"] for row in rows} == {str(case)}
+    assert all(row["kept"] for row in rows)
+    assert sum(row["compared"] for row in rows) > 1_000_000
