@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0+cpu
 TORCH_FALLBACK ?= torch>=2.10
 PYTEST_ARGS ?=
 # Python tests that need no GPU and not minutes each.
-REGULAR := not deep and not bench and not cuda
+REGULAR := not deep and not cuda
 # Processes that run the Python tests; 0: none but pytest's own. Each needs about 2 GiB of memory.
 N ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 PARALLEL := $(if $(filter-out 0 1,$(N)),-n $(N) --dist loadfile)
@@ -144,7 +144,7 @@ test-deep: test-deep-pytest test-deep-calls test-deep-power test-deep-threads te
 	$(PY) tests/deep/report.py
 
 test-deep-pytest: build
-	$(PY) -m pytest -m "deep and not bench and not cuda" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "deep and not cuda" $(PYTEST_ARGS)
 
 test-deep-calls: build
 	cd tests && $(PY) -m deep calls $(DEEP_ARGS)

@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "python"))
 from interrupts import Tried, at_every_instant, open_files
 
 from kvpager import Engine
+from kvpager.execution.recordings import WORTH
 from kvpager.hf.attention import is_running
 from kvpager.stores import DirectoryStore
 
@@ -176,6 +177,14 @@ def cancel(s: Subject) -> None:
         waiting.cancel()
 
 
+def record(s: Subject) -> None:
+    """A forward of one row is recorded, as if none had been, and replayed."""
+    graphs = s.engine.core.runner.graphs
+    graphs._made.clear()
+    graphs._seen[1] = WORTH
+    s.session.generate(3, eos=None).tokens.tolist()
+
+
 def assemble(s: Subject) -> None:
     s.engine.cache_segment(OTHER[:40], name="part")
     s.made = s.engine.assemble([IDS[:20], "part", IDS[:7]])
@@ -210,7 +219,7 @@ OPERATIONS = [
     cancel,
 ]
 # These look at the whole model: seconds for one run with every return watched.
-LONG = [another_engine, open_and_close, weights_changed]
+LONG = [another_engine, open_and_close, weights_changed, record]
 
 
 def expected_logits() -> bytes:
@@ -234,6 +243,7 @@ def interrupt(
         session.prefill(IDS)
         session.save("saved", store=kept)
         session.save(folder / "saved.kvsnap")
+        session.generate(WORTH + 4, eos=None)  # steps of one row are replayed from now on
 
     def prepare() -> Subject:
         nonlocal engine
