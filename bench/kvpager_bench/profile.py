@@ -5,9 +5,9 @@
 
 The first table splits forwards: hooks around the model's linear layers time its matrix products,
 the pager's own counters the kernels, and what is left of the decoder is the model's other
-operations (norms, rotations, activations, Python). The second has bytes and rates of what moves
-chunks, beside
-a copy in memory as this machine does it. Memory is touched before it is timed.
+operations (norms, rotations, activations, Python). Forwards run module by module, as hooks want it,
+also where an engine would replay a recording. The second has bytes and rates of what moves chunks,
+beside a copy in memory as this machine does it. Memory is touched before it is timed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from kvpager import Engine, PagerConfig, TopK
+from kvpager.hf import only_looks
 from kvpager_bench import harness, machine, subjects
 from kvpager_bench.harness import Column, Report
 from kvpager_bench.places import scratch_folder
@@ -72,9 +73,11 @@ class Clock:
         self.seconds = 0.0
         self._begun = 0.0
 
+    @only_looks
     def begin(self, *_: Any) -> None:
         self._begun = time.perf_counter()
 
+    @only_looks
     def end(self, *_: Any) -> None:
         self.seconds += time.perf_counter() - self._begun
 

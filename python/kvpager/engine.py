@@ -614,7 +614,8 @@ class Engine:
         Raises:
             UnsupportedModelError: the changed model cannot keep the promise; the engine is
                 unchanged.
-            InvalidArgumentError: its vocabulary differs from the draft's now; likewise.
+            InvalidArgumentError: its vocabulary differs from the draft's now, or a session has a
+                token that it lacks now; likewise.
             CapacityError: there is not enough memory any more; the engine is closed.
         """
         core = self.core

@@ -99,7 +99,7 @@ def describe(
         # The host's threads do not affect bits on a GPU.
         "threads": torch.get_num_threads() if on_cpu else 0,
         "mkl_cbwr": os.environ.get("MKL_CBWR", "") if on_cpu else "",
-        "matmul_precision": torch.get_float32_matmul_precision() if on_cpu else "",
+        "matmul_precision": numerics.precision_on_cpu() if on_cpu else "",
         **({} if on_cpu else _of_cuda(device)),
     }
 

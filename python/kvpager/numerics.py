@@ -21,11 +21,23 @@ def settings(device: torch.device) -> dict[str, object]:
 
 def _cpu_settings() -> dict[str, object]:
     return {
-        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.get_float32_matmul_precision()": precision_on_cpu(),
         "torch.backends.mkldnn.enabled": bool(torch.backends.mkldnn.enabled),
         # torch has no getter for it.
         "torch.set_flush_denormal, as it was called on this thread,": _DENORMAL * _ONE == 0,
     }
+
+
+def precision_on_cpu() -> str:
+    """`torch.get_float32_matmul_precision()`, of a CPU.
+
+    torch refuses to tell it where switches by other names were set, those of a GPU too.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # not declared
+        return {"bf16": "medium", "tf32": "high"}.get(matmul.fp32_precision, "highest")
 
 
 def _cuda_settings() -> dict[str, object]:

@@ -292,3 +292,77 @@ def test_numbers_are_those_of_the_products(workers):
     with torch.inference_mode():
         out = product(workers, torch.from_numpy(x).float(), torch.from_numpy(weight).float())
     assert np.array_equal(out.numpy(), x @ weight.T)
+
+
+def with_forward(head):
+    """As trainers do that want logits in float32."""
+    head.forward = lambda x: torch.nn.functional.linear(x.float(), head.weight.float())
+
+
+def with_hook(head):
+    head.register_forward_hook(lambda _, args, out: torch.nn.functional.linear(*args, head.weight))
+
+
+def with_hook_before(head):
+    head.register_forward_pre_hook(lambda _, args: args[0] @ torch.eye(len(args[0][0, 0])))
+
+
+def of_a_class_with_a_call(head):
+    head.__class__ = type(
+        "Calling",
+        (torch.nn.Linear,),
+        {"__call__": lambda self, x: torch.nn.functional.linear(x, self.weight)},
+    )
+
+
+def unaligned(head):
+    """As in a file that is mapped from an odd place."""
+    memory = bytearray(head.weight.numel() * 4 + 2)
+    weight = torch.frombuffer(memory, dtype=torch.float32, offset=2).view(head.weight.shape)
+    head.weight.data = weight.copy_(head.weight.data)
+
+
+@pytest.mark.parametrize(
+    "change", [with_forward, with_hook, with_hook_before, of_a_class_with_a_call, unaligned]
+)
+def test_a_head_that_torch_computes_after_all_is_tried_in_every_count(closing, change):
+    model = build("llama", hidden=1024)
+    change(model.lm_head)
+    engine = closing(make_engine(model, pool_tokens=1024, linear="kvpager"))
+    own = closing(make_engine(model, pool_tokens=1024, linear="torch"))
+    assert engine.row_counts.head == own.row_counts.head
+    (completion,) = engine.run([prompt(40)], 6, eos=None, logprobs=True)
+    text = np.concatenate([prompt(40), completion.tokens])
+    scored = np.float32(engine.score(text).logprobs[-6:])
+    assert scored.tolist() == np.float32(completion.logprobs).tolist()
+
+
+def test_a_forward_that_somebody_has_put_back_is_exchanged_again(closing, monkeypatch):
+    ours = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", ours.__wrapped__)
+    engine = closing(make_engine(build("llama"), linear="kvpager"))
+    assert torch.nn.Linear.forward is ours
+    assert engine.core.linear.known
+
+
+def test_a_forward_of_somebody_elses_computes_all_layers(closing, monkeypatch):
+    ours, calls = torch.nn.Linear.forward, []
+
+    def patched(self, x):
+        calls.append(1)
+        return ours(self, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", patched)
+    model = build("llama")
+    with pytest.raises(InvalidArgumentError, match=r"forward was replaced by .*patched.*put it"):
+        make_engine(model, linear="kvpager")
+    engine = closing(make_engine(model))
+    assert engine.core.linear is None
+    del calls[:]
+    engine.run([prompt(20)], 2, eos=None)
+    assert calls
+    monkeypatch.undo()
+    other = closing(make_engine(model, linear="kvpager"))
+    monkeypatch.setattr(torch.nn.Linear, "forward", patched)
+    with pytest.raises(InvalidArgumentError, match=r"forward was replaced by .*patched"):
+        other.weights_changed()

@@ -21,6 +21,7 @@ from kvpager.hf import behaviour
 from kvpager.hf import start as starting
 from kvpager.hf.observe import observe
 
+LINEAR = torch.nn.functional.linear
 SETTINGS = {"linear": "torch"}  # whose products differ in some counts
 
 
@@ -260,6 +261,43 @@ def test_a_class_whose_forward_was_exchanged_is_proven_again(proofs, closing, mo
     for _ in range(2):  # nobody knows what it holds
         open_engine(closing, model)
     assert len(proofs) == 3
+
+
+class InFloat32:
+    def __call__(self, x, weight, bias=None):
+        return LINEAR(x.float(), weight.float(), bias).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "exchanged",
+    [InFloat32(), functools.partial(torch.nn.functional.linear)],
+    ids=["object", "partial"],
+)
+def test_an_object_in_the_place_of_a_function_is_proven_each_time(
+    proofs, closing, model, monkeypatch, exchanged
+):
+    open_engine(closing, model)
+    monkeypatch.setattr(torch.nn.functional, "linear", exchanged)
+    for _ in range(2):
+        open_engine(closing, model)
+    assert len(proofs) == 3
+
+
+def test_a_builtin_function_in_the_place_of_another_is_proven_again(
+    proofs, closing, model, monkeypatch
+):
+    open_engine(closing, model)
+    monkeypatch.setattr(torch.nn.functional, "gelu", torch.relu)
+    for _ in range(2):
+        open_engine(closing, model)
+    assert len(proofs) == 2
+
+
+def test_a_function_with_other_defaults_is_proven_again(proofs, closing, model, monkeypatch):
+    open_engine(closing, model)
+    monkeypatch.setattr(torch.nn.functional.dropout, "__defaults__", (0.25, False, False))
+    open_engine(closing, model)
+    assert len(proofs) == 2
 
 
 def test_proofs_are_taken_after_something_was_compiled(proofs, closing, model):

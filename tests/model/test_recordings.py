@@ -13,7 +13,7 @@ from bits import assert_same_bits, assert_same_session
 from damage import damage_chunk
 from reference_models import ARCHITECTURES, CHUNK, build, make_engine, prompt
 
-from kvpager import CorruptSnapshotError, TopK
+from kvpager import Cache, CorruptSnapshotError, ModelChangedError, TopK
 from kvpager.execution import recordings
 from kvpager.execution.recordings import MOST_ROWS, NotRecordableError, Recordings, recorded
 from kvpager.hf import only_looks
@@ -97,7 +97,7 @@ def test_all_layers_of_a_decoder_with_silu_are_one_call_of_the_core(closing, arc
         tokens = torch.tensor([3, 4])
         with torch.inference_mode():
             replay = recorded(runner._decoded, runner._linear, tokens, torch.arange(2))
-        graph = replay.__self__.graph
+        graph = replay.graph
         calls.append([node.target for node in graph.nodes if node.op.startswith("call_")])
     assert calls[0] == calls[1]
 
@@ -134,6 +134,79 @@ def test_hooks_that_look_see_every_forward(closing, model):
     assert replays(engine) == before
     session.generate(3, eos=None)
     assert replays(engine) == before + 3
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        torch.nn.modules.module.register_module_forward_hook,
+        torch.nn.modules.module.register_module_forward_pre_hook,
+    ],
+    ids=["after", "before"],
+)
+def test_hooks_of_all_modules_that_look_see_every_forward(closing, model, register):
+    engine, seen = open_engine(closing, model), []
+    session = generated(engine, closing)
+    before = replays(engine)
+    watched = model.model.layers[1].mlp
+    handle = register(only_looks(lambda module, *_: seen.append(1) if module is watched else None))
+    try:
+        session.generate(3, eos=None)
+    finally:
+        handle.remove()
+    assert len(seen) == 3
+    assert replays(engine) == before
+
+
+def test_functions_of_others_that_modules_hold_are_called_in_every_forward(closing):
+    model, calls = build("llama", "bfloat16"), []
+
+    def activation(x):
+        calls.append(1)
+        return torch.nn.functional.silu(x)
+
+    mlp = model.model.layers[0].mlp
+    del mlp.act_fn
+    mlp.act_fn = activation
+    engine = open_engine(closing, model)
+    session = generated(engine, closing)
+    del calls[:]
+    session.generate(3, eos=None)
+    assert len(calls) == 3
+    assert replays(engine) == 0
+
+
+def test_a_cache_of_the_model_stops_no_replay(closing, model):
+    engine = open_engine(closing, model)
+    session = generated(engine, closing)
+    before = replays(engine)
+    with Cache(model, pool_tokens=256):
+        session.generate(3, eos=None)
+    assert replays(engine) == before + 3
+
+
+def test_weights_that_were_moved_are_not_read_where_they_were(closing):
+    """torch frees the memory of a storage under the tensors that have it."""
+    model = build("llama", "bfloat16")
+    engine = open_engine(closing, model)
+    session = generated(engine, closing)
+    before = replays(engine)
+    model.share_memory()
+    with pytest.raises(ModelChangedError, match="lies elsewhere in memory"):
+        session.generate(3, eos=None)
+    assert replays(engine) == before
+    engine.weights_changed()
+    session.generate(3, eos=None)
+
+
+def test_recordings_leave_no_source_behind(closing, model):
+    kept = torch.fx.graph_module._loader.eval_cache
+    before = len(kept)
+    assert replays(open_engine(closing, model)) == 0
+    engine = open_engine(closing, model)
+    generated(engine, closing)
+    assert replays(engine) > 0
+    assert len(kept) == before
 
 
 def test_changed_weights_end_what_was_recorded(closing):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -473,6 +477,40 @@ def test_changing_torchs_matmul_precision_under_an_engine_is_refused(session):
     finally:
         torch.set_float32_matmul_precision(before)
     session.append([3])
+
+
+@pytest.mark.parametrize(
+    ("switch", "refused"),
+    [
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", ""),  # of a GPU alone
+        ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", "'medium', but was 'highest'"),
+        ("torch.backends.fp32_precision = 'tf32'", "'high', but was 'highest'"),
+    ],
+    ids=["of-a-gpu", "of-mkldnn", "of-all"],
+)
+def test_new_names_of_torchs_precision_are_understood(switch, refused):
+    """In a process of its own: torch refuses to tell the old names from then on."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch\n"
+        "from kvpager import InvalidArgumentError\n"
+        "from reference_models import build, make_engine, prompt\n"
+        "model = build('llama')\n"
+        "session = make_engine(model).session()\n"
+        "session.prefill(prompt(20))\n"
+        f"{switch}\n"
+        "try:\n"
+        "    session.append([3])\n"
+        "    print('went on')\n"
+        "except InvalidArgumentError as error:\n"
+        "    print(error)\n"
+        "make_engine(model).session().prefill(prompt(20))\n"
+        "print('anew')\n"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (refused or "went on") in said
+    assert said.endswith("anew\n")
 
 
 def test_switching_mkldnn_off_under_an_engine_is_refused(session, monkeypatch):

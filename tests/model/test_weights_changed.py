@@ -267,3 +267,21 @@ def test_a_closed_engine_refuses_and_a_model_that_did_not_change_keeps_its_name(
     engine.close()
     with pytest.raises(InvalidArgumentError, match="closed"):
         engine.weights_changed()
+
+
+def test_tokens_that_a_model_has_no_longer_are_refused_and_named(closing):
+    model = build("llama")
+    engine = closing(make_engine(model))
+    session, other = closing(engine.session()), closing(engine.session())
+    session.prefill(TEXT)
+    other.prefill([3, 4])
+    fingerprint = engine.fingerprint
+    model.resize_token_embeddings(20, mean_resizing=False)
+    with pytest.raises(
+        InvalidArgumentError, match=f"20 token ids now.* a token {max(TEXT)}; close"
+    ):
+        engine.weights_changed()
+    assert engine.fingerprint == fingerprint
+    session.close()
+    engine.weights_changed()
+    other.generate(2, eos=None)

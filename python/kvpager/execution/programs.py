@@ -244,8 +244,10 @@ class _Places:
 
 def with_programs(
     graph: fx.Graph, held: dict[str, Any], workers: _core.Workers
-) -> tuple[fx.Graph, dict[str, Any]]:
-    """A recording whose known operations are computed by programs, and the objects it holds.
+) -> tuple[fx.Graph, dict[str, Any], list[torch.Tensor]]:
+    """A recording whose known operations are computed by programs.
+
+    Returns it, the objects it holds by name, and the tensors whose memory programs read in place.
 
     graph: every node has what it made when it was recorded (meta "made"), and whether it acts on
     more than that (meta "acts"), such as writes to a tensor. A method `attend` is that of the
@@ -262,10 +264,11 @@ class _Writer:
         self._nodes = graph.nodes
         self._old = held
         self._held: dict[str, Any] = {}
+        self._read: list[torch.Tensor] = []
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
 
-    def written(self) -> tuple[fx.Graph, dict[str, Any]]:
+    def written(self) -> tuple[fx.Graph, dict[str, Any], list[torch.Tensor]]:
         for node in self._nodes:
             if node.op == "placeholder":
                 self._new[node] = self._graph.placeholder(node.name)
@@ -276,7 +279,7 @@ class _Writer:
                 self._graph.output(self._result(action))
             else:
                 self._new[action] = self._graph.node_copy(action, self._value)
-        return self._graph, self._held
+        return self._graph, self._held, self._read
 
     def _program(self, segment: _Segment) -> None:
         places = _Places(self._plan, self._arena, self._places)
@@ -287,6 +290,7 @@ class _Writer:
             for group in segment.groups()
             for place, op in enumerate(group)
         ]
+        self._read += places.fixed
         sizes = [node.meta["made"].nbytes for node in places.given]
         program = _core.Program(self._workers, steps, places.fixed, sizes)
         given = [self._value(node) for node in places.given]

@@ -13,17 +13,25 @@ recorded (it reads a number of a tensor, say), forwards of as many rows stay as 
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from types import MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
-from typing import Any, TypeAlias
+from types import (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    SimpleNamespace,
+    WrapperDescriptorType,
+)
+from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,11 +51,11 @@ WORTH = 32  # forwards of as many rows before one is recorded, which takes what 
 
 _log = logging.getLogger(__name__)
 
-Replay: TypeAlias = Decode  # it computes the same, without the model
-
 # Whose modules do nothing in a forward but compute, so that their Python need not run each time.
 _KNOWN = ("torch", "transformers", "peft")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Of all modules.
+_GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)  # noqa: SLF001  # no public name
+_OF_CACHES = "kvpager.transformers_cache.hooks"  # which look for a Cache among the arguments
 # Methods that read numbers of a tensor without an operation of torch.
 _READS = {
     torch.Tensor.tolist,
@@ -89,7 +97,7 @@ class Recordings:
         config = model.config.get_text_config()
         self._positions = getattr(config, "max_position_embeddings", None) or 1024
         self._seen: Counter[int] = Counter()
-        self._made: dict[int, Replay | None] = {}  # None: not to be had
+        self._made: dict[int, Recording | None] = {}  # None: not to be had
         self.replays = 0
 
     def prepare(self, rows: int) -> None:
@@ -117,33 +125,37 @@ class Recordings:
 
         tokens, positions: [rows] int64.
         """
-        replay = self._made.get(len(tokens))
-        if replay is None or self._watched():
+        recording = self._made.get(len(tokens))
+        if recording is None or self._watched() or not recording.is_readable():
             return None
-        hidden = replay(attention, tokens, positions)
+        hidden = recording(attention, tokens, positions)
         self.replays += 1
         return hidden
 
     def _watched(self) -> bool:
         """Whether a module has a hook, which expects to be called."""
-        return any(
-            not collects_for_transformers(hook)
+        of_modules = (
+            hooks
             for module in self._modules
             for hooks in (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001  # no public name
+        )
+        return any(
+            not _concerns_others(hook)
+            for hooks in (*_GLOBAL_HOOKS, *of_modules)
             if hooks
             for hook in hooks.values()
         )
 
-    def _tried(self, rows: int) -> Replay | None:
+    def _tried(self, rows: int) -> Recording | None:
         generator = torch.Generator(device="cpu").manual_seed(rows)
         tokens = torch.randint(self._vocab, (rows,), generator=generator, device="cpu")
-        replay = recorded(self._decode, self._linear, tokens, torch.arange(rows, device="cpu"))
+        recording = recorded(self._decode, self._linear, tokens, torch.arange(rows, device="cpu"))
         for _ in range(2):
             tokens = torch.randint(self._vocab, (rows,), generator=generator, device="cpu")
             positions = torch.randint(self._positions, (rows,), generator=generator, device="cpu")
             expected, found = Recorder(), _Copies()
             pairs = [
-                (self._decode(expected, tokens, positions), replay(found, tokens, positions)),
+                (self._decode(expected, tokens, positions), recording(found, tokens, positions)),
                 *(pair for layer in expected.calls for pair in zip(*_of(layer, expected, found))),
             ]
             if expected.windows != found.windows or not all(same_bits(a, b) for a, b in pairs):
@@ -153,7 +165,12 @@ class Recordings:
                     rows,
                 )
                 return None
-        return replay
+        return recording
+
+
+def _concerns_others(hook: Any) -> bool:
+    """Whether a hook is for calls of the model that are none of an engine's."""
+    return collects_for_transformers(hook) or getattr(hook, "__module__", None) == _OF_CACHES
 
 
 def _of(layer: int, *recorders: Recorder) -> list[tuple[torch.Tensor, ...]]:
@@ -170,17 +187,67 @@ class _Copies(Recorder):
 def recordable(model: Any) -> bool:
     """Whether a model does nothing in a forward but compute, as far as is known.
 
-    Its classes are torch's, transformers' or peft's, and nothing is hooked in: no Python of others
-    expects to run each time.
+    Its classes and the functions that its modules hold are torch's, transformers' or peft's, and
+    nothing is hooked in: no Python of others expects to run each time.
     """
     kinds = {type(module) for module in model.modules()}
     homes = {kind.__module__ for kind in kinds} | {kind.forward.__module__ for kind in kinds}
+    homes |= {
+        _home(value)
+        for module in model.modules()
+        for value in vars(module).values()
+        if callable(value) and not isinstance(value, (torch.nn.Module, type))
+    }
     return not hooked(model) and {home.partition(".")[0] for home in homes} <= {*_KNOWN}
+
+
+def _home(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, BuiltinFunctionType):  # no Python
+        return _KNOWN[0]
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+class Recording:
+    """A recorded forward, as a function of attention, tokens and positions.
+
+    It computes what `Decode` does, without the model.
+
+    Attributes:
+        graph: its calls.
+    """
+
+    def __init__(self, graph: fx.Graph, held: Mapping[str, Any], read: list[torch.Tensor]) -> None:
+        """held: the objects that the graph refers to. read: tensors whose memory the core reads."""
+        self.graph = graph
+        code = graph.python_code("self")
+        names = dict(code.globals)
+        # As torch.fx does, which keeps the source of every module for ever.
+        exec(compile(code.src, "<recording>", "exec"), names)
+        self._forward = names["forward"]
+        self._held = SimpleNamespace(**held)
+        self._read = read
+        self._addresses = self._places()
+
+    def __call__(
+        self, attention: RowAttention, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The decoder's output [rows, hidden_size]; tokens and positions are [rows] int64."""
+        hidden: torch.Tensor = self._forward(self._held, attention, tokens, positions)
+        return hidden
+
+    def is_readable(self) -> bool:
+        """Whether what the core reads is where it was: a tensor may get other memory."""
+        return self._places() == self._addresses
+
+    def _places(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._read]
 
 
 def recorded(
     decode: Decode, linear: LinearLayers | None, tokens: torch.Tensor, positions: torch.Tensor
-) -> Replay:
+) -> Recording:
     """What a forward does with these tokens and positions, as a function of them.
 
     Attention that the function is called with has to take `out`, as `Forward.attend` does, and to
@@ -286,14 +353,10 @@ class _Tape:
             known = id(tensor) in self._nodes or id(tensor) in self._parts
             return not known or storage(tensor) in self._lasting
 
-    def function(self, hidden: torch.Tensor) -> Replay:
+    def function(self, hidden: torch.Tensor) -> Recording:
         """What was recorded, as a function of attention, tokens and positions."""
         self.graph.output(self._given(hidden))
-        graph, held = with_programs(self.graph, self._held, self._workers)
-        module = fx.GraphModule(held, graph)
-        vars(module).update(held)  # found at once, where a module looks for its tensors last
-        forward: Replay = module.forward
-        return forward
+        return Recording(*with_programs(self.graph, self._held, self._workers))
 
     def _given(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -16,9 +16,10 @@ every other model that is run within such a forward.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as the method that is wrapped calls it: TorchScript asks here
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from kvpager.pager.device import Place
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class LinearLayers:
@@ -47,12 +47,12 @@ class LinearLayers:
 
     def __init__(self, model: torch.nn.Module, workers: _core.Workers) -> None:
         self.workers = workers
+        exchange()
         # By identity: a hook may run another model within a forward, which computes as it is.
         self.known = frozenset(
             id(module)
             for module in model.modules()
-            if isinstance(module, torch.nn.Linear)
-            and type(module).forward is torch.nn.Linear.forward
+            if isinstance(module, torch.nn.Linear) and type(module).forward is _exchanged
         )
 
     def product(
@@ -94,23 +94,38 @@ def computes_products() -> bool:
     return _running.get() is not None
 
 
-def takes(module: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module's product with rows of a dtype is computed here, in this context."""
+def takes(module: torch.nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> bool:
+    """Whether what a module makes of a tensor is its product, computed here, in this context.
+
+    It is tried, with the arguments of a call. A hook, a forward or a `__call__` of a module's own,
+    or a weight of which no product is made here, leave it to torch.
+    """
     layers = _running.get()
-    if layers is None or id(module) not in layers.known or dtype not in _DTYPES:
+    if layers is None or id(module) not in layers.known:
         return False
-    parameters = (x for x in (module.weight, module.bias) if x is not None)
-    return all(_suits(x, dtype, layers.device_type) for x in parameters)
+    noting = _Noting(layers)
+    with torch.inference_mode(), computing(noting):
+        made = module(*args, **kwargs)
+    given = (*args, *kwargs.values())
+    return any(made is out and any(x is each for each in given) for x, out in noting.products)
 
 
-def _suits(x: object, dtype: torch.dtype, device_type: str) -> bool:
-    return (
-        type(x) in _PLAIN
-        and isinstance(x, torch.Tensor)
-        and x.dtype == dtype
-        and x.device.type == device_type
-        and x.stride(-1) == 1
-    )
+class _Noting(LinearLayers):
+    """Layers that are computed as they are, each product of which is noted with what it is of."""
+
+    def __init__(self, layers: LinearLayers) -> None:
+        self.known = layers.known
+        self.device_type = layers.device_type
+        self.products: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._layers = layers
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        made = self._layers.product(x, weight, bias)
+        if made is not None:
+            self.products.append((x, made))
+        return made
 
 
 def product(
@@ -145,7 +160,38 @@ def _product(
     return out if multiply(x, weight, bias, out) else None
 
 
-def _exchange(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def exchange() -> str:
+    """Has `torch.nn.Linear` ask here, if its forward is torch's.
+
+    Somebody else may have put that back since, or something of their own in its place, which then
+    computes all layers.
+
+    Returns:
+        Whose forward it is, if neither torch's nor kvpager's; empty otherwise.
+    """
+    global _exchanged  # the state of the class, which every engine shares
+    own: Any = torch.nn.Linear.forward
+    if own is _exchanged:
+        return ""
+    if _file_of(own) != _TORCHS:
+        return (
+            f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', type(own).__name__)}"
+        )
+    if _exchanged is None or _exchanged.__wrapped__ is not own:
+        _exchanged = _asking(own)
+    torch.nn.Linear.forward = _exchanged  # type: ignore[method-assign]
+    return ""
+
+
+_TORCHS = inspect.getsourcefile(torch.nn.Linear)
+_exchanged: Any = None  # what this module has put in the place of torch's
+
+
+def _file_of(function: Any) -> str | None:
+    return getattr(getattr(function, "__code__", None), "co_filename", None)
+
+
+def _asking(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(own)
     def forward(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         if torch.compiler.is_compiling():  # the caller's own graph, which no engine runs
@@ -161,12 +207,10 @@ def _exchange(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
                 return out
         return own(self, input)
 
-    forward._of_kvpager = True  # type: ignore[attr-defined]  # noqa: SLF001  # our own function
     return forward
 
 
-if not hasattr(torch.nn.Linear.forward, "_of_kvpager"):
-    torch.nn.Linear.forward = _exchange(torch.nn.Linear.forward)  # type: ignore[method-assign]
+exchange()
 
 __all__ = [
     "F",
@@ -174,6 +218,7 @@ __all__ = [
     "LinearLayersOnDevice",
     "computes_products",
     "computing",
+    "exchange",
     "product",
     "takes",
 ]

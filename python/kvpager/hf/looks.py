@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from kvpager.errors import InvalidArgumentError
+
 _MARK = "_kvpager_only_looks"
 # Whose hooks collect and nothing else. transformers leaves its own on every layer of a model that
 # was once asked for hidden states.
@@ -18,12 +20,21 @@ def only_looks(hook: _Hook) -> _Hook:
 
     If a hook is added while an engine is open, it may change what the model computes, so the engine
     refuses to go on. Mark a hook that only collects activations or counts calls, and the engine
-    accepts it. The engine does not check this.
+    accepts it. The engine does not check this. Of a method, that of all objects is marked.
 
     Example:
         >>> handle = module.register_forward_hook(kvpager.hf.only_looks(collect))
+
+    Raises:
+        InvalidArgumentError: the hook takes no attribute, as a builtin does not.
     """
-    setattr(hook, _MARK, True)
+    try:
+        setattr(getattr(hook, "__func__", hook), _MARK, True)
+    except AttributeError:
+        raise InvalidArgumentError(
+            f"hook is {hook!r}, which takes no attribute to mark it by; expected a function, a "
+            "method, or an object that does"
+        ) from None
     return hook
 
 

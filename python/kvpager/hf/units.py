@@ -70,7 +70,7 @@ def units_of(seen: Observation) -> list[Unit]:
         replay = Replay(call, seen.rows)
         if has_expert_weights(call.module):
             units += _expert_units(replay, seen.rows)
-        elif replay.inputs and takes(call.module, replay.inputs[0].dtype):
+        elif takes(call.module, *call.args, **call.kwargs):
             continue  # all row counts have the same bits, by the order of its operations
         elif replay.inputs and replay.outputs and not isinstance(call.module, _NOTHING):
             units.append(_unit(replay, seen.rows, partial(_samples, replay)))
@@ -84,9 +84,10 @@ def head_unit(model: Any, seen: Observation) -> Unit:
     name = next(name for name, other in model.named_modules() if other is module)
     replay = Replay(Call(module, (seen.hidden[None],), {}, [name]), seen.rows)
     finish = Head(model).finish
+    taken = takes(module, seen.hidden[None].to(module.weight.dtype))
 
     def samples(rows: int) -> list[Sample]:
-        products = [] if takes(module, module.weight.dtype) else _products(replay, rows)
+        products = [] if taken else _products(replay, rows)
         if not products and is_quantised(module):
             products = _samples(replay, rows)
         products = [replace(sample, dear=True) for sample in products]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvpager import _core
+from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore, Products
-from kvpager.hf.linear import LinearLayers, LinearLayersOnDevice
+from kvpager.hf.linear import LinearLayers, LinearLayersOnDevice, exchange
 from kvpager.pager.device import Place
 
 _AVX2 = 3  # its level of x86-64
@@ -24,19 +25,36 @@ def whose_products(asked: str, place: Place, dtype: torch.dtype) -> Products:
         asked: `PagerConfig.linear`.
         place: of the engine.
         dtype: of its model.
+
+    Raises:
+        InvalidArgumentError: kvpager's were asked for, and somebody else computes all layers.
     """
     if asked == "kvpager":
+        _require_exchanged()
         return "processor" if place.kind == "cpu" else "device"
     on_cpu = place.tensors.type == "cpu"
-    own = asked == "auto" and on_cpu and _is_fast(dtype, _core.processor())
+    own = asked == "auto" and on_cpu and _is_fast(dtype, _core.processor()) and not exchange()
     return "processor" if own else "torch"
 
 
 def linear_layers(core: EngineCore) -> LinearLayers | None:
-    """The layers of an engine that are kvpager's own products; None: torch computes all."""
+    """The layers of an engine that are kvpager's own products; None: torch computes all.
+
+    Raises InvalidArgumentError: they were, and somebody else computes all layers now.
+    """
+    if core.products != "torch":
+        _require_exchanged()
     if core.products == "device":
         return LinearLayersOnDevice(core.model, core.workers, core.place)
     return LinearLayers(core.model, core.workers) if core.products == "processor" else None
+
+
+def _require_exchanged() -> None:
+    if whose := exchange():
+        raise InvalidArgumentError(
+            f"torch.nn.Linear.forward was replaced by {whose}, so that linear layers cannot be "
+            'kvpager\'s products; put it back, or choose linear="torch"'
+        )
 
 
 def _is_fast(dtype: torch.dtype, processor: dict[str, int]) -> bool:

@@ -8,6 +8,7 @@ are in no file is proven anew each time.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -16,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -40,6 +41,20 @@ _KIND = "row_counts"
 _LINE = 64  # bytes of a cache line: torch chooses some kernels by where in it a weight begins
 # What environment variables that matrix libraries read begin with.
 _LIBRARIES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_")
+# Whose objects that can be called say by their type what they do: annotations, torch's own.
+_TELLING = (
+    "abc",
+    "builtins",
+    "collections",
+    "torch",
+    "transformers",
+    "types",
+    "typing",
+    "typing_extensions",
+)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CACHED = type(functools.cache(lambda: None))
+_TOLD_ELSEWHERE = (FunctionType, staticmethod, classmethod, type, _CACHED)
 # What torch.compile and transformers exchange in torch.nn.Module, and no forward calls.
 _APART_FROM_FORWARDS = ("__init__", "__setstate__", "smart_apply")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -149,15 +164,18 @@ def _code_of(model: torch.nn.Module) -> str:
     """A digest of the code that a forward runs, as far as Python shows it.
 
     It is of the functions of the model's classes and of the modules that these are defined in, by
-    their files and lines, and of each file's size and time of change; kvpager's own files too.
+    their files, lines and defaults, of what else can be called there, and of each file's size and
+    time of change; kvpager's own files too.
 
     Raises:
-        UnknownStateError: a class is in no file, or a function holds what it was made with.
+        UnknownStateError: a class is in no file, a function holds what it was made with, or
+            something can be called that nothing is known of.
     """
     kinds = {kind for one in model.modules() for kind in type(one).__mro__}
     kinds = {kind for kind in kinds if kind.__module__ != "builtins"}
     homes = {sys.modules.get(kind.__module__) for kind in kinds} | {torch.nn.functional}
-    found, files = set(), {Path(_core.__file__), *_OWN.rglob("*.py")}
+    found: set[tuple[Any, ...]] = set()
+    files = {Path(_core.__file__), *_OWN.rglob("*.py")}
     for home in homes:
         if home is None or getattr(home, "__file__", None) is None:
             raise UnknownStateError(f"{home} has a class of it and is in no file")
@@ -165,9 +183,11 @@ def _code_of(model: torch.nn.Module) -> str:
             for name, functions in _functions(owner):
                 if not _is_known(owner, name, functions[-1]):
                     raise UnknownStateError(f"{owner}.{name} holds what it was made with")
-                for code in (function.__code__ for function in functions):
-                    found.add((str(owner), name, code.co_filename, code.co_firstlineno))
+                for function in functions:
+                    code, place = function.__code__, (str(owner), name)
+                    found.add((*place, code.co_filename, code.co_firstlineno, _defaults(function)))
                     files.add(Path(code.co_filename))
+            found.update((str(owner), name, told) for name, told in _others(owner))
     stamps = [(str(file), *_stamp(file)) for file in sorted(files) if file.is_file()]
     return _digest(sorted(found), stamps)
 
@@ -184,12 +204,32 @@ def _functions(owner: Any) -> Iterator[tuple[str, list[FunctionType]]]:
     """The functions of a module or a class, each with those that it wraps, innermost last."""
     for name, member in list(vars(owner).items()):
         function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+        function = function.__wrapped__ if isinstance(function, _CACHED) else function
         wrapped = []
         while isinstance(function, FunctionType):
             wrapped.append(function)
             function = inspect.getattr_static(function, "__wrapped__", None)
         if wrapped:
             yield name, wrapped
+
+
+def _others(owner: Any) -> Iterator[tuple[str, str]]:
+    """What else a module or a class holds that can be called, but classes: by its name."""
+    for name, member in list(vars(owner).items()):
+        if not callable(member) or isinstance(member, _TOLD_ELSEWHERE):
+            continue
+        if isinstance(member, BuiltinFunctionType):
+            yield name, f"{member.__module__}.{member.__qualname__}"
+        elif type(member).__module__.partition(".")[0] in _TELLING:
+            yield name, f"{type(member).__module__}.{type(member).__qualname__}"
+        else:
+            raise UnknownStateError(f"{owner}.{name} is a {type(member).__qualname__}")
+
+
+def _defaults(function: FunctionType) -> str:
+    """Plain ones by their values, others by their types."""
+    given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    return repr([each if isinstance(each, _PLAIN) else type(each) for each in given])
 
 
 def _is_known(owner: Any, name: str, function: FunctionType) -> bool:

@@ -36,6 +36,7 @@ def identify_again(core: EngineCore, progress: Progress) -> None:
         check_supported(core.model, exact=exact is not False, one_at_a_time=exact != "all")
         core.vocab_size = vocab_size(core.model)
         _check_draft(core)
+        _check_texts(core)
         identify(core, progress, proven=before["watch"].same_places())
     except BaseException:
         for name, value in before.items():
@@ -62,6 +63,16 @@ def _check_draft(core: EngineCore) -> None:
             f"weights_changed: the model has {core.vocab_size} token ids now, and its draft "
             f"{draft.vocab_size}; open an engine with a draft of the same vocabulary"
         )
+
+
+def _check_texts(core: EngineCore) -> None:
+    for transcript in core.transcripts:
+        largest = 0 if transcript.closed else int(max(transcript.tokens, default=0))
+        if largest >= core.vocab_size:
+            raise InvalidArgumentError(
+                f"weights_changed: the model has {core.vocab_size} token ids now, and an open "
+                f"session has a token {largest}; close or trim that session first"
+            )
 
 
 def _text(transcript: Transcript) -> tuple[Any, int | None]:
