@@ -178,7 +178,7 @@ bench-all: build ## every question there is, also those that take long (under 2 
 	status=0; $(BIN)/kvpager bench --all $(BENCH_ARGS) || status=$$?; \
 	$(BIN)/kvpager bench tables && exit $$status
 
-bench-peers: build ## install the peers that need an environment of their own (about 15 minutes, 6 GB)
+bench-peers: build ## install the peers that need an environment of their own (about 20 minutes, 10 GB)
 	$(BIN)/kvpager bench peers install
 
 # The instrumented package goes to a folder of its own, with the models beside it; -S keeps the editable

@@ -1,11 +1,12 @@
 """Many conversations in one process, a line in and an answer out: python service.py [MODEL [PORT]]
 
-Without MODEL the checkout's own tiny-coder answers, about Python's library. Talk to it with
+Without MODEL the project's own tiny-coder answers, about Python's library. Talk to it with
 `nc localhost 7070`. Answers are computed in common forwards.
 """
 
+import argparse
 import asyncio
-import sys
+import contextlib
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,4 +37,9 @@ async def main(name: str = "", port: str = "7070") -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("port", nargs="?", default="7070")
+    given = parser.parse_args()
+    with contextlib.suppress(KeyboardInterrupt):  # how it is ended
+        asyncio.run(main(given.model, given.port))

@@ -17,8 +17,12 @@ from kvpager.server.settings import ServerSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 _ENVIRONMENT = (
-    "| `KVPAGER_CACHE` | folder where row counts that were proven are kept; default "
-    "`~/.cache/kvpager`; `off`: nothing is kept, and every start proves anew |",
+    "| `KVPAGER_CACHE` | folder where row counts that were proven and digests of weights are kept, "
+    "for its owner alone; default `~/.cache/kvpager`; `off`: nothing is kept, and every start "
+    "proves and hashes anew |",
+    "| `KVPAGER_DEBUG` | `1`: commands show where an error came from |",
+    "| `KVPAGER_DEVICE_PATH` | folders, separated by colons, where device plug-ins are looked for "
+    "too |",
     "| `KVPAGER_ISA` | highest instruction-set tier of the kernels: `base`, `v3` or `v4`; no bit "
     "depends on it |",
     "| `KVPAGER_PORT` and the like | an option of `kvpager serve`, where no flag gives it |",

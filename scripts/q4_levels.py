@@ -11,6 +11,8 @@ with one scale, which is llama.cpp's q4_0.
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -73,6 +75,9 @@ def _train(x: Floats, held_out: Floats) -> NDArray[np.float64]:
 
 def main() -> None:
     """Trains and prints."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     rng = np.random.default_rng(0)
     x, y, z = rng.standard_normal((3, 40_000, GROUP)).astype(np.float32)
     levels = _train(y, z)

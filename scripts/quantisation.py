@@ -9,6 +9,7 @@ its own; the second of them goes on from the file that the first has written.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -29,11 +30,14 @@ from quantisation_table.trial import save_plain
 
 def main() -> None:
     """Tries the cases whose names hold one of the words given, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="parts of names of cases (default: all cases)")
+    words = parser.parse_args().words
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {"cases": {}}
     rows: dict[str, Any] = {}
     for number, case in enumerate(CASES):
         before = known["cases"].get(case.name)
-        if sys.argv[1:] and not any(word in case.name for word in sys.argv[1:]):
+        if words and not any(word in case.name for word in words):
             found = before
         else:
             found = _tried(number)

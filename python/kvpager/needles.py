@@ -187,10 +187,10 @@ class NeedleTask:
 def shipped_model_path(name: str = "tiny-retriever-bf16") -> Path:
     """The directory of a tiny trained model that comes with kvpager.
 
-    name: "tiny-retriever-bf16", trained on this task, its weights rounded to bfloat16: the one that
-        a wheel holds. A checkout also has "tiny-retriever", as it was trained, "tiny-two-hop",
-        trained on texts of two hops, and "tiny-coder", a language model with a tokenizer that was
-        trained on Python's sources.
+    name: "tiny-retriever-bf16", trained on this task, its weights rounded to bfloat16, and
+        "tiny-coder", a language model with a tokenizer that was trained on Python's sources: these
+        are in a wheel. A checkout also has "tiny-retriever", as it was trained, and "tiny-two-hop",
+        trained on texts of two hops.
     Looks in the installed package, then in the repository that this file lies in.
     Raises FileNotFoundError, naming both places, if neither holds it.
     """
@@ -205,7 +205,7 @@ def shipped_model_path(name: str = "tiny-retriever-bf16") -> Path:
     raise FileNotFoundError(
         f"the tiny model {name} is in neither "
         + " nor ".join(str(place) for place in places)
-        + ": a wheel holds tiny-retriever-bf16, a checkout all of them, an sdist none"
+        + ": a wheel holds tiny-retriever-bf16 and tiny-coder, a checkout all, an sdist none"
     )
 
 

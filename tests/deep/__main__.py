@@ -19,7 +19,9 @@ PLAIN = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deep", description=__doc__)
     parser.add_argument("part", choices=sorted(UNDER_THE_LIBRARY | PLAIN))
-    options, more = parser.parse_known_args()
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="its own: PART --help")
+    options = parser.parse_args()
+    more = options.options
     if "--json" not in more:
         RECORDS.mkdir(exist_ok=True)
         more += ["--json", str(RECORDS / f"{options.part}.json")]

@@ -56,6 +56,35 @@ def test_a_prompt_is_continued_as_text(run: Run) -> None:
     assert told["messages"] is None
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--temperature", "-1"], "--temperature is -1.0; expected a finite number"),
+        (["--top-p", "2"], "--top-p is 2.0; expected"),
+        (["--stop", ""], "--stop is empty"),
+        (["--seed", str(1 << 64)], f"--seed is {1 << 64}; expected"),
+    ],
+    ids=["temperature", "top-p", "stop", "seed"],
+)
+def test_options_of_sampling_are_looked_at_before_a_model_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    monkeypatch.setattr("kvpager.cli.generate.load_model", None)
+    run("--prompt", "A cache keeps", *options, fails=said)
+
+
+def test_an_empty_prompt_is_refused_as_one(run: Run) -> None:
+    run("--prompt", "", fails="the prompt is empty")
+
+
+def test_a_value_of_the_environment_is_named_by_its_variable(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPAGER_POOL_TOKENS", "abc")
+    run("--prompt", "A cache keeps", fails="KVPAGER_POOL_TOKENS is 'abc'")
+    run("--prompt", "A cache keeps", "--pool-tokens", "x", fails="--pool-tokens is 'x'")
+
+
 def test_a_stop_string_ends_the_text(run: Run) -> None:
     whole = as_json(run("--prompt", "A cache keeps", "--format", "json"))["text"]
     stop = whole[4:6]

@@ -84,10 +84,22 @@ def test_a_file_names_its_unknown_option(capsys, yaml):
     assert "no YAML" in refused(capsys, "--config", yaml("a: ["))
 
 
-def test_a_port_that_is_taken_is_named(capsys):
+def test_keys_and_a_folder_are_looked_at_before_a_model_is_loaded(capsys, yaml, monkeypatch):
+    monkeypatch.setattr(serve, "load_model", None)
+    here = ["--port", "0"]
+    keys = yaml("- {kex: 1, tenant: a}")
+    assert "has a field 'kex'" in refused(capsys, *here, "--api-keys", keys)
+    assert "--store /proc/x: No such file" in refused(capsys, *here, "--store", "/proc/x")
+    port = refused(capsys, "--config", yaml("port: many"))
+    assert "port in --config" in port
+    assert "is 'many'" in port
+
+
+def test_a_port_that_is_taken_is_named(capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         fast = ["--rows", "16", "--small-rows", "fixed", "--pool-tokens", "1024"]
+        monkeypatch.setattr(serve, "load_model", None)  # it is looked at before
         handlers = logging.getLogger("kvpager").handlers[:]
         said = refused(capsys, "--port", str(port), "--store", "off", "-q", *fast)
     assert f"port are '127.0.0.1' and {port}; nothing can listen there" in said

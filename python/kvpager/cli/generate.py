@@ -192,6 +192,7 @@ def run(args: argparse.Namespace) -> int:
             if args.draft is not None
             else f"--speculate {DRAFT}: no draft model; give --draft PATH"
         )
+    _check_sampling(args)
     schema = None if args.json_schema is None else read_text("--json-schema", args.json_schema)
     config = pager_config(args)
     if args.speculate and config.exact != "all":
@@ -238,6 +239,35 @@ def run(args: argparse.Namespace) -> int:
         answer = _generate(args, places, begun, messages, start)
     _report(args, answer)
     return 0
+
+
+# Of kvpager.sampling.Sampling.
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def _check_sampling(args: argparse.Namespace) -> None:
+    """Looks at them before a model is loaded and a prompt computed. Raises UsageError."""
+    from kvpager.sampling import Sampling  # loads torch
+
+    if "" in args.stop:
+        raise UsageError("--stop is empty; expected text")
+    try:
+        Sampling(
+            **{name: getattr(args, name) for name in _SAMPLING},
+            seed=args.seed or 0,
+            logit_bias=dict(args.logit_bias),
+        )
+    except InvalidArgumentError as error:
+        name, _, rest = str(error).partition(" ")
+        raise UsageError(f"--{name.replace('_', '-')} {rest}") from error
 
 
 def _read_messages(args: argparse.Namespace) -> str | list[Any] | None:
@@ -322,13 +352,7 @@ def _generate(
 ) -> Answer:
     session = begun.session
     options: dict[str, Any] = {
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "min_p": args.min_p,
-        "repetition_penalty": args.repetition_penalty,
-        "presence_penalty": args.presence_penalty,
-        "frequency_penalty": args.frequency_penalty,
+        **{name: getattr(args, name) for name in _SAMPLING},
         "logit_bias": dict(args.logit_bias),
         "stop": args.stop,
         "grammar": args.grammar,

@@ -76,6 +76,16 @@ def given(args: argparse.Namespace, name: str) -> Any:
     return getattr(args, "settings_file", {}).get(name) if value is None else value
 
 
+def source_of(args: argparse.Namespace, name: str) -> str:
+    """Where an option's value comes from, as messages name it: its flag, if none was given."""
+    if getattr(args, destination(name), None) is None:
+        if variable_of(name) in os.environ:
+            return variable_of(name)
+        if name in getattr(args, "settings_file", {}):
+            return f"{name} in --config {args.config}"
+    return flag_of(name)
+
+
 def parsed(option: Option, value: Any) -> Any:
     """Text to the option's type; what does not parse is left for the table to refuse by name."""
     if not isinstance(value, str):

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpager import _core
 from kvpager.cli.failure import UsageError
-from kvpager.cli.option_flags import add_options, destination, flag_of, given, parsed
+from kvpager.cli.option_flags import add_options, destination, flag_of, given, parsed, source_of
 from kvpager.cli.parser import suggestion
 from kvpager.config import PagerConfig, Selection, TopK, Window
 from kvpager.config_json import SELECTIONS, config_from_json, config_to_json
@@ -107,7 +107,7 @@ def pager_config(args: argparse.Namespace, *, auto_pool: bool = True) -> PagerCo
                 "compares engines, and says what pool they had"
             )
     except InvalidArgumentError as error:
-        raise UsageError(with_flags(str(error))) from error
+        raise UsageError(with_flags(str(error), args)) from error
     except TypeError as error:  # an option without a default: Window's recent
         raise UsageError(f"--selection {kind}: {str(error).split('() ', 1)[-1]}") from error
     return config
@@ -139,6 +139,13 @@ def _only(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def with_flags(message: str) -> str:
-    """A message that names options of PagerConfig, naming those of the command line."""
-    return re.sub(r"\b(?:PagerConfig|TopK|Window)\.(\w+)", lambda m: flag_of(m[1]), message)
+def with_flags(message: str, args: argparse.Namespace | None = None) -> str:
+    """A message that names options of PagerConfig, naming those of the command line.
+
+    args: where given, an option is named by where its value comes from.
+    """
+
+    def said(found: re.Match[str]) -> str:
+        return flag_of(found[1]) if args is None else source_of(args, found[1])
+
+    return re.sub(r"\b(?:PagerConfig|TopK|Window)\.(\w+)", said, message)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.failure import CliError, UsageError
 from kvpager.cli.models import load_model, load_tokenizer
-from kvpager.cli.option_flags import add_options, flag_of, given, parsed, read_settings
+from kvpager.cli.option_flags import add_options, given, parsed, read_settings, source_of
 from kvpager.cli.options import add_model_options
 from kvpager.cli.output import note
 from kvpager.cli.pager_options import add_pager_options, pager_config, pager_option_names
 from kvpager.cli.parser import Parser
 from kvpager.errors import InvalidArgumentError
-from kvpager.server.settings import ServerSettings
+from kvpager.server.settings import AUTO, ServerSettings
 
 if TYPE_CHECKING:
     from kvpager.server.service import Service
@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     _require_packages()
     settings, config = settings_of(args), pager_config(args)
     check_exposure(args, settings)
+    check_places(settings)
     folder = _model_folder(args)
     model = load_model(folder, args.dtype, config.device)
     tokenizer = load_tokenizer(folder)
@@ -114,7 +115,7 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
     except InvalidArgumentError as error:
         text = str(error)
         for field in dataclasses.fields(ServerSettings):
-            text = text.replace(f"ServerSettings.{field.name} ", f"{flag_of(field.name)} ")
+            text = text.replace(f"ServerSettings.{field.name} ", f"{source_of(args, field.name)} ")
         raise UsageError(text) from error
 
 
@@ -128,6 +129,27 @@ def check_exposure(args: argparse.Namespace, settings: ServerSettings) -> None:
             f"kvpager: warning: --host {settings.host} can be reached from other machines, and "
             "nobody needs a key; give --api-keys FILE",
         )
+
+
+def check_places(settings: ServerSettings) -> None:
+    """Looks at the address, the keys and the folder, before a model is loaded.
+
+    Raises:
+        InvalidArgumentError: nothing can listen at the address, or the keys are not as they should.
+        CliError: the folder cannot be made.
+    """
+    from kvpager.server.run import check_address
+    from kvpager.server.tenants import Tenants
+
+    check_address(settings.host, settings.port)
+    Tenants.read(settings.api_keys)
+    folder = settings.store_path(CODER)  # the name is the model's, which is not known yet
+    if folder is not None:
+        place = Path(folder) if settings.store != AUTO else Path(folder).parent
+        try:
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise CliError(f"--store {place}: {error.strerror}") from error
 
 
 def _model_folder(args: argparse.Namespace) -> str | Path:

@@ -125,6 +125,11 @@ class _Uvicorn(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def check_address(host: str, port: int) -> None:
+    """Raises InvalidArgumentError if nothing can listen at an address."""
+    _listen(host, port).close()
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -65,7 +65,7 @@ class ServerSettings(Validated):
     """Options of `kvpager serve`; none of them changes a bit of any answer."""
 
     host: str = option(
-        name(), "address to listen at; beyond this machine only with api_keys", "127.0.0.1"
+        name(), "address to listen at; one that others can reach wants api_keys", "127.0.0.1"
     )
     port: int = option(integer(0, 65535), "port to listen at; 0: any free one", 8000)
     served_model_name: tuple[str, ...] = option(
@@ -75,7 +75,8 @@ class ServerSettings(Validated):
     )
     api_keys: str | None = option(
         ("the path of a YAML file, or None", _file),
-        "keys and their tenants (docs/serving.md); None: everybody is one tenant, without a key",
+        "keys and their tenants (docs/how_to/http_server.md); None: everybody is one tenant, "
+        "without a key",
         None,
     )
     store: str = option(
