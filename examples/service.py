@@ -4,9 +4,9 @@ Without MODEL the project's own tiny-coder answers, about Python's library. Talk
 `nc localhost 7070`. Answers are computed in common forwards.
 """
 
-import argparse
 import asyncio
 import contextlib
+import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,14 +32,9 @@ async def main(name: str = "", port: str = "7070") -> None:
 
             server = await asyncio.start_server(talk, "localhost", int(port))
             print(f"listening on port {server.sockets[0].getsockname()[1]}", flush=True)
-            async with server:
-                await server.serve_forever()
+            await server.serve_forever()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", default="")
-    parser.add_argument("port", nargs="?", default="7070")
-    given = parser.parse_args()
-    with contextlib.suppress(KeyboardInterrupt):  # how it is ended
-        asyncio.run(main(given.model, given.port))
+    with contextlib.suppress(KeyboardInterrupt):  # ends it
+        asyncio.run(main(*sys.argv[1:]))
