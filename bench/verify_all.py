@@ -114,9 +114,13 @@ def side_by_side(jobs: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
     def run(job: Mapping[str, Any]) -> list[dict[str, Any]]:
         outcomes = []
-        for outcome in in_a_process(job):
-            tell(outcome)
-            outcomes.append(outcome)
+        try:
+            for outcome in in_a_process(job):
+                tell(outcome)
+                outcomes.append(outcome)
+        except MissingNumberError as error:  # an hour of others is not lost by it
+            outcomes.append(not_made(job, str(error)))
+            tell(outcomes[-1])
         return outcomes
 
     def threads(job: Mapping[str, Any]) -> int:
@@ -127,6 +131,22 @@ def side_by_side(jobs: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         with ThreadPoolExecutor(max(1, cores // number)) as pool:
             for outcomes in pool.map(run, same):
                 yield from outcomes
+
+
+def not_made(job: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """The row of a process that ended before its end."""
+    return {
+        "model": long_subject.NAME if "long" in job else job["cases"][0]["values"]["architecture"],
+        "case": f"{len(job['cases'])} cases",
+        "relation": "all",
+        "outcome": "not run",
+        "kept": False,
+        "situations": 0,
+        "compared": 0,
+        "differing": 0,
+        "time": 0.0,
+        "first_difference": why,
+    }
 
 
 def in_a_process(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -146,7 +166,9 @@ def in_a_process(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             child.kill()
             raise
     if child.returncode:
-        raise MissingNumberError(f"the worker for {job['cases']} ended with {child.returncode}")
+        raise MissingNumberError(
+            f"a worker for {len(job['cases'])} cases ended with {child.returncode}"
+        )
 
 
 def work(job: Mapping[str, Any]) -> None:

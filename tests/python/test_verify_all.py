@@ -102,6 +102,23 @@ def test_a_worker_that_dies_is_an_error(monkeypatch):
         list(verify_all.in_a_process({"threads": 1, "cases": ["one"]}))
 
 
+def test_a_worker_that_dies_loses_no_other_ones_work(monkeypatch, tmp_path):
+    def outcomes(job):
+        if job["threads"] == 1:
+            raise harness.MissingNumberError("it died")
+        yield outcome()
+
+    monkeypatch.setattr(verify_all, "in_a_process", outcomes)
+    case = {"values": {"architecture": "qwen3"}, "apart": False}
+    jobs = [{"threads": threads, "cases": [case]} for threads in (1, 2)]
+    jobs.append({"threads": 1, "long": "dense", "cases": ["shipped-dense"]})
+    code, written = concluded(verify_all.side_by_side(jobs), monkeypatch, tmp_path)
+    assert code == 1
+    rows = {row["model"]: row for row in named_rows(written)}
+    assert rows["llama"]["not_kept"] == 0
+    assert rows["qwen3"]["first_difference"] == rows["shipped"]["first_difference"] == "it died"
+
+
 def test_a_worker_verifies_its_cases_and_every_promise_is_kept():
     case = verify_all.matrix.Case(
         "llama", "float32", 256, tied=True, threads=1, group=2, selection="dense", kv_dtype="auto"

@@ -209,6 +209,8 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.model)
     begins = args.restore is None and segments is None
     given = prompt_ids(args, prompt, tokenizer, special_tokens=begins)
+    if given is not None and not given:
+        raise CliError("the prompt is empty; expected text of at least one token")
     needs = {
         "--stop needs": args.stop,
         "messages need": messages is not None,

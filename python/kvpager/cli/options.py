@@ -118,8 +118,6 @@ def prompt_ids(
             "--ids"
         )
     ids: list[int] = tokenizer(prompt, add_special_tokens=special_tokens)["input_ids"]
-    if not ids:
-        raise CliError("the prompt is empty; expected text of at least one token")
     return ids
 
 
