@@ -104,7 +104,7 @@ alignas(32) constexpr uint32_t kOddHalf[8] = {0xFFFF0000u, 0xFFFF0000u, 0xFFFF00
                                               0xFFFF0000u, 0xFFFF0000u, 0xFFFF0000u, 0xFFFF0000u};
 KVPAGER_INLINE __m256 half_vector(BFloat16, const uint16_t* p, int i) {
   __m256 floats;
-  const auto& pairs = *reinterpret_cast<const __m256i_u*>(p);
+  const auto& pairs = *reinterpret_cast<const uint16_t (*)[16]>(p);
   if (i == 0) {
     asm("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=x"(floats) : "m"(pairs), "m"(kOddHalf));
   } else {
