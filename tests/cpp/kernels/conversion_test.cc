@@ -201,8 +201,8 @@ TEST_CASE("rows are stored rounded to nearest whatever the calling thread's roun
           {
             const FloatMode scope(mode.bits);
             write_rows(layout, view, view, &where, 1);
-            read_row(layout, slice.data(), 0, 5, k, v);
           }
+          read_row(layout, slice.data(), 0, 5, k, v);  // multiplies, in the usual mode
           for (size_t d = 0; d < 512; ++d) {
             const uint16_t code = all[first + d].code;
             if (std::isinf(format.value(code))) continue;
