@@ -16,7 +16,7 @@ from kvpager.cli.output import note
 from kvpager.cli.pager_options import add_pager_options, pager_config, pager_option_names
 from kvpager.cli.parser import Parser
 from kvpager.errors import InvalidArgumentError
-from kvpager.server.settings import AUTO, ServerSettings
+from kvpager.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from kvpager.server.service import Service
@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     _require_packages()
     settings, config = settings_of(args), pager_config(args)
     check_exposure(args, settings)
-    check_places(settings)
+    known = settings.served_model_name or (_name_of(args.model),)
+    check_places(settings, known[0])
     folder = _model_folder(args)
     model = load_model(folder, args.dtype, config.device)
     tokenizer = load_tokenizer(folder)
@@ -88,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
     from kvpager.server.service import Service
     from kvpager.server.tracing import exported
 
-    known = settings.served_model_name or (_name_of(args.model),)
     with (
         logging_to_stderr(settings.log_level),
         exported(settings.otlp_endpoint),
@@ -131,7 +131,7 @@ def check_exposure(args: argparse.Namespace, settings: ServerSettings) -> None:
         )
 
 
-def check_places(settings: ServerSettings) -> None:
+def check_places(settings: ServerSettings, model: str) -> None:
     """Looks at the address, the keys and the folder, before a model is loaded.
 
     Raises:
@@ -143,13 +143,12 @@ def check_places(settings: ServerSettings) -> None:
 
     check_address(settings.host, settings.port)
     Tenants.read(settings.api_keys)
-    folder = settings.store_path(CODER)  # the name is the model's, which is not known yet
+    folder = settings.store_path(model)
     if folder is not None:
-        place = Path(folder) if settings.store != AUTO else Path(folder).parent
         try:
-            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise CliError(f"--store {place}: {error.strerror}") from error
+            raise CliError(f"--store {folder}: {error.strerror}") from error
 
 
 def _model_folder(args: argparse.Namespace) -> str | Path:
