@@ -94,6 +94,7 @@ def clock(seconds: float) -> str:
 def summary_text(shown: Look, summary: Summary) -> str:
     """The one table, what fell short, who was skipped, what failed, the time taken."""
     from kvpager_bench.report import COMPARISON_COLUMNS, comparison_cells
+    from kvpager_bench.suite import QUICK
 
     text = ""
     if summary.comparisons:
@@ -103,7 +104,8 @@ def summary_text(shown: Look, summary: Summary) -> str:
         for comparison in summary.comparisons:
             table.add_row(*(cell.replace("*", "") for cell in comparison_cells(comparison)))
         text = shown.render(table)
-    text += _section("Fell short", summary.short())
+    small = " (--quick has sizes too small to tell)" if summary.plan.size == QUICK else ""
+    text += _section("Fell short" + small, summary.short())
     text += _section("Peers left out", [f"{peer}: {why}" for peer, why in summary.skipped.items()])
     text += _section(
         "Failed", [f"{o.question.name}: {o.failure}; see {o.log}" for o in summary.failed]

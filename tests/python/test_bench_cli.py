@@ -141,6 +141,8 @@ def test_a_missed_aim_is_said_and_no_failure(capsys, asked):
     assert "Fell short\n  scan: 0.5x torch, 0.75x aimed at\n" in out
     assert "Peers left out\n  llama.cpp 0.3.36: not installed\n" in out
     assert "1 of 1 question in 1:15" in out
+    assert main(["bench", "decode", "--quick"]) == 0
+    assert "Fell short (--quick has sizes too small to tell)\n" in capsys.readouterr().out
 
 
 def test_a_question_that_failed_gives_exit_code_1_and_the_table_of_the_others(capsys, asked):

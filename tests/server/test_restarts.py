@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import openai
@@ -171,6 +173,23 @@ def test_sigterm_saves_what_does_not_end_in_time(tmp_path):
         for _ in range(20):
             next(stream)
         assert process.terminate() == 0
+    with ServerProcess(tmp_path) as process:
+        (kept,) = process.client.http.get("/v1/sessions").json()["data"]
+        assert kept["id"] == "long"
+        assert kept["tokens"] > 20
+
+
+def test_a_second_sigint_waits_no_longer_and_saves_all_the_same(tmp_path):
+    body = {"session_id": "long"}
+    with ServerProcess(tmp_path) as process:
+        stream = process.client.chat("Write.", max_tokens=20_000, stream=True, extra_body=body)
+        for _ in range(20):
+            next(stream)
+        process.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.process.send_signal(signal.SIGINT)
+        assert process.process.wait(30) == 0
+        assert "Traceback" not in "".join(process.said)
     with ServerProcess(tmp_path) as process:
         (kept,) = process.client.http.get("/v1/sessions").json()["data"]
         assert kept["id"] == "long"

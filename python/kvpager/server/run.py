@@ -23,7 +23,9 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(service: Service, ready: Callable[[str], object]) -> None:
-    """Serves until SIGTERM or SIGINT, which let running requests end; a second one ends them.
+    """Serves until SIGTERM or SIGINT, which let running requests end.
+
+    A second one ends them, and saves those that have a name; a third SIGINT leaves at once.
 
     ready: called with the server's address once connections are taken.
 
@@ -120,9 +122,12 @@ class _Uvicorn(uvicorn.Server):
         await stopping
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self._service.draining:
+        # uvicorn leaves at a second SIGINT without the application's end, in which unfinished work
+        # is saved: here the second one only ends the waiting, and the third is uvicorn's second.
+        if self.should_exit and not self._service.hurried:
             self._service.hurry()
-        super().handle_exit(sig, frame)
+        else:
+            super().handle_exit(sig, frame)
 
 
 def check_address(host: str, port: int) -> None:

@@ -43,6 +43,7 @@ class Service:
         root: where the model is from.
         tenants: who may use it.
         draining: whether new requests are refused, because the server ends.
+        hurried: whether `drain` waits no longer.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Service:
         self.metrics = Metrics(names[0])
         self.metrics.watch(self.gauges)
         self.draining = False
-        self._hurried = False
+        self.hurried = False
         # One that rests holds a block of the pool, which running requests need.
         quarter = max(1, engine.config.pool_blocks // 4)
         self._most_kept = min(settings.kept_sessions, quarter)
@@ -223,7 +224,7 @@ class Service:
         """Refuses new requests, and waits for running ones as long as the settings allow."""
         self.draining = True
         deadline = time.monotonic() + self.settings.drain_seconds
-        while not (self.scheduler.idle or self._hurried) and time.monotonic() < deadline:
+        while not (self.scheduler.idle or self.hurried) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
@@ -233,7 +234,7 @@ class Service:
 
     def hurry(self) -> None:
         """Lets `drain` wait no longer."""
-        self._hurried = True
+        self.hurried = True
 
     async def close(self) -> None:
         """Ends running requests, and frees everything but the engine."""
