@@ -30,6 +30,7 @@ constexpr std::pair<const char*, Operation> kOperations[] = {{"copy", Operation:
                                                              {"square", Operation::kSquare},
                                                              {"rsqrt", Operation::kReciprocalSqrt},
                                                              {"silu", Operation::kSilu},
+                                                             {"gelu_tanh", Operation::kGeluTanh},
                                                              {"mean", Operation::kMean},
                                                              {"linear", Operation::kLinear},
                                                              {"attend", Operation::kAttend}};
@@ -44,8 +45,9 @@ Operation operation_of(const std::string& name) {
   for (const auto& [known, operation] : kOperations) {
     if (name == known) return operation;
   }
-  throw InvalidArgumentError(str("operation is \"", name, "\"; expected copy, add, subtract, ",
-                                 "multiply, negate, square, rsqrt, silu, mean, linear or attend"));
+  throw InvalidArgumentError(
+      str("operation is \"", name, "\"; expected copy, add, subtract, ",
+          "multiply, negate, square, rsqrt, silu, gelu_tanh, mean, linear or ", "attend"));
 }
 
 Operand operand_of(const py::object& given) {

@@ -1,11 +1,24 @@
 // Rows of elements of a program's operations: kvpager/program.h. Every tier has the same bits, and torch
 // has: the operations are correctly rounded, and a function is a fixed order of such.
 #include "kernels/functions_isa.h"
+#include "kernels/gelu_isa.h"
 #include "kernels/vec_isa.h"
 
 namespace kvpager {
 namespace KVPAGER_ISA_NS {
 namespace {
+
+// Of functions that have no other order for one number than for lanes.
+template <class OfLanes>
+KVPAGER_INLINE void each_alone(const float* a, int64_t count, float* out, OfLanes of_lanes) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(out + i, of_lanes(load(a + i)));
+  float last[kLanes] = {};
+  const size_t bytes = static_cast<size_t>(count - i) * sizeof(float);
+  std::memcpy(last, a + i, bytes);
+  store(last, of_lanes(load(last)));
+  std::memcpy(out + i, last, bytes);
+}
 
 template <class OfLanes, class OfOne>
 KVPAGER_INLINE void each(const float* a, const float* b, bool b_is_one, int64_t count, float* out,
@@ -114,16 +127,10 @@ void combine(Operation operation, const float* a, const float* b, bool b_is_one,
     case Operation::kReciprocalSqrt:
       for (int64_t i = 0; i < count; ++i) out[i] = 1.0f / __builtin_sqrtf(a[i]);
       return;
-    case Operation::kSilu: {
-      int64_t i = 0;
-      for (; i + kLanes <= count; i += kLanes) store(out + i, silu(load(a + i)));
-      float last[kLanes] = {};
-      const size_t bytes = static_cast<size_t>(count - i) * sizeof(float);
-      std::memcpy(last, a + i, bytes);
-      store(last, silu(load(last)));
-      std::memcpy(out + i, last, bytes);
-      return;
-    }
+    case Operation::kSilu:
+      return each_alone(a, count, out, [](Vec x) { return silu(x); });
+    case Operation::kGeluTanh:
+      return each_alone(a, count, out, [](Vec x) { return gelu_tanh(x); });
     case Operation::kCopy:
       std::memcpy(out, a, static_cast<size_t>(count) * sizeof(float));
       return;

@@ -43,6 +43,8 @@ def called(target):
 
 
 silu = torch.nn.functional.silu
+gelu = torch.nn.functional.gelu
+TANH = {"approximate": "tanh"}
 X = noise(1, 5, 1024)
 B = noise(1, 5, 1024, dtype=torch.bfloat16)
 HEADS = noise(1, 5, 16, 128, dtype=torch.bfloat16).transpose(1, 2)
@@ -72,6 +74,9 @@ KNOWN = {
     "activation": (silu, (noise(1, 8, 3072),), {"inplace": False}),
     "activation in 16 bits": (silu, (noise(16, 2048, dtype=torch.bfloat16),), {}),
     "activation, half": (silu, (HEADS.reshape(1, 5, -1).half(),), {}),
+    "activation with a tangent": (gelu, (noise(9, 2048),), TANH),
+    "activation with a tangent in 16 bits": (gelu, (noise(2, 6912, dtype=torch.bfloat16),), TANH),
+    "activation with a tangent, half": (gelu, (HEADS.reshape(1, 5, -1).half(),), TANH),
     "one behind the other": (torch.cat, ([X, X], 1), {}),
     "nothing beside it": (torch.cat, ((X, X[..., :0]),), {"dim": -1}),
     **{
@@ -105,7 +110,9 @@ UNKNOWN = {
     "activation in place": (silu, (X.clone(),), {"inplace": True}),
     "activation of elements that torch computes one by one": (silu, (noise(5, 1001),), {}),
     "activation of what torch's threads share": (silu, (noise(33, 1024),), {}),
-    "another activation": (torch.nn.functional.gelu, (X,), {}),
+    "tangents that torch computes one by one": (gelu, (noise(5, 1001),), TANH),
+    "tangents that torch's threads share": (gelu, (noise(20, 1024),), TANH),
+    "an activation with an error function": (gelu, (X,), {}),
     "to another dtype than a float": ("to", (X, torch.float64), {}),
 }
 
@@ -156,7 +163,7 @@ class Layers(torch.nn.Module):
             k = self.turned(self.k(y).view(3, 1, 32), cos, sin)
             v = self.v(y).view(3, 1, 32)
             out = attention.attend(layer, q, k, v, scaling=1.0)
-            act = torch.nn.functional.gelu(self.o(torch.nn.functional.silu(out.reshape(3, 64))))
+            act = gelu(self.o(silu(out.reshape(3, 64))))
             kept = torch.nn.functional.dropout(x + act, training=False)  # is what it is given
             x = kept + self.norm(self.o(self.norm(act)))
         x[1, 2:] *= 2

@@ -94,8 +94,8 @@ def test_models_with_adapters_are_replayed(closing):
     assert assert_replays_change_nothing(closing, with_adapters("a")) > 0
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "smollm3"])
-def test_all_layers_of_a_decoder_with_silu_are_one_call_of_the_core(closing, architecture):
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "smollm3", "gemma2"])
+def test_all_layers_of_a_decoder_are_one_call_of_the_core(closing, architecture):
     calls = []
     for layers in (2, 3):
         model = build(architecture, "bfloat16", num_hidden_layers=layers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvpager.cli import main
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 import text_models
+from hub_cache import keep_model
 
 Run = Callable[..., str]
 
@@ -116,12 +116,7 @@ def test_a_conversation_goes_on_where_it_was_saved(run: Run, tmp_path: Path) -> 
 def test_a_model_is_found_in_the_cache_of_the_hub(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tmp_path / "models--somebody--small" / "snapshots" / ("a" * 40)
-    shutil.copytree(folder, kept)
-    reference = tmp_path / "models--somebody--small" / "refs" / "main"
-    reference.parent.mkdir()
-    reference.write_text("a" * 40, encoding="ascii")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    keep_model(monkeypatch, tmp_path, "somebody/small", folder)
     assert run("--prompt", "A cache", model="somebody/small") == run("--prompt", "A cache")
     run("--prompt", "A cache", model="somebody/else", fails="hf download somebody/else")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from hub_cache import keep_model
 from plan_shapes import LLAMA_8B, QWEN3_MOE_30B, write_config
 
 from kvpager import PagerConfig, TopK
@@ -98,10 +100,21 @@ def test_a_measured_machine_is_told_as_such(model_dir, capsys, monkeypatch):
     assert err == "measuring this machine ...\n"
 
 
+def test_a_configuration_is_found_in_the_cache_of_the_hub(llama, capsys, monkeypatch, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(llama, folder / "config.json")
+    keep_model(monkeypatch, tmp_path / "cache", "somebody/small", folder)
+    arguments = (*A_4090, "--context", "4K")
+    assert plan(capsys, "somebody/small", *arguments) == plan(capsys, llama, *arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("nowhere",), 1, "no such file or folder"),
+        (("nowhere",), 1, "MODEL nowhere: no such file or folder, and the cache"),
+        (("some/body",), 1, "`hf download some/body config.json` gets config.json"),
+        (("./nowhere",), 1, "MODEL ./nowhere: no such file or folder\n"),
         (("{}", "--contxt", "4K"), 2, "did you mean --context?"),
         (("{}", "--context", "4x"), 2, "is no number of tokens"),
         (("{}", "--context", "256K", "--device", "h100"), 2, "made for up to 131,072"),

@@ -1,7 +1,7 @@
 // Small operations of a decoder on the CPU, one after the other in one call: what torch computes with
 // a call of its own for each. Every operation has the bits of torch's: elements are computed in float32,
-// rounded to nearest once, a mean is summed in the order that torch sums in, and SiLU has the exponential
-// that torch's vectors have. Attention is that of whoever runs the program.
+// rounded to nearest once, a mean is summed in the order that torch sums in, and SiLU and GELU have the
+// exponential and the tangent that torch's vectors have. Attention is that of whoever runs the program.
 #pragma once
 
 #include <array>
@@ -24,10 +24,11 @@ enum class Operation : uint8_t {
   kNegate,
   kSquare,
   kReciprocalSqrt,
-  kSilu,    // x / (1 + e^-x)
-  kMean,    // of the last dimension, float32
-  kLinear,  // a times b transposed, plus c: kvpager/linear.h
-  kAttend,  // of queries a, keys b and values c, with sinks d, by run()'s `attend`
+  kSilu,      // x / (1 + e^-x)
+  kGeluTanh,  // x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
+  kMean,      // of the last dimension, float32
+  kLinear,    // a times b transposed, plus c: kvpager/linear.h
+  kAttend,    // of queries a, keys b and values c, with sinks d, by run()'s `attend`
 };
 
 // Where the elements of one operand are: those of memory `base`, or one number.

@@ -92,24 +92,35 @@ def folder_of(path: str | Path) -> Path:
     """
     folder = Path(path)
     if not folder.exists():
-        folder = _cached(str(path))
+        folder = cached_folder(str(path))
     if not (folder / "config.json").is_file():
         raise CliError(f"--model {path}: no config.json in it; expected a transformers model")
     return folder
 
 
-def _cached(name: str) -> Path:
+def cached_folder(name: str, *, option: str = "--model", file: str = "") -> Path:
+    """Where the cache of the Hugging Face hub has a model.
+
+    Args:
+        name: of the model, such as Qwen/Qwen3-0.6B.
+        option: what an error says that it was given as.
+        file: what is needed of it; "": all.
+
+    Raises:
+        CliError: it has none of that name.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    missing = f"{option} {name}: no such {'file or ' if file else ''}folder"
     if not _HUB_NAME.fullmatch(name):
-        raise CliError(f"--model {name}: no such folder")
+        raise CliError(missing)
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except LocalEntryNotFoundError as error:
         raise CliError(
-            f"--model {name}: no such folder, and the cache of the Hugging Face hub has no model "
-            f"of that name; `hf download {name}` gets one"
+            f"{missing}, and the cache of the Hugging Face hub has no model of that name; "
+            f"`hf download {name}{file and ' ' + file}` gets {file or 'one'}"
         ) from error
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.failure import UsageError
+from kvpager.cli.models import cached_folder
 from kvpager.cli.options import DTYPES, positive
 from kvpager.cli.output import emit_result, note
 from kvpager.cli.parser import Parser, suggestion
@@ -40,7 +42,12 @@ def add(commands: Any, common: Parser) -> None:
         epilog="docs/scaling.md has the formulas. Exit codes: 0; 1 where the model cannot run so "
         "(it says what is missing); 2 wrong command line.",
     )
-    parser.add_argument("model", metavar="MODEL", help="folder of a model, or its config.json")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder of a model, its config.json, or the name of a model in the cache of the "
+        "Hugging Face hub, such as Qwen/Qwen3-0.6B, of which config.json is enough",
+    )
     work = parser.add_argument_group("what is to run")
     work.add_argument(
         "--context",
@@ -100,7 +107,10 @@ def run(args: argparse.Namespace) -> int:
 
     _check_device(args.device)
     sizes = {name: _bytes(args, name) for name in ("device_memory", "host_memory", "disk_bytes")}
-    shape = read_shape(args.model, args.dtype)
+    path = Path(args.model)
+    if not path.exists():
+        path = cached_folder(args.model, option="MODEL", file="config.json")
+    shape = read_shape(path, args.dtype)
     context = args.context or min(shape.max_positions or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
     machine = _machine(args, shape.dtype)
     try:

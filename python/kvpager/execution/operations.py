@@ -1,8 +1,9 @@
 """Calls of torch in operations of the core's programs (csrc/include/kvpager/program.h).
 
 These are the operations whose result IEEE 754 states, as each element is computed in float32 and
-rounded once, means, which the core sums in torch's order, SiLU with the exponential of torch's
-vectors, kvpager's own products, and attention, which is the running forward's. A call of torch
+rounded once, means, which the core sums in torch's order, SiLU and GELU with the exponential and
+the tangent of torch's vectors, kvpager's own products, and attention, which is the running
+forward's. A call of torch
 counts as known only if a program of it alone has the bits of torch's function for many numbers
 (`Alike`).
 """
@@ -29,10 +30,10 @@ _TWO = {
 _COPIES = {"to", "float", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "reshape"}
 _TRIALS = 16
 # Elements that torch computes at once, in every dtype and on every processor, and the most that it
-# does not share out among threads (at::internal::GRAIN_SIZE): others are computed one by one, by
-# another function.
+# does not share out among threads (at::internal::GRAIN_SIZE; aten/src/ATen/native/cpu/
+# Activation.cpp): others are computed one by one, by another function.
 _TORCH_STEP = 64
-_TORCH_SHARE = 32768
+_TORCH_SHARE = {"silu": 32768, "gelu_tanh": 20000}
 
 Operand: TypeAlias = "torch.Tensor | float | None"
 # Of a tensor: its memory, as a key, and the bytes from there to its first element.
@@ -99,8 +100,10 @@ def _lowered(function: Any, args: Any, kwargs: Any, made: torch.Tensor) -> list[
         return [Op("copy", made.view(first.shape), (first,))] if made.is_contiguous() else None
     if name == "mean":
         return _mean(first, args[1:], kwargs, made)
-    if name == "silu":
-        return _silu(first, args[1:], kwargs, made)
+    if name == "silu" and not dict(zip(("inplace",), args[1:]), **kwargs).get("inplace"):
+        return _activation("silu", first, made)
+    if name == "gelu" and (args[1:], dict(kwargs)) == ((), {"approximate": "tanh"}):
+        return _activation("gelu_tanh", first, made)
     if kwargs:
         return None
     if name in _TWO and len(args) == 2:
@@ -143,13 +146,11 @@ def _mean(a: torch.Tensor, args: Any, kwargs: Any, made: torch.Tensor) -> list[O
     return [Op("mean", made if keep else made.unsqueeze(-1), (a,))]
 
 
-def _silu(a: torch.Tensor, args: Any, kwargs: Any, made: torch.Tensor) -> list[Op] | None:
-    """SiLU of what torch goes through in vectors alone, and in one thread."""
-    given = dict(zip(("inplace",), args), **kwargs)
-    in_place = given.pop("inplace", False)
+def _activation(name: str, a: torch.Tensor, made: torch.Tensor) -> list[Op] | None:
+    """One of what torch goes through in vectors alone, and in one thread."""
     whole = a.is_contiguous() and made.is_contiguous() and made.numel() % _TORCH_STEP == 0
-    alike = a.dtype == made.dtype and whole and made.numel() <= _TORCH_SHARE
-    return None if in_place or given or not alike else [Op("silu", made, (a,))]
+    alike = a.dtype == made.dtype and whole and made.numel() <= _TORCH_SHARE[name]
+    return [Op(name, made, (a,))] if alike else None
 
 
 def _cat(tensors: Any, args: Any, kwargs: Any, made: torch.Tensor) -> list[Op] | None:

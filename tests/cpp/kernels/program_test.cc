@@ -168,6 +168,41 @@ TEST_CASE("SiLU has the bits of its written order in every tier, and at most 3 u
   }
 }
 
+TEST_CASE("GELU has the same bits in every tier, and an error of few last places of its argument") {
+  std::vector<float> edges = {0.0f, -0.0f, 1e-40f, -1e-40f, 1e-20f, 3e38f, 104.0f, -104.0f};
+  for (float x = -7.0f; x < 7.0f; x += 0.0009765625f) edges.push_back(x);
+  edges.push_back(INFINITY);
+  for (const DType dtype : kDTypes) {
+    const auto count = static_cast<int64_t>(edges.size());
+    auto x = numbers(dtype, count, 16);
+    for (int64_t i = 0; i < count; ++i) round_to(dtype, edges[static_cast<size_t>(i)], x.data(), i);
+    const auto made_by = [&](const KernelTable& table) {
+      const KernelOverride use(table);
+      auto out = numbers(DType::kFloat32, count, 17);
+      Instruction one;
+      one.operation = Operation::kGeluTanh;
+      one.shape = {1, 1, 1, count};
+      one.out = {0, 0, DType::kFloat32, {0, 0, 0, 1}};
+      one.a = {1, 0, dtype, {0, 0, 0, 1}};
+      run(one, {of(out), of(x)});
+      return out;
+    };
+    const auto first = made_by(*runnable_kernels()[0]);
+    for (int64_t i = 0; i < count; ++i) {
+      const double of = double{widen(dtype, x.data(), i)};
+      const double made = double{widen(DType::kFloat32, first.data(), i)};
+      if (!std::isfinite(of)) continue;
+      const double inner = std::sqrt(2 / std::acos(-1.0)) * (of + 0.044715 * of * of * of);
+      const double exact = of / 2 * (1 + std::tanh(inner));
+      CHECK(std::abs(made - exact) <= 3 * 0x1p-24 * std::abs(of) + 0x1p-149);
+    }
+    for (const KernelTable* table : runnable_kernels()) {
+      INFO(table->name, " ", dtype_name(dtype));
+      CHECK(made_by(*table) == first);
+    }
+  }
+}
+
 TEST_CASE(
     "attention gets an instruction's tensors and sinks, in order, and its error ends the run") {
   constexpr int64_t kRows = 3, kHeads = 4, kKvHeads = 2, kDim = 8, kOutDim = 5;

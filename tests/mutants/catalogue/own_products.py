@@ -364,6 +364,14 @@ OWN_PRODUCTS = (
         ),
     ),
     Mutant(
+        name="tangent-without-its-pairs",
+        breaks="GELU has the tangent that torch's vectors have",
+        file="csrc/kernels/gelu_isa.h",
+        old="  return {inverse, mul(inverse, short_of_one(a, inverse))};",
+        new="  return {inverse, splat(0.0f)};",
+        killers=(PROGRAMS + "test_calls_that_are_known_have_the_bits_of_torch",),
+    ),
+    Mutant(
         name="silu-of-elements-that-torch-computes-one-by-one",
         breaks="SiLU is part of a program only where torch computes it in vectors alone",
         file="python/kvpager/execution/operations.py",
