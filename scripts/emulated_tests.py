@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -173,6 +174,7 @@ def lines(serial: Path, emulator: subprocess.Popen[bytes]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the emulator and its folder
     try:
         sys.exit(main())
     except KeyboardInterrupt:
