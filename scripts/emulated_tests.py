@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -33,19 +34,22 @@ from pathlib import Path
 
 TOOLS = ("busybox", "cpio", "grub-mkrescue", "xorriso", "ldd")
 PROCESSOR = "sapphire_rapids"
+NO_KERNEL = Path("/boot/vmlinuz")
 # What the kernels do not need, and an unpatched kernel stumbles over in Bochs 3.0.
 WITHOUT = "amx,amx_bf16,amx_int8,la57,uintr,cet"
-KERNEL_OPTIONS = "console=ttyS0 quiet mitigations=off nokaslr no5lvl tsc=reliable rdinit=/init"
-CLEARED = "clearcpuid=smap,smep,pku,umip,fsrm,erms"
+KERNEL_OPTIONS = (
+    "console=ttyS0 quiet mitigations=off nokaslr no5lvl tsc=reliable rdinit=/init"
+    " clearcpuid=smap,smep,pku,umip,fsrm,erms"
+)
 BEGIN, END = "== begins", "== ended with "
 
-INIT = f"""#!/bin/busybox sh
+INIT = """#!/bin/busybox sh
 /bin/busybox --install -s /bin
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev
-echo "{BEGIN}"
+echo "{begin}"
 echo "on" $(grep -o 'avx512[a-z_0-9]*' /proc/cpuinfo | sort -u)
-/test "$@"
-echo "{END}$?"
+/test {arguments}
+echo "{end}$?"
 sleep 1
 poweroff -f
 """
@@ -77,13 +81,10 @@ def main() -> int:
     parser.add_argument("--model", default=PROCESSOR, help=f"processor (default: {PROCESSOR})")
     parser.add_argument("--memory", type=int, default=2048, help="MiB (default: 2048)")
     options = parser.parse_args()
-    kernel: Path | None = options.kernel or newest_kernel()
+    kernel = options.kernel or newest_kernel()
     missing = [tool for tool in (options.bochs, *TOOLS) if shutil.which(tool) is None]
-    if not options.program.is_file():
-        missing.append(str(options.program))
-    if kernel is None or not kernel.is_file():
-        missing.append(str(kernel or "a kernel in /boot"))
-    if missing or kernel is None:
+    missing += [str(path) for path in (options.program, kernel) if not path.is_file()]
+    if missing:
         print(f"not found: {', '.join(missing)}; see --help for what to install", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as made:
@@ -97,10 +98,12 @@ def main() -> int:
         return run(folder, options.bochs)
 
 
-def newest_kernel() -> Path | None:
+def newest_kernel() -> Path:
     """The kernel of the highest version in /boot."""
     found = Path("/boot").glob("vmlinuz-*")
-    return max(found, key=lambda path: [*map(int, re.findall(r"\d+", path.name))], default=None)
+    return max(
+        found, key=lambda path: [*map(int, re.findall(r"\d+", path.name))], default=NO_KERNEL
+    )
 
 
 def make_disk(folder: Path, kernel: Path, program: Path, arguments: list[str]) -> None:
@@ -116,9 +119,9 @@ def make_disk(folder: Path, kernel: Path, program: Path, arguments: list[str]) -
         target = root / library.removeprefix("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(library, target)
-    quoted = " ".join("'" + argument.replace("'", "'\\''") + "'" for argument in arguments)
     init = root / "init"
-    init.write_text(INIT.replace('"$@"', quoted), encoding="utf-8")
+    text = INIT.format(begin=BEGIN, end=END, arguments=shlex.join(arguments))
+    init.write_text(text, encoding="utf-8")
     init.chmod(0o755)
     subprocess.run(
         f"cd '{root}' && find . | cpio --quiet -o -H newc | gzip -1 > '{boot}/initrd'",
@@ -126,7 +129,7 @@ def make_disk(folder: Path, kernel: Path, program: Path, arguments: list[str]) -
         check=True,
     )
     shutil.copy(kernel, boot / "vmlinuz")
-    menu = f"linux /boot/vmlinuz {KERNEL_OPTIONS} {CLEARED}\n initrd /boot/initrd"
+    menu = f"linux /boot/vmlinuz {KERNEL_OPTIONS}\n initrd /boot/initrd"
     (boot / "grub" / "grub.cfg").write_text(
         f'set timeout=0\nmenuentry "test" {{ {menu}\n}}\n', encoding="utf-8"
     )

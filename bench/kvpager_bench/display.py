@@ -94,7 +94,6 @@ def clock(seconds: float) -> str:
 def summary_text(shown: Look, summary: Summary) -> str:
     """The one table, what fell short, who was skipped, what failed, the time taken."""
     from kvpager_bench.report import COMPARISON_COLUMNS, comparison_cells
-    from kvpager_bench.suite import QUICK
 
     text = ""
     if summary.comparisons:
@@ -104,7 +103,7 @@ def summary_text(shown: Look, summary: Summary) -> str:
         for comparison in summary.comparisons:
             table.add_row(*(cell.replace("*", "") for cell in comparison_cells(comparison)))
         text = shown.render(table)
-    small = " (--quick has sizes too small to tell)" if summary.plan.size == QUICK else ""
+    small = " (--quick has sizes too small to tell)" if summary.plan.size == "quick" else ""
     text += _section("Fell short" + small, summary.short())
     text += _section("Peers left out", [f"{peer}: {why}" for peer, why in summary.skipped.items()])
     text += _section(

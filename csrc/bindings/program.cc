@@ -45,9 +45,11 @@ Operation operation_of(const std::string& name) {
   for (const auto& [known, operation] : kOperations) {
     if (name == known) return operation;
   }
-  throw InvalidArgumentError(
-      str("operation is \"", name, "\"; expected copy, add, subtract, ",
-          "multiply, negate, square, rsqrt, silu, gelu_tanh, mean, linear or ", "attend"));
+  std::string known_names;
+  for (const auto& [known, operation] : kOperations) {
+    known_names += (operation == kOperations[0].second ? "" : ", ") + std::string(known);
+  }
+  throw InvalidArgumentError(str("operation is \"", name, "\"; expected one of ", known_names));
 }
 
 Operand operand_of(const py::object& given) {

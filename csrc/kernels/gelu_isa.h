@@ -14,8 +14,6 @@ struct Pair {
   Vec high, low;
 };
 
-KVPAGER_INLINE Vec negative(const Vec& a) { return xor_bits(a, splat(-0.0f)); }
-
 // The error of a sum is a float, whatever the sizes of a and b are.
 KVPAGER_INLINE Pair sum_of(const Vec& a, const Vec& b) {
   const Vec sum = add(a, b);
@@ -101,7 +99,7 @@ KVPAGER_INLINE Vec tanh_1ulp(const Vec& x) {
   const Pair e = exp_pair(negative(max(negative(size), splat(-9.0f))));
   const Pair inverse = reciprocal(e);
   const Pair quotient = divide(subtract_less(e, inverse), add_less(e, inverse));
-  // From here on it is 1, to which the quotient does not always round.
+  // Beyond 8.664339742 it is 1, to which the quotient does not always round.
   const Vec one = zero_below(size, 0x1.154248p+3f, splat(1.0f));
   return xor_bits(max(add(quotient.high, quotient.low), one), sign_bits(x));
 }

@@ -35,7 +35,7 @@ KVPAGER_INLINE void each(const float* a, const float* b, bool b_is_one, int64_t 
 // (Shibata and Petrogalli, IEEE TPDS 31, 2020), n = round(t / ln 2), a polynomial in t - n ln 2, times 2^n.
 // Beyond the bounds e^-x is so small that the sum is 1, or it is infinite.
 KVPAGER_INLINE Vec silu(Vec x) {
-  const Vec t = max(xor_bits(max(x, splat(-100.0f)), splat(-0.0f)), splat(-104.0f));
+  const Vec t = max(negative(max(x, splat(-100.0f))), splat(-104.0f));
   const Vec magic = splat(12582912.0f);
   const Vec n = sub(add(mul(t, splat(1.44269504f)), magic), magic);
   Vec r = fma(n, splat(-0.693145751953125f), t);
@@ -118,7 +118,7 @@ void combine(Operation operation, const float* a, const float* b, bool b_is_one,
           [](float x, float y) { return x * y; });
     case Operation::kNegate:
       return each(
-          a, a, false, count, out, [](Vec x, Vec) { return xor_bits(x, splat(-0.0f)); },
+          a, a, false, count, out, [](Vec x, Vec) { return negative(x); },
           [](float x, float) { return -x; });
     case Operation::kSquare:
       return each(

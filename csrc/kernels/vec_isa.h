@@ -619,6 +619,8 @@ static KVPAGER_INLINE Vec exp(Vec x) {
   return zero_below(x, -87.0f, mul(p, power_of_two(t)));
 }
 
+static KVPAGER_INLINE Vec negative(const Vec& a) { return xor_bits(a, splat(-0.0f)); }
+
 // tanh(x) = sign(x) (1 - e) / (1 + e), e = exp(-2 |x|); absolute error about 1e-7.
 static KVPAGER_INLINE Vec tanh(Vec x) {
   const Vec sign = sign_bits(x);

@@ -166,31 +166,35 @@ def test_sigterm_lets_a_request_end_and_exits_with_0(tmp_path):
         assert process.terminate() == 0
 
 
-def test_sigterm_saves_what_does_not_end_in_time(tmp_path):
+def begin_long_session(process):
+    """A named session whose request does not end by itself, after 20 tokens."""
     body = {"session_id": "long"}
-    with ServerProcess(tmp_path, "--drain-seconds", "0") as process:
-        stream = process.client.chat("Write.", max_tokens=20_000, stream=True, extra_body=body)
-        for _ in range(20):
-            next(stream)
-        assert process.terminate() == 0
-    with ServerProcess(tmp_path) as process:
+    stream = process.client.chat("Write.", max_tokens=20_000, stream=True, extra_body=body)
+    for _ in range(20):
+        next(stream)
+    return stream
+
+
+def assert_long_session_was_saved(store):
+    with ServerProcess(store) as process:
         (kept,) = process.client.http.get("/v1/sessions").json()["data"]
         assert kept["id"] == "long"
         assert kept["tokens"] > 20
 
 
+def test_sigterm_saves_what_does_not_end_in_time(tmp_path):
+    with ServerProcess(tmp_path, "--drain-seconds", "0") as process:
+        _stream = begin_long_session(process)
+        assert process.terminate() == 0
+    assert_long_session_was_saved(tmp_path)
+
+
 def test_a_second_sigint_waits_no_longer_and_saves_all_the_same(tmp_path):
-    body = {"session_id": "long"}
     with ServerProcess(tmp_path) as process:
-        stream = process.client.chat("Write.", max_tokens=20_000, stream=True, extra_body=body)
-        for _ in range(20):
-            next(stream)
+        _stream = begin_long_session(process)
         process.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         process.process.send_signal(signal.SIGINT)
         assert process.process.wait(30) == 0
         assert "Traceback" not in "".join(process.said)
-    with ServerProcess(tmp_path) as process:
-        (kept,) = process.client.http.get("/v1/sessions").json()["data"]
-        assert kept["id"] == "long"
-        assert kept["tokens"] > 20
+    assert_long_session_was_saved(tmp_path)

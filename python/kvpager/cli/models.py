@@ -90,28 +90,29 @@ def folder_of(path: str | Path) -> Path:
     Raises:
         CliError: there is no such folder or cached model, or it has no config.json.
     """
-    folder = Path(path)
-    if not folder.exists():
-        folder = cached_folder(str(path))
+    folder = found(path)
     if not (folder / "config.json").is_file():
         raise CliError(f"--model {path}: no config.json in it; expected a transformers model")
     return folder
 
 
-def cached_folder(name: str, *, option: str = "--model", file: str = "") -> Path:
-    """Where the cache of the Hugging Face hub has a model.
+def found(path: str | Path, *, option: str = "--model", file: str = "") -> Path:
+    """A path that there is, or where the cache of the Hugging Face hub has the model of a name.
 
     Args:
-        name: of the model, such as Qwen/Qwen3-0.6B.
+        path: it, or a name such as Qwen/Qwen3-0.6B.
         option: what an error says that it was given as.
-        file: what is needed of it; "": all.
+        file: what is needed of the model; "": all.
 
     Raises:
-        CliError: it has none of that name.
+        CliError: there is neither.
     """
+    if Path(path).exists():
+        return Path(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    name = str(path)
     missing = f"{option} {name}: no such {'file or ' if file else ''}folder"
     if not _HUB_NAME.fullmatch(name):
         raise CliError(missing)

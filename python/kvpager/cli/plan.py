@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpager.cli.failure import UsageError
-from kvpager.cli.models import cached_folder
+from kvpager.cli.models import found
 from kvpager.cli.options import DTYPES, positive
 from kvpager.cli.output import emit_result, note
 from kvpager.cli.parser import Parser, suggestion
@@ -107,10 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
     _check_device(args.device)
     sizes = {name: _bytes(args, name) for name in ("device_memory", "host_memory", "disk_bytes")}
-    path = Path(args.model)
-    if not path.exists():
-        path = cached_folder(args.model, option="MODEL", file="config.json")
-    shape = read_shape(path, args.dtype)
+    shape = read_shape(found(args.model, option="MODEL", file="config.json"), args.dtype)
     context = args.context or min(shape.max_positions or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
     machine = _machine(args, shape.dtype)
     try:

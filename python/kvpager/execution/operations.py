@@ -3,9 +3,8 @@
 These are the operations whose result IEEE 754 states, as each element is computed in float32 and
 rounded once, means, which the core sums in torch's order, SiLU and GELU with the exponential and
 the tangent of torch's vectors, kvpager's own products, and attention, which is the running
-forward's. A call of torch
-counts as known only if a program of it alone has the bits of torch's function for many numbers
-(`Alike`).
+forward's. A call of torch counts as known only if a program of it alone has the bits of torch's
+function for many numbers (`Alike`).
 """
 
 from __future__ import annotations
@@ -100,10 +99,11 @@ def _lowered(function: Any, args: Any, kwargs: Any, made: torch.Tensor) -> list[
         return [Op("copy", made.view(first.shape), (first,))] if made.is_contiguous() else None
     if name == "mean":
         return _mean(first, args[1:], kwargs, made)
-    if name == "silu" and not dict(zip(("inplace",), args[1:]), **kwargs).get("inplace"):
-        return _activation("silu", first, made)
-    if name == "gelu" and (args[1:], dict(kwargs)) == ((), {"approximate": "tanh"}):
-        return _activation("gelu_tanh", first, made)
+    if name == "silu":
+        given = dict(zip(("inplace",), args[1:]), **kwargs)
+        return None if any(given.values()) else _activation("silu", first, made)
+    if name == "gelu":
+        return _activation("gelu_tanh", first, made) if kwargs == {"approximate": "tanh"} else None
     if kwargs:
         return None
     if name in _TWO and len(args) == 2:

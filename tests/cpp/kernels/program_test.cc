@@ -55,6 +55,28 @@ void run(const Instruction& one, std::vector<Memory> memory, int threads = 1) {
   Program({one}, std::move(memory), {}).run({}, pool);
 }
 
+std::vector<std::byte> rounded(DType dtype, const std::vector<float>& values) {
+  std::vector<std::byte> made(values.size() * static_cast<size_t>(dtype_bytes(dtype)));
+  for (size_t i = 0; i < values.size(); ++i) {
+    round_to(dtype, values[i], made.data(), static_cast<int64_t>(i));
+  }
+  return made;
+}
+
+// What an operation makes of each number of a row.
+std::vector<std::byte> made_of(Operation operation, DType dtype, std::vector<std::byte>& x,
+                               DType made) {
+  const auto count = static_cast<int64_t>(x.size()) / dtype_bytes(dtype);
+  auto out = numbers(made, count, 17);
+  Instruction one;
+  one.operation = operation;
+  one.shape = {1, 1, 1, count};
+  one.out = {0, 0, made, {0, 0, 0, 1}};
+  one.a = {1, 0, dtype, {0, 0, 0, 1}};
+  run(one, {of(out), of(x)});
+  return out;
+}
+
 }  // namespace
 
 TEST_CASE("every operation computes in float32 and rounds once, in every tier and dtype") {
@@ -142,17 +164,11 @@ TEST_CASE("SiLU has the bits of its written order in every tier, and at most 3 u
   edges.push_back(INFINITY);
   for (const DType dtype : kDTypes) {
     const auto count = static_cast<int64_t>(edges.size());
-    auto x = numbers(dtype, count, 16);
-    for (int64_t i = 0; i < count; ++i) round_to(dtype, edges[static_cast<size_t>(i)], x.data(), i);
+    auto x = rounded(dtype, edges);
     for (const KernelTable* table : runnable_kernels()) {
       const KernelOverride use(*table);
-      auto out = numbers(dtype, count, 17), right = out;
-      Instruction one;
-      one.operation = Operation::kSilu;
-      one.shape = {1, 1, 1, count};
-      one.out = {0, 0, dtype, {0, 0, 0, 1}};
-      one.a = {1, 0, dtype, {0, 0, 0, 1}};
-      run(one, {of(out), of(x)});
+      const auto out = made_of(Operation::kSilu, dtype, x, dtype);
+      auto right = out;
       for (int64_t i = 0; i < count; ++i) {
         const float of = widen(dtype, x.data(), i);
         const float made = written(of);
@@ -173,22 +189,13 @@ TEST_CASE("GELU has the same bits in every tier, and an error of few last places
   for (float x = -7.0f; x < 7.0f; x += 0.0009765625f) edges.push_back(x);
   edges.push_back(INFINITY);
   for (const DType dtype : kDTypes) {
-    const auto count = static_cast<int64_t>(edges.size());
-    auto x = numbers(dtype, count, 16);
-    for (int64_t i = 0; i < count; ++i) round_to(dtype, edges[static_cast<size_t>(i)], x.data(), i);
+    auto x = rounded(dtype, edges);
     const auto made_by = [&](const KernelTable& table) {
       const KernelOverride use(table);
-      auto out = numbers(DType::kFloat32, count, 17);
-      Instruction one;
-      one.operation = Operation::kGeluTanh;
-      one.shape = {1, 1, 1, count};
-      one.out = {0, 0, DType::kFloat32, {0, 0, 0, 1}};
-      one.a = {1, 0, dtype, {0, 0, 0, 1}};
-      run(one, {of(out), of(x)});
-      return out;
+      return made_of(Operation::kGeluTanh, dtype, x, DType::kFloat32);
     };
     const auto first = made_by(*runnable_kernels()[0]);
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < static_cast<int64_t>(edges.size()); ++i) {
       const double of = double{widen(dtype, x.data(), i)};
       const double made = double{widen(DType::kFloat32, first.data(), i)};
       if (!std::isfinite(of)) continue;
