@@ -7,6 +7,8 @@ JOBS ?= 2
 # A CPU build where one is to be had, which is a tenth of the size; any torch otherwise.
 TORCH ?= torch==2.13.0+cpu
 TORCH_FALLBACK ?= torch>=2.10
+# Adapters with transformers 5.24 take peft 0.22, which is not out; `make pytest-newest` has 5.24.
+TRANSFORMERS ?= transformers<5.24
 PYTEST_ARGS ?=
 # Python tests that need no GPU and not minutes each.
 REGULAR := not deep and not cuda
@@ -51,7 +53,7 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised pytest-gpu-image time-tests verify-all mutants asan tsan fuzz
+.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised pytest-oldest pytest-gpu-image pytest-newest time-tests verify-all mutants asan tsan fuzz
 .PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
 .PHONY: types docs bench bench-all bench-peers cuda cuda-gates gpu-test gpu-bench tidy stubs wheel format clean
@@ -126,9 +128,15 @@ pytest-codes: build
 pytest-quantised: build $(QUANTISED_SITE)/torchao
 	PYTHONPATH=$(QUANTISED_SITE) $(PY) -m pytest -m "$(REGULAR)" $(PYTEST_ARGS) tests/model/test_quantised_torchao.py
 
-# Not part of `make test-all`: it needs Python 3.12, and fetches gigabytes where there is no CPU build of torch 2.11.
+# Not part of `make test-all`: they need other Pythons, and fetch gigabytes where there is no CPU build of a torch.
+pytest-oldest: ## model tests with the oldest Python, torch and transformers that are taken
+	scripts/pytest_releases.sh 3.10 2.10.0 5.17 $(PARALLEL) $(PYTEST_ARGS)
+
 pytest-gpu-image: ## model tests with the Python, torch and transformers that GPU images have
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) scripts/pytest_gpu_image.sh $(PYTEST_ARGS)
+	scripts/pytest_releases.sh 3.12 2.11.0 5.17 $(PARALLEL) $(PYTEST_ARGS)
+
+pytest-newest: ## model tests with the newest Python, torch and transformers that were tried
+	scripts/pytest_releases.sh 3.13 2.14.1 5.24 $(PARALLEL) $(PYTEST_ARGS)
 
 time-tests: build ## time the Python tests, and write which of them are long
 	$(PY) -m pytest $(PARALLEL) -m "$(REGULAR)" --time-tests $(PYTEST_ARGS)
@@ -257,7 +265,7 @@ $(TOOLS_STAMP): pyproject.toml
 # Dependencies are resolved only when pyproject.toml changed; otherwise only C++ is rebuilt.
 $(BUILD_STAMP): $(TOOLS_STAMP) $(NATIVE)
 	if [ $(DEPS_STAMP) -nt pyproject.toml ]; then options="--no-deps --editable ."; \
-	else options="--editable .[dev]"; fi; \
+	else options="--editable .[dev] $(TRANSFORMERS)"; fi; \
 	$(INSTALL) $(DEVICES) --config-settings=cmake.define.KVPAGER_CUDA=$(CUDA) $$options
 	[ $(DEPS_STAMP) -nt pyproject.toml ] || touch $(DEPS_STAMP)
 	touch $@

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, SmolLM3ForCausalLM
 
 from kvpager import needles
+from kvpager.hf.cache_argument import handed
 from kvpager.needles import NeedleTask
 
 PREFILL_TOKENS = 512  # per forward
@@ -63,7 +64,7 @@ def prefill(model: SmolLM3ForCausalLM, ids: needles.Ids, start: int = 0) -> Dyna
     chunks = torch.split(torch.from_numpy(ids), PREFILL_TOKENS)
     positions = torch.split(torch.arange(start, start + len(ids)), PREFILL_TOKENS)
     for chunk, at in zip(chunks, positions, strict=True):
-        model.model(input_ids=chunk[None], position_ids=at[None], past_key_values=cache)
+        model.model(input_ids=chunk[None], position_ids=at[None], **handed(model, cache))
     return cache
 
 
@@ -82,7 +83,7 @@ def ask(
         lambda _module, _inputs, output: projected.append(output)
     )
     asked = torch.from_numpy(np.concatenate([query, answer[:-1]]))
-    logits = model(input_ids=asked[None], past_key_values=cache).logits[0]
+    logits = model(input_ids=asked[None], **handed(model, cache)).logits[0]
     hook.remove()
     cache.crop(-len(asked))
     predicting = slice(len(query) - 1, None)

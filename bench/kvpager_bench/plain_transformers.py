@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kvpager.hf.cache_argument import handed
 from kvpager.progress import Progress, reporting
 from kvpager.sampling import Sampling, log_probability
 from kvpager.scheduling.agreement import Agreement
@@ -201,13 +202,13 @@ class _Tally:
 
 def _prefilled(model: Any, ids: torch.Tensor) -> _State:
     cache = DynamicCache(config=model.config)
-    return _State(_logits(model(ids, past_key_values=cache, use_cache=True)), cache)
+    return _State(_logits(model(ids, use_cache=True, **handed(model, cache))), cache)
 
 
 def _reused(model: Any, ids: torch.Tensor, kept: int) -> _State:
     """The last of the prompt's tokens through a cache that holds its first `kept`."""
     state = _prefilled(model, ids[:, :kept])
-    output = model(ids[:, kept:], past_key_values=state.cache, use_cache=True)
+    output = model(ids[:, kept:], use_cache=True, **handed(model, state.cache))
     return _State(_logits(output), state.cache)
 
 
@@ -219,7 +220,7 @@ def _continued(model: Any, state: _State, sampling: Sampling, new_tokens: int) -
         if len(tokens) == new_tokens:
             return _Text(tokens, torch.stack(steps))
         last = torch.tensor([tokens[-1:]], device=model.device)
-        output = model(last, past_key_values=state.cache, use_cache=True)
+        output = model(last, use_cache=True, **handed(model, state.cache))
         steps.append(_logits(output)[-1])
 
 

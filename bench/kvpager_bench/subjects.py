@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3F
 
 from kvpager import Engine, Layout
 from kvpager.execution.recordings import WORTH
+from kvpager.hf.cache_argument import handed
 from kvpager.needles import Document, NeedleTask, shipped_model_path
 from kvpager.pager import READ_DTYPES, Sequence
 from kvpager_bench import file_peers, two_hop
@@ -186,7 +187,7 @@ def stock_prefill(
     cache = DynamicCache(config=model.config)
     tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64))[None]
     for part in torch.split(tokens, step or tokens.shape[1], dim=1):
-        logits = model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(input_ids=part, logits_to_keep=1, **handed(model, cache)).logits
     return cache, logits[0, -1]
 
 
@@ -194,7 +195,7 @@ def stock_prefill(
 def stock_step(model: Any, cache: DynamicCache, ids: list[int]) -> torch.Tensor:
     """Logits [vocab] after `ids`, which join the cache."""
     tokens = torch.tensor([ids])
-    output = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+    output = model(input_ids=tokens, logits_to_keep=1, **handed(model, cache))
     logits: torch.Tensor = output.logits[0, -1]
     return logits
 

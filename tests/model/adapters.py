@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import peft
+import pytest
 import torch
 from reference_models import build
 
@@ -28,7 +29,12 @@ def add(model, name, r=4):
     config = peft.LoraConfig(r=r, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model.add_adapter(config, adapter_name=name)
+        try:
+            model.add_adapter(config, adapter_name=name)
+        except ValueError as error:
+            if "The version of PEFT" not in str(error):
+                raise
+            pytest.skip("this release of transformers has no PEFT that it takes")
 
 
 def layers_of(model):

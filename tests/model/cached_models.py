@@ -8,6 +8,7 @@ import torch
 import transformers
 from reference_models import ARCHITECTURES, VOCAB, build, prompt
 
+from kvpager.hf.cache_argument import handed
 from kvpager.transformers_cache.cache import Cache
 
 SMALL = {
@@ -116,18 +117,18 @@ def generate(model, ids, cache=None, tokens=8, **options):
     """What `generate` returns, with its logits; greedy unless told otherwise."""
     return model.generate(
         ids,
-        past_key_values=cache,
         max_new_tokens=tokens,
         return_dict_in_generate=True,
         output_logits=True,
         **{"do_sample": False, **options},
+        **handed(model, cache),
     )
 
 
 def forward(model, ids, cache=None, **options):
     """Logits of one call, without gradients."""
     with torch.no_grad():
-        return model(ids, past_key_values=cache, **options).logits
+        return model(ids, **options, **handed(model, cache)).logits
 
 
 def assert_close(actual, expected):

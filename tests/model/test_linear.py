@@ -175,6 +175,7 @@ def test_nothing_is_written_to_a_model_and_copies_of_it_are_plain(closing):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 def test_torchscript_and_tracing_take_a_layer_as_before():
     layer, x = torch.nn.Linear(8, 4), drawn(3, 8)
     expected = layer(x)

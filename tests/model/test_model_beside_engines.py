@@ -24,6 +24,7 @@ import kvpager
 from kvpager import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf import attach, observe
 from kvpager.hf import attention as seam
+from kvpager.hf.cache_argument import cache_argument
 
 WAYS = [
     ("llama", "sdpa"),
@@ -61,8 +62,9 @@ def everything(model):
     ids, mask = padded_batch()
     with torch.no_grad():
         batch = model(ids, attention_mask=mask).logits
+        cache_name = cache_argument(model)
         long = model(torch.from_numpy(prompt(70))[None], use_cache=True)
-        more = model(ids[:1, :3], past_key_values=long.past_key_values, use_cache=True).logits
+        more = model(ids[:1, :3], use_cache=True, **{cache_name: long[cache_name]}).logits
         text = model.generate(
             ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0
         )

@@ -128,12 +128,11 @@ def test_a_mask_of_stretches_is_refused_and_the_first_position_named():
     model = build("llama")
     original = masking_utils.create_causal_mask
 
-    def chunked(config, inputs_embeds, attention_mask, past_key_values, **options):
+    def chunked(config, inputs_embeds, attention_mask, position_ids, **cache):
+        arguments = (config, inputs_embeds, attention_mask)
         if attention_mask is not None:
-            return original(config, inputs_embeds, attention_mask, past_key_values, **options)
-        return masking_utils.create_chunked_causal_mask(
-            config, inputs_embeds, attention_mask, past_key_values
-        )
+            return original(*arguments, position_ids=position_ids, **cache)
+        return masking_utils.create_chunked_causal_mask(*arguments, **cache)
 
     model.config.attention_chunk_size = 8192  # longer than anything that is run here
     module = __import__(type(model).__module__, fromlist=["create_causal_mask"])

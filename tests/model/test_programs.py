@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from itertools import pairwise
+from itertools import groupby, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -203,9 +203,11 @@ def test_what_is_known_between_two_calls_of_torch_is_one_program(replayed):
     for tokens, positions in (OTHERS, (TOKENS, PLACES), OTHERS):
         expected, made = replayed(tokens, positions)
         assert_same_bits(made, expected, "replayed")
-    layer = ["run", "gelu", "run", "dropout"]
     in_place = ["mul_", "__setitem__"]  # of a view, which costs nothing
-    assert names(replayed.graph)[-17:] == [*layer * 3, "run", *in_place, "run", "clone"]
+    # A dropout that does nothing is a call of torch, before 2.14, and ends a program.
+    calls = (name for name in names(replayed.graph) if name != "dropout")
+    parts = [name for name, _ in groupby(calls)]
+    assert parts[-11:] == [*["run", "gelu"] * 3, "run", *in_place, "run", "clone"]
 
 
 def test_a_call_with_other_bits_is_no_part_of_a_program():

@@ -381,6 +381,7 @@ def test_what_may_be_otherwise_next_time_is_refused(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 def test_operations_that_no_function_of_torch_calls_are_refused():
     def plus_one(x: torch.Tensor) -> torch.Tensor:
         return x + 1

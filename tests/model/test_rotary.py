@@ -12,6 +12,7 @@ from reference_models import COMMON, VOCAB, build
 
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf import attach, find_rotation, packed_inputs, running, same_bits
+from kvpager.hf.cache_argument import cache_argument
 from kvpager.hf.observe import Recorder
 from kvpager.hf.rotation import Rotation
 
@@ -84,8 +85,8 @@ def own_keys(model, tokens, positions):
     """Per layer [n, kv_heads, k_dim]: what transformers computes for tokens [n], each alone."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        cache = model(tokens[:, None], position_ids=positions[:, None], use_cache=True)
-    return [layer.keys[:, :, 0] for layer in cache.past_key_values.layers]
+        output = model(tokens[:, None], position_ids=positions[:, None], use_cache=True)
+    return [layer.keys[:, :, 0] for layer in output[cache_argument(model)].layers]
 
 
 def seen_by_attention(model, tokens, positions):
@@ -207,7 +208,7 @@ def test_attention_to_a_moved_segment_is_that_of_relative_positions(name):
     segment, question = some_tokens(length), some_tokens(9)
     with torch.no_grad():
         model.set_attn_implementation("eager")
-        alone = model(segment[None], use_cache=True).past_key_values.layers
+        alone = model(segment[None], use_cache=True)[cache_argument(model)].layers
     here = seen_by_attention(model, question, torch.full((9,), length + behind))
     there = seen_by_attention(model, question, torch.full((9,), offset + length + behind))
     old = np.arange(length)

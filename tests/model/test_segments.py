@@ -14,6 +14,7 @@ from reference_models import CHUNK, VOCAB, build, make_engine
 
 from kvpager import DirectoryStore, InvalidArgumentError, PagerError, TopK
 from kvpager.config import Window
+from kvpager.hf.cache_argument import handed
 from kvpager.segments import (
     Combined,
     Deviation,
@@ -189,7 +190,7 @@ def test_each_recomputed_token_is_what_transformers_computes_over_the_merged_kv(
             stock(
                 torch.tensor([[int(TEXT[position])]]),
                 position_ids=torch.tensor([[position]]),
-                past_key_values=cache,
+                **handed(stock, cache),
             )
         for layer, (keys, values) in enumerate(merged):
             computed = (cache.layers[layer].keys[0, :, -1], cache.layers[layer].values[0, :, -1])

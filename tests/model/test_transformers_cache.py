@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from devices import DEVICES, require, tensors_of
 from reference_models import make_engine
 
 from kvpager import CapacityError, InvalidArgumentError, TopK, UnsupportedModelError
+from kvpager.hf.cache_argument import CACHE_ARGUMENTS, cache_argument, handed
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,7 +83,7 @@ def test_every_way_to_generate_gives_the_tokens_of_a_stock_cache(way, closing):
     expected = model.generate(ids, **options)
     cache = closing(make_cache(model, pool_tokens=160))
     torch.manual_seed(1)
-    assert model.generate(ids, past_key_values=cache, **options).tolist() == expected.tolist()
+    assert model.generate(ids, **options, **handed(model, cache)).tolist() == expected.tolist()
     cache.pager.check_invariants()
 
 
@@ -93,12 +95,12 @@ def test_an_assistants_guesses_change_no_token(name, closing):
     cache = closing(make_cache(model))
     assistant.generation_config.num_assistant_tokens = 4
     got = model.generate(
-        ids, past_key_values=cache, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=3
+        ids, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=3, **handed(model, cache)
     )
     assert got.tolist() == expected.tolist()
     cache.reset()
     got = model.generate(
-        ids, past_key_values=cache, max_new_tokens=30, do_sample=False, assistant_model=assistant
+        ids, max_new_tokens=30, do_sample=False, assistant_model=assistant, **handed(model, cache)
     )
     assert got.tolist() == expected.tolist()
 
@@ -160,7 +162,7 @@ def test_hidden_states_router_logits_and_the_loss_are_of_the_whole_prompt(closin
     options = {"output_hidden_states": True, "output_router_logits": True, "labels": ids}
     cache = closing(make_cache(model))
     with torch.no_grad():
-        actual = model(ids, past_key_values=cache, **options)
+        actual = model(ids, **options, **handed(model, cache))
         expected = model(ids, **options)
     torch.testing.assert_close(actual.loss, expected.loss)
     for name in ("hidden_states", "router_logits"):
@@ -303,7 +305,9 @@ def test_what_cannot_be_expressed_is_refused_and_changes_nothing(what, closing):
     options, message = IMPOSSIBLE[what]
     model, cache = shared(), closing(make_cache(shared()))
     with torch.no_grad(), pytest.raises(InvalidArgumentError, match=message):
-        model(**{"input_ids": torch.ones(1, 4, dtype=torch.long), **options}, past_key_values=cache)
+        model(
+            **{"input_ids": torch.ones(1, 4, dtype=torch.long), **options}, **handed(model, cache)
+        )
     assert cache.get_seq_length() == 0
     assert_close(generate(model, ids_of(40), cache), generate(model, ids_of(40)))
 
@@ -331,6 +335,22 @@ def test_a_prompt_that_no_tier_holds_is_refused_before_it_is_computed(closing):
     forward(model, ids_of(20), cache)
 
 
+NAMES = [
+    name for name in CACHE_ARGUMENTS[:2] if name in (cache_argument(shared()), CACHE_ARGUMENTS[1])
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_finds_it_under_the_names_of_every_release(name, closing):
+    model = small("llama")
+    cache = closing(make_cache(model))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the older name, by the newer release
+        logits = model(ids_of(20), **{name: cache}).logits
+    assert cache.get_seq_length() == 20
+    torch.testing.assert_close(logits, forward(model, ids_of(20)))
+
+
 def test_models_that_it_cannot_serve_are_refused_with_the_reason():
     mamba = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)
@@ -350,6 +370,6 @@ def test_models_that_it_cannot_serve_are_refused_with_the_reason():
 
 def test_a_gradient_through_it_is_an_error_and_not_zero(closing):
     model = small("llama")
-    logits = model(ids_of(20), past_key_values=closing(make_cache(model))).logits
+    logits = model(ids_of(20), **handed(model, closing(make_cache(model)))).logits
     with pytest.raises(InvalidArgumentError, match="has no gradient"):
         logits.sum().backward()

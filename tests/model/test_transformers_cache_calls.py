@@ -20,6 +20,7 @@ from interrupts import at_every_instant
 
 from kvpager import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf.attention import is_running
+from kvpager.hf.cache_argument import handed
 
 TEXT, MORE = ids_of(50), ids_of(90, 1)
 
@@ -223,7 +224,7 @@ def test_a_layer_that_is_run_alone_with_a_cache_is_refused(closing):
     hidden = torch.zeros(1, 2, 64)
     rope = model.model.rotary_emb(hidden, torch.arange(2)[None])
     with pytest.raises(InvalidArgumentError, match="outside of a call"):
-        model.model.layers[0](hidden, position_embeddings=rope, past_key_values=cache)
+        model.model.layers[0](hidden, position_embeddings=rope, **handed(model, cache))
 
 
 def test_one_cache_in_two_threads_is_refused_and_forks_take_turns(closing):

@@ -377,10 +377,10 @@ class TestCommand:
         assert places == sorted(places)
 
 
-def test_without_the_python_of_gpu_images_their_tests_say_what_is_missing(tmp_path):
+def test_without_the_python_of_a_release_its_tests_say_what_is_missing(tmp_path):
     done = subprocess.run(
-        [ROOT / "scripts" / "pytest_gpu_image.sh"],
-        env={**os.environ, "HOME": str(tmp_path), "PYTHON312": "no-such-python"},
+        [ROOT / "scripts" / "pytest_releases.sh", "3.12", "2.11.0", "5.17"],
+        env={**os.environ, "HOME": str(tmp_path), "PYTHON_FOR_RELEASES": "no-such-python"},
         capture_output=True,
         text=True,
         check=False,

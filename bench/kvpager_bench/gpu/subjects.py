@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, Qwen3ForCausalLM, StaticCache
 
 from kvpager import Dense, Layout, Pager, PagerConfig
 from kvpager.config import Selection
+from kvpager.hf.cache_argument import handed
 from kvpager.pager import ROW_READ, Forward, Sequence
 from kvpager.verify.bits import compare_bits
 from kvpager_bench import harness
@@ -219,7 +220,7 @@ def _fill(cache: Cache, machine: Machine, model: Any, sizes: Sizes, tokens: int)
 def stock_step(machine: Machine, model: Any, cache: DynamicCache, ids: list[int]) -> int:
     """One greedy step of transformers alone, its token on the host."""
     tokens = torch.tensor([ids], device=machine.tensors)
-    output = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+    output = model(input_ids=tokens, logits_to_keep=1, **handed(model, cache))
     return int(output.logits[0, -1].argmax())
 
 
@@ -236,7 +237,7 @@ def graphed_step(
 
     @torch.inference_mode()
     def step() -> None:
-        output = model(input_ids=token, past_key_values=cache, logits_to_keep=1)
+        output = model(input_ids=token, logits_to_keep=1, **handed(model, cache))
         token.copy_(output.logits[:, -1:].argmax(-1))
 
     replay = machine.captured(step)
@@ -253,7 +254,7 @@ def stock_prefill(machine: Machine, model: Any, ids: Any) -> int:
     """One-shot prefill of transformers alone; the first token on the host."""
     tokens = torch.as_tensor(np.asarray(ids, dtype=np.int64), device=machine.tensors)[None]
     cache = DynamicCache(config=model.config)
-    output = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+    output = model(input_ids=tokens, logits_to_keep=1, **handed(model, cache))
     return int(output.logits[0, -1].argmax())
 
 

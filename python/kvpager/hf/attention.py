@@ -20,9 +20,9 @@ NAME = "kvpager"
 
 # Keyword arguments without influence on the keys a row attends to.
 _HARMLESS = frozenset(
-    {"attention_mask", "cache_position", "is_causal", "output_attentions", "output_hidden_states"}
-    | {"output_router_logits", "past_key_values", "position_embeddings", "position_ids"}
-    | {"return_dict", "use_cache"}
+    {"attention_mask", "cache", "cache_position", "is_causal", "output_attentions"}
+    | {"output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings"}
+    | {"position_ids", "return_dict", "use_cache"}
 )
 
 

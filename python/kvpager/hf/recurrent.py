@@ -17,6 +17,7 @@ from transformers import DynamicCache, cache_utils
 
 from kvpager.errors import UnsupportedModelError
 from kvpager.hf.attention import RowAttention
+from kvpager.hf.cache_argument import CACHE_ARGUMENTS, cache_argument
 from kvpager.hf.decoder import decoder_of
 from kvpager.hf.state import RecurrentState, Slot, StateShape, require_finite
 from kvpager.hf.state_cache import (
@@ -29,7 +30,6 @@ from kvpager.hf.state_cache import (
 # What a cache layer holds, with tensors replaced by their index in the state.
 Template: TypeAlias = Mapping[str, Any]
 _PLAIN_ATTENTION = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
-_ARGUMENTS = ("past_key_values", "cache_params")
 
 
 def is_recurrent(model: Any) -> bool:
@@ -48,17 +48,18 @@ class Recurrence:
 
     def __init__(self, model: Any) -> None:
         """Raises UnsupportedModelError where the decoder takes no cache."""
-        taken = inspect.signature(decoder_of(model).forward).parameters
-        argument = next((name for name in _ARGUMENTS if name in taken), None)
+        argument = cache_argument(model)
         if argument is None:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: its decoder takes neither {' nor '.join(_ARGUMENTS)}, so "
-                "that the state of its recurrent layers cannot be carried; use an architecture of "
-                "transformers that keeps it in a Cache"
+                f"{type(model).__name__}: its decoder takes none of {', '.join(CACHE_ARGUMENTS)}, "
+                "so that the state of its recurrent layers cannot be carried; use an architecture "
+                "of transformers that keeps it in a Cache"
             )
         self._name = type(model).__name__
         self._argument = argument
-        self._takes_positions = "position_ids" in taken
+        self._takes_positions = (
+            "position_ids" in inspect.signature(decoder_of(model).forward).parameters
+        )
         self._fresh = _cache_layers(model)
         for index, layer in enumerate(self._fresh):
             self._check_kept(index, layer)

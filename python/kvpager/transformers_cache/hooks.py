@@ -16,6 +16,7 @@ import torch
 
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf.attention import current, replace
+from kvpager.hf.cache_argument import CACHE_ARGUMENTS
 from kvpager.hf.decoder import decoder_of
 from kvpager.transformers_cache.attention import CacheAttention
 from kvpager.transformers_cache.call import Call, joined
@@ -23,7 +24,6 @@ from kvpager.transformers_cache.host import Host
 from kvpager.transformers_cache.rows import Rows, rows_of
 from kvpager.transformers_cache.texts import Texts
 
-_NAME = "past_key_values"
 _PLACES = (
     ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
     ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -226,9 +226,8 @@ def _cache_in(module: Any, args: Any, kwargs: Any) -> Given | None:
     """
     if torch.compiler.is_compiling():
         return None
-    found = kwargs.get(_NAME)
-    if found is None and args:
-        found = _named(module, args, kwargs).get(_NAME)
+    named = _named(module, args, kwargs)
+    found = next((named[name] for name in CACHE_ARGUMENTS if named.get(name) is not None), None)
     return found if getattr(type(found), "_of_kvpager", False) else None
 
 

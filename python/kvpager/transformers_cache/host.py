@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpager.config import PagerConfig, frontier_blocks
 from kvpager.errors import CapacityError, InvalidArgumentError
+from kvpager.hf.cache_argument import cache_argument
 from kvpager.hf.watch import ModelWatch
 from kvpager.pager import Pager
 from kvpager.process import MadeIn
@@ -82,7 +83,8 @@ class Host:
             raise InvalidArgumentError(
                 "a layer handed its keys to a kvpager cache outside of a call of "
                 f"{type(self.known.model).__name__} that its hooks have seen; call the very model "
-                "that the cache was made for, not compiled, with past_key_values=cache"
+                "that the cache was made for, not compiled, with "
+                f"{cache_argument(self.known.model)}=cache"
             )
 
     def require_idle(self, texts: Texts, what: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kvpager.hf.cache_argument import handed
 from kvpager.tokens import TokenIds
 
 ATTENTION = "eager"  # as architectures define it: sdpa leaves soft caps out
@@ -47,7 +48,7 @@ def stock_run(
     tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64)).to(model.device)[None]
     cache = DynamicCache() if cached else None  # of no configuration: layers of windows keep all
     with plain_attention(model), torch.inference_mode(), _rounded(model, rounding, seed):
-        output = model(tokens, past_key_values=cache, use_cache=cached)
+        output = model(tokens, use_cache=cached, **handed(model, cache))
     keys, values = _kept(cache, len(ids))
     return StockRun(output.logits[0].float().cpu(), keys, values)
 
