@@ -15,6 +15,7 @@ constexpr int32_t kCuda = 2;
 constexpr int32_t kCudaHost = 3;  // pinned memory of the CPU
 
 // Codes of element types.
+constexpr uint8_t kInt = 0;
 constexpr uint8_t kFloat = 2;
 constexpr uint8_t kBfloat = 4;
 

@@ -59,6 +59,37 @@ bool multiply_in_workers(ThreadPool& workers, py::handle x, py::handle weight, p
   return true;
 }
 
+bool multiply_by_experts(ThreadPool& workers, py::handle x, py::handle weight, py::handle bias,
+                         py::handle chosen, py::handle out) {
+  const std::optional<Matrix> from = host_matrix(x), factors = host_matrix(weight),
+                              to = host_matrix(out);
+  const std::optional<Integers> experts = host_integers(chosen);
+  const int64_t outputs = to ? to->columns : 0;
+  if (!from || !factors || !experts || outputs == 0 || factors->rows % outputs != 0) return false;
+  ExpertsParams params;
+  LinearParams& all = params.all;
+  all = {factors->dtype, to->rows,        outputs, factors->columns, from->data, from->stride,
+         factors->data,  factors->stride, nullptr, to->data,         to->stride};
+  params.experts = factors->rows / outputs;
+  if (from->dtype != all.dtype || to->dtype != all.dtype || from->columns != all.depth ||
+      experts->count != all.rows || from->rows == 0 || all.rows % from->rows != 0) {
+    return false;
+  }
+  params.choices = all.rows / from->rows;
+  params.chosen = experts->data;
+  if (!bias.is_none()) {
+    const std::optional<Matrix> added = host_matrix(bias);
+    if (!added || added->dtype != all.dtype || added->rows != params.experts ||
+        added->columns != outputs || (added->stride != outputs && params.experts != 1)) {
+      return false;
+    }
+    all.bias = added->data;
+  }
+  const py::gil_scoped_release release;
+  linear_of_experts(params, workers);
+  return true;
+}
+
 bool multiply_on_device(const device::Device& device, py::handle x, py::handle weight,
                         py::handle bias, py::handle out, uintptr_t stream) {
   const DevicePlace place{device.api().tensor_device, device.ordinal(), device.name()};
@@ -113,6 +144,13 @@ void bind_linear(py::module_& m) {
         "n].\n\n"
         "False, and nothing is written: a tensor is not on the CPU, dtypes differ or are none of\n"
         "float32, float16 and bfloat16, shapes do not fit, or rows are not equally far apart.");
+  m.def("linear_of_experts", &multiply_by_experts, py::arg("workers"), py::arg("x"),
+        py::arg("weight"), py::arg("bias"), py::arg("chosen"), py::arg("out"),
+        "Writes x [M, k] times weight [experts, n, k] transposed, plus bias [experts, n] or None,\n"
+        "to out [M * c, n]: row i of the result is row i // c of x times the matrix number\n"
+        "chosen[i], int64 [M * c] of any shape.\n\n"
+        "False, and nothing is written: as for `linear`. InvalidArgumentError if there is no such\n"
+        "matrix.");
 }
 
 }  // namespace kvpager

@@ -108,16 +108,37 @@ TensorView checked_view(const char* name, const dlpack::Tensor& t, const DeviceP
   return view;
 }
 
+// False for what is no torch tensor, or has no memory.
+bool borrow(py::handle tensor, dlpack::Tensor& t) {
+  const dlpack::ExchangeApi* api = exchange_api(tensor);
+  if (api == nullptr) return false;
+  if (api->tensor_from_object(tensor.ptr(), &t) == 0) return true;
+  PyErr_Clear();  // of a device without memory, such as meta
+  return false;
+}
+
 }  // namespace
 
-std::optional<Matrix> matrix_at(const DevicePlace& place, py::handle tensor) {
-  const dlpack::ExchangeApi* api = exchange_api(tensor);
+std::optional<Integers> host_integers(py::handle tensor) {
   dlpack::Tensor t;
-  if (api == nullptr) return std::nullopt;
-  if (api->tensor_from_object(tensor.ptr(), &t) != 0) {  // of a device without memory, such as meta
-    PyErr_Clear();
-    return std::nullopt;
+  if (!borrow(tensor, t) || t.device.type != dlpack::kCpu) return std::nullopt;
+  if (t.dtype.code != dlpack::kInt || t.dtype.bits != 64 || t.dtype.lanes != 1) return std::nullopt;
+  Integers integers;
+  for (int32_t i = t.ndim - 1; i >= 0; --i) {
+    if (t.strides != nullptr && t.shape[i] != 1 && t.strides[i] != integers.count) {
+      return std::nullopt;
+    }
+    integers.count *= t.shape[i];
   }
+  integers.data =
+      reinterpret_cast<const int64_t*>(static_cast<const char*>(t.data) + t.byte_offset);
+  if (t.data == nullptr && integers.count > 0) return std::nullopt;
+  return integers;
+}
+
+std::optional<Matrix> matrix_at(const DevicePlace& place, py::handle tensor) {
+  dlpack::Tensor t;
+  if (!borrow(tensor, t)) return std::nullopt;
   const std::optional<DType> dtype = float_dtype(t);
   const bool there =
       t.device.type == place.type && (place.type == dlpack::kCpu || t.device.id == place.ordinal);

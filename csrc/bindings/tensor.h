@@ -31,6 +31,13 @@ inline std::optional<Matrix> host_matrix(pybind11::handle tensor) {
   return matrix_at(host, tensor);
 }
 
+// The numbers of a torch tensor of int64 in the processor's memory, one behind the other.
+struct Integers {
+  const int64_t* data = nullptr;
+  int64_t count = 1;
+};
+std::optional<Integers> host_integers(pybind11::handle tensor);  // nothing for any other tensor
+
 class BorrowedTensor {
  public:
   // Three dimensions, memory of `place`, a supported float dtype, last dimension contiguous;

@@ -53,6 +53,7 @@ __all__: list[str] = [
     "disarm_faults",
     "isa_name",
     "linear",
+    "linear_of_experts",
     "loose_content",
     "probe_device",
     "processor",
@@ -990,6 +991,23 @@ def linear(
 
     False, and nothing is written: a tensor is not on the CPU, dtypes differ or are none of
     float32, float16 and bfloat16, shapes do not fit, or rows are not equally far apart.
+    """
+
+def linear_of_experts(
+    workers: Workers,
+    x: typing.Any,
+    weight: typing.Any,
+    bias: typing.Any,
+    chosen: typing.Any,
+    out: typing.Any,
+) -> bool:
+    """
+    Writes x [M, k] times weight [experts, n, k] transposed, plus bias [experts, n] or None,
+    to out [M * c, n]: row i of the result is row i // c of x times the matrix number
+    chosen[i], int64 [M * c] of any shape.
+
+    False, and nothing is written: as for `linear`. InvalidArgumentError if there is no such
+    matrix.
     """
 
 def loose_content(

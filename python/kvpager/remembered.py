@@ -45,12 +45,14 @@ def recall(kind: str, key: Mapping[str, Any]) -> Any:
     if path is None:
         return None
     try:
+        if not path.is_file():  # a pipe would be waited for
+            return None
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        digest = found.pop("digest")
+        same = found["key"] == json.loads(json.dumps(key)) and digest == _digest(found)
+        return found["value"] if same else None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
-    if not isinstance(found, dict) or found.get("key") != json.loads(_canonical(key)):
-        return None
-    return found.get("value")
 
 
 def remember(kind: str, key: Mapping[str, Any], value: Any) -> None:
@@ -58,7 +60,8 @@ def remember(kind: str, key: Mapping[str, Any], value: Any) -> None:
     path = _path(kind, key)
     if path is None:
         return
-    text = json.dumps({"key": json.loads(_canonical(key)), "value": value}, indent=1)
+    found = {"key": key, "value": value}
+    text = json.dumps({**found, "digest": _digest(found)}, indent=1)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -88,9 +91,9 @@ def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
     folder = _folder()
     if folder is None:
         return None
-    name = hashlib.blake2b(_canonical(key).encode(), digest_size=16).hexdigest()
-    return folder / kind / f"{name}.json"
+    return folder / kind / f"{_digest(key)}.json"
 
 
-def _canonical(key: Mapping[str, Any]) -> str:
-    return json.dumps(key, sort_keys=True, separators=(",", ":"))
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from blake3 import blake3
@@ -99,7 +100,8 @@ def _digests(model: Any, hashes: Sequence[_Hash], progress: Progress | None = No
         for summary in summaries:
             summary.update(head)
         for block in _blocks(tensor):
-            read = _on_host(block).numpy()
+            # Not block.numpy(), after which the weight's memory could never be resized.
+            read = np.from_dlpack(_on_host(block))
             for one, summary in zip(hashes, summaries):
                 summary.update(one.of_block(read))
             done += len(block)

@@ -235,6 +235,20 @@ def test_what_is_put_back_is_no_change(closing):
     assert_same_session(session, fresh, "put back")
 
 
+@pytest.mark.parametrize("name", ["__call__", "forward", "_call_impl"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_method_that_a_class_is_given_is_a_change(name, graphs, closing, monkeypatch):
+    model = plain()
+    session = closing(closing(make_engine(model, graphs=graphs)).session())
+    session.prefill(prompt(20))
+    kind = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(kind, name, lambda self, *given: given[0], raising=False)
+    with pytest.raises(ModelChangedError, match=rf"MLP\.{name} was replaced by"):
+        session.append([5])
+    monkeypatch.undo()
+    session.append([5])
+
+
 @pytest.mark.parametrize("change", ["data written", "hook added", "head replaced"])
 def test_a_change_by_another_thread_while_a_forward_runs_is_not_committed(change, closing):
     model = plain()

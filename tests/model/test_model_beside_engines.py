@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_session
 from reference_models import COMMON, build, make_engine, prompt
 
 sys.path.append(str(Path(__file__).parents[1] / "python"))
@@ -22,7 +22,7 @@ from interrupts import Interrupter, count_instants
 
 import kvpager
 from kvpager import InvalidArgumentError, UnsupportedModelError
-from kvpager.hf import attach, observe
+from kvpager.hf import attach, observe, only_looks
 from kvpager.hf import attention as seam
 from kvpager.hf.cache_argument import cache_argument
 
@@ -377,3 +377,79 @@ def test_attention_outside_every_forward_belongs_to_nobody():
     q = torch.zeros(1, 2, 3, 4)
     with pytest.raises(InvalidArgumentError, match="inside an engine's forward alone"):
         seam.attention(module, q, q, q, None)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["unknown", "of an engine that was closed"])
+def test_another_model_that_a_hook_runs_within_a_forward_attends_as_it_does(closing, known):
+    model, other = build("llama"), build("llama", "float32", num_hidden_layers=2)
+    if known:
+        make_engine(other).close()
+    ids = torch.from_numpy(prompt(9))[None]
+    with torch.no_grad():
+        expected = other(ids).logits
+    alone = closing(closing(make_engine(model)).session())
+    alone.prefill(prompt(30))
+    found = []
+
+    def look(module, given, output):
+        with torch.no_grad():
+            found.append(other(ids).logits)
+
+    engine = closing(make_engine(model))
+    model.model.layers[1].register_forward_hook(only_looks(look))
+    session = closing(engine.session())
+    session.prefill(prompt(30))
+    assert found
+    for logits in found:
+        assert_same_bits(logits, expected, "of the other model")
+    assert_same_session(session, alone, "beside another model")
+
+
+def test_a_model_with_the_configuration_of_an_engines_is_refused_within_its_forward(closing):
+    model = build("llama")
+    other = type(model)(model.config).eval()
+    errors = []
+
+    def look(module, given, output):
+        with torch.no_grad():
+            try:
+                other(torch.ones(1, 1, dtype=torch.int64))
+            except InvalidArgumentError as error:
+                errors.append(str(error))
+
+    engine = closing(make_engine(model, graphs=False))
+    model.model.layers[1].register_forward_hook(only_looks(look))
+    closing(engine.session()).prefill(prompt(30))
+    assert errors
+    assert "shares the configuration" in errors[0]
+
+
+def test_a_model_that_is_called_within_its_own_forward_is_an_error_and_no_other_bits(closing):
+    model = build("llama")
+    engine = closing(make_engine(model, graphs=False))
+    session = closing(engine.session())
+    session.prefill(prompt(30))
+    said = []
+
+    def look(module, given, output):
+        with torch.no_grad():
+            try:
+                model(torch.ones(1, len(output[0]), dtype=torch.int64))
+            except InvalidArgumentError as error:
+                said.append(str(error))
+
+    handle = model.model.layers[1].register_forward_hook(only_looks(look))
+    alone = closing(closing(make_engine(build("llama"), graphs=False)).session())
+    alone.prefill(prompt(30))
+    session.append([5])
+    handle.remove()
+    alone.append([5])
+    assert any("attends twice" in text for text in said)
+    assert_same_session(session, alone, "after a call within its forward")
+
+
+def test_memory_of_weights_can_be_resized_after_an_engine():
+    model = build("llama")
+    before = [parameter.untyped_storage().resizable() for parameter in model.parameters()]
+    make_engine(model).close()
+    assert [parameter.untyped_storage().resizable() for parameter in model.parameters()] == before

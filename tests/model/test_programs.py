@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bits import assert_same_bits
+from torch.nn.utils.parametrize import register_parametrization
 
 from kvpager import InvalidArgumentError, PagerConfig, _core
 from kvpager.execution import operations, programs
@@ -427,3 +428,26 @@ def test_a_program_refuses_tensors_that_are_not_as_it_was_told(workers):
     ):
         with pytest.raises(InvalidArgumentError, match="expected"):
             program.run(None, given)
+
+
+def test_products_stay_behind_what_makes_their_weights(workers):
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = (torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+            for each in (self.gate, self.up):
+                register_parametrization(each, "weight", torch.nn.SiLU())
+            self.table = torch.nn.Embedding(50, 64)
+
+        def forward(self, attention, tokens, positions):
+            x = self.table(tokens) * 2
+            return self.gate(x) * self.up(x)
+
+    torch.manual_seed(0)
+    model = Gated().eval()
+    with torch.inference_mode():
+        replay = recorded(model, LinearLayers(model, workers), TOKENS, PLACES)
+        for given in ((TOKENS, PLACES), OTHERS):
+            with computing(LinearLayers(model, workers)):
+                expected = model(None, *given)
+            assert_same_bits(replay(None, *given), expected, "with weights that are computed")

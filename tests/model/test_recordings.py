@@ -406,7 +406,7 @@ def test_a_recording_with_other_bits_is_never_replayed(model, caplog):
     kept = Recordings(model, Counting(model), None)
     with torch.inference_mode(), caplog.at_level(logging.WARNING, logger=recordings.__name__):
         for _ in range(WORTH + 3):
-            kept.prepare(1)
+            kept.prepare(1, lambda: None)
         assert kept.run(Recorder(), IDS[:1], PLACES[:1]) is None
     assert caplog.text.count("has other bits") == 1
     assert kept.replays == 0
@@ -428,7 +428,7 @@ def test_a_recording_whose_attention_gets_other_bits_is_never_replayed(closing, 
     kept = Recordings(model, nudged, None)
     with torch.inference_mode(), caplog.at_level(logging.WARNING, logger=recordings.__name__):
         for _ in range(WORTH + 1):
-            kept.prepare(1)
+            kept.prepare(1, lambda: None)
     assert "has other bits" in caplog.text
 
 
@@ -441,6 +441,23 @@ def test_why_a_model_is_not_recorded_is_logged(closing, model, caplog):
     kept = Recordings(model, reading, None)
     with torch.inference_mode(), caplog.at_level(logging.INFO, logger=recordings.__name__):
         for _ in range(WORTH + 3):
-            kept.prepare(1)
+            kept.prepare(1, lambda: None)
     assert caplog.text.count("run module by module") == 1
     assert "reads a number of a tensor" in caplog.text
+
+
+def test_nothing_is_kept_of_a_model_that_was_another_while_it_was_recorded(closing):
+    expected = generated(open_engine(closing, build("llama")), closing, 40)
+    model = build("llama")
+    engine = open_engine(closing, model)
+    session = closing(engine.session())
+    session.prefill(prompt(40))
+    session.generate(WORTH + 1, eos=None)  # the next one is recorded
+    norm = model.model.layers[1].input_layernorm
+    before, norm.variance_epsilon = norm.variance_epsilon, 0.5
+    with pytest.raises(ModelChangedError, match="variance_epsilon"):
+        session.generate(1, eos=None)
+    norm.variance_epsilon = before
+    session.generate(len(expected.tokens) - session.length, eos=None)
+    assert replays(engine) > 0
+    assert_same_session(session, expected, "after it was put back")

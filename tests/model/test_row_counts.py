@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -400,7 +401,7 @@ def test_without_exactness_nothing_is_proven_and_experts_may_run_as_they_like():
         assert engine.row_proof is None
         engine.session().prefill(prompt(40))
     with pytest.raises(UnsupportedModelError, match="batched_mm"):
-        make_engine(model)
+        make_engine(model, linear="torch")
 
 
 @pytest.mark.parametrize("count", [4, 64])
@@ -531,13 +532,14 @@ def test_by_default_a_model_that_256_rows_are_too_many_for_has_64():
 @pytest.mark.parametrize("pool", [2048, 4096, "auto"])
 def test_by_default_models_with_experts_have_the_rows_that_a_plan_gives_them(pool, monkeypatch):
     model = moe()
-    shape, machine = shape_of(model), DEVICES["laptop"]
+    shape, machine = replace(shape_of(model), gathers_experts=True), DEVICES["laptop"]
     for room, rows in ((gathered_bytes(shape, 255), 64), (gathered_bytes(shape, 256), 256)):
         monkeypatch.setattr(memory, "_GATHERED_ANYWAY", room)
         assert rows_for(shape, machine) == rows
-        with Engine(model, pool_tokens=pool) as engine:
+        with Engine(model, pool_tokens=pool, linear="torch") as engine:
             assert engine.rows == rows
-    with Engine(model, pool_tokens=pool, rows=32) as engine:  # what is asked for is not lowered
+    asked = {"pool_tokens": pool, "rows": 32, "linear": "torch"}  # and not lowered
+    with Engine(model, **asked) as engine:
         assert engine.rows == 32
 
 

@@ -132,7 +132,7 @@ def test_the_result_goes_to_a_file_where_one_is_named(capsys, quick, tmp_path):
 
 
 def test_experts_that_share_rows_are_refused_with_advice_and_end_with_3(capsys, experts):
-    code, out, _ = verify(capsys, "--model", experts, "-q", *SMALL)
+    code, out, _ = verify(capsys, "--model", experts, "--linear", "torch", "-q", *SMALL)
     assert code == 3
     words = " ".join(out.split())
     assert "REFUSED: " in words

@@ -43,4 +43,18 @@ struct LinearParams {
 void linear(const LinearParams* products, int64_t count, ThreadPool& pool);
 inline void linear(const LinearParams& params, ThreadPool& pool) { linear(&params, 1, pool); }
 
+// One of many matrices for each row of y, as experts of a mixture are: the same order of operations,
+// whichever rows share a matrix.
+struct ExpertsParams {
+  // Of rows of y; x has [rows / choices][depth], each row of which is the input of `choices` rows of y
+  // that follow one another. w: [experts * outputs][depth]; bias: [experts * outputs], or null.
+  LinearParams all;
+  int64_t experts = 0;
+  int64_t choices = 1;
+  const int64_t* chosen = nullptr;  // [rows]: the expert of each row of y
+};
+
+// Each matrix that is chosen is read once. Throws InvalidArgumentError if there is no such expert.
+void linear_of_experts(const ExpertsParams& params, ThreadPool& pool);
+
 }  // namespace kvpager

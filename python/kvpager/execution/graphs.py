@@ -82,17 +82,20 @@ class Graphs:
         self._graphs: dict[int, _Graph | None] = {}  # None: not to be had
         self.replays = 0
 
-    def prepare(self, rows: int) -> None:
+    def prepare(self, rows: int, check: Callable[[], None]) -> None:
         """Captures a graph of so many rows, if there is none that can be replayed.
 
         Call it while no forward runs. Without room for a text of so many tokens it does nothing.
+
+        check: raises where the model has changed; then nothing is kept of it.
         """
         if rows in self._graphs:
             known = self._graphs[rows]
             if known is None or known.generation == self._pager.generation:
                 return
+        made = None
         try:
-            self._graphs[rows] = self._captured(rows)
+            made = self._captured(rows)
         except CapacityError:
             return
         except Exception as error:
@@ -103,7 +106,8 @@ class Graphs:
                 type(error).__name__,
                 error,
             )
-            self._graphs[rows] = None
+        check()
+        self._graphs[rows] = made
 
     def run(
         self, forward: Replayed, tokens: torch.Tensor, positions: torch.Tensor

@@ -47,8 +47,8 @@ class _Segment:
                 other = self.ops[place - 1]
                 if _of_one_input(op, other):
                     return place
-                if storage(other.out) == storage(op.read[0]):
-                    break  # nothing before has read it
+                if storage(other.out) in {*map(storage, op.read)}:
+                    break
         return len(self.ops)
 
     def groups(self) -> Iterator[list[Op]]:

@@ -17,7 +17,7 @@ import functools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import (
@@ -42,7 +42,7 @@ from kvpager.execution.programs import with_programs
 from kvpager.hf import same_bits
 from kvpager.hf.additions import hooked
 from kvpager.hf.attention import RowAttention
-from kvpager.hf.linear import LinearLayers, computing, product
+from kvpager.hf.linear import LinearLayers, computing, product, product_of_experts
 from kvpager.hf.looks import collects_for_transformers
 from kvpager.hf.observe import Recorder
 
@@ -100,15 +100,19 @@ class Recordings:
         self._made: dict[int, Recording | None] = {}  # None: not to be had
         self.replays = 0
 
-    def prepare(self, rows: int) -> None:
-        """Records forwards of so many rows, if there have been a few and none is recorded."""
+    def prepare(self, rows: int, check: Callable[[], None]) -> None:
+        """Records forwards of so many rows, if there have been a few and none is recorded.
+
+        check: raises where the model has changed; then nothing is kept of it.
+        """
         if rows > MOST_ROWS or rows in self._made or self._watched():
             return
         self._seen[rows] += 1
         if self._seen[rows] <= WORTH:
             return
+        made = None
         try:
-            self._made[rows] = self._tried(rows)
+            made = self._tried(rows)
         except Exception as error:
             _log.info(
                 "forwards of %d rows are not recorded, and run module by module: %s: %s",
@@ -116,7 +120,8 @@ class Recordings:
                 type(error).__name__,
                 error,
             )
-            self._made[rows] = None
+        check()
+        self._made[rows] = made
 
     def run(
         self, attention: RowAttention, tokens: torch.Tensor, positions: torch.Tensor
@@ -461,6 +466,7 @@ class _RecordedLayers(LinearLayers):
     def __init__(self, layers: LinearLayers, tape: _Tape) -> None:
         self.workers = layers.workers
         self.known = layers.known
+        self.experts = layers.experts
         self._tape = tape
 
     def product(
@@ -471,6 +477,21 @@ class _RecordedLayers(LinearLayers):
             made = product(self.workers, x, weight, bias)
         if made is not None:
             tape.call(product, (tape.held(self.workers), x, weight, bias), {}, made)
+        return made
+
+    def of_experts(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chosen: torch.Tensor,
+    ) -> torch.Tensor | None:
+        tape = self._tape
+        with tape.apart():
+            made = product_of_experts(self.workers, x, weight, bias, chosen)
+        if made is not None:
+            given = (tape.held(self.workers), x, weight, bias, chosen)
+            tape.call(product_of_experts, given, {}, made)
         return made
 
 

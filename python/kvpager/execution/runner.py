@@ -18,7 +18,8 @@ from kvpager.execution.recordings import Recordings, recordable
 from kvpager.execution.to_host import ToHost
 from kvpager.execution.unchanged import Unchanged
 from kvpager.hf import Head, RowCounts, dummy_mask, packed_inputs, running
-from kvpager.hf.attention import RowAttention
+from kvpager.hf.attach import owner_of
+from kvpager.hf.attention import RowAttention, owned_by
 from kvpager.hf.decoder import decoder_of
 from kvpager.hf.layout import NO_KV_DIM
 from kvpager.hf.linear import LinearLayers, computing
@@ -80,6 +81,7 @@ class Runner:
         self._decoder = decoder_of(model)
         self._head = Head(model, row_counts.head)
         self._model = model
+        self._owner = owner_of(model)
         self._pager = pager
         self._counts = row_counts
         self._device = model.device
@@ -116,7 +118,7 @@ class Runner:
             positions, tokens = batch.positions[:rows], batch.tokens[:rows]
             graphs = self._graphs_for(batch, rows)
             if graphs is not None:
-                graphs.prepare(rows)
+                graphs.prepare(rows, self.unchanged.check_model)
             with self._begin(batch, rows) as forward:
                 self._give(forward, batch)
                 try:
@@ -138,7 +140,8 @@ class Runner:
                     self.unchanged.explain(error)
                     raise
                 self.unchanged.check_model()
-                accepted = None if batch.accept is None else batch.accept(arriving())
+                with computing(None):  # a processor of logits may call the model itself
+                    accepted = None if batch.accept is None else batch.accept(arriving())
                 forward.commit(accepted, provenance=batch.provenance)
                 logits = arriving()
                 if self._recurrence is not None:
@@ -183,7 +186,9 @@ class Runner:
     def find_rotation(self) -> KeyMover:
         """Finds how position enters the model's keys; no forward runs meanwhile."""
         with self.turns, torch.inference_mode(), computing(self._linear):
-            return find_rotation(self._model)
+            found = find_rotation(self._model)
+            self.unchanged.check_model()
+            return found
 
     def _replaying(self) -> Graphs | Recordings | None:
         if self._device.type == "cuda":
@@ -221,7 +226,7 @@ class Runner:
     ) -> torch.Tensor:
         """The same, of tokens and positions on the model's device."""
         inputs = packed_inputs(tokens, positions, self._mask)
-        with running(forward):
+        with owned_by(self._owner), running(forward):
             output = self._decoder(**inputs)
         hidden: torch.Tensor = output[0][0]
         return hidden
@@ -240,7 +245,7 @@ class Runner:
         recurrence, rows = self._recurrence, len(tokens)
         cache = recurrence.cache(batch.before)
         inputs = recurrence.inputs(self._on_device(tokens), self._on_device(positions), cache)
-        with running(recurrence.attention(cache, forward)):
+        with owned_by(self._owner), running(recurrence.attention(cache, forward)):
             output = self._decoder(**inputs)
         if not recurrence.layers:
             nothing = torch.zeros(rows, 1, NO_KV_DIM, dtype=torch.float16, device=self._device)

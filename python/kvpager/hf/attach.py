@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvpager.errors import UnsupportedModelError
-from kvpager.hf.attention import NAME, is_running, register
+from kvpager.hf.attention import NAME, Owner, is_running, register
 
 _ANSWER = "_attn_implementation"  # the property that transformers asks
 
@@ -56,6 +56,11 @@ def configurations(model: Any) -> Iterator[Any]:
         seen.add(id(config))
         waiting += [getattr(config, name, None) for name in config.sub_configs]
         yield config
+
+
+def owner_of(model: Any) -> Owner:
+    """What belongs to a model, for `owned_by`."""
+    return Owner(frozenset(map(id, model.modules())), frozenset(map(id, configurations(model))))
 
 
 def _remember(config: Any) -> None:

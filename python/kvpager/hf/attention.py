@@ -7,6 +7,7 @@ running forward knows that; a context variable finds it.
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -71,12 +72,55 @@ class WholeCalls:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class Owner:
+    """The model whose forward runs: a hook may run another one within it, which attends as it does.
+
+    Attributes:
+        modules: ids of its modules.
+        configs: ids of their configurations.
+    """
+
+    modules: frozenset[int]
+    configs: frozenset[int]
+
+
+class _Owned:
+    """A forward of one model alone, of which each layer attends once."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.configs = owner.configs
+        self._modules = owner.modules
+        self._attended: set[Any] = set()
+
+    def attends(self, module: torch.nn.Module) -> None:
+        """Raises InvalidArgumentError if a module cannot attend, or not again."""
+        if id(module) not in self._modules:
+            raise InvalidArgumentError(
+                f"{_name(module)} is of another model that is run within a forward of an engine, "
+                "and shares the configuration of the engine's; give it one of its own, "
+                "copy.deepcopy(model.config)"
+            )
+        if module.layer_idx in self._attended:
+            raise InvalidArgumentError(
+                f"layer {module.layer_idx} attends twice in one forward of an engine: the model "
+                "was called within it, from a hook or a signal handler; call it outside"
+            )
+        self._attended.add(module.layer_idx)
+
+
 _running: ContextVar[RowAttention | WholeCalls | None] = ContextVar("kvpager_forward", default=None)
+_owned: ContextVar[_Owned | None] = ContextVar("kvpager_owned", default=None)
 
 
 def running(forward: RowAttention | WholeCalls) -> _core.ContextValue:
     """Makes `forward` the one that attention calls in this context belong to, within a `with`."""
     return _core.ContextValue(_running, forward)
+
+
+def owned_by(owner: Owner) -> _core.ContextValue:
+    """Has forwards in this context concern one model alone, within a `with`."""
+    return _core.ContextValue(_owned, _Owned(owner))
 
 
 def current() -> RowAttention | WholeCalls | None:
@@ -97,7 +141,8 @@ def is_running(config: Any = None) -> bool:
     forward = _running.get()
     if isinstance(forward, WholeCalls):
         return forward.concerns(config)
-    return forward is not None
+    owned = _owned.get()
+    return forward is not None and (owned is None or config is None or id(config) in owned.configs)
 
 
 def attention(
@@ -136,6 +181,9 @@ def attention(
             'model.set_attn_implementation("sdpa")'
         )
     whole = isinstance(forward, WholeCalls)
+    owned = _owned.get()
+    if owned is not None and not whole:
+        owned.attends(module)
     _check_call(module, query, dropout, kwargs, whole=whole)
     if isinstance(forward, WholeCalls):
         options: dict[str, Any] = {

@@ -39,27 +39,45 @@ def expert_samples(call: Replay, rows: int, dtype: torch.dtype) -> list[Sample]:
     experts [M, k] and their weights [M, k], in this order.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    chosen = call.inputs[1].shape[-1]
-    device = call.inputs[0].device
-    experts = min(max(_FEW, chosen), max(len(weight) for weight in _own(call).values()))
-    samples = []
-    trials = [_random(call, rows, experts, generator)]
+    trials = [_random(call, rows, _experts_of(call), generator)]
     if dtype == call.inputs[0].dtype:
         trials += _cancelling(call, *trials[0], generator)
     if dtype != torch.float32:
         trials = trials[1:] or trials
-    for weights, hidden in trials:
-        converted = {name: weight.to(dtype).to(device) for name, weight in weights.items()}
-        drawn = torch.rand(rows, experts, generator=generator, device="cpu")
-        index = drawn.argsort(dim=1)[:, :chosen]
-        share = torch.rand(rows, chosen, generator=generator, device="cpu").softmax(dim=1)
-        inputs = [
-            hidden.to(dtype).to(device),
-            index.to(call.inputs[1].dtype).to(device),
-            share.to(_share_dtype(call, dtype)).to(device),
-        ]
-        samples.append(Sample(_with(call, converted), inputs))
-    return samples
+    return [_sample(call, weights, hidden, dtype, generator) for weights, hidden in trials]
+
+
+def random_experts(call: Replay, rows: int, dtype: torch.dtype) -> list[Sample]:
+    """The same with random weights alone."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = _random(call, rows, _experts_of(call), generator)
+    return [_sample(call, *drawn, dtype, generator)]
+
+
+def _experts_of(call: Replay) -> int:
+    """How many experts a trial has."""
+    chosen = call.inputs[1].shape[-1]
+    return min(max(_FEW, chosen), max(len(weight) for weight in _own(call).values()))
+
+
+def _sample(
+    call: Replay,
+    weights: Weights,
+    hidden: torch.Tensor,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Sample:
+    rows, chosen, device = len(hidden), call.inputs[1].shape[-1], call.inputs[0].device
+    converted = {name: weight.to(dtype).to(device) for name, weight in weights.items()}
+    drawn = torch.rand(rows, _experts_of(call), generator=generator, device="cpu")
+    index = drawn.argsort(dim=1)[:, :chosen]
+    share = torch.rand(rows, chosen, generator=generator, device="cpu").softmax(dim=1)
+    inputs = [
+        hidden.to(dtype).to(device),
+        index.to(call.inputs[1].dtype).to(device),
+        share.to(_share_dtype(call, dtype)).to(device),
+    ]
+    return Sample(_with(call, converted), inputs)
 
 
 def _random(

@@ -8,6 +8,8 @@ So `model()` and `model.generate` compute as before in every thread, also while 
 On a GPU, 16-bit dtypes are multiplied by tensor cores, in an order of operations of their own
 (csrc/cuda/linear_tensor.cuh); float32 has the CPU's bits there too.
 
+Experts of a mixture are products of the same order (expert_products.py).
+
 A layer whose weight is no plain tensor on the engine's device (quantised, of a library's own kind),
 or of another dtype than its input, and every class with a forward of its own stay torch's. So does
 every other model that is run within such a forward.
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from kvpager.pager.device import Place
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_AVX2 = 3  # its level of x86-64
 
 
 class LinearLayers:
@@ -38,15 +41,25 @@ class LinearLayers:
     Attributes:
         workers: the threads.
         known: ids of the layers.
+        experts: ids of the configurations whose experts are computed here too.
         device_type: torch's, of the weights.
         version: whose products they are, and of which order of operations.
     """
 
     device_type = "cpu"
     version = f"kvpager {_core.LINEAR_VERSION}"
+    experts: frozenset[int] = frozenset()
 
-    def __init__(self, model: torch.nn.Module, workers: _core.Workers) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        workers: _core.Workers,
+        experts: frozenset[int] = frozenset(),
+    ) -> None:
         self.workers = workers
+        self.experts = experts
+        if experts:
+            self.version += ", experts"
         exchange()
         # By identity: a hook may run another model within a forward, which computes as it is.
         self.known = frozenset(
@@ -60,6 +73,16 @@ class LinearLayers:
     ) -> torch.Tensor | None:
         """As `product` of this module, in these threads."""
         return product(self.workers, x, weight, bias)
+
+    def of_experts(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chosen: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """As `product_of_experts` of this module, in these threads."""
+        return product_of_experts(self.workers, x, weight, bias, chosen)
 
 
 class LinearLayersOnDevice(LinearLayers):
@@ -89,6 +112,11 @@ def computing(layers: LinearLayers | None) -> _core.ContextValue:
     return _core.ContextValue(_running, layers)
 
 
+def running_layers() -> LinearLayers | None:
+    """Those that are computed here, in this context."""
+    return _running.get()
+
+
 def computes_products() -> bool:
     """Whether linear layers of a model are computed here, in this context."""
     return _running.get() is not None
@@ -103,28 +131,70 @@ def takes(module: torch.nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) 
     layers = _running.get()
     if layers is None or id(module) not in layers.known:
         return False
-    noting = _Noting(layers)
+    noting = Noting(layers)
     with torch.inference_mode(), computing(noting):
         made = module(*args, **kwargs)
     given = (*args, *kwargs.values())
     return any(made is out and any(x is each for each in given) for x, out in noting.products)
 
 
-class _Noting(LinearLayers):
-    """Layers that are computed as they are, each product of which is noted with what it is of."""
+class WithoutProducts(LinearLayers):
+    """Stands in for the running ones where operations beside products are looked at.
+
+    Linear layers are torch's, whose products the caller leaves out; those of experts are zeros.
+    """
+
+    def __init__(self) -> None:
+        layers = _running.get()
+        self.known = frozenset()
+        self.experts = frozenset() if layers is None else layers.experts
+
+    def of_experts(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chosen: torch.Tensor,
+    ) -> torch.Tensor:
+        """Zeros of the shape that the product has."""
+        return x.new_zeros((chosen.numel(), weight.shape[1]))
+
+
+class Noting(LinearLayers):
+    """Layers that are computed as they are, each product of which is noted with what it is of.
+
+    Attributes:
+        products: of linear layers, as pairs of what was multiplied and what came out.
+        of_expert_rows: how many products of experts there were.
+    """
 
     def __init__(self, layers: LinearLayers) -> None:
         self.known = layers.known
         self.device_type = layers.device_type
+        self.experts = layers.experts
         self.products: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.of_expert_rows = 0
         self._layers = layers
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
+        """As of those layers."""
         made = self._layers.product(x, weight, bias)
         if made is not None:
             self.products.append((x, made))
+        return made
+
+    def of_experts(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chosen: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """As of those layers."""
+        made = self._layers.of_experts(x, weight, bias, chosen)
+        self.of_expert_rows += made is not None
         return made
 
 
@@ -143,6 +213,36 @@ def product(
     return _product(functools.partial(_core.linear, workers), x, weight, bias)
 
 
+def product_of_experts(
+    workers: _core.Workers,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    chosen: torch.Tensor,
+) -> torch.Tensor | None:
+    """Each row of x times the matrices that it chose, transposed: [M * c, n] in x's dtype.
+
+    Args:
+        workers: the threads.
+        x: [M, k], or [M * c, k] with a row for each choice.
+        weight: [experts, n, k].
+        bias: [experts, n]; None: none.
+        chosen: [M, c] int64, the matrix of each row of the result.
+
+    Returns:
+        None: as `product`.
+
+    Raises:
+        InvalidArgumentError: there is no such matrix.
+    """
+    tensors = [x, weight, chosen] if bias is None else [x, weight, chosen, bias]
+    if any(type(each) not in _PLAIN for each in tensors) or weight.ndim != 3 or x.ndim != 2:
+        return None
+    out = x.new_empty((chosen.numel(), weight.shape[1]))
+    x, chosen = x.contiguous(), chosen.contiguous()
+    return out if _core.linear_of_experts(workers, x, weight, bias, chosen, out) else None
+
+
 def _product(
     multiply: Callable[..., bool],
     x: torch.Tensor,
@@ -158,6 +258,21 @@ def _product(
         x = x.contiguous()
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return out if multiply(x, weight, bias, out) else None
+
+
+def has_fast_products(dtype: torch.dtype, processor: dict[str, int] | None = None) -> bool:
+    """Whether kvpager's products are faster than torch's: a rule that was measured (adr/0068).
+
+    processor: as `_core.processor()` tells it, which is asked for None.
+    """
+    processor = _core.processor() if processor is None else processor
+    if dtype == torch.bfloat16 and processor["level"] > _AVX2:
+        # Without the instruction whose order they keep they take several, where torch's library has
+        # kernels of its own; AMX tiles, which it uses, are faster than the instruction.
+        return bool(processor["bf16"] and not processor["amx"])
+    # With AVX2 alone torch has bfloat16 and float16 in plain loops.
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    return dtype in known and processor["level"] >= _AVX2
 
 
 def exchange() -> str:
@@ -216,9 +331,14 @@ __all__ = [
     "F",
     "LinearLayers",
     "LinearLayersOnDevice",
+    "Noting",
+    "WithoutProducts",
     "computes_products",
     "computing",
     "exchange",
+    "has_fast_products",
     "product",
+    "product_of_experts",
+    "running_layers",
     "takes",
 ]

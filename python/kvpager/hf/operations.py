@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpager import _core
 from kvpager.hf.hooks import Watch
-from kvpager.hf.linear import computing
+from kvpager.hf.linear import WithoutProducts, computing
 
 _ALIGNMENT = 64  # bytes: a processor's cache line, to which torch aligns what it allocates
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"})
@@ -166,7 +166,7 @@ def recorded(
         # leaves a mode in several steps of Python, and a mode left active would zero all products.
         with (
             recording.inside(parts),
-            computing(None),  # products are left out, so that whose they are does not matter
+            computing(WithoutProducts()),  # so that whose they are does not matter
             _core.ContextValue(_active, recording),
             recording,
         ):

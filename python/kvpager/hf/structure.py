@@ -8,11 +8,12 @@ only what is another object is looked at here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvpager import _core
 from kvpager.held import Held
@@ -55,7 +56,7 @@ class Structure:
         for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
             self._add(f"torch's {name}", "hooks", getattr(torch_module, name))
         types = {type(module) for _, module in model.named_modules()}
-        self._forwards = [(kind, kind.forward) for kind in sorted(types, key=name_of)]
+        self._methods = [one for kind in sorted(types, key=name_of) for one in _methods_of(kind)]
 
     def changed(self) -> str | None:
         """What is no longer as it was, in words; None if all is."""
@@ -71,9 +72,10 @@ class Structure:
         for number in self._table.changed_types():
             name, module = self._objects[number]
             return f"module {name or '(the model)'} has become a {type(module).__name__}"
-        for kind, forward in self._forwards:
-            if kind.forward is not forward:
-                return f"{kind.__name__}.forward was replaced by {name_of(kind.forward)}"
+        for kind, name, method in self._methods:
+            if getattr(kind, name, None) is not method:
+                now = name_of(getattr(kind, name, None))
+                return f"{kind.__name__}.{name} was replaced by {now}"
         return None
 
     def learn(self) -> None:
@@ -161,6 +163,26 @@ class Structure:
             if vars(module) is container:
                 return type(module)
         return object
+
+
+def _methods_of(kind: type) -> Iterator[tuple[type, str, Any]]:
+    """The methods of a class of modules that a forward may call, each with its name.
+
+    Of whole models those that run them alone: the others are how they are used.
+    """
+    names = {"forward", "__call__", "_call_impl", "_wrapped_call_impl"}
+    if not issubclass(kind, PreTrainedModel):
+        own = (base for base in kind.__mro__ if issubclass(base, torch.nn.Module))
+        between = [base for base in own if base is not torch.nn.Module]
+        names |= {
+            name
+            for base in between
+            for name, value in vars(base).items()
+            if isinstance(value, FunctionType) and not name.startswith("__")
+        }
+    for name in sorted(names):
+        if (method := getattr(kind, name, None)) is not None:
+            yield kind, name, method
 
 
 def _hook_difference(where: str, before: Any, container: Any) -> str | None:

@@ -20,13 +20,11 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 _EXPERT_WORDS = ("expert", "moe", "router")  # of names of modules and of their classes
 
 
-def check_supported(
-    model: Any, *, exact: bool = True, one_at_a_time: bool = False
-) -> PreTrainedModel:
+def check_supported(model: Any, *, one_at_a_time: bool = False) -> PreTrainedModel:
     """Returns the model, typed; of one that peft has wrapped, the model inside.
 
-    With `exact` False its experts may run in any way. With `one_at_a_time` a forward has tokens of
-    one sequence only if the model has recurrent layers, so that it may have them.
+    With `one_at_a_time` a forward has tokens of one sequence only if the model has recurrent
+    layers, so that it may have them.
 
     Raises:
         UnsupportedModelError: the token at a position would not be a pure function of the tokens
@@ -40,7 +38,7 @@ def check_supported(
         raise UnsupportedModelError(
             f"model is a {type(model).__name__}; expected a transformers causal LM{remedy}"
         )
-    if why_not := why_unsupported(model, exact=exact, one_at_a_time=one_at_a_time):
+    if why_not := why_unsupported(model, one_at_a_time=one_at_a_time):
         raise UnsupportedModelError(f"{type(model).__name__}: {why_not}")
     return model
 
@@ -57,15 +55,21 @@ def _unwrapped(model: Any) -> Any:
     return model.get_base_model()
 
 
+def require_exact_experts(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError if rows that share an expert change one another's results."""
+    if why_not := why_inexact_experts(model):
+        raise UnsupportedModelError(f"{type(model).__name__}: {why_not}")
+
+
 def why_unsupported(
-    model: PreTrainedModel, *, exact: bool = True, loaded: bool = True, one_at_a_time: bool = False
+    model: PreTrainedModel, *, loaded: bool = True, one_at_a_time: bool = False
 ) -> str:
     """Why `check_supported` refuses a model, and what to do; empty if it does not.
 
     With `loaded` False its weights may be nowhere: what is asked is whether it would be refused
     once they are in memory.
     """
-    problems = _problems(model, exact, loaded, one_at_a_time)
+    problems = _problems(model, loaded, one_at_a_time)
     return next(("; ".join(filter(None, problem)) for problem in problems), "")
 
 
@@ -109,7 +113,7 @@ def require_known_experts(model: Any, modules: Iterable[torch.nn.Module]) -> Non
 
 
 def _problems(
-    model: PreTrainedModel, exact: bool, loaded: bool, one_at_a_time: bool
+    model: PreTrainedModel, loaded: bool, one_at_a_time: bool
 ) -> Iterator[tuple[str, str]]:
     config = model.config
     yield from _kind_problems(model)
@@ -129,8 +133,6 @@ def _problems(
     elif mixing and not recurrent:
         yield (_layer_problem(config, mixing), "")
     yield from rope_problems(config)
-    if exact and not recurrent:  # a chunk of a recurrent model is computed alone
-        yield from _expert_problems(model)
 
 
 def _layer_problem(config: Any, kinds: list[str]) -> str:
@@ -183,23 +185,24 @@ def _tuning_problems() -> Iterator[tuple[str, str]]:
         )
 
 
-def _expert_problems(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+def why_inexact_experts(model: PreTrainedModel) -> str:
+    """Why rows of a model change one another's results in its experts; empty if they do not.
+
+    It is asked where transformers runs them, of a model whose forwards hold several sequences.
+    """
     implementation = getattr(model.config, "_experts_implementation", None)
-    if not has_experts(model) or implementation == "batched_mm":
-        return
+    if is_recurrent(model) or not has_experts(model) or implementation == "batched_mm":
+        return ""
     settable: Any = getattr(type(model), "_can_set_experts_implementation", None)
     if settable is not None and not settable():
-        yield (
+        return (
             "rows that share an expert change one another's results, and transformers has no other "
-            "way to run the experts of this architecture",
-            "",
+            "way to run the experts of this architecture"
         )
-    else:
-        yield (
-            f"its experts run with {implementation or 'eager'!r}, where rows that share an expert "
-            "change one another's results",
-            'call model.set_experts_implementation("batched_mm") first',
-        )
+    return (
+        f"its experts run with {implementation or 'eager'!r}, where rows that share an expert "
+        'change one another\'s results; call model.set_experts_implementation("batched_mm") first'
+    )
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -18,7 +18,8 @@ from kvpager.errors import UnsupportedModelError
 from kvpager.held import is_plain, is_quantised
 from kvpager.hf.cancelling import cancelling_product
 from kvpager.hf.cancelling_rows import cancelling_rows
-from kvpager.hf.experts import affordable_rows, expert_samples
+from kvpager.hf.expert_products import multiplies
+from kvpager.hf.experts import affordable_rows, expert_samples, random_experts
 from kvpager.hf.head import HEAD_ROWS, Head
 from kvpager.hf.linear import takes
 from kvpager.hf.observe import Call, Observation, tensors_in
@@ -69,7 +70,8 @@ def units_of(seen: Observation) -> list[Unit]:
     for call in seen.calls:
         replay = Replay(call, seen.rows)
         if has_expert_weights(call.module):
-            units += _expert_units(replay, seen.rows)
+            own = multiplies(call.module, *call.args, **call.kwargs)
+            units += _expert_units(replay, seen.rows, own_products=own)
         elif takes(call.module, *call.args, **call.kwargs):
             continue  # all row counts have the same bits, by the order of its operations
         elif replay.inputs and replay.outputs and not isinstance(call.module, _NOTHING):
@@ -124,8 +126,12 @@ def _unit(replay: Replay, base: int, samples: Callable[[int], list[Sample]]) -> 
     )
 
 
-def _expert_units(replay: Replay, rows: int) -> list[Unit]:
-    """A layer's experts in their own dtype, and in float32 if that is another."""
+def _expert_units(replay: Replay, rows: int, *, own_products: bool) -> list[Unit]:
+    """A layer's experts in their own dtype, and in float32 if that is another.
+
+    Of kvpager's own products only what is around them is tried: all row counts have the same bits
+    of those, by the order of their operations.
+    """
     floating = [x.is_floating_point() for x in replay.inputs]
     kind = type(replay.module).__name__
     if floating != [True, False, True]:
@@ -135,6 +141,8 @@ def _expert_units(replay: Replay, rows: int) -> list[Unit]:
             'of transformers whose experts run with "batched_mm"'
         )
     own = next(replay.module.parameters(recurse=False)).dtype
+    if own_products:
+        return [_unit(replay, rows, partial(random_experts, replay, dtype=own))]
     unit = _unit(replay, rows, partial(expert_samples, replay, dtype=own))
     unit = replace(unit, gathers=True)
     if own == torch.float32:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +34,12 @@ def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> Pag
     return config.replace(**options) if options else config
 
 
-def row_choices(config: PagerConfig, model: Any, *, exact: bool) -> tuple[int, ...]:
-    """Candidates for M, best first: those a plan would choose, as far as the pool allows."""
+def row_choices(config: PagerConfig, model: Any, *, gathers_experts: bool) -> tuple[int, ...]:
+    """Candidates for M, best first: those a plan would choose, as far as the pool allows.
+
+    gathers_experts: whether a forward copies the matrices that its rows choose, where a model has
+        experts.
+    """
     device = model.device.type
     if is_recurrent(model):
         if config.rows not in (None, config.chunk_tokens):
@@ -43,9 +48,10 @@ def row_choices(config: PagerConfig, model: Any, *, exact: bool) -> tuple[int, .
                 f"expected None or chunk_tokens, {config.chunk_tokens}"
             )
         return (config.chunk_tokens,)
-    if not exact or not has_experts(model):
+    if not gathers_experts or not has_experts(model):
         return config.row_choices(device)
-    return config.row_choices(device, partial(suits_experts, shape_of(model)))
+    shape = replace(shape_of(model), gathers_experts=True)
+    return config.row_choices(device, partial(suits_experts, shape))
 
 
 def sized(

@@ -12,9 +12,10 @@ from kvpager.hf.behaviour import behaviour_digest
 from kvpager.hf.first_forward import settle_weights
 from kvpager.hf.linear import computing
 from kvpager.hf.recurrent import is_recurrent
+from kvpager.hf.support import require_exact_experts
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.choices import row_choices, vocab_size
-from kvpager.opening.linear import linear_layers, whose_products
+from kvpager.opening.linear import linear_layers, multiplies_experts, whose_products
 from kvpager.opening.row_counts import settle_row_counts
 from kvpager.pager.device import resolve
 from kvpager.progress import Progress, reporting_bytes
@@ -38,9 +39,13 @@ def open_core(
     Arguments and errors are those of `kvpager.Engine`.
     """
     exact = config.exact is not False
-    model = check_supported(model, exact=exact, one_at_a_time=config.exact != "all")
+    model = check_supported(model, one_at_a_time=config.exact != "all")
     place = resolve(config.device, model.device)
-    choices = row_choices(config, model, exact=exact)
+    products = whose_products(config.linear, place, model.dtype)
+    own_experts = multiplies_experts(products, model)
+    if exact and not own_experts:
+        require_exact_experts(model)
+    choices = row_choices(config, model, gathers_experts=exact and not own_experts)
     threads = None if threads is None else as_integer(threads, "threads", 1)
     core = EngineCore(
         model,
@@ -53,12 +58,12 @@ def open_core(
         vocab_size=vocab_size(model),
         row_choices=choices,
     )
+    core.products = products
     attach(model)
     threads_before = torch.get_num_threads()
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        core.products = whose_products(config.linear, place, model.dtype)
         identify(core, progress)
         core.open_pager()
     except BaseException:

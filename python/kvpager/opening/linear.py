@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from kvpager import _core
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore, Products
-from kvpager.hf.linear import LinearLayers, LinearLayersOnDevice, exchange
+from kvpager.hf.expert_products import expert_configurations, takes_experts
+from kvpager.hf.linear import (
+    LinearLayers,
+    LinearLayersOnDevice,
+    exchange,
+    has_fast_products,
+)
 from kvpager.pager.device import Place
-
-_AVX2 = 3  # its level of x86-64
 
 
 def whose_products(asked: str, place: Place, dtype: torch.dtype) -> Products:
@@ -33,7 +36,7 @@ def whose_products(asked: str, place: Place, dtype: torch.dtype) -> Products:
         _require_exchanged()
         return "processor" if place.kind == "cpu" else "device"
     on_cpu = place.tensors.type == "cpu"
-    own = asked == "auto" and on_cpu and _is_fast(dtype, _core.processor()) and not exchange()
+    own = asked == "auto" and on_cpu and has_fast_products(dtype) and not exchange()
     return "processor" if own else "torch"
 
 
@@ -46,7 +49,14 @@ def linear_layers(core: EngineCore) -> LinearLayers | None:
         _require_exchanged()
     if core.products == "device":
         return LinearLayersOnDevice(core.model, core.workers, core.place)
-    return LinearLayers(core.model, core.workers) if core.products == "processor" else None
+    if core.products == "torch":
+        return None
+    return LinearLayers(core.model, core.workers, expert_configurations(core.model))
+
+
+def multiplies_experts(products: Products, model: torch.nn.Module) -> bool:
+    """Whether the experts of a model are kvpager's products in an engine with these."""
+    return products == "processor" and takes_experts(model)
 
 
 def _require_exchanged() -> None:
@@ -55,13 +65,3 @@ def _require_exchanged() -> None:
             f"torch.nn.Linear.forward was replaced by {whose}, so that linear layers cannot be "
             'kvpager\'s products; put it back, or choose linear="torch"'
         )
-
-
-def _is_fast(dtype: torch.dtype, processor: dict[str, int]) -> bool:
-    if dtype == torch.bfloat16 and processor["level"] > _AVX2:
-        # Without the instruction whose order they keep they take several, where torch's library has
-        # kernels of its own; AMX tiles, which it uses, are faster than the instruction.
-        return bool(processor["bf16"] and not processor["amx"])
-    # With AVX2 alone torch has bfloat16 and float16 in plain loops.
-    known = (torch.float32, torch.bfloat16, torch.float16)
-    return dtype in known and processor["level"] >= _AVX2

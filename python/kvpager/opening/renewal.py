@@ -7,8 +7,10 @@ from typing import Any
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.hf import check_supported
+from kvpager.hf.support import require_exact_experts
 from kvpager.opening.choices import vocab_size
 from kvpager.opening.identity import identify
+from kvpager.opening.linear import multiplies_experts
 from kvpager.progress import Progress
 from kvpager.text.transcript import Transcript
 
@@ -33,7 +35,9 @@ def identify_again(core: EngineCore, progress: Progress) -> None:
     before = {name: getattr(core, name) for name in _KNOWN}
     try:
         exact = core.config.exact
-        check_supported(core.model, exact=exact is not False, one_at_a_time=exact != "all")
+        check_supported(core.model, one_at_a_time=exact != "all")
+        if exact is not False and not multiplies_experts(core.products, core.model):
+            require_exact_experts(core.model)
         core.vocab_size = vocab_size(core.model)
         _check_draft(core)
         _check_texts(core)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -56,6 +57,8 @@ def recommend(
             f"context is {workload.context:,} tokens; {shape.name} was made for up to "
             f"{shape.max_positions:,} (max_position_embeddings)"
         )
+    if machine.on_gpu:
+        shape = replace(shape, gathers_experts=True)
     kv = KvShape.of(shape, chunk_tokens, kv_dtype, DEFAULT_SCORER)
     rows = rows_for(shape, machine)
     working = working_bytes(shape, rows)

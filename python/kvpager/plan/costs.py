@@ -255,7 +255,18 @@ def _model_terms(run: Run, rows: int, *, head_rows: int) -> list[Term]:
     per_row += 0.4 * shape.intermediate
     norms = rows * shape.layers * per_row
     terms.append(Term("elements", norms * run.machine.element_seconds))
-    if shape.experts:
+    if shape.experts and not shape.gathers_experts:
+        chosen = rows * shape.experts_per_token
+        read = min(shape.experts, chosen)
+        elements = read * shape.expert_layers * shape.expert_parameters
+        terms.append(
+            Term(
+                "experts",
+                products.seconds(elements, -(-chosen // read)),
+                elements * shape.dtype_bytes,
+            )
+        )
+    elif shape.experts:
         gathered = (
             rows * shape.experts_per_token * shape.expert_layers * shape.expert_parameters
         ) * (shape.dtype_bytes * GATHERED)

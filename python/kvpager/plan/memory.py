@@ -112,8 +112,11 @@ def working_bytes(shape: ModelShape, rows: int) -> int:
 
 
 def gathered_bytes(shape: ModelShape, rows: int) -> int:
-    """Copies of expert weights, one per row and expert it takes: two thirds of them at a time."""
-    copies = rows * shape.experts_per_token
+    """Copies of expert weights, one per row and expert it takes: two thirds of them at a time.
+
+    None where experts are kvpager's products (`ModelShape.gathers_experts`).
+    """
+    copies = rows * shape.experts_per_token if shape.gathers_experts else 0
     return copies * shape.expert_parameters * shape.dtype_bytes * 2 // 3
 
 

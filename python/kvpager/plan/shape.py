@@ -43,6 +43,8 @@ class ModelShape:
         expert_layers: layers that have experts.
         expert_parameters: elements of one expert of one layer.
         windows: per layer, how many tokens back it attends; 0: all.
+        gathers_experts: forwards copy the matrices of the experts that their rows chose, for each
+            row: on a GPU, and on a CPU where they are none of kvpager's products.
     """
 
     name: str
@@ -65,6 +67,7 @@ class ModelShape:
     expert_layers: int = 0
     expert_parameters: int = 0
     windows: tuple[int, ...] = ()
+    gathers_experts: bool = True
 
     @property
     def parameters(self) -> int:
@@ -191,17 +194,21 @@ def shape_of(
         UnsupportedModelError: an engine would refuse it, or it has recurrent layers, of whose cost
             nothing is known here.
     """
+    from kvpager.hf.expert_products import takes_experts
+    from kvpager.hf.linear import has_fast_products
     from kvpager.hf.recurrent import is_recurrent
-    from kvpager.hf.support import why_unsupported
+    from kvpager.hf.support import why_inexact_experts, why_unsupported
 
     if is_recurrent(model):
         raise UnsupportedModelError(
             f"{type(model).__name__}: a plan knows no cost of layers that carry a state; try the "
             'model itself, with Engine(model, exact="reuse", pool_tokens=...)'
         )
-    if why_not := why_unsupported(
-        model.eval() if not loaded else model, exact=exact, loaded=loaded
-    ):
+    own_experts = takes_experts(model) and has_fast_products(model.dtype)
+    why_not = why_unsupported(model.eval() if not loaded else model, loaded=loaded)
+    if exact and not own_experts:
+        why_not = why_not or why_inexact_experts(model)
+    if why_not:
         raise UnsupportedModelError(f"{type(model).__name__}: {why_not}")
     config = copy.copy(model.config)
     # What differs from layer to layer is taken as the configuration has it for all of them.
@@ -248,6 +255,7 @@ def shape_of(
         expert_layers=layers_with_experts,
         expert_parameters=of_experts // (number * layers_with_experts) if number else 0,
         windows=_windows(config),
+        gathers_experts=not own_experts,
     )
 
 

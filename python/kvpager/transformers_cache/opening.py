@@ -44,14 +44,14 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
 
     Raises UnsupportedModelError, InvalidArgumentError, CapacityError, DeviceError.
     """
-    model = check_supported(model, exact=False, one_at_a_time=True)
+    model = check_supported(model, one_at_a_time=True)
     if is_recurrent(model):
         raise UnsupportedModelError(
             f"{type(model).__name__}: some of its layers keep a state beside K/V, which a pager "
             'has no place for; use kvpager.Engine(model, exact="reuse")'
         )
     place = resolve(config.device, model.device)
-    rows = row_choices(config, model, exact=False)[0]
+    rows = row_choices(config, model, gathers_experts=False)[0]
     watch = ModelWatch(model)
     attach(model)
     require_own_attention(model, config.chunk_tokens, packed=False)

@@ -8,12 +8,14 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "float_mode.h"
 #include "kernels/half.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
+#include "kvpager/error.h"
 #include "kvpager/thread_pool.h"
 #include "linear_problem.h"
 
@@ -268,6 +270,69 @@ TEST_CASE(
       CHECK(same);
     }
   }
+}
+
+TEST_CASE("a row times the matrix that it chose has the bits of that product alone") {
+  const int64_t experts = 5, outputs = 21, depth = 90;
+  for (const DType dtype : kDTypes) {
+    CAPTURE(std::string(dtype_name(dtype)));
+    for (const auto& [inputs, choices] :
+         {std::pair<int64_t, int64_t>{1, 1}, {1, 3}, {7, 2}, {40, 1}, {60, 3}}) {
+      CAPTURE(inputs);
+      CAPTURE(choices);
+      // Its matrix is that of all experts, one below the other.
+      const Problem all(dtype, inputs, experts * outputs, depth, 2);
+      const Matrix whole = all.run();
+      const int64_t rows = inputs * choices;
+      std::mt19937 random(static_cast<unsigned>(rows));
+      std::vector<int64_t> chosen(static_cast<size_t>(rows));
+      for (int64_t& one : chosen) one = static_cast<int64_t>(random() % (experts - 1));  // not all
+      for (const int threads : {1, 3}) {
+        ThreadPool pool(threads, 0);
+        Matrix y(dtype, rows, outputs, 3);
+        ExpertsParams params;
+        params.all = all.params(y);
+        params.all.rows = rows;
+        params.all.outputs = outputs;
+        params.experts = experts;
+        params.choices = choices;
+        params.chosen = chosen.data();
+        linear_of_experts(params, pool);
+        int different = 0;
+        for (int64_t row = 0; row < rows; ++row) {
+          for (int64_t output = 0; output < outputs; ++output) {
+            const int64_t column = chosen[static_cast<size_t>(row)] * outputs + output;
+            different += float_bits(y.at(row, output)) != float_bits(whole.at(row / choices, column));
+          }
+        }
+        CHECK(different == 0);
+        const std::string between = y.bytes().substr(
+            static_cast<size_t>(outputs * dtype_bytes(dtype)),
+            static_cast<size_t>(3 * dtype_bytes(dtype)));
+        CHECK(between.find_first_not_of('\x7f') == std::string::npos);
+      }
+    }
+  }
+}
+
+TEST_CASE("an expert that is not there is refused before anything is written") {
+  ThreadPool pool(1);
+  const Problem all(DType::kFloat32, 3, 8, 16);
+  Matrix y(DType::kFloat32, 3, 4);
+  const std::string before = y.bytes();
+  ExpertsParams params;
+  params.all = all.params(y);
+  params.all.outputs = 4;
+  params.experts = 2;
+  for (const int64_t wrong : {int64_t{-1}, int64_t{2}}) {
+    const int64_t chosen[] = {0, 1, wrong};
+    params.chosen = chosen;
+    CHECK_THROWS_WITH(linear_of_experts(params, pool),
+                      str("row 2 chose expert ", wrong, "; expected 0 to 1").c_str());
+  }
+  CHECK(y.bytes() == before);
+  params.all.rows = 0;
+  linear_of_experts(params, pool);
 }
 
 TEST_CASE("sums are as near to those of float64 as sixteen partial sums can be") {
