@@ -195,6 +195,13 @@ QUESTIONS = {
             ("exact_cost",),
         ),
         Question(
+            "experts",
+            "a mixture of experts on a CPU: decode and prefill by how its experts run",
+            4,
+            ("transformers",),
+            ("experts",),
+        ),
+        Question(
             "packing",
             "tokens per second as sessions fill the rows, and beyond",
             5,

@@ -453,3 +453,36 @@ def test_memory_of_weights_can_be_resized_after_an_engine():
     before = [parameter.untyped_storage().resizable() for parameter in model.parameters()]
     make_engine(model).close()
     assert [parameter.untyped_storage().resizable() for parameter in model.parameters()] == before
+
+
+def alone_of(model):
+    """What a copy of a model computes, which no engine knows."""
+    other = copy.deepcopy(model)
+
+    def logits(tokens):
+        with torch.no_grad():
+            return other(tokens).logits[0, -1]
+
+    return logits
+
+
+def test_a_processor_of_logits_that_calls_the_model_has_its_bits_in_every_mode(closing):
+    model = build("llama", "bfloat16")
+    alone, texts = alone_of(model), []
+    for options in ({}, {"speculate": "prompt-lookup"}):
+        different = []
+
+        def guide(ids, scores):
+            tokens = torch.as_tensor(np.asarray(ids)).long().reshape(1, -1)[:, -24:]
+            with torch.no_grad():
+                said = model(tokens).logits[0, -1]
+            if len(different) < 40:  # noqa: B023  # called before the loop goes on
+                different.append(not torch.equal(said, alone(tokens)))  # noqa: B023
+            return scores + 1.5 * said.float().reshape(scores.shape)
+
+        session = closing(closing(make_engine(model, linear="kvpager")).session())
+        session.prefill(np.tile(prompt(10, 5), 5))
+        session.generate(60, eos=None, logits_processor=[guide], **options)
+        texts.append(session.tokens.tolist())
+        assert not any(different)
+    assert texts[0] == texts[1]

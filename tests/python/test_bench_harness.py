@@ -15,6 +15,7 @@ from kvpager_bench.exact_cost_table import exact_cost_table
 from kvpager_bench.harness import Column, MissingNumberError, NondeterministicSubjectError, Report
 from kvpager_bench.questions import exact_cost as bench_exact_cost
 from kvpager_bench.questions import exactness as bench_exactness
+from kvpager_bench.questions import experts as bench_experts
 from kvpager_bench.questions import packing as bench_packing
 from kvpager_bench.questions import residency_traffic
 from kvpager_bench.questions import save_beside as bench_save_beside
@@ -518,6 +519,12 @@ class TestQuickRuns:
         assert table in capsys.readouterr().out
         assert table.splitlines()[0].endswith("| M = 16 | M = 32 |")
         assert [line.count("|") for line in table.splitlines()] == [4] * 6
+
+    def test_experts(self, run_plainly):
+        report, files = run_plainly(bench_experts, "--dtypes", "bf16")
+        assert "experts-quick.csv" in files
+        assert [row["way"] for row in report.rows] == [bench_experts.OURS, *bench_experts.WAYS]
+        assert len(report.comparisons) == 5
 
     def test_packing(self, run_plainly):
         report, files = run_plainly(bench_packing)

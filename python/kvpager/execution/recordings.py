@@ -263,8 +263,11 @@ def recorded(
     """
     tape = _Tape(tokens, positions, linear.workers if linear else _core.Workers(1))
     layers = None if linear is None else _RecordedLayers(linear, tape)
-    with computing(layers), _Functions(tape), _Operations(tape):
-        hidden = decode(_RecordedAttention(tape), tokens, positions)
+    try:
+        with computing(layers), _Functions(tape), _Operations(tape):
+            hidden = decode(_RecordedAttention(tape), tokens, positions)
+    finally:
+        tape.idle = True  # a mode that an interrupt has left active does nothing
     return tape.function(hidden)
 
 

@@ -93,8 +93,8 @@ IDENTITY = (
         name="the-model-is-not-looked-at-after-a-forward",
         breaks="what a changed model computes is not committed",
         file="python/kvpager/execution/runner.py",
-        old="                self.unchanged.check_model()\n                accepted",
-        new="                accepted",
+        old="                self.unchanged.check_model()\n                with computing(None)",
+        new="                with computing(None)",
         killers=(
             CHANGED
             + "test_a_change_by_another_thread_while_a_forward_runs_is_not_committed[hook added]",

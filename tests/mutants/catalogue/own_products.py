@@ -22,6 +22,8 @@ RECORDED = "model/test_recordings.py::"
 RECORDINGS = "python/kvpager/execution/recordings.py"
 PROGRAM = "cpp/kernels/program_test.cc::"
 PROGRAMS = "model/test_programs.py::"
+EXPERTS = "model/test_expert_products.py::"
+BESIDE = "model/test_model_beside_engines.py::"
 
 OWN_PRODUCTS = (
     Mutant(
@@ -134,7 +136,7 @@ OWN_PRODUCTS = (
     Mutant(
         name="products-that-emulate-an-instruction-are-called-fast",
         breaks="whose products they are follows from processor and dtype",
-        file="python/kvpager/opening/linear.py",
+        file="python/kvpager/hf/linear.py",
         old='        return bool(processor["bf16"] and not processor["amx"])\n',
         new='        return bool(processor["bf16"])\n',
         killers=(LINEAR + "test_whose_products_they_are_follows_from_processor_and_dtype",),
@@ -417,5 +419,125 @@ OWN_PRODUCTS = (
         old="        interruptible.check();\n",
         new="",
         killers=(PROGRAMS + "test_an_interrupt_ends_a_long_program",),
+    ),
+    Mutant(
+        name="an-expert-reads-another-rows-input",
+        breaks="a row times the matrix that it chose has the bits of that product alone",
+        file="csrc/kernels/linear_experts.cc",
+        old="grouped.rows[static_cast<size_t>(place)] / params.choices;",
+        new="place / params.choices;",
+        killers=(
+            KERNEL + "a row times the matrix that it chose has the bits of that product alone",
+        ),
+    ),
+    Mutant(
+        name="unknown-experts-are-read",
+        breaks="an expert that is not there is refused before anything is written",
+        file="csrc/kernels/linear_experts.cc",
+        old="if (expert < 0 || expert >= params.experts) {",
+        new="if (expert < 0) {",
+        killers=(KERNEL + "an expert that is not there is refused before anything is written",),
+    ),
+    Mutant(
+        name="transposed-experts-are-taken",
+        breaks="experts of a kind that is not multiplied here stay transformers'",
+        file="python/kvpager/hf/expert_products.py",
+        old='        and not getattr(module, "is_transposed", True)\n',
+        new="",
+        killers=(
+            EXPERTS
+            + "test_transposed_and_foreign_experts_stay_transformers_and_are_proven_as_such",
+        ),
+    ),
+    Mutant(
+        name="products-of-experts-are-not-in-the-fingerprint",
+        breaks="a snapshot of transformers' experts is refused where they are kvpager's products",
+        file="python/kvpager/hf/linear.py",
+        old='            self.version += ", experts"\n',
+        new="            pass\n",
+        killers=(
+            EXPERTS + "test_mixtures_are_taken_however_transformers_runs_their_experts[qwen3_moe]",
+        ),
+    ),
+    Mutant(
+        name="a-recording-of-a-changed-model-is-kept",
+        breaks="nothing is kept of a model that was another while it was recorded",
+        file=RECORDINGS,
+        old="        check()\n",
+        new="",
+        killers=(
+            RECORDED + "test_nothing_is_kept_of_a_model_that_was_another_while_it_was_recorded",
+        ),
+    ),
+    Mutant(
+        name="products-before-their-weights",
+        breaks="a product stays behind the operation that makes its weight",
+        file="python/kvpager/execution/programs.py",
+        old="if storage(other.out) in {*map(storage, op.read)}:",
+        new="if storage(other.out) == storage(op.read[0]):",
+        killers=(PROGRAMS + "test_products_stay_behind_what_makes_their_weights",),
+    ),
+    Mutant(
+        name="every-model-attends-over-the-running-forward",
+        breaks="another model that a hook runs within a forward attends as it does",
+        file="python/kvpager/hf/attention.py",
+        old="(owned is None or config is None or id(config) in owned.configs)",
+        new="True",
+        killers=(
+            BESIDE
+            + "test_another_model_that_a_hook_runs_within_a_forward_attends_as_it_does"
+            + "[of an engine that was closed]",
+        ),
+    ),
+    Mutant(
+        name="a-model-may-attend-within-its-own-forward",
+        breaks="a model that is called within its own forward is an error and no other bits",
+        file="python/kvpager/hf/attention.py",
+        old="        if module.layer_idx in self._attended:\n",
+        new="        if False:\n",
+        killers=(
+            BESIDE
+            + "test_a_model_that_is_called_within_its_own_forward_is_an_error_and_no_other_bits",
+        ),
+    ),
+    Mutant(
+        name="processors-compute-by-kvpagers-products",
+        breaks="a processor of logits that calls the model has transformers' bits",
+        file="python/kvpager/execution/runner.py",
+        old="with computing(None):",
+        new="with computing(self._linear):",
+        killers=(
+            BESIDE + "test_a_processor_of_logits_that_calls_the_model_has_its_bits_in_every_mode",
+        ),
+    ),
+    Mutant(
+        name="weights-are-pinned-to-their-memory",
+        breaks="the memory of a model's weights can be resized after an engine",
+        file="python/kvpager/weights.py",
+        old="np.from_dlpack(_on_host(block))",
+        new="_on_host(block).numpy()",
+        killers=(BESIDE + "test_memory_of_weights_can_be_resized_after_an_engine",),
+    ),
+    Mutant(
+        name="remembered-values-have-no-digest",
+        breaks="a remembered value with any other bit is nothing",
+        file="python/kvpager/remembered.py",
+        old=" and digest == _digest(found)",
+        new="",
+        killers=(
+            "python/test_remembered.py::"
+            "test_a_file_with_any_other_bit_is_nothing_unless_it_says_the_same",
+        ),
+    ),
+    Mutant(
+        name="methods-of-classes-are-not-watched",
+        breaks="a method that a class is given is a change of the model",
+        file="python/kvpager/hf/structure.py",
+        old="            if getattr(kind, name, None) is not method:\n",
+        new='            if name == "forward" and getattr(kind, name, None) is not method:\n',
+        killers=(
+            "model/test_changed_models.py::"
+            "test_a_method_that_a_class_is_given_is_a_change[True-__call__]",
+        ),
     ),
 )

@@ -142,8 +142,8 @@ PROBES = (
         name="experts-that-share-a-product-accepted",
         breaks="an expert implementation that depends on neighbours is refused, with the remedy",
         file="python/kvpager/hf/support.py",
-        old='    if not has_experts(model) or implementation == "batched_mm":\n',
-        new='    if implementation != "unknown":\n',
+        old='if is_recurrent(model) or not has_experts(model) or implementation == "batched_mm":\n',
+        new='if implementation != "unknown":\n',
         killers=(
             REFUSALS + "test_experts_that_share_a_matrix_product_are_refused_until_they_do_not",
         ),

@@ -10,7 +10,7 @@ RUNTIME = (
         name="experts-are-gathered-for-as-many-rows-as-any",
         breaks="by default an engine's forwards have the rows that a plan of its model gives them",
         file="python/kvpager/opening/choices.py",
-        old="    return config.row_choices(device, partial(suits_experts, shape_of(model)))\n",
+        old="    return config.row_choices(device, partial(suits_experts, shape))\n",
         new="    return config.row_choices(device)\n",
         killers=(
             "model/test_row_counts.py::"
