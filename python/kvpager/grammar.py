@@ -54,9 +54,12 @@ class Grammar:
         if not isinstance(schema, (Mapping, bool)):
             raise InvalidArgumentError(f"grammar: the schema is {schema!r}; expected an object")
         matcher = _library().LLMatcher
-        return cls._checked(
-            matcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_SPACING)
-        )
+        try:
+            text = json.dumps(schema, allow_nan=False)
+            source = matcher.grammar_from_json_schema(text, overrides=JSON_SPACING)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"grammar: the schema is no JSON: {error}") from error
+        return cls._checked(source)
 
     @classmethod
     def json_object(cls) -> Grammar:

@@ -105,3 +105,13 @@ def test_a_response_in_the_background_can_be_cancelled(server, responses):
     assert server.openai.responses.cancel(made.id).status == "cancelled"
     assert server.openai.responses.retrieve(made.id).status == "cancelled"
     assert not server.service.scheduler.running
+
+
+def test_a_response_in_the_background_can_be_deleted_while_it_runs_and_after(server, responses):
+    for cancelled in (False, True):
+        made = responses("Write a module.", background=True, max_output_tokens=4000)
+        if cancelled:
+            server.openai.responses.cancel(made.id)
+        server.openai.responses.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            server.openai.responses.retrieve(made.id)

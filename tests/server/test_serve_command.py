@@ -54,6 +54,14 @@ def test_options_of_the_pager_may_stand_in_the_file_too(yaml):
     assert (config.kv_dtype, config.pool_tokens) == ("q8", 4096)
 
 
+def test_off_is_a_word_in_the_file_as_it_is_on_the_command_line(yaml):
+    args = parse(["serve", "--config", yaml("store: off\ntool_calls: off\npage: off\n")])
+    found = serve.settings_of(args)
+    assert found.page is False
+    args = parse(["serve", "--config", yaml("page: true\n")])
+    assert serve.settings_of(args).page is True
+
+
 def refused(capsys, *arguments):
     code = main(["serve", *arguments])
     assert code in (1, 2)

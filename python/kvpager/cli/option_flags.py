@@ -120,7 +120,7 @@ def read_settings(path: str, known: Iterable[str]) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _loader())
     except OSError as error:
         raise CliError(f"--config {path}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -135,6 +135,22 @@ def read_settings(path: str, known: Iterable[str]) -> dict[str, Any]:
         if name not in names:
             raise UsageError(f"--config {path}: unknown {name!r}{suggestion(name, names)}")
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def _loader() -> Any:
+    """YAML's safe loader, for which "off" is a word, as an option may say it."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    words = re.compile("true|True|TRUE|false|False|FALSE")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:bool", words, list("tTfF"))
+    return Loader
 
 
 def _ranges(text: str) -> tuple[tuple[int, int], ...]:

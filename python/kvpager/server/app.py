@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpager._version import __version__
+from kvpager.errors import PagerError
 from kvpager.server import errors
 from kvpager.server.disconnects import ClientGone
 from kvpager.server.errors import ApiError
@@ -92,6 +93,10 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:
         return Response(status_code=_GONE)
+
+    @app.exception_handler(PagerError)
+    async def refused(request: Request, error: PagerError) -> Response:
+        return await told(request, errors.of(error))
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:

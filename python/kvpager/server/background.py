@@ -46,6 +46,10 @@ class BackgroundResponses:
         running = self._turns.get((tenant, response_id))
         return running[0] if running is not None else self._failed.get((tenant, response_id))
 
+    def forget(self, tenant: str, response_id: str) -> bool:
+        """Forgets one that failed or was cancelled; whether there was one."""
+        return self._failed.pop((tenant, response_id), None) is not None
+
     async def cancel(self, tenant: str, response_id: str) -> Turn | None:
         """Ends one that runs; None if none of that id does."""
         running = self._turns.get((tenant, response_id))

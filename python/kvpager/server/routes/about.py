@@ -14,7 +14,14 @@ from kvpager.server.errors import ApiError, bad_request
 from kvpager.server.messages import as_dicts
 from kvpager.server.routes.caller import TheCaller, TheService
 from kvpager.server.schema.chat import Message, Tool
-from kvpager.server.schema.common import Answer, Body, Json, ModelCard, ModelList, TokenId
+from kvpager.server.schema.common import (
+    Answer,
+    Body,
+    ModelCard,
+    ModelList,
+    TemplateVariables,
+    TokenId,
+)
 from kvpager.server.service import Service
 from kvpager.server.threads import in_thread
 from kvpager.tokens import TokenIds
@@ -41,7 +48,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ from kvpager.server.schema.chat import (
     Choice,
     Logprobs,
 )
+from kvpager.server.schema.common import NAME_PATTERN
 from kvpager.server.streaming import done, event, head_usage, stream
 from kvpager.server.usage import usage_of
 
@@ -97,6 +99,12 @@ class _Turn:
         )
         key, ttl = options.cache_key_name(body), options.cache_ttl(body)
         stored = self.id if body.store else None
+        if stored is not None and not re.fullmatch(NAME_PATTERN, stored):
+            raise bad_request(
+                f"request_id is {stored!r}; expected up to 200 letters, digits, '.', '_' and '-' "
+                "with store, which keeps the conversation under that name",
+                "request_id",
+            )
         keep_as = session or (key if ttl is not None else None) or stored
         self.plan = Plan(
             conversations=caller.conversations,

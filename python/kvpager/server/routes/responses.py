@@ -84,8 +84,10 @@ async def retrieve(response_id: ResponseId, caller: TheCaller) -> Any:
 async def delete(response_id: ResponseId, caller: TheCaller) -> Deleted:
     """Deletes a response and its K/V; responses that go on from it keep what they share."""
     await retrieve(response_id, caller)
-    await caller.service.background_responses.cancel(caller.tenant.name, response_id)
-    await asyncio.to_thread(caller.conversations.delete, response_id)
+    background = caller.service.background_responses
+    await background.cancel(caller.tenant.name, response_id)
+    if not background.forget(caller.tenant.name, response_id):
+        await asyncio.to_thread(caller.conversations.delete, response_id)
     return Deleted(id=response_id)
 
 

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from kvpager.server.schema.common import Answer, Body, Breakpoint, Json, Sampled, Usage
+from kvpager.server.schema.common import (
+    Answer,
+    Body,
+    Breakpoint,
+    Json,
+    Sampled,
+    TemplateVariables,
+    Usage,
+)
 
 
 class TextPart(Body):
@@ -126,7 +134,7 @@ class ChatRequest(Sampled):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None

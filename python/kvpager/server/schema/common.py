@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -14,6 +16,29 @@ class Body(BaseModel):
     """A request's body: no unknown fields, and no text where a number is expected."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def of_values_that_json_has(cls, given: Any) -> Any:
+        """Refuses what Python's JSON reads beyond the standard, wherever in a body it is."""
+        waiting: list[tuple[str, Any]] = [("", given)]
+        while waiting:
+            where, value = waiting.pop()
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{where} is {value}; expected a number that JSON has")
+            if isinstance(value, str) and not _is_text(value):
+                raise ValueError(f"{where} has half of a surrogate pair; expected Unicode text")
+            if isinstance(value, dict):
+                keys = map(str, value)
+                waiting += [(f"{where}.{key}" if where else key, value[key]) for key in keys]
+                waiting += [("a name in the body", key) for key in value if not _is_text(str(key))]
+            elif isinstance(value, list) and not all(type(item) is int for item in value):
+                waiting += [(f"{where}[{place}]", item) for place, item in enumerate(value)]
+        return given
+
+
+def _is_text(value: str) -> bool:
+    return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 class StreamOptions(Body):
@@ -135,3 +160,23 @@ class Error(Answer):
 
 
 Json = dict[str, Any]
+# What `apply_chat_template` takes beside a template's own variables. A template is a program, whose
+# time and memory nothing bounds.
+_NOT_OF_A_TEMPLATE = frozenset(
+    {"chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "conversation"}
+    | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "tools"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "messages"}
+)
+
+
+def _variables(given: Json) -> Json:
+    for name in sorted(given):
+        if name in _NOT_OF_A_TEMPLATE:
+            raise ValueError(
+                f"{name} cannot be set; expected variables of the model's own template, such as "
+                "enable_thinking"
+            )
+    return given
+
+
+TemplateVariables = Annotated[Json, AfterValidator(_variables)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvpager.server.schema.common import Answer, Body, Breakpoint, Common, Json
+from kvpager.server.schema.common import Answer, Body, Breakpoint, Common, Json, TemplateVariables
 
 Status = Literal["completed", "incomplete", "in_progress", "failed", "cancelled"]
 
@@ -135,7 +135,7 @@ class ResponseRequest(Common):
     service_tier: Literal["auto", "default"] | None = None
     stream_options: None = None
     safety_identifier: str | None = None
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
 
 class InputDetails(Answer):
