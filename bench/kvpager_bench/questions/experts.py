@@ -14,7 +14,6 @@ are decoded one by one beside another session have to have the bits of a prefill
 from __future__ import annotations
 
 import argparse
-import copy
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 import transformers
 
 from kvpager import Engine
+from kvpager.hf.weights import has_expert_weights as is_experts
 from kvpager.verify.bits import compare_bits
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Subject
@@ -119,8 +119,9 @@ class Stock:
 
     def __init__(self, model: Any, way: str) -> None:
         self._model = subjects.beside(model)
-        self._model.config = copy.deepcopy(model.config)
         self._model.set_experts_implementation(way)
+        told = {m.config._experts_implementation for m in self._model.modules() if is_experts(m)}  # noqa: SLF001
+        assert told == {way}
         self._ids = subjects.random_ids(model, CONTEXT)
         self._cache, _ = subjects.stock_prefill(self._model, self._ids[:8])
 
