@@ -302,13 +302,14 @@ TEST_CASE("a row times the matrix that it chose has the bits of that product alo
         for (int64_t row = 0; row < rows; ++row) {
           for (int64_t output = 0; output < outputs; ++output) {
             const int64_t column = chosen[static_cast<size_t>(row)] * outputs + output;
-            different += float_bits(y.at(row, output)) != float_bits(whole.at(row / choices, column));
+            different +=
+                float_bits(y.at(row, output)) != float_bits(whole.at(row / choices, column));
           }
         }
         CHECK(different == 0);
-        const std::string between = y.bytes().substr(
-            static_cast<size_t>(outputs * dtype_bytes(dtype)),
-            static_cast<size_t>(3 * dtype_bytes(dtype)));
+        const std::string between =
+            y.bytes().substr(static_cast<size_t>(outputs * dtype_bytes(dtype)),
+                             static_cast<size_t>(3 * dtype_bytes(dtype)));
         CHECK(between.find_first_not_of('\x7f') == std::string::npos);
       }
     }
