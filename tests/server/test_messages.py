@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from server.running import said, started
+import pytest
+
+from server.running import CODER, said, started
 
 
 def ask(server, text="Write a class.", **body):
@@ -74,3 +76,16 @@ def test_errors_have_anthropics_shape(server):
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert "max_tokens" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "kind"),
+    [
+        ({"model": "no-such-model"}, 404, "not_found_error"),
+        ({"max_tokens": 0}, 400, "invalid_request_error"),
+    ],
+)
+def test_errors_have_the_types_of_anthropics_api(server, fields, status, kind):
+    body = {"model": CODER, "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    answer = server.http.post("/v1/messages", json={**body, **fields})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)

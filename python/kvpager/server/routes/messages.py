@@ -223,9 +223,19 @@ def _failure(error: ApiError) -> ServerSentEvent:
     return event(anthropic_error(error), "error")
 
 
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """An error in Anthropic's shape."""
-    return {"type": "error", "error": {"type": error.kind, "message": error.message}}
+    """An error in Anthropic's shape, with the type that its API has for the status."""
+    kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else error.kind)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def _answering(caller: Caller, body: CountRequest) -> Answering:
