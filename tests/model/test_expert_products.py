@@ -179,7 +179,7 @@ def test_replayed_steps_have_the_bits_of_the_model(closing):
 def test_the_model_itself_runs_its_experts_as_before_also_in_another_thread(closing):
     model = mixture()
     ids = torch.from_numpy(prompt(40))[None]
-    seen, copies = [], []
+    seen = []
 
     def run():
         with torch.inference_mode():
@@ -193,11 +193,10 @@ def test_the_model_itself_runs_its_experts_as_before_also_in_another_thread(clos
     session.generate(30, eos=None)
     for thread in threads:
         thread.join()
-    copies.append(copy.deepcopy(model))
     for logits in seen[1:]:
         assert_same_bits(logits, seen[0], "of the model alone")
     with torch.inference_mode():
-        assert_same_bits(copies[0](ids).logits, seen[0], "a copy")
+        assert_same_bits(copy.deepcopy(model)(ids).logits, seen[0], "a copy")
 
 
 def test_weights_of_experts_that_change_are_noticed(closing):

@@ -24,6 +24,7 @@ from kvpager.server.production import Piece
 from kvpager.server.response_items import Output, marks_of, messages_of
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.chat import ChosenFunction, ChosenTool, Function, Tool
+from kvpager.server.schema.common import NAME_PATTERN
 from kvpager.server.schema.responses import (
     Deleted,
     InputDetails,
@@ -38,7 +39,7 @@ from kvpager.server.schema.responses import (
 from kvpager.server.streaming import event, stream
 
 router = APIRouter()
-ResponseId = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+ResponseId = Annotated[str, Path(pattern=NAME_PATTERN)]
 _NOTE = "response"
 
 

@@ -15,6 +15,7 @@ from kvpager.errors import CorruptSnapshotError, UnsupportedVersionError
 from kvpager.server.conversations import Conversations, Kept
 from kvpager.server.errors import ApiError, bad_request, not_found
 from kvpager.server.routes.caller import Caller, TheCaller
+from kvpager.server.schema.common import NAME_PATTERN
 from kvpager.server.schema.sessions import (
     Chunk,
     Deleted,
@@ -31,7 +32,7 @@ from kvpager.server.threads import in_thread
 from kvpager.stores import SaveReport
 
 router = APIRouter(prefix="/v1/sessions")
-SessionName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+SessionName = Annotated[str, Path(pattern=NAME_PATTERN)]
 CacheSalt = Annotated[str | None, Query(description="the cache_salt that it was computed under")]
 
 

@@ -38,7 +38,11 @@ class Body(BaseModel):
 
 
 def _is_text(value: str) -> bool:
-    return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class StreamOptions(Body):

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvpager.server.schema.common import Answer, Body, Breakpoint, Common, Json, TemplateVariables
+from kvpager.server.schema.common import (
+    Answer,
+    Body,
+    Breakpoint,
+    Common,
+    Json,
+    Name,
+    TemplateVariables,
+)
 
 Status = Literal["completed", "incomplete", "in_progress", "failed", "cancelled"]
 
@@ -119,9 +127,7 @@ class ResponseRequest(Common):
     input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    previous_response_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")] | (
-        None
-    ) = None
+    previous_response_id: Name | None = None
     store: bool | None = None
     background: bool | None = None
     metadata: dict[str, str] | None = None
