@@ -46,11 +46,12 @@ class _Whole:
 class Cache(transformers.Cache):
     """A transformers cache whose keys and values live in a pager.
 
-    Hand it to `model.generate(ids, cache=cache)` or `model(ids, cache=cache)`; before transformers
-    5.24 that argument is `past_key_values`. In those calls, and in no others, the model's attention
-    is computed over a pool of `pool_tokens` tokens, with the rest in host memory or on disk: exact
-    full attention with `Dense()`, or the best chunks with `TopK(...)`. A prompt may be many times
-    larger than the pool; it is run in parts of at most `rows` tokens.
+    Hand it to `model.generate(ids, past_key_values=cache)` or `model(ids, past_key_values=cache)`;
+    from transformers 5.24 on that argument is `cache`, and `past_key_values` gives a warning there.
+    In those calls, and in no others, the model's attention is computed over a pool of `pool_tokens`
+    tokens, with the rest in host memory or on disk: exact full attention with `Dense()`, or the
+    best chunks with `TopK(...)`. A prompt may be many times larger than the pool; it is run in
+    parts of at most `rows` tokens.
 
     Results are those of a stock cache up to rounding. Their bits are not promised, because forwards
     of transformers have row counts of their own: the ledger says `decode` of all chunks. For bits
@@ -60,7 +61,7 @@ class Cache(transformers.Cache):
 
     Example:
         >>> cache = kvpager.Cache(model, pool_tokens=8192)
-        >>> out = model.generate(ids, cache=cache, max_new_tokens=100)
+        >>> out = model.generate(ids, past_key_values=cache, max_new_tokens=100)
         >>> cache.save("chat.kv")
         >>> cache = kvpager.Cache.restore(model, "chat.kv", pool_tokens=8192)
     """
