@@ -22,8 +22,8 @@ async def main(name: str = "", port: str = "7070") -> None:
         async with engine.serve() as serving:
 
             async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                with engine.session() as session:
-                    while line := (await reader.readline()).decode().strip():
+                with contextlib.suppress(ConnectionError), engine.session() as session:
+                    while line := (await reader.readline()).decode(errors="replace").strip():
                         async for text in serving.chat(session, line, max_new_tokens=200):
                             writer.write(text.encode())
                             await writer.drain()

@@ -264,7 +264,9 @@ def test_text_is_held_back_while_it_may_begin_a_stop_string(
     assert [answer.push(i) for i in range(len(pieces))] == told
     whole = "".join(pieces)
     ends = [whole.index(stop) for stop in stops if stop in whole]
-    assert answer.stopped == bool(ends)
+    assert answer.stopped_by == min(
+        (stop for stop in stops if stop in whole), key=whole.index, default=None
+    )
     answer.finish()
     assert answer.text == whole[: min(ends, default=len(whole))]
 

@@ -227,7 +227,7 @@ def test_small_row_counts_are_a_word_or_numbers_in_an_option_and_in_the_environm
         (("--always", "5:1"), "--always"),
         (("--always", "abc", "--chunks", "3"), "--always"),
         (("--dense", "--chunks", "3"), "--chunks has no meaning with --selection dense"),
-        (("--selection", "window"), "recent"),
+        (("--selection", "window"), "expected --recent with it"),
         (("--scorer", "bits3"), "did you mean bits"),
         (("--recent", "32", "--chunks", "3", "--rows", "64"), "--recent is 32"),
     ],

@@ -106,6 +106,13 @@ def test_a_large_body_is_refused_before_it_is_read(engine, tmp_path):
     with running(engine, tmp_path, max_request_bytes=2000) as server:
         answer = ask(server, None, user="x" * 3000)
         assert answer.status_code == 413
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        answer = server.post("/v1/messages", system="x" * 3000)
+        assert answer.status_code == 413
+        assert (answer.json()["type"], answer.json()["error"]["type"]) == (
+            "error",
+            "request_too_large",
+        )
 
         def parts():
             for _ in range(50):

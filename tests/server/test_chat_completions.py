@@ -132,6 +132,26 @@ def test_a_stop_string_ends_the_answer_before_it(server):
     assert stopped.stop_reason == stop
 
 
+def test_of_several_stops_the_one_that_ended_the_answer_is_named(server):
+    def ended(**stops):
+        return server.chat("Write a class.", max_tokens=30, **stops).choices[0].stop_reason
+
+    plain = server.chat("Write a class.", max_tokens=30, extra_body={"return_token_ids": True})
+    text, token = plain.choices[0].message.content, plain.choices[0].token_ids[4]
+    assert ended(stop=["nowhere", text[20:26], text[12:15]]) == text[12:15]
+    assert ended(stop=["nowhere"], extra_body={"stop_token_ids": [token]}) == token
+    assert ended(stop=["nowhere"]) is None
+
+
+def test_the_bytes_of_tokens_make_the_text_of_an_answer(server):
+    tokenizer = server.service.engine.tokenizer
+    ids = tokenizer.encode("π🎉", add_special_tokens=False)
+    texts = server.service.token_texts
+    entries = [texts.entry(token, 0.0) for token in ids]
+    assert "\ufffd" in entries[0].token
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == "π🎉"
+
+
 def test_the_end_token_can_be_ignored(server):
     end = server.service.engine.model.generation_config.eos_token_id[0]
     options = {"max_tokens": 3, "logit_bias": {str(end): 100}}

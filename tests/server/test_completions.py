@@ -45,6 +45,44 @@ def test_offsets_point_into_the_text(complete):
         assert choice.text[offset:].startswith(token)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_characters_and_not_pieces_of_them(complete, server, stream):
+    prompt = "# π🎉é\n"
+    ids = server.service.engine.tokenizer.encode("π🎉", add_special_tokens=False)
+    bias = {str(token): 100 for token in ids}
+    options = {"logprobs": 0, "logit_bias": bias, "max_tokens": 12, "temperature": 1.0, "seed": 3}
+    if stream:
+        chunks = [chunk.choices[0] for chunk in complete(prompt, stream=True, **options)]
+        text = "".join(chunk.text for chunk in chunks)
+        lists = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+        offsets = [offset for one in lists for offset in one.text_offset]
+        tokens = [token for one in lists for token in one.tokens]
+    else:
+        choice = complete(prompt, echo=True, **options).choices[0]
+        text, tokens, offsets = choice.text, choice.logprobs.tokens, choice.logprobs.text_offset
+        assert text.startswith(prompt)
+    assert any("\ufffd" in token for token in tokens)
+    assert offsets == sorted(offsets)
+    assert offsets[-1] <= len(text)
+    for token, offset in zip(tokens, offsets):
+        if "\ufffd" not in token:
+            assert text[offset:].startswith(token)
+
+
+def test_an_echo_alone_has_as_many_choices_as_asked_for(complete):
+    choices = complete("import os\n", echo=True, max_tokens=0, n=2).choices
+    assert [(choice.index, choice.text) for choice in choices] == [
+        (i, "import os\n") for i in (0, 1)
+    ]
+
+
+def test_more_prompts_than_ever_wait_are_refused_and_not_asked_to_come_again(server):
+    answer = server.post("/v1/completions", prompt=["a"] * 2000, n=2)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+    assert "has 2000 texts with n = 2; expected at most" in answer.json()["error"]["message"]
+
+
 def test_several_prompts_have_several_choices_in_their_order(complete):
     both = complete(["import os\n", "import re\n"], n=2)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]

@@ -52,6 +52,17 @@ def test_half_of_a_surrogate_pair_is_refused_by_its_place(server, path):
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize("path", [path for path in BODIES if path != "/tokenize"])
+@pytest.mark.parametrize("kind", [None, "text/plain"])
+def test_a_body_that_is_not_said_to_be_json_is_refused_by_that(server, path, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    answer = server.http.post(path, content=json.dumps(BODIES[path]("Hi")), headers=headers)
+    assert answer.status_code == 400
+    given = "missing" if kind is None else "'text/plain'"
+    expected = f"content-type is {given}; expected 'application/json'"
+    assert answer.json()["error"]["message"] == expected
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

@@ -39,7 +39,7 @@ def test_events_tell_the_same_answer(server):
 
 def test_a_stop_sequence_is_named(server):
     text = ask(server).json()["content"][0]["text"]
-    stopped = ask(server, stop_sequences=[text[5:8]]).json()
+    stopped = ask(server, stop_sequences=["nowhere", text[5:8]]).json()
     assert stopped["stop_reason"] == "stop_sequence"
     assert stopped["stop_sequence"] == text[5:8]
 

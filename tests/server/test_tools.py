@@ -62,7 +62,12 @@ def test_a_schema_that_cannot_be_enforced_is_refused(server):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     answer = server.post("/v1/chat/completions", messages=said("Hi"), response_format=form)
     assert answer.status_code == 400
-    assert "grammar" in answer.json()["error"]["message"]
+    refused = answer.json()["error"]
+    assert refused["param"] == "response_format"
+    assert refused["message"].startswith("response_format: ")
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}
+    answer = server.post("/v1/responses", input="Hi", text={"format": form})
+    assert answer.json()["error"]["param"] == "text.format"
 
 
 def forced(server, choice, **options):

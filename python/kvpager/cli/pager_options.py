@@ -96,6 +96,7 @@ def pager_config(args: argparse.Namespace, *, auto_pool: bool = True) -> PagerCo
         values = {name: parsed(options[name], value) for name, value in values.items()}
         own = {field.name for field in dataclasses.fields(SELECTIONS[kind])}
         _refuse_unused(kind, own, chosen)
+        _refuse_missing(kind, values)
         selection: Selection = SELECTIONS[kind](**_only(values, own))
         mine = {field.name for field in dataclasses.fields(PagerConfig)} - own
         config = PagerConfig(**_only(values, mine), selection=selection)
@@ -108,8 +109,6 @@ def pager_config(args: argparse.Namespace, *, auto_pool: bool = True) -> PagerCo
             )
     except InvalidArgumentError as error:
         raise UsageError(with_flags(str(error), args)) from error
-    except TypeError as error:  # an option without a default: Window's recent
-        raise UsageError(f"--selection {kind}: {str(error).split('() ', 1)[-1]}") from error
     return config
 
 
@@ -127,6 +126,13 @@ def _refuse_unused(kind: str, own: set[str], chosen: Mapping[str, object]) -> No
     for name in chosen:
         if name not in own and name not in pager:
             raise UsageError(f"{flag_of(name)} has no meaning with --selection {kind}")
+
+
+def _refuse_missing(kind: str, values: Mapping[str, object]) -> None:
+    for field in dataclasses.fields(SELECTIONS[kind]):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in values:
+            raise UsageError(f"--selection {kind} is given; expected {flag_of(field.name)} with it")
 
 
 def _check_scorer(name: str) -> None:

@@ -321,6 +321,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def most_running(self) -> int:
+        """How many requests run at once, at most."""
+        return self._limit
+
+    @property
     def running(self) -> int:
         """Number of requests that were admitted and go on."""
         return len(self._prefilling) + len(self._decoding)

@@ -32,6 +32,7 @@ class Completion:
         finish_reason: "eos" (the model ended it), "stop" (one of `stop`), "length"
             (`max_new_tokens`), "cancelled" (also: its iterator was closed); of requests also
             "closed" (their engine was), "timeout" (after `timeout_s`) and "error".
+        stopped_by: which of `stop` ended it, a string or token ids; None if none did.
         seed: of sampling; the same seed gives the same tokens again.
         speculation: counters of its speculation.
         first_token_s: seconds to its first token, for a request from its submission; None if there
@@ -49,6 +50,7 @@ class Completion:
     speculation: SpeculationStats
     first_token_s: float | None
     total_s: float
+    stopped_by: str | tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return repr(self) if self.text is None else self.text

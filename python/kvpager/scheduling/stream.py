@@ -193,17 +193,24 @@ class Stream:
     @property
     def finish(self) -> FinishReason | None:
         """Why it has ended: "eos", "stop" or "length"; None while it goes on."""
-        if self.answer is not None and self.answer.stopped:
+        if self.stopped_by is not None:
             return "stop"
         if self.produced:
             if self.produced[-1] in self.eos:
                 return "eos"
-            for stop in self.stop:
-                if tuple(self.produced[-len(stop) :]) == stop:
-                    return "stop"
             if self.constraint is not None and self.constraint.ended(self.produced):
                 return "stop"
         return None if self.remaining > 0 else "length"
+
+    @property
+    def stopped_by(self) -> str | tuple[int, ...] | None:
+        """Which of the strings or sequences of tokens in `stop` has ended it."""
+        if self.answer is not None and self.answer.stopped_by is not None:
+            return self.answer.stopped_by
+        if not self.produced or self.produced[-1] in self.eos:
+            return None
+        ends = (stop for stop in self.stop if tuple(self.produced[-len(stop) :]) == stop)
+        return next(ends, None)
 
     @property
     def reads_tokens(self) -> bool:
@@ -252,6 +259,7 @@ class Stream:
                 np.array(self.produced_logprobs, dtype=np.float32) if self.logprobs else None
             ),
             "top_logprobs": list(self.produced_top) if self.top_logprobs else None,
+            "stopped_by": self.stopped_by,
             "seed": self.sampling.seed,
             "speculation": (
                 SpeculationStats() if self.speculation is None else self.speculation.stats

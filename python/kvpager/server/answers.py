@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from kvpager.errors import InvalidArgumentError
 from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server.errors import bad_request
@@ -162,16 +164,27 @@ def answering(
     if isinstance(choice, ChosenTool):
         chosen = [one for one in chosen if one["name"] == choice.function.name]
         parallel = False
-    forced = Grammar.lark(form.lark(chosen, parallel=parallel))
+    with grammar_of_field("tools"):
+        forced = Grammar.lark(form.lark(chosen, parallel=parallel))
     return Answering({"grammar": forced}, shown, form)
+
+
+@contextmanager
+def grammar_of_field(name: str) -> Iterator[None]:
+    """Raises ApiError about the field for a grammar that is refused."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise bad_request(str(error).replace("grammar", name, 1), name) from error
 
 
 def _grammar(body: ChatRequest) -> Grammar | None:
     form = body.response_format
-    if isinstance(form, ObjectFormat):
-        return Grammar.json_object()
-    if isinstance(form, SchemaFormat):
-        return Grammar.json_schema(form.json_schema.schema_)
+    with grammar_of_field("response_format"):
+        if isinstance(form, ObjectFormat):
+            return Grammar.json_object()
+        if isinstance(form, SchemaFormat):
+            return Grammar.json_schema(form.json_schema.schema_)
     return None
 
 
@@ -182,14 +195,7 @@ def finish_reason(completion: RequestCompletion, reader: Reader) -> FinishReason
     return "tool_calls" if reader.calls else "stop"
 
 
-def stop_reason(completion: RequestCompletion, options: Mapping[str, Any]) -> int | str | None:
+def stop_reason(completion: RequestCompletion) -> int | str | None:
     """VLLM's `stop_reason`: the token id or the string of `stop` that ended it, if one did."""
-    if completion.finish_reason != "stop":
-        return None
-    last = [int(token) for token in completion.tokens]
-    stops: list[str | list[int]] = options.get("stop", [])
-    for stop in stops:
-        if isinstance(stop, list) and last[-len(stop) :] == stop:
-            return stop[0]
-    strings = [stop for stop in stops if isinstance(stop, str)]
-    return strings[0] if len(strings) == 1 else None
+    stop = completion.stopped_by
+    return stop[-1] if isinstance(stop, tuple) else stop

@@ -76,13 +76,11 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def told(request: Request, error: ApiError) -> Response:
         _service(request).metrics.error(error.status)
-        anthropic = request.url.path.startswith("/v1/messages")
-        body = messages.anthropic_error(error) if anthropic else error.body()
-        return JSONResponse(body, error.status, headers=error.headers)
+        return JSONResponse(_body(request.url.path, error), error.status, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await told(request, of_validation(error))
+        return await told(request, of_validation(error, request.headers.get("content-type")))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -103,9 +101,12 @@ def _handle_errors(app: FastAPI) -> None:
         return await told(request, errors.of(error))
 
 
-def of_validation(error: RequestValidationError) -> ApiError:
-    """400 about the first field that was refused."""
+def of_validation(error: RequestValidationError, content_type: str | None) -> ApiError:
+    """400 about the first field that was refused, of a body of this type."""
     first = error.errors()[0]
+    if tuple(first["loc"]) == ("body",) and isinstance(first.get("input"), (bytes, str)):
+        given = "missing" if content_type is None else repr(content_type)
+        return errors.bad_request(f"content-type is {given}; expected 'application/json'")
     name = _path(first["loc"])
     if first["type"] == "extra_forbidden":
         return errors.unsupported(name)
@@ -114,6 +115,12 @@ def of_validation(error: RequestValidationError) -> ApiError:
     given = first.get("input")
     found = f"{name} is {given!r}" if isinstance(given, (int, float, str)) else name or "the body"
     return errors.bad_request(f"{found}: {_lowered(first['msg'])}", name or None)
+
+
+def _body(path: str, error: ApiError) -> dict[str, Any]:
+    """An error in the shape of the API that the path is of."""
+    anthropic = path.startswith("/v1/messages")
+    return messages.anthropic_error(error) if anthropic else error.body()
 
 
 def _lowered(text: str) -> str:
@@ -171,7 +178,7 @@ class _Limits:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = ApiError(_TOO_LARGE, self._text)
-        await JSONResponse(error.body(), error.status)(scope, receive, send)
+        await JSONResponse(_body(scope["path"], error), error.status)(scope, receive, send)
 
 
 class _RequestIds:

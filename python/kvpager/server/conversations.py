@@ -38,10 +38,13 @@ class Kept:
     """A conversation in memory.
 
     Attributes:
-        session: with its text; nobody but `Conversations` uses it, others get forks.
+        session: with its text; nobody but `Conversations` uses it, others get forks. It is closed
+            as soon as it leaves memory, in any thread.
         seen: digests of the beginnings of its messages as the client knows them, one each.
         salt: that it was computed under.
         notes: JSON values that are saved with it, such as a response.
+        length: tokens of its text.
+        restored_tokens: those of them that were read from a snapshot or a store.
     """
 
     session: Session
@@ -50,6 +53,17 @@ class Kept:
     notes: dict[str, Any] = field(default_factory=dict)
     used: float = field(default_factory=time.time)
     created: float = field(default_factory=time.time)
+    length: int = field(init=False)
+    restored_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length, self.restored_tokens = self.session.length, self.session.restored_tokens
+
+
+class _Restoring:
+    """A restore under way. `outdated`: its conversation was kept anew or deleted meanwhile."""
+
+    outdated = False
 
 
 def digests(messages: Sequence[dict[str, Any]], salt: str | None) -> Digests:
@@ -104,6 +118,7 @@ class Conversations:
         self._lock = threading.RLock()
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._by_seen: dict[str, str] = {}  # the last digest of a conversation: its name
+        self._restoring: dict[str, list[_Restoring]] = {}
 
     def fresh(self, salt: str | None) -> Session:
         """A new session, whose prompt may begin with what the store has."""
@@ -125,14 +140,32 @@ class Conversations:
         self, name: str, salt: str | None, on_corrupt: str, use: Callable[[Kept], _Result]
     ) -> _Result:
         """What `use` returns of a conversation, which stays as it is; else as `fork`."""
-        with self._lock:
-            kept = self._kept.get(name)
-            if kept is not None and kept.salt == salt:
-                self._touch(name, kept)
-                return use(kept)
-        self._restore(name, salt, on_corrupt)
-        with self._lock:
-            return use(self._named(name))
+        while True:
+            with self._lock:
+                kept = self._kept_under(name, salt)
+                if kept is not None:
+                    return use(kept)
+                restoring = _Restoring()
+                self._restoring.setdefault(name, []).append(restoring)
+            try:
+                restored = self._restored(name, salt, on_corrupt)
+                with self._lock:
+                    kept = self._kept_under(name, salt)  # another thread was faster
+                    if kept is None and not restoring.outdated:
+                        kept = restored
+                        self._put(name, kept)
+                    if kept is not restored:
+                        restored.session.close()
+                    if kept is None:
+                        continue
+                    result = use(kept)  # at once, since `on_kept` may let it go
+            finally:
+                with self._lock:
+                    self._restoring[name].remove(restoring)
+                    if not self._restoring[name]:
+                        del self._restoring[name]
+            self._on_kept()
+            return result
 
     def fork_of_beginning(self, seen: Digests, salt: str | None) -> tuple[Session, Kept] | None:
         """A fork of the conversation in memory with the longest beginning of these messages."""
@@ -163,39 +196,47 @@ class Conversations:
                 return True
         return self.store is not None and name in {one.name for one in self.store.entries()}
 
-    def keep(self, name: str, kept: Kept) -> None:
-        """Keeps a conversation in memory, instead of an older one of its name."""
-        kept.session.metadata = {_NOTES: {"seen": list(kept.seen), **kept.notes}}
-        with self._lock:
-            before = self._kept.get(name)
-            if before is not None:
-                kept.created = before.created
-            self._forget(name)
-            self._kept[name] = kept
-            if kept.seen:
-                self._by_seen[kept.seen[-1]] = name
-        self._on_kept()
+    def keep(
+        self, name: str, kept: Kept, *, save: bool = False, ttl: str | float | None = None
+    ) -> SaveReport | None:
+        """Keeps a conversation in memory, instead of an older one of its name.
 
-    def save(self, name: str, ttl: str | float | None = None) -> SaveReport | None:
-        """Saves a conversation in memory; None without a store. Raises PagerError."""
-        if self.store is None:
-            return None
-        with self._lock:
-            kept = self._named(name)
-            twin = kept.session.fork()  # so that nobody waits for the disk
+        Args:
+            name: of the conversation.
+            kept: it; its session is no longer the caller's.
+            save: whether it is saved, too. That comes first, so that one which leaves memory at
+                once is in the store.
+            ttl: how long what is saved lives after its last use; None: as the store says.
+
+        Returns:
+            What was written; None where nothing is saved, or without a store.
+
+        Raises:
+            PagerError: it cannot be saved; it is kept nevertheless.
+        """
+        kept.session.metadata = {_NOTES: {"seen": list(kept.seen), **kept.notes}}
         try:
-            report = twin.save(name, store=self.store)
+            return self._write(name, kept.session, ttl) if save else None
         finally:
-            twin.close()
-        if ttl is not None:
-            self.store.set_ttl(name, ttl)
-        return report
+            with self._lock:
+                self._put(name, kept)
+                self._outdate(name)
+            self._on_kept()
+
+    def save(
+        self, name: str, salt: str | None, on_corrupt: str, ttl: str | float | None = None
+    ) -> SaveReport | None:
+        """Saves a conversation; None without a store. Raises as `fork`, and PagerError."""
+        twin, _ = self.fork(name, salt, on_corrupt)  # so that nobody waits for the disk
+        with twin:
+            return self._write(name, twin, ttl)
 
     def delete(self, name: str) -> None:
         """Forgets a conversation, and deletes it from the store. Raises ApiError 404."""
         with self._lock:
             known = name in self._kept
             self._forget(name)
+            self._outdate(name)
         if self.store is not None:
             try:
                 self.store.delete(name, force=True)
@@ -247,7 +288,36 @@ class Conversations:
             for name in list(self._kept):
                 self._forget(name)
 
-    def _restore(self, name: str, salt: str | None, on_corrupt: str) -> None:
+    def _kept_under(self, name: str, salt: str | None) -> Kept | None:
+        """The one in memory, which is now the one used last, if it has this salt."""
+        kept = self._kept.get(name)
+        if kept is None or kept.salt != salt:
+            return None
+        self._touch(name, kept)
+        return kept
+
+    def _put(self, name: str, kept: Kept) -> None:
+        before = self._kept.get(name)
+        if before is not None:
+            kept.created = before.created
+        self._forget(name)
+        self._kept[name] = kept
+        if kept.seen:
+            self._by_seen[kept.seen[-1]] = name
+
+    def _outdate(self, name: str) -> None:
+        for restoring in self._restoring.get(name, ()):
+            restoring.outdated = True
+
+    def _write(self, name: str, session: Session, ttl: str | float | None) -> SaveReport | None:
+        if self.store is None:
+            return None
+        report = session.save(name, store=self.store)
+        if ttl is not None:
+            self.store.set_ttl(name, ttl)
+        return report
+
+    def _restored(self, name: str, salt: str | None, on_corrupt: str) -> Kept:
         outcome: RestoreOutcome = "unknown"
         try:
             notes = self._opened_notes(name)
@@ -259,8 +329,7 @@ class Conversations:
             raise
         finally:
             self._on_restore(outcome)
-        seen = tuple(notes.pop("seen", ()))
-        self.keep(name, Kept(session, seen, salt, notes))
+        return Kept(session, tuple(notes.pop("seen")), salt, notes)
 
     def _opened_notes(self, name: str) -> dict[str, Any]:
         values = parse_section(self._opened(name).session, name, "session")
@@ -279,29 +348,24 @@ class Conversations:
                 raise
         raise not_found("conversation", name, "id")
 
-    def _named(self, name: str) -> Kept:
-        kept = self._kept.get(name)
-        if kept is None:
-            raise not_found("conversation", name, "id")
-        return kept
-
     def _touch(self, name: str, kept: Kept) -> None:
         kept.used = time.time()
         self._kept.move_to_end(name)
 
-    def _forget(self, name: str, *, close: bool = True) -> None:
+    def _forget(self, name: str) -> None:
         kept = self._kept.pop(name, None)
         if kept is None:
             return
         if kept.seen and self._by_seen.get(kept.seen[-1]) == name:
             del self._by_seen[kept.seen[-1]]
-        if close:
-            kept.session.close()
+        kept.session.close()
 
 
 def _notes(metadata: Any, *, seen: bool = False) -> dict[str, Any]:
     values = metadata.get(_NOTES, {}) if isinstance(metadata, dict) else {}
     notes = dict(values) if isinstance(values, dict) else {}
-    if not seen:
-        notes.pop("seen", None)
+    told = notes.pop("seen", ())
+    if seen:
+        whole = isinstance(told, list) and all(isinstance(one, str) for one in told)
+        notes["seen"] = told if whole else []
     return notes

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvpager.errors import CapacityError, CorruptSnapshotError
@@ -222,7 +223,7 @@ class Exchange:
         plan, prompt = self.plan, self.plan.prompt
         session, kept = self._base()
         self._sessions[choice] = session
-        self._restored[choice] = 0 if kept is None else kept.session.restored_tokens
+        self._restored[choice] = 0 if kept is None else kept.restored_tokens
         common: dict[str, Any] = {
             "seed": seed,
             "logprobs": plan.logprobs,
@@ -336,10 +337,9 @@ class Exchange:
         if seen and answer is not None:
             seen = digests([*plan.prompt.messages, answer], plan.salt)
         name = plan.keep_as or self._service.own_name()
-        plan.conversations.keep(name, Kept(session, seen, plan.salt, notes))
-        if plan.save:
-            with self._span.part("save"):
-                plan.conversations.save(name, plan.save_ttl)
+        kept = Kept(session, seen, plan.salt, notes)
+        with self._span.part("save") if plan.save else nullcontext():
+            plan.conversations.keep(name, kept, save=plan.save, ttl=plan.save_ttl)
 
     def _log_end(self) -> None:
         """A line about the request; its texts only where the settings say so."""

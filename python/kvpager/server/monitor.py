@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvpager._version import __version__
+from kvpager.errors import InvalidArgumentError
 from kvpager.server.session_list import listed
 from kvpager.server.tenants import Tenant
 
@@ -108,12 +109,17 @@ class Monitor:
         if found is None:
             kept = source.kept(name)
             found = kept.session if kept is not None else None
-        if found is None or found.closed:
+        if found is None:
             return None
-        chunks = found.sequence.ledger()
+        try:
+            chunks, tokens = found.sequence.ledger(), found.length
+        except InvalidArgumentError:
+            if found.closed:  # just now, in another thread
+                return None
+            raise
         return {
             "id": name,
-            "tokens": found.length,
+            "tokens": tokens,
             "chunks": "".join(_tier(chunk) for chunk in chunks),
             "recalled": [chunk.chunk for chunk in chunks if chunk.recalled],
             "pinned": [chunk.chunk for chunk in chunks if chunk.pins],

@@ -24,9 +24,7 @@ def listed(source: Conversations) -> list[SessionInfo]:
 def _info(name: str, kept: Kept | None, entry: StoreEntry | None) -> SessionInfo:
     tier: Any = "memory+disk" if kept and entry else "memory" if kept else "disk"
     used = max(kept.used if kept else 0.0, entry.last_used if entry else 0.0)
-    tokens = entry.tokens if entry else 0
-    if kept is not None and not kept.session.closed:
-        tokens = kept.session.length
+    tokens = kept.length if kept else entry.tokens if entry else 0
     return SessionInfo(
         id=name,
         tokens=tokens,

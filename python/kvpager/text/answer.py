@@ -12,7 +12,8 @@ class AnswerText:
     Text that may be the beginning of a stop string is held back until the next token decides.
 
     Attributes:
-        stopped: whether a stop string was found; nothing follows then.
+        stopped_by: the stop string that was found, the first in the text and among several there
+            the first given; nothing follows then. None: none was.
     """
 
     def __init__(self, pieces: Detokenizer, stops: tuple[str, ...] = ()) -> None:
@@ -20,7 +21,7 @@ class AnswerText:
         self._stops = stops
         self._returned: list[str] = []
         self._held = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
 
     @property
     def text(self) -> str:
@@ -38,13 +39,13 @@ class AnswerText:
         return rest + self._return(held)
 
     def _take(self, piece: str) -> str:
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         held = self._held + piece
-        found = [at for at in map(held.find, self._stops) if at >= 0]
+        found = [stop for stop in self._stops if stop in held]
         if found:
-            self.stopped, self._held = True, ""
-            return self._return(held[: min(found)])
+            self.stopped_by, self._held = min(found, key=held.find), ""
+            return self._return(held[: held.find(self.stopped_by)])
         kept = max((overlap(held, stop) for stop in self._stops), default=0)
         certain, self._held = held[: len(held) - kept], held[len(held) - kept :]
         return self._return(certain)

@@ -106,8 +106,8 @@ FRONT_DOOR = (
         name="a-stop-string-ends-nothing",
         breaks="a stop string ends a generation",
         file="python/kvpager/scheduling/stream.py",
-        old="        if self.answer is not None and self.answer.stopped:\n",
-        new="        if self.answer is None:\n            pass\n        elif False:\n",
+        old="        if self.answer is not None and self.answer.stopped_by is not None:\n",
+        new="        if False:\n",
         killers=(TEXT + "test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind",),
     ),
     Mutant(

@@ -180,7 +180,7 @@ class _Turn:
             message=AnswerMessage(content=reader.content, tool_calls=reader.calls or None),
             logprobs=logprobs,
             finish_reason=finish_reason(completion, reader),
-            stop_reason=stop_reason(completion, self.plan.options),
+            stop_reason=stop_reason(completion),
             token_ids=ids if self._body.return_token_ids else None,
         )
 
@@ -232,7 +232,7 @@ class _Turn:
             ended.choice,
             {},
             reason=finish_reason(completion, reader),
-            stop_reason=stop_reason(completion, self.plan.options),
+            stop_reason=stop_reason(completion),
         )
 
     @property

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter, Header, Request
 from sse_starlette import ServerSentEvent
 
@@ -32,7 +31,9 @@ from kvpager.server.schema.completions import (
 from kvpager.server.service import Service
 from kvpager.server.streaming import done, event, head_usage, stream
 from kvpager.server.threads import in_thread
+from kvpager.server.token_texts import TextOffsets
 from kvpager.server.usage import usage_of
+from kvpager.text.tokenizer import Tokenizer
 from kvpager.tokens import TokenIds
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's API, and vLLM's
@@ -112,6 +113,13 @@ class _Text:
             )
         if len(prompts) > 1 and body.stream:
             raise bad_request("stream is true with several prompts; expected one", "stream")
+        most = service.settings.max_waiting + service.scheduler.most_running
+        if len(prompts) * self._choices > most:
+            raise bad_request(
+                f"prompt has {len(prompts)} texts with n = {self._choices}; expected at most "
+                f"{most} completions at once",
+                "prompt",
+            )
         if self.most == 0 and not body.echo:
             raise bad_request("max_tokens is 0; expected at least 1, or echo: true", "max_tokens")
         if body.stream and body.echo:
@@ -171,17 +179,16 @@ class _Text:
 
     async def _echoed(self) -> Completion:
         """The prompts alone, with their log-probabilities."""
-        scores = await self._scores()
+        scored = zip(self._prompts, await self._scores())
+        repeated = [one for one in scored for _ in range(self._choices)]
         choices = [
             CompletionChoice(
                 index=i,
                 text=self._decoded(ids),
-                logprobs=None
-                if self._body.logprobs is None
-                else self._logprobs(ids, scores[i], None),
+                logprobs=None if self._body.logprobs is None else self._logprobs(ids, score, None),
                 finish_reason="length",
             )
-            for i, ids in enumerate(self._prompts)
+            for i, (ids, score) in enumerate(repeated)
         ]
         count = sum(len(ids) for ids in self._prompts)
         details = {"cached_tokens": 0, "cache_write_tokens": count if self._body.logprobs else 0}
@@ -213,13 +220,13 @@ class _Text:
         text = completion.text or ""
         logprobs = None
         if body.logprobs is not None:
-            logprobs = self._logprobs(ids if body.echo else ids[:0], score, completion)
+            logprobs = self._logprobs(ids, score, completion)
         return CompletionChoice(
             index=index,
             text=self._decoded(ids) + text if body.echo else text,
             logprobs=logprobs,
             finish_reason="length" if completion.finish_reason == "length" else "stop",
-            stop_reason=stop_reason(completion, self._chosen),
+            stop_reason=stop_reason(completion),
             token_ids=completion.tokens.tolist() if body.return_token_ids else None,
             prompt_token_ids=ids.tolist() if body.return_token_ids else None,
         )
@@ -228,8 +235,10 @@ class _Text:
         self, ids: TokenIds, score: Score | None, completion: RequestCompletion | None
     ) -> CompletionLogprobs:
         """Of an echoed prompt, whose first token has none, and of what was generated."""
-        values: list[float | None] = [None] * min(1, len(ids))
-        tops: list[Any] = [None] * min(1, len(ids))
+        shown = ids.tolist() if self._body.echo else []
+        offsets = [*map(TextOffsets(self._tokenizer).push, shown)]
+        values: list[float | None] = [None] * min(1, len(shown))
+        tops: list[Any] = [None] * min(1, len(shown))
         if score is not None:
             values += score.logprobs.tolist()
             tops += score.top_logprobs or []
@@ -237,18 +246,21 @@ class _Text:
             assert completion.logprobs is not None
             values += completion.logprobs.tolist()
             tops += completion.top_logprobs or []
-            ids = np.concatenate([ids, completion.tokens])
-        return self._listed(ids.tolist(), values, tops if self._body.logprobs else None, 0)
+            produced = completion.tokens.tolist()
+            start = len(self._decoded(ids)) if self._body.echo else 0
+            offsets += map(TextOffsets(self._tokenizer, ids, start).push, produced)
+            shown = shown + produced
+        return self._listed(shown, values, tops if self._body.logprobs else None, offsets)
 
     def _listed(
-        self, ids: list[int], values: list[float | None], tops: list[Any] | None, offset: int
+        self,
+        ids: list[int],
+        values: list[float | None],
+        tops: list[Any] | None,
+        offsets: list[int],
     ) -> CompletionLogprobs:
         texts = self._service.token_texts
         tokens = [texts.text(token) for token in ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
         named = None
         if tops is not None:
             named = [
@@ -262,7 +274,7 @@ class _Text:
     async def chunks(self) -> AsyncIterator[ServerSentEvent]:
         """The answer as chunks."""
         exchange = self.exchanges[0]
-        offsets = [0] * self._choices
+        offsets: dict[int, TextOffsets] = {}
         ends = []
         async for one in exchange.events():
             if isinstance(one, Piece):
@@ -273,7 +285,7 @@ class _Text:
             completion = one.completion
             assert completion is not None
             reason = "length" if completion.finish_reason == "length" else "stop"
-            stopped = stop_reason(completion, self._chosen)
+            stopped = stop_reason(completion)
             ends.append(self._chunk(one.choice, "", finish_reason=reason, stop_reason=stopped))
         made = exchange.completions
         await exchange.finish()
@@ -284,12 +296,14 @@ class _Text:
             yield event({**self._head, "choices": [], "usage": usage})
         yield done()
 
-    def _told(self, piece: Piece, offsets: list[int]) -> ServerSentEvent | None:
+    def _told(self, piece: Piece, offsets: dict[int, TextOffsets]) -> ServerSentEvent | None:
         more: dict[str, Any] = {}
         if isinstance(piece.token, GeneratedToken):
             token, logprob, top = piece.token
-            listed = self._listed([token], [logprob], [top] if top else None, offsets[piece.choice])
-            offsets[piece.choice] += len(listed.tokens[0])
+            if piece.choice not in offsets:
+                offsets[piece.choice] = TextOffsets(self._tokenizer, self._prompts[0])
+            offset = offsets[piece.choice].push(token)
+            listed = self._listed([token], [logprob], [top] if top else None, [offset])
             more["logprobs"] = listed.model_dump()
         if self._body.return_token_ids:
             more["token_ids"] = [piece.token_id]
@@ -322,6 +336,13 @@ class _Text:
             system_fingerprint=self._service.fingerprint,
             session_id=self._session,
         )
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self._service.tokenizer
+        if tokenizer is None:
+            raise bad_request("logprobs is given, but the model has no tokenizer", "logprobs")
+        return tokenizer
 
     def _decoded(self, ids: TokenIds) -> str:
         tokenizer = self._service.tokenizer

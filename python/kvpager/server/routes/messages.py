@@ -200,14 +200,14 @@ class _Turn:
         uses = [block for block in message.content if block["type"] == "tool_use"]
         for block, call in zip(uses, self._reader.calls):
             block["input"] = _parsed(call.function.arguments)
-        stopped = stop_reason(completion, self.plan.options)
+        stopped = stop_reason(completion)
         if completion.finish_reason == "length":
             message.stop_reason = "max_tokens"
         elif uses:
             message.stop_reason = "tool_use"
-        elif completion.finish_reason == "stop":
+        elif isinstance(stopped, str):
             message.stop_reason = "stop_sequence"
-            message.stop_sequence = stopped if isinstance(stopped, str) else None
+            message.stop_sequence = stopped
         else:
             message.stop_reason = "end_turn"
         written = max(0, saved - completion.cached_tokens)

@@ -13,7 +13,7 @@ from sse_starlette import ServerSentEvent
 from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server import options
-from kvpager.server.answers import Answering, answering
+from kvpager.server.answers import Answering, answering, grammar_of_field
 from kvpager.server.breakpoints import Marks
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import ApiError, bad_request, not_found
@@ -261,10 +261,11 @@ class _Turn:
 def _answering(caller: Caller, body: ResponseRequest) -> Answering:
     form = body.text.format if body.text is not None else None
     grammar = None
-    if isinstance(form, JsonObject):
-        grammar = Grammar.json_object()
-    elif isinstance(form, JsonOfSchema):
-        grammar = Grammar.json_schema(form.schema_)
+    with grammar_of_field("text.format"):
+        if isinstance(form, JsonObject):
+            grammar = Grammar.json_object()
+        elif isinstance(form, JsonOfSchema):
+            grammar = Grammar.json_schema(form.schema_)
     tools = None
     if body.tools is not None:
         tools = [

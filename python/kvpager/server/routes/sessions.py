@@ -63,15 +63,19 @@ async def ledger(name: SessionName, caller: TheCaller, cache_salt: CacheSalt = N
 
     def told(kept: Kept) -> Ledger:
         chunks = [Chunk.model_validate(chunk) for chunk in kept.session.ledger()]
-        return Ledger(id=name, tokens=kept.session.length, chunks=chunks)
+        return Ledger(id=name, tokens=kept.length, chunks=chunks)
 
     return await in_thread(lambda: caller.conversations.look(name, salt, on_corrupt, told))
 
 
 @router.post("/{name}/save")
-async def save(name: SessionName, body: SaveRequest, caller: TheCaller) -> Saved:
-    """Saves a conversation that is in memory."""
-    report = await in_thread(lambda: _stored(caller).save(name, body.ttl))
+async def save(
+    name: SessionName, body: SaveRequest, caller: TheCaller, cache_salt: CacheSalt = None
+) -> Saved:
+    """Saves a conversation. One that is saved already is written no second time."""
+    service, source = caller.service, _stored(caller)
+    salt, on_corrupt = service.salt(caller.tenant, cache_salt), service.settings.on_corrupt
+    report = await in_thread(lambda: source.save(name, salt, on_corrupt, body.ttl))
     return _saved(name, report)
 
 
@@ -211,9 +215,7 @@ def _fork(caller: Caller, name: str, cache_salt: str | None) -> tuple[Any, Kept]
 
 
 def _keep(caller: Caller, name: str, kept: Kept) -> None:
-    caller.conversations.keep(name, kept)
-    if caller.conversations.store is not None:
-        caller.conversations.save(name)
+    caller.conversations.keep(name, kept, save=True)
 
 
 def _stored(caller: Caller) -> Conversations:

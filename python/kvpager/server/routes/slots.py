@@ -12,6 +12,7 @@ from kvpager.server.errors import ApiError, bad_request
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.sessions import SlotErased, SlotRequest, SlotRestored, SlotSaved
 from kvpager.server.threads import in_thread
+from kvpager.stores import SaveReport
 
 router = APIRouter()
 Action = Literal["save", "restore", "erase"]
@@ -42,8 +43,7 @@ async def slots(
 
 def _save(caller: Caller, slot: int, name: str, file: str) -> SlotSaved:
     begun = time.perf_counter()
-    tokens = _copy(caller, name, file)
-    report = caller.conversations.save(file)
+    tokens, report = _copy(caller, name, file, save=True)
     assert report is not None
     return SlotSaved(
         id_slot=slot,
@@ -56,7 +56,7 @@ def _save(caller: Caller, slot: int, name: str, file: str) -> SlotSaved:
 
 def _restore(caller: Caller, slot: int, name: str, file: str) -> SlotRestored:
     begun = time.perf_counter()
-    tokens = _copy(caller, file, name)
+    tokens, _ = _copy(caller, file, name)
     entry = caller.conversations.entries().get(file)
     return SlotRestored(
         id_slot=slot,
@@ -69,16 +69,18 @@ def _restore(caller: Caller, slot: int, name: str, file: str) -> SlotRestored:
 
 def _erase(caller: Caller, slot: int, name: str) -> SlotErased:
     kept = caller.conversations.kept(name)
-    tokens = 0 if kept is None else kept.session.length
+    tokens = 0 if kept is None else kept.length
     caller.conversations.delete(name)
     return SlotErased(id_slot=slot, n_erased=tokens)
 
 
-def _copy(caller: Caller, name: str, to: str) -> int:
-    """Keeps a fork under another name; the number of its tokens."""
+def _copy(
+    caller: Caller, name: str, to: str, *, save: bool = False
+) -> tuple[int, SaveReport | None]:
+    """Keeps a fork under another name; the number of its tokens, and what was saved of it."""
     service = caller.service
     salt = service.salt(caller.tenant, None)
     session, kept = caller.conversations.fork(name, salt, service.settings.on_corrupt)
     tokens = session.length
-    caller.conversations.keep(to, Kept(session, kept.seen, kept.salt, dict(kept.notes)))
-    return tokens
+    copy = Kept(session, kept.seen, kept.salt, dict(kept.notes))
+    return tokens, caller.conversations.keep(to, copy, save=save)
