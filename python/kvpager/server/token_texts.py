@@ -14,7 +14,10 @@ from kvpager.text.tokenizer import Detokenizer, Tokenizer
 from kvpager.tokens import TokenIds
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+_BYTES = {
+    character: byte
+    for byte, character in bytes_to_unicode().items()  # type: ignore[no-untyped-call]
+}
 _ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
