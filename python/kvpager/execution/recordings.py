@@ -473,28 +473,19 @@ class _RecordedLayers(LinearLayers):
         self._tape = tape
 
     def product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        tape = self._tape
-        with tape.apart():
-            made = product(self.workers, x, weight, bias)
-        if made is not None:
-            tape.call(product, (tape.held(self.workers), x, weight, bias), {}, made)
-        return made
-
-    def of_experts(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        chosen: torch.Tensor,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         tape = self._tape
+        given = (x, weight, bias) if chosen is None else (x, weight, bias, chosen)
+        function: Callable[..., Any] = product if chosen is None else product_of_experts
         with tape.apart():
-            made = product_of_experts(self.workers, x, weight, bias, chosen)
+            made = function(self.workers, *given)
         if made is not None:
-            given = (tape.held(self.workers), x, weight, bias, chosen)
-            tape.call(product_of_experts, given, {}, made)
+            tape.call(function, (tape.held(self.workers), *given), {}, made)
         return made
 
 

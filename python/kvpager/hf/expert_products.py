@@ -106,7 +106,7 @@ def _product(module: Any, name: str, x: torch.Tensor, chosen: torch.Tensor) -> t
     if layers is None or torch.is_autocast_enabled("cpu"):
         return None
     bias = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else None
-    return layers.of_experts(x, getattr(module, name), bias, chosen)
+    return layers.product(x, getattr(module, name), bias, chosen)
 
 
 def _install() -> bool:

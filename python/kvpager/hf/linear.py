@@ -69,19 +69,15 @@ class LinearLayers:
         )
 
     def product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """As `product` of this module, in these threads."""
-        return product(self.workers, x, weight, bias)
-
-    def of_experts(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        chosen: torch.Tensor,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """As `product_of_experts` of this module, in these threads."""
+        """As `product` of this module, or of the matrices `chosen` as `product_of_experts`."""
+        if chosen is None:
+            return product(self.workers, x, weight, bias)
         return product_of_experts(self.workers, x, weight, bias, chosen)
 
 
@@ -97,9 +93,15 @@ class LinearLayersOnDevice(LinearLayers):
         self._device = _core.Device(place.name)
 
     def product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """As `product` of this module, on the device and torch's current stream there."""
+        if chosen is not None:
+            return None
         multiply = functools.partial(self._device.linear, stream=self._place.stream)
         return _product(multiply, x, weight, bias)
 
@@ -149,15 +151,15 @@ class WithoutProducts(LinearLayers):
         self.known = frozenset()
         self.experts = frozenset() if layers is None else layers.experts
 
-    def of_experts(
+    def product(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        chosen: torch.Tensor,
-    ) -> torch.Tensor:
-        """Zeros of the shape that the product has."""
-        return x.new_zeros((chosen.numel(), weight.shape[1]))
+        chosen: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Zeros of the shape that a product of experts has."""
+        return None if chosen is None else x.new_zeros((chosen.numel(), weight.shape[1]))
 
 
 class Noting(LinearLayers):
@@ -177,24 +179,17 @@ class Noting(LinearLayers):
         self._layers = layers
 
     def product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """As of those layers."""
-        made = self._layers.product(x, weight, bias)
-        if made is not None:
-            self.products.append((x, made))
-        return made
-
-    def of_experts(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        chosen: torch.Tensor,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """As of those layers."""
-        made = self._layers.of_experts(x, weight, bias, chosen)
-        self.of_expert_rows += made is not None
+        made = self._layers.product(x, weight, bias, chosen)
+        if made is not None and chosen is None:
+            self.products.append((x, made))
+        self.of_expert_rows += made is not None and chosen is not None
         return made
 
 
