@@ -481,7 +481,9 @@ class _RecordedLayers(LinearLayers):
     ) -> torch.Tensor | None:
         tape = self._tape
         given = (x, weight, bias) if chosen is None else (x, weight, bias, chosen)
-        function: Callable[..., Any] = product if chosen is None else product_of_experts
+        function: Callable[..., torch.Tensor | None] = (
+            product if chosen is None else product_of_experts
+        )
         with tape.apart():
             made = function(self.workers, *given)
         if made is not None:
