@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_DENORMAL, _ONE = 5e-324, 1.0  # floats of this thread's own arithmetic, which torch sets
+# Floats for this thread's own arithmetic, whose modes torch and C's fesetround set.
+_DENORMAL, _SMALL, _ONE = 5e-324, 1e-17, 1.0
 
 
 def settings(device: torch.device) -> dict[str, object]:
@@ -25,6 +26,9 @@ def _cpu_settings() -> dict[str, object]:
         "torch.backends.mkldnn.enabled": bool(torch.backends.mkldnn.enabled),
         # torch has no getter for it.
         "torch.set_flush_denormal, as it was called on this thread,": _DENORMAL * _ONE == 0,
+        "rounding to nearest, as C's fesetround was called on this thread,": (
+            _ONE + _SMALL == _ONE and _ONE - _SMALL == _ONE
+        ),
     }
 
 

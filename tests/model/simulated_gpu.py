@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from kvpager.hf import only_looks
+
 GPU = torch.device("cuda", 0)
 _TAG = "_on_the_gpu"
 # Makers, which without a device make a tensor on the CPU; of these a program has to say which.
@@ -30,6 +32,7 @@ class MixedDevicesError(Exception):
     """What torch would have said on a machine with a GPU."""
 
 
+@only_looks
 class SimulatedGpu(TorchFunctionMode):
     """While entered, the tensors of `models` are on the GPU, and nothing else yet."""
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 import kvpager
 from kvpager import PagerConfig, TopK
-from kvpager.hf import attach, probe_shapes, settle_rows
+from kvpager.hf import attach, only_looks, probe_shapes, settle_rows
 from kvpager.segments import Combined, Deviation, QueryGuided, SegmentHead
 from kvpager.verify import RELATIONS, Subject, verify
 from kvpager_bench.plain_transformers import compare_with_transformers
@@ -149,6 +149,7 @@ def test_the_simulated_gpu_minds_what_a_gpu_minds():
     assert not on_gpu(layer.weight)
 
 
+@only_looks
 class SaysWhere(TorchFunctionMode):
     """Notes every tensor that a file of the package makes without saying on which device."""
 

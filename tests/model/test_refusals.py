@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import peft
 import pytest
 import torch
 import transformers
 from reference_models import COMMON, build, make_engine, prompt
+from torch.nn.utils import prune
 
 from kvpager import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf.support import check_supported, has_experts
@@ -57,6 +59,29 @@ def test_experts_that_share_a_matrix_product_are_refused_until_they_do_not():
     refused(model, "experts", 'set_experts_implementation("batched_mm")', linear="torch")
     model.set_experts_implementation("batched_mm")
     make_engine(model, linear="torch").close()
+
+
+@pytest.mark.parametrize(
+    ("writes", "remedy"),
+    [
+        (partial(prune.l1_unstructured, name="weight", amount=0.3), "prune.remove(module"),
+        (torch.nn.utils.weight_norm, "remove_weight_norm(module)"),
+        (torch.nn.utils.spectral_norm, "remove_spectral_norm(module)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_that_a_hook_writes_before_every_call_are_refused(writes, remedy):
+    model = build("llama")
+    writes(model.model.layers[1].mlp.up_proj)
+    refused(model, "layers.1.mlp.up_proj anew before every call", remedy)
+
+
+def test_weights_that_were_pruned_are_taken():
+    model = build("llama")
+    layer = model.model.layers[1].mlp.up_proj
+    prune.l1_unstructured(layer, "weight", 0.3)
+    prune.remove(layer, "weight")
+    make_engine(model).close()
 
 
 def test_training_mode_is_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -529,6 +531,20 @@ def test_flushing_denormals_under_an_engine_is_refused(session):
             session.append([3])
     finally:
         torch.set_flush_denormal(False)
+    session.append([3])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the modes have other numbers there")
+@pytest.mark.parametrize("mode", [0x400, 0x800, 0xC00], ids=["down", "up", "to zero"])
+def test_another_rounding_mode_under_an_engine_is_refused(session, mode):
+    """A library of C in the same thread may have left it."""
+    libm = ctypes.CDLL("libm.so.6")
+    assert libm.fesetround(mode) == 0
+    try:
+        with pytest.raises(InvalidArgumentError, match=r"rounding to nearest.* is False, but was"):
+            session.append([3])
+    finally:
+        libm.fesetround(0)
     session.append([3])
 
 

@@ -44,6 +44,7 @@ from kvpager.hf.additions import hooked
 from kvpager.hf.attention import RowAttention
 from kvpager.hf.linear import LinearLayers, computing, product, product_of_experts
 from kvpager.hf.looks import collects_for_transformers
+from kvpager.hf.modes import active_modes
 from kvpager.hf.observe import Recorder
 
 MOST_ROWS = 16  # with more, products take nearly all of a forward
@@ -138,7 +139,9 @@ class Recordings:
         return hidden
 
     def _watched(self) -> bool:
-        """Whether a module has a hook, which expects to be called."""
+        """Whether a module has a hook, or the thread a mode, which expects to be called."""
+        if active_modes():
+            return True
         of_modules = (
             hooks
             for module in self._modules

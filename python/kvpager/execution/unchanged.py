@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvpager.errors import InvalidArgumentError, ModelChangedError
+from kvpager.hf.modes import refuse_modes
 from kvpager.hf.watch import ModelWatch
 from kvpager.numerics import settings, tunes_kernels
 
@@ -49,6 +50,7 @@ class Unchanged:
 
     def check_settings(self) -> None:
         """Raises InvalidArgumentError if a setting of the process or the model's device changed."""
+        refuse_modes()
         threads = torch.get_num_threads()
         if threads != self._threads and self._device.type == "cpu":
             raise InvalidArgumentError(

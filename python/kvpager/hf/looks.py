@@ -16,11 +16,12 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def only_looks(hook: _Hook) -> _Hook:
-    """Marks a module hook as one that changes nothing that a forward computes, and returns it.
+    """Marks a hook, or a mode of torch, as one that changes no computation, and returns it.
 
     If a hook is added while an engine is open, it may change what the model computes, so the engine
     refuses to go on. Mark a hook that only collects activations or counts calls, and the engine
-    accepts it. The engine does not check this. Of a method, that of all objects is marked.
+    accepts it. The engine does not check this. Of a method, that of all objects is marked. Forwards
+    run with modes of torch, such as those that count operations, only if these are marked, too.
 
     Example:
         >>> handle = module.register_forward_hook(kvpager.hf.only_looks(collect))

@@ -14,6 +14,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOAD = "load it with dtype=torch.float32, torch.bfloat16 or torch.float16"
 _UNQUANTISED = "load it without quantising its weights (no quantization_config, no quantize_())"
 _SEEN = ("torch", "transformers", "peft")  # whose modules keep weights in parameters and buffers
+_WRITERS = {  # modules of torch whose hooks write weights: what ends it
+    "torch.nn.utils.prune": 'torch.nn.utils.prune.remove(module, "weight")',
+    "torch.nn.utils.weight_norm": "torch.nn.utils.remove_weight_norm(module)",
+    "torch.nn.utils.spectral_norm": "torch.nn.utils.remove_spectral_norm(module)",
+}
 
 
 def weight_problems(model: Any) -> Iterator[tuple[str, str]]:
@@ -23,6 +28,7 @@ def weight_problems(model: Any) -> Iterator[tuple[str, str]]:
     and the watch cover them, and the checks of rows decide.
     """
     yield from _quantised(model)
+    yield from _rewritten(model)
     if model.dtype not in DTYPES:
         yield f"its dtype is {_name(model.dtype)}", _LOAD
     for prefix, module in model.named_modules():
@@ -31,6 +37,20 @@ def weight_problems(model: Any) -> Iterator[tuple[str, str]]:
         for name, parameter in module.named_parameters(prefix, recurse=False):
             if parameter.dtype not in DTYPES:
                 yield f"its weight {name} is {_name(parameter.dtype)}", _LOAD
+                return
+
+
+def _rewritten(model: Any) -> Iterator[tuple[str, str]]:
+    """The first weight that a hook of torch's makes anew before every call of its module."""
+    for name, module in model.named_modules():
+        for hook in vars(module)["_forward_pre_hooks"].values():
+            kind = next((each for each in type(hook).__mro__ if each.__module__ in _WRITERS), None)
+            if kind is not None:
+                yield (
+                    f"a hook of {kind.__module__} writes a weight of its module {name} anew before "
+                    "every call",
+                    f"call {_WRITERS[kind.__module__]} first, which keeps the numbers",
+                )
                 return
 
 

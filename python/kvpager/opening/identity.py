@@ -11,6 +11,7 @@ from kvpager.hf import attach, check_supported
 from kvpager.hf.behaviour import behaviour_digest
 from kvpager.hf.first_forward import settle_weights
 from kvpager.hf.linear import computing
+from kvpager.hf.modes import refuse_modes
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.support import require_exact_experts
 from kvpager.hf.watch import ModelWatch
@@ -39,6 +40,7 @@ def open_core(
     Arguments and errors are those of `kvpager.Engine`.
     """
     exact = config.exact is not False
+    refuse_modes()
     model = check_supported(model, one_at_a_time=config.exact != "all")
     place = resolve(config.device, model.device)
     products = whose_products(config.linear, place, model.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.hf import check_supported
+from kvpager.hf.modes import refuse_modes
 from kvpager.hf.support import require_exact_experts
 from kvpager.opening.choices import vocab_size
 from kvpager.opening.identity import identify
@@ -35,6 +36,7 @@ def identify_again(core: EngineCore, progress: Progress) -> None:
     before = {name: getattr(core, name) for name in _KNOWN}
     try:
         exact = core.config.exact
+        refuse_modes()
         check_supported(core.model, one_at_a_time=exact != "all")
         if exact is not False and not multiplies_experts(core.products, core.model):
             require_exact_experts(core.model)

@@ -27,6 +27,14 @@ BESIDE = "model/test_model_beside_engines.py::"
 
 OWN_PRODUCTS = (
     Mutant(
+        name="a-replay-is-run-within-a-mode",
+        breaks="a mode of torch that only looks sees every forward",
+        file=RECORDINGS,
+        old="        if active_modes():\n            return True\n",
+        new="",
+        killers=("model/test_torch_modes.py::test_a_mode_that_only_looks_sees_every_forward",),
+    ),
+    Mutant(
         name="even-elements-first",
         breaks="bfloat16 has the order of VDPBF16PS in every tier: of a pair the odd element first",
         file="csrc/kernels/linear_elements_isa.h",

@@ -208,6 +208,25 @@ PROBES = (
         ),
     ),
     Mutant(
+        name="a-mode-of-torch-is-not-asked-for",
+        breaks="an engine computes nothing within a mode that may change it",
+        file="python/kvpager/execution/unchanged.py",
+        old="        refuse_modes()\n",
+        new="",
+        killers=(
+            "model/test_torch_modes.py::"
+            "test_a_forward_within_a_mode_is_refused_and_nothing_is_computed",
+        ),
+    ),
+    Mutant(
+        name="rounding-is-not-looked-at",
+        breaks="an engine refuses to go on with another rounding mode",
+        file="python/kvpager/numerics.py",
+        old="            _ONE + _SMALL == _ONE and _ONE - _SMALL == _ONE\n",
+        new="            True\n",
+        killers=("model/test_sessions.py::test_another_rounding_mode_under_an_engine_is_refused",),
+    ),
+    Mutant(
         name="threads-may-change-under-an-engine",
         breaks="an engine refuses to go on with another number of threads",
         file="python/kvpager/execution/unchanged.py",

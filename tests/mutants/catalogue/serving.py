@@ -91,4 +91,28 @@ SERVING = (
         new="lambda kept: (kept.session, kept))\n",
         killers=("server/test_responses.py::test_two_turns_may_go_on_from_one_response",),
     ),
+    Mutant(
+        name="an-older-turn-is-kept-over-a-newer-one",
+        breaks="a turn that is kept during a restore is the one that goes on",
+        file=SERVER + "conversations.py",
+        old="            restoring.outdated = True\n",
+        new="            pass\n",
+        killers=(
+            "server/test_kept_conversations.py::"
+            "test_a_turn_that_is_kept_during_a_restore_is_the_one_that_is_read",
+            "server/test_kept_conversations.py::"
+            "test_a_conversation_that_is_deleted_during_a_restore_is_gone",
+        ),
+    ),
+    Mutant(
+        name="a-conversation-is-kept-before-it-is-saved",
+        breaks="one that leaves memory at once is in the store",
+        file=SERVER + "conversations.py",
+        old="            return self._write(name, kept.session, ttl) if save else None\n",
+        new="            return None\n",
+        killers=(
+            "server/test_kept_conversations.py::"
+            "test_a_conversation_that_is_let_go_as_soon_as_it_is_kept_is_in_the_store",
+        ),
+    ),
 )
