@@ -534,10 +534,11 @@ def test_flushing_denormals_under_an_engine_is_refused(session):
     session.append([3])
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the modes have other numbers there")
 @pytest.mark.parametrize("mode", [0x400, 0x800, 0xC00], ids=["down", "up", "to zero"])
 def test_another_rounding_mode_under_an_engine_is_refused(session, mode):
     """A library of C in the same thread may have left it."""
+    if platform.machine() != "x86_64":
+        pytest.skip("this processor has other numbers for its modes")
     libm = ctypes.CDLL("libm.so.6")
     assert libm.fesetround(mode) == 0
     try:
