@@ -473,6 +473,7 @@ class _RecordedLayers(LinearLayers):
         self.workers = layers.workers
         self.known = layers.known
         self.experts = layers.experts
+        self.callers = layers.callers
         self._tape = tape
 
     def product(

@@ -8,7 +8,8 @@ So `model()` and `model.generate` compute as before in every thread, also while 
 On a GPU, 16-bit dtypes are multiplied by tensor cores, in an order of operations of their own
 (csrc/cuda/linear_tensor.cuh); float32 has the CPU's bits there too.
 
-Experts of a mixture are products of the same order (expert_products.py).
+Experts of a mixture are products of the same order (expert_products.py), and so are those that
+modules of transformers compute by a function (functional_products.py), as routers do.
 
 A layer whose weight is no plain tensor on the engine's device (quantised, of a library's own kind),
 or of another dtype than its input, and every class with a forward of its own stay torch's. So does
@@ -42,6 +43,7 @@ class LinearLayers:
         workers: the threads.
         known: ids of the layers.
         experts: ids of the configurations whose experts are computed here too.
+        callers: ids of modules whose calls of torch.nn.functional.linear are.
         device_type: torch's, of the weights.
         version: whose products they are, and of which order of operations.
     """
@@ -49,17 +51,23 @@ class LinearLayers:
     device_type = "cpu"
     version = f"kvpager {_core.LINEAR_VERSION}"
     experts: frozenset[int] = frozenset()
+    callers: frozenset[int] = frozenset()
 
     def __init__(
         self,
         model: torch.nn.Module,
         workers: _core.Workers,
+        *,
         experts: frozenset[int] = frozenset(),
+        callers: frozenset[int] = frozenset(),
     ) -> None:
         self.workers = workers
         self.experts = experts
+        self.callers = callers
         if experts:
             self.version += ", experts"
+        if callers:
+            self.version += ", functional"
         exchange()
         # By identity: a hook may run another model within a forward, which computes as it is.
         self.known = frozenset(
@@ -86,8 +94,15 @@ class LinearLayersOnDevice(LinearLayers):
 
     version = f"{LinearLayers.version}, tensor cores {_core.TENSOR_LINEAR_VERSION}"
 
-    def __init__(self, model: torch.nn.Module, workers: _core.Workers, place: Place) -> None:
-        super().__init__(model, workers)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        workers: _core.Workers,
+        place: Place,
+        *,
+        callers: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(model, workers, callers=callers)
         self.device_type = place.tensors.type
         self._place = place
         self._device = _core.Device(place.name)
@@ -143,13 +158,18 @@ def takes(module: torch.nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) 
 class WithoutProducts(LinearLayers):
     """Stands in for the running ones where operations beside products are looked at.
 
-    Linear layers are torch's, whose products the caller leaves out; those of experts are zeros.
+    Linear layers are torch's, whose products the caller leaves out; those of experts and of
+    functions are zeros.
     """
 
     def __init__(self) -> None:
         layers = _running.get()
         self.known = frozenset()
-        self.experts = frozenset() if layers is None else layers.experts
+        if layers is not None:
+            self.experts = layers.experts
+            self.callers = layers.callers
+            self.device_type = layers.device_type
+        self._layers = layers
 
     def product(
         self,
@@ -158,8 +178,12 @@ class WithoutProducts(LinearLayers):
         bias: torch.Tensor | None,
         chosen: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Zeros of the shape that a product of experts has."""
-        return None if chosen is None else x.new_zeros((chosen.numel(), weight.shape[1]))
+        """Zeros of the shape that a product has, where it is computed here."""
+        if chosen is not None:
+            return x.new_zeros((chosen.numel(), weight.shape[1]))
+        assert self._layers is not None
+        made = self._layers.product(x, weight, bias)
+        return None if made is None else made.zero_()
 
 
 class Noting(LinearLayers):
@@ -174,6 +198,7 @@ class Noting(LinearLayers):
         self.known = layers.known
         self.device_type = layers.device_type
         self.experts = layers.experts
+        self.callers = layers.callers
         self.products: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.of_expert_rows = 0
         self._layers = layers

@@ -14,13 +14,20 @@ from kvpager.hf.looks import changes_nothing
 
 
 def active_modes() -> list[Any]:
-    """Those that this thread has entered, but for torch's own of a default device."""
+    """Those that this thread has entered, but for torch's own of a default device.
+
+    And kvpager's own, which an interrupt may have left there, and which do nothing then.
+    """
     counts = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack  # noqa: SLF001  # no public name
     if not any(count() for count in counts):
         return []
     modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     modes = [*modes, *_get_current_dispatch_mode_stack()]
-    return [mode for mode in modes if not isinstance(mode, DeviceContext)]
+    return [mode for mode in modes if not isinstance(mode, DeviceContext) and not _is_own(mode)]
+
+
+def _is_own(mode: Any) -> bool:
+    return type(mode).__module__.partition(".")[0] == "kvpager"
 
 
 def refuse_modes() -> None:

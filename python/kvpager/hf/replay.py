@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvpager.hf.functional_products import stand_in
 from kvpager.hf.observe import Call, tensors_in
 from kvpager.hf.rowwise import Rows
 
@@ -55,6 +56,7 @@ def _with_weights(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> 
     """A copy that shares all but these weights; the module itself may be running elsewhere."""
     other = copy.copy(module)
     other.__dict__["_parameters"] = {**vars(module)["_parameters"], **weights}
+    stand_in(other, module)
     return other
 
 

@@ -7,6 +7,7 @@ import torch
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore, Products
 from kvpager.hf.expert_products import expert_configurations, takes_experts
+from kvpager.hf.functional_products import exchange_callers
 from kvpager.hf.linear import (
     LinearLayers,
     LinearLayersOnDevice,
@@ -47,11 +48,14 @@ def linear_layers(core: EngineCore) -> LinearLayers | None:
     """
     if core.products != "torch":
         _require_exchanged()
+    callers = exchange_callers(core.model)  # also where torch computes: engines watch classes
     if core.products == "device":
-        return LinearLayersOnDevice(core.model, core.workers, core.place)
+        return LinearLayersOnDevice(core.model, core.workers, core.place, callers=callers)
     if core.products == "torch":
         return None
-    return LinearLayers(core.model, core.workers, expert_configurations(core.model))
+    return LinearLayers(
+        core.model, core.workers, experts=expert_configurations(core.model), callers=callers
+    )
 
 
 def multiplies_experts(products: Products, model: torch.nn.Module) -> bool:

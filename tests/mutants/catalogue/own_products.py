@@ -23,9 +23,37 @@ RECORDINGS = "python/kvpager/execution/recordings.py"
 PROGRAM = "cpp/kernels/program_test.cc::"
 PROGRAMS = "model/test_programs.py::"
 EXPERTS = "model/test_expert_products.py::"
+FUNCTIONAL = "python/kvpager/hf/functional_products.py"
+ROUTERS = "model/test_functional_products.py::"
 BESIDE = "model/test_model_beside_engines.py::"
 
 OWN_PRODUCTS = (
+    Mutant(
+        name="routers-are-torchs",
+        breaks="a lone session of a mixture decodes with one row",
+        file=FUNCTIONAL,
+        old="            func is F.linear\n",
+        new="            func is None\n",
+        killers=(ROUTERS + "test_lone_sessions_of_a_mixture_decode_with_one_row",),
+    ),
+    Mutant(
+        name="a-router-computes-here-for-everybody",
+        breaks="outside an engine's forward a router is torch's",
+        file=FUNCTIONAL,
+        old="            products.layers = None  # an interrupt may have left it on the stack\n",
+        new="            pass\n",
+        killers=(
+            ROUTERS + "test_a_mode_that_an_interrupt_left_computes_nothing_and_counts_for_none",
+        ),
+    ),
+    Mutant(
+        name="copies-of-routers-are-tried-with-torchs-products",
+        breaks="a lone session of a mixture decodes with one row",
+        file=FUNCTIONAL,
+        old="    vars(copy)[_COPY_OF] = id(module)\n",
+        new="    pass\n",
+        killers=(ROUTERS + "test_lone_sessions_of_a_mixture_decode_with_one_row",),
+    ),
     Mutant(
         name="a-replay-is-run-within-a-mode",
         breaks="a mode of torch that only looks sees every forward",

@@ -1,0 +1,127 @@
+"""Routers, which multiply by torch.nn.functional.linear, are kvpager's products too."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from bits import assert_same_bits
+from reference_models import build, make_engine, prompt
+from test_expert_products import DTYPES, KINDS, mixture
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+
+from kvpager import _core
+from kvpager.hf.functional_products import _Products, exchange_callers
+from kvpager.hf.linear import LinearLayers, computing, product
+from kvpager.hf.modes import active_modes
+
+
+def router(model):
+    (first, *_) = (each for each in model.modules() if "Router" in type(each).__name__)
+    return first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lone_sessions_of_a_mixture_decode_with_one_row(kind, dtype, closing):
+    engine = closing(make_engine(mixture(kind, dtype), linear="kvpager"))
+    # torch's sigmoid of fewer than 16 numbers, which weighs a shared expert, has other bits.
+    fewest = 16 if (kind, dtype) == ("qwen2_moe", "float32") else 1
+    assert (*engine.core.row_counts.smaller, 256)[0] == fewest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_routers_row_has_the_bits_that_it_has_alone(kind, dtype):
+    model = mixture(kind, dtype)
+    layers = LinearLayers(model, _core.Workers(2), callers=exchange_callers(model))
+    module = router(model)
+    x = torch.randn(1, 70, model.config.hidden_size).to(module.weight.dtype)
+    with torch.inference_mode(), computing(layers):
+        whole = logits_of(module, x)
+        for i in range(70):
+            assert_same_bits(logits_of(module, x[:, i : i + 1])[0], whole[i], f"row {i}")
+    plain = x[0] if module.weight.dtype == torch.float32 else None
+    if plain is not None:
+        assert_same_bits(whole, product(layers.workers, plain, module.weight), "the product")
+
+
+def logits_of(module, x):
+    made = module(x)
+    return made[0] if isinstance(made, tuple) else made
+
+
+def test_outside_an_engines_forward_routers_are_torchs(closing):
+    model = mixture()
+    module, seen = router(model), []
+    x = torch.randn(40, model.config.hidden_size)
+
+    def run():
+        with torch.inference_mode():
+            seen.append(logits_of(module, x))
+
+    engine = closing(make_engine(model, linear="kvpager"))
+    session = engine.session()
+    session.prefill(prompt(90))
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    session.generate(30, eos=None)
+    for thread in threads:
+        thread.join()
+    run()
+    for logits in seen:
+        assert_same_bits(logits, functional.linear(x, module.weight), "torch's")
+
+
+def test_an_engine_with_torchs_products_stays_as_it_is_beside_one_with_kvpagers(closing):
+    model = mixture()
+    model.set_experts_implementation("batched_mm")
+    first = closing(make_engine(model, linear="torch")).session()
+    first.prefill(prompt(40))
+    closing(make_engine(model, linear="kvpager")).session().prefill(prompt(40))
+    first.append([3])
+
+
+def test_models_without_such_modules_have_the_products_they_had(closing):
+    assert exchange_callers(build("llama")) == frozenset()
+    engine = closing(make_engine(build("llama"), linear="kvpager"))
+    assert engine.fingerprint["linear"] == f"kvpager {_core.LINEAR_VERSION}"
+
+
+def test_a_mode_that_an_interrupt_left_computes_nothing_and_counts_for_none(monkeypatch):
+    model = mixture()
+    layers = LinearLayers(model, _core.Workers(1), callers=exchange_callers(model))
+    x, weight = torch.randn(40, 256), torch.randn(8, 256)
+    leave = _Products.__exit__
+    with monkeypatch.context() as patch, torch.inference_mode(), computing(layers):
+        patch.setattr(_Products, "__exit__", lambda *_: None)  # as an interrupt before it does
+        router(model)(x)
+    (left,) = _get_current_function_mode_stack()
+    try:
+        assert active_modes() == []
+        with torch.inference_mode(), computing(layers):
+            assert_same_bits(functional.linear(x, weight), x @ weight.T, "torch's")
+    finally:
+        leave(left, None, None, None)
+
+
+def test_under_autocast_a_router_is_torchs():
+    model = mixture()
+    layers = LinearLayers(model, _core.Workers(1), callers=exchange_callers(model))
+    module, x = router(model), torch.randn(40, model.config.hidden_size)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = logits_of(module, x)
+        with computing(layers):
+            assert_same_bits(logits_of(module, x), expected, "torch's")
+
+
+def test_a_class_is_exchanged_once(closing):
+    exchange_callers(mixture())
+    forward = type(router(mixture())).forward
+    exchange_callers(mixture())
+    gc.collect()
+    assert type(router(mixture())).forward is forward
