@@ -108,10 +108,19 @@ TensorView checked_view(const char* name, const dlpack::Tensor& t, const DeviceP
   return view;
 }
 
-// False for what is no torch tensor, or has no memory.
+// Whether a torch tensor has its numbers negated when they are read, of which DLPack knows nothing.
+bool is_negated(py::handle tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  const auto negated =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), name));
+  if (!negated) throw py::error_already_set();
+  return negated.is(py::bool_(true));
+}
+
+// False for what is no torch tensor, has no memory, or has other numbers there than it reads.
 bool borrow(py::handle tensor, dlpack::Tensor& t) {
   const dlpack::ExchangeApi* api = exchange_api(tensor);
-  if (api == nullptr) return false;
+  if (api == nullptr || is_negated(tensor)) return false;
   if (api->tensor_from_object(tensor.ptr(), &t) == 0) return true;
   PyErr_Clear();  // of a device without memory, such as meta
   return false;
@@ -176,6 +185,11 @@ BorrowedTensor::BorrowedTensor(const char* name, py::handle tensor, const Device
                                bool writable) {
   if (const dlpack::ExchangeApi* api = exchange_api(tensor)) {
     dlpack::Tensor t;
+    if (is_negated(tensor)) {
+      throw InvalidArgumentError(str(
+          name, ": a tensor that torch negates when it is read (is_neg), as the imaginary part ",
+          "of a conjugate is; pass tensor.resolve_neg()"));
+    }
     if (api->tensor_from_object(tensor.ptr(), &t) != 0) throw py::error_already_set();
     view_ = checked_view(name, t, place);
     return;

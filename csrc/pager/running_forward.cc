@@ -130,7 +130,8 @@ void RunningForward::require_attention(int layer, const TensorView& q, const Ten
     throw InvalidArgumentError(
         str("scaling: ", attend_options.scaling, ", expected a positive number"));
   }
-  if (attend_options.window < 0 || attend_options.softcap < 0) {
+  if (attend_options.window < 0 || !(attend_options.softcap >= 0) ||
+      !std::isfinite(attend_options.softcap)) {
     throw InvalidArgumentError(str("window: ", attend_options.window, ", softcap: ",
                                    attend_options.softcap, "; expected 0 (none) or positive"));
   }

@@ -10,7 +10,7 @@ import json
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvpager.logits.processors import Logits
 from kvpager.text.tokenizer import Tokenizer
 from kvpager.text.tool_calls import JSON_SPACING
 from kvpager.tokens import TokenIds
+from kvpager.unicode import require_unicode
 
 _MOST_COMPILED = 64  # grammars that are kept for each tokenizer
 
@@ -49,7 +50,7 @@ class Grammar:
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidArgumentError(f"grammar: the schema is no JSON: {error}") from error
         if not isinstance(schema, (Mapping, bool)):
             raise InvalidArgumentError(f"grammar: the schema is {schema!r}; expected an object")
@@ -57,7 +58,7 @@ class Grammar:
         try:
             text = json.dumps(schema, allow_nan=False)
             source = matcher.grammar_from_json_schema(text, overrides=JSON_SPACING)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgumentError(f"grammar: the schema is no JSON: {error}") from error
         return cls._checked(source)
 
@@ -71,14 +72,17 @@ class Grammar:
         """Text that a regular expression matches as a whole, in the syntax of Rust's `regex`."""
         if not isinstance(pattern, str):
             raise InvalidArgumentError(f"grammar: the pattern is {pattern!r}; expected text")
+        require_unicode(pattern, "grammar: the pattern")
         return cls._checked(_library().LLMatcher.grammar_from_regex(pattern))
 
     @classmethod
     def choice(cls, texts: Iterable[str]) -> Grammar:
         """One of these texts."""
-        given = list(texts)
+        given = [] if isinstance(texts, str) or not isinstance(texts, Iterable) else list(texts)
         if not given or not all(isinstance(text, str) and text for text in given):
-            raise InvalidArgumentError(f"grammar: the choices are {given!r}; expected texts")
+            raise InvalidArgumentError(
+                f"grammar: the choices are {texts!r}; expected several texts"
+            )
         return cls.lark("start: " + " | ".join(json.dumps(text) for text in given))
 
     @classmethod
@@ -86,6 +90,7 @@ class Grammar:
         """Text of a context-free grammar in llguidance's variant of Lark, of its rule `start`."""
         if not isinstance(text, str):
             raise InvalidArgumentError(f"grammar: the text is {text!r}; expected text")
+        require_unicode(text, "grammar: the text")
         return cls._checked(_library().LLMatcher.grammar_from_lark(text))
 
     @classmethod
@@ -99,23 +104,28 @@ class Grammar:
 class Constraint:
     """A grammar over one generation's tokens. It follows the text, forwards and back."""
 
-    def __init__(self, matcher: Any, start: int, *, has_end: bool) -> None:
+    def __init__(self, fresh: Callable[[], Any], start: int, *, has_end: bool) -> None:
         """Begins with no tokens.
 
         Args:
-            matcher: of llguidance, at the beginning of the text.
+            fresh: makes a matcher of llguidance, at the beginning of the text.
             start: position of the first token.
             has_end: whether an end token ends the generation.
         """
-        self._matcher = matcher
+        self._fresh = fresh
+        self._matcher = fresh()
         self._start = start
         self._has_end = has_end
         self._consumed: list[int] = []
 
     def __call__(self, tokens: TokenIds, values: Logits) -> Logits:
-        """Forbids what may not follow `tokens`, the whole text [n]; logits [vocab] in place."""
-        self._follow(tokens[self._start :].tolist())
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        """Forbids what may not follow `tokens`, the whole text [n]; logits [vocab] in place.
+
+        Raises:
+            InvalidArgumentError: llguidance can follow the text no further; says why.
+        """
+        mask = self._asked(tokens[self._start :].tolist(), lambda: self._matcher.compute_bitmask())
+        bits = np.frombuffer(mask, dtype=np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: len(values)].astype(bool)
         values[: len(allowed)][~allowed] = -np.inf
         values[len(allowed) :] = -np.inf
@@ -125,8 +135,22 @@ class Constraint:
         """Whether nothing can follow these tokens, the generation's own, not even an end token."""
         if self._has_end:
             return False
-        self._follow(list(produced))
-        return bool(self._matcher.is_stopped())
+        return bool(self._asked(list(produced), lambda: self._matcher.is_stopped()))
+
+    def _asked(self, tokens: list[int], ask: Callable[[], Any]) -> Any:
+        """What `ask` says of the matcher behind these tokens.
+
+        Matchers of one grammar share what their lexer has built, whose size is limited; one that
+        has failed allows nothing but the end. Then a new one follows the text again.
+        """
+        for _ in range(2):
+            self._follow(tokens)
+            told = ask()
+            if not self._matcher.is_error():
+                return told
+            why = self._matcher.get_error()
+            self._matcher, self._consumed = self._fresh(), []
+        raise _refused(why)
 
     def _follow(self, wanted: list[int]) -> None:
         common = 0
@@ -174,13 +198,24 @@ class Compiler:
 
     def constraint(self, grammar: Grammar, start: int) -> Constraint:
         """For a generation whose first token is at position `start`. Errors: as `check`."""
-        return Constraint(self._matcher(grammar).deep_copy(), start, has_end=self._has_end)
+        given = self._matcher(grammar).deep_copy()
+
+        def fresh() -> Any:
+            nonlocal given
+            first, given = given, None
+            return self._compile(grammar).deep_copy() if first is None else first
+
+        return Constraint(fresh, start, has_end=self._has_end)
 
     def _matcher(self, grammar: Grammar) -> Any:
         with self._lock:
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
                 return self._compiled[grammar]
+        return self._compile(grammar)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        """A new matcher, which is kept in the place of an older one."""
         matcher = _library().LLMatcher(self._tokens, grammar.source, log_level=0)
         if matcher.is_error():
             raise _refused(matcher.get_error())

@@ -29,6 +29,7 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
+_MOST_BYTES = 1 << 63
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -54,10 +55,13 @@ def parse_bytes(field: str, value: object) -> int:
     Raises:
         InvalidArgumentError: naming `field`, for anything else.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _UNITS:
-        return int(Decimal(match[1]) * _UNITS[match[2]])
+    size = -1
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _UNITS:
+        size = int(Decimal(match[1]) * _UNITS[match[2]])
+    if 0 <= size < _MOST_BYTES:
+        return size
     raise refusal(field, value, 'a number of bytes (0 or more) or a size such as "4GiB" or "512MB"')
 
 

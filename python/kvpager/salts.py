@@ -14,6 +14,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.unicode import require_unicode
 
 _APPLICATION = b"kvpager tenant salt"
 _COST, _BLOCK, _MEMORY = 1 << 14, 8, 64 << 20
@@ -52,7 +53,7 @@ def checked_salt(salt: object) -> str:
     """The salt. Raises InvalidArgumentError unless it is a string."""
     if not isinstance(salt, str):
         raise InvalidArgumentError(f"salt is {salt!r}; expected a string")
-    return salt
+    return require_unicode(salt, "salt")
 
 
 def salt_digest(salt: str) -> str:

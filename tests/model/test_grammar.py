@@ -11,7 +11,7 @@ import text_models
 import torch
 
 from kvpager import Engine, InvalidArgumentError
-from kvpager.grammar import Grammar, compiler_of
+from kvpager.grammar import Constraint, Grammar, compiler_of
 from kvpager.logits.processors import Processors
 from kvpager.needles import shipped_model_path
 from kvpager.sampling import Sampling, choose_after
@@ -22,6 +22,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+CROWDED = ".*(x|a|e|i).{100}y"
 SAMPLED = {"temperature": 1.0, "seed": 3}
 
 
@@ -188,3 +189,54 @@ def test_what_is_no_grammar_is_refused(engine):
         pytest.raises(InvalidArgumentError, match="no tokenizer"),
     ):
         silent.run([np.array([5, 6])], 2, grammar=Grammar.regex("a"))
+
+
+@pytest.fixture
+def crowded_pattern():
+    """A pattern whose states do not fit what llguidance keeps for it, after some generations."""
+    return Grammar.regex(CROWDED)
+
+
+def test_how_often_a_grammar_was_used_changes_no_token(engine, crowded_pattern):
+    nested = Grammar.json_schema({"type": "string", "pattern": "^(a+)+$", "minLength": 3000})
+    for _ in range(2):
+        assert written(engine, nested, **SAMPLED).text.startswith('"aaaaaaaa')
+    first = written(engine, crowded_pattern, 150, temperature=1.0, seed=0)
+    for seed in range(1, 40):
+        done = written(engine, crowded_pattern, 150, temperature=1.0, seed=seed)
+        assert done.finish_reason == "length" or re.fullmatch(CROWDED, done.text, re.DOTALL)
+    again = written(engine, crowded_pattern, 150, temperature=1.0, seed=0)
+    assert again.tokens.tolist() == first.tokens.tolist()
+    assert again.finish_reason == first.finish_reason
+
+
+def test_a_grammar_that_llguidance_cannot_follow_is_an_error_and_no_empty_answer():
+    made = []
+
+    class Failed:
+        """Of llguidance, once its lexer is full: it allows nothing but the end."""
+
+        def __init__(self):
+            made.append(self)
+
+        def compute_bitmask(self):
+            return bytes(8)
+
+        def is_stopped(self):
+            return True
+
+        def is_error(self):
+            return True
+
+        def get_error(self):
+            return "lexer error: too many expressions constructed"
+
+    constraint = Constraint(Failed, 0, has_end=False)
+    for ask in (
+        lambda: constraint(np.zeros(0, np.int32), np.zeros(64)),
+        lambda: constraint.ended([]),
+    ):
+        made.clear()
+        with pytest.raises(InvalidArgumentError, match="grammar: lexer error: too many"):
+            ask()
+        assert len(made) == 2  # another one follows the text before it is given up

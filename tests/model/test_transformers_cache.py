@@ -65,6 +65,29 @@ def test_a_batch_with_left_padding_generates_what_a_stock_cache_does(name, closi
     assert_close(generate(model, ids, chunked, **options), expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_padding_may_be_longer_than_a_forward(name, closing):
+    """As a tokenizer's padding="max_length" makes it."""
+    model, text = shared(name), ids_of(40)
+    ids = torch.nn.functional.pad(text, (80, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(text), (80, 0))
+    cache = closing(make_cache(model, pool_tokens=192))
+    assert 2 * cache.host.pager.rows < 80
+    expected = generate(model, ids, attention_mask=mask)
+    assert_close(generate(model, ids, cache, attention_mask=mask), expected)
+    assert cache.sequences[0].length == 47
+
+
+def test_logits_of_columns_that_are_padding_everywhere_are_not_to_be_had(closing):
+    model, text = shared(), ids_of(40)
+    cache = closing(make_cache(model, pool_tokens=192))
+    ids = torch.nn.functional.pad(text, (80, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(text), (80, 0))
+    with pytest.raises(InvalidArgumentError, match="leave the first 80 columns out"):
+        forward(model, ids, cache, attention_mask=mask)
+    assert cache.get_seq_length() == 0
+
+
 WAYS = {
     "sampled": {"do_sample": True, "top_k": 5},
     "chunked": {"prefill_chunk_size": 20},

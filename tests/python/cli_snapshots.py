@@ -48,6 +48,7 @@ def sequence(
     provenance: str = "exact",
     change: Any = None,
     seed: int = 0,
+    salt: str = "",
 ):
     """A sequence of `length` positions; change(ids, k, v) may alter them before they are added."""
     config = PagerConfig(
@@ -60,7 +61,7 @@ def sequence(
     ids, k, v = text(length, layout, seed)
     if change is not None:
         change(ids, k, v)
-    with_ids = pager.sequence()
+    with_ids = pager.sequence(salt=salt)
     with_ids.append(ids, k, v, provenance=provenance)
     try:
         yield with_ids

@@ -277,6 +277,18 @@ def test_rm_takes_all_that_are_named_or_none(capsys, store):
     assert values["bytes_freed"] == before - store.stats()["bytes"] > 5 * CHUNK
 
 
+def test_rm_looks_at_salts_before_it_removes_anything(capsys, store):
+    save_in(store, "salted", 40, seed=2, salt="tenant")
+    one, salted = f"{store.path}/turn1", f"{store.path}/salted"
+    assert "saved under a salt" in refused(capsys, "snapshot", "rm", one, salted)
+    assert {entry.name for entry in store.entries()} == {"other", "salted", "turn1", "turn2"}
+    assert told_json(capsys, "snapshot", "rm", one, one, salted, "--force")["removed"] == [
+        one,
+        salted,
+    ]
+    assert {entry.name for entry in store.entries()} == {"other", "turn2"}
+
+
 @pytest.mark.parametrize("verb", ["pin", "unpin", "rm"])
 def test_a_plain_file_is_not_kept_by_any_store(capsys, file, verb):
     assert "outside any store" in refused(capsys, "snapshot", verb, file)

@@ -73,6 +73,18 @@ def test_everything_fits_is_said(llama, capsys):
     assert "everything fits, paging is redundant" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("layers", [1025, 10**22])
+def test_a_forged_number_of_layers_is_refused_before_any_is_made(tmp_path, capsys, layers):
+    path = write_config(tmp_path, {**LLAMA_8B, "num_hidden_layers": layers})
+    assert f"num_hidden_layers is {layers}" in refused(capsys, path, *A_4090, code=1)
+
+
+def test_a_configuration_that_is_nested_too_deep_is_refused(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 200_000)
+    assert "cannot be read as JSON" in refused(capsys, path, *A_4090, code=1)
+
+
 def test_a_mixture_of_experts_says_what_is_kept_hot(tmp_path, capsys):
     path = write_config(tmp_path, QWEN3_MOE_30B)
     out, _ = plan(

@@ -6,7 +6,10 @@ import contextlib
 import errno
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_store import (
@@ -26,8 +29,8 @@ from small_store import (
 )
 
 from kvpager import _core
-from kvpager.errors import CorruptSnapshotError, StorageError
-from kvpager.stores import DirectoryStore
+from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, StorageError
+from kvpager.stores import DirectoryStore, catalogue, sidecar
 from kvpager.stores.lock import Hold
 
 # Garbage.
@@ -343,6 +346,77 @@ def test_unreadable_notes_are_taken_for_a_pin(author: Author, store: DirectorySt
     store.unpin("turn")
     (entry,) = store.entries()
     assert (entry.pinned, entry.error) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "notes",
+    ['{"pinned": false, "ttl_seconds": ' + "9" * 400 + "}", '{"pinned": 1, "ttl_seconds": null}'],
+)
+def test_forged_notes_are_taken_for_a_pin(
+    author: Author, store: DirectoryStore, notes: str
+) -> None:
+    author.save(store, "turn", text(C))
+    author.save(store, "next", text(C, 1))
+    Path(store.path, "snapshots", "turn.json").write_text(notes)
+    found = {entry.name: entry for entry in store.entries()}
+    assert found["turn"].pinned
+    assert "turn.json" in str(found["turn"].error)
+    assert found["next"].error is None
+
+
+@pytest.mark.parametrize("which", ["notes", "damage"])
+def test_a_file_that_cannot_be_read_breaks_no_other_snapshot(
+    author: Author, store: DirectoryStore, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    author.save(store, "turn", text(C))
+    author.save(store, "next", text(C, 1))
+    folder = Path(store.path)
+    if which == "notes":
+        store.set_ttl("turn", 60)
+        bad = folder / "snapshots" / "turn.json"
+    else:
+        bad = packs(folder)[0].with_suffix(".damaged")
+        bad.write_text("[]")
+    for module in (sidecar, catalogue):
+        monkeypatch.setattr(module, "read_json", partial(failing, module.read_json, bad))
+    again = DirectoryStore(store.path)
+    errors = sorted(entry.error is not None for entry in again.entries())
+    assert errors == [False, True]
+    author.save(again, "third", text(C, 2))
+
+
+def failing(read: Callable[..., Any], bad: Path, path: str, *args: Any) -> Any:
+    if Path(path) == bad:
+        raise OSError(errno.EIO, "Input/output error")
+    return read(path, *args)
+
+
+def test_a_pack_that_was_exchanged_for_a_smaller_one_is_told(
+    author: Author, store: DirectoryStore
+) -> None:
+    author.save(store, "long", text(4 * C))
+    author.save(store, "short", text(C, 1))
+    assert len(store.entries()) == 2  # read once
+    short, long = sorted(packs(store.path), key=lambda pack: pack.stat().st_size)
+    shutil.copyfile(short, long)
+    found = {entry.name: entry for entry in store.entries()}
+    assert found["short"].error is None
+    assert found["long"].error is not None
+
+
+def test_a_folder_with_the_name_of_a_temporary_file_stops_nothing(
+    author: Author, store: DirectoryStore
+) -> None:
+    Path(store.path, ".kvsnap-1-aa.tmp").mkdir()
+    author.save(store, "turn", text(C))
+    store.gc()
+    assert [entry.name for entry in store.entries()] == ["turn"]
+
+
+@pytest.mark.parametrize("ttl", [10**400, float("inf"), float("nan"), -1])
+def test_a_time_to_live_is_one_that_a_clock_has(store: DirectoryStore, ttl: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="ttl"):
+        DirectoryStore(store.path, ttl=ttl)
 
 
 def test_other_files_in_the_folders_are_counted_and_left_alone(

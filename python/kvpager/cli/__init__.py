@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # Imported here, so that an interrupt while modules load is handled like any other.
         from kvpager.cli.commands import parse
-        from kvpager.cli.output import check_writable
+        from kvpager.cli.output import check_output
 
         args = parse(arguments)
-        check_writable("--output", args.output)
+        check_output(args)
         code: int = args.run(args)
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _failed(message: str, code: int) -> int:
     if os.environ.get("KVPAGER_DEBUG", "") not in ("", "0"):
         traceback.print_exc()
-    print("kvpager: " + " ".join(message.split()), file=sys.stderr)
+    if sys.stderr is not None:  # print would take stdout then
+        print("kvpager: " + " ".join(message.split()), file=sys.stderr)
     return code
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from kvpager.cli.models import load_model, load_tokenizer
 from kvpager.cli.options import (
     add_model_options,
     add_prompt_options,
+    as_unicode,
     natural,
     positive,
     prompt_ids,
@@ -22,7 +22,7 @@ from kvpager.cli.options import (
     read_text,
     require_model,
 )
-from kvpager.cli.output import emit_result, note, shows_progress
+from kvpager.cli.output import emit_result, note, shows_progress, write_stdout
 from kvpager.cli.pager_options import ALIASES, DEFAULTS, add_pager_options, pager_config
 from kvpager.cli.parser import Parser
 from kvpager.cli.session_options import (
@@ -276,11 +276,11 @@ def _read_messages(args: argparse.Namespace) -> str | list[Any] | None:
     """A message or all of them, before a model is loaded; None where none was given."""
     if args.messages is None:
         message: str | None = args.message
-        return message
+        return message if message is None else as_unicode("--message", message)
     text = read_text("--messages", args.messages)
     try:
         messages = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CliError(f"--messages {args.messages}: no JSON ({error})") from error
     from kvpager.text.conversation import checked_messages  # loads torch
 
@@ -408,12 +408,10 @@ def _shown(args: argparse.Namespace, stream: Any, *, has_text: bool) -> Completi
     for piece in stream:
         if streaming:
             token = piece if isinstance(piece, (str, int)) else piece.id
-            sys.stdout.write(f"{space}{token}")
-            sys.stdout.flush()
+            write_stdout(f"{space}{token}")
             space = "" if has_text else " "
     if streaming:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write_stdout("\n")
     done: Completion = stream.completion
     return done
 

@@ -123,7 +123,7 @@ def read_settings(path: str, known: Iterable[str]) -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), _loader())
     except OSError as error:
         raise CliError(f"--config {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise CliError(f"--config {path}: no YAML ({error})") from error
     if values is None:
         return {}

@@ -11,6 +11,7 @@ from typing import Any
 from kvpager.cli.failure import CliError, UsageError
 from kvpager.errors import InvalidArgumentError
 from kvpager.stores.permissions import parse_mode
+from kvpager.unicode import is_unicode
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -89,6 +90,15 @@ def read_prompt(args: argparse.Namespace) -> str | list[int] | None:
     if args.prompt_file is not None:
         return read_text("--prompt-file", args.prompt_file)
     text: str | None = args.prompt
+    return text if text is None else as_unicode("--prompt", text)
+
+
+def as_unicode(option: str, text: str) -> str:
+    """Text of the command line. Raises CliError, which names the option, if it is no UTF-8."""
+    if not is_unicode(text):
+        raise CliError(
+            f"{option}: the text is not UTF-8, or the locale is not (LC_ALL, PYTHONUTF8)"
+        )
     return text
 
 

@@ -13,15 +13,40 @@ from pathlib import Path
 from typing import Any
 
 from kvpager.cli.failure import CliError
+from kvpager.errors import InvalidArgumentError
+from kvpager.paths import usable_path
+
+_LONGEST_NAME = 200  # of the file systems' 255, which a temporary file's has to keep, too
+# Names of arguments that are files.
+_FILES = (
+    *("save", "restore", "snapshot", "snapshots", "file", "first", "second", "against"),
+    *("messages", "prompt_file", "json_schema", "config", "api_keys"),
+)
 
 
 def emit(args: argparse.Namespace, text: str) -> None:
     """Writes a command's whole result to stdout, or to the file that --output names."""
     if args.output is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        write_stdout(text)
     else:
-        write_file(Path(args.output), text.encode())
+        write_file(Path(args.output), text.encode(errors="backslashreplace"))
+
+
+def write_stdout(text: str) -> None:
+    """Writes text to stdout; characters that its encoding has not, as Python escapes them.
+
+    Raises:
+        CliError: it is closed.
+    """
+    stream = sys.stdout
+    if stream is None:  # the process was started without
+        raise CliError("stdout is closed; give --output FILE")
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "ascii"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
 
 
 def emit_result(
@@ -45,12 +70,41 @@ def shows_progress(args: argparse.Namespace) -> bool:
     return not args.quiet and sys.stderr.isatty()
 
 
+def check_output(args: argparse.Namespace) -> None:
+    """Raises CliError if --output, or --plot, cannot be written or is a file of the command's."""
+    own = {name: getattr(args, name, None) for name in ("output", "plot")}
+    for name, path in own.items():
+        if path is None or (name == "plot" and not isinstance(path, str)):
+            continue
+        check_writable(f"--{name}", path, regular=False)
+        real = Path(path).resolve()
+        if not _is_special(real):
+            others = {**{other: getattr(args, other, None) for other in _FILES}, **own}
+            for other, value in others.items():
+                values = value if isinstance(value, list) else [value]
+                if other != name and any(
+                    isinstance(each, str) and each and Path(each).resolve() == real
+                    for each in values
+                ):
+                    raise CliError(
+                        f"--{name} {path}: the command uses that file otherwise; expected one of "
+                        "its own"
+                    )
+
+
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all.
+    """Writes a file whole or not at all; a link's target; a device or pipe as it is.
 
     Raises:
         CliError: it cannot be written; nothing is left of it.
     """
+    path = path.resolve()
+    if _is_special(path):
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise CliError(f"cannot write {path}: {error.strerror}") from error
+        return
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
@@ -67,14 +121,32 @@ def write_file(path: Path, data: bytes) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-def check_writable(option: str, path: str | None) -> None:
-    """Raises CliError now rather than after minutes, if a file of this name cannot be made."""
+def check_writable(option: str, path: str | None, *, regular: bool = True) -> None:
+    """Raises CliError now rather than after minutes, if a file of this name cannot be made.
+
+    regular: whether a device or a pipe will not do.
+    """
     if path is None:
         return
+    try:
+        usable_path(path, option)
+    except InvalidArgumentError as error:
+        raise CliError(str(error)) from error
     folder = Path(path).parent
+    if path.endswith(os.sep) or Path(path).is_dir():
+        raise CliError(f"{option} {path}: it is a folder; expected the name of a file")
     if not folder.is_dir():
         raise CliError(f"{option} {path}: there is no folder {folder}")
-    if Path(path).is_dir():
-        raise CliError(f"{option} {path}: it is a folder; expected the name of a file")
+    if len(os.fsencode(Path(path).name)) > _LONGEST_NAME:
+        raise CliError(f"{option} {path}: its name has more than {_LONGEST_NAME} bytes")
+    if _is_special(Path(path)):
+        if regular:
+            raise CliError(f"{option} {path}: it is no regular file; expected the name of one")
+        return
     if not os.access(folder, os.W_OK):
         raise CliError(f"{option} {path}: the folder {folder} is not writable")
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is a device, a pipe or a socket."""
+    return path.exists() and not path.is_file() and not path.is_dir()

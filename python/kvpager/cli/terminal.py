@@ -77,8 +77,9 @@ class Look:
 
 def look(args: argparse.Namespace) -> Look:
     """Of stdout, or of the file that --output names: no colour there, but any character."""
-    terminal = args.output is None and sys.stdout.isatty()
-    encoding = "utf-8" if args.output else (sys.stdout.encoding or "ascii")
+    stdout = None if args.output else sys.stdout  # None, too, in a process without
+    terminal = stdout is not None and stdout.isatty()
+    encoding = "utf-8" if stdout is None else (stdout.encoding or "ascii")
     return Look(
         width=shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns,
         colour=terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb",

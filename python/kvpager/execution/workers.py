@@ -10,6 +10,7 @@ import torch
 from kvpager import _core
 from kvpager.errors import InvalidArgumentError
 
+MOST_THREADS = 4096
 _NAMES = ("libgomp", "libomp", "libiomp5")
 
 

@@ -7,6 +7,7 @@ import torch
 from kvpager import fingerprint as fingerprints
 from kvpager.config import PagerConfig
 from kvpager.execution.core import EngineCore
+from kvpager.execution.workers import MOST_THREADS
 from kvpager.hf import attach, check_supported
 from kvpager.hf.behaviour import behaviour_digest
 from kvpager.hf.first_forward import settle_weights
@@ -48,7 +49,7 @@ def open_core(
     if exact and not own_experts:
         require_exact_experts(model)
     choices = row_choices(config, model, gathers_experts=exact and not own_experts)
-    threads = None if threads is None else as_integer(threads, "threads", 1)
+    threads = None if threads is None else as_integer(threads, "threads", 1, MOST_THREADS)
     core = EngineCore(
         model,
         config,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvpager import _core
+from kvpager.tokens import as_integer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -111,7 +112,7 @@ class Forward(_core.OwnedForward):
             out,
             scaling,
             float(softcap or 0.0),
-            int(window or 0),
+            0 if window is None else as_integer(window, "window", 0),
             logits,
             pager.place.stream,
         )

@@ -21,8 +21,9 @@ from kvpager.pager.forward import ROW_GIVEN, Forward, Span, Tensor
 from kvpager.pager.read_dtypes import READ_DTYPES
 from kvpager.pager.snapshot import SALT_FIELD, SnapshotInfo, open_snapshot
 from kvpager.released import ReleasedText
-from kvpager.salts import is_of, salt_digest
+from kvpager.salts import checked_salt, is_of, salt_digest
 from kvpager.stores import FileStore, SaveReport
+from kvpager.tokens import as_integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,6 +63,8 @@ class Sequence(_core.OwnedSequence):
         closed: whether it was closed, or its pager closed or reset.
     """
 
+    _admitted = 0  # positions that `reserve` was asked for
+
     @property
     def tokens(self) -> np.ndarray[Any, Any]:
         """A copy of the token ids of all committed positions, int32 [length]."""
@@ -88,6 +91,7 @@ class Sequence(_core.OwnedSequence):
             CapacityError: names the bytes needed; nothing is reserved.
         """
         self.core.reserve(self.uid, total_tokens)
+        self._admitted = int(total_tokens)
 
     def adopt_prefix(self, tokens: Iterable[int] | Tensor) -> int:
         """Adopts the longest prefix of sealed, exact chunks that the pager has for these tokens.
@@ -129,7 +133,7 @@ class Sequence(_core.OwnedSequence):
                 )
         rows = self.pager.rows  # at a time; every pool has open blocks for that many
         start = self.length
-        self.reserve(start + len(ids))
+        self.core.reserve(self.uid, max(self._admitted, start + len(ids)))
         try:
             for first in range(0, len(ids), rows):
                 part = slice(first, min(first + rows, len(ids)))
@@ -138,9 +142,9 @@ class Sequence(_core.OwnedSequence):
                     forward.give(k[:, part], v[:, part])
                     forward.commit(provenance=provenance)
         except BaseException:
-            if start == 0 or start >= self.earliest_trim:
+            if self.length > start and (start == 0 or start >= self.earliest_trim):
                 self.trim(start)
-            self.reserve(self.length)
+            self.core.reserve(self.uid, max(self._admitted, self.length))
             raise
 
     def select(
@@ -343,7 +347,9 @@ class Pager:
         options.policy = config.policy
         options.recall_chunks = config.recall_chunks
         options.hysteresis = config.hysteresis
-        options.threads = threads if threads is not None else torch.get_num_threads()
+        options.threads = (
+            torch.get_num_threads() if threads is None else as_integer(threads, "threads", 1, 4096)
+        )
         if workers is not None:
             options.workers = workers
         options.window = window
@@ -378,7 +384,7 @@ class Pager:
         It should be hard to guess, because an attacker can compute names for guesses. `Engine`
         stretches its salt.
         """
-        return Sequence(self.core, self, salt)
+        return Sequence(self.core, self, checked_salt(salt))
 
     def begin(
         self,
@@ -407,9 +413,9 @@ class Pager:
             self.core,
             self,
             sequences=sequences,
-            positions=np.asarray(positions, dtype=np.int64),
+            positions=_integers("positions", positions, np.int64),
             tokens=_token_ids(tokens),
-            kinds=np.asarray(kinds, dtype=np.uint8),
+            kinds=_integers("kinds", kinds, np.uint8),
             stream=self.place.stream,
         )
 
@@ -588,13 +594,37 @@ def attention_version(
     return version if name == "reference" else f"{name} {version}"
 
 
+def _integers(name: str, values: Any, dtype: type[np.integer[Any]]) -> np.ndarray[Any, Any]:
+    """Integers [n] of a dtype. Raises InvalidArgumentError if one is none, or does not fit."""
+    try:
+        given = np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidArgumentError(f"{name}: {error}; expected integers of shape (n,)") from error
+    if given.dtype == dtype or given.size == 0:
+        return given.astype(dtype, copy=False)
+    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    if given.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"{name}: {given.dtype} of shape {given.shape}, expected integers of shape (n,), "
+            f"{low} to {high}"
+        )
+    if given.min() < low or given.max() > high:
+        raise InvalidArgumentError(
+            f"{name}: {given.min()} to {given.max()}, expected {low} to {high}"
+        )
+    return given.astype(dtype)
+
+
 def _token_ids(tokens: Any) -> np.ndarray[Any, Any]:
     """`tokens` as int32 [n]; raises if a value does not fit."""
-    ids = np.asarray(tokens)
-    if ids.dtype == np.int32 and ids.ndim == 1:
-        return ids
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, TypeError) as error:
+        raise InvalidArgumentError(f"tokens: {error}; expected integers of shape (n,)") from error
     if ids.size == 0:
         return np.zeros(0, dtype=np.int32)
+    if ids.dtype == np.int32 and ids.ndim == 1 and ids.min() >= 0:
+        return ids
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidArgumentError(
             f"tokens: {ids.dtype} of shape {ids.shape}, expected integers of shape (n,)"

@@ -20,6 +20,7 @@ from kvpager.layout import Layout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SLIDING = "sliding_attention"
+_MOST_LAYERS = 1024  # of a Layout
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ def _read_config(path: Path) -> Any:
         )
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise InvalidArgumentError(
@@ -286,6 +287,11 @@ def _without_weights(config: Any, dtype: str, path: str | Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:  # each is made, if without weights
+        raise InvalidArgumentError(
+            f"{path}: num_hidden_layers is {layers}; expected 1 to {_MOST_LAYERS}"
+        )
     with _complaints_of(path), torch.device("meta"):
         model: Any = AutoModelForCausalLM
         return model.from_config(config, dtype=getattr(torch, dtype))

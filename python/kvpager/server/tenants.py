@@ -62,7 +62,7 @@ class Tenants:
 
         try:
             entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
             raise InvalidArgumentError(f"api_keys {path}: {error}") from error
         if not isinstance(entries, list) or not entries:
             raise InvalidArgumentError(

@@ -112,9 +112,10 @@ class Catalogue:
         self._refresh_packs(*self._list(self.packs_folder))
         self._refresh_snapshots(*self._list(self.snapshots_folder))
         # A dead writer of store.json leaves its temporary file in the store's own folder.
-        for entry in os.scandir(self.folder):
-            if names.is_temporary(entry.name):
-                self.temporaries[entry.path] = 0
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                if names.is_temporary(entry.name) and not entry.is_dir(follow_symlinks=False):
+                    self.temporaries[entry.path] = 0
 
     def _list(self, folder: str) -> tuple[dict[str, Stamp], list[str]]:
         """The regular files of a folder, whose bytes it adds up, and the names of all others.
@@ -230,6 +231,8 @@ class Catalogue:
                 return f"{manifest.path}: its pack {self.pack_path(pack)} is missing"
             if table.error:
                 return f"{manifest.path}: its pack is damaged: {table.error}"
+            if len(chunks) and chunks.max() >= table.chunks:
+                return f"{manifest.path}: its pack {table.path} is another one, of fewer chunks"
             bad = sorted(table.damaged.intersection(chunks.tolist()))
             if bad:
                 return f"{manifest.path}: chunks {bad} of its pack {table.path} are damaged"
@@ -326,6 +329,6 @@ def _read_damage(path: str, chunks: int) -> frozenset[int]:
         listed = read_json(path, SMALL_BYTES + 16 * chunks)
         if isinstance(listed, list) and all(type(chunk) is int for chunk in listed):
             return frozenset(listed)
-    except ValueError:
+    except (ValueError, OSError):
         pass
     return frozenset(range(chunks))

@@ -8,9 +8,9 @@ from pathlib import Path
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, StorageError
 from kvpager.stores.durable import sync_folder
 from kvpager.stores.lock import exclusive
-from kvpager.stores.names import is_temporary
+from kvpager.stores.names import SETTINGS_FILE, is_temporary
 from kvpager.stores.permissions import make_folder, widen
-from kvpager.stores.settings import SETTINGS_FILE, StoreSettings
+from kvpager.stores.settings import StoreSettings
 
 _OWN = ("lock", "packs", "snapshots", SETTINGS_FILE)
 

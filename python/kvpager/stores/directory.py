@@ -28,7 +28,7 @@ from kvpager.stores.group_saving import GroupSaving
 from kvpager.stores.lock import TIMEOUT_SECONDS, checked_timeout
 from kvpager.stores.names import check_name
 from kvpager.stores.own_name import misnamed, name_in
-from kvpager.stores.permissions import share_folders
+from kvpager.stores.permissions import share
 from kvpager.stores.prefix import longest_prefix
 from kvpager.stores.settings import StoreSettings, parse_ttl
 from kvpager.stores.sidecar import SIDECAR_BYTES
@@ -93,7 +93,7 @@ class DirectoryStore:
                     make_room(catalogue, changed, 0)
                     changed.write(self.path)
                 if mode is not None:
-                    share_folders(self.path, changed.mode)
+                    share(self.path, changed.mode)
 
     @property
     def byte_budget(self) -> int | None:
@@ -439,6 +439,7 @@ def _bytes_of(
         if pack not in shares or not len(shares[pack]):
             continue
         each = catalogue.packs[pack].bytes / len(shares[pack])
+        chunks = chunks[chunks < len(shares[pack])]  # an error of the snapshot, which is told
         alone = int(np.count_nonzero(shares[pack][chunks] == 1))
         own += alone * each
         shared += (len(chunks) - alone) * each

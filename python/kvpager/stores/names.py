@@ -8,6 +8,7 @@ import secrets
 from kvpager.errors import InvalidArgumentError
 
 SNAPSHOT_SUFFIX = ".kvsnap"
+SETTINGS_FILE = "store.json"
 SIDECAR_SUFFIX = ".json"
 DAMAGE_SUFFIX = ".damaged"
 

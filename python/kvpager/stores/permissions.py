@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.stores.names import DAMAGE_SUFFIX, SETTINGS_FILE, SIDECAR_SUFFIX
 
 PRIVATE = 0o600
 _ALL = 0o666
@@ -88,8 +89,17 @@ def widen(path: str, mode: int) -> None:
             raise
 
 
-def share_folders(store: str, mode: int) -> None:
-    """Widens a store's folders and lock so that users of files of this mode can use them."""
+def share(store: str, mode: int) -> None:
+    """Widens what a store is used by, so that users of files of this mode can use it.
+
+    These are its folders, its lock, its settings, and notes beside snapshots and packs. Manifests
+    and packs, which hold texts and their K/V, keep the permissions they were written with.
+    """
     for folder in (store, f"{store}/packs", f"{store}/snapshots"):
         widen(folder, folder_mode(mode))
-    widen(f"{store}/lock", mode)
+    beside = [
+        *Path(store, "snapshots").glob(f"*{SIDECAR_SUFFIX}"),
+        *Path(store, "packs").glob(f"*{DAMAGE_SUFFIX}"),
+    ]
+    for file in (f"{store}/lock", f"{store}/{SETTINGS_FILE}", *map(str, beside)):
+        widen(file, mode)

@@ -6,15 +6,18 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, UnsupportedVersionError
 from kvpager.option_table import parse_bytes
 from kvpager.stores.durable import read_json, write_atomically
+from kvpager.stores.names import SETTINGS_FILE
 from kvpager.stores.permissions import PRIVATE, parse_mode
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 STORE_VERSION = 1
-SETTINGS_FILE = "store.json"
 UNLIMITED = "unlimited"
 NEVER = "never"
 
@@ -80,7 +83,10 @@ class StoreSettings:
                 f"{path}: kvpager_store is {version}, this version knows {STORE_VERSION}; use the "
                 "version of kvpager that made the store, or a newer one"
             )
-        if version != STORE_VERSION or not _sound(budget, int) or not _sound(ttl, int, float):
+        sound = (ttl is None or is_duration(ttl)) and (
+            budget is None or (type(budget) is int and budget >= 0)
+        )
+        if version != STORE_VERSION or not sound:
             raise CorruptSnapshotError(
                 f"{path}: holds {values!r}; expected kvpager_store {STORE_VERSION}, and "
                 "byte_budget and ttl_seconds, each null or a number, 0 or more"
@@ -102,7 +108,7 @@ def parse_ttl(field: str, value: object) -> float | None:
     if value == NEVER:
         return None
     seconds: float = -1.0
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if is_duration(value):
         seconds = float(value)
     elif isinstance(value, str) and (match := _DURATION.fullmatch(value)) and match[2] in _UNITS:
         seconds = float(match[1]) * _UNITS[match[2]]
@@ -114,7 +120,11 @@ def parse_ttl(field: str, value: object) -> float | None:
     return seconds
 
 
-def _sound(value: object, *kinds: type) -> bool:
-    return value is None or (
-        type(value) in kinds and isinstance(value, (int, float)) and 0 <= value < math.inf
-    )
+def is_duration(value: object) -> TypeIs[float]:
+    """Whether a value is a finite number, 0 or more, that a float has room for."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return 0 <= float(value) < math.inf
+    except OverflowError:
+        return False

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 from kvpager.stores.durable import read_json, write_atomically
-from kvpager.stores.settings import NEVER
+from kvpager.stores.settings import NEVER, is_duration
 
 SIDECAR_BYTES = 256  # more than any sidecar has
 
@@ -45,11 +45,13 @@ class Sidecar:
             pinned, ttl = values["pinned"], values["ttl_seconds"]
         except FileNotFoundError:
             return cls()
+        except OSError as error:
+            return cls(pinned=True, error=f"{path}: cannot be read: {error.strerror}")
         except (ValueError, TypeError, KeyError) as error:
             return cls(pinned=True, error=f"{path}: not the notes of a snapshot: {error}")
+        number = is_duration(ttl)
         if ttl == NEVER:
-            ttl = math.inf
-        number = type(ttl) in (int, float) and ttl >= 0
+            ttl, number = math.inf, True
         if type(pinned) is not bool or not (ttl is None or number):
             return cls(pinned=True, error=f"{path}: not the notes of a snapshot: {values!r}")
         return cls(pinned, ttl)

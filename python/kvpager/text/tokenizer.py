@@ -9,6 +9,7 @@ import numpy as np
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.tokens import TextOrIds, TokenIds, as_token_ids
+from kvpager.unicode import require_unicode
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -39,7 +40,7 @@ class Tokenizer:
         Raises:
             InvalidArgumentError: no tokens, or an id that the model does not have.
         """
-        ids = self.wrapped.encode(text, add_special_tokens=special_tokens)
+        ids = self.wrapped.encode(require_unicode(text, name), add_special_tokens=special_tokens)
         return as_token_ids(list(ids), self._vocab_size, f"{name} (as token ids)")
 
     def decode(self, ids: Sequence[int] | TokenIds, *, special_tokens: bool = False) -> str:

@@ -165,7 +165,7 @@ def _run_but_last(module: Any, cache: Given, call: Call, arguments: dict[str, An
     most = cache.host.most_columns(len(rows.entries))
     start = 0
     if call.keep is not None:  # rows of known tokens nobody asks about
-        start = max(0, min(rows.known, rows.columns - call.keep))
+        start = max(0, min(max(rows.known, rows.padding), rows.columns - call.keep))
     if start == 0 and rows.columns <= most:
         call.begin(rows, 0, rows.columns)
         return arguments

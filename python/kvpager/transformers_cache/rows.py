@@ -67,8 +67,19 @@ class Rows:
             entry.start + self.columns - entry.padding - entry.length for entry in self.entries
         )
 
+    @property
+    def padding(self) -> int:
+        """Columns at the left that are padding in every text."""
+        return min(entry.padding for entry in self.entries)
+
     def spans(self, start: int, stop: int) -> tuple[list[Span], npt.NDArray[np.int32]]:
         """Rows of a pager's forward for columns [start, stop), and their tokens."""
+        if self.padding >= stop:
+            raise InvalidArgumentError(
+                f"attention_mask is 0 in columns {self.first + start} to {self.first + stop - 1} "
+                f"of every text; leave the first {self.padding} columns out, or ask for the last "
+                "logits alone (logits_to_keep)"
+            )
         spans: list[Span] = []
         for entry in self.entries:
             padding = min(max(entry.padding - start, 0), stop - start)

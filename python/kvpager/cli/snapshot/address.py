@@ -10,8 +10,7 @@ from pathlib import Path
 
 from kvpager.cli.failure import CliError
 from kvpager.stores.creation import foreign_files
-from kvpager.stores.names import SNAPSHOT_SUFFIX, snapshot_of
-from kvpager.stores.settings import SETTINGS_FILE
+from kvpager.stores.names import SETTINGS_FILE, SNAPSHOT_SUFFIX, snapshot_of
 
 SNAPSHOTS = "snapshots"  # of a store
 PACKS = "packs"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpager.cli.options import add_snapshot
-from kvpager.cli.output import check_writable, emit_result, write_file
+from kvpager.cli.output import emit_result, write_file
 from kvpager.cli.parser import Parser
 from kvpager.cli.snapshot.address import PACKS, find_snapshot
 from kvpager.cli.snapshot.opened import (
@@ -48,7 +48,6 @@ def add(verbs: Any, common: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the verb."""
-    check_writable("--plot", args.plot)
     from kvpager.report import chunk_table, draw_strip_png
 
     opened = Opened.at(find_snapshot(args.snapshot))

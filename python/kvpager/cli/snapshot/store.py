@@ -164,8 +164,9 @@ def _run_rm(args: argparse.Namespace) -> int:
     """Runs the verb."""
     addresses = [find_entry(text) for text in args.snapshots]  # all must exist, or none is removed
     freed = remove(addresses, force=args.force)
-    told = f"removed {counted(len(args.snapshots), 'snapshot')}, {byte_size(freed)} freed\n"
-    values = {"command": "snapshot rm", "removed": args.snapshots, "bytes_freed": freed}
+    removed = list(dict.fromkeys(args.snapshots))
+    told = f"removed {counted(len(removed), 'snapshot')}, {byte_size(freed)} freed\n"
+    values = {"command": "snapshot rm", "removed": removed, "bytes_freed": freed}
     emit_result(args, values, lambda: told)
     return 0
 
@@ -174,23 +175,26 @@ def remove(addresses: Sequence[Address], *, force: bool) -> int:
     """Removes snapshots from their stores; returns the bytes by which these shrank.
 
     Raises:
-        CliError: one is pinned, without `force`; nothing was removed.
+        CliError: one is pinned, or was saved under a salt, without `force`; nothing was removed.
         StorageError: a system call failed.
     """
     stores = {
         str(address.store): DirectoryStore(str(address.store), create=False)
         for address in addresses
     }
-    pinned = {
-        (folder, entry.name)
-        for folder, store in stores.items()
-        for entry in store.entries()
-        if entry.pinned
+    entries = {
+        (folder, entry.name): entry for folder, store in stores.items() for entry in store.entries()
     }
+    pinned = {place for place, entry in entries.items() if entry.pinned}
     for address in addresses:
-        if (str(address.store), address.name) in pinned and not force:
+        place = str(address.store), str(address.name)
+        if place in pinned and not force:
             raise CliError(
                 f"{address.text}: it is pinned; unpin it, or give --force. Nothing was removed"
+            )
+        if not force and place in entries and not is_under("", entries[place].salt_digest):
+            raise CliError(
+                f"{address.text}: it was saved under a salt; give --force. Nothing was removed"
             )
     before = _bytes(stores)
     for folder, name in dict.fromkeys((str(a.store), str(a.name)) for a in addresses):

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from kvpager.unicode import is_unicode
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -26,23 +28,17 @@ class Body(BaseModel):
             where, value = waiting.pop()
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{where} is {value}; expected a number that JSON has")
-            if isinstance(value, str) and not _is_text(value):
+            if isinstance(value, str) and not is_unicode(value):
                 raise ValueError(f"{where} has half of a surrogate pair; expected Unicode text")
             if isinstance(value, dict):
                 keys = map(str, value)
                 waiting += [(f"{where}.{key}" if where else key, value[key]) for key in keys]
-                waiting += [("a name in the body", key) for key in value if not _is_text(str(key))]
+                waiting += [
+                    ("a name in the body", key) for key in value if not is_unicode(str(key))
+                ]
             elif isinstance(value, list) and not all(type(item) is int for item in value):
                 waiting += [(f"{where}[{place}]", item) for place, item in enumerate(value)]
         return given
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class StreamOptions(Body):
