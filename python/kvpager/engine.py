@@ -257,8 +257,19 @@ class Engine:
         return self._session_in(self._tenant(salt).namespace, store)
 
     def adopt(self, sequence: Sequence) -> Session:
-        """Makes a session over a sequence of the engine's pager, such as one of another salt."""
+        """Makes a session over a sequence of the engine's pager, such as one of another salt.
+
+        Raises:
+            InvalidArgumentError: it is no open sequence of this pager, or a session has it.
+        """
         self.core.check_open()
+        if not isinstance(sequence, Sequence) or sequence.pager is not self.core.pager:
+            raise InvalidArgumentError(
+                f"sequence is {sequence!r}; expected one of this engine's pager"
+            )
+        if sequence.closed or self.core.transcripts.of(sequence) is not None:
+            why = "closed" if sequence.closed else "a session's already; fork that"
+            raise InvalidArgumentError(f"sequence {sequence.uid} is {why}")
         return self._session_of(self.core.transcripts.adopt(sequence))
 
     def restore(
@@ -502,7 +513,7 @@ class Engine:
                         name=f"prompts[{i}]",
                     )
                     jobs.append(job)
-                    its_seed = None if its_seed is None else seed_after(its_seed)
+                    its_seed = seed_after(job.seed)
             try:
                 with scheduler, reporting_work(progress, "run") as report:
                     report(*scheduler.work)

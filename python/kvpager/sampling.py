@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -39,6 +40,8 @@ _NUMBERS = (
     "frequency_penalty",
     "start",
 )
+
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,9 @@ class Sampling:
             raise refusal("repetition_penalty", penalty, "a finite number above 0; 1 is off")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            if not is_number(value) or not math.isfinite(value):
+            if not is_number(value) or not -_LARGEST <= value <= _LARGEST:
                 raise refusal(name, value, "a finite number; 0 is off")
+            object.__setattr__(self, name, float(value))
         if not is_integer(self.start) or self.start < 0:
             raise refusal("start", self.start, "an integer, 0 or more")
         object.__setattr__(self, "logit_bias", as_biases(self.logit_bias))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ TokenIdsLike: TypeAlias = (
 TextOrIds: TypeAlias = str | TokenIdsLike
 Integer: TypeAlias = SupportsIndex
 
+_Value = TypeVar("_Value")
 _EXPECTED = "a list, an array or a tensor of integers, or what a tokenizer returns"
 
 
@@ -41,6 +42,13 @@ def as_integer(
             f"{name} is {value!r}; expected {expected}{f', {what}' if what else ''}"
         )
     return number
+
+
+def listed(values: Iterable[_Value], name: str, what: str) -> list[_Value]:
+    """The values. Raises InvalidArgumentError, which names them, if they cannot be gone through."""
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
+        raise InvalidArgumentError(f"{name} is {values!r}; expected {what}")
+    return list(values)
 
 
 def is_integer(value: object) -> TypeIs[SupportsIndex]:

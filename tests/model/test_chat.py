@@ -410,3 +410,20 @@ def test_a_forged_conversation_is_refused_by_name(change: dict[str, Any]) -> Non
     assert sound.to_json(tokens) == FORGED
     with pytest.raises(CorruptSnapshotError, match=r"x\.kvsnap: session\.conversation"):
         Conversation.from_json({**FORGED, **change}, tokens, "x.kvsnap")
+
+
+def test_a_turn_that_is_cancelled_while_its_prompt_is_computed_was_not_taken(
+    engine: Engine,
+) -> None:
+    session = engine.session()
+    with engine.scheduler() as scheduler:
+        request = scheduler.chat(session, "A question. " * 60, 5)
+        scheduler.step()
+        assert request.state == "prefilling"
+        request.cancel()
+        scheduler.step()
+        assert session.messages == []
+        scheduler.chat(session, "Hello", 5, **SAMPLED)
+        while not scheduler.idle:
+            scheduler.step()
+    assert [message["content"] for message in session.messages][:1] == ["Hello"]

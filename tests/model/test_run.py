@@ -12,6 +12,7 @@ from reference_models import CHUNK, VOCAB, build, make_engine, prompt
 
 from kvpager import CapacityError, InvalidArgumentError, NonFiniteError
 from kvpager.hf import only_looks
+from kvpager.sampling import seed_after
 
 LENGTHS = (5, 70, 1, 121, 33, 16, 48, 90)
 NEW = 12
@@ -376,3 +377,9 @@ def test_a_request_cancelled_from_another_thread_ends(engine, prompts):
     thread.join()
     assert completion.finish_reason == "cancelled"
     assert 1 <= len(completion.tokens) < 4000
+
+
+def test_the_seeds_of_several_completions_follow_from_the_first_also_of_a_fresh_one(closing):
+    engine = closing(make_engine(build("llama")))
+    seeds = [one.seed for one in engine.run([prompt(20)], 3, n=3, temperature=1.0)]
+    assert seeds == [seeds[0], seed_after(seeds[0]), seed_after(seed_after(seeds[0]))]

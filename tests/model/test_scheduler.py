@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import sys
 import threading
 from functools import cache, partial
 
@@ -541,3 +544,94 @@ def test_no_schedule_changes_a_bit(name, max_sessions, actions):
 @given(**SCHEDULES)
 def test_no_long_schedule_changes_a_bit(name, architecture, dtype, max_sessions, actions):
     follow(name, architecture, dtype, max_sessions, actions)
+
+
+SAMPLED = {"temperature": 1.0, "seed": 5, "eos": None}
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt where a function of this name returns for the `after`th time."""
+
+    def __init__(self, name, after=1):
+        self._name, self._left = name, after
+
+    def __enter__(self):
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _look(self, frame, event, _):
+        if event == "return" and frame.f_code.co_name == self._name:
+            self._left -= 1
+            if not self._left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        *(("admitted", 1), ("admitted", 2), ("admit", 2), ("fed", 1), ("fed", 3)),
+        *(("finish", 1), ("_remove", 1), ("_settle", 1), ("discard", 2), ("sample", 4)),
+        *(("_advance", 1), ("_admit", 1), ("_forward", 2), ("_gather", 1)),
+    ],
+)
+def test_a_step_that_an_interrupt_ends_loses_no_request(engine, name, after):
+    prompts = [prompt(40, 1), prompt(25, 2), prompt(60, 3)]
+    expected = []
+    for ids in prompts:
+        with engine.session() as session:
+            session.prefill(ids)
+            expected.append(session.generate(6, **SAMPLED).tokens.tolist())
+    given = engine.session()
+    given.prefill(prompts[2])
+    with engine.scheduler(2) as scheduler:
+        requests = [scheduler.submit(ids, 6, **SAMPLED) for ids in prompts[:2]]
+        requests.append(scheduler.submit(given, 6, **SAMPLED))
+        cancelled = scheduler.submit(prompts[0], 6, **SAMPLED)
+        for count in range(400):
+            if scheduler.idle:
+                break
+            if count == 2:
+                cancelled.cancel()
+            with contextlib.suppress(KeyboardInterrupt), InterruptAt(name, after):
+                scheduler.step()
+            after = after if count < 20 else 10**9
+        assert scheduler.idle
+        assert [one.completion.tokens.tolist() for one in requests] == expected
+        assert [one.completion.finish_reason for one in requests] == ["length"] * 3
+        assert cancelled.completion.finish_reason == "cancelled"
+        assert scheduler.work[0] == scheduler.work[1]
+    given.close()
+    stats = engine.stats()
+    assert stats["reserved_chunks"] == stats["open_blocks"] == stats["sequences"] == 0
+
+
+def test_a_session_is_in_requests_of_one_scheduler_at_a_time(engine, scheduler):
+    session = engine.session()
+    session.prefill(prompt(30))
+    with engine.scheduler() as other:
+        scheduler.submit(session, 3, eos=None)
+        with pytest.raises(InvalidArgumentError, match="request of another scheduler; give a fork"):
+            other.submit(session, 3, eos=None)
+        finish(scheduler)
+        other.submit(session, 3, eos=None)
+        with pytest.raises(InvalidArgumentError, match="another scheduler"):
+            engine.run([session], 3)
+        finish(other)
+    abandoned = engine.scheduler()
+    abandoned.submit(session, 3, eos=None)
+    del abandoned
+    gc.collect()
+    scheduler.submit(session, 3, eos=None)
+    finish(scheduler)
+    session.close()
+
+
+@pytest.mark.parametrize("flag", [np.array([1, 2]), 1, None, "yes"], ids=str)
+def test_whether_a_session_is_kept_is_true_or_false(scheduler, flag):
+    with pytest.raises(InvalidArgumentError, match="keep_session is"):
+        scheduler.submit(prompt(5), 3, keep_session=flag)
+    assert scheduler.idle

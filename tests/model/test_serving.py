@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 from collections.abc import Coroutine, Iterator
@@ -267,3 +268,55 @@ def test_serving_that_nobody_has_any_more_ends_its_thread(engine: Engine) -> Non
             await asyncio.sleep(0.01)
 
     run(serve())
+
+
+def test_any_number_of_tasks_may_wait_for_one_request(engine: Engine) -> None:
+    async def serve() -> list[Any]:
+        async with engine.serve() as serving:
+            stream = serving.stream("Hello", 10, **SAMPLED)
+            pieces = asyncio.ensure_future(drained(stream))
+            done = await asyncio.gather(stream.complete(), stream.complete())
+            await pieces
+            return [*done, await stream.complete()]
+
+    first, *others = run(serve())
+    assert first.finish_reason == "length"
+    assert all(other is first for other in others)
+
+
+async def drained(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+def test_after_a_timeout_the_rest_of_the_answer_can_be_had(engine: Engine) -> None:
+    async def serve() -> Any:
+        async with engine.serve() as serving:
+            stream = serving.stream("Hello", 3000, **SAMPLED)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stream.complete(), 0.2)
+            return await stream.complete()
+
+    done = run(serve())
+    assert done.finish_reason == "cancelled"
+    assert len(done.tokens) < 3000
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_an_exit_in_a_callback_ends_requests_with_an_error_and_serving_goes_on(
+    engine: Engine, error: type[BaseException]
+) -> None:
+    def leave(*_: object) -> None:
+        raise error
+
+    async def serve() -> tuple[Any, Any]:
+        async with engine.serve() as serving:
+            bad = serving.scheduler.submit("Hello", 10, on_token=leave, **SAMPLED)
+            while bad.completion is None:
+                await asyncio.sleep(0.01)
+            return bad.completion, await serving.stream("Hello", 4, **SAMPLED).complete()
+
+    failed, later = run(serve())
+    assert failed.finish_reason == "error"
+    assert error.__name__ in str(failed.error)
+    assert later.finish_reason == "length"

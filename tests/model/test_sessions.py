@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import platform
 import subprocess
 import sys
@@ -591,3 +592,34 @@ def test_stats_say_where_the_seconds_went(engine, session):
     assert stats["model_forwards"] == 2
     assert 0 < stats["seconds_attention"] < stats["seconds_forward"]
     assert 0 < stats["seconds_head"] < stats["seconds_forward"]
+
+
+def test_what_is_no_sequence_of_the_engine_is_not_adopted(model, engine, closing):
+    other = closing(make_engine(model)).session()
+    other.prefill(prompt(20))
+    own = engine.session()
+    own.prefill(prompt(20))
+    closed = engine.pager.sequence()
+    closed.close()
+    for given in (other.sequence, own, own.sequence, closed, None, 3):
+        with pytest.raises(InvalidArgumentError, match="sequence"):
+            engine.adopt(given)
+    gc.collect()
+    assert not other.closed
+    assert not own.closed
+    assert own.fork().length == 20
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *({"stop": 5}, {"stop": None}, {"eos": 1.5}, {"suppress_tokens": 5}, {"seed": 1.5}),
+        *({"begin_suppress_tokens": 5}, {"frequency_penalty": 10**400}, {"presence_penalty": ""}),
+    ],
+    ids=str,
+)
+def test_options_of_a_generation_are_refused_by_their_names(session, option):
+    (name,) = option
+    with pytest.raises(InvalidArgumentError, match=name):
+        session.generate(3, **option)
+    session.generate(3, frequency_penalty=2**63, temperature=1.0)

@@ -99,7 +99,7 @@ class Sequence(_core.OwnedSequence):
         REQUIRES: the sequence is empty. Returns the positions now held, a multiple of chunk_tokens.
         With a window, chunks behind it may be missing.
         """
-        return self.core.adopt_prefix(self.uid, _token_ids(tokens))
+        return self.core.adopt_prefix(self.uid, _known_ids(tokens))
 
     def append(
         self, tokens: Iterable[int] | Tensor, k: Tensor, v: Tensor, *, provenance: str = "decode"
@@ -550,14 +550,14 @@ class Pager:
 
         A name covers all tokens before its chunk's end, the pager's fingerprint and the salt.
         """
-        return self.core.chain_hashes(_token_ids(tokens), salt)
+        return self.core.chain_hashes(_known_ids(tokens), salt)
 
     def legacy_chain_hashes(self, tokens: Iterable[int] | Tensor, salt: str = "") -> list[bytes]:
         """The same chunks' hashes (16 bytes each) in snapshots of formats 1.0 and 1.1.
 
         They are not resistant to collisions, so callers must compare all token ids.
         """
-        return self.core.legacy_chain_hashes(_token_ids(tokens), salt)
+        return self.core.legacy_chain_hashes(_known_ids(tokens), salt)
 
     def evict_all(self) -> int:
         """Evicts every chunk that may leave the pool; returns how many. Changes no result."""
@@ -623,7 +623,7 @@ def _token_ids(tokens: Any) -> np.ndarray[Any, Any]:
         raise InvalidArgumentError(f"tokens: {error}; expected integers of shape (n,)") from error
     if ids.size == 0:
         return np.zeros(0, dtype=np.int32)
-    if ids.dtype == np.int32 and ids.ndim == 1 and ids.min() >= 0:
+    if ids.dtype == np.int32 and ids.ndim == 1:  # a forward names the row of a negative one
         return ids
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidArgumentError(
@@ -634,6 +634,16 @@ def _token_ids(tokens: Any) -> np.ndarray[Any, Any]:
             f"tokens: ids from {ids.min()} to {ids.max()}, expected 0 to {np.iinfo(np.int32).max}"
         )
     return ids.astype(np.int32)
+
+
+def _known_ids(tokens: Any) -> np.ndarray[Any, Any]:
+    """`_token_ids`, none of them negative."""
+    ids = _token_ids(tokens)
+    if ids.size and ids.min() < 0:
+        raise InvalidArgumentError(
+            f"tokens: ids from {ids.min()} to {ids.max()}, expected 0 or more"
+        )
+    return ids
 
 
 def _canonical(name: str, values: Mapping[str, object]) -> str:

@@ -265,8 +265,6 @@ class Job:
             transcript.conversation = settled(core, transcript)
             trim_to_common(core, transcript, ids)
             feed.admit(core, total)
-        if self._conversation is not None:
-            transcript.conversation = self._conversation
         return feed
 
     def suspend(self) -> bool:
@@ -282,6 +280,8 @@ class Job:
     def fed(self) -> None:
         """Call when the prompt is prefilled: the request is decoding from now on."""
         self.feed.transcript.mark_used()
+        if self._conversation is not None:
+            self.feed.transcript.conversation = self._conversation
         self._note_prompt()
         self._fed, self._feed = self._feed, None
 

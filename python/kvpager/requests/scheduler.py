@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -98,6 +99,7 @@ class Scheduler:
         self._decoding: deque[Job] = deque()
         self._unfinished: dict[int, Job] = {}  # by index
         self._submitted = 0
+        self._cut_short = False  # the last step did not come to its end
         self._full = False  # a request had to release its chunks: admit none until one ends
         self._past = 0  # tokens that finished requests computed
         self._planned = 0  # tokens that unfinished requests may compute in all
@@ -254,6 +256,8 @@ class Scheduler:
         else:
             draws = fresh_seed()
         generation.sampling_with(draws)  # raises for an invalid seed
+        if not isinstance(keep_session, bool):
+            raise InvalidArgumentError(f"keep_session is {keep_session!r}; expected True or False")
         callbacks: tuple[tuple[str, object, str], ...] = (
             ("on_token", on_token, "token"),
             ("on_finish", on_finish, "completion"),
@@ -276,6 +280,10 @@ class Scheduler:
             if session is not None and session in self._given:
                 raise InvalidArgumentError(
                     f"{name}: the session is in another request of this scheduler; give a fork"
+                )
+            if session is not None and session.transcript.is_claimed(self):
+                raise InvalidArgumentError(
+                    f"{name}: the session is in a request of another scheduler; give a fork"
                 )
             if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
                 raise QueueFullError(
@@ -306,6 +314,7 @@ class Scheduler:
                 self._deadlines.push(job, deadline)
             if session is not None:
                 self._given[session] = job
+                session.transcript.scheduler = weakref.ref(self)
         with self.changed:
             self.changed.notify_all()
         return job
@@ -313,7 +322,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether every request is finished."""
-        return not (self._waiting or self._prefilling or self._decoding)
+        return not self._unfinished
 
     @property
     def waiting(self) -> int:
@@ -377,6 +386,32 @@ class Scheduler:
 
     def _step(self) -> list[tuple[Request, Token]]:
         self._core.runner.unchanged.check_settings()
+        if self._cut_short:
+            self._gather()
+        self._cut_short = True
+        made = self._advance()
+        self._cut_short = False
+        return made
+
+    def _gather(self) -> None:
+        """Puts every request where its state says, after a step that did not come to its end."""
+        with self._queues:
+            jobs = list(self._unfinished.values())
+            for job in jobs:
+                if job.state != "waiting":
+                    self._waiting.discard(job)
+                elif job not in self._waiting:
+                    self._waiting.add(job)
+            for queue, state in ((self._prefilling, "prefilling"), (self._decoding, "decoding")):
+                placed = [job for job in dict.fromkeys(queue) if job.state == state]
+                lost = [job for job in jobs if job.state == state and job not in placed]
+                queue.clear()
+                queue.extend([*placed, *lost])
+        for job in jobs:
+            if job.completion is not None:
+                self._settle(job)
+
+    def _advance(self) -> list[tuple[Request, Token]]:
         self._finish_ended()
         self._admit()
         turn = list(islice(self._decoding, self._core.rows))
@@ -418,10 +453,15 @@ class Scheduler:
         """Whether it or its engine was closed."""
         return self._is_over()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ends all unfinished requests with finish "error". REQUIRES: no step runs."""
+        if isinstance(error, Exception):
+            told = error
+        else:  # such as SystemExit, of a callback
+            told = RuntimeError(f"a step ended with {type(error).__name__}: {error}")
+            told.__cause__ = error
         for job in list(self._unfinished.values()):
-            self._finish(job, "error", error)
+            self._finish(job, "error", told)
 
     def _is_over(self) -> bool:
         """Whether the scheduler or its engine is closed, perhaps by another thread."""
@@ -580,20 +620,26 @@ class Scheduler:
             self._finish(job, job.stream.finish or "cancelled")
 
     def _finish(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
-        if job.completion is not None:
-            return
+        if job.completion is None:
+            with self._queues:
+                self._remove(job)
+            job.finish(reason, error)
+        self._settle(job)
+
+    def _settle(self, job: Job) -> None:
+        """Forgets a finished request, and tells who waits for it. May be called again."""
+        self._full = False
         with self._queues:
-            self._remove(job)
-        job.finish(reason, error)
-        with self._queues:
-            self._past += job.done
-            self._planned -= job.planned
-            self._unfinished.pop(job.index, None)
+            if job.index not in self._unfinished:
+                return
             self._deadlines.discard(job)
             if job.given_session is not None:
                 self._given.pop(job.given_session, None)
+                job.given_session.transcript.scheduler = None
             self._waiting.room_released()
-        self._full = False
+            self._past += job.done
+            self._planned -= job.planned
+            del self._unfinished[job.index]
         job.notify()
 
     def _remove(self, job: Job) -> None:

@@ -64,9 +64,7 @@ class RequestStream(AsyncIterator[_Piece], Generic[_Piece]):
             raise
         if not isinstance(piece, RequestCompletion):
             return piece  # type: ignore[no-any-return]
-        self._ended = True
-        if piece.error is not None:
-            raise piece.error
+        self._end(piece)
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
@@ -80,11 +78,27 @@ class RequestStream(AsyncIterator[_Piece], Generic[_Piece]):
         return self.request.completion
 
     async def complete(self) -> RequestCompletion:
-        """Waits for the end. Raises what ended the request with `finish_reason` "error"."""
-        async for _ in self:
-            pass
-        assert self.request.completion is not None
-        return self.request.completion
+        """Waits for the end, also of a request that was cancelled. Any number of tasks may.
+
+        Raises:
+            PagerError: or what else ended the request with `finish_reason` "error".
+        """
+        while True:
+            try:
+                piece = await self._ready.get()
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+            if isinstance(piece, RequestCompletion):
+                self._end(piece)
+                return piece
+
+    def _end(self, completion: RequestCompletion) -> None:
+        """Leaves the completion to others that wait for it. Raises its error."""
+        self._ended = True
+        self._ready.put_nowait(completion)
+        if completion.error is not None:
+            raise completion.error
 
 
 def _cancel(request: Request) -> None:
@@ -199,6 +213,6 @@ def _step_while_open(scheduler: Scheduler) -> None:
             return
         try:
             scheduler.step_if_open()
-        except Exception as error:  # whoever waits is told; later requests try again
+        except BaseException as error:  # whoever waits is told; later requests try again
             _log.warning("a step of the scheduler failed: %s", error)
             scheduler.fail(error)

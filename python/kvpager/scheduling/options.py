@@ -15,7 +15,7 @@ from kvpager.logits.processors import LogitsProcessor
 from kvpager.sampling import Sampling
 from kvpager.scheduling.generation_config import ConfigLike, options_of
 from kvpager.speculation.speculation import Speculate
-from kvpager.tokens import Integer, TokenIdsLike, as_integer, as_token_ids
+from kvpager.tokens import Integer, TokenIdsLike, as_integer, as_token_ids, listed
 
 MODEL_EOS: Final = "model"
 MOST_ALTERNATIVES = 20  # as in the OpenAI API
@@ -178,5 +178,5 @@ def alternatives_of(chosen: GenerationOptions, logprobs: bool) -> int:
 
 
 def _ids(given: Iterable[int] | None, vocab_size: int, name: str) -> tuple[int, ...]:
-    ids = [] if given is None else list(given)
+    ids = [] if given is None else listed(given, name, "token ids")
     return tuple(as_token_ids(ids, vocab_size, name).tolist()) if ids else ()

@@ -29,7 +29,7 @@ from kvpager.text.answer import AnswerText
 from kvpager.text.reservations import Reservation
 from kvpager.text.tokenizer import Detokenizer, Tokenizer, text_of
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import Integer, TokenIds, as_integer, as_token_ids, is_integer
+from kvpager.tokens import Integer, TokenIds, as_integer, as_token_ids, is_integer, listed
 
 _CONTEXT = 8  # tokens before a text that its first characters may depend on
 
@@ -275,7 +275,7 @@ def seeds_of(seed: Integer | Iterable[Integer] | None, defaults: list[int]) -> l
         return defaults
     if is_integer(seed):
         return [as_integer(seed, "seed", 0)] * len(defaults)
-    seeds = [as_integer(each, "seed", 0) for each in seed]
+    seeds = [as_integer(each, "seed", 0) for each in listed(seed, "seed", "integers")]
     if len(seeds) != len(defaults):
         raise InvalidArgumentError(
             f"seed has {len(seeds)} values; expected {len(defaults)}, one each"
@@ -290,7 +290,7 @@ def _end_tokens(core: EngineCore, eos: EndTokens) -> frozenset[int]:
         if eos != MODEL_EOS:
             raise InvalidArgumentError(f'eos is {eos!r}; expected token ids, None or "{MODEL_EOS}"')
         return _models_end_tokens(core.model)
-    ids = [eos] if is_integer(eos) else list(eos)
+    ids = [eos] if is_integer(eos) else listed(eos, "eos", "token ids")
     return frozenset(as_token_ids(ids, core.vocab_size, "eos").tolist())
 
 
@@ -318,7 +318,8 @@ def _stops(core: EngineCore, stop: Stops) -> tuple[tuple[tuple[int, ...], ...], 
     """Sequences of token ids, and strings, of which each ends a generation."""
     ids: list[tuple[int, ...]] = []
     strings: list[str] = []
-    for i, part in enumerate([stop] if isinstance(stop, str) else stop):
+    parts = [stop] if isinstance(stop, str) else listed(stop, "stop", "texts and token ids")
+    for i, part in enumerate(parts):
         if not isinstance(part, str):
             ids.append(tuple(as_token_ids(part, core.vocab_size, f"stop[{i}]").tolist()))
         elif not part:

@@ -59,6 +59,7 @@ class Catalogue:
         self.bytes = 0
         self.index = ChunkIndex()
         self._sidecars: dict[str, tuple[Stamp, Sidecar]] = {}
+        self._settles = True  # whether what was read last is all there is
         self._settled: tuple[int, int] | None = None  # both folders' times, if they can be trusted
 
     def manifest_path(self, name: str) -> str:
@@ -104,11 +105,12 @@ class Catalogue:
         self._settled = None
         times, now_ns = self._folder_times(), time.time_ns()
         self._read_folders()
-        if max(times) + _SETTLED_NS < now_ns:
+        if self._settles and max(times) + _SETTLED_NS < now_ns:
             self._settled = times
 
     def _read_folders(self) -> None:
         self.temporaries, self.strays, self.bytes = {}, {}, 0
+        self._settles = True
         self._refresh_packs(*self._list(self.packs_folder))
         self._refresh_snapshots(*self._list(self.snapshots_folder))
         # A dead writer of store.json leaves its temporary file in the store's own folder.
@@ -215,7 +217,12 @@ class Catalogue:
         if stamp is None:
             return Sidecar()
         if name not in self._sidecars or self._sidecars[name][0] != stamp:
-            self._sidecars[name] = (stamp, Sidecar.read(self.sidecar_path(name)))
+            notes = Sidecar.read(self.sidecar_path(name))
+            if notes.error is not None:  # perhaps they can be read next time
+                self._sidecars.pop(name, None)
+                self._settles = False
+                return notes
+            self._sidecars[name] = (stamp, notes)
         return self._sidecars[name][1]
 
     def error(self, snapshot: Snapshot) -> str | None:

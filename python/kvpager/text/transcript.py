@@ -77,6 +77,7 @@ class Transcript(Cursor):
         self.metadata: dict[str, Any] = {}
         self.store: SnapshotStore | None = None
         self.mark_computed: MarkComputed | None = None
+        self.scheduler: Callable[[], object] | None = None  # which has a request of it; weakly
         self._reservations = Reservations(sequence)
         self._reprefilled_to = 0  # end of the tokens computed again that a trim had kept
         self._begin(sequence, restored_tokens)
@@ -97,6 +98,11 @@ class Transcript(Cursor):
     def closed(self) -> bool:
         """Whether its chunks were released."""
         return self.sequence.closed
+
+    def is_claimed(self, scheduler: object) -> bool:
+        """Whether another scheduler, which is in use, has a request of it."""
+        other = None if self.scheduler is None else self.scheduler()
+        return other is not None and other is not scheduler
 
     @property
     def must_recompute(self) -> bool:

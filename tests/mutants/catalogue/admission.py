@@ -80,4 +80,31 @@ ADMISSION = (
         new="caches.core.transcript()",
         killers=(SALTS + "test_a_drafts_cache_has_the_salt_of_its_text",),
     ),
+    Mutant(
+        name="what-an-interrupted-step-held-is-lost",
+        breaks="a step that an interrupt ends loses no request",
+        file="python/kvpager/requests/scheduler.py",
+        old="        if self._cut_short:\n            self._gather()\n",
+        new="",
+        killers=("model/test_scheduler.py::test_a_step_that_an_interrupt_ends_loses_no_request",),
+    ),
+    Mutant(
+        name="a-failed-matcher-is-followed",
+        breaks="how often a grammar was used changes no token",
+        file="python/kvpager/grammar.py",
+        old="            if not self._matcher.is_error():\n",
+        new="            if True:\n",
+        killers=("model/test_grammar.py::test_how_often_a_grammar_was_used_changes_no_token",),
+    ),
+    Mutant(
+        name="an-append-gives-up-the-admission",
+        breaks="a sequence keeps the room that it was admitted with",
+        file="python/kvpager/pager/pager.py",
+        old="        self.core.reserve(self.uid, max(self._admitted, start + len(ids)))\n",
+        new="        self.core.reserve(self.uid, start + len(ids))\n",
+        killers=(
+            "python/test_pager_arguments.py::"
+            "TestAppend::test_leaves_a_sequence_the_room_it_was_admitted_with",
+        ),
+    ),
 )

@@ -124,7 +124,7 @@ FRONT_DOOR = (
         name="choices-draw-alike",
         breaks="several completions of a prompt differ",
         file="python/kvpager/engine.py",
-        old="its_seed = None if its_seed is None else seed_after(its_seed)",
+        old="its_seed = seed_after(job.seed)",
         new="pass",
         killers=(TEXT + "test_several_completions_of_a_prompt_share_its_chunks",),
     ),

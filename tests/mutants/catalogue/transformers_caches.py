@@ -80,8 +80,8 @@ TRANSFORMERS_CACHES = (
         name="a-whole-prompt-is-computed-again",
         breaks="a prompt that was restored whole costs one row",
         file=ROOM + "hooks.py",
-        old="        start = max(0, min(rows.known, rows.columns - call.keep))\n",
-        new="        start = max(0, min(0, rows.columns - call.keep))\n",
+        old="min(max(rows.known, rows.padding), rows.columns - call.keep)",
+        new="min(rows.padding, rows.columns - call.keep)",
         killers=(
             SAVING + "test_a_prompt_that_was_restored_whole_is_answered_without_computing_it_again",
         ),
