@@ -132,13 +132,13 @@ def check_writable(option: str, path: str | None, *, regular: bool = True) -> No
         usable_path(path, option)
     except InvalidArgumentError as error:
         raise CliError(str(error)) from error
+    if len(os.fsencode(Path(path).name)) > _LONGEST_NAME:
+        raise CliError(f"{option} {path}: its name has more than {_LONGEST_NAME} bytes")
     folder = Path(path).parent
     if path.endswith(os.sep) or Path(path).is_dir():
         raise CliError(f"{option} {path}: it is a folder; expected the name of a file")
     if not folder.is_dir():
         raise CliError(f"{option} {path}: there is no folder {folder}")
-    if len(os.fsencode(Path(path).name)) > _LONGEST_NAME:
-        raise CliError(f"{option} {path}: its name has more than {_LONGEST_NAME} bytes")
     if _is_special(Path(path)):
         if regular:
             raise CliError(f"{option} {path}: it is no regular file; expected the name of one")
