@@ -177,6 +177,16 @@ def test_replayed_steps_have_the_bits_of_the_model(closing):
         assert_same_session(*sessions, dtype)
 
 
+def beside_a_generation(session, run):
+    """Runs something in three threads while a session generates."""
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    session.generate(30, eos=None)
+    for thread in threads:
+        thread.join()
+
+
 def test_the_model_itself_runs_its_experts_as_before_also_in_another_thread(closing):
     model = mixture()
     ids = torch.from_numpy(prompt(40))[None]
@@ -188,12 +198,7 @@ def test_the_model_itself_runs_its_experts_as_before_also_in_another_thread(clos
 
     run()
     session = decoded(closing, model)
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    session.generate(30, eos=None)
-    for thread in threads:
-        thread.join()
+    beside_a_generation(session, run)
     for logits in seen[1:]:
         assert_same_bits(logits, seen[0], "of the model alone")
     with torch.inference_mode():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import pytest
 import torch
 from bits import assert_same_bits
 from reference_models import build, make_engine, prompt
-from test_expert_products import DTYPES, KINDS, mixture
+from test_expert_products import DTYPES, KINDS, beside_a_generation, mixture
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
@@ -66,12 +65,7 @@ def test_outside_an_engines_forward_routers_are_torchs(closing):
     engine = closing(make_engine(model, linear="kvpager"))
     session = engine.session()
     session.prefill(prompt(90))
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    session.generate(30, eos=None)
-    for thread in threads:
-        thread.join()
+    beside_a_generation(session, run)
     run()
     for logits in seen:
         assert_same_bits(logits, functional.linear(x, module.weight), "torch's")

@@ -10,7 +10,6 @@ import torch
 from kvpager import _core
 from kvpager.errors import InvalidArgumentError
 
-MOST_THREADS = 4096
 _NAMES = ("libgomp", "libomp", "libiomp5")
 
 

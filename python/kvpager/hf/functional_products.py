@@ -29,7 +29,8 @@ def exchange_callers(model: torch.nn.Module) -> frozenset[int]:
 
     Those are classes of transformers, but for kinds of torch.nn.Linear.
     """
-    return frozenset(id(module) for module in model.modules() if _asks(type(module)))
+    asking = {kind for kind in set(map(type, model.modules())) if _asks(kind)}
+    return frozenset(id(module) for module in model.modules() if type(module) in asking)
 
 
 def stand_in(copy: torch.nn.Module, module: torch.nn.Module) -> None:

@@ -7,7 +7,6 @@ import torch
 from kvpager import fingerprint as fingerprints
 from kvpager.config import PagerConfig
 from kvpager.execution.core import EngineCore
-from kvpager.execution.workers import MOST_THREADS
 from kvpager.hf import attach, check_supported
 from kvpager.hf.behaviour import behaviour_digest
 from kvpager.hf.first_forward import settle_weights
@@ -20,6 +19,7 @@ from kvpager.opening.choices import row_choices, vocab_size
 from kvpager.opening.linear import linear_layers, multiplies_experts, whose_products
 from kvpager.opening.row_counts import settle_row_counts
 from kvpager.pager.device import resolve
+from kvpager.pager.pager import MOST_THREADS
 from kvpager.progress import Progress, reporting_bytes
 from kvpager.salts import checked_salt, stretched
 from kvpager.stores import SnapshotStore

@@ -35,6 +35,7 @@ ChunkInfo = _core.ChunkInfo
 
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
+MOST_THREADS = 4096
 TIER_RESIDENT, TIER_HOST, TIER_DISK, TIER_SNAPSHOT = 1, 2, 4, 8
 
 
@@ -348,7 +349,9 @@ class Pager:
         options.recall_chunks = config.recall_chunks
         options.hysteresis = config.hysteresis
         options.threads = (
-            torch.get_num_threads() if threads is None else as_integer(threads, "threads", 1, 4096)
+            torch.get_num_threads()
+            if threads is None
+            else as_integer(threads, "threads", 1, MOST_THREADS)
         )
         if workers is not None:
             options.workers = workers
