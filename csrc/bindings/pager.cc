@@ -122,7 +122,15 @@ NewForward begin_spans(const PagerPointer& pager, py::object owner,
     int64_t numbers[4];
     for (py::ssize_t i = 1; i < 4; ++i) {
       numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(item.ptr(), i));
-      if (numbers[i] == -1 && PyErr_Occurred()) throw py::error_already_set();
+      if (numbers[i] != -1 || PyErr_Occurred() == nullptr) continue;
+      if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
+          !PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        throw py::error_already_set();
+      }
+      PyErr_Clear();
+      throw InvalidArgumentError(str("spans[", rows.size(),
+                                     "]: ", py::cast<std::string>(py::repr(item)),
+                                     ", expected integers of 64 bits as position, count and kind"));
     }
     if (numbers[3] < 0 || numbers[3] > static_cast<int64_t>(RowKind::kGiven)) {
       throw InvalidArgumentError(str("spans[", rows.size(), "]: kind ", numbers[3],

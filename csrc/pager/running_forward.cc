@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 
 #include "kvpager/error.h"
 #include "pager/load_lease.h"
@@ -134,6 +135,15 @@ void RunningForward::require_attention(int layer, const TensorView& q, const Ten
       !std::isfinite(attend_options.softcap)) {
     throw InvalidArgumentError(str("window: ", attend_options.window, ", softcap: ",
                                    attend_options.softcap, "; expected 0 (none) or positive"));
+  }
+  if (attend_options.sinks != nullptr && !attend_options.sinks_on_device) {
+    for (int head = 0; head < q.heads; ++head) {
+      const float sink = attend_options.sinks[head];
+      if (!(sink < std::numeric_limits<float>::infinity())) {
+        throw InvalidArgumentError(
+            str("sinks[", head, "]: ", sink, ", expected a number, or -inf for none"));
+      }
+    }
   }
   if (options_.window > 0 &&
       (attend_options.window == 0 || attend_options.window > options_.window)) {

@@ -10,11 +10,12 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypedDict
 
+from kvpager.arguments import is_one_of, listed, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.option_table import (
     AUTO,
@@ -27,7 +28,6 @@ from kvpager.option_table import (
     name,
     number,
     option,
-    refusal,
     size,
 )
 
@@ -55,7 +55,7 @@ def frontier_blocks(chunk_tokens: int, rows: int) -> int:
 
 
 def _exact(field: str, value: Any) -> Any:
-    if value is False or value in ("all", "reuse"):
+    if value is False or (isinstance(value, str) and value in ("all", "reuse")):
         return value
     raise refusal(field, value, '"all", "reuse" or False')
 
@@ -63,25 +63,23 @@ def _exact(field: str, value: Any) -> Any:
 def _row_counts(field: str, value: Any) -> Any:
     """A word for row counts, or the counts themselves, ascending."""
     expected = '"proven", "fixed" or ascending row counts from 1 to 4096, such as (4, 16)'
-    if value in ("proven", "fixed"):
+    if is_one_of(value, ("proven", "fixed")):
         return value
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise refusal(field, value, expected)
-    counts = tuple(value)
+    counts = listed(value, field, expected)
     sound = all(type(count) is int and 1 <= count <= 4096 for count in counts)
-    if not sound or list(counts) != sorted(set(counts)):
+    if not sound or counts != sorted(set(counts)):
         raise refusal(field, value, expected)
-    return counts
+    return tuple(counts)
 
 
 def _switch(field: str, value: Any) -> Any:
-    if isinstance(value, bool) or value == AUTO:
+    if isinstance(value, bool) or is_one_of(value, (AUTO,)):
         return value
     raise refusal(field, value, '"auto", True or False')
 
 
 def _layers(field: str, value: Any) -> Any:
-    if value == AUTO:
+    if is_one_of(value, (AUTO,)):
         return AUTO
     known = isinstance(value, (tuple, list, range)) and all(
         isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in value
@@ -242,7 +240,7 @@ class PagerConfig(Validated):
         "smallest-gap",
     )
     beyond_max_positions: bool = option(
-        ("True or False", flag),
+        flag(),
         "texts longer than the model's max_position_embeddings; never with learned positions",
         False,
     )
@@ -290,7 +288,7 @@ class PagerConfig(Validated):
         "auto",
     )
     graphs: bool = option(
-        ("True or False", flag),
+        flag(),
         "forwards of few rows, such as decode steps, are replayed where that gives the same bits: "
         "on a GPU as CUDA graphs (at most 64 rows), on the CPU from a recording of the model's "
         "operations (at most 16)",
@@ -302,9 +300,7 @@ class PagerConfig(Validated):
     debug_shuffle_seed: int | None = option(
         integer(1, 2**64 - 1, none="off"), "hands blocks out in a random order (tests)", None
     )
-    debug_poison: bool = option(
-        ("True or False", flag), "fills free blocks with NaN (tests)", False
-    )
+    debug_poison: bool = option(flag(), "fills free blocks with NaN (tests)", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from kvpager.arguments import Integer, as_flag, as_integer, listed, refusal
 from kvpager.config import PagerConfig, PagerOptions
 from kvpager.drafts.drafting import draft_stats
 from kvpager.drafts.model import DraftModel, open_draft
@@ -27,7 +28,7 @@ from kvpager.opening.identity import open_core
 from kvpager.opening.renewal import begin_anew, identify_again
 from kvpager.pager import Pager, Sequence
 from kvpager.plan import PoolChoice
-from kvpager.progress import Progress, reporting_work
+from kvpager.progress import Progress, check_progress, reporting_work
 from kvpager.requests.completion import RequestCompletion
 from kvpager.requests.request import Job, OnToken
 from kvpager.requests.scheduler import Scheduler
@@ -52,12 +53,14 @@ from kvpager.stores import SnapshotStore, StoreEntry
 from kvpager.stores.belonging import is_under
 from kvpager.text.tokenizer import Tokenizer
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import Integer, TextOrIds, as_integer, as_prompts
+from kvpager.tokens import TextOrIds, as_prompts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _log = logging.getLogger(__name__)
+_MOST_CHOICES = 1 << 16  # of one prompt
+_PAIRS = "pairs (session, text or token ids)"
 
 
 class Engine:
@@ -392,7 +395,11 @@ class Engine:
         Every prompt is checked, and room is reserved for all, before anything is computed.
         """
         self.core.check_open()
-        given = [(session, self.core.read_ids(ids)) for session, ids in prompts]
+        pairs = listed(prompts, "prompts", _PAIRS)
+        for number, pair in enumerate(pairs):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise refusal(f"prompts[{number}]", pair, "a pair (session, text or token ids)")
+        given = [(session, self.core.read_ids(ids)) for session, ids in pairs]
         checked = [(require_own(self.core, session), ids) for session, ids in given]
         prefill_all(self.core, checked, progress)
 
@@ -435,7 +442,7 @@ class Engine:
         """
         self.core.check_open()
         by_transcript: dict[Transcript, Session] = {}
-        for session in sessions:
+        for session in listed(sessions, "sessions", "sessions of this engine"):
             transcript = require_own(self.core, session)
             if transcript in by_transcript:
                 raise InvalidArgumentError("a session is named twice; expected each once")
@@ -491,7 +498,9 @@ class Engine:
         finish "closed".
         """
         self.core.check_open()
-        given, choices = as_prompts(prompts), as_integer(n, "n", 1)
+        check_progress(progress)
+        as_flag(keep_sessions, "keep_sessions")
+        given, choices = as_prompts(prompts), as_integer(n, "n", 1, _MOST_CHOICES)
         seeds: list[int] | list[None] = [None] * len(given)
         if seed is not None:
             seeds = seeds_of(seed, [0] * len(given))

@@ -15,6 +15,7 @@ import transformers
 import xxhash
 
 from kvpager import _core, numerics
+from kvpager.arguments import is_one_of
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.errors import FingerprintMismatchError, InvalidArgumentError
 from kvpager.fingerprint_rules import CONVERTIBLE, FOLLOWING, ON_MISMATCH, WAIVABLE, Rule
@@ -163,7 +164,7 @@ def compare(
         FingerprintMismatchError: with `.field`, `.expected` and `.found` of the first field that
             differs and is not waived; non-waivable fields come first.
     """
-    if on_mismatch not in ON_MISMATCH:
+    if not is_one_of(on_mismatch, ON_MISMATCH):
         raise InvalidArgumentError(
             f'on_mismatch is {on_mismatch!r}; expected "refuse", "approximate" or "convert"'
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpager.arguments import listed, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.logits.processors import Logits
 from kvpager.text.tokenizer import Tokenizer
@@ -71,26 +72,24 @@ class Grammar:
     def regex(cls, pattern: str) -> Grammar:
         """Text that a regular expression matches as a whole, in the syntax of Rust's `regex`."""
         if not isinstance(pattern, str):
-            raise InvalidArgumentError(f"grammar: the pattern is {pattern!r}; expected text")
-        require_unicode(pattern, "grammar: the pattern")
+            raise refusal("pattern", pattern, "text")
+        require_unicode(pattern, "pattern")
         return cls._checked(_library().LLMatcher.grammar_from_regex(pattern))
 
     @classmethod
     def choice(cls, texts: Iterable[str]) -> Grammar:
         """One of these texts."""
-        given = [] if isinstance(texts, str) or not isinstance(texts, Iterable) else list(texts)
+        given = listed(texts, "texts", "a list of texts")
         if not given or not all(isinstance(text, str) and text for text in given):
-            raise InvalidArgumentError(
-                f"grammar: the choices are {texts!r}; expected several texts"
-            )
+            raise refusal("texts", texts, "a list of texts, none of them empty")
         return cls.lark("start: " + " | ".join(json.dumps(text) for text in given))
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
         """Text of a context-free grammar in llguidance's variant of Lark, of its rule `start`."""
         if not isinstance(text, str):
-            raise InvalidArgumentError(f"grammar: the text is {text!r}; expected text")
-        require_unicode(text, "grammar: the text")
+            raise refusal("text", text, "text")
+        require_unicode(text, "text")
         return cls._checked(_library().LLMatcher.grammar_from_lark(text))
 
     @classmethod

@@ -7,7 +7,6 @@ help texts, command lines and environment variables all read that definition.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 import textwrap
@@ -17,7 +16,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from kvpager.errors import InvalidArgumentError
+from kvpager.arguments import as_flag, integer_of, is_finite, is_integer, is_one_of, refusal
 from kvpager.paths import usable_path
 
 AUTO: Final = "auto"
@@ -44,11 +43,6 @@ class Option:
     help: str
 
 
-def refusal(field: str, value: object, expected: str) -> InvalidArgumentError:
-    """The error about an option's value."""
-    return InvalidArgumentError(f"{field} is {value!r}; expected {expected}")
-
-
 def parse_bytes(field: str, value: object) -> int:
     """A number of bytes from an int or from text such as "4GiB", "1.5 GB" or "4096".
 
@@ -56,8 +50,8 @@ def parse_bytes(field: str, value: object) -> int:
         InvalidArgumentError: naming `field`, for anything else.
     """
     size = -1
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
+    if is_integer(value):
+        size = int(value)
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _UNITS:
         size = int(Decimal(match[1]) * _UNITS[match[2]])
     if 0 <= size < _MOST_BYTES:
@@ -113,10 +107,8 @@ def integer(
     def parse(field: str, value: Any) -> Any:
         if (value is None and none) or (auto and isinstance(value, str) and value == AUTO):
             return value
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise refusal(field, value, accepts)
-        given = value.__index__()
-        if not low <= given <= high:
+        given = integer_of(value)
+        if given is None or not low <= given <= high:
             raise refusal(field, value, accepts)
         return given
 
@@ -129,7 +121,7 @@ def choice(values: Iterable[Any]) -> tuple[str, Parser]:
     accepts = "one of " + ", ".join(map(repr, known))
 
     def parse(field: str, value: Any) -> Any:
-        if isinstance(value, bool) or value not in known:
+        if isinstance(value, bool) or not is_one_of(value, known):
             raise refusal(field, value, accepts)
         return value
 
@@ -141,7 +133,7 @@ def size(*, auto: str | None = None) -> tuple[str, Parser]:
     accepts = 'bytes, or a size such as "4GiB"' + (f', or "auto": {auto}' if auto else "")
 
     def parse(field: str, value: Any) -> Any:
-        return value if auto and value == "auto" else parse_bytes(field, value)
+        return value if auto and is_one_of(value, (AUTO,)) else parse_bytes(field, value)
 
     return accepts, parse
 
@@ -151,20 +143,16 @@ def number(low: float, high: float) -> tuple[str, Parser]:
     accepts = f"a number from {low} to {high}"
 
     def parse(field: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise refusal(field, value, accepts)
-        if not math.isfinite(value) or not low <= value <= high:
+        if not is_finite(value) or not low <= value <= high:
             raise refusal(field, value, accepts)
         return float(value)
 
     return accepts, parse
 
 
-def flag(field: str, value: Any) -> bool:
-    """Parses a bool."""
-    if not isinstance(value, bool):
-        raise refusal(field, value, "True or False")
-    return value
+def flag() -> tuple[str, Parser]:
+    """True or False."""
+    return "True or False", lambda field, value: as_flag(value, field)
 
 
 def name(*, none: str | None = None) -> tuple[str, Parser]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from kvpager.arguments import refusal
 from kvpager.errors import InvalidArgumentError
 
 
@@ -11,9 +12,13 @@ def usable_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], field
     """`path` as text that the native module and the system take.
 
     Raises:
-        InvalidArgumentError: it is empty, has a NUL in it, or is not UTF-8; names `field`.
+        InvalidArgumentError: it is no path, is empty, has a NUL in it, or is not UTF-8; names
+            `field`.
     """
-    text = os.fsdecode(path)
+    try:
+        text = os.fsdecode(path)
+    except TypeError as error:
+        raise refusal(field, path, "the path of a file or folder") from error
     if not text:
         raise InvalidArgumentError(f"{field} is empty; expected the path of a file or folder")
     if "\0" in text:

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpager.arguments import is_integer, is_number, refusal
 from kvpager.errors import InvalidArgumentError, NonFiniteError
 from kvpager.logits import adjustments
-from kvpager.logits.arguments import as_biases, as_ids, is_integer, is_number, plain, refusal
+from kvpager.logits.arguments import as_biases, as_ids, plain
 from kvpager.logits.processors import Logits, Process, Processors, TokenIds
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]  # (token id, log-probability)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import torch
 
+from kvpager.arguments import Integer, as_flag, as_integer, is_one_of, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.pager import ChunkInfo, Pin, Sequence
@@ -34,7 +35,7 @@ from kvpager.text.assembly import Assembly
 from kvpager.text.metadata import check_metadata
 from kvpager.text.tokenizer import Message
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import Integer, TextOrIds, TokenIds, as_integer
+from kvpager.tokens import TextOrIds, TokenIds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -629,6 +630,8 @@ class Session:
             CorruptSnapshotError: a restored chunk that has to be copied is damaged, and the session
                 was restored with `on_corrupt="fail"`.
         """
+        as_flag(wait, "wait")
+        check_progress(progress)
         state = freeze(
             self.core,
             self.transcript,
@@ -681,8 +684,8 @@ class Session:
 
 
 def _check_stream(core: EngineCore, stream: object) -> None:
-    if not (isinstance(stream, bool) or stream == "tokens"):
-        raise InvalidArgumentError(f'stream is {stream!r}; expected False, True (text) or "tokens"')
+    if not (isinstance(stream, bool) or is_one_of(stream, ("tokens",))):
+        raise refusal("stream", stream, 'False, True (text) or "tokens"')
     if stream is True:
         require_text(has_text=core.tokenizer is not None)
 
@@ -691,6 +694,6 @@ def require_own(core: EngineCore, session: object) -> Transcript:
     """The transcript of an open session of this engine. Raises InvalidArgumentError."""
     core.check_open()
     if not isinstance(session, Session) or not session.belongs_to(core):
-        raise InvalidArgumentError(f"{session!r} is no session of this engine")
+        raise refusal("session", session, "a session of this engine")
     core.check_open(session.transcript)
     return session.transcript

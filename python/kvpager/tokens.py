@@ -1,72 +1,24 @@
-"""Checks a caller's token ids and integers: lists, arrays, tensors, and what tokenizers return."""
+"""Checks a caller's token ids: lists, arrays, tensors, and what tokenizers return."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpager.arguments import listed
 from kvpager.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 TokenIdsLike: TypeAlias = (
     Iterable[SupportsIndex] | npt.NDArray[np.integer] | torch.Tensor | Mapping[str, Any]
 )
 TextOrIds: TypeAlias = str | TokenIdsLike
-Integer: TypeAlias = SupportsIndex
 
-_Value = TypeVar("_Value")
 _EXPECTED = "a list, an array or a tensor of integers, or what a tokenizer returns"
-
-
-def as_integer(
-    value: Integer, name: str, low: int, high: int | None = None, *, what: str = ""
-) -> int:
-    """An int, from an int or from numpy's or torch's integers.
-
-    Raises:
-        InvalidArgumentError: no integer, a bool, or outside [low, high]; `what` says what is
-            counted.
-    """
-    number = _index(value)
-    if number is None or number < low or (high is not None and number > high):
-        expected = f"an integer, {low} or more" if high is None else f"{low} to {high}"
-        raise InvalidArgumentError(
-            f"{name} is {value!r}; expected {expected}{f', {what}' if what else ''}"
-        )
-    return number
-
-
-def listed(values: Iterable[_Value], name: str, what: str) -> list[_Value]:
-    """The values. Raises InvalidArgumentError, which names them, if they cannot be gone through."""
-    if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
-        raise InvalidArgumentError(f"{name} is {values!r}; expected {what}")
-    return list(values)
-
-
-def is_integer(value: object) -> TypeIs[SupportsIndex]:
-    """Whether `value` is an integer of Python, numpy or torch; a bool is none."""
-    return _index(value) is not None
-
-
-def _index(value: object) -> int | None:
-    if isinstance(value, (bool, np.bool_)):
-        return None
-    if isinstance(value, (np.ndarray, torch.Tensor)) and (
-        value.ndim or value.dtype in (torch.bool, np.bool_)
-    ):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):  # torch raises either
-        return None
 
 
 def as_token_ids(ids: TokenIdsLike, vocab_size: int, name: str = "ids") -> TokenIds:
@@ -125,33 +77,35 @@ def as_prompts(prompts: Any, name: str = "prompts") -> list[Any]:
                 f"{name} is a mapping without input_ids; expected what a tokenizer returns"
             )
         masks = prompts.get("attention_mask")
-        listed = _listed(rows, f"{name}.input_ids")
-        if listed and not np.ndim(listed[0]):
+        texts = listed(rows, f"{name}.input_ids", "the ids of several prompts")
+        if texts and not np.ndim(texts[0]):
             raise InvalidArgumentError(f"{name} has the ids of one prompt; expected several")
-        padding = [None] * len(listed) if masks is None else _listed(masks, f"{name}.masks")
-        if len(padding) != len(listed):
+        padding = (
+            [None] * len(texts)
+            if masks is None
+            else listed(masks, f"{name}.attention_mask", "a mask of each prompt")
+        )
+        if len(padding) != len(texts):
             raise InvalidArgumentError(
-                f"{name} has {len(listed)} rows of input_ids and {len(padding)} of attention_mask"
+                f"{name} has {len(texts)} rows of input_ids and {len(padding)} of attention_mask"
             )
         return [
             row if mask is None else {"input_ids": row, "attention_mask": mask}
-            for row, mask in zip(listed, padding)
+            for row, mask in zip(texts, padding)
         ]
     # What can be iterated over once may be read several times.
-    return [list(each) if isinstance(each, Iterator) else each for each in _listed(prompts, name)]
-
-
-def _listed(values: Any, name: str) -> list[Any]:
-    try:
-        return list(values)
-    except TypeError as error:
-        raise InvalidArgumentError(f"{name} is {values!r}; expected a list of prompts") from error
+    each_prompt = listed(prompts, name, "a list of prompts")
+    return [list(each) if isinstance(each, Iterator) else each for each in each_prompt]
 
 
 def _as_array(ids: TokenIdsLike, name: str) -> npt.NDArray[Any]:
     if isinstance(ids, torch.Tensor):
         if ids.dtype == torch.bfloat16:  # numpy has none, and it is refused anyway
             raise InvalidArgumentError(f"{name} has dtype bfloat16; expected integers")
+        if ids.layout != torch.strided or ids.is_meta:
+            raise InvalidArgumentError(
+                f"{name} is a {'meta' if ids.is_meta else 'sparse'} tensor; expected {_EXPECTED}"
+            )
         return ids.detach().cpu().numpy()
     if isinstance(ids, Mapping):
         return _without_padding(ids, name)

@@ -172,7 +172,7 @@ def test_the_shipped_model_writes_json_of_a_schema():
         (lambda: Grammar.json_schema("{"), "no JSON"),
         (lambda: Grammar.json_schema(3), "expected an object"),
         (lambda: Grammar.regex("("), "grammar"),
-        (lambda: Grammar.choice([]), "choices"),
+        (lambda: Grammar.choice([]), "texts"),
         (lambda: Grammar.lark("x: y"), "grammar"),
     ],
 )

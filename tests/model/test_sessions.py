@@ -420,7 +420,7 @@ def test_a_session_that_nobody_holds_gives_its_chunks_up(engine):
 
 def test_a_session_of_another_engine_is_refused(model, engine, closing):
     stranger = closing(make_engine(model)).session()
-    with pytest.raises(InvalidArgumentError, match="no session of this engine"):
+    with pytest.raises(InvalidArgumentError, match="expected a session of this engine"):
         engine.prefill_many([(stranger, prompt(5))])
 
 

@@ -406,5 +406,5 @@ def test_several_completions_of_a_session_are_its_own_and_its_forks(engine: Engi
     assert kept[1].session is not None
     assert kept[1].session.tokens.tolist() == [*before, *done[1].tokens.tolist()]
     for wrong in (0, True, 1.5):
-        with pytest.raises(InvalidArgumentError, match=r"n is .*an integer, 1 or more"):
+        with pytest.raises(InvalidArgumentError, match=r"n is .*; expected 1 to 65536"):
             engine.run([twin], 6, n=wrong)  # type: ignore[arg-type]

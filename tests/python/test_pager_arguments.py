@@ -141,3 +141,16 @@ class TestAppend:
         with begin(pager, sequence, TOKENS[:M], M), refused as error:
             sequence.append(TOKENS[:C], self.kv(), self.kv())
         assert "trim" not in str(error.value)
+
+
+@pytest.mark.parametrize("sink", [NAN, INF])
+def test_a_sink_that_would_hide_every_key_is_refused(sink: float) -> None:
+    pager = make_pager()
+    sequence = pager.sequence()
+    sinks = torch.zeros(KV_HEADS * GROUP)
+    sinks[1] = sink
+    with begin(pager, sequence, TOKENS[:M], M) as forward:
+        with pytest.raises(InvalidArgumentError, match=r"sinks\[1\]: .*expected a number"):
+            forward.attend(0, **tensors(), scaling=0.25, sinks=sinks)
+        sinks[1] = -INF  # as if there were none
+        forward.attend(0, **tensors(), scaling=0.25, sinks=sinks)

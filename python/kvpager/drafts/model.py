@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
+from kvpager.arguments import is_finite, refusal
 from kvpager.config import PagerOptions, known_options
 from kvpager.drafts.drafting import Drafting
 from kvpager.errors import InvalidArgumentError
@@ -45,13 +45,8 @@ class DraftModel:
         Raises:
             InvalidArgumentError: an option is unknown, or guess_cost out of range.
         """
-        if guess_cost is not None:
-            number = isinstance(guess_cost, (int, float)) and not isinstance(guess_cost, bool)
-            if not number or not 0 <= guess_cost < math.inf:
-                raise InvalidArgumentError(
-                    f"DraftModel.guess_cost is {guess_cost!r}; expected a number, 0 or more, or "
-                    "None"
-                )
+        if guess_cost is not None and not (is_finite(guess_cost) and guess_cost >= 0):
+            raise refusal("DraftModel.guess_cost", guess_cost, "a number, 0 or more, or None")
         self.model = model
         self.guess_cost = guess_cost
         self.options = known_options(options)

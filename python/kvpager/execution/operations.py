@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from kvpager import _core
+from kvpager.arguments import is_number
 from kvpager.hf import same_bits
 from kvpager.hf.linear import product
 
@@ -119,8 +120,7 @@ def _lowered(function: Any, args: Any, kwargs: Any, made: torch.Tensor) -> list[
 
 
 def _number(value: object) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number else None  # type: ignore[arg-type]
+    return float(value) if is_number(value) else None
 
 
 def _two(name: str, a: torch.Tensor, b: object, made: torch.Tensor) -> list[Op] | None:

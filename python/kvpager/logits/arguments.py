@@ -8,7 +8,7 @@ from typing import SupportsFloat, SupportsIndex, TypeAlias
 import numpy as np
 import torch
 
-from kvpager.option_table import refusal as refusal
+from kvpager.arguments import is_integer, is_number, refusal
 
 Number: TypeAlias = SupportsFloat | SupportsIndex
 
@@ -22,16 +22,6 @@ def plain(value: object) -> object:
     return value
 
 
-def is_number(value: object) -> bool:
-    """Whether `value`, of `plain`, is a number; a bool is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_integer(value: object) -> bool:
-    """Whether `value`, of `plain`, is an integer; a bool is none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def as_biases(value: object) -> dict[int, float]:
     """{token id: bias} in the order of ids. Raises InvalidArgumentError.
 
@@ -42,11 +32,11 @@ def as_biases(value: object) -> dict[int, float]:
     biases = {}
     for token, given in value.items():
         token_id, bias = plain(token), plain(given)
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+        if not is_integer(token_id) or int(token_id) < 0:
             raise refusal("logit_bias", value, f"token ids as keys, not {token!r}")
-        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not bias < float("inf"):
+        if not is_number(bias) or not bias < float("inf"):
             raise refusal(f"logit_bias[{token_id}]", given, "a finite number, or -inf to forbid it")
-        biases[token_id] = float(bias)
+        biases[int(token_id)] = float(bias)
     return dict(sorted(biases.items()))
 
 
@@ -55,7 +45,7 @@ def as_ids(value: object, name: str) -> tuple[int, ...]:
     given = value if isinstance(value, (tuple, list)) else [value]
     ids = []
     for one in map(plain, given):
-        if not isinstance(one, int) or isinstance(one, bool) or one < 0:
+        if not is_integer(one) or int(one) < 0:
             raise refusal(name, value, "token ids")
-        ids.append(one)
+        ids.append(int(one))
     return tuple(ids)

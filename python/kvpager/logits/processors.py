@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpager.arguments import listed, refusal
 from kvpager.errors import InvalidArgumentError
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
@@ -21,18 +22,14 @@ LogitsProcessor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor
 
 def as_processors(given: Iterable[LogitsProcessor] | None) -> tuple[LogitsProcessor, ...]:
     """The processors of a list. Raises InvalidArgumentError unless it is one of callables."""
-    try:
-        processors = tuple(given or ())
-    except TypeError as error:
-        raise InvalidArgumentError(
-            f"logits_processor is {given!r}; expected a list of callables (input_ids, scores)"
-        ) from error
+    if given is None:
+        return ()
+    expected = "a list of callables (input_ids, scores)"
+    processors = listed(given, "logits_processor", expected)
     for place, one in enumerate(processors):
         if not callable(one) or isinstance(one, type):
-            raise InvalidArgumentError(
-                f"logits_processor[{place}] is {one!r}; expected a callable (input_ids, scores)"
-            )
-    return processors
+            raise refusal(f"logits_processor[{place}]", one, "a callable (input_ids, scores)")
+    return tuple(processors)
 
 
 class Processors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvpager import fingerprint as fingerprints
+from kvpager.arguments import Integer, as_integer
 from kvpager.config import PagerConfig
 from kvpager.execution.core import EngineCore
 from kvpager.hf import attach, check_supported
@@ -23,7 +24,6 @@ from kvpager.pager.pager import MOST_THREADS
 from kvpager.progress import Progress, reporting_bytes
 from kvpager.salts import checked_salt, stretched
 from kvpager.stores import SnapshotStore
-from kvpager.tokens import Integer, as_integer
 from kvpager.weights import known_weights_digest, weights_digest
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
 from kvpager import _core
-from kvpager.tokens import as_integer
+from kvpager.arguments import as_int64, as_integer, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from collections.abc import Sequence as SequenceOf
 
 
@@ -179,7 +179,10 @@ class Forward(_core.OwnedForward):
         if accepted is None:
             self.commit_rows(None, (), provenance)
         else:
-            self.commit_rows(accepted, list(accepted.values()), provenance)
+            if not isinstance(accepted, Mapping):
+                raise refusal("accepted", accepted, "a mapping {sequence: rows}")
+            counts = [as_int64(rows, "accepted") for rows in accepted.values()]
+            self.commit_rows(accepted, counts, provenance)
 
 
 def _float32_column(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kvpager import _core
+from kvpager.arguments import as_flag, as_int64, as_integer, is_one_of, listed, refusal
 from kvpager.errors import (
     FingerprintMismatchError,
     InvalidArgumentError,
@@ -23,7 +24,6 @@ from kvpager.pager.snapshot import SALT_FIELD, SnapshotInfo, open_snapshot
 from kvpager.released import ReleasedText
 from kvpager.salts import checked_salt, is_of, salt_digest
 from kvpager.stores import FileStore, SaveReport
-from kvpager.tokens import as_integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -91,8 +91,9 @@ class Sequence(_core.OwnedSequence):
         Raises:
             CapacityError: names the bytes needed; nothing is reserved.
         """
-        self.core.reserve(self.uid, total_tokens)
-        self._admitted = int(total_tokens)
+        total = as_int64(total_tokens, "total_tokens")
+        self.core.reserve(self.uid, total)
+        self._admitted = total
 
     def adopt_prefix(self, tokens: Iterable[int] | Tensor) -> int:
         """Adopts the longest prefix of sealed, exact chunks that the pager has for these tokens.
@@ -156,10 +157,11 @@ class Sequence(_core.OwnedSequence):
         `position` is the row's own; by default the next one. q may be on the CPU or on the pager's
         device. Raises NonFiniteError if it is not finite.
         """
-        at = self.length if position is None else position
+        at = self.length if position is None else as_int64(position, "position")
+        behind = 0 if window is None else as_integer(window, "window", 0)
         if isinstance(q, torch.Tensor):
             q = q.detach().cpu()
-        return self.core.select(self.uid, layer, q[None], at, int(window or 0))
+        return self.core.select(self.uid, as_int64(layer, "layer"), q[None], at, behind)
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Raw keys and values of positions [start, stop) at one layer.
@@ -168,7 +170,9 @@ class Sequence(_core.OwnedSequence):
             k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies on the CPU, bit for bit, in
             the layer's dtypes; of q8 and q4 the float32 numbers that the codes stand for.
         """
-        k, v = self.core.read_kv(self.uid, layer, start, stop)
+        k, v = self.core.read_kv(
+            self.uid, as_int64(layer, "layer"), as_int64(start, "start"), as_int64(stop, "stop")
+        )
         layout = self.pager.layout.of_layer(layer)
         return (
             torch.from_numpy(k).view(READ_DTYPES[layout.k_dtype]),
@@ -181,7 +185,7 @@ class Sequence(_core.OwnedSequence):
         Raises:
             CapacityError: too many pins; the message says how many chunks can still be pinned.
         """
-        return Pin(self, start, stop)
+        return Pin(self, as_int64(start, "start"), as_int64(stop, "stop"))
 
     def trim(self, position: int) -> None:
         """Drops everything from `position` on.
@@ -190,7 +194,7 @@ class Sequence(_core.OwnedSequence):
             InvalidArgumentError: not 0 .. length, or between 0 and `earliest_trim`, where a window
                 has released chunks. Nothing was changed.
         """
-        self.core.trim(self.uid, position)
+        self.core.trim(self.uid, as_int64(position, "position"))
 
     def fork(self) -> Sequence:
         """A sequence with the same positions; sealed chunks are shared, the tail is copied."""
@@ -214,11 +218,10 @@ class Sequence(_core.OwnedSequence):
             InvalidArgumentError: `upto` is not 1 .. length, or before `earliest_trim`.
             CorruptSnapshotError: the rows to copy are damaged in the snapshot they are from.
         """
-        if upto is not None and not 1 <= upto <= self.length:
-            raise InvalidArgumentError(
-                f"upto is {upto}; expected 1 to {self.length}, the positions the sequence holds"
-            )
-        return self.core.freeze(self.uid, -1 if upto is None else upto)
+        if upto is None:
+            return self.core.freeze(self.uid, -1)
+        positions = as_integer(upto, "upto", 1, self.length, what="the positions it holds")
+        return self.core.freeze(self.uid, positions)
 
     def save(
         self,
@@ -462,11 +465,11 @@ class Pager:
         return Forward(
             self.core,
             self,
-            list(spans),
+            listed(spans, "spans", "tuples (sequence, position, count, kind)"),
             _token_ids(tokens),
             self.place.stream,
             _NO_TOKENS if given is None else _token_ids(given),
-            dense,
+            as_flag(dense, "dense"),
         )
 
     def open_snapshot(self, path: str | os.PathLike[str]) -> SnapshotInfo:
@@ -507,11 +510,11 @@ class Pager:
             CapacityError: the summaries do not fit.
         """
         snapshot.require_restorable()
-        if upto is not None and not 0 <= upto <= len(snapshot.tokens):
-            raise InvalidArgumentError(
-                f"upto is {upto}; expected 0 to {len(snapshot.tokens)}, the positions "
-                f"{snapshot.path} holds"
-            )
+        if upto is not None:
+            what = f"the positions {snapshot.path} holds"
+            upto = as_integer(upto, "upto", 0, len(snapshot.tokens), what=what)
+        if not is_one_of(provenance, ("exact", "approximate")):
+            raise refusal("provenance", provenance, '"exact" or "approximate"')
         if provenance == "exact":
             _require_equal(self.fingerprint, snapshot.fingerprint, snapshot.path)
         if snapshot.layout != self.layout:
@@ -522,6 +525,7 @@ class Pager:
                 found=snapshot.layout,
             )
         # The chain hashes verify the salt, but a snapshot without a full chunk has none.
+        checked_salt(salt)
         if SALT_FIELD in snapshot.session and not is_of(salt, snapshot.session[SALT_FIELD]):
             raise FingerprintMismatchError(
                 f"salt: {snapshot.path} was saved under another salt; pass that one",
@@ -553,14 +557,14 @@ class Pager:
 
         A name covers all tokens before its chunk's end, the pager's fingerprint and the salt.
         """
-        return self.core.chain_hashes(_known_ids(tokens), salt)
+        return self.core.chain_hashes(_known_ids(tokens), checked_salt(salt))
 
     def legacy_chain_hashes(self, tokens: Iterable[int] | Tensor, salt: str = "") -> list[bytes]:
         """The same chunks' hashes (16 bytes each) in snapshots of formats 1.0 and 1.1.
 
         They are not resistant to collisions, so callers must compare all token ids.
         """
-        return self.core.legacy_chain_hashes(_known_ids(tokens), salt)
+        return self.core.legacy_chain_hashes(_known_ids(tokens), checked_salt(salt))
 
     def evict_all(self) -> int:
         """Evicts every chunk that may leave the pool; returns how many. Changes no result."""

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvpager import _core
+from kvpager.arguments import Integer, as_flag, as_integer
 from kvpager.errors import (
     CapacityError,
     InvalidArgumentError,
@@ -33,7 +34,7 @@ from kvpager.scheduling.packing import advance
 from kvpager.scheduling.stream import Generation
 from kvpager.session import Session, require_own
 from kvpager.text.tokenizer import Message
-from kvpager.tokens import Integer, TextOrIds, TokenIds, as_integer
+from kvpager.tokens import TextOrIds, TokenIds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -256,8 +257,7 @@ class Scheduler:
         else:
             draws = fresh_seed()
         generation.sampling_with(draws)  # raises for an invalid seed
-        if not isinstance(keep_session, bool):
-            raise InvalidArgumentError(f"keep_session is {keep_session!r}; expected True or False")
+        as_flag(keep_session, "keep_session")
         callbacks: tuple[tuple[str, object, str], ...] = (
             ("on_token", on_token, "token"),
             ("on_finish", on_finish, "completion"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from kvpager.arguments import Integer, as_integer, is_finite, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.salts import checked_salt, stretched
-from kvpager.tokens import Integer, as_integer
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,8 @@ class Queueing:
         session_given: bool = True,
     ) -> Queueing:
         """Raises InvalidArgumentError for a value out of range, or a salt beside a session."""
-        if timeout_s is not None:
-            number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-            if not number or not 0 < timeout_s < math.inf:
-                raise InvalidArgumentError(
-                    f"timeout_s is {timeout_s!r}; expected seconds, more than 0, or None"
-                )
+        if timeout_s is not None and not (is_finite(timeout_s) and timeout_s > 0):
+            raise refusal("timeout_s", timeout_s, "seconds, more than 0, or None")
         if salt is not None and session_given:
             raise InvalidArgumentError(
                 "salt is given beside a session, which has its own; expected None"

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvpager.arguments import Integer, listed, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.scheduling.stream import Generation
 from kvpager.text.conversation import Conversation, OpenAnswer, checked_messages
 from kvpager.text.tokenizer import Message, Tokenizer
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import Integer, TokenIds
+from kvpager.tokens import TokenIds
 
 MOST_NEW_TOKENS = 1024  # of an answer, where the caller names no number
 
@@ -77,9 +78,9 @@ def plan_turn(
         whole = [*before.messages, {"role": "user", "content": messages}]
     else:
         whole = checked_messages(messages)
-    template = dict(chat_template_kwargs or {})
+    template = _variables(chat_template_kwargs)
     if tools is not None:
-        template["tools"] = list(tools)
+        template["tools"] = _tools(tools)
     turn = before.turn(whole, tokenizer, template)
     length, limit = len(turn.ids), core.positions.most
     if max_new_tokens is None and limit is not None:
@@ -88,3 +89,24 @@ def plan_turn(
     core.positions.check(length + generation.max_new_tokens, "the conversation with max_new_tokens")
     answer = OpenAnswer(length, generation.stop_strings)
     return PlannedTurn(turn.ids, generation, Conversation(turn.messages, turn.stretches, answer))
+
+
+def _variables(given: object) -> dict[str, Any]:
+    """A copy of `chat_template_kwargs`. Raises InvalidArgumentError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise refusal("chat_template_kwargs", given, "a dictionary {the variable's name: value}")
+    return dict(given)
+
+
+def _tools(given: Any) -> list[Any]:
+    """A list of `tools`. Raises InvalidArgumentError."""
+    expected = "a list of tools, each a function or a dictionary with its JSON schema"
+    tools = listed(given, "tools", expected)
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, Mapping) and not callable(tool):
+            raise refusal(
+                f"tools[{number}]", tool, "a function, or a dictionary with a JSON schema"
+            )
+    return tools

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+from kvpager.arguments import Integer
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.scheduling.completion import Completion
 from kvpager.scheduling.packing import advance
 from kvpager.scheduling.stream import GeneratedToken, Generation, Stream, seeds_of
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import Integer
 
 _Token = TypeVar("_Token")
 _Step = tuple[Transcript, int | GeneratedToken]

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, SupportsIndex, TypeAlias, TypedDict
 
+from kvpager.arguments import Integer, as_integer, listed, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.grammar import Grammar
-from kvpager.logits.arguments import Number, refusal
+from kvpager.logits.arguments import Number
 from kvpager.logits.processors import LogitsProcessor
 from kvpager.sampling import Sampling
 from kvpager.scheduling.generation_config import ConfigLike, options_of
 from kvpager.speculation.speculation import Speculate
-from kvpager.tokens import Integer, TokenIdsLike, as_integer, as_token_ids, listed
+from kvpager.tokens import TokenIdsLike, as_token_ids
 
 MODEL_EOS: Final = "model"
 MOST_ALTERNATIVES = 20  # as in the OpenAI API
@@ -151,7 +152,7 @@ def sampling_of(chosen: GenerationOptions, vocab_size: int) -> Sampling:
         repetition_penalty=values["repetition_penalty"],
         presence_penalty=values["presence_penalty"],
         frequency_penalty=values["frequency_penalty"],
-        logit_bias=values["logit_bias"] or {},
+        logit_bias={} if values["logit_bias"] is None else values["logit_bias"],
         begin_suppress_tokens=_ids(
             chosen["begin_suppress_tokens"], vocab_size, "begin_suppress_tokens"
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvpager.arguments import Integer, as_integer
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.batch import Batch
 from kvpager.execution.core import EngineCore
@@ -22,7 +23,7 @@ from kvpager.scheduling.agreement import Agreement
 from kvpager.scheduling.chunks import next_chunk
 from kvpager.scheduling.options import MOST_ALTERNATIVES
 from kvpager.scheduling.recompute import run
-from kvpager.tokens import Integer, TokenIds, as_integer
+from kvpager.tokens import TokenIds
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpager.arguments import Integer, as_flag, as_integer, is_integer, listed
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.grammar import Constraint, Grammar, compiler_of
@@ -29,7 +30,7 @@ from kvpager.text.answer import AnswerText
 from kvpager.text.reservations import Reservation
 from kvpager.text.tokenizer import Detokenizer, Tokenizer, text_of
 from kvpager.text.transcript import Transcript
-from kvpager.tokens import Integer, TokenIds, as_integer, as_token_ids, is_integer, listed
+from kvpager.tokens import TokenIds, as_token_ids
 
 _CONTEXT = 8  # tokens before a text that its first characters may depend on
 
@@ -77,8 +78,7 @@ class Generation:
 
         otherwise: the number of tokens if neither the call nor a generation_config gives one.
         """
-        if not isinstance(logprobs, bool):
-            raise InvalidArgumentError(f"logprobs is {logprobs!r}; expected True or False")
+        as_flag(logprobs, "logprobs")
         chosen = with_defaults(options, core.model, "seed", "logprobs", "stream")
         if max_new_tokens is None:
             max_new_tokens = chosen["max_new_tokens"] or otherwise

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from kvpager.arguments import listed
 from kvpager.errors import InvalidArgumentError, InvariantError
 from kvpager.execution.core import EngineCore
 from kvpager.progress import Progress, reporting
@@ -34,11 +35,8 @@ def assemble(
     policy = DEFAULT_REPAIR if repair is None else repair
     check_policy(policy)
     core.check_open()
-    if isinstance(parts, (str, bytes)):
-        raise InvalidArgumentError(
-            f"parts is {parts!r}; expected a list of parts, such as [{parts!r}]"
-        )
-    pieces = lay_out(_part(segments, number, part) for number, part in enumerate(parts))
+    given = listed(parts, "parts", f"a list of parts, such as [{parts!r}]")
+    pieces = lay_out(_part(segments, number, part) for number, part in enumerate(given))
     if not pieces:
         raise InvalidArgumentError("parts hold no tokens; expected at least one")
     if any(piece.segment is not None for piece in pieces):

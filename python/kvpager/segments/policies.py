@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kvpager.arguments import is_number
 from kvpager.errors import InvalidArgumentError
 from kvpager.segments.pieces import Piece
 
@@ -243,7 +244,8 @@ class Combined:
 
 def check_policy(policy: object) -> None:
     """Raises InvalidArgumentError unless `policy` is a repair policy."""
-    if isinstance(policy, type) or not isinstance(policy, RepairPolicy):
+    arrays = (type, np.ndarray, np.generic)  # which have a `choose` of their own
+    if isinstance(policy, arrays) or not isinstance(policy, RepairPolicy):
         raise InvalidArgumentError(
             f"repair is {policy!r}; expected a policy, such as SegmentHead(16), or None for the "
             "default"
@@ -270,7 +272,7 @@ def _check_count(name: str, value: object, least: int = 0) -> None:
 
 
 def _check_fraction(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    if not is_number(value) or not 0 <= value <= 1:
         raise InvalidArgumentError(f"fraction is {value!r}; expected a number from 0 to 1")
 
 

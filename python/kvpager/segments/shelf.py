@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvpager import fingerprint as fingerprints
 from kvpager.errors import (
@@ -16,7 +15,7 @@ from kvpager.errors import (
 )
 from kvpager.execution.core import EngineCore
 from kvpager.pager import SnapshotInfo
-from kvpager.progress import Progress, reporting_bytes
+from kvpager.progress import Progress, check_progress, reporting_bytes
 from kvpager.scheduling.prefill import prefill_all
 from kvpager.segments.saved import SavedSegment, segment_note
 from kvpager.segments.segment import Segment, digest_of, namespace_of, padded
@@ -47,6 +46,7 @@ class Segments:
         """See `Engine.cache_segment`."""
         core = self.core
         core.check_open()
+        check_progress(progress)
         require_segments(core)
         tokens = as_segment_ids(core, ids)
         digest = digest_of(tokens)
@@ -243,8 +243,7 @@ def require_segments(core: EngineCore) -> None:
 
 def as_segment_ids(core: EngineCore, ids: Any, name: str = "ids") -> TokenIds:
     """Checks text or token ids, which may be empty."""
-    if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor)) and not len(ids):
-        return np.zeros(0, dtype=np.int32)
-    if isinstance(ids, str) and not ids:
+    listed = isinstance(ids, (list, tuple, str))
+    if (listed and not ids) or tuple(getattr(ids, "shape", ())) == (0,):
         return np.zeros(0, dtype=np.int32)
     return core.read_ids(ids, name, special_tokens=False)

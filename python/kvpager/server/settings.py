@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvpager.arguments import refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.option_table import (
     Validated,
@@ -18,7 +19,6 @@ from kvpager.option_table import (
     name,
     number,
     option,
-    refusal,
     size,
 )
 from kvpager.paths import usable_path
@@ -124,7 +124,7 @@ class ServerSettings(Validated):
         "how the model writes tool calls; auto: as its chat template does; off: tools are refused",
         AUTO,
     )
-    page: bool = option(("True or False", flag), "whether there is a page at /", True)
+    page: bool = option(flag(), "whether there is a page at /", True)
     log_level: str = option(choice(LOG_LEVELS), "what is logged to stderr", "info")
     otlp_endpoint: str | None = option(
         ("an http:// or https:// address, or None", _address),
@@ -132,9 +132,7 @@ class ServerSettings(Validated):
         "http://localhost:4318; None: none",
         None,
     )
-    log_prompts: bool = option(
-        ("True or False", flag), "whether prompts and answers are logged, in clear", False
-    )
+    log_prompts: bool = option(flag(), "whether prompts and answers are logged, in clear", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

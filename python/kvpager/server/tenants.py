@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvpager.arguments import refusal
 from kvpager.errors import InvalidArgumentError
-from kvpager.option_table import parse_bytes, refusal
+from kvpager.option_table import parse_bytes
 from kvpager.server.errors import ApiError
 
 ANONYMOUS = "default"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpager import _core
+from kvpager.arguments import is_one_of
 from kvpager.config import KV_DTYPES
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
@@ -33,7 +34,7 @@ def layout_to_save(core: EngineCore, kv_dtype: object) -> Layout | None:
     """
     if kv_dtype is None:
         return None
-    if kv_dtype not in KV_DTYPES:
+    if not is_one_of(kv_dtype, KV_DTYPES):
         raise InvalidArgumentError(
             f"kv_dtype is {kv_dtype!r}; expected None, or one of {', '.join(map(repr, KV_DTYPES))}"
         )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvpager import _core
+from kvpager.arguments import as_flag, as_integer
 from kvpager.companions import TrimCounters
 from kvpager.errors import (
     CorruptSnapshotError,
@@ -35,6 +36,7 @@ from kvpager.text.metadata import check_metadata
 from kvpager.text.transcript import Transcript
 from kvpager.tokens import TokenIds
 
+_HELD = "the tokens the session holds"
 SESSION_VERSION = 1  # of the session's own section of a snapshot
 RELEASED_VERSION = 2  # likewise, where chunks behind a window were released
 
@@ -146,11 +148,8 @@ def freeze(
     name, target = destination(name_or_path, store)
     layout = layout_to_save(core, kv_dtype)
     length = transcript.length
-    upto = length if upto is None else upto
-    if type(upto) is not int or not 1 <= upto <= length:
-        raise InvalidArgumentError(
-            f"upto is {upto!r}; expected 1 to {length}, the tokens the session holds"
-        )
+    upto = length if upto is None else as_integer(upto, "upto", 1, length, what=_HELD)
+    as_flag(overwrite, "overwrite")
     check_metadata(transcript.metadata)
     core.runner.unchanged.check_model(thorough=True)
     content = _content(core, transcript, min(upto, transcript.next_position))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpager import fingerprint as fingerprints
+from kvpager.arguments import is_one_of
 from kvpager.errors import (
     CorruptSnapshotError,
     InvalidArgumentError,
@@ -41,7 +42,7 @@ def restore_transcript(
     tenant: Tenant,
 ) -> Transcript:
     """See `Engine.restore`."""
-    if on_corrupt not in ON_CORRUPT:
+    if not is_one_of(on_corrupt, ON_CORRUPT):
         raise InvalidArgumentError(f'on_corrupt is {on_corrupt!r}; expected "fail" or "recompute"')
     core.runner.unchanged.check_model(thorough=True)
     name, source = destination(name_or_path, store)

@@ -7,7 +7,6 @@ the same bits as decoding token by token, in fewer forwards.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from kvpager.arguments import is_finite
 from kvpager.errors import InvalidArgumentError
 from kvpager.speculation.prompt_lookup import PromptLookup
 from kvpager.speculation.proposal_length import ProposalLength
@@ -129,8 +129,7 @@ class Proposed(Speculation):
 
     def _guess_cost(self) -> float:
         cost = getattr(self._proposer, "guess_cost", 0.0)
-        number = isinstance(cost, (int, float)) and not isinstance(cost, bool)
-        if not number or not 0 <= cost < math.inf:
+        if not is_finite(cost) or cost < 0:
             raise InvalidArgumentError(
                 f"speculate: {self._name}.guess_cost is {cost!r}; expected a number, 0 or more"
             )

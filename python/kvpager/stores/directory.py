@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from kvpager import _core
+from kvpager.arguments import as_flag
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, PagerError, StorageError
 from kvpager.paths import usable_path
+from kvpager.salts import checked_salt
 from kvpager.stores import removal
 from kvpager.stores.base import GcReport, ProgressCallback, SaveReport, StoreEntry
 from kvpager.stores.belonging import is_under
@@ -79,6 +81,7 @@ class DirectoryStore:
         mode: int | str | None = None,
         lock_timeout: float = TIMEOUT_SECONDS,
     ) -> None:
+        as_flag(create, "create")
         self._lock_timeout = checked_timeout("lock_timeout", lock_timeout)
         wanted = StoreSettings().updated(byte_budget, ttl, mode)  # checks before anything is made
         self.path = os.path.abspath(usable_path(path, "path"))  # noqa: PTH100  # resolve() follows links
@@ -213,6 +216,7 @@ class DirectoryStore:
         Args:
             companions: whether they have entries of their own, beside their snapshots'.
         """
+        as_flag(companions, "companions")
         with self._locked() as (catalogue, settings, now_ns):
             shares = catalogue.chunk_references(catalogue.snapshots.values())
             owners = catalogue.owners()
@@ -235,6 +239,8 @@ class DirectoryStore:
             StorageError: no snapshot has this name, or a system call failed.
             InvalidArgumentError: it is pinned, or was saved under another salt.
         """
+        as_flag(force, "force")
+        checked_salt(salt)
         with self._locked() as (catalogue, settings, now_ns):
             snapshot = self._visible(name, catalogue, settings, now_ns)
             if snapshot.sidecar.pinned and not snapshot.sidecar.error:
@@ -318,7 +324,9 @@ class DirectoryStore:
                 and reported.
             dry_run: remove nothing; the report's `would_remove` lists what would be removed.
         """
-        collection = Collection(self._locked, progress, remove_damaged)
+        as_flag(dry_run, "dry_run")
+        damaged = as_flag(remove_damaged, "remove_damaged")
+        collection = Collection(self._locked, progress, damaged)
         return collection.rehearse() if dry_run else collection.run()
 
     def stats(self) -> dict[str, int | float | None]:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvpager import _core
+from kvpager.arguments import is_number
 from kvpager.errors import InvalidArgumentError
 from kvpager.stores.names import is_temporary
 
@@ -32,8 +33,7 @@ def checked_timeout(field: str, seconds: float) -> float:
 
     field: name of the argument, for the message.
     """
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not seconds >= 0:
+    if not is_number(seconds) or not seconds >= 0:
         raise InvalidArgumentError(
             f"{field} is {seconds!r}; expected a number of seconds, 0 or more"
         )

@@ -11,6 +11,7 @@ import os
 import re
 from pathlib import Path
 
+from kvpager.arguments import is_integer
 from kvpager.errors import InvalidArgumentError
 from kvpager.stores.names import DAMAGE_SUFFIX, SETTINGS_FILE, SIDECAR_SUFFIX
 
@@ -27,8 +28,8 @@ def parse_mode(field: str, value: object) -> int:
         InvalidArgumentError: names `field`; also if the owner could not read and write.
     """
     mode = -1
-    if isinstance(value, int) and not isinstance(value, bool):
-        mode = value
+    if is_integer(value):
+        mode = int(value)
     elif isinstance(value, str) and _OCTAL.fullmatch(value):
         mode = int(value.lstrip("0o") or "0", 8)
     if mode & ~_ALL or mode & PRIVATE != PRIVATE:

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvpager.arguments import is_finite, is_one_of
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, UnsupportedVersionError
 from kvpager.option_table import parse_bytes
 from kvpager.stores.durable import read_json, write_atomically
@@ -96,7 +97,7 @@ class StoreSettings:
 
 def parse_budget(value: object) -> int | None:
     """Bytes from an int, "50GiB" or "unlimited"."""
-    return None if value == UNLIMITED else parse_bytes("byte_budget", value)
+    return None if is_one_of(value, (UNLIMITED,)) else parse_bytes("byte_budget", value)
 
 
 def parse_ttl(field: str, value: object) -> float | None:
@@ -105,7 +106,7 @@ def parse_ttl(field: str, value: object) -> float | None:
     Raises:
         InvalidArgumentError: names `field`, for anything else.
     """
-    if value == NEVER:
+    if is_one_of(value, (NEVER,)):
         return None
     seconds: float = -1.0
     if is_duration(value):
@@ -122,9 +123,4 @@ def parse_ttl(field: str, value: object) -> float | None:
 
 def is_duration(value: object) -> TypeIs[float]:
     """Whether a value is a finite number, 0 or more, that a float has room for."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return 0 <= float(value) < math.inf
-    except OverflowError:
-        return False
+    return is_finite(value) and value >= 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 
+from kvpager.arguments import as_integer, integer_of, refusal
 from kvpager.config import PagerConfig, PagerOptions
 from kvpager.errors import InvalidArgumentError
 from kvpager.hf.cache_argument import cache_argument
@@ -27,6 +28,9 @@ from kvpager.transformers_cache.texts import Batch, Texts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+_MOST_REPEATS = 1 << 16
 
 
 class _Whole:
@@ -236,12 +240,10 @@ class Cache(transformers.Cache):
         """
         self._require_idle("crop")
         batch = self.texts.batch
-        remove = -int(tokens_to_remove)
-        if remove < 0:
-            raise InvalidArgumentError(
-                f"tokens_to_remove is {tokens_to_remove}; expected 0 or less: crop(-n) removes n"
-            )
-        columns = max(0, batch.columns - remove)
+        remove = integer_of(tokens_to_remove)
+        if remove is None or remove > 0:
+            raise refusal("tokens_to_remove", tokens_to_remove, "0 or less: crop(-n) removes n")
+        columns = max(0, batch.columns + remove)
         if columns == batch.columns:
             return
         cuts = [max(0, columns - pads) for pads in batch.pads]
@@ -265,33 +267,24 @@ class Cache(transformers.Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes entry i what entry `beam_idx[i]` was; chunks are shared, tails copied."""
-        self._gather("reorder_cache", beam_idx.tolist())
+        self._gather("reorder_cache", "beam_idx", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each entry `repeats` times; chunks are shared, tails copied."""
-        count = len(self.texts.batch.sequences)
-        self._gather(
-            "batch_repeat_interleave", [index for index in range(count) for _ in range(repeats)]
-        )
+        each = as_integer(repeats, "repeats", 1, _MOST_REPEATS)
+        entries = np.arange(len(self.texts.batch.sequences)).repeat(each)
+        self._gather("batch_repeat_interleave", "repeats", entries)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these entries, in this order."""
-        chosen = torch.as_tensor(indices)
-        if chosen.dtype == torch.bool:
-            chosen = chosen.nonzero()[:, 0]
-        self._gather("batch_select_indices", chosen.tolist())
+        self._gather("batch_select_indices", "indices", indices)
 
-    def _gather(self, what: str, indices: Iterable[int]) -> None:
+    def _gather(self, what: str, name: str, indices: Any) -> None:
         self._require_idle(what)
         batch = self.texts.batch
+        chosen = _entries(indices, name, len(batch.sequences))
         if not batch.sequences:
             return
-        chosen = tuple(indices)
-        if not chosen or not all(0 <= index < len(batch.sequences) for index in chosen):
-            raise InvalidArgumentError(
-                f"{what}: entries {list(chosen)}; expected numbers from 0 to "
-                f"{len(batch.sequences) - 1}"
-            )
         taken: set[int] = set()
         sequences = []
         for index in chosen:
@@ -341,11 +334,8 @@ class Cache(transformers.Cache):
         sequences = self.sequences
         if not sequences:
             return []
-        if not 0 <= entry < len(sequences):
-            raise InvalidArgumentError(
-                f"entry is {entry}; expected 0 to {len(sequences) - 1}, the texts of the cache"
-            )
-        return sequences[entry].ledger()
+        at = as_integer(entry, "entry", 0, len(sequences) - 1, what="the texts of the cache")
+        return sequences[at].ledger()
 
     def require_model(self, module: torch.nn.Module) -> None:
         """Raises InvalidArgumentError for modules of another model, and if the cache is closed."""
@@ -402,3 +392,25 @@ class Cache(transformers.Cache):
             f"{type(self).__name__}(texts={len(batch.sequences)}, columns={batch.columns}, "
             f"pool_tokens={self.config.pool_tokens})"
         )
+
+
+def _entries(indices: Any, name: str, count: int) -> tuple[int, ...]:
+    """Numbers of a batch's entries, of a tensor, an array or a list; bools say which.
+
+    Raises InvalidArgumentError: none, or one that is not 0 .. count - 1; of an empty batch any are
+    taken, as transformers does.
+    """
+    expected = f"numbers of the batch's entries, 0 to {count - 1}, or one bool for each"
+    try:
+        given = torch.as_tensor(indices, device="cpu").tolist()
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises any
+        raise refusal(name, indices, expected) from error
+    if not isinstance(given, list):
+        raise refusal(name, indices, expected)
+    if given and all(isinstance(one, bool) for one in given):
+        if count and len(given) != count:
+            raise refusal(name, indices, expected)
+        given = [at for at, chosen in enumerate(given) if chosen]
+    if count and not (given and all(type(one) is int and 0 <= one < count for one in given)):
+        raise refusal(name, indices, expected)
+    return tuple(given)

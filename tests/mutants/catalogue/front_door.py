@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant
 
+ODD = "model/test_odd_arguments.py::"
 TEXT = "model/test_text.py::"
 CHAT = "model/test_chat.py::"
 SERVING = "model/test_serving.py::"
+ARGUMENTS = "python/kvpager/arguments.py"
 TOKENS = "python/kvpager/tokens.py"
 CONVERSATION = "python/kvpager/text/conversation.py"
 
@@ -161,11 +163,27 @@ FRONT_DOOR = (
         killers=(TEXT + "test_what_a_tokenizer_returns_is_taken_without_its_padding",),
     ),
     Mutant(
+        name="a-flag-is-what-if-takes-for-true",
+        breaks="True and False are the only flags",
+        file=ARGUMENTS,
+        old='        raise refusal(name, value, "True or False")\n',
+        new="        pass\n",
+        killers=(ODD + "test_an_argument_of_another_kind_is_an_error_that_names_it",),
+    ),
+    Mutant(
+        name="a-word-is-compared-with-anything",
+        breaks="an array is no word, and an error says so",
+        file=ARGUMENTS,
+        old="(value is None or isinstance(value, (str, int, float))) and",
+        new="",
+        killers=(ODD + "test_an_argument_of_another_kind_is_an_error_that_names_it",),
+    ),
+    Mutant(
         name="true-is-one",
         breaks="a bool is no integer",
-        file=TOKENS,
-        old="    if isinstance(value, (bool, np.bool_)):\n        return None\n",
-        new="",
+        file=ARGUMENTS,
+        old="    if isinstance(value, bool):\n        return None\n    if",
+        new="    if",
         killers=(TEXT + "test_what_is_no_integer_is_refused",),
     ),
 )

@@ -114,4 +114,14 @@ GIVEN_ROWS = (
             PYTHON + "test_what_comes_after_a_row_is_nothing_to_it_nor_to_the_chunks_before",
         ),
     ),
+    Mutant(
+        name="a-sink-of-nan-is-taken",
+        breaks="a sink that would hide every key is refused",
+        file="csrc/pager/running_forward.cc",
+        old="  if (attend_options.sinks != nullptr && !attend_options.sinks_on_device) {\n",
+        new="  if (false) {\n",
+        killers=(
+            "python/test_pager_arguments.py::test_a_sink_that_would_hide_every_key_is_refused",
+        ),
+    ),
 )
