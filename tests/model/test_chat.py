@@ -158,6 +158,23 @@ def test_an_answer_that_goes_on_is_one_message(engine: Engine) -> None:
     assert len(session.messages) == 2
 
 
+def test_an_answer_whose_prompt_was_cut_is_no_message(engine: Engine) -> None:
+    session = engine.session()
+    done = session.chat("What is a cache?", 8, **SAMPLED)
+    session.trim(done.prompt_tokens - 3)
+    session.generate(9, temperature=1.0, seed=3)
+    assert session.messages == [{"role": "user", "content": "What is a cache?"}]
+
+
+def test_an_answer_that_is_cut_and_goes_on_is_what_came_of_it(engine: Engine) -> None:
+    session = engine.session()
+    done = session.chat("What is a cache?", 8, **SAMPLED)
+    session.trim(done.prompt_tokens + 3)
+    kept = session.messages[-1]["content"]
+    more = session.generate(4, temperature=1.0, seed=3)
+    assert session.messages[-1] == {"role": "assistant", "content": kept + more.text}
+
+
 def test_a_stop_string_is_not_part_of_the_message(engine: Engine) -> None:
     session = engine.session()
     whole = session.fork().chat("What is a cache?", 60, **SAMPLED).text

@@ -103,12 +103,13 @@ class Conversation:
     def settled(self, tokens: TokenIds, tokenizer: Tokenizer | None) -> Conversation:
         """The conversation with its open answer as a message. REQUIRES: there is one.
 
-        tokens: the session's, of which the answer is the end. Without a tokenizer, or if nothing
-        was produced, the answer is left out.
+        tokens: the session's, of which the answer is the end. Without a tokenizer, if nothing was
+        produced, or if the prompt was cut since and goes on otherwise, the answer is left out.
         """
         assert self.answer is not None
         start = self.answer.start
-        if tokenizer is None or len(tokens) <= start:
+        prompt = np.concatenate([stretch.ids for stretch in self.stretches])
+        if tokenizer is None or len(tokens) <= start or not np.array_equal(tokens[:start], prompt):
             return replace(self, answer=None)
         ids, before = tokens[start:], tokens[:start]
         content = text_of(ids, before, tokenizer)

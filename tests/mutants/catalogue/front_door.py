@@ -179,6 +179,14 @@ FRONT_DOOR = (
         killers=(ODD + "test_an_argument_of_another_kind_is_an_error_that_names_it",),
     ),
     Mutant(
+        name="an-answer-begins-in-its-prompt",
+        breaks="an answer whose prompt was cut is no message",
+        file=CONVERSATION,
+        old=" or not np.array_equal(tokens[:start], prompt)",
+        new="",
+        killers=(CHAT + "test_an_answer_whose_prompt_was_cut_is_no_message",),
+    ),
+    Mutant(
         name="true-is-one",
         breaks="a bool is no integer",
         file=ARGUMENTS,
