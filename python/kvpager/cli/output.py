@@ -72,24 +72,25 @@ def shows_progress(args: argparse.Namespace) -> bool:
 
 def check_output(args: argparse.Namespace) -> None:
     """Raises CliError if --output, or --plot, cannot be written or is a file of the command's."""
-    own = {name: getattr(args, name, None) for name in ("output", "plot")}
-    for name, path in own.items():
-        if path is None or (name == "plot" and not isinstance(path, str)):
-            continue
-        check_writable(f"--{name}", path, regular=False)
-        real = Path(path).resolve()
-        if not _is_special(real):
-            others = {**{other: getattr(args, other, None) for other in _FILES}, **own}
-            for other, value in others.items():
-                values = value if isinstance(value, list) else [value]
-                if other != name and any(
-                    isinstance(each, str) and each and Path(each).resolve() == real
-                    for each in values
-                ):
-                    raise CliError(
-                        f"--{name} {path}: the command uses that file otherwise; expected one of "
-                        "its own"
-                    )
+    used = [(name, path) for name in _FILES for path in _paths(getattr(args, name, None))]
+    for name in ("output", "plot"):
+        for path in _paths(getattr(args, name, None)):
+            check_writable(f"--{name}", path, regular=False)
+            real = Path(path).resolve()
+            if not _is_special(real) and any(
+                other != name and Path(given).resolve() == real for other, given in used
+            ):
+                raise CliError(
+                    f"--{name} {path}: the command uses that file otherwise; expected one of its "
+                    "own"
+                )
+            used.append((name, path))
+
+
+def _paths(value: object) -> list[str]:
+    """The paths of an option that has one, several or none, and may be a switch."""
+    values = value if isinstance(value, list) else [value]
+    return [path for path in values if isinstance(path, str)]
 
 
 def write_file(path: Path, data: bytes) -> None:

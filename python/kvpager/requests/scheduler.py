@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -95,7 +94,6 @@ class Scheduler:
         self.clock: Callable[[], float] = time.monotonic
         self._waiting = WaitingRequests()
         self._deadlines = JobHeap()
-        self._given: dict[Session, Job] = {}  # unfinished requests of given sessions
         self._prefilling: list[Job] = []
         self._decoding: deque[Job] = deque()
         self._unfinished: dict[int, Job] = {}  # by index
@@ -277,13 +275,11 @@ class Scheduler:
                 raise InvalidArgumentError(
                     "the scheduler is closed; make another with engine.scheduler()"
                 )
-            if session is not None and session in self._given:
+            other = None if session is None else session.transcript.scheduled_by
+            if other is not None:
+                whose = "another request of this" if other is self else "a request of another"
                 raise InvalidArgumentError(
-                    f"{name}: the session is in another request of this scheduler; give a fork"
-                )
-            if session is not None and session.transcript.is_claimed(self):
-                raise InvalidArgumentError(
-                    f"{name}: the session is in a request of another scheduler; give a fork"
+                    f"{name}: the session is in {whose} scheduler; give a fork"
                 )
             if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
                 raise QueueFullError(
@@ -313,8 +309,7 @@ class Scheduler:
             if deadline is not None:
                 self._deadlines.push(job, deadline)
             if session is not None:
-                self._given[session] = job
-                session.transcript.scheduler = weakref.ref(self)
+                session.transcript.scheduled_by = self
         with self.changed:
             self.changed.notify_all()
         return job
@@ -634,8 +629,7 @@ class Scheduler:
                 return
             self._deadlines.discard(job)
             if job.given_session is not None:
-                self._given.pop(job.given_session, None)
-                job.given_session.transcript.scheduler = None
+                job.given_session.transcript.scheduled_by = None
             self._waiting.room_released()
             self._past += job.done
             self._planned -= job.planned

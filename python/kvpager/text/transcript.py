@@ -77,7 +77,7 @@ class Transcript(Cursor):
         self.metadata: dict[str, Any] = {}
         self.store: SnapshotStore | None = None
         self.mark_computed: MarkComputed | None = None
-        self.scheduler: Callable[[], object] | None = None  # which has a request of it; weakly
+        self._scheduler: weakref.ref[object] | None = None
         self._reservations = Reservations(sequence)
         self._reprefilled_to = 0  # end of the tokens computed again that a trim had kept
         self._begin(sequence, restored_tokens)
@@ -99,10 +99,14 @@ class Transcript(Cursor):
         """Whether its chunks were released."""
         return self.sequence.closed
 
-    def is_claimed(self, scheduler: object) -> bool:
-        """Whether another scheduler, which is in use, has a request of it."""
-        other = None if self.scheduler is None else self.scheduler()
-        return other is not None and other is not scheduler
+    @property
+    def scheduled_by(self) -> object | None:
+        """The scheduler that has an unfinished request of it, while that is in use."""
+        return None if self._scheduler is None else self._scheduler()
+
+    @scheduled_by.setter
+    def scheduled_by(self, scheduler: object | None) -> None:
+        self._scheduler = None if scheduler is None else weakref.ref(scheduler)
 
     @property
     def must_recompute(self) -> bool:
