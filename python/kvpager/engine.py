@@ -84,7 +84,7 @@ class Engine:
         >>> engine = Engine(model, PagerConfig(pool_tokens=2048, selection=TopK(chunks=32)))
         >>> session = engine.session()
         >>> session.prefill(ids)
-        >>> answer = list(session.generate(64))
+        >>> answer = session.generate(64).text
         >>> completions = engine.run(prompts, 64)
     """
 
@@ -368,7 +368,7 @@ class Engine:
             >>> engine.cache_segment(ids_a, name="a")
             >>> engine.cache_segment(ids_b, name="b")
             >>> session = engine.assemble([system, "b", "a", question])
-            >>> answer = list(session.generate(64))
+            >>> answer = session.generate(64).text
 
         Args:
             parts: token ids, segments, or names of segments; those in the engine's store are

@@ -1,7 +1,7 @@
 """Text of a grammar: what may follow is decided at the sampler, so that tokens stay reproducible.
 
 Masks come from llguidance (https://github.com/guidance-ai/llguidance), which is installed with
-`pip install 'kvpager[grammar]'`.
+`pip install llguidance`.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _library() -> Any:
         import llguidance
     except ImportError as error:
         raise InvalidArgumentError(
-            "grammar: it needs the package llguidance; pip install 'kvpager[grammar]'"
+            "grammar: it needs the package llguidance; pip install llguidance"
         ) from error
     return llguidance
 

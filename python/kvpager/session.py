@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -192,7 +193,6 @@ class Session:
         """
         self._check_open()
         checked = self.core.read_ids(ids)
-        self._settle()
         prefill_all(self.core, [(self.transcript, checked)], progress)
 
     def append(self, ids: TextOrIds, *, progress: Progress = None) -> None:
@@ -393,13 +393,17 @@ class Session:
             seed=seed,
             logprobs=logprobs,
         )
-        most = turn.generation.max_new_tokens
-        with self.transcript.reserve(max(len(turn.ids) + most, self.length)):
-            self.update(turn.ids, progress=progress)
-            streamed: Any = stream or "tokens"
-            begun: Any = self.generate(
-                most, seed=seed, logprobs=logprobs, stream=streamed, **options
-            )
+        most, before = turn.generation.max_new_tokens, settled(self.core, self.transcript)
+        try:
+            with self.transcript.reserve(max(len(turn.ids) + most, self.length)):
+                self.update(turn.ids, progress=progress)
+                streamed: Any = stream or "tokens"
+                begun: Any = self.generate(
+                    most, seed=seed, logprobs=logprobs, stream=streamed, **options
+                )
+        except BaseException:  # the message was not taken
+            self.transcript.conversation = before
+            raise
         self.transcript.conversation = turn.conversation
         return begun if stream else begun.run()
 
@@ -407,10 +411,13 @@ class Session:
     def messages(self) -> list[dict[str, Any]]:
         """The conversation that `chat` has led, the last answer included; a copy.
 
-        Only `chat` changes it. To go back in it, give `chat` the messages up to there.
+        The last answer is what the session holds of it: it grows with `generate` until other tokens
+        are added, and is cut by `trim`, `update` and `regenerate`. Earlier messages are changed by
+        `chat` alone; to go back in them, give it the messages up to there.
         """
         self._check_open()
-        return [dict(message) for message in settled(self.core, self.transcript).messages]
+        conversation = settled(self.core, self.transcript)
+        return [copy.deepcopy(dict(message)) for message in conversation.messages]
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -508,7 +515,7 @@ class Session:
         new = self.core.read_ids(ids)
         check_progress(progress)
         self.core.positions.check(len(new), "ids")
-        self._settle()
+        self.transcript.conversation = settled(self.core, self.transcript)
         changed = trim_to_common(self.core, self.transcript, new)
         before = self.tokens_computed
         self.prefill(new, progress=progress)
@@ -614,7 +621,7 @@ class Session:
             name_or_path: the snapshot's name in `store`; without one, the path of a file.
             store: such as a DirectoryStore, which writes only chunks it does not have.
             upto: the first tokens alone, 1 .. length; None: all, the pending one included. With
-                fewer, the restored session has no pending token.
+                fewer, the restored session has no pending token and no `messages`.
             overwrite: in a directory store, also replace a snapshot of another salt or model.
             kv_dtype: "q8", "k8v4", "q4", or a float dtype (`PagerConfig.kv_dtype`): converts K/V to
                 it while they are written; only `Engine.restore` with `on_mismatch` "approximate" or
@@ -674,9 +681,6 @@ class Session:
 
     def _check_open(self) -> None:
         self.core.check_open(self.transcript)
-
-    def _settle(self) -> None:
-        self.transcript.conversation = settled(self.core, self.transcript)
 
     def belongs_to(self, core: EngineCore) -> bool:
         """Whether it belongs to that engine."""

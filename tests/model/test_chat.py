@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,128 @@ def test_an_answer_that_is_cut_and_goes_on_is_what_came_of_it(engine: Engine) ->
     kept = session.messages[-1]["content"]
     more = session.generate(4, temperature=1.0, seed=3)
     assert session.messages[-1] == {"role": "assistant", "content": kept + more.text}
+
+
+def test_a_saved_conversation_goes_on_as_one_that_was_not_saved(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """Its last answer may still grow, be cut, or be produced again."""
+
+    def begun() -> Session:
+        session = engine.session()
+        session.chat("What is a cache?", 6, stop=["zzz"], **SAMPLED)
+        return session
+
+    def saved(session: Session) -> Session:
+        session.save(tmp_path / "saved")
+        return engine.restore(tmp_path / "saved")
+
+    steps: list[Callable[[Session], object]] = [
+        lambda session: session.generate(6, **SAMPLED),
+        lambda session: session.regenerate(7, **SAMPLED),
+        lambda session: session.trim(session.length - 3),
+        lambda session: session.trim(5),
+        lambda session: session.append("And then?"),
+        lambda session: (session.append("And then?"), session.regenerate(7, **SAMPLED)),
+        lambda session: session.fork().generate(6, **SAMPLED),
+    ]
+    for step in steps:
+        live, restored = begun(), saved(begun())
+        step(live)
+        step(restored)
+        assert restored.messages == live.messages
+        again = saved(restored)
+        for session in (live, restored, again):
+            session.chat("And a pager?", 4, **SAMPLED)
+        assert again.messages == restored.messages == live.messages
+        assert again.tokens.tolist() == restored.tokens.tolist() == live.tokens.tolist()
+
+
+def test_an_answer_of_which_nothing_came_is_still_open_after_a_save(
+    engine: Engine, tmp_path: Path
+) -> None:
+    session = engine.session()
+    session.chat("What is a cache?", 6, stream=True, **SAMPLED)
+    session.save(tmp_path / "saved")
+    restored = engine.restore(tmp_path / "saved")
+    answer = session.generate(5, **SAMPLED).text
+    assert restored.generate(5, **SAMPLED).text == answer
+    expected = [
+        {"role": "user", "content": "What is a cache?"},
+        {"role": "assistant", "content": answer},
+    ]
+    assert session.messages == restored.messages == expected
+
+
+def test_the_keys_of_a_message_keep_their_order_in_a_snapshot(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """A template that writes them renders another prompt otherwise."""
+    session = engine.session()
+    call = {"name": "weather", "arguments": {"town": "Paris", "day": "today"}}
+    message = {"role": "user", "zeal": call, "content": "Weather?"}
+    session.chat([message], 3, **SAMPLED)
+    session.metadata = {"z": 1, "a": {"y": 2, "b": 3}}
+    session.save(tmp_path / "saved")
+    restored = engine.restore(tmp_path / "saved")
+    assert json.dumps(restored.messages) == json.dumps(session.messages)
+    assert json.dumps(restored.metadata) == json.dumps(session.metadata)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["prefill", "prefill_many"])
+def test_what_is_prefilled_behind_an_answer_is_not_of_it(engine: Engine, many: bool) -> None:
+    session = engine.session()
+    answer = session.chat("What is a cache?", 6, **SAMPLED).text
+    ids = [*session.tokens.tolist(), 40, 41, 42]
+    if many:
+        engine.prefill_many([(session, ids)])
+    else:
+        session.prefill(ids)
+    session.generate(3, **SAMPLED)
+    assert session.messages[-1] == {"role": "assistant", "content": answer}
+
+
+def test_an_answer_that_is_produced_again_behind_other_text_replaces_the_old_one(
+    engine: Engine,
+) -> None:
+    session = engine.session()
+    session.chat("What is a cache?", 6, **SAMPLED)
+    session.append("And then?")
+    answer = session.regenerate(7, temperature=1.0, seed=9)
+    assert session.messages == [
+        {"role": "user", "content": "What is a cache?"},
+        {"role": "assistant", "content": answer.text},
+    ]
+
+
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, twin = engine.session(), engine.session()
+    for one in (session, twin):
+        one.chat("What is a cache?", 6, **SAMPLED)
+    before = twin.messages
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvpager.scheduling.prefill.advance", fail)
+        with pytest.raises(KeyboardInterrupt):
+            session.chat("And a pager? " * 40, 6, **SAMPLED)
+    assert session.messages == before
+    for one in (session, twin):
+        one.regenerate(7, temperature=1.0, seed=9)
+    assert session.messages == twin.messages
+
+
+def test_messages_are_copies_all_the_way_down(engine: Engine) -> None:
+    session = engine.session()
+    calls = [{"role": "user", "content": "Hello", "tool_calls": [{"name": "a"}]}]
+    session.chat(calls, 3, **SAMPLED)
+    session.messages[0]["tool_calls"][0]["name"] = "b"
+    assert session.fork().messages[0]["tool_calls"] == [{"name": "a"}]
+    assert session.messages[0]["tool_calls"] == [{"name": "a"}]
 
 
 def test_a_stop_string_is_not_part_of_the_message(engine: Engine) -> None:
@@ -404,6 +526,12 @@ FORGED = {
     "messages": [{"role": "user", "content": "Hello"}],
     "stretches": [["Hello", 2], ["World", 1]],
 }
+ANSWER = {"start": 2, "stops": ["."], "open": True}
+FORGED_ANSWERS: list[dict[str, Any]] = [
+    *({"start": start} for start in (0, 1, 4, -1, True, 2.0, "2", None)),
+    *({"stops": stops} for stops in ("x", [5], [""], None, {})),
+    *({"open": value} for value in (1, "yes", None)),
+]
 
 
 @pytest.mark.parametrize(
@@ -419,12 +547,16 @@ FORGED = {
         {"stretches": [[5, 1]]},
         {"stretches": [["Hello"]]},
         {"stretches": 5},
+        *({"answer": {**ANSWER, **changed}} for changed in FORGED_ANSWERS),
+        {"answer": 5},
+        {"answer": {**ANSWER, "start": 3, "open": False}, "messages": FORGED["messages"]},
+        {"answer": ANSWER, "messages": []},
     ],
 )
 def test_a_forged_conversation_is_refused_by_name(change: dict[str, Any]) -> None:
     tokens = np.array([5, 6, 7], dtype=np.int32)
     sound = Conversation.from_json(json.loads(json.dumps(FORGED)), tokens, "x.kvsnap")
-    assert sound.to_json(tokens) == FORGED
+    assert sound.to_json(tokens, None) == FORGED
     with pytest.raises(CorruptSnapshotError, match=r"x\.kvsnap: session\.conversation"):
         Conversation.from_json({**FORGED, **change}, tokens, "x.kvsnap")
 

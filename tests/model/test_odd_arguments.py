@@ -82,6 +82,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         world.cache.close()
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the values are paths, and are taken."""
+    monkeypatch.chdir(tmp_path)
+
+
 def of_session(name: str) -> Callable[[World, dict[str, Any]], None]:
     """A method of a fork, whose iterator is gone through."""
 
@@ -310,6 +316,7 @@ CALLS: dict[str, tuple[Callable[[World, dict[str, Any]], None], dict[str, Any]]]
 }
 # What an error calls an argument that is a part of something else.
 CALLED = {
+    "name": ("snapshot",),
     "name_or_path": ("name",),
     "parts": ("segment",),
     "position": ("spans",),

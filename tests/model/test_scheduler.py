@@ -10,13 +10,16 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
+import text_models
 from apart import Oracle, alone, ids_of, logprob_bits
 from bits import assert_same_session
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_models import CHUNK, ROWS, build, make_engine, prompt
 
-from kvpager import CapacityError, InvalidArgumentError
+from kvpager import CapacityError, Engine, InvalidArgumentError
+from kvpager.scheduling import stream
+from kvpager.text.answer import AnswerText
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,13 @@ def model():
 @pytest.fixture(scope="module")
 def engine(model):
     with make_engine(model, pool_tokens=2048) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def text_engine():
+    tokenizer = text_models.byte_level()
+    with Engine(text_models.model(), tokenizer=tokenizer, pool_tokens=1024, rows=32) as engine:
         yield engine
 
 
@@ -607,6 +617,62 @@ def test_a_step_that_an_interrupt_ends_loses_no_request(engine, name, after):
     given.close()
     stats = engine.stats()
     assert stats["reserved_chunks"] == stats["open_blocks"] == stats["sequences"] == 0
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("name", ["log_probability", "top_log_probabilities", "push"])
+def test_a_token_that_an_interrupt_comes_behind_is_told_once_and_whole(
+    text_engine, monkeypatch, name, number
+):
+    place = AnswerText if name == "push" else stream
+    real, left = getattr(place, name), [number]
+
+    def interrupted(*args):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    told: dict[str, list[int]] = {}
+    done = {}
+    for case in ("whole", "interrupted"):
+        with text_engine.scheduler() as scheduler, monkeypatch.context() as patched:
+            heard = told[case] = []
+            request = scheduler.submit(
+                "A cache keeps",
+                8,
+                **SAMPLED,
+                logprobs=True,
+                top_logprobs=2,
+                stop=["\0"],
+                on_token=lambda _, token, heard=heard: heard.append(token),
+            )
+            if case == "interrupted":
+                patched.setattr(place, name, interrupted)
+            while not scheduler.idle:
+                with contextlib.suppress(KeyboardInterrupt):
+                    scheduler.step()
+            done[case] = request.completion
+    assert left[0] <= 0
+    assert told["interrupted"] == told["whole"]
+    for field in ("tokens", "logprobs"):
+        assert (
+            getattr(done["interrupted"], field).tolist() == getattr(done["whole"], field).tolist()
+        )
+    assert done["interrupted"].text == done["whole"].text
+    assert done["interrupted"].top_logprobs == done["whole"].top_logprobs
+
+
+def test_a_request_that_is_cancelled_in_its_prompt_has_generated_nothing(engine, scheduler):
+    session = engine.session()
+    session.prefill(prompt(5))
+    request = scheduler.submit(prompt(200), 5, session=session, eos=None)
+    scheduler.step()
+    assert request.state == "prefilling"
+    request.cancel()
+    finish(scheduler)
+    assert session.generation_start is None
+    session.close()
 
 
 def test_a_session_is_in_requests_of_one_scheduler_at_a_time(engine, scheduler):

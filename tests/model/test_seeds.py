@@ -74,6 +74,66 @@ def test_an_interrupted_text_goes_on_with_its_draws(engine):
     assert first + session.generate(7, **HOT).tokens.tolist() == whole
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("counting", [{}, {"presence_penalty": 1.5}], ids=["", "counting"])
+@pytest.mark.parametrize("saved", [False, True], ids=["", "saved"])
+def test_a_text_that_failed_between_a_forward_and_its_token_goes_on_with_its_draws(
+    engine, tmp_path, tokens, counting, saved
+):
+    options = {**HOT, **counting}
+
+    class Fails:
+        """A processor that changes nothing, and raises once."""
+
+        left = tokens + 1
+
+        def __call__(self, _, scores):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+            return scores
+
+    whole = begun(engine).generate(12, seed=11, **options).tokens.tolist()
+    session = begun(engine)
+    with pytest.raises(KeyboardInterrupt):
+        session.generate(12, seed=11, logits_processor=[Fails()], **options)
+    assert session.length == len(IDS) + tokens
+    if saved:
+        session.save(tmp_path / "saved")
+        session = engine.restore(tmp_path / "saved")
+    session.generate(12 - tokens, **options)
+    assert session.tokens.tolist()[len(IDS) :] == whole
+
+
+@pytest.mark.parametrize(
+    "options",
+    [HOT, {**HOT, "presence_penalty": 1.5}, {"eos": None, "begin_suppress_tokens": [4, 5]}],
+    ids=["sampled", "counting", "suppressing"],
+)
+def test_a_request_in_a_session_is_what_update_and_generate_make(engine, options):
+    """Also where a token of an earlier generation is pending, which the prompt goes on behind."""
+    sessions = [begun(engine), begun(engine)]
+    for session in sessions:
+        session.generate(5, seed=3, **HOT, presence_penalty=1.0)
+    for text in (
+        [*sessions[0].tokens.tolist(), *prompt(9, 1).tolist()],
+        IDS[:20].tolist(),
+        sessions[0].tokens.tolist()[:-1],
+        sessions[0].tokens.tolist(),
+    ):
+        direct, scheduled = sessions[0].fork(), sessions[1].fork()
+        direct.transcript.sampling = scheduled.transcript.sampling = sessions[0].sampling
+        direct.update(text)
+        expected = direct.generate(8, **options)
+        with engine.scheduler() as scheduler:
+            request = scheduler.submit(text, 8, session=scheduled, **options)
+            while not scheduler.idle:
+                scheduler.step()
+        assert request.completion.tokens.tolist() == expected.tokens.tolist()
+        assert request.completion.seed == expected.seed
+        assert scheduled.sampling == direct.sampling
+
+
 def test_forks_draw_differently_unless_given_a_seed(engine):
     session = begun(engine)
     session.generate(4, seed=3, **HOT).tokens.tolist()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
+from doctest import DocTestParser
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,11 @@ import pytest
 import torch
 
 import kvpager
+from kvpager import DirectoryStore, Engine
+from kvpager.drafts import DraftModel
+from kvpager.hf import only_looks
+from kvpager.requests import AsyncScheduler, Scheduler
+from kvpager.speculation import PromptLookup, Proposer
 from kvpager_bench.report import Comparison, comparison_cells
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +69,59 @@ def test_the_examples_of_a_page_run(
     }
     for _ in range(2):  # again, with what the first run has saved
         exec(compile(code, page, "exec"), dict(names))
+
+
+# Docstrings whose examples run, each with a session of its own.
+SAYS = (
+    Engine,
+    Engine.assemble,
+    Engine.serve,
+    Scheduler,
+    AsyncScheduler,
+    DirectoryStore,
+    DraftModel,
+    Proposer,
+    PromptLookup,
+    only_looks,
+    kvpager.Cache,
+)
+
+
+@pytest.mark.parametrize("documented", SAYS, ids=lambda one: one.__qualname__)
+def test_the_example_of_a_docstring_runs(
+    documented: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [each.source for each in DocTestParser().get_examples(documented.__doc__)]
+    assert lines
+    monkeypatch.chdir(tmp_path)
+    model, ids = text_models.model(), list(range(3, 40))
+    with Engine(model, tokenizer=text_models.byte_level(), pool_tokens=2048) as engine:
+        session = engine.session()
+        session.prefill(ids)
+        names = {
+            "engine": engine,
+            "model": model,
+            "small_model": model,
+            "module": model.model,
+            "session": session,
+            "ids": torch.tensor([ids]),
+            "prompts": [ids, ids[:9]],
+            "ids_a": ids[:8],
+            "ids_b": ids[8:],
+            "system": ids[:5],
+            "question": ids[-5:],
+            "Engine": Engine,
+            "DirectoryStore": DirectoryStore,
+            "DraftModel": DraftModel,
+            "PagerConfig": kvpager.PagerConfig,
+            "TopK": kvpager.TopK,
+            "kvpager": kvpager,
+            "PromptLookup": PromptLookup,
+            "collect": lambda *_: None,
+        }
+        code = textwrap.indent("".join(lines), "    ")
+        exec(f"async def example():\n{code}", names)
+        asyncio.run(names["example"]())  # type: ignore[operator]
 
 
 class Shipped:

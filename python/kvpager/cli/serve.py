@@ -182,4 +182,6 @@ def _tell(args: argparse.Namespace, service: Service, url: str) -> None:
 def _require_packages() -> None:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise CliError(f"`kvpager serve` needs {', '.join(missing)}; pip install 'kvpager[serve]'")
+        raise CliError(
+            f"`kvpager serve` needs {', '.join(missing)}; pip install '.[serve]' in a checkout"
+        )

@@ -148,7 +148,7 @@ class _Seat:
         transcript = ask.companion.transcript
         self.ask = ask
         self.feed = Feed(transcript, ask.text)
-        self.stream = Stream(transcript, ask.sampling, remaining=ask.most, eos=ask.eos)
+        self.stream = Stream(transcript, ask.sampling, most=ask.most, eos=ask.eos)
         self._fed = self.feed.left <= 0
 
     @property

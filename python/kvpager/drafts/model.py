@@ -26,7 +26,9 @@ class DraftModel:
     Example:
         >>> draft = DraftModel(small_model, pool_tokens=4096, host_bytes="2GiB")
         >>> engine = Engine(model, pool_tokens=4096, draft=draft)
-        >>> session.generate(256, speculate="draft")
+        >>> session = engine.session()
+        >>> session.prefill(ids)
+        >>> answer = session.generate(256, speculate="draft").text
     """
 
     def __init__(

@@ -267,7 +267,7 @@ class Sequence(_core.OwnedSequence):
         """
         before = None if content is None else ReleasedText.of_content(content)
         released = {} if before is None else before.session_values()
-        return _canonical(
+        return _json_text(
             "session", {**(values or {}), SALT_FIELD: salt_digest(self.salt), **released}
         )
 
@@ -336,7 +336,7 @@ class Pager:
         self.window = window
         self.smaller_rows = tuple(smaller_rows)
         self.fingerprint = dict(fingerprint or {})
-        self.fingerprint_json = _canonical("fingerprint", self.fingerprint)
+        self.fingerprint_json = _json_text("fingerprint", self.fingerprint, sort_keys=True)
         options = _device_options(layout, config, self.place, q_heads)
         options.pool_blocks = config.pool_blocks
         options.rows = rows
@@ -653,9 +653,9 @@ def _known_ids(tokens: Any) -> np.ndarray[Any, Any]:
     return ids
 
 
-def _canonical(name: str, values: Mapping[str, object]) -> str:
+def _json_text(name: str, values: Mapping[str, object], *, sort_keys: bool = False) -> str:
     try:
-        return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return json.dumps(values, sort_keys=sort_keys, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
             f"{name} cannot be written as JSON ({error}); expected text, finite numbers, booleans, "

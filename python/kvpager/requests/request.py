@@ -135,7 +135,8 @@ class Job:
         self.deadline = deadline
         self.salt = salt
         self.completion: RequestCompletion | None = None
-        self._conversation: Conversation | None = None
+        self._conversation: Conversation | None = None  # that the turn leads to, until it is taken
+        self._before: Conversation | None = None  # of a given session, when it was admitted
         self._ids: TokenIds | None
         if isinstance(prompt, PlannedTurn):
             self._ids, self._conversation = prompt.ids, prompt.conversation
@@ -155,6 +156,7 @@ class Job:
         self._held = 0  # tokens with K/V when it was admitted
         self.cancelled = False
         self._cancellations = cancelled
+        self._emitted = 0  # tokens that `on_token` was called with
         self._done = 0  # tokens computed, once it is finished
         self._session: Session | None = None
         self._feed: Feed | None = None
@@ -241,6 +243,8 @@ class Job:
                 stream.reserve()
         except BaseException:
             transcript.mark_computed = None
+            if self._conversation is not None and self._before is not None:
+                transcript.conversation = self._before  # the turn was not taken
             if session is not self.given_session:
                 session.close()
             raise
@@ -249,7 +253,8 @@ class Job:
         self._prompt = prompt
         self._note_wait()
         stream.transcript = transcript
-        transcript.generation_start = transcript.length if feed is None else self.prompt_tokens
+        if feed is None:
+            transcript.generation_start = transcript.length
         self._stream, self._feed, self._session = stream, feed, session
 
     def _feed_of(self, core: EngineCore, transcript: Transcript, stream: Stream) -> Feed:
@@ -262,7 +267,7 @@ class Job:
             feed.admit(core, total)
             return feed
         with transcript.reserve(max(total, transcript.length)):  # before anything is cut
-            transcript.conversation = settled(core, transcript)
+            transcript.conversation = self._before = settled(core, transcript)
             trim_to_common(core, transcript, ids)
             feed.admit(core, total)
         return feed
@@ -279,15 +284,28 @@ class Job:
 
     def fed(self) -> None:
         """Call when the prompt is prefilled: the request is decoding from now on."""
-        self.feed.transcript.mark_used()
+        transcript = self.feed.transcript
+        transcript.mark_used()
+        transcript.generation_start = self.prompt_tokens
         if self._conversation is not None:
-            self.feed.transcript.conversation = self._conversation
+            transcript.conversation = self._conversation
+            self._conversation = None
         self._note_prompt()
         self._fed, self._feed = self._feed, None
 
     def sample(self) -> Token:
         """Samples the next token and adds it to `tokens`. REQUIRES: the session is ready."""
-        token = self.stream.sample()
+        return self._note(self.stream.sample())
+
+    def catch_up(self) -> None:
+        """Adds and emits the tokens of a step that was interrupted. REQUIRES: it is decoding."""
+        token = self.stream.sampled_before()
+        if token is not None:
+            self._note(token)
+        for index in range(self._emitted, len(self.stream.produced)):
+            self.emit(self.stream.token(index))
+
+    def _note(self, token: Token) -> Token:
         if self._ids is None and self._prompt is not None:
             # A decode row has computed the pending token with which the session may begin.
             self._prompt.mark(self._held, self.prompt_tokens - self._held)
@@ -295,7 +313,8 @@ class Job:
         return token
 
     def emit(self, token: Token) -> None:
-        """Calls `on_token` with a token."""
+        """Calls `on_token` with a token, once even if it is interrupted."""
+        self._emitted += 1
         if self._on_token is not None:
             self._on_token(self.request, token)
 
@@ -307,6 +326,8 @@ class Job:
         session = self._session
         if session is not None:
             session.transcript.mark_computed = None
+            if self._conversation is not None and self._before is not None:
+                session.transcript.conversation = self._before  # the turn was not taken
         unwanted = self.given_session is None and (error is not None or not self._keep)
         if session is not None and unwanted:
             session.close()

@@ -251,7 +251,8 @@ class Scheduler:
         if seed is not None:
             draws = as_integer(seed, "seed", 0)
         elif session is not None:
-            draws = session.transcript.seed_for(generation.sampling)
+            behind = whole.ids if isinstance(whole, PlannedTurn) else whole
+            draws = session.transcript.seed_for(generation.sampling, behind)
         else:
             draws = fresh_seed()
         generation.sampling_with(draws)  # raises for an invalid seed
@@ -405,6 +406,11 @@ class Scheduler:
         for job in jobs:
             if job.completion is not None:
                 self._settle(job)
+        for job in list(self._decoding):
+            try:
+                job.catch_up()
+            except Exception as error:  # noqa: PERF203  # only this request ends
+                self._finish(job, "error", error)
 
     def _advance(self) -> list[tuple[Request, Token]]:
         self._finish_ended()

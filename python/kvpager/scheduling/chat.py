@@ -10,7 +10,7 @@ from kvpager.arguments import Integer, listed, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.scheduling.stream import Generation
-from kvpager.text.conversation import Conversation, OpenAnswer, checked_messages
+from kvpager.text.conversation import Answer, Conversation, checked_messages
 from kvpager.text.tokenizer import Message, Tokenizer
 from kvpager.text.transcript import Transcript
 from kvpager.tokens import TokenIds
@@ -21,7 +21,7 @@ MOST_NEW_TOKENS = 1024  # of an answer, where the caller names no number
 def settled(core: EngineCore, transcript: Transcript) -> Conversation:
     """The conversation with its last answer as a message, as far as it was produced."""
     conversation = transcript.conversation
-    if conversation.answer is None:  # as before nearly every prefill: the tokens need no copy
+    if not conversation.is_open:  # as before nearly every prefill: the tokens need no copy
         return conversation
     return conversation.settled(transcript.tokens, core.tokenizer)
 
@@ -87,7 +87,7 @@ def plan_turn(
         left = max(1, min(generation.max_new_tokens, limit - length))
         generation = replace(generation, max_new_tokens=left)
     core.positions.check(length + generation.max_new_tokens, "the conversation with max_new_tokens")
-    answer = OpenAnswer(length, generation.stop_strings)
+    answer = Answer(length, generation.stop_strings)
     return PlannedTurn(turn.ids, generation, Conversation(turn.messages, turn.stretches, answer))
 
 

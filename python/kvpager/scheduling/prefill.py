@@ -14,6 +14,7 @@ from kvpager.errors import (
 )
 from kvpager.execution.core import EngineCore
 from kvpager.progress import Progress, reporting
+from kvpager.scheduling.chat import settled
 from kvpager.scheduling.feed import Feed
 from kvpager.scheduling.packing import advance
 from kvpager.text.transcript import Transcript
@@ -31,6 +32,8 @@ def prefill_all(
         core.check_open(feed.transcript)
         core.positions.check(len(feed.ids), "ids")
         check_extends(feed.transcript, feed.ids)
+    for feed in feeds:  # what is added is no part of an answer
+        feed.transcript.conversation = settled(core, feed.transcript)
     total = sum(len(feed.ids) for feed in feeds)
     with reporting(progress, "prefill", total) as report:
         try:

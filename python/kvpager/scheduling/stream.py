@@ -127,7 +127,7 @@ class Generation:
         answer = None
         if self.tokenizer is not None and (as_text or self.stop_strings):
             answer = AnswerText(Detokenizer(self.tokenizer, before), self.stop_strings)
-        start = transcript.start_for(self.sampling, len(before))
+        start = transcript.start_for(self.sampling, before)
         constraint = None if self.grammar is None else self.grammar(len(before))
         processors = None
         if self.processors or constraint is not None:
@@ -135,7 +135,7 @@ class Generation:
         return Stream(
             transcript=transcript,
             sampling=self.sampling_with(seed, start),
-            remaining=self.max_new_tokens,
+            most=self.max_new_tokens,
             eos=self.eos,
             stop=self.stop,
             speculation=self.speculation() if self.speculation is not None else None,
@@ -155,12 +155,15 @@ class Stream:
     """One session's generation: the tokens it may still produce, and what ends it earlier.
 
     Attributes:
+        most: tokens it may produce in all.
+        produced: tokens so far. A token that was sampled is of the transcript; it is produced once
+            all else that is told of it is known.
         piece: the text that the last token completed, if text is wanted as it comes.
     """
 
     transcript: Transcript
     sampling: Sampling
-    remaining: int
+    most: int
     eos: frozenset[int]
     stop: tuple[tuple[int, ...], ...] = ()
     speculation: Speculation | None = None
@@ -189,6 +192,11 @@ class Stream:
         room, self.room = self.room, None
         if room is not None:
             room.release()
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still produce."""
+        return self.most - len(self.produced)
 
     @property
     def finish(self) -> FinishReason | None:
@@ -224,30 +232,59 @@ class Stream:
 
     def sample(self) -> int | GeneratedToken:
         """Samples the next token, which becomes the session's pending one."""
-        logits = self.transcript.known_logits if self.logprobs else None
-        token = self.transcript.sample(self.sampling, self.processors)
-        self.produced.append(token)
-        self.remaining -= 1
-        if self.first_token is None:
-            self.first_token = time.perf_counter()
-        if self.answer is not None:
-            self.piece = self.answer.push(token)
-            if self.finish is not None:
-                self.piece += self.answer.finish()
+        return self._take(self.transcript.sample(self.sampling, self.processors))
+
+    def sampled_before(self) -> int | GeneratedToken | None:
+        """The token that an interrupted `sample` has left pending; None if it left none.
+
+        REQUIRES: nothing but `sample` has changed the transcript since the stream began.
+        """
+        pending, count = self.transcript.pending, len(self.produced)
+        if pending is None or self.transcript.length != self.prompt_tokens + count + 1:
+            return None
+        del self.produced_logprobs[count:], self.produced_top[count:]
+        if self.answer is not None and self.tokenizer is not None:
+            answer = AnswerText(Detokenizer(self.tokenizer, self.before), self.answer.stops)
+            for token in self.produced:
+                answer.push(token)
+            self.answer = answer
+        return self._take(pending)
+
+    def token(self, index: int) -> int | GeneratedToken:
+        """A token that it has produced, as `sample` returned it."""
+        token = self.produced[index]
         if not self.logprobs:
             return token
-        assert logits is not None
-        logprob = float(np.float32(log_probability(logits, token)))
-        self.produced_logprobs.append(logprob)
-        top = top_log_probabilities(logits, self.top_logprobs) if self.top_logprobs else ()
-        if self.top_logprobs:
-            self.produced_top.append(top)
-        return GeneratedToken(token, logprob, top)
+        top = self.produced_top[index] if self.top_logprobs else ()
+        return GeneratedToken(token, self.produced_logprobs[index], top)
+
+    def _take(self, token: int) -> int | GeneratedToken:
+        """Adds a token that was sampled to what was produced, and what is told of it."""
+        made: int | GeneratedToken = token
+        if self.logprobs:
+            logits = self.transcript.known_logits
+            assert logits is not None
+            logprob = float(np.float32(log_probability(logits, token)))
+            top = top_log_probabilities(logits, self.top_logprobs) if self.top_logprobs else ()
+            self.produced_logprobs.append(logprob)
+            if self.top_logprobs:
+                self.produced_top.append(top)
+            made = GeneratedToken(token, logprob, top)
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        piece = "" if self.answer is None else self.answer.push(token)
+        self.piece = piece
+        self.produced.append(token)
+        if self.answer is not None and self.finish is not None:
+            self.piece = piece + self.answer.finish()
+        return made
 
     def result(self) -> dict[str, Any]:
         """The fields of a `Completion` that it knows, as of now."""
         text = None
         if self.answer is not None:
+            if self.finish is not None:
+                self.answer.finish()  # again, if an interrupt came before it
             text = self.answer.text
         elif self.tokenizer is not None:
             text = text_of(self.produced, self.before, self.tokenizer)

@@ -1,1 +1,1 @@
-"""An HTTP server over one engine: `kvpager serve`; needs `pip install 'kvpager[serve]'`."""
+"""An HTTP server over one engine: `kvpager serve`; needs the packages of the extra `serve`."""

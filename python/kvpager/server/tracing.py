@@ -135,8 +135,11 @@ def exported(endpoint: str | None) -> Iterator[None]:
     if endpoint is None:
         yield
         return
-    if any(not _installed(name) for name in _NEEDED):
-        raise InvalidArgumentError("otlp_endpoint needs more: pip install 'kvpager[tracing]'")
+    missing = [name for name in _NEEDED if not _installed(name)]
+    if missing:
+        raise InvalidArgumentError(
+            f"otlp_endpoint needs {', '.join(missing)}; pip install '.[tracing]' in a checkout"
+        )
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider

@@ -23,7 +23,6 @@ from kvpager.errors import (
 from kvpager.execution.core import EngineCore
 from kvpager.layout import Layout
 from kvpager.released import ReleasedText
-from kvpager.scheduling.chat import settled
 from kvpager.scheduling.prefill import prefill_all
 from kvpager.scheduling.recompute import recompute_chunk, recomputing_damage, require_repairable
 from kvpager.scheduling.trim import trim
@@ -163,9 +162,11 @@ def freeze(
     if transcript.metadata:
         values["metadata"] = transcript.metadata
     if upto == length:
-        conversation = settled(core, transcript)
+        conversation = transcript.conversation
         if conversation.messages:
-            values["conversation"] = conversation.to_json(transcript.tokens)
+            values["conversation"] = conversation.to_json(transcript.tokens, core.tokenizer)
+        if transcript.pending is None and transcript.generated_last:
+            values["goes_on"] = True
     if transcript.generation_start is not None and transcript.generation_start <= upto:
         values["generation_start"] = transcript.generation_start
     return FrozenState(

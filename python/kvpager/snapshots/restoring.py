@@ -52,7 +52,7 @@ def restore_transcript(
         core.fingerprint, snapshot.fingerprint, on_mismatch=on_mismatch, source=snapshot.path
     )
     require_salt(snapshot, tenant)
-    state = SavedState.of(snapshot, core.vocab_size)
+    state = SavedState.of(snapshot, core.vocab_size, has_text=core.tokenizer is not None)
     damage: CorruptSnapshotError | None = None
     salt = salt_of(snapshot, tenant)
     snapshot = in_layout(snapshot, core.layout, salt)
@@ -78,6 +78,7 @@ def restore_transcript(
         if damage is not None:
             _recompute_tail(core, transcript, snapshot, damage)
         transcript.set_pending(state.pending)
+        transcript.generated_last = state.goes_on
         transcript.generation_start = state.generation_start
         transcript.conversation = state.conversation
         transcript.metadata = state.metadata
@@ -93,6 +94,7 @@ class SavedState(NamedTuple):
 
     Attributes:
         pending: the pending token, if any.
+        goes_on: whether a generation goes on with the last one: see `Session.generate`.
         sampling: options of the last generation.
         generation_start: where that began; None if it was cut or there was none.
         metadata: the user's.
@@ -100,14 +102,18 @@ class SavedState(NamedTuple):
     """
 
     pending: int | None
+    goes_on: bool
     sampling: Sampling
     generation_start: int | None
     metadata: dict[str, Any]
     conversation: Conversation
 
     @classmethod
-    def of(cls, snapshot: SnapshotInfo, vocab_size: int) -> SavedState:
-        """Raises CorruptSnapshotError, UnsupportedVersionError."""
+    def of(cls, snapshot: SnapshotInfo, vocab_size: int, *, has_text: bool = True) -> SavedState:
+        """Raises CorruptSnapshotError, UnsupportedVersionError.
+
+        has_text: whether the engine has a tokenizer.
+        """
         state, path = snapshot.session, snapshot.path
         version = state.get("version", SESSION_VERSION)
         if version not in (SESSION_VERSION, RELEASED_VERSION):
@@ -119,6 +125,11 @@ class SavedState(NamedTuple):
         if pending is not None and (type(pending) is not int or not 0 <= pending < vocab_size):
             raise CorruptSnapshotError(
                 f"{path}: session.pending is {pending!r}; expected a token id below {vocab_size}"
+            )
+        goes_on = state.get("goes_on", pending is not None)
+        if type(goes_on) is not bool:
+            raise CorruptSnapshotError(
+                f"{path}: session.goes_on is {goes_on!r}; expected true or false"
             )
         start, length = state.get("generation_start"), len(snapshot.tokens) + (pending is not None)
         if start is not None and (type(start) is not int or not 0 <= start <= length):
@@ -139,7 +150,9 @@ class SavedState(NamedTuple):
         if "conversation" in state:
             last = [] if pending is None else [pending]
             text = np.append(snapshot.tokens, np.array(last, dtype=np.int32))
-            conversation = Conversation.from_json(state["conversation"], text, path)
+            conversation = Conversation.from_json(
+                state["conversation"], text, path, has_text=has_text
+            )
         try:
             options = Sampling.from_json(sampling)
         except InvalidArgumentError as error:
@@ -154,7 +167,7 @@ class SavedState(NamedTuple):
                 f"{path}: session.sampling names token id {outside[0]}; expected ids below "
                 f"{vocab_size}"
             )
-        return cls(pending, options, start, metadata, conversation)
+        return cls(pending, goes_on, options, start, metadata, conversation)
 
 
 def _without_tail(

@@ -74,4 +74,4 @@ def _with(session: str, **links: object) -> str:
         return session
     values = json.loads(session)
     kept = {name: value for name, value in values.items() if name not in (_COMPANIONS, _OWNER)}
-    return json.dumps(kept | links, sort_keys=True, separators=(",", ":"))
+    return json.dumps(kept | links, separators=(",", ":"))

@@ -67,8 +67,8 @@ class DirectoryStore:
         CapacityError: snapshots that must stay need more than byte_budget.
 
     Example:
-        >>> store = DirectoryStore("agents", byte_budget="50GiB", ttl="7d")  # doctest: +SKIP
-        >>> session.save("planner", store=store)  # doctest: +SKIP
+        >>> store = DirectoryStore("agents", byte_budget="50GiB", ttl="7d")
+        >>> session.save("planner", store=store)
     """
 
     def __init__(

@@ -20,7 +20,7 @@ def with_name(session: str, name: str) -> str:
         values = parse_section(session, name, "session")
     except CorruptSnapshotError:  # `restore` reports it
         return session
-    return json.dumps(values | {_NAME: name}, sort_keys=True, separators=(",", ":"))
+    return json.dumps(values | {_NAME: name}, separators=(",", ":"))
 
 
 def name_in(session: str, path: str) -> str | None:

@@ -12,13 +12,14 @@ class AnswerText:
     Text that may be the beginning of a stop string is held back until the next token decides.
 
     Attributes:
+        stops: the stop strings.
         stopped_by: the stop string that was found, the first in the text and among several there
             the first given; nothing follows then. None: none was.
     """
 
     def __init__(self, pieces: Detokenizer, stops: tuple[str, ...] = ()) -> None:
         self._pieces = pieces
-        self._stops = stops
+        self.stops = stops
         self._returned: list[str] = []
         self._held = ""
         self.stopped_by: str | None = None
@@ -42,11 +43,11 @@ class AnswerText:
         if self.stopped_by is not None:
             return ""
         held = self._held + piece
-        found = [stop for stop in self._stops if stop in held]
+        found = [stop for stop in self.stops if stop in held]
         if found:
             self.stopped_by, self._held = min(found, key=held.find), ""
             return self._return(held[: held.find(self.stopped_by)])
-        kept = max((overlap(held, stop) for stop in self._stops), default=0)
+        kept = max((overlap(held, stop) for stop in self.stops), default=0)
         certain, self._held = held[: len(held) - kept], held[len(held) - kept :]
         return self._return(certain)
 

@@ -31,14 +31,19 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OpenAnswer:
-    """An answer that may still grow: the session's tokens from `start` on.
+class Answer:
+    """The answer of the last turn: the session's tokens [start, end).
 
-    stops: strings that end it; what a message gets ends before them.
+    Attributes:
+        start: where the prompt ends.
+        stops: strings that end it; what a message gets ends before them.
+        end: None while it is open, and every token of the session from `start` on is of it; a
+            closed one is the last message and stretch of its conversation.
     """
 
     start: int
     stops: tuple[str, ...]
+    end: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,15 @@ class Conversation:
     """Messages and stretches of one text; immutable. A new session has none of either.
 
     Attributes:
-        messages: so far; the answer that is open is not among them.
+        messages: so far; an answer that is open is not among them.
         stretches: of the text's beginning, as the last turn left it. The session may hold other
             tokens by now.
-        answer: the answer of the last turn, until it is settled.
+        answer: of the last turn; None if it was cut away.
     """
 
     messages: tuple[Message, ...] = ()
     stretches: tuple[Stretch, ...] = ()
-    answer: OpenAnswer | None = None
+    answer: Answer | None = None
 
     def turn(
         self,
@@ -100,16 +105,20 @@ class Conversation:
         ids = np.concatenate([stretch.ids for stretch in kept])
         return Turn(tuple(messages), ids, tuple(kept))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the last answer may still grow."""
+        return self.answer is not None and self.answer.end is None
+
     def settled(self, tokens: TokenIds, tokenizer: Tokenizer | None) -> Conversation:
         """The conversation with its open answer as a message. REQUIRES: there is one.
 
-        tokens: the session's, of which the answer is the end. Without a tokenizer, if nothing was
-        produced, or if the prompt was cut since and goes on otherwise, the answer is left out.
+        tokens: the session's, of which the answer is the end. Without a tokenizer, or if nothing
+        was produced, the answer is left out.
         """
         assert self.answer is not None
         start = self.answer.start
-        prompt = np.concatenate([stretch.ids for stretch in self.stretches])
-        if tokenizer is None or len(tokens) <= start or not np.array_equal(tokens[:start], prompt):
+        if tokenizer is None or len(tokens) <= start:
             return replace(self, answer=None)
         ids, before = tokens[start:], tokens[:start]
         content = text_of(ids, before, tokenizer)
@@ -119,22 +128,55 @@ class Conversation:
         return Conversation(
             messages=(*self.messages, {"role": ASSISTANT, "content": content}),
             stretches=(*self.stretches, whole),
+            answer=replace(self.answer, end=len(tokens)),
         )
 
-    def to_json(self, tokens: TokenIds) -> dict[str, Any]:
-        """JSON values for a snapshot of `tokens`. REQUIRES: settled."""
+    def reopened(self) -> Conversation:
+        """The conversation before its last answer was closed. REQUIRES: it is."""
+        assert self.answer is not None
+        return Conversation(self.messages[:-1], self.stretches[:-1], replace(self.answer, end=None))
+
+    def cut(self, position: int) -> Conversation:
+        """The conversation of a text that was cut at `position`.
+
+        The last answer is open again if a part of it is left, or nothing but its prompt, and what
+        comes after the cut is of it. If its prompt was cut, there is none.
+        """
+        answer = self.answer
+        if answer is None or (answer.end is not None and position >= answer.end):
+            return self
+        opened = self if answer.end is None else self.reopened()
+        return opened if position >= answer.start else replace(opened, answer=None)
+
+    def to_json(self, tokens: TokenIds, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """JSON values for a snapshot of `tokens`, in which the last answer is a message."""
+        whole = self.settled(tokens, tokenizer) if self.is_open else self
         stretches, held = [], 0
-        for stretch in self.stretches:
+        for stretch in whole.stretches:
             end = held + len(stretch.ids)
             if not np.array_equal(tokens[held:end], stretch.ids):
                 break
             stretches.append([stretch.text, len(stretch.ids)])
             held = end
-        return {"messages": [dict(message) for message in self.messages], "stretches": stretches}
+        values: dict[str, Any] = {
+            "messages": [dict(message) for message in whole.messages],
+            "stretches": stretches,
+        }
+        if self.answer is not None and len(stretches) == len(whole.stretches):
+            values["answer"] = {
+                "start": self.answer.start,
+                "stops": list(self.answer.stops),
+                "open": self.is_open,
+            }
+        return values
 
     @classmethod
-    def from_json(cls, values: Any, tokens: TokenIds, path: str) -> Conversation:
+    def from_json(
+        cls, values: Any, tokens: TokenIds, path: str, *, has_text: bool = True
+    ) -> Conversation:
         """The inverse of `to_json`.
+
+        has_text: whether there is a tokenizer; without one an answer cannot be open.
 
         Raises:
             CorruptSnapshotError: the values are not what `to_json` returns for `tokens`.
@@ -154,7 +196,38 @@ class Conversation:
                 )
             stretches.append(Stretch(text, tokens[held : held + count].copy()))
             held += count
-        return cls(messages, tuple(stretches))
+        whole = cls(messages, tuple(stretches))
+        if values.get("answer") is None:
+            return whole
+        return whole._with_answer(values["answer"], tokens, path, has_text=has_text)
+
+    def _with_answer(
+        self, value: Any, tokens: TokenIds, path: str, *, has_text: bool
+    ) -> Conversation:
+        """The conversation with its last answer, as `to_json` describes it."""
+        stretches = [len(stretch.ids) for stretch in self.stretches]
+        end = sum(stretches)
+        match value:
+            case {"start": int(start), "stops": [*stops], "open": bool(is_open)} if type(
+                start
+            ) is int and all(isinstance(stop, str) and stop for stop in stops):
+                answer = Answer(start, tuple(stops))
+            case _:
+                raise CorruptSnapshotError(
+                    f"{path}: session.conversation.answer is {value!r}; expected an object with "
+                    "start (an integer), stops (texts) and open (a bool)"
+                )
+        if start == end == len(tokens) and is_open:
+            return replace(self, answer=answer)  # of which nothing was produced
+        last = self.messages[-1]["role"] if self.messages else None
+        fits = stretches and start == end - stretches[-1] and last == ASSISTANT
+        if not fits or (is_open and end != len(tokens)):
+            raise CorruptSnapshotError(
+                f"{path}: session.conversation.answer begins at {start!r}; expected the last "
+                f"stretch, and the last message, of {len(tokens)} tokens"
+            )
+        closed = replace(self, answer=replace(answer, end=end))
+        return closed.reopened() if is_open and has_text else closed
 
 
 def checked_messages(messages: Any) -> list[Message]:

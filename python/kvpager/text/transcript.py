@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from kvpager.companions import TrimCounters
 from kvpager.config import PagerConfig
 from kvpager.logits.processors import Processors
@@ -25,6 +27,9 @@ from kvpager.tokens import TokenIds
 
 MarkComputed = Callable[[int, int], object]  # (first position, number of positions)
 MakeStates = Callable[[Sequence], StateCursor | None]
+
+
+_NOWHERE = -2  # no position, and before none
 
 
 class Transcript(Cursor):
@@ -64,7 +69,9 @@ class Transcript(Cursor):
     ) -> None:
         self._owner = owner
         self.config = owner.config
-        self.sampling = sampling or Sampling(seed=fresh_seed())
+        # Options of the last generation, and the position it has come to: of its last token, or of
+        # the next one if it was interrupted before that. None: of no token, or cut away.
+        self._generation = (sampling or Sampling(seed=fresh_seed()), _NOWHERE)
         self.speculation = SpeculationStats()
         self.damage = damage or DamageHandling()
         self.tokens_computed = 0
@@ -119,10 +126,39 @@ class Transcript(Cursor):
             and (self.committed + 1) % self.config.chunk_tokens == 0
         )
 
-    def seed_for(self, sampling: Sampling) -> int:
-        """The seed of a generation that was given none: see `Session.generate`."""
+    @property
+    def sampling(self) -> Sampling:
+        """Options of the last generation; before the first, only its seed."""
+        return self._generation[0]
+
+    @sampling.setter
+    def sampling(self, sampling: Sampling) -> None:
+        self._generation = (sampling, self._generation[1])
+
+    @property
+    def generated_last(self) -> bool:
+        """Whether the text is as the last generation left it."""
+        return 0 <= self.length - self._generation[1] <= 1
+
+    @generated_last.setter
+    def generated_last(self, value: bool) -> None:
+        self._generation = (self.sampling, self.length - 1 if value else _NOWHERE)
+
+    def goes_on(self, text: TokenIds | None = None) -> bool:
+        """Whether a generation behind `text` (None: its own) goes on with the last one.
+
+        `text` is what the transcript is to hold by then. A generation that was interrupted goes on,
+        also after a save; one behind tokens that were added, or after a cut, does not.
+        """
+        if text is None or len(text) == self.length:
+            return self.generated_last and (text is None or np.array_equal(self.tokens, text))
+        cut = self.tokens[: len(text)]
+        return len(text) == self._generation[1] + 1 and np.array_equal(cut, text)
+
+    def seed_for(self, sampling: Sampling, text: TokenIds | None = None) -> int:
+        """The seed of a generation behind `text` that was given none: see `Session.generate`."""
         own = self.sampling.seed
-        return own if self.pending is not None or sampling.temperature == 0 else seed_after(own)
+        return own if sampling.temperature == 0 or self.goes_on(text) else seed_after(own)
 
     def token_at(self, position: int) -> int:
         """The committed token at a position."""
@@ -132,22 +168,21 @@ class Transcript(Cursor):
         """Holds room to grow to `total_tokens` until the reservation is released."""
         return self._reservations.reserve(total_tokens)
 
-    def start_for(self, sampling: Sampling, position: int) -> int:
-        """`Sampling.start` of a generation whose first token is at `position`.
+    def start_for(self, sampling: Sampling, text: TokenIds) -> int:
+        """`Sampling.start` of a generation behind `text`.
 
         One that goes on with an interrupted generation counts that one's tokens too, also after a
         save, as it takes over its seed.
         """
         if not sampling.counts_produced:
             return 0
-        goes_on = self.pending is not None and self.sampling.counts_produced
-        return self.sampling.start if goes_on else position
+        goes_on = self.sampling.counts_produced and self.goes_on(text)
+        return self.sampling.start if goes_on else len(text)
 
     def sample(self, sampling: Sampling, processors: Processors | None = None) -> int:
         """Samples the token after the committed ones and makes it the pending one."""
-        token = super().sample(sampling, processors)
-        self.sampling = sampling
-        return token
+        self._generation = (sampling, self.next_position)  # first: an interrupt may follow
+        return super().sample(sampling, processors)
 
     def keep_logits(self, logits: Any) -> Any:
         """`set_logits` with logits of a forward, which used the K/V held so far."""
@@ -197,6 +232,9 @@ class Transcript(Cursor):
         self._restored_left = min(self._restored_left, kept)
         if self.generation_start is not None and self.generation_start > position:
             self.generation_start = None
+        if position <= self._generation[1]:
+            self.generated_last = False
+        self.conversation = self.conversation.cut(position)
 
     def replace_sequence(
         self, sequence: Sequence, *, restored_tokens: int = 0, text: TokenIds | None = None
@@ -227,6 +265,7 @@ class Transcript(Cursor):
             self.sequence.fork(), sampling=self.sampling, damage=self.damage.for_fork()
         )
         self.copy_to(twin)
+        twin._generation = self._generation  # noqa: SLF001  # a transcript like this one
         twin.generation_start = self.generation_start
         twin.assembly = self.assembly
         twin.conversation = self.conversation

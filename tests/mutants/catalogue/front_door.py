@@ -7,6 +7,7 @@ from mutants.mutant import Mutant
 ODD = "model/test_odd_arguments.py::"
 TEXT = "model/test_text.py::"
 CHAT = "model/test_chat.py::"
+SCHEDULER = "model/test_scheduler.py::"
 SERVING = "model/test_serving.py::"
 ARGUMENTS = "python/kvpager/arguments.py"
 TOKENS = "python/kvpager/tokens.py"
@@ -182,9 +183,67 @@ FRONT_DOOR = (
         name="an-answer-begins-in-its-prompt",
         breaks="an answer whose prompt was cut is no message",
         file=CONVERSATION,
-        old=" or not np.array_equal(tokens[:start], prompt)",
-        new="",
+        old="        return opened if position >= answer.start else replace(opened, answer=None)\n",
+        new="        return opened\n",
         killers=(CHAT + "test_an_answer_whose_prompt_was_cut_is_no_message",),
+    ),
+    Mutant(
+        name="an-answer-that-was-dropped-stays",
+        breaks="an answer that is produced again replaces the old one",
+        file=CONVERSATION,
+        old="answer is None or (answer.end is not None and position >= answer.end)",
+        new="answer is None or answer.end is not None",
+        killers=(
+            CHAT + "test_an_answer_that_is_produced_again_behind_other_text_replaces_the_old_one",
+        ),
+    ),
+    Mutant(
+        name="a-saved-answer-is-closed",
+        breaks="a saved conversation goes on as one that was not saved",
+        file=CONVERSATION,
+        old="        return closed.reopened() if is_open and has_text else closed\n",
+        new="        return closed\n",
+        killers=(CHAT + "test_a_saved_conversation_goes_on_as_one_that_was_not_saved",),
+    ),
+    Mutant(
+        name="what-is-prefilled-is-of-the-answer",
+        breaks="what is prefilled behind an answer is not of it",
+        file="python/kvpager/scheduling/prefill.py",
+        old="        feed.transcript.conversation = settled(core, feed.transcript)\n",
+        new="        pass\n",
+        killers=(CHAT + "test_what_is_prefilled_behind_an_answer_is_not_of_it",),
+    ),
+    Mutant(
+        name="a-failed-turn-changes-the-conversation",
+        breaks="a turn that fails leaves the conversation as it was",
+        file="python/kvpager/session.py",
+        old="            self.transcript.conversation = before\n",
+        new="            pass\n",
+        killers=(CHAT + "test_a_turn_that_fails_leaves_the_conversation_as_it_was",),
+    ),
+    Mutant(
+        name="messages-share-what-they-hold",
+        breaks="messages are copies all the way down",
+        file="python/kvpager/session.py",
+        old="[copy.deepcopy(dict(message)) for",
+        new="[dict(message) for",
+        killers=(CHAT + "test_messages_are_copies_all_the_way_down",),
+    ),
+    Mutant(
+        name="a-snapshot-sorts-its-keys",
+        breaks="the keys of a message keep their order in a snapshot",
+        file="python/kvpager/pager/pager.py",
+        old="values, sort_keys=sort_keys,",
+        new="values, sort_keys=True,",
+        killers=(CHAT + "test_the_keys_of_a_message_keep_their_order_in_a_snapshot",),
+    ),
+    Mutant(
+        name="an-interrupted-token-is-lost",
+        breaks="a token that an interrupt comes behind is told once, and whole",
+        file="python/kvpager/requests/scheduler.py",
+        old="                job.catch_up()\n",
+        new="                pass\n",
+        killers=(SCHEDULER + "test_a_token_that_an_interrupt_comes_behind_is_told_once_and_whole",),
     ),
     Mutant(
         name="true-is-one",

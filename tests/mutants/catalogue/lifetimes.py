@@ -184,8 +184,8 @@ LIFETIMES = (
         name="new-sessions-share-a-seed",
         breaks="sessions draw differently from each other unless given a seed",
         file="python/kvpager/text/transcript.py",
-        old="        self.sampling = sampling or Sampling(seed=fresh_seed())\n",
-        new="        self.sampling = sampling or Sampling()\n",
+        old="(sampling or Sampling(seed=fresh_seed()), _NOWHERE)",
+        new="(sampling or Sampling(), _NOWHERE)",
         killers=(SEEDS + "test_sessions_draw_differently_and_record_their_seed",),
     ),
     Mutant(
@@ -200,18 +200,47 @@ LIFETIMES = (
         name="a-text-regenerated-draws-the-same",
         breaks="each generation draws afresh, in a way that its session's seed decides",
         file="python/kvpager/text/transcript.py",
-        old="        return own if self.pending is not None or sampling.temperature == 0 else "
-        "seed_after(own)\n",
-        new="        return own\n",
+        old="return own if sampling.temperature == 0 or self.goes_on(text) else seed_after(own)\n",
+        new="return own\n",
         killers=(SEEDS + "test_regenerated_text_is_another",),
     ),
     Mutant(
         name="an-interrupted-text-goes-on-with-other-draws",
         breaks="a text that was left in the middle goes on with its own draws, restored or not",
         file="python/kvpager/text/transcript.py",
-        old="        return own if self.pending is not None or sampling.temperature == 0 else "
-        "seed_after(own)\n",
-        new="        return own if sampling.temperature == 0 else seed_after(own)\n",
+        old="return own if sampling.temperature == 0 or self.goes_on(text) else seed_after(own)\n",
+        new="return own if sampling.temperature == 0 else seed_after(own)\n",
         killers=(SEEDS + "test_an_interrupted_text_goes_on_with_its_draws",),
+    ),
+    Mutant(
+        name="a-text-without-its-token-does-not-go-on",
+        breaks="a text that failed between a forward and its token goes on with its draws",
+        file="python/kvpager/text/transcript.py",
+        old="        return 0 <= self.length - self._generation[1] <= 1\n",
+        new="        return self.pending is not None\n",
+        killers=(
+            SEEDS
+            + "test_a_text_that_failed_between_a_forward_and_its_token_goes_on_with_its_draws",
+        ),
+    ),
+    Mutant(
+        name="a-request-goes-on-with-the-pending-token",
+        breaks="a request in a session is what update and generate make",
+        file="python/kvpager/text/transcript.py",
+        old="        if text is None or len(text) == self.length:\n",
+        new="        if self.pending is not None:\n            return True\n"
+        "        if text is None or len(text) == self.length:\n",
+        killers=(SEEDS + "test_a_request_in_a_session_is_what_update_and_generate_make",),
+    ),
+    Mutant(
+        name="a-snapshot-forgets-that-a-text-goes-on",
+        breaks="a text that failed between a forward and its token goes on, restored or not",
+        file="python/kvpager/snapshots/freezing.py",
+        old="        if transcript.pending is None and transcript.generated_last:\n",
+        new="        if False:\n",
+        killers=(
+            SEEDS
+            + "test_a_text_that_failed_between_a_forward_and_its_token_goes_on_with_its_draws",
+        ),
     ),
 )

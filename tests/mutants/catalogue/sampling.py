@@ -124,8 +124,8 @@ SAMPLING = (
         name="going-on-counts-anew",
         breaks="a generation that goes on counts the tokens of the interrupted one",
         file="python/kvpager/text/transcript.py",
-        old="return self.sampling.start if goes_on else position",
-        new="return position",
+        old="return self.sampling.start if goes_on else len(text)",
+        new="return len(text)",
         killers=(
             OPTIONS + "test_a_text_that_was_interrupted_goes_on_as_if_it_was_not[sampled-9-None]",
         ),
