@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from kvpager._version import __version__
 
 if TYPE_CHECKING:
-    from kvpager.config import Dense, PagerConfig, PagerOptions, TopK
+    from kvpager.config import Dense, PagerConfig, PagerOptions, TopK, Window
     from kvpager.engine import Engine
     from kvpager.errors import (
         CapacityError,
@@ -87,6 +87,7 @@ _HOME = {
     "TopK": "kvpager.config",
     "UnsupportedModelError": "kvpager.errors",
     "UnsupportedVersionError": "kvpager.errors",
+    "Window": "kvpager.config",
     "open_snapshot": "kvpager.pager",
 }
 _SUBMODULES = frozenset(
@@ -150,6 +151,7 @@ __all__ = [
     "TopK",
     "UnsupportedModelError",
     "UnsupportedVersionError",
+    "Window",
     "__version__",
     "open_snapshot",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from collections.abc import Container, Iterable
@@ -20,6 +21,19 @@ _Value = TypeVar("_Value")
 def refusal(field: str, value: object, expected: str) -> InvalidArgumentError:
     """The error about an argument's value."""
     return InvalidArgumentError(f"{field} is {value!r}; expected {expected}")
+
+
+def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises InvalidArgumentError for the first name that is not known, with the closest one.
+
+    what: has the options, for the message.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+            raise InvalidArgumentError(f"{what} has no option {name!r}; {hint}")
 
 
 def integer_of(value: object) -> int | None:

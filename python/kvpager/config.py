@@ -7,7 +7,6 @@ value and what was expected.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypedDict
 
-from kvpager.arguments import is_one_of, listed, refusal
+from kvpager.arguments import check_names, is_one_of, listed, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.option_table import (
     AUTO,
@@ -440,11 +439,6 @@ class PagerConfig(Validated):
         """Chunks the resident pool holds. Raises InvalidArgumentError as `pool_size`."""
         return self.pool_size // self.chunk_tokens
 
-    @property
-    def host_budget(self) -> int:
-        """`host_bytes` in bytes, "auto" resolved for this machine and the CPU."""
-        return self.host_budget_on("cpu")
-
     def host_budget_on(self, device: str) -> int:
         """`host_bytes` in bytes, for a kind of device: "cpu", "cuda" or "shim"."""
         if self.host_bytes != "auto":
@@ -514,11 +508,7 @@ def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
         InvalidArgumentError: names the unknown option and the closest known one.
     """
     names = [field.name for field in dataclasses.fields(PagerConfig)]
-    for given in options:
-        if given not in names:
-            close = difflib.get_close_matches(given, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join(names)
-            raise InvalidArgumentError(f"PagerConfig has no option {given!r}; {hint}")
+    check_names("PagerConfig", options, names)
     return dict(options)
 
 

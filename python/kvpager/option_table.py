@@ -14,10 +14,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from kvpager.arguments import as_flag, integer_of, is_finite, is_integer, is_one_of, refusal
+from kvpager.arguments import (
+    as_flag,
+    check_names,
+    integer_of,
+    is_finite,
+    is_integer,
+    is_one_of,
+    refusal,
+)
 from kvpager.paths import usable_path
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 AUTO: Final = "auto"
 
@@ -61,6 +72,11 @@ def parse_bytes(field: str, value: object) -> int:
 
 class Validated:
     """Passes every field through its parser once, when the object is made."""
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Raises InvalidArgumentError for a name that is no option."""
+        check_names(cls.__name__, given, [one.name for one in dataclasses.fields(cls)])  # type: ignore[arg-type]
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]

@@ -96,21 +96,25 @@ class Session:
     @property
     def committed(self) -> int:
         """Tokens of the session whose K/V the pager holds."""
+        self._check_open()
         return self.transcript.committed
 
     @property
     def pending(self) -> int | None:
         """The token sampled last, if no forward has computed its K/V yet."""
+        self._check_open()
         return self.transcript.pending
 
     @property
     def tokens(self) -> TokenIds:
         """All token ids [length] int32, the pending one included; a copy."""
+        self._check_open()
         return self.transcript.tokens
 
     @property
     def length(self) -> int:
         """Number of tokens, the pending one included."""
+        self._check_open()
         return self.transcript.length
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -153,9 +154,11 @@ def test_small_row_counts_that_are_not_below_the_most_rows_are_refused(options, 
 
 def test_auto_budgets_follow_the_machine():
     config = PagerConfig(pool_tokens=2048)
-    assert config.host_budget == physical_memory() // 4
+    assert config.host_budget_on("cpu") == physical_memory() // 4
     assert config.summary_budget == AUTO_BYTES
-    assert PagerConfig(pool_tokens=2048, host_bytes=0, summary_bytes="1MiB").host_budget == 0
+    assert (
+        PagerConfig(pool_tokens=2048, host_bytes=0, summary_bytes="1MiB").host_budget_on("cpu") == 0
+    )
 
 
 def test_a_copy_changes_what_is_named_and_suggests_names():
@@ -184,3 +187,20 @@ def test_a_selection_has_one_description_without_its_scorer():
     b = TopK(chunks=4, always=((0, 32), (64, 128)), scorer="mean")
     assert describe_selection(a) == describe_selection(b)
     assert describe_selection(a) != describe_selection(TopK(chunks=5))
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (
+            lambda: PagerConfig(pool_token=512),
+            "PagerConfig has no option 'pool_token'; did you mean p",
+        ),
+        (lambda: TopK(4, sink=1), "TopK has no option 'sink'; did you mean sinks"),
+        (lambda: Window(recant=1), "Window has no option 'recant'; did you mean recent"),
+        (lambda: Dense(chunks=1), "Dense has no option 'chunks'; known: "),
+    ],
+)
+def test_a_misspelt_option_is_named_with_the_closest_one(make, hint):
+    with pytest.raises(InvalidArgumentError, match=re.escape(hint)):
+        make()

@@ -7,6 +7,7 @@ import gc
 import platform
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -402,8 +403,19 @@ def test_closed_sessions_and_engines_say_so(model):
     other = engine.session()
     session.close()
     session.close()
-    with pytest.raises(InvalidArgumentError, match="session is closed"):
-        session.append([3])
+    told = ["tokens", "length", "committed", "pending", "logits", "messages"]
+    calls = [
+        *(partial(getattr, session, name) for name in told),
+        lambda: session.append([3]),
+        lambda: session.generate(3),
+        lambda: session.trim(0),
+        lambda: session.pin(0, 1),
+        session.fork,
+        session.ledger,
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match="session is closed"):
+            call()
     engine.close()
     engine.close()
     assert other.closed

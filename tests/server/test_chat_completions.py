@@ -181,7 +181,8 @@ def test_the_end_token_can_be_ignored(server):
         ("session_id", "../etc", "session_id", "pattern"),
         ("top_logprobs", 3, "top_logprobs", "logprobs: true"),
         ("stream_options", {"include_usage": True}, "stream_options", "with stream"),
-        ("chat_template_kwarg", {}, "chat_template_kwarg", "not supported"),
+        ("chat_template_kwarg", {}, "chat_template_kwarg", "mean chat_template_kwargs"),
+        ("max_token", 5, "max_token", "did you mean max_tokens?"),
     ],
 )
 def test_what_cannot_be_done_is_a_400_that_names_the_field(server, field, value, param, says):

@@ -46,12 +46,22 @@ def add(commands: Any, common: Parser) -> None:
     )
     add_model_options(parser, default="the shipped retrieval model")
     group = parser.add_argument_group("conversation")
-    group.add_argument("--context", type=positive, default=32768, metavar="TOKENS")
     group.add_argument(
-        "--needles", type=positive, default=16, metavar="N", help="questions, over all turns"
+        "--context", type=positive, default=32768, metavar="TOKENS", help="default: 32768"
     )
-    group.add_argument("--turns", type=positive, default=3, metavar="N", help="2 or more")
-    group.add_argument("--seed", type=natural, default=0, metavar="N")
+    group.add_argument(
+        "--needles",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="questions, over all turns; default: 16",
+    )
+    group.add_argument(
+        "--turns", type=positive, default=3, metavar="N", help="2 or more; default: 3"
+    )
+    group.add_argument(
+        "--seed", type=natural, default=0, metavar="N", help="of the document; default: 0"
+    )
     add_pager_options(parser, _DEFAULTS, ALIASES)
     parser.set_defaults(run=run, parser=parser)
 

@@ -49,7 +49,12 @@ DRAFT = PROPOSERS[1]
 def add(commands: Any, common: Parser) -> None:
     """Adds the command."""
     parser = commands.add_parser(
-        "generate", parents=[common], help="continue a prompt, or a saved session"
+        "generate",
+        parents=[common],
+        help="continue a prompt, or a saved session",
+        description="Continues a prompt, or a session that was saved with --save, and prints what "
+        "came of it. A restored session is not prefilled again, and has the bits of one that was "
+        "never saved.",
     )
     add_model_options(parser, default="none: it has to be given")
     prompt = add_prompt_options(
@@ -76,7 +81,9 @@ def add(commands: Any, common: Parser) -> None:
 
 def _add_generation_options(parser: Parser) -> None:
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
+    sampling.add_argument(
+        "--max-new-tokens", type=positive, default=64, metavar="N", help="default: 64"
+    )
     sampling.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 (default): greedy"
     )

@@ -14,7 +14,11 @@ from kvpager.cli.parser import Parser
 def add(commands: Any, common: Parser) -> None:
     """Adds the command."""
     parser = commands.add_parser(
-        "info", parents=[common], help="versions, instruction set, devices, memory, scorers"
+        "info",
+        parents=[common],
+        help="versions, instruction set, devices, memory, scorers",
+        description="Tells what this installation can use: versions, the processor's instruction "
+        "set, devices, memory and scorers.",
     )
     parser.set_defaults(run=run, parser=parser)
 

@@ -19,6 +19,7 @@ from kvpager.cli.parser import suggestion
 from kvpager.option_table import Option
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_ONE_OF = "one of "  # of an option that is one of some words
 _DEST = "option_"  # keeps these apart from a command's own arguments
 
 
@@ -53,9 +54,9 @@ def add_options(
     """
     for option in options:
         default = defaults.get(option.name, option.default)
-        shown = "" if default is dataclasses.MISSING else f"; default {default}"
-        text = f"{option.help} ({option.accepts}{shown}) [{variable_of(option.name)}]"
-        kind: dict[str, Any] = {"metavar": option.name.rsplit("_", 1)[-1].upper()}
+        shown = "" if default is dataclasses.MISSING else f"; default {_shown(default)}"
+        text = f"{option.help} ({_accepts(option)}{shown}) [{variable_of(option.name)}]"
+        kind: dict[str, Any] = {"metavar": _metavar(option)}
         if option.type == "bool":
             kind = {"action": argparse.BooleanOptionalAction}
         group.add_argument(
@@ -66,6 +67,29 @@ def add_options(
             help=text.replace("%", "%%"),
             **kind,
         )
+
+
+def _metavar(option: Option) -> str:
+    """What stands for the value: its words, a file, a folder, or the last part of its name."""
+    if option.accepts.startswith(_ONE_OF):
+        return "{" + option.accepts.removeprefix(_ONE_OF).replace("'", "").replace(" ", "") + "}"
+    for kind, said in (("folder", "DIR"), ("file", "FILE")):
+        if kind in option.accepts or option.help.startswith(kind):
+            return said
+    return option.name.rsplit("_", 1)[-1].upper()
+
+
+def _accepts(option: Option) -> str:
+    """What it accepts, as a command line spells it."""
+    if option.type.startswith("tuple[tuple"):
+        return f"{option.accepts}, such as 0:500,900:1000"
+    if "tuple[int" in option.type:
+        return f"{option.accepts}, such as 4,16"
+    return option.accepts
+
+
+def _shown(default: object) -> object:
+    return "none" if default in (None, ()) else default
 
 
 def given(args: argparse.Namespace, name: str) -> Any:

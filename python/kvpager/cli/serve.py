@@ -52,6 +52,8 @@ def add(commands: Any, common: Parser) -> None:
         "serve",
         parents=[common],
         help="an OpenAI-compatible server whose conversations survive restarts",
+        description="Serves one model over HTTP: OpenAI's chat completions, completions and "
+        "responses, Anthropic's messages, and sessions by name.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -37,7 +37,6 @@ def begin_streams(
     if len(set(transcripts)) != len(transcripts):
         raise InvalidArgumentError("a session is named twice; expected each once")
     generation = Generation.checked(core, max_new_tokens, options, logprobs=logprobs)
-    seeds = seeds_of(seed, [one.seed_for(generation.sampling) for one in transcripts])
     for transcript in transcripts:
         core.check_open(transcript)
         if not transcript.length:
@@ -45,6 +44,7 @@ def begin_streams(
         core.positions.check(
             transcript.length + generation.max_new_tokens, "the text with max_new_tokens"
         )
+    seeds = seeds_of(seed, [one.seed_for(generation.sampling) for one in transcripts])
     streams = [
         generation.stream(one, its_seed, one.tokens, as_text=as_text)
         for one, its_seed in zip(transcripts, seeds)

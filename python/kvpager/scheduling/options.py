@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, SupportsIndex, TypeAlias, TypedDict
 
-from kvpager.arguments import Integer, as_integer, listed, refusal
+from kvpager.arguments import Integer, as_integer, check_names, listed, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.grammar import Grammar
 from kvpager.logits.arguments import Number
@@ -130,11 +129,7 @@ def with_defaults(options: Mapping[str, Any], model: Any, *beside: str) -> Chose
     refused.
     """
     unknown = sorted(options.keys() - DEFAULTS.keys())
-    if unknown:
-        known = [*DEFAULTS, *beside]
-        close = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-        raise InvalidArgumentError(f"generate has no option {unknown[0]!r}; {hint}")
+    check_names("generate", unknown[:1], [*DEFAULTS, *beside])
     config = options.get("generation_config")
     asked = {} if config is None else options_of(config, model)
     chosen: Any = {"max_new_tokens": None, **DEFAULTS, **asked, **options}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -80,7 +81,9 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await told(request, of_validation(error, request.headers.get("content-type")))
+        known = _fields_of(request)
+        given = request.headers.get("content-type")
+        return await told(request, of_validation(error, given, known))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -101,15 +104,25 @@ def _handle_errors(app: FastAPI) -> None:
         return await told(request, errors.of(error))
 
 
-def of_validation(error: RequestValidationError, content_type: str | None) -> ApiError:
-    """400 about the first field that was refused, of a body of this type."""
+def _fields_of(request: Request) -> tuple[str, ...]:
+    """The fields that the body of a request may have."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    model = getattr(getattr(body, "field_info", None), "annotation", None)
+    return tuple(getattr(model, "model_fields", ()))
+
+
+def of_validation(
+    error: RequestValidationError, content_type: str | None, known: tuple[str, ...] = ()
+) -> ApiError:
+    """400 about the first field that was refused, of a body of this type with `known` fields."""
     first = error.errors()[0]
     if tuple(first["loc"]) == ("body",) and isinstance(first.get("input"), (bytes, str)):
         given = "missing" if content_type is None else repr(content_type)
         return errors.bad_request(f"content-type is {given}; expected 'application/json'")
     name = _path(first["loc"])
     if first["type"] == "extra_forbidden":
-        return errors.unsupported(name)
+        close = difflib.get_close_matches(name, known, n=1)
+        return errors.unsupported(name, f"did you mean {close[0]}?" if close else "")
     if first["type"] == "json_invalid":
         return errors.bad_request(f"the body is no JSON: {first['ctx']['error']}")
     given = first.get("input")

@@ -242,11 +242,11 @@ class Conversations:
                 self.store.delete(name, force=True)
             except StorageError:
                 if not known and not self.has(name):
-                    raise not_found("conversation", name, "id") from None
+                    raise not_found("session", name, "id", "session_not_found") from None
                 if not known:
                     raise
         elif not known:
-            raise not_found("conversation", name, "id")
+            raise not_found("session", name, "id", "session_not_found")
 
     def notes(self, name: str) -> dict[str, Any]:
         """What was saved with a conversation, without restoring it. Raises ApiError 404."""
@@ -346,7 +346,7 @@ class Conversations:
                 pass
             except PagerError:
                 raise
-        raise not_found("conversation", name, "id")
+        raise not_found("session", name, "id", "session_not_found")
 
     def _touch(self, name: str, kept: Kept) -> None:
         kept.used = time.time()

@@ -129,10 +129,6 @@ class Service:
         """A tenant's conversations."""
         return self._conversations[tenant.name]
 
-    def all_conversations(self) -> list[Conversations]:
-        """Those of every tenant."""
-        return list(self._conversations.values())
-
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for another model's name."""
         if name is not None and name not in self.names:
