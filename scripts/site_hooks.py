@@ -26,7 +26,8 @@ _LINK = re.compile(r"(!?\[[^\]\n]*\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 def on_config(config: Any) -> Any:
     """Adds the decisions to the navigation, in their order."""
-    decisions = sorted(path.name for path in (ROOT / "docs" / "adr").glob("*.md"))
+    names = (path.name for path in (ROOT / "docs" / "adr").glob("*.md"))
+    decisions = sorted(names, key=lambda name: (name != "README.md", name))
     for part in config.nav:
         if "Explanation" in part:
             part["Explanation"].append({"Decisions": [f"adr/{name}" for name in decisions]})

@@ -427,49 +427,68 @@ py::typing::List<py::bytes> bytes_of_each(const std::vector<Name>& names) {
 void bind_pager(py::module_& m) {
   py::class_<ChunkInfo>(m, "ChunkInfo",
                         "What the ledger says of one chunk of one sequence; a copy.")
-      .def_readonly("chunk", &ChunkInfo::chunk)
-      .def_readonly("start", &ChunkInfo::start)
-      .def_readonly("stop", &ChunkInfo::stop)
-      .def_readonly("sealed", &ChunkInfo::sealed)
-      .def_property_readonly("resident",
-                             [](const ChunkInfo& c) { return (c.tiers & kTierResident) != 0; })
-      .def_property_readonly("on_host",
-                             [](const ChunkInfo& c) { return (c.tiers & kTierHost) != 0; })
-      .def_property_readonly("on_disk",
-                             [](const ChunkInfo& c) { return (c.tiers & kTierDisk) != 0; })
-      .def_property_readonly("in_snapshot",
-                             [](const ChunkInfo& c) { return (c.tiers & kTierSnapshot) != 0; })
-      .def_readonly("released", &ChunkInfo::released)
-      .def_readonly("damaged", &ChunkInfo::damaged)
-      .def_readwrite("checkpoint", &ChunkInfo::checkpoint)
-      .def_property_readonly("block",
-                             [](const ChunkInfo& c) -> std::optional<int32_t> {
-                               if (c.block.value() < 0) return std::nullopt;
-                               return c.block.value();
-                             })
-      .def_property_readonly("k_dtype", [](const ChunkInfo& c) { return dtype_name(c.k_dtype); })
-      .def_property_readonly("v_dtype", [](const ChunkInfo& c) { return dtype_name(c.v_dtype); })
-      .def_property_readonly("provenance",
-                             [](const ChunkInfo& c) { return provenance_name(c.provenance); })
-      .def_property_readonly("chain_hash",
-                             [](const ChunkInfo& c) {
-                               std::string text;
-                               const auto& words = c.chain_hash.words;
-                               const auto* bytes =
-                                   reinterpret_cast<const unsigned char*>(words.data());
-                               for (size_t i = 0; i < sizeof words; ++i) {
-                                 for (const int digit : {bytes[i] >> 4, bytes[i] & 15}) {
-                                   text += "0123456789abcdef"[digit];
-                                 }
-                               }
-                               return text;
-                             })
-      .def_readonly("references", &ChunkInfo::references)
-      .def_readonly("pins", &ChunkInfo::pins)
-      .def_readonly("qk_score", &ChunkInfo::qk_score)
-      .def_readonly("last_use", &ChunkInfo::last_use)
-      .def_readonly("selected", &ChunkInfo::selected)
-      .def_readonly("recalled", &ChunkInfo::recalled)
+      .def_readonly("chunk", &ChunkInfo::chunk,
+                    "Logical index, from 0; its positions are [start, stop).")
+      .def_readonly("start", &ChunkInfo::start, "Its first position.")
+      .def_readonly("stop", &ChunkInfo::stop, "The position after its last one.")
+      .def_readonly("sealed", &ChunkInfo::sealed,
+                    "Whether all its positions are written, so that it never changes again.")
+      .def_property_readonly(
+          "resident", [](const ChunkInfo& c) { return (c.tiers & kTierResident) != 0; },
+          "Whether it is in the pool.")
+      .def_property_readonly(
+          "on_host", [](const ChunkInfo& c) { return (c.tiers & kTierHost) != 0; },
+          "Whether host memory has it.")
+      .def_property_readonly(
+          "on_disk", [](const ChunkInfo& c) { return (c.tiers & kTierDisk) != 0; },
+          "Whether the disk tier has it.")
+      .def_property_readonly(
+          "in_snapshot", [](const ChunkInfo& c) { return (c.tiers & kTierSnapshot) != 0; },
+          "Whether an open snapshot has it.")
+      .def_readonly("released", &ChunkInfo::released,
+                    "Whether it is behind a window, and has no bytes any more.")
+      .def_readonly(
+          "damaged", &ChunkInfo::damaged,
+          "Whether its bytes on disk, or in the snapshot, are not those that were put there.")
+      .def_readwrite("checkpoint", &ChunkInfo::checkpoint,
+                     "Whether recurrent states are kept for its end.")
+      .def_property_readonly(
+          "block",
+          [](const ChunkInfo& c) -> std::optional<int32_t> {
+            if (c.block.value() < 0) return std::nullopt;
+            return c.block.value();
+          },
+          "Its block of the pool; None while it is not resident.")
+      .def_property_readonly(
+          "k_dtype", [](const ChunkInfo& c) { return dtype_name(c.k_dtype); }, "Dtype of its keys.")
+      .def_property_readonly(
+          "v_dtype", [](const ChunkInfo& c) { return dtype_name(c.v_dtype); },
+          "Dtype of its values.")
+      .def_property_readonly(
+          "provenance", [](const ChunkInfo& c) { return provenance_name(c.provenance); },
+          "\"exact\", \"decode\" or \"approximate\".")
+      .def_property_readonly(
+          "chain_hash",
+          [](const ChunkInfo& c) {
+            std::string text;
+            const auto& words = c.chain_hash.words;
+            const auto* bytes = reinterpret_cast<const unsigned char*>(words.data());
+            for (size_t i = 0; i < sizeof words; ++i) {
+              for (const int digit : {bytes[i] >> 4, bytes[i] & 15}) {
+                text += "0123456789abcdef"[digit];
+              }
+            }
+            return text;
+          },
+          "Its name in hex, by which stores find it; zeros while it is unsealed.")
+      .def_readonly("references", &ChunkInfo::references, "Sequences that use this record.")
+      .def_readonly("pins", &ChunkInfo::pins, "Pins of this sequence that hold it.")
+      .def_readonly("qk_score", &ChunkInfo::qk_score,
+                    "Moving average of its share of attention mass, 0 to 1; with dense attention "
+                    "that of one layer.")
+      .def_readonly("last_use", &ChunkInfo::last_use, "Number of the last forward that read it.")
+      .def_readonly("selected", &ChunkInfo::selected, "Forwards of this sequence that read it.")
+      .def_readonly("recalled", &ChunkInfo::recalled, "Times it was loaded back into the pool.")
       .def("__repr__", [](const ChunkInfo& c) {
         return str("ChunkInfo(chunk=", c.chunk, ", positions=[", c.start, ", ", c.stop, "), ",
                    c.released ? "released"

@@ -116,14 +116,14 @@ int64_t Snapshots::freezable_length(const Sequence& source, int64_t upto) const 
   const int64_t length = upto < 0 ? source.length : upto;
   if (length < 1 || length > source.length) {
     throw InvalidArgumentError(str("upto: ", upto, ", expected 1 to ", source.length,
-                                   ", the positions this sequence holds, or -1 for all"));
+                                   ", the positions this sequence holds"));
   }
   const int64_t earliest = sequences_.earliest_trim(source);
   if (length < earliest) {
-    throw InvalidArgumentError(str(
-        "upto: ", upto, " of sequence ", source.id.value(), ", whose positions [0, ",
-        source.released * layout_.chunk_tokens, ") were let go behind the window of ",
-        options_.window, " tokens; expected ", earliest, " to ", source.length, ", or -1 for all"));
+    throw InvalidArgumentError(str("upto: ", upto, " of sequence ", source.id.value(),
+                                   ", whose positions [0, ", source.released * layout_.chunk_tokens,
+                                   ") were let go behind the window of ", options_.window,
+                                   " tokens; expected ", earliest, " to ", source.length));
   }
   return length;
 }

@@ -263,7 +263,7 @@ int64_t length_to_restore(const SnapshotReader& reader, const PagerOptions& opti
   if (upto > saved || (upto > 0 && upto < earliest)) {
     throw InvalidArgumentError(str("upto: ", upto, ", expected ", earliest == 0 ? "" : "0 or ",
                                    earliest, " to ", saved, ", the positions that ", reader.path(),
-                                   " can serve, or -1 for all"));
+                                   " can serve"));
   }
   return (upto < 0 ? saved : upto) - released;
 }

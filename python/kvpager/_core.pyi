@@ -496,51 +496,119 @@ class ChunkInfo:
     """
     What the ledger says of one chunk of one sequence; a copy.
     """
-
-    checkpoint: bool
     def __repr__(self) -> str: ...
     @property
-    def block(self) -> int | None: ...
+    def block(self) -> int | None:
+        """
+        Its block of the pool; None while it is not resident.
+        """
     @property
-    def chain_hash(self) -> str: ...
+    def chain_hash(self) -> str:
+        """
+        Its name in hex, by which stores find it; zeros while it is unsealed.
+        """
     @property
-    def chunk(self) -> int: ...
+    def checkpoint(self) -> bool:
+        """
+        Whether recurrent states are kept for its end.
+        """
+    @checkpoint.setter
+    def checkpoint(self, arg0: bool) -> None: ...
     @property
-    def damaged(self) -> bool: ...
+    def chunk(self) -> int:
+        """
+        Logical index, from 0; its positions are [start, stop).
+        """
     @property
-    def in_snapshot(self) -> bool: ...
+    def damaged(self) -> bool:
+        """
+        Whether its bytes on disk, or in the snapshot, are not those that were put there.
+        """
     @property
-    def k_dtype(self) -> str: ...
+    def in_snapshot(self) -> bool:
+        """
+        Whether an open snapshot has it.
+        """
     @property
-    def last_use(self) -> int: ...
+    def k_dtype(self) -> str:
+        """
+        Dtype of its keys.
+        """
     @property
-    def on_disk(self) -> bool: ...
+    def last_use(self) -> int:
+        """
+        Number of the last forward that read it.
+        """
     @property
-    def on_host(self) -> bool: ...
+    def on_disk(self) -> bool:
+        """
+        Whether the disk tier has it.
+        """
     @property
-    def pins(self) -> int: ...
+    def on_host(self) -> bool:
+        """
+        Whether host memory has it.
+        """
     @property
-    def provenance(self) -> str: ...
+    def pins(self) -> int:
+        """
+        Pins of this sequence that hold it.
+        """
     @property
-    def qk_score(self) -> float: ...
+    def provenance(self) -> str:
+        """
+        "exact", "decode" or "approximate".
+        """
     @property
-    def recalled(self) -> int: ...
+    def qk_score(self) -> float:
+        """
+        Moving average of its share of attention mass, 0 to 1; with dense attention that of one layer.
+        """
     @property
-    def references(self) -> int: ...
+    def recalled(self) -> int:
+        """
+        Times it was loaded back into the pool.
+        """
     @property
-    def released(self) -> bool: ...
+    def references(self) -> int:
+        """
+        Sequences that use this record.
+        """
     @property
-    def resident(self) -> bool: ...
+    def released(self) -> bool:
+        """
+        Whether it is behind a window, and has no bytes any more.
+        """
     @property
-    def sealed(self) -> bool: ...
+    def resident(self) -> bool:
+        """
+        Whether it is in the pool.
+        """
     @property
-    def selected(self) -> int: ...
+    def sealed(self) -> bool:
+        """
+        Whether all its positions are written, so that it never changes again.
+        """
     @property
-    def start(self) -> int: ...
+    def selected(self) -> int:
+        """
+        Forwards of this sequence that read it.
+        """
     @property
-    def stop(self) -> int: ...
+    def start(self) -> int:
+        """
+        Its first position.
+        """
     @property
-    def v_dtype(self) -> str: ...
+    def stop(self) -> int:
+        """
+        The position after its last one.
+        """
+    @property
+    def v_dtype(self) -> str:
+        """
+        Dtype of its values.
+        """
 
 class Pager:
     """

@@ -166,6 +166,8 @@ class Engine:
             core.config.chunk_tokens,
         )
 
+    _is_draft = False  # of another engine, which closes it
+
     def _serve(self, core: EngineCore) -> None:
         self.core = core  # the runtime works on it
         self.segments = Segments(core)
@@ -244,6 +246,7 @@ class Engine:
             return None
         engine = object.__new__(Engine)
         engine._serve(self.core.drafter.core)
+        engine._is_draft = True
         return engine
 
     def session(self, *, salt: str | None = None, store: SnapshotStore | None = None) -> Session:
@@ -688,11 +691,16 @@ class Engine:
 
         Raises:
             InvalidArgumentError: called inside a forward (from a hook or a proposer) or from the
-                progress callback of a save, which it would wait for.
+                progress callback of a save, which it would wait for; or it is another engine's
+                draft.
         """
         core = self.core
         if core.made_in.forked:
             return
+        if self._is_draft and not core.closed:
+            raise InvalidArgumentError(
+                "close: this is the draft of another engine, which closes it; close that one"
+            )
         core.check_can_close()
         if core.drafter is not None:
             core.drafter.core.check_can_close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from kvpager.errors import InvalidArgumentError
+from kvpager.arguments import refusal
 
 Progress: TypeAlias = Callable[[int, int], object] | bool | None
 
@@ -36,11 +37,23 @@ def reporting_bytes(progress: Progress, label: str) -> Iterator[Callable[[int, i
 
 
 def check_progress(progress: Progress) -> None:
-    """Raises InvalidArgumentError unless it is True, False, None or callable."""
-    if not isinstance(progress, bool) and progress is not None and not callable(progress):
-        raise InvalidArgumentError(
-            f"progress is {progress!r}; expected True, None or a callable (done, total)"
-        )
+    """Raises InvalidArgumentError unless it is True, False, None, or takes two numbers."""
+    if progress is None or isinstance(progress, bool):
+        return
+    if not callable(progress) or not _takes_two(progress):
+        raise refusal("progress", progress, "True, None or a callable (done, total)")
+
+
+def _takes_two(call: Callable[..., object]) -> bool:
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # some builtins have none
+        return True
+    try:
+        signature.bind(0, 0)
+    except TypeError:
+        return False
+    return True
 
 
 @contextmanager

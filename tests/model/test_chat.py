@@ -397,6 +397,14 @@ def test_tools_and_further_arguments_reach_the_template(engine: Engine, tokenize
     assert prompt.endswith("<think>")
 
 
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "return_dict"])
+def test_an_argument_that_is_not_the_templates_is_refused_by_name(
+    engine: Engine, name: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"chat_template_kwargs has '{name}'"):
+        engine.session().chat("Hello", 3, chat_template_kwargs={name: True})
+
+
 def test_an_answer_is_long_enough_by_default_and_ends_with_the_positions(engine: Engine) -> None:
     limit = engine.core.positions.most
     assert limit == 4096

@@ -312,3 +312,17 @@ def test_what_a_guess_costs_is_by_default_told_from_the_parameters(model):
         assert 0.3 < engine.core.drafter.guess_cost < 0.5  # one layer of three, and the head
     with make_engine(model, draft=DraftModel(model, guess_cost=0.25)) as engine:
         assert engine.core.drafter.guess_cost == 0.25
+
+
+def test_a_draft_is_closed_with_its_engine_and_not_before(model, closing):
+    engine = closing(make_engine(model, draft=DraftModel(model)))
+    with pytest.raises(InvalidArgumentError, match="the draft of another engine"):
+        engine.draft.close()
+    session = engine.session()
+    session.prefill(prompt(20))
+    session.generate(8, speculate="draft", eos=None)
+    session.trim(10)
+    draft = engine.draft
+    engine.close()
+    assert draft.closed
+    draft.close()

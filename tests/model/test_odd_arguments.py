@@ -42,7 +42,15 @@ def odd() -> list[Any]:
         *(integers, torch.tensor([1.5]), torch.tensor(3), integers.to_sparse()),
         *(integers.to("meta"), torch.zeros(3, device="meta")),
     ]
-    others = [object(), ValueError("x"), iter([1]), (one for one in ["a"]), range(3)]
+    others = [
+        object(),
+        ValueError("x"),
+        lambda: None,
+        lambda one: one,
+        iter([1]),
+        (one for one in ["a"]),
+        range(3),
+    ]
     return plain + arrays + others
 
 

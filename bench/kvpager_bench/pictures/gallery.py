@@ -134,7 +134,7 @@ PICTURES = (
         speed.draw_packing,
         "Generated tokens per second against the number of sessions.",
         "Prompts of {mixed_tokens[0]} to {mixed_tokens[1]} tokens, forwards of {rows} rows; the "
-        "bits of a session do not depend on its company.",
+        "bits of a session do not depend on the others in its forwards.",
     ),
     Picture(
         "segments",

@@ -116,22 +116,18 @@ class Runner:
             start = time.perf_counter()
             rows = self.count(batch)
             positions, tokens = batch.positions[:rows], batch.tokens[:rows]
-            graphs = self._graphs_for(batch, rows)
+            graphs, after = self._graphs_for(batch, rows), None
             if graphs is not None:
                 graphs.prepare(rows, self.unchanged.check_model)
             with self._begin(batch, rows) as forward:
                 self._give(forward, batch)
                 try:
-                    replayed = None
+                    hidden = None
                     if graphs is not None:
                         given = torch.from_numpy(tokens), torch.from_numpy(positions)
-                        replayed = graphs.run(forward, *given)
-                    if replayed is not None:
-                        hidden = replayed
-                    elif self._recurrence is None:
-                        hidden = self._packed(forward, tokens, positions)
-                    else:
-                        hidden, after = self._from_state(forward, batch, tokens, positions)
+                        hidden = graphs.run(forward, *given)
+                    if hidden is None:
+                        hidden, after = self._hidden(forward, batch, tokens, positions)
                     self.attention_seconds += forward.attend_seconds
                     head_start = time.perf_counter()
                     arriving = self._to_host(self._logits(hidden, batch.wanted))
@@ -144,7 +140,7 @@ class Runner:
                     accepted = None if batch.accept is None else batch.accept(arriving())
                 forward.commit(accepted, provenance=batch.provenance)
                 logits = arriving()
-                if self._recurrence is not None:
+                if after is not None:
                     batch.after = after
             self.forwards += 1
             self.rows += rows
@@ -214,6 +210,18 @@ class Runner:
     def _give(self, forward: Forward, batch: Batch) -> None:
         if batch.given is not None:
             forward.give(batch.given.k.to(self._device), batch.given.v.to(self._device))
+
+    def _hidden(
+        self,
+        forward: Forward,
+        batch: Batch,
+        tokens: npt.NDArray[Any],
+        positions: npt.NDArray[Any],
+    ) -> tuple[torch.Tensor, RecurrentState | None]:
+        """The decoder's output [rows, hidden_size], and the state behind it, if there are any."""
+        if self._recurrence is None:
+            return self._packed(forward, tokens, positions), None
+        return self._from_state(forward, batch, tokens, positions)
 
     def _packed(
         self, forward: RowAttention, tokens: npt.NDArray[Any], positions: npt.NDArray[Any]

@@ -231,23 +231,7 @@ class Scheduler:
         """`submit` with checked arguments; `name` is the prompt's in error messages."""
         core = self._core
         core.check_open()
-        whole: TokenIds | PlannedTurn | None = None
-        if isinstance(prompt, Session):
-            if session is not None:
-                raise InvalidArgumentError(
-                    f"{name} is a session, and session is given too; expected one of them"
-                )
-            session = prompt
-        elif isinstance(prompt, PlannedTurn):
-            whole = prompt
-        else:
-            whole = core.read_ids(prompt, name)
-        if session is not None:
-            require_own(core, session)
-            if whole is None and not session.length:
-                raise InvalidArgumentError(
-                    f"{name}: the session is empty; give token ids, or call prefill(ids) first"
-                )
+        whole, session = _prompt_of(core, prompt, session, name)
         if seed is not None:
             draws = as_integer(seed, "seed", 0)
         elif session is not None:
@@ -656,3 +640,33 @@ def _open_chunks(core: EngineCore) -> int:
     size = core.layout.chunk_tokens
     forward = -(-(size - 1 + core.rows) // size)
     return max(1, core.config.pool_blocks - forward)
+
+
+def _prompt_of(
+    core: EngineCore,
+    prompt: TextOrIds | Session | PlannedTurn,
+    session: Session | None,
+    name: str,
+) -> tuple[TokenIds | PlannedTurn | None, Session | None]:
+    """What a request's text is to be (None: the session's own), and whose session it is in.
+
+    Raises InvalidArgumentError: `name` is no prompt, or is for another session.
+    """
+    whole: TokenIds | PlannedTurn | None = None
+    if isinstance(prompt, Session):
+        if session is not None:
+            raise InvalidArgumentError(
+                f"{name} is a session, and session is given too; expected one of them"
+            )
+        session = prompt
+    elif isinstance(prompt, PlannedTurn):
+        whole = prompt
+    else:
+        whole = core.read_ids(prompt, name)
+    if session is not None:
+        require_own(core, session)
+        if whole is None and not session.length:
+            raise InvalidArgumentError(
+                f"{name}: the session is empty; give token ids, or call prefill(ids) first"
+            )
+    return whole, session

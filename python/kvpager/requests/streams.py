@@ -137,7 +137,7 @@ class AsyncScheduler:
     def stream(
         self,
         prompt: Any,
-        max_new_tokens: Any,
+        max_new_tokens: Any = None,
         *,
         stream: Literal[True, "tokens"] | None = None,
         **options: Any,

@@ -61,16 +61,6 @@ def choose_victims(snapshots: Iterable[Held], room: Room) -> list[str]:
     references = Counter(pack for held in known for pack in held.packs)
     references.update(room.wanted)
     busy: dict[str, bool] = {}
-
-    def freed(names: set[str]) -> int:
-        """Bytes that evicting these snapshots frees."""
-        gone = [held for held in victims if held.name in names]
-        left = references.copy()
-        left.subtract(pack for held in gone for pack in held.packs)
-        packs = {pack for held in gone for pack in held.packs if left[pack] == 0}
-        own = sum(held.bytes for held in gone)
-        return own + sum(room.pack_bytes.get(pack, 0) for pack in packs)
-
     victims: list[Held] = []
     blocked: list[str] = []
     left = references.copy()
@@ -93,11 +83,21 @@ def choose_victims(snapshots: Iterable[Held], room: Room) -> list[str]:
     if bytes_freed < excess:
         raise _refusal(known, room, bytes_freed, blocked)
     # Keep those that are not needed after all, the most recently used first.
-    names = {held.name for held in victims}
+    needed = victims
     for held in reversed(victims):
-        if freed(names - {held.name}) >= excess:
-            names.remove(held.name)
-    return [held.name for held in victims if held.name in names]
+        others = [other for other in needed if other is not held]
+        if _freed(others, references, room) >= excess:
+            needed = others
+    return [held.name for held in needed]
+
+
+def _freed(victims: list[Held], references: Counter[str], room: Room) -> int:
+    """Bytes that evicting these snapshots frees. references: how many need each pack."""
+    left = references.copy()
+    left.subtract(pack for held in victims for pack in held.packs)
+    packs = {pack for held in victims for pack in held.packs if left[pack] == 0}
+    own = sum(held.bytes for held in victims)
+    return own + sum(room.pack_bytes.get(pack, 0) for pack in packs)
 
 
 def _refusal(known: list[Held], room: Room, freed: int, blocked: list[str]) -> CapacityError:

@@ -15,6 +15,9 @@ Message: TypeAlias = Mapping[str, Any]
 
 _UNFINISHED = "\ufffd"  # a tokenizer's text for an incomplete character
 
+# Arguments of `apply_chat_template` that are not the template's.
+_GIVEN_TO_TEMPLATES = ("tokenize", "add_generation_prompt", "conversation", "return_dict")
+
 
 class Tokenizer:
     """Wraps a transformers tokenizer.
@@ -67,6 +70,11 @@ class Tokenizer:
                 "the tokenizer has no chat template; set tokenizer.chat_template, or use prefill "
                 "and generate"
             )
+        for name in _GIVEN_TO_TEMPLATES:
+            if name in options:
+                raise InvalidArgumentError(
+                    f"chat_template_kwargs has {name!r}, which kvpager sets itself; leave it out"
+                )
         try:
             text: str = self.wrapped.apply_chat_template(
                 [dict(message) for message in messages],
