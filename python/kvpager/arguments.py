@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import operator
 from collections.abc import Container, Iterable
@@ -100,6 +101,21 @@ def as_flag(value: object, name: str) -> bool:
 def is_one_of(value: object, known: Container[object]) -> bool:
     """Whether `value` is text, a number, a bool or None, and among `known`."""
     return (value is None or isinstance(value, (str, int, float))) and value in known
+
+
+def takes(call: object, count: int) -> bool:
+    """Whether `call` can be called with `count` arguments, as far as that can be told."""
+    if not callable(call):
+        return False
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # some builtins have none
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def listed(values: Iterable[_Value], name: str, what: str) -> list[_Value]:

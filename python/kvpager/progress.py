@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from kvpager.arguments import refusal
+from kvpager.arguments import refusal, takes
 
 Progress: TypeAlias = Callable[[int, int], object] | bool | None
 
@@ -40,20 +39,8 @@ def check_progress(progress: Progress) -> None:
     """Raises InvalidArgumentError unless it is True, False, None, or takes two numbers."""
     if progress is None or isinstance(progress, bool):
         return
-    if not callable(progress) or not _takes_two(progress):
+    if not takes(progress, 2):
         raise refusal("progress", progress, "True, None or a callable (done, total)")
-
-
-def _takes_two(call: Callable[..., object]) -> bool:
-    try:
-        signature = inspect.signature(call)
-    except (TypeError, ValueError):  # some builtins have none
-        return True
-    try:
-        signature.bind(0, 0)
-    except TypeError:
-        return False
-    return True
 
 
 @contextmanager

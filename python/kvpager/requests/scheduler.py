@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvpager import _core
-from kvpager.arguments import Integer, as_flag, as_integer
+from kvpager.arguments import Integer, as_flag, as_integer, takes
 from kvpager.errors import (
     CapacityError,
     InvalidArgumentError,
@@ -246,7 +246,7 @@ class Scheduler:
             ("on_finish", on_finish, "completion"),
         )
         for callback, value, given in callbacks:
-            if value is not None and not callable(value):
+            if value is not None and not takes(value, 2):
                 raise InvalidArgumentError(
                     f"{callback} is {value!r}; expected a callable (request, {given})"
                 )

@@ -15,7 +15,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from kvpager.arguments import is_finite
+from kvpager.arguments import is_finite, takes
 from kvpager.errors import InvalidArgumentError
 from kvpager.speculation.prompt_lookup import PromptLookup
 from kvpager.speculation.proposal_length import ProposalLength
@@ -244,7 +244,7 @@ def resolve_speculation(
 def _maker(speculate: object) -> Callable[[], object]:
     if isinstance(speculate, str) and speculate in PROPOSERS:
         return PROPOSERS[speculate]
-    if callable(speculate):
+    if callable(speculate) and takes(speculate, 0):
         return speculate
     names = ", ".join(f'"{name}"' for name in (*PROPOSERS, DRAFT))
     expected = f"expected {names}, a callable that returns a fresh Proposer, or None"
