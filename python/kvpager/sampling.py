@@ -248,7 +248,7 @@ class Sampling:
             }
         if "begin_suppress_tokens" in values:
             values["begin_suppress_tokens"] = list(self.begin_suppress_tokens)
-        return dict(sorted(values.items()))
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Sampling:

@@ -210,6 +210,28 @@ def test_a_saved_conversation_goes_on_as_one_that_was_not_saved(
         assert again.tokens.tolist() == restored.tokens.tolist() == live.tokens.tolist()
 
 
+def test_a_turn_behind_a_text_that_was_cut_is_the_same_after_a_save(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """It takes up the tokens that answers were produced with, though their K/V are gone."""
+    cuts: list[Callable[[Session], object]] = [
+        lambda session: session.trim(9),
+        lambda session: session.update([*session.tokens[:12].tolist(), 40, 41, 42]),
+        lambda session: session.regenerate(5, from_position=20, **SAMPLED),
+    ]
+    for cut in cuts:
+        live = engine.session()
+        for text in ("What is a cache?", "And a pager?"):
+            live.chat(text, 12, **SAMPLED)
+        cut(live)
+        live.save(tmp_path / "saved")
+        restored = engine.restore(tmp_path / "saved")
+        assert restored.messages == live.messages
+        for session in (live, restored):
+            session.chat("Thanks.", 5, **SAMPLED)
+        assert restored.tokens.tolist() == live.tokens.tolist()
+
+
 def test_an_answer_of_which_nothing_came_is_still_open_after_a_save(
     engine: Engine, tmp_path: Path
 ) -> None:
@@ -557,16 +579,18 @@ FORGED_ANSWERS: list[dict[str, Any]] = [
         {"stretches": 5},
         *({"answer": {**ANSWER, **changed}} for changed in FORGED_ANSWERS),
         {"answer": 5},
+        *({"dropped": dropped} for dropped in (5, [5], [["x"]], [[5, [1]]], [["x", [9]]])),
+        *({"dropped": [["x", ids]]} for ids in (3, [-1], [True], [1.0], "12", [None])),
         {"answer": {**ANSWER, "start": 3, "open": False}, "messages": FORGED["messages"]},
         {"answer": ANSWER, "messages": []},
     ],
 )
 def test_a_forged_conversation_is_refused_by_name(change: dict[str, Any]) -> None:
     tokens = np.array([5, 6, 7], dtype=np.int32)
-    sound = Conversation.from_json(json.loads(json.dumps(FORGED)), tokens, "x.kvsnap")
+    sound = Conversation.from_json(json.loads(json.dumps(FORGED)), tokens, "x.kvsnap", 9)
     assert sound.to_json(tokens, None) == FORGED
     with pytest.raises(CorruptSnapshotError, match=r"x\.kvsnap: session\.conversation"):
-        Conversation.from_json({**FORGED, **change}, tokens, "x.kvsnap")
+        Conversation.from_json({**FORGED, **change}, tokens, "x.kvsnap", 9)
 
 
 def test_a_turn_that_is_cancelled_while_its_prompt_is_computed_was_not_taken(

@@ -156,7 +156,7 @@ def freeze(
     values: dict[str, object] = {
         "version": SESSION_VERSION if released is None else RELEASED_VERSION,
         "pending": transcript.pending if upto == length else None,
-        "sampling": transcript.sampling.to_json(),
+        "sampling": dict(sorted(transcript.sampling.to_json().items())),
         **beside,
     }
     if transcript.metadata:

@@ -151,7 +151,7 @@ class SavedState(NamedTuple):
             last = [] if pending is None else [pending]
             text = np.append(snapshot.tokens, np.array(last, dtype=np.int32))
             conversation = Conversation.from_json(
-                state["conversation"], text, path, has_text=has_text
+                state["conversation"], text, path, vocab_size, has_text=has_text
             )
         try:
             options = Sampling.from_json(sampling)

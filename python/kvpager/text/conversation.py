@@ -151,18 +151,19 @@ class Conversation:
     def to_json(self, tokens: TokenIds, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """JSON values for a snapshot of `tokens`, in which the last answer is a message."""
         whole = self.settled(tokens, tokenizer) if self.is_open else self
-        stretches, held = [], 0
+        held, kept = 0, 0
         for stretch in whole.stretches:
             end = held + len(stretch.ids)
             if not np.array_equal(tokens[held:end], stretch.ids):
                 break
-            stretches.append([stretch.text, len(stretch.ids)])
-            held = end
+            held, kept = end, kept + 1
         values: dict[str, Any] = {
             "messages": [dict(message) for message in whole.messages],
-            "stretches": stretches,
+            "stretches": [[text, len(ids)] for text, ids in whole.stretches[:kept]],
         }
-        if self.answer is not None and len(stretches) == len(whole.stretches):
+        if kept < len(whole.stretches):  # the text was cut, and a next turn takes these up again
+            values["dropped"] = [[text, ids.tolist()] for text, ids in whole.stretches[kept:]]
+        if self.answer is not None:
             values["answer"] = {
                 "start": self.answer.start,
                 "stops": list(self.answer.stops),
@@ -172,11 +173,16 @@ class Conversation:
 
     @classmethod
     def from_json(
-        cls, values: Any, tokens: TokenIds, path: str, *, has_text: bool = True
+        cls, values: Any, tokens: TokenIds, path: str, vocab_size: int, *, has_text: bool = True
     ) -> Conversation:
         """The inverse of `to_json`.
 
-        has_text: whether there is a tokenizer; without one an answer cannot be open.
+        Args:
+            values: JSON values.
+            tokens: of the snapshot, the pending one included.
+            path: of the snapshot, for messages.
+            vocab_size: token ids are below it.
+            has_text: whether there is a tokenizer; without one an answer cannot be open.
 
         Raises:
             CorruptSnapshotError: the values are not what `to_json` returns for `tokens`.
@@ -184,6 +190,7 @@ class Conversation:
         try:
             messages = tuple(checked_messages(values["messages"]))
             parts = [(text, count) for text, count in values["stretches"]]
+            dropped = [(text, ids) for text, ids in values.get("dropped", ())]
         except (KeyError, TypeError, ValueError, InvalidArgumentError) as error:
             raise CorruptSnapshotError(f"{path}: session.conversation: {error!r}") from error
         stretches, held = [], 0
@@ -196,6 +203,16 @@ class Conversation:
                 )
             stretches.append(Stretch(text, tokens[held : held + count].copy()))
             held += count
+        for text, ids in dropped:
+            known = isinstance(ids, list) and all(
+                type(one) is int and 0 <= one < vocab_size for one in ids
+            )
+            if type(text) is not str or not known:
+                raise CorruptSnapshotError(
+                    f"{path}: session.conversation.dropped has {[text, ids]!r}; expected text and "
+                    f"its token ids, below {vocab_size}"
+                )
+            stretches.append(Stretch(text, np.array(ids, dtype=np.int32)))
         whole = cls(messages, tuple(stretches))
         if values.get("answer") is None:
             return whole

@@ -214,6 +214,14 @@ FRONT_DOOR = (
         killers=(CHAT + "test_what_is_prefilled_behind_an_answer_is_not_of_it",),
     ),
     Mutant(
+        name="a-snapshot-forgets-what-was-cut",
+        breaks="a turn behind a text that was cut is the same after a save",
+        file=CONVERSATION,
+        old="        if kept < len(whole.stretches):",
+        new="        if False:",
+        killers=(CHAT + "test_a_turn_behind_a_text_that_was_cut_is_the_same_after_a_save",),
+    ),
+    Mutant(
         name="a-failed-turn-changes-the-conversation",
         breaks="a turn that fails leaves the conversation as it was",
         file="python/kvpager/session.py",
