@@ -55,6 +55,12 @@ def finish(scheduler):
     return told
 
 
+def told_alone(engine, ids, count):
+    session, told = alone(engine, ids, count)
+    session.close()
+    return ids_of(told)
+
+
 def steps_until(scheduler, condition, most=1000):
     for count in range(most):
         if condition():
@@ -673,6 +679,42 @@ def test_a_request_that_is_cancelled_in_its_prompt_has_generated_nothing(engine,
     finish(scheduler)
     assert session.generation_start is None
     session.close()
+
+
+@pytest.mark.parametrize("state", ["prefilling", "decoding"])
+def test_a_session_that_is_closed_ends_its_own_request_alone(engine, scheduler, state):
+    session = engine.session()
+    session.prefill(prompt(5))
+    closed = scheduler.submit(prompt(200, 90 + len(state)), 30, session=session, eos=None)
+    other = scheduler.submit(prompt(90, 1), 5, eos=None)
+    steps_until(scheduler, lambda: closed.state == state)
+    session.close()
+    finish(scheduler)
+    assert closed.completion.finish_reason == "error"
+    assert "the session is closed" in str(closed.completion.error)
+    assert other.completion.tokens.tolist() == told_alone(engine, prompt(90, 1), 5)
+
+
+@pytest.mark.parametrize("state", ["prefilling", "decoding"])
+def test_a_request_whose_release_was_interrupted_is_computed_again(
+    engine, scheduler, monkeypatch, state
+):
+    """Its own session is closed then, and it still counts as running."""
+    ids = prompt(200, 70 + len(state))  # no test has computed it
+    request = scheduler.submit(ids, 6, eos=None)
+    steps_until(scheduler, lambda: request.state == state)
+    job = request._job
+
+    def fail():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "_leave", fail)
+        with pytest.raises(KeyboardInterrupt):
+            job.suspend()
+    assert request.state == state
+    finish(scheduler)
+    assert request.completion.tokens.tolist() == told_alone(engine, ids, 6)
 
 
 def test_a_session_is_in_requests_of_one_scheduler_at_a_time(engine, scheduler):

@@ -272,6 +272,11 @@ class Job:
             feed.admit(core, total)
         return feed
 
+    @property
+    def has_closed_session(self) -> bool:
+        """Whether it runs in a session that was closed: by its owner, or by an interrupted step."""
+        return self._session is not None and self._session.closed
+
     def suspend(self) -> bool:
         """Releases its chunks, which it computes again later; False for a given session."""
         if self._session is None or self.given_session is not None:

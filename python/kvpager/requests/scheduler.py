@@ -398,6 +398,7 @@ class Scheduler:
 
     def _advance(self) -> list[tuple[Request, Token]]:
         self._finish_ended()
+        self._finish_closed()
         self._admit()
         turn = list(islice(self._decoding, self._core.rows))
         self._decoding.rotate(-len(turn))
@@ -484,6 +485,28 @@ class Scheduler:
             if job.stream.finish is not None:
                 self._finish(job, job.stream.finish)
 
+    def _finish_closed(self) -> None:
+        """Ends requests whose session its owner has closed.
+
+        Of a session that was made here, an interrupt has come behind the close: it is computed
+        again.
+        """
+        for job in [job for job in self._running_jobs() if job.has_closed_session]:
+            if self._is_over():
+                return
+            if job.cancelled:
+                self._finish(job, "cancelled")
+            elif job.suspend():
+                with self._queues:
+                    self._remove(job)
+                    self._waiting.add(job)
+            else:
+                told = "the session is closed; use engine.session() or restore()"
+                self._finish(job, "error", InvalidArgumentError(told))
+
+    def _running_jobs(self) -> list[Job]:
+        return [*self._prefilling, *self._decoding]
+
     def _late(self) -> Job | None:
         """A request whose time is over."""
         with self._queues:
@@ -569,7 +592,7 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Suspends the request admitted last, because no request can advance."""
-        running = sorted([*self._prefilling, *self._decoding], key=lambda job: job.index)
+        running = sorted(self._running_jobs(), key=lambda job: job.index)
         if len(running) > 1:
             for job in reversed(running):
                 if job.suspend():

@@ -246,6 +246,17 @@ FRONT_DOOR = (
         killers=(CHAT + "test_the_keys_of_a_message_keep_their_order_in_a_snapshot",),
     ),
     Mutant(
+        name="a-closed-session-stops-the-scheduler",
+        breaks="a session that is closed ends its own request alone",
+        file="python/kvpager/requests/scheduler.py",
+        old="        self._finish_closed()\n",
+        new="",
+        killers=(
+            SCHEDULER + "test_a_session_that_is_closed_ends_its_own_request_alone",
+            SCHEDULER + "test_a_request_whose_release_was_interrupted_is_computed_again",
+        ),
+    ),
+    Mutant(
         name="an-interrupted-token-is-lost",
         breaks="a token that an interrupt comes behind is told once, and whole",
         file="python/kvpager/requests/scheduler.py",
