@@ -304,7 +304,11 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
         patched.setattr("kvpager.scheduling.prefill.advance", fail)
         with pytest.raises(KeyboardInterrupt):
             session.chat("And a pager? " * 40, 6, **SAMPLED)
-    assert session.messages == before
+        edited = twin.fork()
+        with pytest.raises(KeyboardInterrupt):
+            edited.chat([{"role": "user", "content": "What is a pager? " * 40}], 6, **SAMPLED)
+    assert session.messages == edited.messages == before
+    assert edited.length < twin.length  # though its text was cut
     for one in (session, twin):
         one.regenerate(7, temperature=1.0, seed=9)
     assert session.messages == twin.messages
