@@ -397,7 +397,9 @@ class Session:
             seed=seed,
             logprobs=logprobs,
         )
-        most, before = turn.generation.max_new_tokens, settled(self.core, self.transcript)
+        most, text = turn.generation.max_new_tokens, self.tokens
+        before = self.transcript.conversation
+        told = settled(self.core, self.transcript)
         try:
             with self.transcript.reserve(max(len(turn.ids) + most, self.length)):
                 self.update(turn.ids, progress=progress)
@@ -406,7 +408,8 @@ class Session:
                     most, seed=seed, logprobs=logprobs, stream=streamed, **options
                 )
         except BaseException:  # the message was not taken
-            self.transcript.conversation = before
+            unchanged = not self.closed and np.array_equal(self.tokens, text)
+            self.transcript.conversation = before if unchanged else told
             raise
         self.transcript.conversation = turn.conversation
         return begun if stream else begun.run()

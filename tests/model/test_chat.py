@@ -314,6 +314,23 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
     assert session.messages == twin.messages
 
 
+def test_an_answer_is_still_open_behind_a_turn_that_changed_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = engine.session()
+    answer = session.chat("What is a cache?", 6, **SAMPLED).text
+
+    def fail(*_: object, **__: object) -> None:
+        raise CapacityError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvpager.scheduling.feed.Feed.admit", fail)
+        with pytest.raises(CapacityError):
+            session.chat("And a pager?", 6, **SAMPLED)
+    answer += session.generate(4, **SAMPLED).text
+    assert session.messages[-1] == {"role": "assistant", "content": answer}
+
+
 def test_messages_are_copies_all_the_way_down(engine: Engine) -> None:
     session = engine.session()
     calls = [{"role": "user", "content": "Hello", "tool_calls": [{"name": "a"}]}]
