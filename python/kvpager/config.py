@@ -54,7 +54,7 @@ def frontier_blocks(chunk_tokens: int, rows: int) -> int:
 
 
 def _exact(field: str, value: Any) -> Any:
-    if value is False or (isinstance(value, str) and value in ("all", "reuse")):
+    if value is False or is_one_of(value, ("all", "reuse")):
         return value
     raise refusal(field, value, '"all", "reuse" or False')
 

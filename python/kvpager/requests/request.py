@@ -243,8 +243,7 @@ class Job:
                 stream.reserve()
         except BaseException:
             transcript.mark_computed = None
-            if self._conversation is not None and self._before is not None:
-                transcript.conversation = self._before  # the turn was not taken
+            self._undo_turn(transcript)
             if session is not self.given_session:
                 session.close()
             raise
@@ -331,8 +330,7 @@ class Job:
         session = self._session
         if session is not None:
             session.transcript.mark_computed = None
-            if self._conversation is not None and self._before is not None:
-                session.transcript.conversation = self._before  # the turn was not taken
+            self._undo_turn(session.transcript)
         unwanted = self.given_session is None and (error is not None or not self._keep)
         if session is not None and unwanted:
             session.close()
@@ -350,6 +348,11 @@ class Job:
         )
         # A session holds logits, and there may be many requests.
         self._session = self._feed = self._fed = self._stream = self._prompt = None
+
+    def _undo_turn(self, transcript: Transcript) -> None:
+        """Gives a session the conversation that it had, if its turn was not taken."""
+        if self._conversation is not None and self._before is not None:
+            transcript.conversation = self._before
 
     def _note_wait(self) -> None:
         """Notes how long it waited, at its first admission or its end."""

@@ -70,7 +70,7 @@ class Transcript(Cursor):
         self._owner = owner
         self.config = owner.config
         # Options of the last generation, and the position it has come to: of its last token, or of
-        # the next one if it was interrupted before that. None: of no token, or cut away.
+        # the next one if it was interrupted before that; nowhere if it has none, or was cut away.
         self._generation = (sampling or Sampling(seed=fresh_seed()), _NOWHERE)
         self.speculation = SpeculationStats()
         self.damage = damage or DamageHandling()
