@@ -73,8 +73,9 @@ def load_model(shape: str, *, layers: int = 8) -> Any:
     checkout has. "two-hop" is the trained tiny model of `two_hop.py`, fp32. "gqa8-*" has the
     shape of eight layers of a Qwen3 model of hidden size 1024: 16 query and 8 kv heads of 128 and
     random weights; what it computes is meaningless, what it costs is not. "0.6b-*" has that of
-    Qwen3-0.6B, all layers and the whole vocabulary, likewise. "untied-*" is a small one
-    with a head of its own and larger weights, whose text does not fall into repeating itself.
+    Qwen3-0.6B, all layers and the whole vocabulary, likewise, and its weights are bfloat16's, as
+    those of its checkpoint are, whatever their dtype. "untied-*" is a small one with a head of its
+    own and larger weights, whose text does not fall into repeating itself.
     layers: of "gqa8-*", to have less of it.
     """
     if shape == TWO_HOP:
@@ -98,6 +99,8 @@ def load_model(shape: str, *, layers: int = 8) -> Any:
     )
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM(config)
+    if name == "0.6b":
+        model = model.to(torch.bfloat16)
     return model.to(DTYPES[dtype]).eval()
 
 

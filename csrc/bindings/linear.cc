@@ -1,6 +1,7 @@
 #include "kvpager/linear.h"
 
 #include <dlfcn.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 #include <string>
@@ -16,6 +17,12 @@ namespace kvpager {
 namespace py = pybind11;
 
 namespace {
+
+using OptionalCopies = std::optional<std::shared_ptr<CompressedWeights>>;
+
+const CompressedWeights* address(const OptionalCopies& copies) {
+  return copies ? copies->get() : nullptr;
+}
 
 // Nothing where a tensor is elsewhere, dtypes differ or shapes do not fit.
 std::optional<LinearParams> product_of_tensors(const DevicePlace& place, py::handle x,
@@ -50,17 +57,17 @@ std::optional<LinearParams> product_of_tensors(const DevicePlace& place, py::han
 }
 
 bool multiply_in_workers(ThreadPool& workers, py::handle x, py::handle weight, py::handle bias,
-                         py::handle out) {
+                         py::handle out, const OptionalCopies& compressed) {
   static const DevicePlace host;
   const std::optional<LinearParams> params = product_of_tensors(host, x, weight, bias, out);
   if (!params) return false;
   const py::gil_scoped_release release;
-  linear(*params, workers);
+  linear(*params, workers, address(compressed));
   return true;
 }
 
 bool multiply_by_experts(ThreadPool& workers, py::handle x, py::handle weight, py::handle bias,
-                         py::handle chosen, py::handle out) {
+                         py::handle chosen, py::handle out, const OptionalCopies& compressed) {
   const std::optional<Matrix> from = host_matrix(x), factors = host_matrix(weight),
                               to = host_matrix(out);
   const std::optional<Integers> experts = host_integers(chosen);
@@ -86,8 +93,15 @@ bool multiply_by_experts(ThreadPool& workers, py::handle x, py::handle weight, p
     all.bias = added->data;
   }
   const py::gil_scoped_release release;
-  linear_of_experts(params, workers);
+  linear_of_experts(params, workers, address(compressed));
   return true;
+}
+
+bool compress(CompressedWeights& copies, ThreadPool& workers, py::handle weight) {
+  const std::optional<Matrix> of = host_matrix(weight);
+  if (!of) return false;
+  const py::gil_scoped_release release;
+  return copies.add(of->data, of->dtype, of->rows, of->columns, of->stride, workers);
 }
 
 bool multiply_on_device(const device::Device& device, py::handle x, py::handle weight,
@@ -128,6 +142,18 @@ void bind_linear(py::module_& m) {
            "openmp: path of an OpenMP runtime that is loaded, whose threads are used; empty: of "
            "their own.")
       .def_property_readonly("threads", &ThreadPool::threads, "With the caller's own.");
+  py::class_<CompressedWeights, std::shared_ptr<CompressedWeights>>(
+      m, "CompressedWeights",
+      "Lossless copies of weights in 12 bits each, which products of few rows read in their place.")
+      .def(py::init<>())
+      .def("add", &compress, py::arg("workers"), py::arg("weight"),
+           "Copies a tensor [..., n, k], which has to stay where and as it is; is not held.\n\n"
+           "False, and nothing is copied: it is no float32 or bfloat16 tensor on the CPU, or more\n"
+           "than one in eight groups of 64 numbers has some that 12 bits cannot hold.")
+      .def("clear", &CompressedWeights::clear, "Frees all copies; not while they are read.")
+      .def_property_readonly("bytes", &CompressedWeights::bytes, "Of all copies.")
+      .def_property_readonly("weight_bytes", &CompressedWeights::weight_bytes,
+                             "Of the weights that they are of.");
   m.attr("LINEAR_VERSION") = kLinearVersion;
   m.attr("TENSOR_LINEAR_VERSION") = gpu::kTensorLinearVersion;
   py::class_<device::Device, std::shared_ptr<device::Device>>(
@@ -139,16 +165,18 @@ void bind_linear(py::module_& m) {
            "As the function `linear`, of tensors on this device: launched on a stream, and not "
            "waited for.");
   m.def("linear", &multiply_in_workers, py::arg("workers"), py::arg("x"), py::arg("weight"),
-        py::arg("bias"), py::arg("out"),
+        py::arg("bias"), py::arg("out"), py::arg("compressed") = py::none(),
         "Writes x [..., k] times weight [n, k] transposed, plus bias [n] or None, to out [..., "
         "n].\n\n"
+        "compressed: copies of weights, perhaps of these; they change no bit.\n\n"
         "False, and nothing is written: a tensor is not on the CPU, dtypes differ or are none of\n"
         "float32, float16 and bfloat16, shapes do not fit, or rows are not equally far apart.");
   m.def("linear_of_experts", &multiply_by_experts, py::arg("workers"), py::arg("x"),
         py::arg("weight"), py::arg("bias"), py::arg("chosen"), py::arg("out"),
+        py::arg("compressed") = py::none(),
         "Writes x [M, k] times weight [experts, n, k] transposed, plus bias [experts, n] or None,\n"
         "to out [M * c, n]: row i of the result is row i // c of x times the matrix number\n"
-        "chosen[i], int64 [M * c] of any shape.\n\n"
+        "chosen[i], int64 [M * c] of any shape. compressed: as for `linear`.\n\n"
         "False, and nothing is written: as for `linear`. InvalidArgumentError if there is no such\n"
         "matrix.");
 }

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -148,8 +149,10 @@ class Interruptible {
 class BoundProgram {
  public:
   BoundProgram(std::shared_ptr<ThreadPool> workers, const std::vector<Step>& steps,
-               std::vector<py::object> fixed, std::vector<int64_t> given)
+               std::vector<py::object> fixed, std::vector<int64_t> given,
+               std::optional<std::shared_ptr<CompressedWeights>> compressed)
       : workers_(std::move(workers)),
+        compressed_(std::move(compressed).value_or(nullptr)),
         fixed_(std::move(fixed)),
         program_(instructions(steps), memory(fixed_), std::move(given)) {
     for (const Step& step : steps) {
@@ -198,7 +201,7 @@ class BoundProgram {
       };
     }
     const py::gil_scoped_release release;
-    program_.run(data, *workers_, attend);
+    program_.run(data, *workers_, attend, compressed_.get());
   }
 
  private:
@@ -238,6 +241,7 @@ class BoundProgram {
   }
 
   const std::shared_ptr<ThreadPool> workers_;
+  const std::shared_ptr<CompressedWeights> compressed_;
   const std::vector<py::object> fixed_;
   const Program program_;
   std::vector<AttentionCall> calls_;
@@ -249,13 +253,14 @@ void bind_program(py::module_& m) {
   py::class_<BoundProgram>(
       m, "Program", "Small operations on tensors of the CPU, one after the other in one call.")
       .def(py::init<std::shared_ptr<ThreadPool>, const std::vector<Step>&, std::vector<py::object>,
-                    std::vector<int64_t>>(),
+                    std::vector<int64_t>, std::optional<std::shared_ptr<CompressedWeights>>>(),
            py::arg("workers"), py::arg("steps"), py::arg("fixed"), py::arg("given"),
+           py::arg("compressed") = py::none(),
            "steps: (operation, shape, depth, (out, a, b, c, d), beside, call); an operand is\n"
            "(base, offset in bytes, dtype, strides), a float or None. beside: a product that is\n"
            "computed at the same time as the one before it. call: of an attention, its layer and\n"
            "keyword arguments; else None. fixed: tensors, the first bases. given: bytes of those\n"
-           "that run() gets, which follow.\n\n"
+           "that run() gets, which follow. compressed: copies of weights that products read.\n\n"
            "Raises:\n"
            "    InvalidArgumentError: an operand outside of its memory, or of another kind than\n"
            "        its operation's.")

@@ -20,6 +20,7 @@ void encode(const float* source, DType dtype, int64_t dim, uint8_t* codes, uint1
 bool all_fit(const void* source, DType dtype, DType stored, int64_t count);
 
 LinearPacking linear_packing(const LinearParams& params);
+int64_t linear_compressed_rows(DType dtype);
 void linear_pack(const LinearParams& params, int64_t group, float* out);
 void linear_panel(const LinearParams& params, const void* next_w, const float* input,
                   float* scratch);

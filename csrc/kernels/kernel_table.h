@@ -137,6 +137,8 @@ struct KernelTable {
   // fetched meanwhile; null: not known. input: of x, every group's floats as linear_pack leaves them,
   // where there are any; else null. scratch: on a cache line.
   LinearPacking (*linear_packing)(const LinearParams& params) = nullptr;
+  // Up to how many rows linear_panel multiplies with copies of weights, where there are any.
+  int64_t (*linear_compressed_rows)(DType dtype) = nullptr;
   void (*linear_pack)(const LinearParams& params, int64_t group, float* out) = nullptr;
   void (*linear_panel)(const LinearParams& params, const void* next_w, const float* input,
                        float* scratch) = nullptr;

@@ -85,6 +85,7 @@ class Panels {
     const int64_t first = place * step;
     part.outputs = std::min(step, part.outputs - first);
     part.w = static_cast<const char*>(part.w) + first * part.w_stride * bytes;
+    part.compressed = part.compressed.from(first);
     if (part.bias != nullptr) part.bias = static_cast<const char*>(part.bias) + first * bytes;
     part.y = static_cast<char*>(part.y) + first * bytes;
     return {product, part};
@@ -141,10 +142,7 @@ void run_copied(const std::vector<LinearParams>& products, int threads, ThreadPo
   run_panels(panels, threads, products[0].rows, pool);
 }
 
-}  // namespace
-
-void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
-  if (count == 0) return;
+void multiply(const LinearParams* products, int64_t count, ThreadPool& pool) {
   int64_t nanoseconds = 0;
   for (const LinearParams* one = products; one != products + count; ++one) {
     if (!is_float(one->dtype)) {
@@ -171,11 +169,24 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool) {
       one.y = static_cast<char*>(whole.y) + row * whole.y_stride * bytes;
     }
     if (table.linear_packing(part[0]).group_floats == 0) {
-      linear(part.data(), count, pool);  // the few that are left
+      multiply(part.data(), count, pool);  // the few that are left
     } else {
       run_copied(part, threads, pool);
     }
   }
+}
+
+}  // namespace
+
+void linear(const LinearParams* products, int64_t count, ThreadPool& pool,
+            const CompressedWeights* compressed) {
+  if (count == 0) return;
+  if (compressed == nullptr || products->rows > kernels().linear_compressed_rows(products->dtype)) {
+    return multiply(products, count, pool);
+  }
+  std::vector<LinearParams> found(products, products + count);
+  for (LinearParams& one : found) one.compressed = compressed->find(one);
+  multiply(found.data(), count, pool);
 }
 
 }  // namespace kvpager

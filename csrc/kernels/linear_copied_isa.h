@@ -23,8 +23,6 @@ constexpr int64_t kGroupRows = kLinearGroupRows;
 static_assert(kGroupRows == kGroup * kPackedRows);
 constexpr int64_t kTileFloats = kPackedRows * kPackedOutputs * kVectorFloats;  // of sums
 
-constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 constexpr int64_t row_tiles(int64_t rows) { return (rows + kPackedRows - 1) / kPackedRows; }
 constexpr int64_t first_row(int64_t tile, int64_t rows) {
   return first_row(tile, row_tiles(rows), rows);

@@ -69,6 +69,8 @@ struct BFloat16Dots : BFloat16 {
 };
 #endif
 
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 // Of so many tiles of rows, which are as large as one another or by one row.
 constexpr int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
   return tile * rows / tiles;
@@ -81,6 +83,24 @@ KVPAGER_INLINE typename Type::Step read_step(const typename Type::Element* p, in
   typename Type::Element padded[Type::kStep] = {};
   std::memcpy(padded, p, static_cast<size_t>(left) * sizeof(typename Type::Element));
   return Type::read(padded);
+}
+
+// Adds the products of a step of kRows rows by kOutputs outputs, whose weights begin at weights(output).
+// Loops over rows and outputs are unrolled, so that every sum has a register.
+template <class Type, bool kLast, int kRows, int kOutputs, class Weights>
+KVPAGER_INLINE void add_step(const typename Type::Element* x, int64_t x_stride, int64_t left,
+                             Vec (&sums)[kRows][kOutputs], const Weights& weights) {
+  typename Type::Step rows[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) rows[r] = read_step<Type, kLast>(x + r * x_stride, left);
+#pragma GCC unroll 8
+  for (int n = 0; n < kOutputs; ++n) {
+    const auto of_output = read_step<Type, kLast>(weights(n), left);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      sums[r][n] = Type::add_products(rows[r], of_output, sums[r][n]);
+    }
+  }
 }
 
 // The elements of a tile, of which the first `rows` by `outputs` are wanted.

@@ -45,7 +45,8 @@ char* bytes_of(FloatBuffer& buffer, int64_t bytes) {
 
 }  // namespace
 
-void linear_of_experts(const ExpertsParams& params, ThreadPool& pool) {
+void linear_of_experts(const ExpertsParams& params, ThreadPool& pool,
+                       const CompressedWeights* compressed) {
   const LinearParams& all = params.all;
   const Grouped grouped(params);
   const int64_t bytes = dtype_bytes(all.dtype);
@@ -100,7 +101,7 @@ void linear_of_experts(const ExpertsParams& params, ThreadPool& pool) {
   std::stable_sort(products.begin(), products.end(), fewer_rows);
   for (auto first = products.begin(); first != products.end();) {
     const auto last = std::upper_bound(first, products.end(), *first, fewer_rows);
-    linear(&*first, last - first, pool);
+    linear(&*first, last - first, pool, compressed);
     first = last;
   }
   pool.run(

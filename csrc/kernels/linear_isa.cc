@@ -1,7 +1,12 @@
 // Tiles of y = x W^T + b: kvpager/linear.h has the order of operations. A tile is a few rows by a
 // few outputs, whose lanes stay in registers along the whole depth.
+#include <type_traits>
+
 #include "kernels/functions_isa.h"
 #include "kernels/linear_elements_isa.h"
+#if KVPAGER_ISA_LEVEL >= 3
+#include "kernels/linear_compressed_isa.h"
+#endif
 #if KVPAGER_ISA_LEVEL == 3
 #include "kernels/linear_packed_isa.h"
 #include "kernels/linear_several_isa.h"
@@ -23,94 +28,107 @@ constexpr int kTileRows = 1;
 constexpr int kTileOutputs = 1;
 #endif
 
-// A tile's place: its first row and output, and the elements from one to the next.
-template <class Type>
-struct Operands {
-  const typename Type::Element* x;
-  const typename Type::Element* w;
-  int64_t x_stride, w_stride;
-};
-
-// Loops over rows and outputs are unrolled, so that every sum has a register.
-template <class Type, bool kLast, int kRows, int kOutputs>
-KVPAGER_INLINE void add_step(const Operands<Type>& at, int64_t k, int64_t left,
-                             Vec (&sums)[kRows][kOutputs]) {
-  typename Type::Step rows[kRows];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    rows[r] = read_step<Type, kLast>(at.x + r * at.x_stride + k, left);
-  }
-#pragma GCC unroll 8
-  for (int n = 0; n < kOutputs; ++n) {
-    const auto weights = read_step<Type, kLast>(at.w + n * at.w_stride + k, left);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      sums[r][n] = Type::add_products(rows[r], weights, sums[r][n]);
-    }
-  }
-}
-
 // kRows rows by kOutputs outputs. `fetch`: all weights after these are brought to the caches
 // meanwhile, in the order in which they lie in memory, whatever the order they are read in; else
 // where they begin.
 template <class Type, int kRows, int kOutputs>
 void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
   using Element = typename Type::Element;
-  const Operands<Type> at = {static_cast<const Element*>(params.x) + row * params.x_stride,
-                             static_cast<const Element*>(params.w) + output * params.w_stride,
-                             params.x_stride, params.w_stride};
+  const Element* const x = static_cast<const Element*>(params.x) + row * params.x_stride;
+  const Element* const w = static_cast<const Element*>(params.w) + output * params.w_stride;
   Vec sums[kRows][kOutputs];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int n = 0; n < kOutputs; ++n) sums[r][n] = splat(0.0f);
   }
+  const auto add = [&](auto last, int64_t k, int64_t left) {
+    add_step<Type, last.value>(x + k, params.x_stride, left, sums,
+                               [&](int n) { return w + n * params.w_stride + k; });
+  };
   const int64_t whole = params.depth / Type::kStep * Type::kStep;
-  const Element* next = at.w + kOutputs * params.w_stride;
+  const Element* next = w + kOutputs * params.w_stride;
   for (int64_t k = 0; k < whole; k += Type::kStep) {
     if (fetch) {
 #pragma GCC unroll 8
       for (int n = 0; n < kOutputs; ++n, next += Type::kStep) __builtin_prefetch(next);
     }
-    add_step<Type, false>(at, k, 0, sums);
+    add(std::false_type(), k, 0);
   }
   if (!fetch) {  // from the second-level cache; its own prefetching begins with a row's second miss
 #pragma GCC unroll 8
     for (int n = 0; n < kOutputs; ++n) {
 #pragma GCC unroll 3
       for (int line = 0; line < 3; ++line) {
-        __builtin_prefetch(reinterpret_cast<const char*>(at.w + (kOutputs + n) * params.w_stride) +
+        __builtin_prefetch(reinterpret_cast<const char*>(w + (kOutputs + n) * params.w_stride) +
                            64 * line);
       }
     }
   }
-  if (whole < params.depth) add_step<Type, true>(at, whole, params.depth - whole, sums);
+  if (whole < params.depth) add(std::true_type(), whole, params.depth - whole);
   finish<Type>(params, row, output, sums);
 }
 
 using Tile = void (*)(const LinearParams& params, int64_t row, int64_t output, bool fetch);
 
-// Tiles of 1 to kTileRows rows, by their number.
-template <class Type, int kOutputs, int... kRows>
-constexpr void fill(Tile* tiles) {
-  ((tiles[kRows] = tile<Type, kRows, kOutputs>), ...);
-}
-template <class Type, int kOutputs>
+// Tiles of 1 to kTileRows rows, by their number; of weights, or of copies of them.
+template <class Type, int kOutputs, bool kCompressed>
 struct Tiles {
   Tile of_rows[kTileRows + 1] = {};
   constexpr Tiles() {
 #if KVPAGER_ISA_LEVEL == 4
-    fill<Type, kOutputs, 1, 2, 3, 4, 5, 6>(of_rows);
+    fill<1, 2, 3, 4, 5, 6>();
 #elif KVPAGER_ISA_LEVEL == 3
-    fill<Type, kOutputs, 1, 2, 3>(of_rows);
+    fill<1, 2, 3>();
 #else
-    fill<Type, kOutputs, 1>(of_rows);
+    fill<1>();
 #endif
+  }
+
+ private:
+  template <int... kRows>
+  constexpr void fill() {
+    ((of_rows[kRows] = one<kRows>()), ...);
+  }
+  template <int kRows>
+  static constexpr Tile one() {
+#if KVPAGER_ISA_LEVEL >= 3
+    if constexpr (kCompressed) return compressed_tile<Type, kRows, kOutputs>;
+#endif
+    return tile<Type, kRows, kOutputs>;
   }
 };
 
 // Up to so many rows go through a tile's weights before the next weights are read.
 constexpr int64_t kFewRows = 4 * kTileRows;
+
+// Whether weights of a dtype can have copies that a tier unpacks.
+template <class Type>
+constexpr bool kHasCopies = KVPAGER_ISA_LEVEL >= 3 && !std::is_same_v<Type, Float16>;
+
+template <class Type, bool kCompressed>
+void tiles(const LinearParams& params) {
+  static constexpr Tiles<Type, kTileOutputs, kCompressed> kWide;
+  static constexpr Tiles<Type, 1, kCompressed> kNarrow;
+  const int64_t count = (params.rows + kTileRows - 1) / kTileRows;
+  const int64_t outputs = params.outputs / kTileOutputs * kTileOutputs;
+  const auto both = [&](int64_t i, int64_t output, bool fetch) {
+    const int64_t row = first_row(i, count, params.rows);
+    const int64_t rows = first_row(i + 1, count, params.rows) - row;
+    (output < outputs ? kWide.of_rows : kNarrow.of_rows)[rows](params, row, output, fetch);
+  };
+  const auto width = [&](int64_t output) { return output < outputs ? kTileOutputs : 1; };
+  if (params.rows <= kFewRows) {
+    for (int64_t output = 0; output < params.outputs; output += width(output)) {
+      for (int64_t i = 0; i < count; ++i) both(i, output, i == 0);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t output = 0; output < params.outputs; output += width(output))
+      both(i, output, false);
+  }
+}
 
 template <class Type>
 void panel(const LinearParams& params, const void* next_w, const float* input, float* scratch) {
@@ -123,26 +141,10 @@ void panel(const LinearParams& params, const void* next_w, const float* input, f
   (void)next_w;
   (void)input;
   (void)scratch;
-  static constexpr Tiles<Type, kTileOutputs> kWide;
-  static constexpr Tiles<Type, 1> kNarrow;
-  const int64_t tiles = (params.rows + kTileRows - 1) / kTileRows;
-  const int64_t outputs = params.outputs / kTileOutputs * kTileOutputs;
-  const auto both = [&](int64_t i, int64_t output, bool fetch) {
-    const int64_t row = first_row(i, tiles, params.rows);
-    const int64_t rows = first_row(i + 1, tiles, params.rows) - row;
-    (output < outputs ? kWide.of_rows : kNarrow.of_rows)[rows](params, row, output, fetch);
-  };
-  const auto width = [&](int64_t output) { return output < outputs ? kTileOutputs : 1; };
-  if (params.rows <= kFewRows) {
-    for (int64_t output = 0; output < params.outputs; output += width(output)) {
-      for (int64_t i = 0; i < tiles; ++i) both(i, output, i == 0);
-    }
-    return;
+  if constexpr (kHasCopies<Type>) {
+    if (params.compressed.groups != nullptr) return tiles<Type, true>(params);
   }
-  for (int64_t i = 0; i < tiles; ++i) {
-    for (int64_t output = 0; output < params.outputs; output += width(output))
-      both(i, output, false);
-  }
+  tiles<Type, false>(params);
 }
 
 }  // namespace
@@ -162,6 +164,12 @@ LinearPacking linear_packing(const LinearParams& params) {
 #endif
   (void)params;
   return packing;
+}
+
+// More rows take as long to be multiplied as their weights take to be read.
+int64_t linear_compressed_rows(DType dtype) {
+  if (KVPAGER_ISA_LEVEL < 3 || dtype == DType::kFloat16) return 0;
+  return dtype == DType::kFloat32 ? 12 : kTileRows;
 }
 
 void linear_pack(const LinearParams& params, int64_t group, float* out) {

@@ -223,7 +223,8 @@ Program::Program(std::vector<Instruction> instructions, std::vector<Memory> fixe
   }
 }
 
-void Program::run(const std::vector<void*>& given, ThreadPool& pool, const Attend& attend) const {
+void Program::run(const std::vector<void*>& given, ThreadPool& pool, const Attend& attend,
+                  const CompressedWeights* compressed) const {
   std::vector<void*> bases;
   bases.reserve(fixed_.size() + given.size());
   for (const Memory& memory : fixed_) bases.push_back(memory.data);
@@ -241,7 +242,7 @@ void Program::run(const std::vector<void*>& given, ThreadPool& pool, const Atten
       while (i + 1 < instructions_.size() && instructions_[i + 1].beside) {
         products.push_back(product(instructions_[++i], bases.data()));
       }
-      linear(products.data(), static_cast<int64_t>(products.size()), pool);
+      linear(products.data(), static_cast<int64_t>(products.size()), pool, compressed);
     } else if (one.operation == Operation::kAttend) {
       if (!attend) throw InvalidArgumentError("attention: expected something that computes it");
       Attention next = attention(table, one, bases.data(), &sinks);

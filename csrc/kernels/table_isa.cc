@@ -8,11 +8,14 @@ constexpr const char* kName = KVPAGER_ISA_LEVEL == 4   ? "v4"
                               : KVPAGER_ISA_LEVEL == 3 ? "v3"
                                                        : "base";
 
-constexpr KernelTable kPlain = {
-    kName,        KVPAGER_ISA_LEVEL, attend_tile, merge_state, finish_state,   exp_lanes,
-    to_float,     from_float,        rotate,      read_tile,   round_query,    encode,
-    all_fit,      score_sketches,    score_means, score_exact, linear_packing, linear_pack,
-    linear_panel, combine,           mean};
+constexpr KernelTable kPlain = {kName,       KVPAGER_ISA_LEVEL, attend_tile,
+                                merge_state, finish_state,      exp_lanes,
+                                to_float,    from_float,        rotate,
+                                read_tile,   round_query,       encode,
+                                all_fit,     score_sketches,    score_means,
+                                score_exact, linear_packing,    linear_compressed_rows,
+                                linear_pack, linear_panel,      combine,
+                                mean};
 
 #if KVPAGER_ISA_LEVEL == 4
 constexpr KernelTable with_vnni() {

@@ -15,6 +15,7 @@ __all__: list[str] = [
     "CapacityError",
     "ChunkInfo",
     "Claim",
+    "CompressedWeights",
     "ContextValue",
     "CorruptSnapshotError",
     "Device",
@@ -116,6 +117,33 @@ class Workers:
         With the caller's own.
         """
 
+class CompressedWeights:
+    """
+    Lossless copies of weights in 12 bits each, which products of few rows read in their place.
+    """
+    def __init__(self) -> None: ...
+    def add(self, workers: Workers, weight: typing.Any) -> bool:
+        """
+        Copies a tensor [..., n, k], which has to stay where and as it is; is not held.
+
+        False, and nothing is copied: it is no float32 or bfloat16 tensor on the CPU, or more
+        than one in eight groups of 64 numbers has some that 12 bits cannot hold.
+        """
+    def clear(self) -> None:
+        """
+        Frees all copies; not while they are read.
+        """
+    @property
+    def bytes(self) -> int:
+        """
+        Of all copies.
+        """
+    @property
+    def weight_bytes(self) -> int:
+        """
+        Of the weights that they are of.
+        """
+
 class Device:
     """
     A device that is open for products of matrices.
@@ -163,13 +191,14 @@ class Program:
         ],
         fixed: collections.abc.Sequence[typing.Any],
         given: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        compressed: CompressedWeights | None = None,
     ) -> None:
         """
         steps: (operation, shape, depth, (out, a, b, c, d), beside, call); an operand is
         (base, offset in bytes, dtype, strides), a float or None. beside: a product that is
         computed at the same time as the one before it. call: of an attention, its layer and
         keyword arguments; else None. fixed: tensors, the first bases. given: bytes of those
-        that run() gets, which follow.
+        that run() gets, which follow. compressed: copies of weights that products read.
 
         Raises:
             InvalidArgumentError: an operand outside of its memory, or of another kind than
@@ -1052,10 +1081,17 @@ def isa_name() -> str:
     """
 
 def linear(
-    workers: Workers, x: typing.Any, weight: typing.Any, bias: typing.Any, out: typing.Any
+    workers: Workers,
+    x: typing.Any,
+    weight: typing.Any,
+    bias: typing.Any,
+    out: typing.Any,
+    compressed: CompressedWeights | None = None,
 ) -> bool:
     """
     Writes x [..., k] times weight [n, k] transposed, plus bias [n] or None, to out [..., n].
+
+    compressed: copies of weights, perhaps of these; they change no bit.
 
     False, and nothing is written: a tensor is not on the CPU, dtypes differ or are none of
     float32, float16 and bfloat16, shapes do not fit, or rows are not equally far apart.
@@ -1068,11 +1104,12 @@ def linear_of_experts(
     bias: typing.Any,
     chosen: typing.Any,
     out: typing.Any,
+    compressed: CompressedWeights | None = None,
 ) -> bool:
     """
     Writes x [M, k] times weight [experts, n, k] transposed, plus bias [experts, n] or None,
     to out [M * c, n]: row i of the result is row i // c of x times the matrix number
-    chosen[i], int64 [M * c] of any shape.
+    chosen[i], int64 [M * c] of any shape. compressed: as for `linear`.
 
     False, and nothing is written: as for `linear`. InvalidArgumentError if there is no such
     matrix.

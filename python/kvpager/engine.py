@@ -24,6 +24,7 @@ from kvpager.execution.core import EngineCore
 from kvpager.hf import RowCounts, RowProof
 from kvpager.layout import Layout
 from kvpager.opening.choices import configuration, vocab_size
+from kvpager.opening.compression import compressed_bytes
 from kvpager.opening.identity import open_core
 from kvpager.opening.renewal import begin_anew, identify_again
 from kvpager.pager import Pager, Sequence
@@ -665,6 +666,7 @@ class Engine:
             "model_rows": runner.rows,
             "model_rows_used": runner.rows_used,
             "graph_replays": 0 if runner.graphs is None else runner.graphs.replays,
+            "compressed_weight_bytes": compressed_bytes(core),
             "speculation_forwards": speculation.forwards,
             "speculation_proposed": speculation.proposed,
             "speculation_accepted": speculation.accepted,

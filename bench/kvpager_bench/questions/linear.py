@@ -6,10 +6,12 @@
 
 Products: one layer after another of matrices that no cache holds, of some rows, with kvpager's
 products and with torch's by turns, each called from Python, beside reading as many bytes of memory.
-"core_us" is of few rows in the core alone, as a decode step runs them. Model: a model of the
+"core_us" is of few rows in the core alone, as a decode step runs them, and "compressed_us" the same
+with lossless copies of the weights, which are bfloat16's in either dtype. Model: a model of the
 shape of Qwen3-0.6B with random weights decodes behind a short prompt, and computes a prompt: an
-engine with kvpager's products, one with torch's, and transformers over the same weights, by turns;
-"of_reading" is the time of reading the weights once beside that of a step. "Beside Python" they
+engine with kvpager's products, one that reads compressed copies of its weights, one with torch's
+products, and transformers over the same weights, by turns; "of_reading" is the time of reading the
+weights once, as they are, beside that of a step. "Beside Python" they
 decode while another thread runs Python without pause, as a server's do that parses or tokenizes:
 who takes the interpreter's lock again in a step waits for it each time. llama.cpp decodes with
 weights of the same shape and dtype in a process of its own, behind the prompt and behind a long
@@ -64,6 +66,7 @@ PRODUCTS = (
     Column("torch_us", "us"),
     Column("faster", "x torch", 2),
     Column("core_us", "us"),
+    Column("compressed_us", "us", optional=True),
     Column("weights_gbs", "GB/s"),
     Column("read_gbs", "GB/s of memory"),
     Column("of_memory", "", 2),
@@ -85,7 +88,10 @@ MODEL = (
 
 
 def in_program(
-    workers: _core.Workers, x: torch.Tensor, weights: torch.Tensor
+    workers: _core.Workers,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    copies: _core.CompressedWeights | None = None,
 ) -> Callable[[], object]:
     """One product after another as a decode step computes them: in the core, without Python."""
     memory = Memory()
@@ -93,7 +99,7 @@ def in_program(
         step(Op("linear", x.new_empty(len(x), weight.shape[0]), (x, weight, None)), memory)
         for weight in weights
     ]
-    return partial(_core.Program(workers, steps, memory.tensors, []).run, None, [])
+    return partial(_core.Program(workers, steps, memory.tensors, [], copies).run, None, [])
 
 
 def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> None:
@@ -103,7 +109,9 @@ def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> N
     for depth, outputs in SHAPES:
         weight_bytes = depth * outputs * kind.itemsize
         copies = max(2, MATRICES_BYTES // weight_bytes)
-        weights = torch.randn(copies, outputs, depth).to(kind)
+        weights = torch.randn(copies, outputs, depth).to(torch.bfloat16).to(kind)
+        compressed = _core.CompressedWeights()
+        is_compressed = compressed.add(workers, weights)
         for rows in ROWS:
             x = torch.randn(rows, depth).to(kind)
             used = weights[: copies if rows <= FEW_ROWS else 2]
@@ -119,6 +127,8 @@ def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> N
             turns = {"own": Subject(own), "torch": Subject(torchs), "memory": Subject(memory)}
             if rows <= FEW_ROWS:
                 turns["program"] = Subject(in_program(workers, x, used))
+                if is_compressed:
+                    turns["compressed"] = Subject(in_program(workers, x, used, compressed))
             with torch.inference_mode():
                 found = harness.interleave(turns, runs=rounds, warm_up=1)
             ours, theirs = (found[name].median / len(used) for name in ("own", "torch"))
@@ -133,6 +143,11 @@ def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> N
                 torch_us=theirs * 1e6,
                 faster=theirs / ours,
                 core_us=alone * 1e6,
+                compressed_us=(
+                    found["compressed"].median / len(used) * 1e6
+                    if "compressed" in found
+                    else harness.NOT_APPLICABLE
+                ),
                 weights_gbs=weight_bytes / alone * 1e-9,
                 read_gbs=bandwidth * 1e-9,
                 of_memory=weight_bytes / alone / bandwidth,
@@ -160,13 +175,25 @@ def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> N
                     unit="GB/s",
                     aim=OF_MEMORY,
                 )
+                if is_compressed:
+                    report.compare(
+                        f"{what}, compressed weights",
+                        ours=found["compressed"].median / len(used) * 1e6,
+                        theirs=alone * 1e6,
+                        peer="the weights as they are",
+                        unit="us",
+                        aim=None,
+                        lower_is_better=True,
+                    )
             print(f"{what}: {theirs / ours:.2f} x torch", flush=True)
     memory.close()
 
 
+COMPRESSED = "kvpager, compressed weights"
 # Engines by what is said of them: their options.
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "kvpager": {"linear": "kvpager"},
+    COMPRESSED: {"linear": "kvpager", "compress_weights": True},
     "kvpager, module by module": {"linear": "kvpager", "graphs": False},
     "torch": {"linear": "torch"},
 }
@@ -246,7 +273,7 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
     weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
     memory = machine.MemoryReader(threads)
     engines: dict[str, Engine] = {}
-    starts: dict[str, tuple[float, float]] = {}
+    starts: dict[str, tuple[Any, float]] = {}
     with ExitStack() as stack, torch.inference_mode():
         stack.callback(memory.close)
         proofs = stack.enter_context(tempfile.TemporaryDirectory())
@@ -256,8 +283,10 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
             engines[name], warm = started(model, options, proofs)
             stack.callback(engines[name].close)
             subjects.record_steps(engines[name])
-            if options.get("graphs", True):  # else proven before, by the one with graphs
+            if name in ("kvpager", "torch"):  # others are proven before, by the first of these
                 starts[name] = cold, warm
+            elif name == COMPRESSED:
+                starts[name] = harness.NOT_APPLICABLE, warm
         ids = subjects.random_ids(model, PROMPT)
         sessions: dict[str, Session] = {name: one.session() for name, one in engines.items()}
         for session in sessions.values():
@@ -332,6 +361,14 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
                 unit="tokens/s",
                 aim=LLAMA_AIM if near else LLAMA_AIM_FAR,
             )
+        report.compare(
+            f"decode, compressed weights, {dtype}",
+            ours=1 / steps[COMPRESSED],
+            theirs=1 / decoded[PROMPT].median,
+            peer=llama.title(),
+            unit="tokens/s",
+            aim=None,
+        )
 
 
 def judge_beside(report: Report, dtype: str, alone: float, found: Mapping[str, Timing]) -> None:
@@ -371,13 +408,26 @@ def judge(
     """Puts the model's times beside their peers'."""
     ours = 1 / steps["kvpager"]
     for peer, theirs, aim in (
-        ("transformers", 1 / steps["transformers"], DECODE_AIM[dtype]),
+        ("transformers", 1 / steps["transformers"], None),
         ("kvpager, torch's products", 1 / steps["torch"], None),
         ("kvpager, module by module", 1 / steps["kvpager, module by module"], None),
         ("reading the weights", 1 / reading, OF_READING),
     ):
         report.compare(
             f"decode, {dtype}", ours=ours, theirs=theirs, peer=peer, unit="tokens/s", aim=aim
+        )
+    for peer, theirs, aim in (
+        ("transformers", 1 / steps["transformers"], DECODE_AIM[dtype]),
+        ("kvpager", ours, None),
+        ("reading the weights as they are", 1 / reading, None),
+    ):
+        report.compare(
+            f"decode, compressed weights, {dtype}",
+            ours=1 / steps[COMPRESSED],
+            theirs=theirs,
+            peer=peer,
+            unit="tokens/s",
+            aim=aim,
         )
     for name, peer, aim in (
         ("torch", "kvpager, torch's products", 1.0),

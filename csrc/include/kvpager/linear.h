@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "kvpager/compressed_weights.h"
 #include "kvpager/types.h"
 
 namespace kvpager {
@@ -36,12 +37,17 @@ struct LinearParams {
   const void* bias = nullptr;  // [outputs]; null: none
   void* y = nullptr;           // [rows][outputs]; apart from all the others
   int64_t y_stride = 0;
+  CompressedRows compressed = {};  // of w; linear() looks for them itself
 };
 
 // Several of one dtype and number of rows, none of which reads what another writes, are computed at
-// once.
-void linear(const LinearParams* products, int64_t count, ThreadPool& pool);
-inline void linear(const LinearParams& params, ThreadPool& pool) { linear(&params, 1, pool); }
+// once. compressed: copies that few rows are multiplied with, where it has those of a product's weights.
+void linear(const LinearParams* products, int64_t count, ThreadPool& pool,
+            const CompressedWeights* compressed = nullptr);
+inline void linear(const LinearParams& params, ThreadPool& pool,
+                   const CompressedWeights* compressed = nullptr) {
+  linear(&params, 1, pool, compressed);
+}
 
 // One of many matrices for each row of y, as experts of a mixture are: the same order of operations,
 // whichever rows share a matrix.
@@ -55,6 +61,7 @@ struct ExpertsParams {
 };
 
 // Each matrix that is chosen is read once. Throws InvalidArgumentError if there is no such expert.
-void linear_of_experts(const ExpertsParams& params, ThreadPool& pool);
+void linear_of_experts(const ExpertsParams& params, ThreadPool& pool,
+                       const CompressedWeights* compressed = nullptr);
 
 }  // namespace kvpager

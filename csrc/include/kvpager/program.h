@@ -79,7 +79,9 @@ class Program {
 
   // given: memory of as many bytes as were told. An operation reads what those before it have written.
   // attend: computes every attention, in order; what it throws ends the run.
-  void run(const std::vector<void*>& given, ThreadPool& pool, const Attend& attend = {}) const;
+  // compressed: as linear() takes it.
+  void run(const std::vector<void*>& given, ThreadPool& pool, const Attend& attend = {},
+           const CompressedWeights* compressed = nullptr) const;
 
   const std::vector<int64_t>& given() const { return given_; }
   const std::vector<Instruction>& instructions() const { return instructions_; }

@@ -325,6 +325,8 @@ class EngineCore:
             self._closed = True
             if self.drafter is not None:
                 steps.callback(self.drafter.core.close)
+            if self.linear is not None and self.linear.compressed is not None:
+                steps.callback(self.linear.compressed.clear)
             steps.callback(self.pager.close)
             for transcript in self.transcripts:
                 steps.callback(transcript.close)

@@ -243,7 +243,10 @@ class _Places:
 
 
 def with_programs(
-    graph: fx.Graph, held: dict[str, Any], workers: _core.Workers
+    graph: fx.Graph,
+    held: dict[str, Any],
+    workers: _core.Workers,
+    compressed: _core.CompressedWeights | None = None,
 ) -> tuple[fx.Graph, dict[str, Any], list[torch.Tensor]]:
     """A recording whose known operations are computed by programs.
 
@@ -252,13 +255,21 @@ def with_programs(
     graph: every node has what it made when it was recorded (meta "made"), and whether it acts on
     more than that (meta "acts"), such as writes to a tensor. A method `attend` is that of the
     function's first argument.
+    compressed: copies of weights that products read.
     """
-    return _Writer(graph, held, workers).written()
+    return _Writer(graph, held, workers, compressed).written()
 
 
 class _Writer:
-    def __init__(self, graph: fx.Graph, held: dict[str, Any], workers: _core.Workers) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        held: dict[str, Any],
+        workers: _core.Workers,
+        compressed: _core.CompressedWeights | None,
+    ) -> None:
         self._workers = workers
+        self._compressed = compressed
         self._plan = _Plan(graph, workers)
         self._arena, self._places = self._plan.place()
         self._nodes = graph.nodes
@@ -292,7 +303,7 @@ class _Writer:
         ]
         self._read += places.fixed
         sizes = [node.meta["made"].nbytes for node in places.given]
-        program = _core.Program(self._workers, steps, places.fixed, sizes)
+        program = _core.Program(self._workers, steps, places.fixed, sizes, self._compressed)
         given = [self._value(node) for node in places.given]
         attention = self._new[next(iter(self._nodes))]
         self._graph.call_method("run", (self._hold(program), attention, given))

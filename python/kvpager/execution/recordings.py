@@ -264,7 +264,8 @@ def recorded(
     Raises:
         NotRecordableError: it does what may be otherwise next time.
     """
-    tape = _Tape(tokens, positions, linear.workers if linear else _core.Workers(1))
+    compressed = None if linear is None else linear.compressed
+    tape = _Tape(tokens, positions, linear.workers if linear else _core.Workers(1), compressed)
     layers = None if linear is None else _RecordedLayers(linear, tape)
     try:
         with computing(layers), _Functions(tape), _Operations(tape):
@@ -278,9 +279,14 @@ class _Tape:
     """The operations so far, as a graph of torch.fx."""
 
     def __init__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, workers: _core.Workers
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        workers: _core.Workers,
+        compressed: _core.CompressedWeights | None,
     ) -> None:
         self._workers = workers
+        self._compressed = compressed
         self.graph = fx.Graph()
         self.attention = self.graph.placeholder("attention")
         self.idle = False  # what is done meanwhile is no operation of the model's
@@ -367,7 +373,8 @@ class _Tape:
     def function(self, hidden: torch.Tensor) -> Recording:
         """What was recorded, as a function of attention, tokens and positions."""
         self.graph.output(self._given(hidden))
-        return Recording(*with_programs(self.graph, self._held, self._workers))
+        written = with_programs(self.graph, self._held, self._workers, self._compressed)
+        return Recording(*written)
 
     def _given(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -471,6 +478,7 @@ class _RecordedLayers(LinearLayers):
 
     def __init__(self, layers: LinearLayers, tape: _Tape) -> None:
         self.workers = layers.workers
+        self.compressed = layers.compressed
         self.known = layers.known
         self.experts = layers.experts
         self.callers = layers.callers
@@ -489,9 +497,11 @@ class _RecordedLayers(LinearLayers):
             product if chosen is None else product_of_experts
         )
         with tape.apart():
-            made = function(self.workers, *given)
+            made = function(self.workers, *given, compressed=self.compressed)
         if made is not None:
-            tape.call(function, (tape.held(self.workers), *given), {}, made)
+            copies = None if self.compressed is None else tape.held(self.compressed)
+            args = (tape.held(self.workers), *given)
+            tape.call(function, args, {"compressed": copies}, made)
         return made
 
 

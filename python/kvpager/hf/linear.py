@@ -44,6 +44,7 @@ class LinearLayers:
         known: ids of the layers.
         experts: ids of the configurations whose experts are computed here too.
         callers: ids of modules whose calls of torch.nn.functional.linear are.
+        compressed: copies of weights that are read in place of them; None: there are none.
         device_type: torch's, of the weights.
         version: whose products they are, and of which order of operations.
     """
@@ -52,6 +53,7 @@ class LinearLayers:
     version = f"kvpager {_core.LINEAR_VERSION}"
     experts: frozenset[int] = frozenset()
     callers: frozenset[int] = frozenset()
+    compressed: _core.CompressedWeights | None = None
 
     def __init__(
         self,
@@ -85,8 +87,8 @@ class LinearLayers:
     ) -> torch.Tensor | None:
         """As `product` of this module, or of the matrices `chosen` as `product_of_experts`."""
         if chosen is None:
-            return product(self.workers, x, weight, bias)
-        return product_of_experts(self.workers, x, weight, bias, chosen)
+            return product(self.workers, x, weight, bias, self.compressed)
+        return product_of_experts(self.workers, x, weight, bias, chosen, self.compressed)
 
 
 class LinearLayersOnDevice(LinearLayers):
@@ -223,14 +225,23 @@ def product(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    compressed: _core.CompressedWeights | None = None,
 ) -> torch.Tensor | None:
     """X [..., k] times weight [n, k] transposed, plus bias [n]: [..., n] in x's dtype, on the CPU.
+
+    Args:
+        workers: the threads.
+        x: [..., k].
+        weight: [n, k].
+        bias: [n]; None: none.
+        compressed: copies of weights, read in place of these where they have them; change no bit.
 
     Returns:
         None: a tensor is not on the CPU or not a plain one, dtypes differ or are none of float32,
         float16 and bfloat16, or shapes do not fit.
     """
-    return _product(functools.partial(_core.linear, workers), x, weight, bias)
+    multiply = functools.partial(_core.linear, workers, compressed=compressed)
+    return _product(multiply, x, weight, bias)
 
 
 def product_of_experts(
@@ -239,6 +250,7 @@ def product_of_experts(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     chosen: torch.Tensor,
+    compressed: _core.CompressedWeights | None = None,
 ) -> torch.Tensor | None:
     """Each row of x times the matrices that it chose, transposed: [M * c, n] in x's dtype.
 
@@ -248,6 +260,7 @@ def product_of_experts(
         weight: [experts, n, k].
         bias: [experts, n]; None: none.
         chosen: [M, c] int64, the matrix of each row of the result.
+        compressed: as `product` takes it.
 
     Returns:
         None: as `product`.
@@ -260,7 +273,8 @@ def product_of_experts(
         return None
     out = x.new_empty((chosen.numel(), weight.shape[1]))
     x, chosen = x.contiguous(), chosen.contiguous()
-    return out if _core.linear_of_experts(workers, x, weight, bias, chosen, out) else None
+    made = _core.linear_of_experts(workers, x, weight, bias, chosen, out, compressed=compressed)
+    return out if made else None
 
 
 def _product(

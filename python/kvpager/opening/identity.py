@@ -17,6 +17,7 @@ from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.support import require_exact_experts
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.choices import row_choices, vocab_size
+from kvpager.opening.compression import check_compression, compress_weights
 from kvpager.opening.linear import linear_layers, multiplies_experts, whose_products
 from kvpager.opening.row_counts import settle_row_counts
 from kvpager.pager.device import resolve
@@ -45,6 +46,7 @@ def open_core(
     model = check_supported(model, one_at_a_time=config.exact != "all")
     place = resolve(config.device, model.device)
     products = whose_products(config.linear, place, model.dtype)
+    check_compression(config, products, place)
     own_experts = multiplies_experts(products, model)
     if exact and not own_experts:
         require_exact_experts(model)
@@ -89,6 +91,8 @@ def identify(core: EngineCore, progress: Progress, *, proven: bool = False) -> N
 def _identify(core: EngineCore, progress: Progress, *, proven: bool) -> None:
     settle_weights(core.model)
     watch = ModelWatch(core.model)
+    if core.config.compress_weights:
+        compress_weights(core, progress)
     recurrent = is_recurrent(core.model)
     with reporting_bytes(progress, "hash weights") as report:
         # Weights that were exchanged under an engine are rarely met again.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "elements.h"
+#include "kernels/half.h"
 #include "kvpager/linear.h"
 #include "kvpager/thread_pool.h"
 
@@ -67,10 +68,10 @@ struct Problem {
             w.data(), w.stride, biased ? bias.data() : nullptr,
             y.data(), y.stride};
   }
-  Matrix run(int threads = 1) const {
+  Matrix run(int threads = 1, const CompressedWeights* compressed = nullptr) const {
     ThreadPool pool(threads, 0);
     Matrix y(x.dtype, rows, outputs, 3);
-    linear(params(y), pool);
+    linear(params(y), pool, compressed);
     return y;
   }
 
@@ -100,5 +101,56 @@ struct Problem {
   int64_t rows, outputs, depth;
   bool biased;
 };
+
+inline float flushed(float a) {
+  return std::fpclassify(a) == FP_SUBNORMAL ? std::copysign(0.0f, a) : a;
+}
+
+// One element, as kvpager/linear.h says.
+inline float expected(const Problem& problem, int64_t row, int64_t output) {
+  const bool bf16 = problem.x.dtype == DType::kBFloat16;
+  const int64_t step = bf16 ? 32 : 16;
+  const int64_t steps = (problem.depth + step - 1) / step;
+  float lanes[16] = {};
+  const auto add = [&](int64_t k, float& lane) {
+    const bool there = k < problem.depth;
+    const float a = there ? problem.x.at(row, k) : 0.0f;
+    const float b = there ? problem.w.at(output, k) : 0.0f;
+    lane = bf16 ? flushed(std::fma(flushed(a), flushed(b), lane)) : std::fma(a, b, lane);
+  };
+  for (int64_t j = 0; j < steps; ++j) {
+    for (int i = 0; i < 16; ++i) {
+      if (bf16) {
+        add(32 * j + 2 * i + 1, lanes[i]);
+        add(32 * j + 2 * i, lanes[i]);
+      } else {
+        add(16 * j + i, lanes[i]);
+      }
+    }
+  }
+  for (int width = 8; width >= 1; width /= 2) {
+    for (int i = 0; i < width; ++i) {
+      lanes[i] += lanes[i + width];
+      if (bf16) lanes[i] = flushed(lanes[i]);
+    }
+  }
+  float sum = lanes[0];
+  if (problem.biased) {
+    const float bias = problem.bias.at(0, output);
+    sum = bf16 ? flushed(sum + flushed(bias)) : sum + bias;
+  }
+  if (problem.x.dtype == DType::kFloat16) return float16_to_float(float_to_float16(sum));
+  return bf16 ? bfloat16_to_float(float_to_bfloat16(sum)) : sum;
+}
+
+inline int wrong_elements(const Problem& problem, const Matrix& y) {
+  int wrong = 0;
+  for (int64_t row = 0; row < problem.rows; ++row) {
+    for (int64_t output = 0; output < problem.outputs; ++output) {
+      wrong += float_bits(y.at(row, output)) != float_bits(expected(problem, row, output));
+    }
+  }
+  return wrong;
+}
 
 }  // namespace kvpager::testing

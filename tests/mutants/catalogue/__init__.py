@@ -6,6 +6,7 @@ from mutants.catalogue.bookkeeping import BOOKKEEPING
 from mutants.catalogue.codes import CODES
 from mutants.catalogue.commands import COMMANDS
 from mutants.catalogue.companions import COMPANIONS
+from mutants.catalogue.compressed_weights import COMPRESSED_WEIGHTS
 from mutants.catalogue.devices import DEVICES
 from mutants.catalogue.drafts import DRAFTS
 from mutants.catalogue.durability import DURABILITY
@@ -50,6 +51,7 @@ CATALOGUE = (
     *PROBES,
     *OWN_ATTENTION,
     *OWN_PRODUCTS,
+    *COMPRESSED_WEIGHTS,
     *QUANTISED,
     *ROTARY,
     *SEGMENT_MUTANTS,

@@ -149,7 +149,7 @@ OWN_PRODUCTS = (
         name="rows-that-are-left-are-not-computed",
         breaks="every row is computed where rows take several blocks",
         file="csrc/kernels/linear.cc",
-        old="      linear(part.data(), count, pool);  // the few that are left\n",
+        old="      multiply(part.data(), count, pool);  // the few that are left\n",
         new="",
         killers=(BLOCKS,),
     ),

@@ -1,0 +1,87 @@
+"""Lossless copies of the weights of an engine's linear layers, which take less time to be read.
+
+A forward of few rows takes as long as its weights take to be read from memory, and 12 bits are
+enough for nearly every bfloat16 of a model (csrc/include/kvpager/compressed_weights.h). The bits of
+a forward are the same: numbers are unpacked in the processor's registers and multiplied as before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from kvpager import _core
+from kvpager.config import PagerConfig
+from kvpager.errors import InvalidArgumentError
+from kvpager.execution.core import EngineCore, Products
+from kvpager.hf.linear import LinearLayers
+from kvpager.pager.device import Place
+from kvpager.progress import Progress, reporting_bytes
+
+_log = logging.getLogger(__name__)
+
+
+def check_compression(config: PagerConfig, products: Products, place: Place) -> None:
+    """Raises InvalidArgumentError: copies are asked for, and no layer could read them."""
+    if not config.compress_weights or products == "processor":
+        return
+    where = "the CPU" if place.tensors.type == "cpu" else place.name
+    raise InvalidArgumentError(
+        f"compress_weights is True, but linear layers are not kvpager's products on the CPU (linear"
+        f" is {config.linear!r}, the engine on {where}); expected False, or "
+        'linear="kvpager" on the CPU'
+    )
+
+
+def compress_weights(core: EngineCore, progress: Progress) -> None:
+    """Copies the weights of a core's linear layers and experts, as far as 12 bits can hold them.
+
+    progress: as in `kvpager.Engine`, in bytes of weights.
+    """
+    layers = core.linear
+    assert layers is not None  # check_compression
+    weights = list(_weights(core.model, layers))
+    total = sum(weight.nbytes for weight in weights)
+    copies = _core.CompressedWeights()
+    done = 0
+    with reporting_bytes(progress, "compress weights") as report:
+        report(done, total)
+        for weight in weights:
+            copies.add(core.workers, weight)
+            done += weight.nbytes
+            report(done, total)
+    layers.compressed = copies
+    _log.info(
+        "compress_weights: copies of %d bytes stand for %d of %d bytes of weights",
+        copies.bytes,
+        copies.weight_bytes,
+        total,
+    )
+    if not copies.bytes:
+        _log.warning(
+            "compress_weights: no weights were compressed, and forwards are as fast as before. "
+            "Expected a model in bfloat16, or in float32 with weights of a bfloat16 checkpoint "
+            "(this one is in %s), and a processor with AVX2",
+            str(core.model.dtype).removeprefix("torch."),
+        )
+
+
+def compressed_bytes(core: EngineCore) -> int:
+    """What the copies of a core's weights take."""
+    copies = None if core.linear is None else core.linear.compressed
+    return 0 if copies is None else copies.bytes
+
+
+def _weights(model: torch.nn.Module, layers: LinearLayers) -> Iterator[torch.Tensor]:
+    """Each once, though several layers may share it."""
+    seen = set()
+    for module in model.modules():
+        known = id(module) in layers.known
+        experts = id(getattr(module, "config", None)) in layers.experts
+        for weight in module.parameters(recurse=False):
+            wanted = (known and weight.ndim == 2) or (experts and weight.ndim == 3)
+            if wanted and id(weight) not in seen:
+                seen.add(id(weight))
+                yield weight
