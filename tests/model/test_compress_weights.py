@@ -10,7 +10,14 @@ from adapters import with_adapters
 from bits import assert_same_bits, assert_same_session
 from reference_models import build, make_engine, prompt
 
-from kvpager import Engine, InvalidArgumentError, ModelChangedError, _core
+from kvpager import (
+    Cache,
+    CapacityError,
+    Engine,
+    InvalidArgumentError,
+    ModelChangedError,
+    _core,
+)
 from kvpager.execution import recordings
 from kvpager.execution.workers import new_workers
 
@@ -200,6 +207,17 @@ def test_copies_that_nothing_would_read_are_refused(options):
     with pytest.raises(InvalidArgumentError, match=r"compress_weights is True, but") as refused:
         Engine(build("llama"), pool_tokens=256, compress_weights=True, **options)
     assert 'linear="kvpager" on the CPU' in str(refused.value)
+
+
+def test_copies_that_memory_has_no_room_for_are_refused(monkeypatch):
+    monkeypatch.setattr("kvpager.opening.compression.free_memory", lambda: 1000)
+    with pytest.raises(CapacityError, match=r"take [\d,]+ bytes, of which 1,000 are free"):
+        open_engine(build("llama", "bfloat16"))
+
+
+def test_a_cache_for_transformers_refuses_copies_that_it_would_not_read():
+    with pytest.raises(InvalidArgumentError, match="compress_weights is True; forwards of a Cache"):
+        Cache(build("llama"), pool_tokens=256, compress_weights=True)
 
 
 def test_a_tensor_is_copied_where_12_bits_hold_it():

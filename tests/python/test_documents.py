@@ -40,7 +40,13 @@ RUNS = (
     *(f"docs/tutorials/{name}.md" for name in ("first_conversation", "agent_loop", "documents")),
     *(
         f"docs/how_to/{name}.md"
-        for name in ("changing_weights", "damaged_snapshot", "pool_and_selection", "serving")
+        for name in (
+            "changing_weights",
+            "damaged_snapshot",
+            "pool_and_selection",
+            "serving",
+            "speed_on_a_cpu",
+        )
     ),
 )
 

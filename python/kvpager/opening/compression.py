@@ -8,19 +8,21 @@ a forward are the same: numbers are unpacked in the processor's registers and mu
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from kvpager import _core
-from kvpager.config import PagerConfig
-from kvpager.errors import InvalidArgumentError
+from kvpager.config import PagerConfig, free_memory
+from kvpager.errors import CapacityError, InvalidArgumentError
 from kvpager.execution.core import EngineCore, Products
 from kvpager.hf.linear import LinearLayers
 from kvpager.pager.device import Place
 from kvpager.progress import Progress, reporting_bytes
 
 _log = logging.getLogger(__name__)
+
+_BITS = 12  # of a weight's copy
 
 
 def check_compression(config: PagerConfig, products: Products, place: Place) -> None:
@@ -39,11 +41,15 @@ def compress_weights(core: EngineCore, progress: Progress) -> None:
     """Copies the weights of a core's linear layers and experts, as far as 12 bits can hold them.
 
     progress: as in `kvpager.Engine`, in bytes of weights.
+
+    Raises:
+        CapacityError: there is not enough memory for them.
     """
     layers = core.linear
     assert layers is not None  # check_compression
     weights = list(_weights(core.model, layers))
     total = sum(weight.nbytes for weight in weights)
+    _check_room(weights)
     copies = _core.CompressedWeights()
     done = 0
     with reporting_bytes(progress, "compress weights") as report:
@@ -65,6 +71,17 @@ def compress_weights(core: EngineCore, progress: Progress) -> None:
             "Expected a model in bfloat16, or in float32 with weights of a bfloat16 checkpoint "
             "(this one is in %s), and a processor with AVX2",
             str(core.model.dtype).removeprefix("torch."),
+        )
+
+
+def _check_room(weights: Sequence[torch.Tensor]) -> None:
+    """As the system may promise memory that it does not have."""
+    needed = sum(weight.numel() * _BITS // 8 for weight in weights)
+    free = free_memory()
+    if needed > free:
+        raise CapacityError(
+            f"compress_weights is True, and copies of the weights take {needed:,} bytes, of which "
+            f"{free:,} are free; leave it out, or free memory"
         )
 
 

@@ -36,7 +36,13 @@ def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> Pag
         config = PagerConfig(**{"pool_tokens": "auto", **options, "exact": False})
     elif not isinstance(config, PagerConfig):
         raise InvalidArgumentError(f"config is {config!r}; expected a PagerConfig")
-    return config.replace(**{**options, "exact": False})
+    config = config.replace(**{**options, "exact": False})
+    if config.compress_weights:
+        raise InvalidArgumentError(
+            "compress_weights is True; forwards of a Cache are transformers' own and read no "
+            "copies: leave it out, or use kvpager.Engine"
+        )
+    return config
 
 
 def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
