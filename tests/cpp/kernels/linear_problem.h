@@ -107,7 +107,7 @@ inline float flushed(float a) {
 }
 
 // One element, as kvpager/linear.h says.
-inline float expected(const Problem& problem, int64_t row, int64_t output) {
+inline float expected_element(const Problem& problem, int64_t row, int64_t output) {
   const bool bf16 = problem.x.dtype == DType::kBFloat16;
   const int64_t step = bf16 ? 32 : 16;
   const int64_t steps = (problem.depth + step - 1) / step;
@@ -147,7 +147,7 @@ inline int wrong_elements(const Problem& problem, const Matrix& y) {
   int wrong = 0;
   for (int64_t row = 0; row < problem.rows; ++row) {
     for (int64_t output = 0; output < problem.outputs; ++output) {
-      wrong += float_bits(y.at(row, output)) != float_bits(expected(problem, row, output));
+      wrong += float_bits(y.at(row, output)) != float_bits(expected_element(problem, row, output));
     }
   }
   return wrong;

@@ -53,7 +53,7 @@ TEST_CASE("of a pair of bfloat16 the odd element is first, in every tier") {
     };
     fill(problem.x, -8192.0f);
     fill(problem.w, 8192.0f);
-    REQUIRE(expected(problem, 0, 0) == 0.0f);
+    REQUIRE(expected_element(problem, 0, 0) == 0.0f);
     for (const KernelTable* table : runnable_kernels()) {
       CAPTURE(std::string(table->name));
       const KernelOverride tier(*table);
@@ -212,7 +212,7 @@ TEST_CASE(
       return codes;
     };
     const std::string written =
-        codes_of([&](int64_t row, int64_t n) { return expected(problem, row, n); });
+        codes_of([&](int64_t row, int64_t n) { return expected_element(problem, row, n); });
     for (const KernelTable* table : runnable_kernels()) {
       CAPTURE(std::string(table->name));
       const KernelOverride tier(*table);
