@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "kernels/kernel_table.h"
+#include "kvpager/large_memory.h"
 #include "kvpager/linear.h"
 #include "kvpager/thread_pool.h"
 
@@ -15,6 +16,7 @@ namespace {
 
 constexpr int64_t kLeastCopied = 7;  // of 8 groups: else marks are no exception, and cost time
 constexpr int64_t kOutputsOfItem = 16;
+constexpr int64_t kBlockBytes = int64_t{32} << 20;
 constexpr uint8_t kNone = 0xFF;
 
 // Bits 31 to 16 of each float32, and whether the others are 0; bfloat16 has no others.
@@ -107,7 +109,7 @@ bool CompressedWeights::add(const void* w, DType dtype, int64_t outputs, int64_t
   if (kernels().linear_compressed_rows(dtype) == 0 || of_row == 0 || outputs == 0) return false;
   Matrix made{dtype, outputs, depth, w_stride, nullptr, {}, {}};
   const int64_t words = (of_row + 63) / 64;
-  made.groups.reset(new uint8_t[static_cast<size_t>(made.all_groups() * kCompressedBytes)]);
+  made.groups = reserve(made.all_groups() * kCompressedBytes);
   made.tables.resize(static_cast<size_t>(outputs * kCompressedTable));
   made.marked.resize(static_cast<size_t>(outputs * words));
   const auto write = dtype == DType::kFloat32 ? write_output<Float32> : write_output<BFloat16>;
@@ -122,8 +124,19 @@ bool CompressedWeights::add(const void* w, DType dtype, int64_t outputs, int64_t
     }
   });
   if (made.copied_groups() < made.all_groups() * kLeastCopied / 8) return false;
+  blocks_.back().used += made.all_groups() * kCompressedBytes;
   matrices_.insert_or_assign(static_cast<const char*>(w), std::move(made));
   return true;
+}
+
+// Of the last block, which is another one if that has too few left. They are not taken yet.
+uint8_t* CompressedWeights::reserve(int64_t bytes) {
+  if (blocks_.empty() || blocks_.back().bytes - blocks_.back().used < bytes) {
+    const int64_t all = std::max(bytes, kBlockBytes);
+    auto* const memory = static_cast<uint8_t*>(allocate_large(kHugePage, static_cast<size_t>(all)));
+    blocks_.push_back({{memory, &std::free}, all, 0});
+  }
+  return blocks_.back().memory.get() + blocks_.back().used;
 }
 
 int64_t CompressedWeights::Matrix::copied_groups() const {

@@ -186,7 +186,12 @@ void linear(const LinearParams* products, int64_t count, ThreadPool& pool,
   }
   std::vector<LinearParams> found(products, products + count);
   for (LinearParams& one : found) one.compressed = compressed->find(one);
-  multiply(found.data(), count, pool);
+  // How rows are copied depends on it.
+  const auto others = std::stable_partition(
+      found.begin(), found.end(),
+      [](const LinearParams& one) { return one.compressed.groups != nullptr; });
+  if (others != found.begin()) multiply(found.data(), others - found.begin(), pool);
+  if (others != found.end()) multiply(&*others, found.end() - others, pool);
 }
 
 }  // namespace kvpager

@@ -152,8 +152,10 @@ void panel(const LinearParams& params, const void* next_w, const float* input, f
 LinearPacking linear_packing(const LinearParams& params) {
   LinearPacking packing;
 #if KVPAGER_ISA_LEVEL == 3
-  // Copies pay from the second tile on, in float32, which is not widened, from the third.
-  if (params.rows > (params.dtype == DType::kFloat32 ? 2 : 1) * kTileRows) {
+  // Copies of rows pay from the second tile on; in float32, where weights are not widened, from the
+  // third.
+  const bool widened = params.dtype != DType::kFloat32 || params.compressed.groups != nullptr;
+  if (params.rows > (widened ? 1 : 2) * kTileRows) {
     const int64_t vectors = params.dtype == DType::kBFloat16 ? all_vectors<BFloat16>(params.depth)
                                                              : all_vectors<Float32>(params.depth);
     packing.group_floats = vectors * kGroupRows * kVectorFloats;

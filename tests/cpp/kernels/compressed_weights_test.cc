@@ -241,6 +241,39 @@ TEST_CASE("threads change no bit of copies, nor of products of them") {
   }
 }
 
+TEST_CASE("of products that are computed at once some may have copies") {
+  for (const KernelTable* table : tiers()) {
+    CAPTURE(std::string(table->name));
+    const KernelOverride tier(*table);
+    for (const DType dtype : kCompressible) {
+      CAPTURE(std::string(dtype_name(dtype)));
+      for (const int64_t rows : {1, 3, 5, 8}) {
+        CAPTURE(rows);
+        const std::vector<Problem> all = {narrow_problem(dtype, rows, 30, 192),
+                                          Problem(dtype, rows, 21, 100),
+                                          narrow_problem(dtype, rows, 13, 320)};
+        CompressedWeights copies;
+        REQUIRE(add(copies, all[0]));
+        REQUIRE(add(copies, all[2]));
+        for (const std::vector<size_t>& order :
+             {std::vector<size_t>{0, 1, 2}, {1, 0, 2}, {2, 1}, {1}}) {
+          std::vector<Matrix> written;
+          std::vector<LinearParams> products;
+          for (const size_t i : order) written.emplace_back(dtype, rows, all[i].outputs, 3);
+          for (size_t i = 0; i < order.size(); ++i) {
+            products.push_back(all[order[i]].params(written[i]));
+          }
+          ThreadPool pool(2, 0);
+          linear(products.data(), static_cast<int64_t>(products.size()), pool, &copies);
+          for (size_t i = 0; i < order.size(); ++i) {
+            CHECK(wrong_elements(all[order[i]], written[i]) == 0);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("experts and programs read copies, too") {
   const int64_t experts = 4, outputs = 24, depth = 192;
   for (const KernelTable* table : tiers()) {

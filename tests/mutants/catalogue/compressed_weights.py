@@ -99,6 +99,14 @@ COMPRESSED_WEIGHTS = (
         killers=(THREADS,),
     ),
     Mutant(
+        name="products-with-copies-and-without-are-computed-alike",
+        breaks="products that are computed at once may have copies or not",
+        file="csrc/kernels/linear.cc",
+        old="return one.compressed.groups != nullptr;",
+        new="return one.rows > 0;",
+        killers=(TEST + "of products that are computed at once some may have copies",),
+    ),
+    Mutant(
         name="many-rows-read-copies",
         breaks="copies are read where they take less time than the weights",
         file="csrc/kernels/linear.cc",
