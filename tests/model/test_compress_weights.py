@@ -29,9 +29,7 @@ MODELS = {
     "adapters": lambda: with_adapters("a"),
 }
 
-pytestmark = pytest.mark.skipif(
-    _core.processor()["level"] < 3, reason="this processor has no AVX2, which reads copies"
-)
+pytestmark = pytest.mark.skipif(_core.processor()["level"] < 3, reason="this processor lacks AVX2")
 
 
 @pytest.fixture(autouse=True)
