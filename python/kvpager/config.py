@@ -283,8 +283,8 @@ class PagerConfig(Validated):
     compress_weights: bool = option(
         flag(),
         "on the CPU, decode steps of few rows read lossless copies of the weights of linear layers "
-        "that are kvpager's products: 12 bits for the 16 or 32 of a weight, kept beside it. Faster, "
-        "and no bit of a result changes",
+        "that are kvpager's products: 12 bits for the 16 or 32 of a weight, kept beside it; "
+        "faster, and no bit of a result changes",
         False,
     )
     missed_chunks: Literal["auto", "direct", "staged"] = option(
