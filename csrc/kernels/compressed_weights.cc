@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <utility>
 
 #include "kernels/kernel_table.h"
-#include "kvpager/large_memory.h"
 #include "kvpager/linear.h"
 #include "kvpager/thread_pool.h"
 
@@ -108,7 +108,7 @@ bool CompressedWeights::add(const void* w, DType dtype, int64_t outputs, int64_t
   const int64_t of_row = depth / kCompressedGroup;
   if (kernels().linear_compressed_rows(dtype) == 0 || of_row == 0 || outputs == 0) return false;
   Matrix made{dtype, outputs, depth, w_stride, nullptr, {}, {}};
-  const int64_t words = (of_row + 63) / 64;
+  const int64_t words = mark_words(of_row);
   made.groups = reserve(made.all_groups() * kCompressedBytes);
   made.tables.resize(static_cast<size_t>(outputs * kCompressedTable));
   made.marked.resize(static_cast<size_t>(outputs * words));
@@ -133,10 +133,9 @@ bool CompressedWeights::add(const void* w, DType dtype, int64_t outputs, int64_t
 uint8_t* CompressedWeights::reserve(int64_t bytes) {
   if (blocks_.empty() || blocks_.back().bytes - blocks_.back().used < bytes) {
     const int64_t all = std::max(bytes, kBlockBytes);
-    auto* const memory = static_cast<uint8_t*>(allocate_large(kHugePage, static_cast<size_t>(all)));
-    blocks_.push_back({{memory, &std::free}, all, 0});
+    blocks_.push_back({aligned_bytes(kHugePage, static_cast<uint64_t>(all)), all, 0});
   }
-  return blocks_.back().memory.get() + blocks_.back().used;
+  return reinterpret_cast<uint8_t*>(blocks_.back().memory.get()) + blocks_.back().used;
 }
 
 int64_t CompressedWeights::Matrix::copied_groups() const {

@@ -12,23 +12,27 @@ namespace {
 
 constexpr int64_t kCompressedAhead = 8192;  // bytes: how far ahead copies are fetched
 
-// The 32 elements whose low bytes are in one register, and whose high bytes' places in the low halves of
-// another's.
-KVPAGER_INLINE void unpack_half(__m256i low, __m256i places, __m256i table, uint16_t* out) {
-  const __m256i high = _mm256_shuffle_epi8(table, _mm256_and_si256(places, _mm256_set1_epi8(0x0F)));
+// Two registers of bfloat16 as elements.
+KVPAGER_INLINE void store_elements(__m256i first, __m256i second, uint16_t* out) {
   __m256i* const to = reinterpret_cast<__m256i*>(out);
-  _mm256_store_si256(to, _mm256_unpacklo_epi8(low, high));
-  _mm256_store_si256(to + 1, _mm256_unpackhi_epi8(low, high));
+  _mm256_store_si256(to, first);
+  _mm256_store_si256(to + 1, second);
 }
-KVPAGER_INLINE void unpack_half(__m256i low, __m256i places, __m256i table, float* out) {
-  const __m256i high = _mm256_shuffle_epi8(table, _mm256_and_si256(places, _mm256_set1_epi8(0x0F)));
+KVPAGER_INLINE void store_elements(__m256i first, __m256i second, float* out) {
   const __m256i zero = _mm256_setzero_si256();
-  const __m256i first = _mm256_unpacklo_epi8(low, high), second = _mm256_unpackhi_epi8(low, high);
   __m256i* const to = reinterpret_cast<__m256i*>(out);
   _mm256_store_si256(to, _mm256_unpacklo_epi16(zero, first));
   _mm256_store_si256(to + 1, _mm256_unpackhi_epi16(zero, first));
   _mm256_store_si256(to + 2, _mm256_unpacklo_epi16(zero, second));
   _mm256_store_si256(to + 3, _mm256_unpackhi_epi16(zero, second));
+}
+
+// The 32 elements whose low bytes are in one register, and whose high bytes' places in the low halves of
+// another's.
+template <class Element>
+KVPAGER_INLINE void unpack_half(__m256i low, __m256i places, __m256i table, Element* out) {
+  const __m256i high = _mm256_shuffle_epi8(table, _mm256_and_si256(places, _mm256_set1_epi8(0x0F)));
+  store_elements(_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high), out);
 }
 
 // The copies of one output.

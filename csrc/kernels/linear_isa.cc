@@ -102,9 +102,12 @@ struct Tiles {
 // Up to so many rows go through a tile's weights before the next weights are read.
 constexpr int64_t kFewRows = 4 * kTileRows;
 
-// Whether weights of a dtype can have copies that a tier unpacks.
+// Up to so many rows are multiplied with copies of weights: more take as long to be multiplied as
+// their weights take to be read. 0: the tier or the dtype has none.
 template <class Type>
-constexpr bool kHasCopies = KVPAGER_ISA_LEVEL >= 3 && !std::is_same_v<Type, Float16>;
+constexpr int64_t kCompressedRows = KVPAGER_ISA_LEVEL < 3 || std::is_same_v<Type, Float16> ? 0
+                                    : std::is_same_v<Type, Float32> ? 12
+                                                                    : kTileRows;
 
 template <class Type, bool kCompressed>
 void tiles(const LinearParams& params) {
@@ -141,7 +144,7 @@ void panel(const LinearParams& params, const void* next_w, const float* input, f
   (void)next_w;
   (void)input;
   (void)scratch;
-  if constexpr (kHasCopies<Type>) {
+  if constexpr (kCompressedRows<Type> > 0) {
     if (params.compressed.groups != nullptr) return tiles<Type, true>(params);
   }
   tiles<Type, false>(params);
@@ -168,10 +171,10 @@ LinearPacking linear_packing(const LinearParams& params) {
   return packing;
 }
 
-// More rows take as long to be multiplied as their weights take to be read.
 int64_t linear_compressed_rows(DType dtype) {
-  if (KVPAGER_ISA_LEVEL < 3 || dtype == DType::kFloat16) return 0;
-  return dtype == DType::kFloat32 ? 12 : kTileRows;
+  if (dtype == DType::kFloat32) return kCompressedRows<Float32>;
+  if (dtype == DType::kFloat16) return kCompressedRows<Float16>;
+  return kCompressedRows<BFloat16>;
 }
 
 void linear_pack(const LinearParams& params, int64_t group, float* out) {

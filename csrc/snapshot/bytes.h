@@ -4,9 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <string>
 #include <type_traits>
 
@@ -39,16 +37,6 @@ void append(std::string* to, T value) {
 
 constexpr uint64_t align_up(uint64_t offset, uint64_t alignment) {
   return (offset + alignment - 1) / alignment * alignment;
-}
-
-struct FreeBytes {
-  void operator()(std::byte* p) const { std::free(p); }
-};
-using AlignedBytes = std::unique_ptr<std::byte, FreeBytes>;
-
-// Not initialised; at least one byte.
-inline AlignedBytes aligned_bytes(uint64_t alignment, uint64_t bytes) {
-  return AlignedBytes(static_cast<std::byte*>(allocate_large(alignment, bytes)));
 }
 
 inline bool all_zero(const std::byte* data, size_t bytes) {

@@ -8,11 +8,10 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <map>
-#include <memory>
 #include <vector>
 
+#include "kvpager/large_memory.h"
 #include "kvpager/types.h"
 
 namespace kvpager {
@@ -23,6 +22,8 @@ struct LinearParams;
 inline constexpr int64_t kCompressedGroup = 64;  // weights; what is left of a depth has no copy
 inline constexpr int64_t kCompressedTable = 16;  // high bytes
 inline constexpr int64_t kCompressedBytes = 96;  // of a group: 64 places of 4 bits, 64 low bytes
+// Of the marks of so many groups, a bit for each.
+constexpr int64_t mark_words(int64_t groups) { return (groups + 63) / 64; }
 // The byte of element i of 32 among those of a register: the order in which it is unpacked.
 constexpr int compressed_place(DType dtype, int i) {
   const int vector = dtype == DType::kFloat32 ? 8 : 16;  // elements of the dtype in 32 bytes
@@ -34,22 +35,22 @@ constexpr int compressed_place(DType dtype, int i) {
 struct CompressedRows {
   const uint8_t* groups = nullptr;   // [outputs][depth / 64][kCompressedBytes]; null: no copies
   const uint8_t* tables = nullptr;   // [outputs][kCompressedTable]
-  const uint64_t* marked = nullptr;  // [outputs][(depth / 64 + 63) / 64], a bit for each group
+  const uint64_t* marked = nullptr;  // [outputs][mark_words(depth / 64)]
   int64_t of_row = 0;                // groups
 
   CompressedRows from(int64_t output) const {
     if (groups == nullptr) return *this;
     return {groups + output * of_row * kCompressedBytes, tables + output * kCompressedTable,
-            marked + output * ((of_row + 63) / 64), of_row};
+            marked + output * mark_words(of_row), of_row};
   }
 };
 
 class CompressedWeights {
  public:
-  // Copies a matrix [outputs][depth] whose rows are w_stride elements apart. False, and nothing is kept:
-  // too few groups can have a copy, the depth is below a group's, or the tier has no use for copies of
-  // the dtype. The caller
-  // keeps the weights where and as they are as long as it multiplies with this.
+  // Copies a matrix [outputs][depth] whose rows are w_stride elements apart. The caller keeps the
+  // weights where and as they are as long as it multiplies with this. False, and nothing is kept: too
+  // few groups can have a copy, the depth is below a group's, or the tier has no use for copies of the
+  // dtype.
   bool add(const void* w, DType dtype, int64_t outputs, int64_t depth, int64_t w_stride,
            ThreadPool& pool);
 
@@ -80,7 +81,7 @@ class CompressedWeights {
   };
   // Groups of several matrices, on huge pages, which are read a third faster where the system has them.
   struct Block {
-    std::unique_ptr<uint8_t, decltype(&std::free)> memory;
+    AlignedBytes memory;
     int64_t bytes = 0, used = 0;
   };
   uint8_t* reserve(int64_t bytes);

@@ -5,7 +5,9 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
+#include <memory>
 #include <new>
 
 #include "kvpager/require.h"
@@ -25,6 +27,16 @@ inline void* allocate_large(size_t alignment, size_t bytes) {
   if (memory == nullptr) throw std::bad_alloc();
   if (huge) ::madvise(memory, rounded - rounded % unit, MADV_HUGEPAGE);  // a hint
   return memory;
+}
+
+struct FreeBytes {
+  void operator()(std::byte* p) const { std::free(p); }
+};
+using AlignedBytes = std::unique_ptr<std::byte, FreeBytes>;
+
+// As allocate_large; at least one byte.
+inline AlignedBytes aligned_bytes(uint64_t alignment, uint64_t bytes) {
+  return AlignedBytes(static_cast<std::byte*>(allocate_large(alignment, bytes)));
 }
 
 }  // namespace kvpager

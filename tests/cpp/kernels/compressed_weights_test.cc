@@ -49,7 +49,7 @@ int64_t marks(const CompressedWeights& copies, const Problem& of) {
   Matrix y(of.x.dtype, of.rows, of.outputs);
   const CompressedRows rows = copies.find(of.params(y));
   int64_t marked = 0;
-  for (int64_t i = 0; i < of.outputs * ((rows.of_row + 63) / 64); ++i) {
+  for (int64_t i = 0; i < of.outputs * mark_words(rows.of_row); ++i) {
     marked += __builtin_popcountll(rows.marked[i]);
   }
   return marked;
