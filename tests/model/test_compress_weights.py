@@ -20,6 +20,7 @@ from kvpager import (
 )
 from kvpager.execution import recordings
 from kvpager.execution.workers import new_workers
+from kvpager.hf.linear import LinearLayers
 
 WORTH = 6  # forwards before one is recorded, in these tests
 MODELS = {
@@ -205,6 +206,16 @@ def test_copies_that_nothing_would_read_are_refused(options):
     with pytest.raises(InvalidArgumentError, match=r"compress_weights is True, but") as refused:
         Engine(build("llama"), pool_tokens=256, compress_weights=True, **options)
     assert 'linear="kvpager" on the CPU' in str(refused.value)
+
+
+def test_weights_of_a_librarys_own_kind_are_left_alone():
+    class Own(torch.nn.Parameter):
+        pass
+
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.Linear(8, 8))
+    layers[0].weight = Own(layers[0].weight.detach())
+    known = LinearLayers(layers, new_workers(1))
+    assert [id(weight) for weight in known.weights(layers)] == [id(layers[1].weight)]
 
 
 def test_copies_that_memory_has_no_room_for_are_refused(monkeypatch):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,21 @@ class LinearLayers:
             for module in model.modules()
             if isinstance(module, torch.nn.Linear) and type(module).forward is _exchanged
         )
+
+    def weights(self, model: torch.nn.Module) -> Iterator[torch.Tensor]:
+        """Of layers and experts whose products are computed here, each once though some share it.
+
+        model: the one that these layers were made of.
+        """
+        seen = set()
+        for module in model.modules():
+            known = id(module) in self.known
+            experts = id(getattr(module, "config", None)) in self.experts
+            for weight in module.parameters(recurse=False):
+                wanted = (known and weight.ndim == 2) or (experts and weight.ndim == 3)
+                if wanted and type(weight) in _PLAIN and id(weight) not in seen:
+                    seen.add(id(weight))
+                    yield weight
 
     def product(
         self,

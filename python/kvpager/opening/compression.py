@@ -8,7 +8,7 @@ a forward are the same: numbers are unpacked in the processor's registers and mu
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,7 +16,6 @@ from kvpager import _core
 from kvpager.config import PagerConfig, free_memory
 from kvpager.errors import CapacityError, InvalidArgumentError
 from kvpager.execution.core import EngineCore, Products
-from kvpager.hf.linear import LinearLayers
 from kvpager.pager.device import Place
 from kvpager.progress import Progress, reporting_bytes
 
@@ -47,7 +46,7 @@ def compress_weights(core: EngineCore, progress: Progress) -> None:
     """
     layers = core.linear
     assert layers is not None  # check_compression
-    weights = list(_weights(core.model, layers))
+    weights = list(layers.weights(core.model))
     total = sum(weight.nbytes for weight in weights)
     _check_room(weights)
     copies = _core.CompressedWeights()
@@ -89,16 +88,3 @@ def compressed_bytes(core: EngineCore) -> int:
     """What the copies of a core's weights take."""
     copies = None if core.linear is None else core.linear.compressed
     return 0 if copies is None else copies.bytes
-
-
-def _weights(model: torch.nn.Module, layers: LinearLayers) -> Iterator[torch.Tensor]:
-    """Each once, though several layers may share it."""
-    seen = set()
-    for module in model.modules():
-        known = id(module) in layers.known
-        experts = id(getattr(module, "config", None)) in layers.experts
-        for weight in module.parameters(recurse=False):
-            wanted = (known and weight.ndim == 2) or (experts and weight.ndim == 3)
-            if wanted and id(weight) not in seen:
-                seen.add(id(weight))
-                yield weight

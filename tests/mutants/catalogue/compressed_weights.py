@@ -168,7 +168,7 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="experts-are-not-copied",
         breaks="decoding a mixture reads copies of its experts",
-        file=OPENING,
+        file="python/kvpager/hf/linear.py",
         old=" or (experts and weight.ndim == 3)",
         new="",
         killers=(MODEL + "test_experts_are_copied",),
@@ -176,10 +176,18 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="a-tied-head-is-copied-twice",
         breaks="copies are of every layer's weights once",
-        file=OPENING,
-        old="                seen.add(id(weight))\n",
+        file="python/kvpager/hf/linear.py",
+        old="                    seen.add(id(weight))\n",
         new="",
         killers=(MODEL + "test_a_weight_that_two_layers_share_is_copied_once",),
+    ),
+    Mutant(
+        name="weights-of-other-kinds-are-copied",
+        breaks="weights that no product is made of get no copies",
+        file="python/kvpager/hf/linear.py",
+        old=" and type(weight) in _PLAIN and id(weight)",
+        new=" and id(weight)",
+        killers=(MODEL + "test_weights_of_a_librarys_own_kind_are_left_alone",),
     ),
     Mutant(
         name="copies-that-nothing-reads-are-made",
