@@ -161,6 +161,14 @@ ATTENTION = (
         killers=(ATTEND + "every instruction-set tier gives the same bits",),
     ),
     Mutant(
+        name="later-rows-of-a-tile-begin-anew",
+        breaks="7: rows of a tile that are read in parts are one sum",
+        file="csrc/kernels/attend_product_isa.h",
+        old="    rows.start = Start::kContinue;\n",
+        new="    rows.start = product.start;\n",
+        killers=(ATTEND + "every instruction-set tier gives the same bits",),
+    ),
+    Mutant(
         name="a-sum-is-continued-in-another-order",
         breaks="an element of a sum stays in its lane from tile to tile",
         file="csrc/kernels/attend_product_isa.h",
