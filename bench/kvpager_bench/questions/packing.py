@@ -5,8 +5,10 @@
 
 `Engine.run` completes 1 to 128 prompts at a time with forwards of at most M rows: short prompts of
 one length, and mixed ones. Beside it, in the same turns: stock transformers' `generate` on a batch
-padded on the left, and, once per kind of prompts, both of them on one prompt after the other. Time
-is from the call to the last token, prefill included; tokens are those that were generated.
+padded on the left and its `generate_batch`, which is continuous batching, with as many tokens to a
+forward and room for all requests; and, once per kind of prompts, `run` and `generate` on one prompt
+after the other. Time is from the call to the last token, prefill included; tokens are those that
+were generated.
 
 Bits: tokens, log-probabilities and K/V of what was packed are compared with those of the same
 prompt run alone in another engine. For transformers the texts are compared in the same way.
@@ -23,6 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from kvpager import Engine, PagerConfig
 from kvpager.config import DEFAULT_ROWS
@@ -36,6 +39,9 @@ SHORT_TOKENS = 32
 MIXED_TOKENS = (8, 184)  # drawn in pairs of one sum, so that every even count has one mean
 POOL_TOKENS = 32768
 LAYERS = 4
+SPARE_PAGES = 8  # of continuous batching, beside one for each request
+JUDGED = (1, 8, 32, 128)  # numbers of sessions
+AHEAD = 1.0  # aim, times transformers
 
 Prompt: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
 
@@ -53,6 +59,8 @@ COLUMNS = (
     Column("transformers_batch_tokens_per_s", "1/s"),
     Column("transformers_one_by_one_tokens_per_s", "1/s"),
     Column("over_transformers_batch", "x"),
+    Column("transformers_continuous_tokens_per_s", "1/s"),
+    Column("over_transformers_continuous", "x"),
     Column("bits_compared"),
     Column("differing_bits"),
     Column("texts_compared"),
@@ -176,6 +184,44 @@ class Batched:
         self.texts = texts
 
 
+class Continuous:
+    """Stock `generate_batch`: continuous batching over a paged cache, on a model of its own."""
+
+    def __init__(self, model: Any, rows: int) -> None:
+        self._model = subjects.beside(model)
+        self._rows = rows
+
+    def run(self, prompts: Sequence[Prompt], new_tokens: int) -> None:
+        finished = self._model.generate_batch(
+            [prompt.tolist() for prompt in prompts],
+            generation_config=GenerationConfig(
+                do_sample=False,
+                min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
+                pad_token_id=0,
+                eos_token_id=-1,
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                max_batch_tokens=self._rows, num_blocks=len(prompts) + SPARE_PAGES
+            ),
+            persistent_manager=True,
+        )
+        for request, one in finished.items():
+            if one.error is not None or len(one.generated_tokens) != new_tokens:
+                raise harness.MissingNumberError(
+                    f"{request} of generate_batch ended with {one.error!r} after "
+                    f"{len(one.generated_tokens)} tokens"
+                )
+        if len(finished) != len(prompts):
+            raise harness.MissingNumberError(
+                f"generate_batch finished {len(finished)} of {len(prompts)} requests"
+            )
+
+    def forget(self) -> None:
+        """The cache, which is as large as the first call of `run` said."""
+        self._model.destroy_cached_continuous_batching_manager()
+
+
 @dataclass(frozen=True)
 class Alone:
     """Prompts run one after the other, by us and by transformers."""
@@ -211,11 +257,12 @@ def measure_alone(kind: str, ours: Packed, stock: Batched, arguments: argparse.N
 def measure_kind(report: Report, kind: str, model: Any, arguments: argparse.Namespace) -> None:
     config = PagerConfig(pool_tokens=POOL_TOKENS, rows=arguments.rows, host_bytes=0)
     stock = Batched(subjects.beside(model))
+    continuous = Continuous(model, arguments.rows)
     with Engine(model, config, salt="alone") as one, Engine(model, config, salt="packed") as many:
         alone = measure_alone(kind, Packed(one), stock, arguments)
         packed = Packed(many)
         for sessions in arguments.sessions:
-            measure_sessions(report, kind, sessions, packed, stock, alone, arguments)
+            measure_sessions(report, kind, sessions, packed, stock, continuous, alone, arguments)
 
 
 def measure_sessions(
@@ -224,10 +271,12 @@ def measure_sessions(
     sessions: int,
     packed: Packed,
     stock: Batched,
+    continuous: Continuous,
     alone: Alone,
     arguments: argparse.Namespace,
 ) -> None:
     model, new_tokens = packed.engine.model, arguments.new_tokens
+    continuous.run(draw_prompts(kind, model, sessions, seed=100 * sessions), new_tokens)
     # The compared run comes last; those before it have prompts that are not cached.
     fresh = iter(
         draw_prompts(kind, model, sessions, seed=seed)
@@ -240,21 +289,25 @@ def measure_sessions(
         packed.drop()
         turn = next(fresh)
 
-    ours, theirs = [], []
+    turns: list[dict[str, Timing]] = []
     for _ in range(arguments.runs):
         draw()
         taken = harness.interleave(
             {
                 "ours": Subject(lambda: packed.run(turn, new_tokens)),
                 "stock": Subject(lambda: stock.run(turn, new_tokens)),
+                "continuous": Subject(lambda: continuous.run(turn, new_tokens)),
             },
             runs=1,
             warm_up=0,
         )
         packed.require_whole(new_tokens)
-        ours.append(taken["ours"].median)
-        theirs.append(taken["stock"].median)
-    timing, batch = Timing(tuple(ours)), Timing(tuple(theirs))
+        turns.append(taken)
+    continuous.forget()
+    timing, batch, paged = (
+        Timing(tuple(taken[name].median for taken in turns))
+        for name in ("ours", "stock", "continuous")
+    )
     tokens = sessions * new_tokens
     bits = compare(packed.completions, alone.ours.completions)
     firsts = [completion.first_token_s for completion in packed.completions]
@@ -273,6 +326,8 @@ def measure_sessions(
         transformers_batch_tokens_per_s=tokens / batch.median,
         transformers_one_by_one_tokens_per_s=alone.stock_rate,
         over_transformers_batch=batch.median / timing.median,
+        transformers_continuous_tokens_per_s=tokens / paged.median,
+        over_transformers_continuous=paged.median / timing.median,
         bits_compared=bits.comparison.bits,
         differing_bits=bits.comparison.differing_bits,
         texts_compared=compared,
@@ -282,9 +337,19 @@ def measure_sessions(
         ),
     )
     packed.drop()
+    for how, seconds in (("a padded batch", batch.median), ("continuous batching", paged.median)):
+        if sessions in JUDGED:
+            report.compare(
+                f"{sessions} {kind} prompts at a time, {arguments.subject} of {LAYERS} layers",
+                ours=tokens / timing.median,
+                theirs=tokens / seconds,
+                peer=f"transformers, {how}",
+                unit="tokens/s",
+                aim=AHEAD,
+            )
     print(
         f"{kind} {sessions}: {tokens / timing.median:.1f} tokens/s, transformers "
-        f"{tokens / batch.median:.1f}",
+        f"{tokens / batch.median:.1f}, with continuous batching {tokens / paged.median:.1f}",
         flush=True,
     )
 
