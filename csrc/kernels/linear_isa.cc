@@ -69,6 +69,34 @@ void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
   finish<Type>(params, row, output, sums);
 }
 
+constexpr int64_t kRowAhead = 8192;  // bytes: how far ahead weights of a single row are fetched
+
+// One row by kOutputs outputs, one after the other: weights are then read in the order in which they lie
+// in memory, where a tile of several rows reads as many places at once as it has outputs.
+template <class Type, int kOutputs>
+void one_row_tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
+  using Element = typename Type::Element;
+  const Element* const x = static_cast<const Element*>(params.x) + row * params.x_stride;
+  const Element* w = static_cast<const Element*>(params.w) + output * params.w_stride;
+  const int64_t whole = params.depth / Type::kStep * Type::kStep;
+  Vec sums[1][kOutputs];
+#pragma GCC unroll 8
+  for (int n = 0; n < kOutputs; ++n, w += params.w_stride) {
+    Vec sum[1][1] = {{splat(0.0f)}};
+    const auto add = [&](auto last, int64_t k, int64_t left) {
+      add_step<Type, last.value>(x + k, 0, left, sum, [&](int) { return w + k; });
+    };
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < whole; k += Type::kStep) {
+      if (fetch) __builtin_prefetch(reinterpret_cast<const char*>(w + k) + kRowAhead);
+      add(std::false_type(), k, 0);
+    }
+    if (whole < params.depth) add(std::true_type(), whole, params.depth - whole);
+    sums[0][n] = sum[0][0];
+  }
+  finish<Type>(params, row, output, sums);
+}
+
 using Tile = void (*)(const LinearParams& params, int64_t row, int64_t output, bool fetch);
 
 // Tiles of 1 to kTileRows rows, by their number; of weights, or of copies of them.
@@ -95,7 +123,11 @@ struct Tiles {
 #if KVPAGER_ISA_LEVEL >= 3
     if constexpr (kCompressed) return compressed_tile<Type, kRows, kOutputs>;
 #endif
-    return tile<Type, kRows, kOutputs>;
+    if constexpr (kRows == 1) {
+      return one_row_tile<Type, kOutputs>;
+    } else {
+      return tile<Type, kRows, kOutputs>;
+    }
   }
 };
 

@@ -90,12 +90,20 @@ OWN_PRODUCTS = (
         name="few-rows-round-otherwise",
         breaks="a row has the same bits among any number of rows",
         file="csrc/kernels/linear_isa.cc",
-        old="  finish<Type>(params, row, output, sums);\n",
-        new=(
-            "  if (kRows == 1) sums[0][0] = fma(sums[0][0], splat(1.0000001f), splat(0.0f));\n"
-            "  finish<Type>(params, row, output, sums);\n"
-        ),
+        old="    sums[0][n] = sum[0][0];\n",
+        new="    sums[0][n] = fma(sum[0][0], splat(1.0000001f), splat(0.0f));\n",
         killers=(ANY_ROWS,),
+    ),
+    Mutant(
+        name="a-single-row-leaves-out-the-end-of-its-depth",
+        breaks="a row has the same bits among any number of rows",
+        file="csrc/kernels/linear_isa.cc",
+        old=(
+            "    if (whole < params.depth) add(std::true_type(), whole, params.depth - whole);\n"
+            "    sums"
+        ),
+        new="    sums",
+        killers=(ORDER, ANY_ROWS),
     ),
     Mutant(
         name="sums-of-the-depths-first-block-are-lost",
