@@ -194,7 +194,7 @@ class Continuous:
     def run(self, prompts: Sequence[Prompt], new_tokens: int) -> None:
         finished = self._model.generate_batch(
             [prompt.tolist() for prompt in prompts],
-            generation_config=GenerationConfig(
+            generation_config=GenerationConfig(  # type: ignore[no-untyped-call]
                 do_sample=False,
                 min_new_tokens=new_tokens,
                 max_new_tokens=new_tokens,
