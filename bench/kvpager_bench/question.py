@@ -204,7 +204,7 @@ QUESTIONS = {
         Question(
             "packing",
             "tokens per second as sessions fill the rows, and beyond",
-            5,
+            10,
             ("transformers",),
             ("packing",),
         ),
