@@ -27,7 +27,7 @@ def router(model):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lone_sessions_of_a_mixture_decode_with_one_row(kind, dtype, closing):
     engine = closing(make_engine(mixture(kind, dtype), linear="kvpager"))
-    # torch's sigmoid of fewer numbers than a vector has, of experts or of a shared one, has other bits.
+    # torch's sigmoid of fewer numbers than a vector has, as of few experts, has other bits.
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     fewest = 2 if wide and kind == "deepseek_v3" else 1
     if (kind, dtype) == ("qwen2_moe", "float32"):
