@@ -59,12 +59,7 @@ class Column:
     optional: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Without what is as usual."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if value != getattr(Column, name, None)
-        }
+        return without_defaults(self)
 
     @property
     def heading(self) -> str:
@@ -219,7 +214,7 @@ class Report:
         if not self.rows:
             raise MissingNumberError(f"{self.name}: no rows were measured")
         compared = [
-            {name: kept(value) for name, value in vars(comparison).items()}
+            {name: kept(value) for name, value in without_defaults(comparison).items()}
             for comparison in self.comparisons
         ]
         return {
@@ -300,6 +295,16 @@ def load_report(path: Path) -> Report:
     report.comparisons = [Comparison(**entry) for entry in data["comparisons"]]
     report.skipped = [Skipped(**entry) for entry in data["skipped"]]
     return report
+
+
+def without_defaults(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that a file needs for it to be read back."""
+    required = object()
+    return {
+        name: value
+        for name, value in vars(record).items()
+        if value != getattr(type(record), name, required)
+    }
 
 
 def kept(value: Any) -> Any:

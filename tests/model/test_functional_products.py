@@ -27,7 +27,8 @@ def router(model):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lone_sessions_of_a_mixture_decode_with_one_row(kind, dtype, closing):
     engine = closing(make_engine(mixture(kind, dtype), linear="kvpager"))
-    # torch's sigmoid of fewer numbers than a vector has, as of few experts, has other bits.
+    # torch's sigmoid of fewer float32 numbers than two vectors hold has other bits: of a shared
+    # expert's gate, one for each row, and with AVX-512 of one row of 16 experts.
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     fewest = 2 if wide and kind == "deepseek_v3" else 1
     if (kind, dtype) == ("qwen2_moe", "float32"):

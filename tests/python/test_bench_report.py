@@ -114,7 +114,7 @@ def test_a_file_keeps_a_row_in_a_line_and_no_digits_that_nothing_shows(tmp_path)
 
 def test_what_is_kept_of_the_questions_in_this_checkout_is_small():
     sizes = {path.name: path.stat().st_size for path in RESULTS_DIR.glob("*.json")}
-    assert sum(sizes.values()) < 320 << 10
+    assert sum(sizes.values()) < 300 << 10
     assert {name: size for name, size in sizes.items() if size > 32 << 10} == {}
 
 
