@@ -3,6 +3,8 @@
 // linear_isa.cc only.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/linear_elements_isa.h"
 #include "kvpager/compressed_weights.h"
 
@@ -12,57 +14,92 @@ namespace {
 
 constexpr int64_t kCompressedAhead = 8192;  // bytes: how far ahead copies are fetched
 
-// Two registers of bfloat16 as elements.
-KVPAGER_INLINE void store_elements(__m256i first, __m256i second, uint16_t* out) {
-  __m256i* const to = reinterpret_cast<__m256i*>(out);
-  _mm256_store_si256(to, first);
-  _mm256_store_si256(to + 1, second);
-}
-KVPAGER_INLINE void store_elements(__m256i first, __m256i second, float* out) {
-  const __m256i zero = _mm256_setzero_si256();
-  __m256i* const to = reinterpret_cast<__m256i*>(out);
-  _mm256_store_si256(to, _mm256_unpacklo_epi16(zero, first));
-  _mm256_store_si256(to + 1, _mm256_unpackhi_epi16(zero, first));
-  _mm256_store_si256(to + 2, _mm256_unpacklo_epi16(zero, second));
-  _mm256_store_si256(to + 3, _mm256_unpackhi_epi16(zero, second));
-}
+template <class Type>
+constexpr bool kHasCopies = !std::is_same_v<Type, Float16>;
 
-// The 32 elements whose low bytes are in one register, and whose high bytes' places in the low halves of
-// another's.
-template <class Element>
-KVPAGER_INLINE void unpack_half(__m256i low, __m256i places, __m256i table, Element* out) {
-  const __m256i high = _mm256_shuffle_epi8(table, _mm256_and_si256(places, _mm256_set1_epi8(0x0F)));
-  store_elements(_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high), out);
+// The steps of a group along the depth.
+template <class Type>
+constexpr int kGroupSteps = kCompressedGroup / Type::kStep;
+
+// Of the low bytes and the high ones of elements: the steps that these are.
+#if KVPAGER_ISA_LEVEL == 4
+// The lower halves of two registers, and the upper ones.
+KVPAGER_INLINE __m512i lower_halves(__m512i a, __m512i b) {
+  return _mm512_shuffle_i64x2(a, b, 0x44);
 }
+KVPAGER_INLINE __m512i upper_halves(__m512i a, __m512i b) {
+  return _mm512_shuffle_i64x2(a, b, 0xEE);
+}
+KVPAGER_INLINE void into_steps(__m512i low, __m512i high, BFloat16Pairs (&steps)[2]) {
+  const __m512i first = _mm512_unpacklo_epi8(low, high), second = _mm512_unpackhi_epi8(low, high);
+  steps[0] = {lower_halves(first, second)};
+  steps[1] = {upper_halves(first, second)};
+}
+KVPAGER_INLINE void into_steps(__m512i low, __m512i high, Vec (&steps)[4]) {
+  const __m512i zero = _mm512_setzero_si512();
+  const __m512i both[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m512i first = _mm512_unpacklo_epi16(zero, both[i]);
+    const __m512i second = _mm512_unpackhi_epi16(zero, both[i]);
+    steps[i] = {_mm512_castsi512_ps(lower_halves(first, second))};
+    steps[2 + i] = {_mm512_castsi512_ps(upper_halves(first, second))};
+  }
+}
+#else
+KVPAGER_INLINE void into_steps(__m256i low, __m256i high, BFloat16Pairs* steps) {
+  *steps = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+}
+KVPAGER_INLINE void into_steps(__m256i low, __m256i high, Vec* steps) {
+  const __m256i zero = _mm256_setzero_si256();
+  const __m256i both[2] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    steps[i] = {_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, both[i])),
+                _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, both[i]))};
+  }
+}
+#endif
 
 // The copies of one output.
 struct CompressedRow {
-  __m256i table;
+  __m128i table;
   const uint8_t* groups;
   const uint64_t* marked;
 
   CompressedRow() = default;
   explicit CompressedRow(const CompressedRows& rows)
-      : table(_mm256_broadcastsi128_si256(
-            _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows.tables)))),
+      : table(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows.tables))),
         groups(rows.groups),
         marked(rows.marked) {}
 
   KVPAGER_INLINE bool is_marked(int64_t group) const {
     return (marked[group / 64] >> (group % 64) & 1) != 0;
   }
-  // A group's elements; those of one that is marked are others.
-  template <class Element>
-  KVPAGER_INLINE void unpack(int64_t group, Element* out) const {
+  // A group's steps; those of one that is marked are others.
+  template <class Step, int kSteps>
+  KVPAGER_INLINE void unpack(int64_t group, Step (&steps)[kSteps]) const {
     const auto* const from = reinterpret_cast<const __m256i*>(groups + group * kCompressedBytes);
-    const __m256i places = _mm256_loadu_si256(from);
-    unpack_half(_mm256_loadu_si256(from + 1), places, table, out);
-    unpack_half(_mm256_loadu_si256(from + 2), _mm256_srli_epi16(places, 4), table, out + 32);
+    const __m256i places = _mm256_loadu_si256(from), above = _mm256_srli_epi16(places, 4);
+#if KVPAGER_ISA_LEVEL == 4
+    const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(places), above, 1);
+    const __m512i high = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table),
+                                             _mm512_and_si512(all, _mm512_set1_epi8(0x0F)));
+    into_steps(_mm512_loadu_si512(from + 1), high, steps);
+#else
+    const auto half = [&](__m256i low, __m256i of_half, Step* out) {
+      const __m256i high = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table),
+                                               _mm256_and_si256(of_half, _mm256_set1_epi8(0x0F)));
+      into_steps(low, high, out);
+    };
+    half(_mm256_loadu_si256(from + 1), places, steps);
+    half(_mm256_loadu_si256(from + 2), above, steps + kSteps / 2);
+#endif
   }
 };
 
 // Elements [k, k + count) of an output, where k begins a group.
-template <class Element>
+template <class Type, class Element = typename Type::Element>
 void read_compressed(const LinearParams& params, int64_t output, int64_t k, int64_t count,
                      Element* out) {
   const Element* const w = static_cast<const Element*>(params.w) + output * params.w_stride;
@@ -73,7 +110,9 @@ void read_compressed(const LinearParams& params, int64_t output, int64_t k, int6
     if (copies.is_marked(group)) {
       std::memcpy(out, w + k, kCompressedGroup * sizeof(Element));
     } else {
-      copies.unpack(group, out);
+      typename Type::Step steps[kGroupSteps<Type>];
+      copies.unpack(group, steps);
+      std::memcpy(out, steps, sizeof steps);
     }
   }
   std::memcpy(out, w + k, static_cast<size_t>(last - k) * sizeof(Element));
@@ -100,7 +139,9 @@ void compressed_tile(const LinearParams& params, int64_t row, int64_t output, bo
     const Element* weights[kOutputs];
 #pragma GCC unroll 8
     for (int n = 0; n < kOutputs; ++n) {
-      copies[n].unpack(group, unpacked[n]);
+      typename Type::Step steps[kGroupSteps<Type>];
+      copies[n].unpack(group, steps);
+      std::memcpy(unpacked[n], steps, sizeof steps);
       weights[n] = copies[n].is_marked(group) ? w + n * params.w_stride + k : unpacked[n];
     }
     if (fetch) {
@@ -116,9 +157,43 @@ void compressed_tile(const LinearParams& params, int64_t row, int64_t output, bo
                             [&](int n) { return weights[n] + i; });
     }
   }
-  for (int64_t k = whole * kCompressedGroup; k < params.depth; k += Type::kStep) {
-    add_step<Type, true>(x + k, params.x_stride, least(params.depth - k, Type::kStep), sums,
-                         [&](int n) { return w + n * params.w_stride + k; });
+  add_rest<Type>(params, x, w, whole * kCompressedGroup, sums);
+  finish<Type>(params, row, output, sums);
+}
+
+// One row by kOutputs outputs, one after the other, as one_row_tile; a group stays in registers.
+template <class Type, int kOutputs>
+void compressed_one_row_tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
+  using Element = typename Type::Element;
+  const Element* const x = static_cast<const Element*>(params.x) + row * params.x_stride;
+  const Element* w = static_cast<const Element*>(params.w) + output * params.w_stride;
+  const int64_t whole = params.depth / kCompressedGroup;
+  Vec sums[1][kOutputs];
+#pragma GCC unroll 8
+  for (int n = 0; n < kOutputs; ++n, w += params.w_stride) {
+    const CompressedRow copies(params.compressed.from(output + n));
+    Vec sum[1][1] = {{splat(0.0f)}};
+    for (int64_t group = 0; group < whole; ++group) {
+      const int64_t k = group * kCompressedGroup;
+      typename Type::Step steps[kGroupSteps<Type>];
+      if (fetch) {
+        const uint8_t* ahead = copies.groups + group * kCompressedBytes + kCompressedAhead;
+        __builtin_prefetch(ahead);
+        __builtin_prefetch(ahead + 64);
+      }
+      if (__builtin_expect(copies.is_marked(group), 0)) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kGroupSteps<Type>; ++i) steps[i] = Type::read(w + k + i * Type::kStep);
+      } else {
+        copies.unpack(group, steps);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kGroupSteps<Type>; ++i) {
+        sum[0][0] = Type::add_products(Type::read(x + k + i * Type::kStep), steps[i], sum[0][0]);
+      }
+    }
+    add_rest<Type>(params, x, w, whole * kCompressedGroup, sum);
+    sums[0][n] = sum[0][0];
   }
   finish<Type>(params, row, output, sums);
 }

@@ -103,6 +103,17 @@ KVPAGER_INLINE void add_step(const typename Type::Element* x, int64_t x_stride, 
   }
 }
 
+// Adds the products of what is left of the depth from element k on, less than steps that are read whole.
+template <class Type, int kRows, int kOutputs>
+KVPAGER_INLINE void add_rest(const LinearParams& params, const typename Type::Element* x,
+                             const typename Type::Element* w, int64_t k,
+                             Vec (&sums)[kRows][kOutputs]) {
+  for (; k < params.depth; k += Type::kStep) {
+    add_step<Type, true>(x + k, params.x_stride, least(params.depth - k, Type::kStep), sums,
+                         [&](int n) { return w + n * params.w_stride + k; });
+  }
+}
+
 // The elements of a tile, of which the first `rows` by `outputs` are wanted.
 template <class Type, int kRows, int kOutputs>
 KVPAGER_INLINE void finish(const LinearParams& params, int64_t row, int64_t output,

@@ -42,10 +42,6 @@ void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
 #pragma GCC unroll 8
     for (int n = 0; n < kOutputs; ++n) sums[r][n] = splat(0.0f);
   }
-  const auto add = [&](auto last, int64_t k, int64_t left) {
-    add_step<Type, last.value>(x + k, params.x_stride, left, sums,
-                               [&](int n) { return w + n * params.w_stride + k; });
-  };
   const int64_t whole = params.depth / Type::kStep * Type::kStep;
   const Element* next = w + kOutputs * params.w_stride;
   for (int64_t k = 0; k < whole; k += Type::kStep) {
@@ -53,7 +49,8 @@ void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
 #pragma GCC unroll 8
       for (int n = 0; n < kOutputs; ++n, next += Type::kStep) __builtin_prefetch(next);
     }
-    add(std::false_type(), k, 0);
+    add_step<Type, false>(x + k, params.x_stride, 0, sums,
+                          [&](int n) { return w + n * params.w_stride + k; });
   }
   if (!fetch) {  // from the second-level cache; its own prefetching begins with a row's second miss
 #pragma GCC unroll 8
@@ -65,7 +62,7 @@ void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
       }
     }
   }
-  if (whole < params.depth) add(std::true_type(), whole, params.depth - whole);
+  add_rest<Type>(params, x, w, whole, sums);
   finish<Type>(params, row, output, sums);
 }
 
@@ -83,15 +80,12 @@ void one_row_tile(const LinearParams& params, int64_t row, int64_t output, bool 
 #pragma GCC unroll 8
   for (int n = 0; n < kOutputs; ++n, w += params.w_stride) {
     Vec sum[1][1] = {{splat(0.0f)}};
-    const auto add = [&](auto last, int64_t k, int64_t left) {
-      add_step<Type, last.value>(x + k, 0, left, sum, [&](int) { return w + k; });
-    };
 #pragma GCC unroll 4
     for (int64_t k = 0; k < whole; k += Type::kStep) {
       if (fetch) __builtin_prefetch(reinterpret_cast<const char*>(w + k) + kRowAhead);
-      add(std::false_type(), k, 0);
+      add_step<Type, false>(x + k, 0, 0, sum, [&](int) { return w + k; });
     }
-    if (whole < params.depth) add(std::true_type(), whole, params.depth - whole);
+    add_rest<Type>(params, x, w, whole, sum);
     sums[0][n] = sum[0][0];
   }
   finish<Type>(params, row, output, sums);
@@ -121,7 +115,8 @@ struct Tiles {
   template <int kRows>
   static constexpr Tile one() {
 #if KVPAGER_ISA_LEVEL >= 3
-    if constexpr (kCompressed) return compressed_tile<Type, kRows, kOutputs>;
+    if constexpr (kCompressed && kRows == 1) return compressed_one_row_tile<Type, kOutputs>;
+    if constexpr (kCompressed && kRows > 1) return compressed_tile<Type, kRows, kOutputs>;
 #endif
     if constexpr (kRows == 1) {
       return one_row_tile<Type, kOutputs>;

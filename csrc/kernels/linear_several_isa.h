@@ -30,11 +30,13 @@ KVPAGER_INLINE void several_rows_block(const LinearParams& params, const float* 
   for (int n = 0; n < kPackedOutputs; ++n) {
     const int64_t row = least(output + n, params.outputs - 1);  // the last one again
     own.at[n] = static_cast<const Element*>(params.w) + row * params.w_stride + k;
-    if (unpacked != nullptr) {
-      const int64_t elements = vectors / Type::kVectors * Type::kStep;
-      Element* const to = unpacked + n * elements;
-      read_compressed(params, row, k, least(elements, params.depth - k), to);
-      own.at[n] = to;
+    if constexpr (kHasCopies<Type>) {
+      if (unpacked != nullptr) {
+        const int64_t elements = vectors / Type::kVectors * Type::kStep;
+        Element* const to = unpacked + n * elements;
+        read_compressed<Type>(params, row, k, least(elements, params.depth - k), to);
+        own.at[n] = to;
+      }
     }
     rest.at[n] = padded[n];
     if (whole == vectors) continue;

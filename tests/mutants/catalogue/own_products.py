@@ -98,11 +98,8 @@ OWN_PRODUCTS = (
         name="a-single-row-leaves-out-the-end-of-its-depth",
         breaks="a row has the same bits among any number of rows",
         file="csrc/kernels/linear_isa.cc",
-        old=(
-            "    if (whole < params.depth) add(std::true_type(), whole, params.depth - whole);\n"
-            "    sums"
-        ),
-        new="    sums",
+        old="    add_rest<Type>(params, x, w, whole, sum);\n",
+        new="",
         killers=(ORDER, ANY_ROWS),
     ),
     Mutant(
