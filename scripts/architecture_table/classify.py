@@ -72,17 +72,23 @@ def classify(model_type: str) -> Row:
 
 def _ways(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Options to try, the most that is promised first."""
+    reuse = 'exact="reuse"', {"exact": "reuse"}
     yield "", {}
-    experts = ""
-    if has_experts(model):
-        try:
-            model.set_experts_implementation(_EXPERTS)
-            experts = f"experts {_EXPERTS}"
-            yield experts, {}
-        except Exception:  # transformers does not say of which kind
-            experts = ""
-    reuse = 'exact="reuse"'
-    yield f"{experts}, {reuse}" if experts else reuse, {"exact": "reuse"}
+    if is_recurrent(model):  # whose experts may be of any implementation
+        yield reuse
+        return
+    experts = has_experts(model) and _set_experts(model)
+    if experts:
+        yield f"experts {_EXPERTS}", {}
+    yield (f"experts {_EXPERTS}, {reuse[0]}", reuse[1]) if experts else reuse
+
+
+def _set_experts(model: Any) -> bool:
+    try:
+        model.set_experts_implementation(_EXPERTS)
+    except Exception:  # transformers does not say of which kind
+        return False
+    return True
 
 
 def _verified(model_type: str, model: Any, options: str, changes: dict[str, Any]) -> Row:

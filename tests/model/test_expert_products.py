@@ -27,7 +27,7 @@ KINDS = {
     "olmoe": {"num_experts": 8},
     "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 64},
     "deepseek_v3": {
-        "n_routed_experts": 16,  # torch's sigmoid has other bits for what fills no two vectors
+        "n_routed_experts": 12,  # torch's sigmoid has other bits for what fills no two vectors
         "moe_intermediate_size": 64,
         "n_group": 1,
         "topk_group": 1,

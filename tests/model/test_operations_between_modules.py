@@ -79,7 +79,7 @@ def test_a_mixture_with_a_gate_of_one_number_per_row_scores_what_it_generated():
 
 @needs_two_paths
 def test_counts_whose_narrow_tensors_fill_no_vector_are_dropped_by_name_of_the_operation():
-    with make_engine(mixture(), rows=64) as engine:
+    with make_engine(mixture(), rows=64, linear="torch") as engine:
         dropped = {drop.rows: drop.where for drop in engine.row_proof.dropped}
         kept = engine.row_counts.ladder
     gate = torch.randn(64, 1, generator=torch.Generator().manual_seed(0)) * 4
@@ -98,7 +98,7 @@ def test_rows_at_the_end_of_m_that_fill_no_vector_are_refused():
     with pytest.raises(
         UnsupportedModelError, match=r"index in the forward in sigmoid of \[40, 1\]"
     ):
-        make_engine(mixture(), rows=40)
+        make_engine(mixture(), rows=40, linear="torch")
 
 
 @needs_two_paths

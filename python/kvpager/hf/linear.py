@@ -9,7 +9,8 @@ On a GPU, 16-bit dtypes are multiplied by tensor cores, in an order of operation
 (csrc/cuda/linear_tensor.cuh); float32 has the CPU's bits there too.
 
 Experts of a mixture are products of the same order (expert_products.py), and so are those that
-modules of transformers compute by a function (functional_products.py), as routers do.
+modules of transformers compute by a function (functions.py), as routers do. Sigmoids of theirs in
+float32 have one path for every number of rows (sigmoid.py).
 
 A layer whose weight is no plain tensor on the engine's device (quantised, of a library's own kind),
 or of another dtype than its input, and every class with a forward of its own stay torch's. So does
@@ -22,18 +23,31 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as the method that is wrapped calls it: TorchScript asks here
 
 from kvpager import _core
+from kvpager.hf.sigmoid import sigmoid, takes_sigmoid
 
 if TYPE_CHECKING:
     from kvpager.pager.device import Place
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _AVX2 = 3  # its level of x86-64
+
+
+class Callers(NamedTuple):
+    """Modules of a model that call functions which are computed here (functions.py).
+
+    Attributes:
+        modules: their ids.
+        multiply: one of the functions is torch.nn.functional.linear.
+    """
+
+    modules: frozenset[int] = frozenset()
+    multiply: bool = False
 
 
 class LinearLayers:
@@ -43,7 +57,7 @@ class LinearLayers:
         workers: the threads.
         known: ids of the layers.
         experts: ids of the configurations whose experts are computed here too.
-        callers: ids of modules whose calls of torch.nn.functional.linear are.
+        callers: modules whose calls of functions are.
         compressed: copies of weights that are read in place of them; None: there are none.
         device_type: torch's, of the weights.
         version: whose products they are, and of which order of operations.
@@ -52,7 +66,7 @@ class LinearLayers:
     device_type = "cpu"
     version = f"kvpager {_core.LINEAR_VERSION}"
     experts: frozenset[int] = frozenset()
-    callers: frozenset[int] = frozenset()
+    callers: Callers = Callers()
     compressed: _core.CompressedWeights | None = None
 
     def __init__(
@@ -61,14 +75,14 @@ class LinearLayers:
         workers: _core.Workers,
         *,
         experts: frozenset[int] = frozenset(),
-        callers: frozenset[int] = frozenset(),
+        callers: Callers = Callers(),
     ) -> None:
         self.workers = workers
         self.experts = experts
         self.callers = callers
         if experts:
             self.version += ", experts"
-        if callers:
+        if callers.multiply:
             self.version += ", functional"
         exchange()
         # By identity: a hook may run another model within a forward, which computes as it is.
@@ -105,6 +119,10 @@ class LinearLayers:
             return product(self.workers, x, weight, bias, self.compressed)
         return product_of_experts(self.workers, x, weight, bias, chosen, self.compressed)
 
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor | None:
+        """As that of sigmoid.py."""
+        return sigmoid(x)
+
 
 class LinearLayersOnDevice(LinearLayers):
     """The same of a model on a device of a pager, which computes them."""
@@ -117,7 +135,7 @@ class LinearLayersOnDevice(LinearLayers):
         workers: _core.Workers,
         place: Place,
         *,
-        callers: frozenset[int] = frozenset(),
+        callers: Callers = Callers(),
     ) -> None:
         super().__init__(model, workers, callers=callers)
         self.device_type = place.tensors.type
@@ -175,8 +193,8 @@ def takes(module: torch.nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) 
 class WithoutProducts(LinearLayers):
     """Stands in for the running ones where operations beside products are looked at.
 
-    Linear layers are torch's, whose products the caller leaves out; those of experts and of
-    functions are zeros.
+    Linear layers are torch's, whose products the caller leaves out; those of experts and what is
+    computed here of functions are zeros.
     """
 
     def __init__(self) -> None:
@@ -201,6 +219,10 @@ class WithoutProducts(LinearLayers):
         assert self._layers is not None
         made = self._layers.product(x, weight, bias)
         return None if made is None else made.zero_()
+
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Zeros, where it is computed here."""
+        return x.new_zeros(x.shape) if takes_sigmoid(x) else None
 
 
 class Noting(LinearLayers):
@@ -233,6 +255,10 @@ class Noting(LinearLayers):
             self.products.append((x, made))
         self.of_expert_rows += made is not None and chosen is not None
         return made
+
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor | None:
+        """As of those layers."""
+        return self._layers.sigmoid(x)
 
 
 def product(
@@ -377,6 +403,7 @@ def _asking(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 exchange()
 
 __all__ = [
+    "Callers",
     "F",
     "LinearLayers",
     "LinearLayersOnDevice",

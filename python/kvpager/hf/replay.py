@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvpager.hf.functional_products import stand_in
+from kvpager.hf.functions import stand_in
 from kvpager.hf.observe import Call, tensors_in
 from kvpager.hf.rowwise import Rows
 

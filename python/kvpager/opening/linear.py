@@ -7,7 +7,7 @@ import torch
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore, Products
 from kvpager.hf.expert_products import expert_configurations, takes_experts
-from kvpager.hf.functional_products import exchange_callers
+from kvpager.hf.functions import exchange_callers
 from kvpager.hf.linear import (
     LinearLayers,
     LinearLayersOnDevice,

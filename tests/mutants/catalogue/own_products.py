@@ -23,8 +23,9 @@ RECORDINGS = "python/kvpager/execution/recordings.py"
 PROGRAM = "cpp/kernels/program_test.cc::"
 PROGRAMS = "model/test_programs.py::"
 EXPERTS = "model/test_expert_products.py::"
-FUNCTIONAL = "python/kvpager/hf/functional_products.py"
-ROUTERS = "model/test_functional_products.py::"
+FUNCTIONAL = "python/kvpager/hf/functions.py"
+ROUTERS = "model/test_functions_of_modules.py::"
+SIGMOID = "model/test_sigmoid.py::"
 BESIDE = "model/test_model_beside_engines.py::"
 
 OWN_PRODUCTS = (
@@ -32,15 +33,39 @@ OWN_PRODUCTS = (
         name="routers-are-torchs",
         breaks="a lone session of a mixture decodes with one row",
         file=FUNCTIONAL,
-        old="            func is F.linear\n",
-        new="            func is None\n",
+        old="            if func is F.linear:\n",
+        new="            if func is None:\n",
+        killers=(ROUTERS + "test_lone_sessions_of_a_mixture_decode_with_one_row",),
+    ),
+    Mutant(
+        name="few-numbers-take-torchs-other-sigmoid",
+        breaks="a number's sigmoid has the same bits among any number of others",
+        file="python/kvpager/hf/sigmoid.py",
+        old="(0, -len(elements) % _STEP)",
+        new="(0, 0)",
+        killers=(SIGMOID + "test_a_number_has_the_same_sigmoid_among_any_number_of_others",),
+    ),
+    Mutant(
+        name="threads-share-a-sigmoid",
+        breaks="a number's sigmoid has the same bits among any number of others",
+        file="python/kvpager/hf/sigmoid.py",
+        old="padded.split(_SHARE)",
+        new="[padded]",
+        killers=(SIGMOID + "test_threads_change_no_bit_of_it",),
+    ),
+    Mutant(
+        name="sigmoids-of-modules-are-torchs",
+        breaks="a lone session of a mixture decodes with one row",
+        file=FUNCTIONAL,
+        old="elif func in _SIGMOIDS and",
+        new="elif func is None and",
         killers=(ROUTERS + "test_lone_sessions_of_a_mixture_decode_with_one_row",),
     ),
     Mutant(
         name="a-router-computes-here-for-everybody",
         breaks="outside an engine's forward a router is torch's",
         file=FUNCTIONAL,
-        old="            products.layers = None  # an interrupt may have left it on the stack\n",
+        old="            functions.layers = None  # an interrupt may have left it on the stack\n",
         new="            pass\n",
         killers=(
             ROUTERS + "test_a_mode_that_an_interrupt_left_computes_nothing_and_counts_for_none",
