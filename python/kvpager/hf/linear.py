@@ -50,6 +50,9 @@ class Callers(NamedTuple):
     multiply: bool = False
 
 
+_NO_CALLERS = Callers()
+
+
 class LinearLayers:
     """The linear layers of a model on the CPU, and the threads that compute them.
 
@@ -66,7 +69,7 @@ class LinearLayers:
     device_type = "cpu"
     version = f"kvpager {_core.LINEAR_VERSION}"
     experts: frozenset[int] = frozenset()
-    callers: Callers = Callers()
+    callers: Callers = _NO_CALLERS
     compressed: _core.CompressedWeights | None = None
 
     def __init__(
@@ -75,7 +78,7 @@ class LinearLayers:
         workers: _core.Workers,
         *,
         experts: frozenset[int] = frozenset(),
-        callers: Callers = Callers(),
+        callers: Callers = _NO_CALLERS,
     ) -> None:
         self.workers = workers
         self.experts = experts
@@ -135,7 +138,7 @@ class LinearLayersOnDevice(LinearLayers):
         workers: _core.Workers,
         place: Place,
         *,
-        callers: Callers = Callers(),
+        callers: Callers = _NO_CALLERS,
     ) -> None:
         super().__init__(model, workers, callers=callers)
         self.device_type = place.tensors.type

@@ -1,9 +1,9 @@
 """Sigmoid in float32 on a CPU, of which every element has the bits of torch's vectors.
 
-torch computes what fills two vectors with one approximation of the exponential and the elements left
-over with another (aten/src/ATen/cpu/vec, `vectorized_loop`); one result in twenty differs. So a
-gate of one number for a row has other bits for few rows than for many. Here torch computes whole
-vectors alone, in one thread each, so that no element is left over.
+torch computes what fills two vectors with one approximation of the exponential and the elements
+left over with another (aten/src/ATen/native/cpu/Loops.h, `vectorized_loop`); one result in twenty
+differs. So a gate of one number for a row has other bits for few rows than for many. Here torch
+computes whole vectors alone, in one thread each, so that no element is left over.
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor | None:
         return None
     elements = x.reshape(-1)
     padded = torch.nn.functional.pad(elements, (0, -len(elements) % _STEP))
-    shares = [torch.sigmoid(share) for share in padded.split(_SHARE)]
+    shares = [torch.sigmoid(share) for share in torch.split(padded, _SHARE)]
     return torch.cat(shares)[: len(elements)].view(x.shape)

@@ -49,7 +49,7 @@ OWN_PRODUCTS = (
         name="threads-share-a-sigmoid",
         breaks="a number's sigmoid has the same bits among any number of others",
         file="python/kvpager/hf/sigmoid.py",
-        old="padded.split(_SHARE)",
+        old="torch.split(padded, _SHARE)",
         new="[padded]",
         killers=(SIGMOID + "test_threads_change_no_bit_of_it",),
     ),
