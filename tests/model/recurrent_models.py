@@ -133,8 +133,20 @@ _MODELS = {
             "mamba_dt_rank": 8,
         },
     ),
+    "zamba": (  # layers share one attention, which has no layer of its own
+        "ZambaConfig",
+        {
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+            "n_mamba_heads": 2,
+        },
+    ),
 }
-STEPPING = ("mamba", "falcon_mamba", "jamba")
+STEPPING = ("mamba", "falcon_mamba", "jamba", "zamba")
 WHOLE_CHUNKS = tuple(name for name in _MODELS if name not in STEPPING)
 RECURRENT = tuple(_MODELS)
 

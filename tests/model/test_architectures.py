@@ -21,6 +21,7 @@ TOLD = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf
 ROWS = {row["architecture"]: row for row in TOLD["architectures"]}
 # One of each verdict, and those that were accepted and wrong, or ended with a raw exception.
 SAMPLE = ["llama", "phimoe", "doge", "jetmoe", "gemma4_text", "modernbert-decoder", "bloom"]
+SAMPLE += ["zamba", "minimax_m3_vl_text"]
 
 ANOTHER = transformers.__version__ != TOLD["transformers"]
 of_this_release = pytest.mark.skipif(ANOTHER, reason="this release of transformers has no table")

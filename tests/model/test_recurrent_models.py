@@ -16,15 +16,16 @@ from recurrent_models import (
 )
 from reference_models import build, make_engine, prompt
 
-from kvpager import Engine, UnsupportedModelError
+from kvpager import Engine, InvalidArgumentError, UnsupportedModelError
 from kvpager.errors import VerificationError
-from kvpager.hf import attach, observe
+from kvpager.hf import attach, observe, only_looks
 from kvpager.hf.aligned import settle_states
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.state import EMPTY
 
 NEW = 2 * CHUNK + 3
-OFTEN = ("qwen3_next", "mamba2", "mamba", "lfm2")  # those that differ most; the others take minutes
+# Those that differ most; the others take minutes.
+OFTEN = ("qwen3_next", "mamba2", "mamba", "lfm2", "zamba", "zamba2")
 
 
 def _architectures(names):
@@ -296,3 +297,27 @@ def test_verification_finds_a_tail_that_was_extended(monkeypatch):
         make_recurrent_engine(build_recurrent("qwen3_next"), verify=True)
     broken = {outcome.relation for outcome in error.value.report.outcomes if not outcome.kept}
     assert "warm" in broken
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "zamba2"])
+def test_a_model_that_is_called_within_its_own_forward_is_an_error_and_no_other_bits(name, closing):
+    model = build_recurrent(name)
+    alone = closing(closing(make_recurrent_engine(build_recurrent(name))).session())
+    session = closing(closing(make_recurrent_engine(model)).session())
+    alone.prefill(prompt(20))
+    session.prefill(prompt(20))
+    said = []
+
+    def look(module, given, output):
+        with torch.no_grad():
+            try:
+                model(torch.ones(1, 1, dtype=torch.int64), use_cache=False)
+            except InvalidArgumentError as error:
+                said.append(str(error))
+
+    handle = model.model.layers[3].register_forward_hook(only_looks(look))
+    session.append([5])
+    handle.remove()
+    alone.append([5])
+    assert any("attends twice" in text for text in said)
+    assert_same_bits(session.logits, alone.logits, "after a call within its forward")

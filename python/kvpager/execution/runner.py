@@ -253,7 +253,8 @@ class Runner:
         recurrence, rows = self._recurrence, len(tokens)
         cache = recurrence.cache(batch.before)
         inputs = recurrence.inputs(self._on_device(tokens), self._on_device(positions), cache)
-        with owned_by(self._owner), running(recurrence.attention(cache, forward)):
+        attention = recurrence.attention(cache, forward)
+        with owned_by(self._owner, directed=True), running(attention):
             output = self._decoder(**inputs)
         if not recurrence.layers:
             nothing = torch.zeros(rows, 1, NO_KV_DIM, dtype=torch.float16, device=self._device)

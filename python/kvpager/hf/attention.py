@@ -86,10 +86,15 @@ class Owner:
 
 
 class _Owned:
-    """A forward of one model alone, of which each layer attends once."""
+    """A forward of one model alone, of which each layer attends once.
 
-    def __init__(self, owner: Owner) -> None:
+    directed: the forward is told its layers by a cache (state_cache.py), where it sees them too;
+    modules that layers share have no layer of their own.
+    """
+
+    def __init__(self, owner: Owner, *, directed: bool) -> None:
         self.configs = owner.configs
+        self._directed = directed
         self._modules = owner.modules
         self._attended: set[Any] = set()
 
@@ -101,12 +106,18 @@ class _Owned:
                 "and shares the configuration of the engine's; give it one of its own, "
                 "copy.deepcopy(model.config)"
             )
-        if module.layer_idx in self._attended:
-            raise InvalidArgumentError(
-                f"layer {module.layer_idx} attends twice in one forward of an engine: the model "
-                "was called within it, from a hook or a signal handler; call it outside"
-            )
-        self._attended.add(module.layer_idx)
+        if not self._directed:
+            require_first(module.layer_idx, self._attended)
+
+
+def require_first(layer: Any, attended: set[Any]) -> None:
+    """Notes that a layer attends; raises InvalidArgumentError if it has in this forward."""
+    if layer in attended:
+        raise InvalidArgumentError(
+            f"layer {layer} attends twice in one forward of an engine: the model was called within "
+            "it, from a hook or a signal handler; call it outside"
+        )
+    attended.add(layer)
 
 
 _running: ContextVar[RowAttention | WholeCalls | None] = ContextVar("kvpager_forward", default=None)
@@ -118,9 +129,12 @@ def running(forward: RowAttention | WholeCalls) -> _core.ContextValue:
     return _core.ContextValue(_running, forward)
 
 
-def owned_by(owner: Owner) -> _core.ContextValue:
-    """Has forwards in this context concern one model alone, within a `with`."""
-    return _core.ContextValue(_owned, _Owned(owner))
+def owned_by(owner: Owner, *, directed: bool = False) -> _core.ContextValue:
+    """Has forwards in this context concern one model alone, within a `with`.
+
+    directed: they get their layers from a cache.
+    """
+    return _core.ContextValue(_owned, _Owned(owner, directed=directed))
 
 
 def current() -> RowAttention | WholeCalls | None:

@@ -49,6 +49,8 @@ def _asks(kind: type[Any]) -> set[str]:
         return set()
     forward = vars(owner)["forward"]
     own = getattr(forward, _OWN, forward)
+    if not isinstance(own, FunctionType) or hasattr(own, "__wrapped__"):
+        return set()  # another function stands before it, as before those of experts
     called = {"linear"} if _calls_linear(own) else set()
     if any(map(_names_sigmoid, [own, *_methods(kind)])):
         called.add("sigmoid")
@@ -69,12 +71,9 @@ def _names_sigmoid(method: Any) -> bool:
     return method is not None and "sigmoid" in method.__code__.co_names
 
 
-def _calls_linear(forward: Any) -> bool:
-    """Whether the code of a forward has `F.linear`, or `torch.nn.functional.linear`.
-
-    Not of one that another function stands before, as before those of experts.
-    """
-    if not isinstance(forward, FunctionType) or "linear" not in forward.__code__.co_names:
+def _calls_linear(forward: FunctionType) -> bool:
+    """Whether the code of a forward has `F.linear`, or `torch.nn.functional.linear`."""
+    if "linear" not in forward.__code__.co_names:
         return False
     names = [each.argval for each in dis.get_instructions(forward) if each.argval is not None]
     return any(

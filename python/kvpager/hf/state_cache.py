@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import cache_utils
 
-from kvpager.hf.attention import RowAttention
+from kvpager.hf.attention import RowAttention, require_first
 
 _kinds: Any = cache_utils  # as a release has them; types of another one do not matter
 
@@ -68,10 +68,12 @@ class DirectedAttention:
         self._forward = forward
         self._place = place
         self._layers = layers
+        self._attended: set[int] = set()
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any
     ) -> torch.Tensor:
         """As RowAttention; ignores `layer`."""
         at = self._place.layer
+        require_first(at, self._attended)
         return self._forward.attend(self._layers.get(at, at), q, k, v, **call)

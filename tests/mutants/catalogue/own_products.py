@@ -25,6 +25,7 @@ PROGRAMS = "model/test_programs.py::"
 EXPERTS = "model/test_expert_products.py::"
 FUNCTIONAL = "python/kvpager/hf/functions.py"
 ROUTERS = "model/test_functions_of_modules.py::"
+ARCHITECTURES = "model/test_architectures.py::test_a_sample_of_architectures_is_what_the_table_says"
 SIGMOID = "model/test_sigmoid.py::"
 BESIDE = "model/test_model_beside_engines.py::"
 
@@ -36,6 +37,14 @@ OWN_PRODUCTS = (
         old="            if func is F.linear:\n",
         new="            if func is None:\n",
         killers=(ROUTERS + "test_lone_sessions_of_a_mixture_decode_with_one_row",),
+    ),
+    Mutant(
+        name="experts-with-a-sigmoid-are-transformers",
+        breaks="an architecture is taken as the table says",
+        file=FUNCTIONAL,
+        old='    if not isinstance(own, FunctionType) or hasattr(own, "__wrapped__"):\n',
+        new="    if not isinstance(own, FunctionType):\n",
+        killers=(ARCHITECTURES + "[minimax_m3_vl_text]",),
     ),
     Mutant(
         name="few-numbers-take-torchs-other-sigmoid",
@@ -559,8 +568,8 @@ OWN_PRODUCTS = (
         name="a-model-may-attend-within-its-own-forward",
         breaks="a model that is called within its own forward is an error and no other bits",
         file="python/kvpager/hf/attention.py",
-        old="        if module.layer_idx in self._attended:\n",
-        new="        if False:\n",
+        old="    if layer in attended:\n",
+        new="    if False:\n",
         killers=(
             BESIDE
             + "test_a_model_that_is_called_within_its_own_forward_is_an_error_and_no_other_bits",

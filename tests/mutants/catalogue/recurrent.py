@@ -73,6 +73,25 @@ RECURRENT = (
         killers=(MODELS + "test_generation_is_that_of_transformers[zamba2]",),
     ),
     Mutant(
+        name="a-layer-may-attend-again-behind-a-state",
+        breaks="a model that is called within its own forward is an error",
+        file="python/kvpager/hf/state_cache.py",
+        old="        require_first(at, self._attended)\n",
+        new="",
+        killers=(
+            MODELS + "test_a_model_that_is_called_within_its_own_forward_is_an_error_and_no_other_"
+            "bits[zamba2]",
+        ),
+    ),
+    Mutant(
+        name="modules-that-layers-share-attend-once",
+        breaks="layers that share one attention have K/V of their own",
+        file="python/kvpager/execution/runner.py",
+        old="owned_by(self._owner, directed=True)",
+        new="owned_by(self._owner)",
+        killers=(MODELS + "test_generation_is_that_of_transformers[zamba]",),
+    ),
+    Mutant(
         name="forwards-need-not-repeat-themselves",
         breaks="a model whose forwards differ is refused",
         file="python/kvpager/hf/aligned.py",
