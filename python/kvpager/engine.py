@@ -397,6 +397,15 @@ class Engine:
         """`Session.prefill` for several sessions, packed into common forwards; the same bits.
 
         Every prompt is checked, and room is reserved for all, before anything is computed.
+
+        Args:
+            prompts: pairs of a session of this engine, each once, and its whole prompt.
+            progress: True for a bar on stderr, or a callable (tokens done, tokens in all), of all
+                prompts together.
+
+        Raises:
+            InvalidArgumentError: an item is no such pair, or a session is named twice; and what
+                `Session.prefill` raises for one of them.
         """
         self.core.check_open()
         pairs = listed(prompts, "prompts", _PAIRS)
@@ -440,9 +449,19 @@ class Engine:
     ) -> Iterator[tuple[Session, Any]]:
         """`Session.generate` for several sessions at once; yields (session, token) as they come.
 
-        Each session's tokens are those it would produce alone. `seed` may be one per session;
-        sessions with equal tokens and equal seeds produce equal tokens. The other arguments are
-        those of `Session.generate`, for each session.
+        Each session's tokens are those it would produce alone.
+
+        Args:
+            sessions: of this engine, each once.
+            max_new_tokens: most tokens for each; None: as generation_config says.
+            seed: one for all, or one per session, in their order; sessions with equal tokens and
+                equal seeds produce equal tokens. None: as for `Session.generate`.
+            logprobs: yield (session, `GeneratedToken`), with log-probabilities.
+            **options: `kvpager.GenerationOptions`, for each session.
+
+        Raises:
+            InvalidArgumentError: a session is named twice, or as many seeds are not given as there
+                are sessions; and what `Session.generate` raises for one of them.
         """
         self.core.check_open()
         by_transcript: dict[Transcript, Session] = {}

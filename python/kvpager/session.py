@@ -200,7 +200,15 @@ class Session:
         prefill_all(self.core, [(self.transcript, checked)], progress)
 
     def append(self, ids: TextOrIds, *, progress: Progress = None) -> None:
-        """Adds new tokens after the session's own, the pending one included. Errors: `prefill`."""
+        """Adds new tokens after the session's own, the pending one included.
+
+        Args:
+            ids: the new tokens alone, [n] or [1, n].
+            progress: True for a bar on stderr, or a callable (tokens done, tokens in all).
+
+        Raises:
+            PagerError: as `prefill` does.
+        """
         self._check_open()
         new = self.core.read_ids(ids, special_tokens=not self.length)
         self.prefill(np.concatenate([self.tokens, new]), progress=progress)
@@ -543,7 +551,14 @@ class Session:
     def pin(self, start: int, stop: int) -> Pin:
         """Keeps positions [start, stop) resident until the pin is released; changes no result.
 
+        Whole chunks are kept: all that have one of the positions.
+
+        Args:
+            start: the first position.
+            stop: behind the last one, at most the session's length.
+
         Raises:
+            InvalidArgumentError: there are no such positions.
             CapacityError: says how many chunks are free to pin.
         """
         self._check_open()

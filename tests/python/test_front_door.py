@@ -10,6 +10,7 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -31,6 +32,31 @@ def test_every_public_submodule_says_what_it_is(name: str) -> None:
     assert module is importlib.import_module(f"kvpager.{name}")
     assert module.__doc__
     assert f"`kvpager.{name}`" in (kvpager.__doc__ or "") or name in ("config", "sampling", "hf")
+
+
+def functions_of(module: ModuleType) -> dict[str, FunctionType]:
+    """Public functions, and methods of public classes, by name."""
+    found: dict[str, FunctionType] = {}
+    for name in getattr(module, "__all__", ()):
+        value = getattr(module, name)
+        members = vars(value) if inspect.isclass(value) else {"": value}
+        for member, own in members.items():
+            function = getattr(own, "__func__", own)
+            if isinstance(function, FunctionType) and not member.startswith("_"):
+                found[f"{name}.{member}"] = function
+    return found
+
+
+@pytest.mark.parametrize("name", ["", *sorted(kvpager._SUBMODULES)])
+def test_a_function_with_several_arguments_explains_each(name: str) -> None:
+    """Or says where they are explained."""
+    module = getattr(kvpager, name) if name else kvpager
+    for where, function in functions_of(module).items():
+        arguments = inspect.signature(function).parameters.keys() - {"self", "cls"}
+        told = inspect.getdoc(function) or ""
+        missing = [each for each in arguments if each not in told]
+        if len(arguments) > 1 and "See `" not in told:
+            assert not missing, f"{module.__name__}.{where}"
 
 
 def test_a_name_that_does_not_exist_is_no_attribute() -> None:

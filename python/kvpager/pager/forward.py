@@ -139,7 +139,10 @@ class Forward(_core.OwnedForward):
         self.core.give(list(k), list(v), self.pager.place.stream)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes the rows' K/V at this layer without attending."""
+        """Writes the rows' K/V at this layer without attending.
+
+        k [M, kv_heads, k_dim] and v [M, kv_heads, v_dim] are as `attend` takes them.
+        """
         self.core.write(layer, k, v, self.pager.place.stream)
 
     def replayed(self, generation: int) -> None:

@@ -152,10 +152,17 @@ class Sequence(_core.OwnedSequence):
     def select(
         self, layer: int, q: Tensor, *, position: int | None = None, window: int | None = None
     ) -> list[list[int]]:
-        """The chunks a row with queries q [q_heads, k_dim] would attend to, per kv head, ascending.
+        """The chunks a row with queries q would attend to, per kv head, ascending.
 
-        `position` is the row's own; by default the next one. q may be on the CPU or on the pager's
-        device. Raises NonFiniteError if it is not finite.
+        Args:
+            layer: of the layout.
+            q: [q_heads, k_dim], on the CPU or on the pager's device.
+            position: the row's own; None: the next one.
+            window: of tokens that the row sees, itself included; None: all.
+
+        Raises:
+            InvalidArgumentError: there is no such layer, or q has another shape or dtype.
+            NonFiniteError: q is not finite.
         """
         at = self.length if position is None else as_int64(position, "position")
         behind = 0 if window is None else as_integer(window, "window", 0)
@@ -165,6 +172,11 @@ class Sequence(_core.OwnedSequence):
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Raw keys and values of positions [start, stop) at one layer.
+
+        Args:
+            layer: of the layout.
+            start: the first position.
+            stop: behind the last one, at most the sequence's length.
 
         Returns:
             k [n, kv_heads, k_dim] and v [n, kv_heads, v_dim], copies on the CPU, bit for bit, in
@@ -180,9 +192,16 @@ class Sequence(_core.OwnedSequence):
         )
 
     def pin(self, start: int, stop: int) -> Pin:
-        """Keeps positions [start, stop) resident; changes no result.
+        """Keeps positions [start, stop) resident until the pin is released; changes no result.
+
+        Whole chunks are kept: all that have one of the positions.
+
+        Args:
+            start: the first position.
+            stop: behind the last one, at most the sequence's length.
 
         Raises:
+            InvalidArgumentError: there are no such positions.
             CapacityError: too many pins; the message says how many chunks can still be pinned.
         """
         return Pin(self, as_int64(start, "start"), as_int64(stop, "stop"))
@@ -475,6 +494,9 @@ class Pager:
     def open_snapshot(self, path: str | os.PathLike[str]) -> SnapshotInfo:
         """Opens a snapshot: reads only its metadata.
 
+        Args:
+            path: of a file, or of a manifest of a directory store.
+
         Raises:
             StorageError: the file is missing or unreadable.
             CorruptSnapshotError: it is damaged. UnsupportedVersionError: a newer release wrote it.
@@ -560,7 +582,7 @@ class Pager:
         return self.core.chain_hashes(_known_ids(tokens), checked_salt(salt))
 
     def legacy_chain_hashes(self, tokens: Iterable[int] | Tensor, salt: str = "") -> list[bytes]:
-        """The same chunks' hashes (16 bytes each) in snapshots of formats 1.0 and 1.1.
+        """The same chunks' hashes (16 bytes each), of `tokens` and `salt`, in formats 1.0 and 1.1.
 
         They are not resistant to collisions, so callers must compare all token ids.
         """
@@ -591,10 +613,18 @@ class Pager:
 def attention_version(
     layout: Layout, config: PagerConfig, place: Place, q_heads: int, q_dtype: torch.dtype
 ) -> int | str:
-    """Identifies the arithmetic of a pager's attention for queries of a dtype; needs no pager.
+    """Identifies the arithmetic of a pager's attention; needs no pager.
 
-    Returns the number of our reference arithmetic, which is the same on every device, or a word and
-    number for another one, such as "tensor 1".
+    Args:
+        layout: of the pager.
+        config: likewise.
+        place: likewise.
+        q_heads: of a layer's queries.
+        q_dtype: float32, float16 or bfloat16.
+
+    Returns:
+        The number of our reference arithmetic, which is the same on every device, or a word and
+        number for another one, such as "tensor 1".
     """
     options = _device_options(layout, config, place, q_heads)
     name, version = _core.attention_of(options, str(q_dtype).removeprefix("torch."))

@@ -184,10 +184,26 @@ class Scheduler:
     ) -> Request:
         """Queues a turn of a session's conversation; `Session.chat` beside other requests.
 
-        Nothing else may use the session before the request is finished. The other arguments are
-        those of `Session.chat` and `submit`, and so are the errors.
+        Nothing else may use the session before the request is finished.
 
-        default_new_tokens: most tokens of the answer where `max_new_tokens` is None.
+        Args:
+            session: of this engine.
+            messages: as for `Session.chat`.
+            max_new_tokens: most tokens of the answer.
+            tools: as for `Session.chat`.
+            chat_template_kwargs: likewise.
+            seed: as for `submit`.
+            logprobs: likewise.
+            on_token: likewise.
+            on_finish: likewise.
+            priority: likewise.
+            timeout_s: likewise.
+            default_new_tokens: most tokens of the answer where `max_new_tokens` is None.
+            **options: `kvpager.GenerationOptions`.
+
+        Raises:
+            InvalidArgumentError: an argument is invalid, or the session is in another request.
+            QueueFullError: `max_waiting` requests wait already.
         """
         require_own(self._core, session)
         queueing = Queueing.checked(priority, timeout_s)
@@ -228,7 +244,19 @@ class Scheduler:
         queueing: Queueing = _PLAIN,
         name: str = "prompt",
     ) -> Job:
-        """`submit` with checked arguments; `name` is the prompt's in error messages."""
+        """`submit` with checked arguments, for the server and `run`; not for users.
+
+        Args:
+            prompt: as for `submit`, or a turn that was planned.
+            generation: the options and `max_new_tokens`.
+            seed: as for `submit`.
+            session: likewise.
+            keep_session: likewise.
+            on_token: likewise.
+            on_finish: likewise.
+            queueing: its priority, timeout and salt.
+            name: of the prompt, in error messages.
+        """
         core = self._core
         core.check_open()
         whole, session = _prompt_of(core, prompt, session, name)

@@ -42,7 +42,7 @@ class Agreement:
     def between(
         cls, generated: npt.NDArray[np.float32], again: npt.NDArray[np.float32]
     ) -> Agreement:
-        """Compares [n] with [n], n >= 1.
+        """Compares `generated` [n] with `again` [n], float32, n >= 1.
 
         Raises:
             InvalidArgumentError: other shapes or dtypes.

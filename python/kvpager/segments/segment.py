@@ -56,7 +56,7 @@ class Segment:
         return self._transcript
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K/V of its tokens [start, stop) as they were computed.
+        """K/V of its tokens [start, stop) at one layer, as they were computed.
 
         See `kvpager.pager.Sequence.read_kv`.
 

@@ -43,7 +43,7 @@ class Segments:
     def cache(
         self, ids: TextOrIds, name: str | None = None, *, progress: Progress = None
     ) -> Segment:
-        """See `Engine.cache_segment`."""
+        """As `Engine.cache_segment`, with the same `ids`, `name`, `progress` and errors."""
         core = self.core
         core.check_open()
         check_progress(progress)

@@ -211,9 +211,14 @@ class SaveHandle:
         return isinstance(self._job.error, CancelledError)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for the end, but does not raise the save's error. Raises TimeoutError.
+        """Waits for the end, but does not raise the save's error.
 
-        Raises InvalidArgumentError in a forked child: the save runs in its parent.
+        Args:
+            timeout: seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it still runs; it goes on.
+            InvalidArgumentError: in a forked child: the save runs in its parent.
         """
         self._job.made_in.require("this save")
         self._job.wait(timeout)

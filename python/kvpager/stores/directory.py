@@ -253,11 +253,19 @@ class DirectoryStore:
             removal.remove_snapshots(catalogue, [name])
 
     def pin(self, name: str) -> None:
-        """Exempts a snapshot from expiry and eviction. May be called twice."""
+        """Exempts the snapshot `name` from expiry and eviction. May be called twice.
+
+        Raises:
+            StorageError: there is none.
+        """
         self._annotate(name, pinned=True)
 
     def unpin(self, name: str) -> None:
-        """Lets a snapshot expire or be evicted again."""
+        """Lets the snapshot `name` expire or be evicted again.
+
+        Raises:
+            StorageError: there is none.
+        """
         self._annotate(name, pinned=False)
 
     def set_ttl(self, name: str, ttl: float | str | None) -> None:
@@ -278,6 +286,15 @@ class DirectoryStore:
 
         Damaged chunks are recorded: no other snapshot shares them any more, and the next save of
         the same content writes them again.
+
+        Args:
+            name: of the snapshot.
+            threads: that read it.
+            progress: called with (bytes read, bytes in all).
+
+        Raises:
+            StorageError: there is no such snapshot, or it cannot be read.
+            CorruptSnapshotError: what is damaged is more than chunks.
         """
         reader = self.open(name)
         damage = list(reader.verify(threads, progress))

@@ -164,6 +164,11 @@ class Cache(transformers.Cache):
 
         A store writes the chunks that it has not got yet.
 
+        Args:
+            name_or_path: of the snapshot in the store, or without one the path of a new file.
+            store: None: a file.
+            progress: True for a bar on stderr, or a callable (bytes written, bytes in all).
+
         Raises:
             InvalidArgumentError: the cache is empty, holds several texts, or one that begins with
                 padding.
@@ -276,7 +281,11 @@ class Cache(transformers.Cache):
         self._gather("batch_repeat_interleave", "repeats", entries)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps these entries, in this order."""
+        """Keeps these entries of the batch, in this order.
+
+        Args:
+            indices: [n] int64; one may be named several times.
+        """
         self._gather("batch_select_indices", "indices", indices)
 
     def _gather(self, what: str, name: str, indices: Any) -> None:

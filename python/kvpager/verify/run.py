@@ -85,7 +85,7 @@ def verify_selections(subject: Subject, *, on_relation: OnRelation = None) -> Re
     """`verify`, a second pass, and under a top-k selection that has to choose, if rows see all.
 
     The second pass calls in another order. In the short form the relations that need
-    fresh processes are checked once.
+    fresh processes are checked once. `subject` and `on_relation` are as for `verify`.
     """
     start = time.perf_counter()
     report = verify(subject, on_relation=on_relation)
@@ -161,7 +161,7 @@ def _told(
 
 
 def check_relation(subject: Subject, relation: Relation) -> Outcome:
-    """Checks one relation; every error except an interrupt becomes part of the outcome."""
+    """Checks one relation of the subject; an error that is no interrupt is part of the outcome."""
     if relation.of_all and not subject.all_exact:
         reason = f"not promised with exact={subject.config.exact!r}"
         return _outcome(subject.selection, relation, NOT_APPLICABLE, Check(), 0.0, reason)

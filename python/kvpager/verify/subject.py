@@ -143,7 +143,10 @@ class Subject:
         return Engine(self.model, self.config.replace(**changes))
 
     def session(self, engine: Engine | None = None, salt: str | None = None) -> Session:
-        """An empty session that shares chunks with none but those of the same `salt`."""
+        """An empty session of `engine`, by default the subject's.
+
+        It shares chunks with none but those of the same `salt`.
+        """
         engine = engine or self.engine()
         return engine.adopt(engine.pager.sequence(salt=salt or new_salt()))
 
