@@ -224,3 +224,21 @@ def test_the_guide_names_options_counters_and_attributes_that_exist():
     assert told <= counters | options | {"tokens_per_forward"}
     assert counters <= told
     assert {"rewind_tokens", "checkpoint_chunks", "checkpoint_bytes"} <= told
+
+
+def test_the_guide_to_many_at_once_runs(chat_model, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import kvpager
+
+    guide = (EXAMPLES.parent / "docs" / "how_to" / "serving.md").read_text(encoding="utf-8")
+    names = {
+        "kvpager": kvpager,
+        "model": AutoModelForCausalLM.from_pretrained(chat_model).eval(),
+        "tokenizer": AutoTokenizer.from_pretrained(chat_model),
+    }
+    blocks = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+    exec(compile("\n".join(blocks), "guide", "exec"), names)
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 1 + 2 * 20 + 1
+    assert names["completions"][0].finish_reason == "length"
