@@ -44,6 +44,7 @@ from kvpager.plan.memory import (
     working_bytes,
 )
 from kvpager.plan.result import to_json
+from kvpager.words import byte_size
 
 GIB = 1 << 30
 EIGHT_B = ModelShape(
@@ -351,6 +352,18 @@ class TestRecommendation:
         assert plan.config.host_bytes == 0
         assert any("paging is redundant" in line for line in plan.why)
         assert costs.missed_tokens(plan.run(), 32768) == 0
+
+    def test_room_for_copies_of_weights_is_named_where_they_can_be_had(self):
+        def told(shape, device, memory):
+            plan = recommend(shape, DEVICES[device], Budget(memory * GIB), Workload(4096))
+            return [line for line in plan.why if "compress_weights" in line]
+
+        (line,) = told(EIGHT_B, "laptop", 64)
+        linear = EIGHT_B.parameters - EIGHT_B.embedding_parameters
+        assert byte_size(int(1.5 * linear)) in line
+        assert told(EIGHT_B, "laptop", 20) == []  # what the weights leave is less
+        assert told(dataclasses.replace(EIGHT_B, dtype="float16"), "laptop", 64) == []
+        assert told(EIGHT_B, "h100", 80) == []
 
     def test_where_it_does_not_a_step_reads_a_part_and_every_chunk_has_a_home(self):
         plan = recommend(EIGHT_B, DEVICES["rtx4090"], Budget(24 * GIB, 64 * GIB), Workload(131072))

@@ -128,6 +128,7 @@ def recommend(
         reasons.why_pool(redundant, pool, wanted, kv, spare, machine),
         f"chunks of {chunk_tokens} tokens: the size that retrieval was measured with",
         reasons.why_rows(shape, rows, default_rows),
+        *reasons.why_copies(shape, spare, machine),
         reasons.why_homes(redundant, host, disk, kv, machine),
         why_selection,
     ]

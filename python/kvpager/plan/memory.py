@@ -16,6 +16,7 @@ _SPLIT_CHUNKS, _GROUP_CHUNKS = 4, 64  # of tensor attention
 _FIRST_ENTRIES = 1024
 _ENTRY_BYTES = 64  # tables and results of a chunk that a forward may see
 _BOUNCES = 4
+COPY_BYTES = 1.5  # of a weight, with compress_weights
 _GATHERED_ANYWAY = 256 << 20  # of expert weights, where the model is small
 
 

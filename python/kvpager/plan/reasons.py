@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvpager.plan.bounded import freed
 from kvpager.plan.budget import Budget, Workload, margin_of
 from kvpager.plan.machine import Machine
-from kvpager.plan.memory import gathered_bytes
+from kvpager.plan.memory import COPY_BYTES, gathered_bytes
 from kvpager.plan.shape import KvShape, ModelShape
 from kvpager.words import byte_size
 
@@ -56,6 +56,18 @@ def why_pool(
         f"pool of {tokens:,} tokens: what fits beside weights, summaries and a margin; "
         f"{byte_size((wanted - pool) * kv.chunk_bytes)} less than everything"
     )
+
+
+def why_copies(shape: ModelShape, spare: int, machine: Machine) -> list[str]:
+    """The line about copies of weights, where they can be had and there is room for them."""
+    weights = shape.layer_parameters + shape.all_expert_parameters + shape.head_parameters
+    copies = int(weights * COPY_BYTES)
+    if machine.on_gpu or shape.dtype != "bfloat16" or copies > spare:
+        return []
+    return [
+        f"no copies of weights: compress_weights=True would take {byte_size(copies)} of what is "
+        "left, and forwards of a few rows would read three quarters of what they read now"
+    ]
 
 
 def why_rows(shape: ModelShape, rows: int, default: int) -> str:
