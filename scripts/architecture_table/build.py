@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from architecture_table.shrink import VOCAB, small_configurations
 
-_MOST_PARAMETERS = 30_000_000
+_MOST_PARAMETERS = 100_000_000
 _TOKENS = 96
 _SCALE = 2.0  # as initialised, all tokens look alike
 
