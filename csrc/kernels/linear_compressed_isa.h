@@ -12,8 +12,6 @@ namespace kvpager {
 namespace KVPAGER_ISA_NS {
 namespace {
 
-constexpr int64_t kCompressedAhead = 8192;  // bytes: how far ahead copies are fetched
-
 template <class Type>
 constexpr bool kHasCopies = !std::is_same_v<Type, Float16>;
 
@@ -119,7 +117,7 @@ void read_compressed(const LinearParams& params, int64_t output, int64_t k, int6
 }
 
 template <class Type, int kRows, int kOutputs>
-void compressed_tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
+void compressed_tile(const LinearParams& params, int64_t row, int64_t output, Part part) {
   using Element = typename Type::Element;
   const Element* const x = static_cast<const Element*>(params.x) + row * params.x_stride;
   const Element* const w = static_cast<const Element*>(params.w) + output * params.w_stride;
@@ -133,7 +131,10 @@ void compressed_tile(const LinearParams& params, int64_t row, int64_t output, bo
   }
   alignas(64) Element unpacked[kOutputs][kCompressedGroup];
   const int64_t whole = params.depth / kCompressedGroup;
-  const uint8_t* ahead = copies[0].groups + kCompressedAhead;
+  constexpr int kLines = (kOutputs * kCompressedBytes + 63) / 64;
+  const int64_t first = part.first(kLines), lines = part.end(kLines) - first;
+  const uint8_t* ahead = copies[0].groups + kOutputs * params.compressed.of_row * kCompressedBytes +
+                         first * 64 * whole + kTileAhead;
   for (int64_t group = 0; group < whole; ++group) {
     const int64_t k = group * kCompressedGroup;
     const Element* weights[kOutputs];
@@ -144,13 +145,11 @@ void compressed_tile(const LinearParams& params, int64_t row, int64_t output, bo
       std::memcpy(unpacked[n], steps, sizeof steps);
       weights[n] = copies[n].is_marked(group) ? w + n * params.w_stride + k : unpacked[n];
     }
-    if (fetch) {
 #pragma GCC unroll 8
-      for (int line = 0; line < (kOutputs * kCompressedBytes + 63) / 64; ++line) {
-        __builtin_prefetch(ahead + 64 * line);
-      }
-      ahead += kOutputs * kCompressedBytes;
+    for (int line = 0; line < kLines; ++line) {
+      if (line < lines) fetch(ahead + 64 * line);
     }
+    ahead += 64 * lines;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < kCompressedGroup; i += Type::kStep) {
       add_step<Type, false>(x + k + i, params.x_stride, 0, sums,
@@ -163,7 +162,7 @@ void compressed_tile(const LinearParams& params, int64_t row, int64_t output, bo
 
 // One row by kOutputs outputs, one after the other, as one_row_tile; a group stays in registers.
 template <class Type, int kOutputs>
-void compressed_one_row_tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
+void compressed_one_row_tile(const LinearParams& params, int64_t row, int64_t output, Part part) {
   using Element = typename Type::Element;
   const Element* const x = static_cast<const Element*>(params.x) + row * params.x_stride;
   const Element* w = static_cast<const Element*>(params.w) + output * params.w_stride;
@@ -176,10 +175,10 @@ void compressed_one_row_tile(const LinearParams& params, int64_t row, int64_t ou
     for (int64_t group = 0; group < whole; ++group) {
       const int64_t k = group * kCompressedGroup;
       typename Type::Step steps[kGroupSteps<Type>];
-      if (fetch) {
-        const uint8_t* ahead = copies.groups + group * kCompressedBytes + kCompressedAhead;
-        __builtin_prefetch(ahead);
-        __builtin_prefetch(ahead + 64);
+      if (part.is_first()) {
+        const uint8_t* ahead = copies.groups + group * kCompressedBytes + kRowAhead;
+        fetch(ahead);
+        fetch(ahead + 64);
       }
       if (__builtin_expect(copies.is_marked(group), 0)) {
 #pragma GCC unroll 4

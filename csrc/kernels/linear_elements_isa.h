@@ -76,6 +76,22 @@ constexpr int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
   return tile * rows / tiles;
 }
 
+// Which of several tiles of rows that go through the same weights, one after the other, a tile is.
+struct Part {
+  int64_t number = 0;
+  int64_t of = 0;  // 0: of many rows, whose weights are in the second-level cache
+
+  bool is_first() const { return of != 0 && number == 0; }
+  // Its part of so many: [first, end).
+  int64_t first(int64_t all) const { return of == 0 ? 0 : number * all / of; }
+  int64_t end(int64_t all) const { return of == 0 ? 0 : (number + 1) * all / of; }
+};
+
+// Weights are fetched to the second-level cache, which can wait for more lines at once than the first.
+KVPAGER_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+constexpr int64_t kRowAhead = 8192;    // bytes: how far ahead weights of a single row are fetched
+constexpr int64_t kTileAhead = 16384;  // and beyond the next tile's, those of several
+
 // What a step reads; of the last one, the elements that are `left`.
 template <class Type, bool kLast>
 KVPAGER_INLINE typename Type::Step read_step(const typename Type::Element* p, int64_t left) {

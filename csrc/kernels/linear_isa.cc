@@ -28,11 +28,11 @@ constexpr int kTileRows = 1;
 constexpr int kTileOutputs = 1;
 #endif
 
-// kRows rows by kOutputs outputs. `fetch`: all weights after these are brought to the caches
-// meanwhile, in the order in which they lie in memory, whatever the order they are read in; else
-// where they begin.
+// kRows rows by kOutputs outputs. The tiles of rows that go through these weights, one after the other,
+// bring those after them to the caches meanwhile, each its part, in the order in which they lie in
+// memory, whatever the order they are read in; without parts, where they begin.
 template <class Type, int kRows, int kOutputs>
-void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
+void tile(const LinearParams& params, int64_t row, int64_t output, Part part) {
   using Element = typename Type::Element;
   const Element* const x = static_cast<const Element*>(params.x) + row * params.x_stride;
   const Element* const w = static_cast<const Element*>(params.w) + output * params.w_stride;
@@ -43,16 +43,21 @@ void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
     for (int n = 0; n < kOutputs; ++n) sums[r][n] = splat(0.0f);
   }
   const int64_t whole = params.depth / Type::kStep * Type::kStep;
-  const Element* next = w + kOutputs * params.w_stride;
+  // As many lines of the next weights in each step as the tile has outputs, or a part of them.
+  const int64_t first = part.first(kOutputs), lines = part.end(kOutputs) - first;
+  const Element* next = w + kOutputs * params.w_stride + first * whole +
+                        kTileAhead / static_cast<int64_t>(sizeof(Element));
   for (int64_t k = 0; k < whole; k += Type::kStep) {
-    if (fetch) {
 #pragma GCC unroll 8
-      for (int n = 0; n < kOutputs; ++n, next += Type::kStep) __builtin_prefetch(next);
+    for (int n = 0; n < kOutputs; ++n) {
+      if (n < lines) fetch(next + n * Type::kStep);
     }
+    next += lines * Type::kStep;
     add_step<Type, false>(x + k, params.x_stride, 0, sums,
                           [&](int n) { return w + n * params.w_stride + k; });
   }
-  if (!fetch) {  // from the second-level cache; its own prefetching begins with a row's second miss
+  if (part.of ==
+      0) {  // from the second-level cache; its own prefetching begins with a row's second miss
 #pragma GCC unroll 8
     for (int n = 0; n < kOutputs; ++n) {
 #pragma GCC unroll 3
@@ -66,12 +71,10 @@ void tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
   finish<Type>(params, row, output, sums);
 }
 
-constexpr int64_t kRowAhead = 8192;  // bytes: how far ahead weights of a single row are fetched
-
 // One row by kOutputs outputs, one after the other: weights are then read in the order in which they lie
 // in memory, where a tile of several rows reads as many places at once as it has outputs.
 template <class Type, int kOutputs>
-void one_row_tile(const LinearParams& params, int64_t row, int64_t output, bool fetch) {
+void one_row_tile(const LinearParams& params, int64_t row, int64_t output, Part part) {
   using Element = typename Type::Element;
   const Element* const x = static_cast<const Element*>(params.x) + row * params.x_stride;
   const Element* w = static_cast<const Element*>(params.w) + output * params.w_stride;
@@ -82,7 +85,7 @@ void one_row_tile(const LinearParams& params, int64_t row, int64_t output, bool 
     Vec sum[1][1] = {{splat(0.0f)}};
 #pragma GCC unroll 4
     for (int64_t k = 0; k < whole; k += Type::kStep) {
-      if (fetch) __builtin_prefetch(reinterpret_cast<const char*>(w + k) + kRowAhead);
+      if (part.is_first()) fetch(reinterpret_cast<const char*>(w + k) + kRowAhead);
       add_step<Type, false>(x + k, 0, 0, sum, [&](int) { return w + k; });
     }
     add_rest<Type>(params, x, w, whole, sum);
@@ -91,7 +94,7 @@ void one_row_tile(const LinearParams& params, int64_t row, int64_t output, bool 
   finish<Type>(params, row, output, sums);
 }
 
-using Tile = void (*)(const LinearParams& params, int64_t row, int64_t output, bool fetch);
+using Tile = void (*)(const LinearParams& params, int64_t row, int64_t output, Part part);
 
 // Tiles of 1 to kTileRows rows, by their number; of weights, or of copies of them.
 template <class Type, int kOutputs, bool kCompressed>
@@ -132,9 +135,10 @@ constexpr int64_t kFewRows = 4 * kTileRows;
 // Up to so many rows are multiplied with copies of weights: more take as long to be multiplied as
 // their weights take to be read. 0: the tier or the dtype has none.
 template <class Type>
-constexpr int64_t kCompressedRows = KVPAGER_ISA_LEVEL < 3 || std::is_same_v<Type, Float16> ? 0
-                                    : std::is_same_v<Type, Float32> ? 12
-                                                                    : kTileRows;
+constexpr int64_t kCompressedRows =
+    KVPAGER_ISA_LEVEL < 3 || std::is_same_v<Type, Float16> ? 0
+    : std::is_same_v<Type, Float32>                        ? (KVPAGER_ISA_LEVEL == 4 ? 8 : 12)
+                                                           : kTileRows;
 
 template <class Type, bool kCompressed>
 void tiles(const LinearParams& params) {
@@ -142,21 +146,20 @@ void tiles(const LinearParams& params) {
   static constexpr Tiles<Type, 1, kCompressed> kNarrow;
   const int64_t count = (params.rows + kTileRows - 1) / kTileRows;
   const int64_t outputs = params.outputs / kTileOutputs * kTileOutputs;
-  const auto both = [&](int64_t i, int64_t output, bool fetch) {
+  const auto both = [&](int64_t i, int64_t output, Part part) {
     const int64_t row = first_row(i, count, params.rows);
     const int64_t rows = first_row(i + 1, count, params.rows) - row;
-    (output < outputs ? kWide.of_rows : kNarrow.of_rows)[rows](params, row, output, fetch);
+    (output < outputs ? kWide.of_rows : kNarrow.of_rows)[rows](params, row, output, part);
   };
   const auto width = [&](int64_t output) { return output < outputs ? kTileOutputs : 1; };
   if (params.rows <= kFewRows) {
     for (int64_t output = 0; output < params.outputs; output += width(output)) {
-      for (int64_t i = 0; i < count; ++i) both(i, output, i == 0);
+      for (int64_t i = 0; i < count; ++i) both(i, output, {i, count});
     }
     return;
   }
   for (int64_t i = 0; i < count; ++i) {
-    for (int64_t output = 0; output < params.outputs; output += width(output))
-      both(i, output, false);
+    for (int64_t output = 0; output < params.outputs; output += width(output)) both(i, output, {});
   }
 }
 
