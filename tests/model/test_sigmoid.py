@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import transformers
 from bits import assert_same_bits
-from reference_models import COMMON, make_engine, prompt
+from reference_models import build, make_engine, prompt
 from test_operations_between_modules import mixture, needs_two_paths
 
-from kvpager.hf.functions import exchange_callers
-from kvpager.hf.linear import Callers
+from kvpager import _core
+from kvpager.hf.linear import Callers, LinearLayers
 from kvpager.hf.sigmoid import sigmoid
 
 
@@ -80,8 +79,10 @@ def test_rows_that_fill_no_vector_are_taken(closing):
 
 
 def test_sigmoids_without_products_leave_the_fingerprint_as_it_is():
-    config = transformers.Qwen3_5TextConfig(**COMMON, num_experts=0)
-    model = transformers.Qwen3_5ForCausalLM(config)
-    callers = exchange_callers(model)
-    assert callers.modules
-    assert callers == Callers(callers.modules, multiply=False)
+    model, workers = build("llama"), _core.Workers(1)
+    (plain, other) = (
+        LinearLayers(model, workers, callers=Callers(frozenset({1}), multiply=multiply)).version
+        for multiply in (False, True)
+    )
+    assert plain == LinearLayers.version
+    assert other == f"{plain}, functional"
