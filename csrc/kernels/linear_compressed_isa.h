@@ -3,17 +3,12 @@
 // linear_isa.cc only.
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/linear_elements_isa.h"
 #include "kvpager/compressed_weights.h"
 
 namespace kvpager {
 namespace KVPAGER_ISA_NS {
 namespace {
-
-template <class Type>
-constexpr bool kHasCopies = !std::is_same_v<Type, Float16>;
 
 // The steps of a group along the depth.
 template <class Type>
@@ -131,10 +126,8 @@ void compressed_tile(const LinearParams& params, int64_t row, int64_t output, Pa
   }
   alignas(64) Element unpacked[kOutputs][kCompressedGroup];
   const int64_t whole = params.depth / kCompressedGroup;
-  constexpr int kLines = (kOutputs * kCompressedBytes + 63) / 64;
-  const int64_t first = part.first(kLines), lines = part.end(kLines) - first;
-  const uint8_t* ahead = copies[0].groups + kOutputs * params.compressed.of_row * kCompressedBytes +
-                         first * 64 * whole + kTileAhead;
+  Next<(kOutputs * kCompressedBytes + 63) / 64, 64> next(
+      copies[0].groups + kOutputs * params.compressed.of_row * kCompressedBytes, part, whole);
   for (int64_t group = 0; group < whole; ++group) {
     const int64_t k = group * kCompressedGroup;
     const Element* weights[kOutputs];
@@ -145,11 +138,7 @@ void compressed_tile(const LinearParams& params, int64_t row, int64_t output, Pa
       std::memcpy(unpacked[n], steps, sizeof steps);
       weights[n] = copies[n].is_marked(group) ? w + n * params.w_stride + k : unpacked[n];
     }
-#pragma GCC unroll 8
-    for (int line = 0; line < kLines; ++line) {
-      if (line < lines) fetch(ahead + 64 * line);
-    }
-    ahead += 64 * lines;
+    next.step();
 #pragma GCC unroll 4
     for (int64_t i = 0; i < kCompressedGroup; i += Type::kStep) {
       add_step<Type, false>(x + k + i, params.x_stride, 0, sums,

@@ -2,6 +2,8 @@
 // rounded. Included by linear_isa.cc only.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/vec_isa.h"
 #include "kvpager/linear.h"
 
@@ -91,6 +93,32 @@ struct Part {
 KVPAGER_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 constexpr int64_t kRowAhead = 8192;    // bytes: how far ahead weights of a single row are fetched
 constexpr int64_t kTileAhead = 16384;  // and beyond the next tile's, those of several
+
+// What is read after a tile's own weights: each step of the tile fetches kLines times kBytes of it, or
+// the part of these that falls to it.
+template <int kLines, int kBytes>
+class Next {
+ public:
+  // after: behind the tile's own; steps: of the tile along the depth.
+  KVPAGER_INLINE Next(const void* after, Part part, int64_t steps)
+      : lines_(part.end(kLines) - part.first(kLines)),
+        at_(static_cast<const char*>(after) + part.first(kLines) * kBytes * steps + kTileAhead) {}
+
+  KVPAGER_INLINE void step() {
+#pragma GCC unroll 8
+    for (int line = 0; line < kLines; ++line) {
+      if (line < lines_) fetch(at_ + line * kBytes);
+    }
+    at_ += lines_ * kBytes;
+  }
+
+ private:
+  int64_t lines_;
+  const char* at_;
+};
+
+template <class Type>
+constexpr bool kHasCopies = KVPAGER_ISA_LEVEL >= 3 && !std::is_same_v<Type, Float16>;
 
 // What a step reads; of the last one, the elements that are `left`.
 template <class Type, bool kLast>

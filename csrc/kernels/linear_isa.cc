@@ -43,21 +43,15 @@ void tile(const LinearParams& params, int64_t row, int64_t output, Part part) {
     for (int n = 0; n < kOutputs; ++n) sums[r][n] = splat(0.0f);
   }
   const int64_t whole = params.depth / Type::kStep * Type::kStep;
-  // As many lines of the next weights in each step as the tile has outputs, or a part of them.
-  const int64_t first = part.first(kOutputs), lines = part.end(kOutputs) - first;
-  const Element* next = w + kOutputs * params.w_stride + first * whole +
-                        kTileAhead / static_cast<int64_t>(sizeof(Element));
+  Next<kOutputs, Type::kStep * sizeof(Element)> next(w + kOutputs * params.w_stride, part,
+                                                     whole / Type::kStep);
   for (int64_t k = 0; k < whole; k += Type::kStep) {
-#pragma GCC unroll 8
-    for (int n = 0; n < kOutputs; ++n) {
-      if (n < lines) fetch(next + n * Type::kStep);
-    }
-    next += lines * Type::kStep;
+    next.step();
     add_step<Type, false>(x + k, params.x_stride, 0, sums,
                           [&](int n) { return w + n * params.w_stride + k; });
   }
-  if (part.of ==
-      0) {  // from the second-level cache; its own prefetching begins with a row's second miss
+  // From the second-level cache, whose own prefetching begins with a row's second miss.
+  if (part.of == 0) {
 #pragma GCC unroll 8
     for (int n = 0; n < kOutputs; ++n) {
 #pragma GCC unroll 3
@@ -136,9 +130,9 @@ constexpr int64_t kFewRows = 4 * kTileRows;
 // their weights take to be read. 0: the tier or the dtype has none.
 template <class Type>
 constexpr int64_t kCompressedRows =
-    KVPAGER_ISA_LEVEL < 3 || std::is_same_v<Type, Float16> ? 0
-    : std::is_same_v<Type, Float32>                        ? (KVPAGER_ISA_LEVEL == 4 ? 8 : 12)
-                                                           : kTileRows;
+    !kHasCopies<Type>               ? 0
+    : std::is_same_v<Type, Float32> ? (KVPAGER_ISA_LEVEL == 4 ? 8 : 12)
+                                    : kTileRows;
 
 template <class Type, bool kCompressed>
 void tiles(const LinearParams& params) {

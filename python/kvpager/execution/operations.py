@@ -20,6 +20,7 @@ from kvpager import _core
 from kvpager.arguments import is_number
 from kvpager.hf import same_bits
 from kvpager.hf.linear import product
+from kvpager.hf.sigmoid import TORCH_SHARE, TORCH_STEP
 
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TWO = {
@@ -29,11 +30,9 @@ _TWO = {
 }
 _COPIES = {"to", "float", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "reshape"}
 _TRIALS = 16
-# Elements that torch computes at once, in every dtype and on every processor, and the most that it
-# does not share out among threads (at::internal::GRAIN_SIZE; aten/src/ATen/native/cpu/
-# Activation.cpp): others are computed one by one, by another function.
-_TORCH_STEP = 64
-_TORCH_SHARE = {"silu": 32768, "gelu_tanh": 20000}
+# The most elements that torch does not share out among threads (aten/src/ATen/native/cpu/
+# Activation.cpp): those at the end of a share are computed one by one, by another function.
+_TORCH_SHARE = {"silu": TORCH_SHARE, "gelu_tanh": 20000}
 
 Operand: TypeAlias = "torch.Tensor | float | None"
 # Of a tensor: its memory, as a key, and the bytes from there to its first element.
@@ -148,7 +147,7 @@ def _mean(a: torch.Tensor, args: Any, kwargs: Any, made: torch.Tensor) -> list[O
 
 def _activation(name: str, a: torch.Tensor, made: torch.Tensor) -> list[Op] | None:
     """One of what torch goes through in vectors alone, and in one thread."""
-    whole = a.is_contiguous() and made.is_contiguous() and made.numel() % _TORCH_STEP == 0
+    whole = a.is_contiguous() and made.is_contiguous() and made.numel() % TORCH_STEP == 0
     alike = a.dtype == made.dtype and whole and made.numel() <= _TORCH_SHARE[name]
     return [Op(name, made, (a,))] if alike else None
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import torch
 
-_STEP = 64  # elements that torch computes at once, on every processor
-_SHARE = 32768  # the most that it does not share out among threads (at::internal::GRAIN_SIZE)
+# Elements that torch computes at once, in every dtype and on every processor, and the most that it
+# does not share out among threads (at::internal::GRAIN_SIZE).
+TORCH_STEP = 64
+TORCH_SHARE = 32768
 
 
 def takes_sigmoid(x: torch.Tensor) -> bool:
@@ -28,6 +30,6 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor | None:
     if not takes_sigmoid(x):
         return None
     elements = x.reshape(-1)
-    padded = torch.nn.functional.pad(elements, (0, -len(elements) % _STEP))
-    shares = [torch.sigmoid(share) for share in torch.split(padded, _SHARE)]
+    padded = torch.nn.functional.pad(elements, (0, -len(elements) % TORCH_STEP))
+    shares = [torch.sigmoid(share) for share in torch.split(padded, TORCH_SHARE)]
     return torch.cat(shares)[: len(elements)].view(x.shape)

@@ -17,11 +17,10 @@ from kvpager.config import PagerConfig, free_memory
 from kvpager.errors import CapacityError, InvalidArgumentError
 from kvpager.execution.core import EngineCore, Products
 from kvpager.pager.device import Place
+from kvpager.plan.memory import COPY_BYTES
 from kvpager.progress import Progress, reporting_bytes
 
 _log = logging.getLogger(__name__)
-
-_BITS = 12  # of a weight's copy
 
 
 def check_compression(config: PagerConfig, products: Products, place: Place) -> None:
@@ -75,7 +74,7 @@ def compress_weights(core: EngineCore, progress: Progress) -> None:
 
 def _check_room(weights: Sequence[torch.Tensor]) -> None:
     """As the system may promise memory that it does not have."""
-    needed = sum(weight.numel() * _BITS // 8 for weight in weights)
+    needed = sum(int(weight.numel() * COPY_BYTES) for weight in weights)
     free = free_memory()
     if needed > free:
         raise CapacityError(
