@@ -8,13 +8,12 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
+import torch
 
 from kvpager_bench import file_peers
 from kvpager_bench.report import MissingNumberError
@@ -81,47 +80,49 @@ class DiskBandwidth:
         return self.reads.best
 
 
-class _Spread:
-    """One call on slices of arrays, a slice per thread; threads wait between calls."""
+class _InTorch:
+    """A call in so many of torch's threads, as kernels beside it: others would share processors
+    with torch's, which wait for the next call without sleeping."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, bytes_: int) -> None:
         if threads < 1:
             raise ValueError(f"threads is {threads}; expected at least 1")
-        self._pool = ThreadPoolExecutor(threads)
         self._threads = threads
+        self._data = torch.ones(bytes_ // 8, dtype=torch.int64)
+        self.bytes = self._data.nbytes
 
-    def _run(self, call: Callable[[Any], object], items: int) -> None:
-        edges = [items * i // self._threads for i in range(self._threads + 1)]
-        list(self._pool.map(call, map(slice, edges, edges[1:])))
+    def _run(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        before = torch.get_num_threads()
+        if before == self._threads:
+            return call()
+        torch.set_num_threads(self._threads)
+        try:
+            return call()
+        finally:
+            torch.set_num_threads(before)
 
-    def close(self) -> None:
-        self._pool.shutdown()
 
-
-class MemoryReader(_Spread):
+class MemoryReader(_InTorch):
     """Reads `bytes` of memory that is warm in no cache: a subject for `harness.interleave`."""
 
     def __init__(self, threads: int, bytes_: int = MEMORY_BYTES) -> None:
-        super().__init__(threads)
-        self._data = np.ones(bytes_ // 8, dtype=np.int64)
-        self.bytes = self._data.nbytes
+        super().__init__(threads, bytes_)
 
-    def __call__(self) -> None:
-        self._run(lambda part: np.add.reduce(self._data[part]), len(self._data))
+    def __call__(self) -> torch.Tensor:
+        """The sum of all numbers, which are 1."""
+        return self._run(self._data.sum)
 
 
-class MemoryCopier(_Spread):
+class MemoryCopier(_InTorch):
     """Copies `bytes` of memory to memory that is there already."""
 
     def __init__(self, threads: int, bytes_: int = MEMORY_BYTES) -> None:
-        super().__init__(threads)
-        self._source = np.ones(bytes_ // 8, dtype=np.int64)
-        self._target = np.zeros_like(self._source)
-        self._target[:] = 1  # zeroed pages may not be there yet
-        self.bytes = self._source.nbytes
+        super().__init__(threads, bytes_)
+        self._target = torch.full_like(self._data, 2)  # zeroed pages may not be there yet
 
-    def __call__(self) -> None:
-        self._run(lambda part: np.copyto(self._target[part], self._source[part]), len(self._source))
+    def __call__(self) -> torch.Tensor:
+        """The copy."""
+        return self._run(lambda: self._target.copy_(self._data))
 
 
 @functools.cache
@@ -133,11 +134,8 @@ def memory_bandwidth(threads: int) -> MemoryBandwidth:
 
 
 def _rate(subject: MemoryReader | MemoryCopier) -> Rate:
-    try:
-        subject()
-        return Rate(tuple(subject.bytes / _seconds(subject) for _ in range(RUNS)))
-    finally:
-        subject.close()
+    subject()
+    return Rate(tuple(subject.bytes / _seconds(subject) for _ in range(RUNS)))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from itertools import count
 
 import pytest
@@ -162,6 +163,20 @@ def test_hooks_of_all_modules_that_look_see_every_forward(closing, model, regist
         handle.remove()
     assert len(seen) == 3
     assert replays(engine) == before
+
+
+def test_a_dictionary_of_hooks_in_the_place_of_a_modules_own_is_a_change(closing, model):
+    engine = open_engine(closing, model)
+    session = generated(engine, closing)
+    watched, length = model.model.layers[1].mlp, len(session.tokens)
+    own = watched._forward_hooks
+    watched._forward_hooks = OrderedDict({0: only_looks(lambda *_: None)})
+    try:
+        with pytest.raises(ModelChangedError, match=r"layers\.1\.mlp"):
+            session.generate(3, eos=None)
+    finally:
+        watched._forward_hooks = own
+    assert len(session.tokens) == length
 
 
 def test_functions_of_others_that_modules_hold_are_called_in_every_forward(closing):

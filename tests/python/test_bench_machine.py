@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
-import numpy as np
 import pytest
+import torch
 
 from kvpager_bench import file_peers, machine
 from kvpager_bench.report import MissingNumberError
@@ -23,21 +24,28 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_every_byte_is_read_and_copied_whatever_the_number_of_threads(threads, monkeypatch):
-    copier = machine.MemoryCopier(threads, 8 * 1001)
-    copier._target[:] = 0
-    copier()
-    assert copier._target.sum() == 1001
-    copier.close()
+def test_every_byte_is_read_and_copied_whatever_the_number_of_threads(threads):
+    numbers = 100_003  # more than torch gives one thread
+    copier = machine.MemoryCopier(threads, 8 * numbers)
+    reader = machine.MemoryReader(threads, 8 * numbers)
+    assert torch.equal(copier(), torch.ones(numbers, dtype=torch.int64))
+    assert int(reader()) == numbers
+    assert (reader.bytes, copier.bytes) == (8 * numbers, 8 * numbers)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_read_in_so_many_of_torchs_threads_and_the_others_are_back_afterwards(fails):
+    own = torch.get_num_threads()
+    reader = machine.MemoryReader(own + 1, 8)
     seen = []
-    reader = machine.MemoryReader(threads, 8 * 1001)
-    reader._run(seen.append, 1001)
-    touched = np.concatenate([np.arange(1001)[part] for part in seen])
-    assert len(seen) == threads
-    assert sorted(touched.tolist()) == list(range(1001))
-    reader()
-    reader.close()
-    assert (reader.bytes, copier.bytes) == (8008, 8008)
+
+    def call():
+        seen.append(torch.get_num_threads())
+        return 1 / 0 if fails else torch.ones(())
+
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        reader._run(call)
+    assert (seen, torch.get_num_threads()) == ([own + 1], own)
 
 
 def test_no_threads_are_refused():

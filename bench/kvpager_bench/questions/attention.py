@@ -323,7 +323,6 @@ def measure(
             )
             del forms, grouped, gathered, timed
     finally:
-        memory.close()
         ours.close()
 
 

@@ -76,7 +76,6 @@ def measure(shape: str, context: int, report: Report, threads: int, rounds: int)
     cases = {dtype: Case(shape, dtype, context) for dtype in (PLAIN, *kept)}
     subjects: dict[str, Subject] = {}
     with ExitStack() as stack:
-        stack.callback(memory.close)
         for dtype, case in cases.items():
             ours = Ours(case, threads)
             stack.callback(ours.close)

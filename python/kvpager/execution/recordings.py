@@ -93,7 +93,10 @@ class Recordings:
         """linear: layers that are kvpager's own products; None: torch computes all."""
         self._decode = decode
         self._linear = linear
-        self._modules = list(model.modules())
+        # Whoever exchanges one of these has changed the model, which the engine notices.
+        self._hooks = [*_GLOBAL_HOOKS]
+        for module in model.modules():
+            self._hooks += module._forward_hooks, module._forward_pre_hooks  # noqa: SLF001  # no public name
         self._vocab = model.get_input_embeddings().num_embeddings
         config = model.config.get_text_config()
         self._positions = getattr(config, "max_position_embeddings", None) or 1024
@@ -142,17 +145,9 @@ class Recordings:
         """Whether a module has a hook, or the thread a mode, which expects to be called."""
         if active_modes():
             return True
-        of_modules = (
-            hooks
-            for module in self._modules
-            for hooks in (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001  # no public name
-        )
-        return any(
-            not _concerns_others(hook)
-            for hooks in (*_GLOBAL_HOOKS, *of_modules)
-            if hooks
-            for hook in hooks.values()
-        )
+        if not any(self._hooks):  # a thousand of them, before each forward
+            return False
+        return any(not _concerns_others(hook) for hooks in self._hooks for hook in hooks.values())
 
     def _tried(self, rows: int) -> Recording | None:
         generator = torch.Generator(device="cpu").manual_seed(rows)
@@ -250,7 +245,7 @@ class Recording:
         return self._places() == self._addresses
 
     def _places(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._read]
+        return list(map(torch.Tensor.data_ptr, self._read))
 
 
 def recorded(
