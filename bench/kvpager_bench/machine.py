@@ -84,7 +84,7 @@ class _InTorch:
     """A call in so many of torch's threads, as kernels beside it: others would share processors
     with torch's, which wait for the next call without sleeping."""
 
-    def __init__(self, threads: int, bytes_: int) -> None:
+    def __init__(self, threads: int, bytes_: int = MEMORY_BYTES) -> None:
         if threads < 1:
             raise ValueError(f"threads is {threads}; expected at least 1")
         self._threads = threads
@@ -104,9 +104,6 @@ class _InTorch:
 
 class MemoryReader(_InTorch):
     """Reads `bytes` of memory that is warm in no cache: a subject for `harness.interleave`."""
-
-    def __init__(self, threads: int, bytes_: int = MEMORY_BYTES) -> None:
-        super().__init__(threads, bytes_)
 
     def __call__(self) -> torch.Tensor:
         """The sum of all numbers, which are 1."""
