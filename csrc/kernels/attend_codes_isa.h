@@ -29,14 +29,6 @@ struct CodeTile {
   int group() const { return four ? kQ4Group : dim; }
 };
 
-// Into the first-level cache, which has room for a tile of codes.
-template <int kBytes>
-KVPAGER_INLINE void fetch_near(uintptr_t address) {
-  for (int byte = 0; byte < kBytes; byte += 64) {
-    __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<uintptr_t>(byte)), 0, 3);
-  }
-}
-
 // Levels of pairs of rows, kWidth * 16 columns of them.
 template <int kWidth>
 struct BytePairs {
@@ -47,7 +39,7 @@ struct BytePairs {
     const uint8_t* p = at + pair * stride;
     for (int w = 0; w < kWidth; ++w)
       wide[w] = load_pairs(reinterpret_cast<const int8_t*>(p) + 32 * w);
-    fetch_near<32 * kWidth>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
+    fetch<32 * kWidth>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
   }
 };
 template <int kWidth>
@@ -58,7 +50,7 @@ struct HalfPairs {
   KVPAGER_INLINE void load(int pair, Pairs* wide) const {
     const uint8_t* p = at + pair * stride;
     for (int w = 0; w < kWidth; ++w) wide[w] = load_level_pairs(p + 16 * w);
-    fetch_near<16 * kWidth>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
+    fetch<16 * kWidth>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
   }
 };
 // One group of columns of two rows.
@@ -69,8 +61,8 @@ struct RowPairs {
   KVPAGER_INLINE void load(int pair, Pairs* wide) const {
     const uint8_t* p = at + 2 * pair * stride;
     load_rows_of_levels(p, p + stride, wide, wide + 1);
-    fetch_near<16>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
-    fetch_near<16>(reinterpret_cast<uintptr_t>(p + stride) + static_cast<uintptr_t>(ahead));
+    fetch<16>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
+    fetch<16>(reinterpret_cast<uintptr_t>(p + stride) + static_cast<uintptr_t>(ahead));
   }
 };
 

@@ -16,12 +16,15 @@ struct Operand {
   int64_t ahead;  // bytes from data to the same side of the next tile; 0: there is none
 };
 
-int64_t distance(const void* from, const void* to) {
-  if (to == nullptr) return 0;
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from));
+// Bytes from a side to the next tile's, which is fetched where one block of queries goes through the
+// tile; 0: nothing is.
+int64_t ahead_of(const TileParams& params, const void* side, const void* next) {
+  if (next == nullptr || params.count > kQueryBlock) return 0;
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(next) -
+                              reinterpret_cast<uintptr_t>(side));
 }
 
-// Blocks of at most kQueryBlock queries, as equal as they can be: fn(first, number, block, blocks).
+// Blocks of at most kQueryBlock queries, as equal as they can be: fn(first, number).
 template <class Function>
 KVPAGER_INLINE void each_block(int64_t count, Function fn) {
   const int64_t blocks = (count + kQueryBlock - 1) / kQueryBlock;
@@ -30,7 +33,7 @@ KVPAGER_INLINE void each_block(int64_t count, Function fn) {
   int64_t first = 0;
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t size = small + (block < larger ? 1 : 0);
-    fn(first, static_cast<int>(size), block, blocks);
+    fn(first, static_cast<int>(size));
     first += size;
   }
 }
@@ -42,21 +45,13 @@ Operand widened(const Operand& side, int64_t rows, float* wide) {
   return {wide, DType::kFloat32, side.stride, 0};
 }
 
-// Lines [first, last) of the next tile's side; into the cache of the first level, or of the second.
-template <bool kNear>
-void fetch_lines(const void* data, int64_t ahead, int64_t first, int64_t last) {
+// Lines [first, last) of the next tile's side. Inline: GCC leaves out calls of a function that does
+// nothing but prefetch.
+KVPAGER_INLINE void fetch_lines(const void* data, int64_t ahead, int64_t first, int64_t last) {
   if (ahead == 0) return;
   const uintptr_t next = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(ahead);
-  for (int64_t line = first; line < last; ++line) {
-    const auto* at = reinterpret_cast<const void*>(next + static_cast<uintptr_t>(64 * line));
-    __builtin_prefetch(at, 0, kNear ? 3 : 2);
-  }
-}
-
-// Of `bytes`, what falls to one block of several.
-void fetch_share(const void* data, int64_t ahead, int64_t bytes, int64_t block, int64_t blocks) {
-  const int64_t lines = bytes / 64;
-  fetch_lines<false>(data, ahead, lines * block / blocks, lines * (block + 1) / blocks);
+  for (int64_t line = first; line < last; ++line)
+    fetch<64>(next + static_cast<uintptr_t>(64 * line));
 }
 
 // Queries that are softened together, so that one exp gives the factors of all.
@@ -182,10 +177,6 @@ void accumulate(const TileParams& params, const Operand& v, const TileQuery* que
   }
 }
 
-// Queries that go through a tile in one block fetch the next one row by row as they read; where there are
-// many, its lines are spread over the blocks.
-bool in_one_block(const TileParams& params) { return params.count <= kQueryBlock; }
-
 // The block's queries, where their scores go, and the tokens that any of them sees.
 struct ScoreBlock {
   ScoreBlock(const TileParams& params, int64_t first, int count, float* scores)
@@ -211,73 +202,55 @@ struct ScoreBlock {
 };
 
 void score(const TileParams& params, float* scores, float* wide) {
-  const Operand k = {params.k, params.k_dtype, params.tokens, distance(params.k, params.next_k)};
+  const Operand k = {params.k, params.k_dtype, params.tokens,
+                     ahead_of(params, params.k, params.next_k)};
   const Operand read = params.count > kWidenQueries ? widened(k, params.k_dim, wide) : k;
-  const int64_t bytes = int64_t{params.tokens} * params.k_dim * dtype_bytes(params.k_dtype);
-  const bool few = in_one_block(params);
-  each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
+  each_block(params.count, [&](int64_t first, int count) {
     const ScoreBlock of(params, first, count, scores);
-    if (!few) fetch_share(k.data, k.ahead, bytes, block, blocks);
-    multiply(read.dtype, count,
-             {of.q, 0, params.k_dim, read.data, read.stride, of.out, Start::kZero, nullptr,
-              few ? k.ahead : 0},
-             of.begin, of.end);
+    multiply(
+        read.dtype, count,
+        {of.q, 0, params.k_dim, read.data, read.stride, of.out, Start::kZero, nullptr, k.ahead},
+        of.begin, of.end);
   });
 }
 
-// A tile of codes and the one that comes next, whose scales are fetched at once.
-struct CodeSide {
-  CodeSide(const void* data, const void* next, DType dtype, int tokens, int dim, bool in_one)
-      : few(in_one),
-        ahead(distance(data, next)),
-        bytes(tokens * row_bytes(dtype, dim)),
-        tile(data, dtype, tokens, dim, few ? ahead : 0) {
-    if (few) fetch_lines<true>(data, ahead, tokens * row_code_bytes(dtype, dim) / 64, bytes / 64);
-  }
-  void fetch(int64_t block, int64_t blocks) const {
-    if (!few) fetch_share(tile.codes, ahead, bytes, block, blocks);
-  }
-  bool few;
-  int64_t ahead;
-  int64_t bytes;
-  CodeTile tile;
-};
+// A tile of codes; of the one that comes next, scales are fetched at once.
+CodeTile code_tile(const TileParams& params, const void* data, const void* next, DType dtype,
+                   int dim) {
+  const int64_t ahead = ahead_of(params, data, next);
+  fetch_lines(data, ahead, params.tokens * row_code_bytes(dtype, dim) / 64,
+              params.tokens * row_bytes(dtype, dim) / 64);
+  return {data, dtype, params.tokens, dim, ahead};
+}
 
 template <bool kVnni>
 void score_codes(const TileParams& params, float* scores) {
-  const CodeSide k(params.k, params.next_k, params.k_dtype, params.tokens, params.k_dim,
-                   in_one_block(params));
-  each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
+  const CodeTile k = code_tile(params, params.k, params.next_k, params.k_dtype, params.k_dim);
+  each_block(params.count, [&](int64_t first, int count) {
     const ScoreBlock of(params, first, count, scores);
-    k.fetch(block, blocks);
-    KeyScores<kVnni>(k.tile, of.integers, of.units, of.out).run(count, of.begin, of.end);
+    KeyScores<kVnni>(k, of.integers, of.units, of.out).run(count, of.begin, of.end);
   });
 }
 
 void weigh_values(const TileParams& params, const float* scores, const float* rescale,
                   float* wide) {
-  const Operand v = {params.v, params.v_dtype, params.v_dim, distance(params.v, params.next_v)};
-  Operand read = params.count > kWidenQueries ? widened(v, params.tokens, wide) : v;
-  const int64_t bytes = int64_t{params.tokens} * params.v_dim * dtype_bytes(params.v_dtype);
-  const bool few = in_one_block(params);
-  read.ahead = few ? v.ahead : 0;
-  each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
+  const Operand v = {params.v, params.v_dtype, params.v_dim,
+                     ahead_of(params, params.v, params.next_v)};
+  const Operand read = params.count > kWidenQueries ? widened(v, params.tokens, wide) : v;
+  each_block(params.count, [&](int64_t first, int count) {
     const float* weights[kQueryBlock];
     for (int i = 0; i < count; ++i) weights[i] = scores + (first + i) * params.tokens;
-    if (!few) fetch_share(v.data, v.ahead, bytes, block, blocks);
     accumulate(params, read, params.queries + first, count, weights, rescale + first);
   });
 }
 
 template <bool kVnni>
 void weigh_codes(const TileParams& params, const float* scores, const float* rescale) {
-  const CodeSide v(params.v, params.next_v, params.v_dtype, params.tokens, params.v_dim,
-                   in_one_block(params));
-  each_block(params.count, [&](int64_t first, int count, int64_t block, int64_t blocks) {
+  const CodeTile v = code_tile(params, params.v, params.next_v, params.v_dtype, params.v_dim);
+  each_block(params.count, [&](int64_t first, int count) {
     const float* weights[kQueryBlock];
     for (int i = 0; i < count; ++i) weights[i] = scores + (first + i) * params.tokens;
-    v.fetch(block, blocks);
-    WeightedValues<kVnni>(v.tile, params.queries + first, weights, rescale + first).run(count);
+    WeightedValues<kVnni>(v, params.queries + first, weights, rescale + first).run(count);
   });
 }
 
@@ -294,8 +267,8 @@ void attend_tile_with(const TileParams& params) {
   }
   // While weights are made nothing is read; the memory need not wait.
   constexpr int64_t kLinesMeanwhile = 32;
-  if (is_coded(params.v_dtype) && in_one_block(params)) {
-    fetch_lines<true>(params.v, distance(params.v, params.next_v), 0, kLinesMeanwhile);
+  if (is_coded(params.v_dtype)) {
+    fetch_lines(params.v, ahead_of(params, params.v, params.next_v), 0, kLinesMeanwhile);
   }
   for (int64_t i = 0; i < params.count; i += kSoftened) {
     const int count = params.count - i < kSoftened ? static_cast<int>(params.count - i) : kSoftened;

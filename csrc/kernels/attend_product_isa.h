@@ -100,7 +100,7 @@ struct Product {
   int64_t ahead;
 };
 
-// Into the second-level cache: a whole tile ahead, the first level has no room for it.
+// Into the second-level cache, which can wait for more lines at once than the first.
 template <int kBytes>
 KVPAGER_INLINE void fetch(uintptr_t address) {
   for (int byte = 0; byte < kBytes; byte += 64) {

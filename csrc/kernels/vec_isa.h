@@ -395,23 +395,29 @@ static KVPAGER_INLINE void store_rounded(int16_t* p, const Vec& a, const Vec& fa
 // Of 4-bit codes: the levels of the low and of the high half of each byte, side by side; and those of
 // one half of two rows.
 #if KVPAGER_ISA_LEVEL == 4
-// Of the low four bits of each half lane.
+// Of the low four bits of each half lane: the table is there twice, as the fifth is looked at too.
 static KVPAGER_INLINE Pairs levels_of(__m512i codes) {
-  const __m256i levels = _mm256_cvtepi8_epi16(load_bytes(kQ4Levels));
-  const __m512i few = _mm512_and_si512(codes, _mm512_set1_epi32(0x000F000F));
-  return {_mm512_permutexvar_epi16(few, _mm512_castsi256_si512(levels))};
+  const __m256i levels = _mm256_broadcastsi128_si256(load_bytes(kQ4Levels));
+  return {_mm512_permutexvar_epi16(codes, _mm512_cvtepi8_epi16(levels))};
 }
 static KVPAGER_INLINE Pairs load_level_pairs(const uint8_t* p) {
-  const __m512i both = _mm512_cvtepu8_epi32(load_bytes(p));
-  return levels_of(_mm512_or_si512(both, _mm512_slli_epi32(both, 12)));
+  // Byte i of a half of each of two half lanes, of which the second is shifted.
+  const __m512i places =
+      _mm512_cvtepu8_epi32(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  const __m512i twice = _mm512_or_si512(_mm512_mullo_epi32(places, _mm512_set1_epi32(0x00010001)),
+                                        _mm512_set1_epi32(static_cast<int>(0x80008000u)));
+  const __m512i bytes = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_bytes(p)), twice);
+  return levels_of(_mm512_srlv_epi16(bytes, _mm512_set1_epi32(4 << 16)));
 }
 static KVPAGER_INLINE void load_rows_of_levels(const uint8_t* p, const uint8_t* next, Pairs* low,
                                                Pairs* high) {
-  const __m512i both =
-      _mm512_or_si512(_mm512_cvtepu8_epi32(load_bytes(p)),
-                      _mm512_slli_epi32(_mm512_cvtepu8_epi32(load_bytes(next)), 16));
+  const __m128i a = load_bytes(p);
+  const __m128i b = load_bytes(next);
+  const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi8(a, b)),
+                                                _mm_unpackhi_epi8(a, b), 1);
+  const __m512i both = _mm512_cvtepu8_epi16(bytes);
   *low = levels_of(both);
-  *high = levels_of(_mm512_srli_epi32(both, 4));
+  *high = levels_of(_mm512_srli_epi16(both, 4));
 }
 #elif KVPAGER_ISA_LEVEL == 3
 static KVPAGER_INLINE __m128i low_levels(__m128i bytes) {

@@ -1,0 +1,31 @@
+# Fails if the compiler left out what attention fetches ahead: GCC takes a function that does nothing
+# but prefetch for one without effects, and drops its calls. Bits stay the same, so that no other test
+# tells.
+set(bad)
+set(checked 0)
+foreach(object IN LISTS OBJECTS)
+  get_filename_component(name ${object} NAME)
+  if(NOT name MATCHES "^attend_isa")
+    continue()
+  endif()
+  execute_process(COMMAND ${NM} --defined-only ${object}
+                  OUTPUT_VARIABLE defined COMMAND_ERROR_IS_FATAL ANY)
+  if(NOT defined MATCHES "[ \t](_Z[^ \t\n]*attend_tileE[^\n]*)\n")
+    message(FATAL_ERROR "${object}: defines no attend_tile")
+  endif()
+  set(symbol ${CMAKE_MATCH_1})
+  execute_process(COMMAND ${OBJDUMP} -d --no-show-raw-insn --disassemble=${symbol} ${object}
+                  OUTPUT_VARIABLE code COMMAND_ERROR_IS_FATAL ANY)
+  math(EXPR checked "${checked} + 1")
+  if(NOT code MATCHES "\tprefetch")
+    list(APPEND bad "${object}: ${symbol} holds no prefetch")
+  endif()
+endforeach()
+if(NOT checked EQUAL 3)
+  message(FATAL_ERROR "${checked} objects to check; expected attend_isa in three tiers")
+endif()
+if(bad)
+  list(JOIN bad "\n  " text)
+  message(FATAL_ERROR "nothing is fetched ahead:\n  ${text}")
+endif()
+message(STATUS "attention fetches ahead in ${checked} tiers")
