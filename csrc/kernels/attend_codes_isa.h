@@ -39,7 +39,7 @@ struct BytePairs {
     const uint8_t* p = at + pair * stride;
     for (int w = 0; w < kWidth; ++w)
       wide[w] = load_pairs(reinterpret_cast<const int8_t*>(p) + 32 * w);
-    fetch<32 * kWidth>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
+    fetch<32 * kWidth>(p, ahead);
   }
 };
 template <int kWidth>
@@ -50,7 +50,7 @@ struct HalfPairs {
   KVPAGER_INLINE void load(int pair, Pairs* wide) const {
     const uint8_t* p = at + pair * stride;
     for (int w = 0; w < kWidth; ++w) wide[w] = load_level_pairs(p + 16 * w);
-    fetch<16 * kWidth>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
+    fetch<16 * kWidth>(p, ahead);
   }
 };
 // One group of columns of two rows.
@@ -61,8 +61,8 @@ struct RowPairs {
   KVPAGER_INLINE void load(int pair, Pairs* wide) const {
     const uint8_t* p = at + 2 * pair * stride;
     load_rows_of_levels(p, p + stride, wide, wide + 1);
-    fetch<16>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
-    fetch<16>(reinterpret_cast<uintptr_t>(p + stride) + static_cast<uintptr_t>(ahead));
+    fetch<16>(p, ahead);
+    fetch<16>(p + stride, ahead);
   }
 };
 

@@ -49,9 +49,7 @@ Operand widened(const Operand& side, int64_t rows, float* wide) {
 // nothing but prefetch.
 KVPAGER_INLINE void fetch_lines(const void* data, int64_t ahead, int64_t first, int64_t last) {
   if (ahead == 0) return;
-  const uintptr_t next = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(ahead);
-  for (int64_t line = first; line < last; ++line)
-    fetch<64>(next + static_cast<uintptr_t>(64 * line));
+  for (int64_t line = first; line < last; ++line) fetch<64>(data, ahead + 64 * line);
 }
 
 // Queries that are softened together, so that one exp gives the factors of all.
@@ -209,7 +207,7 @@ void score(const TileParams& params, float* scores, float* wide) {
     const ScoreBlock of(params, first, count, scores);
     multiply(
         read.dtype, count,
-        {of.q, 0, params.k_dim, read.data, read.stride, of.out, Start::kZero, nullptr, k.ahead},
+        {of.q, 0, params.k_dim, read.data, read.stride, of.out, Start::kZero, nullptr, read.ahead},
         of.begin, of.end);
   });
 }

@@ -100,11 +100,13 @@ struct Product {
   int64_t ahead;
 };
 
-// Into the second-level cache, which can wait for more lines at once than the first.
+// What lies `ahead` bytes behind p, into the second-level cache, which can wait for more lines at once
+// than the first.
 template <int kBytes>
-KVPAGER_INLINE void fetch(uintptr_t address) {
+KVPAGER_INLINE void fetch(const void* p, int64_t ahead) {
+  const uintptr_t from = reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead);
   for (int byte = 0; byte < kBytes; byte += 64) {
-    __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<uintptr_t>(byte)), 0, 2);
+    __builtin_prefetch(reinterpret_cast<const void*>(from + static_cast<uintptr_t>(byte)), 0, 2);
   }
 }
 
@@ -129,12 +131,12 @@ KVPAGER_INLINE void strip(const Product& product, int column) {
   for (int q = 0; q < kQueries; ++q) a[q] = product.a[q];
   const int64_t stride = product.b_stride;
   const Element* row = static_cast<const Element*>(product.b) + product.begin * stride + column;
-  const uintptr_t ahead = static_cast<uintptr_t>(product.ahead);
+  const int64_t ahead = product.ahead;
   const int end = product.end;
   for (int k = product.begin; k < end; ++k, row += stride) {
     Vec wide[kWidth];
     Source::template load_row<kWidth>(row, wide);
-    fetch<16 * kWidth* static_cast<int>(sizeof(Element))>(reinterpret_cast<uintptr_t>(row) + ahead);
+    fetch<16 * kWidth* static_cast<int>(sizeof(Element))>(row, ahead);
     for (int q = 0; q < kQueries; ++q) {
       const Vec broadcast = splat(a[q][k]);
       for (int w = 0; w < kWidth; ++w) sum[q][w] = fma(broadcast, wide[w], sum[q][w]);

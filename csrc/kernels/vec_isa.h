@@ -400,13 +400,14 @@ static KVPAGER_INLINE Pairs levels_of(__m512i codes) {
   const __m256i levels = _mm256_broadcastsi128_si256(load_bytes(kQ4Levels));
   return {_mm512_permutexvar_epi16(codes, _mm512_cvtepi8_epi16(levels))};
 }
+// Of a shuffle: byte i of 16 in the low byte of either half of lane i, 0 in the high one.
+alignas(64) constexpr uint32_t kByteInBothHalves[16] = {
+    0x80008000u, 0x80018001u, 0x80028002u, 0x80038003u, 0x80048004u, 0x80058005u,
+    0x80068006u, 0x80078007u, 0x80088008u, 0x80098009u, 0x800A800Au, 0x800B800Bu,
+    0x800C800Cu, 0x800D800Du, 0x800E800Eu, 0x800F800Fu};
 static KVPAGER_INLINE Pairs load_level_pairs(const uint8_t* p) {
-  // Byte i of a half of each of two half lanes, of which the second is shifted.
-  const __m512i places =
-      _mm512_cvtepu8_epi32(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-  const __m512i twice = _mm512_or_si512(_mm512_mullo_epi32(places, _mm512_set1_epi32(0x00010001)),
-                                        _mm512_set1_epi32(static_cast<int>(0x80008000u)));
-  const __m512i bytes = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_bytes(p)), twice);
+  const __m512i bytes = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_bytes(p)),
+                                            _mm512_load_si512(kByteInBothHalves));
   return levels_of(_mm512_srlv_epi16(bytes, _mm512_set1_epi32(4 << 16)));
 }
 static KVPAGER_INLINE void load_rows_of_levels(const uint8_t* p, const uint8_t* next, Pairs* low,
