@@ -59,7 +59,7 @@ def describe(
         row_counts: of its forwards.
         kernel_version: of the pager's attention; see `attention_version`.
         linear: whose products linear layers are, with their version; empty: torch's.
-        behaviour: digest of a forward's result; see kvpager.hf.behaviour.
+        behaviour: digest of what the model does; see kvpager.hf.behaviour.
         aligned: True for recurrent models: a forward is a chunk of one sequence.
     """
     device = model.device

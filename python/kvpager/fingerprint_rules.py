@@ -117,7 +117,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             remedy="use the salt it was saved under",
         ),
         "behaviour": Rule(
-            "digest of what a forward of made-up tokens gives",
+            "digest of what a forward of made-up tokens gives, and of all arguments of its "
+            "attention calls",
             follows=True,
             remedy="load the model as it was, with its adapters, hooks and patches",
         ),

@@ -210,6 +210,18 @@ def attention(
         return forward.called(module, query, key, value, attention_mask, {**given, **kwargs}), None
     if sliding_window is None:
         sliding_window = mask_window(module)
+    if (note_call := getattr(forward, "note_call", None)) is not None:
+        note_call(
+            {
+                **kwargs,
+                "scaling": scaling,
+                "sliding_window": sliding_window,
+                "softcap": softcap,
+                "s_aux": s_aux,
+                "attention_mask": attention_mask,
+                "is_causal of the module": getattr(module, "is_causal", None),
+            }
+        )
     out = forward.attend(
         module.layer_idx,  # type: ignore[arg-type]  # an int, by transformers' convention
         query[0].transpose(0, 1),

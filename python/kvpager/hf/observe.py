@@ -161,24 +161,6 @@ def observe(model: Any, rows: int) -> Observation:
     )
 
 
-def observe_attention(model: Any, tokens: torch.Tensor, positions: torch.Tensor) -> Observation:
-    """One forward of the decoder alone, in which only attention is watched.
-
-    REQUIRES: `attach(model)`. Other threads may run the model meanwhile.
-
-    Args:
-        model: a causal LM, that is known to run on packed rows.
-        tokens: [M] int64, on the model's device.
-        positions: [M] int64, of each.
-    """
-    recorder = Recorder()
-    with torch.inference_mode(), running(recorder):
-        hidden = decoder_of(model)(**packed_inputs(tokens, positions))[0][0]
-    return Observation(
-        tokens, positions, recorder.calls, hidden, [], recorder.windows, recorder.sinks
-    )
-
-
 @dataclass
 class _Seen:
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))

@@ -77,3 +77,8 @@ class DirectedAttention:
         at = self._place.layer
         require_first(at, self._attended)
         return self._forward.attend(self._layers.get(at, at), q, k, v, **call)
+
+    def note_call(self, arguments: dict[str, Any]) -> None:
+        """Passes a call's arguments on to a forward that notes them."""
+        if (note_call := getattr(self._forward, "note_call", None)) is not None:
+            note_call(arguments)

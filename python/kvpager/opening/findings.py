@@ -5,8 +5,7 @@ from __future__ import annotations
 from kvpager.execution.core import EngineCore, Numerics
 from kvpager.hf import Observation, RowProof, layout_of, settle_rows
 from kvpager.hf.aligned import settle_states
-from kvpager.hf.behaviour import TOKENS, behaviour_seen, behaviour_tokens
-from kvpager.hf.observe import observe_attention
+from kvpager.hf.behaviour import behave
 from kvpager.hf.own_attention import require_own_attention
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.opening.choices import attention, common_window, sized
@@ -27,17 +26,15 @@ def find_out(core: EngineCore, small_rows: str | tuple[int, ...]) -> None:
         seen, core.row_counts, core.row_proof = settle_rows(
             core.model, core.row_choices, small_rows=small_rows, exact=exact
         )
-    _conclude(core, seen, behaviour_seen(core.model, seen) if recurrent else "")
+    _conclude(core, seen)
 
 
 def find_out_with(core: EngineCore, proof: RowProof) -> None:
     """The same for a model without recurrent layers, with counts that are known to be so."""
     core.recurrence = None
     core.row_proof, core.row_counts = proof, proof.counts
-    count = min(TOKENS, proof.counts.rows)
-    seen = observe_attention(core.model, *(x[:count] for x in behaviour_tokens(core.model)))
-    one_tells_both = TOKENS in proof.counts.ladder
-    _conclude(core, seen, behaviour_seen(core.model, seen) if one_tells_both else "")
+    found = behave(core.model, proof.counts)
+    _conclude(core, found.seen, found.digest)
 
 
 def _conclude(core: EngineCore, seen: Observation, behaviour: str = "") -> None:

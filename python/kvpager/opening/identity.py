@@ -9,7 +9,7 @@ from kvpager.arguments import Integer, as_integer
 from kvpager.config import PagerConfig
 from kvpager.execution.core import EngineCore
 from kvpager.hf import attach, check_supported
-from kvpager.hf.behaviour import behaviour_digest
+from kvpager.hf.behaviour import behave
 from kvpager.hf.first_forward import settle_weights
 from kvpager.hf.linear import computing
 from kvpager.hf.modes import refuse_modes
@@ -112,7 +112,7 @@ def _identify(core: EngineCore, progress: Progress, *, proven: bool) -> None:
         kernel_version=core.numerics.kernel_version,
         linear="" if core.linear is None else core.linear.version,
         aligned=recurrent,
-        behaviour=behaviour or behaviour_digest(core.model, core.row_counts),
+        behaviour=behaviour or behave(core.model, core.row_counts, core.recurrence).digest,
     )
     watch.learn()
     watch.check(thorough=True)

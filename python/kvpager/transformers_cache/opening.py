@@ -10,8 +10,7 @@ from kvpager.config import PagerConfig, known_options
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
 from kvpager.hf import RowCounts, attach, check_supported, layout_of
 from kvpager.hf.attach import configurations
-from kvpager.hf.behaviour import TOKENS, behaviour_seen, behaviour_tokens
-from kvpager.hf.observe import observe_attention
+from kvpager.hf.behaviour import TOKENS, behave
 from kvpager.hf.own_attention import require_own_attention
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.watch import ModelWatch
@@ -61,7 +60,8 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
     watch = ModelWatch(model)
     attach(model)
     require_own_attention(model, config.chunk_tokens, packed=False)
-    seen = observe_attention(model, *behaviour_tokens(model))
+    behaviour = behave(model, RowCounts(TOKENS))
+    seen = behaviour.seen
     layout = layout_of(model, seen, config)
     config, _ = sized(config, model, layout, rows, place)
     q_heads, kernel_version = attention(seen, layout, config, place)
@@ -74,7 +74,7 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
         weights=weights,
         row_counts=RowCounts(TOKENS),
         kernel_version=kernel_version,
-        behaviour=behaviour_seen(model, seen),
+        behaviour=behaviour.digest,
     )
     watch.learn()
     watch.check(thorough=True)

@@ -6,6 +6,7 @@ NAMES = "model/test_segment_names.py::"
 TENANTS = "model/test_tenants.py::"
 SALTS = "model/test_salts.py::"
 RENEWED = "model/test_weights_changed.py::"
+BEHAVIOUR = "model/test_behaviour.py::"
 CHANGED = "model/test_changed_models.py::"
 NOTICED = CHANGED + "test_a_changed_model_is_noticed_before_anything_is_adopted_saved_or_committed"
 
@@ -127,10 +128,27 @@ IDENTITY = (
         ),
     ),
     Mutant(
+        name="rows-of-a-digest-attend-to-themselves",
+        breaks="another scaling, which no row shows that attends to itself, is another model",
+        file="python/kvpager/hf/mixing.py",
+        old="        if count > 0:\n",
+        new="        if count > len(q):\n",
+        killers=(BEHAVIOUR + "test_rows_that_mix_see_every_key_up_to_their_own_and_no_other",),
+    ),
+    Mutant(
+        name="arguments-of-attention-are-not-digested",
+        breaks="every argument of an attention call is part of the fingerprint",
+        file="python/kvpager/hf/behaviour.py",
+        old="        _add_arguments(summary, calls, [part.seen.rows for part in parts])\n",
+        new="        pass\n",
+        killers=(BEHAVIOUR + "test_every_argument_of_a_call_is_part_of_the_digest",),
+    ),
+    Mutant(
         name="what-a-model-does-is-not-looked-at",
         breaks="two models that differ in what a hook does have two fingerprints",
         file="python/kvpager/hf/behaviour.py",
-        old="    _add(summary, (hidden, logits))\n",
+        old="    _add(summary, torch.cat([part.seen.hidden for part in parts]))\n"
+        "    _add(summary, torch.cat([part.logits for part in parts]))\n",
         new="",
         killers=(
             CHANGED + "test_a_hook_with_the_same_name_and_another_effect_is_seen_by_what_it_does",
