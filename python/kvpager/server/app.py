@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 from collections.abc import AsyncIterator
@@ -67,6 +68,7 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(module.router)
     app.add_middleware(_Limits, most=service.settings.max_request_bytes)
     app.add_middleware(_RequestIds)
+    app.add_middleware(_Heads)
     _handle_errors(app)
     if service.settings.otlp_endpoint is not None:
         trace_http(app)
@@ -192,6 +194,35 @@ class _Limits:
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = ApiError(_TOO_LARGE, self._text)
         await JSONResponse(_body(scope["path"], error), error.status)(scope, receive, send)
+
+
+class _Heads:
+    """Answers HEAD as GET without its body, which for a stream never begins."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        answered, read = asyncio.Event(), False
+
+        async def received() -> Message:
+            nonlocal read
+            if not read:
+                read = True
+                return await receive()
+            await answered.wait()
+            return {"type": "http.disconnect"}
+
+        async def headed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b""})
+                answered.set()
+
+        await self._app({**scope, "method": "GET"}, received, headed)
 
 
 class _RequestIds:

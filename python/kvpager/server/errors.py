@@ -7,6 +7,7 @@ otherwise; so whatever cannot become better by itself says "false".
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,7 @@ from kvpager.errors import (
 
 _log = logging.getLogger(__name__)
 
-RETRY_AFTER_MS = 1000  # where nothing is known about when a place will be free
+RETRY_AFTER_SECONDS = 1.0  # where nothing is known about when a place will be free
 _NEVER = {"x-should-retry": "false"}
 _FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?= (?:is|has|cannot)\b|:)")
 
@@ -88,6 +89,14 @@ def not_found(what: str, name: str, param: str, code: str = "not_found") -> ApiE
     return ApiError(404, f"{param} is {name!r}; there is no such {what}", param=param, code=code)
 
 
+def retry_after(seconds: float) -> dict[str, str]:
+    """Headers that ask a client to wait: OpenAI's in milliseconds, HTTP's in whole seconds."""
+    return {
+        "retry-after-ms": str(math.ceil(seconds * 1000)),
+        "retry-after": str(math.ceil(seconds)),
+    }
+
+
 def queue_full(message: str) -> ApiError:
     """429: the client should come again."""
     return ApiError(
@@ -95,7 +104,7 @@ def queue_full(message: str) -> ApiError:
         message,
         kind="rate_limit_error",
         code="queue_full",
-        headers={"retry-after-ms": str(RETRY_AFTER_MS), "retry-after": "1"},
+        headers=retry_after(RETRY_AFTER_SECONDS),
     )
 
 

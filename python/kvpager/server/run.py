@@ -138,8 +138,12 @@ def check_address(host: str, port: int) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise InvalidArgumentError(
             f"host and port are {host!r} and {port}; nothing can listen there: {error.strerror}"
         ) from error
+    # Connections take it over. asyncio sets it only where a socket names its protocol, which this
+    # one does not; without it, an answer's body waits for the client's delayed ACK.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening

@@ -16,7 +16,7 @@ from kvpager.engine import Engine
 from kvpager.requests.scheduler import Scheduler
 from kvpager.server.background import BackgroundResponses
 from kvpager.server.conversations import Conversations
-from kvpager.server.errors import ApiError, not_found
+from kvpager.server.errors import ApiError, not_found, retry_after
 from kvpager.server.ids import new_id
 from kvpager.server.metrics import Gauges, Metrics
 from kvpager.server.monitor import Monitor, Recent
@@ -142,7 +142,7 @@ class Service:
                 "the server is being stopped",
                 kind="server_error",
                 code="shutting_down",
-                headers={"retry-after": "5"},
+                headers=retry_after(5),
             )
 
     def salt(self, tenant: Tenant, cache_salt: str | None) -> str | None:

@@ -14,13 +14,15 @@ from kvpager.server.exchange import Exchange
 from kvpager.server.schema.common import StreamOptions
 
 PING_SECONDS = 15
+# Python's `splitlines` ends a line at these too, and clients split events with it (httpx, litellm);
+# the other characters that it knows are control characters, which JSON escapes anyway.
+_LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 
 
 def event(values: Mapping[str, Any], name: str | None = None) -> ServerSentEvent:
     """One event of JSON; without a name it is a bare `data:` line."""
-    return ServerSentEvent(
-        data=json.dumps(values, ensure_ascii=False, separators=(",", ":")), event=name, sep="\n"
-    )
+    text = json.dumps(values, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+    return ServerSentEvent(data=text, event=name, sep="\n")
 
 
 def head_usage(exchange: Exchange, options: StreamOptions | None) -> dict[str, Any]:

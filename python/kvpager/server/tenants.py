@@ -14,7 +14,7 @@ from typing import Any
 from kvpager.arguments import refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.option_table import parse_bytes
-from kvpager.server.errors import ApiError
+from kvpager.server.errors import ApiError, retry_after
 
 ANONYMOUS = "default"
 _FIELDS = ("key", "key_sha256", "tenant", "salt", "store_budget", "requests_per_minute", "priority")
@@ -128,7 +128,7 @@ class Tenants:
                 f"tenant {tenant.name!r} has sent {most} requests within a minute, its limit",
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
-                headers={"retry-after-ms": str(int(wait * 1000) + 1)},
+                headers=retry_after(wait),
             )
         recent.append(now)
 

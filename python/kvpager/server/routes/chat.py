@@ -190,7 +190,7 @@ class _Turn:
         readers = [self._answering.reader() for _ in range(self.plan.choices)]
         for number in range(self.plan.choices):
             yield self._chunk(number, {"role": "assistant", "content": ""})
-        ends: list[ServerSentEvent] = []
+        ends: list[Ended] = []
         async for one in exchange.events():
             if isinstance(one, Piece):
                 for chunk in self._told(one, readers[one.choice]):
@@ -199,11 +199,11 @@ class _Turn:
                 assert one.completion is not None
                 for delta in readers[one.choice].end():
                     yield self._chunk(one.choice, delta.values)
-                ends.append(self._end(one, readers[one.choice]))
+                ends.append(one)
         completions = exchange.completions
         await exchange.finish(readers[0].message())
         for end in ends:  # once what they tell of is saved
-            yield end
+            yield self._end(end, readers[end.choice])
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             usage = usage_of([completions]).model_dump()
             yield event({**self._head, "choices": [], "usage": usage})

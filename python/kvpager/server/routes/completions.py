@@ -282,15 +282,15 @@ class _Text:
                 if chunk is not None:
                     yield chunk
                 continue
-            completion = one.completion
-            assert completion is not None
-            reason = "length" if completion.finish_reason == "length" else "stop"
-            stopped = stop_reason(completion)
-            ends.append(self._chunk(one.choice, "", finish_reason=reason, stop_reason=stopped))
+            ends.append(one)
         made = exchange.completions
         await exchange.finish()
         for end in ends:  # once what they tell of is saved
-            yield end
+            completion = end.completion
+            assert completion is not None
+            reason = "length" if completion.finish_reason == "length" else "stop"
+            stopped = stop_reason(completion)
+            yield self._chunk(end.choice, "", finish_reason=reason, stop_reason=stopped)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             usage = usage_of([made]).model_dump()
             yield event({**self._head, "choices": [], "usage": usage})
