@@ -42,9 +42,10 @@ def coder_engine(model, tokenizer, **options):
 class Running:
     """A server's address and clients, and for one in this process what is behind it."""
 
-    def __init__(self, url, service=None):
+    def __init__(self, url, service=None, server=None):
         self.url = url
         self.service = service
+        self.server = server
         self.http = httpx.Client(base_url=url, timeout=_LONGEST)
         self.openai = openai.OpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_LONGEST
@@ -80,7 +81,7 @@ def running(engine, store, **settings):
     server = Server(service, lambda url: ready.set())
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
-    client = Running(server.url, service)
+    client = Running(server.url, service, server)
     try:
         assert ready.wait(30)
         yield client

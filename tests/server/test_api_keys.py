@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 
 import httpx
 import pytest
@@ -45,6 +46,65 @@ def test_a_request_without_a_known_key_is_401(engine, keys, tmp_path):
             assert answer.json()["error"]["code"] == "invalid_api_key"
         assert server.http.get("/v1/models").status_code == 401
         assert server.http.get("/health").status_code == 200
+
+
+def test_one_key_needs_no_file(engine, keys):
+    with running(engine, None, api_key="sk-1") as server:
+        assert ask(server, None).status_code == 401
+        sound(ask(server, "sk-1"))
+    with running(engine, None, api_key="sk-1", api_keys=keys) as server:
+        sound(ask(server, "sk-1"))
+        sound(ask(server, "sk-bob"))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/sessions/a/import", "/nowhere"])
+def test_a_stranger_is_401_before_the_body_is_read(engine, path):
+    with running(engine, None, api_key="sk-1") as server:
+        address = server.url.removeprefix("http://").split(":")
+        for size in ("content-length: 1000000", "transfer-encoding: chunked"):
+            with socket.create_connection((address[0], int(address[1])), timeout=10) as client:
+                head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{size}\r\n"
+                client.sendall(f"{head}content-type: application/json\r\n\r\n".encode())
+                assert client.recv(1000).startswith(b"HTTP/1.1 401 ")
+
+
+def reloaded(server, path, text):
+    """Has the server read the keys again that a file has now, and waits until it has."""
+    path.write_text(text)
+    server.server.reload_keys()
+    for _ in range(100):  # requests of the loop, behind what it was asked for
+        server.http.get("/health")
+        if not server.service._tasks:
+            return
+    raise AssertionError("the keys were not read")
+
+
+def test_keys_are_read_again_while_requests_go_on(engine, tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(KEYS)
+    with running(engine, tmp_path / "store", api_keys=str(path)) as server:
+        sound(ask(server, "sk-alice"))
+        reloaded(server, path, KEYS + "- {key: sk-carol, tenant: carol}\n")
+        sound(ask(server, "sk-carol", session_id="hers"))
+        sound(ask(server, "sk-alice"))
+        sound(ask(server, "sk-alice"))
+        assert ask(server, "sk-alice").status_code == 429  # counted across the change
+        reloaded(server, path, "- {key: sk-carol-2, tenant: carol}\n")
+        assert ask(server, "sk-carol").status_code == 401
+        assert ask(server, "sk-bob").status_code == 401
+        bearer = {"authorization": "Bearer sk-carol-2"}
+        assert server.http.get("/v1/sessions/hers", headers=bearer).status_code == 200
+
+
+@pytest.mark.parametrize("text", ["- [", "", "[]", "- {key: a, quota: 3}", "\x00"])
+def test_a_broken_file_of_keys_leaves_those_that_hold_and_is_logged(engine, tmp_path, text, caplog):
+    path = tmp_path / "keys.yaml"
+    path.write_text(KEYS)
+    with running(engine, None, api_keys=str(path)) as server:
+        reloaded(server, path, text)
+        sound(ask(server, "sk-bob"))
+        assert ask(server, None).status_code == 401
+    assert "keys that were read before hold on" in caplog.text
 
 
 def test_tenants_share_nothing(engine, keys, tmp_path):

@@ -42,7 +42,8 @@ knows nothing else.
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Write a function that reverses a list."}]}'
 
-SIGTERM and Ctrl-C stop it: running requests end first, and what is unfinished is saved.
+SIGTERM and Ctrl-C stop it: running requests end first, and what is unfinished is saved. SIGHUP has
+the file of --api-keys read again.
 """
 
 
@@ -122,14 +123,23 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
 
 
 def check_exposure(args: argparse.Namespace, settings: ServerSettings) -> None:
-    """Warns where other machines can reach the server and nobody needs a key."""
+    """Warns where other machines or sites can reach the server and nobody needs a key."""
     from kvpager.server.run import is_loopback
 
-    if settings.api_keys is None and not is_loopback(settings.host):
+    if settings.api_keys is not None or settings.api_key is not None:
+        return
+    if settings.uds is None and not is_loopback(settings.host):
         note(
             args,
             f"kvpager: warning: --host {settings.host} can be reached from other machines, and "
             "nobody needs a key; give --api-keys FILE",
+        )
+    if settings.allow_origin:
+        note(
+            args,
+            "kvpager: warning: pages of "
+            f"{'any site' if '*' in settings.allow_origin else ', '.join(settings.allow_origin)} "
+            "may read conversations, and nobody needs a key; give --api-keys FILE",
         )
 
 
@@ -137,13 +147,14 @@ def check_places(settings: ServerSettings, model: str) -> None:
     """Looks at the address, the keys and the folder, before a model is loaded.
 
     Raises:
-        InvalidArgumentError: nothing can listen at the address, or the keys are not as they should.
+        InvalidArgumentError: nothing can listen at the address, or the certificate or the file of
+            keys is invalid.
         CliError: the folder cannot be made.
     """
-    from kvpager.server.run import check_address
+    from kvpager.server import run as server
     from kvpager.server.tenants import Tenants
 
-    check_address(settings.host, settings.port)
+    server.check_places(settings)
     Tenants.read(settings.api_keys)
     folder = settings.store_path(model)
     if folder is not None:

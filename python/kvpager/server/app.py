@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import difflib
 from collections.abc import AsyncIterator
@@ -12,14 +11,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
 from kvpager._version import __version__
 from kvpager.errors import PagerError
 from kvpager.server import errors
 from kvpager.server.disconnects import ClientGone
 from kvpager.server.errors import ApiError
-from kvpager.server.ids import new_id
+from kvpager.server.middleware import Admission, Gate, Heads, Limits, RequestIds, error_body
 from kvpager.server.routes import (
     about,
     chat,
@@ -34,10 +33,9 @@ from kvpager.server.schema.common import Error
 from kvpager.server.service import Service
 from kvpager.server.tracing import trace_http
 
-_TOO_LARGE = 413
-_REQUEST_ID = b"x-request-id"
 # What FastAPI calls the parts of a request, and pydantic the alternatives of a type.
 _PLACES = ("body", "query", "path", "header", "str", "int", "float", "bool", "list", "dict")
+_METHODS = ("GET", "HEAD", "POST", "DELETE")
 _GONE = 499  # as nginx counts clients that went away
 
 
@@ -66,9 +64,20 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(page.router)
     for module in (about, chat, completions, messages, responses, sessions, slots):
         app.include_router(module.router)
-    app.add_middleware(_Limits, most=service.settings.max_request_bytes)
-    app.add_middleware(_RequestIds)
-    app.add_middleware(_Heads)
+    app.add_middleware(Limits, service=service)  # what is added last comes first
+    app.add_middleware(Admission, service=service)
+    if service.settings.allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.settings.allow_origin,
+            allow_methods=_METHODS,
+            allow_headers=["*"],
+            expose_headers=["*"],
+            allow_private_network=True,
+        )
+    app.add_middleware(Gate, service=service)
+    app.add_middleware(RequestIds)
+    app.add_middleware(Heads)
     _handle_errors(app)
     if service.settings.otlp_endpoint is not None:
         trace_http(app)
@@ -79,7 +88,9 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def told(request: Request, error: ApiError) -> Response:
         _service(request).metrics.error(error.status)
-        return JSONResponse(_body(request.url.path, error), error.status, headers=error.headers)
+        return JSONResponse(
+            error_body(request.url.path, error), error.status, headers=error.headers
+        )
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -132,12 +143,6 @@ def of_validation(
     return errors.bad_request(f"{found}: {_lowered(first['msg'])}", name or None)
 
 
-def _body(path: str, error: ApiError) -> dict[str, Any]:
-    """An error in the shape of the API that the path is of."""
-    anthropic = path.startswith("/v1/messages")
-    return messages.anthropic_error(error) if anthropic else error.body()
-
-
 def _lowered(text: str) -> str:
     """A message of pydantic as the end of a sentence."""
     text = text.removeprefix("Value error, ")
@@ -158,89 +163,3 @@ def _path(location: Any) -> str:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
-
-
-class _Limits:
-    """Refuses bodies that are too large, before they are read whole."""
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app = app
-        self._most = most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = dict(scope["headers"]).get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > self._most:
-            await self._refuse(scope, receive, send)
-            return
-        read = 0
-
-        async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._most:
-                raise HTTPException(_TOO_LARGE, self._text)
-            return message
-
-        await self._app(scope, counted, send)
-
-    @property
-    def _text(self) -> str:
-        return f"the body has more than {self._most} bytes, the most that max_request_bytes allows"
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(_TOO_LARGE, self._text)
-        await JSONResponse(_body(scope["path"], error), error.status)(scope, receive, send)
-
-
-class _Heads:
-    """Answers HEAD as GET without its body, which for a stream never begins."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-        answered, read = asyncio.Event(), False
-
-        async def received() -> Message:
-            nonlocal read
-            if not read:
-                read = True
-                return await receive()
-            await answered.wait()
-            return {"type": "http.disconnect"}
-
-        async def headed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                await send(message)
-                await send({"type": "http.response.body", "body": b""})
-                answered.set()
-
-        await self._app({**scope, "method": "GET"}, received, headed)
-
-
-class _RequestIds:
-    """Gives every answer an `X-Request-Id`: the request's own, or a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(_REQUEST_ID)
-        name = given if given is not None else new_id("req_").encode()
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, name)]
-            await send(message)
-
-        await self._app(scope, receive, named)

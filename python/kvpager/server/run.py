@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -16,6 +20,7 @@ from sse_starlette.sse import AppStatus
 from kvpager.errors import InvalidArgumentError
 from kvpager.server.app import make_app
 from kvpager.server.service import Service
+from kvpager.server.settings import ServerSettings
 
 _BACKLOG = 2048
 _GRACE_SECONDS = 10  # to save what was ended
@@ -26,6 +31,7 @@ def serve(service: Service, ready: Callable[[str], object]) -> None:
     """Serves until SIGTERM or SIGINT, which let running requests end.
 
     A second one ends them, and saves those that have a name; a third SIGINT leaves at once.
+    SIGHUP has the keys read again.
 
     ready: called with the server's address once connections are taken.
 
@@ -33,10 +39,12 @@ def serve(service: Service, ready: Callable[[str], object]) -> None:
         InvalidArgumentError: the address cannot be listened at.
     """
     server = Server(service, ready)
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    kept = {number: signal.getsignal(number) for number in numbers}
     try:
-        for number in kept:  # uvicorn raises them once more when it has ended
+        for number in kept:  # uvicorn raises the first two once more when it has ended
             signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
         server.run()
     finally:
         for number, handler in kept.items():
@@ -48,7 +56,7 @@ def is_loopback(host: str) -> bool:
     return host in _LOOPBACK
 
 
-@contextmanager
+@contextlib.contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
     """Sends kvpager's log to stderr while it is open. No record has the text of a prompt."""
     handler = logging.StreamHandler(sys.stderr)
@@ -77,15 +85,18 @@ class Server:
         # Streams end with their requests.
         AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
         settings = service.settings
-        self._socket = _listen(settings.host, settings.port)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._socket = _listen(settings)
+        self._path = settings.uds
+        self.url = _url(settings, self._socket)
         config = uvicorn.Config(
             make_app(service),
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=int(settings.drain_seconds) + _GRACE_SECONDS,
             backlog=_BACKLOG,
+            ws="none",
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
         )
         self._server = _Uvicorn(config, service, lambda: ready(self.url))
 
@@ -95,6 +106,12 @@ class Server:
             self._server.run(sockets=[self._socket])
         finally:
             self._socket.close()
+            if self._path is not None:
+                Path(self._path).unlink(missing_ok=True)
+
+    def reload_keys(self) -> None:
+        """Has the keys read again, as SIGHUP does. Any thread may call it."""
+        self._server.reload_keys()
 
     def stop(self) -> None:
         """Has `run` end, as SIGTERM does. Any thread may call it."""
@@ -110,8 +127,16 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._started = started
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def reload_keys(self) -> None:
+        """Has the keys read again. Any thread may call it, and a signal's handler."""
+        if self._loop is not None and not self._loop.is_closed():
+            service = self._service
+            self._loop.call_soon_threadsafe(lambda: service.background(service.reload_keys()))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if not self.should_exit:
             self._started()
@@ -130,12 +155,35 @@ class _Uvicorn(uvicorn.Server):
             super().handle_exit(sig, frame)
 
 
-def check_address(host: str, port: int) -> None:
-    """Raises InvalidArgumentError if nothing can listen at an address."""
-    _listen(host, port).close()
+def check_places(settings: ServerSettings) -> None:
+    """Raises InvalidArgumentError if nothing can listen there, or the certificate is none."""
+    _listen(settings).close()
+    if settings.uds is not None:
+        Path(settings.uds).unlink()
+    if settings.ssl_certfile is not None:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            # A key that wants a password would wait for one at the terminal.
+            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, lambda: "")
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"ssl_certfile and ssl_keyfile are {settings.ssl_certfile!r} and "
+                f"{settings.ssl_keyfile!r}; expected a certificate and its key: {error}"
+            ) from error
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _url(settings: ServerSettings, listening: socket.socket) -> str:
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    if settings.uds is not None:
+        return f"{scheme}+unix://{settings.uds}"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    if settings.uds is not None:
+        return _listen_at_path(settings.uds)
+    host, port = settings.host, settings.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -147,3 +195,38 @@ def _listen(host: str, port: int) -> socket.socket:
     # one does not; without it, an answer's body waits for the client's delayed ACK.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
+
+
+def _listen_at_path(path: str) -> socket.socket:
+    """Listens at a Unix socket, in the place of one that a server left behind."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left(path):
+            Path(path).unlink()
+        mask = os.umask(0o177)
+        try:
+            listening.bind(path)
+        finally:
+            os.umask(mask)
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise InvalidArgumentError(
+            f"uds is {path!r}; nothing can listen there: {error.strerror or error}"
+        ) from error
+    return listening
+
+
+def _is_left(path: str) -> bool:
+    """Whether there is a socket at which nobody listens."""
+    try:
+        if not Path(path).is_socket():
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1)
+            probe.connect(path)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -59,7 +59,7 @@ class Service:
         self.settings = settings
         self.names = names
         self.root = root
-        self.tenants = Tenants.read(settings.api_keys)
+        self.tenants = Tenants.read(settings.api_keys, settings.api_key)
         self.started = time.time()
         self.metrics = Metrics(names[0])
         self.metrics.watch(self.gauges)
@@ -73,17 +73,7 @@ class Service:
         self._exchanges: dict[int, Exchange] = {}
         self.background_responses = BackgroundResponses()
         self._tasks: set[asyncio.Task[Any]] = set()
-        folder = settings.store_path(names[0])
-        self._conversations = {
-            tenant.name: Conversations(
-                engine,
-                tenant,
-                _store(folder, tenant, settings),
-                on_kept=self._release_surplus,
-                on_restore=self.metrics.restored,
-            )
-            for tenant in self.tenants.all()
-        }
+        self._conversations = {one.name: self._opened(one) for one in self.tenants.all()}
         self._serving = engine.serve(settings.max_running, max_waiting=settings.max_waiting)
 
     @property
@@ -128,6 +118,47 @@ class Service:
     def conversations(self, tenant: Tenant) -> Conversations:
         """A tenant's conversations."""
         return self._conversations[tenant.name]
+
+    def _opened(self, tenant: Tenant) -> Conversations:
+        """A tenant's conversations, with its store."""
+        folder = self.settings.store_path(self.names[0])
+        return Conversations(
+            self.engine,
+            tenant,
+            _store(folder, tenant, self.settings),
+            on_kept=self._release_surplus,
+            on_restore=self.metrics.restored,
+        )
+
+    async def reload_keys(self) -> None:
+        """Reads the keys again. A file that cannot be read leaves those that hold; the log says so.
+
+        Requests of a tenant that is left out go on, and its conversations stay on disk.
+        """
+        path = self.settings.api_keys
+        if path is None:
+            _log.warning("there is no file of api_keys to read again")
+            return
+
+        def read() -> tuple[Tenants, dict[str, Conversations]]:
+            tenants = Tenants.read(path, self.settings.api_key)
+            opened = {
+                one.name: self._opened(one)  # its store takes the budget that holds now
+                for one in tenants.all()
+                if one.name not in self._conversations or self.conversations(one).tenant != one
+            }
+            return tenants, opened
+
+        try:
+            tenants, opened = await asyncio.to_thread(read)
+        except Exception as error:
+            _log.error("the keys that were read before hold on: %s", error)
+            return
+        for name, conversations in opened.items():
+            known = self._conversations.setdefault(name, conversations)
+            known.tenant = conversations.tenant
+        self.tenants = self.tenants.renewed(tenants)
+        _log.info("read %d keys from %s", len(tenants.by_digest), path)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for another model's name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kvpager.option_table import (
     size,
 )
 from kvpager.paths import usable_path
+from kvpager.server.strangers import is_host, is_origin
 from kvpager.stores.settings import parse_ttl
 
 AUTO, OFF = "auto", "off"
@@ -38,12 +40,40 @@ def _file(field: str, value: Any) -> str | None:
     return os.fspath(value)
 
 
+def _path(field: str, value: Any) -> str | None:
+    return None if value is None else os.fspath(usable_path(value, field))
+
+
 def _names(field: str, value: Any) -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else value
     sound = isinstance(given, (tuple, list)) and all(isinstance(one, str) and one for one in given)
     if not sound:
         raise refusal(field, value, "names, such as my-model,another")
     return tuple(given)
+
+
+def _each(field: str, value: Any, sound: Callable[[str], bool], expected: str) -> tuple[str, ...]:
+    names = _names(field, value)
+    for one in names:
+        if not sound(one):
+            raise refusal(field, one, expected)
+    return names
+
+
+def _hosts(field: str, value: Any) -> tuple[str, ...]:
+    return _each(field, value, is_host, 'names such as example.com, "*.example.com", or "*"')
+
+
+def _origins(field: str, value: Any) -> tuple[str, ...]:
+    return _each(field, value, is_origin, 'origins such as https://example.com:8443, or "*"')
+
+
+def _secret(field: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value.isascii() and value.isprintable() and value.strip():
+        return value.strip()
+    raise refusal(field, "***", "printable ASCII text, or None")
 
 
 def _lifetime(field: str, value: Any) -> Any:
@@ -68,6 +98,32 @@ class ServerSettings(Validated):
         name(), "address to listen at; one that others can reach wants api_keys", "127.0.0.1"
     )
     port: int = option(integer(0, 65535), "port to listen at; 0: any free one", 8000)
+    uds: str | None = option(
+        ("the path of a socket, or None", _path),
+        "Unix domain socket to listen at, instead of host and port; its owner alone may connect",
+        None,
+    )
+    ssl_certfile: str | None = option(
+        ("the path of a PEM file, or None", _file),
+        "certificate for TLS, with its chain; None: plain HTTP",
+        None,
+    )
+    ssl_keyfile: str | None = option(
+        ("the path of a PEM file, or None", _file),
+        "the certificate's private key; None: it is in ssl_certfile",
+        None,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        ("names", _hosts),
+        "names that the Host header of a request may have; none: those of this machine; *: any",
+        (),
+    )
+    allow_origin: tuple[str, ...] = option(
+        ("origins", _origins),
+        "web sites whose pages may use the server, such as https://example.com; *: all; none: its "
+        "own page alone",
+        (),
+    )
     served_model_name: tuple[str, ...] = option(
         ("names", _names),
         "names that requests may call the model by, the first one in answers; none: its folder's",
@@ -77,6 +133,11 @@ class ServerSettings(Validated):
         ("the path of a YAML file, or None", _file),
         "keys and their tenants (docs/how_to/http_server.md); None: everybody is one tenant, "
         "without a key",
+        None,
+    )
+    api_key: str | None = option(
+        ("a key, or None", _secret),
+        "key that requests need; others see a command line, so prefer the variable",
         None,
     )
     store: str = option(
@@ -138,6 +199,11 @@ class ServerSettings(Validated):
         super().__post_init__()
         if self.store not in (AUTO, OFF):
             usable_path(self.store, "ServerSettings.store")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise InvalidArgumentError(
+                f"ServerSettings.ssl_keyfile is {self.ssl_keyfile!r}, and ssl_certfile is None; "
+                "expected both, or neither"
+            )
 
     def store_path(self, model: str) -> str | None:
         """The folder of its stores, for a model of this name; None: nothing is saved."""

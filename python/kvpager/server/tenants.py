@@ -51,14 +51,19 @@ class Tenants:
     _recent: dict[str, deque[float]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: str | None) -> Tenants:
-        """Of a YAML file with a list of {key or key_sha256, tenant, ...}; none for None.
+    def read(cls, path: str | None, key: str | None = None) -> Tenants:
+        """Reads a YAML file with a list of {key or key_sha256, tenant, ...}; none for None.
+
+        Args:
+            path: of the file.
+            key: one more key, of the tenant "default".
 
         Raises:
             InvalidArgumentError: it is no such list; names the entry and the field.
         """
+        more = {} if key is None else {_digest(key): Tenant()}
         if path is None:
-            return cls()
+            return cls(more)
         import yaml
 
         try:
@@ -81,7 +86,11 @@ class Tenants:
                     "before; expected the same fields with each of its keys"
                 )
             by_digest[digest] = tenant
-        return cls(by_digest)
+        return cls(more | by_digest)
+
+    def renewed(self, other: Tenants) -> Tenants:
+        """Other tenants, with the counts of recent requests from these."""
+        return Tenants(other.by_digest, self._recent)
 
     @property
     def needs_keys(self) -> bool:

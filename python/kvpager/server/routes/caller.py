@@ -36,12 +36,8 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def caller_of(
-    service: Annotated[Service, Depends(service_of)],
-    authorization: Annotated[str | None, Header()] = None,
-    x_api_key: Annotated[str | None, Header()] = None,
-) -> Caller:
-    """The sender. Raises ApiError 401, 429 or 503."""
+def admitted(service: Service, authorization: str | None, x_api_key: str | None) -> Tenant:
+    """The tenant of these headers, whose request is counted. Raises ApiError 401, 429 or 503."""
     service.check_open()
     key = x_api_key
     if authorization is not None:
@@ -49,6 +45,19 @@ def caller_of(
         key = given.strip() if scheme.lower() == "bearer" else None
     tenant = service.tenants.of(key)
     service.tenants.count(tenant)
+    return tenant
+
+
+def caller_of(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    authorization: Annotated[str | None, Header()] = None,
+    x_api_key: Annotated[str | None, Header()] = None,
+) -> Caller:
+    """The sender. Raises ApiError 401, 429 or 503."""
+    tenant = getattr(request.state, "tenant", None)  # of a request with a body
+    if tenant is None:
+        tenant = admitted(service, authorization, x_api_key)
     return Caller(service, tenant)
 
 
