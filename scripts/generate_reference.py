@@ -18,8 +18,10 @@ from kvpager.server.settings import ServerSettings
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 _ENVIRONMENT = (
     "| `KVPAGER_CACHE` | folder where row counts that were proven and digests of weights are kept, "
-    "for its owner alone; default `~/.cache/kvpager`; `off`: nothing is kept, and every start "
-    "proves and hashes anew |",
+    "in files that only their owner can make; default `~/.cache/kvpager`; one that is a link, "
+    "belongs to another user or can be written by others is not used, with a warning; where it "
+    "cannot be written, what is in it is read; `off`: nothing is kept, and every start proves and "
+    "hashes anew |",
     "| `KVPAGER_DEBUG` | `1`: commands show where an error came from |",
     "| `KVPAGER_DEVICE_PATH` | folders, separated by colons, where device plug-ins are looked for "
     "too |",

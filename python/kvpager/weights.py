@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from blake3 import blake3
 
 from kvpager._version import __version__
 from kvpager.held import held_by
-from kvpager.remembered import recall, remember, remembers
+from kvpager.remembered import own_number, recall, remember
 
 _BLOCK = 64 << 20  # bytes hashed at a time
 _SHARE = 2 << 20  # bytes of a block for each thread, with which starting it pays
@@ -54,18 +53,18 @@ def weights_digest(model: Any, progress: Progress | None = None) -> str:
 def known_weights_digest(model: Any, progress: Progress | None = None) -> str:
     """`weights_digest`, taken from disk where the same weights have been hashed before.
 
-    It is kept under a checksum of all that it is of: XXH3-128 with a seed that was drawn at random
-    for the user's folder of what is remembered. That is several times as fast as BLAKE3, and other
-    weights with the same checksum cannot be made without the seed.
+    It is kept under a checksum of all that it is of: XXH3-128 with a seed of the user's own, which
+    is several times as fast as BLAKE3. Other weights of one checksum cannot be made without it.
 
     Args:
         model: the model.
         progress: as in `weights_digest`; the bytes in all double where weights are not known.
     """
-    if not remembers():
+    seed = own_number("checksums of weights")
+    if seed is None:
         return weights_digest(model, progress)
     report = progress or _nothing
-    checksum = _seeded(_seed())
+    checksum = _seeded(seed)
     (before,) = _digests(model, [checksum], report)
     digest = recall(_KIND, _key(before))
     if _is_digest(digest):
@@ -133,15 +132,6 @@ def _seeded(seed: int) -> _Hash:
         functools.partial(xxhash.xxh3_128, seed=seed),
         functools.partial(xxhash.xxh3_128_digest, seed=seed),
     )
-
-
-def _seed() -> int:
-    """Of 64 bits, the same at every start; another one means that no weights are known."""
-    seed = recall("seed", {})
-    if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        seed = secrets.randbits(64)
-        remember("seed", {}, seed)
-    return seed
 
 
 def _key(checksum: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from cached_models import Cache
 from reference_models import build, make_engine
 
 from kvpager import weights
+from kvpager.remembered import recall, remember
 from kvpager.weights import known_weights_digest, weights_digest
 
 
@@ -91,19 +92,27 @@ def test_bytes_in_another_order_are_other_weights(hashed):
     assert known_weights_digest(model) == weights_digest(model) != before
 
 
-def test_a_checksum_says_nothing_without_the_seed_that_it_was_made_with(hashed, cache):
+def test_a_checksum_says_nothing_without_the_secret_that_it_was_made_with(hashed, cache):
     """So that nobody makes weights that are taken for others."""
     model = build("llama")
     known_weights_digest(model)
-    (seed,) = (cache / "seed").iterdir()
-    first = json.loads(seed.read_text())["value"]
-    for value in (first ^ 1, None, -1, 1 << 64, True, "0", 0.5):
-        seed.write_text(json.dumps({**json.loads(seed.read_text()), "value": value}))
+    secret = cache / "secret"
+    first = secret.read_bytes()
+    for value in (bytes([first[0] ^ 1]) + first[1:], b""):
+        secret.write_bytes(value)
         del hashed[:]
         assert known_weights_digest(model) == weights_digest(model)
         assert len(hashed) > 0
-        assert 0 <= json.loads(seed.read_text())["value"] < 1 << 64
-    assert len({json.loads(path.read_text())["key"]["checksum"] for path in kept(cache)}) == 8
+    assert len({json.loads(path.read_text())["key"]["checksum"] for path in kept(cache)}) == 3
+
+
+def test_a_forged_digest_is_nothing(hashed, cache):
+    """Weights would be taken for others, and a snapshot of these be restored as exact."""
+    model = build("llama")
+    known_weights_digest(model)
+    (path,) = kept(cache)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "value": "0" * 64}))
+    assert known_weights_digest(model) == weights_digest(model)
 
 
 def test_two_folders_have_seeds_of_their_own(cache, monkeypatch, tmp_path):
@@ -119,15 +128,16 @@ def test_what_is_no_digest_is_nothing(cache, value):
     model = build("llama")
     digest = known_weights_digest(model)
     (path,) = kept(cache)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "value": value}))
+    key = json.loads(path.read_text())["key"]
+    remember("weights", key, value)
     assert known_weights_digest(model) == digest
-    assert json.loads(path.read_text())["value"] == digest
+    assert recall("weights", key) == digest
 
 
 def test_what_is_kept_is_its_owners_alone(cache):
     known_weights_digest(build("llama"))
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    for path in (*kept(cache), *(cache / "seed").iterdir()):
+    for path in (*kept(cache), cache / "secret"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 

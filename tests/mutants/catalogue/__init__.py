@@ -22,6 +22,7 @@ from mutants.catalogue.paging import PAGING
 from mutants.catalogue.probes import PROBES
 from mutants.catalogue.quantised import QUANTISED
 from mutants.catalogue.recurrent import RECURRENT
+from mutants.catalogue.remembered import REMEMBERED
 from mutants.catalogue.results import RESULTS
 from mutants.catalogue.rotary import ROTARY
 from mutants.catalogue.runtime import RUNTIME
@@ -51,6 +52,7 @@ CATALOGUE = (
     *PROBES,
     *OWN_ATTENTION,
     *OWN_PRODUCTS,
+    *REMEMBERED,
     *COMPRESSED_WEIGHTS,
     *QUANTISED,
     *ROTARY,
