@@ -34,7 +34,7 @@ from kvpager.speculation.speculation import SpeculationStats
 from kvpager.stores import SaveReport, SnapshotStore
 from kvpager.text.assembly import Assembly
 from kvpager.text.metadata import check_metadata
-from kvpager.text.tokenizer import Message
+from kvpager.text.tokenizer import ControlTokensAs, Message
 from kvpager.text.transcript import Transcript
 from kvpager.tokens import TextOrIds, TokenIds
 
@@ -315,6 +315,8 @@ class Session:
         *,
         tools: SequenceOf[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        control_tokens: ControlTokensAs = "text",
+        continue_final_message: bool = False,
         seed: Integer | None = None,
         logprobs: bool = False,
         stream: Literal[False] = False,
@@ -330,6 +332,8 @@ class Session:
         *,
         tools: SequenceOf[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        control_tokens: ControlTokensAs = "text",
+        continue_final_message: bool = False,
         seed: Integer | None = None,
         logprobs: bool = False,
         stream: Literal[True],
@@ -345,6 +349,8 @@ class Session:
         *,
         tools: SequenceOf[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        control_tokens: ControlTokensAs = "text",
+        continue_final_message: bool = False,
         seed: Integer | None = None,
         logprobs: bool = False,
         stream: Literal["tokens"],
@@ -359,6 +365,8 @@ class Session:
         *,
         tools: SequenceOf[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        control_tokens: ControlTokensAs = "text",
+        continue_final_message: bool = False,
         seed: Integer | None = None,
         logprobs: bool = False,
         stream: bool | Literal["tokens"] = False,
@@ -378,6 +386,10 @@ class Session:
                 positions leave.
             tools: for the template, as for `apply_chat_template`.
             chat_template_kwargs: its further arguments, such as `{"enable_thinking": False}`.
+            control_tokens: what a control token in a message is, such as "<|im_end|>": "text", so
+                that no text ends its message, or a token, with "tokens". Tokenizers that are not of
+                the `tokenizers` library always make tokens.
+            continue_final_message: go on with the last message, which is an assistant's.
             seed: as for `generate`.
             logprobs: likewise.
             stream: likewise.
@@ -401,6 +413,8 @@ class Session:
             max_new_tokens,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            control_tokens=control_tokens,
+            continue_final_message=continue_final_message,
             options=options,
             seed=seed,
             logprobs=logprobs,

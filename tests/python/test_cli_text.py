@@ -113,6 +113,29 @@ def test_a_conversation_goes_on_where_it_was_saved(run: Run, tmp_path: Path) -> 
     }
 
 
+def test_a_mark_of_the_encoding_at_the_head_of_a_file_is_no_text(run: Run, tmp_path: Path) -> None:
+    for name, given in (
+        ("--prompt-file", "A cache keeps"),
+        ("--messages", '[{"role": "user", "content": "x"}]'),
+    ):
+        answers = []
+        for encoding in ("utf-8", "utf-8-sig"):
+            file = tmp_path / encoding
+            file.write_text(given, encoding=encoding)
+            answers.append(as_json(run(name, str(file), "--format", "json"))["prompt_ids"])
+        assert answers[0] == answers[1]
+
+
+def test_a_last_message_of_the_assistant_is_refused_or_continued(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "messages.json"
+    begun = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "one two"}]
+    file.write_text(json.dumps(begun), encoding="utf-8")
+    run("--messages", str(file), fails="messages[1] is the assistant's")
+    run("--message", "x", "--continue-final-message", fails="no meaning without --messages")
+    told = as_json(run("--messages", str(file), "--continue-final-message", "--format", "json"))
+    assert told["messages"] == [begun[0], {**begun[1], "content": "one two" + told["text"]}]
+
+
 def test_a_model_is_found_in_the_cache_of_the_hub(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

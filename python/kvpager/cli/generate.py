@@ -72,6 +72,19 @@ def add(commands: Any, common: Parser) -> None:
         help='the whole conversation, from a JSON file: [{"role": "user", "content": "..."}, ...]; '
         "with --restore as far as it is not the saved one",
     )
+    chat = parser.add_argument_group("messages")
+    chat.add_argument(
+        "--control-tokens",
+        choices=("text", "tokens"),
+        default="text",
+        help='what a control token in a message is, such as "<|im_end|>": text (default), or a '
+        "token of the chat template",
+    )
+    chat.add_argument(
+        "--continue-final-message",
+        action="store_true",
+        help="go on with the last message, which is an assistant's",
+    )
     add_session_options(parser)
     add_segment_options(parser)
     _add_generation_options(parser)
@@ -191,6 +204,8 @@ def run(args: argparse.Namespace) -> int:
             "a prompt is missing; give --prompt, --prompt-file, --ids, --message, --messages or "
             "--restore"
         )
+    if args.continue_final_message and args.messages is None:
+        raise UsageError("--continue-final-message has no meaning without --messages")
     if args.draft is not None and args.speculate is None:
         args.speculate = DRAFT
     if (args.draft is not None) != (args.speculate == DRAFT):
@@ -376,6 +391,8 @@ def _generate(
         stream = session.generate(args.max_new_tokens, **options)
     else:
         options["progress"] = not args.quiet
+        options["control_tokens"] = args.control_tokens
+        options["continue_final_message"] = args.continue_final_message
         stream = session.chat(messages, args.max_new_tokens, **options)
         new = session.tokens_computed - computed
         begun = begun._replace(reused=session.length - new, prefilled=new)

@@ -144,7 +144,7 @@ def read_settings(path: str, known: Iterable[str]) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), _loader())
+        values = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _loader())
     except OSError as error:
         raise CliError(f"--config {path}: {error.strerror}") from error
     except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:

@@ -103,9 +103,9 @@ def as_unicode(option: str, text: str) -> str:
 
 
 def read_text(option: str, path: str) -> str:
-    """The text of a UTF-8 file. Raises CliError, which names the option."""
+    """The text of a UTF-8 file, without a mark of its encoding. Raises CliError with the option."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise CliError(f"{option} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -231,7 +231,7 @@ def read_answer(path: str) -> Recorded:
 
 def _read_object(path: str) -> dict[str, Any]:
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise CliError(f"--against {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON

@@ -32,7 +32,7 @@ from kvpager.scheduling.options import repeatable
 from kvpager.scheduling.packing import advance
 from kvpager.scheduling.stream import Generation
 from kvpager.session import Session, require_own
-from kvpager.text.tokenizer import Message
+from kvpager.text.tokenizer import ControlTokensAs, Message
 from kvpager.tokens import TextOrIds, TokenIds
 
 if TYPE_CHECKING:
@@ -173,6 +173,9 @@ class Scheduler:
         *,
         tools: SequenceOf[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        control_tokens: ControlTokensAs = "text",
+        continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
         seed: Integer | None = None,
         logprobs: bool = False,
         on_token: OnToken | None = None,
@@ -192,6 +195,10 @@ class Scheduler:
             max_new_tokens: most tokens of the answer.
             tools: as for `Session.chat`.
             chat_template_kwargs: likewise.
+            control_tokens: likewise.
+            continue_final_message: likewise.
+            add_generation_prompt: whether the template begins an answer; without, the model goes on
+                behind the last message.
             seed: as for `submit`.
             logprobs: likewise.
             on_token: likewise.
@@ -215,6 +222,9 @@ class Scheduler:
             max_new_tokens,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            control_tokens=control_tokens,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=as_flag(add_generation_prompt, "add_generation_prompt"),
             options=read,
             seed=seed,
             logprobs=logprobs,

@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpager.arguments import Integer, listed, refusal
+from kvpager.arguments import Integer, as_flag, listed, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.scheduling.stream import Generation
-from kvpager.text.conversation import Answer, Conversation, checked_messages
-from kvpager.text.tokenizer import Message, Tokenizer
+from kvpager.text.conversation import ASSISTANT, Answer, Conversation, checked_messages
+from kvpager.text.tokenizer import (
+    CONTROL_TOKENS,
+    ControlTokensAs,
+    Message,
+    Rendering,
+    Tokenizer,
+)
 from kvpager.text.transcript import Transcript
 from kvpager.tokens import TokenIds
 
@@ -62,10 +68,14 @@ def plan_turn(
     seed: Integer | None,
     logprobs: bool,
     default_new_tokens: int = MOST_NEW_TOKENS,
+    control_tokens: ControlTokensAs = "text",
+    continue_final_message: bool = False,
+    add_generation_prompt: bool = True,
 ) -> PlannedTurn:
     """Checks a turn and renders its prompt; arguments and errors as for `Session.chat`.
 
     default_new_tokens: most tokens of the answer where `max_new_tokens` is None.
+    add_generation_prompt: whether the template begins an answer.
     """
     core.check_open(transcript)
     tokenizer = require_tokenizer(core, "chat")
@@ -81,14 +91,60 @@ def plan_turn(
     template = _variables(chat_template_kwargs)
     if tools is not None:
         template["tools"] = _tools(tools)
-    turn = before.turn(whole, tokenizer, template)
+    if control_tokens not in CONTROL_TOKENS:
+        raise refusal("control_tokens", control_tokens, '"text" or "tokens"')
+    as_flag(continue_final_message, "continue_final_message")
+    begun = _check_last(whole, continue_final_message, add_generation_prompt)
+    rendering = Rendering(template, control_tokens, continue_final_message, add_generation_prompt)
+    turn = before.turn(whole, tokenizer, rendering)
     length, limit = len(turn.ids), core.positions.most
     if max_new_tokens is None and limit is not None:
         left = max(1, min(generation.max_new_tokens, limit - length))
         generation = replace(generation, max_new_tokens=left)
     core.positions.check(length + generation.max_new_tokens, "the conversation with max_new_tokens")
-    answer = Answer(length, generation.stop_strings)
+    answer = Answer(length, generation.stop_strings, continues=begun)
     return PlannedTurn(turn.ids, generation, Conversation(turn.messages, turn.stretches, answer))
+
+
+def renders_as_written(
+    core: EngineCore,
+    transcript: Transcript,
+    messages: Sequence[Message],
+    rendering: Rendering,
+) -> bool:
+    """Whether the template's text of `messages` begins with all that the transcript has."""
+    tokenizer = require_tokenizer(core, "chat")
+    try:
+        text = tokenizer.render(messages, rendering)
+    except InvalidArgumentError:
+        return False
+    held = settled(core, transcript).stretches
+    return text.startswith("".join(stretch.text for stretch in held))
+
+
+def _check_last(messages: Sequence[Message], continues: bool, prompted: bool) -> int:
+    """The characters of the last message if the answer goes on with it, else 0.
+
+    Raises:
+        InvalidArgumentError: the last message and what is asked for do not go together.
+    """
+    last = messages[-1] if messages else {}
+    is_answer = last.get("role") == ASSISTANT
+    place = f"messages[{len(messages) - 1}]"
+    if not continues:
+        if is_answer and prompted:
+            raise InvalidArgumentError(
+                f"{place} is the assistant's, and the last; expected a message to answer, or "
+                "continue_final_message to go on with it"
+            )
+        return 0
+    content = last.get("content")
+    if not is_answer or last.get("tool_calls") or not isinstance(content, str) or not content:
+        raise InvalidArgumentError(
+            f"continue_final_message is set, but {place} is {dict(last)!r}; expected an "
+            "assistant's message with text, and without tool_calls"
+        )
+    return len(content)
 
 
 def _variables(given: object) -> dict[str, Any]:

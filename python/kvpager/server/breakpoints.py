@@ -7,10 +7,9 @@ is saved up to there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -80,9 +79,7 @@ class Marks:
         return max((position for _, position in found), default=0)
 
     def _encoded(self, tokenizer: Tokenizer, plan: Plan) -> TokenIds:
-        return tokenizer.encode(
-            _rendered(tokenizer, plan, plan.prompt.messages), "messages", special_tokens=False
-        )
+        return tokenizer.prompt_ids(plan.prompt.messages, plan.prompt.rendering)
 
     def _positions(self, tokenizer: Tokenizer, plan: Plan, ids: TokenIds) -> list[tuple[Mark, int]]:
         """Each place with its number of tokens; those the template leaves out are not there."""
@@ -93,19 +90,12 @@ class Marks:
             messages[mark.message]["content"] = (
                 content[: mark.length] + _WORD + content[mark.length :]
             )
-            text, word, _ = _rendered(tokenizer, plan, messages).partition(_WORD)
+            text, word, _ = tokenizer.render(messages, plan.prompt.rendering).partition(_WORD)
             if word and text:
-                position = _common(tokenizer.encode(text, "messages", special_tokens=False), ids)
+                position = _common(tokenizer.encode_prompt(text), ids)
                 if position:
                     found.append((mark, position))
         return found
-
-
-def _rendered(tokenizer: Tokenizer, plan: Plan, messages: Sequence[dict[str, Any]]) -> str:
-    options = dict(plan.prompt.template)
-    if plan.prompt.tools is not None:
-        options["tools"] = list(plan.prompt.tools)
-    return tokenizer.render(messages, options)
 
 
 def _common(first: TokenIds, second: TokenIds) -> int:

@@ -84,7 +84,9 @@ def _canonical(message: dict[str, Any]) -> dict[str, Any]:
         [call["function"]["name"], _loaded(call["function"]["arguments"])]
         for call in message.get("tool_calls") or ()
     ]
-    return {"role": message["role"], "content": message.get("content") or "", "calls": calls}
+    values = {"role": message["role"], "content": message.get("content") or "", "calls": calls}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return values if not reasoning else {**values, "reasoning": reasoning}
 
 
 def _loaded(arguments: Any) -> Any:

@@ -13,6 +13,7 @@ from kvpager.errors import CapacityError, CorruptSnapshotError
 from kvpager.requests.completion import RequestCompletion
 from kvpager.requests.request import Request
 from kvpager.sampling import fresh_seed, seed_after
+from kvpager.scheduling.chat import renders_as_written
 from kvpager.server import errors
 from kvpager.server.conversations import Digests, Kept, digests
 from kvpager.server.plan import Plan
@@ -23,10 +24,8 @@ from kvpager.session import Session
 if TYPE_CHECKING:
     from kvpager.server.service import Service
 
+_CALLED = "answer"  # note of a conversation whose last answer has calls: as messages have them
 _log = logging.getLogger(__name__)
-
-
-USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 class Exchange:
@@ -166,7 +165,11 @@ class Exchange:
     def usage_so_far(self) -> dict[str, int]:
         """Tokens of the prompt, and those generated until now."""
         prompt = self._production.prompt_tokens
-        return dict(zip(USAGE, (prompt, self._tokens, prompt + self._tokens), strict=True))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._tokens,
+            "total_tokens": prompt + self._tokens,
+        }
 
     async def release(self) -> None:
         """`abandon`, which goes on even if the task that asks for it is cancelled."""
@@ -243,8 +246,10 @@ class Exchange:
                 self._messages(session, kept),
                 plan.max_new_tokens,
                 default_new_tokens=self._service.settings.max_tokens,
-                tools=prompt.tools,
-                chat_template_kwargs=prompt.template,
+                chat_template_kwargs=prompt.rendering.variables,
+                control_tokens=prompt.rendering.control_tokens,
+                continue_final_message=prompt.rendering.continues,
+                add_generation_prompt=prompt.rendering.generation_prompt,
                 **callbacks,
                 **common,
             )
@@ -275,16 +280,40 @@ class Exchange:
         """
         prompt = self.plan.prompt
         if prompt.appended:
-            held = session.messages if kept is not None else []
-            if held and held[0]["role"] == "system":
-                held = held[1:]
             first = [{"role": "system", "content": prompt.instructions}]
-            return [*(first if prompt.instructions else []), *held, *prompt.messages]
+            before = first if prompt.instructions else []
+            if kept is None:
+                return [*before, *prompt.messages]
+            given = kept.notes.get("response", {}).get("instructions")  # of that turn alone
+            return self._behind(session, kept, before, prompt.messages, left_out=bool(given))
         if kept is not None and kept.seen:
             count = len(kept.seen)
             if kept.seen == self._seen[:count] and count < len(prompt.messages):
-                return [*session.messages, *prompt.messages[count:]]
+                return self._behind(session, kept, [], prompt.messages[count:])
         return list(prompt.messages)
+
+    def _behind(
+        self,
+        session: Session,
+        kept: Kept,
+        before: list[dict[str, Any]],
+        new: Sequence[dict[str, Any]],
+        *,
+        left_out: bool = False,
+    ) -> list[dict[str, Any]]:
+        """The session's messages between others; left_out: without the first one.
+
+        An answer with calls of tools is as the model wrote it where the template makes that of its
+        text, and else as calls.
+        """
+        held = session.messages[left_out:]
+        called = kept.notes.get(_CALLED)
+        written = [*before, *held, *new]
+        if called is None or renders_as_written(
+            session.core, session.transcript, written, self.plan.prompt.rendering
+        ):
+            return written
+        return [*before, *held[:-1], called, *new]
 
     async def _retries(self, event: Ended) -> bool:
         """Whether a choice without room is queued again, after idle conversations have gone."""
@@ -334,7 +363,13 @@ class Exchange:
             return
         seen = self._seen
         if seen and answer is not None:
-            seen = digests([*plan.prompt.messages, answer], plan.salt)
+            messages = list(plan.prompt.messages)
+            if plan.prompt.rendering.continues:
+                begun = messages.pop()
+                answer = {**answer, "content": begun["content"] + answer["content"]}
+            seen = digests([*messages, answer], plan.salt)
+        if answer is not None and answer.get("tool_calls"):
+            notes = {**notes, _CALLED: answer}
         name = plan.keep_as or self._service.own_name()
         kept = Kept(session, seen, plan.salt, notes)
         with self._span.part("save") if plan.save else nullcontext():
@@ -374,35 +409,3 @@ class Exchange:
             if session is not None:
                 session.close()
         self._sessions = [None] * len(self._sessions)
-
-
-async def beside(exchanges: Sequence[Exchange]) -> AsyncIterator[tuple[int, Piece | Ended]]:
-    """What comes of several exchanges that have begun, each with its place among them.
-
-    Raises ApiError where a choice failed.
-    """
-    ready: asyncio.Queue[tuple[int, Piece | Ended] | BaseException | None] = asyncio.Queue()
-
-    async def read(place: int, exchange: Exchange) -> None:
-        try:
-            async for one in exchange.events():
-                ready.put_nowait((place, one))
-        except errors.ApiError as error:
-            ready.put_nowait(error)
-        else:
-            ready.put_nowait(None)
-
-    tasks = [asyncio.ensure_future(read(place, one)) for place, one in enumerate(exchanges)]
-    left = len(tasks)
-    try:
-        while left:
-            event = await ready.get()
-            if isinstance(event, BaseException):
-                raise event
-            if event is None:
-                left -= 1
-            else:
-                yield event
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpager.server.breakpoints import DEFAULT_TTL, Mark, Marks
+from kvpager.server.errors import bad_request
 from kvpager.server.schema.chat import Message, TextPart
 from kvpager.server.schema.common import CacheOptions
 
+ASSISTANT = "assistant"
 ROLES = {"developer": "system"}  # which templates do not know
 
 
@@ -33,11 +35,44 @@ def marks_of(messages: Sequence[Message], options: CacheOptions | None) -> Marks
     return Marks(tuple(places))
 
 
+def continues_last(
+    messages: Sequence[Message], *, continued: bool | None, prompted: bool | None
+) -> bool:
+    """Whether the answer goes on with the last message, an assistant's.
+
+    Args:
+        messages: of the request.
+        continued: its `continue_final_message`.
+        prompted: its `add_generation_prompt`.
+
+    Raises:
+        ApiError: both are true, or the last message is an assistant's and neither says that it goes
+            on.
+    """
+    if continued and prompted:
+        raise bad_request(
+            "add_generation_prompt and continue_final_message are true; expected one of them",
+            "continue_final_message",
+        )
+    is_answer = messages[-1].role == ASSISTANT
+    wanted = continued if continued is not None else is_answer and prompted is False
+    if is_answer and not wanted and prompted is not False:
+        raise bad_request(
+            "messages ends with a message of the assistant; expected one to answer, or "
+            "continue_final_message: true to go on with it",
+            "messages",
+        )
+    return wanted
+
+
 def _as_dict(message: Message) -> dict[str, Any]:
     values: dict[str, Any] = {
         "role": ROLES.get(message.role, message.role),
         "content": text_of(message.content),
     }
+    for name in ("reasoning_content", "reasoning"):
+        if (reasoning := getattr(message, name)) is not None:
+            values[name] = reasoning
     if message.name is not None:
         values["name"] = message.name
     if message.tool_call_id is not None:

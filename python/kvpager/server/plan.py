@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvpager.server.breakpoints import Marks
 from kvpager.server.conversations import Conversations
+from kvpager.text.tokenizer import Rendering
 from kvpager.tokens import TokenIds
 
 
@@ -22,8 +22,7 @@ class Prompt:
         appended: whether `messages` come after those of the conversation that goes on.
         instructions: with `appended`, the system's message of this turn; that of earlier turns
             does not hold any more, as in OpenAI's Responses.
-        tools: for the chat template.
-        template: further arguments of the chat template.
+        rendering: how the chat template is asked; its tools are there.
         marks: places in `messages` up to which the prompt is to be saved.
     """
 
@@ -31,8 +30,7 @@ class Prompt:
     messages: tuple[dict[str, Any], ...] = ()
     appended: bool = False
     instructions: str | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
-    template: Mapping[str, Any] = field(default_factory=dict)
+    rendering: Rendering = field(default_factory=Rendering)
     marks: Marks = field(default_factory=Marks)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -24,7 +24,7 @@ from kvpager.server.settings import AUTO, OFF, ServerSettings
 from kvpager.server.tenants import Tenant, Tenants
 from kvpager.server.token_texts import TokenTexts
 from kvpager.stores import DirectoryStore
-from kvpager.text.tokenizer import Tokenizer
+from kvpager.text.tokenizer import Rendering, Tokenizer
 from kvpager.text.tool_calls import ToolCallFormat, format_of_template, tool_call_format
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ class Service:
     @cached_property
     def token_texts(self) -> TokenTexts:
         """The texts of single tokens. REQUIRES: there is a tokenizer."""
-        tokenizer = self.tokenizer
-        assert tokenizer is not None
-        return TokenTexts(tokenizer)
+        return TokenTexts(self.engine.tokenizer)
 
     @cached_property
     def tool_call_format(self) -> ToolCallFormat | None:
@@ -111,6 +109,27 @@ class Service:
         if asked == AUTO:
             return format_of_template(getattr(self.engine.tokenizer, "chat_template", None))
         return None if asked == OFF else tool_call_format(asked)
+
+    def rendering(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
+        generation_prompt: bool = True,
+    ) -> Rendering:
+        """How the chat template is asked for a request's prompt.
+
+        Args:
+            tools: that the model is shown.
+            variables: further ones of the template.
+            continues: whether the answer goes on with the last message.
+            generation_prompt: whether the template begins an answer.
+        """
+        given = dict(variables or {})
+        if tools is not None:
+            given["tools"] = list(tools)
+        return Rendering(given, self.settings.control_tokens, continues, generation_prompt)
 
     @property
     def most_tokens(self) -> int | None:

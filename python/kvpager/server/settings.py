@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from kvpager.arguments import refusal
@@ -25,6 +25,7 @@ from kvpager.option_table import (
 from kvpager.paths import usable_path
 from kvpager.server.strangers import is_host, is_origin
 from kvpager.stores.settings import parse_ttl
+from kvpager.text.tokenizer import CONTROL_TOKENS
 
 AUTO, OFF = "auto", "off"
 MIB = 1 << 20
@@ -184,6 +185,12 @@ class ServerSettings(Validated):
         choice(TOOL_FORMATS),
         "how the model writes tool calls; auto: as its chat template does; off: tools are refused",
         AUTO,
+    )
+    control_tokens: Literal["text", "tokens"] = option(
+        choice(CONTROL_TOKENS),
+        'what a control token in the text of a message is, such as "<|im_end|>": text, so that no '
+        "text ends its message, or one of the tokens of the chat template",
+        "text",
     )
     page: bool = option(flag(), "whether there is a page at /", True)
     log_level: str = option(choice(LOG_LEVELS), "what is logged to stderr", "info")

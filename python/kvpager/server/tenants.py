@@ -67,7 +67,7 @@ class Tenants:
         import yaml
 
         try:
-            entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            entries = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
             raise InvalidArgumentError(f"api_keys {path}: {error}") from error
         if not isinstance(entries, list) or not entries:

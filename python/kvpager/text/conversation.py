@@ -3,8 +3,9 @@
 A chat template makes one text of all messages, and makes it anew in every turn. Encoding that text
 again could give other tokens than the model produced, so that their K/V were lost. So the text is
 kept in stretches, with the tokens that each has: prompts as they were encoded, answers as they were
-produced. A turn keeps the tokens of all stretches with which the new text begins, and encodes only
-the rest.
+produced. A turn keeps all tokens up to the last answer that the new text has, and gives the rest
+the tokens that it has in the whole text: a conversation's prompt depends on its answers, and on
+nothing else that is in memory.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError
-from kvpager.text.tokenizer import Message, Tokenizer, text_of
+from kvpager.text.tokenizer import Message, Rendering, Tokenizer, text_of
 from kvpager.tokens import TokenIds
 
 ASSISTANT = "assistant"
 
 
 class Stretch(NamedTuple):
-    """A stretch of a conversation's text, and its tokens."""
+    """A stretch of a conversation's text, and its tokens.
+
+    Attributes:
+        text: as `Tokenizer.render` returns it, marks included.
+        ids: its tokens.
+        produced: whether they are an answer's; others are what the tokenizer makes of the text.
+    """
 
     text: str
     ids: TokenIds
+    produced: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,14 @@ class Answer:
         stops: strings that end it; what a message gets ends before them.
         end: None while it is open, and every token of the session from `start` on is of it; a
             closed one is the last message and stretch of its conversation.
+        continues: characters of its message that the prompt has already; 0: it is a message of its
+            own.
     """
 
     start: int
     stops: tuple[str, ...]
     end: int | None = None
+    continues: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,20 +87,17 @@ class Conversation:
     stretches: tuple[Stretch, ...] = ()
     answer: Answer | None = None
 
-    def turn(
-        self,
-        messages: Sequence[Message],
-        tokenizer: Tokenizer,
-        options: Mapping[str, Any],
-    ) -> Turn:
+    def turn(self, messages: Sequence[Message], tokenizer: Tokenizer, rendering: Rendering) -> Turn:
         """The prompt for an answer to `messages`.
 
         Args:
             messages: the whole conversation.
             tokenizer: renders the messages and encodes what is new.
-            options: further arguments of the chat template.
+            rendering: how the chat template is asked.
         """
-        text = tokenizer.render(messages, options)
+        text = tokenizer.render(messages, rendering)
+        if not text:
+            raise InvalidArgumentError("messages: the chat template makes no text of them")
         kept: list[Stretch] = []
         at = 0
         for stretch in self.stretches:
@@ -97,11 +105,16 @@ class Conversation:
                 break
             kept.append(stretch)
             at += len(stretch.text)
+        rest = None
+        while kept and rest is None:
+            if kept[-1].produced:
+                rest = tokenizer.encode_behind(text, at)
+            if rest is None:
+                at -= len(kept.pop().text)
+        if rest is None:
+            rest = tokenizer.encode_prompt(text)
         if at < len(text):
-            new = tokenizer.encode(text[at:], "messages", special_tokens=False)
-            kept.append(Stretch(text[at:], new))
-        if not kept:
-            raise InvalidArgumentError("messages: the chat template makes no text of them")
+            kept.append(Stretch(text[at:], rest))
         ids = np.concatenate([stretch.ids for stretch in kept])
         return Turn(tuple(messages), ids, tuple(kept))
 
@@ -124,9 +137,13 @@ class Conversation:
         content = text_of(ids, before, tokenizer)
         for stop in self.answer.stops:
             content = content.partition(stop)[0]
-        whole = Stretch(text_of(ids, before, tokenizer, special_tokens=True), ids)
+        messages = [*self.messages, {"role": ASSISTANT, "content": content}]
+        if self.answer.continues:
+            begun = messages[-2]
+            messages[-2:] = [{**begun, "content": begun["content"] + content}]
+        whole = Stretch(text_of(ids, before, tokenizer, special_tokens=True), ids, produced=True)
         return Conversation(
-            messages=(*self.messages, {"role": ASSISTANT, "content": content}),
+            messages=tuple(messages),
             stretches=(*self.stretches, whole),
             answer=replace(self.answer, end=len(tokens)),
         )
@@ -134,7 +151,10 @@ class Conversation:
     def reopened(self) -> Conversation:
         """The conversation before its last answer was closed. REQUIRES: it is."""
         assert self.answer is not None
-        return Conversation(self.messages[:-1], self.stretches[:-1], replace(self.answer, end=None))
+        *messages, last = self.messages
+        if begun := self.answer.continues:
+            messages.append({**last, "content": last["content"][:begun]})
+        return Conversation(tuple(messages), self.stretches[:-1], replace(self.answer, end=None))
 
     def cut(self, position: int) -> Conversation:
         """The conversation of a text that was cut at `position`.
@@ -159,15 +179,17 @@ class Conversation:
             held, kept = end, kept + 1
         values: dict[str, Any] = {
             "messages": [dict(message) for message in whole.messages],
-            "stretches": [[text, len(ids)] for text, ids in whole.stretches[:kept]],
+            "stretches": [[one.text, len(one.ids)] for one in whole.stretches[:kept]],
+            "encoded": [i for i, one in enumerate(whole.stretches) if not one.produced],
         }
         if kept < len(whole.stretches):  # the text was cut, and a next turn takes these up again
-            values["dropped"] = [[text, ids.tolist()] for text, ids in whole.stretches[kept:]]
+            values["dropped"] = [[one.text, one.ids.tolist()] for one in whole.stretches[kept:]]
         if self.answer is not None:
             values["answer"] = {
                 "start": self.answer.start,
                 "stops": list(self.answer.stops),
                 "open": self.is_open,
+                "continues": self.answer.continues,
             }
         return values
 
@@ -191,9 +213,11 @@ class Conversation:
             messages = tuple(checked_messages(values["messages"]))
             parts = [(text, count) for text, count in values["stretches"]]
             dropped = [(text, ids) for text, ids in values.get("dropped", ())]
+            encoded = _numbers(values.get("encoded", []))  # older snapshots do not say
         except (KeyError, TypeError, ValueError, InvalidArgumentError) as error:
             raise CorruptSnapshotError(f"{path}: session.conversation: {error!r}") from error
-        stretches, held = [], 0
+        stretches: list[Stretch] = []
+        held = 0
         for text, count in parts:
             fits = type(count) is int and 0 <= count <= len(tokens) - held
             if type(text) is not str or not fits:
@@ -201,7 +225,8 @@ class Conversation:
                     f"{path}: session.conversation.stretches has {[text, count]!r}; expected text "
                     f"and its number of tokens, of the {len(tokens)} that the snapshot has"
                 )
-            stretches.append(Stretch(text, tokens[held : held + count].copy()))
+            produced = len(stretches) not in encoded
+            stretches.append(Stretch(text, tokens[held : held + count].copy(), produced))
             held += count
         for text, ids in dropped:
             known = isinstance(ids, list) and all(
@@ -212,7 +237,8 @@ class Conversation:
                     f"{path}: session.conversation.dropped has {[text, ids]!r}; expected text and "
                     f"its token ids, below {vocab_size}"
                 )
-            stretches.append(Stretch(text, np.array(ids, dtype=np.int32)))
+            produced = len(stretches) not in encoded
+            stretches.append(Stretch(text, np.array(ids, dtype=np.int32), produced))
         whole = cls(messages, tuple(stretches))
         if values.get("answer") is None:
             return whole
@@ -225,14 +251,17 @@ class Conversation:
         stretches = [len(stretch.ids) for stretch in self.stretches]
         end = sum(stretches)
         match value:
-            case {"start": int(start), "stops": [*stops], "open": bool(is_open)} if type(
-                start
-            ) is int and all(isinstance(stop, str) and stop for stop in stops):
-                answer = Answer(start, tuple(stops))
+            case {"start": int(start), "stops": [*stops], "open": bool(is_open)} if (
+                type(start) is int
+                and all(isinstance(stop, str) and stop for stop in stops)
+                and self._may_continue(begun := value.get("continues", 0))
+            ):
+                answer = Answer(start, tuple(stops), continues=begun)
             case _:
                 raise CorruptSnapshotError(
                     f"{path}: session.conversation.answer is {value!r}; expected an object with "
-                    "start (an integer), stops (texts) and open (a bool)"
+                    "start (an integer), stops (texts), open (a bool) and continues (characters "
+                    "of the last message)"
                 )
         if start == end == len(tokens) and is_open:
             return replace(self, answer=answer)  # of which nothing was produced
@@ -245,6 +274,19 @@ class Conversation:
             )
         closed = replace(self, answer=replace(answer, end=end))
         return closed.reopened() if is_open and has_text else closed
+
+    def _may_continue(self, begun: object) -> bool:
+        """Whether the last message can have had so many characters before its answer."""
+        if type(begun) is not int or begun < 0:
+            return False
+        content = self.messages[-1].get("content") if self.messages else None
+        return begun == 0 or (isinstance(content, str) and begun <= len(content))
+
+
+def _numbers(values: Any) -> frozenset[int]:
+    if not isinstance(values, list) or not all(type(one) is int for one in values):
+        raise ValueError(f"encoded is {values!r}; expected numbers of stretches")
+    return frozenset(values)
 
 
 def checked_messages(messages: Any) -> list[Message]:

@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from kvpager.errors import InvalidArgumentError
-from kvpager.text.token_bytes import BROKEN, TokenBytes
+from kvpager.text.encoder import PromptEncoder
+from kvpager.text.template_input import template_messages, unparsed_arguments
 from kvpager.tokens import TextOrIds, TokenIds, as_token_ids
 from kvpager.unicode import require_unicode
 
 Message: TypeAlias = Mapping[str, Any]
 
-_CONTEXT = 8  # tokens before a text that its first characters may depend on
+_UNFINISHED = "\ufffd"  # a tokenizer's text for an incomplete character
 
 # Arguments of `apply_chat_template` that are not the template's.
-_GIVEN_TO_TEMPLATES = ("tokenize", "add_generation_prompt", "conversation", "return_dict")
+_GIVEN_TO_TEMPLATES = frozenset(
+    {"tokenize", "add_generation_prompt", "continue_final_message", "conversation", "return_dict"}
+)
+
+ControlTokensAs: TypeAlias = Literal["text", "tokens"]
+CONTROL_TOKENS: tuple[ControlTokensAs, ...] = ("text", "tokens")
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How the chat template is asked for a prompt.
+
+    Attributes:
+        variables: further arguments of the template, such as `tools` or `enable_thinking`.
+        control_tokens: what a control token in a caller's text is: "text", where the tokenizer can
+            encode it so, or one of the template's "tokens".
+        continues: whether the answer goes on with the last message, an assistant's.
+        generation_prompt: whether the template begins an answer; not with `continues`.
+    """
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    control_tokens: ControlTokensAs = "text"
+    continues: bool = False
+    generation_prompt: bool = True
 
 
 class Tokenizer:
@@ -26,10 +51,6 @@ class Tokenizer:
     Args:
         tokenizer: with `encode`, `decode` and, for chats, `apply_chat_template`.
         vocab_size: the model's; a text with a token id beyond it is refused.
-
-    Attributes:
-        wrapped: the tokenizer of transformers.
-        bytes: of its single tokens.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -40,8 +61,8 @@ class Tokenizer:
                     "AutoTokenizer.from_pretrained(name)"
                 )
         self.wrapped = tokenizer
-        self.bytes = TokenBytes(tokenizer)
         self._vocab_size = vocab_size
+        self._prompts = PromptEncoder(tokenizer)
 
     def encode(self, text: str, name: str, *, special_tokens: bool) -> TokenIds:
         """The ids of `text`; with those that begin a text, such as BOS, if `special_tokens`.
@@ -61,38 +82,71 @@ class Tokenizer:
         )
         return text
 
-    def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Message], rendering: Rendering) -> str:
         """The text of a conversation up to where the model answers, by the chat template.
+
+        It may have marks, see `kvpager.text.template_input`: `encode_prompt` reads them.
 
         Args:
             messages: as `apply_chat_template` takes them.
-            options: further arguments of the template, such as `tools` or `enable_thinking`.
+            rendering: how the template is asked.
 
         Raises:
             InvalidArgumentError: there is no template, or it refuses the messages.
         """
-        if not getattr(self.wrapped, "chat_template", None):
+        template = getattr(self.wrapped, "chat_template", None)
+        if not template:
             raise InvalidArgumentError(
                 "the tokenizer has no chat template; set tokenizer.chat_template, or use prefill "
                 "and generate"
             )
-        for name in _GIVEN_TO_TEMPLATES:
-            if name in options:
+        for name in rendering.variables:
+            if name in _GIVEN_TO_TEMPLATES:
                 raise InvalidArgumentError(
                     f"chat_template_kwargs has {name!r}, which kvpager sets itself; leave it out"
                 )
+        given, variables = template_messages(messages), dict(rendering.variables)
+        hint = unparsed_arguments(given)
+        if rendering.control_tokens == "text" and self._prompts.can_mark:
+            texts = template.values() if isinstance(template, Mapping) else [template]
+            control = self._prompts.control_tokens("\n".join(map(str, texts)))
+            given, variables = control.marked(given), control.marked_values(variables)
         try:
             text: str = self.wrapped.apply_chat_template(
-                [dict(message) for message in messages],
+                given,
                 tokenize=False,
-                add_generation_prompt=True,
-                **options,
+                add_generation_prompt=rendering.generation_prompt and not rendering.continues,
+                continue_final_message=rendering.continues,
+                **variables,
             )
         except Exception as error:  # of a template, which is a program
+            why = f"; {hint} is no JSON object" if hint is not None else ""
             raise InvalidArgumentError(
-                f"the chat template refuses the messages: {type(error).__name__}: {error}"
+                f"the chat template refuses the messages: {type(error).__name__}: {error}{why}"
             ) from error
         return text
+
+    def encode_prompt(self, text: str) -> TokenIds:
+        """The ids of what `render` returned. Raises InvalidArgumentError: as `encode`."""
+        return self._checked(self._prompts.encode(require_unicode(text, "messages")))
+
+    def encode_behind(self, text: str, start: int) -> TokenIds | None:
+        """The ids that the end of what `render` returned, from `start` on, has in the whole.
+
+        None: the whole has no border between tokens there. Raises InvalidArgumentError: as
+        `encode`.
+        """
+        ids = self._prompts.encode_behind(require_unicode(text, "messages"), start)
+        if ids is None:
+            return None
+        return self._checked(ids) if ids else np.zeros(0, dtype=np.int32)
+
+    def prompt_ids(self, messages: Sequence[Message], rendering: Rendering) -> TokenIds:
+        """The ids of a whole conversation up to where the model answers."""
+        return self.encode_prompt(self.render(messages, rendering))
+
+    def _checked(self, ids: list[int]) -> TokenIds:
+        return as_token_ids(ids, self._vocab_size, "messages (as token ids)")
 
 
 def read_ids(
@@ -113,9 +167,7 @@ class Detokenizer:
     """Turns tokens into text as they come, no character before it is complete.
 
     The text of a token depends on the tokens before it (spaces, bytes of one character), so the
-    last few are decoded again with each new one: the time per token does not grow. A character that
-    the tokens before the first one have begun comes with the token that completes it; one that is
-    incomplete at the end is left to whoever goes on from there.
+    last few are decoded again with each new one: the time per token does not grow.
     """
 
     def __init__(
@@ -124,43 +176,44 @@ class Detokenizer:
         """before: the tokens before the first one; the last few are enough."""
         self._tokenizer = tokenizer
         self._special = special_tokens
-        self._tokens = [] if before is None else [int(token) for token in before[-_CONTEXT:]]
-        while self._tokens and tokenizer.bytes.continues(self._tokens[0]):
-            del self._tokens[0]  # else a decoder of single bytes takes what follows for broken
-        self._returned, self._complete = self._complete_text()
+        self._tokens = [] if before is None else [int(token) for token in before[-8:]]
+        self._told = len(self._tokens)  # tokens whose text was returned
 
     def push(self, token: int) -> str:
         """The text that is complete with this token, after what was returned before."""
-        self._tokens.append(int(token))
-        text, complete = self._complete_text()
-        piece = text[len(self._returned) :]
-        if piece:  # the tokens since the last return are the context of the next ones
-            del self._tokens[: min(self._complete, complete - 1)]
-            self._returned, self._complete = self._complete_text()
+        self._tokens.append(token)
+        piece = self._new_text()
+        if not piece or piece.endswith(_UNFINISHED):
+            return ""
+        self._tell()
         return piece
 
-    def _complete_text(self) -> tuple[str, int]:
-        """The text up to the last complete character, and the number of its tokens."""
-        text, count = self._decode(self._tokens), len(self._tokens)
-        while text.endswith(BROKEN):
-            begun = self._tokenizer.bytes.begun(self._tokens[:count])
-            if not begun:
-                break
-            count -= begun
-            text = self._decode(self._tokens[:count])
-        return text, count
+    def finish(self) -> str:
+        """The text of incomplete characters at the end."""
+        piece = self._new_text()
+        self._tell()
+        return piece
+
+    def _new_text(self) -> str:
+        before, all_of_it = self._decode(self._tokens[: self._told]), self._decode(self._tokens)
+        return all_of_it[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, special_tokens=self._special)
 
+    def _tell(self) -> None:
+        """Keeps the tokens since the last return, as context of the next ones."""
+        self._tokens = self._tokens[min(self._told, len(self._tokens) - 1) :]
+        self._told = len(self._tokens)
+
 
 def text_of(
     ids: Sequence[int] | TokenIds,
-    before: TokenIds | None,
+    before: TokenIds,
     tokenizer: Tokenizer,
     *,
     special_tokens: bool = False,
 ) -> str:
     """The text of `ids` after `before`: what a `Detokenizer` returns for them in all."""
     pieces = Detokenizer(tokenizer, before, special_tokens=special_tokens)
-    return "".join(map(pieces.push, np.asarray(ids).tolist()))
+    return "".join([*map(pieces.push, np.asarray(ids).tolist()), pieces.finish()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Response
 from pydantic import Field
@@ -11,7 +11,7 @@ from pydantic import Field
 from kvpager._version import __version__
 from kvpager.server import errors
 from kvpager.server.errors import ApiError, bad_request
-from kvpager.server.messages import as_dicts
+from kvpager.server.messages import as_dicts, continues_last
 from kvpager.server.routes.caller import TheCaller, TheService
 from kvpager.server.schema.chat import Message, Tool
 from kvpager.server.schema.common import (
@@ -50,6 +50,8 @@ class TokenizeRequest(Body):
     tools: list[Tool] | None = None
     chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -131,11 +133,17 @@ async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Tokens:
             special = body.add_special_tokens is not False
             return tokenizer.encode(body.prompt, "prompt", special_tokens=special)
         assert body.messages is not None
-        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        if body.tools:
-            options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        text = tokenizer.render(as_dicts(body.messages), options)
-        return tokenizer.encode(text, "messages", special_tokens=False)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
+        prompted = body.add_generation_prompt
+        rendering = service.rendering(
+            tools,
+            body.chat_template_kwargs,
+            continues=continues_last(
+                body.messages, continued=body.continue_final_message, prompted=prompted
+            ),
+            generation_prompt=prompted is not False,
+        )
+        return tokenizer.prompt_ids(as_dicts(body.messages), rendering)
 
     ids = [int(token) for token in await in_thread(encoded)]
     texts = [service.token_texts.text(one) for one in ids] if body.return_token_strs else None

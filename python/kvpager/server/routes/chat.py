@@ -18,7 +18,7 @@ from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import bad_request
 from kvpager.server.exchange import Exchange
 from kvpager.server.ids import new_id
-from kvpager.server.messages import as_dicts, marks_of
+from kvpager.server.messages import as_dicts, continues_last, marks_of
 from kvpager.server.plan import Plan, Prompt
 from kvpager.server.production import Ended, Piece
 from kvpager.server.routes.caller import Caller, TheCaller
@@ -54,7 +54,7 @@ async def chat_completions(
     if body.stream:
         await exchange.begin()
         return stream(
-            [exchange], turn.chunks(exchange), lambda error: event(error.body()), turn.headers
+            exchange, turn.chunks(exchange), lambda error: event(error.body()), turn.headers
         )
 
     async def whole() -> ChatCompletion:
@@ -111,8 +111,16 @@ class _Turn:
             salt=service.salt(caller.tenant, body.cache_salt),
             prompt=Prompt(
                 messages=as_dicts(body.messages),
-                tools=self._answering.tools,
-                template=body.chat_template_kwargs or {},
+                rendering=service.rendering(
+                    self._answering.tools,
+                    body.chat_template_kwargs,
+                    continues=continues_last(
+                        body.messages,
+                        continued=body.continue_final_message,
+                        prompted=body.add_generation_prompt,
+                    ),
+                    generation_prompt=body.add_generation_prompt is not False,
+                ),
                 marks=marks_of(body.messages, body.prompt_cache_options),
             ),
             choices=options.choices_of(service, body),
@@ -243,7 +251,7 @@ class _Turn:
             "created": self._created,
             "model": self._service.model,
             "system_fingerprint": self._service.fingerprint,
-            **head_usage(self._exchange.usage_so_far, self._body.stream_options),
+            **head_usage(self._exchange, self._body.stream_options),
         }
 
     def _chunk(

@@ -34,6 +34,7 @@ from kvpager.server.schema.messages import (
 )
 from kvpager.server.streaming import event, stream
 from kvpager.server.threads import in_thread
+from kvpager.text.tokenizer import Rendering
 
 router = APIRouter(responses={"4XX": {"model": Error}, "5XX": {"model": Error}})
 _DEFAULT_TTL = "5m"
@@ -52,7 +53,7 @@ async def create(
     exchange = Exchange(caller.service, turn.plan)
     if body.stream:
         await exchange.begin()
-        return stream([exchange], turn.events(exchange), _failure)
+        return stream(exchange, turn.events(exchange), _failure)
 
     async def whole() -> AnswerMessage:
         await exchange.begin()
@@ -77,8 +78,7 @@ async def count_tokens(body: CountRequest, caller: TheCaller) -> Count:
     tools = _answering(caller, body).tools
 
     def count() -> int:
-        text = tokenizer.render(messages, {} if tools is None else {"tools": list(tools)})
-        return len(tokenizer.encode(text, "messages", special_tokens=False))
+        return len(tokenizer.prompt_ids(messages, _rendering(caller, messages, tools)))
 
     return Count(input_tokens=await in_thread(count))
 
@@ -97,7 +97,11 @@ class _Turn:
         self.plan = Plan(
             conversations=caller.conversations,
             salt=service.salt(caller.tenant, body.cache_salt),
-            prompt=Prompt(messages=tuple(messages), tools=self._answering.tools, marks=marks),
+            prompt=Prompt(
+                messages=tuple(messages),
+                rendering=_rendering(caller, messages, self._answering.tools),
+                marks=marks,
+            ),
             choices=1,
             max_new_tokens=body.max_tokens,
             options=chosen,
@@ -262,6 +266,13 @@ def _answering(caller: Caller, body: CountRequest) -> Answering:
     )
 
 
+def _rendering(
+    caller: Caller, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+) -> Rendering:
+    """A last message of the assistant is gone on with, as Anthropic's API does."""
+    return caller.service.rendering(tools, continues=messages[-1]["role"] == "assistant")
+
+
 def _messages_of(body: CountRequest) -> tuple[list[dict[str, Any]], Marks]:
     """Messages for a chat template, and the breakpoints in them."""
     messages: list[dict[str, Any]] = []
@@ -289,7 +300,7 @@ def _add_blocks(messages: list[dict[str, Any]], places: list[Mark], blocks: Sequ
     message = messages[-1]
     for block in blocks:
         if isinstance(block, ToolUse):
-            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            function = {"name": block.name, "arguments": block.input}
             call = {"id": block.id, "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         else:

@@ -58,7 +58,7 @@ async def create(request: Request, body: ResponseRequest, caller: TheCaller) -> 
         caller.service.background_responses.start(caller.tenant.name, turn, exchange)
         return options.json_response(turn.response)
     if body.stream:
-        return stream([exchange], turn.events(exchange), turn.failure)
+        return stream(exchange, turn.events(exchange), turn.failure)
     try:
         await unless_gone(request, turn.whole(exchange))
     finally:
@@ -129,6 +129,12 @@ class _Turn:
         if body.top_logprobs:
             chosen["top_logprobs"] = body.top_logprobs
         messages = messages_of(body.input)
+        if messages[-1]["role"] == "assistant":
+            raise bad_request(
+                "input ends with a message or a call of the assistant; expected a message to "
+                "answer, or the output of the call",
+                "input",
+            )
         previous = body.previous_response_id
         if body.instructions and previous is None:
             messages.insert(0, {"role": "system", "content": body.instructions})
@@ -147,8 +153,7 @@ class _Turn:
                 messages=tuple(messages),
                 appended=previous is not None,
                 instructions=body.instructions,
-                tools=self._answering.tools,
-                template=body.chat_template_kwargs or {},
+                rendering=service.rendering(self._answering.tools, body.chat_template_kwargs),
                 marks=marks.behind(first),
             ),
             choices=1,
@@ -230,7 +235,8 @@ class _Turn:
         for told in self._output.end(complete=completion.finish_reason != "length"):
             yield told
         self._complete(completion)
-        await exchange.finish(notes={_NOTE: self.response.model_dump()})
+        answer = self._output.reader.message()
+        await exchange.finish(answer, notes={_NOTE: self.response.model_dump()})
 
     def _complete(self, completion: RequestCompletion) -> None:
         response = self.response

@@ -49,6 +49,8 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -135,6 +137,8 @@ class ChatRequest(Sampled):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
