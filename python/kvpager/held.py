@@ -9,7 +9,7 @@ tensors that lie in memory as they say, and to plain values. What is neither is 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,15 @@ def held_by(model: torch.nn.Module) -> Held:
         if is_quantised(module):
             walk.attributes(name, module)
     return held
+
+
+def hold_too(held: Held, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Adds further tensors, by their names; leaves out those that cannot be followed."""
+    more = Held()
+    walk = _Walk(more, set())
+    for name, tensor in tensors:
+        walk.weight(name, tensor)
+    held.tensors += [(name, one) for name, one in more.tensors if one.device.type != "meta"]
 
 
 def held_by_one(module: torch.nn.Module) -> Held:

@@ -255,6 +255,7 @@ def test_a_change_by_another_thread_while_a_forward_runs_is_not_committed(change
     inside, changed = threading.Event(), threading.Event()
     waiting = []
 
+    @kvpager.hf.only_looks
     def wait(module, arguments):
         if waiting:
             inside.set()
@@ -405,5 +406,5 @@ def test_a_hook_with_the_same_name_and_another_effect_is_seen_by_what_it_does(cl
 
         model.model.norm.register_forward_hook(scale)
         found.append(make_and_close(model))
-    assert found[0]["additions"] == found[1]["additions"] != ""
+    assert found[0]["additions"] != found[1]["additions"]
     assert found[0]["behaviour"] != found[1]["behaviour"]

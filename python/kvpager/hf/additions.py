@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from kvpager.hf.description import Description
 from kvpager.hf.looks import changes_nothing
 from kvpager.hf.placement import replaced_to_place
+from kvpager.hf.reach import Reach
 from kvpager.hf.structure import name_of
 
 _OWN = ("torch", "transformers")  # other fields of the fingerprint cover their modules
@@ -21,10 +24,10 @@ def additions_digest(model: Any) -> str:
 
     For modules of other packages (the layers of an adapter, a custom model) it covers name, class
     and plain attributes, which another active adapter, another scaling and a merge change. For
-    hooks and replaced methods it covers their names; a forward's `behaviour` covers what they
-    compute. The same in every process.
+    hooks, replaced methods and functions, and for code of no library, it covers what they are, with
+    all that they refer to (description.py). The same in every process.
     """
-    found = [item for name, module in model.named_modules() for item in _of_module(name, module)]
+    found = [*_additions(model)]
     if not found:
         return ""
     text = json.dumps(found, sort_keys=True, separators=(",", ":"))
@@ -32,30 +35,46 @@ def additions_digest(model: Any) -> str:
 
 
 def hooked(model: Any) -> bool:
-    """Whether a model has hooks or replaced methods, whose code nobody knows."""
-    return any(
-        item[1] != "module"
-        for name, module in model.named_modules()
-        for item in _of_module(name, module)
-    )
+    """Whether a model has hooks or replaced methods or functions, whose code nobody knows."""
+    return any(item[1] not in ("module", "class") for item in _additions(model))
 
 
-def _of_module(name: str, module: torch.nn.Module) -> Iterator[list[Any]]:
+def _additions(model: Any) -> Iterator[list[Any]]:
+    reach = Reach(model)
+    description = Description(model, reach)
+    for name, module in model.named_modules():
+        yield from _of_module(name, module, description)
+    for kind in reach.classes:
+        if not reach.is_known(kind):
+            yield [name_of(kind), "class", description.of(kind)]
+            continue
+        for key, member in [*vars(kind).items()]:
+            if reach.looks_up(kind, key) and description.is_foreign(member):
+                yield [name_of(kind), "replaced", key, description.of(member)]
+    for home, values, names in reach.globals.values():
+        if not reach.is_known(ModuleType(home)):
+            continue  # told of the functions that look them up
+        for key in sorted(names & values.keys()):
+            if callable(values[key]) and description.is_foreign(values[key]):
+                yield [home, "replaced", key, description.of(values[key])]
+
+
+def _of_module(name: str, module: torch.nn.Module, description: Description) -> Iterator[list[Any]]:
     kind = type(module)
     own = vars(module)
     if kind.__module__.partition(".")[0] not in _OWN:
         plain = {key: told for key, value in own.items() if (told := _told(value)) is not None}
         yield [name, "module", name_of(kind), plain]
     for key, value in own.items():
-        if "hooks" in key and isinstance(value, dict):
+        if "forward" in key and "hooks" in key and isinstance(value, dict):
             for hook in value.values():
                 called = hook[1] if isinstance(hook, tuple) else hook
                 if callable(called) and not changes_nothing(called):
-                    yield [name, key, name_of(called)]
+                    yield [name, key, name_of(called), description.of(called)]
         elif callable(value) and hasattr(kind, key) and not isinstance(value, torch.nn.Module):
             if replaced_to_place(module, key):
                 continue
-            yield [name, "method", key, name_of(value)]
+            yield [name, "method", key, name_of(value), description.of(value)]
 
 
 def _told(value: Any) -> Any:

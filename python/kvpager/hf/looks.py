@@ -18,6 +18,9 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 def only_looks(hook: _Hook) -> _Hook:
     """Marks a hook, or a mode of torch, as one that changes no computation, and returns it.
 
+    A function or an object that a model's modules hold may be marked too, if what it keeps between
+    calls changes no result: it may then change under an open engine.
+
     If a hook is added while an engine is open, it may change what the model computes, so the engine
     refuses to go on. Mark a hook that only collects activations or counts calls, and the engine
     accepts it. The engine does not check this. Of a method, that of all objects is marked. Forwards

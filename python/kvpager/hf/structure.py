@@ -7,20 +7,25 @@ only what is another object is looked at here.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpager import _core
 from kvpager.held import Held
+from kvpager.hf.attention import NAME
 from kvpager.hf.looks import changes_nothing
+from kvpager.hf.reach import Reach, class_dictionary
 
-_DEPTH = 3  # of lists and dictionaries in one another
 _TENSORS = ("_parameters", "_buffers")
+# Kinds of what a forward may set up for itself, once.
+_SETTLING = frozenset({"module", "attributes", "value", "globals", "compared"})
+_INNARDS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function
 # Of a configuration: says how the model is called or used, not what it computes. Who attends
 # outside an engine's forward is the owner's business.
 _CALLED = frozenset(
@@ -35,7 +40,11 @@ _USED = frozenset({"warnings_issued", "generation_config"})
 
 
 class Structure:
-    """The objects a model is made of, as they were when this was made."""
+    """The objects a model is made of, and those that its code reads, as they were.
+
+    Attributes:
+        reach: what the code reads.
+    """
 
     def __init__(self, model: Any, held: Held) -> None:
         """`held`: what the model computes with."""
@@ -43,11 +52,11 @@ class Structure:
         self._places: list[tuple[str, Any, Any]] = []  # (name, kind, container)
         self._before: list[Any] = []  # copies of the containers, which keep what was in them
         self._objects: list[tuple[str, Any]] = []  # whose types are remembered
-        self._volatile: set[tuple[int, Any]] = set()
-        self._configs: set[int] = set()
+        self._configs: dict[int, tuple[str, PreTrainedConfig]] = {}
         for name, module in model.named_modules():
             self._add_module(name, module)
-        for name, container in {id(one): (name, one) for name, one in held.containers}.values():
+        of_weights = {id(one): (name, one) for name, one in held.containers}
+        for name, container in of_weights.values():
             self._add(name, "value", container)
         # Another tensor's dictionary may take the place of one, with all that is in it.
         self._made = [tensor for _, tensor in held.made_of_others]
@@ -55,39 +64,40 @@ class Structure:
         self._made_of = [vars(tensor) for tensor in self._made]
         for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
             self._add(f"torch's {name}", "hooks", getattr(torch_module, name))
-        types = {type(module) for _, module in model.named_modules()}
-        self._methods = [one for kind in sorted(types, key=name_of) for one in _methods_of(kind)]
+        self.reach = Reach(model, [*of_weights, *self._configs])
+        self._add_reached()
 
     def changed(self) -> str | None:
         """What is no longer as it was, in words; None if all is."""
+        return next((what for what, _ in self._changes()), None)
+
+    def has_settled(self) -> bool:
+        """Whether it was changed, and only in what a forward may set up for itself.
+
+        Then another `Structure` has to take its place.
+        """
+        kinds = {kind for _, kind in self._changes()}
+        return bool(kinds) and kinds <= _SETTLING
+
+    def _changes(self) -> Iterator[tuple[str, str]]:
         for number in self._table.changed():
             what = self._difference(number)
             if what is not None:
-                return what
-            # Other objects, but equal ones, or of no consequence.
-            self._before[number] = _copied(self._places[number][2])
-            self._table.refresh(number)
+                yield what, self._places[number][1]
+            else:  # other objects, but equal ones, or of no consequence
+                self._before[number] = _copied(self._places[number][2])
+                self._table.refresh(number)
         if self._made and list(map(id, map(vars, self._made))) != list(map(id, self._made_of)):
-            return self._exchanged()
+            yield self._exchanged(), "tensor"
         for number in self._table.changed_types():
             name, module = self._objects[number]
-            return f"module {name or '(the model)'} has become a {type(module).__name__}"
-        for kind, name, method in self._methods:
-            if getattr(kind, name, None) is not method:
-                now = name_of(getattr(kind, name, None))
-                return f"{kind.__name__}.{name} was replaced by {now}"
-        return None
-
-    def learn(self) -> None:
-        """Takes for no consequence what the model has changed of itself, in a forward just now."""
-        for number in self._table.changed():
-            _, kind, container = self._places[number]
-            if kind != "module":
-                continue
-            before = self._before[number]
-            for key in _different_keys(before, container):
-                if _plain(before.get(key)) and _plain(container.get(key)):
-                    self._volatile.add((number, key))
+            yield f"module {name or '(the model)'} has become a {type(module).__name__}", "type"
+        if list(map(_INNARDS, self._functions)) != self._innards:
+            yield self._rewritten(), "code"
+        for (name, read), before in zip(self.reach.compared, self._compared):
+            now = read()
+            if not _alike(now, before):
+                yield f"{name} is {_shortened(repr(now))}, and was otherwise", "compared"
 
     def _add_module(self, name: str, module: torch.nn.Module) -> None:
         self._objects.append((name, module))
@@ -95,36 +105,40 @@ class Structure:
         own = vars(module)
         self._add(name, "module", own)
         for key, value in own.items():
-            if key in _USED:
-                continue
             if key in (*_TENSORS, "_modules") or "hooks" in key:
                 if isinstance(value, dict):
                     kind = "hooks" if "hooks" in key else key
                     self._add(name, kind, value)
             elif isinstance(value, PreTrainedConfig):
                 self._add_config(f"{name}.{key}" if name else key, value)
-            else:
-                self._add_nested(f"{name}.{key}" if name else key, value, _DEPTH)
 
     def _add_config(self, name: str, config: PreTrainedConfig) -> None:
         if id(config) in self._configs:
             return
-        self._configs.add(id(config))
+        self._configs[id(config)] = name, config
         self._add(name, "config", vars(config))
         for key, value in vars(config).items():
             if isinstance(value, PreTrainedConfig):
                 self._add_config(f"{name}.{key}", value)
-            elif key not in _CALLED:
-                self._add_nested(f"{name}.{key}", value, _DEPTH)
 
-    def _add_nested(self, name: str, value: Any, depth: int) -> None:
-        if depth == 0 or not isinstance(value, (dict, list)):
-            return
-        self._add(name, "value", value)
-        for key, item in _items(value):
-            self._add_nested(f"{name}[{key!r}]", item, depth - 1)
+    def _add_reached(self) -> None:
+        reach = self.reach
+        for name, config in self._configs.values():
+            for key, value in vars(config).items():
+                if key not in _CALLED:
+                    reach.value(f"{name}.{key}", value)
+        for name, kind, container in reach.containers:
+            self._add(name, kind, container)
+        for each in reach.classes:
+            self._add(each.__name__, each, class_dictionary(each))
+        for home, values, _ in reach.globals.values():
+            self._add(home, "globals", values)
+        reach.compared.append(("the attention that transformers calls", _attention))
+        self._functions = [function for _, function in reach.functions]
+        self._innards = list(map(_INNARDS, self._functions))
+        self._compared = [read() for _, read in reach.compared]
 
-    def _add(self, name: str, kind: str, container: Any) -> None:
+    def _add(self, name: str, kind: Any, container: Any) -> None:
         self._table.add(container)
         self._places.append((name, kind, container))
         self._before.append(_copied(container))
@@ -139,17 +153,34 @@ class Structure:
             return _part_difference(name, kind, before, container)
         old, new = dict(_items(before)), dict(_items(container))
         for key in _different_keys(old, new):
-            if (number, key) in self._volatile or _incidental(kind, key):
+            if _incidental(kind, key) or not self._is_read(number, key, added=key not in old):
                 continue
-            if kind == "module" and key not in old and not hasattr(self._type_of(number), key):
-                continue  # something that no method of the class looks for
             was, now = _told(old, key), _told(new, key)
-            if now == was:
-                return f"{where}[{key!r}] was replaced"
-            if kind == "value":
-                return f"{where}[{key!r}] is {now}, and was {was}"
-            return f"{where}.{key} is {now}, and was {was}"
+            label = f"{where}[{key!r}]" if kind == "value" else f"{where}.{key}"
+            if isinstance(kind, type):
+                return f"{label} was replaced by {now}"
+            return f"{label} was replaced" if now == was else f"{label} is {now}, and was {was}"
         return None
+
+    def _is_read(self, number: int, key: Any, *, added: bool) -> bool:
+        """Whether some code of the model's may look for an item of a container."""
+        reach, (_, kind, container) = self.reach, self._places[number]
+        if kind == "globals":
+            return key in reach.globals[id(container)][2] and not changes_nothing(
+                container.get(key)
+            )
+        if isinstance(kind, type):
+            return reach.looks_up(kind, key) and not changes_nothing(container.get(key))
+        if kind == "module" and added:
+            own = self._type_of(number)
+            return key in reach.names or hasattr(own, key) or not reach.is_known(own)
+        return True
+
+    def _rewritten(self) -> str:
+        for (name, function), before in zip(self.reach.functions, self._innards):
+            if _INNARDS(function) != before:
+                return f"the code or defaults of {name} were replaced"
+        raise AssertionError("unreachable: a function is another")
 
     def _exchanged(self) -> str:
         for name, tensor, before in zip(self._made_names, self._made, self._made_of):
@@ -163,26 +194,6 @@ class Structure:
             if vars(module) is container:
                 return type(module)
         return object
-
-
-def _methods_of(kind: type) -> Iterator[tuple[type, str, Any]]:
-    """The methods of a class of modules that a forward may call, each with its name.
-
-    Of whole models those that run them alone: the others are how they are used.
-    """
-    names = {"forward", "__call__", "_call_impl", "_wrapped_call_impl"}
-    if not issubclass(kind, PreTrainedModel):
-        own = (base for base in kind.__mro__ if issubclass(base, torch.nn.Module))
-        between = [base for base in own if base is not torch.nn.Module]
-        names |= {
-            name
-            for base in between
-            for name, value in vars(base).items()
-            if isinstance(value, FunctionType) and not name.startswith("__")
-        }
-    for name in sorted(names):
-        if (method := getattr(kind, name, None)) is not None:
-            yield kind, name, method
 
 
 def _hook_difference(where: str, before: Any, container: Any) -> str | None:
@@ -222,6 +233,20 @@ def _different_keys(before: Any, now: Any) -> Iterator[Any]:
 def _equal(one: Any, other: Any) -> bool:
     """Whether two objects are equal and plain: as good as one."""
     return type(one) is type(other) and _plain(one) and bool(one == other)
+
+
+def _attention() -> Any:
+    return ALL_ATTENTION_FUNCTIONS.get(NAME)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two contents are one object or equal, as far as they can be compared."""
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # objects compare as they please
+        return False
 
 
 def _plain(value: Any) -> bool:

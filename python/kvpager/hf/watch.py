@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from kvpager.errors import ModelChangedError
-from kvpager.held import held_by
+from kvpager.held import held_by, hold_too
 from kvpager.hf.contents import Contents
+from kvpager.hf.reach import Reach
 from kvpager.hf.structure import Structure, kind_of
 
 _VERSION = operator.attrgetter("_version")  # bumped by every change in place that torch sees
@@ -21,10 +22,11 @@ class ModelWatch:
     """Made when an engine is, of a model that is not running; asked at every forward.
 
     What is seen at the next call: another object in any place of the module tree (modules,
-    parameters, buffers, hooks, adapters' settings, patched methods, configuration), parameters with
-    other memory, and changes in place that torch counts. Changes of bytes that nothing counts
-    (through `.data`): those of a whole tensor at the next call; of a part of one, with the part's
-    share of it as probability, and on the CPU after `contents.ROUND` calls for certain.
+    parameters, buffers, hooks, adapters' settings, methods, configuration) or in what its code
+    reads (attributes of objects, closures, defaults, globals; see reach.py), tensors with other
+    memory, and changes in place that torch counts. Changes of bytes that nothing counts (through
+    `.data`): those of a whole tensor at the next call; of a part of one, with the part's share of
+    it as probability, and on the CPU after `contents.ROUND` calls for certain.
     """
 
     def __init__(self, model: Any) -> None:
@@ -32,6 +34,7 @@ class ModelWatch:
         self._dtype = model.dtype
         held = held_by(model)
         self._structure = Structure(model, held)
+        hold_too(held, self._structure.reach.tensors)
         # A tensor that several weights are made of counts once.
         named = [*{id(one): (name, one) for name, one in held.tensors}.values()]
         self._names = [name for name, _ in named]
@@ -44,9 +47,23 @@ class ModelWatch:
         self._kinds = [kind_of(one) for one in self._tensors]
         self._contents = Contents(model, named)
 
-    def learn(self) -> None:
-        """To be called after the first forward: what it changed of the model is of no account."""
-        self._structure.learn()
+    @property
+    def reach(self) -> Reach:
+        """What the model's code reads."""
+        return self._structure.reach
+
+    def learn(self) -> bool:
+        """To be called after the first forward: takes the model as it has set itself up.
+
+        Returns whether it has. What it changes in the next forward too is a change.
+        """
+        if not self._structure.has_settled():
+            return False
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # no public name
+            what = self._tensors_changed() or self._contents.changed(thorough=True)
+        if what is None:  # else the next check says so
+            ModelWatch.__init__(self, self._model)
+        return what is None
 
     def check(self, *, thorough: bool = False) -> None:
         """Raises ModelChangedError, saying what changed.

@@ -9,11 +9,11 @@ from kvpager.arguments import Integer, as_integer
 from kvpager.config import PagerConfig
 from kvpager.execution.core import EngineCore
 from kvpager.hf import attach, check_supported
-from kvpager.hf.behaviour import behave
 from kvpager.hf.first_forward import settle_weights
 from kvpager.hf.linear import computing
 from kvpager.hf.modes import refuse_modes
 from kvpager.hf.recurrent import is_recurrent
+from kvpager.hf.settled import settled_behaviour
 from kvpager.hf.support import require_exact_experts
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.choices import row_choices, vocab_size
@@ -112,8 +112,9 @@ def _identify(core: EngineCore, progress: Progress, *, proven: bool) -> None:
         kernel_version=core.numerics.kernel_version,
         linear="" if core.linear is None else core.linear.version,
         aligned=recurrent,
-        behaviour=behaviour or behave(core.model, core.row_counts, core.recurrence).digest,
+        behaviour=settled_behaviour(
+            core.model, watch, core.row_counts, core.recurrence, found=behaviour
+        ),
     )
-    watch.learn()
     watch.check(thorough=True)
     core.watch = watch

@@ -13,6 +13,7 @@ from kvpager.hf.attach import configurations
 from kvpager.hf.behaviour import TOKENS, behave
 from kvpager.hf.own_attention import require_own_attention
 from kvpager.hf.recurrent import is_recurrent
+from kvpager.hf.settled import settled_behaviour
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.choices import attention, common_window, row_choices, sized
 from kvpager.pager import Pager
@@ -74,9 +75,8 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
         weights=weights,
         row_counts=RowCounts(TOKENS),
         kernel_version=kernel_version,
-        behaviour=behaviour.digest,
+        behaviour=settled_behaviour(model, watch, RowCounts(TOKENS), found=behaviour.digest),
     )
-    watch.learn()
     watch.check(thorough=True)
     pager = Pager(
         layout,

@@ -6,6 +6,7 @@ NAMES = "model/test_segment_names.py::"
 TENANTS = "model/test_tenants.py::"
 SALTS = "model/test_salts.py::"
 RENEWED = "model/test_weights_changed.py::"
+REACHED = "model/test_reached_code.py::test_what_code_reads_may_not_change_under_an_engine"
 BEHAVIOUR = "model/test_behaviour.py::"
 CHANGED = "model/test_changed_models.py::"
 NOTICED = CHANGED + "test_a_changed_model_is_noticed_before_anything_is_adopted_saved_or_committed"
@@ -59,10 +60,61 @@ IDENTITY = (
     Mutant(
         name="adapters-settings-are-not-looked-into",
         breaks="another scaling of an adapter is noticed",
+        file="python/kvpager/hf/reach.py",
+        old='        self.containers.append((name, "value", value))\n        for key',
+        new="        for key",
+        killers=(f"{NOTICED}[another scaling]", REACHED + "[table of a module]"),
+    ),
+    Mutant(
+        name="globals-of-code-are-not-watched",
+        breaks="a function that a forward calls, patched under an engine, is a change",
         file="python/kvpager/hf/structure.py",
-        old="        if depth == 0 or not isinstance(value, (dict, list)):\n",
-        new="        if depth or not isinstance(value, (dict, list)):\n",
-        killers=(f"{NOTICED}[another scaling]",),
+        old='            self._add(home, "globals", values)\n',
+        new="            pass\n",
+        killers=(REACHED + "[function two calls away]", REACHED + "[constant of a module]"),
+    ),
+    Mutant(
+        name="tensors-beside-buffers-are-not-watched",
+        breaks="a steering vector that is written in place is a change",
+        file="python/kvpager/hf/watch.py",
+        old="        hold_too(held, self._structure.reach.tensors)\n",
+        new="",
+        killers=(REACHED + "[vector]", REACHED + "[vector deep inside]"),
+    ),
+    Mutant(
+        name="closures-are-not-watched",
+        breaks="a variable of a closure that a forward reads is watched",
+        file="python/kvpager/hf/structure.py",
+        old="            if not _alike(now, before):\n",
+        new="            if type(now) is not type(before):\n",
+        killers=(REACHED + "[variable of a closure]", REACHED + "[slot of an object]"),
+    ),
+    Mutant(
+        name="models-may-change-themselves",
+        breaks="a model that changes itself in every forward is refused",
+        file="python/kvpager/hf/settled.py",
+        old="    if not watch.learn():\n",
+        new="    if watch.learn() is not None:\n",
+        killers=(
+            "model/test_reached_code.py::"
+            "test_a_model_that_changes_itself_in_every_forward_is_refused",
+        ),
+    ),
+    Mutant(
+        name="closures-of-hooks-are-not-digested",
+        breaks="two hooks of one name with other closures are two models",
+        file="python/kvpager/hf/description.py",
+        old="            yield from (variable.encode(), (content_of(cell),))\n",
+        new="            yield variable.encode()\n",
+        killers=("model/test_own_code.py::test_what_code_holds_is_part_of_the_fingerprint",),
+    ),
+    Mutant(
+        name="what-code-reads-is-no-part-of-the-fingerprint",
+        breaks="a table that a module holds, and that made-up tokens do not meet, is digested",
+        file="python/kvpager/hf/description.py",
+        old="        for key, value in sorted(reach.attributes_of(module)):\n",
+        new="        for key, value in ():\n",
+        killers=("model/test_own_code.py::test_what_code_holds_is_part_of_the_fingerprint",),
     ),
     Mutant(
         name="data-may-be-put-in-the-place-of-others",
