@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,13 @@ def metaspace() -> Any:
     trained.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", special.index("<s>"))]
     )
+    made = json.loads(trained.to_str())  # bytes are plain tokens, which a text shows
+    made["added_tokens"] = [one for one in made["added_tokens"] if one["content"] in special]
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=trained, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=Tokenizer.from_str(json.dumps(made)),
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )
     wrapped.chat_template = INST
     return wrapped

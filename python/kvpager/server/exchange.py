@@ -28,6 +28,9 @@ _CALLED = "answer"  # note of a conversation whose last answer has calls: as mes
 _log = logging.getLogger(__name__)
 
 
+USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+
 class Exchange:
     """Runs a plan. Use: `begin`, then iterate over `events`, then `finish`; or `abandon`."""
 
@@ -165,11 +168,7 @@ class Exchange:
     def usage_so_far(self) -> dict[str, int]:
         """Tokens of the prompt, and those generated until now."""
         prompt = self._production.prompt_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._tokens,
-            "total_tokens": prompt + self._tokens,
-        }
+        return dict(zip(USAGE, (prompt, self._tokens, prompt + self._tokens), strict=True))
 
     async def release(self) -> None:
         """`abandon`, which goes on even if the task that asks for it is cancelled."""
@@ -409,3 +408,35 @@ class Exchange:
             if session is not None:
                 session.close()
         self._sessions = [None] * len(self._sessions)
+
+
+async def beside(exchanges: Sequence[Exchange]) -> AsyncIterator[tuple[int, Piece | Ended]]:
+    """What comes of several exchanges that have begun, each with its place among them.
+
+    Raises ApiError where a choice failed.
+    """
+    ready: asyncio.Queue[tuple[int, Piece | Ended] | BaseException | None] = asyncio.Queue()
+
+    async def read(place: int, exchange: Exchange) -> None:
+        try:
+            async for one in exchange.events():
+                ready.put_nowait((place, one))
+        except errors.ApiError as error:
+            ready.put_nowait(error)
+        else:
+            ready.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(read(place, one)) for place, one in enumerate(exchanges)]
+    left = len(tasks)
+    try:
+        while left:
+            event = await ready.get()
+            if isinstance(event, BaseException):
+                raise event
+            if event is None:
+                left -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()

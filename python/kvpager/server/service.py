@@ -100,7 +100,9 @@ class Service:
     @cached_property
     def token_texts(self) -> TokenTexts:
         """The texts of single tokens. REQUIRES: there is a tokenizer."""
-        return TokenTexts(self.engine.tokenizer)
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
+        return TokenTexts(tokenizer)
 
     @cached_property
     def tool_call_format(self) -> ToolCallFormat | None:

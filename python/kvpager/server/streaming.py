@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -25,11 +25,13 @@ def event(values: Mapping[str, Any], name: str | None = None) -> ServerSentEvent
     return ServerSentEvent(data=text, event=name, sep="\n")
 
 
-def head_usage(exchange: Exchange, options: StreamOptions | None) -> dict[str, Any]:
+def head_usage(
+    so_far: Callable[[], dict[str, int]], options: StreamOptions | None
+) -> dict[str, Any]:
     """What every chunk of a stream says of usage, as these options ask for it."""
     if options is None or not options.include_usage:
         return {}
-    return {"usage": exchange.usage_so_far() if options.continuous_usage_stats else None}
+    return {"usage": so_far() if options.continuous_usage_stats else None}
 
 
 def done() -> ServerSentEvent:
@@ -38,7 +40,7 @@ def done() -> ServerSentEvent:
 
 
 def stream(
-    exchange: Exchange,
+    exchanges: Sequence[Exchange],
     events: AsyncIterator[ServerSentEvent],
     on_error: Callable[[ApiError], ServerSentEvent],
     headers: Mapping[str, str] | None = None,
@@ -53,9 +55,13 @@ def stream(
             async for one in events:
                 yield one
         except ApiError as error:
-            exchange.failed(error)
+            exchanges[0].failed(error)
             yield on_error(error)
         finally:
+            await release()
+
+    async def release() -> None:
+        for exchange in exchanges:
             await exchange.release()
 
     return EventSourceResponse(
@@ -63,5 +69,5 @@ def stream(
         ping=PING_SECONDS,
         sep="\n",
         headers={"x-accel-buffering": "no", **(headers or {})},
-        background=BackgroundTask(exchange.release),  # also where nothing was ever read
+        background=BackgroundTask(release),  # also where nothing was ever read
     )

@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
-import re
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
+from kvpager.sampling import Alternatives
 from kvpager.scheduling.stream import GeneratedToken
 from kvpager.server.schema.chat import LogprobEntry, TokenLogprob
+from kvpager.text.token_bytes import BROKEN
 from kvpager.text.tokenizer import Detokenizer, Tokenizer
 from kvpager.tokens import TokenIds
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTES = {
-    character: byte
-    for byte, character in bytes_to_unicode().items()  # type: ignore[no-untyped-call]
-}
-_ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
 
 class TokenTexts:
-    """The text and the bytes of single tokens of one tokenizer, special ones included."""
+    """The text and the bytes of single tokens of one tokenizer, special ones included.
 
-    def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: of transformers."""
-        self._tokenizer = tokenizer
-        self._decode = lru_cache(maxsize=1 << 16)(self._decoded)
+    A token's text is what it adds to a text: with decoders that strip a text's first space, or put
+    one between words, that is not what they make of the token alone.
+    """
 
-    def text(self, token: int) -> str:
-        """The token's text alone; of an incomplete character a replacement character."""
-        return self._decode(token)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.text = lru_cache(maxsize=1 << 16)(self._text)
+
+    def first(self, token: int) -> str:
+        """The text of a token with which a text begins."""
+        return self._decode([token])
+
+    def name(self, token: int) -> str:
+        r"""The token's text, or `bytes:\xe2\x82` of one that is no whole characters."""
+        text = self.text(token)
+        data = self.tokenizer.bytes.of(token) if BROKEN in text else None
+        return text if data is None or _is_text(data) else _spelled(data)
+
+    def beginning(self, tokens: Sequence[int]) -> int | None:
+        """The place of the token with which a text begins: the first that is not special."""
+        return next((i for i, one in enumerate(tokens) if one not in self._special), None)
+
+    def named(
+        self, own: str, chosen: int, logprob: float, alternatives: Alternatives
+    ) -> dict[str, float]:
+        """Log-probabilities by name: of alternatives, and of the chosen token, as OpenAI has it.
+
+        No two tokens have one name, so that none is lost. own: the chosen token's.
+        """
+        named: dict[str, float] = {}
+        for one, value in alternatives:
+            data = self.tokenizer.bytes.of(one) or b""
+            names = (self.name(one), _spelled(data), f"token_id:{one}")
+            if one == chosen:
+                named[own] = value
+            else:
+                named[next(name for name in names if name != own and name not in named)] = value
+        named.setdefault(own, logprob)
+        return named
 
     def entry(self, token: int, logprob: float) -> LogprobEntry:
         """A token and its log-probability."""
         text = self.text(token)
-        return LogprobEntry(token=text, logprob=logprob, bytes=list(self._bytes(token)))
+        data = self.tokenizer.bytes.of(token) if BROKEN in text else None
+        return LogprobEntry(
+            token=text, logprob=logprob, bytes=list(text.encode() if data is None else data)
+        )
 
     def chosen(self, token: GeneratedToken) -> TokenLogprob:
         """A generated token with its alternatives."""
@@ -48,24 +74,28 @@ class TokenTexts:
             top_logprobs=[self.entry(one, logprob) for one, logprob in token.top],
         )
 
-    def _bytes(self, token: int) -> bytes:
-        """Its bytes in the text, also where they are no whole characters."""
-        text = self.text(token)
-        if _REPLACEMENT not in text:
-            return text.encode()
-        name: str = self._tokenizer.convert_ids_to_tokens(token)
-        one = _ONE_BYTE.fullmatch(name)  # as SentencePiece spells it
-        if one is not None:
-            return bytes.fromhex(one.group(1))
-        if all(character in _BYTES for character in name):  # as GPT-2's tokenizer does
-            return bytes(_BYTES[character] for character in name)
-        return text.encode()
+    def _text(self, token: int) -> str:
+        alone, before = self._decode([token]), self._context
+        if before is None or token in self._special:
+            return alone
+        text, context = self._decode([before, token]), self._decode([before])
+        return text.removeprefix(context) if text.startswith(context) else alone
 
-    def _decoded(self, token: int) -> str:
-        text: str = self._tokenizer.decode(
-            [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+    @cached_property
+    def _context(self) -> int | None:
+        """A plain word, to decode tokens behind."""
+        for token in range(len(self.tokenizer.wrapped)):
+            text = self._decode([token])
+            if text.isascii() and text.isalpha() and token not in self._special:
+                return token
+        return None
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.wrapped.all_special_ids)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, special_tokens=True)
 
 
 class TextOffsets:
@@ -74,15 +104,33 @@ class TextOffsets:
     Of several tokens that make one character, all begin where it does.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, before: TokenIds | None = None, start: int = 0
-    ) -> None:
+    def __init__(self, texts: TokenTexts, before: TokenIds | None = None, start: int = 0) -> None:
         """before: the tokens before the first one. start: where the first one begins."""
-        self._pieces = Detokenizer(tokenizer, before)
+        self._texts = texts
+        self._pieces = Detokenizer(texts.tokenizer, before)
         self._next = start
 
     def push(self, token: int) -> int:
         """Of the next token."""
-        offset = self._next
-        self._next += len(self._pieces.push(token))
-        return offset
+        offset, piece = self._next, self._pieces.push(token)
+        self._next += len(piece)
+        own = self._texts.text(token)
+        # Behind what stays broken, since no token has completed it.
+        behind = BROKEN not in own and piece.startswith(BROKEN) and piece.endswith(own)
+        return self._next - len(own) if behind else offset
+
+    def all(self, tokens: Iterable[int]) -> list[int]:
+        """Of the next tokens."""
+        return [self.push(token) for token in tokens]
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _spelled(data: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -35,9 +35,8 @@ class AnswerText:
 
     def finish(self) -> str:
         """The rest of the text, when no token follows."""
-        rest = self._take(self._pieces.finish())
         held, self._held = self._held, ""
-        return rest + self._return(held)
+        return self._return(held)
 
     def _take(self, piece: str) -> str:
         if self.stopped_by is not None:

@@ -11,12 +11,13 @@ import numpy as np
 from kvpager.errors import InvalidArgumentError
 from kvpager.text.encoder import PromptEncoder
 from kvpager.text.template_input import template_messages, unparsed_arguments
+from kvpager.text.token_bytes import BROKEN, TokenBytes
 from kvpager.tokens import TextOrIds, TokenIds, as_token_ids
 from kvpager.unicode import require_unicode
 
 Message: TypeAlias = Mapping[str, Any]
 
-_UNFINISHED = "\ufffd"  # a tokenizer's text for an incomplete character
+_CONTEXT = 8  # tokens before a text that its first characters may depend on
 
 # Arguments of `apply_chat_template` that are not the template's.
 _GIVEN_TO_TEMPLATES = frozenset(
@@ -51,6 +52,10 @@ class Tokenizer:
     Args:
         tokenizer: with `encode`, `decode` and, for chats, `apply_chat_template`.
         vocab_size: the model's; a text with a token id beyond it is refused.
+
+    Attributes:
+        wrapped: the tokenizer of transformers.
+        bytes: of its single tokens.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -61,6 +66,7 @@ class Tokenizer:
                     "AutoTokenizer.from_pretrained(name)"
                 )
         self.wrapped = tokenizer
+        self.bytes = TokenBytes(tokenizer)
         self._vocab_size = vocab_size
         self._prompts = PromptEncoder(tokenizer)
 
@@ -167,7 +173,9 @@ class Detokenizer:
     """Turns tokens into text as they come, no character before it is complete.
 
     The text of a token depends on the tokens before it (spaces, bytes of one character), so the
-    last few are decoded again with each new one: the time per token does not grow.
+    last few are decoded again with each new one: the time per token does not grow. A character that
+    the tokens before the first one have begun comes with the token that completes it; one that is
+    incomplete at the end is left to whoever goes on from there.
     """
 
     def __init__(
@@ -176,44 +184,43 @@ class Detokenizer:
         """before: the tokens before the first one; the last few are enough."""
         self._tokenizer = tokenizer
         self._special = special_tokens
-        self._tokens = [] if before is None else [int(token) for token in before[-8:]]
-        self._told = len(self._tokens)  # tokens whose text was returned
+        self._tokens = [] if before is None else [int(token) for token in before[-_CONTEXT:]]
+        while self._tokens and tokenizer.bytes.continues(self._tokens[0]):
+            del self._tokens[0]  # else a decoder of single bytes takes what follows for broken
+        self._returned, self._complete = self._complete_text()
 
     def push(self, token: int) -> str:
         """The text that is complete with this token, after what was returned before."""
-        self._tokens.append(token)
-        piece = self._new_text()
-        if not piece or piece.endswith(_UNFINISHED):
-            return ""
-        self._tell()
+        self._tokens.append(int(token))
+        text, complete = self._complete_text()
+        piece = text[len(self._returned) :]
+        if piece:  # the tokens since the last return are the context of the next ones
+            del self._tokens[: min(self._complete, complete - 1)]
+            self._returned, self._complete = self._complete_text()
         return piece
 
-    def finish(self) -> str:
-        """The text of incomplete characters at the end."""
-        piece = self._new_text()
-        self._tell()
-        return piece
-
-    def _new_text(self) -> str:
-        before, all_of_it = self._decode(self._tokens[: self._told]), self._decode(self._tokens)
-        return all_of_it[len(before) :]
+    def _complete_text(self) -> tuple[str, int]:
+        """The text up to the last complete character, and the number of its tokens."""
+        text, count = self._decode(self._tokens), len(self._tokens)
+        while text.endswith(BROKEN):
+            begun = self._tokenizer.bytes.begun(self._tokens[:count])
+            if not begun:
+                break
+            count -= begun
+            text = self._decode(self._tokens[:count])
+        return text, count
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, special_tokens=self._special)
 
-    def _tell(self) -> None:
-        """Keeps the tokens since the last return, as context of the next ones."""
-        self._tokens = self._tokens[min(self._told, len(self._tokens) - 1) :]
-        self._told = len(self._tokens)
-
 
 def text_of(
     ids: Sequence[int] | TokenIds,
-    before: TokenIds,
+    before: TokenIds | None,
     tokenizer: Tokenizer,
     *,
     special_tokens: bool = False,
 ) -> str:
     """The text of `ids` after `before`: what a `Detokenizer` returns for them in all."""
     pieces = Detokenizer(tokenizer, before, special_tokens=special_tokens)
-    return "".join([*map(pieces.push, np.asarray(ids).tolist()), pieces.finish()])
+    return "".join(map(pieces.push, np.asarray(ids).tolist()))

@@ -54,7 +54,7 @@ async def chat_completions(
     if body.stream:
         await exchange.begin()
         return stream(
-            exchange, turn.chunks(exchange), lambda error: event(error.body()), turn.headers
+            [exchange], turn.chunks(exchange), lambda error: event(error.body()), turn.headers
         )
 
     async def whole() -> ChatCompletion:
@@ -251,7 +251,7 @@ class _Turn:
             "created": self._created,
             "model": self._service.model,
             "system_fingerprint": self._service.fingerprint,
-            **head_usage(self._exchange, self._body.stream_options),
+            **head_usage(self._exchange.usage_so_far, self._body.stream_options),
         }
 
     def _chunk(

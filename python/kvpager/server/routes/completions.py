@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
@@ -17,7 +17,7 @@ from kvpager.server import errors, options
 from kvpager.server.answers import stop_reason
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import bad_request, unsupported
-from kvpager.server.exchange import Exchange
+from kvpager.server.exchange import USAGE, Exchange, beside
 from kvpager.server.ids import new_id
 from kvpager.server.plan import Plan, Prompt
 from kvpager.server.production import Piece
@@ -31,9 +31,9 @@ from kvpager.server.schema.completions import (
 from kvpager.server.service import Service
 from kvpager.server.streaming import done, event, head_usage, stream
 from kvpager.server.threads import in_thread
-from kvpager.server.token_texts import TextOffsets
+from kvpager.server.token_texts import TextOffsets, TokenTexts
 from kvpager.server.usage import usage_of
-from kvpager.text.tokenizer import Tokenizer
+from kvpager.text.tokenizer import text_of
 from kvpager.tokens import TokenIds
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's API, and vLLM's
@@ -58,10 +58,9 @@ async def completions(
     session = options.session_name(body.session_id, x_session_id)
     text = _Text(caller, body, session, await _prompts(service, body))
     if body.stream:
-        exchange = text.exchanges[0]
-        if text.most:
-            await exchange.begin()
-        return stream(exchange, text.chunks(), lambda error: event(error.body()), text.headers)
+        await text.begin()
+        chunks = text.chunks()
+        return stream(text.exchanges, chunks, lambda error: event(error.body()), text.headers)
     try:
         answer = await unless_gone(request, text.whole())
     finally:
@@ -111,8 +110,6 @@ class _Text:
             raise bad_request(
                 "session_id is given with several prompts; expected one", "session_id"
             )
-        if len(prompts) > 1 and body.stream:
-            raise bad_request("stream is true with several prompts; expected one", "stream")
         most = service.settings.max_waiting + service.scheduler.most_running
         if len(prompts) * self._choices > most:
             raise bad_request(
@@ -122,8 +119,6 @@ class _Text:
             )
         if self.most == 0 and not body.echo:
             raise bad_request("max_tokens is 0; expected at least 1, or echo: true", "max_tokens")
-        if body.stream and body.echo:
-            raise bad_request("stream is true with echo; expected one of them", "echo")
         options.check_length(service, self.most, "max_tokens")
         self._chosen = options.sampled(service, body)
         if body.logprobs:
@@ -161,12 +156,21 @@ class _Text:
         """Of the answer."""
         return {} if self._session is None else {"x-session-id": self._session}
 
+    async def begin(self) -> None:
+        """Queues everything. Raises ApiError; nothing is left then."""
+        try:
+            for exchange in self.exchanges if self.most else ():
+                await exchange.begin()
+        except BaseException:
+            for exchange in self.exchanges:
+                await exchange.release()
+            raise
+
     async def whole(self) -> Completion:
         """The whole answer."""
         if self.most == 0:
             return await self._echoed()
-        for exchange in self.exchanges:
-            await exchange.begin()
+        await self.begin()
         made = await asyncio.gather(*(exchange.run() for exchange in self.exchanges))
         scores = await self._scores()
         choices: list[CompletionChoice] = []
@@ -179,8 +183,6 @@ class _Text:
 
     async def _echoed(self) -> Completion:
         """The prompts alone, with their log-probabilities."""
-        scored = zip(self._prompts, await self._scores())
-        repeated = [one for one in scored for _ in range(self._choices)]
         choices = [
             CompletionChoice(
                 index=i,
@@ -188,17 +190,21 @@ class _Text:
                 logprobs=None if self._body.logprobs is None else self._logprobs(ids, score, None),
                 finish_reason="length",
             )
-            for i, (ids, score) in enumerate(repeated)
+            for i, (ids, score) in enumerate(self._repeated(await self._scores()))
         ]
+        return self._answer(choices, self._usage_of_prompts)
+
+    @property
+    def _usage_of_prompts(self) -> dict[str, Any]:
+        """Where nothing is generated."""
         count = sum(len(ids) for ids in self._prompts)
-        details = {"cached_tokens": 0, "cache_write_tokens": count if self._body.logprobs else 0}
-        usage = {
+        computed = 0 if self._body.logprobs is None else count
+        return {
             "prompt_tokens": count,
             "completion_tokens": 0,
             "total_tokens": count,
-            "prompt_tokens_details": details,
+            "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": computed},
         }
-        return self._answer(choices, usage)
 
     async def _scores(self) -> list[Score | None]:
         """Of each prompt, where their log-probabilities are asked for."""
@@ -236,7 +242,7 @@ class _Text:
     ) -> CompletionLogprobs:
         """Of an echoed prompt, whose first token has none, and of what was generated."""
         shown = ids.tolist() if self._body.echo else []
-        offsets = [*map(TextOffsets(self._tokenizer).push, shown)]
+        offsets = TextOffsets(self._texts).all(shown)
         values: list[float | None] = [None] * min(1, len(shown))
         tops: list[Any] = [None] * min(1, len(shown))
         if score is not None:
@@ -247,10 +253,14 @@ class _Text:
             values += completion.logprobs.tolist()
             tops += completion.top_logprobs or []
             produced = completion.tokens.tolist()
-            start = len(self._decoded(ids)) if self._body.echo else 0
-            offsets += map(TextOffsets(self._tokenizer, ids, start).push, produced)
+            offsets += self._offsets(ids).all(produced)
             shown = shown + produced
         return self._listed(shown, values, tops if self._body.logprobs else None, offsets)
+
+    def _offsets(self, ids: TokenIds) -> TextOffsets:
+        """Of what is generated behind a prompt, in the text of the answer."""
+        start = len(self._decoded(ids)) if self._body.echo else 0
+        return TextOffsets(self._texts, ids, start)
 
     def _listed(
         self,
@@ -259,60 +269,84 @@ class _Text:
         tops: list[Any] | None,
         offsets: list[int],
     ) -> CompletionLogprobs:
+        """Lists with the tokens of `ids`; one without a value is the first of its text."""
         texts = self._service.token_texts
-        tokens = [texts.text(token) for token in ids]
+        first = texts.beginning(ids) if values and values[0] is None else None
+        tokens = [
+            texts.first(token) if place == first else texts.name(token)
+            for place, token in enumerate(ids)
+        ]
         named = None
         if tops is not None:
             named = [
-                None if top is None else {texts.text(token): value for token, value in top}
-                for top in tops
+                None if top is None or value is None else texts.named(name, token, value, top)
+                for name, token, value, top in zip(tokens, ids, values, tops, strict=True)
             ]
         return CompletionLogprobs(
             tokens=tokens, token_logprobs=values, top_logprobs=named, text_offset=offsets
         )
 
     async def chunks(self) -> AsyncIterator[ServerSentEvent]:
-        """The answer as chunks."""
-        exchange = self.exchanges[0]
+        """The answer as chunks, the choices of all prompts beside each other."""
+        scores = await self._scores()
+        if self._body.echo:
+            for index, (ids, score) in enumerate(self._repeated(scores)):
+                listed = self._body.logprobs is not None and self._logprobs(ids, score, None)
+                logprobs = listed.model_dump() if listed else None
+                yield self._chunk(index, self._decoded(ids), logprobs=logprobs)
         offsets: dict[int, TextOffsets] = {}
-        ends = []
-        async for one in exchange.events():
+        ends: dict[int, RequestCompletion | None] = {}
+        async for prompt, one in beside(self.exchanges if self.most else ()):
+            index = prompt * self._choices + one.choice
             if isinstance(one, Piece):
-                chunk = self._told(one, offsets)
+                if index not in offsets and self._body.logprobs is not None:
+                    offsets[index] = self._offsets(self._prompts[prompt])
+                chunk = self._told(index, one, offsets.get(index))
                 if chunk is not None:
                     yield chunk
                 continue
-            ends.append(one)
-        made = exchange.completions
-        await exchange.finish()
-        for end in ends:  # once what they tell of is saved
-            completion = end.completion
-            assert completion is not None
-            reason = "length" if completion.finish_reason == "length" else "stop"
-            stopped = stop_reason(completion)
-            yield self._chunk(end.choice, "", finish_reason=reason, stop_reason=stopped)
+            ends[index] = one.completion
+        usage = self._usage_of_prompts
+        if self.most:
+            usage = usage_of([exchange.completions for exchange in self.exchanges]).model_dump()
+            for exchange in self.exchanges:
+                await exchange.finish()
+        for index in range(len(self._prompts) * self._choices):  # once what they tell of is saved
+            yield self._end(index, ends.get(index))
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            usage = usage_of([made]).model_dump()
             yield event({**self._head, "choices": [], "usage": usage})
         yield done()
 
-    def _told(self, piece: Piece, offsets: dict[int, TextOffsets]) -> ServerSentEvent | None:
+    def _repeated(self, scores: list[Score | None]) -> Iterator[tuple[TokenIds, Score | None]]:
+        """Each choice's prompt."""
+        for pair in zip(self._prompts, scores, strict=True):
+            yield from [pair] * self._choices
+
+    def _end(self, index: int, completion: RequestCompletion | None) -> ServerSentEvent:
+        """The last chunk of a choice; None: of an echoed prompt alone."""
+        if completion is None:
+            return self._chunk(index, "", finish_reason="length")
+        reason = "length" if completion.finish_reason == "length" else "stop"
+        return self._chunk(index, "", finish_reason=reason, stop_reason=stop_reason(completion))
+
+    def _told(
+        self, index: int, piece: Piece, offsets: TextOffsets | None
+    ) -> ServerSentEvent | None:
         more: dict[str, Any] = {}
         if isinstance(piece.token, GeneratedToken):
+            assert offsets is not None
             token, logprob, top = piece.token
-            if piece.choice not in offsets:
-                offsets[piece.choice] = TextOffsets(self._tokenizer, self._prompts[0])
-            offset = offsets[piece.choice].push(token)
-            listed = self._listed([token], [logprob], [top] if top else None, [offset])
+            tops = [top] if self._body.logprobs else None
+            listed = self._listed([token], [logprob], tops, [offsets.push(token)])
             more["logprobs"] = listed.model_dump()
         if self._body.return_token_ids:
             more["token_ids"] = [piece.token_id]
         if not piece.text and not more:
             return None
-        return self._chunk(piece.choice, piece.text, **more)
+        return self._chunk(index, piece.text, **more)
 
-    def _chunk(self, choice: int, text: str, **more: Any) -> ServerSentEvent:
-        one = {"index": choice, "text": text, "logprobs": None, "finish_reason": None, **more}
+    def _chunk(self, index: int, text: str, **more: Any) -> ServerSentEvent:
+        one = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}
         return event({**self._head, "choices": [one]})
 
     @property
@@ -323,7 +357,7 @@ class _Text:
             "created": self._created,
             "model": self._service.model,
             "system_fingerprint": self._service.fingerprint,
-            **head_usage(self.exchanges[0], self._body.stream_options),
+            **head_usage(self._usage_so_far, self._body.stream_options),
         }
 
     def _answer(self, choices: list[CompletionChoice], usage: dict[str, Any]) -> Completion:
@@ -337,13 +371,19 @@ class _Text:
             session_id=self._session,
         )
 
+    def _usage_so_far(self) -> dict[str, int]:
+        if not self.most:
+            return {name: self._usage_of_prompts[name] for name in USAGE}
+        each = [exchange.usage_so_far() for exchange in self.exchanges]
+        return {name: sum(one[name] for one in each) for name in USAGE}
+
     @property
-    def _tokenizer(self) -> Tokenizer:
-        tokenizer = self._service.tokenizer
-        if tokenizer is None:
+    def _texts(self) -> TokenTexts:
+        if self._service.tokenizer is None:
             raise bad_request("logprobs is given, but the model has no tokenizer", "logprobs")
-        return tokenizer
+        return self._service.token_texts
 
     def _decoded(self, ids: TokenIds) -> str:
+        """The text of a prompt; a character that it begins is of the answer."""
         tokenizer = self._service.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(ids)
+        return "" if tokenizer is None else text_of(ids, None, tokenizer)

@@ -53,7 +53,7 @@ async def create(
     exchange = Exchange(caller.service, turn.plan)
     if body.stream:
         await exchange.begin()
-        return stream(exchange, turn.events(exchange), _failure)
+        return stream([exchange], turn.events(exchange), _failure)
 
     async def whole() -> AnswerMessage:
         await exchange.begin()

@@ -58,7 +58,7 @@ async def create(request: Request, body: ResponseRequest, caller: TheCaller) -> 
         caller.service.background_responses.start(caller.tenant.name, turn, exchange)
         return options.json_response(turn.response)
     if body.stream:
-        return stream(exchange, turn.events(exchange), turn.failure)
+        return stream([exchange], turn.events(exchange), turn.failure)
     try:
         await unless_gone(request, turn.whole(exchange))
     finally:
