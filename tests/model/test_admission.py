@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from apart import alone, ids_of
-from reference_models import ROWS, build, make_engine, prompt
+from reference_models import CHUNK, ROWS, build, make_engine, prompt
 
 from kvpager import InvalidArgumentError
 from kvpager.errors import QueueFullError
@@ -81,6 +81,87 @@ def test_lower_priorities_are_admitted_first_and_equal_ones_in_their_order(engin
         assert order == [2, 4, 0, 5, 1, 3]
         with pytest.raises(InvalidArgumentError, match="priority is 'high'"):
             scheduler.submit(prompt(5), 1, priority="high")
+
+
+def admitted_in_order(scheduler, submissions):
+    """Indices of (tenant, tokens, priority) in the order in which they run, one after the other."""
+    order = []
+    for number, (tenant, tokens, priority) in enumerate(submissions):
+        scheduler.submit(
+            prompt(5, number),
+            tokens,
+            eos=None,
+            tenant=tenant,
+            priority=priority,
+            on_finish=lambda request, _: order.append(request.index),
+        )
+    finish(scheduler)
+    return order
+
+
+def test_requests_of_one_priority_are_admitted_in_turns_of_tenants(engine):
+    many, late, urgent = [("a", 1, 0)] * 4, [("b", 1, 0)] * 2, [("c", 1, -1)]
+    with engine.scheduler(1) as scheduler:
+        assert admitted_in_order(scheduler, many + late + urgent) == [6, 0, 4, 1, 5, 2, 3]
+    with engine.scheduler(1) as scheduler:  # 5 + 1 tokens each of b, 5 + 13 of a
+        large, small = [("a", 13, 0)] * 2, [("b", 1, 0)] * 4
+        assert admitted_in_order(scheduler, large + small) == [0, 2, 3, 4, 1, 5]
+
+
+def test_what_was_cancelled_in_the_queue_takes_no_turn(engine):
+    with engine.scheduler(1) as scheduler:
+        running = scheduler.submit(prompt(5), 3, eos=None, tenant="b")
+        scheduler.step()
+        gone = [scheduler.submit(prompt(5, i), 3, tenant="a") for i in range(1, 9)]
+        patient = scheduler.submit(prompt(5, 9), 3, eos=None, tenant="a")
+        others = [scheduler.submit(prompt(5, i), 3, eos=None, tenant="b") for i in range(10, 15)]
+        for request in gone:
+            request.cancel()
+        while patient.completion is None:
+            scheduler.step()
+        assert running.completion is not None
+        assert [request.state for request in others] == ["waiting"] * 5
+        finish(scheduler)
+
+
+def test_places_are_kept_free_of_one_tenant(engine):
+    with engine.scheduler(4) as scheduler:
+        scheduler.most_of_one = 3
+        many = [scheduler.submit(prompt(5, i), 20, eos=None, tenant="a") for i in range(8)]
+        scheduler.step()
+        assert [request.state != "waiting" for request in many] == [True] * 3 + [False] * 5
+        one = scheduler.submit(prompt(5, 9), 1, eos=None, tenant="b")
+        scheduler.step()
+        assert one.completion is not None
+        finish(scheduler)
+        assert all(len(request.tokens) == 20 for request in many)
+        assert many[4].tokens.tolist() == ids_of(alone(engine, prompt(5, 4), 20)[1])
+
+
+def test_prompts_of_tenants_share_rows_however_many_they_are(model, closing):
+    engine = closing(make_engine(model, pool_tokens=2048, rows=CHUNK))
+    with engine.scheduler() as scheduler:
+        for i in range(6):
+            scheduler.submit(prompt(8 * CHUNK, i), 1, eos=None, tenant="a")
+        scheduler.step()
+        one = scheduler.submit(prompt(3 * CHUNK, 99), 1, eos=None, tenant="b")
+        steps = 0
+        while one.completion is None:
+            scheduler.step()
+            steps += 1
+        assert steps <= 2 * 3 + 1  # it has every other forward, and its answer is one more
+        finish(scheduler)
+
+
+def test_a_full_queue_of_one_tenant_refuses_no_other(engine):
+    with engine.scheduler(1, max_waiting=2) as scheduler:
+        for i in range(2):
+            scheduler.submit(prompt(5, i), 1, tenant="a")
+        with pytest.raises(QueueFullError, match="max_waiting is 2"):
+            scheduler.submit(prompt(5, 3), 1, tenant="a")
+        other = scheduler.submit(prompt(5, 4), 1, eos=None, tenant="b")
+        finish(scheduler)
+        assert other.completion.finish_reason == "length"
 
 
 def test_a_request_that_waits_too_long_ends_with_timeout(engine):

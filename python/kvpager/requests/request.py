@@ -111,6 +111,7 @@ class Job:
         priority: int = 0,
         deadline: float | None = None,
         salt: str | None = None,
+        tenant: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes it; nothing is computed before `admit`.
@@ -128,10 +129,13 @@ class Job:
             priority: lower ones are admitted earlier.
             deadline: when it ends, by `clock`; None: never.
             salt: of the session that is made for it, stretched; None: the engine's.
+            tenant: whose it is.
             clock: seconds; measures how long it waits.
         """
         self.index = index
-        self.rank = (priority, index)
+        self.priority = priority
+        self.tenant = tenant
+        self.rank = (priority, 0, index)  # see `WaitingRequests`
         self.deadline = deadline
         self.salt = salt
         self.completion: RequestCompletion | None = None

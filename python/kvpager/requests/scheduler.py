@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
@@ -27,7 +27,7 @@ from kvpager.requests.waiting import WaitingRequests
 from kvpager.sampling import fresh_seed
 from kvpager.scheduling.chat import MOST_NEW_TOKENS, PlannedTurn, plan_turn
 from kvpager.scheduling.completion import FinishReason
-from kvpager.scheduling.feed import runnable
+from kvpager.scheduling.feed import Account, runnable
 from kvpager.scheduling.options import repeatable
 from kvpager.scheduling.packing import advance
 from kvpager.scheduling.stream import Generation
@@ -50,8 +50,9 @@ class Scheduler:
     rows of prompts, shared fairly, then speculation. The other requests of a forward change no bit
     of a request. Requests are admitted by priority, then in the order of their submission, while
     the tiers below the pool have room for all tokens they may produce and the pool for their
-    unsealed chunks. Later ones that fit overtake one that does not, a bounded number of times. A
-    request that does not fit even alone ends with CapacityError.
+    unsealed chunks. Requests of one priority are admitted in turns of their tenants, by tokens, and
+    prompts of several tenants share rows likewise. Later ones that fit overtake one that does not,
+    a bounded number of times. A request that does not fit even alone ends with CapacityError.
 
     Any thread may call `submit`, `close` and `Request.cancel`; only one thread at a time may call
     `step`. If a forward fails with a request and succeeds without it, that request alone ends, with
@@ -60,6 +61,7 @@ class Scheduler:
     Attributes:
         clock: monotonic seconds, for `timeout_s` and `queue_s`; may be replaced before the first
             request.
+        most_of_one: most requests of one tenant that run at once. May be changed at any time.
 
     Example:
         >>> with engine.scheduler() as scheduler:
@@ -82,12 +84,13 @@ class Scheduler:
             core: the engine's.
             make_session: makes an empty session of a stretched salt; None: the engine's.
             max_sessions: most requests that run at once; by default one per row of a forward.
-            max_waiting: most requests that wait; None: any number.
+            max_waiting: most requests of one tenant that wait; None: any number.
         """
         most = core.rows if max_sessions is None else as_integer(max_sessions, "max_sessions", 1)
         self._core = core
         self._make_session = make_session
         self._limit = min(most, _open_chunks(core))
+        self.most_of_one = self._limit
         self._most_waiting = (
             None if max_waiting is None else as_integer(max_waiting, "max_waiting", 1)
         )
@@ -123,6 +126,7 @@ class Scheduler:
         priority: Integer = 0,
         timeout_s: float | None = None,
         salt: str | None = None,
+        tenant: str = "",
         **options: Unpack[GenerationOptions],
     ) -> Request:
         """Queues a prompt; `step` computes it.
@@ -144,6 +148,8 @@ class Scheduler:
                 keeps the tokens it has; checked at each step. None: no limit.
             salt: of the session that is made for the prompt, as for `Engine.session`. A salt that
                 is new to the process costs this call some 50 ms.
+            tenant: whose it is: requests of one priority are admitted in turns of their tenants. It
+                changes no bit.
             **options: `kvpager.GenerationOptions`: temperature, top_k, top_p, min_p, penalties,
                 logit_bias, logits_processor, generation_config, eos, stop, speculate and others.
 
@@ -152,7 +158,7 @@ class Scheduler:
             QueueFullError: `max_waiting` requests wait already.
         """
         given = session is not None or isinstance(prompt, Session)
-        queueing = Queueing.checked(priority, timeout_s, salt, session_given=given)
+        queueing = Queueing.checked(priority, timeout_s, salt, tenant=tenant, session_given=given)
         generation = Generation.checked(self._core, max_new_tokens, options, logprobs=logprobs)
         return self.queue(
             prompt,
@@ -182,6 +188,7 @@ class Scheduler:
         on_finish: OnFinish | None = None,
         priority: Integer = 0,
         timeout_s: float | None = None,
+        tenant: str = "",
         default_new_tokens: Integer = MOST_NEW_TOKENS,
         **options: Unpack[GenerationOptions],
     ) -> Request:
@@ -205,6 +212,7 @@ class Scheduler:
             on_finish: likewise.
             priority: likewise.
             timeout_s: likewise.
+            tenant: likewise.
             default_new_tokens: most tokens of the answer where `max_new_tokens` is None.
             **options: `kvpager.GenerationOptions`.
 
@@ -213,7 +221,7 @@ class Scheduler:
             QueueFullError: `max_waiting` requests wait already.
         """
         require_own(self._core, session)
-        queueing = Queueing.checked(priority, timeout_s)
+        queueing = Queueing.checked(priority, timeout_s, tenant=tenant)
         read = repeatable(options)
         turn = plan_turn(
             self._core,
@@ -304,10 +312,11 @@ class Scheduler:
                 raise InvalidArgumentError(
                     f"{name}: the session is in {whose} scheduler; give a fork"
                 )
-            if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
+            waiting = self._waiting.of(queueing.tenant)
+            if self._most_waiting is not None and waiting >= self._most_waiting:
                 raise QueueFullError(
-                    f"max_waiting is {self._most_waiting}, and {len(self._waiting)} requests wait "
-                    "already; submit again later"
+                    f"max_waiting is {self._most_waiting}, and {waiting} requests wait already; "
+                    "submit again later"
                 )
             deadline = None if queueing.timeout_s is None else self.clock() + queueing.timeout_s
             job = Job(
@@ -323,6 +332,7 @@ class Scheduler:
                 priority=queueing.priority,
                 deadline=deadline,
                 salt=queueing.salt,
+                tenant=queueing.tenant,
                 clock=self.clock,
             )
             self._submitted += 1
@@ -415,10 +425,9 @@ class Scheduler:
         """Puts every request where its state says, after a step that did not come to its end."""
         with self._queues:
             jobs = list(self._unfinished.values())
+            self._waiting = WaitingRequests()
             for job in jobs:
-                if job.state != "waiting":
-                    self._waiting.discard(job)
-                elif job not in self._waiting:
+                if job.state == "waiting":
                     self._waiting.add(job)
             for queue, state in ((self._prefilling, "prefilling"), (self._decoding, "decoding")):
                 placed = [job for job in dict.fromkeys(queue) if job.state == state]
@@ -560,8 +569,9 @@ class Scheduler:
             running = self.running
             if running and (self._full or running >= self._limit):
                 return
+            full = self._full_tenants()
             with self._queues:
-                job = self._waiting.next()
+                job = self._waiting.next(full)
             if job is None:
                 return
             try:
@@ -582,12 +592,25 @@ class Scheduler:
                 with self._queues:
                     self._waiting.admitted(job)
                 if job.state == "prefilling":
-                    job.feed.served = min(
-                        (other.feed.served for other in self._prefilling), default=0
-                    )
-                    self._prefilling.append(job)
+                    self._join_prompts(job)
                 else:
                     self._decoding.append(job)
+
+    def _full_tenants(self) -> set[str]:
+        """Tenants that run as many requests as they may."""
+        if self.most_of_one >= self._limit:
+            return set()
+        running = Counter(job.tenant for job in self._running_jobs())
+        return {tenant for tenant, count in running.items() if count >= self.most_of_one}
+
+    def _join_prompts(self, job: Job) -> None:
+        """Adds a prompt to those that share rows, as one that was served the least."""
+        feed, others = job.feed, self._prefilling
+        feed.served = min((other.feed.served for other in others), default=0)
+        own = (other.feed.account for other in others if other.tenant == job.tenant)
+        least = min((other.feed.account.served for other in others), default=0)
+        feed.account = next(own, None) or Account(least)
+        others.append(job)
 
     def _forward(self, decoding: list[Job], prompts: list[Job], room: int | None = None) -> bool:
         """Advances these, in one forward or in smaller ones. False if none advanced."""

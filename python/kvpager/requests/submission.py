@@ -17,11 +17,13 @@ class Queueing:
         priority: lower ones are admitted earlier.
         timeout_s: seconds from its submission to its end at the latest; None: no limit.
         salt: of the session that is made for it, stretched; None: the engine's.
+        tenant: whose it is.
     """
 
     priority: int = 0
     timeout_s: float | None = None
     salt: str | None = None
+    tenant: str = ""
 
     @classmethod
     def checked(
@@ -30,9 +32,12 @@ class Queueing:
         timeout_s: float | None,
         salt: str | None = None,
         *,
+        tenant: str = "",
         session_given: bool = True,
     ) -> Queueing:
         """Raises InvalidArgumentError for a value out of range, or a salt beside a session."""
+        if not isinstance(tenant, str):
+            raise refusal("tenant", tenant, "text")
         if timeout_s is not None and not (is_finite(timeout_s) and timeout_s > 0):
             raise refusal("timeout_s", timeout_s, "seconds, more than 0, or None")
         if salt is not None and session_given:
@@ -43,4 +48,5 @@ class Queueing:
             as_integer(priority, "priority", -(1 << 31)),
             None if timeout_s is None else float(timeout_s),
             None if salt is None else stretched(checked_salt(salt)),
+            tenant,
         )

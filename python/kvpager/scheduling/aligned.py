@@ -40,7 +40,9 @@ def advance(core: EngineCore, streams: Iterable[Stream] = (), feeds: Iterable[Fe
             _advance_stream(core, transcript)
     waiting = runnable(feeds, core.layout.chunk_tokens)
     if waiting:
-        _advance_feed(core, min(waiting, key=lambda feed: feed.served), prompt=True)
+        _advance_feed(
+            core, min(waiting, key=lambda feed: (feed.account.served, feed.served)), prompt=True
+        )
 
 
 def read_logits(core: EngineCore, transcript: Transcript) -> torch.Tensor:
@@ -104,6 +106,7 @@ def _advance_feed(core: EngineCore, feed: Feed, *, prompt: bool = False) -> None
     feed.start()
     _run(core, transcript, batch, ends=ends and prompt)
     feed.served += batch.used
+    feed.account.served += batch.used
     transcript.count_computed(start, batch.used)
 
 

@@ -16,18 +16,27 @@ from kvpager.text.transcript import Transcript
 from kvpager.tokens import TokenIds
 
 
+class Account:
+    """Rows that the prompts of one tenant have had so far."""
+
+    def __init__(self, served: int = 0) -> None:
+        self.served = served
+
+
 class Feed:
     """All tokens that a session is to hold, and the session, which holds the first of them.
 
     Attributes:
         served: rows this prompt has had so far; forwards serve the prompt with the fewest first. A
             prompt that joins others starts with the smallest of their numbers.
+        account: rows of its tenant's prompts, which have one account; else its own alone.
     """
 
     def __init__(self, transcript: Transcript, ids: TokenIds) -> None:
         self.transcript = transcript
         self.ids = ids
         self.served = 0
+        self.account = Account()
         self._room: Reservation | None = None
         self._fresh = not transcript.committed  # no row of it has been computed
         # Tokens of whole chunks in common with other prompts.
@@ -137,18 +146,26 @@ def runnable(feeds: Iterable[Feed], chunk_tokens: int) -> list[Feed]:
 def share_rows(feeds: Iterable[Feed], room: int, chunk_tokens: int) -> list[tuple[Feed, int]]:
     """How many of `room` rows each prompt gets: up to the end of its chunk, then the next prompt.
 
-    The prompt served least comes first; once each has had its chunk, another round starts. Where
-    possible a prompt's rows end at a chunk boundary, so that it keeps no open chunk while it waits.
+    The account served least comes first, and of its prompts the one served least; once each prompt
+    of an account has had its chunk, another round of them starts. Where possible a prompt's rows
+    end at a chunk boundary, so that it keeps no open chunk while it waits.
     """
-    granted: dict[int, int] = {}
-    waiting = deque(sorted(feeds, key=lambda feed: feed.served))
-    order = list(waiting)
+    granted: dict[Feed, int] = {}
+    waiting: dict[Account, deque[Feed]] = {}
+    order = sorted(feeds, key=lambda feed: (feed.account.served, feed.served))
+    for feed in order:
+        waiting.setdefault(feed.account, deque()).append(feed)
+    served = {account: account.served for account in waiting}
     while room and waiting:
-        feed = waiting.popleft()
-        had = granted.get(id(feed), 0)
+        account = min(waiting, key=served.__getitem__)
+        feed = waiting[account].popleft()
+        had = granted.get(feed, 0)
         rows = min(room, feed.left - had, chunk_tokens - (feed.done + had) % chunk_tokens)
-        granted[id(feed)] = had + rows
+        granted[feed] = had + rows
+        served[account] += rows
         room -= rows
         if had + rows < feed.left:
-            waiting.append(feed)
-    return [(feed, granted[id(feed)]) for feed in order if granted.get(id(feed))]
+            waiting[account].append(feed)
+        if not waiting[account]:
+            del waiting[account]
+    return [(feed, granted[feed]) for feed in order if granted.get(feed)]

@@ -256,6 +256,7 @@ class Packing:
                 share.transcript.count_speculation(len(share.guess), share.accepted)
         for feed, count in self._fed:
             feed.served += count
+            feed.account.served += count
             feed.transcript.count_computed(feed.done - count, count)
 
     def _accept(self, logits: torch.Tensor) -> Mapping[pager.Sequence, int]:

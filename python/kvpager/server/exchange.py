@@ -44,7 +44,9 @@ class Exchange:
         self._restored = [0] * plan.choices  # tokens of a conversation that was read from disk
         self._seen: Digests = ()
         self._saw_token = [False] * plan.choices
-        self._begun = self._finished = False
+        self.begun = False  # whether `begin` was called
+        self._finished = False
+        self._made = time.perf_counter()
         self.saved_tokens = 0  # up to the last breakpoint
         if plan.prompt.messages and not plan.prompt.appended:
             self._seen = digests(plan.prompt.messages, plan.salt)
@@ -60,11 +62,15 @@ class Exchange:
 
     async def begin(self) -> None:
         """Queues every choice. Raises ApiError; nothing is left then."""
-        self._begun = True
+        if self._finished:  # its client has gone
+            raise errors.stopping()
+        self.begun = True
         self._began = time.perf_counter()
         self._service.begun(self)
         try:
-            await asyncio.to_thread(self._submit_all)
+            # A thread that a cancellation keeps from starting would leave choices without an end.
+            submitting = self._service.background(asyncio.to_thread(self._submit_all))
+            await asyncio.shield(submitting)
         except BaseException as error:
             if isinstance(error, Exception):
                 self._span.failed(known := errors.of(error))
@@ -83,6 +89,7 @@ class Exchange:
             else:
                 if event.completion is not None:
                     self._count(event.choice, event.completion)
+                    self._let_go(event.choice)
                 try:
                     self._raise_failure(event.completion)
                 except errors.ApiError as error:
@@ -136,7 +143,7 @@ class Exchange:
     async def abandon(self) -> None:
         """Cancels what runs and frees everything. May be called at any time, also twice."""
         self._production.cancel()
-        if self._begun:
+        if self.begun:
             await self._production.ended()
         if not self._finished:
             self._finished = True
@@ -209,9 +216,27 @@ class Exchange:
         if isinstance(completion.error, CorruptSnapshotError):
             self._service.metrics.damaged()
 
+    def _let_go(self, choice: int) -> None:
+        """Closes the session of a choice that has ended, of which nothing is kept.
+
+        A session at rest holds a block of the pool, and a request may have hundreds of them.
+        """
+        plan, session = self.plan, self._sessions[choice]
+        kept = plan.share or plan.keep_as is not None or bool(plan.prompt.messages)
+        if session is not None and not (kept and choice == 0):
+            session.close()
+            self._sessions[choice] = None
+
+    def _seconds_left(self) -> float | None:
+        most = self._service.settings.request_timeout
+        return max(1e-3, most - (time.perf_counter() - self._made)) if most else None
+
     def _submit_all(self) -> None:
         seed = fresh_seed() if self.plan.seed is None else self.plan.seed
         for choice in range(self.plan.choices):
+            if self._production.cancelled:  # meanwhile
+                self._production.drop(*range(choice, self.plan.choices))
+                return
             try:
                 with self._span.part("prepare"):
                     self._submit(choice, seed)
@@ -229,7 +254,8 @@ class Exchange:
             "seed": seed,
             "logprobs": plan.logprobs,
             "priority": plan.priority,
-            "timeout_s": self._service.settings.request_timeout or None,
+            "tenant": plan.conversations.tenant.name,
+            "timeout_s": self._seconds_left(),
             **plan.options,
         }
         scheduler = self._service.scheduler
@@ -350,7 +376,8 @@ class Exchange:
     def _keep(self, answer: dict[str, Any] | None, notes: dict[str, Any]) -> None:
         plan = self.plan
         session, self._sessions[0] = self._sessions[0], None
-        assert session is not None
+        if session is None:  # nothing of it is kept
+            return
         marks, tokenizer = plan.prompt.marks, self._service.tokenizer
         try:
             self.saved_tokens = marks.save(plan.conversations, tokenizer, plan, session)
@@ -410,8 +437,12 @@ class Exchange:
         self._sessions = [None] * len(self._sessions)
 
 
-async def beside(exchanges: Sequence[Exchange]) -> AsyncIterator[tuple[int, Piece | Ended]]:
-    """What comes of several exchanges that have begun, each with its place among them.
+async def beside(
+    exchanges: Sequence[Exchange], at_once: int
+) -> AsyncIterator[tuple[int, Piece | Ended]]:
+    """What comes of several exchanges, each with its place among them.
+
+    at_once: how many run at a time; those that have not begun do so when their turn comes.
 
     Raises ApiError where a choice failed.
     """
@@ -419,13 +450,17 @@ async def beside(exchanges: Sequence[Exchange]) -> AsyncIterator[tuple[int, Piec
 
     async def read(place: int, exchange: Exchange) -> None:
         try:
-            async for one in exchange.events():
-                ready.put_nowait((place, one))
+            async with turns:
+                if not exchange.begun:
+                    await exchange.begin()
+                async for one in exchange.events():
+                    ready.put_nowait((place, one))
         except errors.ApiError as error:
             ready.put_nowait(error)
         else:
             ready.put_nowait(None)
 
+    turns = asyncio.Semaphore(at_once)
     tasks = [asyncio.ensure_future(read(place, one)) for place, one in enumerate(exchanges)]
     left = len(tasks)
     try:

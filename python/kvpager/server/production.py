@@ -47,6 +47,9 @@ class Production:
     """The choices of one request, and what comes of them in the order in which it comes.
 
     Made in the event loop, and read there; `submit` and `drop` may be called in other threads.
+
+    Attributes:
+        cancelled: whether `cancel` was called.
     """
 
     def __init__(self, choices: int, on_token: Callable[[int, float], object]) -> None:
@@ -57,7 +60,7 @@ class Production:
         self._requests: list[Request] = []
         self._running = choices
         self._idle = asyncio.Event()
-        self._cancelled = False
+        self.cancelled = False
         self._completions: list[RequestCompletion | None] = [None] * choices
 
     def submit(self, choice: int, submit: Submit) -> None:
@@ -70,7 +73,7 @@ class Production:
             self._tell(Ended(choice, completion))
 
         self._requests.append(submit(on_token, on_finish))
-        if self._cancelled:
+        if self.cancelled:
             self.cancel()
 
     def drop(self, *choices: int) -> None:
@@ -85,7 +88,7 @@ class Production:
 
     def cancel(self) -> None:
         """Ends what still runs. May be called at any time, from any thread."""
-        self._cancelled = True
+        self.cancelled = True
         for request in list(self._requests):
             if request.completion is None:
                 request.cancel()

@@ -75,6 +75,7 @@ class Service:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._conversations = {one.name: self._opened(one) for one in self.tenants.all()}
         self._serving = engine.serve(settings.max_running, max_waiting=settings.max_waiting)
+        self._keep_places()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -153,6 +154,14 @@ class Service:
             on_restore=self.metrics.restored,
         )
 
+    def _keep_places(self) -> None:
+        """Keeps a quarter of the places that run free of any one tenant, where there are several.
+
+        A request of another tenant then waits for no answer to end.
+        """
+        most, several = self.scheduler.most_running, len(self.tenants.all()) > 1
+        self.scheduler.most_of_one = max(1, most - -(-most // 4)) if several else most
+
     async def reload_keys(self) -> None:
         """Reads the keys again. A file that cannot be read leaves those that hold; the log says so.
 
@@ -181,6 +190,7 @@ class Service:
             known = self._conversations.setdefault(name, conversations)
             known.tenant = conversations.tenant
         self.tenants = self.tenants.renewed(tenants)
+        self._keep_places()
         _log.info("read %d keys from %s", len(tenants.by_digest), path)
 
     def check_model(self, name: str | None) -> None:
@@ -236,14 +246,17 @@ class Service:
         }
 
     def release_idle(self) -> bool:
-        """Lets the idle conversation go that was not used for longest; False if there is none."""
+        """Evicts a tenant's least recently used conversation from memory; False if there is none.
+
+        Of the tenant with the most of them, so that one makes room for itself first.
+        """
         kept = [
-            (first.used, source)
+            (-len(source.names()), first.used, source)
             for source in self._conversations.values()
             for name in source.names()[:1]
             if (first := source.kept(name)) is not None
         ]
-        return min(kept, key=lambda pair: pair[0])[1].release_oldest() if kept else False
+        return min(kept, key=lambda one: one[:2])[2].release_oldest() if kept else False
 
     def _release_surplus(self) -> None:
         sources = self._conversations.values()

@@ -163,7 +163,9 @@ class ServerSettings(Validated):
         integer(1, 4096, none="one per row of a forward"), "most requests that run at once", None
     )
     max_waiting: int = option(
-        integer(0, 1 << 20), "most requests that wait; further ones are told to come again", 1024
+        integer(0, 1 << 20),
+        "most requests of a tenant that wait; further ones are told to come again",
+        1024,
     )
     max_tokens: int = option(
         integer(1, 1 << 30), "most tokens of an answer where the request names no number", 1024

@@ -157,21 +157,30 @@ class _Text:
         return {} if self._session is None else {"x-session-id": self._session}
 
     async def begin(self) -> None:
-        """Queues everything. Raises ApiError; nothing is left then."""
+        """Queues the first prompts. Raises ApiError; nothing is left then."""
         try:
-            for exchange in self.exchanges if self.most else ():
+            for exchange in self.exchanges[: self._at_once] if self.most else ():
                 await exchange.begin()
         except BaseException:
             for exchange in self.exchanges:
                 await exchange.release()
             raise
 
+    @property
+    def _at_once(self) -> int:
+        """How many prompts are queued at once, so that other requests come between them."""
+        service = self._service
+        places = min(service.scheduler.most_running, service.settings.max_waiting)
+        return max(1, places // self._choices)
+
     async def whole(self) -> Completion:
         """The whole answer."""
         if self.most == 0:
             return await self._echoed()
         await self.begin()
-        made = await asyncio.gather(*(exchange.run() for exchange in self.exchanges))
+        async for _ in beside(self.exchanges, self._at_once):
+            pass
+        made = [exchange.completions for exchange in self.exchanges]
         scores = await self._scores()
         choices: list[CompletionChoice] = []
         for prompt, several in enumerate(made):
@@ -296,7 +305,7 @@ class _Text:
                 yield self._chunk(index, self._decoded(ids), logprobs=logprobs)
         offsets: dict[int, TextOffsets] = {}
         ends: dict[int, RequestCompletion | None] = {}
-        async for prompt, one in beside(self.exchanges if self.most else ()):
+        async for prompt, one in beside(self.exchanges if self.most else (), self._at_once):
             index = prompt * self._choices + one.choice
             if isinstance(one, Piece):
                 if index not in offsets and self._body.logprobs is not None:
