@@ -23,6 +23,7 @@ from kvpager._core import FingerprintMismatchError as _CoreFingerprintMismatchEr
 
 __all__ = [
     "CapacityError",
+    "ContextLengthError",
     "CorruptSnapshotError",
     "DeviceError",
     "FingerprintMismatchError",
@@ -89,6 +90,23 @@ def explain_damage(error: CorruptSnapshotError, why: str) -> CorruptSnapshotErro
 
 class UnsupportedModelError(InvalidArgumentError):
     """The model, as configured, cannot keep the promise; the message says why and what to do."""
+
+
+class ContextLengthError(_Pickled, InvalidArgumentError):
+    """A prompt leaves no room for an answer; see `Scheduler.chat`.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        limit: most tokens of prompt and answer.
+    """
+
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens; expected less than {limit}, the most of a "
+            "prompt and its answer"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
 
 
 class ModelChangedError(InvalidArgumentError):

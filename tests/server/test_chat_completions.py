@@ -168,7 +168,6 @@ def test_the_end_token_can_be_ignored(server):
         ("top_p", 0, "top_p", "greater than 0"),
         ("n", 99, "n", "1 to 16"),
         ("n", 0, "n", "greater than or equal to 1"),
-        ("max_tokens", 10**9, "max_completion_tokens", "at most 32768"),
         ("logit_bias", {"x": 1}, "logit_bias", "token ids"),
         ("logit_bias", {"999999": 1}, "logit_bias", "expected ids from 0"),
         ("stop", "", "stop", "not empty"),

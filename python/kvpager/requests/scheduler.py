@@ -190,6 +190,7 @@ class Scheduler:
         timeout_s: float | None = None,
         tenant: str = "",
         default_new_tokens: Integer = MOST_NEW_TOKENS,
+        most_tokens: Integer | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Request:
         """Queues a turn of a session's conversation; `Session.chat` beside other requests.
@@ -214,10 +215,13 @@ class Scheduler:
             timeout_s: likewise.
             tenant: likewise.
             default_new_tokens: most tokens of the answer where `max_new_tokens` is None.
+            most_tokens: most tokens of the prompt and the answer, which is cut to what the prompt
+                leaves; None: what is beyond the model's positions is refused.
             **options: `kvpager.GenerationOptions`.
 
         Raises:
             InvalidArgumentError: an argument is invalid, or the session is in another request.
+            ContextLengthError: the prompt has `most_tokens` or more.
             QueueFullError: `max_waiting` requests wait already.
         """
         require_own(self._core, session)
@@ -237,6 +241,7 @@ class Scheduler:
             seed=seed,
             logprobs=logprobs,
             default_new_tokens=as_integer(default_new_tokens, "default_new_tokens", 1),
+            most_tokens=None if most_tokens is None else as_integer(most_tokens, "most_tokens", 1),
         )
         return self.queue(
             turn,

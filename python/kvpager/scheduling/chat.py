@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpager.arguments import Integer, as_flag, listed, refusal
-from kvpager.errors import InvalidArgumentError
+from kvpager.errors import ContextLengthError, InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.scheduling.stream import Generation
 from kvpager.text.conversation import ASSISTANT, Answer, Conversation, checked_messages
@@ -71,11 +71,13 @@ def plan_turn(
     control_tokens: ControlTokensAs = "text",
     continue_final_message: bool = False,
     add_generation_prompt: bool = True,
+    most_tokens: int | None = None,
 ) -> PlannedTurn:
     """Checks a turn and renders its prompt; arguments and errors as for `Session.chat`.
 
     default_new_tokens: most tokens of the answer where `max_new_tokens` is None.
     add_generation_prompt: whether the template begins an answer.
+    most_tokens: see `Scheduler.chat`.
     """
     core.check_open(transcript)
     tokenizer = require_tokenizer(core, "chat")
@@ -98,7 +100,11 @@ def plan_turn(
     rendering = Rendering(template, control_tokens, continue_final_message, add_generation_prompt)
     turn = before.turn(whole, tokenizer, rendering)
     length, limit = len(turn.ids), core.positions.most
-    if max_new_tokens is None and limit is not None:
+    if most_tokens is not None:
+        generation = replace(
+            generation, max_new_tokens=within(length, generation.max_new_tokens, most_tokens)
+        )
+    elif max_new_tokens is None and limit is not None:
         left = max(1, min(generation.max_new_tokens, limit - length))
         generation = replace(generation, max_new_tokens=left)
     core.positions.check(length + generation.max_new_tokens, "the conversation with max_new_tokens")
@@ -145,6 +151,13 @@ def _check_last(messages: Sequence[Message], continues: bool, prompted: bool) ->
             "assistant's message with text, and without tool_calls"
         )
     return len(content)
+
+
+def within(prompt_tokens: int, max_new_tokens: int, most_tokens: int) -> int:
+    """`max_new_tokens`, cut to what a prompt leaves. Raises ContextLengthError if that is none."""
+    if prompt_tokens >= most_tokens:
+        raise ContextLengthError(prompt_tokens, most_tokens)
+    return min(max_new_tokens, most_tokens - prompt_tokens)
 
 
 def _variables(given: object) -> dict[str, Any]:

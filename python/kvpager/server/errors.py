@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpager.errors import (
     CapacityError,
+    ContextLengthError,
     CorruptSnapshotError,
     FingerprintMismatchError,
     InvalidArgumentError,
@@ -41,6 +42,7 @@ class ApiError(Exception):
         param: the field it concerns.
         code: a word for programs.
         headers: of the answer.
+        anthropic: the message under /v1/messages, where Anthropic's API has words of its own.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.anthropic = anthropic or message
         self.status = status
         self.message = message
         self.kind = kind
@@ -87,6 +91,18 @@ def unsupported(param: str, hint: str = "") -> ApiError:
 def not_found(what: str, name: str, param: str, code: str = "not_found") -> ApiError:
     """404, of a name."""
     return ApiError(404, f"{param} is {name!r}; there is no such {what}", param=param, code=code)
+
+
+def context_exceeded(tokens: int, limit: int, what: str = "messages") -> ApiError:
+    """400 in the words by which agents know that they have to shorten a conversation."""
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, your {what} resulted in "
+        f"{tokens} tokens. Please reduce the length of the {what}.",
+        param=what,
+        code="context_length_exceeded",
+        anthropic=f"prompt is too long: {tokens} tokens > {limit} maximum",
+    )
 
 
 def retry_after(seconds: float) -> dict[str, str]:
@@ -160,7 +176,18 @@ def _damaged(text: str, error: Any) -> ApiError:
 
 
 def _capacity(text: str, error: Any) -> ApiError:
-    return ApiError(400, text, code="context_too_long")
+    _log.warning("a request found no room: %s", text)  # with settings that would make some
+    return ApiError(
+        503,
+        "other requests and pinned sessions hold the memory that this one's K/V need",
+        kind="server_error",
+        code="out_of_memory",
+        headers=retry_after(RETRY_AFTER_SECONDS),
+    )
+
+
+def _context(text: str, error: Any) -> ApiError:
+    return context_exceeded(error.prompt_tokens, error.limit)
 
 
 def _invalid(text: str, error: Any) -> ApiError:
@@ -184,6 +211,7 @@ _KNOWN: tuple[tuple[type[BaseException], Any], ...] = (
     (CapacityError, _capacity),
     (ModelChangedError, _server),
     (NonFiniteError, _server),
+    (ContextLengthError, _context),
     (InvalidArgumentError, _invalid),
     (PagerError, _server),
 )

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from kvpager.errors import CapacityError, CorruptSnapshotError
@@ -275,6 +276,7 @@ class Exchange:
                 control_tokens=prompt.rendering.control_tokens,
                 continue_final_message=prompt.rendering.continues,
                 add_generation_prompt=prompt.rendering.generation_prompt,
+                most_tokens=self._service.most_tokens,
                 **callbacks,
                 **common,
             )
@@ -286,7 +288,12 @@ class Exchange:
         plan = self.plan
         source = plan.conversations
         if plan.continues is not None and (plan.must_exist or source.has(plan.continues)):
-            return source.fork(plan.continues, plan.salt, plan.on_corrupt)
+            try:
+                return source.fork(plan.continues, plan.salt, plan.on_corrupt)
+            except errors.ApiError as error:
+                if plan.must_exist and error.status == HTTPStatus.NOT_FOUND:
+                    raise _no_previous(plan.continues) from error
+                raise
         if plan.continues is None:
             found = source.fork_of_beginning(self._seen, plan.salt)
             if found is None:
@@ -435,6 +442,11 @@ class Exchange:
             if session is not None:
                 session.close()
         self._sessions = [None] * len(self._sessions)
+
+
+def _no_previous(name: str) -> errors.ApiError:
+    param, code = "previous_response_id", "previous_response_not_found"
+    return errors.not_found("response", name, param, code)
 
 
 async def beside(

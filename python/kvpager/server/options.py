@@ -76,13 +76,6 @@ def choices_of(service: Service, body: Sampled) -> int:
     return count
 
 
-def check_length(service: Service, count: int | None, name: str) -> None:
-    """Raises ApiError for more tokens than any text may have."""
-    most = service.most_tokens
-    if count is not None and most is not None and count > most:
-        raise bad_request(f"{name} is {count}; expected at most {most}, the model's context", name)
-
-
 def cache_key_name(body: Common) -> str | None:
     """The name under which a `prompt_cache_key`'s conversation is saved."""
     if body.prompt_cache_key is None:

@@ -134,10 +134,14 @@ class Service:
             given["tools"] = list(tools)
         return Rendering(given, self.settings.control_tokens, continues, generation_prompt)
 
-    @property
+    @cached_property
     def most_tokens(self) -> int | None:
-        """The longest text, prompt and answer; None: no limit is known."""
-        return self.engine.core.positions.most
+        """The longest text, prompt and answer, of positions and memory; None: no limit is known."""
+        core = self.engine.core
+        if core.pager.window:  # chunks behind it are released
+            return core.positions.most
+        held = int(self.engine.stats()["home_chunks"]) * core.layout.chunk_tokens
+        return held if core.positions.most is None else min(held, core.positions.most)
 
     def conversations(self, tenant: Tenant) -> Conversations:
         """A tenant's conversations."""

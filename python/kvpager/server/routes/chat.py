@@ -90,7 +90,6 @@ class _Turn:
                 "top_logprobs",
             )
         most = body.max_completion_tokens or body.max_tokens
-        options.check_length(service, most, "max_completion_tokens")
         chosen = options.sampled(service, body) | dict(self._answering.options)
         if body.top_logprobs:
             chosen["top_logprobs"] = body.top_logprobs

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request
 from sse_starlette import ServerSentEvent
 
+from kvpager.errors import ContextLengthError
 from kvpager.requests.completion import RequestCompletion
+from kvpager.scheduling.chat import within
 from kvpager.scheduling.score import Score
 from kvpager.scheduling.stream import GeneratedToken
 from kvpager.server import errors, options
@@ -119,7 +121,6 @@ class _Text:
             )
         if self.most == 0 and not body.echo:
             raise bad_request("max_tokens is 0; expected at least 1, or echo: true", "max_tokens")
-        options.check_length(service, self.most, "max_tokens")
         self._chosen = options.sampled(service, body)
         if body.logprobs:
             self._chosen["top_logprobs"] = body.logprobs
@@ -134,7 +135,7 @@ class _Text:
                     salt=service.salt(caller.tenant, body.cache_salt),
                     prompt=Prompt(ids=ids),
                     choices=self._choices,
-                    max_new_tokens=self.most,
+                    max_new_tokens=self._within(ids),
                     options=self._chosen,
                     seed=seed,
                     logprobs=body.logprobs is not None,
@@ -150,6 +151,17 @@ class _Text:
             )
             for number, ids in enumerate(prompts)
         ]
+
+    def _within(self, ids: TokenIds) -> int:
+        """As many tokens as a prompt leaves room for. Raises ApiError."""
+        limit = self._service.most_tokens
+        echoed = self.most == 0 and limit is not None and len(ids) <= limit
+        if limit is None or echoed:
+            return self.most
+        try:
+            return within(len(ids), self.most, limit)
+        except ContextLengthError as error:
+            raise errors.context_exceeded(len(ids), limit, "prompt") from error
 
     @property
     def headers(self) -> dict[str, str]:

@@ -88,7 +88,6 @@ class _Turn:
 
     def __init__(self, caller: Caller, body: MessagesRequest, session: str | None) -> None:
         service = caller.service
-        options.check_length(service, body.max_tokens, "max_tokens")
         self._answering = _answering(caller, body)
         chosen = options.sampling(service, body) | dict(self._answering.options)
         if body.stop_sequences:
@@ -239,7 +238,7 @@ _ERROR_TYPES = {
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """An error in Anthropic's shape, with the type that its API has for the status."""
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else error.kind)
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": error.anthropic}}
 
 
 def _answering(caller: Caller, body: CountRequest) -> Answering:

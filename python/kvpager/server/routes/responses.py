@@ -123,7 +123,6 @@ class _Turn:
                 '["message.output_text.logprobs"] with it',
                 "top_logprobs",
             )
-        options.check_length(service, body.max_output_tokens, "max_output_tokens")
         self._answering = _answering(caller, body)
         chosen = options.sampling(service, body) | dict(self._answering.options)
         if body.top_logprobs:
@@ -162,7 +161,7 @@ class _Turn:
             seed=options.seed_of(body),
             logprobs=bool(body.include),
             priority=options.priority_of(caller, body),
-            continues=previous or session,
+            continues=session if previous is None else previous,
             must_exist=previous is not None,
             hint=options.cache_key_name(body),
             keep_as=response_id if store else session,

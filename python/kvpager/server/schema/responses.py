@@ -12,7 +12,6 @@ from kvpager.server.schema.common import (
     Breakpoint,
     Common,
     Json,
-    Name,
     TemplateVariables,
 )
 
@@ -127,7 +126,7 @@ class ResponseRequest(Common):
     input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    previous_response_id: Name | None = None
+    previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
     metadata: dict[str, str] | None = None
