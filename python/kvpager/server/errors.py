@@ -28,6 +28,8 @@ from kvpager.errors import (
 _log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1.0  # where nothing is known about when a place will be free
+_MOST_MESSAGE = 2000  # characters
+TIMEOUT = "timeout"
 _NEVER = {"x-should-retry": "false"}
 _FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?= (?:is|has|cannot)\b|:)")
 
@@ -56,6 +58,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         anthropic: str | None = None,
     ) -> None:
+        if len(message) > _MOST_MESSAGE:  # as a client may have sent it
+            message = message[:_MOST_MESSAGE] + "..."
         super().__init__(message)
         self.anthropic = anthropic or message
         self.status = status
@@ -130,7 +134,7 @@ def timed_out() -> ApiError:
         408,
         "the request took longer than request_timeout allows",
         kind="timeout_error",
-        code="timeout",
+        code=TIMEOUT,
         headers=_NEVER,
     )
 

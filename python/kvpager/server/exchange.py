@@ -43,14 +43,13 @@ class Exchange:
         self._tokens = 0  # of all choices
         self._last: dict[int, float] = {}  # when each choice's last token came
         self._restored = [0] * plan.choices  # tokens of a conversation that was read from disk
-        self._seen: Digests = ()
+        self._seen: Digests = ()  # computed when it begins
         self._saw_token = [False] * plan.choices
         self.begun = False  # whether `begin` was called
         self._finished = False
+        self._left: asyncio.Task[None] | None = None  # frees it once its thread has ended
         self._made = time.perf_counter()
         self.saved_tokens = 0  # up to the last breakpoint
-        if plan.prompt.messages and not plan.prompt.appended:
-            self._seen = digests(plan.prompt.messages, plan.salt)
         self._span = RequestSpan(
             service.model,
             conversation=self.name or None,
@@ -69,12 +68,16 @@ class Exchange:
         self._began = time.perf_counter()
         self._service.begun(self)
         try:
-            # A thread that a cancellation keeps from starting would leave choices without an end.
-            submitting = self._service.background(asyncio.to_thread(self._submit_all))
-            await asyncio.shield(submitting)
+            await self._service.workers.run(
+                self._submit_all,
+                self.plan.conversations.tenant.name,
+                on_dropped=lambda: self._production.drop(*range(self.plan.choices)),
+            )
         except BaseException as error:
             if isinstance(error, Exception):
                 self._span.failed(known := errors.of(error))
+                if known.code == errors.TIMEOUT:  # a thread goes on, which nobody waits for
+                    self._left = self._service.background(self.abandon())
                 await self.release()
                 raise known from error
             await self.release()
@@ -180,7 +183,7 @@ class Exchange:
 
     async def release(self) -> None:
         """`abandon`, which goes on even if the task that asks for it is cancelled."""
-        if not self._finished:
+        if not self._finished and self._left is None:
             await asyncio.shield(self._service.background(self.abandon()))
 
     def failed(self, error: errors.ApiError) -> None:
@@ -233,6 +236,9 @@ class Exchange:
         return max(1e-3, most - (time.perf_counter() - self._made)) if most else None
 
     def _submit_all(self) -> None:
+        prompt = self.plan.prompt
+        if prompt.messages and not prompt.appended:
+            self._seen = digests(prompt.messages, self.plan.salt)
         seed = fresh_seed() if self.plan.seed is None else self.plan.seed
         for choice in range(self.plan.choices):
             if self._production.cancelled:  # meanwhile

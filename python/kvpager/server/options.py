@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -74,6 +74,44 @@ def choices_of(service: Service, body: Sampled) -> int:
     if count > service.settings.max_choices:
         raise bad_request(f"n is {count}; expected 1 to {service.settings.max_choices}", "n")
     return count
+
+
+def check_prompt(
+    service: Service,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    instructions: str | None = None,
+) -> None:
+    """Raises ApiError where messages and tools have more characters than a prompt may have."""
+    count = len(instructions or "") + _characters(tools or ())
+    _check_characters(service, count + sum(map(_characters, messages)), "messages")
+
+
+def check_texts(service: Service, texts: Sequence[Any], name: str) -> None:
+    """Raises ApiError for a text that is too long; lists of token ids are none."""
+    for number, text in enumerate(texts):
+        if isinstance(text, str):
+            where = f"{name}[{number}]" if len(texts) > 1 else name
+            _check_characters(service, len(text), where)
+
+
+def _check_characters(service: Service, count: int, name: str) -> None:
+    most = service.most_characters
+    if count > most:
+        raise bad_request(
+            f"{name} has {count} characters; expected at most {most}, which is max_prompt_chars",
+            name,
+            "context_length_exceeded",
+        )
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a JSON value, names of fields included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(name) + _characters(one) for name, one in value.items())
+    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def cache_key_name(body: Common) -> str | None:

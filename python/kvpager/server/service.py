@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvpager.engine import Engine
 from kvpager.requests.scheduler import Scheduler
 from kvpager.server.background import BackgroundResponses
+from kvpager.server.bodies import Budget
 from kvpager.server.conversations import Conversations
 from kvpager.server.errors import ApiError, not_found, retry_after
 from kvpager.server.ids import new_id
@@ -22,6 +23,7 @@ from kvpager.server.metrics import Gauges, Metrics
 from kvpager.server.monitor import Monitor, Recent
 from kvpager.server.settings import AUTO, OFF, ServerSettings
 from kvpager.server.tenants import Tenant, Tenants
+from kvpager.server.threads import Workers
 from kvpager.server.token_texts import TokenTexts
 from kvpager.stores import DirectoryStore
 from kvpager.text.tokenizer import Rendering, Tokenizer
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from kvpager.server.exchange import Exchange
 
 _log = logging.getLogger(__name__)
+_CHARACTERS_PER_TOKEN = 16  # few texts have a third of it
+_LEAST_CHARACTERS = 1 << 16
 
 
 class Service:
@@ -42,6 +46,8 @@ class Service:
         names: of the model, the first one in answers.
         root: where the model is from.
         tenants: who may use it.
+        bodies: bytes of bodies that are being read.
+        workers: threads that read requests.
         draining: whether new requests are refused, because the server ends.
         hurried: whether `drain` waits no longer.
     """
@@ -72,6 +78,8 @@ class Service:
         self.monitor = Monitor(self)
         self._exchanges: dict[int, Exchange] = {}
         self.background_responses = BackgroundResponses()
+        self.bodies = Budget(2 * settings.max_request_bytes)
+        self.workers = Workers(settings.read_timeout)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._conversations = {one.name: self._opened(one) for one in self.tenants.all()}
         self._serving = engine.serve(settings.max_running, max_waiting=settings.max_waiting)
@@ -142,6 +150,14 @@ class Service:
             return core.positions.most
         held = int(self.engine.stats()["home_chunks"]) * core.layout.chunk_tokens
         return held if core.positions.most is None else min(held, core.positions.most)
+
+    @property
+    def most_characters(self) -> int:
+        """The longest text of a prompt that is given to the tokenizer."""
+        most = self.settings.max_prompt_chars
+        if most is None and self.most_tokens is not None:
+            return max(_LEAST_CHARACTERS, _CHARACTERS_PER_TOKEN * self.most_tokens)
+        return self.settings.max_request_bytes if most is None else most
 
     def conversations(self, tenant: Tenant) -> Conversations:
         """A tenant's conversations."""
@@ -311,6 +327,7 @@ class Service:
             await asyncio.wait(set(self._tasks), timeout=self.settings.drain_seconds + 5)
         for source in self._conversations.values():
             source.close()
+        self.workers.close()
 
 
 def _store(folder: str | None, tenant: Tenant, settings: ServerSettings) -> DirectoryStore | None:

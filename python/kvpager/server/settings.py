@@ -172,6 +172,17 @@ class ServerSettings(Validated):
     )
     max_choices: int = option(integer(1, 1024), "largest n", 16)
     max_request_bytes: int = option(size(), "largest body of a request", 32 * MIB)
+    max_prompt_chars: int | None = option(
+        integer(1, 1 << 40, none="16 for each token of the model's context, at least 65536"),
+        "most characters of a request's messages, or of a prompt; what has more is refused before "
+        "it is made tokens",
+        None,
+    )
+    read_timeout: float = option(
+        number(0, 1e9),
+        "seconds that reading a request may take: its JSON, template, tokens and grammar; 0: any",
+        30.0,
+    )
     request_timeout: float = option(
         number(0, 1e9), "seconds from a request to its end, the wait included; 0: no limit", 0.0
     )

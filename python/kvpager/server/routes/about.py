@@ -9,9 +9,10 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from kvpager._version import __version__
-from kvpager.server import errors
+from kvpager.server.bodies import JsonRoute
 from kvpager.server.errors import ApiError, bad_request
 from kvpager.server.messages import as_dicts, continues_last
+from kvpager.server.options import check_prompt, check_texts, json_response
 from kvpager.server.routes.caller import TheCaller, TheService
 from kvpager.server.schema.chat import Message, Tool
 from kvpager.server.schema.common import (
@@ -23,10 +24,9 @@ from kvpager.server.schema.common import (
     TokenId,
 )
 from kvpager.server.service import Service
-from kvpager.server.threads import in_thread
 from kvpager.tokens import TokenIds
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class Health(Answer):
@@ -78,13 +78,13 @@ class Text(Answer):
 
 
 @router.get("/health")
-def health() -> Health:
+async def health() -> Health:
     """200 as long as the process answers."""
     return Health(status="ok")
 
 
 @router.get("/ready")
-def ready(service: TheService) -> Health:
+async def ready(service: TheService) -> Health:
     """200 while requests are taken."""
     service.check_open()
     return Health(status="ready")
@@ -115,8 +115,8 @@ def metrics(service: TheService) -> Response:
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Tokens:
+@router.post("/tokenize", response_model=None, responses={200: {"model": Tokens}})
+async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Response:
     """The token ids of a text, or of what the chat template makes of messages."""
     service = caller.service
     service.check_model(body.model)
@@ -131,9 +131,12 @@ async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Tokens:
             if not body.prompt:
                 return []
             special = body.add_special_tokens is not False
+            check_texts(service, [body.prompt], "prompt")
             return tokenizer.encode(body.prompt, "prompt", special_tokens=special)
         assert body.messages is not None
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
+        messages = as_dicts(body.messages)
+        check_prompt(service, messages, tools)
         prompted = body.add_generation_prompt
         rendering = service.rendering(
             tools,
@@ -143,25 +146,32 @@ async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Tokens:
             ),
             generation_prompt=prompted is not False,
         )
-        return tokenizer.prompt_ids(as_dicts(body.messages), rendering)
+        return tokenizer.prompt_ids(messages, rendering)
 
-    ids = [int(token) for token in await in_thread(encoded)]
-    texts = [service.token_texts.text(one) for one in ids] if body.return_token_strs else None
-    return Tokens(count=len(ids), max_model_len=service.most_tokens, tokens=ids, token_strs=texts)
+    def answer() -> Response:
+        ids = [int(token) for token in encoded()]
+        texts = [service.token_texts.text(one) for one in ids] if body.return_token_strs else None
+        most = service.most_tokens
+        tokens = Tokens(count=len(ids), max_model_len=most, tokens=ids, token_strs=texts)
+        return json_response(tokens)
+
+    return await caller.read(answer)
 
 
 @router.post("/detokenize")
-def detokenize(body: DetokenizeRequest, caller: TheCaller) -> Text:
+async def detokenize(body: DetokenizeRequest, caller: TheCaller) -> Text:
     """The text of token ids."""
     service = caller.service
     service.check_model(body.model)
-    if service.tokenizer is None:
+    tokenizer = service.tokenizer
+    if tokenizer is None:
         raise ApiError(501, "the model has no tokenizer", code="no_tokenizer")
-    try:
+
+    def decoded() -> str:
         ids = service.engine.core.read_ids(body.tokens, "tokens")
-    except Exception as error:
-        raise errors.of(error) from error
-    return Text(prompt=service.tokenizer.decode(ids, special_tokens=True))
+        return tokenizer.decode(ids, special_tokens=True)
+
+    return Text(prompt=await caller.read(decoded))
 
 
 def _card(service: Service, name: str) -> ModelCard:

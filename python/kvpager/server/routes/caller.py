@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Header, Request
 
 from kvpager.server.conversations import Conversations
 from kvpager.server.service import Service
 from kvpager.server.tenants import Tenant
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Caller:
     def conversations(self) -> Conversations:
         """The tenant's."""
         return self.service.conversations(self.tenant)
+
+    async def read(self, work: Callable[[], _Result]) -> _Result:
+        """What `work` returns, which reads the request, in the tenant's share of the threads."""
+        return await self.service.workers.run(work, self.tenant.name)
 
 
 def service_of(request: Request) -> Service:

@@ -14,6 +14,7 @@ from kvpager.requests.completion import RequestCompletion
 from kvpager.scheduling.stream import GeneratedToken
 from kvpager.server import options
 from kvpager.server.answers import Delta, Reader, answering_of, finish_reason, stop_reason
+from kvpager.server.bodies import JsonRoute
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import bad_request
 from kvpager.server.exchange import Exchange
@@ -33,7 +34,7 @@ from kvpager.server.schema.common import NAME_PATTERN
 from kvpager.server.streaming import done, event, head_usage, stream
 from kvpager.server.usage import usage_of
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post(
@@ -49,7 +50,8 @@ async def chat_completions(
 ) -> Any:
     """Answers a conversation; with `stream` as server-sent events."""
     caller.service.check_model(body.model)
-    turn = _Turn(caller, body, options.session_name(body.session_id, x_session_id))
+    session = options.session_name(body.session_id, x_session_id)
+    turn = await caller.read(lambda: _Turn(caller, body, session))
     exchange = Exchange(caller.service, turn.plan)
     if body.stream:
         await exchange.begin()
@@ -105,11 +107,13 @@ class _Turn:
                 "request_id",
             )
         keep_as = session or (key if ttl is not None else None) or stored
+        messages = as_dicts(body.messages)
+        options.check_prompt(service, messages, self._answering.tools)
         self.plan = Plan(
             conversations=caller.conversations,
             salt=service.salt(caller.tenant, body.cache_salt),
             prompt=Prompt(
-                messages=as_dicts(body.messages),
+                messages=messages,
                 rendering=service.rendering(
                     self._answering.tools,
                     body.chat_template_kwargs,

@@ -17,6 +17,7 @@ from kvpager.scheduling.score import Score
 from kvpager.scheduling.stream import GeneratedToken
 from kvpager.server import errors, options
 from kvpager.server.answers import stop_reason
+from kvpager.server.bodies import JsonRoute
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import bad_request, unsupported
 from kvpager.server.exchange import USAGE, Exchange, beside
@@ -32,7 +33,6 @@ from kvpager.server.schema.completions import (
 )
 from kvpager.server.service import Service
 from kvpager.server.streaming import done, event, head_usage, stream
-from kvpager.server.threads import in_thread
 from kvpager.server.token_texts import TextOffsets, TokenTexts
 from kvpager.server.usage import usage_of
 from kvpager.text.tokenizer import text_of
@@ -40,7 +40,7 @@ from kvpager.tokens import TokenIds
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's API, and vLLM's
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post(
@@ -58,7 +58,12 @@ async def completions(
     service = caller.service
     service.check_model(body.model)
     session = options.session_name(body.session_id, x_session_id)
-    text = _Text(caller, body, session, await _prompts(service, body))
+
+    def read() -> _Text:
+        return _Text(caller, body, session, _prompts(service, body))
+
+    text = await caller.read(read)
+    text.exchanges = [Exchange(service, plan) for plan in text.plans]
     if body.stream:
         await text.begin()
         chunks = text.chunks()
@@ -71,20 +76,15 @@ async def completions(
     return options.json_response(answer, text.headers)
 
 
-async def _prompts(service: Service, body: CompletionRequest) -> list[TokenIds]:
+def _prompts(service: Service, body: CompletionRequest) -> list[TokenIds]:
     """The ids of each prompt. Raises ApiError."""
     given: Any = body.prompt
     nested = isinstance(given, list) and not isinstance(given[0], int)
     prompts = given if nested else [given]
     special = body.add_special_tokens is not False
-
-    def read() -> list[TokenIds]:
-        read_ids = service.engine.core.read_ids
-        return [
-            read_ids(one, f"prompt[{i}]", special_tokens=special) for i, one in enumerate(prompts)
-        ]
-
-    return await in_thread(read)
+    options.check_texts(service, prompts, "prompt")
+    read_ids = service.engine.core.read_ids
+    return [read_ids(one, f"prompt[{i}]", special_tokens=special) for i, one in enumerate(prompts)]
 
 
 class _Text:
@@ -127,27 +127,25 @@ class _Text:
         key, ttl = options.cache_key_name(body), options.cache_ttl(body)
         keep_as = session or (key if ttl is not None else None)
         seed = options.seed_of(body)
-        self.exchanges = [
-            Exchange(
-                service,
-                Plan(
-                    conversations=caller.conversations,
-                    salt=service.salt(caller.tenant, body.cache_salt),
-                    prompt=Prompt(ids=ids),
-                    choices=self._choices,
-                    max_new_tokens=self._within(ids),
-                    options=self._chosen,
-                    seed=seed,
-                    logprobs=body.logprobs is not None,
-                    priority=options.priority_of(caller, body),
-                    continues=session,
-                    hint=key,
-                    keep_as=keep_as if number == 0 else None,
-                    save=keep_as is not None and number == 0,
-                    save_ttl=ttl if session is None else None,
-                    share=False,
-                    on_corrupt=body.on_corrupt or service.settings.on_corrupt,
-                ),
+        self.exchanges: list[Exchange] = []  # made in the event loop
+        self.plans = [
+            Plan(
+                conversations=caller.conversations,
+                salt=service.salt(caller.tenant, body.cache_salt),
+                prompt=Prompt(ids=ids),
+                choices=self._choices,
+                max_new_tokens=self._within(ids),
+                options=self._chosen,
+                seed=seed,
+                logprobs=body.logprobs is not None,
+                priority=options.priority_of(caller, body),
+                continues=session,
+                hint=key,
+                keep_as=keep_as if number == 0 else None,
+                save=keep_as is not None and number == 0,
+                save_ttl=ttl if session is None else None,
+                share=False,
+                on_corrupt=body.on_corrupt or service.settings.on_corrupt,
             )
             for number, ids in enumerate(prompts)
         ]

@@ -12,6 +12,7 @@ from sse_starlette import ServerSentEvent
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server import options
 from kvpager.server.answers import Answering, Reader, answering, stop_reason
+from kvpager.server.bodies import JsonRoute
 from kvpager.server.breakpoints import Mark, Marks
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import ApiError, bad_request
@@ -33,10 +34,11 @@ from kvpager.server.schema.messages import (
     Usage,
 )
 from kvpager.server.streaming import event, stream
-from kvpager.server.threads import in_thread
 from kvpager.text.tokenizer import Rendering
 
-router = APIRouter(responses={"4XX": {"model": Error}, "5XX": {"model": Error}})
+router = APIRouter(
+    route_class=JsonRoute, responses={"4XX": {"model": Error}, "5XX": {"model": Error}}
+)
 _DEFAULT_TTL = "5m"
 
 
@@ -49,7 +51,8 @@ async def create(
 ) -> Any:
     """Answers a conversation; with `stream` as server-sent events."""
     caller.service.check_model(body.model)
-    turn = _Turn(caller, body, options.session_name(body.session_id, x_session_id))
+    session = options.session_name(body.session_id, x_session_id)
+    turn = await caller.read(lambda: _Turn(caller, body, session))
     exchange = Exchange(caller.service, turn.plan)
     if body.stream:
         await exchange.begin()
@@ -72,15 +75,16 @@ async def create(
 async def count_tokens(body: CountRequest, caller: TheCaller) -> Count:
     """How many tokens a prompt has."""
     caller.service.check_model(body.model)
-    messages, _ = _messages_of(body)
     tokenizer = caller.service.tokenizer
     assert tokenizer is not None  # a server has one
-    tools = _answering(caller, body).tools
 
     def count() -> int:
+        messages, _ = _messages_of(body)
+        tools = _answering(caller, body).tools
+        options.check_prompt(caller.service, messages, tools)
         return len(tokenizer.prompt_ids(messages, _rendering(caller, messages, tools)))
 
-    return Count(input_tokens=await in_thread(count))
+    return Count(input_tokens=await caller.read(count))
 
 
 class _Turn:
@@ -93,6 +97,7 @@ class _Turn:
         if body.stop_sequences:
             chosen["stop"] = list(body.stop_sequences)
         messages, marks = _messages_of(body)
+        options.check_prompt(service, messages, self._answering.tools)
         self.plan = Plan(
             conversations=caller.conversations,
             salt=service.salt(caller.tenant, body.cache_salt),

@@ -14,6 +14,7 @@ from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server import options
 from kvpager.server.answers import Answering, answering, grammar_of_field
+from kvpager.server.bodies import JsonRoute
 from kvpager.server.breakpoints import Marks
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import ApiError, bad_request, not_found
@@ -38,7 +39,7 @@ from kvpager.server.schema.responses import (
 )
 from kvpager.server.streaming import event, stream
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 ResponseId = Annotated[str, Path(pattern=NAME_PATTERN)]
 _NOTE = "response"
 
@@ -51,7 +52,7 @@ _NOTE = "response"
 async def create(request: Request, body: ResponseRequest, caller: TheCaller) -> Any:
     """Answers an input; with `stream` as server-sent events, with `background` later."""
     caller.service.check_model(body.model)
-    turn = _Turn(caller, body)
+    turn = await caller.read(lambda: _Turn(caller, body))
     exchange = Exchange(caller.service, turn.plan)
     await exchange.begin()
     if body.background:
@@ -137,6 +138,7 @@ class _Turn:
         previous = body.previous_response_id
         if body.instructions and previous is None:
             messages.insert(0, {"role": "system", "content": body.instructions})
+        options.check_prompt(service, messages, self._answering.tools, body.instructions)
         session = options.session_name(body.session_id, None)
         if previous is not None and session is not None:
             raise bad_request(

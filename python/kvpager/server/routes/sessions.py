@@ -12,6 +12,7 @@ from fastapi.responses import FileResponse
 from starlette.background import BackgroundTask
 
 from kvpager.errors import CorruptSnapshotError, UnsupportedVersionError
+from kvpager.server.bodies import JsonRoute
 from kvpager.server.conversations import Conversations, Kept
 from kvpager.server.errors import ApiError, bad_request, not_found
 from kvpager.server.routes.caller import Caller, TheCaller
@@ -31,7 +32,7 @@ from kvpager.server.session_list import listed
 from kvpager.server.threads import in_thread
 from kvpager.stores import SaveReport
 
-router = APIRouter(prefix="/v1/sessions")
+router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions")
 SessionName = Annotated[str, Path(pattern=NAME_PATTERN)]
 CacheSalt = Annotated[str | None, Query(description="the cache_salt that it was computed under")]
 

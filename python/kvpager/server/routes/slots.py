@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query
 
+from kvpager.server.bodies import JsonRoute
 from kvpager.server.conversations import Kept
 from kvpager.server.errors import ApiError, bad_request
 from kvpager.server.routes.caller import Caller, TheCaller
@@ -14,7 +15,7 @@ from kvpager.server.schema.sessions import SlotErased, SlotRequest, SlotRestored
 from kvpager.server.threads import in_thread
 from kvpager.stores import SaveReport
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 Action = Literal["save", "restore", "erase"]
 
 

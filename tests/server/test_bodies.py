@@ -1,0 +1,142 @@
+"""Bodies of requests: what is counted before they are parsed, and what one of them may cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpager.server import bodies
+from kvpager.server.bodies import Budget, Structure
+from kvpager.server.errors import ApiError
+
+TEXT = st.text('a"\\\\[]{},:\u00e9\U0001f600\n', max_size=8)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXT,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXT, inner, max_size=5),
+    max_leaves=30,
+)
+
+
+def counted(value):
+    """values, names, texts and depth of a value, as `Structure` defines them."""
+    if isinstance(value, str):
+        return 0, 0, 1, 0
+    if not isinstance(value, (list, dict)):
+        return 0, 0, 0, 0
+    inner = [counted(one) for one in (value.values() if isinstance(value, dict) else value)]
+    names = len(value) if isinstance(value, dict) else 0
+    sums = [sum(one[place] for one in inner) for place in range(3)]
+    commas = max(0, len(value) - 1)
+    depth = 1 + max((one[3] for one in inner), default=0)
+    return sums[0] + commas + 1, sums[1] + names, sums[2] + names + 1, depth
+
+
+@settings(max_examples=300, deadline=None)
+@given(VALUES, st.booleans(), st.integers(1, 9))
+def test_the_structure_is_what_a_parser_finds(value, ascii_only, piece):
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    kept, bodies._PIECE = bodies._PIECE, piece
+    try:
+        found = Structure.of(text.encode())
+    finally:
+        bodies._PIECE = kept
+    assert (found.values, found.names, found.texts, found.depth) == counted(value)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"[" * 65 + b"]" * 65, "65 levels of lists and objects; expected at most 64"),
+        (b"[" + b"1," * 300_000 + b"1]", "300001 values; expected at most 262144"),
+        (b"[" + b"{}," * 200_000 + b"{}]", "values; expected at most"),
+        (b"[" + b'"a",' * 262_144 + b"1]", "262145 names, texts, lists and objects"),
+        (b"{" + b'"a":1,' * 100_000 + b'"b":1}', "100001 names of fields; expected at most"),
+    ],
+)
+def test_what_would_be_long_to_parse_is_refused_by_its_counts(body, says):
+    with pytest.raises(ApiError) as refused:
+        Structure.of(body).check(bodies.LEAST_VALUES)
+    assert says in refused.value.message
+    assert refused.value.status == 400
+
+
+def test_bodies_together_stay_below_a_budget_and_the_oldest_always_ends(monkeypatch):
+    monkeypatch.setattr(bodies, "_WAIT_SECONDS", 0.2)
+
+    async def run():
+        budget = Budget(100)
+        async with budget.opened() as first:
+            await first(60)
+            async with budget.opened() as second:
+                await second(40)
+                with pytest.raises(ApiError) as busy:
+                    await second(1)
+                assert (busy.value.status, busy.value.code) == (503, "busy")
+                await first(1000)  # so that it ends
+            waiting = asyncio.ensure_future(taken(budget, 100))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        await asyncio.wait_for(waiting, 1)
+
+    async def taken(budget, count):
+        async with budget.opened() as account:
+            await account(count)
+
+    asyncio.run(run())
+
+
+def ask(server, body, path="/v1/chat/completions", **headers):
+    kind = {"content-type": "application/json"}
+    return server.http.post(path, content=body, headers=kind | headers)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "no UTF-8"),
+        ('{"messages": []}'.encode("utf-16"), "no UTF-8"),
+        (b"[" * 100_000, "100000 levels"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b"", "the body"),
+        (b"[]", "the body"),
+        (b'"x"', "the body"),
+        (b"null", "the body"),
+    ],
+)
+def test_a_body_that_is_no_object_of_json_is_400(server, body, says):
+    answer = ask(server, body)
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+def test_a_packed_body_is_415(server):
+    import gzip
+
+    packed = gzip.compress(b'{"messages": []}')
+    assert ask(server, packed, **{"content-encoding": "gzip"}).status_code == 415
+
+
+def test_an_error_shows_little_of_a_long_value(server):
+    for body in ({"messages": "x" * 1_000_000}, {"model": "y" * 1_000_000, "messages": []}):
+        answer = ask(server, json.dumps(body))
+        assert answer.status_code in (400, 404)
+        assert len(answer.content) < 5000
+
+
+def test_a_body_that_does_not_come_is_408(server, monkeypatch):
+    import http.client
+
+    monkeypatch.setattr(bodies, "_SECONDS", 0.2)
+    client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    client.putrequest("POST", "/v1/chat/completions")
+    client.putheader("content-type", "application/json")
+    client.putheader("content-length", "1000")
+    client.endheaders(b'{"messages": ')
+    answer = client.getresponse()
+    assert answer.status == 408
+    assert "13 bytes" in json.loads(answer.read())["error"]["message"]
+    client.close()
