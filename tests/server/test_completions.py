@@ -119,6 +119,8 @@ def test_a_stream_of_several_prompts_and_an_echo_is_the_answer_that_is_not_strea
     [
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [999_999]}, "prompt[0][0]"),

@@ -52,6 +52,11 @@ class Request:
         return self._job.state
 
     @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found with K/V so far, not computed; see `RequestCompletion`."""
+        return self._job.cached_tokens
+
+    @property
     def tokens(self) -> TokenIds:
         """What it has produced so far, [n] int32."""
         return self._job.tokens
@@ -188,6 +193,14 @@ class Job:
         if self.completion is not None:
             return self.completion.tokens
         return np.array([] if self._stream is None else self._stream.produced, dtype=np.int32)
+
+    @property
+    def cached_tokens(self) -> int:
+        """See `Request.cached_tokens`."""
+        if self.completion is not None:
+            return self.completion.cached_tokens
+        prompt = self._prompt
+        return 0 if prompt is None else prompt.cached
 
     @property
     def piece(self) -> str:

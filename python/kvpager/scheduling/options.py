@@ -54,6 +54,11 @@ class GenerationOptions(TypedDict, total=False):
             a function of tokens and seed only as far as they are.
         grammar: a `kvpager.grammar.Grammar` that the text this call produces has to follow. It ends
             with an end token, or with "stop" where `eos` is None.
+        min_new_tokens: how many tokens are produced before an end token, a string or a single token
+            of `stop` can end the text; by default 0. A grammar that allows nothing else ends it.
+        skip_special_tokens: whether `Completion.text` and streamed text leave out special tokens;
+            by default True. The end token is in neither, unless `include_stop` is set.
+        include_stop: whether they have the string of `stop` that ended the text; by default False.
         generation_config: a transformers GenerationConfig, or "model" for the model's own; see
             docs/sampling.md. Options given by name come before what it says. A field that would
             change the text in a way that is not honoured is refused.
@@ -78,6 +83,9 @@ class GenerationOptions(TypedDict, total=False):
     top_logprobs: SupportsIndex
     logits_processor: Iterable[LogitsProcessor] | None
     grammar: Grammar | None
+    min_new_tokens: SupportsIndex
+    skip_special_tokens: bool
+    include_stop: bool
     generation_config: ConfigLike
     speculate: Speculate
 
@@ -104,6 +112,9 @@ DEFAULTS: GenerationOptions = {
     "top_logprobs": 0,
     "logits_processor": None,
     "grammar": None,
+    "min_new_tokens": 0,
+    "skip_special_tokens": True,
+    "include_stop": False,
     "generation_config": None,
     "speculate": None,
 }

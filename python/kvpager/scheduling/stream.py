@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,13 @@ from kvpager.arguments import Integer, as_flag, as_integer, is_integer, listed
 from kvpager.errors import InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.grammar import Constraint, Grammar, compiler_of
-from kvpager.logits.processors import LogitsProcessor, Processors, as_processors
+from kvpager.logits.processors import (
+    Logits,
+    LogitsProcessor,
+    Process,
+    Processors,
+    as_processors,
+)
 from kvpager.sampling import Alternatives, Sampling, log_probability, top_log_probabilities
 from kvpager.scheduling.completion import FinishReason
 from kvpager.scheduling.options import (
@@ -63,6 +70,9 @@ class Generation:
     top_logprobs: int = 0
     processors: tuple[LogitsProcessor, ...] = ()
     grammar: Callable[[int], Constraint] | None = None  # from the first token's position
+    min_new_tokens: int = 0
+    skip_special_tokens: bool = True
+    include_stop: bool = False
 
     @classmethod
     def checked(
@@ -106,6 +116,9 @@ class Generation:
             top_logprobs=alternatives_of(chosen, logprobs),
             processors=as_processors(chosen["logits_processor"]),
             grammar=_constraints(core, chosen["grammar"], eos),
+            min_new_tokens=as_integer(chosen["min_new_tokens"], "min_new_tokens", 0),
+            skip_special_tokens=as_flag(chosen["skip_special_tokens"], "skip_special_tokens"),
+            include_stop=as_flag(chosen["include_stop"], "include_stop"),
         )
 
     def sampling_with(self, seed: int, start: int = 0) -> Sampling:
@@ -125,13 +138,15 @@ class Generation:
         before: the text before it. as_text: whether each token's text is wanted as it comes.
         """
         answer = None
-        if self.tokenizer is not None and (as_text or self.stop_strings):
-            answer = AnswerText(Detokenizer(self.tokenizer, before), self.stop_strings)
+        wanted = as_text or self.stop_strings or not self.skip_special_tokens
+        if self.tokenizer is not None and wanted:
+            answer = self.answer(before)
         start = transcript.start_for(self.sampling, before)
         constraint = None if self.grammar is None else self.grammar(len(before))
         processors = None
-        if self.processors or constraint is not None:
-            processors = Processors(self.processors, constraint)
+        if self.processors or constraint is not None or self.min_new_tokens:
+            constrain = self._without_ends(len(before), constraint)
+            processors = Processors(self.processors, constrain)
         return Stream(
             transcript=transcript,
             sampling=self.sampling_with(seed, start),
@@ -147,7 +162,38 @@ class Generation:
             top_logprobs=self.top_logprobs,
             processors=processors,
             constraint=constraint,
+            generation=self,
         )
+
+    def answer(self, before: TokenIds) -> AnswerText:
+        """The text of a stream, before its first token. REQUIRES: there is a tokenizer."""
+        assert self.tokenizer is not None
+        special = not self.skip_special_tokens
+        pieces = Detokenizer(self.tokenizer, before, special_tokens=special)
+        return AnswerText(pieces, self.stop_strings, include_stop=self.include_stop)
+
+    def push(self, answer: AnswerText, token: int, count: int) -> str:
+        """The text that is certain with a token behind `count` others of its stream."""
+        if token in self.eos and not self.include_stop:
+            return ""
+        return answer.push(token, may_stop=count + 1 > self.min_new_tokens)
+
+    def _without_ends(self, start: int, constraint: Constraint | None) -> Process | None:
+        """Forbids what ends a text while that, from `start` on, has too few tokens."""
+        if not self.min_new_tokens:
+            return constraint
+        ends = [*self.eos, *(stop[0] for stop in self.stop if len(stop) == 1)]
+
+        def constrain(tokens: TokenIds, values: Logits) -> Logits:
+            if constraint is not None:
+                values = constraint(tokens, values)
+            if len(tokens) - start >= self.min_new_tokens:
+                return values
+            going_on = values.copy()
+            going_on[ends] = -math.inf
+            return going_on if going_on.max() > -math.inf else values
+
+        return constrain
 
 
 @dataclass
@@ -175,6 +221,7 @@ class Stream:
     top_logprobs: int = 0
     processors: Processors | None = None
     constraint: Constraint | None = None
+    generation: Generation | None = None  # whose answer's text it has
     produced: list[int] = field(default_factory=list)
     produced_logprobs: list[float] = field(default_factory=list)
     produced_top: list[Alternatives] = field(default_factory=list)
@@ -215,6 +262,9 @@ class Stream:
         """Which of the strings or sequences of tokens in `stop` has ended it."""
         if self.answer is not None and self.answer.stopped_by is not None:
             return self.answer.stopped_by
+        least = 0 if self.generation is None else self.generation.min_new_tokens
+        if len(self.produced) <= least and least:
+            return None
         if not self.produced or self.produced[-1] in self.eos:
             return None
         ends = (stop for stop in self.stop if tuple(self.produced[-len(stop) :]) == stop)
@@ -243,11 +293,11 @@ class Stream:
         if pending is None or self.transcript.length != self.prompt_tokens + count + 1:
             return None
         del self.produced_logprobs[count:], self.produced_top[count:]
-        if self.answer is not None and self.tokenizer is not None:
-            answer = AnswerText(Detokenizer(self.tokenizer, self.before), self.answer.stops)
-            for token in self.produced:
-                answer.push(token)
-            self.answer = answer
+        if self.answer is not None:
+            assert self.generation is not None
+            self.answer = self.generation.answer(self.before)
+            for place, token in enumerate(self.produced):
+                self.generation.push(self.answer, token, place)
         return self._take(pending)
 
     def token(self, index: int) -> int | GeneratedToken:
@@ -272,7 +322,10 @@ class Stream:
             made = GeneratedToken(token, logprob, top)
         if self.first_token is None:
             self.first_token = time.perf_counter()
-        piece = "" if self.answer is None else self.answer.push(token)
+        piece = ""
+        if self.answer is not None:
+            assert self.generation is not None
+            piece = self.generation.push(self.answer, token, count=len(self.produced))
         self.piece = piece
         self.produced.append(token)
         if self.answer is not None and self.finish is not None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from kvpager.errors import InvalidArgumentError
 from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server.errors import bad_request
 from kvpager.server.ids import new_id
+from kvpager.server.options import grammar_of, grammar_of_field
 from kvpager.server.schema.chat import (
     Called,
     ChatRequest,
@@ -155,11 +154,7 @@ def answering(
     shown = tuple(tool.model_dump(exclude_none=True) for tool in tools)
     if choice in (None, "auto"):
         return Answering({} if grammar is None else {"grammar": grammar}, shown, form)
-    if grammar is not None:
-        raise bad_request(
-            "response_format and a tool_choice that forces a call exclude each other",
-            "response_format",
-        )
+    # A call that is forced is the whole answer: a grammar of its text has nothing to say.
     chosen = [one["function"] for one in shown]
     if isinstance(choice, ChosenTool):
         chosen = [one for one in chosen if one["name"] == choice.function.name]
@@ -169,15 +164,6 @@ def answering(
     return Answering({"grammar": forced}, shown, form)
 
 
-@contextmanager
-def grammar_of_field(name: str) -> Iterator[None]:
-    """Raises ApiError about the field for a grammar that is refused."""
-    try:
-        yield
-    except InvalidArgumentError as error:
-        raise bad_request(str(error).replace("grammar", name, 1), name) from error
-
-
 def _grammar(body: ChatRequest) -> Grammar | None:
     form = body.response_format
     with grammar_of_field("response_format"):
@@ -185,7 +171,7 @@ def _grammar(body: ChatRequest) -> Grammar | None:
             return Grammar.json_object()
         if isinstance(form, SchemaFormat):
             return Grammar.json_schema(form.json_schema.schema_)
-    return None
+    return grammar_of(body)
 
 
 def finish_reason(completion: RequestCompletion, reader: Reader) -> FinishReason:

@@ -78,6 +78,11 @@ class Marks:
             source.store.set_ttl(name, mark.ttl)
         return max((position for _, position in found), default=0)
 
+    def longest(self, tokenizer: Tokenizer, plan: Plan) -> int:
+        """Tokens up to the last place that the template's text has."""
+        found = self._positions(tokenizer, plan, self._encoded(tokenizer, plan))
+        return max((position for _, position in found), default=0)
+
     def _encoded(self, tokenizer: Tokenizer, plan: Plan) -> TokenIds:
         return tokenizer.prompt_ids(plan.prompt.messages, plan.prompt.rendering)
 

@@ -176,6 +176,24 @@ class Exchange:
             "seconds": time.perf_counter() - self._began,
         }
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the first choice."""
+        return self._production.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the first choice's prompt that had K/V; known with its first token."""
+        return self._production.cached_tokens
+
+    async def tokens_to_save(self) -> int:
+        """Tokens of the prompt up to its last breakpoint, which `finish` will save."""
+        plan = self.plan
+        marks, source, tokenizer = plan.prompt.marks, plan.conversations, self._service.tokenizer
+        if not marks.places or source.store is None or tokenizer is None:
+            return 0
+        return await asyncio.to_thread(marks.longest, tokenizer, plan)
+
     def usage_so_far(self) -> dict[str, int]:
         """Tokens of the prompt, and those generated until now."""
         prompt = self._production.prompt_tokens

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -10,10 +11,12 @@ from fastapi import Response
 from pydantic import BaseModel
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.grammar import Grammar
 from kvpager.server.errors import bad_request
 from kvpager.server.routes.caller import Caller
 from kvpager.server.schema.common import Common, Sampled
 from kvpager.server.schema.messages import MessagesRequest
+from kvpager.server.schema.neutral import HEADER, ignored_fields
 from kvpager.server.service import Service
 from kvpager.stores.names import check_name
 
@@ -54,6 +57,12 @@ def sampled(service: Service, body: Sampled) -> dict[str, Any]:
         options["stop"] = stops
     if body.ignore_eos:
         options["eos"] = None
+    if body.min_tokens:
+        options["min_new_tokens"] = body.min_tokens
+    if body.skip_special_tokens is False:
+        options["skip_special_tokens"] = False
+    if body.include_stop_str_in_output:
+        options["include_stop"] = True
     if body.logit_bias:
         options["logit_bias"] = _biases(service, body.logit_bias)
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -61,6 +70,76 @@ def sampled(service: Service, body: Sampled) -> dict[str, Any]:
         if value is not None:
             options[name] = value
     return options
+
+
+def headers_of(
+    body: BaseModel, session: str | None = None, also_ignored: Iterable[str] = ()
+) -> dict[str, str]:
+    """Headers of an answer: its session, and the fields that it does not heed."""
+    headers = {} if session is None else {"x-session-id": session}
+    if ignored := [*ignored_fields(body), *also_ignored]:
+        headers[HEADER] = ", ".join(ignored)
+    return headers
+
+
+def template_variables(
+    service: Service, given: Mapping[str, Any] | None, asked: Mapping[str, tuple[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Variables of the chat template, and the fields that it has no variable for.
+
+    Args:
+        service: whose model's template it is.
+        given: the request's own variables, which come first.
+        asked: for each field that wants one: the variable's name and its value.
+    """
+    variables, ignored = dict(given or {}), []
+    text = str(getattr(service.engine.tokenizer, "chat_template", None) or "")
+    for field, (name, value) in asked.items():
+        if value is None:
+            continue
+        if name in text:
+            variables.setdefault(name, value)
+        else:
+            ignored.append(field)
+    return variables, ignored
+
+
+def most_new(body: Sampled, *given: int | None) -> int | None:
+    """The most tokens of an answer, of the fields that name it; None: the server's."""
+    predicted = None if body.n_predict in (None, -1) else body.n_predict
+    return next((one for one in (*given, predicted) if one is not None), None)
+
+
+def grammar_of(body: Sampled) -> Grammar | None:
+    """What vLLM's fields want of the text. Raises ApiError."""
+    asked = body.structured_outputs
+    wanted: dict[str, tuple[Callable[[Any], Grammar], Any]] = {
+        "guided_json": (Grammar.json_schema, body.guided_json),
+        "guided_regex": (Grammar.regex, body.guided_regex),
+        "guided_choice": (Grammar.choice, body.guided_choice),
+    }
+    if asked is not None:
+        wanted["structured_outputs.json"] = (Grammar.json_schema, asked.json_)
+        wanted["structured_outputs.regex"] = (Grammar.regex, asked.regex)
+        wanted["structured_outputs.choice"] = (Grammar.choice, asked.choice)
+        any_object = asked.json_object or None
+        wanted["structured_outputs.json_object"] = (lambda _: Grammar.json_object(), any_object)
+    given = {name: pair for name, pair in wanted.items() if pair[1] is not None}
+    if len(given) > 1:
+        raise bad_request(f"{' and '.join(given)} are given; expected one of them", min(given))
+    for name, (make, value) in given.items():
+        with grammar_of_field(name):
+            return make(value)
+    return None
+
+
+@contextmanager
+def grammar_of_field(name: str) -> Iterator[None]:
+    """Raises ApiError about the field for a grammar that is refused."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise bad_request(str(error).replace("grammar", name, 1), name) from error
 
 
 def seed_of(body: Common | MessagesRequest) -> int | None:
@@ -129,7 +208,8 @@ def cache_ttl(body: Common) -> str | None:
         return None
     if options is not None and options.ttl is not None:
         return options.ttl
-    return {"24h": _DAY, "in_memory": None}.get(body.prompt_cache_retention or "", _MINUTES)
+    kept = {"24h": _DAY, "in_memory": None, "in-memory": None}
+    return kept.get(body.prompt_cache_retention or "", _MINUTES)
 
 
 def _check_token(service: Service, token: int, name: str) -> None:

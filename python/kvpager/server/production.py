@@ -113,6 +113,11 @@ class Production:
         """Of the first choice; 0 before it is submitted."""
         return self._requests[0].prompt_tokens if self._requests else 0
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the first choice, as of now."""
+        return self._requests[-1].cached_tokens if self._requests else 0
+
     def completions(self) -> Sequence[RequestCompletion]:
         """Every choice's. REQUIRES: all have ended."""
         return [one for one in self._completions if one is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,22 @@ from kvpager.server.exchange import Exchange
 from kvpager.server.schema.common import StreamOptions
 
 PING_SECONDS = 15
+_PADDED = 64  # bytes: events are padded to about a multiple of so many
 # Python's `splitlines` ends a line at these too, and clients split events with it (httpx, litellm);
 # the other characters that it knows are control characters, which JSON escapes anyway.
 _LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 
 
-def event(values: Mapping[str, Any], name: str | None = None) -> ServerSentEvent:
-    """One event of JSON; without a name it is a bare `data:` line."""
+def event(
+    values: Mapping[str, Any], name: str | None = None, *, padded: bool = False
+) -> ServerSentEvent:
+    """One event of JSON; without a name it is a bare `data:` line.
+
+    padded: whether its length is hidden, as OpenAI does with a field `obfuscation`.
+    """
+    if padded:
+        length = len(json.dumps(values))
+        values = {**values, "obfuscation": secrets.token_hex(_PADDED)[: -length % _PADDED or 1]}
     text = json.dumps(values, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
     return ServerSentEvent(data=text, event=name, sep="\n")
 
@@ -32,6 +42,11 @@ def head_usage(
     if options is None or not options.include_usage:
         return {}
     return {"usage": so_far() if options.continuous_usage_stats else None}
+
+
+def asks_to_pad(options: StreamOptions | None) -> bool:
+    """Whether these options ask for padded pieces of text."""
+    return options is not None and bool(options.include_obfuscation)
 
 
 def done() -> ServerSentEvent:

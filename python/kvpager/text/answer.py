@@ -17,9 +17,13 @@ class AnswerText:
             the first given; nothing follows then. None: none was.
     """
 
-    def __init__(self, pieces: Detokenizer, stops: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, pieces: Detokenizer, stops: tuple[str, ...] = (), *, include_stop: bool = False
+    ) -> None:
+        """include_stop: whether the text has the string that ends it."""
         self._pieces = pieces
         self.stops = stops
+        self._include_stop = include_stop
         self._returned: list[str] = []
         self._held = ""
         self.stopped_by: str | None = None
@@ -29,9 +33,13 @@ class AnswerText:
         """What was returned so far."""
         return "".join(self._returned)
 
-    def push(self, token: int) -> str:
-        """The text that is certain with this token, after what was returned before."""
-        return self._take(self._pieces.push(token))
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The text that is certain with this token, after what was returned before.
+
+        may_stop: whether a string may end the text here; only the first tokens may not.
+        """
+        piece = self._pieces.push(token)
+        return self._take(piece) if may_stop else self._return(piece)
 
     def finish(self) -> str:
         """The rest of the text, when no token follows."""
@@ -45,7 +53,8 @@ class AnswerText:
         found = [stop for stop in self.stops if stop in held]
         if found:
             self.stopped_by, self._held = min(found, key=held.find), ""
-            return self._return(held[: held.find(self.stopped_by)])
+            included = len(self.stopped_by) if self._include_stop else 0
+            return self._return(held[: held.find(self.stopped_by) + included])
         kept = max((overlap(held, stop) for stop in self.stops), default=0)
         certain, self._held = held[: len(held) - kept], held[len(held) - kept :]
         return self._return(certain)

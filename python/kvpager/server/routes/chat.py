@@ -31,7 +31,7 @@ from kvpager.server.schema.chat import (
     Logprobs,
 )
 from kvpager.server.schema.common import NAME_PATTERN
-from kvpager.server.streaming import done, event, head_usage, stream
+from kvpager.server.streaming import asks_to_pad, done, event, head_usage, stream
 from kvpager.server.usage import usage_of
 
 router = APIRouter(route_class=JsonRoute)
@@ -91,7 +91,13 @@ class _Turn:
                 f"top_logprobs is {body.top_logprobs}; expected logprobs: true with it",
                 "top_logprobs",
             )
-        most = body.max_completion_tokens or body.max_tokens
+        most = options.most_new(body, body.max_completion_tokens, body.max_tokens)
+        variables, ignored = options.template_variables(
+            service,
+            body.chat_template_kwargs,
+            {"reasoning_effort": ("reasoning_effort", body.reasoning_effort)},
+        )
+        self.headers = options.headers_of(body, session, ignored)
         chosen = options.sampled(service, body) | dict(self._answering.options)
         if body.top_logprobs:
             chosen["top_logprobs"] = body.top_logprobs
@@ -116,7 +122,7 @@ class _Turn:
                 messages=messages,
                 rendering=service.rendering(
                     self._answering.tools,
-                    body.chat_template_kwargs,
+                    variables,
                     continues=continues_last(
                         body.messages,
                         continued=body.continue_final_message,
@@ -140,11 +146,6 @@ class _Turn:
             share=not explicit,
             on_corrupt=body.on_corrupt or service.settings.on_corrupt,
         )
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Of the answer."""
-        return {} if self._session is None else {"x-session-id": self._session}
 
     def respond(self, answer: ChatCompletion) -> Any:
         """The whole answer as JSON."""
@@ -261,4 +262,5 @@ class _Turn:
         self, choice: int, delta: dict[str, Any], *, reason: str | None = None, **more: Any
     ) -> ServerSentEvent:
         one = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
-        return event({**self._head, "choices": [one]})
+        padded = asks_to_pad(self._body.stream_options) and "content" in delta
+        return event({**self._head, "choices": [one]}, padded=padded)

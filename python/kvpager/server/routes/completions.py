@@ -32,7 +32,7 @@ from kvpager.server.schema.completions import (
     CompletionRequest,
 )
 from kvpager.server.service import Service
-from kvpager.server.streaming import done, event, head_usage, stream
+from kvpager.server.streaming import asks_to_pad, done, event, head_usage, stream
 from kvpager.server.token_texts import TextOffsets, TokenTexts
 from kvpager.server.usage import usage_of
 from kvpager.text.tokenizer import text_of
@@ -100,7 +100,9 @@ class _Text:
         self._prompts = prompts
         self.id = body.request_id or new_id("cmpl-")
         self._created = int(time.time())
-        self.most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        most = options.most_new(body, body.max_tokens)
+        self.most = DEFAULT_MAX_TOKENS if most is None else most
+        self.headers = options.headers_of(body, session)
         self._choices = options.choices_of(service, body)
         if body.stream_options is not None and not body.stream:
             raise bad_request(
@@ -124,6 +126,9 @@ class _Text:
         self._chosen = options.sampled(service, body)
         if body.logprobs:
             self._chosen["top_logprobs"] = body.logprobs
+        grammar = options.grammar_of(body)
+        if grammar is not None:
+            self._chosen["grammar"] = grammar
         key, ttl = options.cache_key_name(body), options.cache_ttl(body)
         keep_as = session or (key if ttl is not None else None)
         seed = options.seed_of(body)
@@ -160,11 +165,6 @@ class _Text:
             return within(len(ids), self.most, limit)
         except ContextLengthError as error:
             raise errors.context_exceeded(len(ids), limit, "prompt") from error
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Of the answer."""
-        return {} if self._session is None else {"x-session-id": self._session}
 
     async def begin(self) -> None:
         """Queues the first prompts. Raises ApiError; nothing is left then."""
@@ -366,7 +366,8 @@ class _Text:
 
     def _chunk(self, index: int, text: str, **more: Any) -> ServerSentEvent:
         one = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}
-        return event({**self._head, "choices": [one]})
+        padded = asks_to_pad(self._body.stream_options) and bool(text)
+        return event({**self._head, "choices": [one]}, padded=padded)
 
     @property
     def _head(self) -> dict[str, Any]:

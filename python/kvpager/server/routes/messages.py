@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request
 from sse_starlette import ServerSentEvent
 
+from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server import options
 from kvpager.server.answers import Answering, Reader, answering, stop_reason
@@ -56,7 +57,7 @@ async def create(
     exchange = Exchange(caller.service, turn.plan)
     if body.stream:
         await exchange.begin()
-        return stream([exchange], turn.events(exchange), _failure)
+        return stream([exchange], turn.events(exchange), _failure, turn.headers)
 
     async def whole() -> AnswerMessage:
         await exchange.begin()
@@ -68,7 +69,7 @@ async def create(
         answer = await unless_gone(request, whole())
     finally:
         await exchange.release()
-    return options.json_response(answer)
+    return options.json_response(answer, turn.headers)
 
 
 @router.post("/v1/messages/count_tokens")
@@ -82,7 +83,8 @@ async def count_tokens(body: CountRequest, caller: TheCaller) -> Count:
         messages, _ = _messages_of(body)
         tools = _answering(caller, body).tools
         options.check_prompt(caller.service, messages, tools)
-        return len(tokenizer.prompt_ids(messages, _rendering(caller, messages, tools)))
+        rendering, _ = _rendering(caller, body, messages, tools)
+        return len(tokenizer.prompt_ids(messages, rendering))
 
     return Count(input_tokens=await caller.read(count))
 
@@ -98,12 +100,14 @@ class _Turn:
             chosen["stop"] = list(body.stop_sequences)
         messages, marks = _messages_of(body)
         options.check_prompt(service, messages, self._answering.tools)
+        rendering, ignored = _rendering(caller, body, messages, self._answering.tools)
+        self.headers = options.headers_of(body, session, ignored)
         self.plan = Plan(
             conversations=caller.conversations,
             salt=service.salt(caller.tenant, body.cache_salt),
             prompt=Prompt(
                 messages=tuple(messages),
-                rendering=_rendering(caller, messages, self._answering.tools),
+                rendering=rendering,
                 marks=marks,
             ),
             choices=1,
@@ -135,15 +139,33 @@ class _Turn:
 
     async def events(self, exchange: Exchange) -> AsyncIterator[ServerSentEvent]:
         """The events of its stream."""
-        start = {"type": "message_start", "message": self.message.model_dump()}
-        yield event(start, "message_start")
+        begun = False
         async for told in self.told(exchange):
+            if not begun:  # with the first token: what was found of the prompt is known then
+                begun = True
+                yield await self._start(exchange)
             yield event(told, told["type"])
+        if not begun:  # an answer without text
+            yield await self._start(exchange)
         message = self.message
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         end = {"type": "message_delta", "delta": delta, "usage": message.usage.model_dump()}
         yield event(end, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
+
+    async def _start(self, exchange: Exchange) -> ServerSentEvent:
+        """The first event, with the tokens of the prompt as the last one has them."""
+        prompt, cached = exchange.prompt_tokens, exchange.cached_tokens
+        written = max(0, await exchange.tokens_to_save() - cached)
+        usage = Usage(
+            input_tokens=max(0, prompt - cached - written),
+            cache_creation_input_tokens=written,
+            cache_read_input_tokens=cached,
+            output_tokens=1,
+        )
+        begun = self.message.model_copy(update={"content": [], "usage": usage})
+        start = {"type": "message_start", "message": begun.model_dump()}
+        return event(start, "message_start")
 
     async def told(self, exchange: Exchange) -> AsyncIterator[dict[str, Any]]:
         """What blocks become, until the conversation is kept."""
@@ -266,15 +288,51 @@ def _answering(caller: Caller, body: CountRequest) -> Answering:
     ]
     parallel = given is None or not given.disable_parallel_tool_use
     return answering(
-        caller.service, tools=tools or None, choice=choice, parallel=parallel, grammar=None
+        caller.service,
+        tools=tools or None,
+        choice=choice,
+        parallel=parallel,
+        grammar=_grammar(body),
     )
 
 
 def _rendering(
-    caller: Caller, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
-) -> Rendering:
-    """A last message of the assistant is gone on with, as Anthropic's API does."""
-    return caller.service.rendering(tools, continues=messages[-1]["role"] == "assistant")
+    caller: Caller,
+    body: CountRequest,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+) -> tuple[Rendering, list[str]]:
+    """How the prompt is rendered, and the fields that the template has no variable for.
+
+    A last message of the assistant is gone on with, as Anthropic's API does.
+    """
+    thinks = None if body.thinking is None else body.thinking.type != "disabled"
+    effort = None if body.output_config is None else body.output_config.effort
+    asked = {
+        "thinking": ("enable_thinking", thinks),
+        "output_config.effort": ("reasoning_effort", effort),
+    }
+    variables, ignored = options.template_variables(caller.service, None, asked)
+    if thinks is False and "thinking" in ignored:
+        ignored.remove("thinking")  # a template that knows no thinking does none
+    continues = messages[-1]["role"] == "assistant"
+    return caller.service.rendering(tools, variables, continues=continues), ignored
+
+
+def _grammar(body: CountRequest) -> Grammar | None:
+    """Of the answer's text. Raises ApiError."""
+    config = body.output_config
+    new, old = None if config is None else config.format, body.output_format
+    if new is not None and old is not None:
+        raise bad_request(
+            "output_format is given with output_config.format; expected one of them",
+            "output_format",
+        )
+    form = new or old
+    if form is None:
+        return None
+    with options.grammar_of_field("output_format" if new is None else "output_config.format"):
+        return Grammar.json_schema(form.schema_)
 
 
 def _messages_of(body: CountRequest) -> tuple[list[dict[str, Any]], Marks]:
@@ -297,6 +355,8 @@ def _messages_of(body: CountRequest) -> tuple[list[dict[str, Any]], Marks]:
         if rest:
             messages.append({"role": message.role, "content": ""})
             _add_blocks(messages, places, rest)
+    if body.cache_control is not None:
+        _mark(messages, places, body)
     return messages, Marks(tuple(places))
 
 

@@ -13,13 +13,14 @@ from sse_starlette import ServerSentEvent
 from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server import options
-from kvpager.server.answers import Answering, answering, grammar_of_field
+from kvpager.server.answers import Answering, answering
 from kvpager.server.bodies import JsonRoute
 from kvpager.server.breakpoints import Marks
 from kvpager.server.disconnects import unless_gone
 from kvpager.server.errors import ApiError, bad_request, not_found
 from kvpager.server.exchange import Exchange
 from kvpager.server.ids import new_id
+from kvpager.server.options import grammar_of_field
 from kvpager.server.plan import Plan, Prompt
 from kvpager.server.production import Piece
 from kvpager.server.response_items import Output, marks_of, messages_of
@@ -37,11 +38,12 @@ from kvpager.server.schema.responses import (
     ResponseRequest,
     ResponseUsage,
 )
-from kvpager.server.streaming import event, stream
+from kvpager.server.streaming import asks_to_pad, event, stream
 
 router = APIRouter(route_class=JsonRoute)
 ResponseId = Annotated[str, Path(pattern=NAME_PATTERN)]
 _NOTE = "response"
+_LOGPROBS = "message.output_text.logprobs"
 
 
 @router.post(
@@ -57,14 +59,14 @@ async def create(request: Request, body: ResponseRequest, caller: TheCaller) -> 
     await exchange.begin()
     if body.background:
         caller.service.background_responses.start(caller.tenant.name, turn, exchange)
-        return options.json_response(turn.response)
+        return options.json_response(turn.response, turn.headers)
     if body.stream:
-        return stream([exchange], turn.events(exchange), turn.failure)
+        return stream([exchange], turn.events(exchange), turn.failure, turn.headers)
     try:
         await unless_gone(request, turn.whole(exchange))
     finally:
         await exchange.release()
-    return options.json_response(turn.response)
+    return options.json_response(turn.response, turn.headers)
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)
@@ -118,12 +120,15 @@ class _Turn:
             raise bad_request(
                 "background is true; expected it without stream, and with store", "background"
             )
-        if body.top_logprobs and not body.include:
-            raise bad_request(
-                f"top_logprobs is {body.top_logprobs}; expected include: "
-                '["message.output_text.logprobs"] with it',
-                "top_logprobs",
-            )
+        shows_logprobs = bool(body.top_logprobs) or _LOGPROBS in (body.include or ())
+        effort = None if body.reasoning is None else body.reasoning.effort
+        variables, ignored = options.template_variables(
+            service,
+            body.chat_template_kwargs,
+            {"reasoning.effort": ("reasoning_effort", effort)},
+        )
+        if set(body.include or ()) - {_LOGPROBS}:
+            ignored.append("include")
         self._answering = _answering(caller, body)
         chosen = options.sampling(service, body) | dict(self._answering.options)
         if body.top_logprobs:
@@ -144,6 +149,7 @@ class _Turn:
             raise bad_request(
                 "session_id is given with previous_response_id; expected one of them", "session_id"
             )
+        self.headers = options.headers_of(body, session, ignored)
         response_id = new_id("resp_")
         first = 1 if body.instructions and previous is None else 0
         marks = marks_of(body.input, body.prompt_cache_options) if previous is None else Marks()
@@ -154,14 +160,14 @@ class _Turn:
                 messages=tuple(messages),
                 appended=previous is not None,
                 instructions=body.instructions,
-                rendering=service.rendering(self._answering.tools, body.chat_template_kwargs),
+                rendering=service.rendering(self._answering.tools, variables),
                 marks=marks.behind(first),
             ),
             choices=1,
             max_new_tokens=body.max_output_tokens,
             options=chosen,
             seed=options.seed_of(body),
-            logprobs=bool(body.include),
+            logprobs=shows_logprobs,
             priority=options.priority_of(caller, body),
             continues=session if previous is None else previous,
             must_exist=previous is not None,
@@ -172,7 +178,7 @@ class _Turn:
             on_corrupt=body.on_corrupt or service.settings.on_corrupt,
         )
         self._output = Output(
-            self._answering.reader(), service.token_texts if body.include else None
+            self._answering.reader(), service.token_texts if shows_logprobs else None
         )
         tools = [tool.model_dump() for tool in body.tools or ()]
         self.response = Response(
@@ -188,6 +194,8 @@ class _Turn:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=previous,
             prompt_cache_key=body.prompt_cache_key,
+            reasoning={"effort": effort, "summary": None},
+            max_tool_calls=body.max_tool_calls,
             service_tier="default" if body.service_tier else None,
             store=store,
             temperature=chosen.get("temperature"),
@@ -260,7 +268,8 @@ class _Turn:
         )
 
     def _event(self, name: str, values: dict[str, Any]) -> ServerSentEvent:
-        told = event({"type": name, "sequence_number": self._number, **values}, name)
+        padded = asks_to_pad(self._body.stream_options) and name.endswith(".delta")
+        told = event({"type": name, "sequence_number": self._number, **values}, name, padded=padded)
         self._number += 1
         return told
 

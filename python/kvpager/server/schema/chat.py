@@ -15,6 +15,7 @@ from kvpager.server.schema.common import (
     TemplateVariables,
     Usage,
 )
+from kvpager.server.schema.neutral import Hint, only
 
 
 class TextPart(Body):
@@ -140,10 +141,16 @@ class ChatRequest(Sampled):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    metadata: Hint[dict[str, str]] = None
     modalities: list[Literal["text"]] | None = None
-    safety_identifier: str | None = None
+    reasoning_effort: str | None = None  # for templates that have such a variable
+    verbosity: Hint[str] = None
+    prediction: Hint[Json] = None
+    function_call: Annotated[str | None, only("none", "auto")] = None
+    echo: Annotated[bool | None, only(False)] = None
+    add_special_tokens: Annotated[bool | None, only(False)] = None
+    prompt_logprobs: Annotated[int | None, only(0)] = None
+    mm_processor_kwargs: Hint[Json] = None
 
 
 class LogprobEntry(Answer):

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from kvpager.server.schema.neutral import Hint, Ignored, only
 from kvpager.unicode import is_unicode
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Json = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -18,6 +20,15 @@ class Body(BaseModel):
     """A request's body: no unknown fields, and no text where a number is expected."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_unknown_nulls(cls, given: Any) -> Any:
+        """Leaves out what nobody knows and what asks for nothing: null is as good as not there."""
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: one for name, one in given.items() if one is not None or name in known}
 
     @model_validator(mode="before")
     @classmethod
@@ -44,11 +55,12 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """`include_usage`: a last chunk says how many tokens there were.
 
+    `include_obfuscation`: pieces of text are padded, so that their lengths on the wire tell little.
     `continuous_usage_stats`, which vLLM has: with it, every chunk says how many there are so far.
     """
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
@@ -64,6 +76,15 @@ class Breakpoint(Body):
 
     mode: Literal["explicit"] = "explicit"
     ttl: Literal["30m", "12h"] | None = None
+
+
+class StructuredOutputs(Body):
+    """VLLM's `structured_outputs`: what the text has to be, one of these."""
+
+    json_: Annotated[Json | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
 
 
 class Common(Body):
@@ -84,7 +105,11 @@ class Common(Body):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: CacheOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    service_tier: Annotated[str | None, Ignored(("auto", "default"))] = None
+    safety_identifier: str | None = None
+    cache_prompt: Annotated[bool | None, Ignored((True,))] = None  # llama.cpp's, as the next one
+    id_slot: Annotated[int | None, Ignored((-1,))] = None
     on_corrupt: Literal["fail", "recompute"] | None = None
 
 
@@ -99,8 +124,63 @@ class Sampled(Common):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # llama.cpp's name of it
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name of it
+    n_predict: Annotated[int, Field(ge=-1)] | None = None  # llama.cpp's name of max_tokens
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Json | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    # What vLLM, llama.cpp, SGLang and their routers have, where it asks for nothing.
+    spaces_between_special_tokens: Hint[bool] = None
+    length_penalty: Hint[float] = None  # of beams alone
+    early_stopping: Hint[bool] = None
+    use_beam_search: Annotated[bool | None, only(False)] = None
+    detokenize: Annotated[bool | None, only(True)] = None
+    return_tokens_as_token_ids: Annotated[bool | None, only(False)] = None
+    bad_words: Annotated[list[str] | None, only([])] = None
+    stop_regex: Annotated[list[str] | None, only([])] = None
+    typical_p: Annotated[float | None, only(1)] = None
+    tfs_z: Annotated[float | None, only(1)] = None
+    top_n_sigma: Annotated[float | None, only(-1, 0)] = None
+    mirostat: Annotated[int | None, only(0)] = None
+    mirostat_tau: Hint[float] = None  # of mirostat alone
+    mirostat_eta: Hint[float] = None
+    dynatemp_range: Annotated[float | None, only(0)] = None
+    dynatemp_exponent: Hint[float] = None  # of dynatemp_range alone
+    xtc_probability: Annotated[float | None, only(0)] = None
+    xtc_threshold: Hint[float] = None  # of xtc_probability alone
+    dry_multiplier: Annotated[float | None, only(0)] = None
+    repeat_last_n: Annotated[int | None, only(-1)] = None
+    n_keep: Hint[int] = None
+    n_probs: Annotated[int | None, only(0)] = None
+    timings_per_token: Hint[bool] = None
+    return_progress: Hint[bool] = None
+    separate_reasoning: Hint[bool] = None
+    stream_reasoning: Hint[bool] = None
+    include_reasoning: Hint[bool] = None
+    return_hidden_states: Annotated[bool | None, only(False)] = None
+    rid: Hint[str] = None
+    data_parallel_rank: Hint[int] = None
+    extra_key: Hint[str] = None
+
+    @model_validator(mode="after")
+    def _with_one_name(self) -> Sampled:
+        for name, other in (
+            ("repetition_penalty", "repeat_penalty"),
+            ("include_stop_str_in_output", "no_stop_trim"),
+        ):
+            value, same = getattr(self, name), getattr(self, other)
+            if value is not None and same is not None and value != same:
+                raise ValueError(f"{other} is {same}, and {name} is {value}; expected one of them")
+            if value is None and same is not None:
+                setattr(self, name, same)
+        return self
 
 
 class Answer(BaseModel):
@@ -159,7 +239,6 @@ class Error(Answer):
     error: ErrorBody
 
 
-Json = dict[str, Any]
 # What `apply_chat_template` takes beside a template's own variables. A template is a program, whose
 # time and memory nothing bounds.
 _NOT_OF_A_TEMPLATE = frozenset(

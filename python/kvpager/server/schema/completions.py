@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvpager.server.schema.common import Answer, Sampled, TokenId, Usage
+from kvpager.server.schema.neutral import only
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -25,8 +26,9 @@ class CompletionRequest(Sampled):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: None = None
+    suffix: Annotated[str | None, only("")] = None
     add_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int | None, only(0)] = None
 
 
 class CompletionLogprobs(Answer):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvpager.server.schema.common import Answer, Body, Json, Name
+from kvpager.server.schema.neutral import Hint, Ignored, only
 
 
 class CacheControl(Body):
@@ -62,7 +63,12 @@ class ToolParam(Body):
     input_schema: Json
     description: str | None = None
     type: Literal["custom"] | None = None
-    cache_control: None = None
+    cache_control: Hint[CacheControl] = None
+    strict: Hint[bool] = None
+    eager_input_streaming: Hint[bool] = None
+    input_examples: Hint[list[Any]] = None
+    defer_loading: Annotated[bool | None, only(False)] = None
+    allowed_callers: Annotated[list[str] | None, only(["direct"], [])] = None
 
 
 class ToolChoiceParam(Body):
@@ -79,6 +85,30 @@ class Metadata(Body):
     user_id: str | None = None
 
 
+class Thinking(Body):
+    """Whether the model thinks first, for templates that have such a variable."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Hint[int] = None
+    display: Hint[str] = None
+
+
+class OutputFormat(Body):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Json, Field(alias="schema")]
+    name: str | None = None
+
+
+class OutputConfig(Body):
+    """The form of the answer; `effort` is for templates that have `reasoning_effort`."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+    task_budget: Hint[Json] = None
+
+
 class CountRequest(Body):
     """The body of a count."""
 
@@ -87,6 +117,16 @@ class CountRequest(Body):
     system: str | list[TextBlock] | None = None
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoiceParam | None = None
+    cache_control: CacheControl | None = None  # as on the last block
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # its name before output_config
+    context_management: Hint[Json] = None
+    mcp_servers: Annotated[list[Any] | None, only([])] = None
+    speed: Annotated[str | None, Ignored(("standard",))] = None
+    betas: Hint[list[str]] = None
+    user_profile_id: Hint[str] = None
+    workspace_id: Hint[str] = None
 
 
 class MessagesRequest(CountRequest):
@@ -99,7 +139,9 @@ class MessagesRequest(CountRequest):
     top_k: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    service_tier: Annotated[str | None, Ignored(("auto", "standard_only"))] = None
+    inference_geo: Hint[str] = None
+    diagnostics: Hint[Json] = None
     session_id: Name | None = None
     cache_salt: str | None = None
     seed: Annotated[int, Field(ge=0)] | None = None

@@ -12,8 +12,10 @@ from kvpager.server.schema.common import (
     Breakpoint,
     Common,
     Json,
+    StreamOptions,
     TemplateVariables,
 )
+from kvpager.server.schema.neutral import Hint, Ignored, only
 
 Status = Literal["completed", "incomplete", "in_progress", "failed", "cancelled"]
 
@@ -118,6 +120,17 @@ class TextConfig(Body):
     format: Annotated[PlainText | JsonObject | JsonOfSchema, Field(discriminator="type")] | None = (
         None
     )
+    verbosity: Hint[str] = None
+
+
+class Reasoning(Body):
+    """How much the model reasons; `effort` is for templates that have such a variable."""
+
+    effort: str | None = None
+    summary: Hint[str] = None
+    generate_summary: Hint[str] = None
+    mode: Hint[str] = None
+    context: Hint[str] = None
 
 
 class ResponseRequest(Common):
@@ -135,11 +148,13 @@ class ResponseRequest(Common):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
-    truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    stream_options: None = None
-    safety_identifier: str | None = None
+    include: list[str] | None = None
+    truncation: Annotated[Literal["disabled", "auto"] | None, Ignored(("disabled",))] = None
+    stream_options: StreamOptions | None = None
+    max_tool_calls: Annotated[int | None, Field(ge=1), Ignored()] = None  # of tools built in
+    reasoning: Reasoning | None = None
+    personality: Hint[str] = None
+    context_management: Annotated[list[Any] | None, only([])] = None
     chat_template_kwargs: TemplateVariables | None = None
 
 
@@ -179,7 +194,7 @@ class Response(Answer):
     incomplete_details: Json | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    max_tool_calls: None = None
+    max_tool_calls: int | None = None
     metadata: dict[str, str]
     model: str
     output: list[Json]

@@ -1,0 +1,242 @@
+"""Fields that clients send: what they do, or that they are named where they do nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from server.running import CODER, GREEDY, said
+
+IGNORED = "x-kvpager-ignored"
+CHAT = {"messages": said("Write a class."), "max_tokens": 12, **GREEDY}
+PROMPT = {"prompt": "import os\n", "max_tokens": 12, **GREEDY}
+INPUT = {"input": "Write a class.", "max_output_tokens": 12, "store": False, **GREEDY}
+MESSAGE = {"messages": said("Write a class."), "max_tokens": 12, "temperature": 0}
+TEXTS = {
+    "/v1/chat/completions": (CHAT, lambda a: a["choices"][0]["message"]["content"]),
+    "/v1/completions": (PROMPT, lambda a: a["choices"][0]["text"]),
+    "/v1/responses": (INPUT, lambda a: a["output"][0]["content"][0]["text"]),
+    "/v1/messages": (MESSAGE, lambda a: a["content"][0]["text"]),
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "bob"]}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+def answered(server, path, **fields):
+    """The answer's text, and the fields that it names as ignored."""
+    body, text = TEXTS[path]
+    answer = server.http.post(path, json={**body, **fields})
+    assert answer.status_code == 200, answer.text
+    ignored = answer.headers.get(IGNORED)
+    return text(answer.json()), set() if ignored is None else set(ignored.split(", "))
+
+
+ROUTERS = {  # what vllm-router and sglang-router send of their own accord
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+    "include_reasoning": True,
+    "continue_final_message": False,
+    "regex": None,
+    "ebnf": None,
+    "lora_path": None,
+    "session_params": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "high"}, {"reasoning_effort"}),
+        ("/v1/chat/completions", {"verbosity": "low"}, {"verbosity"}),
+        ("/v1/chat/completions", {"service_tier": "flex"}, {"service_tier"}),
+        ("/v1/chat/completions", {"service_tier": "auto"}, set()),
+        ("/v1/chat/completions", {"prompt_cache_retention": "in-memory"}, set()),
+        ("/v1/chat/completions", {"cache_prompt": True, "id_slot": -1}, set()),
+        (
+            "/v1/chat/completions",
+            {"cache_prompt": False, "id_slot": 3},
+            {"cache_prompt", "id_slot"},
+        ),
+        ("/v1/chat/completions", {"user": "ada", "functions": None, "foo": None}, set()),
+        (
+            "/v1/chat/completions",
+            ROUTERS,
+            {"separate_reasoning", "stream_reasoning", "include_reasoning"},
+        ),
+        ("/v1/chat/completions", {"mirostat": 0, "typical_p": 1.0, "xtc_probability": 0}, set()),
+        ("/v1/chat/completions", {"use_beam_search": False, "n_probs": 0, "echo": False}, set()),
+        (
+            "/v1/completions",
+            {"suffix": "", "best_of": 1, "service_tier": "priority"},
+            {"service_tier"},
+        ),
+        (
+            "/v1/responses",
+            {"truncation": "auto", "max_tool_calls": 3},
+            {"truncation", "max_tool_calls"},
+        ),
+        (
+            "/v1/responses",
+            {"truncation": "disabled", "text": {"verbosity": "low"}},
+            {"text.verbosity"},
+        ),
+        (
+            "/v1/responses",
+            {"reasoning": {"effort": "low", "summary": "auto"}},
+            {"reasoning.effort", "reasoning.summary"},
+        ),
+        ("/v1/responses", {"include": ["reasoning.encrypted_content"]}, {"include"}),
+        (
+            "/v1/messages",
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            {"thinking", "thinking.budget_tokens"},
+        ),
+        ("/v1/messages", {"thinking": {"type": "disabled"}}, set()),
+        ("/v1/messages", {"output_config": {"effort": "low"}}, {"output_config.effort"}),
+        ("/v1/messages", {"mcp_servers": [], "speed": "standard", "service_tier": "auto"}, set()),
+        ("/v1/messages", {"context_management": {"edits": []}}, {"context_management"}),
+        ("/v1/messages", {"cache_control": {"type": "ephemeral"}, "top_k": 5}, set()),
+    ],
+)
+def test_a_hint_changes_nothing_and_is_named(server, path, fields, ignored):
+    if "top_k" not in fields:
+        assert answered(server, path, **fields) == (answered(server, path)[0], ignored)
+    else:
+        assert answered(server, path, **fields)[1] == ignored
+
+
+def test_a_stream_names_what_it_ignores_as_well(server):
+    for path, (body, _) in TEXTS.items():
+        fields = {"service_tier": "flex", "stream": True}
+        with server.http.stream("POST", path, json={**body, **fields}) as answer:
+            assert answer.headers[IGNORED] == "service_tier"
+            answer.read()
+
+
+def test_min_tokens_keeps_an_answer_going_and_stop_strings_out_of_its_beginning(server):
+    end = server.service.engine.model.generation_config.eos_token_id[0]
+    eager = {"logit_bias": {str(end): 100}, "return_token_ids": True, "max_tokens": 9}
+
+    def ids(**fields):
+        answer = server.post("/v1/chat/completions", **{**CHAT, **eager, **fields})
+        return answer.json()["choices"][0]["token_ids"]
+
+    assert len(ids()) == 1
+    assert len(ids(min_tokens=4)) == 5
+    assert end not in ids(min_tokens=4)[:4]
+    plain, _ = answered(server, "/v1/chat/completions")
+    first = plain[0]
+    late, _ = answered(server, "/v1/chat/completions", stop=[first], min_tokens=5)
+    assert late.startswith(first)
+    assert len(late) > 1
+    assert answered(server, "/v1/chat/completions", stop=[first])[0] == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+def test_a_stop_string_is_of_the_text_where_that_is_asked_for(server, name, stream):
+    plain, _ = answered(server, "/v1/completions")
+    stop = plain[4:7]
+    fields = {"stop": ["nowhere", stop], name: True}
+    if not stream:
+        text, _ = answered(server, "/v1/completions", **fields)
+    else:
+        chunks = server.openai.completions.create(
+            model=CODER, stream=True, extra_body={name: True}, stop=fields["stop"], **PROMPT
+        )
+        text = "".join(chunk.choices[0].text for chunk in chunks)
+    assert text == plain[: plain.index(stop) + len(stop)]
+
+
+def test_special_tokens_are_shown_where_that_is_asked_for(server):
+    tokenizer = server.service.engine.tokenizer
+    special = tokenizer.all_special_ids[0]
+    fields = {"logit_bias": {str(special): 100}, "ignore_eos": True, "max_tokens": 2}
+    hidden, _ = answered(server, "/v1/completions", **fields)
+    shown, _ = answered(server, "/v1/completions", skip_special_tokens=False, **fields)
+    assert hidden == ""
+    assert shown == 2 * tokenizer.decode([special])
+
+
+def test_repeat_penalty_is_repetition_penalty(server):
+    one, _ = answered(server, "/v1/completions", repetition_penalty=1.7)
+    assert answered(server, "/v1/completions", repeat_penalty=1.7)[0] == one
+    assert answered(server, "/v1/completions")[0] != one
+    both = {**PROMPT, "repeat_penalty": 1.7, "repetition_penalty": 1.2}
+    assert server.post("/v1/completions", **both).status_code == 400
+
+
+def test_n_predict_is_max_tokens(server):
+    body = {"prompt": "import os\n", "ignore_eos": True, "n_predict": 3}
+    assert server.post("/v1/completions", **body).json()["usage"]["completion_tokens"] == 3
+    body["n_predict"] = -1
+    assert server.post("/v1/completions", **body).json()["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+        ("/v1/messages", {"output_format": {"type": "json_schema", "schema": SCHEMA}}),
+        ("/v1/chat/completions", {"guided_json": SCHEMA}),
+        ("/v1/chat/completions", {"structured_outputs": {"json": SCHEMA}}),
+        ("/v1/completions", {"structured_outputs": {"json": json.dumps(SCHEMA)}}),
+    ],
+)
+def test_an_answer_follows_a_schema_by_each_of_its_names(server, path, fields):
+    text, ignored = answered(server, path, max_tokens=60, **fields)
+    assert json.loads(text)["name"] in ("ada", "bob")
+    assert not ignored
+
+
+def test_an_answer_is_one_of_the_choices(server):
+    fields = {"guided_choice": ["yes", "no"]}
+    assert answered(server, "/v1/completions", **fields)[0] in ("yes", "no")
+
+
+def test_top_logprobs_of_responses_alone_show_them(server):
+    answer = server.post("/v1/responses", **INPUT, top_logprobs=2).json()
+    told = answer["output"][0]["content"][0]["logprobs"]
+    assert len(told) == answer["usage"]["output_tokens"]
+    assert all(len(one["top_logprobs"]) == 2 for one in told)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_pieces_of_text_are_padded_where_that_is_asked_for(server, path):
+    body = {**TEXTS[path][0], "stream": True, "stream_options": {"include_obfuscation": True}}
+    lines = [line[6:] for line in server.post(path, **body).text.splitlines() if "data: {" in line]
+    pieces = [line for line in lines if "obfuscation" in json.loads(line)]
+    assert len(pieces) > 3
+    assert len({len(line) // 64 for line in pieces}) <= 2
+    body["stream_options"]["include_obfuscation"] = False
+    assert "obfuscation" not in server.post(path, **body).text
+
+
+def test_a_stream_of_messages_begins_with_the_tokens_of_its_prompt(server):
+    block = {"type": "text", "text": "Read this. " * 20, "cache_control": {"type": "ephemeral"}}
+    for content in ("Write a class.", [block], [block]):  # computed, saved, and read
+        body = {**MESSAGE, "messages": [{"role": "user", "content": content}], "stream": True}
+        lines = server.post("/v1/messages", **body).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+        first, last = events[0]["message"]["usage"], events[-2]["usage"]
+        assert [event["type"] for event in events][:2] == ["message_start", "content_block_start"]
+        names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+        assert [first[name] for name in names] == [last[name] for name in names]
+        assert sum(first[name] for name in names) > 10
+
+
+def test_a_stream_without_any_text_has_its_first_event(server):
+    text = answered(server, "/v1/messages")[0]
+    body = {**MESSAGE, "stop_sequences": [text[0]], "stream": True}
+    told = server.post("/v1/messages", **body).text
+    kinds = [line[7:] for line in told.splitlines() if line.startswith("event: ")]
+    assert kinds == ["message_start", "message_delta", "message_stop"]
