@@ -51,48 +51,68 @@ int error_of(const char* point, const Call& call) {
   }
 }
 
+// A descriptor, which stays open while somebody waits for its lock.
+class Descriptor {
+ public:
+  Descriptor(const std::string& path, int flags, int mode) {
+    const int error = error_of("file.open", [&] {
+      number_ = ::open(path.c_str(), flags | O_CLOEXEC, mode);
+      return number_;
+    });
+    if (error != 0) throw_os_error(error, path);
+  }
+  ~Descriptor() { ::close(number_); }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  int number() const { return number_; }
+
+ private:
+  int number_ = -1;
+};
+
 // An open file. It is closed on exec.
 class OwnedFile {
  public:
-  OwnedFile(std::string path, int flags, int mode) : path_(std::move(path)) {
-    const int error = error_of("file.open", [&] {
-      descriptor_ = ::open(path_.c_str(), flags | O_CLOEXEC, mode);
-      return descriptor_;
-    });
-    if (error != 0) throw_os_error(error, path_);
-  }
-  ~OwnedFile() { close(); }
+  OwnedFile(std::string path, int flags, int mode)
+      : path_(std::move(path)), file_(std::make_shared<Descriptor>(path_, flags, mode)) {}
   OwnedFile(const OwnedFile&) = delete;
   OwnedFile& operator=(const OwnedFile&) = delete;
 
   int descriptor() const {
-    if (descriptor_ < 0) throw InvalidArgumentError(str(path_, " was closed"));
-    return descriptor_;
+    require_open();
+    return file_->number();
   }
 
-  void close() {
-    if (descriptor_ >= 0) ::close(std::exchange(descriptor_, -1));
-  }
+  void close() { file_.reset(); }
 
-  // False if somebody else has it and `operation` says not to wait.
+  // False if somebody else has it and `operation` says not to wait. InvalidArgumentError if another thread
+  // closes the file meanwhile.
   bool lock(int operation) {
-    const int descriptor = this->descriptor();
-    const int error = error_of("file.lock", [&] { return ::flock(descriptor, operation); });
+    require_open();
+    const std::shared_ptr<Descriptor> file =
+        file_;  // its number is no other file's while this waits
+    const int error = error_of("file.lock", [&] { return ::flock(file->number(), operation); });
     if (error == EWOULDBLOCK) return false;
     if (error != 0) throw_os_error(error, path_);
+    require_open();
     return true;
   }
 
   // Also from forked children, who have a copy of the descriptor. One of these that ends a block
   // it was forked in does not take the lock from its parent.
   void unlock() {
-    if (descriptor_ >= 0 && !process_.forked()) ::flock(descriptor_, LOCK_UN);
+    if (file_ != nullptr && !process_.forked()) ::flock(file_->number(), LOCK_UN);
   }
 
  private:
+  void require_open() const {
+    if (file_ == nullptr) throw InvalidArgumentError(str(path_, " was closed"));
+  }
+
   const MadeIn process_;
   const std::string path_;
-  int descriptor_ = -1;
+  std::shared_ptr<Descriptor> file_;  // read and changed with the GIL
 };
 
 // Who has an flock() on a file, as the system tells it: "process 12 (python, stopped)".

@@ -313,6 +313,7 @@ py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
   KVPAGER_STAT(chunks_shared);
   KVPAGER_STAT(chunks_evicted);
   KVPAGER_STAT(chunks_released);
+  KVPAGER_STAT(eviction_orders_made);
   KVPAGER_STAT(chunks_forgotten);
   KVPAGER_STAT(chunks_recalled);
   KVPAGER_STAT(chunks_healed);

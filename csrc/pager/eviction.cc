@@ -24,11 +24,16 @@ bool host_slot_is_read(const ChunkRecord& record, HostReaders readers) {
   return record.readers > 0 && !(readers == HostReaders::kOfMissing && record.resident());
 }
 
+// What can leave the pool, now or once its readers are done: these come and go with every layer.
+bool evictable_unread(const ChunkRecord& record) {
+  return record.state == ChunkState::kSealed && record.resident() && record.pins == 0 &&
+         record.has_lower_copy();
+}
+
 }  // namespace
 
 bool evictable(const ChunkRecord& record) {
-  return record.state == ChunkState::kSealed && record.resident() && record.pins == 0 &&
-         record.readers == 0 && record.has_lower_copy();
+  return evictable_unread(record) && record.readers == 0;
 }
 
 Eviction::Eviction(const Config& config, const Ledger& ledger, Backend& backend,
@@ -56,14 +61,17 @@ void Eviction::invalidate() {
 }
 
 void Eviction::note(RecordId id) {
-  if (!victims_.stale() && evictable(ledger_[id])) victims_.add(facts(id));
+  const ChunkRecord& record = ledger_[id];
+  if (!victims_.stale() && evictable_unread(record)) victims_.add(facts(id));
+  if (!host_copies_.stale() && record.host_copy()) host_copies_.add(use_alone(id));
 }
 
 void Eviction::refresh_victims() {
   if (!victims_.stale()) return;
   sheltered_ = sheltered_now_();
   spills_.invalidate();  // noted by what was sheltered before
-  note_all(ledger_, &victims_, evictable, [&](RecordId id) { return facts(id); });
+  note_all(ledger_, &victims_, evictable_unread, [&](RecordId id) { return facts(id); });
+  ++orders_made_;
 }
 
 std::optional<VictimFacts> Eviction::next_victim() {
@@ -72,7 +80,8 @@ std::optional<VictimFacts> Eviction::next_victim() {
   uint64_t soonest_arrives = 0;
   const auto found = victims_.first([&](const VictimFacts& note) {
     const ChunkRecord& record = ledger_[note.record];
-    if (!evictable(record) || !(facts(note.record) == note)) return Verdict::kOutdated;
+    if (!evictable_unread(record) || !(facts(note.record) == note)) return Verdict::kOutdated;
+    if (record.readers > 0) return Verdict::kStays;
     const uint64_t arrives = backend_.arriving(record);
     if (arrives == 0) return Verdict::kGoes;
     if (!soonest || arrives < soonest_arrives) {  // notes come in the policy's order
@@ -88,9 +97,9 @@ bool Eviction::can_evict(int64_t count) {
   refresh_victims();
   return victims_
       .first([&](const VictimFacts& note) {
-        if (!evictable(ledger_[note.record]) || !(facts(note.record) == note)) {
-          return Verdict::kOutdated;
-        }
+        const ChunkRecord& record = ledger_[note.record];
+        if (!evictable_unread(record) || !(facts(note.record) == note)) return Verdict::kOutdated;
+        if (record.readers > 0) return Verdict::kStays;
         return --count == 0 ? Verdict::kGoes : Verdict::kStays;
       })
       .has_value();
@@ -102,6 +111,7 @@ std::optional<RecordId> Eviction::next_to_spill(HostReaders readers) {
     note_all(
         ledger_, &spills_, [](const ChunkRecord& record) { return record.home_on_host(); },
         [&](RecordId id) { return facts(id); });
+    ++orders_made_;
   }
   const auto found = spills_.first([&](const VictimFacts& note) {
     const ChunkRecord& record = ledger_[note.record];
@@ -117,6 +127,7 @@ std::optional<RecordId> Eviction::next_host_copy(HostReaders readers) {
     note_all(
         ledger_, &host_copies_, [](const ChunkRecord& record) { return record.host_copy(); },
         [&](RecordId id) { return use_alone(id); });
+    ++orders_made_;
   }
   const auto found = host_copies_.first([&](const VictimFacts& note) {
     const ChunkRecord& record = ledger_[note.record];
@@ -157,7 +168,7 @@ void Eviction::check_invariants() const {
     throw InvariantError("invariant 2: who is sheltered is not who was noted to be");
   }
   const auto all_facts = [&](RecordId id) { return facts(id); };
-  check(victims_, evictable, all_facts);
+  check(victims_, evictable_unread, all_facts);
   check(spills_, [](const ChunkRecord& record) { return record.home_on_host(); }, all_facts);
   check(
       host_copies_, [](const ChunkRecord& record) { return record.host_copy(); },

@@ -39,7 +39,7 @@ class Eviction {
 
   // Scores, uses or what is sheltered have changed, or many chunks can give way that could not.
   void invalidate();
-  // The chunk has got a block, or lost the last pin that kept it there.
+  // The chunk has got a block or a copy in the host arena, or lost the last pin that kept it there.
   void note(RecordId id);
 
   // The chunk that leaves the pool next. One whose home has not arrived yet would have to be waited for:
@@ -54,6 +54,9 @@ class Eviction {
 
   // The `count` of these chunks, which are not in the pool, that the policy values most, best first.
   std::vector<VictimFacts> most_valued(const std::vector<RecordId>& ids, int64_t count);
+
+  // How often an order was made of all records.
+  int64_t orders_made() const { return orders_made_; }
 
   // What can give way is noted as it is, so that the first one noted is the one that the policy names.
   void check_invariants() const;
@@ -71,6 +74,7 @@ class Eviction {
   EvictionOrder victims_;
   EvictionOrder spills_;
   EvictionOrder host_copies_;
+  int64_t orders_made_ = 0;
   std::vector<uint8_t> sheltered_;  // by which the first two orders were noted
 };
 

@@ -2,7 +2,6 @@
 // changes.
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <utility>
 
 #include "kvpager/attention.h"
@@ -19,12 +18,18 @@ class FrozenSequence final : public SnapshotContent {
  public:
   FrozenSequence(std::shared_ptr<Pager::Impl> pager, SequenceId id, SnapshotMeta meta,
                  std::vector<std::byte> tail)
-      : pager_(std::move(pager)), id_(id), meta_(std::move(meta)), tail_(std::move(tail)) {}
+      : pager_(std::move(pager)),
+        id_(id),
+        meta_(std::move(meta)),
+        tail_(std::move(tail)),
+        borrowed_(meta_.chunks.size()) {}
 
   ~FrozenSequence() override {
     if (pager_->process.forked()) return;  // it is the parent's
     const MutexLock lock(pager_->mutex);
-    while (!borrowed_.empty()) return_one(borrowed_.begin()->first);
+    for (int64_t chunk = 0; chunk < meta_.sealed_chunks(); ++chunk) {
+      while (borrowed_[static_cast<size_t>(chunk)] > 0) return_one(chunk);
+    }
     pager_->sequences.thaw(id_);
   }
   FrozenSequence(const FrozenSequence&) = delete;
@@ -41,7 +46,7 @@ class FrozenSequence final : public SnapshotContent {
       const MutexLock lock(pager_->mutex);
       const RecordId id = record(chunk);
       if (const std::byte* bytes = pager_->residency.lend(id, scratch)) {
-        if (bytes != scratch) ++borrowed_[chunk];
+        if (bytes != scratch) ++borrowed_[static_cast<size_t>(chunk)];
         return bytes;
       }
       below = pager_->ledger[id];
@@ -60,7 +65,8 @@ class FrozenSequence final : public SnapshotContent {
   void give_back_chunk(int64_t chunk) const override {
     if (pager_->process.forked()) return;
     const MutexLock lock(pager_->mutex);
-    if (borrowed_.count(chunk) != 0) return_one(chunk);
+    require_chunk(chunk, static_cast<int64_t>(meta_.chunks.size()));
+    if (borrowed_[static_cast<size_t>(chunk)] > 0) return_one(chunk);
   }
 
   void read_summary(int64_t chunk, std::byte* out) const override {
@@ -85,17 +91,16 @@ class FrozenSequence final : public SnapshotContent {
   }
 
   void return_one(int64_t chunk) const KVPAGER_HOLDS(pager_->mutex) {
-    const auto found = borrowed_.find(chunk);
-    KVPAGER_REQUIRE(found != borrowed_.end());
+    --borrowed_[static_cast<size_t>(chunk)];
     --pager_->ledger[record(chunk)].borrows;
-    if (--found->second == 0) borrowed_.erase(found);
   }
 
   const std::shared_ptr<Pager::Impl> pager_;
   const SequenceId id_;
   const SnapshotMeta meta_;
   const std::vector<std::byte> tail_;
-  mutable std::map<int64_t, int32_t> borrowed_ KVPAGER_GUARDED_BY(pager_->mutex);
+  // How often each chunk is lent. All its memory is there before anything is lent: no loan is forgotten.
+  mutable std::vector<int32_t> borrowed_ KVPAGER_GUARDED_BY(pager_->mutex);
 };
 
 }  // namespace

@@ -78,12 +78,12 @@ void LoadLease::load(Reading reading) {
     ChunkRecord& record = to.ledger_[arrival.record];
     if (!slots_.empty()) {
       record.host = slots_.release();
-      continue;
+    } else {
+      record.block = blocks_->release();
+      ++record.recalled;
+      ++to.counters_.chunks_recalled;
+      to.counters_.bytes_paged_in += to.layout_.chunk_bytes();
     }
-    record.block = blocks_->release();
-    ++record.recalled;
-    ++to.counters_.chunks_recalled;
-    to.counters_.bytes_paged_in += to.layout_.chunk_bytes();
     to.eviction_.note(arrival.record);
   }
   arrivals_.clear();

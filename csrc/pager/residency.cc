@@ -210,6 +210,7 @@ void Residency::add_to(PagerStats* stats) const {
   stats->records = ledger_.live();
   stats->cached_records = ledger_.cached();
   stats->reserved_chunks = budget_.reserved;
+  stats->eviction_orders_made = eviction_.orders_made();
   stats->home_chunks = config_.home_capacity();
   std::set<SnapshotReader*> readers;
   ledger_.each([&](RecordId, const ChunkRecord& record) {

@@ -194,7 +194,6 @@ void RunningForward::attend(int layer, const TensorView& q, const TensorView& k,
     abort();
     throw;
   }
-  residency_.invalidate_eviction();  // what the layer read and loaded can leave again
 }
 
 // Loads what the layer reads and is not in memory: chunks of snapshots into free host slots; else, if the

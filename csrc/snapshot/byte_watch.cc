@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -42,6 +43,8 @@ ByteWatch::ByteWatch(std::vector<Region> regions, int threads) : regions_(std::m
     while (others.size() + 1 < count) others.emplace_back(read);
   } catch (const std::system_error&) {
     // No more threads to be had: those there are do it.
+  } catch (const std::bad_alloc&) {
+    // Nor memory for one.
   }
   read();
   for (std::thread& other : others) other.join();

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <exception>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <system_error>
 #include <thread>
@@ -232,10 +233,13 @@ std::vector<SnapshotDamage> Verification::run(int threads, const SnapshotProgres
   plan();
   const size_t useful = std::min(static_cast<size_t>(threads), plan_.pieces.size());
   auto team = std::make_unique<std::vector<std::thread>>();
+  team->reserve(useful);
   try {
     while (team->size() + 1 < useful) team->emplace_back([this] { work(nullptr); });
   } catch (const std::system_error&) {
     // No more threads to be had: those there are do it.
+  } catch (const std::bad_alloc&) {
+    // Nor memory for one.
   }
   work(&progress);
   if (process_.forked()) {  // a child has no such threads, and cannot even let them go

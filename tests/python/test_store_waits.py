@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from small_store import Author, C, text
 
-from kvpager import PagerConfig, open_snapshot
+from kvpager import PagerConfig, _core, open_snapshot
 from kvpager.errors import InvalidArgumentError, StorageError
 from kvpager.stores import DirectoryStore, FileStore
 from kvpager.stores.lock import exclusive
@@ -104,6 +104,34 @@ def test_who_waits_goes_on_as_soon_as_the_holder_lets_go(tmp_path: Path) -> None
         pass
     timer.join()
     holder.communicate()
+
+
+def test_who_waits_for_a_file_that_is_closed_meanwhile_has_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    flags = os.O_RDWR | os.O_CREAT
+    waiting = _core.OwnedFile(str(path), flags)
+    found: list[object] = []
+
+    def wait() -> None:
+        try:
+            found.append(waiting.lock(fcntl.LOCK_EX))
+        except InvalidArgumentError as error:
+            found.append(error)
+
+    with _core.OwnedFile(str(path), flags) as holder:
+        holder.lock(fcntl.LOCK_EX)
+        thread = threading.Thread(target=wait)
+        thread.start()
+        number = waiting.fileno()
+        time.sleep(0.1)  # it waits in flock()
+        waiting.close()
+        other = os.open(tmp_path / "other", flags)  # not the number that is waited at
+        assert other != number
+        os.close(other)
+    thread.join(10)
+    assert isinstance(found[0], InvalidArgumentError), found
+    with _core.OwnedFile(str(path), flags) as free:
+        assert free.lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), None, "2", True])

@@ -143,10 +143,11 @@ struct PagerStats {
   int64_t sequences = 0, records = 0, cached_records = 0, reserved_chunks = 0, home_chunks = 0;
   int64_t forwards = 0, aborted_forwards = 0, rows_committed = 0;
   int64_t chunks_sealed = 0, chunks_shared = 0, chunks_evicted = 0, chunks_recalled = 0;
-  int64_t chunks_released = 0;    // by a sequence, behind its window
-  int64_t chunks_forgotten = 0;   // cached ones that gave way, and are found no more
-  int64_t chunks_healed = 0;      // recomputed, bit for bit, because a lower copy was damaged
-  int64_t summaries_rebuilt = 0;  // from verified payload, because their snapshot's was damaged
+  int64_t chunks_released = 0;       // by a sequence, behind its window
+  int64_t eviction_orders_made = 0;  // of all records; between forwards one suffices
+  int64_t chunks_forgotten = 0;      // cached ones that gave way, and are found no more
+  int64_t chunks_healed = 0;         // recomputed, bit for bit, because a lower copy was damaged
+  int64_t summaries_rebuilt = 0;     // from verified payload, because their snapshot's was damaged
   int64_t chunks_spilled = 0, slices_streamed = 0, prefix_tokens_reused = 0;
   int64_t bytes_paged_in = 0;   // copied into pool blocks from any lower tier
   int64_t bytes_paged_out = 0;  // from host memory to disk, for room; evicting a block copies none

@@ -6,6 +6,7 @@
 
 #include "failing_new.h"
 #include "small_pager.h"
+#include "snapshot/byte_watch.h"
 
 namespace kvpager::pager_test {
 namespace {
@@ -379,6 +380,43 @@ PAGER_TEST("a sequence is frozen or not, and thawed, at every allocation") {
             require_intact(pager, a);
           };
         }) > 0);
+}
+
+TEST_CASE("memory that runs out among threads ends no process: a call is done or refused") {
+  // Many blocks, and enough pieces for every thread.
+  const std::vector<std::byte> weights(size_t{40} << 20);
+  const Folder folder;
+  PagerOptions options = small_options(300, 0);
+  {
+    Pager pager(options);
+    save(pager, create(pager, 200 * 16, 2).id, folder.file("turn"), kNamespace);
+  }
+  const auto reader = SnapshotReader::open(folder.file("turn"));
+  const auto refused_at_most = [](const std::function<void()>& call) {
+    for (int64_t nth = 0; nth < kMostAllocations; ++nth) {
+      CAPTURE(nth);
+      bool refused = false, met = false;
+      {
+        const FailingNew failing(nth);
+        try {
+          call();
+        } catch (const std::bad_alloc&) {
+          refused = true;
+        }
+        met = failing.met();
+      }
+      if (refused) REQUIRE(met);
+      if (!met) return;
+    }
+    FAIL("allocations never end");
+  };
+  refused_at_most([&] {
+    snapshot::ByteWatch watch({{weights.data(), static_cast<int64_t>(weights.size())}}, 4);
+    if (watch.sweep(watch.total_bytes()) != -1) throw InvariantError("bytes have not changed");
+  });
+  refused_at_most([&] {
+    if (!reader->verify(4, {}).empty()) throw InvariantError("nothing is damaged");
+  });
 }
 
 PAGER_TEST("a prefix is adopted or not, and rows are given or not, at every allocation") {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <thread>
 
+#include "failing_new.h"
 #include "small_pager.h"
 
 namespace kvpager::pager_test {
@@ -202,6 +203,18 @@ PAGER_TEST("a tail is worth what its rows are worth, wherever it is cut") {
     CHECK(pager.freeze(sequence.id, upto)->meta().chunks.back().provenance == Provenance::kDecode);
   }
   CHECK(pager.freeze(sequence.id, 10)->meta().chunks.back().provenance == Provenance::kExact);
+}
+
+PAGER_TEST("a chunk is lent without an allocation, so that no loan can be forgotten") {
+  Pager pager(small_options(4, 40));
+  const Known sequence = create(pager, 100, 1);
+  const auto frozen = pager.freeze(sequence.id);
+  std::vector<std::byte> scratch(static_cast<size_t>(kChunkBytes));
+  const FailingNew failing(0);
+  for (int64_t chunk = 0; chunk < frozen->meta().sealed_chunks(); ++chunk) {
+    frozen->borrow_chunk(chunk, scratch.data());
+  }
+  CHECK_FALSE(failing.met());
 }
 
 PAGER_TEST("a chunk that is borrowed and never given back is returned with the frozen sequence") {

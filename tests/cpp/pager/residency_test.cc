@@ -53,6 +53,24 @@ PagerOptions options_of(const Case& c, const std::string& folder, Selection::Kin
   return options;
 }
 
+TEST_CASE("layers that load and evict keep the orders of eviction, and evict by them") {
+  const Folder folder;
+  for (const Policy policy : {Policy::kLru, Policy::kQk}) {
+    // Fewer places in memory than a layer reads, so that each loads and evicts.
+    Case c{"disk only", 14, 0, 40, policy};
+    Pager pager(options_of(c, folder.path(), Selection::Kind::kTopK));
+    Known sequence = create(pager, 30 * 16, 1);
+    const PagerStats before = pager.stats();
+    const std::vector<TokenId> more = some_tokens(12, 7);
+    for (const TokenId token : more) append(pager, &sequence, {token});
+    const PagerStats after = pager.stats();
+    CHECK(after.chunks_evicted - before.chunks_evicted > 4 * 12);
+    // One for each forward, not one for each layer; and one that was under way.
+    CHECK(after.eviction_orders_made - before.eviction_orders_made <= 12 + 1);
+    require_intact(pager, sequence);
+  }
+}
+
 PAGER_TEST("attention outputs have the same bits wherever chunks live and whatever was evicted" *
            doctest::test_suite("long")) {
   for (const Selection::Kind kind : {Selection::Kind::kDense, Selection::Kind::kTopK}) {
