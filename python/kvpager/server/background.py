@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpager.server import errors
 from kvpager.server.errors import ApiError
+from kvpager.server.replay import Replay
 
 if TYPE_CHECKING:
     from kvpager.server.exchange import Exchange
@@ -16,6 +17,8 @@ class Turn(Protocol):
     """A response that comes into being."""
 
     response: Any
+    replay: Replay | None
+    input_items: list[dict[str, Any]]
 
     async def whole(self, exchange: Any) -> None:
         """Computes all of it."""

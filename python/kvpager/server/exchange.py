@@ -14,7 +14,7 @@ from kvpager.errors import CapacityError, CorruptSnapshotError
 from kvpager.requests.completion import RequestCompletion
 from kvpager.requests.request import Request
 from kvpager.sampling import fresh_seed, seed_after
-from kvpager.scheduling.chat import renders_as_written
+from kvpager.scheduling.chat import renders_as_written, settled
 from kvpager.server import errors
 from kvpager.server.conversations import Digests, Kept, digests
 from kvpager.server.plan import Plan
@@ -59,6 +59,20 @@ class Exchange:
             priority=plan.priority,
             tenant=plan.conversations.tenant.name,
         )
+
+    def count_prompt(self) -> int:
+        """Tokens of the prompt that `begin` would queue; for a thread, and instead of it."""
+        session, kept = self._base()
+        try:
+            conversation = settled(self._service.engine.core, session.transcript)
+            tokenizer = self._service.tokenizer
+            assert tokenizer is not None
+            messages = self._messages(session, kept)
+            turn = conversation.turn(messages, tokenizer, self.plan.prompt.rendering)
+        finally:
+            session.close()
+            self._span.end()
+        return len(turn.ids)
 
     async def begin(self) -> None:
         """Queues every choice. Raises ApiError; nothing is left then."""

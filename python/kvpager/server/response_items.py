@@ -28,7 +28,7 @@ Events = list[tuple[str, dict[str, Any]]]
 def messages_of(given: str | Sequence[Item]) -> Messages:
     """Messages for a chat template. Calls that follow one another are one message's."""
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{"role": "user", "content": given}] if given else []
     messages: Messages = []
     for item in given:
         if isinstance(item, InputMessage):
@@ -41,6 +41,20 @@ def messages_of(given: str | Sequence[Item]) -> Messages:
         else:
             _add_call(messages, item)
     return messages
+
+
+def as_items(given: str | Sequence[Item]) -> list[dict[str, Any]]:
+    """The items of an input as they are shown: each with an id, and its content in parts."""
+    items = [InputMessage(role="user", content=given)] if isinstance(given, str) else given
+    shown = []
+    for item in items:
+        values = {"status": "completed", **item.model_dump(exclude_none=True, by_alias=True)}
+        values.setdefault("id", new_id("item_"))
+        if isinstance(values.get("content"), str):
+            kind = "output_text" if values.get("role") == "assistant" else "input_text"
+            values["content"] = [{"type": kind, "text": values["content"]}]
+        shown.append(values)
+    return shown
 
 
 def marks_of(given: str | Sequence[Item], options: CacheOptions | None) -> Marks:

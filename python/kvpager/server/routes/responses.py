@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Request
-from sse_starlette import ServerSentEvent
+from fastapi import APIRouter, Path, Query, Request
+from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
@@ -23,13 +23,17 @@ from kvpager.server.ids import new_id
 from kvpager.server.options import grammar_of_field
 from kvpager.server.plan import Plan, Prompt
 from kvpager.server.production import Piece
-from kvpager.server.response_items import Output, marks_of, messages_of
+from kvpager.server.replay import Event, Replay, events_again
+from kvpager.server.response_items import Output, as_items, marks_of, messages_of
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.chat import ChosenFunction, ChosenTool, Function, Tool
 from kvpager.server.schema.common import NAME_PATTERN
 from kvpager.server.schema.responses import (
     Deleted,
     InputDetails,
+    InputItems,
+    InputTokens,
+    InputTokensRequest,
     JsonObject,
     JsonOfSchema,
     NamedTool,
@@ -38,11 +42,15 @@ from kvpager.server.schema.responses import (
     ResponseRequest,
     ResponseUsage,
 )
-from kvpager.server.streaming import asks_to_pad, event, stream
+from kvpager.server.streaming import asks_to_pad, event
+from kvpager.server.streaming import stream as stream_of
+from kvpager.server.threads import in_thread
 
 router = APIRouter(route_class=JsonRoute)
 ResponseId = Annotated[str, Path(pattern=NAME_PATTERN)]
 _NOTE = "response"
+_INPUT = "input_items"
+_LAST = ("response.completed", "response.incomplete")
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -59,9 +67,11 @@ async def create(request: Request, body: ResponseRequest, caller: TheCaller) -> 
     await exchange.begin()
     if body.background:
         caller.service.background_responses.start(caller.tenant.name, turn, exchange)
+        if body.stream and turn.replay is not None:
+            return _replayed(turn.replay.events(), turn.padded, turn.headers)
         return options.json_response(turn.response, turn.headers)
     if body.stream:
-        return stream([exchange], turn.events(exchange), turn.failure, turn.headers)
+        return stream_of([exchange], turn.events(exchange), turn.failure, turn.headers)
     try:
         await unless_gone(request, turn.whole(exchange))
     finally:
@@ -69,26 +79,104 @@ async def create(request: Request, body: ResponseRequest, caller: TheCaller) -> 
     return options.json_response(turn.response, turn.headers)
 
 
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(body: InputTokensRequest, caller: TheCaller) -> InputTokens:
+    """How many tokens the prompt of a response would have."""
+    caller.service.check_model(body.model)
+    turn = await caller.read(lambda: _Turn(caller, body))
+    exchange = Exchange(caller.service, turn.plan)
+    return InputTokens(input_tokens=await in_thread(exchange.count_prompt))
+
+
 @router.get("/v1/responses/{response_id}", response_model=None)
-async def retrieve(response_id: ResponseId, caller: TheCaller) -> Any:
-    """A response that was kept, or one that is still computed."""
+async def retrieve(
+    response_id: ResponseId,
+    caller: TheCaller,
+    *,
+    stream: Annotated[bool, Query()] = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+    include_obfuscation: Annotated[bool, Query()] = False,
+) -> Any:
+    """A response that was kept, or one that is still computed; with `stream` as its events."""
     running = caller.service.background_responses.get(caller.tenant.name, response_id)
-    if running is not None:
-        return options.json_response(running.response)
+    if running is None:
+        found = (await _notes(response_id, caller))[_NOTE]
+    else:
+        found = running.response.model_dump()
+        if stream and running.replay is not None:
+            return _replayed(running.replay.events(starting_after), padded=include_obfuscation)
+    if stream:
+        return _replayed(events_again(found, starting_after), padded=include_obfuscation)
+    return found
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def input_items(
+    response_id: ResponseId,
+    caller: TheCaller,
+    *,
+    after: Annotated[str | None, Query()] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Annotated[Literal["asc", "desc"], Query()] = "desc",
+) -> InputItems:
+    """The items of a response's own input; those of the responses before it are with them."""
+    running = caller.service.background_responses.get(caller.tenant.name, response_id)
+    if running is None:
+        items = (await _notes(response_id, caller)).get(_INPUT, [])
+    else:
+        items = running.input_items
+    items = items if order == "asc" else items[::-1]
+    if after is not None:
+        place = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise not_found("item", after, "after")
+        items = items[place + 1 :]
+    shown = items[:limit]
+    return InputItems(
+        data=shown,
+        first_id=shown[0]["id"] if shown else None,
+        last_id=shown[-1]["id"] if shown else None,
+        has_more=len(items) > limit,
+    )
+
+
+async def _notes(response_id: str, caller: Caller) -> dict[str, Any]:
+    """What was saved with a response. Raises ApiError 404."""
     try:
         notes = await asyncio.to_thread(caller.conversations.notes, response_id)
     except ApiError:
         notes = {}
     if _NOTE not in notes:
         raise not_found("response", response_id, "response_id", "response_not_found")
-    return notes[_NOTE]
+    return notes
+
+
+def _replayed(
+    events: AsyncIterator[tuple[int, Event]],
+    padded: bool,
+    headers: Mapping[str, str] | None = None,
+) -> EventSourceResponse:
+    """A stream of events that have numbers."""
+
+    async def told() -> AsyncIterator[ServerSentEvent]:
+        async for number, one in events:
+            yield _event(number, one, padded=padded)
+
+    return stream_of((), told(), lambda error: event(error.body()), headers)
+
+
+def _event(number: int, one: Event, *, padded: bool) -> ServerSentEvent:
+    name, values = one
+    told = {"type": name, "sequence_number": number, **values}
+    return event(told, name, padded=padded and name.endswith(".delta"))
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete(response_id: ResponseId, caller: TheCaller) -> Deleted:
     """Deletes a response and its K/V; responses that go on from it keep what they share."""
-    await retrieve(response_id, caller)
     background = caller.service.background_responses
+    if background.get(caller.tenant.name, response_id) is None:
+        await _notes(response_id, caller)
     await background.cancel(caller.tenant.name, response_id)
     if not background.forget(caller.tenant.name, response_id):
         await asyncio.to_thread(caller.conversations.delete, response_id)
@@ -98,9 +186,11 @@ async def delete(response_id: ResponseId, caller: TheCaller) -> Deleted:
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
 async def cancel(response_id: ResponseId, caller: TheCaller) -> Any:
     """Ends a response that is computed in the background."""
-    found = await caller.service.background_responses.cancel(caller.tenant.name, response_id)
+    background = caller.service.background_responses
+    found = await background.cancel(caller.tenant.name, response_id)
     if found is None:
-        await retrieve(response_id, caller)
+        if background.get(caller.tenant.name, response_id) is None:
+            await _notes(response_id, caller)
         raise bad_request(
             f"response_id is {response_id!r}, which is not computed in the background any more",
             "response_id",
@@ -116,10 +206,8 @@ class _Turn:
         self._service = service
         self._body = body
         store = body.store is not False
-        if body.background and (body.stream or not store):
-            raise bad_request(
-                "background is true; expected it without stream, and with store", "background"
-            )
+        if body.background and not store:
+            raise bad_request("background is true; expected it with store", "background")
         shows_logprobs = bool(body.top_logprobs) or _LOGPROBS in (body.include or ())
         effort = None if body.reasoning is None else body.reasoning.effort
         variables, ignored = options.template_variables(
@@ -134,7 +222,7 @@ class _Turn:
         if body.top_logprobs:
             chosen["top_logprobs"] = body.top_logprobs
         messages = messages_of(body.input)
-        if messages[-1]["role"] == "assistant":
+        if messages and messages[-1]["role"] == "assistant":
             raise bad_request(
                 "input ends with a message or a call of the assistant; expected a message to "
                 "answer, or the output of the call",
@@ -209,31 +297,46 @@ class _Turn:
             user=body.user,
             session_id=session,
         )
+        self.padded = asks_to_pad(body.stream_options)
+        self.input_items = as_items(body.input)
+        self.replay: Replay | None = Replay() if body.background else None
         self._number = 0
 
     async def whole(self, exchange: Exchange) -> None:
         """Computes all of it."""
-        async for _ in self._told(exchange):
-            pass
+        async for one in self._all(exchange):
+            if self.replay is not None:
+                self.replay.add(one, last=one[0] in _LAST)
 
     async def events(self, exchange: Exchange) -> AsyncIterator[ServerSentEvent]:
         """The events of its stream."""
-        yield self._event("response.created", {"response": self.response.model_dump()})
-        yield self._event("response.in_progress", {"response": self.response.model_dump()})
-        async for name, values in self._told(exchange):
-            yield self._event(name, values)
-        last = f"response.{self.response.status}"
-        yield self._event(last, {"response": self.response.model_dump()})
+        async for one in self._all(exchange):
+            yield self._numbered(one)
 
     def failure(self, error: ApiError) -> ServerSentEvent:
         """The last event of one that failed."""
         self.fail(error)
-        return self._event("response.failed", {"response": self.response.model_dump()})
+        return self._numbered(("response.failed", {"response": self.response.model_dump()}))
 
     def fail(self, error: ApiError) -> None:
         """Notes what it failed of."""
         self.response.status = "cancelled" if error.code == "cancelled" else "failed"
         self.response.error = {"code": error.code or "server_error", "message": error.message}
+        if self.replay is not None:
+            told = {"response": self.response.model_dump()}
+            self.replay.add(("response.failed", told), last=True)
+            self.replay = None  # its readers have it
+
+    def _numbered(self, one: Event) -> ServerSentEvent:
+        self._number += 1
+        return _event(self._number - 1, one, padded=self.padded)
+
+    async def _all(self, exchange: Exchange) -> AsyncIterator[Event]:
+        yield "response.created", {"response": self.response.model_dump()}
+        yield "response.in_progress", {"response": self.response.model_dump()}
+        async for one in self._told(exchange):
+            yield one
+        yield f"response.{self.response.status}", {"response": self.response.model_dump()}
 
     async def _told(self, exchange: Exchange) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         async for one in exchange.events():
@@ -245,7 +348,9 @@ class _Turn:
             yield told
         self._complete(completion)
         answer = self._output.reader.message()
-        await exchange.finish(answer, notes={_NOTE: self.response.model_dump()})
+        await exchange.finish(
+            answer, notes={_NOTE: self.response.model_dump(), _INPUT: self.input_items}
+        )
 
     def _complete(self, completion: RequestCompletion) -> None:
         response = self.response
@@ -266,12 +371,6 @@ class _Turn:
             output_tokens_details=OutputDetails(),
             total_tokens=completion.prompt_tokens + generated,
         )
-
-    def _event(self, name: str, values: dict[str, Any]) -> ServerSentEvent:
-        padded = asks_to_pad(self._body.stream_options) and name.endswith(".delta")
-        told = event({"type": name, "sequence_number": self._number, **values}, name, padded=padded)
-        self._number += 1
-        return told
 
 
 def _answering(caller: Caller, body: ResponseRequest) -> Answering:

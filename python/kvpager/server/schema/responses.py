@@ -158,6 +158,29 @@ class ResponseRequest(Common):
     chat_template_kwargs: TemplateVariables | None = None
 
 
+class InputTokensRequest(ResponseRequest):
+    """The body of a count: that of a response, whose input may be missing."""
+
+    input: str | list[Item] = ""
+
+
+class InputTokens(Answer):
+    """How many tokens a prompt has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class InputItems(Answer):
+    """A page of the items of a response's input."""
+
+    object: Literal["list"] = "list"
+    data: list[Json]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class InputDetails(Answer):
     """Tokens of the input: K/V that was there, and K/V that was computed (and so written)."""
 
