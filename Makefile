@@ -54,6 +54,7 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised pytest-oldest pytest-gpu-image pytest-newest time-tests verify-all mutants asan tsan fuzz
+.PHONY: asan-boundary
 .PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
 .PHONY: types docs bench bench-all bench-peers cuda cuda-gates gpu-test gpu-bench tidy stubs wheel format clean
@@ -207,6 +208,16 @@ asan: build ## C++ and Python tests under AddressSanitizer and UBSan
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  PYTHONPATH="$(ASAN_SITE):$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(PY) -S -m pytest -m "$(REGULAR)" --ignore-glob='*/test_bench_*.py' $(PYTEST_ARGS)
+
+# Without the kernels, which take most of the time to compile: `make asan` has those, and the bindings.
+BOUNDARY_MUTATIONS ?= 200000
+asan-boundary: $(TOOLS_STAMP) ## what reads files, under AddressSanitizer and UBSan: C++ tests, corpora, mutations (minutes)
+	$(DOCTEST)
+	cmake --preset asan --log-level=WARNING
+	cmake --build --preset asan --target snapshot_test --target snapshot_fuzz
+	ctest --preset asan -R '^(snapshot|fuzz)/'
+	build/asan/tests/cpp/snapshot_fuzz tests/fuzz/corpus
+	build/asan/tests/cpp/snapshot_fuzz --mutate $(BOUNDARY_MUTATIONS)
 
 tsan: build ## C++ tests under ThreadSanitizer
 	$(DOCTEST)

@@ -18,13 +18,15 @@ namespace py = pybind11;
 
 namespace {
 
+constexpr int64_t kMostExperts = int64_t{1} << 20;  // of one layer
+
 using OptionalCopies = std::optional<std::shared_ptr<CompressedWeights>>;
 
 const CompressedWeights* address(const OptionalCopies& copies) {
   return copies ? copies->get() : nullptr;
 }
 
-// Nothing where a tensor is elsewhere, dtypes differ or shapes do not fit.
+// Nothing where a tensor is elsewhere, dtypes differ, shapes do not fit, or what is written is read too.
 std::optional<LinearParams> product_of_tensors(const DevicePlace& place, py::handle x,
                                                py::handle weight, py::handle bias, py::handle out) {
   const std::optional<Matrix> from = matrix_at(place, x), factors = matrix_at(place, weight),
@@ -36,10 +38,13 @@ std::optional<LinearParams> product_of_tensors(const DevicePlace& place, py::han
   if (from->columns != factors->columns || to->columns != factors->rows || from->rows != to->rows) {
     return std::nullopt;
   }
+  if (!to->rows_apart() || may_overlap(*to, *from) || may_overlap(*to, *factors)) {
+    return std::nullopt;
+  }
   if (!bias.is_none()) {
     const std::optional<Matrix> added = matrix_at(place, bias);
     if (!added || added->dtype != params.dtype || added->rows != 1 ||
-        added->columns != factors->rows) {
+        added->columns != factors->rows || may_overlap(*to, *added)) {
       return std::nullopt;
     }
     params.bias = added->data;
@@ -61,6 +66,7 @@ bool multiply_in_workers(ThreadPool& workers, py::handle x, py::handle weight, p
   static const DevicePlace host;
   const std::optional<LinearParams> params = product_of_tensors(host, x, weight, bias, out);
   if (!params) return false;
+  if (params->rows == 0 || params->outputs == 0) return true;
   const py::gil_scoped_release release;
   linear(*params, workers, address(compressed));
   return true;
@@ -80,6 +86,10 @@ bool multiply_by_experts(ThreadPool& workers, py::handle x, py::handle weight, p
   params.experts = factors->rows / outputs;
   if (from->dtype != all.dtype || to->dtype != all.dtype || from->columns != all.depth ||
       experts->count != all.rows || from->rows == 0 || all.rows % from->rows != 0) {
+    return false;
+  }
+  if (!to->rows_apart() || may_overlap(*to, *from) || may_overlap(*to, *factors) ||
+      params.experts > kMostExperts) {
     return false;
   }
   params.choices = all.rows / from->rows;
@@ -109,6 +119,7 @@ bool multiply_on_device(const device::Device& device, py::handle x, py::handle w
   const DevicePlace place{device.api().tensor_device, device.ordinal(), device.name()};
   const std::optional<LinearParams> params = product_of_tensors(place, x, weight, bias, out);
   if (!params) return false;
+  if (params->rows == 0 || params->outputs == 0) return true;
   const py::gil_scoped_release release;
   device.check(device.api().multiply(device.context(), &*params, reinterpret_cast<void*>(stream)),
                "multiplying");
@@ -146,10 +157,12 @@ void bind_linear(py::module_& m) {
       m, "CompressedWeights",
       "Lossless copies of weights in 12 bits each, which products of few rows read in their place.")
       .def(py::init<>())
-      .def("add", &compress, py::arg("workers"), py::arg("weight"),
-           "Copies a tensor [..., n, k], which has to stay where and as it is; is not held.\n\n"
-           "False, and nothing is copied: it is no float32 or bfloat16 tensor on the CPU, or more\n"
-           "than one in eight groups of 64 numbers has some that 12 bits cannot hold.")
+      .def(
+          "add", &compress, py::arg("workers"), py::arg("weight"),
+          "Copies a tensor [..., n, k], which has to stay where and as it is; is not held.\n\n"
+          "False, and nothing is copied: it is no float32 or bfloat16 tensor on the CPU, its rows\n"
+          "are not apart (as those of an expanded one), or more than one in eight groups of 64\n"
+          "numbers has some that 12 bits cannot hold.")
       .def("clear", &CompressedWeights::clear, "Frees all copies; not while they are read.")
       .def_property_readonly("bytes", &CompressedWeights::bytes, "Of all copies.")
       .def_property_readonly("weight_bytes", &CompressedWeights::weight_bytes,
@@ -170,7 +183,8 @@ void bind_linear(py::module_& m) {
         "n].\n\n"
         "compressed: copies of weights, perhaps of these; they change no bit.\n\n"
         "False, and nothing is written: a tensor is not on the CPU, dtypes differ or are none of\n"
-        "float32, float16 and bfloat16, shapes do not fit, or rows are not equally far apart.");
+        "float32, float16 and bfloat16, shapes do not fit, rows are not equally far apart, or out\n"
+        "has elements in common, with itself or with another tensor.");
   m.def("linear_of_experts", &multiply_by_experts, py::arg("workers"), py::arg("x"),
         py::arg("weight"), py::arg("bias"), py::arg("chosen"), py::arg("out"),
         py::arg("compressed") = py::none(),

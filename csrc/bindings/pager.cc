@@ -12,6 +12,7 @@
 
 #include "bindings/bind.h"
 #include "bindings/handles.h"
+#include "bindings/integer_array.h"
 #include "bindings/names.h"
 #include "bindings/raw_rows.h"
 #include "bindings/shared.h"
@@ -25,13 +26,7 @@ namespace py = pybind11;
 namespace {
 
 using Release = py::gil_scoped_release;
-template <class T>
-using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 using NewForward = std::unique_ptr<ForwardHandle>;
-
-std::vector<TokenId> to_tokens(const Array<TokenId>& ids) {
-  return std::vector<TokenId>(ids.data(), ids.data() + ids.size());
-}
 
 Provenance provenance_from_name(const std::string& name) {
   for (const Provenance p : {Provenance::kExact, Provenance::kDecode, Provenance::kApproximate}) {
@@ -69,8 +64,13 @@ SequenceId sequence_id(const Pager& pager, py::handle sequence, const Name& name
 std::vector<SequenceId> row_sequences(const Pager& pager, const py::object& sequences) {
   std::vector<SequenceId> ids;
   if (py::isinstance<py::array>(sequences)) {
-    const auto numbers = py::cast<Array<int64_t>>(sequences);
-    for (py::ssize_t i = 0; i < numbers.size(); ++i) ids.emplace_back(numbers.data()[i]);
+    const auto numbers = IntegerArray<int64_t>::from(sequences);
+    if (!numbers) {
+      throw InvalidArgumentError(str("sequences: an array of ",
+                                     py::cast<std::string>(py::str(sequences.attr("dtype"))),
+                                     ", expected one of integers, or sequences"));
+    }
+    for (const int64_t number : numbers->to_vector("sequences")) ids.emplace_back(number);
     return ids;
   }
   for (const py::handle item : sequences) {
@@ -80,9 +80,13 @@ std::vector<SequenceId> row_sequences(const Pager& pager, const py::object& sequ
 }
 
 NewForward begin(const PagerPointer& pager, py::object owner, const py::object& sequences,
-                 const Array<int64_t>& positions, const Array<TokenId>& tokens,
-                 const Array<uint8_t>& kinds, uintptr_t stream) {
+                 const IntegerArray<int64_t>& given_positions,
+                 const IntegerArray<TokenId>& given_tokens,
+                 const IntegerArray<uint8_t>& given_kinds, uintptr_t stream) {
   const std::vector<SequenceId> ids = row_sequences(*pager, sequences);
+  const auto positions = given_positions.checked("positions");
+  const auto tokens = given_tokens.checked("tokens");
+  const auto kinds = given_kinds.checked("kinds");
   const auto rows = static_cast<py::ssize_t>(ids.size());
   if (positions.size() != rows || tokens.size() != rows || kinds.size() != rows) {
     throw InvalidArgumentError(str("rows: ", rows, " sequences, ", positions.size(), " positions, ",
@@ -105,8 +109,8 @@ NewForward begin(const PagerPointer& pager, py::object owner, const py::object& 
 using Span = py::typing::Tuple<py::object, py::int_, py::int_, py::int_>;
 
 NewForward begin_spans(const PagerPointer& pager, py::object owner,
-                       const py::typing::List<Span>& spans, const Array<TokenId>& tokens,
-                       uintptr_t stream, const Array<TokenId>& given, bool dense) {
+                       const py::typing::List<Span>& spans, const IntegerArray<TokenId>& tokens,
+                       uintptr_t stream, const IntegerArray<TokenId>& given, bool dense) {
   std::vector<RowSpan> rows;
   // Owned: what is asked of an element may change the list.
   const py::tuple owned(spans);
@@ -138,8 +142,8 @@ NewForward begin_spans(const PagerPointer& pager, py::object owner,
     }
     rows.push_back({id, numbers[1], numbers[2], static_cast<RowKind>(numbers[3])});
   }
-  std::vector<TokenId> ids = to_tokens(tokens);
-  ForwardOptions options{to_tokens(given), dense, stream_of(stream)};
+  std::vector<TokenId> ids = tokens.to_vector("tokens");
+  ForwardOptions options{given.to_vector("given"), dense, stream_of(stream)};
   return new_forward(pager, std::move(owner),
                      [&] { return pager->begin(rows, std::move(ids), std::move(options)); });
 }
@@ -227,23 +231,23 @@ py::typing::Tuple<py::array, py::array> read_kv(Pager& pager, int64_t sequence, 
 }
 
 using Counts = std::array<int64_t, 3>;
-using Released = py::typing::Tuple<Array<TokenId>, Counts, py::int_>;
+using Released = py::typing::Tuple<py::array_t<TokenId>, Counts, py::int_>;
 
 std::optional<Released> released_text(const SnapshotContent& content) {
   const ReleasedText& text = content.meta().before;
   if (text.tokens.empty()) return std::nullopt;
-  const Array<TokenId> ids(static_cast<py::ssize_t>(text.tokens.size()), text.tokens.data());
+  const py::array_t<TokenId> ids(static_cast<py::ssize_t>(text.tokens.size()), text.tokens.data());
   return py::make_tuple(ids, text.provenance, text.window);
 }
 
 std::unique_ptr<SequenceHandle> restore(
     const PagerPointer& pager, py::object owner, std::shared_ptr<SnapshotReader> reader,
     const std::string& salt, const std::string& provenance, const std::string& file_namespace,
-    int64_t upto, const std::optional<std::tuple<Array<TokenId>, Counts, int64_t>>& before) {
+    int64_t upto, const std::optional<std::tuple<IntegerArray<TokenId>, Counts, int64_t>>& before) {
   const Provenance worth = provenance_from_name(provenance);
   ReleasedText text;
   if (before) {
-    text = {to_tokens(std::get<0>(*before)), std::get<1>(*before), std::get<2>(*before)};
+    text = {std::get<0>(*before).to_vector("before"), std::get<1>(*before), std::get<2>(*before)};
   }
   auto sequence = std::make_unique<SequenceHandle>(pager, std::move(owner), SequenceId(), salt);
   const Release release;
@@ -390,7 +394,7 @@ void bind_handles(py::module_& m) {
            py::arg("stream") = 0,
            "sequences: of each row, or None; or an array of their uids and -1.")
       .def(py::init(&begin_spans), py::arg("core").none(false), py::arg("owner"), py::arg("spans"),
-           py::arg("tokens"), py::arg("stream") = 0, py::arg("given") = Array<TokenId>(0),
+           py::arg("tokens"), py::arg("stream") = 0, py::arg("given") = IntegerArray<TokenId>(),
            py::arg("dense") = false,
            "A span is (sequence, position, count, kind); given: ids of the positions of kind 3.")
       .def_property_readonly("core", &ForwardHandle::pager, "InvalidArgumentError once it ended.")
@@ -536,8 +540,8 @@ void bind_pager(py::module_& m) {
           py::arg("sequence"), py::arg("total_tokens"), py::call_guard<Release>())
       .def(
           "adopt_prefix",
-          [](Pager& p, int64_t s, const Array<TokenId>& tokens) {
-            const std::vector<TokenId> ids = to_tokens(tokens);
+          [](Pager& p, int64_t s, const IntegerArray<TokenId>& tokens) {
+            const std::vector<TokenId> ids = tokens.to_vector("tokens");
             const Release release;
             return p.adopt_prefix(SequenceId(s), ids);
           },
@@ -584,14 +588,14 @@ void bind_pager(py::module_& m) {
           py::arg("sequence"), py::arg("upto") = -1, py::call_guard<Release>())
       .def(
           "chain_hashes",
-          [](const Pager& p, const Array<TokenId>& tokens, const std::string& salt) {
-            return bytes_of_each(p.chain_hashes(to_tokens(tokens), salt));
+          [](const Pager& p, const IntegerArray<TokenId>& tokens, const std::string& salt) {
+            return bytes_of_each(p.chain_hashes(tokens.to_vector("tokens"), salt));
           },
           py::arg("tokens"), py::arg("salt"), "Names of the full chunks, 32 bytes each.")
       .def(
           "legacy_chain_hashes",
-          [](const Pager& p, const Array<TokenId>& tokens, const std::string& salt) {
-            return bytes_of_each(p.legacy_chain_hashes(to_tokens(tokens), salt));
+          [](const Pager& p, const IntegerArray<TokenId>& tokens, const std::string& salt) {
+            return bytes_of_each(p.legacy_chain_hashes(tokens.to_vector("tokens"), salt));
           },
           py::arg("tokens"), py::arg("salt"),
           "What snapshots of 1.0 and 1.1 call the full chunks, 16 bytes each.")

@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "bindings/bind.h"
+#include "bindings/integer_array.h"
 #include "bindings/raw_rows.h"
 #include "bindings/shared.h"
 #include "kvpager/attention.h"
@@ -134,10 +135,13 @@ py::array_t<uint32_t> places(const SnapshotReader& reader) {
   return out;
 }
 
+bool has_chunk(const SnapshotReader& reader, int64_t chunk) {
+  return chunk >= 0 && chunk < static_cast<int64_t>(reader.meta().chunks.size());
+}
+
 // An array for what the reader is about to read; none for a chunk it will refuse.
 py::array_t<uint8_t> room(const SnapshotReader& reader, int64_t chunk, int64_t bytes) {
-  const bool there = chunk >= 0 && chunk < static_cast<int64_t>(reader.meta().chunks.size());
-  return py::array_t<uint8_t>(there ? bytes : 0);
+  return py::array_t<uint8_t>(has_chunk(reader, chunk) ? bytes : 0);
 }
 
 py::array_t<uint8_t> read_chunk(const SnapshotReader& reader, int64_t chunk) {
@@ -160,8 +164,9 @@ py::typing::Tuple<py::array, py::array> read_rows_of(const SnapshotReader& reade
                                                      int layer) {
   const Layout& layout = reader.meta().layout;
   const Layout of_layer = layout.of_layer(layer);
-  std::vector<std::byte> slice(static_cast<size_t>(layout.slice_bytes(layer)));
-  RawRows rows(of_layer, layout.chunk_tokens);
+  const bool there = has_chunk(reader, chunk);
+  std::vector<std::byte> slice(there ? static_cast<size_t>(layout.slice_bytes(layer)) : 0);
+  RawRows rows(of_layer, there ? layout.chunk_tokens : 0);
   {
     const Release release;
     reader.read_slice(chunk, layer, slice.data());
@@ -188,9 +193,9 @@ py::typing::List<Damage> verify(const SnapshotReader& reader, int threads,
 }
 
 int64_t write_content(SnapshotWriter& writer, const SnapshotContent& content,
-                      const Array<int64_t>& which, const std::string& fingerprint,
+                      const IntegerArray<int64_t>& which, const std::string& fingerprint,
                       const std::string& session, const Callback& progress) {
-  const std::vector<int64_t> chunks(which.data(), which.data() + which.size());
+  const std::vector<int64_t> chunks = which.to_vector("which");
   const SnapshotProgress report = progress_of(progress);
   const Release release;
   return writer.write_content(content, chunks, fingerprint, session, report);
@@ -198,8 +203,10 @@ int64_t write_content(SnapshotWriter& writer, const SnapshotContent& content,
 
 int64_t write_manifest(SnapshotWriter& writer, const SnapshotContent& content,
                        const std::vector<std::pair<std::string, uint32_t>>& packs,
-                       const Array<uint32_t>& chunk_places, const Array<uint64_t>& summary_checksum,
+                       const IntegerArray<uint32_t>& given_places,
+                       const IntegerArray<uint64_t>& summary_checksum,
                        const std::string& fingerprint, const std::string& session) {
+  const auto chunk_places = given_places.checked("places");
   SnapshotPacks where;
   for (const auto& [id, chunks] : packs) where.packs.push_back({hash_from_hex(id), chunks});
   if (chunk_places.ndim() != 2 || chunk_places.shape(1) != 2) {
@@ -208,8 +215,7 @@ int64_t write_manifest(SnapshotWriter& writer, const SnapshotContent& content,
   for (py::ssize_t c = 0; c < chunk_places.shape(0); ++c) {
     where.places.push_back({chunk_places.at(c, 0), chunk_places.at(c, 1)});
   }
-  const std::vector<uint64_t> checksums(summary_checksum.data(),
-                                        summary_checksum.data() + summary_checksum.size());
+  const std::vector<uint64_t> checksums = summary_checksum.to_vector("summary_checksums");
   const Release release;
   return writer.write_manifest(content, where, checksums, fingerprint, session);
 }
@@ -275,7 +281,8 @@ std::shared_ptr<const std::byte> kept(const py::array_t<uint8_t>& array) {
   return {owner, reinterpret_cast<const std::byte*>(array.data())};
 }
 
-std::shared_ptr<SnapshotContent> loose_content(const Layout& layout, const Array<int32_t>& tokens,
+std::shared_ptr<SnapshotContent> loose_content(const Layout& layout,
+                                               const IntegerArray<TokenId>& tokens,
                                                const std::vector<py::bytes>& chain_hashes,
                                                const std::vector<bool>& exact,
                                                const std::vector<Array<uint8_t>>& payload) {
@@ -301,7 +308,7 @@ std::shared_ptr<SnapshotContent> loose_content(const Layout& layout, const Array
     chunk.payload = kept(payload[c]);
     chunks.push_back(std::move(chunk));
   }
-  std::vector<TokenId> ids(tokens.data(), tokens.data() + tokens.size());
+  std::vector<TokenId> ids = tokens.to_vector("tokens");
   const Release release;
   return dropped_without_gil<SnapshotContent>(
       std::make_shared<snapshot::LooseContent>(layout, std::move(ids), std::move(chunks)));
@@ -312,11 +319,10 @@ using Counts = std::array<int64_t, 3>;
 std::shared_ptr<SnapshotContent> converted_content(
     const std::shared_ptr<SnapshotContent>& source, const Layout& layout,
     const std::string& namespace_key, const std::string& salt,
-    const std::optional<std::tuple<Array<int32_t>, Counts, int64_t>>& before) {
+    const std::optional<std::tuple<IntegerArray<TokenId>, Counts, int64_t>>& before) {
   ConvertedNames names{namespace_key, salt, {}};
   if (before) {
-    const Array<int32_t>& ids = std::get<0>(*before);
-    names.before = {std::vector<TokenId>(ids.data(), ids.data() + ids.size()), std::get<1>(*before),
+    names.before = {std::get<0>(*before).to_vector("before"), std::get<1>(*before),
                     std::get<2>(*before)};
   }
   const Release release;
@@ -453,7 +459,7 @@ void bind_writer(py::module_& m) {
            "mode: permissions; a file that has the name keeps those that it lacks.")
       .def(
           "write_content",
-          [](Writer& w, const SnapshotContent& content, const Array<int64_t>& which,
+          [](Writer& w, const SnapshotContent& content, const IntegerArray<int64_t>& which,
              const std::string& fingerprint, const std::string& session, const Callback& progress) {
             return w.use([&](SnapshotWriter& writer) {
               return write_content(writer, content, which, fingerprint, session, progress);
@@ -465,7 +471,7 @@ void bind_writer(py::module_& m) {
           "write_manifest",
           [](Writer& w, const SnapshotContent& content,
              const std::vector<std::pair<std::string, uint32_t>>& packs,
-             const Array<uint32_t>& chunk_places, const Array<uint64_t>& checksums,
+             const IntegerArray<uint32_t>& chunk_places, const IntegerArray<uint64_t>& checksums,
              const std::string& fingerprint, const std::string& session) {
             return w.use([&](SnapshotWriter& writer) {
               return write_manifest(writer, content, packs, chunk_places, checksums, fingerprint,

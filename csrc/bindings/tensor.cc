@@ -11,6 +11,9 @@ namespace py = pybind11;
 
 namespace {
 
+constexpr int64_t kMostRows = int64_t{1} << 31;
+constexpr int64_t kMostHeads = 65536;
+
 // torch's table of C functions: four tensors cross in less than a microsecond, without capsules.
 const dlpack::ExchangeApi* exchange_api(py::handle tensor) {
   struct Known {
@@ -91,6 +94,11 @@ TensorView checked_view(const char* name, const dlpack::Tensor& t, const DeviceP
   view.rows = t.shape[0];
   view.heads = t.shape[1];
   view.dim = t.shape[2];
+  if (view.rows > kMostRows || view.heads > kMostHeads || view.dim > kMostHeads) {
+    throw InvalidArgumentError(str(name, ": shape [", view.rows, ", ", view.heads, ", ", view.dim,
+                                   "], expected at most ", kMostRows, " rows, and heads and a ",
+                                   "head_dim of at most ", kMostHeads));
+  }
   view.row_stride = t.strides == nullptr ? view.heads * view.dim : t.strides[0];
   view.head_stride = t.strides == nullptr ? view.dim : t.strides[1];
   if (t.strides != nullptr && t.strides[2] != 1 && view.dim != 1) {
@@ -156,21 +164,20 @@ std::optional<Matrix> matrix_at(const DevicePlace& place, py::handle tensor) {
   matrix.dtype = *dtype;
   matrix.columns = t.shape[t.ndim - 1];
   matrix.stride = matrix.columns;
-  for (int32_t i = 0; i + 1 < t.ndim; ++i) matrix.rows *= t.shape[i];
+  for (int32_t i = 0; i + 1 < t.ndim; ++i) {
+    // Rows of a stride of 0 take no memory, however many they are.
+    if (__builtin_mul_overflow(matrix.rows, t.shape[i], &matrix.rows)) return std::nullopt;
+  }
   if (t.strides != nullptr) {
     // Dimensions of one element may have any stride.
     if (matrix.columns != 1 && t.strides[t.ndim - 1] != 1) return std::nullopt;
-    int64_t next =
-        0;  // stride that the next dimension outwards has where rows are equally far apart
-    for (int32_t i = t.ndim - 2; i >= 0; --i) {
+    // Stride that the next dimension outwards has where rows are equally far apart.
+    std::optional<int64_t> next;
+    for (int32_t i = t.ndim - 2; i >= 0 && matrix.rows > 1; --i) {
       if (t.shape[i] == 1) continue;
-      if (next == 0) {
-        matrix.stride = t.strides[i];
-        next = t.strides[i];
-      } else if (t.strides[i] != next) {
-        return std::nullopt;
-      }
-      next *= t.shape[i];
+      if (next && t.strides[i] != *next) return std::nullopt;
+      if (!next) matrix.stride = t.strides[i];
+      next = t.strides[i] * t.shape[i];
     }
   }
   matrix.data = static_cast<char*>(t.data) + t.byte_offset;
@@ -179,6 +186,23 @@ std::optional<Matrix> matrix_at(const DevicePlace& place, py::handle tensor) {
       reinterpret_cast<uintptr_t>(matrix.data) % static_cast<uintptr_t>(dtype_bytes(*dtype)) == 0;
   if (!has_memory || !aligned || matrix.stride < 0) return std::nullopt;
   return matrix;
+}
+
+bool may_overlap(const Matrix& a, const Matrix& b) {
+  if (a.empty() || b.empty()) return false;
+  const int64_t size = dtype_bytes(a.dtype);
+  const auto begin = [](const Matrix& m) { return reinterpret_cast<intptr_t>(m.data); };
+  const auto end = [&](const Matrix& m) {
+    return begin(m) + ((m.rows - 1) * m.stride + m.columns) * size;
+  };
+  if (end(a) <= begin(b) || end(b) <= begin(a)) return false;
+  if (a.stride != b.stride || !a.rows_apart() || !b.rows_apart() || a.rows == 1 || b.rows == 1) {
+    return true;
+  }
+  // Columns of one larger matrix: apart if they are so within a row.
+  const int64_t row = a.stride * size;
+  const int64_t from_a = ((begin(b) - begin(a)) % row + row) % row;
+  return from_a < a.columns * size || from_a + b.columns * size > row;
 }
 
 BorrowedTensor::BorrowedTensor(const char* name, py::handle tensor, const DevicePlace& place,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/bind.h"
+#include "kvpager/error.h"
 #include "snapshot/byte_watch.h"
 
 namespace kvpager {
@@ -133,6 +134,10 @@ ByteWatch make_watch(const std::vector<std::pair<uintptr_t, int64_t>>& ranges, i
   std::vector<ByteWatch::Region> regions;
   regions.reserve(ranges.size());
   for (const auto& [address, bytes] : ranges) {
+    if (bytes < 0 || (address == 0 && bytes > 0)) {
+      throw InvalidArgumentError(str("ranges[", regions.size(), "] is ", bytes, " bytes at ",
+                                     address, "; expected 0 or more, at an address"));
+    }
     regions.push_back({reinterpret_cast<const std::byte*>(address), bytes});
   }
   // No call guard: pybind11 notes a new object in a table that the GIL guards.

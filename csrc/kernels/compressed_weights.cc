@@ -107,6 +107,7 @@ bool CompressedWeights::add(const void* w, DType dtype, int64_t outputs, int64_t
                             int64_t w_stride, ThreadPool& pool) {
   const int64_t of_row = depth / kCompressedGroup;
   if (kernels().linear_compressed_rows(dtype) == 0 || of_row == 0 || outputs == 0) return false;
+  if (outputs > 1 && w_stride < depth) return false;
   Matrix made{dtype, outputs, depth, w_stride, nullptr, {}, {}};
   const int64_t words = mark_words(of_row);
   made.groups = reserve(made.all_groups() * kCompressedBytes);

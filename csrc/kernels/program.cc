@@ -177,6 +177,10 @@ void check(const Instruction& given, const std::vector<int64_t>& bytes) {
     if (!same || !rows || given.shape[0] != 1 || given.shape[1] != 1) {
       throw InvalidArgumentError("a product: expected matrices of one dtype with contiguous rows");
     }
+    if (given.shape[2] > 1 && given.out.strides[2] < given.shape[3]) {
+      throw InvalidArgumentError(str("out: rows of ", given.shape[3], " elements are ",
+                                     given.out.strides[2], " apart; expected at least as many"));
+    }
     check(given.a, {1, 1, given.shape[2], given.depth}, bytes, "a");
     check(given.b, {1, 1, given.shape[3], given.depth}, bytes, "b");
     check(given.c, {1, 1, 1, given.shape[3]}, bytes, "c");

@@ -15,6 +15,10 @@ namespace {
 // Orders that are gathered beyond twice those wanted before the best are picked out.
 constexpr int64_t kSpareOrders = 64;
 
+// Bounds of a configuration, far beyond any text: sums of two positions stay within 64 bits.
+constexpr int64_t kMostTokens = int64_t{1} << 40;
+constexpr size_t kMostRanges = 65536;  // each row looks at every one
+
 // Half-open chunk ranges of one row.
 struct Spans {
   int64_t own = 0;           // the row's own chunk, the last one it sees
@@ -84,8 +88,13 @@ void Selection::validate(int64_t chunk_tokens, int64_t rows) const {
   if (kind == Kind::kTopK && chunks < 1) {
     throw InvalidArgumentError(str("selection.chunks is ", chunks, "; expected at least 1"));
   }
-  if (sinks < 0) {
-    throw InvalidArgumentError(str("selection.sinks is ", sinks, "; expected 0 or more tokens"));
+  if (sinks < 0 || sinks > kMostTokens) {
+    throw InvalidArgumentError(
+        str("selection.sinks is ", sinks, "; expected 0 to ", kMostTokens, " tokens"));
+  }
+  if (recent > kMostTokens) {
+    throw InvalidArgumentError(
+        str("selection.recent is ", recent, "; expected at most ", kMostTokens, " tokens"));
   }
   if (recent < rows || recent < 1) {
     throw InvalidArgumentError(str("selection.recent is ", recent,
@@ -93,12 +102,17 @@ void Selection::validate(int64_t chunk_tokens, int64_t rows) const {
                                    ", so that every candidate is sealed before it is chosen"));
   }
   if (kind != Kind::kTopK) return;
+  if (always.size() > kMostRanges) {
+    throw InvalidArgumentError(
+        str("selection.always has ", always.size(), " ranges; expected at most ", kMostRanges));
+  }
   int64_t previous = 0;
   for (size_t i = 0; i < always.size(); ++i) {
     const auto& range = always[i];
-    if (range.first < 0 || range.first >= range.second) {
+    if (range.first < 0 || range.first >= range.second || range.second > kMostTokens) {
       throw InvalidArgumentError(str("selection.always[", i, "] is [", range.first, ", ",
-                                     range.second, "); expected 0 <= begin < end"));
+                                     range.second,
+                                     "); expected 0 <= begin < end <= ", kMostTokens));
     }
     if (range.first < previous) {
       throw InvalidArgumentError(str("selection.always[", i, "] begins at ", range.first,

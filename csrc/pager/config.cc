@@ -1,6 +1,8 @@
 #include "pager/config.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "kvpager/attention.h"
@@ -10,6 +12,10 @@ namespace kvpager {
 namespace {
 
 constexpr int64_t kMostWindow = int64_t{1} << 40;
+constexpr int32_t kMostHeads = 65536;
+constexpr int64_t kMostBytes = int64_t{1} << 50;  // of a budget: more than there is memory
+constexpr int64_t kMostSlots =
+    std::numeric_limits<int32_t>::max();  // what BlockId and SlotId count
 
 // Blocks of chunks of c tokens that hold `rows` positions, wherever the first one lies.
 int64_t blocks_for(int64_t rows, int64_t c) { return (c - 1 + rows + c - 1) / c; }
@@ -36,22 +42,28 @@ void require_budgets(const PagerOptions& options) {
             ") cannot hold the ", frontier, " unsealed chunks a forward of ", options.rows,
             " rows needs beside one sealed chunk; expected at least ", (frontier + 1) * c));
   }
-  if (options.host_bytes < 0 || options.disk_bytes < 0) {
-    throw InvalidArgumentError(str("host_bytes: ", options.host_bytes,
-                                   ", disk_bytes: ", options.disk_bytes, "; expected 0 or more"));
+  const int64_t chunk = options.layout.chunk_bytes();
+  if (options.pool_blocks > std::min(kMostSlots, kMostBytes / chunk)) {
+    throw InvalidArgumentError(str("pool_tokens: ", options.pool_blocks, " chunks of ", c,
+                                   " tokens, of ", chunk, " bytes each; expected at most ",
+                                   std::min(kMostSlots, kMostBytes / chunk), " chunks"));
   }
   for (const auto& [name, bytes] :
        {std::pair<const char*, int64_t>("host_bytes", options.host_bytes),
         {"disk_bytes", options.disk_bytes}}) {
-    if (bytes > 0 && bytes < options.layout.chunk_bytes()) {
-      throw InvalidArgumentError(str(name, ": ", bytes,
-                                     " cannot hold one chunk; expected 0 or at least ",
-                                     options.layout.chunk_bytes()));
+    const int64_t most = bytes / chunk > kMostSlots ? kMostSlots * chunk : kMostBytes;
+    if (bytes < 0 || bytes > most) {
+      throw InvalidArgumentError(str(name, ": ", bytes, ", expected 0 or more, at most ", most));
+    }
+    if (bytes > 0 && bytes < chunk) {
+      throw InvalidArgumentError(
+          str(name, ": ", bytes, " cannot hold one chunk; expected 0 or at least ", chunk));
     }
   }
-  if (options.summary_bytes < -1) {
-    throw InvalidArgumentError(
-        str("summary_bytes: ", options.summary_bytes, ", expected 0 or more, or -1 for enough"));
+  if (options.summary_bytes < -1 || options.summary_bytes > kMostBytes) {
+    throw InvalidArgumentError(str("summary_bytes: ", options.summary_bytes,
+                                   ", expected 0 or more, at most ", kMostBytes,
+                                   ", or -1 for enough"));
   }
   if (options.disk_bytes > 0 && options.disk_path.empty()) {
     throw InvalidArgumentError(
@@ -83,6 +95,9 @@ void require_policies(const PagerOptions& options) {
 void require_machine(const PagerOptions& options) {
   if (options.threads < 1 || options.threads > 1024) {
     throw InvalidArgumentError(str("threads: ", options.threads, ", expected 1 to 1024"));
+  }
+  if (options.q_heads < 0 || options.q_heads > kMostHeads) {
+    throw InvalidArgumentError(str("q_heads: ", options.q_heads, ", expected 0 to ", kMostHeads));
   }
   if (options.attention != "auto" && options.attention != "reference") {
     throw InvalidArgumentError(
@@ -117,6 +132,8 @@ SlotCounts slot_counts(const PagerOptions& options, int64_t summary_slot_bytes) 
   // and a pool.
   slots.summaries = options.summary_bytes >= 0 ? options.summary_bytes / summary_slot_bytes
                                                : 2 * (slots.host + slots.disk) + slots.pool;
+  slots.summaries = std::min(
+      {slots.summaries, kMostSlots, kMostBytes / std::max<int64_t>(1, summary_slot_bytes)});
   return slots;
 }
 

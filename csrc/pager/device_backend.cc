@@ -155,11 +155,17 @@ DeviceBackend::DeviceBackend(const BackendParts& parts)
   const auto& always = config_.options.selection.always;
   if (!always.empty()) {
     static_assert(sizeof(always[0]) == 16, "pairs of int64");
-    std::memcpy(bounce_.at(0), always.data(), 16 * always.size());
-    Place constant;
-    copy(Lane::kUp, device::Direction::kUp, {always_.data(), &constant}, piece(bounce_, 0),
-         static_cast<int64_t>(16 * always.size()));
-    timeline_.wait(constant.written, "host starts");
+    const auto* const ranges = reinterpret_cast<const std::byte*>(always.data());
+    const auto bytes = static_cast<int64_t>(16 * always.size());
+    // Through a transfer buffer, of which there may be more.
+    for (int64_t done = 0; done < bytes; done += bounce_.slot_bytes) {
+      const int64_t some = std::min(bounce_.slot_bytes, bytes - done);
+      std::memcpy(bounce_.at(0), ranges + done, static_cast<size_t>(some));
+      Place constant;
+      copy(Lane::kUp, device::Direction::kUp, {always_.data() + done, &constant}, piece(bounce_, 0),
+           some);
+      timeline_.wait(constant.written, "host starts");
+    }
   }
 }
 

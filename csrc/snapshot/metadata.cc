@@ -46,20 +46,11 @@ constexpr size_t kPackBytes = 24;
 constexpr size_t kPackChunksAt = 16;
 constexpr size_t kPlaceBytes = 8;
 
-constexpr int64_t kMaxLayers = 4096;
-constexpr int64_t kMaxKvHeads = 4096;
-constexpr int64_t kMaxChunkTokens = 65536;
-constexpr int64_t kMaxHeadDim = 65536;
 constexpr int64_t kMaxSummaryPageBytes = int64_t{1} << 30;
-// So chunk_bytes < 2^12 * 2^12 * 2 * (2^34 + 64) < 2^60, and a chunk's summary is at most 2^54
-// bytes.
+// Of what all chunks of a snapshot have together, so that sums of a few such sizes fit 63 bits.
+constexpr uint64_t kMaxBytes = uint64_t{1} << 61;
 
-std::optional<Problem> check_range(const char* field, int64_t value, int64_t low, int64_t high) {
-  if (value >= low && value <= high) return std::nullopt;
-  return Problem{field, str(value), str(low, "..", high)};
-}
-
-[[noreturn]] void corrupt_problem(const std::string& path, const Problem& problem) {
+[[noreturn]] void corrupt_problem(const std::string& path, const BrokenRule& problem) {
   corrupt(path, problem.field, problem.value, problem.expected);
 }
 
@@ -175,12 +166,13 @@ void decode_tokens(const Section& section, const std::shared_ptr<const std::byte
   meta->tokens = part_of<TokenId>(bytes, section.data, count);
 }
 
-uint64_t checked_product(uint64_t a, uint64_t b, const std::string& what, const std::string& path) {
-  uint64_t product = 0;
-  if (__builtin_mul_overflow(a, b, &product)) {
-    corrupt(path, what, str(a, " * ", b), "a product below 2^64");
+// Of `count` chunks; refused where no file can hold so much.
+uint64_t bytes_of(uint64_t count, uint64_t each, const std::string& what, const std::string& path) {
+  uint64_t bytes = 0;
+  if (__builtin_mul_overflow(count, each, &bytes) || bytes > kMaxBytes) {
+    corrupt(path, what, str(count, " * ", each), "at most ", kMaxBytes);
   }
-  return product;
+  return bytes;
 }
 
 void decode_chunks(const Section& section, const std::shared_ptr<const std::byte>& bytes,
@@ -189,7 +181,7 @@ void decode_chunks(const Section& section, const std::shared_ptr<const std::byte
   meta->legacy_names = section.entry.version < kChunksVersion;
   const bool legacy = meta->legacy_names;
   const uint64_t stride = chunk_entry_bytes(meta->layout, legacy);
-  expect_size(section, checked_product(count, stride, "chunks.size", path),
+  expect_size(section, bytes_of(count, stride, "chunks.size", path),
               str(count, " chunks for ", meta->tokens.size(), " tokens, ", stride, " bytes each"),
               path);
   const auto layers = static_cast<size_t>(meta->layout.layers);
@@ -282,79 +274,27 @@ bool distinct(const std::vector<SnapshotPacks::Place>& places) {
 
 }  // namespace
 
-namespace {
-
-// Tiles of codes are laid out in pairs and groups.
-std::optional<Problem> check_dtype(const std::string& name, DType dtype, int64_t dim,
-                                   int64_t chunk_tokens) {
-  const std::string field = "layout." + name;
-  if (is_float(dtype)) return std::nullopt;
-  if (!is_coded(dtype)) return Problem{field + "_dtype", str(int(dtype)), "0, 1, 2, 4 or 5"};
-  const int64_t multiple = dtype == DType::kQ4 ? kQ4Group : 16;
-  if (dim % multiple != 0) {
-    return Problem{field + "_dim", str(dim),
-                   str("a multiple of ", multiple, " for ", dtype_name(dtype))};
-  }
-  if (chunk_tokens % 16 != 0) {
-    return Problem{"layout.chunk_tokens", str(chunk_tokens),
-                   str("a multiple of 16 for ", dtype_name(dtype))};
-  }
-  return std::nullopt;
-}
-
-std::optional<Problem> check_codes(const Layout& layout) {
-  if (layout.k_rotated && !is_coded(layout.k_dtype)) {
-    return Problem{"layout.k_rotated", "true", "false where keys are no codes"};
-  }
-  if (layout.v_rotated && !is_coded(layout.v_dtype)) {
-    return Problem{"layout.v_rotated", "true", "false where values are no codes"};
-  }
-  if (layout.k_rotated && layout.k_dim % 16 != 0) {
-    return Problem{"layout.k_dim", str(layout.k_dim), "a multiple of 16 where keys are rotated"};
-  }
-  if (layout.v_rotated && layout.v_dim % 16 != 0) {
-    return Problem{"layout.v_dim", str(layout.v_dim), "a multiple of 16 where values are rotated"};
-  }
-  const bool floats = !layout.float_layers.empty();
-  if (floats && layout_version(layout) != kCodesVersion) {
-    return Problem{"layout.float_layers", "not empty", "none where nothing is codes"};
-  }
-  if (floats ? !is_float(layout.float_dtype) : layout.float_dtype != DType::kFloat32) {
-    return Problem{"layout.float_dtype", str(int(layout.float_dtype)),
-                   floats ? "0, 1 or 2" : "0 without layers in it"};
-  }
-  return std::nullopt;
-}
-
-}  // namespace
-
 uint8_t layout_version(const Layout& layout) {
   return is_coded(layout.k_dtype) || is_coded(layout.v_dtype) ? kCodesVersion : kSectionVersion;
 }
 
-std::optional<Problem> check_geometry(const Layout& layout, int64_t summary_page_bytes) {
-  if (auto p = check_range("layout.layers", layout.layers, 1, kMaxLayers)) return p;
-  if (auto p = check_range("layout.kv_heads", layout.kv_heads, 1, kMaxKvHeads)) return p;
-  if (auto p = check_range("layout.chunk_tokens", layout.chunk_tokens, 1, kMaxChunkTokens))
-    return p;
-  if (auto p = check_range("layout.k_dim", layout.k_dim, 1, kMaxHeadDim)) return p;
-  if (auto p = check_range("layout.v_dim", layout.v_dim, 1, kMaxHeadDim)) return p;
-  if (auto p = check_dtype("k", layout.k_dtype, layout.k_dim, layout.chunk_tokens)) return p;
-  if (auto p = check_dtype("v", layout.v_dtype, layout.v_dim, layout.chunk_tokens)) return p;
-  if (auto p = check_codes(layout)) return p;
-  return check_range("layout.summary_page_bytes", summary_page_bytes, 0, kMaxSummaryPageBytes);
+std::optional<BrokenRule> check_geometry(const Layout& layout, int64_t summary_page_bytes) {
+  if (auto problem = layout.broken_rule()) return problem;
+  if (summary_page_bytes >= 0 && summary_page_bytes <= kMaxSummaryPageBytes) return std::nullopt;
+  return BrokenRule{"layout.summary_page_bytes", str(summary_page_bytes),
+                    str("0 to ", kMaxSummaryPageBytes)};
 }
 
-std::optional<Problem> check_chunks(const Layout& layout, uint64_t tokens,
-                                    const std::vector<SnapshotChunk>& chunks) {
+std::optional<BrokenRule> check_chunks(const Layout& layout, uint64_t tokens,
+                                       const std::vector<SnapshotChunk>& chunks) {
   KVPAGER_REQUIRE(!check_geometry(layout, 0));
   const int64_t count = chunk_count(layout, tokens);
   const int64_t chunk_tokens = layout.chunk_tokens;
   if (count > std::numeric_limits<int32_t>::max()) {
-    return Problem{"chunks", str(count), str("at most ", std::numeric_limits<int32_t>::max())};
+    return BrokenRule{"chunks", str(count), str("at most ", std::numeric_limits<int32_t>::max())};
   }
   if (static_cast<int64_t>(chunks.size()) != count) {
-    return Problem{"chunks", str(chunks.size()), str(count, " for ", tokens, " tokens")};
+    return BrokenRule{"chunks", str(chunks.size()), str(count, " for ", tokens, " tokens")};
   }
   for (int64_t c = 0; c < count; ++c) {
     const SnapshotChunk& chunk = chunks[static_cast<size_t>(c)];
@@ -363,7 +303,7 @@ std::optional<Problem> check_chunks(const Layout& layout, uint64_t tokens,
     const bool sealed = valid == chunk_tokens;
     const auto problem = [&](const char* field, const std::string& value,
                              const std::string& expected) {
-      return Problem{str("chunks[", c, "].", field), value, expected};
+      return BrokenRule{str("chunks[", c, "].", field), value, expected};
     };
     if (chunk.valid != valid) return problem("valid", str(chunk.valid), str(valid));
     if (static_cast<uint8_t>(chunk.provenance) > static_cast<uint8_t>(Provenance::kApproximate)) {
@@ -383,43 +323,44 @@ std::optional<Problem> check_chunks(const Layout& layout, uint64_t tokens,
   return std::nullopt;
 }
 
-std::optional<Problem> check_hints(const SnapshotHints& hints, size_t chunks) {
+std::optional<BrokenRule> check_hints(const SnapshotHints& hints, size_t chunks) {
   const auto wrong = [chunks](size_t size) { return size != 0 && size != chunks; };
   const std::string expected = str("none or one per chunk, ", chunks);
   if (wrong(hints.qk_score.size())) {
-    return Problem{"hints.qk_score", str(hints.qk_score.size(), " values"), expected};
+    return BrokenRule{"hints.qk_score", str(hints.qk_score.size(), " values"), expected};
   }
   if (wrong(hints.last_use.size())) {
-    return Problem{"hints.last_use", str(hints.last_use.size(), " values"), expected};
+    return BrokenRule{"hints.last_use", str(hints.last_use.size(), " values"), expected};
   }
   for (size_t c = 0; c < hints.qk_score.size(); ++c) {
     if (!std::isfinite(hints.qk_score[c])) {
-      return Problem{str("hints.qk_score[", c, "]"), str(hints.qk_score[c]), "a finite score"};
+      return BrokenRule{str("hints.qk_score[", c, "]"), str(hints.qk_score[c]), "a finite score"};
     }
   }
   return std::nullopt;
 }
 
-std::optional<Problem> check_packs(const SnapshotPacks& packs, int64_t sealed) {
+std::optional<BrokenRule> check_packs(const SnapshotPacks& packs, int64_t sealed) {
   const auto count = packs.packs.size();
   const auto most = std::min<uint64_t>(kMaxPacks, static_cast<uint64_t>(sealed));
   if (count < 1 || count > most) {
-    return Problem{"packs.count", str(count),
-                   str("1..", most, " (", sealed, " sealed chunks, every pack holds one)")};
+    return BrokenRule{"packs.count", str(count),
+                      str("1..", most, " (", sealed, " sealed chunks, every pack holds one)")};
   }
   if (static_cast<int64_t>(packs.places.size()) != sealed) {
-    return Problem{"packs.places", str(packs.places.size()), str("one per sealed chunk, ", sealed)};
+    return BrokenRule{"packs.places", str(packs.places.size()),
+                      str("one per sealed chunk, ", sealed)};
   }
   for (size_t p = 0; p < count; ++p) {
     const SnapshotPacks::Pack& pack = packs.packs[p];
     if (pack.chunks < 1 || pack.chunks > std::numeric_limits<int32_t>::max()) {
-      return Problem{str("packs[", p, "].chunks"), str(pack.chunks),
-                     str("1..", std::numeric_limits<int32_t>::max())};
+      return BrokenRule{str("packs[", p, "].chunks"), str(pack.chunks),
+                        str("1..", std::numeric_limits<int32_t>::max())};
     }
     for (size_t other = 0; other < p; ++other) {
       if (packs.packs[other].id == pack.id) {
-        return Problem{str("packs[", p, "].id"), str("that of packs[", other, "]"),
-                       "a pack that is not listed yet"};
+        return BrokenRule{str("packs[", p, "].id"), str("that of packs[", other, "]"),
+                          "a pack that is not listed yet"};
       }
     }
   }
@@ -428,22 +369,23 @@ std::optional<Problem> check_packs(const SnapshotPacks& packs, int64_t sealed) {
     const SnapshotPacks::Place& place = packs.places[c];
     // In the order of their first use, so that a content has one encoding.
     if (place.pack > used || place.pack >= count) {
-      return Problem{str("packs.places[", c, "].pack"), str(place.pack),
-                     str("at most ", std::min(used, count - 1), " (", count,
-                         " packs, numbered in the order of their first use)")};
+      return BrokenRule{str("packs.places[", c, "].pack"), str(place.pack),
+                        str("at most ", std::min(used, count - 1), " (", count,
+                            " packs, numbered in the order of their first use)")};
     }
     used = std::max<size_t>(used, place.pack + size_t{1});
     const uint32_t chunks = packs.packs[place.pack].chunks;
     if (place.chunk >= chunks) {
-      return Problem{str("packs.places[", c, "].chunk"), str(place.chunk),
-                     str("less than ", chunks, ", the chunks of pack ", place.pack)};
+      return BrokenRule{str("packs.places[", c, "].chunk"), str(place.chunk),
+                        str("less than ", chunks, ", the chunks of pack ", place.pack)};
     }
   }
   if (used != count) {
-    return Problem{str("packs[", used, "]"), "used by no chunk", "no pack that is not used"};
+    return BrokenRule{str("packs[", used, "]"), "used by no chunk", "no pack that is not used"};
   }
   if (!distinct(packs.places)) {
-    return Problem{"packs.places", "the same for two chunks", "a place of its own for every chunk"};
+    return BrokenRule{"packs.places", "the same for two chunks",
+                      "a place of its own for every chunk"};
   }
   return std::nullopt;
 }
@@ -595,11 +537,12 @@ SnapshotMeta decode_metadata(const std::vector<Section>& sections,
   const uint64_t summaries = manifest ? 0 : sealed;
   const auto chunk_bytes = static_cast<uint64_t>(meta.layout.chunk_bytes());
   const uint64_t summary_bytes = summary_bytes_per_chunk(meta.layout, meta.summary_page_bytes);
-  expect_size(sections[kPayload - 1],
-              checked_product(payload_chunks, chunk_bytes, "payload.size", path),
+  // Of what lies in packs too.
+  bytes_of(count, chunk_bytes, "payload.size", path);
+  bytes_of(sealed, summary_bytes, "summaries.size", path);
+  expect_size(sections[kPayload - 1], payload_chunks * chunk_bytes,
               str(payload_chunks, " chunks of ", chunk_bytes, " bytes"), path);
-  expect_size(sections[kSummaries - 1],
-              checked_product(summaries, summary_bytes, "summaries.size", path),
+  expect_size(sections[kSummaries - 1], summaries * summary_bytes,
               str(summaries, " sealed chunks of ", summary_bytes, " bytes"), path);
   decode_chunks(sections[kChunks - 1], bytes, &meta, path);
   if (manifest) decode_packs(*packs, &meta, path);

@@ -15,25 +15,19 @@
 
 namespace kvpager::snapshot {
 
-// A broken rule: "chunks[3].valid", "70", "64".
-struct Problem {
-  std::string field;
-  std::string value;
-  std::string expected;
-};
-
 // Of the layout section.
 uint8_t layout_version(const Layout& layout);
-// Field ranges of the layout section, chosen so that every size below fits 63 bits.
-std::optional<Problem> check_geometry(const Layout& layout, int64_t summary_page_bytes);
+// What the layout section says: a layout that holds everywhere (Layout::broken_rule), and summaries of a size
+// such that every size of a chunk fits 63 bits.
+std::optional<BrokenRule> check_geometry(const Layout& layout, int64_t summary_page_bytes);
 // Chunks against tokens: count, valid rows, hashes, one checksum per layer.
 // REQUIRES: check_geometry holds.
-std::optional<Problem> check_chunks(const Layout& layout, uint64_t tokens,
-                                    const std::vector<SnapshotChunk>& chunks);
-std::optional<Problem> check_hints(const SnapshotHints& hints, size_t chunks);
+std::optional<BrokenRule> check_chunks(const Layout& layout, uint64_t tokens,
+                                       const std::vector<SnapshotChunk>& chunks);
+std::optional<BrokenRule> check_hints(const SnapshotHints& hints, size_t chunks);
 // Of a manifest: packs in the order of their first use, each one once and used, every sealed chunk
 // in a place of its own.
-std::optional<Problem> check_packs(const SnapshotPacks& packs, int64_t sealed);
+std::optional<BrokenRule> check_packs(const SnapshotPacks& packs, int64_t sealed);
 
 int64_t chunk_count(const Layout& layout, uint64_t tokens);
 // Of one chunk's summary, all layers and heads.

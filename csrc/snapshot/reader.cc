@@ -44,6 +44,8 @@ SnapshotMeta read_metadata(const InputFile& file, const Front& front) {
   return decode_metadata(sections, room, file.path());
 }
 
+constexpr int kMostThreads = 1024;  // that verify starts, whatever it is allowed
+
 void require_range(const std::string& name, const char* field, int64_t value, int64_t limit) {
   if (value < 0 || value >= limit) {
     throw InvalidArgumentError(
@@ -180,7 +182,7 @@ void SnapshotReader::read_summary(int64_t chunk, std::byte* out) const {
 
 std::vector<SnapshotDamage> SnapshotReader::verify(int threads,
                                                    const SnapshotProgress& progress) const {
-  return snapshot::verify(*impl_, threads, progress);
+  return snapshot::verify(*impl_, std::min(threads, kMostThreads), progress);
 }
 
 }  // namespace kvpager

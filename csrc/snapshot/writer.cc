@@ -21,7 +21,7 @@ namespace {
 // Asking a callback costs little, but what it waits for may not.
 constexpr int64_t kProgressBytes = int64_t{16} << 20;
 
-[[noreturn]] void refuse(const Problem& problem) {
+[[noreturn]] void refuse(const BrokenRule& problem) {
   throw InvalidArgumentError(
       str("snapshot: ", problem.field, " is ", problem.value, ", expected ", problem.expected));
 }

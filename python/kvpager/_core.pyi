@@ -126,8 +126,9 @@ class CompressedWeights:
         """
         Copies a tensor [..., n, k], which has to stay where and as it is; is not held.
 
-        False, and nothing is copied: it is no float32 or bfloat16 tensor on the CPU, or more
-        than one in eight groups of 64 numbers has some that 12 bits cannot hold.
+        False, and nothing is copied: it is no float32 or bfloat16 tensor on the CPU, its rows
+        are not apart (as those of an expanded one), or more than one in eight groups of 64
+        numbers has some that 12 bits cannot hold.
         """
     def clear(self) -> None:
         """
@@ -1094,7 +1095,8 @@ def linear(
     compressed: copies of weights, perhaps of these; they change no bit.
 
     False, and nothing is written: a tensor is not on the CPU, dtypes differ or are none of
-    float32, float16 and bfloat16, shapes do not fit, or rows are not equally far apart.
+    float32, float16 and bfloat16, shapes do not fit, rows are not equally far apart, or out
+    has elements in common, with itself or with another tensor.
     """
 
 def linear_of_experts(

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "../cpp/snapshot/parts.h"
+#include "kvpager/layout.h"
+#include "kvpager/snapshot.h"
 
 namespace kvpager::snapshot_test {
 
@@ -107,6 +110,114 @@ inline void damage(std::string* input, Random* random) {
   }
 }
 
+// The layout that a section says, if its sizes can be computed: of ranges that no reader need take.
+inline std::optional<Layout> claimed_layout(const Part& section) {
+  const std::string& bytes = section.bytes;
+  if (bytes.size() < 32) return std::nullopt;
+  Layout out;
+  int32_t* const fields[] = {&out.layers, &out.kv_heads, &out.chunk_tokens, &out.k_dim, &out.v_dim};
+  const int32_t most[] = {4096, 4096, 65536, 65536, 65536};
+  for (size_t i = 0; i < 5; ++i) {
+    *fields[i] = get<int32_t>(bytes, 4 * i);
+    if (*fields[i] < 1 || *fields[i] > most[i]) return std::nullopt;
+  }
+  out.k_dtype = get<DType>(bytes, 20);
+  out.v_dtype = get<DType>(bytes, 21);
+  const size_t scorer = get<uint16_t>(bytes, 22);
+  if (section.version < 2 || bytes.size() < 40) return out;
+  out.float_dtype = get<DType>(bytes, 33);
+  const size_t floats = get<uint16_t>(bytes, 34);
+  for (size_t i = 0; i < floats && 42 + scorer + 2 * i <= bytes.size(); ++i) {
+    const auto layer = get<uint16_t>(bytes, 40 + scorer + 2 * i);
+    if (layer < kMostLayers) out.float_layers.add(layer);
+  }
+  return out;
+}
+
+// Tokens, chunk records, payload and summaries become what the layout section asks for, by the arithmetic
+// of the reader itself, where a file of at most kMostBytes can have it. So a geometry that is wrong is
+// refused for itself or not at all.
+inline void agree_with_layout(Parts* parts) {
+  constexpr int64_t kMostBytes = 16 << 10;
+  Part* const section = parts->find(snapshot::kLayout);
+  if (section == nullptr || parts->find(snapshot::kPacks) != nullptr) return;
+  const std::optional<Layout> layout = claimed_layout(*section);
+  Part* const tokens = parts->find(snapshot::kTokens);
+  Part* const chunks = parts->find(snapshot::kChunks);
+  Part* const payload = parts->find(snapshot::kPayload);
+  Part* const summaries = parts->find(snapshot::kSummaries);
+  if (!layout || !tokens || !chunks || !payload || !summaries) return;
+  const int64_t each = layout->chunk_bytes();
+  const auto summary_page = get<int64_t>(section->bytes, 24);
+  if (each < 0 || summary_page < 0 || summary_page > kMostBytes) return;
+  const int64_t summary_bytes = summary_page * layout->layers * layout->kv_heads;
+  int64_t ids = std::min<int64_t>(static_cast<int64_t>(tokens->bytes.size()) / 4, 4096);
+  const auto count = [&] { return (ids + layout->chunk_tokens - 1) / layout->chunk_tokens; };
+  const int64_t record = 48 + 8 * int64_t{layout->layers};
+  while (ids > 0 && count() * std::max({each, summary_bytes, record}) > kMostBytes) ids /= 2;
+  const int64_t sealed = ids / layout->chunk_tokens;
+  tokens->bytes.resize(static_cast<size_t>(4 * ids));
+  payload->bytes.resize(static_cast<size_t>(count() * each));
+  summaries->bytes.resize(static_cast<size_t>(sealed * summary_bytes));
+  chunks->version = snapshot::kChunksVersion;
+  chunks->bytes.assign(static_cast<size_t>(count() * record), '\0');
+  const auto* const bytes = reinterpret_cast<const std::byte*>(payload->bytes.data());
+  for (int64_t c = 0; c < count(); ++c) {
+    const auto at = static_cast<size_t>(c * record);
+    put(&chunks->bytes, at,
+        static_cast<int32_t>(
+            std::min<int64_t>(layout->chunk_tokens, ids - c * layout->chunk_tokens)));
+    if (c < sealed) {
+      put(&chunks->bytes, at + 8, uint64_t{7});
+      put(&chunks->bytes, at + 40,
+          xxh3_64(summaries->bytes.data() + c * summary_bytes, static_cast<size_t>(summary_bytes)));
+    }
+    for (int layer = 0; layer < layout->layers; ++layer) {
+      const int64_t from = c * each + layout->slice_offset(layer);
+      const int64_t size = layout->slice_bytes(layer);
+      if (from < 0 || size < 0 || from + size > static_cast<int64_t>(payload->bytes.size()))
+        continue;
+      put(&chunks->bytes, at + 48 + 8 * static_cast<size_t>(layer),
+          slice_checksum(bytes + from, size));
+    }
+  }
+  const auto hints = [](const Part& part) { return part.type == snapshot::kHints; };
+  parts->parts.erase(std::remove_if(parts->parts.begin(), parts->parts.end(), hints),
+                     parts->parts.end());
+}
+
+// Other numbers in the layout section; the rest of the file becomes that of such a layout.
+inline void change_geometry(Parts* parts, Random* random) {
+  static constexpr int32_t kNumbers[] = {
+      0,   1,   2,    8,    15,   16,   17,   24,    32,    48,    64,    128,       256, 257,
+      512, 528, 1023, 1024, 1025, 4096, 4097, 32768, 65535, 65536, 65537, INT32_MAX, -1};
+  static constexpr size_t kCount = sizeof(kNumbers) / sizeof(kNumbers[0]);
+  Part* const section = parts->find(snapshot::kLayout);
+  if (section == nullptr || section->bytes.size() < 32) return;
+  std::string* const bytes = &section->bytes;
+  for (uint64_t times = 1 + random->below(3); times > 0; --times) {
+    switch (random->below(4)) {
+      case 0:
+        put(bytes, 20 + random->below(2), static_cast<uint8_t>(random->below(7)));
+        section->version = static_cast<uint8_t>(1 + random->below(2));
+        break;
+      case 1:
+        if (section->version < 2 || bytes->size() < 40) break;
+        if (random->below(2) == 0) {
+          put(bytes, 32 + random->below(2), static_cast<uint8_t>(random->below(6)));
+        } else {
+          put(bytes, 34, static_cast<uint16_t>(get<uint16_t>(*bytes, 34) + 1));
+          bytes->resize(bytes->size() + 2);
+          put(bytes, bytes->size() - 2, static_cast<uint16_t>(random->below(4)));
+        }
+        break;
+      default:
+        put(bytes, 4 * random->below(5), kNumbers[random->below(kCount)]);
+    }
+  }
+  agree_with_layout(parts);
+}
+
 // Takes the file apart, changes one section or the list of them, and puts it together with
 // checksums that agree. mutate_bytes(std::string* bytes, size_t most) changes raw bytes.
 template <class MutateBytes>
@@ -120,7 +231,12 @@ void mutate_sections(std::string* input, Random* random, const MutateBytes& muta
   // Mostly what says how the rest is to be read.
   Part& part = all[random->below(4) == 0 ? random->below(all.size())
                                          : std::min(all.size() - 1, 2 + random->below(all.size()))];
-  switch (random->below(10)) {
+  switch (random->below(13)) {
+    case 10:
+    case 11:
+    case 12:
+      change_geometry(&*parts, random);
+      break;
     case 0:
     case 1:
       mutate_bytes(&part.bytes, part.bytes.size() + 64);

@@ -15,7 +15,7 @@ build() { # OUTPUT COMPILER FLAGS...
   output=$1
   shift
   "$@" -std=c++17 -g -pthread -Icsrc -Icsrc/include \
-    tests/fuzz/snapshot_fuzz.cc csrc/snapshot/*.cc csrc/hash/xxh3.cc csrc/memory/fault.cc -o "$output"
+    tests/fuzz/snapshot_fuzz.cc csrc/snapshot/*.cc csrc/kernels/layout.cc csrc/hash/xxh3.cc csrc/memory/fault.cc -o "$output"
 }
 
 if [ "$mode" = --coverage ]; then

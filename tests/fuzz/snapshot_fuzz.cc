@@ -7,7 +7,8 @@
 // runs it from the corpus. Without libFuzzer (-DKVPAGER_FUZZ_MAIN) it
 //   snapshot_fuzz FILE|FOLDER...   replays inputs
 //   snapshot_fuzz --seeds FOLDER   writes the inputs to start from
-//   snapshot_fuzz --mutate N       makes N random damages of the seeds
+//   snapshot_fuzz --crafted FOLDER writes the snapshots of tests/fuzz/crafted.h
+//   snapshot_fuzz --mutate N       makes N random damages of seeds and crafted snapshots
 #include <dirent.h>
 #include <sys/stat.h>
 
@@ -22,6 +23,7 @@
 
 #include "../cpp/snapshot/parts.h"
 #include "../cpp/snapshot/store_fixture.h"
+#include "crafted.h"
 #include "kvpager/error.h"
 #include "kvpager/snapshot.h"
 #include "mutate.h"
@@ -64,12 +66,20 @@ Everything read_everything(const SnapshotReader& reader) {
   Everything out;
   const SnapshotMeta& meta = reader.meta();
   const kvpager::Layout& layout = meta.layout;
+  if (layout.broken_rule()) violated("a layout that was read is one that a pager takes");
+  for (int layer = 0; layer < layout.layers; ++layer) {
+    // As rows are read from a slice: by page, of one layer alone.
+    const int64_t page = layout.of_layer(layer).page_bytes();
+    if (page <= 0 || page * layout.kv_heads != layout.slice_bytes(layer)) {
+      violated("a slice has the pages of its layer");
+    }
+  }
   out.sample.meta = meta;
   const auto chunks = static_cast<int64_t>(meta.chunks.size());
   std::vector<std::byte> chunk;
   std::vector<std::byte> slice;
   if (chunks > 0) chunk.resize(static_cast<size_t>(layout.chunk_bytes()));
-  if (chunks > 0) slice.resize(static_cast<size_t>(layout.slice_bytes(0)));
+  if (chunks > 0) slice.resize(static_cast<size_t>(layout.largest_slice_bytes()));
   for (int64_t c = 0; c < chunks; ++c) {
     const bool all = whole([&] { reader.read_chunk(c, chunk.data()); });
     bool slices = true;
@@ -77,7 +87,8 @@ Everything read_everything(const SnapshotReader& reader) {
       const bool one = whole([&] { reader.read_slice(c, layer, slice.data()); });
       slices = slices && one;
       if (all && one &&
-          std::memcmp(slice.data(), chunk.data() + layout.slice_offset(layer), slice.size()) != 0) {
+          std::memcmp(slice.data(), chunk.data() + layout.slice_offset(layer),
+                      static_cast<size_t>(layout.slice_bytes(layer))) != 0) {
         violated("a slice differs from its part of the chunk");
       }
     }
@@ -127,8 +138,10 @@ std::string written_again(const Everything& all, const std::string& path) {
 
 void check_round_trip(const Everything& all, const SnapshotReader& reader, const std::string& bytes,
                       const std::string& path) {
+  const kvpager::Layout& layout = all.sample.meta.layout;
+  const bool coded = is_coded(layout.k_dtype) || is_coded(layout.v_dtype);
   const bool legacy = all.sample.meta.legacy_names;
-  const uint16_t lowest = !legacy ? 2 : all.sample.meta.packs.empty() ? 0 : 1;
+  const uint16_t lowest = coded ? 3 : !legacy ? 2 : all.sample.meta.packs.empty() ? 0 : 1;
   if (reader.minor_version() != lowest) return;
   if (written_again(all, path) != bytes) violated("write(read(x)) == x");
 }
@@ -204,7 +217,8 @@ std::vector<std::string> seeds() {
     }
   };
   for (const Sample& sample : {make_sample(small_layout(), 0), make_sample(small_layout(), 5),
-                               make_sample(small_layout(), 16, 0), small_sample()}) {
+                               make_sample(small_layout(), 32, 0), small_sample(),
+                               make_sample(codes_and_floats(), 18, 8)}) {
     write_sample(store.victim(), sample);
     add(0, store.victim());
   }
@@ -264,8 +278,15 @@ int main(int argc, char** argv) {
     }
     return 0;
   }
+  if (mode == "--crafted" && argc == 3) {
+    for (const Crafted& one : crafted_snapshots()) {
+      write_bytes(std::string(argv[2]) + "/" + one.name + ".kvsnap", one.bytes);
+    }
+    return 0;
+  }
   if (mode == "--mutate" && argc == 3) {
-    const std::vector<std::string> all = seeds();
+    std::vector<std::string> all = seeds();
+    for (const Crafted& one : crafted_snapshots()) all.push_back(std::string(1, '\0') + one.bytes);
     Random random(1);
     for (long n = std::atol(argv[2]); n > 0; --n) {
       std::string input = all[random.below(all.size())];

@@ -168,15 +168,15 @@ def layout_fields_at_their_extremes(raw):
 
 @forgery(21)
 def a_layout_in_range_whose_product_is_another(raw):
-    """Every field legal by itself; together they claim up to 2^59 bytes a chunk."""
-    extremes = {"layers": 4096, "kv_heads": 4096, "k_dim": 65536, "v_dim": 65536}
+    """Every field legal by itself; together they claim up to 2^40 bytes a chunk."""
+    extremes = {"layers": 1024, "kv_heads": 1024, "k_dim": 512, "v_dim": 512}
     for fields in (
         extremes,
-        {**extremes, "chunk_tokens": 65536},
+        {**extremes, "chunk_tokens": 256},
         {"layers": 1},
         {"kv_heads": 2},
         {"k_dim": 32},
-        {"v_dim": 8},
+        {"v_dim": 32},
         {"summary_page_bytes": 2**30},
         {"summary_page_bytes": 2**30, **extremes},
     ):

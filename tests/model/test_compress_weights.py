@@ -242,3 +242,28 @@ def test_a_tensor_is_copied_where_12_bits_hold_it():
         assert _core.linear(workers, x, matrix, None, given, copies)
         assert _core.linear(workers, x, matrix, None, expected)
         assert_same_bits(given, expected, "one matrix of several")
+
+
+def in_one_row(model, weight):
+    """All outputs of a layer have the first one's weights, in the memory of one."""
+    layer = model.model.layers[0].mlp.gate_proj
+    layer.weight = torch.nn.Parameter(weight(layer.weight.detach()), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_weight_whose_rows_are_in_one_place_has_the_bits_of_one_with_rows_of_its_own(
+    closing, dtype
+):
+    def expanded(weight):
+        return weight[:1].expand_as(weight)
+
+    def apart(weight):
+        return expanded(weight).contiguous()
+
+    answers = [
+        answered(closing(open_engine(in_one_row(narrow(MODELS["llama"](), dtype), of), **options)))
+        for of, options in ((expanded, {}), (apart, {}), (expanded, {"compress_weights": False}))
+    ]
+    for other in answers[1:]:
+        assert_same_session(answers[0], other, "one text")

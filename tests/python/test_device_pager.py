@@ -441,3 +441,22 @@ class TestCuda:
             for ours, theirs in zip(*outputs):
                 assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16)), start
         assert pagers[0].stats()["chunks_evicted"] >= tokens // 64 - 2048 // 64
+
+
+def test_thousands_of_ranges_that_every_row_sees_are_those_of_one(device: str) -> None:
+    """More than a transfer buffer holds: 5000 ranges, and the one that they make together."""
+    layout = layout_of()
+    tokens = 6 * C
+    outputs = []
+    for always in (tuple((i, i + 1) for i in range(2 * C, 2 * C + 5000)), ((2 * C, 2 * C + 5000),)):
+        pager = make_pager(
+            device, layout, 12, selection=TopK(chunks=1, sinks=0, recent=C, always=always)
+        )
+        rows = Rows(layout, tokens, pager.device)
+        sequence = pager.sequence()
+        outputs.append([feed(pager, sequence, rows, C) for _ in range(tokens // C)])
+    assert all(
+        torch.equal(ours, theirs)
+        for one, other in zip(*outputs, strict=True)
+        for ours, theirs in zip(one, other, strict=True)
+    )

@@ -48,9 +48,9 @@ struct CompressedRows {
 class CompressedWeights {
  public:
   // Copies a matrix [outputs][depth] whose rows are w_stride elements apart. The caller keeps the
-  // weights where and as they are as long as it multiplies with this. False, and nothing is kept: too
-  // few groups can have a copy, the depth is below a group's, or the tier has no use for copies of the
-  // dtype.
+  // weights where and as they are as long as it multiplies with this. False, and nothing is kept: rows
+  // overlap, so that none would be found again by where it lies; too few groups can have a copy; the depth
+  // is below a group's; or the tier has no use for copies of the dtype.
   bool add(const void* w, DType dtype, int64_t outputs, int64_t depth, int64_t w_stride,
            ThreadPool& pool);
 

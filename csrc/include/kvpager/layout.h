@@ -10,8 +10,11 @@
 // over k_dim in one fixed order, and nothing is ever summed across lanes.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <optional>
+#include <string>
 
 #include "kvpager/codes.h"
 #include "kvpager/types.h"
@@ -48,6 +51,13 @@ class LayerSet {
   std::array<uint64_t, kMostLayers / 64> words_{};
 };
 
+// A broken rule: "layout.layers", "0", "1 to 1024".
+struct BrokenRule {
+  std::string field;
+  std::string value;
+  std::string expected;
+};
+
 struct Layout {
   int32_t layers = 0;
   int32_t kv_heads = 0;
@@ -63,7 +73,10 @@ struct Layout {
   LayerSet float_layers;
   DType float_dtype = DType::kFloat32;
 
-  // Throws InvalidArgumentError naming the first field that is out of range.
+  // The first field that is out of range. Sizes are those of a layout without one: each is positive then,
+  // and a chunk has at most 2^40 bytes.
+  std::optional<BrokenRule> broken_rule() const;
+  // Throws the broken rule as an InvalidArgumentError.
   void validate() const;
 
   // The layout of a model that has this layer alone. Its tile_bytes and page_bytes are the layer's.
@@ -87,8 +100,10 @@ struct Layout {
   int64_t slice_bytes(int layer) const {
     return float_layers.has(layer) ? float_slice_bytes() : page_bytes() * kv_heads;
   }
+  // Of one in float_dtype or of the others: where keys or values alone are codes, either may be larger.
   int64_t largest_slice_bytes() const {
-    return float_layers.empty() ? slice_bytes(0) : float_slice_bytes();
+    const int64_t floats = float_layers.empty() ? 0 : float_slice_bytes();
+    return std::max(floats, page_bytes() * kv_heads);
   }
   int64_t chunk_bytes() const { return slice_offset(layers); }
   int64_t slice_offset(int layer) const {
@@ -116,9 +131,8 @@ struct Layout {
 
  private:
   int64_t float_slice_bytes() const {
-    const int64_t element = dtype_bytes(float_dtype);
-    return kv_heads *
-           (align(chunk_tokens * k_dim * element) + align(chunk_tokens * v_dim * element));
+    const int64_t row = chunk_tokens * dtype_bytes(float_dtype);
+    return kv_heads * (align(row * k_dim) + align(row * v_dim));
   }
   static int64_t align(int64_t bytes) {
     return (bytes + kTileAlignment - 1) / kTileAlignment * kTileAlignment;

@@ -221,6 +221,22 @@ TEST_CASE("weights of too many sizes, too few or of another dtype get no copies"
   CHECK(narrow.run(1, &copies).bytes() == narrow.run().bytes());
 }
 
+TEST_CASE("rows that are in one place or overlap get no copies, and are multiplied as they lie") {
+  for (const DType dtype : kCompressible) {
+    for (const int64_t stride : {0, 1, 127}) {
+      const Problem problem = narrow_problem(dtype, 2, 40, 128);
+      ThreadPool pool(2, 0);
+      CompressedWeights copies;
+      CHECK_FALSE(copies.add(problem.w.data(), dtype, 40, 128, stride, pool));
+      CHECK(copies.bytes() == 0);
+      Matrix y(dtype, 2, 40);
+      LinearParams params = problem.params(y);
+      params.w_stride = stride;
+      CHECK(copies.find(params).groups == nullptr);
+    }
+  }
+}
+
 TEST_CASE("copies are those of some rows of a matrix, and of nothing else") {
   if (tiers().empty()) return;
   const KernelOverride tier(*tiers().back());

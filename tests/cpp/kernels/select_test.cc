@@ -165,6 +165,17 @@ TEST_CASE("a selection that cannot work is refused by the name of its field") {
   refused(selection, "selection.always[0]");
   selection.always = {{0, 10}, {9, 12}};
   refused(selection, "selection.always[1]");
+  // Sums of these and a position would not fit 64 bits.
+  constexpr int64_t kLast = INT64_MAX;
+  selection.always = {{0, kLast}};
+  refused(selection, "selection.always[0]");
+  selection.always.clear();
+  for (int64_t i = 0; i <= 65536; ++i) selection.always.push_back({i, i + 1});
+  refused(selection, "selection.always has 65537 ranges");
+  selection.always.pop_back();
+  selection.validate(64, 64);
+  refused(top_k(1, kLast, 64), "selection.sinks is 9223372036854775807");
+  refused(top_k(1, 0, kLast), "selection.recent is 9223372036854775807");
 }
 
 }  // namespace

@@ -28,6 +28,12 @@ PAGER_TEST("each option that is out of range is refused by its name, value and r
   CHECK(contains(with([](PagerOptions& o) { o.disk_bytes = -1; }), "disk_bytes: -1"));
   CHECK(contains(with([](PagerOptions& o) { o.disk_bytes = kChunkBytes; }), "disk_path: empty"));
   CHECK(contains(with([](PagerOptions& o) { o.summary_bytes = -2; }), "summary_bytes: -2"));
+  // More slots than are counted, or bytes than 64 bits hold.
+  CHECK(contains(with([](PagerOptions& o) { o.pool_blocks = INT64_MAX; }), "pool_tokens: "));
+  CHECK(contains(with([](PagerOptions& o) { o.host_bytes = INT64_MAX; }), "host_bytes: "));
+  CHECK(contains(with([](PagerOptions& o) { o.disk_bytes = INT64_MAX; }), "disk_bytes: "));
+  CHECK(contains(with([](PagerOptions& o) { o.summary_bytes = INT64_MAX; }), "summary_bytes: "));
+  CHECK(contains(with([](PagerOptions& o) { o.q_heads = INT32_MAX; }), "q_heads: "));
   CHECK(contains(with([](PagerOptions& o) { o.recall_chunks = -1; }), "recall_chunks: -1"));
   CHECK(contains(with([](PagerOptions& o) { o.hysteresis = -0.5; }), "hysteresis: -0.5"));
   CHECK(contains(with([](PagerOptions& o) { o.hysteresis = std::nan(""); }), "hysteresis: nan"));
@@ -80,7 +86,7 @@ PAGER_TEST(
 PAGER_TEST("a system that refuses the memory gives a CapacityError and keeps nothing") {
   const int64_t before = total_mapped_bytes();
   PagerOptions options = small_options(4, 8);
-  options.host_bytes = int64_t{1} << 60;
+  options.host_bytes = kChunkBytes << 30;
   CHECK_THROWS_AS(Pager{options}, CapacityError);
   CHECK(total_mapped_bytes() == before);
 }

@@ -158,9 +158,9 @@ TEST_CASE("AFlippedByteOfThePayloadFailsItsSliceAndNoOther") {
                             slice_bytes) == 0);
           continue;
         }
-        const std::string last = std::to_string(std::min<size_t>(c * 8 + 8, 29));
+        const std::string last = std::to_string(std::min<size_t>(c * 16 + 16, 53));
         const std::string expected = "chunk " + std::to_string(c) + " (tokens [" +
-                                     std::to_string(c * 8) + ", " + last + ")), layer " +
+                                     std::to_string(c * 16) + ", " + last + ")), layer " +
                                      std::to_string(layer);
         try {
           read();
@@ -336,10 +336,17 @@ TEST_CASE("ImpossibleLayoutsAndCountsAreRefusedByName") {
                      [&](std::string* bytes) { put(bytes, layout + 4 * i, value); });
     }
     // In range, but not the layout of this file.
-    for (const int32_t value : {1, 3, 256}) {
+    for (const int32_t value : {32, 128, 256}) {
       expect_refused(&victim, ".size", Outcome::kCorrupt,
-                     [&](std::string* bytes) { put(bytes, layout + 4 * i, value * 16); });
+                     [&](std::string* bytes) { put(bytes, layout + 4 * i, value); });
     }
+  }
+  // What no pager takes, no file has.
+  const std::pair<size_t, int32_t> beyond[] = {{0, 1025}, {1, 1025}, {2, 8},   {2, 48},    {2, 512},
+                                               {3, 8},    {3, 24},   {3, 528}, {4, 65536}, {4, 1}};
+  for (const auto& [field, value] : beyond) {
+    expect_refused(&victim, fields[field], Outcome::kCorrupt,
+                   [&, at = layout + 4 * field](std::string* bytes) { put(bytes, at, value); });
   }
   for (const int64_t value :
        {int64_t{-1}, INT64_MIN, INT64_MAX, int64_t{1} << 31, int64_t{1} << 63}) {
@@ -393,8 +400,8 @@ TEST_CASE("ChunkRecordsThatContradictTheTokensAreRefusedByName") {
   constexpr size_t kStride = 48 + 2 * 8;
   for (size_t c = 0; c < 4; ++c) {
     const std::string name = "chunks[" + std::to_string(c) + "].";
-    for (const int32_t valid : {0, -1, 4, 9, INT32_MAX, INT32_MIN}) {
-      expect_refused(&victim, c < 3 && valid != 8 ? "" : name + "valid", Outcome::kCorrupt,
+    for (const int32_t valid : {0, -1, 4, 17, INT32_MAX, INT32_MIN}) {
+      expect_refused(&victim, c < 3 && valid != 16 ? "" : name + "valid", Outcome::kCorrupt,
                      [&](std::string* bytes) { put(bytes, chunks + c * kStride, valid); });
     }
     expect_refused(&victim, name + "provenance", Outcome::kCorrupt,
@@ -519,7 +526,7 @@ TEST_CASE("AManifestOfOtherTokensThanItsPacksAndTailIsRefusedByName") {
   Victim victim(store.manifest());
   const size_t layout = victim.offset_of(kLayout);
   for (size_t i = 0; i < 5; ++i) {
-    for (const int32_t value : {0, -1, 1 << 30, INT32_MAX, INT32_MIN, 16, 48, 4096}) {
+    for (const int32_t value : {0, -1, 1 << 30, INT32_MAX, INT32_MIN, 32, 48, 4096}) {
       expect_refused(&victim, "", Outcome::kCorrupt,
                      [&](std::string* bytes) { put(bytes, layout + 4 * i, value); });
     }
@@ -533,12 +540,12 @@ TEST_CASE("SwappedChunksFailBothAndNoOther") {
   Victim victim(sample);
   std::string bytes = victim.bytes();
   const auto at = [&](int chunk) {
-    return bytes.begin() + static_cast<std::ptrdiff_t>(kFrontBytes) + chunk * 1024;
+    return bytes.begin() + static_cast<std::ptrdiff_t>(kFrontBytes) + chunk * 2048;
   };
   std::swap_ranges(at(0), at(1), at(2));
   victim.replace(bytes);
   const auto reader = SnapshotReader::open(victim.path());
-  std::vector<std::byte> out(1024);
+  std::vector<std::byte> out(2048);
   CHECK_THROWS_AS(reader->read_chunk(0, out.data()), CorruptSnapshotError);
   CHECK_THROWS_AS(reader->read_chunk(2, out.data()), CorruptSnapshotError);
   reader->read_chunk(1, out.data());
@@ -586,12 +593,12 @@ TEST_CASE("AFileThatShrinksAfterItWasOpenedGivesAnErrorForWhatIsGone") {
   const Sample sample = small_sample();
   Victim victim(sample);
   const auto reader = SnapshotReader::open(victim.path());
-  victim.resize(kFrontBytes + 1024 + 700);
-  std::vector<std::byte> out(1024);
+  victim.resize(kFrontBytes + 2048 + 1400);
+  std::vector<std::byte> out(2048);
   reader->read_chunk(0, out.data());
   CHECK(out == sample.payload[0]);
   reader->read_slice(1, 0, out.data());
-  CHECK(std::memcmp(out.data(), sample.payload[1].data(), 512) == 0);
+  CHECK(std::memcmp(out.data(), sample.payload[1].data(), 1024) == 0);
   CHECK_THROWS_AS(reader->read_slice(1, 1, out.data()), CorruptSnapshotError);
   CHECK_THROWS_AS(reader->read_chunk(2, out.data()), CorruptSnapshotError);
   CHECK_THROWS_AS(reader->read_summaries(0, 3, out.data()), CorruptSnapshotError);
@@ -603,8 +610,8 @@ TEST_CASE("AFileThatShrinksAfterItWasOpenedGivesAnErrorForWhatIsGone") {
 TEST_CASE("AFileOverwrittenAfterItWasOpenedGivesAnErrorForWhatChanged") {
   Victim victim;
   const auto reader = SnapshotReader::open(victim.path());
-  victim.set(kFrontBytes + 1030, static_cast<char>(~victim.bytes()[kFrontBytes + 1030]));
-  std::vector<std::byte> out(1024);
+  victim.set(kFrontBytes + 2060, static_cast<char>(~victim.bytes()[kFrontBytes + 2060]));
+  std::vector<std::byte> out(2048);
   CHECK_NOTHROW(reader->read_chunk(0, out.data()));
   CHECK_THROWS_AS(reader->read_chunk(1, out.data()), CorruptSnapshotError);
 }

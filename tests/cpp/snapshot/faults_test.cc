@@ -58,7 +58,7 @@ int fail_at_every_visit(const std::string& point, int error, const Save& save, c
   const std::string path = folder.file("s");
   std::string old;
   if (over_an_old_one) {
-    write_sample(path, make_sample(small_layout(), 11));
+    write_sample(path, make_sample(small_layout(), 19));
     old = read_bytes(path);
   }
   const TemporaryFolder elsewhere;
@@ -164,7 +164,7 @@ TEST_CASE("AShortWriteGoesOnWhereItStoppedWithinAChunkToo") {
 TEST_CASE("AnInterruptedStepIsTakenAgain") {
   const Disarm disarm;
   const TemporaryFolder folder;
-  const Sample sample = content_sample(small_layout(), 29);
+  const Sample sample = content_sample(small_layout(), 53);
   save_whole(folder.file("expected"), sample);
   for (const char* point :
        {"snapshot.create", "snapshot.lock", "snapshot.look", "snapshot.reserve", "snapshot.write",
@@ -204,7 +204,7 @@ TEST_CASE("AFailedReadIsAStorageErrorAndTheNextReadWorks") {
                          StorageError);
   }
   const auto reader = SnapshotReader::open(folder.file("s"));
-  std::vector<std::byte> out(1024);
+  std::vector<std::byte> out(2048);
   fault::arm("snapshot.read", 0, EIO);
   CHECK_THROWS_AS(reader->read_chunk(0, out.data()), StorageError);
   reader->read_chunk(0, out.data());
@@ -220,7 +220,7 @@ TEST_CASE("AnInterruptedReadOrWriteGoesOn") {
   fault::arm("snapshot.read", 0, EINTR);
   const auto reader = SnapshotReader::open(folder.file("s"));
   fault::arm("snapshot.read", 0, EINTR);
-  std::vector<std::byte> out(1024);
+  std::vector<std::byte> out(2048);
   reader->read_chunk(3, out.data());
   CHECK(out == sample.payload[3]);
   CHECK_FALSE(fault::any_armed);

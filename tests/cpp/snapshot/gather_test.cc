@@ -54,8 +54,8 @@ TEST_CASE("ChunksCanBeGatheredFromManifestsFilesAndGatheredOnesAndTwice") {
   for (size_t i = 0; i < 4; ++i) {
     CHECK(read.payload[i] == store.sample.payload[expected[i]]);
     CHECK(read.summaries[i] == store.sample.summaries[expected[i]]);
-    CHECK(std::memcmp(read.meta.tokens.data() + 8 * i,
-                      store.sample.meta.tokens.data() + 8 * expected[i], 32) == 0);
+    CHECK(std::memcmp(read.meta.tokens.data() + 16 * i,
+                      store.sample.meta.tokens.data() + 16 * expected[i], 64) == 0);
   }
   CHECK(second->verify(1, {}).empty());
 }
@@ -80,7 +80,7 @@ TEST_CASE("AGatheredSnapshotOutlivesTheReadersItCameFrom") {
     const auto manifest = store.open();
     gathered = SnapshotReader::gather({{manifest, 0}, {manifest, 1}}, "g");
   }
-  std::vector<std::byte> out(1024);
+  std::vector<std::byte> out(2048);
   gathered->read_chunk(1, out.data());
   CHECK(out == store.sample.payload[1]);
 }
@@ -88,11 +88,11 @@ TEST_CASE("AGatheredSnapshotOutlivesTheReadersItCameFrom") {
 TEST_CASE("DamageOfAGatheredChunkNamesItsPlaceHereAndItsFile") {
   const StoredSample store;
   std::string bytes = read_bytes(store.pack(1));
-  bytes[4096 + 1024] ^= 1;
+  bytes[4096 + 2048] ^= 1;
   write_bytes(store.pack(1), bytes);
   const auto pack = SnapshotReader::open(store.pack(1));
   const auto gathered = SnapshotReader::gather({{pack, 0}, {pack, 2}, {pack, 1}}, "the prefix");
-  std::vector<std::byte> out(1024);
+  std::vector<std::byte> out(2048);
   gathered->read_chunk(1, out.data());
   try {
     gathered->read_chunk(2, out.data());
@@ -102,7 +102,7 @@ TEST_CASE("DamageOfAGatheredChunkNamesItsPlaceHereAndItsFile") {
     CHECK(e.chunk == 2);
     CHECK(e.layer == 0);
     CHECK(message.find("the prefix: ") == 0);
-    CHECK(message.find("chunk 2 (tokens [16, 24)), layer 0 (chunk 1 of " + store.pack(1)) !=
+    CHECK(message.find("chunk 2 (tokens [32, 48)), layer 0 (chunk 1 of " + store.pack(1)) !=
           std::string::npos);
   }
 }
@@ -126,11 +126,11 @@ TEST_CASE("WhatCannotBeOneSnapshotIsNotGathered") {
   Layout layout = small_layout();
   layout.v_dtype = DType::kFloat16;
   refused({{pack, 0}, {other(make_sample(layout, 8)), 0}});
-  refused({{pack, 0}, {other(make_sample(small_layout(), 8, 48)), 0}});
-  Sample scorer = make_sample(small_layout(), 8);
+  refused({{pack, 0}, {other(make_sample(small_layout(), 16, 48)), 0}});
+  Sample scorer = make_sample(small_layout(), 16);
   scorer.meta.scorer = "mean";
   refused({{pack, 0}, {other(scorer), 0}});
-  Sample fingerprint = make_sample(small_layout(), 8);
+  Sample fingerprint = make_sample(small_layout(), 16);
   fingerprint.meta.fingerprint = "{}";
   const auto gathered = SnapshotReader::gather({{pack, 0}, {other(fingerprint), 0}}, "g");
   CHECK(gathered->meta().fingerprint == store.sample.meta.fingerprint);

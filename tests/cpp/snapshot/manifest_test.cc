@@ -50,7 +50,7 @@ size_t open_descriptors() {
 }
 
 TEST_CASE("AManifestReadsAsTheFileThatHoldsEverything") {
-  for (const int64_t tokens : {7 * 8 + 5, 7 * 8, 2 * 8 + 1, 2 * 8}) {
+  for (const int64_t tokens : {7 * 16 + 5, 7 * 16, 2 * 16 + 1, 2 * 16}) {
     for (const int64_t summary_bytes : {40, 0}) {
       Sample content = make_sample(small_layout(), tokens, summary_bytes);
       content.meta.hints.last_use.assign(content.meta.chunks.size(), 3);
@@ -153,7 +153,7 @@ TEST_CASE("TheLowestMinorVersionThatSufficesIsTheOnlyOneThisReaderTakesOfThoseIt
 
 TEST_CASE("OpeningTakesTwoReadsAndOneOfEachPackHoweverManyChunksThereAre") {
   const Disarm disarm;
-  for (const int64_t tokens : {2 * 8, 50 * 8}) {
+  for (const int64_t tokens : {2 * 16, 50 * 16}) {
     const StoredSample store(make_sample(small_layout(), tokens));
     fault::arm("snapshot.read", 4, EIO);
     CHECK_NOTHROW(store.open());
@@ -249,14 +249,14 @@ TEST_CASE("APackThatIsNotWhatTheManifestSaysIsRefusedWhenOpenedByName") {
   refused("payload.size", [&] {
     Layout layout = small_layout();
     layout.v_dim = 64;
-    instead(make_sample(layout, 4 * 8));
+    instead(make_sample(layout, 4 * 16));
   });
   refused("chunks.size", [&] {
     Layout layout = small_layout();
     layout.layers = 1;
-    instead(make_sample(layout, 4 * 8));
+    instead(make_sample(layout, 4 * 16));
   });
-  refused("summaries.size", [&] { instead(make_sample(small_layout(), 4 * 8, 41)); });
+  refused("summaries.size", [&] { instead(make_sample(small_layout(), 4 * 16, 41)); });
   refused("a manifest", [&] { write_bytes(store.pack(0), read_bytes(store.manifest())); });
   refused("header.major is 2", [&] {
     std::string bytes = sound;
@@ -275,25 +275,25 @@ TEST_CASE("APackThatIsNotWhatTheManifestSaysIsRefusedWhenOpenedByName") {
 }
 
 TEST_CASE("PacksThatWereSwappedAreFoundWhenASliceIsReadAndTheErrorSaysWhere") {
-  const StoredSample store(make_sample(small_layout(), 6 * 8 + 5));  // packs of one size
+  const StoredSample store(make_sample(small_layout(), 6 * 16 + 5));  // packs of one size
   std::filesystem::rename(store.pack(0), store.folder() + "/packs/aside");
   std::filesystem::rename(store.pack(1), store.pack(0));
   std::filesystem::rename(store.folder() + "/packs/aside", store.pack(1));
   const auto reader = store.open();
-  std::vector<std::byte> out(1024);
+  std::vector<std::byte> out(2048);
   const auto error = error_of<CorruptSnapshotError>([&] { reader->read_slice(3, 1, out.data()); });
   CHECK(error.chunk == 3);
   CHECK(error.layer == 1);
-  CHECK(says(error, "chunk 3 (tokens [24, 32)), layer 1"));
+  CHECK(says(error, "chunk 3 (tokens [48, 64)), layer 1"));
   CHECK(says(error, pack_file_name(store.packs.packs[1].id)));
   CHECK(says(error, store.manifest()));
   const auto summary =
       error_of<CorruptSnapshotError>([&] { reader->read_summaries(2, 1, out.data()); });
   CHECK(summary.chunk == 2);
   CHECK(summary.layer == -1);
-  CHECK(summary.start == 16);
-  CHECK(summary.stop == 24);
-  CHECK(says(summary, "the summary of chunk 2 (tokens [16, 24))"));
+  CHECK(summary.start == 32);
+  CHECK(summary.stop == 48);
+  CHECK(says(summary, "the summary of chunk 2 (tokens [32, 48))"));
   reader->read_chunk(6, out.data());  // the tail is in the manifest
   CHECK(out == store.sample.payload[6]);
   CHECK(reader->verify(2, {}).size() == 6 * 3);
@@ -302,10 +302,10 @@ TEST_CASE("PacksThatWereSwappedAreFoundWhenASliceIsReadAndTheErrorSaysWhere") {
 TEST_CASE("DamageInAPackFailsItsSliceAndNoOther") {
   const StoredSample store;
   std::string bytes = read_bytes(store.pack(1));
-  bytes[kFrontBytes + 1024 + 512] ^= 1;  // the second chunk of pack 1, layer 1: chunk 3
+  bytes[kFrontBytes + 2048 + 1024] ^= 1;  // the second chunk of pack 1, layer 1: chunk 3
   write_bytes(store.pack(1), bytes);
   const auto reader = store.open();
-  std::vector<std::byte> out(1024);
+  std::vector<std::byte> out(2048);
   for (int64_t c = 0; c < 8; ++c) {
     for (int layer = 0; layer < 2; ++layer) {
       if (c == 3 && layer == 1) {
@@ -323,7 +323,7 @@ TEST_CASE("DamageInAPackFailsItsSliceAndNoOther") {
 TEST_CASE("APackThatShrinksWhileItIsReadFailsTheChunksThatAreGone") {
   const StoredSample store;
   const auto reader = store.open();
-  std::filesystem::resize_file(store.pack(0), kFrontBytes + 1024);
+  std::filesystem::resize_file(store.pack(0), kFrontBytes + 2048);
   std::vector<std::byte> out(4096);
   reader->read_chunk(0, out.data());
   reader->read_chunk(1, out.data());
@@ -415,7 +415,7 @@ TEST_CASE("AReadThatGivesLessThanWasAskedForGoesOn") {
   const Disarm disarm;
   const StoredSample store;
   const auto reader = store.open();
-  std::vector<std::byte> out(1024);
+  std::vector<std::byte> out(2048);
   fault::arm_short("snapshot.read", 0, 100);
   reader->read_chunk(4, out.data());
   CHECK(out == store.sample.payload[4]);

@@ -19,7 +19,7 @@ using Where = TestContent::Where;
 TEST_CASE("ASealedFileIsWholeAndHasNoNameYet") {
   const TemporaryFolder folder;
   const Sample sample = small_sample();
-  write_sample(folder.file("s"), make_sample(small_layout(), 11));
+  write_sample(folder.file("s"), make_sample(small_layout(), 19));
   const std::string old = read_bytes(folder.file("s"));
   std::string sealed;
   {
@@ -70,7 +70,7 @@ int die_at_every_visit(const char* point, const TestContent& content, bool over)
   const std::string path = folder.file("s");
   std::string old;
   if (over) {
-    write_sample(path, make_sample(small_layout(), 11));
+    write_sample(path, make_sample(small_layout(), 19));
     old = read_bytes(path);
   }
   const TemporaryFolder elsewhere;

@@ -76,7 +76,7 @@ std::string in_a_child(const Run& run) {
 
 TEST_CASE("AReservedTemporaryHasItsSizeAndDiskSpaceAtOnceAndIsCutWhenSealed") {
   const TemporaryFolder folder;
-  const Sample sample = content_sample(small_layout(), 29);
+  const Sample sample = content_sample(small_layout(), 53);
   write_sample(folder.file("expected"), sample);
   constexpr int64_t kReserved = 3 << 20;
   {
@@ -99,7 +99,7 @@ TEST_CASE("AReservedTemporaryHasItsSizeAndDiskSpaceAtOnceAndIsCutWhenSealed") {
 
 TEST_CASE("AContentLargerThanWhatWasReservedIsWrittenAllTheSame") {
   const TemporaryFolder folder;
-  const TestContent content(content_sample(small_layout(), 800), Where::kInPlace);
+  const TestContent content(content_sample(small_layout(), 1600), Where::kInPlace);
   SnapshotWriter writer(folder.file("s"), small_layout(), 5000);
   writer.write_content(content, all_chunks(content), content.meta().fingerprint,
                        content.meta().session, nullptr);
@@ -248,7 +248,7 @@ TEST_CASE("AFileSystemWithoutLocksCanBeWrittenTo") {
 TEST_CASE("TheSizeForAReservationIsEnoughAndLittleMore") {
   const TemporaryFolder folder;
   constexpr int64_t kSlack = 8 << 10;
-  for (const int64_t tokens : {0, 5, 8, 29, 8 * 300, 8 * 300 + 1}) {
+  for (const int64_t tokens : {0, 5, 16, 53, 16 * 300, 16 * 300 + 1}) {
     const TestContent content(content_sample(small_layout(), tokens), Where::kInPlace);
     const SnapshotMeta& meta = content.meta();
     const int64_t sealed = meta.sealed_chunks();

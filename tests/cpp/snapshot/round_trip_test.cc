@@ -79,13 +79,13 @@ TEST_CASE("WritingWhatWasReadGivesTheSameBytesForEveryTailAndShape") {
     rewritten_equals(make_sample(small_layout(), tokens, 0));
     rewritten_equals(make_sample(small_layout(), tokens, 3));
   }
-  Sample bare = make_sample(small_layout(), 9);
+  Sample bare = make_sample(small_layout(), 17);
   bare.meta.fingerprint.clear();
   bare.meta.session.clear();
   bare.meta.scorer.clear();
   rewritten_equals(bare);
   for (const bool scores : {false, true}) {
-    Sample hints = make_sample(small_layout(), 9);
+    Sample hints = make_sample(small_layout(), 17);
     if (scores) hints.meta.hints.qk_score = {1.0, 2.0};
     if (!scores) hints.meta.hints.last_use = {1, 2};
     rewritten_equals(hints);
@@ -198,7 +198,7 @@ TEST_CASE("OpeningTakesTwoReadsAndEveryChunkOrSetOfSummariesOne") {
 
 TEST_CASE("TheLogicalDigestFollowsContentAndIgnoresHintsSessionAndUnknownParts") {
   const TemporaryFolder folder;
-  const Sample sample = make_sample(small_layout(), 29);
+  const Sample sample = make_sample(small_layout(), 53);
   const Hash128 digest = digest_of(folder, sample);
   CHECK_FALSE(digest == Hash128{});
 
@@ -224,7 +224,7 @@ TEST_CASE("TheLogicalDigestFollowsContentAndIgnoresHintsSessionAndUnknownParts")
 }
 
 TEST_CASE("AContentIdFollowsPayloadHashProvenanceAndRowsAndNothingElse") {
-  const Sample sample = make_sample(small_layout(), 16);
+  const Sample sample = make_sample(small_layout(), 32);
   const SnapshotChunk chunk = sample.meta.chunks[0];
   const Hash128 id = chunk.content_id();
   SnapshotChunk same = chunk;
@@ -276,11 +276,11 @@ TEST_CASE("AWriterRefusesMetadataThatDoesNotMatchAndCanStillFinish") {
   };
   refused("layout", [](SnapshotMeta* m) { m->layout.k_dim = 5; });
   refused("chunks is 3", [](SnapshotMeta* m) { m->chunks.pop_back(); });
-  refused("chunks is 4, expected 3", [](SnapshotMeta* m) { m->tokens = m->tokens.first(24); });
-  refused("summaries", [](SnapshotMeta* m) { m->tokens = m->tokens.first(16); });
+  refused("chunks is 4, expected 3", [](SnapshotMeta* m) { m->tokens = m->tokens.first(48); });
+  refused("summaries", [](SnapshotMeta* m) { m->tokens = m->tokens.first(32); });
   refused("summary bytes", [](SnapshotMeta* m) { m->summary_page_bytes = 41; });
   refused("summary_page_bytes", [](SnapshotMeta* m) { m->summary_page_bytes = -1; });
-  refused("chunks[3].valid is 8", [](SnapshotMeta* m) { m->chunks[3].valid = 8; });
+  refused("chunks[3].valid is 16", [](SnapshotMeta* m) { m->chunks[3].valid = 16; });
   refused("chunks[0].chain_hash", [](SnapshotMeta* m) { m->chunks[0].chain_hash = {}; });
   refused("chunks[3].chain_hash", [](SnapshotMeta* m) { m->chunks[3].chain_hash = {1, 1}; });
   refused("chunks[1].provenance", [](SnapshotMeta* m) { m->chunks[1].provenance = Provenance(3); });
@@ -335,7 +335,7 @@ TEST_CASE("AnUnfinishedWriterLeavesNothing") {
 TEST_CASE("TwoWritersOfOneNameDoNotMeet") {
   const TemporaryFolder folder;
   const Sample first = small_sample();
-  const Sample second = make_sample(small_layout(), 16);
+  const Sample second = make_sample(small_layout(), 32);
   SnapshotWriter a(folder.file("x"), first.meta.layout);
   SnapshotWriter b(folder.file("x"), second.meta.layout);
   add_all(first, &a);

@@ -69,11 +69,11 @@ inline void write_bytes(const std::string& path, const std::string& bytes) {
 inline Layout small_layout() {
   Layout layout;
   layout.layers = 2;
-  layout.kv_heads = 2;
-  layout.chunk_tokens = 8;
-  layout.k_dim = 4;
-  layout.v_dim = 6;
-  layout.k_dtype = DType::kFloat32;
+  layout.kv_heads = 1;
+  layout.chunk_tokens = 16;
+  layout.k_dim = 16;
+  layout.v_dim = 16;
+  layout.k_dtype = DType::kFloat16;
   layout.v_dtype = DType::kBFloat16;
   return layout;
 }
@@ -131,7 +131,7 @@ void edit(SharedArray<T>* array, const Change& change) {
   *array = std::move(elements);
 }
 
-inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_page_bytes = 40) {
+inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_page_bytes = 80) {
   Sample out;
   SnapshotMeta& meta = out.meta;
   meta.layout = layout;
@@ -169,7 +169,7 @@ inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_
 
 // One of before version 1.2.
 inline Sample legacy_sample() {
-  Sample sample = make_sample(small_layout(), 7 * 8 + 5);
+  Sample sample = make_sample(small_layout(), 7 * 16 + 5);
   sample.meta.legacy_names = true;
   for (SnapshotChunk& chunk : sample.meta.chunks) {
     chunk.chain_hash = {{chunk.chain_hash.words[0], chunk.chain_hash.words[1], 0, 0}};
@@ -179,7 +179,7 @@ inline Sample legacy_sample() {
 
 // Three sealed chunks and a tail of five tokens, hints, two sections from the future.
 inline Sample small_sample() {
-  Sample sample = make_sample(small_layout(), 29);
+  Sample sample = make_sample(small_layout(), 3 * 16 + 5);
   sample.meta.hints.qk_score = {0.5, -0.0, 3.25, 1e300};
   sample.meta.hints.last_use = {4, 3, 2, UINT64_MAX};
   sample.meta.unknown = {{0x00030009u, ""}, {0x0001FFFFu, "a section from the future"}};

@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <cstring>
+#include <numeric>
 
 #include "kvpager/snapshot.h"
 #include "sample.h"
@@ -15,16 +16,18 @@ Sample example() {
   SnapshotMeta& meta = out.meta;
   meta.layout.layers = 1;
   meta.layout.kv_heads = 1;
-  meta.layout.chunk_tokens = 2;
-  meta.layout.k_dim = 1;
-  meta.layout.v_dim = 1;
+  meta.layout.chunk_tokens = 16;
+  meta.layout.k_dim = 16;
+  meta.layout.v_dim = 16;
   meta.scorer = "mean";
   meta.summary_page_bytes = 4;
   meta.fingerprint = R"({"weights":"demo"})";
   meta.session = "{}";
-  meta.tokens = std::vector<TokenId>{5, 6, 7};
+  std::vector<TokenId> tokens(17);
+  std::iota(tokens.begin(), tokens.end(), 5);
+  meta.tokens = std::move(tokens);
   meta.chunks.resize(2);
-  meta.chunks[0].valid = 2;
+  meta.chunks[0].valid = 16;
   meta.chunks[0].chain_hash = {0x1111111111111111u, 0x2222222222222222u};
   meta.chunks[1].valid = 1;
   meta.hints.last_use = {9, 10};
@@ -33,8 +36,8 @@ Sample example() {
     for (const auto& [at, value] : values) std::memcpy(bytes.data() + at, &value, sizeof(value));
     return bytes;
   };
-  out.payload = {bytes_of({{0, 1.0f}, {4, 2.0f}, {64, 3.0f}, {68, 4.0f}}, 128),
-                 bytes_of({{0, 5.0f}, {64, 6.0f}}, 128)};
+  out.payload = {bytes_of({{0, 1.0f}, {4, 2.0f}, {1024, 3.0f}, {1088, 4.0f}}, 2048),
+                 bytes_of({{0, 5.0f}, {1024, 6.0f}}, 2048)};
   out.summaries = {bytes_of({{0, 1.5f}}, 4)};
   return out;
 }

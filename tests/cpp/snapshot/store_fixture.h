@@ -25,7 +25,7 @@ class StoreFixture {
     if (::mkdtemp(folder_.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
     make_folder("packs");
     make_folder("snapshots");
-    sample_ = make_sample(small_layout(), 7 * 8 + 5);
+    sample_ = make_sample(small_layout(), 7 * 16 + 5);
     write_pack(kPackA, {1, 3, 5});
     write_pack(kPackB, {0, 2, 4, 6});
     write_pack(kVictimPack, {0, 1, 2, 3, 4, 5, 6});
@@ -96,8 +96,8 @@ class StoreFixture {
     std::vector<TokenId> tokens;
     pack.meta.chunks.clear();
     for (const size_t c : chunks) {
-      const TokenId* first = sample_.meta.tokens.begin() + c * 8;
-      tokens.insert(tokens.end(), first, first + 8);
+      const TokenId* first = sample_.meta.tokens.begin() + c * 16;
+      tokens.insert(tokens.end(), first, first + 16);
       pack.meta.chunks.push_back(sample_.meta.chunks[c]);
       pack.payload.push_back(sample_.payload[c]);
       pack.summaries.push_back(sample_.summaries[c]);

@@ -52,7 +52,7 @@ inline int64_t write_manifest(const std::string& path, const Sample& sample,
 // Even chunks are in pack 0, odd ones in pack 1.
 class StoredSample {
  public:
-  explicit StoredSample(Sample given = make_sample(small_layout(), 7 * 8 + 5))
+  explicit StoredSample(Sample given = make_sample(small_layout(), 7 * 16 + 5))
       : sample(std::move(given)) {
     std::filesystem::create_directory(folder_.file("packs"));
     std::filesystem::create_directory(folder_.file("snapshots"));

@@ -38,22 +38,22 @@ Layout huge_slices() {
 }
 
 TEST_CASE("AllDamageIsListedInOrderByAnyNumberOfThreads") {
-  const StoredSample store(make_sample(small_layout(), 21 * 8 + 5));
-  flip(store.pack(0), kFrontBytes + 3 * 1024 + 512);           // chunk 6, layer 1
-  flip(store.pack(0), kFrontBytes + 3 * 1024);                 // chunk 6, layer 0
-  flip(store.pack(0), kFrontBytes + 11 * 1024 + 160 * 9 + 3);  // the summary of chunk 18
-  flip(store.pack(1), kFrontBytes + 9 * 1024 + 1023);          // chunk 19, layer 1
-  flip(store.pack(1), kFrontBytes + 10 * 1024);                // the summary of chunk 1
-  flip(store.manifest(), kFrontBytes + 513);                   // the tail, chunk 21, layer 1
+  const StoredSample store(make_sample(small_layout(), 21 * 16 + 5));
+  flip(store.pack(0), kFrontBytes + 3 * 2048 + 1024);          // chunk 6, layer 1
+  flip(store.pack(0), kFrontBytes + 3 * 2048);                 // chunk 6, layer 0
+  flip(store.pack(0), kFrontBytes + 11 * 2048 + 160 * 9 + 3);  // the summary of chunk 18
+  flip(store.pack(1), kFrontBytes + 9 * 2048 + 2047);          // chunk 19, layer 1
+  flip(store.pack(1), kFrontBytes + 10 * 2048);                // the summary of chunk 1
+  flip(store.manifest(), kFrontBytes + 1025);                  // the tail, chunk 21, layer 1
   const Where expected = {{1, -1}, {6, 0}, {6, 1}, {18, -1}, {19, 1}, {21, 1}};
   const auto reader = store.open();
   for (const int threads : {1, 2, 3, 64}) {
     const int64_t before = reader->payload_bytes_read();
     CHECK(where(reader->verify(threads, {})) == expected);
-    CHECK(reader->payload_bytes_read() - before == 22 * 1024 + 21 * 160);
+    CHECK(reader->payload_bytes_read() - before == 22 * 2048 + 21 * 160);
   }
   const auto damage = reader->verify(1, {});
-  CHECK(damage[3].message.find("the summary of chunk 18 (tokens [144, 152))") != std::string::npos);
+  CHECK(damage[3].message.find("the summary of chunk 18 (tokens [288, 304))") != std::string::npos);
   CHECK(damage[3].message.find(store.pack(0).substr(store.pack(0).rfind('/'))) !=
         std::string::npos);
 }
@@ -81,7 +81,7 @@ TEST_CASE("DamageInTheFirstAndLastOfEachReadIsFoundAndWhatIsLeftForAShortLastRea
   const TemporaryFolder folder;
   Layout halves = large_layout();  // slices of half a read: five of them are two reads and a rest
   halves.layers = 5;
-  const Layout small = small_layout();  // chunks of 1 KiB: 1024 of them are a read
+  const Layout small = small_layout();  // chunks of 2 KiB: 512 of them are a read
   struct Case {
     Layout layout;
     int64_t chunks;
@@ -89,7 +89,7 @@ TEST_CASE("DamageInTheFirstAndLastOfEachReadIsFoundAndWhatIsLeftForAShortLastRea
   };
   const Case cases[] = {
       {halves, 2, {{0, 0}, {0, 1}, {0, 2}, {0, 3}, {0, 4}, {1, 4}}},
-      {small, 2051, {{0, 0}, {1023, 1}, {1024, 0}, {2047, 1}, {2048, 0}, {2050, 1}}},
+      {small, 1027, {{0, 0}, {511, 1}, {512, 0}, {1023, 1}, {1024, 0}, {1026, 1}}},
   };
   for (const Case& c : cases) {
     CAPTURE(c.chunks);
@@ -105,16 +105,16 @@ TEST_CASE("DamageInTheFirstAndLastOfEachReadIsFoundAndWhatIsLeftForAShortLastRea
 
 TEST_CASE("WhatIsGoneFromAFileThatShrankIsListedSliceBySlice") {
   const TemporaryFolder folder;
-  write_sample(folder.file("a"), make_sample(small_layout(), 4 * 8));
+  write_sample(folder.file("a"), make_sample(small_layout(), 4 * 16));
   const auto reader = SnapshotReader::open(folder.file("a"));
-  std::filesystem::resize_file(folder.file("a"), kFrontBytes + 2 * 1024 + 700);
+  std::filesystem::resize_file(folder.file("a"), kFrontBytes + 2 * 2048 + 1400);
   CHECK(where(reader->verify(2, {})) ==
         Where{{0, -1}, {1, -1}, {2, -1}, {2, 1}, {3, -1}, {3, 0}, {3, 1}});
 }
 
 TEST_CASE("WhatTheSystemCannotReadIsListedAndTheRestIsVerified") {
   const TemporaryFolder folder;
-  write_sample(folder.file("a"), make_sample(small_layout(), 4 * 8));
+  write_sample(folder.file("a"), make_sample(small_layout(), 4 * 16));
   const auto reader = SnapshotReader::open(folder.file("a"));
   fault::arm("snapshot.read", 0, EIO);  // a large read fails, each of its parts can be read
   CHECK(reader->verify(1, {}).empty());

@@ -25,7 +25,7 @@ Sample many_groups() { return content_sample(large_layout(), 64 * 24 + 5); }
 TEST_CASE("TheFileIsTheSameWhetherItsChunksAreAddedOrItsContentIsWritten") {
   const TemporaryFolder folder;
   const Sample samples[] = {content_sample(small_layout(), 0), content_sample(small_layout(), 3),
-                            content_sample(small_layout(), 8 * 5000 + 3), many_groups()};
+                            content_sample(small_layout(), 16 * 5000 + 3), many_groups()};
   for (const Sample& sample : samples) {
     const int64_t bytes = write_sample(folder.file("added"), sample);
     const std::string expected = read_bytes(folder.file("added"));
@@ -45,7 +45,7 @@ TEST_CASE("TheFileIsTheSameWhetherItsChunksAreAddedOrItsContentIsWritten") {
 
 TEST_CASE("OfAContentAnyAscendingChunksCanBeWrittenAsAPack") {
   const TemporaryFolder folder;
-  const TestContent content(content_sample(small_layout(), 8 * 6 + 5), Where::kInPlace);
+  const TestContent content(content_sample(small_layout(), 16 * 6 + 5), Where::kInPlace);
   const std::vector<int64_t> which = {1, 2, 5, 6};
   SnapshotWriter writer(folder.file("pack"), small_layout());
   writer.write_content(content, which, "{\"f\":1}", "{\"pack\": true}", nullptr);
@@ -70,7 +70,7 @@ TEST_CASE("OfAContentAnyAscendingChunksCanBeWrittenAsAPack") {
     CHECK(written[i].summary_checksum == (c < 6 ? summaries[c] : 0));
     CHECK(pack.meta.chunks[i].summary_checksum == written[i].summary_checksum);
     for (int32_t t = 0; t < sample.meta.chunks[c].valid; ++t) {
-      tokens.push_back(sample.meta.tokens[c * 8 + static_cast<size_t>(t)]);
+      tokens.push_back(sample.meta.tokens[c * 16 + static_cast<size_t>(t)]);
     }
   }
   CHECK(pack.meta.tokens.to_vector() == tokens);
@@ -79,7 +79,7 @@ TEST_CASE("OfAContentAnyAscendingChunksCanBeWrittenAsAPack") {
 
 TEST_CASE("AManifestHoldsTheTailAndSaysWhereTheOtherChunksAre") {
   const TemporaryFolder folder;
-  for (const int64_t tokens : {int64_t{8 * 3}, int64_t{8 * 3 + 5}}) {
+  for (const int64_t tokens : {int64_t{16 * 3}, int64_t{16 * 3 + 5}}) {
     const TestContent content(content_sample(small_layout(), tokens), Where::kInPlace);
     const std::vector<uint64_t> summaries = summary_checksums(content.sample());
     const Hash128 id{0x0123456789abcdef, 0xfedcba9876543210};
@@ -122,7 +122,7 @@ TEST_CASE("AManifestOfATailAloneIsAnOrdinaryFile") {
 
 TEST_CASE("ArgumentsThatDoNotFitAreRefusedAndTheWriterCanStillBeUsed") {
   const TemporaryFolder folder;
-  const TestContent content(content_sample(small_layout(), 29), Where::kInPlace);
+  const TestContent content(content_sample(small_layout(), 53), Where::kInPlace);
   SnapshotWriter writer(folder.file("s"), small_layout());
   const auto refused = [&](const std::vector<int64_t>& which, const char* words) {
     CHECK_THROWS_WITH_AS(writer.write_content(content, which, "{}", "{}", nullptr),
@@ -148,7 +148,7 @@ TEST_CASE("ArgumentsThatDoNotFitAreRefusedAndTheWriterCanStillBeUsed") {
                        InvalidArgumentError);
   writer.write_content(content, {0, 3}, "{}", "{}", nullptr);
   writer.publish();
-  CHECK(SnapshotReader::open(folder.file("s"))->meta().tokens.size() == 13);
+  CHECK(SnapshotReader::open(folder.file("s"))->meta().tokens.size() == 21);
 
   SnapshotWriter another(folder.file("s"), large_layout());
   CHECK_THROWS_WITH_AS(another.write_content(content, {0}, "{}", "{}", nullptr),
@@ -244,7 +244,7 @@ TEST_CASE("BytesThatAreNotThoseTheChecksumsWereTakenOfAreNotSaved") {
 }
 
 TEST_CASE("ASummaryThatIsNotTheOneItsChecksumWasTakenOfIsNotSaved") {
-  TestContent content(content_sample(small_layout(), 29), Where::kInPlace);
+  TestContent content(content_sample(small_layout(), 53), Where::kInPlace);
   const std::vector<uint64_t> right = summary_checksums(content.sample());
   for (size_t c = 0; c < right.size(); ++c) {
     content.sample().meta.chunks[c].summary_checksum = right[c];
@@ -260,7 +260,7 @@ TEST_CASE("NoMoreThanAFewGroupsOfChunksAreBorrowedAtOnce") {
   const TestContent large(many_groups(), Where::kInPlace);
   save_content(folder.file("s"), large);
   CHECK(large.most_borrowed() <= 3 * 2);  // three groups of 4 MiB
-  const TestContent small(content_sample(small_layout(), 8 * 5000), Where::kInPlace);
+  const TestContent small(content_sample(small_layout(), 16 * 5000), Where::kInPlace);
   save_content(folder.file("s"), small);
   CHECK(small.most_borrowed() <= 3 * 256);
 }
