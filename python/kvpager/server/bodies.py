@@ -218,30 +218,39 @@ async def _value(request: Request, service: Service, parse: Callable[[bytes], An
 
 
 async def _bytes(request: Request, take: Callable[[int], Coroutine[Any, Any, None]]) -> bytes:
-    """The body. Raises ApiError 408 for one that comes too slowly, and ClientGone."""
+    """The body. Raises what `arriving` raises."""
     body = bytearray()
+    async for part in arriving(request):
+        if len(body) + len(part) > SMALL:
+            await take(len(part) if len(body) > SMALL else len(body) + len(part))
+        body += part
+    return bytes(body)
+
+
+async def arriving(request: Request) -> AsyncIterator[bytes]:
+    """The parts of a body. Raises ApiError 408 for one that comes too slowly, and ClientGone."""
+    size = 0
     begun = asyncio.get_running_loop().time()
     parts = request.stream()
     while True:
-        longest = _SECONDS + len(body) / _BYTES_PER_SECOND
+        longest = _SECONDS + size / _BYTES_PER_SECOND
         left = begun + longest - asyncio.get_running_loop().time()
         try:
             part = await asyncio.wait_for(anext(parts), max(0.0, left))
         except StopAsyncIteration:
-            return bytes(body)
+            return
         except asyncio.TimeoutError:
             raise ApiError(
                 408,
-                f"the body has {len(body)} bytes after {longest:.0f} s; expected all of it by then",
+                f"the body has {size} bytes after {longest:.0f} s; expected all of it by then",
                 kind="timeout_error",
                 code=errors.TIMEOUT,
                 headers={"connection": "close"},
             ) from None
         except ClientDisconnect:
             raise ClientGone from None
-        if len(body) + len(part) > SMALL:
-            await take(len(part) if len(body) > SMALL else len(body) + len(part))
-        body += part
+        size += len(part)
+        yield part
 
 
 def _has_body(request: Request) -> bool:

@@ -225,6 +225,19 @@ class Conversations:
                 self._outdate(name)
             self._on_kept()
 
+    def take(self, name: str, kept: Kept) -> None:
+        """`keep` and save, or after an error neither: an older one of its name stays."""
+        kept.session.metadata = {_NOTES: {"seen": list(kept.seen)}}
+        try:
+            self._write(name, kept.session, None)
+        except BaseException:
+            kept.session.close()
+            raise
+        with self._lock:
+            self._put(name, kept)
+            self._outdate(name)
+        self._on_kept()
+
     def save(
         self, name: str, salt: str | None, on_corrupt: str, ttl: str | float | None = None
     ) -> SaveReport | None:
@@ -361,6 +374,11 @@ class Conversations:
         if kept.seen and self._by_seen.get(kept.seen[-1]) == name:
             del self._by_seen[kept.seen[-1]]
         kept.session.close()
+
+
+def seen_of(session: Session) -> Digests:
+    """What the client of a restored session has seen of it."""
+    return tuple(_notes(session.metadata, seen=True)["seen"])
 
 
 def _notes(metadata: Any, *, seen: bool = False) -> dict[str, Any]:

@@ -6,6 +6,7 @@ otherwise; so whatever cannot become better by itself says "false".
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import re
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS = 1.0  # where nothing is known about when a place will be free
 _MOST_MESSAGE = 2000  # characters
 TIMEOUT = "timeout"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/])")
 _NEVER = {"x-should-retry": "false"}
 _FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?= (?:is|has|cannot)\b|:)")
 
@@ -128,6 +131,17 @@ def queue_full(message: str) -> ApiError:
     )
 
 
+def no_space() -> ApiError:
+    """507: the server's disk is full."""
+    return ApiError(
+        507,
+        "the server's disk is full; delete sessions, or ask its operator for room",
+        kind="server_error",
+        code="insufficient_storage",
+        headers=_NEVER,
+    )
+
+
 def timed_out() -> ApiError:
     """408: a request took longer than it may."""
     return ApiError(
@@ -148,7 +162,9 @@ def of(error: BaseException) -> ApiError:
     """What a client is told of an error of the engine; an unknown one is 500 and no more."""
     if isinstance(error, ApiError):
         return error
-    text = str(error)
+    if getattr(error, "errno", None) in _FULL:
+        return no_space()
+    text = str(error) if isinstance(error, InvalidArgumentError) else without_folders(str(error))
     for kind, make in _KNOWN:
         if isinstance(error, kind):
             known: ApiError = make(text, error)
@@ -157,10 +173,15 @@ def of(error: BaseException) -> ApiError:
     return ApiError(500, "internal error", kind="server_error", code="internal_error")
 
 
+def without_folders(text: str) -> str:
+    """A message without the server's folders: of each absolute path its last part alone."""
+    return _FOLDERS.sub("", text)
+
+
 def of_accepted(error: BaseException) -> ApiError:
     """`of`, for a request that was accepted: its arguments were checked, so they are not wrong."""
     if isinstance(error, InvalidArgumentError):
-        return _server(str(error), error)
+        return _server(without_folders(str(error)), error)
     return of(error)
 
 

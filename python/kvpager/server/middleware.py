@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpager.server.errors import ApiError
 from kvpager.server.ids import new_id
-from kvpager.server.routes import messages
+from kvpager.server.routes import messages, sessions
 from kvpager.server.routes.caller import admitted
 from kvpager.server.service import Service
 from kvpager.server.strangers import READING, Strangers
@@ -69,6 +69,7 @@ class Heads:
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
+        scope.setdefault("state", {})["head"] = True
         answered, read = asyncio.Event(), False
 
         async def received() -> Message:
@@ -137,16 +138,16 @@ class Limits:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
-        self._most = service.settings.max_request_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on, or answers it with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most, setting = self._limit_of(scope)
         declared = dict(scope["headers"]).get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > self._most:
-            error = ApiError(_TOO_LARGE, self._text(int(declared)))
+        if declared.isdigit() and int(declared) > most:
+            error = ApiError(_TOO_LARGE, _text(int(declared), most, setting))
             await _refuse(self._service, error, scope, receive, send)
             return
         read = 0
@@ -155,14 +156,22 @@ class Limits:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self._most:
-                raise HTTPException(_TOO_LARGE, self._text(read))
+            if read > most:
+                raise HTTPException(_TOO_LARGE, _text(read, most, setting))
             return message
 
         await self._app(scope, counted, send)
 
-    def _text(self, size: int) -> str:
-        return (
-            f"the body has {size} bytes or more; expected at most {self._most}, which is "
-            "max_request_bytes"
-        )
+    def _limit_of(self, scope: Scope) -> tuple[int, str]:
+        """The most bytes of a request's body, and the setting that says so.
+
+        An imported snapshot is written to the disk and never held whole.
+        """
+        settings, tenant = self._service.settings, scope.get("state", {}).get("tenant")
+        if tenant is not None and sessions.is_import(scope["path"]):
+            return settings.store_budget_of(tenant), "store_budget"
+        return settings.max_request_bytes, "max_request_bytes"
+
+
+def _text(size: int, most: int, setting: str) -> str:
+    return f"the body has {size} bytes or more; expected at most {most}, which is {setting}"

@@ -25,6 +25,7 @@ from kvpager.server.settings import AUTO, OFF, ServerSettings
 from kvpager.server.tenants import Tenant, Tenants
 from kvpager.server.threads import Workers
 from kvpager.server.token_texts import TokenTexts
+from kvpager.server.transfers import Transfers
 from kvpager.stores import DirectoryStore
 from kvpager.text.tokenizer import Rendering, Tokenizer
 from kvpager.text.tool_calls import ToolCallFormat, format_of_template, tool_call_format
@@ -48,6 +49,7 @@ class Service:
         tenants: who may use it.
         bodies: bytes of bodies that are being read.
         workers: threads that read requests.
+        transfers: exports and imports under way.
         draining: whether new requests are refused, because the server ends.
         hurried: whether `drain` waits no longer.
     """
@@ -81,6 +83,7 @@ class Service:
         self.bodies = Budget(2 * settings.max_request_bytes)
         self.workers = Workers(settings.read_timeout)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.transfers = Transfers(settings.store_path(names[0]), settings.max_transfers)
         self._conversations = {one.name: self._opened(one) for one in self.tenants.all()}
         self._serving = engine.serve(settings.max_running, max_waiting=settings.max_waiting)
         self._keep_places()
@@ -328,6 +331,7 @@ class Service:
         for source in self._conversations.values():
             source.close()
         self.workers.close()
+        self.transfers.close()
 
 
 def _store(folder: str | None, tenant: Tenant, settings: ServerSettings) -> DirectoryStore | None:
@@ -335,5 +339,5 @@ def _store(folder: str | None, tenant: Tenant, settings: ServerSettings) -> Dire
         return None
     path = Path(folder) / tenant.name
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    budget = tenant.store_budget if tenant.store_budget is not None else settings.store_budget
+    budget = settings.store_budget_of(tenant)
     return DirectoryStore(path, byte_budget=budget, ttl=settings.store_ttl)

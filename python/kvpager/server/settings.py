@@ -24,6 +24,7 @@ from kvpager.option_table import (
 )
 from kvpager.paths import usable_path
 from kvpager.server.strangers import is_host, is_origin
+from kvpager.server.tenants import Tenant
 from kvpager.stores.settings import parse_ttl
 from kvpager.text.tokenizer import CONTROL_TOKENS
 
@@ -183,6 +184,12 @@ class ServerSettings(Validated):
         "seconds that reading a request may take: its JSON, template, tokens and grammar; 0: any",
         30.0,
     )
+    max_transfers: int = option(
+        integer(1, 1024), "most exports and imports of one tenant at a time", 4
+    )
+    transfer_timeout: float = option(
+        number(1, 1e9), "seconds that a client may take to read an export", 3600.0
+    )
     request_timeout: float = option(
         number(0, 1e9), "seconds from a request to its end, the wait included; 0: no limit", 0.0
     )
@@ -224,6 +231,10 @@ class ServerSettings(Validated):
                 f"ServerSettings.ssl_keyfile is {self.ssl_keyfile!r}, and ssl_certfile is None; "
                 "expected both, or neither"
             )
+
+    def store_budget_of(self, tenant: Tenant) -> int:
+        """Most bytes of a tenant's store, and of one snapshot that it imports."""
+        return self.store_budget if tenant.store_budget is None else tenant.store_budget
 
     def store_path(self, model: str) -> str | None:
         """The folder of its stores, for a model of this name; None: nothing is saved."""

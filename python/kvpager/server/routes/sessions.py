@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
+import contextlib
 from pathlib import Path as FilePath
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request
-from fastapi.responses import FileResponse
-from starlette.background import BackgroundTask
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from kvpager.errors import CorruptSnapshotError, UnsupportedVersionError
-from kvpager.server.bodies import JsonRoute
-from kvpager.server.conversations import Conversations, Kept
-from kvpager.server.errors import ApiError, bad_request, not_found
+from kvpager.server import transfers
+from kvpager.server.bodies import JsonRoute, arriving
+from kvpager.server.conversations import Conversations, Kept, seen_of
+from kvpager.server.errors import ApiError, bad_request, not_found, without_folders
 from kvpager.server.routes.caller import Caller, TheCaller
 from kvpager.server.schema.common import NAME_PATTERN
 from kvpager.server.schema.sessions import (
@@ -30,9 +30,10 @@ from kvpager.server.schema.sessions import (
 )
 from kvpager.server.session_list import listed
 from kvpager.server.threads import in_thread
-from kvpager.stores import SaveReport
+from kvpager.stores import FileStore, SaveReport
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions")
+_SNAPSHOT = "application/octet-stream"
 SessionName = Annotated[str, Path(pattern=NAME_PATTERN)]
 CacheSalt = Annotated[str | None, Query(description="the cache_salt that it was computed under")]
 
@@ -150,30 +151,56 @@ async def delete(name: SessionName, caller: TheCaller) -> Deleted:
     return Deleted(id=name)
 
 
-@router.get("/{name}/export", response_class=FileResponse)
+@router.get(
+    "/{name}/export",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/octet-stream": {}}}},
+)
 async def export(
-    name: SessionName, caller: TheCaller, cache_salt: CacheSalt = None
-) -> FileResponse:
-    """The conversation as one snapshot file."""
-    handle = tempfile.TemporaryDirectory(prefix="kvpager-export-")
-    path = FilePath(handle.name) / f"{name}.kvsnap"
+    name: SessionName, request: Request, caller: TheCaller, cache_salt: CacheSalt = None
+) -> Response:
+    """The conversation as one snapshot file, in one piece: two exports need not be equal bytes."""
+    headers = {
+        "content-disposition": f'attachment; filename="{name}.kvsnap"',
+        "accept-ranges": "none",
+    }
+    if getattr(request.state, "head", False):
+        await session(name, caller)
+        return Response(media_type=_SNAPSHOT, headers=headers)
+    held = contextlib.ExitStack()
+    path = held.enter_context(caller.service.transfers.one(caller.tenant.name)) / "session.kvsnap"
 
-    def write() -> None:
+    def write() -> int:
         forked, _ = _fork(caller, name, cache_salt)
         with forked:
             forked.save(path)
+        return path.stat().st_size
 
     try:
-        await in_thread(write)
+        headers["content-length"] = str(await in_thread(write))
+        file = held.enter_context(path.open("rb"))
+        path.unlink()
     except BaseException:
-        handle.cleanup()
+        held.close()
         raise
-    return FileResponse(
-        path,
-        media_type="application/octet-stream",
-        filename=path.name,
-        background=BackgroundTask(handle.cleanup),
+    return _Export(
+        transfers.send(file, caller.service.settings.transfer_timeout),
+        held,
+        media_type=_SNAPSHOT,
+        headers=headers,
     )
+
+
+class _Export(StreamingResponse):
+    """A stream that lets go of what it holds when it ends, also where its client went away."""
+
+    def __init__(self, content: Any, held: contextlib.ExitStack, **options: Any) -> None:
+        super().__init__(content, **options)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)
 
 
 @router.post(
@@ -190,23 +217,35 @@ async def export(
 async def import_(
     name: SessionName, request: Request, caller: TheCaller, cache_salt: CacheSalt = None
 ) -> SessionInfo:
-    """Takes a conversation from a snapshot file; the body is the file."""
+    """Takes a conversation from a snapshot file, the body. Of a bad one nothing stays."""
     salt = caller.service.salt(caller.tenant, cache_salt)
-    with tempfile.TemporaryDirectory(prefix="kvpager-import-") as folder:
-        path = FilePath(folder) / f"{name}.kvsnap"
-        with path.open("wb") as file:
-            async for part in request.stream():
-                await asyncio.to_thread(file.write, part)
+    with caller.service.transfers.one(caller.tenant.name) as folder:
+        path = folder / f"{name}.kvsnap"
+        await transfers.receive(arriving(request), path)
 
         def take() -> None:
             try:
+                _check_sound(path)
                 restored = caller.service.engine.restore(path, salt=salt)
             except (CorruptSnapshotError, UnsupportedVersionError) as error:
-                raise bad_request(f"the body is no sound snapshot: {error}", "body") from error
-            _keep(caller, name, Kept(restored, (), salt, {}))
+                told = without_folders(str(error))
+                raise bad_request(f"the body is no sound snapshot: {told}", "body") from error
+            caller.conversations.take(name, Kept(restored, seen_of(restored), salt))
 
         await in_thread(take)
     return await session(name, caller)
+
+
+def is_import(path: str) -> bool:
+    """Whether requests of a path bring a snapshot file."""
+    return path.startswith(f"{router.prefix}/") and path.endswith("/import")
+
+
+def _check_sound(path: FilePath) -> None:
+    """Reads every chunk of a snapshot. Raises CorruptSnapshotError."""
+    damage = FileStore().open(str(path)).verify(1)
+    if damage:
+        raise CorruptSnapshotError(damage[0][2])
 
 
 def _fork(caller: Caller, name: str, cache_salt: str | None) -> tuple[Any, Kept]:
