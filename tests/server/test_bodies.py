@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from kvpager.server import bodies
 from kvpager.server.bodies import Budget, Structure
 from kvpager.server.errors import ApiError
+from kvpager.server.schema_limits import check_schemas
+from server.running import said
 
 TEXT = st.text('a"\\\\[]{},:\u00e9\U0001f600\n', max_size=8)
 VALUES = st.recursive(
@@ -53,15 +56,28 @@ def test_the_structure_is_what_a_parser_finds(value, ascii_only, piece):
         (b"[" * 65 + b"]" * 65, "65 levels of lists and objects; expected at most 64"),
         (b"[" + b"1," * 300_000 + b"1]", "300001 values; expected at most 262144"),
         (b"[" + b"{}," * 200_000 + b"{}]", "values; expected at most"),
-        (b"[" + b'"a",' * 262_144 + b"1]", "262145 names, texts, lists and objects"),
+        (b"[" + b'{"a":"b"},' * 99_999 + b"1]", "299998 names, texts, lists and objects"),
         (b"{" + b'"a":1,' * 100_000 + b'"b":1}', "100001 names of fields; expected at most"),
     ],
 )
 def test_what_would_be_long_to_parse_is_refused_by_its_counts(body, says):
     with pytest.raises(ApiError) as refused:
-        Structure.of(body).check(bodies.LEAST_VALUES)
+        Structure.of(body).check(body, bodies.LEAST_VALUES)
     assert says in refused.value.message
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("values", [["x"] * 300_000, [[]] * 300_000, {"a": [1] * 300_000}])
+def test_the_field_that_has_too_much_is_named(values):
+    body = json.dumps({"model": "a,b:[", "messages": [{"a": 1}] * 100, "stop": values, "n": 1})
+    with pytest.raises(ApiError) as refused:
+        Structure.of(body.encode()).check(body.encode(), bodies.LEAST_VALUES)
+    assert refused.value.param == "stop"
+    assert re.match(r"stop has [36]0000\d values; expected at most 262144", refused.value.message)
+    deep = b'{"model": "a", "tools" : ' + b"[" * 70 + b"]" * 70 + b', "n": 1}'
+    with pytest.raises(ApiError) as refused:
+        Structure.of(deep).check(deep, bodies.LEAST_VALUES)
+    assert refused.value.param == "tools"
 
 
 def test_bodies_together_stay_below_a_budget_and_the_oldest_always_ends(monkeypatch):
@@ -87,6 +103,12 @@ def test_bodies_together_stay_below_a_budget_and_the_oldest_always_ends(monkeypa
             await account(count)
 
     asyncio.run(run())
+
+
+def nested(schema, levels):
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
 
 
 def ask(server, body, path="/v1/chat/completions", **headers):
@@ -118,6 +140,62 @@ def test_a_packed_body_is_415(server):
 
     packed = gzip.compress(b'{"messages": []}')
     assert ask(server, packed, **{"content-encoding": "gzip"}).status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("stop", ["x"] * 65, "stop: list should have at most 64 items"),
+        ("stop", "x" * 5000, "of 5000 characters: string should have at most 4096"),
+        ("stop_token_ids", [1] * 5000, "stop_token_ids: list should have at most 4096 items"),
+        ("logit_bias", {str(i): 1 for i in range(5000)}, "logit_bias: dictionary should have at"),
+        ("tools", [None] * 513, "tools: list should have at most 512 items"),
+        ("messages", said(*["x"] * 8193), "messages: list should have at most 8192 items"),
+        ("messages", said("x" * 600_000), "messages has 600"),
+        ("user", "x" * 5000, "user is 'xxx"),
+        ("n", 17, "n is 17; expected 1 to 16"),
+    ],
+)
+def test_sizes_have_limits_that_name_the_field_its_size_and_the_limit(server, field, value, says):
+    body = {"messages": said("Hi"), "max_tokens": 1, field: value}
+    answer = ask(server, json.dumps(body))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert says in error["message"]
+    assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"properties": {str(i): {} for i in range(1001)}}, "1001 properties; expected at most"),
+        ({"enum": list(range(10_001))}, "10001 values of enums; expected at most 10000"),
+        ({"anyOf": [{"enum": list(range(6000))}] * 2}, "12000 values of enums"),
+        ({"const": "x" * 5000}, "5000 characters of a name, value or pattern"),
+        ({"pattern": "x{1,100000}"}, "repetitions in a pattern; expected at most 4096"),
+        ({"anyOf": [{}] * 5000}, "4001 schemas; expected at most 4000"),
+        ({"properties": {"x" * 5000: {}}}, "5000 characters"),
+        ({"enum": ["x" * 4000 + str(i) for i in range(60)]}, "names, values and patterns; exp"),
+        (nested({}, 40), "33 levels of schemas; expected at most 32"),
+    ],
+)
+def test_a_schema_that_would_be_long_to_compile_is_refused_by_its_counts(server, schema, says):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answer = ask(server, json.dumps({"messages": said("Hi"), "response_format": form}))
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "response_format"
+    text = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    answer = ask(server, json.dumps({"input": "Hi", "text": text}), "/v1/responses")
+    assert says in answer.json()["error"]["message"]
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(ApiError) as refused:
+        check_schemas([tool["function"]["parameters"]], "tools")
+    assert says in refused.value.message
+
+
+def test_prose_in_a_schema_has_no_limit_of_its_own():
+    check_schemas([{"description": "x" * 100_000, "properties": {"a": {"title": "y" * 9000}}}], "a")
 
 
 def test_an_error_shows_little_of_a_long_value(server):

@@ -21,6 +21,7 @@ from kvpager.server.schema.chat import (
     ToolCall,
     ToolChoice,
 )
+from kvpager.server.schema_limits import check_schemas
 from kvpager.server.service import Service
 from kvpager.text.tool_calls import Event, TextDelta, ToolCallFormat
 
@@ -159,6 +160,7 @@ def answering(
     if isinstance(choice, ChosenTool):
         chosen = [one for one in chosen if one["name"] == choice.function.name]
         parallel = False
+    check_schemas([one.get("parameters") for one in chosen], "tools")
     with grammar_of_field("tools"):
         forced = Grammar.lark(form.lark(chosen, parallel=parallel))
     return Answering({"grammar": forced}, shown, form)
@@ -170,6 +172,7 @@ def _grammar(body: ChatRequest) -> Grammar | None:
         if isinstance(form, ObjectFormat):
             return Grammar.json_object()
         if isinstance(form, SchemaFormat):
+            check_schemas([form.json_schema.schema_], "response_format")
             return Grammar.json_schema(form.json_schema.schema_)
     return grammar_of(body)
 

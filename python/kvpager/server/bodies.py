@@ -10,7 +10,8 @@ import asyncio
 import difflib
 import email.message
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ _WAIT_SECONDS = 10.0  # for the bodies of others
 _PIECE = 1 << 18
 # What FastAPI calls the parts of a request, and pydantic the alternatives of a type.
 _PLACES = ("body", "query", "path", "header", "str", "int", "float", "bool", "list", "dict")
+_MOST_ERRORS = 1000
 _SHOWN = 100  # characters of a value in an error
 
 
@@ -57,6 +59,9 @@ class Structure:
     names: int = 0
     texts: int = 0
     depth: int = 0
+    # Of each field of the outermost object: where its name ends, and what there is before it.
+    _fields: list[tuple[int, int, int, int]] = field(default_factory=list)
+    _deepest: int = 0  # where the depth is first that of the whole
 
     @classmethod
     def of(cls, body: bytes) -> Structure:
@@ -72,27 +77,63 @@ class Structure:
             closing = outside & ((piece == ord("]")) | (piece == ord("}")))
             levels = depth + np.cumsum(opening.astype(np.int32) - closing)
             depth = int(levels[-1])
-            opened = int(opening.sum())
-            found.depth = max(found.depth, int(levels.max()))
-            found.values += opened + int((outside & (piece == ord(","))).sum())
-            found.names += int((outside & (piece == ord(":"))).sum())
-            found.texts += opened
+            if levels.max() > found.depth:
+                found.depth = int(levels.max())
+                found._deepest = start + int(levels.argmax())
+            colons = outside & (piece == ord(":"))
+            values = found.values + np.cumsum(opening | (outside & (piece == ord(","))))
+            names = found.names + np.cumsum(colons)
+            texts = (2 * found.texts + quoted) // 2 + np.cumsum(opening) + np.cumsum(quotes) // 2
+            places = np.flatnonzero(colons & (levels == 1))
+            found._fields += zip(
+                (start + places).tolist(),
+                values[places].tolist(),
+                names[places].tolist(),
+                texts[places].tolist(),
+            )
+            found.values, found.names = int(values[-1]), int(names[-1])
+            found.texts += int(opening.sum())
             quoted += int(quotes.sum())
         found.texts += quoted // 2
         return found
 
-    def check(self, most_values: int) -> None:
-        """Raises ApiError for more than a body may have."""
-        for count, most, what in (
-            (self.depth, MOST_DEPTH, "levels of lists and objects"),
-            (self.names, MOST_NAMES, "names of fields"),
-            (self.texts, MOST_TEXTS, "names, texts, lists and objects"),
-            (self.values, most_values, "values"),
+    def check(self, body: bytes, most_values: int) -> None:
+        """Raises ApiError for more than a body may have; names the field that has most of it."""
+        if self.depth > MOST_DEPTH:
+            before = [place for place, *_ in self._fields if place < self._deepest]
+            where = _name_before(body, before[-1]) if before else None
+            raise _too_complex(where, self.depth, MOST_DEPTH, "levels of lists and objects")
+        for kind, (count, most, what) in enumerate(
+            (
+                (self.values, most_values, "values"),
+                (self.names, MOST_NAMES, "names of fields"),
+                (self.texts, MOST_TEXTS, "names, texts, lists and objects"),
+            ),
+            1,
         ):
             if count > most:
-                raise bad_request(
-                    f"the body has {count} {what}; expected at most {most}", code="body_too_complex"
-                )
+                ends = [*(one[kind] for one in self._fields[1:]), count]
+                sizes = [end - one[kind] for one, end in zip(self._fields, ends)]
+                largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
+                where = None
+                if largest is not None and sizes[largest] > most // 2:
+                    where, count = _name_before(body, self._fields[largest][0]), sizes[largest]
+                raise _too_complex(where, count, most, what)
+
+
+def _name_before(body: bytes, colon: int) -> str | None:
+    """The name of a field whose colon is at a place; None if it is none of ours."""
+    start = max(0, colon - _SHOWN)
+    found = re.search(rb'"(\w+)"\s*$', body[start:colon])
+    return found[1].decode() if found else None
+
+
+def _too_complex(name: str | None, count: int, most: int, what: str) -> ApiError:
+    return bad_request(
+        f"{name or 'the body'} has {count} {what}; expected at most {most} in all",
+        name,
+        "body_too_complex",
+    )
 
 
 def _unescaped_quotes(piece: Any, *, escaped: bool) -> tuple[Any, bool]:
@@ -211,7 +252,7 @@ async def _value(request: Request, service: Service, parse: Callable[[bytes], An
 
         def work() -> Any:
             if body:
-                Structure.of(body).check(most)
+                Structure.of(body).check(body, most)
             return parse(body)
 
         return await service.workers.run(work, request.state.tenant.name)
@@ -289,22 +330,31 @@ def parsed(model: TypeAdapter[Any], body: bytes, fields: tuple[str, ...] = ()) -
     try:
         return model.validate_python(given)
     except ValidationError as error:
-        raise of_validation(error.errors(include_url=False)[0], fields) from None
+        if error.error_count() > _MOST_ERRORS:  # each is made an object of Python
+            raise bad_request(
+                f"the body has {error.error_count()} values of a wrong type or form"
+            ) from None
+        raise of_validation(error.errors(include_url=False), fields) from None
 
 
-def of_validation(first: Any, fields: tuple[str, ...] = ()) -> ApiError:
-    """400 about an error of pydantic's, of a body that may have these fields."""
+def of_validation(found: Sequence[Any], fields: tuple[str, ...] = ()) -> ApiError:
+    """400 about one of pydantic's errors, of a body that may have these fields.
+
+    It is the first one, or the one about a size: that of a type comes before it where a field
+    may be of several.
+    """
+    first = next((one for one in found if one["type"].endswith("too_long")), found[0])
     name = _path(first["loc"])
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(name, fields, n=1)
         return errors.unsupported(name, f"did you mean {close[0]}?" if close else "")
     given = first.get("input")
-    found = name or "the body"
+    said = name or "the body"
     if isinstance(given, str) and len(given) > _SHOWN:
-        found += f" is {given[:_SHOWN]!r}..."
+        said += f" is {given[:_SHOWN]!r}... of {len(given)} characters"
     elif isinstance(given, (int, float, str)):
-        found += f" is {given!r}"
-    return bad_request(f"{found}: {_lowered(first['msg'])}", name or None)
+        said += f" is {given!r}"
+    return bad_request(f"{said}: {_lowered(first['msg'])}", name or None)
 
 
 def _lowered(text: str) -> str:

@@ -112,6 +112,18 @@ def context_exceeded(tokens: int, limit: int, what: str = "messages") -> ApiErro
     )
 
 
+def context_exceeded_in_characters(count: int, most: int, what: str) -> ApiError:
+    """`context_exceeded`, of a text that is too long to be made tokens."""
+    return ApiError(
+        400,
+        f"{what} has {count} characters; expected at most {most}, which is max_prompt_chars: the "
+        f"model's maximum context length is exceeded. Please reduce the length of the {what}.",
+        param=what,
+        code="context_length_exceeded",
+        anthropic=f"prompt is too long: {count} characters > {most} maximum",
+    )
+
+
 def retry_after(seconds: float) -> dict[str, str]:
     """Headers that ask a client to wait: OpenAI's in milliseconds, HTTP's in whole seconds."""
     return {

@@ -12,11 +12,12 @@ from pydantic import BaseModel
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.grammar import Grammar
-from kvpager.server.errors import bad_request
+from kvpager.server.errors import bad_request, context_exceeded_in_characters
 from kvpager.server.routes.caller import Caller
 from kvpager.server.schema.common import Common, Sampled
 from kvpager.server.schema.messages import MessagesRequest
 from kvpager.server.schema.neutral import HEADER, ignored_fields
+from kvpager.server.schema_limits import check_schemas
 from kvpager.server.service import Service
 from kvpager.stores.names import check_name
 
@@ -113,12 +114,17 @@ def most_new(body: Sampled, *given: int | None) -> int | None:
 def grammar_of(body: Sampled) -> Grammar | None:
     """What vLLM's fields want of the text. Raises ApiError."""
     asked = body.structured_outputs
+    check_schemas([body.guided_json], "guided_json")
+    check_schemas([{"pattern": body.guided_regex}], "guided_regex")
+    check_schemas([{"enum": body.guided_choice}], "guided_choice")
     wanted: dict[str, tuple[Callable[[Any], Grammar], Any]] = {
         "guided_json": (Grammar.json_schema, body.guided_json),
         "guided_regex": (Grammar.regex, body.guided_regex),
         "guided_choice": (Grammar.choice, body.guided_choice),
     }
     if asked is not None:
+        read = {"pattern": asked.regex, "enum": asked.choice}
+        check_schemas([asked.json_, read], "structured_outputs")
         wanted["structured_outputs.json"] = (Grammar.json_schema, asked.json_)
         wanted["structured_outputs.regex"] = (Grammar.regex, asked.regex)
         wanted["structured_outputs.choice"] = (Grammar.choice, asked.choice)
@@ -177,11 +183,7 @@ def check_texts(service: Service, texts: Sequence[Any], name: str) -> None:
 def _check_characters(service: Service, count: int, name: str) -> None:
     most = service.most_characters
     if count > most:
-        raise bad_request(
-            f"{name} has {count} characters; expected at most {most}, which is max_prompt_chars",
-            name,
-            "context_length_exceeded",
-        )
+        raise context_exceeded_in_characters(count, most, name)
 
 
 def _characters(value: Any) -> int:

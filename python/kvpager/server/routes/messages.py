@@ -34,6 +34,7 @@ from kvpager.server.schema.messages import (
     ToolUse,
     Usage,
 )
+from kvpager.server.schema_limits import check_schemas
 from kvpager.server.streaming import event, stream
 from kvpager.text.tokenizer import Rendering
 
@@ -331,7 +332,9 @@ def _grammar(body: CountRequest) -> Grammar | None:
     form = new or old
     if form is None:
         return None
-    with options.grammar_of_field("output_format" if new is None else "output_config.format"):
+    name = "output_format" if new is None else "output_config.format"
+    check_schemas([form.schema_], name)
+    with options.grammar_of_field(name):
         return Grammar.json_schema(form.schema_)
 
 

@@ -42,6 +42,7 @@ from kvpager.server.schema.responses import (
     ResponseRequest,
     ResponseUsage,
 )
+from kvpager.server.schema_limits import check_schemas
 from kvpager.server.streaming import asks_to_pad, event
 from kvpager.server.streaming import stream as stream_of
 from kvpager.server.threads import in_thread
@@ -380,6 +381,7 @@ def _answering(caller: Caller, body: ResponseRequest) -> Answering:
         if isinstance(form, JsonObject):
             grammar = Grammar.json_object()
         elif isinstance(form, JsonOfSchema):
+            check_schemas([form.schema_], "text.format")
             grammar = Grammar.json_schema(form.schema_)
     tools = None
     if body.tools is not None:

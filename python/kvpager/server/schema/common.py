@@ -11,6 +11,15 @@ from kvpager.server.schema.neutral import Hint, Ignored, only
 from kvpager.unicode import is_unicode
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
+MOST_MESSAGES = 8192  # messages, items or parts of one
+MOST_TOOLS = 512
+MOST_STOPS = 64
+MOST_TOKEN_IDS = 4096  # of stops or biases
+MOST_NAME = 4096  # characters of what names something
+MOST_METADATA = 64
+ShortText = Annotated[str, Field(max_length=MOST_NAME)]
+StopText = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
+Metadata = Annotated[dict[ShortText, ShortText], Field(max_length=MOST_METADATA)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Json = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -90,24 +99,24 @@ class StructuredOutputs(Body):
 class Common(Body):
     """Fields of every endpoint that generates, those of OpenAI's and of vLLM's."""
 
-    model: str | None = None
+    model: ShortText | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stream: bool | None = None
-    user: str | None = None
+    user: ShortText | None = None
     # What follows is no part of OpenAI's API, but for the cache's fields.
-    cache_salt: str | None = None
+    cache_salt: ShortText | None = None
     session_id: Name | None = None
-    request_id: str | None = None
+    request_id: ShortText | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: ShortText | None = None
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     service_tier: Annotated[str | None, Ignored(("auto", "default"))] = None
-    safety_identifier: str | None = None
+    safety_identifier: ShortText | None = None
     cache_prompt: Annotated[bool | None, Ignored((True,))] = None  # llama.cpp's, as the next one
     id_slot: Annotated[int | None, Ignored((-1,))] = None
     on_corrupt: Literal["fail", "recompute"] | None = None
@@ -117,10 +126,10 @@ class Sampled(Common):
     """Fields of chat completions and of completions."""
 
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: ShortText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_TOKEN_IDS)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None

@@ -9,7 +9,7 @@ from pydantic import Field
 from kvpager.server.schema.common import Answer, Sampled, TokenId, Usage
 from kvpager.server.schema.neutral import only
 
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -19,8 +19,8 @@ class CompletionRequest(Sampled):
     prompt: (
         Text
         | Ids
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[Ids], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
     )
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None

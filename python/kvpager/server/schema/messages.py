@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvpager.server.schema.common import Answer, Body, Json, Name
+from kvpager.server.schema.common import (
+    MOST_MESSAGES,
+    MOST_STOPS,
+    MOST_TOOLS,
+    Answer,
+    Body,
+    Json,
+    Name,
+    ShortText,
+    StopText,
+)
 from kvpager.server.schema.neutral import Hint, Ignored, only
 
 
@@ -82,7 +92,7 @@ class ToolChoiceParam(Body):
 class Metadata(Body):
     """Of the client's user."""
 
-    user_id: str | None = None
+    user_id: ShortText | None = None
 
 
 class Thinking(Body):
@@ -112,10 +122,10 @@ class OutputConfig(Body):
 class CountRequest(Body):
     """The body of a count."""
 
-    model: str | None = None
-    messages: Annotated[list[MessageParam], Field(min_length=1)]
+    model: ShortText | None = None
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: str | list[TextBlock] | None = None
-    tools: list[ToolParam] | None = None
+    tools: Annotated[list[ToolParam], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoiceParam | None = None
     cache_control: CacheControl | None = None  # as on the last block
     thinking: Thinking | None = None
@@ -133,7 +143,7 @@ class MessagesRequest(CountRequest):
     """The body of a message."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_sequences: Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -143,7 +153,7 @@ class MessagesRequest(CountRequest):
     inference_geo: Hint[str] = None
     diagnostics: Hint[Json] = None
     session_id: Name | None = None
-    cache_salt: str | None = None
+    cache_salt: ShortText | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
     on_corrupt: Literal["fail", "recompute"] | None = None
 

@@ -7,11 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvpager.server.schema.common import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
     Answer,
     Body,
     Breakpoint,
     Common,
     Json,
+    Metadata,
     StreamOptions,
     TemplateVariables,
 )
@@ -136,14 +139,17 @@ class Reasoning(Body):
 class ResponseRequest(Common):
     """The body of a response."""
 
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1)]
+    input: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
+    )
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
-    metadata: dict[str, str] | None = None
-    tools: list[FunctionTool] | None = None
+    metadata: Metadata | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
