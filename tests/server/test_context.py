@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import openai
 import pytest
 
+from kvpager import Engine
+from kvpager.errors import CorruptSnapshotError
+from kvpager.server import errors
+from kvpager.server.errors import for_clients
+from model import text_models
 from server.running import CODER, GREEDY, coder_engine, running, said
 
 LONG = "word " * 40_000
@@ -102,3 +108,29 @@ def test_an_unknown_previous_response_has_a_code_of_its_own(server):
             server.openai.responses.create(model=CODER, input="Hi", previous_response_id=name)
         assert raised.value.code == "previous_response_not_found"
         assert raised.value.param == "previous_response_id"
+
+
+def test_no_error_tells_a_client_what_to_do_in_python():
+    for text, told in (
+        ("a has no b; give Engine(model, b=...)", "a has no b"),
+        ("a is 3; expected 4. Raise host_bytes to at least 5", "a is 3; expected 4"),
+        ("a is 3 (x=4); expected 4 or 5", "a is 3 (x=4); expected 4 or 5"),
+        ("a is no b, or use engine.score(ids)", "a is no b"),
+    ):
+        assert for_clients(text) == told
+    damaged = CorruptSnapshotError('x: chunk 3 is damaged; restore with on_corrupt="recompute"')
+    assert errors.of(damaged).message == (
+        'x: chunk 3 is damaged; send on_corrupt: "recompute" to have it computed again'
+    )
+
+
+def test_a_model_without_a_template_says_so_and_no_more():
+    tokenizer = copy.deepcopy(text_models.byte_level())
+    tokenizer.chat_template = None
+    options = {"pool_tokens": 2048, "rows": 16, "small_rows": "fixed"}
+    with (
+        Engine(text_models.model(), tokenizer=tokenizer, **options) as engine,
+        running(engine, None) as server,
+    ):
+        error = refused(server, "/v1/chat/completions", messages=said("Hi"))
+    assert "no chat template" in error["message"]

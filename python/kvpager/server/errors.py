@@ -34,6 +34,11 @@ TIMEOUT = "timeout"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/])")
 _NEVER = {"x-should-retry": "false"}
+_CLAUSES = re.compile(r"(; |\. (?=[A-Z])|, or (?=(?:use|give|let|set|configure) ))")
+_PYTHON = re.compile(
+    r"\b(?:Engine|PagerConfig|GenerationConfig|Grammar)\b|\b\w+\.\w+\(|\btokenizer\.\w|\w=|_bytes\b"
+    r"|\b(?:prefill|generate|restore)\b and |^use prefill"
+)
 _FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?= (?:is|has|cannot)\b|:)")
 
 
@@ -176,7 +181,9 @@ def of(error: BaseException) -> ApiError:
         return error
     if getattr(error, "errno", None) in _FULL:
         return no_space()
-    text = str(error) if isinstance(error, InvalidArgumentError) else without_folders(str(error))
+    text = for_clients(str(error))
+    if not isinstance(error, InvalidArgumentError):
+        text = without_folders(text)
     for kind, make in _KNOWN:
         if isinstance(error, kind):
             known: ApiError = make(text, error)
@@ -190,10 +197,17 @@ def without_folders(text: str) -> str:
     return _FOLDERS.sub("", text)
 
 
+def for_clients(text: str) -> str:
+    """An error's text without the clauses that tell a caller in Python what to do."""
+    first, *others = _CLAUSES.split(text)
+    clauses = zip(others[::2], others[1::2], strict=True)
+    return first + "".join(end + one for end, one in clauses if not _PYTHON.search(one))
+
+
 def of_accepted(error: BaseException) -> ApiError:
     """`of`, for a request that was accepted: its arguments were checked, so they are not wrong."""
     if isinstance(error, InvalidArgumentError):
-        return _server(without_folders(str(error)), error)
+        return _server(without_folders(for_clients(str(error))), error)
     return of(error)
 
 
@@ -209,6 +223,8 @@ def _mismatch(text: str, error: Any) -> ApiError:
 
 
 def _damaged(text: str, error: Any) -> ApiError:
+    if "on_corrupt" in str(error) and "on_corrupt" not in text:
+        text += '; send on_corrupt: "recompute" to have it computed again'
     return ApiError(500, text, kind="server_error", code="snapshot_damaged", headers=_NEVER)
 
 
