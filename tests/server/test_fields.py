@@ -6,6 +6,10 @@ import json
 
 import pytest
 
+from kvpager.server.response_items import messages_of
+from kvpager.server.routes.messages import _messages_of as messages_of_anthropic
+from kvpager.server.schema.messages import MessagesRequest
+from kvpager.server.schema.responses import ResponseRequest
 from server.running import CODER, GREEDY, said
 
 IGNORED = "x-kvpager-ignored"
@@ -240,3 +244,42 @@ def test_a_stream_without_any_text_has_its_first_event(server):
     told = server.post("/v1/messages", **body).text
     kinds = [line[7:] for line in told.splitlines() if line.startswith("event: ")]
     assert kinds == ["message_start", "message_delta", "message_stop"]
+
+
+def test_reasoning_of_earlier_answers_is_given_to_the_template():
+    items = [
+        {"role": "user", "content": "Hi"},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [{"type": "summary_text", "text": "short"}],
+            "content": [{"type": "reasoning_text", "text": "long"}],
+            "encrypted_content": "x",
+        },
+        {"role": "assistant", "content": "Ho"},
+        {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "why"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+    ]
+    body = ResponseRequest.model_validate({"input": items})
+    told = messages_of(body.input)
+    assert [one.get("reasoning_content") for one in told] == [None, "long", "why", None]
+    blocks = [
+        {"type": "thinking", "thinking": "long", "signature": "s"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "Ho"},
+    ]
+    messages = [*said("Hi"), {"role": "assistant", "content": blocks}, *said("Why?")]
+    request = MessagesRequest.model_validate({"max_tokens": 1, "messages": messages})
+    told, _ = messages_of_anthropic(request)
+    assert told[1] == {"role": "assistant", "content": "Ho", "reasoning_content": "long"}
+
+
+def test_a_template_that_knows_no_reasoning_has_the_same_prompt(server):
+    items = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    thought = {"type": "reasoning", "id": "rs", "summary": []}
+    count = server.openai.responses.input_tokens.count
+    plain = count(input=[*items, {"role": "user", "content": "Why?"}]).input_tokens
+    with_it = [items[0], thought, items[1], {"role": "user", "content": "Why?"}]
+    assert count(input=with_it).input_tokens == plain
+    assert answered(server, "/v1/responses", input=with_it)

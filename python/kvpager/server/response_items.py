@@ -16,10 +16,12 @@ from kvpager.server.schema.responses import (
     InputCall,
     InputCallOutput,
     InputMessage,
+    InputReasoning,
     InputText,
     Item,
 )
 from kvpager.server.token_texts import TokenTexts
+from kvpager.text.conversation import ASSISTANT
 
 Messages = list[dict[str, Any]]
 Events = list[tuple[str, dict[str, Any]]]
@@ -30,7 +32,11 @@ def messages_of(given: str | Sequence[Item]) -> Messages:
     if isinstance(given, str):
         return [{"role": "user", "content": given}] if given else []
     messages: Messages = []
+    reasoning = ""  # of the message or call that follows
     for item in given:
+        if isinstance(item, InputReasoning):
+            reasoning += "".join(part.text for part in item.content or item.summary or ())
+            continue
         if isinstance(item, InputMessage):
             messages.append(
                 {"role": ROLES.get(item.role, item.role), "content": _text(item.content)}
@@ -40,6 +46,9 @@ def messages_of(given: str | Sequence[Item]) -> Messages:
             messages.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
         else:
             _add_call(messages, item)
+        if reasoning and messages[-1]["role"] == ASSISTANT:
+            messages[-1].setdefault("reasoning_content", reasoning)
+        reasoning = ""
     return messages
 
 
@@ -63,6 +72,7 @@ def marks_of(given: str | Sequence[Item], options: CacheOptions | None) -> Marks
         return Marks()
     default = (options.ttl if options is not None else None) or DEFAULT_TTL
     places = []
+    given = [item for item in given if not isinstance(item, InputReasoning)]
     for number, item in enumerate(given):
         content = item.content if isinstance(item, InputMessage) else None
         length = 0

@@ -29,7 +29,9 @@ from kvpager.server.schema.messages import (
     CountRequest,
     Error,
     MessagesRequest,
+    RedactedThinking,
     TextBlock,
+    ThinkingBlock,
     ToolResult,
     ToolUse,
     Usage,
@@ -366,7 +368,11 @@ def _messages_of(body: CountRequest) -> tuple[list[dict[str, Any]], Marks]:
 def _add_blocks(messages: list[dict[str, Any]], places: list[Mark], blocks: Sequence[Any]) -> None:
     message = messages[-1]
     for block in blocks:
-        if isinstance(block, ToolUse):
+        if isinstance(block, RedactedThinking):
+            continue
+        if isinstance(block, ThinkingBlock):
+            message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+        elif isinstance(block, ToolUse):
             function = {"name": block.name, "arguments": block.input}
             call = {"id": block.id, "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)

@@ -33,7 +33,7 @@ class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: None = None
+    citations: list[Any] | None = None
 
 
 class ToolUse(Body):
@@ -44,6 +44,8 @@ class ToolUse(Body):
     name: str
     input: Json
     cache_control: CacheControl | None = None
+    caller: Json | None = None
+    toolset_name: str | None = None
 
 
 class ToolResult(Body):
@@ -54,9 +56,30 @@ class ToolResult(Body):
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
+    toolset_name: str | None = None
 
 
-Block = Annotated[TextBlock | ToolUse | ToolResult, Field(discriminator="type")]
+class ThinkingBlock(Body):
+    """The reasoning of an earlier answer; templates may drop it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+    cache_control: None = None
+
+
+class RedactedThinking(Body):
+    """Reasoning that nobody here can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+    cache_control: None = None
+
+
+Block = Annotated[
+    TextBlock | ToolUse | ToolResult | ThinkingBlock | RedactedThinking,
+    Field(discriminator="type"),
+]
 
 
 class MessageParam(Body):

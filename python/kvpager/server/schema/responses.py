@@ -63,6 +63,8 @@ class InputCall(Body):
     arguments: str
     id: str | None = None
     status: str | None = None
+    caller: Json | None = None
+    namespace: str | None = None
 
 
 class InputCallOutput(Body):
@@ -73,9 +75,28 @@ class InputCallOutput(Body):
     output: str | list[InputText]
     id: str | None = None
     status: str | None = None
+    caller: Json | None = None
 
 
-Item = InputCall | InputCallOutput | InputMessage
+class ReasoningText(Body):
+    """A piece of an earlier answer's reasoning."""
+
+    type: Literal["summary_text", "reasoning_text"]
+    text: str
+
+
+class InputReasoning(Body):
+    """The reasoning before the next item of an earlier answer; templates may drop it."""
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None  # which nobody here can read
+    id: str | None = None
+    status: str | None = None
+
+
+Item = InputCall | InputCallOutput | InputReasoning | InputMessage
 
 
 class FunctionTool(Body):
@@ -86,6 +107,9 @@ class FunctionTool(Body):
     parameters: Json | None = None
     description: str | None = None
     strict: bool | None = None
+    output_schema: Hint[Json] = None
+    defer_loading: Annotated[bool | None, only(False)] = None
+    allowed_callers: Annotated[list[str] | None, only(["direct"], [])] = None
 
 
 class NamedTool(Body):
