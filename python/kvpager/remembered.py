@@ -42,6 +42,11 @@ def cache_folder() -> Path | None:
     return Path(own) / "kvpager"
 
 
+def remembers() -> bool:
+    """Whether there is to be a folder to remember in."""
+    return _path() is not None
+
+
 def recall(kind: str, key: Mapping[str, Any]) -> Any:
     """What was remembered under a kind and a key of JSON values; None: nothing was.
 
@@ -91,10 +96,7 @@ def own_number(purpose: str) -> int | None:
 
 def _in_folder(work: Callable[[PrivateFolder], _Found], *, make: bool) -> _Found | None:
     """What work gives in the folder; None: there is to be none, or it is logged what is wrong."""
-    try:
-        path = cache_folder()
-    except RuntimeError:  # nobody's home
-        return None
+    path = _path()
     if path is None:
         return None
     try:
@@ -107,6 +109,13 @@ def _in_folder(work: Callable[[PrivateFolder], _Found], *, make: bool) -> _Found
     except OSError as error:
         _log.info("%s cannot be used, so that all is found out anew: %s", path, error)
     return None
+
+
+def _path() -> Path | None:
+    try:
+        return cache_folder()
+    except RuntimeError:  # nobody's home
+        return None
 
 
 @lru_cache(maxsize=64)  # once of each

@@ -12,7 +12,7 @@ from kvpager.hf import HEAD_ROWS, Dropped
 from kvpager.hf.support import has_experts
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.count_trial import CountTrial
-from kvpager.opening.findings import find_out, find_out_with
+from kvpager.opening.findings import find_out
 from kvpager.opening.proven_before import ProvenBefore
 
 _log = logging.getLogger(__name__)
@@ -24,13 +24,12 @@ def settle_row_counts(core: EngineCore, watch: ModelWatch, weights: str) -> bool
     `weights`: the digest of the model's.
     """
     before = ProvenBefore(core, weights)
-    proof = before.recall()
-    if proof is not None:
-        find_out_with(core, proof)
+    config = core.config
+    if before.take():
         return True
+    core.config = config  # a proof that was taken and thrown away has sized the pool
     find_row_counts(core, watch)
-    if core.row_proof is not None:
-        before.remember(core.row_proof)
+    before.remember()
     return False
 
 

@@ -5,6 +5,11 @@ from mutants.mutant import Mutant
 ENTRIES = "python/test_remembered.py::"
 FOLDER = "python/test_private_folder.py::"
 OPENED = "python/kvpager/private_folder.py"
+CODE = "model/test_code_that_is_remembered.py::"
+EXCHANGED = CODE + "test_a_program_that_exchanges_code_has_its_models_proven_at_every_start"
+SEEN = "python/kvpager/opening/code_seen.py"
+FILES = "python/kvpager/opening/released_files.py"
+PROVEN = "python/kvpager/opening/proven_before.py"
 
 REMEMBERED = (
     Mutant(
@@ -85,5 +90,89 @@ REMEMBERED = (
         old="            descriptor = os.open(name, _FILE_FLAGS, dir_fd=self._descriptor)\n",
         new="            descriptor = os.open(path, _FILE_FLAGS)\n",
         killers=(FOLDER + "test_what_is_exchanged_after_it_was_opened_is_not_read",),
+    ),
+    Mutant(
+        name="classes-of-any-file-are-remembered",
+        breaks="a model with a user's class is proven at every start",
+        file=SEEN,
+        old=" or is_released(file)\n",
+        new=" or True\n",
+        killers=(
+            CODE + "test_a_model_with_a_users_class_is_proven_at_every_start",
+            CODE + "test_a_function_that_becomes_one_of_other_rows_is_refused_at_the_next_start",
+            EXCHANGED,
+        ),
+    ),
+    Mutant(
+        name="what-ran-is-not-asked-about",
+        breaks="hooks that only look, of unknown code, are proven at every start",
+        file=SEEN,
+        old="            if not known.holds(code, names):\n",
+        new="            if False:\n",
+        killers=(
+            CODE + "test_a_model_with_other_code_is_proven_at_every_start[with_hook_that_looks]",
+        ),
+    ),
+    Mutant(
+        name="functions-that-did-not-run-are-not-asked-about",
+        breaks="a module with a function of somebody else is proven at every start",
+        file=PROVEN,
+        old="                    known.holds(function.__code__, function.__globals__)\n",
+        new="                    True\n",
+        killers=(EXCHANGED + "[function_that_is_not_run]",),
+    ),
+    Mutant(
+        name="names-of-somebody-else",
+        breaks="a function of released code with names of somebody else is not known",
+        file=SEEN,
+        old="            return False  # its code, with names of somebody else\n",
+        new="            pass\n",
+        killers=(EXCHANGED + "[exchanged_names]",),
+    ),
+    Mutant(
+        name="files-edited-by-hand-are-released",
+        breaks="a file of a package that was edited by hand is not of a release",
+        file=FILES,
+        old="        return recorded == base64",
+        new="        return True or recorded == base64",
+        killers=(
+            EXCHANGED + "[edited_file]",
+            CODE + "test_a_file_is_released_while_it_has_the_bytes_that_were_installed",
+        ),
+    ),
+    Mutant(
+        name="a-files-time-is-its-content",
+        breaks="a file that was edited and given its old time back is noticed",
+        file=FILES,
+        old="found.st_mtime_ns, found.st_ctime_ns, found.st_ino]",
+        new="found.st_mtime_ns]",
+        killers=(
+            CODE + "test_a_file_is_released_while_it_has_the_bytes_that_were_installed",
+            CODE + "test_a_library_that_was_exchanged_is_noticed_though_it_says_the_same",
+        ),
+    ),
+    Mutant(
+        name="nightlies-are-releases",
+        breaks="a version that is no release is not remembered",
+        file=FILES,
+        old="        if not _RELEASE.fullmatch(found.version):\n",
+        new="        if False:\n",
+        killers=(CODE + "test_a_version_that_is_no_release_is_not_remembered",),
+    ),
+    Mutant(
+        name="kernels-of-anybody",
+        breaks="a kernel that torch's was exchanged for is noticed",
+        file=SEEN,
+        old="            if not root or not place.startswith(root):\n",
+        new="            if False:\n",
+        killers=(CODE + "test_a_kernel_that_torchs_was_exchanged_for_is_noticed",),
+    ),
+    Mutant(
+        name="a-finding-that-disagrees-is-kept",
+        breaks="a remembered proof of a model that computes otherwise is thrown away",
+        file=PROVEN,
+        old='                if self._core.numerics.behaviour == found["behaviour"]:\n',
+        new="                if True:\n",
+        killers=("model/test_proven_before.py::test_a_finding_that_disagrees_is_thrown_away",),
     ),
 )
