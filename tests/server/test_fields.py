@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 
+from kvpager import Engine
 from kvpager.server.response_items import messages_of
 from kvpager.server.routes.messages import _messages_of as messages_of_anthropic
 from kvpager.server.schema.messages import MessagesRequest
 from kvpager.server.schema.responses import ResponseRequest
-from server.running import CODER, GREEDY, said
+from model import text_models
+from server.running import CODER, GREEDY, running, said
 
 IGNORED = "x-kvpager-ignored"
 CHAT = {"messages": said("Write a class."), "max_tokens": 12, **GREEDY}
@@ -61,6 +64,10 @@ ROUTERS = {  # what vllm-router and sglang-router send of their own accord
     [
         ("/v1/chat/completions", {"reasoning_effort": "high"}, {"reasoning_effort"}),
         ("/v1/chat/completions", {"verbosity": "low"}, {"verbosity"}),
+        ("/v1/chat/completions", {"enable_thinking": False}, {"enable_thinking"}),
+        ("/v1/chat/completions", {"thinking": {"type": "enabled"}}, {"thinking"}),
+        ("/v1/chat/completions", {"metadata": {}}, set()),
+        ("/v1/chat/completions", {"metadata": {"a": "b"}}, {"metadata"}),
         ("/v1/chat/completions", {"service_tier": "flex"}, {"service_tier"}),
         ("/v1/chat/completions", {"service_tier": "auto"}, set()),
         ("/v1/chat/completions", {"prompt_cache_retention": "in-memory"}, set()),
@@ -98,6 +105,7 @@ ROUTERS = {  # what vllm-router and sglang-router send of their own accord
             {"reasoning": {"effort": "low", "summary": "auto"}},
             {"reasoning.effort", "reasoning.summary"},
         ),
+        ("/v1/responses", {"client_metadata": {"a": "b"}}, {"client_metadata"}),
         ("/v1/responses", {"include": ["reasoning.encrypted_content"]}, {"include"}),
         (
             "/v1/messages",
@@ -182,8 +190,10 @@ def test_repeat_penalty_is_repetition_penalty(server):
 def test_n_predict_is_max_tokens(server):
     body = {"prompt": "import os\n", "ignore_eos": True, "n_predict": 3}
     assert server.post("/v1/completions", **body).json()["usage"]["completion_tokens"] == 3
-    body["n_predict"] = -1
-    assert server.post("/v1/completions", **body).json()["usage"]["completion_tokens"] == 16
+    body |= {"n_predict": -1, "ignore_eos": False, "stop": ["e"]}
+    assert server.post("/v1/completions", **body).json()["choices"][0]["finish_reason"] == "stop"
+    body["n_predict"] = 0
+    assert server.post("/v1/completions", **body).json()["error"]["param"] == "n_predict"
 
 
 @pytest.mark.parametrize(
@@ -283,3 +293,35 @@ def test_a_template_that_knows_no_reasoning_has_the_same_prompt(server):
     with_it = [items[0], thought, items[1], {"role": "user", "content": "Why?"}]
     assert count(input=with_it).input_tokens == plain
     assert answered(server, "/v1/responses", input=with_it)
+
+
+def test_a_template_with_such_variables_is_given_them(any_template):
+    def prompt(path, **fields):
+        body = {**TEXTS[path][0], **fields}
+        answer = any_template.post(path, **body)
+        assert IGNORED not in answer.headers, answer.headers[IGNORED]
+        usage = answer.json()["usage"]
+        return usage.get("prompt_tokens") or usage["input_tokens"]
+
+    chat, responses, messages = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+    effort = prompt(chat, reasoning_effort="high")
+    assert effort > prompt(chat)
+    assert prompt(responses, reasoning={"effort": "high"}) == effort
+    given = {"chat_template_kwargs": {"reasoning_effort": "x" * 40}}  # which comes first
+    assert prompt(chat, reasoning_effort="high", **given) > effort
+    thinking = prompt(chat, enable_thinking=True)
+    assert thinking > prompt(chat, enable_thinking=False) == prompt(chat)
+    assert prompt(messages, thinking={"type": "enabled"}) == thinking
+    assert prompt(messages, output_config={"effort": "high"}) == effort
+
+
+@pytest.fixture(scope="module")
+def any_template():
+    tokenizer = copy.deepcopy(text_models.byte_level())
+    tokenizer.chat_template += "{{ reasoning_effort }}"
+    options = {"pool_tokens": 2048, "rows": 16, "small_rows": "fixed"}
+    with (
+        Engine(text_models.model(), tokenizer=tokenizer, **options) as engine,
+        running(engine, None) as server,
+    ):
+        yield server

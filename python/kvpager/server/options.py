@@ -24,6 +24,7 @@ from kvpager.stores.names import check_name
 _SEEDS = 1 << 64
 _MINUTES = "30m"
 _DAY = "24h"
+_UNLIMITED = (1 << 31) - 1  # tokens of an answer, which are cut to what the context leaves
 
 
 def sampling(service: Service, body: Common | MessagesRequest) -> dict[str, Any]:
@@ -107,8 +108,8 @@ def template_variables(
 
 def most_new(body: Sampled, *given: int | None) -> int | None:
     """The most tokens of an answer, of the fields that name it; None: the server's."""
-    predicted = None if body.n_predict in (None, -1) else body.n_predict
-    return next((one for one in (*given, predicted) if one is not None), None)
+    named = next((one for one in (*given, body.n_predict) if one is not None), None)
+    return _UNLIMITED if named == -1 else named
 
 
 def grammar_of(body: Sampled) -> Grammar | None:

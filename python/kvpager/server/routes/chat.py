@@ -95,7 +95,10 @@ class _Turn:
         variables, ignored = options.template_variables(
             service,
             body.chat_template_kwargs,
-            {"reasoning_effort": ("reasoning_effort", body.reasoning_effort)},
+            {
+                "reasoning_effort": ("reasoning_effort", body.reasoning_effort),
+                "enable_thinking": ("enable_thinking", body.enable_thinking),
+            },
         )
         self.headers = options.headers_of(body, session, ignored)
         chosen = options.sampled(service, body) | dict(self._answering.options)

@@ -17,7 +17,7 @@ from kvpager.server.schema.common import (
     TemplateVariables,
     Usage,
 )
-from kvpager.server.schema.neutral import Hint, only
+from kvpager.server.schema.neutral import Hint, Ignored, only
 
 
 class TextPart(Body):
@@ -143,9 +143,12 @@ class ChatRequest(Sampled):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     store: bool | None = None
-    metadata: Hint[dict[str, str]] = None
+    metadata: Annotated[dict[str, str] | None, Ignored(({},))] = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None  # for templates that have such a variable
+    enable_thinking: bool | None = None  # likewise
+    thinking: Hint[Json] = None
+    reasoning: Hint[Json] = None
     verbosity: Hint[str] = None
     prediction: Hint[Json] = None
     function_call: Annotated[str | None, only("none", "auto")] = None

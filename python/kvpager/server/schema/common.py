@@ -138,7 +138,8 @@ class Sampled(Common):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name of it
-    n_predict: Annotated[int, Field(ge=-1)] | None = None  # llama.cpp's name of max_tokens
+    # llama.cpp's name of max_tokens; -1: as many as there is room for.
+    n_predict: Literal[-1] | Annotated[int, Field(ge=1)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Json | str | None = None
     guided_regex: str | None = None

@@ -6,7 +6,6 @@ that holds *only* some values asks for nothing beyond what is done anyway; other
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -21,7 +20,7 @@ _Value = TypeVar("_Value")
 class Ignored:
     """Marks a field that is taken and ignored, but for values that ask for what is done anyway."""
 
-    neutral: tuple[Hashable, ...] = ()
+    neutral: tuple[Any, ...] = ()
 
 
 Hint = Annotated[_Value | None, Ignored()]

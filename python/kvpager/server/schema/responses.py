@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from kvpager.server.schema.common import (
     MOST_MESSAGES,
@@ -184,6 +184,7 @@ class ResponseRequest(Common):
     max_tool_calls: Annotated[int | None, Field(ge=1), Ignored()] = None  # of tools built in
     reasoning: Reasoning | None = None
     personality: Hint[str] = None
+    client_metadata: Hint[Json] = None
     context_management: Annotated[list[Any] | None, only([])] = None
     chat_template_kwargs: TemplateVariables | None = None
 
@@ -192,6 +193,11 @@ class InputTokensRequest(ResponseRequest):
     """The body of a count: that of a response, whose input may be missing."""
 
     input: str | list[Item] = ""
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        return "" if given is None else given
 
 
 class InputTokens(Answer):
