@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 import random
 import sys
 
@@ -218,6 +219,11 @@ def list_of_the_configuration():
     return model, lambda: model.config.rope_parameters.update(rope_theta=3.0)
 
 
+def variable_of_the_environment():
+    read = lambda self, x: x * len(__import__("os").environ.get("A_USERS_SWITCH", "1"))  # noqa: E731
+    return block(read)[0], lambda: os.environ.update(A_USERS_SWITCH="12")
+
+
 CHANGES = {
     made.__name__.replace("_", " "): made
     for made in (
@@ -230,13 +236,14 @@ CHANGES = {
         *(code_of_a_function, function_two_calls_away, constant_of_a_module, table_of_a_module),
         *(builtin_that_a_module_hides, attribute_of_a_class, attribute_that_code_asks_for),
         *(attribute_by_a_computed_name, module_in_a_list, setting_of_a_module_in_a_list),
-        *(generator_of_random_numbers, list_of_the_configuration),
+        *(generator_of_random_numbers, list_of_the_configuration, variable_of_the_environment),
     )
 }
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_code_reads_may_not_change_under_an_engine(kind, closing):
+def test_what_code_reads_may_not_change_under_an_engine(kind, closing, monkeypatch):
+    monkeypatch.setenv("A_USERS_SWITCH", "1")
     model, change = CHANGES[kind]()
     engine = closing(make_engine(model, small_rows="fixed"))
     session = engine.session()
@@ -304,6 +311,16 @@ def counting_attribute():
     return block(read)[0]
 
 
+def counting_calls_alone():
+    """Whatever it is read for later."""
+
+    def read(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return x
+
+    return block(read)[0]
+
+
 def counting_in_a_list():
     def read(self, x):
         self.calls.append(1)
@@ -363,6 +380,7 @@ def writing_to_a_tensor():
     "make",
     [
         counting_attribute,
+        counting_calls_alone,
         counting_in_a_list,
         counting_in_a_closure,
         counting_in_a_global,

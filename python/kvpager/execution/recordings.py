@@ -46,6 +46,7 @@ from kvpager.hf.linear import LinearLayers, computing, product, product_of_exper
 from kvpager.hf.looks import collects_for_transformers
 from kvpager.hf.modes import active_modes
 from kvpager.hf.observe import Recorder
+from kvpager.hf.reading import READS, has_shape_by_numbers, is_made_of_others, unfit
 
 MOST_ROWS = 16  # with more, products take nearly all of a forward
 WORTH = 32  # forwards of as many rows before one is recorded, which takes what as many later save
@@ -57,21 +58,8 @@ _KNOWN = ("torch", "transformers", "peft")
 # Of all modules.
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)  # noqa: SLF001  # no public name
 _OF_CACHES = "kvpager.transformers_cache.hooks"  # which look for a Cache among the arguments
-# Methods that read numbers of a tensor without an operation of torch.
-_READS = {
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
-    torch.Tensor.data_ptr,
-    torch.Tensor.untyped_storage,
-    torch.Tensor.__dlpack__,
-}
 _METHODS = (MethodDescriptorType, WrapperDescriptorType)
 _WRITTEN_IN_PYTHON = "torch._tensor"  # where the other methods of torch.Tensor are
-_UNFIT = {
-    torch.Tag.data_dependent_output: "reads a number of a tensor",
-    torch.Tag.nondeterministic_seeded: "draws random numbers",
-}
 _PLAIN = (
     *(bool, int, float, str, type(None), type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -418,7 +406,7 @@ class _Functions(TorchFunctionMode):
         tape, kwargs = self._tape, dict(kwargs or {})
         if tape.idle:
             return func(*args, **kwargs)
-        if func in _READS:
+        if func in READS:
             raise NotRecordableError(f"{resolve_name(func)} reads the numbers of a tensor")
         with tape.calling():
             made = func(*args, **kwargs)
@@ -442,7 +430,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if not tape.called:
             raise NotRecordableError(f"{func} is called by no function of torch")
-        if _of_others(func):
+        if is_made_of_others(func):
             with self:
                 return func.decompose(*args, **kwargs)
         _check(func, args, kwargs, tape)
@@ -501,19 +489,6 @@ class _RecordedLayers(LinearLayers):
 
 
 @cache
-def _of_others(func: Any) -> bool:
-    """Whether an operation is made of others that run instead of it."""
-    implicit = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001  # no public name
-    return bool(func.has_kernel_for_dispatch_key(implicit))
-
-
-@cache
-def _unfit(func: Any) -> str:
-    """Why an operation may be otherwise next time; empty: it is not."""
-    return next((_UNFIT[tag] for tag in func.tags if tag in _UNFIT), "")
-
-
-@cache
 def _written(func: Any) -> list[tuple[int, str]]:
     """The arguments that an operation writes to: places and names."""
     return [
@@ -524,23 +499,15 @@ def _written(func: Any) -> list[tuple[int, str]]:
 
 
 def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tape: _Tape) -> None:
-    if why := _unfit(func):
+    if why := unfit(func):
         raise NotRecordableError(f"{func} {why}")
-    if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args, kwargs):
+    if has_shape_by_numbers(func, args, kwargs):
         raise NotRecordableError(f"the shape of what {func} makes depends on numbers of a tensor")
     for place, name in _written(func):
         value = args[place] if place < len(args) else kwargs.get(name)
         if isinstance(value, torch.Tensor) and tape.lasts(value):
             raise NotRecordableError(f"{func} writes to a tensor that lasts")
         tape.wrote = True
-
-
-def _by_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an index is by numbers alone, whose result has the shape of these."""
-    if func is not torch.ops.aten.index.Tensor:
-        return False
-    indices = args[1] if len(args) > 1 else kwargs["indices"]
-    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in indices)
 
 
 def _tensors(made: Any) -> bool:

@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvpager.hf.looks import changes_nothing
 from kvpager.hf.reach import (
     CACHED,
+    ENVIRONMENT,
     INCIDENTAL,
     OPAQUE,
     Reach,
@@ -38,7 +39,6 @@ from kvpager.hf.reach import (
 _VALUES = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range, slice)
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 _WRAPPERS = ("__func__", "fget", "fset", "func", "__wrapped__")
-_ENVIRONMENT = frozenset({"environ", "getenv"})
 
 
 class Description:
@@ -157,7 +157,7 @@ class Description:
         for name in sorted((loaded_by(function.__code__) - collected) & values.keys()):
             yield name.encode()
             yield from self._of_global(values[name], mentioned)
-        if mentioned & _ENVIRONMENT:
+        if mentioned & ENVIRONMENT:
             for name in sorted(mentioned & os.environ.keys()):
                 yield f"{name}={os.environ[name]}".encode()
 

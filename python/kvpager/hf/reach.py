@@ -15,12 +15,12 @@ import dis
 import enum
 import functools
 import gc
+import os
 import random
-import site
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
+from pathlib import Path
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -67,6 +67,7 @@ _ARCHITECTURES = (
 )
 _OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}  # torch's own, that each has
 _USED = frozenset({"warnings_issued", "generation_config"})  # by whoever calls a model
+ENVIRONMENT = frozenset({"environ", "getenv"})  # what code mentions that reads it
 _DEPTH = 12  # of objects in one another
 _COMPARED = (set, collections.deque, bytearray)  # by their content
 _SMALL = 1 << 16  # bytes of an array that is compared as a whole
@@ -99,11 +100,9 @@ def home_of(value: Any) -> str:
 def is_installed(package: str) -> bool:
     """Whether a package lies where releases are installed, as opposed to a user's own code."""
     found = sys.modules.get(package)
-    files = [getattr(found, "__file__", None), *getattr(found, "__path__", ())]
-    return any(str(file).startswith(_INSTALLED) for file in files if file)
-
-
-_INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_paths()["purelib"]})
+    places = [getattr(found, "__file__", None), *getattr(found, "__path__", ())]
+    parts = {part for place in places if place for part in Path(place).parts}
+    return not parts.isdisjoint({"site-packages", "dist-packages"})
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:
@@ -371,6 +370,9 @@ class Reach:
         loaded = loaded_by(function.__code__) - collected_by(function.__code__)
         self._look_up(vars(builtins), (loaded - values.keys()) & vars(builtins).keys())
         self._look_up(values, loaded)
+        if not known and mentioned & ENVIRONMENT:
+            read = functools.partial(_environment, sorted(mentioned))
+            self.compared.append((f"the environment that {function.__qualname__} reads", read))
         # A name of a module of Python leads to names in that module.
         waiting, visited = [(values, sorted(loaded), known)], {id(values)}
         while waiting:
@@ -447,6 +449,10 @@ _WAYS: tuple[tuple[Any, Callable[..., None]], ...] = (
     (_GENERATORS, Reach._generator),  # noqa: SLF001
     (_COMPARED, Reach._content),  # noqa: SLF001
 )
+
+
+def _environment(names: Iterable[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _is_whole(kind: type) -> bool:

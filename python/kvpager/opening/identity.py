@@ -13,7 +13,7 @@ from kvpager.hf.first_forward import settle_weights
 from kvpager.hf.linear import computing
 from kvpager.hf.modes import refuse_modes
 from kvpager.hf.recurrent import is_recurrent
-from kvpager.hf.settled import settled_behaviour
+from kvpager.hf.settled import require_known_reading, settled_behaviour
 from kvpager.hf.support import require_exact_experts
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.choices import row_choices, vocab_size
@@ -91,6 +91,7 @@ def identify(core: EngineCore, progress: Progress, *, proven: bool = False) -> N
 def _identify(core: EngineCore, progress: Progress, *, proven: bool) -> None:
     settle_weights(core.model)
     watch = ModelWatch(core.model)
+    require_known_reading(core.model, watch)
     if core.config.compress_weights:
         compress_weights(core, progress)
     recurrent = is_recurrent(core.model)

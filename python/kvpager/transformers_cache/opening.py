@@ -13,7 +13,7 @@ from kvpager.hf.attach import configurations
 from kvpager.hf.behaviour import TOKENS, behave
 from kvpager.hf.own_attention import require_own_attention
 from kvpager.hf.recurrent import is_recurrent
-from kvpager.hf.settled import settled_behaviour
+from kvpager.hf.settled import require_known_reading, settled_behaviour
 from kvpager.hf.watch import ModelWatch
 from kvpager.opening.choices import attention, common_window, row_choices, sized
 from kvpager.pager import Pager
@@ -60,6 +60,7 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
     rows = row_choices(config, model, gathers_experts=False)[0]
     watch = ModelWatch(model)
     attach(model)
+    require_known_reading(model, watch)
     require_own_attention(model, config.chunk_tokens, packed=False)
     behaviour = behave(model, RowCounts(TOKENS))
     seen = behaviour.seen

@@ -7,6 +7,7 @@ TENANTS = "model/test_tenants.py::"
 SALTS = "model/test_salts.py::"
 RENEWED = "model/test_weights_changed.py::"
 REACHED = "model/test_reached_code.py::test_what_code_reads_may_not_change_under_an_engine"
+READING = "model/test_reading.py::"
 BEHAVIOUR = "model/test_behaviour.py::"
 CHANGED = "model/test_changed_models.py::"
 NOTICED = CHANGED + "test_a_changed_model_is_noticed_before_anything_is_adopted_saved_or_committed"
@@ -93,12 +94,38 @@ IDENTITY = (
         name="models-may-change-themselves",
         breaks="a model that changes itself in every forward is refused",
         file="python/kvpager/hf/settled.py",
-        old="    if not watch.learn():\n",
-        new="    if watch.learn() is not None:\n",
+        old="        watch.check()\n",
+        new="        watch.learn()\n",
         killers=(
             "model/test_reached_code.py::"
             "test_a_model_that_changes_itself_in_every_forward_is_refused",
         ),
+    ),
+    Mutant(
+        name="code-may-read-numbers",
+        breaks="code of a user's that reads numbers of a tensor is refused at the start, by name",
+        file="python/kvpager/hf/reading.py",
+        old="        if (why := unfit(func)) and not _is_without_chance(func, args, kwargs):\n",
+        new="        if (why := unfit(func)) and not why:\n",
+        killers=(READING + "test_code_that_reads_numbers_of_a_tensor_is_refused_by_name",),
+    ),
+    Mutant(
+        name="code-may-draw-from-shared-generators",
+        breaks="code of a user's that draws random numbers is refused at the start",
+        file="python/kvpager/hf/reading.py",
+        old="        if not changed:\n",
+        new="        if changed or not changed:\n",
+        killers=(
+            READING + "test_code_that_draws_by_chance_or_by_the_clock_is_refused[random_branch]",
+        ),
+    ),
+    Mutant(
+        name="a-refusal-may-be-caught-by-the-model",
+        breaks="code that catches what a look at its reading raises is refused all the same",
+        file="python/kvpager/hf/reading.py",
+        old="        if self._refused:  # which",
+        new="        if not self._name:  # which",
+        killers=(READING + "test_code_that_reads_numbers_of_a_tensor_is_refused_by_name[caught]",),
     ),
     Mutant(
         name="closures-of-hooks-are-not-digested",

@@ -339,8 +339,8 @@ OWN_PRODUCTS = (
     Mutant(
         name="a-number-that-was-read-is-kept",
         breaks="what depends on a number of a tensor is not recorded",
-        file=RECORDINGS,
-        old='    torch.Tag.data_dependent_output: "reads a number of a tensor",\n',
+        file="python/kvpager/hf/reading.py",
+        old="    torch.Tag.data_dependent_output: _READ,\n",
         new="",
         killers=(RECORDED + "test_what_may_be_otherwise_next_time_is_refused",),
     ),
