@@ -54,7 +54,7 @@ PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised pytest-oldest pytest-gpu-image pytest-newest time-tests verify-all mutants asan tsan fuzz
-.PHONY: asan-boundary
+.PHONY: asan-boundary clients
 .PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
 .PHONY: types docs bench bench-all bench-peers cuda cuda-gates gpu-test gpu-bench tidy stubs wheel format clean
@@ -128,6 +128,9 @@ pytest-codes: build
 
 pytest-quantised: build $(QUANTISED_SITE)/torchao
 	PYTHONPATH=$(QUANTISED_SITE) $(PY) -m pytest -m "$(REGULAR)" $(PYTEST_ARGS) tests/model/test_quantised_torchao.py
+
+clients: build ## install the clients that tests/server/test_clients.py tries (some minutes, 4 GB)
+	cd tests && $(PY) -m server.clients
 
 # Not part of `make test-all`: they need other Pythons, and fetch gigabytes where there is no CPU build of a torch.
 pytest-oldest: ## model tests with the oldest Python, torch and transformers that are taken
