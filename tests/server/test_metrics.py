@@ -99,6 +99,18 @@ def test_stores_are_told_by_tenant(engine, tmp_path):
     assert found["kvpager:bytes", "resident"] > 0
 
 
+def test_with_keys_a_tenant_is_named_to_itself_alone(engine, tmp_path):
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("- {key: ka, tenant: alice}\n- {key: kb, tenant: bob}\n")
+    with running(engine, tmp_path / "store", api_keys=str(keys)) as server:
+        for key, named in ((None, []), ("unknown", []), ("ka", ["alice"]), ("kb", ["bob"])):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            text = server.http.get("/metrics", headers=headers).text
+            assert "kvpager:num_requests_running" in text
+            assert [name for name in ("alice", "bob") if name in text] == named
+        assert server.http.get("/health").json() == {"status": "ok"}
+
+
 def test_the_dashboard_asks_for_metrics_that_exist(server):
     server.chat("Hi")
     server.post("/v1/chat/completions", messages=[])

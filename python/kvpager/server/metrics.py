@@ -6,7 +6,8 @@ made for it need another prefix alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +40,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         """`model`: the label `model_name`."""
         self._registry = CollectorRegistry()
+        self._reading = threading.Lock()
         self._model = model
 
         def counter(name: str, meaning: str, *labels: str) -> Counter:
@@ -115,11 +117,14 @@ class Metrics:
 
     def watch(self, gauges: Callable[[], Gauges]) -> None:
         """Has `gauges` tell the rest whenever somebody asks."""
-        self._registry.register(_Watched(self._model, gauges))
+        self._watched = _Watched(self._model, gauges)
+        self._registry.register(self._watched)
 
-    def text(self) -> bytes:
-        """All of them, in Prometheus's text format."""
-        return generate_latest(self._registry)
+    def text(self, tenants: Collection[str]) -> bytes:
+        """All of them, in Prometheus's text format, with the names of these tenants alone."""
+        with self._reading:
+            self._watched.tenants = tenants
+            return generate_latest(self._registry)
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,7 @@ class _Watched(Collector):
     def __init__(self, model: str, gauges: Callable[[], Gauges]) -> None:
         self._model = model
         self._gauges = gauges
+        self.tenants: Collection[str] = ()
 
     def describe(self) -> Iterable[Metric]:
         return []  # so that nothing is asked before somebody wants to know
@@ -168,5 +174,7 @@ class _Watched(Collector):
         ):
             metric = GaugeMetricFamily(PREFIX + name, meaning, labels=("model_name", label))
             for key, value in values.items():
+                if label == "tenant" and key not in self.tenants:
+                    continue
                 metric.add_metric((self._model, key), value)
             yield metric

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpager.engine import Engine
 from kvpager.requests.scheduler import Scheduler
+from kvpager.server.accepted import Accepted
 from kvpager.server.background import BackgroundResponses
 from kvpager.server.bodies import Budget
 from kvpager.server.conversations import Conversations
@@ -79,7 +80,7 @@ class Service:
         self.recent = Recent()
         self.monitor = Monitor(self)
         self._exchanges: dict[int, Exchange] = {}
-        self.background_responses = BackgroundResponses()
+        self.background_responses = BackgroundResponses(Accepted(settings.store_path(names[0])))
         self.bodies = Budget(2 * settings.max_request_bytes)
         self.workers = Workers(settings.read_timeout)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -308,7 +309,7 @@ class Service:
 
     async def drain(self) -> None:
         """Refuses new requests, and waits for running ones as long as the settings allow."""
-        self.draining = True
+        self.draining = self.background_responses.stopping = True
         deadline = time.monotonic() + self.settings.drain_seconds
         while not (self.scheduler.idle or self.hurried) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -324,8 +325,9 @@ class Service:
 
     async def close(self) -> None:
         """Ends running requests, and frees everything but the engine."""
-        self.draining = True
+        self.draining = self.background_responses.stopping = True
         await self._serving.aclose()
+        await self.background_responses.ended()
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=self.settings.drain_seconds + 5)
         for source in self._conversations.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Header, Response
 from pydantic import Field
 
 from kvpager._version import __version__
@@ -13,7 +13,7 @@ from kvpager.server.bodies import JsonRoute
 from kvpager.server.errors import ApiError, bad_request
 from kvpager.server.messages import as_dicts, continues_last
 from kvpager.server.options import check_prompt, check_texts, json_response
-from kvpager.server.routes.caller import TheCaller, TheService
+from kvpager.server.routes.caller import TheCaller, TheService, tenant_of
 from kvpager.server.schema.chat import Message, Tool
 from kvpager.server.schema.common import (
     Answer,
@@ -24,6 +24,7 @@ from kvpager.server.schema.common import (
     TokenId,
 )
 from kvpager.server.service import Service
+from kvpager.server.threads import in_thread
 from kvpager.tokens import TokenIds
 
 router = APIRouter(route_class=JsonRoute)
@@ -110,9 +111,22 @@ def model(model: str, caller: TheCaller) -> ModelCard:
 
 
 @router.get("/metrics", response_class=Response)
-def metrics(service: TheService) -> Response:
-    """Prometheus metrics."""
-    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+async def metrics(
+    service: TheService,
+    authorization: Annotated[str | None, Header()] = None,
+    x_api_key: Annotated[str | None, Header()] = None,
+) -> Response:
+    """Prometheus metrics; those of a tenant for its own key alone."""
+    tenants = [one.name for one in service.tenants.all()]
+    if service.tenants.needs_keys:
+        try:
+            tenants = [tenant_of(service, authorization, x_api_key).name]
+        except ApiError:
+            tenants = []
+    return Response(
+        await in_thread(lambda: service.metrics.text(tenants)),
+        media_type="text/plain; version=0.0.4; charset=utf-8",
+    )
 
 
 @router.post("/tokenize", response_model=None, responses={200: {"model": Tokens}})

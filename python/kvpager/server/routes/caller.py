@@ -46,13 +46,18 @@ def service_of(request: Request) -> Service:
 def admitted(service: Service, authorization: str | None, x_api_key: str | None) -> Tenant:
     """The tenant of these headers, whose request is counted. Raises ApiError 401, 429 or 503."""
     service.check_open()
+    tenant = tenant_of(service, authorization, x_api_key)
+    service.tenants.count(tenant)
+    return tenant
+
+
+def tenant_of(service: Service, authorization: str | None, x_api_key: str | None) -> Tenant:
+    """The tenant of these headers. Raises ApiError 401."""
     key = x_api_key
     if authorization is not None:
         scheme, _, given = authorization.partition(" ")
         key = given.strip() if scheme.lower() == "bearer" else None
-    tenant = service.tenants.of(key)
-    service.tenants.count(tenant)
-    return tenant
+    return service.tenants.of(key)
 
 
 def caller_of(

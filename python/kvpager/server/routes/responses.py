@@ -13,6 +13,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from kvpager.grammar import Grammar
 from kvpager.requests.completion import RequestCompletion
 from kvpager.server import options
+from kvpager.server.accepted import STOPPED
 from kvpager.server.answers import Answering, answering
 from kvpager.server.bodies import JsonRoute
 from kvpager.server.breakpoints import Marks
@@ -67,7 +68,7 @@ async def create(request: Request, body: ResponseRequest, caller: TheCaller) -> 
     exchange = Exchange(caller.service, turn.plan)
     await exchange.begin()
     if body.background:
-        caller.service.background_responses.start(caller.tenant.name, turn, exchange)
+        await caller.service.background_responses.start(caller.tenant.name, turn, exchange)
         if body.stream and turn.replay is not None:
             return _replayed(turn.replay.events(), turn.padded, turn.headers)
         return options.json_response(turn.response, turn.headers)
@@ -147,9 +148,13 @@ async def _notes(response_id: str, caller: Caller) -> dict[str, Any]:
         notes = await asyncio.to_thread(caller.conversations.notes, response_id)
     except ApiError:
         notes = {}
-    if _NOTE not in notes:
+    if _NOTE in notes:
+        return notes
+    background = caller.service.background_responses
+    recorded = await background.recorded(caller.tenant.name, response_id)
+    if recorded is None:
         raise not_found("response", response_id, "response_id", "response_not_found")
-    return notes
+    return recorded
 
 
 def _replayed(
@@ -179,8 +184,12 @@ async def delete(response_id: ResponseId, caller: TheCaller) -> Deleted:
     if background.get(caller.tenant.name, response_id) is None:
         await _notes(response_id, caller)
     await background.cancel(caller.tenant.name, response_id)
-    if not background.forget(caller.tenant.name, response_id):
+    known = background.forget(caller.tenant.name, response_id)
+    try:
         await asyncio.to_thread(caller.conversations.delete, response_id)
+    except ApiError:
+        if not known:
+            raise
     return Deleted(id=response_id)
 
 
@@ -319,13 +328,19 @@ class _Turn:
         self.fail(error)
         return self._numbered(("response.failed", {"response": self.response.model_dump()}))
 
-    def fail(self, error: ApiError) -> None:
-        """Notes what it failed of."""
-        self.response.status = "cancelled" if error.code == "cancelled" else "failed"
-        self.response.error = {"code": error.code or "server_error", "message": error.message}
+    def fail(self, error: ApiError, *, stopped: bool = False) -> None:
+        """Notes what it failed of. stopped: by the end of the server, so that it is incomplete."""
+        response, name = self.response, "response.failed"
+        if stopped:
+            for _ in self._output.end(complete=False):
+                pass
+            name, response.output = "response.incomplete", self._output.items
+            response.status, response.incomplete_details = "incomplete", STOPPED
+        else:
+            response.status = "cancelled" if error.code == "cancelled" else "failed"
+            response.error = {"code": error.code or "server_error", "message": error.message}
         if self.replay is not None:
-            told = {"response": self.response.model_dump()}
-            self.replay.add(("response.failed", told), last=True)
+            self.replay.add((name, {"response": response.model_dump()}), last=True)
             self.replay = None  # its readers have it
 
     def _numbered(self, one: Event) -> ServerSentEvent:
