@@ -20,7 +20,7 @@ from kvpager.arguments import listed, refusal
 from kvpager.errors import InvalidArgumentError
 from kvpager.logits.processors import Logits
 from kvpager.text.tokenizer import Tokenizer
-from kvpager.text.tool_calls import JSON_SPACING
+from kvpager.text.tool_formats import JSON_SPACING
 from kvpager.tokens import TokenIds
 from kvpager.unicode import require_unicode
 

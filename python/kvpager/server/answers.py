@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from kvpager.grammar import Grammar
@@ -11,6 +11,7 @@ from kvpager.requests.completion import RequestCompletion
 from kvpager.server.errors import bad_request
 from kvpager.server.ids import new_id
 from kvpager.server.options import grammar_of, grammar_of_field
+from kvpager.server.production import Piece
 from kvpager.server.schema.chat import (
     Called,
     ChatRequest,
@@ -23,7 +24,8 @@ from kvpager.server.schema.chat import (
 )
 from kvpager.server.schema_limits import check_schemas
 from kvpager.server.service import Service
-from kvpager.text.tool_calls import Event, TextDelta, ToolCallFormat
+from kvpager.text.call_parsing import Event, ReasoningDelta, TextDelta
+from kvpager.text.tool_formats import ToolCallFormat
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -41,17 +43,31 @@ class Reader:
         calls: of tools, so far.
     """
 
-    def __init__(self, calls_of: ToolCallFormat | None) -> None:
-        """calls_of: how the model writes calls; None: everything is text."""
-        self._parser = None if calls_of is None else calls_of.parser()
+    def __init__(
+        self,
+        calls_of: ToolCallFormat | None,
+        tools: Sequence[Mapping[str, Any]],
+        marks: Mapping[int, str],
+    ) -> None:
+        """Begins an answer.
+
+        Args:
+            calls_of: how the model writes calls; None: everything is text.
+            tools: functions that it may call.
+            marks: control tokens around calls, which are not in the text of pieces.
+        """
+        self._parser = None if calls_of is None else calls_of.parser(tools)
+        self._marks = marks
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self.calls: list[ToolCall] = []
 
-    def push(self, text: str) -> list[Delta]:
-        """What a further piece of text tells."""
+    def push(self, piece: Piece) -> list[Delta]:
+        """What a further piece tells."""
         if self._parser is None:
-            return self._told_text(text)
-        return self._told(self._parser.push(text))
+            return self._told_text(piece.text)
+        mark = self._marks.get(piece.token_id, "")
+        return self._told(self._parser.push(piece.text + mark))
 
     def end(self) -> list[Delta]:
         """What was held back until the end."""
@@ -63,9 +79,16 @@ class Reader:
         text = "".join(self._text)
         return None if self.calls and not text.strip() else text
 
+    @property
+    def reasoning(self) -> str | None:
+        """What the model has marked as its reasoning."""
+        return "".join(self._reasoning) or None
+
     def message(self) -> dict[str, Any]:
         """The answer as a message of the conversation."""
         values: dict[str, Any] = {"role": "assistant", "content": self.content or ""}
+        if self.reasoning:
+            values["reasoning_content"] = self.reasoning
         if self.calls:
             values["tool_calls"] = [call.model_dump() for call in self.calls]
         return values
@@ -81,6 +104,10 @@ class Reader:
         for one in events:
             if isinstance(one, TextDelta):
                 deltas += self._told_text(one.text)
+                continue
+            if isinstance(one, ReasoningDelta):
+                self._reasoning.append(one.text)
+                deltas.append(Delta({"reasoning_content": one.text}))
                 continue
             function = Called(name=one.name, arguments=one.arguments)
             call = ToolCall(id=new_id("call_"), function=function, index=one.index)
@@ -100,15 +127,18 @@ class Answering:
         options: of the generation: a grammar, where one holds.
         tools: for the chat template; None: none.
         calls_of: how calls are written; None: nothing is taken for a call.
+        marks: control tokens around calls.
     """
 
     options: Mapping[str, Any]
     tools: tuple[dict[str, Any], ...] | None = None
     calls_of: ToolCallFormat | None = None
+    marks: Mapping[int, str] = field(default_factory=dict)
 
     def reader(self) -> Reader:
         """For one answer."""
-        return Reader(self.calls_of)
+        functions = [tool["function"] for tool in self.tools or ()]
+        return Reader(self.calls_of, functions, self.marks)
 
 
 def answering_of(service: Service, body: ChatRequest) -> Answering:
@@ -134,7 +164,7 @@ def answering(
     if not tools:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice names a tool; expected tools with it", "tool_choice")
-        return Answering({} if grammar is None else {"grammar": grammar})
+        return _without_tools(service, grammar)
     names = [tool.function.name for tool in tools]
     if len(set(names)) != len(names):
         raise bad_request("tools has two functions of one name; expected each once", "tools")
@@ -144,17 +174,17 @@ def answering(
             "tool_choice",
         )
     if choice == "none":
-        return Answering({} if grammar is None else {"grammar": grammar})
-    form = service.tool_call_format
+        return _without_tools(service, grammar)
+    form, marks = service.tool_call_format, service.call_marks
     if form is None:
         raise bad_request(
-            "tools is given, but this model's chat template knows none; start the server with "
-            "--tool-calls hermes if the model was trained for that format",
+            f"tools is given, but {service.no_tools}; start the server with --tool-calls NAME if "
+            "the model was trained for one of them",
             "tools",
         )
     shown = tuple(tool.model_dump(exclude_none=True) for tool in tools)
     if choice in (None, "auto"):
-        return Answering({} if grammar is None else {"grammar": grammar}, shown, form)
+        return Answering({} if grammar is None else {"grammar": grammar}, shown, form, marks)
     # A call that is forced is the whole answer: a grammar of its text has nothing to say.
     chosen = [one["function"] for one in shown]
     if isinstance(choice, ChosenTool):
@@ -162,8 +192,17 @@ def answering(
         parallel = False
     check_schemas([one.get("parameters") for one in chosen], "tools")
     with grammar_of_field("tools"):
-        forced = Grammar.lark(form.lark(chosen, parallel=parallel))
-    return Answering({"grammar": forced}, shown, form)
+        tokens = {mark: number for number, mark in marks.items()}
+        forced = Grammar.lark(form.lark(chosen, parallel=parallel, tokens=tokens))
+    return Answering({"grammar": forced}, shown, form, marks)
+
+
+def _without_tools(service: Service, grammar: Grammar | None) -> Answering:
+    form = service.tool_call_format
+    if form is None or not form.always:
+        form = None
+    options = {} if grammar is None else {"grammar": grammar}
+    return Answering(options, None, form, service.call_marks)
 
 
 def _grammar(body: ChatRequest) -> Grammar | None:

@@ -11,6 +11,7 @@ from kvpager.server.breakpoints import DEFAULT_TTL, Mark, Marks
 from kvpager.server.errors import bad_request
 from kvpager.server.ids import new_id
 from kvpager.server.messages import ROLES
+from kvpager.server.production import Piece
 from kvpager.server.schema.common import CacheOptions
 from kvpager.server.schema.responses import (
     InputCall,
@@ -120,13 +121,14 @@ class Output:
         self._logprobs: list[dict[str, Any]] = []
         self._open = False  # whether the last item still grows
 
-    def push(self, text: str, token: Any) -> Events:
+    def push(self, piece: Piece) -> Events:
         """What a further token tells."""
+        token = piece.token
         logprobs = []
         if self._texts is not None and isinstance(token, GeneratedToken):
             logprobs = [self._texts.chosen(token).model_dump()]
         events: Events = []
-        for delta in self.reader.push(text):
+        for delta in self.reader.push(piece):
             events += self._told(delta, logprobs)
             logprobs = []
         self._logprobs += logprobs  # of a token without text of its own
@@ -143,6 +145,8 @@ class Output:
 
     def _told(self, delta: Delta, logprobs: list[dict[str, Any]]) -> Events:
         values = delta.values
+        if "reasoning_content" in values:
+            return []
         if "content" in values:
             return self._add_text(values["content"], logprobs)
         (call,) = values["tool_calls"]

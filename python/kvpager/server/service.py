@@ -29,7 +29,8 @@ from kvpager.server.token_texts import TokenTexts
 from kvpager.server.transfers import Transfers
 from kvpager.stores import DirectoryStore
 from kvpager.text.tokenizer import Rendering, Tokenizer
-from kvpager.text.tool_calls import ToolCallFormat, format_of_template, tool_call_format
+from kvpager.text.tool_calls import format_of_template, tool_call_format, unknown_format
+from kvpager.text.tool_formats import ToolCallFormat
 
 if TYPE_CHECKING:
     from kvpager.server.exchange import Exchange
@@ -122,8 +123,30 @@ class Service:
         """How the model writes calls of tools; None: tools are refused."""
         asked = self.settings.tool_calls
         if asked == AUTO:
-            return format_of_template(getattr(self.engine.tokenizer, "chat_template", None))
+            return format_of_template(self._template)
         return None if asked == OFF else tool_call_format(asked)
+
+    @property
+    def no_tools(self) -> str:
+        """Why tools are refused, where they are."""
+        if self.settings.tool_calls == OFF:
+            return "the server was started with --tool-calls off"
+        return unknown_format(self._template)
+
+    @cached_property
+    def call_marks(self) -> dict[int, str]:
+        """Control tokens that are marks of calls, which the text of an answer leaves out."""
+        form, tokenizer = self.tool_call_format, self.engine.tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {}) if form is not None else {}
+        return {
+            number: token.content
+            for number, token in added.items()
+            if form is not None and token.special and token.content in form.marks
+        }
+
+    @property
+    def _template(self) -> object:
+        return getattr(self.engine.tokenizer, "chat_template", None)
 
     def rendering(
         self,

@@ -27,11 +27,12 @@ from kvpager.server.strangers import is_host, is_origin
 from kvpager.server.tenants import Tenant
 from kvpager.stores.settings import parse_ttl
 from kvpager.text.tokenizer import CONTROL_TOKENS
+from kvpager.text.tool_calls import FORMATS
 
 AUTO, OFF = "auto", "off"
 MIB = 1 << 20
 LOG_LEVELS = ("debug", "info", "warning", "error")
-TOOL_FORMATS = (AUTO, OFF, "hermes", "llama3", "mistral")
+TOOL_FORMATS = (AUTO, OFF, *FORMATS)
 
 
 def _file(field: str, value: Any) -> str | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvpager.text.call_parsing import overlap
 from kvpager.text.tokenizer import Detokenizer
-from kvpager.text.tool_calls import overlap
 
 
 class AnswerText:

@@ -6,25 +6,33 @@ tell it from those that the template writes itself; see `kvpager.text.encoder`.
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
+from kvpager.text.json_values import loads
+
+CallIds: TypeAlias = Callable[[str, str, int], str]
 # Noncharacters of Unicode, which no text is exchanged with.
 BEGIN_TEXT, END_TEXT = "\ufdd0", "\ufdd1"
 _MARKS = str.maketrans({BEGIN_TEXT: None, END_TEXT: None})
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # templates' names of one thing
 
 
-def template_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Iterable[Mapping[str, Any]], id_of: CallIds | None = None
+) -> list[dict[str, Any]]:
     """Copies of messages for a chat template.
 
     The arguments of tool calls that are JSON text of an object become that object, as templates
     expect; other text stays as it is. An assistant's reasoning gets every name that templates know.
+    Calls, and the messages that answer them, get the ids of `id_of`, if it is given: of (id, tool,
+    number of the call).
     """
-    return [_template_message(message) for message in messages]
+    copies = [_template_message(message) for message in messages]
+    if id_of is not None:
+        _rename_calls(copies, id_of)
+    return copies
 
 
 def unparsed_arguments(messages: Sequence[Mapping[str, Any]]) -> str | None:
@@ -44,8 +52,8 @@ def parsed_arguments(arguments: Any) -> Any:
     if not arguments.strip():
         return {}
     try:
-        value = json.loads(arguments, parse_constant=_refuse, parse_float=_finite)
-    except (ValueError, RecursionError):
+        value = loads(arguments)
+    except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
 
@@ -113,6 +121,21 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _rename_calls(messages: list[dict[str, Any]], id_of: CallIds) -> None:
+    names: dict[Any, str] = {}
+    number = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(call, dict):
+                given = call.get("id")
+                call["id"] = id_of(str(given), str(_function(call).get("name")), number)
+                names[given] = call["id"]
+                number += 1
+        if (answered := message.get("tool_call_id")) in names:
+            message["tool_call_id"] = names[answered]
+
+
 def _template_call(call: Any) -> Any:
     if not isinstance(call, Mapping):
         return call
@@ -127,14 +150,3 @@ def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """The function of a call, which some write without the object around it."""
     function = call.get("function")
     return function if isinstance(function, Mapping) else call
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is too large")
-    return value

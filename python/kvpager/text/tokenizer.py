@@ -12,6 +12,7 @@ from kvpager.errors import InvalidArgumentError
 from kvpager.text.encoder import PromptEncoder
 from kvpager.text.template_input import template_messages, unparsed_arguments
 from kvpager.text.token_bytes import BROKEN, TokenBytes
+from kvpager.text.tool_calls import call_ids_of
 from kvpager.tokens import TextOrIds, TokenIds, as_token_ids
 from kvpager.unicode import require_unicode
 
@@ -111,7 +112,8 @@ class Tokenizer:
                 raise InvalidArgumentError(
                     f"chat_template_kwargs has {name!r}, which kvpager sets itself; leave it out"
                 )
-        given, variables = template_messages(messages), dict(rendering.variables)
+        given = template_messages(messages, call_ids_of(template))
+        variables = dict(rendering.variables)
         hint = unparsed_arguments(given)
         if rendering.control_tokens == "text" and self._prompts.can_mark:
             texts = template.values() if isinstance(template, Mapping) else [template]

@@ -1,303 +1,154 @@
-"""Calls of tools in a model's text, in the formats that chat templates teach.
-
-A call is told once all of it has come, so that what only looks like one stays text.
-"""
+"""Which format a model writes its calls of tools in: by name, or as its chat template does."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+import re
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.text.tool_formats import (
+    DeepSeek,
+    Gemma,
+    Harmony,
+    Json,
+    Kimi,
+    Llama3,
+    Mistral,
+    Tags,
+    ToolCallFormat,
+)
 
-HERMES, LLAMA3, MISTRAL = "hermes", "llama3", "mistral"
-REQUIRED: Literal["required"] = "required"
-_BLANK = " \t\r\n"
-# Any number of blanks would be JSON too, and some models write nothing else.
-JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_QWEN_TAGS = ("<function=", ">"), ("<parameter=", ">", "</parameter>")
+_ALL: tuple[ToolCallFormat, ...] = (
+    Json("hermes", "<tool_call>", "</tool_call>", blank="\n"),
+    Llama3(),
+    Mistral("mistral", named=False),
+    Mistral("mistral_args", named=True),
+    Tags(
+        "qwen3_coder",
+        ("<tool_call>", "</tool_call>"),
+        *_QWEN_TAGS,
+        others=(("<function=", "</function>"),),
+    ),
+    Tags(
+        "glm",
+        ("<tool_call>", "</tool_call>"),
+        ("", ""),
+        ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+        line="",
+    ),
+    DeepSeek("deepseek_v3", fenced=True),
+    DeepSeek("deepseek_v31", fenced=False),
+    Kimi(),
+    Harmony(),
+    Json("granite", "<|tool_call|>", None, listed=True, others=(("<tool_call>", None),)),
+    Json("phi4_mini", "<|tool_call|>", "<|/tool_call|>", listed=True),
+    Json(
+        "command_r",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        listed=True,
+        keys=("tool_name", "parameters"),
+        number="tool_call_id",
+    ),
+    Tags(
+        "minimax",
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+        ('<invoke name="', '">'),
+        ('<parameter name="', '">', "</parameter>"),
+        sectioned=True,
+        line="",
+    ),
+    Tags("seed_oss", ("<seed:tool_call>", "</seed:tool_call>"), *_QWEN_TAGS, line=""),
+    Gemma("function_gemma", ("<start_function_call>", "<end_function_call>"), "<escape>"),
+    Gemma("gemma4", ("<|tool_call>", "<tool_call|>"), '<|"|>'),
+)
+FORMATS: Mapping[str, ToolCallFormat] = {one.name: one for one in _ALL}
 
-
-@dataclass(frozen=True)
-class TextDelta:
-    """Text beside calls."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a tool.
-
-    Attributes:
-        index: from 0, within the answer.
-        name: of the tool.
-        arguments: JSON text of an object.
-    """
-
-    index: int
-    name: str
-    arguments: str
-
-
-Event: TypeAlias = TextDelta | Call
-
-
-class CallParser(Protocol):
-    """Takes an answer apart as it comes."""
-
-    def push(self, text: str) -> list[Event]:
-        """What is certain with a further piece of text."""
-        ...
-
-    def end(self) -> list[Event]:
-        """The rest, when no text follows."""
-        ...
-
-
-class ToolCallFormat(Protocol):
-    """How a model writes calls."""
-
-    name: str
-
-    def parser(self) -> CallParser:
-        """For one answer."""
-        ...
-
-    def lark(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> str:
-        """A grammar of answers that are calls of these tools and nothing else, for `Grammar.lark`.
-
-        Args:
-            tools: functions, each with a name and parameters (a JSON schema).
-            parallel: whether there may be several calls.
-        """
-        ...
-
-
-class _TaggedParser:
-    """Calls between an opening and a closing tag, amid text."""
-
-    def __init__(self, opening: str, closing: str) -> None:
-        self._opening, self._closing = opening, closing
-        self._held = ""
-        self._inside = False
-        self._calls = 0
-
-    def push(self, text: str) -> list[Event]:
-        self._held += text
-        events: list[Event] = []
-        while True:
-            tag = self._closing if self._inside else self._opening
-            before, found, after = self._held.partition(tag)
-            if not found:
-                break
-            self._held = after
-            events += self._body(before, tag) if self._inside else _text(before)
-            self._inside = not self._inside
-        if not self._inside:
-            kept = overlap(self._held, self._opening)
-            events += _text(self._held[: len(self._held) - kept])
-            self._held = self._held[len(self._held) - kept :]
-        return _joined(events)
-
-    def end(self) -> list[Event]:
-        held, self._held = self._held, ""
-        if self._inside:  # some models end right behind the call
-            self._inside = False
-            return self._body(held, "")
-        return _text(held)
-
-    def _body(self, body: str, closing: str) -> list[Event]:
-        call = _call_of(_parsed(body), "arguments", self._calls)
-        if call is None:
-            return _text(self._opening + body + closing)
-        self._calls += 1
-        return [call]
-
-
-class _WholeParser:
-    """Calls that are a whole answer; held back until its end where it begins like one."""
-
-    def __init__(self, beginnings: tuple[str, ...], arguments: str) -> None:
-        self._beginnings = beginnings
-        self._arguments = arguments
-        self._held = ""
-        self._is_text = False
-
-    def push(self, text: str) -> list[Event]:
-        if self._is_text:
-            return _text(text)
-        self._held += text
-        seen = self._held.lstrip(_BLANK)
-        if any(seen.startswith(one) or one.startswith(seen) for one in self._beginnings):
-            return []
-        self._is_text = True
-        held, self._held = self._held, ""
-        return _text(held)
-
-    def end(self) -> list[Event]:
-        held, self._held = self._held, ""
-        text = held.strip(_BLANK)
-        for marker in ("[TOOL_CALLS]", "<|python_tag|>"):
-            text = text.removeprefix(marker).strip(_BLANK)
-        calls = [
-            _call_of(value, self._arguments, index) for index, value in enumerate(_values(text))
-        ]
-        if not calls or None in calls:
-            return _text(held)
-        return [call for call in calls if call is not None]
-
-
-class Hermes:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, and others."""
-
-    name = HERMES
-
-    def parser(self) -> CallParser:
-        """See `ToolCallFormat`."""
-        return _TaggedParser("<tool_call>", "</tool_call>")
-
-    def lark(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> str:
-        """See `ToolCallFormat`."""
-        schema = json.dumps(_schema(tools, "arguments"))
-        repeated = r'call ("\n" call)*' if parallel else "call"
-        return (
-            f"start: {repeated}\n"
-            rf'call: "<tool_call>\n" body "\n</tool_call>"'
-            f"\nbody: %json {schema}\n"
-        )
-
-
-class Llama3:
-    """`{"name": ..., "parameters": {...}}`, as a whole answer."""
-
-    name = LLAMA3
-
-    def parser(self) -> CallParser:
-        """See `ToolCallFormat`."""
-        return _WholeParser(('{"name"', '{ "name"', "<|python_tag|>"), "parameters")
-
-    def lark(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> str:
-        """See `ToolCallFormat`; this format has one call in an answer."""
-        return f"start: %json {json.dumps(_schema(tools, 'parameters'))}\n"
-
-
-class Mistral:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, as a whole answer."""
-
-    name = MISTRAL
-
-    def parser(self) -> CallParser:
-        """See `ToolCallFormat`."""
-        return _WholeParser(("[TOOL_CALLS]", '[{"name"', '[{ "name"'), "arguments")
-
-    def lark(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> str:
-        """See `ToolCallFormat`."""
-        items = _schema(tools, "arguments")
-        schema: dict[str, Any] = {"x-guidance": items.pop("x-guidance"), "type": "array"}
-        schema |= {"items": items, "minItems": 1}
-        if not parallel:
-            schema["maxItems"] = 1
-        return f'start: "[TOOL_CALLS]" calls\ncalls: %json {json.dumps(schema)}\n'
-
-
-_FORMATS: Mapping[str, ToolCallFormat] = {one.name: one for one in (Hermes(), Llama3(), Mistral())}
+# What a template has of a format, the first that has all of its texts; a text in each may be one of
+# several.
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("minimax", ("<minimax:tool_call>", "<invoke")),
+    ("seed_oss", ("<seed:tool_call>", "<parameter=")),
+    ("glm", ("<arg_key>", "<arg_value>")),
+    ("kimi_k2", ("<|tool_call_argument_begin|>",)),
+    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),  # noqa: RUF001
+    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),  # noqa: RUF001
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
+    ("function_gemma", ("<start_function_call>",)),
+    ("gemma4", ("<|tool_call>", "<tool_call|>")),
+    ("command_r", ("<|START_ACTION|>",)),
+    ("mistral_args", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("phi4_mini", ("<|/tool_call|>",)),
+    ("phi4_mini", ("<|/tool|>",)),
+    ("granite", ("<|tool_call|>",)),
+    ("hermes", ("<tool_call>", '"name"', '"arguments"')),
+    ("hermes", ("<tool_call>", "tojson")),
+    ("llama3", ('"name"', '"parameters"', "<|python_tag|>")),
+    ("llama3", ('"name"', '"parameters"', "<|start_header_id|>")),
+    ("llama3", ('"name"', '"parameters"', "<|header_start|>")),
+)
+_TAG = re.compile(
+    r"<[^<>{}\s]*(?:tool|function|call|action)[^<>{}\s]*>|\[[A-Z_]*TOOL[A-Z_]*\]", re.I
+)
 
 
 def tool_call_format(name: str) -> ToolCallFormat:
     """A format by its name. Raises InvalidArgumentError for an unknown one."""
-    if name not in _FORMATS:
-        raise InvalidArgumentError(f"tool_calls is {name!r}; expected {', '.join(_FORMATS)}")
-    return _FORMATS[name]
+    if name not in FORMATS:
+        raise InvalidArgumentError(f"tool_calls is {name!r}; expected {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 def format_of_template(template: object) -> ToolCallFormat | None:
-    """The format that a chat template teaches; None: it knows no tools.
+    """The format that a chat template teaches; None: it knows no tools, or another one.
 
     template: of a tokenizer: text, {name: text}, or None.
     """
-    texts = template.values() if isinstance(template, Mapping) else [template]
-    text = "\n".join(one for one in texts if isinstance(one, str))
+    text = _text_of(template)
     if "tools" not in text:
         return None
-    if "<tool_call>" in text:
-        return _FORMATS[HERMES]
-    if "[TOOL_CALLS]" in text:
-        return _FORMATS[MISTRAL]
-    return _FORMATS[LLAMA3] if '"parameters"' in text else None
+    for name, signs in _SIGNS:
+        if all(sign in text for sign in signs):
+            return FORMATS[name]
+    return None
 
 
-def overlap(text: str, tag: str) -> int:
-    """The length of the longest end of `text` with which `tag` begins, less than all of it."""
-    for length in range(min(len(text), len(tag) - 1), 0, -1):
-        if text.endswith(tag[:length]):
-            return length
-    return 0
+def unknown_format(template: object) -> str:
+    """What is said of a template whose format is not known."""
+    text = _text_of(template)
+    known = f"known formats are {', '.join(FORMATS)}"
+    if "tools" not in text:
+        return f"this model's chat template shows it no tools; {known}"
+    tag = _TAG.search(text)
+    written = f"writes {tag[0]}" if tag is not None else "has no marks of calls that are known"
+    return f"this model's chat template {written}, and not in a known format; {known}"
 
 
-def _schema(tools: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
-    """Of a call of any of these tools."""
-    return {
-        "x-guidance": JSON_SPACING,
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool["name"]},
-                    arguments: tool.get("parameters") or {"type": "object"},
-                },
-                "required": ["name", arguments],
-                "additionalProperties": False,
-            }
-            for tool in tools
-        ],
-    }
+def call_ids_of(template: object) -> Callable[[str, str, int], str] | None:
+    """How a template wants ids of calls: of (id, tool, number of the call); None: as they are."""
+    text = _text_of(template)
+    if "<|tool_call_argument_begin|>" in text:
+        return _kimi_id
+    return _mistral_id if "[TOOL_CALLS]" in text else None
 
 
-def _call_of(value: Any, arguments: str, index: int) -> Call | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    given = value.get(arguments, value.get("arguments", {}))
-    if isinstance(given, str):
-        given = _parsed(given)
-    if not isinstance(given, dict):
-        return None
-    return Call(index, value["name"], json.dumps(given, ensure_ascii=False))
+def _kimi_id(given: str, name: str, number: int) -> str:
+    return given if re.fullmatch(r"functions\..+:\d+", given) else f"functions.{name}:{number}"
 
 
-def _values(text: str) -> list[Any]:
-    """JSON values after one another, or those of one array; none if the text is anything else."""
-    decoder, values, at = json.JSONDecoder(), [], 0
-    while at < len(text):
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return []
-        values.append(value)
-        while at < len(text) and text[at] in _BLANK + ";":
-            at += 1
-    return values[0] if len(values) == 1 and isinstance(values[0], list) else values
+def _mistral_id(given: str, name: str, number: int) -> str:
+    """Nine letters and digits, which these templates insist on."""
+    if re.fullmatch(r"[A-Za-z0-9]{9}", given):
+        return given
+    return blake2b(given.encode(), digest_size=8).hexdigest()[:9]
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _text(text: str) -> list[Event]:
-    return [TextDelta(text)] if text else []
-
-
-def _joined(events: list[Event]) -> list[Event]:
-    """The events, with text that follows text in one piece."""
-    joined: list[Event] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            joined[-1] = TextDelta(last.text + event.text)
-        else:
-            joined.append(event)
-    return joined
+def _text_of(template: object) -> str:
+    """The template's text, or those of all it has, with quotes as they come out."""
+    texts = template.values() if isinstance(template, Mapping) else [template]
+    text = "\n".join(one for one in texts if isinstance(one, str))
+    return text.replace('\\"', '"')

@@ -11,6 +11,8 @@ SCHEDULER = "model/test_scheduler.py::"
 SERVING = "model/test_serving.py::"
 ARGUMENTS = "python/kvpager/arguments.py"
 TOKENS = "python/kvpager/tokens.py"
+PROMPTS = "python/test_prompt_tokens.py::"
+TEMPLATES = "python/test_template_input.py::"
 CONVERSATION = "python/kvpager/text/conversation.py"
 
 FRONT_DOOR = (
@@ -100,7 +102,7 @@ FRONT_DOOR = (
     Mutant(
         name="the-beginning-of-a-stop-string-is-told",
         breaks="text is held back while it may begin a stop string",
-        file="python/kvpager/text/tool_calls.py",
+        file="python/kvpager/text/call_parsing.py",
         old="for length in range(min(len(text), len(tag) - 1), 0, -1):",
         new="for length in ():",
         killers=(TEXT + "test_text_is_held_back_while_it_may_begin_a_stop_string",),
@@ -228,6 +230,46 @@ FRONT_DOOR = (
         old="            self.transcript.conversation = before if unchanged else told\n",
         new="            pass\n",
         killers=(CHAT + "test_a_turn_that_fails_leaves_the_conversation_as_it_was",),
+    ),
+    Mutant(
+        name="a-turn-is-encoded-alone",
+        breaks="a prompt does not depend on what is in memory",
+        file="python/kvpager/text/encoder.py",
+        old="        border = self._border(text, start)\n",
+        new="        return self.encode(text[start:])\n",
+        killers=(PROMPTS + "test_a_prompt_does_not_depend_on_what_is_in_memory",),
+    ),
+    Mutant(
+        name="a-border-is-where-a-token-may-reach-over",
+        breaks="what is encoded behind a border is the rest of the whole",
+        file="python/kvpager/text/encoder.py",
+        old="        and content not in inside  # of another token, or of itself\n",
+        new="",
+        killers=(PROMPTS + "test_what_is_encoded_behind_a_border_is_the_rest_of_the_whole",),
+    ),
+    Mutant(
+        name="arguments-stay-text",
+        breaks="a template may write or loop over arguments",
+        file="python/kvpager/text/template_input.py",
+        old="    return value if isinstance(value, dict) else arguments\n",
+        new="    return arguments\n",
+        killers=(TEMPLATES + "test_a_template_may_write_or_loop_over_arguments",),
+    ),
+    Mutant(
+        name="a-users-text-ends-their-message",
+        breaks="control tokens in a user's text are text",
+        file="python/kvpager/text/tokenizer.py",
+        old='if rendering.control_tokens == "text" and self._prompts.can_mark:',
+        new="if False:",
+        killers=(TEMPLATES + "test_control_tokens_in_a_users_text_are_text",),
+    ),
+    Mutant(
+        name="an-answer-silently-begins-another",
+        breaks="a last message of the assistant is refused or gone on with",
+        file="python/kvpager/scheduling/chat.py",
+        old="        if is_answer and prompted:\n",
+        new="        if False:\n",
+        killers=(CHAT + "test_a_last_message_of_the_assistant_is_refused_or_gone_on_with",),
     ),
     Mutant(
         name="messages-share-what-they-hold",

@@ -40,18 +40,29 @@ SERVING = (
         name="a-response-is-told-before-it-is-kept",
         breaks="a response that was reported can be retrieved",
         file=SERVER + "routes/responses.py",
-        old="        await exchange.finish(notes={_NOTE: self.response.model_dump()})\n",
-        new="",
+        old="notes={_NOTE: self.response.model_dump(), _INPUT: self.input_items}",
+        new="notes={}",
         killers=("server/test_responses.py::test_a_response_can_be_retrieved_and_deleted",),
     ),
     Mutant(
         name="a-clients-words-replace-the-models",
         breaks="a turn after a call goes on from the tokens that the model wrote",
         file=SERVER + "exchange.py",
-        old="                return [*session.messages, *prompt.messages[count:]]\n",
+        old="                return self._behind(session, kept, [], prompt.messages[count:])\n",
         new="                return list(prompt.messages)\n",
         killers=(
             "server/test_tools.py::test_a_turn_after_a_call_goes_on_from_what_the_model_wrote",
+        ),
+    ),
+    Mutant(
+        name="system-items-hold-for-one-turn",
+        breaks="system and developer items of a response hold in later turns",
+        file=SERVER + "exchange.py",
+        old="        held = session.messages[left_out:]\n",
+        new='        held = session.messages[session.messages[0]["role"] == "system" :]\n',
+        killers=(
+            "server/test_prompts.py::"
+            "test_system_and_developer_items_of_a_response_hold_in_later_turns",
         ),
     ),
     Mutant(

@@ -61,8 +61,7 @@ async def chat_completions(
 
     async def whole() -> ChatCompletion:
         await exchange.begin()
-        completions = await exchange.run()
-        return await turn.finish(exchange, completions)
+        return await turn.finish(exchange)
 
     try:
         answer = await unless_gone(request, whole())
@@ -154,16 +153,18 @@ class _Turn:
         """The whole answer as JSON."""
         return options.json_response(answer, self.headers)
 
-    async def finish(
-        self, exchange: Exchange, completions: list[RequestCompletion]
-    ) -> ChatCompletion:
+    async def finish(self, exchange: Exchange) -> ChatCompletion:
         """The whole answer, once its conversation is kept."""
-        choices = []
-        readers = [self._answering.reader() for _ in completions]
-        for number, (completion, reader) in enumerate(zip(completions, readers)):
-            reader.push(completion.text or "")
-            reader.end()
-            choices.append(self._choice(number, completion, reader))
+        readers = [self._answering.reader() for _ in range(self.plan.choices)]
+        async for one in exchange.events():
+            if isinstance(one, Piece):
+                readers[one.choice].push(one)
+            else:
+                readers[one.choice].end()
+        completions = exchange.completions
+        choices = [
+            self._choice(number, *each) for number, each in enumerate(zip(completions, readers))
+        ]
         prompt_ids = exchange.prompt_ids if self._body.return_token_ids else None
         await exchange.finish(readers[0].message())
         return ChatCompletion(
@@ -192,7 +193,11 @@ class _Turn:
             )
         return Choice(
             index=number,
-            message=AnswerMessage(content=reader.content, tool_calls=reader.calls or None),
+            message=AnswerMessage(
+                content=reader.content,
+                reasoning_content=reader.reasoning,
+                tool_calls=reader.calls or None,
+            ),
             logprobs=logprobs,
             finish_reason=finish_reason(completion, reader),
             stop_reason=stop_reason(completion),
@@ -225,7 +230,7 @@ class _Turn:
         yield done()
 
     def _told(self, piece: Piece, reader: Reader) -> list[ServerSentEvent]:
-        deltas: list[Delta] = reader.push(piece.text)
+        deltas: list[Delta] = reader.push(piece)
         more: dict[str, Any] = {}
         if isinstance(piece.token, GeneratedToken):
             content = self._service.token_texts.chosen(piece.token).model_dump()

@@ -174,7 +174,7 @@ class _Turn:
         """What blocks become, until the conversation is kept."""
         async for one in exchange.events():
             if isinstance(one, Piece):
-                for told in self._told(self._reader.push(one.text)):
+                for told in self._told(self._reader.push(one)):
                     yield told
         for told in [*self._told(self._reader.end()), *self._close()]:
             yield told
@@ -187,6 +187,8 @@ class _Turn:
         for delta in deltas:
             if "content" in delta.values:
                 told += self._add_text(delta.values["content"])
+                continue
+            if "reasoning_content" in delta.values:
                 continue
             (call,) = delta.values["tool_calls"]
             if "id" in call:

@@ -357,7 +357,7 @@ class _Turn:
     async def _told(self, exchange: Exchange) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         async for one in exchange.events():
             if isinstance(one, Piece):
-                for told in self._output.push(one.text, one.token):
+                for told in self._output.push(one):
                     yield told
         (completion,) = exchange.completions
         for told in self._output.end(complete=completion.finish_reason != "length"):

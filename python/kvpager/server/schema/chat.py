@@ -184,6 +184,7 @@ class AnswerMessage(Answer):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
 
