@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.running import running
+from server.running import coder_engine, running
 
 
 @pytest.fixture
@@ -47,6 +47,16 @@ def test_the_ledger_has_an_entry_for_each_chunk(server, named):
         64 * i for i in range(len(ledger["chunks"]))
     ]
     assert all(chunk["provenance"] == "exact" for chunk in ledger["chunks"])
+
+
+def test_looking_at_a_saved_conversation_brings_nothing_into_memory(coder, tmp_path):
+    with coder_engine(*coder) as engine:
+        with running(engine, tmp_path) as server:
+            server.chat("Hi", extra_body={"session_id": "saved"})
+        with running(engine, tmp_path) as server:
+            for path in ("", "/saved", "/saved/ledger"):
+                assert server.http.get(f"/v1/sessions{path}").status_code == 200
+            assert server.service.gauges().sessions == 0
 
 
 def test_a_fork_goes_on_by_itself(server, named):

@@ -92,7 +92,7 @@ def _canonical(message: dict[str, Any]) -> dict[str, Any]:
 def _loaded(arguments: Any) -> Any:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
@@ -139,14 +139,30 @@ class Conversations:
         return self.look(name, salt, on_corrupt, lambda kept: (kept.session.fork(), kept))
 
     def look(
-        self, name: str, salt: str | None, on_corrupt: str, use: Callable[[Kept], _Result]
+        self,
+        name: str,
+        salt: str | None,
+        on_corrupt: str,
+        use: Callable[[Kept], _Result],
+        *,
+        keep: bool = True,
     ) -> _Result:
-        """What `use` returns of a conversation, which stays as it is; else as `fork`."""
+        """What `use` returns of a conversation, which stays as it is; else as `fork`.
+
+        keep: whether one that is restored for it stays in memory.
+        """
         while True:
             with self._lock:
                 kept = self._kept_under(name, salt)
                 if kept is not None:
                     return use(kept)
+            if not keep:
+                restored = self._restored(name, salt, on_corrupt)
+                try:
+                    return use(restored)
+                finally:
+                    restored.session.close()
+            with self._lock:
                 restoring = _Restoring()
                 self._restoring.setdefault(name, []).append(restoring)
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -45,8 +46,13 @@ def serve(service: Service, ready: Callable[[str], object]) -> None:
         for number in kept:  # uvicorn raises the first two once more when it has ended
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
+        # What there is now stays: collections that requests cause need not look at it, which takes
+        # half a second of all threads with the modules of torch and transformers.
+        gc.collect()
+        gc.freeze()
         server.run()
     finally:
+        gc.unfreeze()
         for number, handler in kept.items():
             signal.signal(number, handler)
 

@@ -46,7 +46,6 @@ from kvpager.server.schema.responses import (
 from kvpager.server.schema_limits import check_schemas
 from kvpager.server.streaming import asks_to_pad, event
 from kvpager.server.streaming import stream as stream_of
-from kvpager.server.threads import in_thread
 
 router = APIRouter(route_class=JsonRoute)
 ResponseId = Annotated[str, Path(pattern=NAME_PATTERN)]
@@ -87,7 +86,7 @@ async def count_input_tokens(body: InputTokensRequest, caller: TheCaller) -> Inp
     caller.service.check_model(body.model)
     turn = await caller.read(lambda: _Turn(caller, body))
     exchange = Exchange(caller.service, turn.plan)
-    return InputTokens(input_tokens=await in_thread(exchange.count_prompt))
+    return InputTokens(input_tokens=await caller.read(exchange.count_prompt))
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)

@@ -67,7 +67,8 @@ async def ledger(name: SessionName, caller: TheCaller, cache_salt: CacheSalt = N
         chunks = [Chunk.model_validate(chunk) for chunk in kept.session.ledger()]
         return Ledger(id=name, tokens=kept.length, chunks=chunks)
 
-    return await in_thread(lambda: caller.conversations.look(name, salt, on_corrupt, told))
+    look = caller.conversations.look
+    return await in_thread(lambda: look(name, salt, on_corrupt, told, keep=False))
 
 
 @router.post("/{name}/save")
