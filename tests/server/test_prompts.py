@@ -206,6 +206,20 @@ def test_a_continued_answer_is_one_message_and_goes_on_from_its_tokens(server):
         ),
         ("/v1/responses", {"input": BEGUN}, "input"),
         (
+            "/v1/messages",
+            {
+                "max_tokens": 2,
+                "messages": [
+                    *said("Hi"),
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}],
+                    },
+                ],
+            },
+            "messages",
+        ),
+        (
             "/v1/responses",
             {
                 "input": [
@@ -219,7 +233,8 @@ def test_a_continued_answer_is_one_message_and_goes_on_from_its_tokens(server):
 def test_no_message_of_the_assistant_silently_begins_a_new_turn(server, path, body, param):
     answer = server.post(path, **body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert param in (error.get("param"), error["message"].partition(" ")[0])
 
 
 def test_control_tokens_in_a_users_text_are_text_unless_the_server_says_otherwise(

@@ -33,6 +33,7 @@ class PromptEncoder:
         self.can_mark = self._backend is not None
         self._lock = threading.Lock()
         self._apart: _Apart | None = None
+        self._control = (-1, "", ControlTokens((), ()))  # for how many tokens, and which template
         self._known: tuple[int, re.Pattern[str] | None] = (-1, None)  # for how many tokens
         dropout = getattr(getattr(self._backend, "model", None), "dropout", None)
         if dropout:
@@ -65,14 +66,19 @@ class PromptEncoder:
 
     def control_tokens(self, template: str) -> ControlTokens:
         """What marks control tokens in texts for this template."""
+        added = [] if self._backend is None else _added(self._backend)
+        if self._control[:2] == (len(added), template):
+            return self._control[2]
         special, of_template = [], []
-        for token in () if self._backend is None else _added(self._backend):
+        for token in added:
             content = token.content
             if token.special:
                 special.append(content)
             elif content in template and not content.isalnum() and not content.isspace():
                 of_template.append(content)
-        return ControlTokens(special, of_template)
+        control = ControlTokens(special, of_template)
+        self._control = (len(added), template, control)
+        return control
 
     def _border(self, text: str, start: int) -> int:
         """The last place up to `start` where the encoding of the whole begins anew; at least 0."""

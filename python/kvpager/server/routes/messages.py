@@ -321,6 +321,12 @@ def _rendering(
     if thinks is False and "thinking" in ignored:
         ignored.remove("thinking")  # a template that knows no thinking does none
     continues = messages[-1]["role"] == "assistant"
+    if continues and (messages[-1].get("tool_calls") or not messages[-1]["content"]):
+        raise bad_request(
+            "messages ends with a message of the assistant without text, or with a tool_use; "
+            "expected text to go on with, or the tool_result",
+            "messages",
+        )
     return caller.service.rendering(tools, variables, continues=continues), ignored
 
 
