@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -20,6 +21,7 @@ from sse_starlette.sse import AppStatus
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.server.app import make_app
+from kvpager.server.connections import Connection, Connections
 from kvpager.server.service import Service
 from kvpager.server.settings import ServerSettings
 
@@ -94,6 +96,9 @@ class Server:
         self._socket = _listen(settings)
         self._path = settings.uds
         self.url = _url(settings, self._socket)
+        connections = Connections(
+            settings.max_connections, settings.header_timeout, settings.send_timeout
+        )
         config = uvicorn.Config(
             make_app(service),
             log_config=None,
@@ -101,6 +106,7 @@ class Server:
             timeout_graceful_shutdown=int(settings.drain_seconds) + _GRACE_SECONDS,
             backlog=_BACKLOG,
             ws="none",
+            http=functools.partial(Connection, connections),  # type: ignore[arg-type]
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
         )

@@ -185,6 +185,21 @@ class ServerSettings(Validated):
         "seconds that reading a request may take: its JSON, template, tokens and grammar; 0: any",
         30.0,
     )
+    max_connections: int = option(
+        integer(8, 1 << 20),
+        "most connections, half of them of one address, and no more than three quarters of the "
+        "process's descriptors; beyond it the oldest without a request is closed",
+        1024,
+    )
+    header_timeout: float = option(
+        number(0.1, 1e9),
+        "seconds in which the head of a request has to come, from the connection or the last "
+        "answer on",
+        20.0,
+    )
+    send_timeout: float = option(
+        number(0.1, 1e9), "seconds that a client may leave an answer unread", 60.0
+    )
     max_transfers: int = option(
         integer(1, 1024), "most exports and imports of one tenant at a time", 4
     )
