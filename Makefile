@@ -212,14 +212,13 @@ asan: build ## C++ and Python tests under AddressSanitizer and UBSan
 	  PYTHONPATH="$(ASAN_SITE):$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(PY) -S -m pytest -m "$(REGULAR)" --ignore-glob='*/test_bench_*.py' $(PYTEST_ARGS)
 
-# Without the kernels, which take most of the time to compile: `make asan` has those, and the bindings.
+# Without the kernels, which take most of the time to compile: `make asan` has those, and the extension.
 BOUNDARY_MUTATIONS ?= 200000
-asan-boundary: $(TOOLS_STAMP) ## what reads files, under AddressSanitizer and UBSan: C++ tests, corpora, mutations (minutes)
+asan-boundary: $(TOOLS_STAMP) ## what reads files and strides, under AddressSanitizer and UBSan: C++ tests, corpora, mutations (minutes)
 	$(DOCTEST)
 	cmake --preset asan --log-level=WARNING
-	cmake --build --preset asan --target snapshot_test --target snapshot_fuzz
-	ctest --preset asan -R '^(snapshot|fuzz)/'
-	build/asan/tests/cpp/snapshot_fuzz tests/fuzz/corpus
+	cmake --build --preset asan --target snapshot_test --target snapshot_fuzz --target bindings_test
+	ctest --preset asan -R '^(snapshot|fuzz|bindings)/'
 	build/asan/tests/cpp/snapshot_fuzz --mutate $(BOUNDARY_MUTATIONS)
 
 tsan: build ## C++ tests under ThreadSanitizer

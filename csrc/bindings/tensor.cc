@@ -69,14 +69,6 @@ void require_place(const char* name, const dlpack::Device& device, const DeviceP
                                  ", where this pager is (", place.name, ")"));
 }
 
-std::optional<DType> float_dtype(const dlpack::Tensor& t) {
-  if (t.dtype.lanes != 1) return std::nullopt;
-  if (t.dtype.code == dlpack::kFloat && t.dtype.bits == 32) return DType::kFloat32;
-  if (t.dtype.code == dlpack::kFloat && t.dtype.bits == 16) return DType::kFloat16;
-  if (t.dtype.code == dlpack::kBfloat && t.dtype.bits == 16) return DType::kBFloat16;
-  return std::nullopt;
-}
-
 TensorView checked_view(const char* name, const dlpack::Tensor& t, const DevicePlace& place) {
   require_place(name, t.device, place);
   if (t.ndim != 3) {
@@ -84,7 +76,7 @@ TensorView checked_view(const char* name, const dlpack::Tensor& t, const DeviceP
         str(name, ": ", t.ndim, " dimensions, expected 3 (rows, heads, head_dim)"));
   }
   TensorView view;
-  const std::optional<DType> dtype = float_dtype(t);
+  const std::optional<DType> dtype = float_dtype(t.dtype);
   if (!dtype) {
     throw InvalidArgumentError(str(name, ": element type code ", static_cast<int>(t.dtype.code),
                                    " with ", static_cast<int>(t.dtype.bits),
@@ -156,53 +148,9 @@ std::optional<Integers> host_integers(py::handle tensor) {
 std::optional<Matrix> matrix_at(const DevicePlace& place, py::handle tensor) {
   dlpack::Tensor t;
   if (!borrow(tensor, t)) return std::nullopt;
-  const std::optional<DType> dtype = float_dtype(t);
   const bool there =
       t.device.type == place.type && (place.type == dlpack::kCpu || t.device.id == place.ordinal);
-  if (!dtype || t.ndim < 1 || !there) return std::nullopt;
-  Matrix matrix;
-  matrix.dtype = *dtype;
-  matrix.columns = t.shape[t.ndim - 1];
-  matrix.stride = matrix.columns;
-  for (int32_t i = 0; i + 1 < t.ndim; ++i) {
-    // Rows of a stride of 0 take no memory, however many they are.
-    if (__builtin_mul_overflow(matrix.rows, t.shape[i], &matrix.rows)) return std::nullopt;
-  }
-  if (t.strides != nullptr) {
-    // Dimensions of one element may have any stride.
-    if (matrix.columns != 1 && t.strides[t.ndim - 1] != 1) return std::nullopt;
-    // Stride that the next dimension outwards has where rows are equally far apart.
-    std::optional<int64_t> next;
-    for (int32_t i = t.ndim - 2; i >= 0 && matrix.rows > 1; --i) {
-      if (t.shape[i] == 1) continue;
-      if (next && t.strides[i] != *next) return std::nullopt;
-      if (!next) matrix.stride = t.strides[i];
-      next = t.strides[i] * t.shape[i];
-    }
-  }
-  matrix.data = static_cast<char*>(t.data) + t.byte_offset;
-  const bool has_memory = t.data != nullptr || matrix.rows * matrix.columns == 0;
-  const bool aligned =
-      reinterpret_cast<uintptr_t>(matrix.data) % static_cast<uintptr_t>(dtype_bytes(*dtype)) == 0;
-  if (!has_memory || !aligned || matrix.stride < 0) return std::nullopt;
-  return matrix;
-}
-
-bool may_overlap(const Matrix& a, const Matrix& b) {
-  if (a.empty() || b.empty()) return false;
-  const int64_t size = dtype_bytes(a.dtype);
-  const auto begin = [](const Matrix& m) { return reinterpret_cast<intptr_t>(m.data); };
-  const auto end = [&](const Matrix& m) {
-    return begin(m) + ((m.rows - 1) * m.stride + m.columns) * size;
-  };
-  if (end(a) <= begin(b) || end(b) <= begin(a)) return false;
-  if (a.stride != b.stride || !a.rows_apart() || !b.rows_apart() || a.rows == 1 || b.rows == 1) {
-    return true;
-  }
-  // Columns of one larger matrix: apart if they are so within a row.
-  const int64_t row = a.stride * size;
-  const int64_t from_a = ((begin(b) - begin(a)) % row + row) % row;
-  return from_a < a.columns * size || from_a + b.columns * size > row;
+  return there ? matrix_of(t) : std::nullopt;
 }
 
 BorrowedTensor::BorrowedTensor(const char* name, py::handle tensor, const DevicePlace& place,

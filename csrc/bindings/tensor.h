@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "bindings/matrix.h"
 #include "kvpager/pager.h"
 #include "kvpager/tensor.h"
 
@@ -14,24 +15,9 @@ namespace dlpack {
 struct ManagedTensor;
 }
 
-// A tensor [..., columns] as rows equally far apart; of one dimension: as one row.
-struct Matrix {
-  void* data = nullptr;
-  DType dtype = DType::kFloat32;
-  int64_t rows = 1;
-  int64_t columns = 0;
-  int64_t stride = 0;  // elements from one row to the next; of all rows in one place 0
-
-  bool empty() const { return rows == 0 || columns == 0; }
-  // Whether each element has memory of its own, as one that is written must.
-  bool rows_apart() const { return rows <= 1 || stride >= columns; }
-};
-
 // Nothing for another device or dtype, for rows that are not so, and for what is no torch tensor. The
 // caller keeps the tensor while it uses the matrix.
 std::optional<Matrix> matrix_at(const DevicePlace& place, pybind11::handle tensor);
-// Whether two of one dtype, whose rows are apart or not, may have an element in common.
-bool may_overlap(const Matrix& a, const Matrix& b);
 inline std::optional<Matrix> host_matrix(pybind11::handle tensor) {
   static const DevicePlace host;
   return matrix_at(host, tensor);

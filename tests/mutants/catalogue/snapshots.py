@@ -91,7 +91,7 @@ SNAPSHOTS = (
         breaks="12: the reader validates a size before it allocates for it",
         file="csrc/snapshot/metadata.cc",
         old="""\
-  expect_size(section, checked_product(count, stride, "chunks.size", path),
+  expect_size(section, bytes_of(count, stride, "chunks.size", path),
               str(count, " chunks for ", meta->tokens.size(), " tokens, ", stride, " bytes each"),
               path);
 """,
